@@ -1,0 +1,36 @@
+# make demo   set up everything, train the demo static and balanced, compare
+# make test   set up everything, run the tests
+# make check  formatting, lint, types: exactly what CI runs before the tests
+
+PYTHON ?= python3
+BIN := .venv/bin
+READY := .venv/.ready
+
+.PHONY: demo test check format clean
+
+$(READY): pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "dynmo needs Python 3.11 or newer: make PYTHON=python3.11 ...")'
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	touch $@
+
+# The same config twice: static (layers stay where they started) and balanced. Then the two side by side.
+demo: $(READY)
+	$(BIN)/dynmo train examples/demo.toml --overwrite --set name=demo-static --set balance.balancer=none
+	$(BIN)/dynmo train examples/demo.toml --overwrite --set name=demo-balanced
+	$(BIN)/dynmo report runs/demo-static runs/demo-balanced
+
+test: $(READY)
+	$(BIN)/python -m pytest
+
+check: $(READY)
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/pyright
+
+format: $(READY)
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+clean:
+	rm -rf .venv runs .pytest_cache .ruff_cache .hypothesis

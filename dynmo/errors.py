@@ -1,0 +1,54 @@
+"""dynmo's exceptions.
+
+    DynmoError
+    ├── InputError(ValueError)     the input is wrong: exit status 2
+    │   ├── ConfigError            a key or value of the configuration
+    │   ├── ScheduleError          a schedule that cannot be made or does not hold together
+    │   ├── PartitionError         a placement that cannot be made (too few layers, too little memory)
+    │   └── CheckpointError        a checkpoint that is missing, damaged or of another model
+    └── RunError(RuntimeError)     the run failed: exit status 1
+        ├── WaitTimeout            a rank waited too long; the message names who waits for whom
+        └── RankDied               a peer is gone
+
+Every message is one line: what was wrong, where, and what to do.
+"""
+
+
+class DynmoError(Exception):
+    """Base of everything dynmo raises on purpose."""
+
+    exit_status = 1
+
+
+class InputError(DynmoError, ValueError):
+    """The user's input is wrong; nothing was started or changed."""
+
+    exit_status = 2
+
+
+class ConfigError(InputError):
+    """A key or value of the configuration is wrong or not served by this version."""
+
+
+class ScheduleError(InputError):
+    """A schedule cannot be made from the given numbers, or breaks a dependency."""
+
+
+class PartitionError(InputError):
+    """No placement of the layers satisfies the request."""
+
+
+class CheckpointError(InputError):
+    """A checkpoint is missing, damaged, or belongs to another model."""
+
+
+class RunError(DynmoError, RuntimeError):
+    """The run started and then failed."""
+
+
+class WaitTimeout(RunError):
+    """A rank waited longer than the limit for another one."""
+
+
+class RankDied(RunError):
+    """A rank of the run is gone."""

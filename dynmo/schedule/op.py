@@ -1,0 +1,229 @@
+"""What a pipeline schedule is: per rank, a tuple of ops in the order in which the rank runs them.
+
+    # zb-h1  ranks=3 microbatches=4 placement=0,1,2
+    0 | F0 F1 F2 B0 W0 F3 B1 W1 B2 W2 B3 W3
+    1 | F0 F1 B0 F2 B1 W0 F3 B2 W1 B3 W2 W3
+    2 | F0 B0 F1 B1 F2 B2 W0 F3 B3 W1 W2 W3
+
+F is the forward of one microbatch through one stage, B the gradient of its input, W the gradient of its weights, and
+BW both at once (an ordinary backward). Where a rank holds several stages (chunks), the stage stands before the kind: `3B7`.
+
+Stages below `first_trainable` are a frozen prefix: they have F only, and stage `first_trainable` sends no gradient upstream.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import cached_property
+from typing import NamedTuple
+
+from dynmo.errors import ScheduleError
+
+
+class Kind(StrEnum):
+    """The four kinds of work of one microbatch on one stage."""
+
+    F = "F"
+    B = "B"
+    W = "W"
+    BW = "BW"
+
+
+class Op(NamedTuple):
+    """One piece of work: `kind` on `stage` for `microbatch`."""
+
+    kind: Kind
+    stage: int
+    microbatch: int
+
+
+class Dependency(NamedTuple):
+    """`op` must have ended; `boundary` is the link its result crosses (between stages `boundary` and `boundary + 1`), or None."""
+
+    op: Op
+    boundary: int | None
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Per rank, the ops in order.
+
+    placement[stage] is the rank that holds the stage. `credits` is how many microbatches a forward-only stage may be ahead of the
+    stage that it feeds, so that a frozen prefix does not run away with memory (None: the number of ranks).
+    """
+
+    name: str
+    microbatches: int
+    placement: tuple[int, ...]
+    ops: tuple[tuple[Op, ...], ...]
+    first_trainable: int = 0
+    credits: int | None = None
+
+    @property
+    def ranks(self) -> int:
+        return len(self.ops)
+
+    @property
+    def stages(self) -> int:
+        return len(self.placement)
+
+    @cached_property
+    def fused(self) -> frozenset[tuple[int, int]]:
+        """The (stage, microbatch) pairs whose backward is one BW."""
+        return frozenset((op.stage, op.microbatch) for row in self.ops for op in row if op.kind is Kind.BW)
+
+    def backward(self, stage: int, microbatch: int) -> Op:
+        """The op that produces the input gradient of `stage`: its B, or its BW."""
+        return Op(Kind.BW if (stage, microbatch) in self.fused else Kind.B, stage, microbatch)
+
+    def stages_of(self, rank: int) -> tuple[int, ...]:
+        return tuple(s for s, r in enumerate(self.placement) if r == rank)
+
+    def __str__(self) -> str:
+        return to_text(self)
+
+
+def dependencies(schedule: Schedule, op: Op) -> Iterator[Dependency]:
+    """What must have ended before `op` may start. The simulator, the lowering and every planner use this and nothing else.
+
+    F(s,j) needs F(s-1,j); B(s,j) needs F(s,j) and B(s+1,j); W(s,j) needs B(s,j); and on a frozen prefix F(s,j) needs
+    F(s+1, j-credits), the credit that holds forward-only ranks back.
+    """
+    kind, s, j = op
+    if kind is Kind.F:
+        if s > 0:
+            yield Dependency(Op(Kind.F, s - 1, j), s - 1)
+        if s < schedule.first_trainable:
+            ahead = schedule.ranks if schedule.credits is None else schedule.credits
+            if j >= ahead and s + 1 < schedule.stages:
+                yield Dependency(Op(Kind.F, s + 1, j - ahead), s)
+    elif kind is Kind.W:
+        yield Dependency(Op(Kind.B, s, j), None)
+    else:
+        yield Dependency(Op(Kind.F, s, j), None)
+        if s + 1 < schedule.stages:
+            yield Dependency(schedule.backward(s + 1, j), s)
+
+
+def validate(schedule: Schedule) -> None:
+    """Raises ScheduleError unless every stage has each op exactly once, on its rank, in microbatch order, and nothing waits in a circle."""
+    if schedule.microbatches < 1:
+        raise ScheduleError(f"{schedule.name}: {schedule.microbatches} microbatches; at least 1 is needed")
+    if any(not 0 <= rank < schedule.ranks for rank in schedule.placement):
+        raise ScheduleError(f"{schedule.name}: placement {schedule.placement} names a rank outside 0..{schedule.ranks - 1}")
+    if not 0 <= schedule.first_trainable < schedule.stages:
+        raise ScheduleError(f"{schedule.name}: first trainable stage {schedule.first_trainable} of {schedule.stages} stages")
+    # What each stage has seen: F, B and W must each come in microbatch order and arrive at m.
+    seen = [{Kind.F: 0, Kind.B: 0, Kind.W: 0} for _ in range(schedule.stages)]
+    for rank, row in enumerate(schedule.ops):
+        for op in row:
+            if not 0 <= op.stage < schedule.stages or schedule.placement[op.stage] != rank:
+                raise ScheduleError(f"{schedule.name}: rank {rank} runs {name(op)}, but the stage is not placed there")
+            if op.kind is not Kind.F and op.stage < schedule.first_trainable:
+                raise ScheduleError(f"{schedule.name}: {name(op)} on a frozen stage (first trainable is {schedule.first_trainable})")
+            for part in (Kind.B, Kind.W) if op.kind is Kind.BW else (op.kind,):
+                if op.microbatch != seen[op.stage][part]:
+                    raise ScheduleError(
+                        f"{schedule.name}: rank {rank} runs {name(op)} where microbatch {seen[op.stage][part]} of {part} is due"
+                    )
+                seen[op.stage][part] += 1
+    for stage, counts in enumerate(seen):
+        for kind, count in counts.items():
+            due = 0 if kind is not Kind.F and stage < schedule.first_trainable else schedule.microbatches
+            if count != due:
+                raise ScheduleError(f"{schedule.name}: stage {stage} has {count} of {due} {kind} ops")
+    for _ in in_order(schedule):
+        pass
+
+
+def in_order(schedule: Schedule) -> Iterator[tuple[int, Op]]:
+    """Every (rank, op) in an order that respects both the ranks' own orders and `dependencies`.
+
+    Raises ScheduleError, naming the first op that can never run, when the ranks wait for each other in a circle.
+    """
+    position = [0] * schedule.ranks
+    done: set[Op] = set()
+    waiting: dict[Op, list[int]] = {}
+    ready = list(range(schedule.ranks))
+    while ready:
+        rank = ready.pop()
+        row = schedule.ops[rank]
+        while position[rank] < len(row):
+            op = row[position[rank]]
+            missing = next((d.op for d in dependencies(schedule, op) if d.op not in done), None)
+            if missing is not None:
+                waiting.setdefault(missing, []).append(rank)
+                break
+            yield rank, op
+            position[rank] += 1
+            done.add(op)
+            ready.extend(waiting.pop(op, ()))
+    stuck = [(r, schedule.ops[r][p]) for r, p in enumerate(position) if p < len(schedule.ops[r])]
+    if stuck:
+        rank, op = stuck[0]
+        missing = next(d.op for d in dependencies(schedule, op) if d.op not in done)
+        raise ScheduleError(f"{schedule.name}: rank {rank} waits at {name(op)} for {name(missing)}, which never runs: a circle")
+
+
+def name(op: Op) -> str:
+    """For messages: `B of microbatch 3 on stage 1`."""
+    return f"{op.kind} of microbatch {op.microbatch} on stage {op.stage}"
+
+
+_HEADER = re.compile(r"#\s*(?P<name>\S+)\s+(?P<fields>.*)")
+_CELL = re.compile(r"(?P<stage>\d+)?(?P<kind>BW|F|B|W)(?P<microbatch>\d+)")
+
+
+def to_text(schedule: Schedule) -> str:
+    """The readable form shown at the top of this file; `from_text` reads it back."""
+    header = f"# {schedule.name}  ranks={schedule.ranks} microbatches={schedule.microbatches}"
+    header += f" placement={','.join(map(str, schedule.placement))}"
+    if schedule.first_trainable:
+        header += f" first_trainable={schedule.first_trainable}"
+    if schedule.credits is not None:
+        header += f" credits={schedule.credits}"
+    width = len(str(schedule.ranks - 1))
+    lines = [header]
+    for rank, row in enumerate(schedule.ops):
+        several = len(schedule.stages_of(rank)) > 1
+        cells = (f"{op.stage if several else ''}{op.kind}{op.microbatch}" for op in row)
+        lines.append(f"{rank:>{width}} | {' '.join(cells)}")
+    return "\n".join(lines) + "\n"
+
+
+def from_text(text: str) -> Schedule:
+    """Reads `to_text`'s form. Raises ScheduleError naming the line that does not fit."""
+    lines = [line for line in text.splitlines() if line.strip()]
+    header = _HEADER.fullmatch(lines[0].strip()) if lines else None
+    if header is None:
+        raise ScheduleError("a schedule's text starts with '# NAME  ranks=P microbatches=M placement=0,1,...'")
+    try:
+        fields = dict(part.split("=", 1) for part in header["fields"].split())
+        placement = tuple(int(x) for x in fields["placement"].split(","))
+        ranks, microbatches = int(fields["ranks"]), int(fields["microbatches"])
+        first_trainable = int(fields.get("first_trainable", "0"))
+        credits = int(fields["credits"]) if "credits" in fields else None
+    except (KeyError, ValueError) as error:
+        raise ScheduleError(f"line 1 of a schedule: {error} in {lines[0]!r}; expected ranks=P microbatches=M placement=0,1,...") from None
+    if len(lines) != ranks + 1:
+        raise ScheduleError(f"a schedule for {ranks} ranks has {ranks} rows, not {len(lines) - 1}")
+    rows: list[tuple[Op, ...]] = []
+    for rank, line in enumerate(lines[1:]):
+        label, bar, cells = line.partition("|")
+        if not bar or label.strip() != str(rank):
+            raise ScheduleError(f"line {rank + 2} of a schedule: expected '{rank} | F0 ...', got {line!r}")
+        own = [s for s, r in enumerate(placement) if r == rank]
+        row: list[Op] = []
+        for cell in cells.split():
+            match = _CELL.fullmatch(cell)
+            if match is None or (match["stage"] is None and len(own) != 1):
+                raise ScheduleError(
+                    f"line {rank + 2} of a schedule: {cell!r} is not an op such as F0, or 2F0 where a rank has several stages"
+                )
+            stage = own[0] if match["stage"] is None else int(match["stage"])
+            row.append(Op(Kind(match["kind"]), stage, int(match["microbatch"])))
+        rows.append(tuple(row))
+    return Schedule(header["name"], microbatches, placement, tuple(rows), first_trainable, credits)
