@@ -6,7 +6,6 @@ pure delay: a message never keeps a rank busy.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -125,8 +124,8 @@ def peak_memory(schedule: Schedule, costs: Costs) -> tuple[float, ...]:
 def resident(schedule: Schedule) -> tuple[tuple[tuple[int, int], ...], ...]:
     """Per stage, the pairs (microbatches between F and B, microbatches between B and W) that are live at once and not dominated.
 
-    A stage's live bytes are `pairs[0] * activation_bytes + pairs[1] * stash_bytes`, at most, over its pairs: this is how a memory limit can be
-    checked for any placement without another simulation.
+    A stage's live bytes are `pair[0] * activation_bytes + pair[1] * stash_bytes`, at most, over its pairs: this is how a memory limit
+    can be checked for any placement without another simulation.
     """
     out: list[tuple[tuple[int, int], ...]] = []
     for stage in range(schedule.stages):

@@ -49,7 +49,11 @@ def one_f_one_b(ranks: int, microbatches: int, first_trainable: int = 0) -> Sche
 
 
 def _zero_bubble(name: str, k: int, ranks: int, microbatches: int, first_trainable: int) -> Schedule:
-    """k = 1 is ZB-H1, k = 2 is ZB-H2. W is held back so that in steady state every rank is k (p - 1) microbatches past the first F."""
+    """k = 1 is ZB-H1, k = 2 is ZB-H2. W is held back so that in steady state every rank is k (p - 1) microbatches past the first F.
+
+    Over a frozen prefix the pipeline that trains starts at `first_trainable`: nobody upstream of it waits for a B, so it holds no W back.
+    """
+    held_back = k * (ranks - 1 - first_trainable)
 
     def row(rank: int) -> list[tuple[Kind, int]]:
         warmup = k * (ranks - 1 - rank)
@@ -59,7 +63,7 @@ def _zero_bubble(name: str, k: int, ranks: int, microbatches: int, first_trainab
             if warmup + i < microbatches:
                 cells.append((Kind.F, warmup + i))
             cells.append((Kind.B, i))
-            if warmup + i >= k * (ranks - 1):
+            if warmup + i >= held_back:
                 cells.append((Kind.W, weights))
                 weights += 1
         return cells + [(Kind.W, j) for j in range(weights, microbatches)]

@@ -114,6 +114,8 @@ def validate(schedule: Schedule) -> None:
         raise ScheduleError(f"{schedule.name}: {schedule.microbatches} microbatches; at least 1 is needed")
     if any(not 0 <= rank < schedule.ranks for rank in schedule.placement):
         raise ScheduleError(f"{schedule.name}: placement {schedule.placement} names a rank outside 0..{schedule.ranks - 1}")
+    if len(set(schedule.placement)) < schedule.ranks:
+        raise ScheduleError(f"{schedule.name}: placement {schedule.placement} leaves one of {schedule.ranks} ranks without a stage")
     if not 0 <= schedule.first_trainable < schedule.stages:
         raise ScheduleError(f"{schedule.name}: first trainable stage {schedule.first_trainable} of {schedule.stages} stages")
     # What each stage has seen: F, B and W must each come in microbatch order and arrive at m.

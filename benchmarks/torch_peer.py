@@ -1,0 +1,171 @@
+"""The peer: torch.distributed.pipelining's own schedules, timed as they are on the work that dynmo is timed on.
+
+A `TorchPeer` is one rank's part of such a pipeline; its `step()` runs one whole training step (all microbatches forward and
+backward, gradients zeroed before, no optimizer) and returns its seconds. Make all peers first, then alternate their steps with
+those of the executor they are compared with, so that both meet the same machine. Both see the same gloo, threads, batch and loss.
+
+The stages are real modules, or emulated ones that sleep instead of computing (`emulated_peer`).
+"""
+
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleavedZeroBubble
+from torch.distributed.pipelining.schedules import ScheduleInterleaved1F1B, ScheduleZBVZeroBubble
+
+from dynmo.models.emulated import precise_timers, sleep_until
+
+
+@dataclass(frozen=True, slots=True)
+class PeerSchedule:
+    """One of torch's schedules and how the model is cut for it.
+
+    With two stages on a rank a stage is half as large: a rank's work stays the same, its messages double.
+    """
+
+    make: Callable[..., Any]
+    stages_per_rank: int = 1
+    v_shape: bool = False  # rank r holds stages r and 2p-1-r, instead of r and p+r
+
+    def stages(self, ranks: int, rank: int) -> list[int]:
+        """The indices of the stages that `rank` holds."""
+        if self.v_shape:
+            return [rank, 2 * ranks - 1 - rank]
+        return [rank + chunk * ranks for chunk in range(self.stages_per_rank)]
+
+
+# Each schedule at its defaults; who compares takes the fastest of a kind, measured in the same run. Fewer stages a rank cost less
+# Python and fewer messages, more stages leave a smaller bubble: which wins depends on how long an op is. Ideal step times over work
+# at 8 ranks, 32 microbatches and f = b = w: 1.22, 1.11, 1.07, 1.04, 1.04. Not listed because they gained nothing: shapes given
+# beforehand (they matter in the first step only), `defer_pp_recv`, 1F1B in the interleaved runtime, four stages on a rank.
+PEERS = {
+    "1f1b": PeerSchedule(Schedule1F1B),
+    "interleaved-1f1b": PeerSchedule(ScheduleInterleaved1F1B, stages_per_rank=2),
+    "zero-bubble": PeerSchedule(ScheduleInterleavedZeroBubble),
+    "interleaved-zero-bubble": PeerSchedule(ScheduleInterleavedZeroBubble, stages_per_rank=2),
+    "zbv": PeerSchedule(ScheduleZBVZeroBubble, stages_per_rank=2, v_shape=True),
+}
+
+
+class TorchPeer:
+    """One rank of a torch.distributed.pipelining run over the default process group, whose size is the number of ranks.
+
+    All ranks make it, and step it, together. The first step is torch's set-up too (it infers the shapes by a forward and a
+    backward of its own): run at least one before any that counts. Threads are the caller's to set, for all that it compares.
+    """
+
+    def __init__(
+        self,
+        schedule: str,
+        microbatches: int,
+        build_stage: Callable[[int, int], nn.Module],
+        inputs: torch.Tensor,
+        targets: torch.Tensor,
+        loss_fn: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+    ) -> None:
+        """`build_stage(stage, stages)` makes one stage of so many; `inputs` and `targets` are a whole batch, `loss_fn` a mean."""
+        kind = PEERS[schedule]
+        ranks, rank = dist.get_world_size(), dist.get_rank()
+        count = ranks * kind.stages_per_rank
+        indices = kind.stages(ranks, rank)
+        self.modules = [build_stage(index, count) for index in indices]
+        stages = [PipelineStage(module, index, count, torch.device("cpu")) for module, index in zip(self.modules, indices, strict=True)]
+        first = stages[0] if kind.make is Schedule1F1B else stages
+        self._schedule = kind.make(first, microbatches, loss_fn=loss_fn)
+        self._inputs = (inputs,) if 0 in indices else ()
+        self._targets = targets if count - 1 in indices else None
+
+    def step(self) -> float:
+        """Seconds of one step on the slowest rank: from a barrier to the end of the rank's last op. All ranks return the same.
+
+        Outputs are not gathered (`return_outputs=False`), since nobody asks for them. Zeroing gradients is not timed.
+        """
+        for module in self.modules:
+            module.zero_grad()
+        dist.barrier()
+        start = time.perf_counter()
+        self._schedule.step(*self._inputs, target=self._targets, return_outputs=False)
+        seconds = torch.tensor(time.perf_counter() - start, dtype=torch.float64)
+        dist.all_reduce(seconds, dist.ReduceOp.MAX)
+        return seconds.item()
+
+
+class EmulatedStage(nn.Module):
+    """Adds a one-element weight to its input; takes `f` seconds forward, `b` for the input's gradient and `w` for the weight's.
+
+    torch splits a backward by walking the autograd graph: the input's gradient is what lies between output and input, the
+    weight's what hangs off it. It cannot split one node, so the two sleeps are two nodes (one graph of three nodes for a whole
+    stage is the least that torch can have to walk):
+
+        input ── _InputPath ──┐
+                              add ── output
+        weight ─ _WeightPath ─┘
+
+    `slept` counts the sleeps of each kind.
+    """
+
+    def __init__(self, f: float, b: float, w: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(1))
+        self.seconds = {"F": f, "B": b, "W": w}
+        self.slept: Counter[str] = Counter()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        start = time.perf_counter()
+        # A batch needs no gradient, but a first stage of several layers does: all but its first layer pass one on.
+        x = x if x.requires_grad else x.detach().requires_grad_()
+        y = _InputPath.apply(x, self) + _WeightPath.apply(self.weight, x.shape, self)
+        self.sleep("F", start)
+        return y
+
+    def sleep(self, kind: str, start: float) -> None:
+        """Sleeps until the op has taken its seconds since `start`: as in dynmo's own emulated layers, arithmetic is part of them."""
+        sleep_until(start + self.seconds[kind])
+        self.slept[kind] += 1
+
+
+class _InputPath(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, stage: EmulatedStage) -> torch.Tensor:
+        ctx.stage = stage
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
+        ctx.stage.sleep("B", time.perf_counter())
+        return grads[0], None
+
+
+class _WeightPath(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, weight: torch.Tensor, shape: torch.Size, stage: EmulatedStage) -> torch.Tensor:
+        ctx.stage = stage
+        return weight.expand(shape)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        start = time.perf_counter()
+        grad = grads[0].sum().reshape(1)
+        ctx.stage.sleep("W", start)
+        return grad, None, None
+
+
+def emulated_peer(schedule: str, microbatches: int, f: float, b: float, w: float, message_bytes: int) -> TorchPeer:
+    """A peer whose ranks sleep `f`, `b` and `w` seconds for each microbatch and pass on messages of `message_bytes`.
+
+    Of two stages on a rank each sleeps half of it. The loss is the mean of the output, so each weight's gradient is 1.
+    """
+    precise_timers()
+    share = 1 / PEERS[schedule].stages_per_rank
+    batch = torch.zeros(microbatches, message_bytes // 4)
+
+    def build(_stage: int, _stages: int) -> nn.Module:
+        return EmulatedStage(f * share, b * share, w * share)
+
+    return TorchPeer(schedule, microbatches, build, batch, batch, lambda output, _target: output.mean())

@@ -1,0 +1,342 @@
+"""What `import dynmo` gives for one's own training loop: `Pipeline`, one model over the ranks of a world.
+
+world = World.join(store, rank, size)
+pipeline = Pipeline(world, model, Partition((9, 9)), schedule="zb-h1", microbatches=8)
+for step in range(steps):
+    result = pipeline.step(step, inputs, targets, lr=3e-4, max_norm=1.0)
+    costs = pipeline.costs()                  # measured, the same on every rank
+    pipeline.move(exact(...))                 # layers change ranks; nothing else changes
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from dynmo.balance.partition import Partition, moves
+from dynmo.costs import Costs, LayerCost, LinkCost, stage_costs
+from dynmo.errors import PartitionError, RunError
+from dynmo.models.model import Model
+from dynmo.runtime.clock import clock_for
+from dynmo.runtime.executor import SEND, WAIT, Executor, Outcome, total
+from dynmo.runtime.migrate import Arrival, Migration, exchange, fill
+from dynmo.runtime.optimizer import AdamWSettings, LayerOptimizer, clip_factor, squared_norm
+from dynmo.runtime.p2p import Transport
+from dynmo.runtime.profiler import Profiler, measure_links
+from dynmo.runtime.split_backward import Layer
+from dynmo.runtime.stage import Stage
+from dynmo.runtime.world import World
+from dynmo.schedule.generators import make_schedule
+from dynmo.schedule.lower import Program, lower, lower_forward
+from dynmo.schedule.op import Schedule
+from dynmo.simulator import Timeline, simulate
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """One step, the same on every rank. busy and spans: seconds per rank; squared_norms: per layer, before clipping."""
+
+    loss: float
+    norm: float
+    squared_norms: tuple[float, ...]
+    busy: tuple[float, ...]
+    spans: tuple[float, ...]
+    flags: tuple[bool, ...]
+    outcome: Outcome
+
+    @property
+    def idle_ratio(self) -> float:
+        """1 - mean over ranks of busy time / span."""
+        span = max(self.spans)
+        return 1 - sum(self.busy) / len(self.busy) / span if span else 0.0
+
+
+class Pipeline:
+    """A model's layers spread over a world of ranks, and what may be done with them.
+
+    Every method is called on every rank, with the same arguments. The placement holds contiguous layers, one stage per rank.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        model: Model,
+        partition: Partition,
+        *,
+        schedule: str,
+        microbatches: int,
+        seed: int = 0,
+        optimizer: AdamWSettings | None = None,
+    ) -> None:
+        if partition.layers != model.layers or partition.ranks != world.size:
+            raise PartitionError(
+                f"a placement of {partition.layers} layers on {partition.ranks} ranks, for {model.layers} layers on {world.size} ranks"
+            )
+        self.world, self.model, self.partition = world, model, partition
+        self._schedule_name, self._microbatches, self._seed = schedule, microbatches, seed
+        self._settings = optimizer or AdamWSettings()
+        self.clock = clock_for(world.device)
+        self.profiler = Profiler(self.clock)
+        self._modules = model.build(frozenset(partition.range_of(world.rank)))
+        self._tie()
+        # Which parameters of a frozen layer trained before, so that it can thaw.
+        self._thawed: dict[int, list[str]] = {}
+        self._layers: dict[int, Layer] = {}
+        self._optimizers: dict[int, LayerOptimizer] = {}
+        for index in partition.range_of(world.rank):
+            self._adopt(index, self._modules[index].to(world.device), {})
+        self.links: tuple[LinkCost, ...] = measure_links(world)
+        self._executor: Executor | None = None
+        self._evaluators: dict[int, Executor] = {}
+        self.schedule: Schedule | None = None
+
+    # -- what is where ----------------------------------------------------------------------------------------------------
+
+    @property
+    def count(self) -> int:
+        return self.model.layers
+
+    @property
+    def frozen(self) -> frozenset[int]:
+        return frozenset(self._thawed)
+
+    @property
+    def first_trainable(self) -> int:
+        """Global index of the first layer with something to train."""
+        for index, module in enumerate(self._modules):
+            if any(p.requires_grad for p in module.parameters()):
+                return index
+        raise RunError("no layer has anything to train; leave at least the last one unfrozen")
+
+    def _adopt(self, index: int, module: nn.Module, optimizer_state: dict[str, Tensor]) -> None:
+        shared = frozenset(name for _, (layer, name) in self.model.tied if layer == index)
+        self._modules[index] = module
+        self._layers[index] = Layer(index, module, self.clock, self._seed)
+        self._optimizers[index] = LayerOptimizer(module, self._settings, shared)
+        self._optimizers[index].load(optimizer_state)
+
+    def _tie(self) -> None:
+        """A tied parameter shares the memory of its owner and keeps a gradient of its own: the gradient is the sum of the uses' sums."""
+        if not self.model.tied:
+            return
+        if self.world.size > 1:
+            raise PartitionError("tied embeddings need first and last layer on one rank; set parallel.pipeline = 1 or model.tied = false")
+        for (owner, owner_name), (user, name) in self.model.tied:
+            self._modules[user].get_parameter(name).data = self._modules[owner].get_parameter(owner_name).data
+
+    def _merge_tied(self) -> None:
+        for (owner, owner_name), (user, name) in self.model.tied:
+            used, owned = self._modules[user].get_parameter(name), self._modules[owner].get_parameter(owner_name)
+            if owned.grad is not None and used.grad is not None:
+                owned.grad = used.grad + owned.grad
+            used.grad = None
+
+    # -- training -----------------------------------------------------------------------------------------------------------
+
+    def _relower(self) -> None:
+        """Programs and channels are made anew at the next step."""
+        self._executor = None
+        self._evaluators.clear()
+
+    def _lower(self) -> Executor:
+        world, first = self.world, self.first_trainable
+        self.schedule = make_schedule(self._schedule_name, world.size, self._microbatches, self.partition.owner(first))
+        programs = lower(self.schedule)
+        self._executor = self._execute(programs, first, self._microbatches)
+        return self._executor
+
+    def _execute(self, programs: tuple[Program, ...], first: int, microbatches: int) -> Executor:
+        world, last = self.world, self.world.size - 1
+        loss = self.model.loss
+        share = 1 / microbatches
+        own = [self._layers[i] for i in self.partition.range_of(world.rank)]
+        stage = Stage(own, first, (lambda out, aim: loss(out, aim) * share) if world.rank == last else None)
+        return Executor(programs[world.rank], {world.rank: stage}, last, Transport(world, programs), self.clock)
+
+    def step(
+        self, step: int, inputs: Tensor | None, targets: Tensor | None, *, lr: float, max_norm: float = 0.0, flag: bool = False
+    ) -> StepResult:
+        """Forward, backward, clip, update. inputs: [microbatches, ...] on the first rank, targets: [microbatches, ...] on the last.
+
+        `flag` is handed to every rank in `StepResult.flags` (a wish to stop, say). Raises RunError if loss or gradient is not finite.
+        """
+        executor = self._executor or self._lower()
+        for layer in self._layers.values():
+            layer.module.train()
+        outcome = executor.run(step, inputs, targets)
+        self.clock.settle()
+        self._merge_tied()
+        result = self._reduce(outcome, flag)
+        if not math.isfinite(result.loss) or not math.isfinite(result.norm):
+            raise RunError(
+                f"step {step}: loss {result.loss}, gradient norm {result.norm}; nothing was updated. Lower train.lr or check the data"
+            )
+        scale = clip_factor(result.norm, max_norm)
+        for index, optimizer in self._optimizers.items():
+            if index in self.frozen:
+                optimizer.drop_gradients()
+            else:
+                optimizer.step(lr, scale)
+        self.profiler.observe(self._layers.values())
+        return result
+
+    def _reduce(self, outcome: Outcome, flag: bool) -> StepResult:
+        """One all-reduce for all that the ranks must know of a step. Each entry is filled by one rank, so no sum is rounded."""
+        world, count = self.world, self.count
+        seconds = self.clock.seconds
+        slices = outcome.slices
+        table = torch.zeros(count + 1 + 3 * world.size, dtype=torch.float64)
+        for index, layer in self._layers.items():
+            table[index] = squared_norm(p.grad for p in layer.module.parameters())
+        table[count] = total(outcome.losses)
+        table[count + 1 + world.rank] = sum(seconds(s.start, s.end) for s in slices if s.kind not in (WAIT, SEND))
+        table[count + 1 + world.size + world.rank] = seconds(slices[0].start, slices[-1].end)
+        table[count + 1 + 2 * world.size + world.rank] = float(flag)
+        world.sum(table, "the step to end on every rank")
+        norms, rest = tuple(table[:count].tolist()), table[count + 1 :].view(3, world.size).tolist()
+        flags = tuple(x != 0 for x in rest[2])
+        norm = math.sqrt(math.fsum(norms)) if all(map(math.isfinite, norms)) else math.nan
+        return StepResult(float(table[count]), norm, norms, tuple(rest[0]), tuple(rest[1]), flags, outcome)
+
+    def evaluate(self, inputs: Tensor | None, targets: Tensor | None, microbatches: int) -> float:
+        """The mean loss over so many microbatches, without training. inputs, targets as in `step`."""
+        if microbatches not in self._evaluators:
+            programs = lower_forward(tuple(range(self.world.size)), self.world.size, microbatches)
+            self._evaluators[microbatches] = self._execute(programs, self.count, microbatches)
+        for layer in self._layers.values():
+            layer.module.eval()
+        outcome = self._evaluators[microbatches].run(0, inputs, targets, training=False)
+        for layer in self._layers.values():
+            layer.marks.clear()
+        table = torch.tensor([total(outcome.losses)], dtype=torch.float64)
+        return float(self.world.sum(table, "the evaluation to end"))
+
+    # -- what changes ---------------------------------------------------------------------------------------------------------
+
+    def freeze(self, layers: Collection[int]) -> None:
+        """These layers train no more. Their optimizer state stays; a leading run of frozen layers is elided from the backward."""
+        if self.first_trainable_after(layers) is None:
+            raise PartitionError(f"freezing layers {sorted(layers)} would leave nothing to train")
+        for index in sorted(layers):
+            if index not in self._thawed:
+                names = [name for name, p in self._modules[index].named_parameters() if p.requires_grad]
+                self._thawed[index] = names
+                for name in names:
+                    parameter = self._modules[index].get_parameter(name)
+                    parameter.requires_grad_(False)
+                    parameter.grad = None
+        self._freeze_tied()
+        self.changed(layers)
+
+    def unfreeze(self, layers: Collection[int]) -> None:
+        """Frozen layers train again, from the optimizer state that they had."""
+        for index in sorted(layers):
+            for name in self._thawed.pop(index, ()):
+                self._modules[index].get_parameter(name).requires_grad_(True)
+        self._freeze_tied()
+        self.changed(layers)
+
+    def first_trainable_after(self, layers: Collection[int]) -> int | None:
+        gone = set(layers) | self.frozen
+        return next((i for i, m in enumerate(self._modules) if i not in gone and any(p.requires_grad for p in m.parameters())), None)
+
+    def _freeze_tied(self) -> None:
+        """A tied weight is one weight: frozen with its owner, in every use."""
+        for (owner, _), (user, name) in self.model.tied:
+            self._modules[user].get_parameter(name).requires_grad_(owner not in self._thawed)
+
+    def changed(self, layers: Iterable[int]) -> None:
+        """Their costs are no longer what was measured. Takes effect before the next step, by lowering again."""
+        layers = list(layers)
+        self.profiler.forget(layers)
+        for index in layers:
+            if index in self._layers:
+                self._layers[index].forget_sizes()
+        self._relower()
+
+    def move(self, partition: Partition) -> Migration:
+        """Puts the layers where `partition` says, with weights, gradients, optimizer state and flags. All or nothing."""
+        world, plan = self.world, moves(self.partition, partition)
+        world.agree(hashlib.sha256(repr((self.partition.counts, partition.counts)).encode()).digest(), "the new placement")
+
+        def leaving(index: int) -> tuple[nn.Module, dict[str, Tensor]]:
+            return self._modules[index], self._optimizers[index].state()
+
+        def adopt(arrivals: list[Arrival]) -> None:
+            for move in plan:
+                if move.source == world.rank:
+                    module = self._modules[move.layer]
+                    for parameter in module.parameters():
+                        parameter.grad = None
+                    self._modules[move.layer] = module.to("meta")
+                    del self._layers[move.layer], self._optimizers[move.layer]
+            for arrival in arrivals:
+                state = fill(self._modules[arrival.layer], arrival.tensors, arrival.flags)
+                self._adopt(arrival.layer, self._modules[arrival.layer], state)
+
+        migration = exchange(world, plan, leaving, adopt)
+        self.partition = partition
+        self.profiler.forget(move.layer for move in plan)
+        self._relower()
+        return migration
+
+    # -- what is known ----------------------------------------------------------------------------------------------------------
+
+    def costs(self) -> tuple[LayerCost, ...]:
+        """Measured costs of all layers: seconds per microbatch, bytes."""
+        pairs = [(layer, self._optimizers[index]) for index, layer in self._layers.items()]
+        return self.profiler.gather(self.world, pairs, self.count)
+
+    def predict(self, layers: tuple[LayerCost, ...], partition: Partition) -> Timeline:
+        """What the simulator says of one step under these costs and this placement."""
+        schedule = make_schedule(self._schedule_name, partition.ranks, self._microbatches, partition.owner(self.first_trainable))
+        return simulate(schedule, self.stage_costs(layers, partition))
+
+    def full_schedule(self) -> Schedule:
+        """The schedule with every stage training: an upper bound of what any frozen prefix keeps in memory."""
+        return make_schedule(self._schedule_name, self.world.size, self._microbatches)
+
+    def largest(self, value: float) -> float:
+        """The largest of the ranks' values, on every rank."""
+        table = torch.zeros(self.world.size, dtype=torch.float64)
+        table[self.world.rank] = value
+        return float(self.world.sum(table, "a measurement of every rank").max())
+
+    def stage_costs(self, layers: tuple[LayerCost, ...], partition: Partition) -> Costs:
+        """The stages' costs, and the links' times for the messages that cross there."""
+        ends = [bounds - 1 for bounds in _cumulative(partition.counts)[:-1]]
+        links = tuple(link.seconds(layers[end].output_bytes) for link, end in zip(self.links, ends, strict=True))
+        return Costs(stage_costs(layers, partition.counts), links)
+
+    def digest(self) -> str:
+        """SHA-256 over the SHA-256 of each layer's parameters, in global layer order: equal exactly when all weights are."""
+        table = torch.zeros(self.count, 32, dtype=torch.uint8)
+        for index, layer in self._layers.items():
+            digest = hashlib.sha256()
+            for _, parameter in layer.module.named_parameters():
+                digest.update(parameter.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
+            table[index] = torch.frombuffer(bytearray(digest.digest()), dtype=torch.uint8)
+        self.world.sum(table, "the digests of the weights")
+        return hashlib.sha256(table.numpy().tobytes()).hexdigest()
+
+    @property
+    def own_layers(self) -> dict[int, tuple[nn.Module, LayerOptimizer]]:
+        """This rank's layers by global index, for checkpoints."""
+        return {i: (layer.module, self._optimizers[i]) for i, layer in self._layers.items()}
+
+    def restore(self, index: int, tensors: dict[tuple[str, str], Tensor], flags: dict[str, bool]) -> None:
+        """Replaces one of this rank's layers by what a checkpoint holds of it."""
+        self._adopt(index, self._modules[index], fill(self._modules[index], tensors, flags))
+        self._relower()
+
+
+def _cumulative(counts: Iterable[int]) -> list[int]:
+    out: list[int] = []
+    for count in counts:
+        out.append(count + (out[-1] if out else 0))
+    return out

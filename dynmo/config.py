@@ -1,0 +1,554 @@
+"""The configuration of a run: one frozen model, read from TOML and `--set section.key=value`. Pure: no torch.
+
+Every key has a default, so an empty file is a valid small run. Defaults < TOML < `--set`. A key or value of the contract that this
+version cannot serve yet is an error that says so: it is never ignored, and never taken for a typing mistake.
+"""
+
+from __future__ import annotations
+
+import difflib
+import itertools
+import json
+import math
+import re
+import tomllib
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, TypeAlias, cast
+
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator, ValidationError, model_validator
+
+from dynmo.errors import ConfigError
+from dynmo.schedule.generators import GENERATORS, PLANNED
+
+NOT_SERVED = "known but not served by this version"
+_LARGEST = 2**31 - 1  # of any count: a slip of the keyboard should not become an endless loop
+_UNITS = {"": 1, "B": 1} | {
+    f"{letter}{suffix}": base ** (i + 1) for suffix, base in (("iB", 1024), ("B", 1000)) for i, letter in enumerate("KMGT")
+}
+
+
+def parse_bytes(text: str) -> int:
+    """Bytes from "40GiB", "1.5 GB" or "4096" (KiB, MiB, GiB, TiB are powers of 1024, KB to TB of 1000). Raises ValueError."""
+    match = re.fullmatch(r"\s*(\d{1,15}(?:\.\d{1,15})?)\s*([A-Za-z]*)\s*", text, re.ASCII)
+    if match is None or match[2] not in _UNITS:
+        raise ValueError('not a size; write bytes, or a number and one of KiB, MiB, GiB, TiB, KB, MB, GB, TB, like "40GiB"')
+    return int(float(match[1]) * _UNITS[match[2]]) if "." in match[1] else int(match[1]) * _UNITS[match[2]]
+
+
+# What a value may be. Each helper makes one validator whose message says what was wrong and what to write instead.
+
+
+def _quoted(words: Collection[str]) -> str:
+    return ", ".join(f'"{word}"' for word in words)
+
+
+def _check_word(value: str, served: Collection[str], planned: Collection[str]) -> str:
+    if value in served:
+        return value
+    choices = f"choose one of {_quoted(served)}" if len(served) > 1 else f"use {_quoted(served)}"
+    if value in planned:
+        raise ValueError(f"{NOT_SERVED}; {choices}")
+    near = difflib.get_close_matches(value, served, 1) if len(served) > 1 else ()
+    raise ValueError(f'unknown; did you mean "{near[0]}"? {choices}' if near else f"unknown; {choices}")
+
+
+def _word(served: Collection[str], planned: Collection[str] = ()) -> AfterValidator:
+    def check(value: str) -> str:
+        return _check_word(value, served, planned)
+
+    return AfterValidator(check)
+
+
+def _only(served: bool | int) -> AfterValidator:
+    def check(value: bool | int) -> bool | int:
+        if value != served:
+            raise ValueError(f"{NOT_SERVED}; use {_toml(served)}")
+        return value
+
+    return AfterValidator(check)
+
+
+def _nothing_yet(value: object) -> object:
+    if value is not None:
+        raise ValueError(f"{NOT_SERVED}; leave it out")
+    return value
+
+
+def _check_name(value: str) -> str:
+    # The name becomes a folder: nothing that a path could read as "elsewhere" or hide.
+    if not re.fullmatch(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,99}", value):
+        raise ValueError("must be 1 to 100 letters, digits, '.', '_' or '-', not starting with '.'")
+    return value
+
+
+def _check_kind(value: str) -> str:
+    if not value.startswith("python:"):
+        return _check_word(value, ("gpt", "emulated"), ("moe", "hf"))
+    if not re.fullmatch(r"python:[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*", value):
+        raise ValueError('a model of your own is written "python:package.module:function"')
+    return value
+
+
+def _check_source(value: str) -> str:
+    if value.startswith("hf:"):
+        raise ValueError(f'{NOT_SERVED}; use "stdlib" or "file:PATH"')
+    if value != "stdlib" and (not value.startswith("file:") or value == "file:"):
+        raise ValueError('unknown; use "stdlib" or "file:PATH"')
+    return value
+
+
+def _check_seconds(value: object) -> float | tuple[float, ...]:
+    # By hand: for a union pydantic would report one error per alternative.
+    if isinstance(value, list | tuple):
+        return tuple(_check_one_time(item) for item in cast(Sequence[object], value))
+    return _check_one_time(value)
+
+
+def _check_one_time(value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1e9:
+        raise ValueError("must be seconds, 0 or more: a number, or a list of one number per layer")
+    return float(value)
+
+
+def _check_every(value: object) -> object:
+    if value == "auto":
+        raise ValueError(f"{NOT_SERVED}; use a number of steps")
+    return value
+
+
+def _check_memory(value: object) -> object:
+    return parse_bytes(value) if isinstance(value, str) else value
+
+
+def _check_unique(value: tuple[str, ...]) -> tuple[str, ...]:
+    if len(set(value)) < len(value):
+        raise ValueError("a case is named twice; name each once")
+    return value
+
+
+def _check_pairs(value: tuple[tuple[int, int], ...]) -> tuple[tuple[int, int], ...]:
+    for (step, layers), (next_step, next_layers) in itertools.pairwise(value):
+        if next_step <= step or next_layers < layers:
+            raise ValueError(f"[{next_step}, {next_layers}] after [{step}, {layers}]: steps must ascend, and frozen layers never be fewer")
+    return value
+
+
+Count: TypeAlias = Annotated[int, Field(ge=1, le=_LARGEST)]
+Whole: TypeAlias = Annotated[int, Field(ge=0, le=_LARGEST)]
+NonNegative: TypeAlias = Annotated[float, Field(ge=0)]
+Positive: TypeAlias = Annotated[float, Field(gt=0)]
+Share: TypeAlias = Annotated[float, Field(ge=0, le=1)]
+BelowOne: TypeAlias = Annotated[float, Field(ge=0, lt=1)]
+Seconds: TypeAlias = Annotated[float | tuple[float, ...], PlainValidator(_check_seconds)]
+# TOML has lists only, and strict pydantic takes no list for a tuple: so tuples (frozen, hashable) are lax, their items are not.
+Lax = Field(strict=False)
+
+
+class Section(BaseModel):
+    """Frozen; unknown keys, strings for numbers, and infinities are errors."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+
+class Model(Section):
+    """What is trained. `sequence` counts tokens. `layers`, `f`, `b`, `w` (seconds, one number or one per layer) and `bytes` (of an
+    activation message) belong to the emulated kind, `blocks` to `init_std` to the gpt."""
+
+    kind: Annotated[str, AfterValidator(_check_kind)] = "gpt"
+    blocks: Count = 8
+    hidden: Count = 256
+    heads: Count = 4
+    vocab: Count = 256
+    sequence: Count = 256
+    dropout: BelowOne = 0.0
+    tied: bool = False
+    init_std: Positive = 0.02
+    layers: Count = 8
+    f: Seconds = 0.01
+    b: Seconds = 0.01
+    w: Seconds = 0.01
+    bytes: Count = 65536
+
+    @property
+    def layer_count(self) -> int | None:
+        """The number of layers as placements count them; None where only the user's own function knows."""
+        if self.kind == "gpt":
+            return 2 * self.blocks + 2  # embedding, an attention and a feed-forward half per block, head
+        return self.layers if self.kind == "emulated" else None
+
+
+class Data(Section):
+    """Where the bytes come from: "stdlib" (the running Python's own sources) or "file:PATH"."""
+
+    source: Annotated[str, AfterValidator(_check_source)] = "stdlib"
+
+
+class Train(Section):
+    """`global_batch` and `micro_batch` are sequences per step (over all replicas) and per microbatch; `max_grad_norm` 0 clips nothing;
+    `eval_every` 0 never evaluates; `warmup` counts steps."""
+
+    steps: Count = 100
+    global_batch: Count = 32
+    micro_batch: Count = 4
+    optimizer: Annotated[str, _word(("adamw",), ("sgd", "adam", "muon"))] = "adamw"
+    lr: NonNegative = 3e-4
+    warmup: Whole = 0
+    decay: Annotated[str, _word(("cosine", "linear", "constant"))] = "cosine"
+    min_lr_ratio: Share = 0.1
+    weight_decay: NonNegative = 0.1
+    betas: Annotated[tuple[BelowOne, BelowOne], Lax] = (0.9, 0.95)
+    eps: Positive = 1e-8
+    max_grad_norm: NonNegative = 1.0
+    clip_scope: Annotated[str, _word(("global",), ("local",))] = "global"
+    precision: Annotated[str, _word(("float32",), ("bfloat16", "float16"))] = "float32"
+    reduction_slots: Count | None = None
+    eval_every: Whole = 0
+    eval_batches: Count = 4
+
+
+class Parallel(Section):
+    """Sizes of the mesh; `threads` of one rank on CPU; `timeout` in seconds is the limit of every wait."""
+
+    pipeline: Count = 1
+    data: Annotated[Count, _only(1)] = 1
+    expert: Annotated[Count, _only(1)] = 1
+    zero: Annotated[int, Field(ge=0, le=1), _only(0)] = 0
+    threads: Count = 1
+    timeout: Positive = 120.0
+    device: Annotated[str, _word(("auto", "cpu", "cuda"))] = "auto"
+
+
+class Pipeline(Section):
+    """The schedule; `memory_limit` in bytes per rank (None: the device's)."""
+
+    schedule: Annotated[str, _word(GENERATORS, PLANNED)] = "zb-h1"
+    post_validation: Annotated[bool, _only(False)] = False
+    chunks: Annotated[Count, _only(1)] = 1
+    memory_limit: Annotated[int | None, Field(ge=1), BeforeValidator(_check_memory)] = None
+
+
+class Balance(Section):
+    """Who decides where layers live, from which cost, every how many steps. `initial` is the first placement, in layer counts (None: the
+    balancer's). A move must gain `margin` times its cost, and at least `hysteresis` of the step (a share)."""
+
+    balancer: Annotated[str, _word(("none", "uniform", "exact", "diffusion", "random"), ("schedule-aware",))] = "exact"
+    cost: Annotated[str, _word(("time", "parameters"))] = "time"
+    every: Annotated[Count, BeforeValidator(_check_every)] = 10
+    initial: Annotated[tuple[Count, ...] | None, Lax] = None
+    margin: NonNegative = 1.0
+    hysteresis: NonNegative = 0.01
+
+
+class Freezing(Section):
+    """Leading layers stop training. policy "schedule": `schedule` lists [step, layers], from that step on so many leading layers are
+    frozen. policy "autofreeze": decided every `every` steps from step `start` on, at most `max_layers` (None: all but the last).
+    The policy is "schedule" where a schedule is given and no policy named."""
+
+    policy: Annotated[str, _word(("schedule", "autofreeze"))] = "autofreeze"
+    schedule: Annotated[tuple[Annotated[tuple[Whole, Whole], Lax], ...], Lax, AfterValidator(_check_pairs)] = ()
+    every: Count = 10
+    start: Whole = 0
+    max_layers: Count | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _policy_of_a_schedule(cls, data: object) -> object:
+        if isinstance(data, dict) and cast(dict[str, object], data).get("schedule"):
+            return {"policy": "schedule", **cast(dict[str, object], data)}
+        return cast(object, data)
+
+
+_CASES = ("freezing",)
+_PLANNED_CASES = ("pruning", "sparse_attention", "early_exit", "moe", "mixture_of_depths")
+
+
+class Dynamism(Section):
+    """Which dynamic cases run, and the options of each."""
+
+    cases: Annotated[tuple[Annotated[str, _word(_CASES, _PLANNED_CASES)], ...], Lax, AfterValidator(_check_unique)] = ()
+    freezing: Freezing = Freezing()
+
+
+class Elastic(Section):
+    """Fewer or more ranks while training."""
+
+    repack: Annotated[bool, _only(False)] = False
+    reshape: Annotated[bool, _only(False)] = False
+    min_ranks: Count = 1
+    target_ranks: Annotated[int | None, AfterValidator(_nothing_yet)] = None
+
+
+class Checkpoint(Section):
+    """Save every so many steps (0: never), and keep so many."""
+
+    every: Whole = 0
+    keep: Count = 2
+
+
+class Trace(Section):
+    """How many recent steps the trace keeps around each change."""
+
+    steps: Whole = 3
+
+
+class Config(Section):
+    """A whole run. `runs/<name>/` is its folder."""
+
+    name: Annotated[str, AfterValidator(_check_name)] = "quickstart"
+    seed: Annotated[int, Field(ge=0, le=2**63 - 1)] = 0
+    model: Model = Model()
+    data: Data = Data()
+    train: Train = Train()
+    parallel: Parallel = Parallel()
+    pipeline: Pipeline = Pipeline()
+    balance: Balance = Balance()
+    dynamism: Dynamism = Dynamism()
+    elastic: Elastic = Elastic()
+    checkpoint: Checkpoint = Checkpoint()
+    trace: Trace = Trace()
+
+    @property
+    def microbatches(self) -> int:
+        """Microbatches per step of one replica: what a schedule calls m."""
+        return self.train.global_batch // (self.train.micro_batch * self.parallel.data)
+
+    @property
+    def ranks(self) -> int:
+        """The size of the world: pipeline x data x expert."""
+        return self.parallel.pipeline * self.parallel.data * self.parallel.expert
+
+    @model_validator(mode="after")
+    def _hangs_together(self) -> Config:
+        for problem in _problems(self):
+            raise ValueError(problem)
+        return self
+
+
+def _problems(config: Config) -> Iterator[str]:
+    """What no single key can know. Each problem names its keys."""
+    model, train, parallel, layers = config.model, config.train, config.parallel, config.model.layer_count
+    if model.kind == "gpt":
+        if model.hidden % model.heads:
+            near = _nearest_divisors(model.heads, model.hidden)
+            yield f"model.heads = {model.heads} does not divide model.hidden = {model.hidden}; nearest that do: {near}"
+        elif model.hidden // model.heads % 2:
+            yield (
+                f"model.hidden / model.heads = {model.hidden // model.heads} is odd, but rotary positions turn pairs; "
+                f"use hidden = {model.hidden + model.heads}, or other heads"
+            )
+    if model.kind == "emulated":
+        for key, times in (("f", model.f), ("b", model.b), ("w", model.w)):
+            if isinstance(times, tuple) and len(times) != model.layers:
+                yield f"model.{key} lists {len(times)} layers, model.layers = {model.layers}; give one number, or one per layer"
+
+    if train.global_batch % parallel.data:
+        yield f"parallel.data = {parallel.data} does not divide train.global_batch = {train.global_batch}"
+    share = train.global_batch // parallel.data
+    if share % train.micro_batch:
+        near = _nearest_divisors(train.micro_batch, share)
+        wrong = f"train.micro_batch = {train.micro_batch} does not divide train.global_batch / parallel.data = {share}"
+        yield f"{wrong}; nearest that do: {near}"
+    if train.reduction_slots not in (None, parallel.data):
+        yield f"train.reduction_slots = {train.reduction_slots}: {NOT_SERVED}; only one per replica is, so leave it out"
+
+    initial = config.balance.initial
+    if initial is not None and len(initial) != parallel.pipeline:
+        yield f"balance.initial has {len(initial)} entries, parallel.pipeline = {parallel.pipeline}; give one layer count per rank"
+    if layers is not None:
+        if parallel.pipeline > layers:
+            yield f"parallel.pipeline = {parallel.pipeline} is more than the model's {layers} layers; use fewer ranks or a deeper model"
+        if initial is not None and sum(initial) != layers:
+            yield f"balance.initial sums to {sum(initial)}, but the model has {layers} layers; make it sum to {layers}"
+
+    if "freezing" in config.dynamism.cases:
+        freezing = config.dynamism.freezing
+        if freezing.policy == "schedule" and not freezing.schedule:
+            yield 'dynamism.freezing.schedule is empty, so nothing would freeze; give [[step, layers], ...] or policy = "autofreeze"'
+        by_schedule = freezing.policy == "schedule"
+        most = max((count for _, count in freezing.schedule), default=0) if by_schedule else freezing.max_layers or 0
+        if layers is not None and most >= layers:
+            key = "dynamism.freezing.schedule" if by_schedule else "dynamism.freezing.max_layers"
+            yield f"{key} freezes {most} of the model's {layers} layers; the last must train, so freeze at most {layers - 1}"
+
+
+def _nearest_divisors(value: int, total: int) -> str:
+    divisors = {d for i in range(1, math.isqrt(total) + 1) if total % i == 0 for d in (i, total // i)}
+    below, above = [d for d in divisors if d < value], [d for d in divisors if d > value]
+    return ", ".join(str(d) for d in ([max(below)] if below else []) + ([min(above)] if above else []))
+
+
+# Reading.
+
+
+def load(path: str | Path | None = None, overrides: Sequence[str] = ()) -> Config:
+    """The config of the TOML file at `path` (None: the defaults), changed by `section.key=value` overrides, the last of a key winning.
+
+    A value is in TOML syntax; a string may go without quotes. Raises ConfigError, one line: file, key, what was wrong, what to do.
+    """
+    data = {} if path is None else _read(Path(path))
+    for text in overrides:
+        _override(data, text)
+    where = "defaults" if path is None else str(path)
+    return parse(data, where, frozenset(text.partition("=")[0].strip() for text in overrides))
+
+
+def parse(data: Mapping[str, Any], where: str = "config", overridden: Collection[str] = ()) -> Config:
+    """The config of nested dicts. `where` is named in errors, but for the `overridden` keys `--set` is. Raises ConfigError."""
+    try:
+        return Config.model_validate(dict(data))
+    except ValidationError as error:
+        problems = error.errors(include_url=False)
+        # One line tells one problem, and of several the one most likely at the root: a key that nobody knows.
+        problem = next((p for p in problems if p["type"] == "extra_forbidden"), problems[0])
+        parts = tuple(str(part) for part in problem["loc"] if not isinstance(part, int))
+        if not parts:
+            where = f"{where} and --set" if overridden else where
+        elif ".".join(parts) in overridden:
+            where = "--set"
+        more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
+        raise _error(f"{where}: {_explain(dict(problem), parts)}{more}") from None
+
+
+def to_toml(config: Config) -> str:
+    """TOML that `load` reads back as the same config. A key that is None is left out."""
+    return "\n".join(_tables(config.model_dump(), ())) + "\n"
+
+
+def _error(message: str) -> ConfigError:
+    """One printable line, whatever keys and values it quotes."""
+    return ConfigError("".join(c if c.isprintable() else "?" for c in " ".join(message.split())))
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_bytes().decode())
+    except OSError as error:
+        raise _error(f"{path}: cannot be read ({error.strerror}); give the path of a TOML file") from None
+    except UnicodeDecodeError as error:
+        raise _error(f"{path}: not UTF-8 text (byte {error.start}); save it as UTF-8") from None
+    except (ValueError, RecursionError) as error:  # tomllib's own error, but also an integer of thousands of digits
+        raise _error(f"{path}: not valid TOML: {error}") from None
+
+
+def _override(data: dict[str, Any], text: str) -> None:
+    key, equals, value = (part.strip() for part in text.partition("="))
+    if not equals:
+        raise _error(f"--set {text}: no '='; write section.key=value")
+    parts = tuple(key.split("."))
+    fields = _fields(parts[:-1])
+    if fields is None or parts[-1] not in fields:
+        raise _error(f"--set: {_unknown(parts)}")
+    if _fields(parts) is not None:
+        raise _error(f"--set: {key} is a section; set its keys one by one, like {key}.{next(iter(_fields(parts) or ()))}=...")
+    node = data
+    for part in parts[:-1]:
+        inner: object = node.setdefault(part, {})
+        if not isinstance(inner, dict):
+            raise _error(f"--set {text}: {part} must be a section in the file; write [{part}] there")
+        node = cast(dict[str, Any], inner)
+    node[parts[-1]] = _value(text, value, plain=fields[parts[-1]] is str)
+
+
+def _value(text: str, value: str, plain: bool) -> Any:
+    """An override's value: TOML, or else a bare string. A `plain` key is a string, so that a run may be called 2024."""
+    try:
+        table = tomllib.loads(f"value = {value}")
+    except (ValueError, RecursionError) as error:
+        if value.startswith(("'", '"', "[", "{")):  # meant as TOML
+            raise _error(f"--set {text}: not a TOML value: {error}") from None
+        return value
+    if len(table) > 1 or (plain and not isinstance(table["value"], str)):
+        return value
+    return table["value"]
+
+
+# Naming what was wrong.
+
+
+def _fields(parts: Sequence[str]) -> dict[str, Any] | None:
+    """Key -> type of the section at `parts`; None if that is no section."""
+    section: Any = Config
+    for part in parts:
+        section = section.model_fields[part].annotation if part in section.model_fields else None
+        if not (isinstance(section, type) and issubclass(section, Section)):
+            return None
+    return {key: field.annotation for key, field in cast(type[Section], section).model_fields.items()}
+
+
+def _keys(parts: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    for key in _fields(parts) or ():
+        yield (*parts, key)
+        yield from _keys((*parts, key))
+
+
+def _unknown(parts: tuple[str, ...]) -> str:
+    """An unknown key, and the nearest: in its own section, else the same word elsewhere; or of an unknown section, the whole path."""
+    key, section = ".".join(parts), parts[:-1]
+    if section == ("dynamism",) and parts[-1] in _PLANNED_CASES:
+        return f"{key} is {NOT_SERVED}; the cases served are {', '.join(_CASES)}"
+    siblings, known = _fields(section), [".".join(path) for path in _keys()]
+    near = [".".join((*section, word)) for word in difflib.get_close_matches(parts[-1], siblings or (), 1)]
+    near = near or [path for path in known if path.endswith(f".{parts[-1]}")]
+    if siblings is None:
+        near = near or difflib.get_close_matches(key, known, 1)
+    if near:
+        return f"unknown key {key}; did you mean {near[0]}?"
+    if siblings and section:
+        return f"unknown key {key}; [{'.'.join(section)}] has {', '.join(siblings)}"
+    return f"unknown key {key}; known at the top are {', '.join(_fields(()) or ())}"
+
+
+_SAY = {"tuple_type": "must be a list, like [1, 2]", "missing": "missing; the list is too short", "too_long": "the list is too long"}
+
+
+def _explain(problem: dict[str, Any], parts: tuple[str, ...]) -> str:
+    """One of pydantic's problems in the words of a TOML file."""
+    kind, value = problem["type"], problem["input"]
+    if kind == "extra_forbidden":
+        return _unknown(parts)
+    if kind == "model_type":
+        return f"{'.'.join(parts)} must be a section: write [{'.'.join(parts)}]"
+    if kind == "value_error":
+        what = str(problem["ctx"]["error"])
+        if not parts:
+            return what
+    else:
+        what = _SAY.get(kind) or str(problem["msg"]).replace("Input should be", "must be")
+    key = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in problem["loc"]).lstrip(".")
+    shown = "" if kind == "missing" else f" = {_short(value)}"
+    return f"{key}{shown}: {what}"
+
+
+def _short(value: object) -> str:
+    try:
+        text = _toml(value)
+    except RecursionError:  # lists in lists, deeper than anything here is
+        text = "[[..."
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+# Writing. A config holds strings, numbers, booleans and lists of them only: no need for a library.
+
+
+def _tables(table: Mapping[str, Any], path: tuple[str, ...]) -> Iterator[str]:
+    if path:
+        yield f"\n[{'.'.join(path)}]"
+    for key, value in table.items():
+        if value is not None and not isinstance(value, dict):
+            yield f"{key} = {_toml(value)}"
+    for key, value in table.items():
+        if isinstance(value, dict):
+            yield from _tables(cast(dict[str, Any], value), (*path, key))
+
+
+def _toml(value: object) -> str:
+    if isinstance(value, str):
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")  # JSON's escapes are TOML's, but TOML forbids a bare DEL
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(_toml(item) for item in cast(Sequence[object], value))}]"
+    if isinstance(value, dict):
+        return f"{{{', '.join(f'{key} = {_toml(item)}' for key, item in cast(dict[str, object], value).items())}}}"
+    return str(value)  # an int, or a float's shortest digits that read back exactly

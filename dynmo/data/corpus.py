@@ -1,0 +1,79 @@
+"""A corpus is one array of bytes, and a byte is a token: nothing to download, nothing to train first.
+
+"stdlib" is the running Python's own standard library, so every machine has some megabytes of text; "file:PATH" is any file, mapped and
+not read, so it may be larger than memory.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+import sysconfig
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dynmo.errors import ConfigError
+
+VOCAB = 256  # a token is a byte
+STDLIB_LIMIT = 16 * 2**20
+SEPARATOR = b"\0"  # between files: no source text holds it
+
+# What is installed beside the library, or is no prose; and files that tell of this machine rather than of this Python.
+_SKIPPED_FOLDERS = {"site-packages", "dist-packages", "test", "tests", "idlelib", "__pycache__"}
+_MACHINE = ("config-", "_sysconfigdata", "sitecustomize", "usercustomize")
+
+Corpus = NDArray[np.uint8]
+
+
+def check_vocab(vocab: int) -> None:
+    """Raises ConfigError if a model of `vocab` tokens cannot read bytes."""
+    if vocab < VOCAB:
+        raise ConfigError(f"model.vocab = {vocab}: the corpus is bytes, so at least {VOCAB} tokens are needed; set it to {VOCAB}")
+
+
+def open_corpus(source: str) -> Corpus:
+    """The bytes of "stdlib" or "file:PATH", read-only. Raises ConfigError if there are none."""
+    if source == "stdlib":
+        return stdlib(Path(sysconfig.get_path("stdlib")))
+    kind, _, path = source.partition(":")
+    if kind != "file":
+        raise ConfigError(f'data.source = "{source}": unknown; use "stdlib" or "file:PATH"')
+    return file(Path(path))
+
+
+def stdlib(folder: Path, limit: int = STDLIB_LIMIT) -> Corpus:
+    """The .py files under `folder`, each followed by a separator, in the order of their relative paths; at most `limit` bytes."""
+    text = bytearray()
+    for _, path in sorted((path.relative_to(folder).as_posix(), path) for path in _sources(folder)):
+        text += path.read_bytes() + SEPARATOR
+        if len(text) >= limit:
+            break
+    if not text:
+        raise ConfigError(f'data.source = "stdlib": this Python keeps no sources in {folder}; use "file:PATH"')
+    return np.frombuffer(bytes(text[:limit]), dtype=np.uint8)
+
+
+def _sources(folder: Path) -> Iterator[Path]:
+    for where, folders, names in os.walk(folder):
+        # In place, so that the walk never enters them: site-packages may hold far more than the library.
+        folders[:] = [name for name in folders if name not in _SKIPPED_FOLDERS and not name.startswith(_MACHINE)]
+        yield from (Path(where, name) for name in names if name.endswith(".py") and not name.startswith(_MACHINE))
+
+
+def file(path: Path) -> Corpus:
+    """The bytes of the file at `path`, mapped. Raises ConfigError if it is missing, no regular file, unreadable or empty."""
+    problem = None
+    try:
+        info = path.stat()
+        if not stat.S_ISREG(info.st_mode):  # a folder, or a pipe that would block
+            problem = "not a regular file"
+        elif not info.st_size:
+            problem = "the file is empty"
+        else:
+            return np.memmap(path, dtype=np.uint8, mode="r").view(np.ndarray)
+    except OSError as error:
+        problem = f"cannot be read ({error.strerror})"
+    raise ConfigError(f'data.source = "file:{path}": {problem}; give a file of text')

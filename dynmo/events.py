@@ -1,0 +1,159 @@
+"""The typed records of a run's log (`runs/<name>/events.jsonl`), one JSON object a line.
+
+Shared by the runtime, the trainer and the reports. Floats are written so that they read back exactly (Python's repr does).
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, ClassVar
+
+from dynmo.errors import InputError
+
+
+@dataclass(frozen=True)
+class Event:
+    """Base: what happened before step `step` was over, at `time` (seconds since the epoch)."""
+
+    event: ClassVar[str] = ""
+    step: int
+    time: float
+
+
+@dataclass(frozen=True)
+class StepEvent(Event):
+    """One optimizer step. `seconds` is its wall time; idle_ratio and imbalance are measured; layers is the placement."""
+
+    event: ClassVar[str] = "step"
+    loss: float
+    tokens_per_s: float
+    idle_ratio: float
+    imbalance: float
+    seconds: float
+    gradient_norm: float | None
+    learning_rate: float
+    layers: tuple[int, ...]
+    frozen: int
+
+
+@dataclass(frozen=True)
+class EvalEvent(Event):
+    event: ClassVar[str] = "eval"
+    loss: float
+
+
+@dataclass(frozen=True)
+class ChangeEvent(Event):
+    """A dynamic case changed layers: which case, which global layer indices, in words what happened."""
+
+    event: ClassVar[str] = "change"
+    case: str
+    layers: tuple[int, ...]
+    what: str
+
+
+@dataclass(frozen=True)
+class RebalanceEvent(Event):
+    """`source` and `target` are written as `from` and `to`: layer counts per rank."""
+
+    event: ClassVar[str] = "rebalance"
+    id: int
+    source: tuple[int, ...]
+    target: tuple[int, ...]
+    moved_bytes: int
+    seconds: float
+    predicted_gain: float
+    reason: str
+
+
+@dataclass(frozen=True)
+class RebalanceResultEvent(Event):
+    """What rebalance `id` brought: the share of a step's time that it saved, measured (compare `predicted_gain`)."""
+
+    event: ClassVar[str] = "rebalance_result"
+    id: int
+    measured_gain: float
+
+
+@dataclass(frozen=True)
+class CheckpointEvent(Event):
+    event: ClassVar[str] = "checkpoint"
+    path: str
+    bytes: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class EndEvent(Event):
+    """`reason` is "done", or "interrupted" when a signal ended the run early."""
+
+    event: ClassVar[str] = "end"
+    loss: float
+    weights_digest: str
+    seconds: float
+    reason: str
+
+
+_KINDS: dict[str, type[Event]] = {
+    kind.event: kind for kind in (StepEvent, EvalEvent, ChangeEvent, RebalanceEvent, RebalanceResultEvent, CheckpointEvent, EndEvent)
+}
+_WORDS = {"source": "from", "target": "to"}
+
+
+def to_json(event: Event) -> dict[str, Any]:
+    return {"event": event.event, **{_WORDS.get(key, key): value for key, value in vars(event).items()}}
+
+
+def from_json(record: dict[str, Any]) -> Event:
+    """Raises InputError for a record of an unknown kind or with fields missing; keys that it does not know are left out."""
+    kind = _KINDS.get(str(record.get("event")))
+    if kind is None:
+        raise InputError(f"unknown event {record.get('event')!r}")
+    values: dict[str, Any] = {}
+    for key in (field.name for field in fields(kind)):
+        word = _WORDS.get(key, key)
+        if word not in record:
+            raise InputError(f"event {kind.event!r} lacks {word!r}")
+        value = record[word]
+        values[key] = tuple(value) if isinstance(value, list) else value  # pyright: ignore[reportUnknownArgumentType, reportUnknownVariableType]
+    return kind(**values)
+
+
+class EventLog:
+    """Appends events to a file, a line each, flushed at once so that a run can be watched."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("a", encoding="utf-8")
+
+    def write(self, event: Event) -> None:
+        self._file.write(json.dumps(to_json(event)) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def read(path: Path) -> Iterator[Event]:
+    """The events of a log. A torn last line (the run was cut off) is left out; any other bad line raises InputError with its number."""
+    lines = path.read_text(encoding="utf-8").split("\n")
+    for number, line in enumerate(lines, start=1):
+        if not line:
+            continue
+        try:
+            record = json.loads(line)
+        except json.JSONDecodeError:
+            if number == len(lines):
+                return
+            raise InputError(f"{path}:{number}: not a line of JSON") from None
+        try:
+            yield from_json(record)
+        except InputError as error:
+            raise InputError(f"{path}:{number}: {error}") from None
+
+
+def now() -> float:
+    return time.time()

@@ -1,0 +1,38 @@
+"""Counter-based random streams: a seed is a pure function of what it is for, never of a rank or of how often anything was called.
+
+So nothing about randomness has to move with a layer, and any schedule or placement draws the same numbers.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+import torch
+
+_MASK = (1 << 64) - 1
+
+
+class Purpose(IntEnum):
+    """What a stream is for; keeps streams of different purposes apart."""
+
+    INITIAL = 1
+    FORWARD = 2
+
+
+def mix(*keys: int) -> int:
+    """A 63-bit seed from integers (splitmix64 over each in turn)."""
+    state = 0x9E3779B97F4A7C15
+    for key in keys:
+        state = (state ^ (key & _MASK)) * 0xBF58476D1CE4E5B9 & _MASK
+        state = (state ^ (state >> 27)) * 0x94D049BB133111EB & _MASK
+        state = (state ^ (state >> 31)) + 0x9E3779B97F4A7C15 & _MASK
+    return state >> 1
+
+
+def seed_forward(device: torch.device, seed: int, step: int, layer: int, microbatch: int) -> None:
+    """Points torch's generator of `device` at the stream of one layer and one microbatch, so that dropout draws the same anywhere."""
+    key = mix(seed, Purpose.FORWARD, step, layer, microbatch)
+    if device.type == "cuda":
+        torch.cuda.default_generators[device.index or 0].manual_seed(key)
+    else:
+        torch.default_generator.manual_seed(key)

@@ -1,0 +1,153 @@
+"""The backward in two parts: a module returns its input gradient at once and leaves the weight gradient on a tape.
+
+A linear's backward is two products: gx = gy W (others wait for it: B) and gW = gy^T x (nobody waits for it: W). `SplitLinear` runs the
+first and hands the second to its layer's `WeightTape`, which runs it at once (BW) or keeps it for later (W). Both ways use the same kernel,
+in microbatch order, so they leave the same bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol, cast, runtime_checkable
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+WeightWork = Callable[[], None]
+
+
+class WeightTape:
+    """Takes the weight-gradient work of one layer while its backward runs.
+
+    `run` is called for work that is not deferred; the layer sets it to time the work.
+    """
+
+    __slots__ = ("deferred", "pending", "run")
+
+    def __init__(self) -> None:
+        self.deferred = False
+        self.pending: list[tuple[WeightWork, tuple[Tensor, ...]]] = []
+        self.run: Callable[[WeightWork], None] = lambda work: work()
+
+    def add(self, work: WeightWork, *holds: Tensor) -> None:
+        """`holds`: the tensors that stay alive until the work has run (for the memory account)."""
+        if self.deferred:
+            self.pending.append((work, holds))
+        else:
+            self.run(work)
+
+    def take(self) -> list[tuple[WeightWork, tuple[Tensor, ...]]]:
+        pending, self.pending = self.pending, []
+        return pending
+
+
+@runtime_checkable
+class Split(Protocol):
+    """A module that leaves its weight gradient on a tape. With tape None it behaves as any module does.
+
+    A module of one's own joins by having this attribute: dynmo sets it.
+    """
+
+    tape: WeightTape | None
+
+
+class _LinearFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: nn.Parameter, bias: nn.Parameter | None, tape: WeightTape) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.weight, ctx.bias, ctx.tape = weight, bias, tape
+        return functional.linear(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, None, None, None]:
+        (x,) = ctx.saved_tensors
+        gy, weight, bias = gradients[0], ctx.weight, ctx.bias
+        gx = torch.matmul(gy, weight) if ctx.needs_input_grad[0] else None
+        ctx.tape.add(lambda: accumulate_linear(weight, bias, x, gy), x, gy)
+        return gx, None, None, None
+
+
+def accumulate_linear(weight: nn.Parameter, bias: nn.Parameter | None, x: Tensor, gy: Tensor) -> None:
+    """weight.grad += gy^T x and bias.grad += sum of gy, over all leading dimensions. x: [..., in], gy: [..., out]."""
+    x2, gy2 = x.reshape(-1, x.shape[-1]), gy.reshape(-1, gy.shape[-1])
+    with torch.no_grad():
+        if weight.grad is None:
+            weight.grad = torch.mm(gy2.t(), x2)
+        else:
+            weight.grad.addmm_(gy2.t(), x2)
+        if bias is not None and bias.requires_grad:
+            total = gy2.sum(0)
+            bias.grad = total if bias.grad is None else bias.grad.add_(total)
+
+
+class SplitLinear(nn.Linear):
+    """nn.Linear whose weight gradient can be deferred."""
+
+    tape: WeightTape | None = None
+
+    def forward(self, input: Tensor) -> Tensor:
+        weight, bias = cast(nn.Parameter, self.weight), cast("nn.Parameter | None", self.bias)
+        if self.tape is None or not weight.requires_grad or not torch.is_grad_enabled():
+            return super().forward(input)
+        return cast(Tensor, _LinearFunction.apply(input, weight, bias, self.tape))
+
+
+class _EmbeddingFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, ids: Tensor, weight: nn.Parameter, tape: WeightTape) -> Tensor:
+        ctx.save_for_backward(ids)
+        ctx.weight, ctx.tape = weight, tape
+        return functional.embedding(ids, weight)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[None, None, None]:
+        (ids,) = ctx.saved_tensors
+        gy, weight = gradients[0], ctx.weight
+        ctx.tape.add(lambda: accumulate_embedding(weight, ids, gy), ids, gy)
+        return None, None, None
+
+
+def accumulate_embedding(weight: nn.Parameter, ids: Tensor, gy: Tensor) -> None:
+    """weight.grad[ids] += gy, in the order of the tokens. ids: [...], gy: [..., hidden]."""
+    with torch.no_grad():
+        if weight.grad is None:
+            weight.grad = torch.zeros_like(weight)
+        weight.grad.index_add_(0, ids.reshape(-1), gy.reshape(-1, gy.shape[-1]).to(weight.grad.dtype))
+
+
+class SplitEmbedding(nn.Embedding):
+    """nn.Embedding whose weight gradient is all W: it has no B."""
+
+    tape: WeightTape | None = None
+
+    def forward(self, input: Tensor) -> Tensor:
+        weight = cast(nn.Parameter, self.weight)
+        if self.tape is None or not weight.requires_grad or not torch.is_grad_enabled():
+            return super().forward(input)
+        return cast(Tensor, _EmbeddingFunction.apply(input, weight, self.tape))
+
+
+def _plain_embedding(module: nn.Module) -> bool:
+    assert isinstance(module, nn.Embedding)
+    return module.padding_idx is None and module.max_norm is None and not module.scale_grad_by_freq and not module.sparse
+
+
+# Exact types only: a subclass may mean something else by `forward`, so it keeps its own backward and takes its weight gradient in B.
+_SPLIT: dict[type[nn.Module], tuple[type[nn.Module], Callable[[nn.Module], bool]]] = {
+    nn.Linear: (SplitLinear, lambda _: True),
+    nn.Embedding: (SplitEmbedding, _plain_embedding),
+}
+
+
+def install(module: nn.Module, tape: WeightTape | None) -> None:
+    """Gives every module of the tree that can split its backward the tape; the rest takes its weight gradient in B.
+
+    The class of a known module is replaced, not the module: names, parameters, hooks and state stay as they are.
+    """
+    for child in module.modules():
+        known = _SPLIT.get(type(child))
+        if known is not None and known[1](child):
+            child.__class__ = known[0]
+        if isinstance(child, Split):
+            child.tape = tape

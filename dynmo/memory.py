@@ -1,0 +1,87 @@
+"""What a stage holds: weights, gradients and optimizer state of its layers, and what the schedule keeps alive between F, B and W.
+
+    bytes(stage) = sum(static_bytes) + max over (n_f, n_s) of  n_f * sum(activation_bytes) + n_s * sum(stash_bytes)
+
+The pairs come from `simulator.resident`: n_f microbatches of the stage are between F and B, and n_s between B and W, at one time. A
+frozen prefix keeps nothing (ALGORITHMS, section 2): the caller gives its layers with activation_bytes = stash_bytes = 0.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+
+from dynmo.costs import LayerCost
+from dynmo.errors import PartitionError
+
+Pairs = Sequence[tuple[int, int]]
+
+
+def stage_memory(layers: Sequence[LayerCost], counts: Sequence[int], resident: Sequence[Pairs]) -> tuple[int, ...]:
+    """Bytes of each stage at its peak, for contiguous stages of `counts` layers; `resident` is `simulator.resident` of the schedule.
+
+    Raises PartitionError when the counts are for another number of layers or of stages.
+    """
+    if sum(counts) != len(layers):
+        raise PartitionError(f"a placement of {sum(counts)} layers for {len(layers)} layer costs; its counts must sum to the layers")
+    if len(counts) != len(resident):
+        raise PartitionError(
+            f"a placement on {len(counts)} stages under a schedule of {len(resident)} stages; make both for the same ranks"
+        )
+    out: list[int] = []
+    start = 0
+    for count, pairs in zip(counts, resident, strict=True):
+        own = layers[start : start + count]
+        start += count
+        activation, stash = sum(x.activation_bytes for x in own), sum(x.stash_bytes for x in own)
+        live = max((forward * activation + stashed * stash for forward, stashed in pairs), default=0)
+        out.append(sum(x.static_bytes for x in own) + live)
+    return tuple(out)
+
+
+@dataclass(frozen=True)
+class MemoryLimits:
+    """Which contiguous ranges of layers fit which stage: `limits` is in bytes, one per stage, `resident` as for `stage_memory`.
+
+    Bytes are never negative, so a range that does not fit still does not fit with more layers: that is what makes exact search quick.
+    """
+
+    layers: tuple[LayerCost, ...]
+    resident: tuple[Pairs, ...]
+    limits: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if len(self.limits) != len(self.resident):
+            raise PartitionError(f"{len(self.limits)} memory limits for {len(self.resident)} stages; give one limit per stage, in bytes")
+        for index, layer in enumerate(self.layers):
+            if min(layer.static_bytes, layer.activation_bytes, layer.stash_bytes) < 0:
+                raise PartitionError(f"layer {index} has a negative number of bytes; sizes are at least 0")
+
+    @property
+    def stages(self) -> int:
+        return len(self.limits)
+
+    def need(self, stage: int, start: int, stop: int) -> int:
+        """Bytes of `stage` if it held the layers start..stop-1."""
+        return max(sums[stop] - sums[start] for sums in self._sums[stage])
+
+    def fits(self, stage: int, start: int, stop: int) -> bool:
+        return self.need(stage, start, stop) <= self.limits[stage]
+
+    def reach(self, stage: int, start: int) -> int:
+        """The largest stop for which the layers start..stop-1 fit `stage`; `start` itself when not even one layer does."""
+        limit = self.limits[stage]
+        return max(start, min(bisect_right(sums, sums[start] + limit, start) - 1 for sums in self._sums[stage]))
+
+    @cached_property
+    def _sums(self) -> tuple[tuple[list[int], ...], ...]:
+        """Per stage and per pair, prefix sums over the layers of the bytes that the pair makes a layer hold."""
+        known: dict[tuple[int, int], list[int]] = {}
+        for pair in {pair for pairs in self.resident for pair in pairs} | {(0, 0)}:
+            forward, stashed = pair
+            held = (x.static_bytes + forward * x.activation_bytes + stashed * x.stash_bytes for x in self.layers)
+            known[pair] = list(accumulate(held, initial=0))
+        return tuple(tuple(known[pair] for pair in pairs or ((0, 0),)) for pairs in self.resident)

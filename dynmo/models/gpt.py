@@ -1,0 +1,118 @@
+"""A GPT of today's shape: RMSNorm, rotary positions, SwiGLU, as a list of layers.
+
+    embedding | attention half | feed-forward half | ... | head        2 * blocks + 2 layers
+
+Both halves read and write the same residual stream [microbatch, sequence, hidden], so a boundary may fall between any two layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from dynmo.config import Config
+from dynmo.models.model import Model, from_factories, next_token_loss
+
+
+class Embedding(nn.Module):
+    """[microbatch, sequence] token ids -> [microbatch, sequence, hidden]."""
+
+    def __init__(self, vocab: int, hidden: int, std: float, dropout: float) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(vocab, hidden)
+        self.dropout = nn.Dropout(dropout)
+        nn.init.normal_(self.tokens.weight, std=std)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.dropout(self.tokens(ids))
+
+
+def rotate(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
+    """Rotary positions. x: [microbatch, heads, sequence, head_size]; cosine, sine: [sequence, head_size / 2]."""
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat((first * cosine - second * sine, second * cosine + first * sine), dim=-1)
+
+
+class AttentionHalf(nn.Module):
+    """x + proj(attention(norm(x))), causal, rotary."""
+
+    cosine: Tensor
+    sine: Tensor
+
+    def __init__(self, hidden: int, heads: int, sequence: int, std: float, residual_std: float, dropout: float) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm = nn.RMSNorm(hidden, eps=1e-6)
+        self.qkv = nn.Linear(hidden, 3 * hidden, bias=False)
+        self.proj = nn.Linear(hidden, hidden, bias=False)
+        self.dropout = nn.Dropout(dropout)
+        nn.init.normal_(self.qkv.weight, std=std)
+        nn.init.normal_(self.proj.weight, std=residual_std)
+        size = hidden // heads
+        frequency = 10000.0 ** (-torch.arange(0, size, 2, dtype=torch.float32) / size)
+        angle = torch.outer(torch.arange(sequence, dtype=torch.float32), frequency)
+        self.register_buffer("cosine", angle.cos(), persistent=False)
+        self.register_buffer("sine", angle.sin(), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, sequence, hidden = x.shape
+        qkv = self.qkv(self.norm(x)).view(batch, sequence, 3, self.heads, hidden // self.heads)
+        q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)
+        cosine, sine = self.cosine[:sequence].to(x.dtype), self.sine[:sequence].to(x.dtype)
+        out = functional.scaled_dot_product_attention(rotate(q, cosine, sine), rotate(k, cosine, sine), v, is_causal=True)
+        return x + self.dropout(self.proj(out.transpose(1, 2).reshape(batch, sequence, hidden)))
+
+
+def feed_forward_size(hidden: int) -> int:
+    """8/3 of hidden, so that SwiGLU's three matrices weigh as much as two of 4 hidden; rounded up to a multiple of 32."""
+    return -(-8 * hidden // 3 // 32) * 32
+
+
+class FeedForwardHalf(nn.Module):
+    """x + down(silu(gate(norm(x))) * up(norm(x))); gate and up are one matrix."""
+
+    def __init__(self, hidden: int, std: float, residual_std: float, dropout: float) -> None:
+        super().__init__()
+        inner = feed_forward_size(hidden)
+        self.norm = nn.RMSNorm(hidden, eps=1e-6)
+        self.gate_up = nn.Linear(hidden, 2 * inner, bias=False)
+        self.down = nn.Linear(inner, hidden, bias=False)
+        self.dropout = nn.Dropout(dropout)
+        nn.init.normal_(self.gate_up.weight, std=std)
+        nn.init.normal_(self.down.weight, std=residual_std)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.gate_up(self.norm(x)).chunk(2, dim=-1)
+        return x + self.dropout(self.down(functional.silu(gate) * up))
+
+
+class Head(nn.Module):
+    """[microbatch, sequence, hidden] -> logits [microbatch, sequence, vocab]."""
+
+    def __init__(self, hidden: int, vocab: int, std: float) -> None:
+        super().__init__()
+        self.norm = nn.RMSNorm(hidden, eps=1e-6)
+        self.logits = nn.Linear(hidden, vocab, bias=False)
+        nn.init.normal_(self.logits.weight, std=std)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.logits(self.norm(x))
+
+
+def make(config: Config) -> Model:
+    m = config.model
+    residual_std = m.init_std / (2 * m.blocks) ** 0.5
+    names = ["embedding"]
+    factories: list[Callable[[], nn.Module]] = [partial(Embedding, m.vocab, m.hidden, m.init_std, m.dropout)]
+    for block in range(m.blocks):
+        names += [f"blocks.{block}.attention", f"blocks.{block}.feed_forward"]
+        factories.append(partial(AttentionHalf, m.hidden, m.heads, m.sequence, m.init_std, residual_std, m.dropout))
+        factories.append(partial(FeedForwardHalf, m.hidden, m.init_std, residual_std, m.dropout))
+    names.append("head")
+    factories.append(partial(Head, m.hidden, m.vocab, m.init_std))
+    tied = (((0, "tokens.weight"), (len(names) - 1, "logits.weight")),) if m.tied else ()
+    return from_factories(names, factories, config.seed, next_token_loss, tied)

@@ -1,0 +1,125 @@
+"""What dynmo needs to know of a model: the names of its layers, how to build one, and the loss."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from dynmo.config import Config
+from dynmo.errors import ConfigError
+from dynmo.kernels.seeds import Purpose, mix
+
+Loss = Callable[[Tensor, Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Model:
+    """`build(owned)` gives all layers in order: those in `owned` real, the rest on the meta device (shapes without memory).
+
+    Each layer's initial weights depend on the seed and its global index alone, so that every placement starts from the same bits.
+    `tied` names pairs (layer, parameter) that are one weight: the first owns it, the second uses it.
+    """
+
+    names: tuple[str, ...]
+    build: Callable[[Collection[int]], list[nn.Module]]
+    loss: Loss
+    tied: tuple[tuple[tuple[int, str], tuple[int, str]], ...] = ()
+
+    @property
+    def layers(self) -> int:
+        return len(self.names)
+
+
+def next_token_loss(logits: Tensor, targets: Tensor) -> Tensor:
+    """Mean cross entropy. logits: [..., vocab], targets: [...] of token ids."""
+    return functional.cross_entropy(logits.reshape(-1, logits.shape[-1]).float(), targets.reshape(-1))
+
+
+def from_factories(names: Sequence[str], factories: Sequence[Callable[[], nn.Module]], seed: int, loss: Loss, tied: Any = ()) -> Model:
+    """A model whose layers can be built one by one."""
+
+    def build(owned: Collection[int]) -> list[nn.Module]:
+        layers: list[nn.Module] = []
+        for index, factory in enumerate(factories):
+            if index in owned:
+                torch.manual_seed(mix(seed, Purpose.INITIAL, index))
+                layers.append(factory())
+            else:
+                with torch.device("meta"):
+                    layers.append(factory())
+        return layers
+
+    return Model(tuple(names), build, loss, tied)
+
+
+def from_function(path: str, seed: int) -> Model:
+    """`package.module:function`, called without arguments: returns a list of modules, or (list of modules, loss function).
+
+    Called under a fixed seed on every rank; the layers of other ranks are dropped at once. Raises ConfigError if the path does not
+    lead to such a function.
+    """
+    module_name, _, function_name = path.partition(":")
+    if not module_name or not function_name:
+        raise ConfigError(f"model.kind = 'python:{path}': expected python:package.module:function")
+    try:
+        function = getattr(importlib.import_module(module_name), function_name)
+    except ImportError as error:
+        raise ConfigError(
+            f"model.kind = 'python:{path}': cannot import {module_name}: {error}; run from its folder or install it"
+        ) from None
+    except AttributeError:
+        raise ConfigError(f"model.kind = 'python:{path}': {module_name} has no {function_name}") from None
+
+    def make() -> tuple[list[nn.Module], Loss]:
+        torch.manual_seed(mix(seed, Purpose.INITIAL, 0))
+        try:
+            made = function()
+        except Exception as error:
+            raise ConfigError(f"model.kind = 'python:{path}': {function_name}() raised {type(error).__name__}: {error}") from error
+        layers, loss = made if isinstance(made, tuple) else (made, next_token_loss)
+        if (
+            not isinstance(layers, list | nn.ModuleList | nn.Sequential)
+            or not all(isinstance(x, nn.Module) for x in layers)
+            or not len(layers)
+        ):
+            raise ConfigError(f"model.kind = 'python:{path}': {function_name}() must return a list of torch modules, or (list, loss)")
+        layers = list(layers)
+        _refuse_sharing(path, layers)
+        return layers, cast(Loss, loss)
+
+    with torch.device("meta"):
+        layers, loss = make()
+
+    def build(owned: Collection[int]) -> list[nn.Module]:
+        return [layer if index in owned else layer.to("meta") for index, layer in enumerate(make()[0])]
+
+    return Model(tuple(f"{i}.{type(x).__name__}" for i, x in enumerate(layers)), build, loss)
+
+
+def _refuse_sharing(path: str, layers: Sequence[nn.Module]) -> None:
+    owner: dict[int, int] = {}
+    for index, layer in enumerate(layers):
+        for name, parameter in layer.named_parameters():
+            if owner.setdefault(id(parameter), index) != index:
+                raise ConfigError(
+                    f"model.kind = 'python:{path}': layers {owner[id(parameter)]} and {index} share the parameter {name}; "
+                    "layers that may sit on different ranks cannot share one"
+                )
+
+
+def load_model(config: Config) -> Model:
+    """The model that the config names."""
+    from dynmo.models import emulated, gpt
+
+    kind = config.model.kind
+    if kind == "gpt":
+        return gpt.make(config)
+    if kind == "emulated":
+        return emulated.make(config)
+    return from_function(kind.removeprefix("python:"), config.seed)

@@ -1,0 +1,99 @@
+"""What a config would run, from shapes alone: placement, schedule, and memory of each rank. Nothing is computed or allocated."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from rich.table import Table
+
+from dynmo.config import Config
+from dynmo.costs import LayerCost
+from dynmo.data.corpus import check_vocab, open_corpus
+from dynmo.dynamism import make_cases
+from dynmo.errors import PartitionError
+from dynmo.memory import stage_memory
+from dynmo.models.emulated import EmulatedLayer
+from dynmo.models.model import Model, load_model
+from dynmo.runtime.clock import HostClock
+from dynmo.runtime.split_backward import Layer, Tensors
+from dynmo.schedule.generators import make_schedule
+from dynmo.simulator import resident
+from dynmo.trainer import first_partition, memory_limit
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Per rank: layers, parameters, and bytes at the schedule's peak."""
+
+    names: tuple[str, ...]
+    partition: tuple[int, ...]
+    parameters: tuple[int, ...]
+    memory: tuple[int, ...]
+    limit: int | None
+    schedule: str
+    microbatches: int
+
+    def to_json(self) -> dict[str, Any]:
+        return {key: value for key, value in vars(self).items() if key != "names"}
+
+    def table(self) -> Table:
+        limit = "" if self.limit is None else f", limit {self.limit / 2**20:,.1f} MiB"
+        table = Table(title=f"{self.schedule}, {len(self.partition)} ranks, {self.microbatches} microbatches{limit}", title_justify="left")
+        for heading in ("rank", "layers", "first", "last", "parameters", "memory at peak"):
+            table.add_column(heading, justify="left" if heading in ("first", "last") else "right")
+        start = 0
+        for rank, count in enumerate(self.partition):
+            first, last = self.names[start], self.names[start + count - 1]
+            start += count
+            table.add_row(str(rank), str(count), first, last, f"{self.parameters[rank]:,}", f"{self.memory[rank] / 2**20:,.1f} MiB")
+        return table
+
+
+def dry_run(config: Config) -> Plan:
+    """Raises PartitionError if a rank's memory at the schedule's peak is over the limit, ConfigError as a run would."""
+    model = load_model(config)
+    if config.model.kind != "emulated":
+        check_vocab(config.model.vocab)
+    open_corpus(config.data.source)
+    make_cases(config, model.layers)
+    partition = first_partition(config, model.layers)
+    costs = shape_costs(config, model)
+    schedule = make_schedule(config.pipeline.schedule, partition.ranks, config.microbatches)
+    memory = stage_memory(costs, partition.counts, resident(schedule))
+    limit = memory_limit(config, torch.device("cpu"))
+    for rank, need in enumerate(memory):
+        if limit is not None and need > limit:
+            raise PartitionError(
+                f"rank {rank} needs {need} bytes at the peak of {schedule.name}, over pipeline.memory_limit = {limit}; "
+                "use more ranks, smaller microbatches, or a schedule that keeps fewer in flight"
+            )
+    parameters = tuple(sum(costs[i].parameters for i in partition.range_of(rank)) for rank in range(partition.ranks))
+    return Plan(model.names, partition.counts, parameters, memory, limit, schedule.name, config.microbatches)
+
+
+def shape_costs(config: Config, model: Model) -> tuple[LayerCost, ...]:
+    """Bytes of every layer, by running one microbatch on the meta device: shapes without memory. Seconds are 0."""
+    shape = (config.train.micro_batch, config.model.sequence)
+    tensors: Tensors = (torch.zeros(shape, dtype=torch.int64, device="meta"),)
+    targets = torch.zeros(shape, dtype=torch.int64, device="meta")
+    layers: list[Layer] = []
+    for index, module in enumerate(model.build(())):
+        if isinstance(module, EmulatedLayer):
+            module.f = module.b = module.w = 0.0
+        layers.append(Layer(index, module, HostClock(), config.seed))
+        last = index == model.layers - 1
+        finish = (lambda out: model.loss(out, targets)) if last else None
+        tensors = layers[-1].forward(0, tensors, 0, graph=True, need_input=index > 0, finish=finish)
+    gradients: Tensors | None = None
+    for layer in reversed(layers):
+        gradients = layer.backward_input(0, gradients, deferred=True)
+    out: list[LayerCost] = []
+    for layer in layers:
+        parameters = list(layer.module.parameters())
+        weights = sum(p.nbytes for p in parameters)
+        trained = sum(p.nbytes for p in parameters if p.requires_grad)
+        count = sum(p.numel() for p in parameters)
+        out.append(LayerCost(0, 0, 0, count, weights, trained, 2 * trained, layer.activation_bytes, layer.stash_bytes, layer.output_bytes))
+    return tuple(out)

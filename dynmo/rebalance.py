@@ -1,0 +1,119 @@
+"""The one place where deciding and acting meet: measure, decide (pure), act, resume."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from dataclasses import dataclass
+from statistics import median
+
+from dynmo.api import Pipeline
+from dynmo.balance.balancers import BalanceRequest, balancer
+from dynmo.balance.partition import Partition
+from dynmo.balance.trigger import worth_moving
+from dynmo.config import Config
+from dynmo.events import RebalanceEvent, RebalanceResultEvent, now
+from dynmo.simulator import resident
+
+# These place without looking at costs, so there is no gain to weigh.
+_FORCED = ("uniform", "random")
+# Steps whose median stands for "before" and "after" a move.
+_WINDOW = 5
+
+
+@dataclass
+class _Pending:
+    id: int
+    before: float
+    after: list[float]
+
+
+class Rebalancer:
+    """Asks the configured balancer every `balance.every` steps, and moves when the simulator says that it pays.
+
+    Every rank holds one and calls it alike; costs are the same on all, so the decision is too.
+    """
+
+    def __init__(self, config: Config, pipeline: Pipeline, memory_limit: int | None) -> None:
+        self._config, self._pipeline, self._limit = config, pipeline, memory_limit
+        self._recent: deque[float] = deque(maxlen=_WINDOW)
+        self._pending: _Pending | None = None
+        self._moves = 0
+        self._move_seconds: float | None = None
+
+    def observe(self, step: int, seconds: float) -> RebalanceResultEvent | None:
+        """Takes the wall time of a finished step; reports what the last move brought once enough steps have passed."""
+        self._recent.append(seconds)
+        pending = self._pending
+        if pending is None:
+            return None
+        pending.after.append(seconds)
+        return self.settle(step) if len(pending.after) == _WINDOW + 1 else None
+
+    def settle(self, step: int) -> RebalanceResultEvent | None:
+        """Closes the measurement of the last move. The first step after it opens new channels and is not counted."""
+        pending, self._pending = self._pending, None
+        if pending is None or len(pending.after) < 2:
+            return None
+        return RebalanceResultEvent(step, now(), pending.id, 1 - median(pending.after[1:]) / pending.before)
+
+    def changed(self) -> None:
+        """The model's work changed: earlier step times do not compare with later ones."""
+        self._recent.clear()
+
+    def due(self, step: int) -> bool:
+        return self._config.balance.balancer != "none" and step > 0 and step % self._config.balance.every == 0
+
+    def consider(self, step: int) -> RebalanceEvent | None:
+        """Before `step`: decides, and moves if it pays. None when the layers stay."""
+        balance, pipeline = self._config.balance, self._pipeline
+        start = time.perf_counter()
+        costs = pipeline.costs()
+        limits = None if self._limit is None else (self._limit,) * pipeline.partition.ranks
+        request = BalanceRequest(
+            costs,
+            pipeline.partition,
+            balance.cost,  # pyright: ignore[reportArgumentType]
+            resident(pipeline.full_schedule()),
+            limits,
+            self._config.seed,
+            step,
+        )
+        target = balancer(balance.balancer)(request)
+        if target == pipeline.partition:
+            return None
+        seconds_now = pipeline.predict(costs, pipeline.partition).makespan
+        seconds_then = pipeline.predict(costs, target).makespan
+        left = self._config.train.steps - step
+        price = self._price(costs, pipeline.partition, target)
+        decision = worth_moving(seconds_now, seconds_then, left, price, balance.margin, balance.hysteresis)
+        forced = balance.balancer in _FORCED
+        if not decision.move and not forced:
+            return None
+        before = median(self._recent) if self._recent else seconds_now
+        source = pipeline.partition
+        migration = pipeline.move(target)
+        self._move_seconds = migration.seconds
+        self._moves += 1
+        self._pending = _Pending(self._moves, before, [])
+        self._recent.clear()
+        return RebalanceEvent(
+            step,
+            now(),
+            self._moves,
+            source.counts,
+            target.counts,
+            migration.moved_bytes,
+            time.perf_counter() - start,
+            decision.predicted_gain,
+            f"{balance.balancer}: forced" if forced else decision.reason,
+        )
+
+    def _price(self, costs: tuple, old: Partition, new: Partition) -> float:
+        """Seconds of a move: as the last one, else its bytes over the slowest link and one step's worth of opening channels."""
+        if self._move_seconds is not None:
+            # Measured on one rank only: every rank must decide with the same number.
+            return self._pipeline.largest(self._move_seconds)
+        sizes = [costs[layer].static_bytes for layer in range(old.layers) if old.owner(layer) != new.owner(layer)]
+        links = self._pipeline.links
+        return sum(sizes) / min(link.bytes_per_second for link in links) if links else 0.0

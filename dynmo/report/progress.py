@@ -1,0 +1,67 @@
+"""The line one watches while a run goes: loss, tokens/s, idle ratio, layers per rank. On stderr, so that --json has stdout to itself."""
+
+from __future__ import annotations
+
+from types import TracebackType
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+from dynmo.events import ChangeEvent, CheckpointEvent, EvalEvent, Event, RebalanceEvent, RebalanceResultEvent, StepEvent
+from dynmo.report.summary import layers_text
+
+
+class ProgressLine:
+    """Told of events, draws. On a terminal one live line; elsewhere a plain line now and then."""
+
+    def __init__(self, name: str, steps: int, console: Console | None = None) -> None:
+        self._console = console or Console(stderr=True)
+        self._steps, self._name = steps, name
+        self._live = self._console.is_terminal
+        self._every = max(1, steps // 20)
+        self._progress = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=20),
+            TextColumn("{task.completed}/{task.total}"),
+            TextColumn("{task.fields[figures]}"),
+            TimeRemainingColumn(),
+            console=self._console,
+            disable=not self._live,
+        )
+        self._task = self._progress.add_task(name, total=steps, figures="")
+
+    def __enter__(self) -> ProgressLine:
+        self._progress.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._progress.stop()
+
+    def __call__(self, event: Event) -> None:
+        match event:
+            case StepEvent():
+                figures = (
+                    f"loss {event.loss:.4f}  {event.tokens_per_s:,.0f} tokens/s  idle {event.idle_ratio:.0%}  "
+                    f"layers {layers_text(event.layers)}" + (f"  frozen {event.frozen}" if event.frozen else "")
+                )
+                self._progress.update(self._task, completed=event.step + 1, figures=figures)
+                if not self._live and ((event.step + 1) % self._every == 0 or event.step + 1 == self._steps):
+                    self._say(f"{self._name} {event.step + 1}/{self._steps}  {figures}")
+            case ChangeEvent():
+                self._say(f"step {event.step}: {event.what}")
+            case RebalanceEvent():
+                self._say(
+                    f"step {event.step}: moved layers {layers_text(event.source)} -> {layers_text(event.target)} "
+                    f"in {event.seconds * 1000:.0f} ms ({event.reason})"
+                )
+            case RebalanceResultEvent():
+                self._say(f"step {event.step}: rebalance {event.id} measured: {event.measured_gain:+.1%} of a step saved")
+            case EvalEvent():
+                self._say(f"step {event.step}: held-out loss {event.loss:.4f}")
+            case CheckpointEvent():
+                self._say(f"step {event.step}: saved {event.path} ({event.bytes / 2**20:.1f} MiB in {event.seconds:.2f} s)")
+            case _:
+                pass
+
+    def _say(self, line: str) -> None:
+        self._console.print(line, highlight=False, markup=False, soft_wrap=True)

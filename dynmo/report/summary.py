@@ -1,0 +1,164 @@
+"""What a run's events say: phases between changes, each with its measured step time, and runs side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from statistics import median
+
+from rich.table import Table
+
+from dynmo.events import EndEvent, EvalEvent, Event, RebalanceEvent, RebalanceResultEvent, StepEvent
+
+
+@dataclass(frozen=True)
+class Phase:
+    """Steps first..last with one placement and one set of frozen layers. Medians over its steps; the first one warms up and is left out."""
+
+    first: int
+    last: int
+    layers: tuple[int, ...]
+    frozen: int
+    seconds: float
+    tokens_per_s: float
+    idle_ratio: float
+    imbalance: float
+
+
+@dataclass(frozen=True)
+class Summary:
+    """A run in figures. seconds: of all steps; losses as the events have them."""
+
+    phases: tuple[Phase, ...]
+    rebalances: tuple[RebalanceEvent, ...]
+    results: tuple[RebalanceResultEvent, ...]
+    steps: int
+    seconds: float
+    loss: float | None
+    held_out: float | None
+    digest: str | None
+    reason: str | None
+
+
+def summarize(events: Iterable[Event]) -> Summary:
+    steps: list[StepEvent] = []
+    rebalances: list[RebalanceEvent] = []
+    results: list[RebalanceResultEvent] = []
+    held_out: float | None = None
+    end: EndEvent | None = None
+    for event in events:
+        match event:
+            case StepEvent():
+                # A resumed run repeats the steps after its checkpoint; the later account counts.
+                while steps and steps[-1].step >= event.step:
+                    steps.pop()
+                steps.append(event)
+            case RebalanceEvent():
+                rebalances.append(event)
+            case RebalanceResultEvent():
+                results.append(event)
+            case EvalEvent():
+                held_out = event.loss
+            case EndEvent():
+                end = event
+            case _:
+                pass
+    groups: list[list[StepEvent]] = []
+    for step in steps:
+        if groups and (groups[-1][-1].layers, groups[-1][-1].frozen) == (step.layers, step.frozen):
+            groups[-1].append(step)
+        else:
+            groups.append([step])
+    return Summary(
+        tuple(_phase(group) for group in groups),
+        tuple(rebalances),
+        tuple(results),
+        len(steps),
+        sum(s.seconds for s in steps),
+        steps[-1].loss if steps else None,
+        held_out,
+        end.weights_digest if end else None,
+        end.reason if end else None,
+    )
+
+
+def _phase(group: Sequence[StepEvent]) -> Phase:
+    counted = group[1:] or group
+    return Phase(
+        group[0].step,
+        group[-1].step,
+        group[0].layers,
+        group[0].frozen,
+        median(s.seconds for s in counted),
+        median(s.tokens_per_s for s in counted),
+        median(s.idle_ratio for s in counted),
+        median(s.imbalance for s in counted),
+    )
+
+
+def phase_table(summary: Summary) -> Table:
+    """A row per phase: what changed and what it did to the step time."""
+    table = Table(title="Measured, phase by phase (medians)", title_justify="left")
+    for heading in ("steps", "layers per rank", "frozen", "s/step", "tokens/s", "idle", "imbalance"):
+        table.add_column(heading, justify="left" if heading in ("steps", "layers per rank") else "right")
+    for phase in summary.phases:
+        table.add_row(
+            f"{phase.first}-{phase.last}",
+            layers_text(phase.layers),
+            str(phase.frozen),
+            f"{phase.seconds:.3f}",
+            f"{phase.tokens_per_s:,.0f}",
+            f"{phase.idle_ratio:.1%}",
+            f"{phase.imbalance:.2f}",
+        )
+    return table
+
+
+def rebalance_lines(summary: Summary) -> list[str]:
+    """One line per move: predicted against measured."""
+    measured = {result.id: result.measured_gain for result in summary.results}
+    lines: list[str] = []
+    for event in summary.rebalances:
+        line = f"step {event.step}: moved {layers_text(event.source)} to {layers_text(event.target)}"
+        line += f" ({event.moved_bytes / 2**20:.1f} MiB in {event.seconds * 1000:.0f} ms): static to balanced x"
+        line += f"{1 / (1 - event.predicted_gain):.2f} predicted" if event.predicted_gain < 1 else "inf predicted"
+        if event.id in measured:
+            line += f", x{1 / (1 - measured[event.id]):.2f} measured"
+        lines.append(line)
+    return lines
+
+
+def comparison_table(runs: Sequence[tuple[str, Summary]]) -> Table:
+    """Runs side by side, each against the first."""
+    table = Table(title="Runs compared", title_justify="left")
+    for heading in ("run", "steps", "seconds", "speed-up", "last phase s/step", "speed-up", "idle", "loss", "held out", "weights"):
+        table.add_column(heading, justify="left" if heading in ("run", "weights") else "right")
+    reference = runs[0][1]
+    for name, run in runs:
+        last, first_last = run.phases[-1], reference.phases[-1]
+        table.add_row(
+            name,
+            str(run.steps),
+            f"{run.seconds:.1f}",
+            f"x{reference.seconds / run.seconds:.2f}",
+            f"{last.seconds:.3f}",
+            f"x{first_last.seconds / last.seconds:.2f}",
+            f"{last.idle_ratio:.1%}",
+            "-" if run.loss is None else f"{run.loss:.6f}",
+            "-" if run.held_out is None else f"{run.held_out:.6f}",
+            "-" if run.digest is None else run.digest[:12],
+        )
+    return table
+
+
+def verdict(runs: Sequence[tuple[str, Summary]]) -> str:
+    """In one line: are the numbers the same?"""
+    digests = {run.digest for _, run in runs}
+    if None in digests:
+        return "a run has not ended: its weights cannot be compared"
+    same = len(digests) == 1 and len({run.loss for _, run in runs}) == 1
+    return "same loss and same weights, to the last bit" if same else "the runs ended with different weights"
+
+
+def layers_text(layers: Sequence[int]) -> str:
+    return "+".join(map(str, layers))

@@ -1,0 +1,114 @@
+"""A Perfetto / Chrome trace of what each rank measured: F, B, W, sends and waits. Open it at ui.perfetto.dev.
+
+Kept are the last steps before, and the first after, every change of the model or of the placement, and the last steps of the run.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import deque
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dynmo.runtime.clock import Clock
+from dynmo.runtime.executor import SEND, WAIT, Slice
+from dynmo.runtime.p2p import TAG_TRACE
+from dynmo.runtime.world import World
+from dynmo.schedule.op import Kind
+
+_KINDS = [*(str(k) for k in Kind), WAIT, SEND]
+_COLOURS = {
+    "F": "thread_state_running",
+    "B": "thread_state_iowait",
+    "W": "thread_state_runnable",
+    "BW": "thread_state_iowait",
+    WAIT: "grey",
+    SEND: "yellow",
+}
+# A long run with many changes must not fill the memory: the oldest kept steps make room.
+_MOST_STEPS = 64
+
+# One row of the tensor that travels: step, kind, stage, microbatch, start, end (seconds since the common origin).
+Row = tuple[int, int, int, int, float, float]
+
+
+class Tracer:
+    """Collects a rank's slices; `finish` brings them to rank 0, which writes the file."""
+
+    def __init__(self, world: World, clock: Clock, steps: int) -> None:
+        self._world, self._clock, self._steps = world, clock, steps
+        self._recent: deque[list[Row]] = deque(maxlen=steps)
+        self._kept: deque[list[Row]] = deque(maxlen=_MOST_STEPS)
+        self._coming = 0
+        # All ranks leave this barrier within a link's latency: it is time zero of every rank's row.
+        world.barrier("the trace's time zero")
+        self._origin = clock.mark()
+
+    def keep_around(self) -> None:
+        """Something changes now: keep the steps before and the next ones."""
+        self._kept.extend(self._recent)
+        self._recent.clear()
+        self._coming = self._steps
+
+    def observe(self, step: int, slices: Sequence[Slice]) -> None:
+        """One finished step. The clock must be settled."""
+        if not self._steps:
+            return
+        seconds, origin = self._clock.seconds, self._origin
+        rows: list[Row] = [
+            (step, _KINDS.index(s.kind), s.stage, s.microbatch, seconds(origin, s.start), seconds(origin, s.end)) for s in slices
+        ]
+        if self._coming:
+            self._coming -= 1
+            self._kept.append(rows)
+        else:
+            self._recent.append(rows)
+
+    def finish(self, path: Path | None) -> None:
+        """Called on every rank; rank 0 writes."""
+        self._kept.extend(self._recent)
+        mine = torch.tensor([row for rows in self._kept for row in rows], dtype=torch.float64).reshape(-1, 6)
+        world = self._world
+        counts = torch.zeros(world.size, dtype=torch.int64)
+        counts[world.rank] = len(mine)
+        world.sum(counts, "the traces of every rank")
+        if world.rank:
+            if len(mine):
+                world.wait(world.send(mine, 0, TAG_TRACE), 0, "room to send its trace")
+            return
+        tables = [mine]
+        for rank in range(1, world.size):
+            table = torch.zeros(int(counts[rank]), 6, dtype=torch.float64)
+            if len(table):
+                world.wait(world.receive(table, rank, TAG_TRACE), rank, "its trace")
+            tables.append(table)
+        if path is not None and self._steps:
+            path.write_text(json.dumps(chrome_trace([table.tolist() for table in tables])))
+
+
+def chrome_trace(ranks: Sequence[Sequence[Sequence[float]]]) -> dict[str, Any]:
+    """Rows of every rank -> the Trace Event Format: one thread per rank, times in microseconds."""
+    events: list[dict[str, Any]] = [
+        {"ph": "M", "name": "thread_name", "pid": 0, "tid": rank, "args": {"name": f"rank {rank}"}} for rank in range(len(ranks))
+    ]
+    events.append({"ph": "M", "name": "process_name", "pid": 0, "args": {"name": "dynmo"}})
+    for rank, rows in enumerate(ranks):
+        for step, code, stage, microbatch, start, end in rows:
+            kind = _KINDS[int(code)]
+            events.append(
+                {
+                    "ph": "X",
+                    "pid": 0,
+                    "tid": rank,
+                    "name": f"{kind}{int(microbatch)}" if kind not in (WAIT, SEND) else f"{kind} {int(microbatch)}",
+                    "cat": kind,
+                    "cname": _COLOURS[kind],
+                    "ts": round(start * 1e6, 1),
+                    "dur": round((end - start) * 1e6, 1),
+                    "args": {"step": int(step), "stage": int(stage), "microbatch": int(microbatch)},
+                }
+            )
+    return {"traceEvents": events, "displayTimeUnit": "ms"}

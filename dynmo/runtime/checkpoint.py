@@ -1,0 +1,216 @@
+"""Checkpoints: torch DCP over safetensors, a folder per global layer, and a manifest of our own. No pickles are written or read.
+
+    checkpoints/latest                  the name of the newest complete checkpoint
+    checkpoints/step-000120/manifest.json        step, model's layer names, run state, SHA-256 of every file
+                            layer-0007/          layer.json (names, dtypes, shapes) and DCP's safetensors
+
+A save goes to `step-N.tmp`, is hashed and synced, then renamed; only then does `latest` move. A load verifies every hash, and falls back
+one checkpoint if the newest is damaged. Layers are keyed by global index, so any placement can load any checkpoint. The ranks
+share the file system.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import time
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from pydantic import BaseModel, ConfigDict, ValidationError
+from torch import Tensor, nn
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
+
+from dynmo.errors import CheckpointError
+from dynmo.runtime.migrate import DTYPES, Contents, Manifest, TensorRecord, contents
+from dynmo.runtime.world import World
+
+_VERSION = 1
+
+
+class CheckpointManifest(BaseModel):
+    """What a checkpoint says of itself. files: path inside the checkpoint -> SHA-256."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+    version: int
+    step: int
+    layers: list[str]
+    files: dict[str, str]
+    state: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Saved:
+    path: Path
+    bytes: int
+    seconds: float
+
+
+def save(
+    world: World,
+    folder: Path,
+    step: int,
+    names: Sequence[str],
+    layers: Mapping[int, tuple[nn.Module, dict[str, Tensor]]],
+    state: dict[str, Any],
+    keep: int,
+) -> Saved:
+    """Saves after `step` steps. layers: this rank's (module, optimizer state) by global index; state: JSON, the same on every rank."""
+    start = time.perf_counter()
+    final = folder / f"step-{step:06d}"
+    partial = final.with_suffix(".tmp")
+    if world.rank == 0:
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+    world.barrier("the checkpoint's folder")
+    table = torch.zeros(len(names), 2, 32, dtype=torch.uint8)
+    size = torch.zeros(1, dtype=torch.float64)
+    for index, (module, optimizer_state) in layers.items():
+        for which, path in enumerate(_save_layer(partial / _folder(index), index, module, optimizer_state)):
+            table[index, which] = torch.frombuffer(bytearray(_sha256(path)), dtype=torch.uint8)
+            size += path.stat().st_size
+    world.sum(table, "the checkpoint's layers to be written")
+    world.sum(size, "the checkpoint's layers to be written")
+    if world.rank == 0:
+        files = {
+            f"{_folder(i)}/{name}": table[i, which].numpy().tobytes().hex()
+            for i in range(len(names))
+            for which, name in enumerate(("layer.json", _TENSORS))
+        }
+        manifest = CheckpointManifest(version=_VERSION, step=step, layers=list(names), files=files, state=state)
+        _write(partial / "manifest.json", manifest.model_dump_json(indent=1))
+        shutil.rmtree(final, ignore_errors=True)
+        partial.rename(final)
+        _sync(folder)
+        _write(folder / "latest.tmp", final.name)
+        (folder / "latest.tmp").replace(folder / "latest")
+        for old in _complete(folder)[keep:]:
+            shutil.rmtree(old)
+    world.barrier("the checkpoint to be complete")
+    return Saved(final, int(size), time.perf_counter() - start)
+
+
+_TENSORS = "tensors.safetensors"
+
+
+def _folder(index: int) -> str:
+    return f"layer-{index:04d}"
+
+
+def _save_layer(folder: Path, index: int, module: nn.Module, optimizer_state: dict[str, Tensor]) -> tuple[Path, Path]:
+    tensors = {key: t.detach().cpu() for key, t in contents(module, optimizer_state).items() if key[0] != "gradient"}
+    flags = {name: p.requires_grad for name, p in module.named_parameters()}
+    records = [
+        TensorRecord(
+            section=section,
+            name=name,
+            dtype=str(t.dtype).removeprefix("torch."),
+            shape=list(t.shape),
+            requires_grad=section == "parameter" and flags[name],
+        )
+        for (section, name), t in tensors.items()
+    ]
+    folder.mkdir()
+    _write(folder / "layer.json", Manifest(layer=index, tensors=records).model_dump_json())
+    with warnings.catch_warnings():
+        # Each rank saves its own layers, on purpose without DCP's collectives (which pickle).
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        dcp.save(
+            {_name(*key): t for key, t in tensors.items()},
+            storage_writer=HuggingFaceStorageWriter(str(folder), save_distributed=True),
+            no_dist=True,
+        )
+    (written,) = folder.glob("*.safetensors")
+    written.rename(folder / _TENSORS)
+    with (folder / _TENSORS).open("rb") as file:
+        os.fsync(file.fileno())
+    return folder / "layer.json", folder / _TENSORS
+
+
+def _name(section: str, name: str) -> str:
+    return f"{section}:{name}"
+
+
+def _complete(folder: Path) -> list[Path]:
+    """Complete checkpoints, newest first."""
+    return sorted((p for p in folder.glob("step-*") if p.suffix != ".tmp" and (p / "manifest.json").is_file()), reverse=True)
+
+
+def find(folder: Path) -> tuple[Path, CheckpointManifest]:
+    """The newest checkpoint that is whole. Raises CheckpointError when there is none; says on which file the newest failed."""
+    problems: list[str] = []
+    for path in _complete(folder):
+        try:
+            return path, verify(path)
+        except CheckpointError as error:
+            problems.append(str(error))
+    if problems:
+        raise CheckpointError(f"{folder}: no checkpoint is whole; the newest: {problems[0]}")
+    raise CheckpointError(f"{folder}: there is no checkpoint to resume from; start anew with --overwrite")
+
+
+def verify(path: Path) -> CheckpointManifest:
+    """Checks every file of a checkpoint against its manifest. Raises CheckpointError naming the first that differs."""
+    try:
+        manifest = CheckpointManifest.model_validate_json((path / "manifest.json").read_bytes())
+    except (OSError, ValidationError) as error:
+        raise CheckpointError(f"{path}/manifest.json cannot be read: {str(error).splitlines()[0]}") from None
+    if manifest.version != _VERSION:
+        raise CheckpointError(f"{path} has version {manifest.version}; this dynmo reads version {_VERSION}")
+    for name, digest in manifest.files.items():
+        file = path / name
+        if not file.is_file():
+            raise CheckpointError(f"{file} is missing")
+        if _sha256(file).hex() != digest:
+            raise CheckpointError(f"{file} is damaged: its SHA-256 is not the manifest's")
+    return manifest
+
+
+def load_layer(path: Path, index: int, device: torch.device) -> tuple[Contents, dict[str, bool]]:
+    """One layer of a verified checkpoint: its tensors, and requires_grad of each parameter."""
+    folder = path / _folder(index)
+    try:
+        manifest = Manifest.model_validate_json((folder / "layer.json").read_bytes())
+        tensors = {(r.section, r.name): torch.empty(r.shape, dtype=DTYPES[r.dtype]) for r in manifest.tensors}
+    except (OSError, ValidationError, KeyError) as error:
+        raise CheckpointError(f"{folder}/layer.json cannot be read: {str(error).splitlines()[0]}") from None
+    state: dict[str, Any] = {_name(*key): t for key, t in tensors.items()}
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        try:
+            dcp.load(state, storage_reader=HuggingFaceStorageReader(str(folder)), no_dist=True)
+        except Exception as error:
+            raise CheckpointError(f"{folder}: {type(error).__name__}: {str(error).splitlines()[0]}") from None
+    # AdamW's step counters live on the CPU whatever the device.
+    moved = {
+        (section, name): t if section == "optimizer" and t.dim() == 0 else t.to(device)
+        for (section, name) in tensors
+        for t in (state[_name(section, name)],)
+    }
+    return moved, {r.name: r.requires_grad for r in manifest.tensors if r.section == "parameter"}
+
+
+def _sha256(path: Path) -> bytes:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").digest()
+
+
+def _write(path: Path, text: str) -> None:
+    with path.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _sync(folder: Path) -> None:
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -1,0 +1,101 @@
+"""for op in program: interpret it; nothing else. No rank arithmetic, no names of schedules."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from dynmo.runtime.clock import Clock
+from dynmo.runtime.p2p import Transport
+from dynmo.runtime.split_backward import Tensors
+from dynmo.runtime.stage import Stage
+from dynmo.schedule.lower import Compute, Direction, Program, Receive
+from dynmo.schedule.op import Kind
+
+# What a rank spends time on, beyond the kinds of op: waiting for a message, handing one over.
+WAIT, SEND = "wait", "send"
+
+
+class Slice(NamedTuple):
+    """One interval of a rank's step, as marks of its clock. kind: F, B, W, BW, wait or send."""
+
+    kind: str
+    stage: int
+    microbatch: int
+    start: Any
+    end: Any
+
+
+@dataclass
+class Outcome:
+    """What one step left: the losses of the microbatches (last stage), and where the time went."""
+
+    losses: list[Tensor] = field(default_factory=list[Tensor])
+    slices: list[Slice] = field(default_factory=list[Slice])
+
+
+class Executor:
+    """Runs one rank's program over its stages and channels."""
+
+    def __init__(self, program: Program, stages: Mapping[int, Stage], last_stage: int, transport: Transport, clock: Clock) -> None:
+        self._program, self._stages, self._last = program, stages, last_stage
+        self._transport, self._clock = transport, clock
+
+    def run(self, step: int, inputs: Tensor | None, targets: Tensor | None, training: bool = True) -> Outcome:
+        """inputs: [microbatches, ...] where the first stage is; targets: [microbatches, ...] where the last one is."""
+        outcome = Outcome()
+        mark, slices = self._clock.mark, outcome.slices
+        # Tensors on their way to an op or to a channel, by (direction, stage that needs or made them, microbatch).
+        arrived: dict[tuple[Direction, int, int], Tensors] = {}
+        leaving: dict[tuple[Direction, int, int], Tensors] = {}
+        self._transport.open()
+        for instruction in self._program.instructions:
+            start = mark()
+            if isinstance(instruction, Compute):
+                kind, s, j = instruction.op
+                stage = self._stages[s]
+                if kind is Kind.F:
+                    x = arrived.pop((Direction.ACTIVATION, s, j)) if s else (_at(inputs, j),)
+                    y = stage.forward(j, x, step, _at(targets, j) if s == self._last else None, training)
+                    if s == self._last:
+                        outcome.losses.append(y[0])
+                    elif s + 1 in self._stages:
+                        arrived[Direction.ACTIVATION, s + 1, j] = y
+                    else:
+                        leaving[Direction.ACTIVATION, s, j] = y
+                elif kind is Kind.W:
+                    stage.backward_weight(j)
+                else:
+                    gradients = arrived.pop((Direction.GRADIENT, s, j)) if s != self._last else None
+                    g = stage.backward_input(j, gradients, deferred=kind is Kind.B)
+                    if s > self._program.first_trainable:
+                        (arrived if s - 1 in self._stages else leaving)[Direction.GRADIENT, s - 1 if s - 1 in self._stages else s, j] = g
+                slices.append(Slice(kind, s, j, start, mark()))
+                continue
+            channel, s, j = instruction
+            if isinstance(instruction, Receive):
+                arrived[channel.direction, s, j] = self._transport.take(channel, j)
+                slices.append(Slice(WAIT, s, j, start, mark()))
+            else:
+                self._transport.put(channel, j, leaving.pop((channel.direction, s, j)))
+                slices.append(Slice(SEND, s, j, start, mark()))
+        self._transport.flush()
+        return outcome
+
+    def clear(self) -> None:
+        for stage in self._stages.values():
+            stage.clear()
+
+
+def _at(batch: Tensor | None, microbatch: int) -> Tensor:
+    assert batch is not None, "a first stage needs inputs, a last stage targets"
+    return batch[microbatch]
+
+
+def total(losses: list[Tensor]) -> float:
+    """The step's loss: the microbatches' shares added in microbatch order."""
+    return float(torch.stack([x.reshape(()) for x in losses]).double().sum()) if losses else 0.0

@@ -1,0 +1,193 @@
+"""Starts the ranks of a run on this machine and looks after them: logs, signals, orphans, and one line when it fails.
+
+    dynmo train ── rank 0 ── (terminal: progress, result)
+             ├──── rank 1 ── runs/<name>/rank-1.log
+             └──── rank 2 ── runs/<name>/rank-2.log
+
+The ranks meet through a folder that only this user can read. Ctrl-C asks all ranks to stop after the current step; a second one kills them.
+A rank that fails leaves its reason in the folder; the others are ended and the cause, not its consequences, is reported.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import faulthandler
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+
+from dynmo.errors import DynmoError, InputError, RankDied, RunError, WaitTimeout
+
+# After one rank has failed, the others get so many seconds to find out for themselves and say why.
+_GRACE = 3.0
+# After Ctrl-C, ranks get so many seconds to finish their step and save.
+_STOP_GRACE = 60.0
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why a rank ended. weight: causes come before consequences (lower is closer to the cause)."""
+
+    weight: int
+    status: int
+    message: str
+
+
+def rank_environment(rank: int, size: int, folder: Path, threads: int) -> dict[str, str]:
+    """The environment of one local rank.
+
+    glibc would return each large block to the system when it is freed, and stashes are freed all the time; the page faults cost
+    several percent. The MALLOC_ settings keep the memory (32 MiB is the largest threshold that glibc takes).
+    """
+    env = dict(os.environ)
+    env.update(
+        RANK=str(rank),
+        WORLD_SIZE=str(size),
+        LOCAL_RANK=str(rank),
+        DYNMO_RENDEZVOUS=str(folder),
+        DYNMO_LAUNCHER=str(os.getpid()),
+        OMP_NUM_THREADS=str(threads),
+        MKL_NUM_THREADS=str(threads),
+        MALLOC_MMAP_THRESHOLD_=str(32 << 20),
+        MALLOC_TRIM_THRESHOLD_=str(1 << 40),
+        MALLOC_TOP_PAD_=str(64 << 20),
+        PYTHONUNBUFFERED="1",
+    )
+    if sys.platform == "linux":
+        env["GLOO_SOCKET_IFNAME"] = "lo"
+    return env
+
+
+def spawn(command: Sequence[str], size: int, threads: int, log_folder: Path) -> int:
+    """Runs `command` (an argument list) as `size` ranks until all have ended. Returns 0, or 130 when stopped by a signal.
+
+    Raises RunError or InputError with the cause if a rank fails; no process is left behind.
+    """
+    with tempfile.TemporaryDirectory(prefix="dynmo-") as name:
+        folder = Path(name)
+        ranks: list[subprocess.Popen[bytes]] = []
+        with contextlib.ExitStack() as stack:
+            try:
+                for rank in range(size):
+                    # Rank 0 speaks for the run; the others write to a log.
+                    out = None if rank == 0 else stack.enter_context((log_folder / f"rank-{rank}.log").open("ab"))
+                    env = rank_environment(rank, size, folder, threads)
+                    ranks.append(subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=out, stderr=out, env=env))
+                with _signals(ranks) as asked:
+                    _watch(ranks, asked)
+                    return _verdict(ranks, folder, log_folder, stopped=bool(asked))
+            finally:
+                _end(ranks)
+
+
+@contextlib.contextmanager
+def _signals(ranks: list[subprocess.Popen[bytes]]) -> Iterator[list[float]]:
+    """While open, SIGINT and SIGTERM ask the ranks to stop; yields the moments at which that was asked."""
+    asked: list[float] = []
+
+    def ask(number: int, frame: FrameType | None) -> None:
+        asked.append(time.monotonic())
+        for process in ranks:
+            if process.poll() is None:
+                process.send_signal(signal.SIGTERM if len(asked) == 1 else signal.SIGKILL)
+
+    before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield asked
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _watch(ranks: list[subprocess.Popen[bytes]], asked: list[float]) -> None:
+    """Returns when all ranks have ended, or the grace after a failure or a signal is over."""
+    failed_at: float | None = None
+    while any(process.poll() is None for process in ranks):
+        now = time.monotonic()
+        if failed_at is None and any(process.poll() for process in ranks):
+            failed_at = now
+        if failed_at is not None and now - failed_at > _GRACE:
+            return
+        if asked and now - asked[0] > _STOP_GRACE:
+            return
+        time.sleep(0.02)
+
+
+def _end(ranks: list[subprocess.Popen[bytes]]) -> None:
+    """No process is left behind."""
+    for process in ranks:
+        if process.poll() is None:
+            process.kill()
+    for process in ranks:
+        process.wait()
+
+
+def _verdict(ranks: list[subprocess.Popen[bytes]], folder: Path, log_folder: Path, stopped: bool) -> int:
+    failures: list[tuple[int, Failure]] = []
+    for rank, process in enumerate(ranks):
+        code = process.poll()
+        report = folder / f"failed-{rank}.json"
+        if report.is_file():
+            failures.append((rank, Failure(**json.loads(report.read_text()))))
+        elif code is not None and code < 0 and not stopped:
+            name = signal.Signals(-code).name
+            hint = "; out of memory?" if code == -signal.SIGKILL else ""
+            failures.append((rank, Failure(1, 1, f"rank {rank} was ended by {name}{hint}")))
+        elif code not in (None, 0, 130) and not stopped:
+            where = f"; see {log_folder / f'rank-{rank}.log'}" if rank else ""
+            failures.append((rank, Failure(1, 1, f"rank {rank} ended with status {code}{where}")))
+    if not failures:
+        return 130 if stopped else 0
+    _, cause = min(failures, key=lambda item: (item[1].weight, item[0]))
+    raise (InputError if cause.status == 2 else RunError)(cause.message)
+
+
+# -- the rank's side ----------------------------------------------------------------------------------------------------------
+
+
+def is_local_rank() -> bool:
+    """Whether this process is a rank that `spawn` started."""
+    return "DYNMO_RENDEZVOUS" in os.environ
+
+
+def enter_rank() -> None:
+    """Called first in a rank that `spawn` started: it dies with its launcher, leaves Ctrl-C to it, and tells where it crashed."""
+    faulthandler.enable()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)  # PR_SET_PDEATHSIG
+        if os.getppid() != int(os.environ["DYNMO_LAUNCHER"]):  # it died before we asked
+            os._exit(1)
+
+
+def report_failure(error: BaseException) -> int:
+    """Leaves the reason for the launcher; returns the exit status."""
+    rank = int(os.environ["RANK"])
+    if isinstance(error, DynmoError):
+        # A rank that lost a peer, or waited in vain, suffers from a failure elsewhere.
+        weight = 3 if isinstance(error, RankDied) else 2 if isinstance(error, WaitTimeout) else 0
+        failure = Failure(weight, error.exit_status, " ".join(str(error).split()))
+    else:
+        place = _innermost(error)
+        failure = Failure(0, 1, f"rank {rank}: {type(error).__name__}: {' '.join(str(error).split())} ({place})")
+    path = Path(os.environ["DYNMO_RENDEZVOUS"]) / f"failed-{rank}.json"
+    partial = path.with_suffix(".tmp")
+    partial.write_text(json.dumps(vars(failure)))
+    partial.replace(path)
+    return failure.status
+
+
+def _innermost(error: BaseException) -> str:
+    import traceback
+
+    frames = traceback.extract_tb(error.__traceback__)
+    return f"{Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else "no place known"

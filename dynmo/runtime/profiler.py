@@ -1,0 +1,135 @@
+"""Measured costs of every layer, continuously: the F, B and W seconds of each microbatch are timed as they run, and condensed once a step.
+
+Robust to noise: a step's figure is the median over its microbatches, a layer's the median over its last steps since it last changed or
+moved. Gathered as one fixed vector in which every layer is filled in by the rank that holds it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterable
+from statistics import median
+from typing import Any
+
+import torch
+
+from dynmo.costs import LayerCost, LinkCost
+from dynmo.runtime.clock import Clock
+from dynmo.runtime.optimizer import LayerOptimizer
+from dynmo.runtime.p2p import TAG_LINKS
+from dynmo.runtime.split_backward import Layer
+from dynmo.runtime.world import World
+from dynmo.schedule.op import Kind
+
+_WINDOW = 8  # steps
+_FIELDS = (
+    "f",
+    "b",
+    "w",
+    "parameters",
+    "weight_bytes",
+    "gradient_bytes",
+    "optimizer_bytes",
+    "activation_bytes",
+    "stash_bytes",
+    "output_bytes",
+)
+
+
+class Profiler:
+    """Condenses the marks that layers leave. `observe` costs microseconds a layer."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._windows: dict[int, deque[tuple[float, float, float]]] = {}
+
+    def forget(self, layers: Iterable[int]) -> None:
+        """These layers have changed: what was measured of them no longer holds."""
+        for index in layers:
+            self._windows.pop(index, None)
+
+    def observe(self, layers: Iterable[Layer]) -> None:
+        """Takes the marks of one finished step. The clock must be settled."""
+        for layer in layers:
+            self._windows.setdefault(layer.index, deque(maxlen=_WINDOW)).append(self._condense(layer.marks))
+            layer.marks.clear()
+
+    def _condense(self, marks: list[tuple[Kind, Any, Any, list[tuple[Any, Any]]]]) -> tuple[float, float, float]:
+        f, b, w = list[float](), list[float](), list[float]()
+        seconds = self._clock.seconds
+        for kind, start, end, inside in marks:
+            whole = seconds(start, end)
+            if kind is Kind.F:
+                f.append(whole)
+            elif kind is Kind.W:
+                w.append(whole)
+            elif kind is Kind.B:
+                b.append(whole)
+            else:
+                weight = sum(seconds(*pair) for pair in inside)
+                w.append(weight)
+                b.append(whole - weight)
+        return tuple(median(x) if x else 0.0 for x in (f, b, w))  # pyright: ignore[reportReturnType]
+
+    def seconds(self, index: int) -> tuple[float, float, float]:
+        """F, B, W of one of this rank's layers."""
+        window = self._windows.get(index)
+        if not window:
+            return (0.0, 0.0, 0.0)
+        f, b, w = zip(*window, strict=True)
+        return median(f), median(b), median(w)
+
+    def gather(self, world: World, layers: Iterable[tuple[Layer, LayerOptimizer]], count: int) -> tuple[LayerCost, ...]:
+        """Every layer's cost, the same on every rank."""
+        table = torch.zeros(count, len(_FIELDS), dtype=torch.float64)
+        for layer, optimizer in layers:
+            trains = [p for p in layer.module.parameters() if p.requires_grad]
+            table[layer.index] = torch.tensor(
+                [
+                    *self.seconds(layer.index),
+                    sum(p.numel() for p in layer.module.parameters()),
+                    sum(p.nbytes for p in layer.module.parameters()),
+                    sum(p.nbytes for p in trains),
+                    optimizer.state_bytes,
+                    layer.activation_bytes,
+                    layer.stash_bytes,
+                    layer.output_bytes,
+                ],
+                dtype=torch.float64,
+            )
+        world.sum(table, "everyone's layer costs")
+        rows: list[list[float]] = table.tolist()
+        return tuple(LayerCost(row[0], row[1], row[2], *map(int, row[3:])) for row in rows)
+
+
+def measure_links(world: World, sizes: tuple[int, int] = (1 << 10, 1 << 20), repeats: int = 5) -> tuple[LinkCost, ...]:
+    """Latency and bandwidth between neighbouring ranks, by ping-pong one pair at a time; medians; milliseconds a pair."""
+    table = torch.zeros(max(0, world.size - 1), 2, dtype=torch.float64)
+    world.open_channels([(TAG_LINKS, boundary, boundary + 1) for boundary in range(world.size - 1)])
+    for boundary in range(world.size - 1):
+        if world.rank in (boundary, boundary + 1):
+            peer = boundary + 1 if world.rank == boundary else boundary
+            times = [_ping(world, peer, (TAG_LINKS, boundary, boundary + 1), size, repeats) for size in sizes]
+            if world.rank == boundary:
+                per_byte = max(0.0, (times[1] - times[0]) / (sizes[1] - sizes[0]))
+                table[boundary, 0] = max(0.0, times[0] - per_byte * sizes[0])
+                table[boundary, 1] = per_byte
+        world.barrier("the links to be measured")
+    world.sum(table, "the link times")
+    return tuple(LinkCost(latency, 1 / per_byte if per_byte else float("inf")) for latency, per_byte in table.tolist())
+
+
+def _ping(world: World, peer: int, key: tuple[int, ...], size: int, repeats: int) -> float:
+    """Seconds one way. The first exchange opens the connection and is not counted."""
+    buffer = torch.zeros(size, dtype=torch.uint8, device=world.device)
+    times: list[float] = []
+    for _ in range(repeats + 1):
+        start = time.perf_counter()
+        for sends in (world.rank < peer, world.rank > peer):
+            work = (world.send if sends else world.receive)(buffer, peer, TAG_LINKS, key)
+            world.wait(work, peer, "the links to be measured")
+            if world.device.type == "cuda":
+                torch.cuda.synchronize(world.device)
+        times.append((time.perf_counter() - start) / 2)
+    return median(times[1:])

@@ -1,0 +1,150 @@
+"""B now, W later, for any module tree: one layer with its own small autograd graph per microbatch.
+
+A layer's inputs are detached, so that its graph ends at its own boundary. B runs that graph and yields the input gradients; what the
+tape has collected meanwhile is W. Small parameters (norms) and modules that cannot be split take their weight gradient in B.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from dynmo.kernels.seeds import seed_forward
+from dynmo.kernels.split import WeightTape, WeightWork, install
+from dynmo.runtime.clock import Clock
+from dynmo.schedule.op import Kind
+
+Tensors = tuple[Tensor, ...]
+
+
+class Layer:
+    """One layer of the model on this rank: its module, what its microbatches in flight keep, and how long its ops took.
+
+    `index` is global. `loss`, on the model's last layer, turns the output and the targets into the scalar that is differentiated.
+    """
+
+    def __init__(self, index: int, module: nn.Module, clock: Clock, seed: int) -> None:
+        self.index, self.module = index, module
+        self._clock, self._seed = clock, seed
+        self._saved: dict[int, tuple[Tensors, Tensors]] = {}
+        self._weight_work: dict[int, list[tuple[WeightWork, Tensors]]] = {}
+        # Marks of this step: kind, start, end, and the W parts inside a BW.
+        self.marks: list[tuple[Kind, Any, Any, list[tuple[Any, Any]]]] = []
+        self._inside: list[tuple[Any, Any]] = []
+        self.activation_bytes = self.stash_bytes = self.output_bytes = 0
+        self._measured = False
+        self.tape = WeightTape()
+        self.tape.run = self._timed
+        install(module, self.tape)
+
+    def _timed(self, work: WeightWork) -> None:
+        start = self._clock.mark()
+        work()
+        self._inside.append((start, self._clock.mark()))
+
+    def forget_sizes(self) -> None:
+        """The layer has changed: measure its bytes again at the next microbatch."""
+        self._measured = False
+
+    def forward(
+        self, microbatch: int, inputs: Tensors, step: int, graph: bool, need_input: bool, finish: Callable[[Tensor], Tensor] | None
+    ) -> Tensors:
+        """Runs F. graph: keep what B needs; need_input: B must yield input gradients; finish: the loss, on the last layer."""
+        start = self._clock.mark()
+        seed_forward(_device_of(inputs), self._seed, step, self.index, microbatch)
+        if graph:
+            inputs = tuple(x.detach().requires_grad_(need_input and x.is_floating_point()) for x in inputs)
+            if self._measured:
+                with torch.enable_grad():
+                    outputs = self._call(inputs, finish)
+            else:
+                with torch.enable_grad():
+                    outputs = self._call_measured(inputs, finish)
+            self._saved[microbatch] = (inputs, outputs)
+            outputs = tuple(y.detach() for y in outputs)
+        else:
+            with torch.no_grad():
+                outputs = self._call(inputs, finish)
+            self.activation_bytes = self.stash_bytes = 0
+        self.output_bytes = sum(y.nbytes for y in outputs)
+        self.marks.append((Kind.F, start, self._clock.mark(), []))
+        return outputs
+
+    def _call(self, inputs: Tensors, finish: Callable[[Tensor], Tensor] | None) -> Tensors:
+        out = self.module(*inputs)
+        if finish is not None:
+            out = finish(out)
+        return (out,) if isinstance(out, Tensor) else tuple(out)
+
+    def _call_measured(self, inputs: Tensors, finish: Callable[[Tensor], Tensor] | None) -> Tensors:
+        """As `_call`, counting the bytes that autograd keeps. Weights are not activations."""
+        own = {_storage(p) for p in (*self.module.parameters(), *self.module.buffers())}
+        kept: dict[int, int] = {}
+
+        def pack(tensor: Tensor) -> Tensor:
+            if _storage(tensor) not in own:
+                kept[_storage(tensor)] = tensor.untyped_storage().nbytes()
+            return tensor
+
+        with saved_tensors_hooks(pack, lambda tensor: tensor):
+            outputs = self._call(inputs, finish)
+        self.activation_bytes = sum(kept.values())
+        return outputs
+
+    def backward_input(self, microbatch: int, gradients: Tensors | None, deferred: bool) -> Tensors:
+        """Runs B, and W too unless `deferred`. Yields the gradients of the floating-point inputs (zeros where one has no influence)."""
+        start = self._clock.mark()
+        inputs, outputs = self._saved.pop(microbatch)
+        self.tape.deferred = deferred or not self._measured
+        if gradients is None:
+            torch.autograd.backward(outputs)
+        else:
+            pairs = [(y, g) for y, g in zip([y for y in outputs if y.is_floating_point()], gradients, strict=True) if y.requires_grad]
+            if pairs:
+                torch.autograd.backward([y for y, _ in pairs], [g for _, g in pairs])
+        work = self.tape.take()
+        if not self._measured:
+            self.stash_bytes = _storage_bytes(tensor for _, holds in work for tensor in holds)
+            self.activation_bytes = max(self.activation_bytes, self.stash_bytes)
+            self._measured = True
+            if not deferred:
+                for each, _ in work:
+                    self._timed(each)
+                work = []
+        if work:
+            self._weight_work[microbatch] = work
+        gradients_in = tuple((x.grad if x.grad is not None else torch.zeros_like(x)) for x in inputs if x.requires_grad)
+        inside, self._inside = self._inside, []
+        self.marks.append((Kind.B if deferred else Kind.BW, start, self._clock.mark(), inside))
+        return gradients_in
+
+    def backward_weight(self, microbatch: int) -> None:
+        """Runs W."""
+        start = self._clock.mark()
+        for work, _ in self._weight_work.pop(microbatch, ()):
+            work()
+        self.marks.append((Kind.W, start, self._clock.mark(), []))
+
+    def clear(self) -> None:
+        """Drops what microbatches in flight left (after a failed step)."""
+        self._saved.clear()
+        self._weight_work.clear()
+        self.tape.take()
+        self.marks.clear()
+
+
+def _device_of(tensors: Tensors) -> torch.device:
+    return tensors[0].device
+
+
+def _storage(tensor: Tensor) -> int:
+    """What tells two memory blocks apart, also on the meta device, where every address is 0."""
+    return tensor.untyped_storage()._cdata
+
+
+def _storage_bytes(tensors: Iterable[Tensor]) -> int:
+    return sum({_storage(t): t.untyped_storage().nbytes() for t in tensors}.values())

@@ -1,0 +1,48 @@
+"""A stage: contiguous layers on one rank, run as forward, backward_input and backward_weight of one microbatch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from torch import Tensor
+
+from dynmo.runtime.split_backward import Layer, Tensors
+
+
+class Stage:
+    """first_trainable is the global index of the first layer that trains: below it a layer keeps nothing, and B stops there.
+
+    `loss`, on the model's last stage, takes (output, targets) and gives this microbatch's share of the step's loss.
+    """
+
+    def __init__(self, layers: Sequence[Layer], first_trainable: int, loss: Callable[[Tensor, Tensor], Tensor] | None) -> None:
+        self.layers, self._first_trainable, self._loss = list(layers), first_trainable, loss
+        self._trained = [layer for layer in self.layers if layer.index >= first_trainable]
+
+    def forward(self, microbatch: int, tensors: Tensors, step: int, targets: Tensor | None, training: bool) -> Tensors:
+        for layer in self.layers:
+            ends = self._loss is not None and layer is self.layers[-1]
+            finish = partial(self._finish, targets) if ends else None
+            graph = training and layer.index >= self._first_trainable
+            tensors = layer.forward(microbatch, tensors, step, graph, layer.index > self._first_trainable, finish)
+        return tensors
+
+    def _finish(self, targets: Tensor | None, output: Tensor) -> Tensor:
+        assert self._loss is not None
+        assert targets is not None
+        return self._loss(output, targets)
+
+    def backward_input(self, microbatch: int, gradients: Tensors | None, deferred: bool) -> Tensors:
+        """gradients: of this stage's outputs; None on the last stage, whose output is the loss."""
+        for layer in reversed(self._trained):
+            gradients = layer.backward_input(microbatch, gradients, deferred)
+        return gradients or ()
+
+    def backward_weight(self, microbatch: int) -> None:
+        for layer in reversed(self._trained):
+            layer.backward_weight(microbatch)
+
+    def clear(self) -> None:
+        for layer in self.layers:
+            layer.clear()

@@ -1,0 +1,172 @@
+"""The ranks that train together: one generation of process groups, passed explicitly.
+
+A generation is one `init_process_group` over a prefixed store (`gen/<k>`), so that a planned change of the world is milliseconds and no
+restart. CPU tensors travel by gloo; CUDA tensors by NCCL, with a communicator per channel.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import socket
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from dynmo.errors import RankDied, RunError, WaitTimeout
+from dynmo.runtime.rendezvous import Rendezvous
+
+# FileStore and gloo give no reason codes: the words of their messages are all there is to tell a late peer from a dead one.
+_LATE = re.compile(r"timed? ?out|timeout", re.IGNORECASE)
+
+
+def open_store(rendezvous: Rendezvous, timeout: float) -> dist.Store:
+    """The key-value store through which the ranks of `rendezvous` meet. timeout: seconds."""
+    limit = timedelta(seconds=timeout)
+    if rendezvous.folder is not None:
+        store: dist.Store = dist.FileStore(str(Path(rendezvous.folder) / "store"), rendezvous.size)
+        store.set_timeout(limit)
+        return store
+    assert rendezvous.address is not None
+    assert rendezvous.port is not None
+    # torchrun's agent may already serve this port; otherwise rank 0 does.
+    served = os.environ.get("TORCHELASTIC_USE_AGENT_STORE", "False") == "True"
+    try:
+        return dist.TCPStore(
+            rendezvous.address, rendezvous.port, rendezvous.size, rendezvous.rank == 0 and not served, timeout=limit, multi_tenant=True
+        )
+    except (RuntimeError, ValueError) as error:
+        raise RunError(
+            f"rank {rendezvous.rank} could not meet the others at {rendezvous.address}:{rendezvous.port}: {first_line(error)}"
+        ) from None
+
+
+def first_line(error: BaseException) -> str:
+    return str(error).strip().split("\n")[0]
+
+
+@dataclass
+class World:
+    """One generation of ranks. `device` is where this rank computes; `timeout` (seconds) bounds every wait."""
+
+    rank: int
+    size: int
+    device: torch.device
+    timeout: float
+    generation: int
+    store: dist.Store
+    _channel_groups: dict[tuple[int, ...], Any] = field(default_factory=dict[tuple[int, ...], Any])
+
+    @classmethod
+    def join(
+        cls, store: dist.Store, rank: int, size: int, *, device: torch.device | None = None, timeout: float = 120.0, generation: int = 0
+    ) -> World:
+        """Meets the other ranks of this generation. Raises WaitTimeout naming those that did not come."""
+        device = device or torch.device("cpu")
+        prefixed = dist.PrefixStore(f"gen/{generation}", store)
+        prefixed.set(f"here/{rank}", "1")
+        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+        try:
+            dist.init_process_group(backend, store=prefixed, rank=rank, world_size=size, timeout=timedelta(seconds=timeout))
+        except RuntimeError as error:
+            absent = [r for r in range(size) if not prefixed.check([f"here/{r}"])]
+            if absent:
+                raise WaitTimeout(f"rank {rank} waited {timeout:g} s for {_ranks(absent)} to join; started with too few ranks?") from None
+            raise RunError(f"rank {rank} could not form a group of {size}: {first_line(error)}") from None
+        return cls(rank, size, device, timeout, generation, prefixed)
+
+    def close(self) -> None:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+    # -- point to point ---------------------------------------------------------------------------------------------------
+
+    def open_channels(self, pairs: Sequence[tuple[int, ...]]) -> None:
+        """NCCL: one communicator per channel key (..., source, target), in the same order on all ranks. gloo needs none: it has tags."""
+        if self.device.type != "cuda":
+            return
+        for key in pairs:
+            if key not in self._channel_groups:
+                self._channel_groups[key] = dist.new_group(ranks=sorted(set(key[-2:])), backend="nccl")
+
+    def send(self, tensor: Tensor, target: int, tag: int, key: tuple[int, ...] | None = None) -> dist.Work:
+        group = self._channel_groups.get(key) if key is not None and tensor.is_cuda else None
+        try:
+            work = dist.isend(tensor, target, group=group, tag=0 if group else tag)
+        except RuntimeError as error:
+            self.fail(error, [target], "sending")
+        assert work is not None
+        return work
+
+    def receive(self, tensor: Tensor, source: int, tag: int, key: tuple[int, ...] | None = None) -> dist.Work:
+        group = self._channel_groups.get(key) if key is not None and tensor.is_cuda else None
+        try:
+            work = dist.irecv(tensor, source, group=group, tag=0 if group else tag)
+        except RuntimeError as error:
+            self.fail(error, [source], "receiving")
+        assert work is not None
+        return work
+
+    def wait(self, work: dist.Work, peer: int, what: str) -> None:
+        """Waits for a message; `what` is said when it does not come: `the activations of microbatch 3`."""
+        try:
+            work.wait()
+        except RuntimeError as error:
+            self.fail(error, [peer], what)
+
+    # -- collectives: fixed-schema tensors, never objects ---------------------------------------------------------------------
+
+    def sum(self, tensor: Tensor, what: str) -> Tensor:
+        """All-reduce in place. Used on vectors where one rank alone has a nonzero entry, so the order of the sum cannot matter."""
+        if self.size > 1:
+            try:
+                dist.all_reduce(tensor)
+            except RuntimeError as error:
+                self.fail(error, None, what)
+        return tensor
+
+    def barrier(self, what: str) -> None:
+        self.sum(torch.zeros(1), what)
+
+    def agree(self, digest: bytes | None, what: str) -> None:
+        """Every rank must have computed the same plan: compares a hash of it (None: this rank has no part). Raises RunError otherwise."""
+        table = torch.zeros(self.size, dtype=torch.int64)
+        table[self.rank] = 0 if digest is None else 1 + int.from_bytes(digest[:7])
+        self.sum(table, what)
+        other = [r for r in range(self.size) if digest is not None and table[r] and table[r] != table[self.rank]]
+        if other:
+            raise RunError(f"rank {self.rank} and {_ranks(other)} disagree on {what}; do all run the same dynmo, config and data?")
+
+    # -- failures ---------------------------------------------------------------------------------------------------------
+
+    def fail(self, error: RuntimeError, peers: Sequence[int] | None, what: str) -> NoReturn:
+        """Turns a backend's exception into one line that names who waits for whom."""
+        text = first_line(error)
+        if _LATE.search(text):
+            late = self._not_waiting(what) if peers is None else list(peers)
+            raise WaitTimeout(f"rank {self.rank} waited {self.timeout:g} s for {_ranks(late)}: {what}") from error
+        whom = _ranks(list(peers)) if peers else "a peer"
+        raise RankDied(f"rank {self.rank} lost {whom} while waiting for {what} ({text[-120:]})") from error
+
+    def _not_waiting(self, what: str) -> list[int]:
+        """Who is not in this collective: every rank that gives up says so in the store; those that do not are the ones waited for."""
+        try:
+            self.store.set(f"waiting/{self.rank}", json.dumps({"host": socket.gethostname(), "what": what}))
+            time.sleep(min(1.0, self.timeout / 2))
+            return [r for r in range(self.size) if r != self.rank and not self.store.check([f"waiting/{r}"])]
+        except RuntimeError:
+            return []
+
+
+def _ranks(ranks: list[int]) -> str:
+    if not ranks:
+        return "the other ranks"
+    return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))

@@ -1,0 +1,148 @@
+"""Draws a simulated timeline: one row per rank, time to the right, every op at its place.
+
+    0 |F0   F1   F2   ..........B0   W0   F3   B1   W1   B2   W2   B3   W3   |
+    1 |.....F0   F1   .....B0   F2   B1   W0   F3   B2   W1   B3   W2   W3   |
+    2 |..........F0   B0   F1   B1   F2   B2   W0   F3   B3   W1   W2   W3   |
+      +---------+---------+---------+---------+---------+---------+----------
+      0         2         4         6         8         10        12
+
+A cell starts with the kind and the microbatch (`F3`; `2F3` for stage 2 where a rank has several stages) and lasts until the next cell
+or the first dot; dots are idle time. Where a cell is too narrow only the kind is left (X for a narrow BW), and where many ops share a
+column it shows the kind that fills more than half of it, or # for several together.
+"""
+
+from __future__ import annotations
+
+import math
+import textwrap
+from typing import TYPE_CHECKING
+
+from dynmo.errors import InputError
+from dynmo.schedule.op import Kind, Op
+from dynmo.simulator import Span, Timeline
+
+if TYPE_CHECKING:
+    from rich.text import Text
+
+MIN_WIDTH = 32
+
+IDLE, MIXED = ".", "#"
+_LETTER = {Kind.F: "F", Kind.B: "B", Kind.W: "W", Kind.BW: "X"}
+_MEANING = {Kind.F: "F forward", Kind.B: "B input gradient", Kind.W: "W weight gradient", Kind.BW: "BW both gradients"}
+_STYLE = {Kind.F: "black on cyan", Kind.B: "black on green", Kind.W: "black on yellow", Kind.BW: "black on magenta"}
+
+# One column of a row: its character, and the kind that it belongs to (None: idle or mixed).
+_Column = tuple[str, Kind | None]
+
+
+def draw(timeline: Timeline, width: int = 120) -> str:
+    """The picture, with a time axis and a legend, in lines of at most `width` characters. Raises InputError under 32 of them."""
+    label, rows, below = _layout(timeline, width)
+    lines = [f"{rank:>{label}} |{''.join(char for char, _ in row)}|" for rank, row in enumerate(rows)]
+    return "\n".join(lines + below) + "\n"
+
+
+def draw_coloured(timeline: Timeline, width: int = 120) -> Text:
+    """The same picture for rich's console, a background colour for each kind."""
+    from rich.text import Text
+
+    label, rows, below = _layout(timeline, width)
+    text = Text(no_wrap=True, overflow="ignore")
+    for rank, row in enumerate(rows):
+        text.append(f"{rank:>{label}} |")
+        for char, kind in row:
+            text.append(char, None if kind is None else _STYLE[kind])
+        text.append("|\n")
+    return text.append("\n".join(below) + "\n")
+
+
+def _layout(timeline: Timeline, width: int) -> tuple[int, list[list[_Column]], list[str]]:
+    """Width of the rank labels, the columns of every row, and the lines below: axis and legend."""
+    if width < MIN_WIDTH:
+        raise InputError(f"a grid of {width} columns; at least {MIN_WIDTH} are needed")
+    label = len(str(len(timeline.ranks) - 1))
+    columns = width - label - 3
+    origin = min((span.start for row in timeline.ranks for span in row), default=0.0)
+    scale = _scale(timeline, columns)
+    rows = [_row(row, origin, scale, columns) for row in timeline.ranks]
+    used = max((i + 1 for row in rows for i, column in enumerate(row) if column != (IDLE, None)), default=0)
+    rows = [row[:used] for row in rows]
+    below = [" " * (label + 1) + line for line in _axis(timeline.makespan, scale, used)] if timeline.makespan else []
+    return label, rows, below + _legend(timeline, rows, scale, width)
+
+
+def _scale(timeline: Timeline, columns: int) -> float:
+    """Columns per unit of time. Where every op can have a column, the shortest gets a whole number of them: equal ops look equal."""
+    if not timeline.makespan:
+        return 0.0
+    scale = columns / timeline.makespan
+    shortest = min(span.end - span.start for row in timeline.ranks for span in row if span.end > span.start)
+    whole = math.floor(shortest * scale + 1e-9)
+    return min(scale, whole / shortest) if whole else scale
+
+
+def _row(spans: tuple[Span, ...], origin: float, scale: float, columns: int) -> list[_Column]:
+    # First what fills each column, which is all there is to show of ops narrower than one; then the wider ops over it, with labels.
+    filled: list[dict[Kind, float]] = [{} for _ in range(columns)]
+    for op, start, end in spans:
+        left, right = (start - origin) * scale, (end - origin) * scale
+        for column in range(int(left), min(columns, math.ceil(right))):
+            share = min(right, column + 1) - max(left, column)
+            filled[column][op.kind] = filled[column].get(op.kind, 0.0) + share
+    row = [_column(shares) for shares in filled]
+    several = len({span.op.stage for span in spans}) > 1
+    for op, start, end in spans:
+        left, right = _round((start - origin) * scale), min(columns, _round((end - origin) * scale))
+        if (end - start) * scale > 1 - 1e-9 and left < right:
+            row[left:right] = [(char, op.kind) for char in _cell(op, right - left, several)]
+    return row
+
+
+def _round(position: float) -> int:
+    """To the nearest column, halves up: an op of at least one column then never vanishes. 1e-6 takes up rounding errors of the clock."""
+    return math.floor(position + 0.5 + 1e-6)
+
+
+def _column(shares: dict[Kind, float]) -> _Column:
+    kind, most = max(shares.items(), key=lambda item: item[1], default=(Kind.F, 0.0))
+    if most > 0.5 + 1e-6:
+        return _LETTER[kind], kind
+    return (MIXED, None) if sum(shares.values()) > 0.5 + 1e-6 else (IDLE, None)
+
+
+def _cell(op: Op, width: int, several: bool) -> str:
+    full = f"{op.stage if several else ''}{op.kind}{op.microbatch}"
+    # Never the two letters of BW without a number: they would read as a B and a W.
+    return (full if len(full) <= width else _LETTER[op.kind]).ljust(width)
+
+
+def _axis(makespan: float, scale: float, used: int) -> list[str]:
+    """A ruler with a tick at round times at least 10 columns apart, and the times under their ticks."""
+    step = 10 / scale
+    power = 10.0 ** math.floor(math.log10(step))
+    step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= step * (1 - 1e-9))
+    ruler, times = ["-"] * (used + 1), ""
+    for tick in range(math.floor(makespan / step + 1e-9) + 1):
+        # The ruler's first character stands under the rows' bar, so a tick stands on the left edge of its column.
+        column = _round(tick * step * scale)
+        text = f"{tick * step:g}"
+        if column > used or column + len(text) > used + 1:
+            break
+        ruler[column] = "+"
+        times = times.ljust(column) + text
+    return ["".join(ruler), times]
+
+
+def _legend(timeline: Timeline, rows: list[list[_Column]], scale: float, width: int) -> list[str]:
+    kinds = {span.op.kind for row in timeline.ranks for span in row}
+    shown = {char for row in rows for char, _ in row}
+    parts = [_MEANING[kind] for kind in Kind if kind in kinds]
+    if _LETTER[Kind.BW] in shown:
+        parts.append(f"{_LETTER[Kind.BW]} a narrow BW")
+    if MIXED in shown:
+        parts.append(f"{MIXED} several ops in one column")
+    if IDLE in shown:
+        parts.append(f"{IDLE} idle")
+    if scale:
+        parts.append(f"one column is {1 / scale:.4g}")
+    return textwrap.wrap(", ".join(parts), width)

@@ -1,0 +1,322 @@
+"""The training loop of one rank: change, rebalance, step, log, save; the same on every rank but for who writes."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+
+import torch
+from torch import Tensor
+
+from dynmo.api import Pipeline, StepResult
+from dynmo.balance.partition import Partition, imbalance, uniform
+from dynmo.config import Config, Train
+from dynmo.data.batches import Batches
+from dynmo.data.corpus import check_vocab, open_corpus
+from dynmo.dynamism import Dynamism, Signals, make_cases
+from dynmo.errors import CheckpointError, ConfigError
+from dynmo.events import ChangeEvent, CheckpointEvent, EndEvent, EvalEvent, Event, EventLog, StepEvent, now
+from dynmo.models.model import Model, load_model
+from dynmo.rebalance import Rebalancer
+from dynmo.report.trace import Tracer
+from dynmo.runtime import checkpoint
+from dynmo.runtime.optimizer import AdamWSettings
+from dynmo.runtime.rendezvous import Rendezvous
+from dynmo.runtime.world import World, open_store
+
+Listener = Callable[[Event], None]
+
+
+def learning_rate(train: Train, step: int) -> float:
+    """Linear warm-up over `warmup` steps, then the decay down to `lr * min_lr_ratio` at the last step. A pure function of the step."""
+    if step < train.warmup:
+        return train.lr * (step + 1) / train.warmup
+    if train.decay == "constant" or train.steps <= train.warmup + 1:
+        return train.lr
+    done = (step - train.warmup) / (train.steps - 1 - train.warmup)
+    left = 1 - done if train.decay == "linear" else 0.5 * (1 + math.cos(math.pi * done))
+    return train.lr * (train.min_lr_ratio + (1 - train.min_lr_ratio) * left)
+
+
+def first_partition(config: Config, layers: int) -> Partition:
+    """`balance.initial`, else uniform: before anything is measured there is nothing better to go by."""
+    if config.parallel.pipeline > layers:
+        raise ConfigError(f"parallel.pipeline = {config.parallel.pipeline} is more than the model's {layers} layers; use fewer ranks")
+    if config.balance.initial is None:
+        return uniform(layers, config.parallel.pipeline)
+    if sum(config.balance.initial) != layers:
+        raise ConfigError(f"balance.initial sums to {sum(config.balance.initial)}, but the model has {layers} layers")
+    return Partition(config.balance.initial)
+
+
+def memory_limit(config: Config, device: torch.device) -> int | None:
+    """Bytes per rank: as configured, else the CUDA device's; None (no limit) on CPU."""
+    if config.pipeline.memory_limit is not None:
+        return config.pipeline.memory_limit
+    return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
+
+
+def device_for(config: Config, local_rank: int) -> torch.device:
+    """The CUDA device of this local rank if there is one, else the CPU. Raises ConfigError if CUDA is asked for and missing."""
+    wanted = config.parallel.device
+    available = torch.cuda.is_available()
+    if wanted == "cuda" and not available:
+        raise ConfigError("parallel.device = 'cuda', but torch sees no CUDA device; use 'auto' or 'cpu'")
+    if wanted == "cpu" or not available:
+        return torch.device("cpu")
+    if local_rank >= torch.cuda.device_count():
+        raise ConfigError(
+            f"local rank {local_rank} has no CUDA device ({torch.cuda.device_count()} here); use fewer ranks or device = 'cpu'"
+        )
+    torch.cuda.set_device(local_rank)
+    return torch.device("cuda", local_rank)
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """What a finished run left, the same on every rank. `seconds`: of training, without starting up."""
+
+    loss: float
+    weights_digest: str
+    seconds: float
+    interrupted: bool
+    steps: int
+    partition: tuple[int, ...]
+
+
+def run(config: Config, rendezvous: Rendezvous, folder: Path | None, resume: bool, listen: Listener | None = None) -> RunResult:
+    """Trains as one rank of the world at `rendezvous`. folder: `runs/<name>`, where rank 0 writes (None: nothing is written).
+
+    Raises ConfigError for input that only now turns out wrong, RunError when the run fails. listen: told of every event, on rank 0.
+    """
+    if rendezvous.size != config.ranks:
+        raise ConfigError(
+            f"the launcher started {rendezvous.size} ranks, but parallel.pipeline x data = {config.ranks}; start as many as the config says"
+        )
+    torch.set_num_threads(config.parallel.threads)
+    device = device_for(config, rendezvous.local_rank)
+    model = load_model(config)
+    world = World.join(
+        open_store(rendezvous, config.parallel.timeout), rendezvous.rank, rendezvous.size, device=device, timeout=config.parallel.timeout
+    )
+    try:
+        return Trainer(config, world, model, folder, resume, listen).run()
+    finally:
+        world.close()
+
+
+class Trainer:
+    """One rank of one run."""
+
+    def __init__(
+        self, config: Config, world: World, model: Model, folder: Path | None, resume: bool = False, listen: Listener | None = None
+    ) -> None:
+        self.config, self.world, self._folder = config, world, folder
+        self._listen = listen
+        self._log = EventLog(folder / "events.jsonl") if folder is not None and world.rank == 0 else None
+        self._checkpoints = None if folder is None else folder / "checkpoints"
+        found = self._find(model) if resume else None
+        partition = first_partition(config, model.layers)
+        if found is not None and len(found[1].state["partition"]) == world.size:
+            partition = Partition(tuple(found[1].state["partition"]))
+        train = config.train
+        self.pipeline = Pipeline(
+            world,
+            model,
+            partition,
+            schedule=config.pipeline.schedule,
+            microbatches=config.microbatches,
+            seed=config.seed,
+            optimizer=AdamWSettings(train.weight_decay, train.betas, train.eps),
+        )
+        self._cases: list[Dynamism] = make_cases(config, model.layers)
+        self._batches = self._open_data()
+        self.first_step = 0
+        if found is not None:
+            self._restore(*found)
+        self._rebalancer = Rebalancer(config, self.pipeline, memory_limit(config, world.device))
+        self._tracer = Tracer(world, self.pipeline.clock, config.trace.steps)
+
+    # -- the loop -----------------------------------------------------------------------------------------------------------
+
+    def run(self) -> RunResult:
+        train, start = self.config.train, time.perf_counter()
+        loss, interrupted, step = math.nan, False, self.first_step
+        with _stop_flag() as stopping:
+            while step < train.steps and not interrupted:
+                self._change(step)
+                result = self._step(step, stopping())
+                loss, interrupted = result.loss, any(result.flags)
+                step += 1
+                if train.eval_every and step % train.eval_every == 0:
+                    self._evaluate(step)
+                if self._due_checkpoint(step, interrupted):
+                    self._save(step)
+        settled = self._rebalancer.settle(step)
+        if settled is not None:
+            self._emit(settled)
+        seconds = time.perf_counter() - start
+        digest = self.pipeline.digest()
+        self._tracer.finish(None if self._folder is None else self._folder / "trace.json")
+        self._emit(EndEvent(step, now(), loss, digest, seconds, "interrupted" if interrupted else "done"))
+        if self._log is not None:
+            self._log.close()
+        return RunResult(loss, digest, seconds, interrupted, step, self.pipeline.partition.counts)
+
+    def _change(self, step: int) -> None:
+        """The dynamic cases act, then the balancer looks at what was measured before they did."""
+        if self._rebalancer.due(step):
+            event = self._rebalancer.consider(step)
+            if event is not None:
+                self._emit(event)
+                self._tracer.keep_around()
+        for case in self._cases:
+            change = case.act(step, self.pipeline)
+            if change is not None:
+                self.pipeline.changed(change.layers)
+                self._rebalancer.changed()
+                self._tracer.keep_around()
+                self._emit(ChangeEvent(step, now(), case.name, change.layers, change.what))
+
+    def _step(self, step: int, stop: bool) -> StepResult:
+        train, start = self.config.train, time.perf_counter()
+        inputs, targets = self._batch(step)
+        rate = learning_rate(train, step)
+        result = self.pipeline.step(step, inputs, targets, lr=rate, max_norm=train.max_grad_norm, flag=stop)
+        for case in self._cases:
+            case.observe(Signals(step, result.loss, result.squared_norms))
+        seconds = time.perf_counter() - start
+        self._tracer.observe(step, result.outcome.slices)
+        settled = self._rebalancer.observe(step, seconds)
+        if settled is not None:
+            self._emit(settled)
+        tokens = train.global_batch * self.config.model.sequence
+        self._emit(
+            StepEvent(
+                step,
+                now(),
+                result.loss,
+                tokens / seconds,
+                result.idle_ratio,
+                imbalance(result.busy),
+                seconds,
+                result.norm,
+                rate,
+                self.pipeline.partition.counts,
+                len(self.pipeline.frozen),
+            )
+        )
+        return result
+
+    def _evaluate(self, step: int) -> None:
+        count = self.config.train.eval_batches
+        inputs = targets = None
+        if self._batches is not None:
+            pairs = [self._batches.held_out(i) for i in range(count)]
+            inputs, targets = (torch.stack(x).to(self.world.device) for x in zip(*pairs, strict=True))
+        self._emit(EvalEvent(step - 1, now(), self.pipeline.evaluate(inputs, targets, count)))
+
+    # -- data -----------------------------------------------------------------------------------------------------------------
+
+    def _open_data(self) -> Batches | None:
+        """Only the ranks that hold the first or the last layer read data; they compare what they read."""
+        config, world = self.config, self.world
+        batches, digest = None, None
+        if config.model.kind != "emulated":
+            check_vocab(config.model.vocab)
+        if world.rank in (0, world.size - 1):
+            corpus = open_corpus(config.data.source)
+            batches = Batches(corpus, config.model.sequence, config.train.global_batch, config.train.micro_batch, config.seed)
+            ends = corpus[: 1 << 20].tobytes() + corpus[-(1 << 20) :].tobytes()
+            digest = hashlib.sha256(f"{len(corpus)} ".encode() + ends).digest()
+        world.agree(digest, "the data (data.source)")
+        return batches
+
+    def _batch(self, step: int) -> tuple[Tensor | None, Tensor | None]:
+        if self._batches is None:
+            return None, None
+        inputs, targets = self._batches.train(step)
+        return inputs.to(self.world.device), targets.to(self.world.device)
+
+    # -- checkpoints ------------------------------------------------------------------------------------------------------------
+
+    def _due_checkpoint(self, step: int, interrupted: bool) -> bool:
+        every = self.config.checkpoint.every
+        return bool(every) and (step % every == 0 or step == self.config.train.steps or interrupted)
+
+    def _save(self, step: int) -> None:
+        if self._checkpoints is None:
+            return
+        pipeline = self.pipeline
+        state = {
+            "partition": list(pipeline.partition.counts),
+            "frozen": sorted(pipeline.frozen),
+            "cases": {case.name: case.state() for case in self._cases},
+        }
+        layers = {i: (module, optimizer.state()) for i, (module, optimizer) in pipeline.own_layers.items()}
+        saved = checkpoint.save(self.world, self._checkpoints, step, pipeline.model.names, layers, state, self.config.checkpoint.keep)
+        self._emit(CheckpointEvent(step - 1, now(), str(saved.path), saved.bytes, saved.seconds))
+
+    def _find(self, model: Model) -> tuple[Path, checkpoint.CheckpointManifest]:
+        assert self._checkpoints is not None
+        path, manifest = checkpoint.find(self._checkpoints)
+        if tuple(manifest.layers) != model.names:
+            raise CheckpointError(f"{path} holds a model of {len(manifest.layers)} layers, the config's has {model.layers} or others")
+        return path, manifest
+
+    def _restore(self, path: Path, manifest: checkpoint.CheckpointManifest) -> None:
+        self.world.agree(hashlib.sha256(path.name.encode()).digest(), "which checkpoint to resume from")
+        self.pipeline.freeze(manifest.state["frozen"])
+        for index in self.pipeline.own_layers:
+            self.pipeline.restore(index, *checkpoint.load_layer(path, index, self.world.device))
+        for case in self._cases:
+            if case.name in manifest.state["cases"]:
+                case.load(manifest.state["cases"][case.name])
+        self.first_step = manifest.step
+
+    # -- telling ----------------------------------------------------------------------------------------------------------------
+
+    def _emit(self, event: Event) -> None:
+        if self.world.rank != 0:
+            return
+        if self._log is not None:
+            self._log.write(event)
+        if self._listen is not None:
+            self._listen(event)
+
+
+@contextmanager
+def _stop_flag() -> Iterator[Callable[[], bool]]:
+    """SIGTERM asks for a stop after the current step; the ranks agree on it in that step's all-reduce."""
+    asked = False
+
+    def ask(number: int, frame: FrameType | None) -> None:
+        nonlocal asked
+        asked = True
+
+    try:
+        before = signal.signal(signal.SIGTERM, ask)
+    except ValueError:  # not the main thread: nobody can signal us, so nobody asks
+        yield lambda: False
+        return
+    try:
+        yield lambda: asked
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def warn_of_cores(config: Config) -> str | None:
+    """A line when the ranks cannot all compute at once on this machine."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    needed = config.ranks * config.parallel.threads
+    if config.model.kind == "emulated" or needed <= cores:
+        return None
+    return f"{config.ranks} ranks of {config.parallel.threads} threads on {cores} cores: ranks take turns, so timings say little"

@@ -1,0 +1,223 @@
+"""Placements, and the exact one against every placement there is."""
+
+import re
+from collections.abc import Callable
+from fractions import Fraction
+from itertools import combinations, pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dynmo.balance.partition import Move, Partition, exact, imbalance, moves, stage_loads, uniform, weigh
+from dynmo.costs import LayerCost
+from dynmo.errors import PartitionError
+from dynmo.memory import MemoryLimits
+
+many = settings(max_examples=300, deadline=None, derandomize=True)
+
+
+def every_placement(layers: int, ranks: int) -> list[tuple[int, ...]]:
+    """The bounds of every contiguous placement without an empty stage."""
+    return [(0, *cuts, layers) for cuts in combinations(range(1, layers), ranks - 1)]
+
+
+def judge(weights: list[float], bounds: tuple[int, ...], current: Partition | None, sizes: list[int]) -> tuple[object, ...]:
+    """What `exact` promises to minimise, in its order, in fractions."""
+    loads = [sum(map(Fraction, weights[a:b]), Fraction()) for a, b in pairwise(bounds)]
+    new = Partition.from_bounds(bounds)
+    moved = sum(sizes[m.layer] for m in moves(current, new)) if current else 0
+    return max(loads), moved, sum(x * x for x in loads), sum(c * c for c in new.counts), bounds[::-1]
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> tuple[list[float], int]:
+    # Few distinct values make ties; any float makes sums that round; zeros are layers that cost nothing.
+    weight = draw(st.sampled_from([st.sampled_from([0.0, 1.0, 2.0, 3.0]), st.floats(0, 1e6), st.sampled_from([0.1, 0.2, 0.3, 1e-9])]))
+    weights = draw(st.lists(weight, min_size=1, max_size=9))
+    return weights, draw(st.integers(1, len(weights)))
+
+
+@st.composite
+def placements(draw: st.DrawFn, layers: int, ranks: int | None = None) -> Partition:
+    ranks = draw(st.integers(1, layers)) if ranks is None else ranks
+    return Partition.from_bounds(draw(st.sampled_from(every_placement(layers, ranks))))
+
+
+@many
+@given(cases(), st.data())
+def test_exact_is_the_best_of_every_placement(case: tuple[list[float], int], data: st.DataObject):
+    weights, ranks = case
+    layers = len(weights)
+    current = data.draw(st.none() | placements(layers))
+    sizes = data.draw(st.none() | st.lists(st.integers(0, 3), min_size=layers, max_size=layers))
+    best = min(every_placement(layers, ranks), key=lambda bounds: judge(weights, bounds, current, sizes or [1] * layers))
+    assert exact(weights, ranks, current=current, move_bytes=sizes).bounds == best
+
+
+@many
+@given(cases(), st.data())
+def test_exact_under_memory_limits(case: tuple[list[float], int], data: st.DataObject):
+    weights, ranks = case
+    size = st.integers(0, 4)
+    layers = tuple(
+        LayerCost(0, 0, 0, weight_bytes=data.draw(size), activation_bytes=data.draw(size), stash_bytes=data.draw(size)) for _ in weights
+    )
+    resident = tuple(tuple(data.draw(st.lists(st.tuples(size, size), max_size=2))) for _ in range(ranks))
+    memory = MemoryLimits(layers, resident, tuple(data.draw(st.integers(0, 60)) for _ in range(ranks)))
+    fitting = [
+        bounds
+        for bounds in every_placement(len(weights), ranks)
+        if all(memory.fits(stage, a, b) for stage, (a, b) in enumerate(pairwise(bounds)))
+    ]
+    if fitting:
+        best = min(fitting, key=lambda bounds: judge(weights, bounds, None, []))
+        assert exact(weights, ranks, memory=memory).bounds == best
+    else:
+        with pytest.raises(PartitionError) as caught:
+            exact(weights, ranks, memory=memory)
+        # The message names a stage and layers that truly need what it says, over the limit.
+        message = str(caught.value)
+        numbers = re.search(r"needs (\d+) bytes, the limit there is (\d+)|(\d+) bytes needed, the limit is (\d+)", message)
+        assert numbers is not None, message
+        need, limit = (int(x) for x in numbers.groups() if x is not None)
+        assert need > limit
+        named = re.search(r"stage (\d+)", message.partition("alone on ")[2] or message)
+        assert named is not None, message
+        assert memory.limits[int(named[1])] == limit
+
+
+def bytes_of(sizes: list[int], limits: tuple[int, ...]) -> MemoryLimits:
+    return MemoryLimits(tuple(LayerCost(1, 1, 1, weight_bytes=x) for x in sizes), ((),) * len(limits), limits)
+
+
+def test_a_stage_stops_short_of_a_layer_that_the_next_one_cannot_hold():
+    # Stage 1 can never hold layer 2, so stage 0 must not go as far as it could.
+    assert exact([1.0] * 4, 3, memory=bytes_of([1, 1, 5, 1], (10, 2, 10))).counts == (1, 1, 2)
+
+
+def test_the_bottleneck_is_a_sum_of_layers_and_not_near_one():
+    # A relative difference of 2e-16 decides; a bisection to a tolerance would not see it.
+    weights = [1.0, 1.0 + 2**-52, 1.0, 1.0 - 2**-53]
+    assert exact(weights, 2).counts == (2, 2)
+    assert exact(weights[::-1], 2).counts == (2, 2)
+    assert exact([1.0, 1e-16, 1.0 + 2**-52, 0.0], 2).counts == (2, 2)
+    # Loads of hours and of nanoseconds alike.
+    assert exact([3e9, 1e9, 1e9, 1e9], 2).counts == exact([3e-9, 1e-9, 1e-9, 1e-9], 2).counts == (1, 3)
+
+
+def test_ties():
+    # Layer 0 alone decides the bottleneck; the rest is free.
+    weights = [6.0, 1.0, 1.0, 1.0, 1.0]
+    assert exact(weights, 3).counts == (1, 2, 2)
+    assert exact(weights, 3, current=Partition((1, 3, 1))).counts == (1, 3, 1)
+    assert exact(weights, 3, current=Partition((2, 2, 1))).counts == (1, 3, 1)
+    assert exact(weights, 3, current=Partition((2, 2, 1)), move_bytes=[1, 5, 0, 0, 0]).counts == (1, 2, 2)
+    # Nothing weighs anything: still spread.
+    assert exact([0.0] * 6, 3).counts == (2, 2, 2)
+
+
+def test_the_number_of_ranks_may_differ_from_the_current_one():
+    assert exact([1.0] * 8, 2, current=Partition((2, 2, 2, 2))).counts == (4, 4)
+    assert exact([1.0] * 8, 4, current=Partition((4, 4))).counts == (2, 2, 2, 2)
+
+
+def test_a_large_case_is_exact_and_the_same_twice():
+    weights = [((i * 2654435761) % 1000 + 1) / 997 for i in range(96)]
+    found = exact(weights, 24)
+    assert found == exact(weights, 24)
+    # Bellman's table over (stage, end), the plain way.
+    fractions = [Fraction(x) for x in weights]
+    sums = [sum(fractions[:i], Fraction()) for i in range(97)]
+    best = [Fraction(0)] + [sums[-1] + 1] * 96
+    for _ in range(24):
+        best = [min((max(best[a], sums[e] - sums[a]) for a in range(e)), default=sums[-1] + 1) for e in range(97)]
+    assert max(sums[b] - sums[a] for a, b in pairwise(found.bounds)) == best[96]
+
+
+@many
+@given(st.data(), st.integers(1, 9))
+def test_moves_lead_from_the_old_placement_to_the_new(data: st.DataObject, layers: int):
+    old, new = data.draw(placements(layers)), data.draw(placements(layers))
+    owners = [old.owner(layer) for layer in range(layers)]
+    for layer, source, target in moves(old, new):
+        assert owners[layer] == source != target
+        owners[layer] = target
+    assert owners == [new.owner(layer) for layer in range(layers)]
+    assert moves(old, old) == ()
+
+
+def test_moves_are_in_layer_order():
+    assert moves(Partition((3, 1)), Partition((1, 2, 1))) == (Move(1, 0, 1), Move(2, 0, 1), Move(3, 1, 2))
+
+
+def test_partition_by_hand():
+    partition = Partition((3, 2, 3))
+    assert (partition.layers, partition.ranks, partition.bounds) == (8, 3, (0, 3, 5, 8))
+    assert [list(partition.range_of(stage)) for stage in range(3)] == [[0, 1, 2], [3, 4], [5, 6, 7]]
+    assert [partition.owner(layer) for layer in range(8)] == [0, 0, 0, 1, 1, 2, 2, 2]
+    assert Partition.from_bounds(partition.bounds) == partition
+    assert hash(Partition((3, 2, 3))) == hash(partition)
+
+
+def test_uniform_gives_the_first_stages_one_more():
+    assert uniform(8, 4).counts == (2, 2, 2, 2)
+    assert uniform(10, 4).counts == (3, 3, 2, 2)
+    assert uniform(3, 3).counts == (1, 1, 1)
+
+
+def test_weights_of_a_frozen_layer():
+    layers = (LayerCost(1.0, 2.0, 3.0, parameters=5), LayerCost(1.0, 0.0, 0.0, parameters=5))
+    assert weigh(layers, "time") == (6.0, 1.0)
+    assert weigh(layers, "parameters") == (5, 5)
+    with pytest.raises(PartitionError, match="time, parameters"):
+        weigh(layers, "flops")
+
+
+def test_loads_and_imbalance():
+    assert stage_loads([4.0, 3.0, 2.0, 2.0, 1.0], Partition((2, 3))) == (7.0, 5.0)
+    assert stage_loads([0.1] * 10, Partition((10,))) == (1.0,)
+    assert imbalance([7.0, 5.0]) == pytest.approx(2 / 6)
+    assert imbalance([3.0, 3.0]) == 0.0
+    assert imbalance([0.0, 0.0]) == 0.0
+    with pytest.raises(PartitionError):
+        imbalance([])
+
+
+@pytest.mark.parametrize("make", [uniform, lambda layers, ranks: exact([1.0] * layers, ranks)])
+def test_more_ranks_than_layers(make: Callable[[int, int], Partition]):
+    with pytest.raises(PartitionError, match="5 ranks need at least 5 layers; the model has 4"):
+        make(4, 5)
+    with pytest.raises(PartitionError, match="0 ranks"):
+        make(4, 0)
+
+
+def test_memory_that_does_not_suffice_is_explained():
+    with pytest.raises(PartitionError, match="layer 1 fits no stage: alone on stage 1 it needs 9 bytes, the limit there is 5"):
+        exact([1.0] * 3, 2, memory=bytes_of([1, 9, 1], (4, 5)))
+    with pytest.raises(PartitionError, match=r"stage 2 cannot hold layers 4\.\.5 .*: 6 bytes needed, the limit is 5"):
+        exact([1.0] * 6, 3, memory=bytes_of([3] * 6, (7, 7, 5)))
+    with pytest.raises(PartitionError, match=r"stage 1 cannot hold layer 1 .*: 3 bytes needed, the limit is 2"):
+        exact([1.0] * 3, 3, memory=bytes_of([3] * 3, (5, 2, 5)))
+
+
+@pytest.mark.parametrize("weight", [-1.0, float("nan"), float("inf")])
+def test_a_weight_that_is_none(weight: float):
+    with pytest.raises(PartitionError, match="layer 1 has the weight"):
+        exact([1.0, weight], 1)
+
+
+def test_what_is_not_a_placement():
+    for counts in ((), (2, 0, 1), (3, -1)):
+        with pytest.raises(PartitionError):
+            Partition(counts)
+    with pytest.raises(PartitionError, match="stage 2"):
+        Partition((1, 1)).range_of(2)
+    with pytest.raises(PartitionError, match="layer -1"):
+        Partition((1, 1)).owner(-1)
+    with pytest.raises(PartitionError, match="same model"):
+        moves(Partition((1, 1)), Partition((3,)))
+    with pytest.raises(PartitionError, match="same model"):
+        exact([1.0, 1.0], 2, current=Partition((3,)))
+    with pytest.raises(PartitionError, match="2 stages, but 1 ranks"):
+        exact([1.0, 1.0], 1, memory=bytes_of([1, 1], (9, 9)))

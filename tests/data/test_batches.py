@@ -1,0 +1,188 @@
+"""Batches are a pure function of (seed, step); corpora are the same bytes every time."""
+
+import os
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dynmo.data.batches import Batches
+from dynmo.data.corpus import SEPARATOR, check_vocab, file, open_corpus, stdlib
+from dynmo.errors import ConfigError
+
+SEQUENCE = 4
+
+
+def numbered(windows: int) -> np.ndarray:
+    """A corpus whose token is its own position, so that a test sees where each came from."""
+    return np.arange(windows * SEQUENCE + 2)
+
+
+def starts(batches: Batches, steps: int) -> list[int]:
+    """The window number of each sequence of the first `steps` steps."""
+    inputs = torch.cat([batches.train(step)[0] for step in range(steps)])
+    return (inputs.reshape(-1, SEQUENCE)[:, 0] // SEQUENCE).tolist()
+
+
+def test_shapes_and_targets():
+    batches = Batches(numbered(50), SEQUENCE, global_batch=6, micro_batch=2, seed=0)
+    inputs, targets = batches.train(3)
+    assert inputs.shape == targets.shape == (3, 2, SEQUENCE)
+    assert inputs.dtype == targets.dtype == torch.int64
+    assert inputs.is_contiguous()
+    assert targets.is_contiguous()
+    assert torch.equal(targets, inputs + 1)  # in this corpus the next token is the next number
+    inputs, targets = batches.held_out(1)
+    assert inputs.shape == targets.shape == (2, SEQUENCE)
+    assert torch.equal(targets, inputs + 1)
+
+
+@given(
+    windows=st.integers(2, 60),
+    micro_batch=st.sampled_from([1, 2, 3, 4, 6, 12]),
+    seed=st.integers(0, 2**63 - 1),
+    steps=st.permutations(range(8)),
+)
+def test_a_batch_depends_on_nothing_but_seed_and_step(windows, micro_batch, seed, steps):
+    """Not on the microbatch split, nor on what was asked before: in order, shuffled, or by a fresh object."""
+    whole = Batches(numbered(windows), SEQUENCE, 12, 12, seed)
+    expected = [whole.train(step)[0].reshape(12, SEQUENCE) for step in range(8)]
+    split = Batches(numbered(windows), SEQUENCE, 12, micro_batch, seed)
+    for step in steps:
+        got = split.train(step)[0]
+        assert got.shape[1] == micro_batch
+        assert torch.equal(got.reshape(12, SEQUENCE), expected[step])
+    fresh = Batches(numbered(windows), SEQUENCE, 12, 12, seed)
+    assert torch.equal(fresh.train(7)[0].reshape(12, SEQUENCE), expected[7])
+
+
+@given(windows=st.integers(2, 80), global_batch=st.integers(1, 30), seed=st.integers(0, 100))
+def test_an_epoch_has_every_training_window_once(windows, global_batch, seed):
+    batches = Batches(numbered(windows), SEQUENCE, global_batch, 1, seed)
+    n = batches.windows
+    seen = starts(batches, steps=-(-3 * n // global_batch))
+    for epoch in range(3):
+        assert sorted(seen[epoch * n : (epoch + 1) * n]) == list(range(n))
+
+
+def test_epochs_and_seeds_are_shuffled_differently():
+    def order(seed: int) -> list[int]:
+        return starts(Batches(numbered(106), SEQUENCE, 1, 1, seed), 202)
+
+    first = order(0)
+    assert first[:101] != list(range(101))
+    assert first[:101] != first[101:]
+    assert first[:101] != order(1)[:101]
+    # Epoch 1 of seed 0 is not epoch 0 of seed 1: the two are separate words of the key.
+    assert first[101:] != order(1)[:101]
+
+
+def test_the_order_of_an_epoch_stays_what_it_was():
+    """Golden: a run resumed under another numpy or dynmo must see the same data."""
+    assert starts(Batches(numbered(11), SEQUENCE, 5, 1, seed=7), 2) == GOLDEN
+
+
+GOLDEN = [8, 4, 1, 6, 3, 2, 7, 5, 9, 0]
+
+
+@given(windows=st.integers(2, 300), micro_batch=st.integers(1, 5))
+def test_no_held_out_token_is_ever_trained_on(windows, micro_batch):
+    batches = Batches(numbered(windows), SEQUENCE, micro_batch, micro_batch, 0)
+    trained, held = set[int](), set[int]()
+    for step in range(-(-batches.windows // micro_batch)):
+        for tokens in batches.train(step):
+            trained.update(tokens.flatten().tolist())
+    for index in range(-(-batches.held_out_windows // micro_batch)):
+        for tokens in batches.held_out(index):
+            held.update(tokens.flatten().tolist())
+    assert not trained & held
+    assert len(trained) == batches.windows * SEQUENCE + 1
+    assert len(held) == batches.held_out_windows * SEQUENCE + 1  # so these were all of them, up to the corpus's end
+    assert max(held) == windows * SEQUENCE + 1
+
+
+def test_what_is_held_out_is_a_twentieth_at_least_one_at_most_1024():
+    def held(windows: int) -> tuple[int, int]:
+        batches = Batches(numbered(windows), SEQUENCE, 1, 1, 0)
+        return batches.windows, batches.held_out_windows
+
+    assert held(2) == (1, 1)
+    assert held(100) == (95, 5)
+    assert held(40_000) == (38_976, 1024)
+
+
+def test_held_out_batches_are_the_same_for_every_seed_and_go_round():
+    one, other = (Batches(numbered(200), SEQUENCE, 4, 4, seed) for seed in (1, 2))
+    assert one.held_out_windows == 10
+    assert torch.equal(one.held_out(2)[0], other.held_out(2)[0])
+    assert torch.equal(one.held_out(0)[0][:2], one.held_out(2)[0][2:])  # windows 8, 9, then 0, 1
+
+
+def test_a_corpus_too_short_says_how_many_bytes_are_needed():
+    Batches(numbered(2), SEQUENCE, 1, 1, 0)
+    with pytest.raises(ConfigError, match=r"has 9 bytes, model.sequence = 4 needs at least 10"):
+        Batches(numbered(2)[:-1], SEQUENCE, 1, 1, 0)
+
+
+def test_vocab():
+    check_vocab(256)
+    with pytest.raises(ConfigError, match=r"model.vocab = 255: .* set it to 256"):
+        check_vocab(255)
+
+
+def test_stdlib_is_the_same_text_twice_and_within_its_limit():
+    corpus = open_corpus("stdlib")
+    assert corpus.dtype == np.uint8
+    assert 2**20 < len(corpus) <= 16 * 2**20
+    assert np.array_equal(corpus, open_corpus("stdlib"))
+    assert b"class Fraction" in corpus.tobytes()
+    assert not corpus.flags.writeable
+
+
+def test_stdlib_takes_sources_in_order_and_nothing_installed_or_of_this_machine(tmp_path):
+    for name in (
+        *("b.py", "a/z.py", "a.py", "c.txt", "site-packages/p/x.py", "test/t.py", "a/tests/t.py", "idlelib/i.py", "__pycache__/a.py"),
+        *("_sysconfigdata__linux.py", "config-3.11/python-config.py", "sitecustomize.py"),
+    ):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(f"<{name}>")
+    assert stdlib(tmp_path).tobytes() == SEPARATOR.join([b"<a.py>", b"<a/z.py>", b"<b.py>", b""])
+    assert stdlib(tmp_path, limit=8).tobytes() == b"<a.py>" + SEPARATOR + b"<"
+
+
+def test_a_python_without_sources_says_so(tmp_path):
+    with pytest.raises(ConfigError, match=r'data.source = "stdlib": .* use "file:PATH"'):
+        stdlib(tmp_path)
+
+
+def test_a_file_is_mapped_as_it_is(tmp_path):
+    (tmp_path / "text").write_bytes(b"a\x00\xff\n")
+    corpus = open_corpus(f"file:{tmp_path / 'text'}")
+    assert corpus.tobytes() == b"a\x00\xff\n"
+    assert isinstance(corpus.base, np.memmap)
+    with pytest.raises(ValueError, match="read-only"):
+        corpus[0] = 1
+
+
+def test_files_refused(tmp_path):
+    with pytest.raises(ConfigError, match=r'data.source = "file:.*none": cannot be read \(No such file'):
+        file(tmp_path / "none")
+    with pytest.raises(ConfigError, match="not a regular file"):
+        file(tmp_path)
+    (tmp_path / "empty").touch()
+    with pytest.raises(ConfigError, match="empty"):
+        file(tmp_path / "empty")
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(ConfigError, match="not a regular file"):
+        file(tmp_path / "pipe")
+    with pytest.raises(ConfigError, match="unknown"):
+        open_corpus("hf:x")
+
+
+def test_real_text_trains_on_bytes():
+    batches = Batches(open_corpus("stdlib"), 256, 32, 4, 0)
+    inputs, targets = batches.train(0)
+    assert torch.equal(inputs[..., 1:], targets[..., :-1])
+    assert 0 <= int(inputs.min()) <= int(inputs.max()) < 256

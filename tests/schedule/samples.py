@@ -1,0 +1,63 @@
+"""Schedules and costs at random, for properties that must hold for every one of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from random import Random
+
+from hypothesis import strategies as st
+
+from dynmo.costs import Costs, StageCost
+from dynmo.schedule.op import Kind, Op, Schedule
+
+
+def wander(placement: Sequence[int], microbatches: int, first_trainable: int, random: Random) -> Schedule:
+    """A valid schedule made by running, again and again, any op that could run. Each stage has BW, or B and W, throughout."""
+    stages, ranks = len(placement), max(placement) + 1
+    fused = [random.random() < 0.3 for _ in range(stages)]
+    f, b, w = [0] * stages, [0] * stages, [0] * stages
+    rows: list[list[Op]] = [[] for _ in range(ranks)]
+
+    def ready() -> list[Op]:
+        found: list[Op] = []
+        for s in range(stages):
+            fed = s == 0 or f[s - 1] > f[s]
+            # Written out here, not taken from dependencies(): forwards of a frozen stage may be `ranks` ahead of the next stage's.
+            held = s < first_trainable and f[s] >= f[s + 1] + ranks
+            if f[s] < microbatches and fed and not held:
+                found.append(Op(Kind.F, s, f[s]))
+            if s < first_trainable:
+                continue
+            if b[s] < f[s] and (s + 1 == stages or b[s + 1] > b[s]):
+                found.append(Op(Kind.BW if fused[s] else Kind.B, s, b[s]))
+            if not fused[s] and w[s] < b[s]:
+                found.append(Op(Kind.W, s, w[s]))
+        return found
+
+    while choices := ready():
+        op = random.choice(choices)
+        rows[placement[op.stage]].append(op)
+        {Kind.F: f, Kind.B: b, Kind.BW: b, Kind.W: w}[op.kind][op.stage] += 1
+    return Schedule("wandered", microbatches, tuple(placement), tuple(map(tuple, rows)), first_trainable)
+
+
+@st.composite
+def schedules(draw: st.DrawFn, several: bool = True) -> Schedule:
+    """Any valid schedule of up to 4 ranks and 5 microbatches; with `several`, also two chunks a rank, looped or in a V."""
+    ranks = draw(st.integers(1, 4))
+    down = list(range(ranks))
+    placement = draw(st.sampled_from([down, down + down, down + down[::-1]] if several else [down]))
+    first_trainable = draw(st.integers(0, len(placement) - 1))
+    return wander(placement, draw(st.integers(1, 5)), first_trainable, draw(st.randoms(use_true_random=False)))
+
+
+@st.composite
+def whole_costs(draw: st.DrawFn, stages: int, most: int = 9) -> Costs:
+    """Whole numbers, so that every sum is exact."""
+    times = st.integers(0, most)
+    made: list[StageCost] = []
+    for _ in range(stages):
+        stash = draw(st.integers(0, most))
+        activation = stash + draw(st.integers(0, most))
+        made.append(StageCost(draw(times), draw(times), draw(times), activation, stash - activation, -stash))
+    return Costs(tuple(made), tuple(draw(times) for _ in range(stages - 1)))

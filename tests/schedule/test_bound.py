@@ -1,0 +1,107 @@
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dynmo.costs import Costs, StageCost, uniform_costs
+from dynmo.errors import ScheduleError
+from dynmo.schedule.bound import Objective, lower_bound
+from dynmo.schedule.generators import GENERATORS, make_schedule
+from dynmo.schedule.op import Kind, Op, Schedule
+from dynmo.simulator import Timeline, simulate
+from tests.schedule.samples import schedules, whole_costs
+
+
+def reached(timeline: Timeline, objective: Objective) -> float:
+    return timeline.span if objective is Objective.SPAN else timeline.makespan
+
+
+@given(schedules(several=False), st.sampled_from(Objective), st.data())
+def test_no_schedule_beats_it(schedule: Schedule, objective: Objective, data: st.DataObject) -> None:
+    costs = data.draw(whole_costs(schedule.stages))
+    assert lower_bound(costs, schedule.microbatches, schedule.first_trainable, objective) <= reached(simulate(schedule, costs), objective)
+
+
+@given(st.sampled_from(sorted(GENERATORS)), st.integers(1, 6), st.integers(1, 15), st.sampled_from(Objective), st.data())
+def test_no_schedule_made_by_hand_beats_it(name: str, p: int, m: int, objective: Objective, data: st.DataObject) -> None:
+    costs, first_trainable = data.draw(whole_costs(p)), data.draw(st.integers(0, p - 1))
+    timeline = simulate(make_schedule(name, p, m, first_trainable), costs)
+    assert lower_bound(costs, m, first_trainable, objective) <= reached(timeline, objective)
+
+
+@given(st.integers(1, 6), st.data())
+def test_exact_for_one_microbatch(p: int, data: st.DataObject) -> None:
+    costs, first_trainable = data.draw(whole_costs(p)), data.draw(st.integers(0, p - 1))
+    timeline = simulate(make_schedule("zb-h1", p, 1, first_trainable), costs)
+    assert lower_bound(costs, 1, first_trainable, Objective.MAKESPAN) == timeline.makespan
+    if first_trainable == 0:
+        assert lower_bound(costs, 1) == timeline.span
+
+
+@given(st.integers(1, 8), st.data())
+def test_exact_for_few_microbatches_of_equal_times(p: int, data: st.DataObject) -> None:
+    m = data.draw(st.integers(1, p))
+    costs = uniform_costs(p, 1, 1, 1)
+    assert lower_bound(costs, m) == (m + p - 1) * 2 + 1 == simulate(make_schedule("zb-h1", p, m), costs).span
+
+
+def test_by_hand() -> None:
+    # Rank 1 is the busiest (4 x 6); before it lie F and the link of rank 0, after it the link, B and W of rank 0.
+    costs = Costs((StageCost(1, 1, 1), StageCost(2, 2, 2)), (0.5,))
+    assert lower_bound(costs, 4) == 24
+    # m W = 8 on rank 1 can hide the drain of 2.5, so only the 1.5 before rank 1's first F are added.
+    assert lower_bound(costs, 4, objective=Objective.MAKESPAN) == 25.5
+    # Where rank 1 has no W, nothing hides it.
+    costs = Costs((StageCost(1, 1, 1), StageCost(2, 4, 0)), (0.5,))
+    assert lower_bound(costs, 4, objective=Objective.MAKESPAN) == 1.5 + 24 + 2.5
+    # A frozen rank 0 is busy with its F's alone, and nothing drains.
+    assert lower_bound(costs, 4, 1, Objective.MAKESPAN) == 1.5 + 24
+    costs = Costs((StageCost(9, 0, 0), StageCost(2, 4, 0)), (0.5,))
+    assert lower_bound(costs, 4, 1) == 36
+    assert lower_bound(costs, 4, 1, Objective.MAKESPAN) == 36 + 0.5 + 2 + 4
+
+
+def rows(m: int, f: int = 0, b: int = 0, w: int = 0) -> list[list[tuple[Kind, int]]]:
+    """Every order of one rank's ops, each kind in microbatch order."""
+    if w == m:
+        return [[]]
+    out: list[list[tuple[Kind, int]]] = []
+    if f < m:
+        out += [[(Kind.F, f), *rest] for rest in rows(m, f + 1, b, w)]
+    if b < f:
+        out += [[(Kind.B, b), *rest] for rest in rows(m, f, b + 1, w)]
+    if w < b:
+        out += [[(Kind.W, w), *rest] for rest in rows(m, f, b, w + 1)]
+    return out
+
+
+def best(costs: Costs, m: int) -> dict[Objective, float]:
+    """The least of all orders, by trying each."""
+    found = dict.fromkeys(Objective, float("inf"))
+    for orders in product(rows(m), repeat=len(costs.stages)):
+        ops = tuple(tuple(Op(kind, stage, j) for kind, j in order) for stage, order in enumerate(orders))
+        try:
+            timeline = simulate(Schedule("tried", m, tuple(range(len(orders))), ops), costs)
+        except ScheduleError:
+            continue
+        for objective in Objective:
+            found[objective] = min(found[objective], reached(timeline, objective))
+    return found
+
+
+@pytest.mark.parametrize("p", [2, 3])
+@settings(max_examples=15)
+@given(data=st.data())
+def test_against_every_order_there_is(p: int, data: st.DataObject) -> None:
+    costs = data.draw(whole_costs(p))
+    for objective, least in best(costs, 2).items():
+        assert lower_bound(costs, 2, objective=objective) <= least
+
+
+def test_reached_by_the_best_order() -> None:
+    costs = uniform_costs(3, 2, 2, 2, 1)
+    least = best(costs, 2)
+    assert least == {objective: lower_bound(costs, 2, objective=objective) for objective in Objective}

@@ -1,0 +1,113 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dynmo.costs import uniform_costs
+from dynmo.errors import ScheduleError
+from dynmo.schedule.generators import GENERATORS, PLANNED, make_schedule
+from dynmo.schedule.op import Kind, Op, from_text, to_text, validate
+from dynmo.simulator import Timeline, peak_memory, simulate
+
+GOLDEN = Path(__file__).parent / "golden"
+TABLE_5 = json.loads((Path(__file__).parents[1] / "facts" / "zero_bubble_table5.json").read_text())["rows"]
+
+times = st.integers(1, 50)
+ranks = st.integers(1, 8)
+
+
+def run(name: str, p: int, m: int, f: float, b: float, w: float, comm: float = 0.0) -> Timeline:
+    return simulate(make_schedule(name, p, m), uniform_costs(p, f, b, w, comm))
+
+
+@pytest.mark.parametrize("path", sorted(GOLDEN.glob("*.txt")), ids=lambda path: path.stem)
+def test_golden(path: Path) -> None:
+    golden = from_text(path.read_text())
+    validate(golden)
+    assert to_text(make_schedule(golden.name, golden.ranks, golden.microbatches, golden.first_trainable)) == path.read_text()
+
+
+def test_every_generator_has_a_golden_schedule() -> None:
+    assert {from_text(path.read_text()).name for path in GOLDEN.glob("*.txt")} == set(GENERATORS)
+
+
+@given(st.sampled_from(sorted(GENERATORS)), ranks, st.integers(1, 24), st.data())
+def test_always_valid(name: str, p: int, m: int, data: st.DataObject) -> None:
+    first_trainable = data.draw(st.integers(0, p - 1))
+    schedule = make_schedule(name, p, m, first_trainable)
+    validate(schedule)
+    assert (schedule.name, schedule.ranks, schedule.stages, schedule.microbatches) == (name, p, p, m)
+    for rank in range(first_trainable):
+        assert schedule.ops[rank] == tuple(Op(Kind.F, rank, j) for j in range(m))
+
+
+@pytest.mark.parametrize("row", TABLE_5, ids=lambda row: f"{row['model']}-{row['ranks']}x{row['microbatches']}")
+@pytest.mark.parametrize("name", ["1f1b", "zb-h1", "zb-h2"])
+def test_published_bubble_ratios(row: dict, name: str) -> None:
+    timeline = run(name, row["ranks"], row["microbatches"], row["t_f_ms"], row["t_b_ms"], row["t_w_ms"], row["t_comm_ms"])
+    assert round(timeline.bubble_ratio, 4) == row["bubble"][name]
+
+
+# Whole times, so the closed forms are met exactly.
+
+
+@given(ranks, st.integers(1, 24), times, times, times)
+def test_closed_form_of_gpipe_and_1f1b(p: int, m: int, f: int, b: int, w: int) -> None:
+    for name in ("gpipe", "1f1b"):
+        timeline = run(name, p, m, f, b, w)
+        assert timeline.span == timeline.makespan == (m + p - 1) * (f + b + w)
+
+
+@pytest.mark.parametrize(("name", "k"), [("zb-h1", 1), ("zb-h2", 2)])
+@given(p=ranks, more=st.integers(0, 9), f=times, b=times, w=times)
+def test_closed_form_of_zero_bubble(name: str, k: int, p: int, more: int, f: int, b: int, w: int) -> None:
+    # Where W <= F this is the paper's (p - 1)(F + B - k W). A longer W fills no more of the bubble than an F would.
+    b, w = max(b, w), min(b, w)
+    m = 2 * p - 1 + more
+    assert run(name, p, m, f, b, w).span - m * (f + b + w) == (p - 1) * (f + b - k * min(f, w))
+
+
+def test_few_microbatches() -> None:
+    # With m <= p and equal times (m + p - 1)(F + B) + W = 23 is the best there is; 1F1B takes (m + p - 1)(F + B + W).
+    assert run("1f1b", 8, 4, 1, 1, 1).span == 33
+    assert run("zb-h1", 8, 4, 1, 1, 1).span == 23
+
+
+@given(ranks, st.integers(0, 12), st.sampled_from([0.0, 0.25, 0.5, 1.0]))
+def test_peak_activations(p: int, more: int, w_memory: float) -> None:
+    # Quarters, so the sums are exact.
+    costs = uniform_costs(p, 1, 1, 1, w_memory=w_memory)
+    m = 2 * p - 1 + more
+    assert peak_memory(make_schedule("gpipe", p, m), costs) == (m,) * p
+    assert peak_memory(make_schedule("1f1b", p, m), costs) == tuple(p - rank for rank in range(p))
+    h1, h2 = (peak_memory(make_schedule(name, p, m), costs) for name in ("zb-h1", "zb-h2"))
+    assert max(h1) == h1[0] == p
+    assert max(h2) == h2[0] == 2 * p - 1
+
+
+def test_a_frozen_prefix_holds_nothing() -> None:
+    for name in GENERATORS:
+        peaks = peak_memory(make_schedule(name, 4, 8, first_trainable=2), uniform_costs(4, 1, 1, 1))
+        assert peaks[:2] == (0, 0)
+        assert min(peaks[2:]) > 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("1f1b", 0, 4, 0), "0 ranks and 4 microbatches"),
+        (("1f1b", 4, 0, 0), "4 ranks and 0 microbatches"),
+        (("zb-h1", 4, 4, 4), "first trainable stage 4 of 4"),
+        (("zb-h1", 4, 4, -1), "first trainable stage -1 of 4"),
+        (("zb-h3", 4, 4, 0), "unknown schedule 'zb-h3'; choose one of gpipe, 1f1b, zb-h1, zb-h2"),
+        *(((name, 4, 4, 0), f"schedule '{name}' is not served by this version") for name in PLANNED),
+    ],
+)
+def test_what_cannot_be_made(arguments: tuple[str, int, int, int], message: str) -> None:
+    with pytest.raises(ScheduleError) as caught:
+        make_schedule(*arguments)
+    assert message in str(caught.value)

@@ -1,0 +1,112 @@
+from __future__ import annotations
+
+import re
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dynmo.costs import Costs, StageCost, uniform_costs
+from dynmo.errors import InputError
+from dynmo.schedule.generators import GENERATORS, make_schedule
+from dynmo.schedule.grid import MIN_WIDTH, draw, draw_coloured
+from dynmo.schedule.op import Schedule, from_text
+from dynmo.simulator import simulate
+from tests.schedule.samples import schedules, whole_costs
+
+
+def picture(name: str, p: int, m: int, width: int = 120, **costs: float) -> str:
+    return draw(simulate(make_schedule(name, p, m), uniform_costs(p, **({"f": 1, "b": 1, "w": 1} | costs))), width)
+
+
+def cells(text: str, ranks: int) -> list[str]:
+    """What stands between the bars."""
+    return [line[line.index("|") + 1 : line.rindex("|")] for line in text.splitlines()[:ranks]]
+
+
+def test_a_picture() -> None:
+    assert picture("zb-h1", 3, 4, 76) == (
+        "0 |F0   F1   F2   ..........B0   W0   F3   B1   W1   B2   W2   B3   W3   |\n"
+        "1 |.....F0   F1   .....B0   F2   B1   W0   F3   B2   W1   B3   W2   W3   |\n"
+        "2 |..........F0   B0   F1   B1   F2   B2   W0   F3   B3   W1   W2   W3   |\n"
+        "  +---------+---------+---------+---------+---------+---------+----------\n"
+        "  0         2         4         6         8         10        12\n"
+        "F forward, B input gradient, W weight gradient, . idle, one column is 0.2\n"
+    )
+
+
+def test_costs_and_links_are_to_scale() -> None:
+    costs = Costs((StageCost(1, 2, 3), StageCost(2, 2, 1)), (1,))
+    # F0 1 | link 1 | F0 2, B0 2, W0 1 | link 1 after B0 | B0 2, W0 3
+    assert cells(draw(simulate(make_schedule("zb-h1", 2, 1), costs), 64), 2) == [
+        "F0   ..............................B0        W0             ",
+        "..........F0        B0        W0   .........................",
+    ]
+
+
+def test_a_fused_backward_never_reads_as_two_ops() -> None:
+    wide = cells(picture("1f1b", 2, 3), 2)
+    assert [re.findall(r"[A-Z]+\d", row) for row in wide] == [
+        ["F0", "F1", "BW0", "F2", "BW1", "BW2"],
+        ["F0", "BW0", "F1", "BW1", "F2", "BW2"],
+    ]
+    narrow = picture("1f1b", 2, 20, 67)
+    assert re.findall(r"[A-Z]", cells(narrow, 2)[1]) == ["F", "X"] * 20
+    assert "X a narrow BW" in narrow
+    assert "X" not in "".join(wide)
+
+
+def test_microbatch_numbers_go_where_there_is_no_room() -> None:
+    row = cells(picture("zb-h1", 1, 12, 76), 1)[0]
+    assert row == "F0B0W0F1B1W1F2B2W2F3B3W3F4B4W4F5B5W5F6B6W6F7B7W7F8B8W8F9B9W9F B W F B W "
+
+
+def test_too_many_ops_for_the_width_say_so() -> None:
+    text = picture("zb-h1", 4, 500, 80)
+    top = cells(text, 4)[0]
+    assert set(top) <= set("FBWX#.")
+    assert "#" in top
+    assert "# several ops in one column" in text
+    assert "# several" not in picture("zb-h1", 4, 8)
+    # GPipe's halves stay visible, however dense.
+    assert re.fullmatch(r"F+\.*X+", cells(picture("gpipe", 4, 1000, 100), 4)[0])
+
+
+def test_stages_are_named_where_a_rank_has_several() -> None:
+    schedule = from_text("# v  ranks=2 microbatches=1 placement=0,1,1,0\n0 | 0F0 3F0 3BW0 0BW0\n1 | 1F0 2F0 2BW0 1BW0\n")
+    rows = cells(draw(simulate(schedule, uniform_costs(4, 1, 1, 1)), 120), 2)
+    assert [re.findall(r"\w+", row) for row in rows] == [["0F0", "3F0", "3BW0", "0BW0"], ["1F0", "2F0", "2BW0", "1BW0"]]
+
+
+def test_ops_without_time_are_not_drawn() -> None:
+    assert "W" not in cells(picture("zb-h1", 2, 3, w=0), 2)[0]
+    assert cells(picture("zb-h1", 2, 3, f=0, b=0, w=0), 2) == ["", ""]
+
+
+def test_a_width_that_is_too_small() -> None:
+    with pytest.raises(InputError, match="at least 32"):
+        picture("zb-h1", 2, 2, MIN_WIDTH - 1)
+
+
+@given(schedules(), st.integers(MIN_WIDTH, 160), st.data())
+def test_never_wider_than_asked(schedule: Schedule, width: int, data: st.DataObject) -> None:
+    timeline = simulate(schedule, data.draw(whole_costs(schedule.stages)))
+    text = draw(timeline, width)
+    assert max(map(len, text.splitlines())) <= width
+    assert len({len(row) for row in cells(text, schedule.ranks)}) == 1
+    assert draw_coloured(timeline, width).plain == text
+
+
+@settings(max_examples=40)
+@given(st.sampled_from(sorted(GENERATORS)), st.integers(1, 5), st.integers(1, 8), st.data())
+def test_every_op_at_its_place(name: str, p: int, m: int, data: st.DataObject) -> None:
+    schedule = make_schedule(name, p, m)
+    costs = data.draw(whole_costs(p).filter(lambda costs: all(min(s.f, s.b, s.w) > 0 for s in costs.stages)))
+    timeline = simulate(schedule, costs)
+    # 12 columns for each unit of time, and every time is whole: nothing is rounded.
+    scale = 12
+    text = draw(timeline, width=scale * int(timeline.makespan) + len("0 ||"))
+    for spans, row in zip(timeline.ranks, cells(text, p), strict=True):
+        found = [(match.start(), match[0].rstrip()) for match in re.finditer(r"[A-Z]+\d *", row)]
+        assert found == [(span.start * scale, f"{span.op.kind}{span.op.microbatch}") for span in spans]
+        assert row.count(".") == (timeline.makespan - sum(span.end - span.start for span in spans)) * scale

@@ -1,0 +1,189 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from dynmo.errors import ScheduleError
+from dynmo.schedule.generators import make_schedule
+from dynmo.schedule.op import Dependency, Kind, Op, Schedule, dependencies, from_text, in_order, name, to_text, validate
+from tests.schedule.samples import schedules
+
+F, B, W, BW = Kind.F, Kind.B, Kind.W, Kind.BW
+
+
+def needs(schedule: Schedule, op: Op) -> list[Dependency]:
+    return list(dependencies(schedule, op))
+
+
+def test_dependencies_of_a_split_backward() -> None:
+    s = make_schedule("zb-h1", 3, 4)
+    assert needs(s, Op(F, 0, 2)) == []
+    assert needs(s, Op(F, 1, 2)) == [(Op(F, 0, 2), 0)]
+    assert needs(s, Op(B, 1, 2)) == [(Op(F, 1, 2), None), (Op(B, 2, 2), 1)]
+    assert needs(s, Op(B, 2, 2)) == [(Op(F, 2, 2), None)]
+    assert needs(s, Op(W, 1, 2)) == [(Op(B, 1, 2), None)]
+
+
+def test_dependencies_of_a_fused_backward() -> None:
+    s = make_schedule("1f1b", 3, 4)
+    assert needs(s, Op(BW, 1, 2)) == [(Op(F, 1, 2), None), (Op(BW, 2, 2), 1)]
+
+
+def test_a_split_stage_may_wait_for_a_fused_one() -> None:
+    s = from_text("# mixed  ranks=2 microbatches=1 placement=0,1\n0 | F0 B0 W0\n1 | F0 BW0\n")
+    validate(s)
+    assert needs(s, Op(B, 0, 0)) == [(Op(F, 0, 0), None), (Op(BW, 1, 0), 0)]
+
+
+def test_forward_only_stages_are_held_back_by_credits() -> None:
+    s = make_schedule("1f1b", 3, 9, first_trainable=1)
+    assert needs(s, Op(F, 0, 2)) == []
+    assert needs(s, Op(F, 0, 7)) == [(Op(F, 1, 4), 0)]  # as many ahead as there are ranks
+    assert needs(replace(s, credits=1), Op(F, 0, 7)) == [(Op(F, 1, 6), 0)]
+    assert needs(s, Op(F, 1, 7)) == [(Op(F, 0, 7), 0)]  # the first stage that trains is not held
+
+
+def test_text_is_what_the_module_shows() -> None:
+    assert to_text(make_schedule("zb-h1", 3, 4)) == (
+        "# zb-h1  ranks=3 microbatches=4 placement=0,1,2\n"
+        "0 | F0 F1 F2 B0 W0 F3 B1 W1 B2 W2 B3 W3\n"
+        "1 | F0 F1 B0 F2 B1 W0 F3 B2 W1 B3 W2 W3\n"
+        "2 | F0 B0 F1 B1 F2 B2 W0 F3 B3 W1 W2 W3\n"
+    )
+
+
+def test_text_names_the_stage_where_a_rank_has_several() -> None:
+    text = "# v  ranks=2 microbatches=1 placement=0,1,1,0\n0 | 0F0 3F0 3BW0 0BW0\n1 | 1F0 2F0 2BW0 1BW0\n"
+    schedule = from_text(text)
+    validate(schedule)
+    assert schedule.stages_of(0) == (0, 3)
+    assert str(schedule) == text
+
+
+@given(schedules(), st.none() | st.integers(1, 9))
+def test_text_reads_back(schedule: Schedule, credits: int | None) -> None:
+    schedule = replace(schedule, credits=credits)
+    assert from_text(to_text(schedule)) == schedule
+
+
+@given(schedules())
+def test_any_order_that_can_run_is_valid(schedule: Schedule) -> None:
+    validate(schedule)
+    order = list(in_order(schedule))
+    assert tuple(tuple(op for rank, op in order if rank == r) for r in range(schedule.ranks)) == schedule.ops
+    done: set[Op] = set()
+    for _, op in order:
+        assert all(d.op in done for d in dependencies(schedule, op))
+        done.add(op)
+
+
+def changed(schedule: Schedule, rank: int, row: list[Op]) -> Schedule:
+    return replace(schedule, ops=tuple(tuple(row) if r == rank else old for r, old in enumerate(schedule.ops)))
+
+
+@given(schedules(), st.data())
+def test_a_lost_op_is_noticed(schedule: Schedule, data: st.DataObject) -> None:
+    rank = data.draw(st.sampled_from([r for r in range(schedule.ranks) if schedule.ops[r]]))
+    row = list(schedule.ops[rank])
+    del row[data.draw(st.integers(0, len(row) - 1))]
+    with pytest.raises(ScheduleError):
+        validate(changed(schedule, rank, row))
+
+
+@given(schedules(), st.data())
+def test_an_op_that_comes_twice_is_noticed(schedule: Schedule, data: st.DataObject) -> None:
+    rank = data.draw(st.integers(0, schedule.ranks - 1))
+    row = list(schedule.ops[rank])
+    row.insert(data.draw(st.integers(0, len(row))), data.draw(st.sampled_from(row)))
+    with pytest.raises(ScheduleError):
+        validate(changed(schedule, rank, row))
+
+
+@given(schedules(), st.data())
+def test_microbatches_out_of_order_are_noticed(schedule: Schedule, data: st.DataObject) -> None:
+    rank = data.draw(st.integers(0, schedule.ranks - 1))
+    row = list(schedule.ops[rank])
+    pairs = [(i, j) for j in range(len(row)) for i in range(j) if row[i].kind == row[j].kind and row[i].stage == row[j].stage]
+    assume(pairs)
+    i, j = data.draw(st.sampled_from(pairs))
+    row[i], row[j] = row[j], row[i]
+    with pytest.raises(ScheduleError, match="is due"):
+        validate(changed(schedule, rank, row))
+
+
+@given(schedules(), st.data())
+def test_a_backward_before_its_forward_is_noticed(schedule: Schedule, data: st.DataObject) -> None:
+    rank = data.draw(st.integers(0, schedule.ranks - 1))
+    row = list(schedule.ops[rank])
+    firsts = [i for i, op in enumerate(row) if op.kind is not F and op.microbatch == 0]
+    assume(firsts)
+    row.insert(0, row.pop(data.draw(st.sampled_from(firsts))))
+    with pytest.raises(ScheduleError, match="a circle"):
+        validate(changed(schedule, rank, row))
+
+
+@given(schedules(), st.data())
+def test_an_op_on_another_rank_is_noticed(schedule: Schedule, data: st.DataObject) -> None:
+    assume(schedule.ranks > 1)
+    rank = data.draw(st.integers(0, schedule.ranks - 1))
+    row = list(schedule.ops[rank])
+    i = data.draw(st.integers(0, len(row) - 1))
+    row[i] = row[i]._replace(stage=schedule.placement.index((rank + 1) % schedule.ranks))
+    with pytest.raises(ScheduleError, match="not placed there"):
+        validate(changed(schedule, rank, row))
+
+
+def test_a_circle_is_named() -> None:
+    # Rank 0 will not run F1 before B0, rank 1 not B0 before F1.
+    schedule = from_text("# stuck  ranks=2 microbatches=2 placement=0,1\n0 | F0 BW0 F1 BW1\n1 | F0 F1 BW0 BW1\n")
+    with pytest.raises(ScheduleError) as caught:
+        validate(schedule)
+    assert (
+        str(caught.value)
+        == "stuck: rank 0 waits at BW of microbatch 0 on stage 0 for BW of microbatch 0 on stage 1, which never runs: a circle"
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("# x  ranks=1 microbatches=0 placement=0\n0 |\n", "0 microbatches"),
+        ("# x  ranks=1 microbatches=1 placement=1\n0 |\n", "names a rank outside 0..0"),
+        ("# x  ranks=2 microbatches=1 placement=0,0\n0 | 0F0 1F0 1BW0 0BW0\n1 |\n", "ranks without a stage"),
+        ("# x  ranks=1 microbatches=1 placement=0 first_trainable=1\n0 | F0\n", "first trainable stage 1 of 1"),
+        ("# x  ranks=2 microbatches=1 placement=0,1 first_trainable=1\n0 | F0 BW0\n1 | F0 BW0\n", "on a frozen stage"),
+        ("# x  ranks=1 microbatches=1 placement=0\n0 | F0 B0\n", "stage 0 has 0 of 1 W ops"),
+        ("# x  ranks=1 microbatches=1 placement=0\n0 | F0 B0 BW0\n", "runs BW of microbatch 0 on stage 0 where microbatch 1 of B is due"),
+    ],
+)
+def test_what_does_not_hold_together(text: str, message: str) -> None:
+    with pytest.raises(ScheduleError) as caught:
+        validate(from_text(text))
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "starts with '# NAME"),
+        ("0 | F0 BW0\n", "starts with '# NAME"),
+        ("# x  ranks=1 placement=0\n0 | F0\n", "line 1 of a schedule: 'microbatches'"),
+        ("# x  ranks=one microbatches=1 placement=0\n0 | F0\n", "line 1 of a schedule"),
+        ("# x  ranks=2 microbatches=1 placement=0,1\n0 | F0 BW0\n", "2 rows, not 1"),
+        ("# x  ranks=2 microbatches=1 placement=0,1\n0 | F0 BW0\n2 | F0 BW0\n", "line 3 of a schedule"),
+        ("# x  ranks=1 microbatches=1 placement=0\n0 | F0 C0\n", "'C0' is not an op"),
+        ("# x  ranks=1 microbatches=1 placement=0,0\n0 | F0 BW0\n", "'F0' is not an op"),
+    ],
+)
+def test_text_that_does_not_fit(text: str, message: str) -> None:
+    with pytest.raises(ScheduleError) as caught:
+        from_text(text)
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_an_op_has_a_name_for_messages() -> None:
+    assert name(Op(BW, 1, 3)) == "BW of microbatch 3 on stage 1"

@@ -1,0 +1,402 @@
+"""The configuration: what it takes, what it refuses, and that every refusal is one line that names the key."""
+
+import tomllib
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from dynmo.config import Balance, Config, Model, load, parse, parse_bytes, to_toml
+from dynmo.errors import ConfigError
+
+
+def refusal(*overrides: str, path: Path | None = None) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load(path, overrides)
+    message = str(caught.value)
+    assert len(message.splitlines()) == 1
+    assert message.isprintable()
+    return message
+
+
+@pytest.fixture
+def write(tmp_path: Path):
+    def to(text: str) -> Path:
+        path = tmp_path / "run.toml"
+        path.write_text(text)
+        return path
+
+    return to
+
+
+# What it takes.
+
+
+def test_an_empty_file_is_the_defaults_and_a_valid_run(write):
+    assert load(write("")) == load() == Config()
+    assert load() == parse(Config().model_dump())  # defaults are not validated by themselves
+    assert (load().microbatches, load().ranks, load().model.layer_count) == (8, 1, 18)
+
+
+def test_defaults_then_file_then_set_the_last_winning(write):
+    path = write("[train]\nsteps = 7\nlr = 1\n")
+    assert load(path).train.steps == 7
+    config = load(path, ["train.steps=8", " train.steps = 9 ", "balance.balancer=none"])
+    assert (config.train.steps, config.train.lr, config.balance.balancer) == (9, 1.0, "none")
+    assert config.train.micro_batch == 4
+
+
+@pytest.mark.parametrize(
+    ("text", "section", "value"),
+    [
+        ("name=demo", None, "demo"),
+        ("name=2024", None, "2024"),  # TOML would read numbers, a date and a boolean here
+        ("name=1e5", None, "1e5"),
+        ("name=2024-01-31", None, "2024-01-31"),
+        ("name=true", None, "true"),
+        ('name="demo"', None, "demo"),
+        ("data.source=file:a = b", "data", "file:a = b"),
+        ("pipeline.schedule=1f1b", "pipeline", "1f1b"),
+        ("pipeline.memory_limit=40GiB", "pipeline", 40 * 2**30),
+        ("pipeline.memory_limit=1024", "pipeline", 1024),
+        ("train.betas=[0.8, 0.9]", "train", (0.8, 0.9)),
+        ("balance.initial=[18]", "balance", (18,)),
+        ('dynamism.cases=["freezing"]', "dynamism", ("freezing",)),
+        ("model.tied=true", "model", True),
+        ("model.kind=python:mine.models:make", "model", "python:mine.models:make"),
+        ("model.f=[1, 0.5]", "model", (1.0, 0.5)),
+        ("model.b=1", "model", 1.0),
+    ],
+)
+def test_an_override_is_toml_or_a_bare_string(text, section, value):
+    config = load(None, [text])
+    key = text.partition("=")[0].split(".")[-1]
+    assert getattr(getattr(config, section) if section else config, key) == value
+
+
+@given(st.integers(1, 2**31 - 1), st.floats(0, 1e300), st.booleans(), st.from_regex(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,99}", fullmatch=True))
+def test_an_override_reads_back_what_was_written(steps, lr, tied, name):
+    config = load(None, [f"train.steps={steps}", f"train.lr={lr!r}", f"model.tied={str(tied).lower()}", f"name={name}"])
+    assert (config.train.steps, config.train.lr, config.model.tied, config.name) == (steps, lr, tied, name)
+
+
+def test_python_gets_frozen_hashable_sections():
+    config = Config(model=Model(blocks=2), balance=Balance(initial=(6,)))
+    assert hash(config) == hash(Config(model=Model(blocks=2), balance=Balance(initial=(6,))))
+    with pytest.raises(ValidationError, match="frozen"):
+        config.train.steps = 3  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def test_microbatches_are_of_one_step():
+    assert load(None, ["train.global_batch=24", "train.micro_batch=3"]).microbatches == 8
+
+
+@pytest.mark.parametrize(
+    ("overrides", "layers"),
+    [(["model.blocks=3"], 8), (["model.kind=emulated", "model.layers=5"], 5), (["model.kind=python:a:b"], None)],
+)
+def test_number_of_layers(overrides, layers):
+    assert load(None, overrides).model.layer_count == layers
+
+
+def test_the_policy_is_schedule_where_a_schedule_is_given():
+    assert load().dynamism.freezing.policy == "autofreeze"
+    assert load(None, ["dynamism.freezing.schedule=[[10, 4]]"]).dynamism.freezing.policy == "schedule"
+    both = ["dynamism.freezing.schedule=[[10, 4]]", "dynamism.freezing.policy=autofreeze"]
+    assert load(None, both).dynamism.freezing.policy == "autofreeze"
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("4096", 4096), ("1KiB", 1024), ("1.5 GB", 1_500_000_000), ("40GiB", 40 * 2**30), (" 2TB ", 2 * 10**12), ("0.5MiB", 2**19), ("7B", 7)],
+)
+def test_parse_bytes(text, size):
+    assert parse_bytes(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "GiB", "-1GiB", "1gib", "1 XB", "1e3", "1GiB2", "½GiB", "٣GiB"])
+def test_parse_bytes_refuses(text):
+    with pytest.raises(ValueError, match="40GiB"):
+        parse_bytes(text)
+
+
+# Round trip.
+
+_paths = st.text(min_size=1, max_size=20).filter(lambda text: text.strip() == text)
+
+
+@given(
+    _paths,
+    st.floats(0, 1e308),
+    st.floats(1e-300, 1e9),
+    st.lists(st.floats(0, 1e9), min_size=8, max_size=8),
+    st.none() | st.integers(1, 2**62),
+)
+def test_a_config_written_reads_back_exactly(tmp_path_factory, source, lr, timeout, times, limit):
+    config = parse(
+        {
+            "data": {"source": f"file:{source}"},
+            "train": {"lr": lr},
+            "parallel": {"timeout": timeout},
+            "model": {"kind": "emulated", "f": times},
+            "pipeline": {"memory_limit": limit},
+            "dynamism": {"cases": ["freezing"], "freezing": {"schedule": [[0, 1], [5, 7]]}},
+        }
+    )
+    path = tmp_path_factory.getbasetemp() / "round-trip.toml"
+    path.write_bytes(to_toml(config).encode())
+    assert load(path) == config
+
+
+def test_any_character_survives(write):
+    config = parse({"data": {"source": 'file:"\\\n\r\t\x00\x1b\x7f\x85\u2028é😀'}})
+    assert load(write(to_toml(config))) == config
+
+
+def test_the_written_form_names_every_key():
+    written = tomllib.loads(to_toml(Config()))
+    dumped = Config().model_dump(mode="json", exclude_none=True)
+    assert written == dumped
+
+
+# What it refuses: one line, with the place and what to do.
+
+
+@pytest.mark.parametrize(
+    ("text", "parts"),
+    [
+        ("steps = 5", ["unknown key steps", "did you mean train.steps?"]),
+        ("[train]\nstesp = 5", ["unknown key train.stesp", "did you mean train.steps?"]),
+        ("[trian]\nsteps = 5", ["unknown key trian", "did you mean train?"]),
+        ("[checkpoint]\nzzz = 1", ["unknown key checkpoint.zzz", "every, keep"]),
+        ("zzz = 1", ["unknown key zzz", "model, data, train"]),
+        ("[dynamism.freezing]\nshedule = []", ["unknown key dynamism.freezing.shedule", "did you mean dynamism.freezing.schedule?"]),
+        ("[dynamism.pruning]\nx = 1", ["dynamism.pruning", "known but not served"]),
+        ("[train]\nstesp = 5\nlr = 'x'", ["unknown key train.stesp", "(and 1 more)"]),
+        ('"a\\nb" = 1', ["unknown key a b"]),
+        ("[train]\nsteps = 'ten'", ['train.steps = "ten"', "integer"]),
+        ("[train]\nsteps = '10'", ['train.steps = "10"', "integer"]),
+        ("[train]\nsteps = 1.0", ["train.steps = 1.0", "integer"]),
+        ("[train]\nsteps = true", ["train.steps = true", "integer"]),
+        ("[train]\nlr = nan", ["train.lr = nan", "finite"]),
+        ("[train]\nlr = 1" + "0" * 400, ["train.lr = 1000", "..."]),
+        ("[train]\nbetas = [0.9]", ["train.betas[1]", "missing"]),
+        ("[train]\nbetas = [0.9, 'x']", ["train.betas[1]", "number"]),
+        ("[train]\nbetas = [0.9, 0.9, 0.9]", ["train.betas", "too long"]),
+        ("[train]\nbetas = 0.9", ["train.betas", "must be a list"]),
+        ("seed = 1979-05-27", ["seed = 1979-05-27", "integer"]),
+        ("train = 5", ["train must be a section", "[train]"]),
+        ("[[train]]", ["train must be a section", "[train]"]),
+        ("[train]\n\nsteps 5", ["not valid TOML", "line 3"]),
+        ("[train]\nsteps = 1\nsteps = 2", ["not valid TOML", "overwrite"]),
+        ("x = 1" + "0" * 5000, ["not valid TOML"]),
+        ("x = " + "[" * 100_000, ["not valid TOML"]),
+        ("seed = " + "[" * 400 + "]" * 400, ["seed = [["]),
+    ],
+)
+def test_a_file_refused(write, text, parts):
+    path = write(text)
+    message = refusal(path=path)
+    assert message.startswith(f"{path}: ")
+    for part in parts:
+        assert part in message
+
+
+def test_a_file_that_cannot_be_read(tmp_path):
+    assert "No such file" in refusal(path=tmp_path / "none.toml")
+    assert "directory" in refusal(path=tmp_path)
+    (tmp_path / "latin.toml").write_bytes(b"name = '\xe9'")
+    assert "not UTF-8" in refusal(path=tmp_path / "latin.toml")
+
+
+@pytest.mark.parametrize(
+    ("text", "parts"),
+    [
+        ("train.steps", ["no '='", "section.key=value"]),
+        ("lr=1", ["unknown key lr", "did you mean train.lr?"]),
+        ("trian.steps=1", ["unknown key trian.steps", "did you mean train.steps?"]),
+        ("train.steps.x=1", ["unknown key train.steps.x"]),
+        ("=1", ["unknown key"]),
+        ("train={steps = 1}", ["train is a section", "train.steps=..."]),
+        ("train.betas=[0.9", ["not a TOML value", "--set train.betas=[0.9"]),
+        ('name="demo', ["not a TOML value"]),
+        ("train.steps=", ['train.steps = ""', "integer"]),
+        ("train.steps=1\ntrain.lr=2", ["train.steps", "integer"]),  # a value cannot smuggle in another key
+        ("dynamism.cases=freezing", ["dynamism.cases", "must be a list"]),
+    ],
+)
+def test_an_override_refused(text, parts):
+    message = refusal(text)
+    assert message.startswith("--set")
+    for part in parts:
+        assert part in message
+
+
+def test_an_override_below_a_key_that_is_no_section(write):
+    assert "train must be a section" in refusal("train.steps=1", path=write("train = 5"))
+
+
+def test_the_place_is_the_override_only_where_it_is_to_blame(write):
+    path = write("[train]\nlr = 'x'")
+    assert refusal("train.steps=3", path=path).startswith(f"{path}: train.lr")
+    assert refusal("train.lr=y", path=path).startswith("--set: train.lr")
+    assert refusal("train.micro_batch=3", path=write("")).startswith(f"{path} and --set: train.micro_batch")
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["a/b", "..", ".", ".hidden", "../up", "/etc", "a b", "", "é", "a\x00b", "a\\b", "~", "x" * 101],
+)
+def test_a_name_that_is_no_plain_folder(text):
+    with pytest.raises(ConfigError, match=r"^config: name = .*letters, digits"):
+        parse({"name": text})
+
+
+@pytest.mark.parametrize("text", ["demo\n", "\ndemo"])
+def test_a_name_ends_where_it_ends(text):
+    with pytest.raises(ConfigError, match="letters, digits"):
+        parse({"name": text})
+
+
+# Words of the contract that a later version serves.
+PLANNED = {
+    "model.kind": ["moe", "hf"],
+    "data.source": ["hf:wikitext"],
+    "train.optimizer": ["sgd"],
+    "train.clip_scope": ["local"],
+    "train.precision": ["bfloat16"],
+    "train.reduction_slots": ["2"],
+    "parallel.data": ["2"],
+    "parallel.expert": ["2"],
+    "parallel.zero": ["1"],
+    "pipeline.schedule": ["zb-v", "interleaved-1f1b", "zb-auto"],
+    "pipeline.post_validation": ["true"],
+    "pipeline.chunks": ["2"],
+    "balance.balancer": ["schedule-aware"],
+    "balance.every": ["auto"],
+    "dynamism.cases": ['["pruning"]', '["freezing", "moe"]', '["early_exit"]', '["sparse_attention"]', '["mixture_of_depths"]'],
+    "elastic.repack": ["true"],
+    "elastic.reshape": ["true"],
+    "elastic.target_ranks": ["1"],
+}
+
+
+@pytest.mark.parametrize(("key", "value"), [(key, value) for key, values in PLANNED.items() for value in values])
+def test_known_but_not_served(key, value):
+    message = refusal(f"{key}={value}")
+    assert key in message
+    assert "known but not served by this version" in message
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "hint"),
+    [
+        ("model.kind", "gtp", 'did you mean "gpt"?'),
+        ("model.kind", "python:nothing", "python:package.module:function"),
+        ("model.kind", "python:a/b:c", "python:package.module:function"),
+        ("model.dropout", "1", "less than 1"),
+        ("model.blocks", "0", "greater than or equal to 1"),
+        ("model.f", "x", "per layer"),
+        ("model.f", "[0.1, -1]", "per layer"),
+        ("model.f", "[0.1, true]", "per layer"),
+        ("model.f", "inf", "per layer"),
+        ("data.source", "wiki", '"file:PATH"'),
+        ("data.source", "file:", '"file:PATH"'),
+        ("train.optimizer", "adamm", 'use "adamw"'),
+        ("train.decay", "cosin", 'did you mean "cosine"?'),
+        ("train.global_batch", "3000000000", "less than or equal"),
+        ("train.eps", "0", "greater than 0"),
+        ("parallel.zero", "2", "less than or equal to 1"),
+        ("parallel.timeout", "inf", "finite"),
+        ("parallel.device", "gpu", '"cuda"'),
+        ("pipeline.schedule", "zb-h3", "did you mean"),
+        ("pipeline.memory_limit", "40XB", "40GiB"),
+        ("pipeline.memory_limit", "0", "greater than or equal to 1"),
+        ("pipeline.memory_limit", "true", "integer"),
+        ("balance.balancer", "exat", 'did you mean "exact"?'),
+        ("balance.every", "0", "greater than or equal to 1"),
+        ("dynamism.cases", '["freezing", "freezing"]', "twice"),
+        ("dynamism.cases", '["frezing"]', 'use "freezing"'),
+        ("dynamism.freezing.schedule", "[[5, 1], [5, 2]]", "ascend"),
+        ("dynamism.freezing.schedule", "[[5, 2], [6, 1]]", "never be fewer"),
+        ("dynamism.freezing.schedule", "[[5]]", "missing"),
+        ("seed", "-1", "greater than or equal to 0"),
+        ("checkpoint.keep", "0", "greater than or equal to 1"),
+    ],
+)
+def test_a_value_refused(key, value, hint):
+    message = refusal(f"{key}={value}")
+    assert message.startswith(f"--set: {key}")
+    assert hint in message
+    assert "known but not served" not in message
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (["train.micro_batch=3"], "train.micro_batch = 3 does not divide train.global_batch / parallel.data = 32; nearest that do: 2, 4"),
+        (["train.micro_batch=64"], "train.micro_batch = 64 does not divide train.global_batch / parallel.data = 32; nearest that do: 32"),
+        (["model.heads=3"], "model.heads = 3 does not divide model.hidden = 256; nearest that do: 2, 4"),
+        (["model.hidden=12"], "model.hidden / model.heads = 3 is odd, but rotary positions turn pairs; use hidden = 16, or other heads"),
+        (["model.blocks=1", "parallel.pipeline=5"], "parallel.pipeline = 5 is more than the model's 4 layers"),
+        (["model.kind=emulated", "parallel.pipeline=9"], "parallel.pipeline = 9 is more than the model's 8 layers"),
+        (["balance.initial=[9, 9]"], "balance.initial has 2 entries, parallel.pipeline = 1"),
+        (["balance.initial=[9, 8]", "parallel.pipeline=2"], "balance.initial sums to 17, but the model has 18 layers"),
+        (["model.kind=python:a:b", "balance.initial=[9, 8]"], "balance.initial has 2 entries, parallel.pipeline = 1"),
+        (["model.kind=emulated", "model.w=[1, 2]"], "model.w lists 2 layers, model.layers = 8"),
+        (["dynamism.cases=['freezing']", "dynamism.freezing.policy=schedule"], "dynamism.freezing.schedule is empty"),
+        (
+            ["dynamism.cases=['freezing']", "dynamism.freezing.schedule=[[1, 18]]"],
+            "dynamism.freezing.schedule freezes 18 of the model's 18 layers",
+        ),
+        (["dynamism.cases=['freezing']", "dynamism.freezing.max_layers=18"], "dynamism.freezing.max_layers freezes 18"),
+    ],
+)
+def test_keys_that_do_not_go_together(overrides, expected):
+    assert refusal(*overrides).startswith(f"defaults and --set: {expected}")
+
+
+def test_an_initial_entry_is_at_least_one_layer():
+    assert "balance.initial[1] = 0" in refusal("balance.initial=[18, 0]", "parallel.pipeline=2")
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["parallel.pipeline=18"],
+        ["balance.initial=[10, 8]", "parallel.pipeline=2"],
+        ["model.kind=python:a:b", "parallel.pipeline=99"],  # only the function knows
+        ["model.kind=emulated", "model.heads=3"],  # no heads there
+        ["dynamism.cases=['freezing']"],
+        ["dynamism.cases=['freezing']", "dynamism.freezing.schedule=[[1, 17]]"],
+        ["train.reduction_slots=1"],
+    ],
+)
+def test_keys_that_do_go_together(overrides):
+    load(None, overrides)
+
+
+def outcome(override: str) -> str:
+    """What went wrong, or what was asked for where nothing did."""
+    try:
+        load(None, [override])
+    except ConfigError as error:
+        return str(error)
+    return ascii(override)
+
+
+@given(st.text(max_size=40))
+def test_any_override_gives_a_config_or_one_line(text):
+    assert outcome(text).isprintable()
+
+
+@given(
+    st.sampled_from(["name", "seed", "train.steps", "train.betas", "model.f", "pipeline.memory_limit", "dynamism.cases"]),
+    st.text(max_size=20),
+)
+def test_any_value_gives_a_config_or_one_line_naming_the_key(key, text):
+    message = outcome(f"{key}={text}")
+    assert message.isprintable()
+    assert key in message
