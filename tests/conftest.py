@@ -1,5 +1,35 @@
+"""Shared by all tests: CPU threads as one rank has them, and a pool of ranks for the whole session."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
 from hypothesis import settings
 
+from tests.pool import Pool
+
 # Runs share their machine, so a slow example says nothing about the code.
-settings.register_profile("dynmo", deadline=None)
+settings.register_profile("dynmo", deadline=None, max_examples=60)
 settings.load_profile("dynmo")
+
+
+@pytest.fixture(scope="session")
+def pool() -> Iterator[Pool]:
+    """Four ranks that stay up for the session."""
+    made = Pool(4)
+    yield made
+    made.close()
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Tests marked gpu are deselected where there is no CUDA device."""
+    if not any(item.get_closest_marker("gpu") for item in items):
+        return
+    import torch
+
+    if torch.cuda.is_available():
+        return
+    kept = [item for item in items if not item.get_closest_marker("gpu")]
+    config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+    items[:] = kept

@@ -62,6 +62,9 @@ def test_by_hand() -> None:
     costs = Costs((StageCost(9, 0, 0), StageCost(2, 4, 0)), (0.5,))
     assert lower_bound(costs, 4, 1) == 36
     assert lower_bound(costs, 4, 1, Objective.MAKESPAN) == 36 + 0.5 + 2 + 4
+    # A long F before a long way: the last of 3 microbatches leaves rank 0 at 15, is away for 6 and needs B there.
+    costs = Costs((StageCost(5, 1, 0), StageCost(3, 3, 0)), (0,))
+    assert lower_bound(costs, 3) == 15 + 6 + 1
 
 
 def rows(m: int, f: int = 0, b: int = 0, w: int = 0) -> list[list[tuple[Kind, int]]]:

@@ -155,6 +155,10 @@ def test_a_circle_is_named() -> None:
         ("# x  ranks=2 microbatches=1 placement=0,0\n0 | 0F0 1F0 1BW0 0BW0\n1 |\n", "ranks without a stage"),
         ("# x  ranks=1 microbatches=1 placement=0 first_trainable=1\n0 | F0\n", "first trainable stage 1 of 1"),
         ("# x  ranks=2 microbatches=1 placement=0,1 first_trainable=1\n0 | F0 BW0\n1 | F0 BW0\n", "on a frozen stage"),
+        (
+            "# x  ranks=1 microbatches=3 placement=0\n0 | F0 F2 F2 BW0 BW1 BW2\n",
+            "runs F of microbatch 2 on stage 0 where microbatch 1 of F",
+        ),
         ("# x  ranks=1 microbatches=1 placement=0\n0 | F0 B0\n", "stage 0 has 0 of 1 W ops"),
         ("# x  ranks=1 microbatches=1 placement=0\n0 | F0 B0 BW0\n", "runs BW of microbatch 0 on stage 0 where microbatch 1 of B is due"),
     ],

@@ -1,0 +1,38 @@
+"""What the pool's ranks can run. Each function takes the job's world first; arguments and results are JSON."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from dynmo.config import parse
+from dynmo.events import Event, StepEvent
+from dynmo.models.model import load_model
+from dynmo.runtime.world import World
+from dynmo.trainer import Trainer
+
+
+def train(world: World, config: dict[str, Any]) -> dict[str, Any]:
+    """A whole run without a folder: digest and last loss, and on rank 0 every step's loss and placement."""
+    loaded = parse(config)
+    events: list[Event] = []
+    result = Trainer(loaded, world, load_model(loaded), None, listen=events.append).run()
+    steps = [e for e in events if isinstance(e, StepEvent)]
+    return {
+        "digest": result.weights_digest,
+        "loss": result.loss,
+        "losses": [e.loss for e in steps],
+        "layers": [list(e.layers) for e in steps],
+    }
+
+
+def train_and_weights(world: World, config: dict[str, Any]) -> dict[str, Any]:
+    """As `train`, and this rank's weights by layer, flat, in parameter order."""
+    loaded = parse(config)
+    events: list[Event] = []
+    trainer = Trainer(loaded, world, load_model(loaded), None, listen=events.append)
+    trainer.run()
+    layers = trainer.pipeline.own_layers
+    return {
+        "losses": [e.loss for e in events if isinstance(e, StepEvent)],
+        "weights": {index: [x for p in module.parameters() for x in p.flatten().tolist()] for index, (module, _) in layers.items()},
+    }

@@ -1,0 +1,105 @@
+"""A pool of rank processes that serves many tests: importing torch costs seconds a process, a job milliseconds.
+
+Each job runs a function of `tests/jobs.py` on the first n ranks, in a world of its own (a generation), and brings back what each returned.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import selectors
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+from dynmo.runtime.launch import rank_environment
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+class JobFailed(Exception):
+    """At least one rank raised; the message holds each rank's traceback."""
+
+
+class Pool:
+    def __init__(self, size: int) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="dynmo-pool-")
+        self._generation = 0
+        self._ranks: list[subprocess.Popen[str]] = []
+        for rank in range(size):
+            env = rank_environment(rank, size, Path(self._folder.name), threads=1)
+            env["PYTHONWARNINGS"] = "error"
+            command = [sys.executable, "-m", "tests.pool"]
+            self._ranks.append(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env, cwd=ROOT))
+
+    def run(self, function: str, ranks: int, timeout: float = 60.0, **arguments: Any) -> list[Any]:
+        """Runs `tests.jobs.<function>(world, **arguments)` on so many ranks; arguments and results are JSON."""
+        self._generation += 1
+        job = json.dumps({"function": function, "size": ranks, "generation": self._generation, "arguments": arguments})
+        for process in self._ranks[:ranks]:
+            assert process.stdin is not None
+            process.stdin.write(job + "\n")
+            process.stdin.flush()
+        replies = [self._reply(process, time.monotonic() + timeout) for process in self._ranks[:ranks]]
+        errors = [f"rank {rank}:\n{reply['error']}" for rank, reply in enumerate(replies) if "error" in reply]
+        if errors:
+            raise JobFailed("\n".join(errors))
+        return [reply["result"] for reply in replies]
+
+    def _reply(self, process: subprocess.Popen[str], deadline: float) -> dict[str, Any]:
+        assert process.stdout is not None
+        with selectors.DefaultSelector() as selector:
+            selector.register(process.stdout, selectors.EVENT_READ)
+            if not selector.select(max(0.0, deadline - time.monotonic())):
+                self.close()
+                raise JobFailed("a rank did not answer in time; the pool was ended")
+        line = process.stdout.readline()
+        if not line:
+            raise JobFailed(f"a rank of the pool died (status {process.wait()})")
+        return json.loads(line)
+
+    def close(self) -> None:
+        for process in self._ranks:
+            process.kill()
+            process.wait()
+            for stream in (process.stdin, process.stdout):
+                if stream is not None:
+                    stream.close()
+        self._folder.cleanup()
+
+
+def _serve() -> None:
+    import torch
+
+    from dynmo.runtime.rendezvous import from_environment
+    from dynmo.runtime.world import World, open_store
+
+    rendezvous = from_environment()
+    assert rendezvous is not None
+    torch.set_num_threads(1)
+    # Jobs may print; the replies have the real stdout to themselves.
+    replies = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    store = open_store(rendezvous, timeout=30)
+    for line in sys.stdin:
+        job = json.loads(line)
+        try:
+            function = getattr(importlib.import_module("tests.jobs"), job["function"])
+            world = World.join(store, rendezvous.rank, job["size"], timeout=20, generation=job["generation"])
+            try:
+                reply = {"result": function(world, **job["arguments"])}
+            finally:
+                world.close()
+        except Exception:
+            reply = {"error": traceback.format_exc()}
+        replies.write(json.dumps(reply) + "\n")
+        replies.flush()
+
+
+if __name__ == "__main__":
+    _serve()

@@ -1,0 +1,134 @@
+"""Same numbers: one digest for every number of ranks, schedule and balancer, with freezing, clipping and dropout.
+
+And a plain PyTorch loop, which shares no dynmo code beyond the modules, agrees closely.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+
+from dynmo.config import parse
+from dynmo.data.batches import Batches
+from dynmo.data.corpus import open_corpus
+from dynmo.models.gpt import make
+from dynmo.schedule.generators import GENERATORS
+from tests.pool import Pool
+
+# Every balancer acts: nothing holds it back, for gains in a model this small are noise.
+BALANCERS: dict[str, dict[str, Any]] = {
+    "none": {"balancer": "none"},
+    "exact": {"balancer": "exact", "every": 3, "margin": 0.0, "hysteresis": 0.0},
+    "diffusion": {"balancer": "diffusion", "every": 1, "margin": 0.0, "hysteresis": 0.0},
+    "random": {"balancer": "random", "every": 1},
+}
+STEPS = 7
+
+
+def config(ranks: int, schedule: str, balance: dict[str, Any], freezing: bool, clipping: bool, dropout: float = 0.1) -> dict[str, Any]:
+    """Six layers, five microbatches (no multiple of 2, 3 or 4). The norm starts near 2, so that 0.5 always clips."""
+    return {
+        "seed": 7,
+        "model": {"blocks": 2, "hidden": 32, "heads": 2, "sequence": 16, "dropout": dropout},
+        "train": {"steps": STEPS, "global_batch": 10, "micro_batch": 2, "lr": 1e-2, "warmup": 2, "max_grad_norm": 0.5 * clipping},
+        "parallel": {"pipeline": ranks, "timeout": 20.0},
+        "pipeline": {"schedule": schedule},
+        "balance": balance,
+        "dynamism": {"cases": ["freezing"], "freezing": {"schedule": [[2, 1], [4, 3]]}} if freezing else {},
+        "trace": {"steps": 0},
+    }
+
+
+@cache
+def _reference(pool: Pool, freezing: bool, clipping: bool) -> dict[str, Any]:
+    """One rank, an ordinary backward, nothing moves."""
+    return pool.run("train", 1, config=config(1, "1f1b", BALANCERS["none"], freezing, clipping))[0]
+
+
+@pytest.mark.parametrize(("freezing", "clipping"), list(product((False, True), repeat=2)), ids=["plain", "clip", "freeze", "freeze-clip"])
+@pytest.mark.parametrize("balancer", BALANCERS)
+@pytest.mark.parametrize("schedule", GENERATORS)
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_one_digest(pool: Pool, ranks: int, schedule: str, balancer: str, freezing: bool, clipping: bool) -> None:
+    expected = _reference(pool, freezing, clipping)
+    results = pool.run("train", ranks, config=config(ranks, schedule, BALANCERS[balancer], freezing, clipping))
+    assert results[0]["losses"] == expected["losses"]
+    assert {r["digest"] for r in results} == {expected["digest"]}
+    if balancer == "random" and ranks > 1:
+        placements = results[0]["layers"]
+        assert all(a != b for a, b in zip(placements, placements[1:], strict=False)), "the layers did not move at every step"
+
+
+def test_what_changes_the_digest(pool: Pool) -> None:
+    """The digest is no constant: freezing, clipping, dropout and the seed each change it."""
+    digests = [_reference(pool, freezing, clipping)["digest"] for freezing, clipping in product((False, True), repeat=2)]
+    undropped = pool.run("train", 1, config=config(1, "1f1b", BALANCERS["none"], False, False, dropout=0.0))[0]["digest"]
+    reseeded = pool.run("train", 1, config=config(1, "1f1b", BALANCERS["none"], False, False) | {"seed": 8})[0]["digest"]
+    assert len({*digests, undropped, reseeded}) == 6
+
+
+def test_autofreeze_decides_the_same_on_any_ranks(pool: Pool) -> None:
+    results = []
+    for ranks in (1, 3):
+        wanted = config(ranks, "zb-h1", BALANCERS["random"], False, True)
+        wanted["dynamism"] = {"cases": ["freezing"], "freezing": {"policy": "autofreeze", "every": 2}}
+        results.append(pool.run("train", ranks, config=wanted)[0])
+    assert results[0]["digest"] == results[1]["digest"]
+    assert results[0]["digest"] != _reference(pool, False, True)["digest"], "nothing froze"
+
+
+@pytest.mark.parametrize(("freezing", "clipping"), list(product((False, True), repeat=2)))
+def test_a_plain_loop_agrees(pool: Pool, freezing: bool, clipping: bool) -> None:
+    """torch's own AdamW, clipping and backward over the same modules, 1e-6 relative in loss and weights."""
+    wanted = config(3, "zb-h2", BALANCERS["random"], freezing, clipping, dropout=0.0)
+    got = pool.run("train_and_weights", 3, config=wanted)
+    losses, weights = _plain_loop(wanted, freezing, clipping)
+    assert got[0]["losses"] == pytest.approx(losses, rel=1e-6)
+    ours = {int(k): v for part in got for k, v in part["weights"].items()}
+    for index, expected in enumerate(weights):
+        actual = torch.tensor(ours[index], dtype=torch.float64)
+        difference = torch.linalg.vector_norm(actual - expected) / torch.linalg.vector_norm(expected)
+        assert float(difference) < 1e-6, f"layer {index}"
+
+
+def _plain_loop(wanted: dict[str, Any], freezing: bool, clipping: bool) -> tuple[list[float], list[torch.Tensor]]:
+    torch.set_num_threads(1)
+    parsed = parse(wanted)
+    layers = torch.nn.ModuleList(make(parsed).build(range(6)))
+    batches = Batches(open_corpus("stdlib"), 16, 10, 2, 7)
+    decayed = [p for p in layers.parameters() if p.dim() >= 2]
+    others = [p for p in layers.parameters() if p.dim() < 2]
+    groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
+    adamw = torch.optim.AdamW(groups, lr=0.0, betas=(0.9, 0.95), eps=1e-8)
+    losses: list[float] = []
+    for step in range(STEPS):
+        if freezing:
+            for layer in list(layers)[: 3 if step >= 4 else 1 if step >= 2 else 0]:
+                layer.requires_grad_(False)
+        inputs, targets = batches.train(step)
+        adamw.zero_grad()
+        total = 0.0
+        for x, y in zip(inputs, targets, strict=True):
+            for layer in layers:
+                x = layer(x)
+            loss = torch.nn.functional.cross_entropy(x.flatten(0, 1), y.flatten()) / len(inputs)
+            loss.backward()
+            total += loss.item()
+        if clipping:
+            torch.nn.utils.clip_grad_norm_(layers.parameters(), 0.5)
+        for group in adamw.param_groups:
+            group["lr"] = _rate(step)
+        adamw.step()
+        losses.append(total)
+    return losses, [torch.cat([p.detach().double().flatten() for p in layer.parameters()]) for layer in layers]
+
+
+def _rate(step: int) -> float:
+    """Two steps of warm-up, then a cosine to a tenth at the last step: written out, not taken from the trainer."""
+    if step < 2:
+        return 1e-2 * (step + 1) / 2
+    return 1e-2 * (0.1 + 0.9 * 0.5 * (1 + float(torch.cos(torch.tensor(torch.pi * (step - 2) / (STEPS - 3), dtype=torch.float64)))))
