@@ -40,10 +40,10 @@ class PeerSchedule:
         return [rank + chunk * ranks for chunk in range(self.stages_per_rank)]
 
 
-# Each schedule at its defaults; who compares takes the fastest of a kind, measured in the same run. Fewer stages a rank cost less
-# Python and fewer messages, more stages leave a smaller bubble: which wins depends on how long an op is. Ideal step times over work
-# at 8 ranks, 32 microbatches and f = b = w: 1.22, 1.11, 1.07, 1.04, 1.04. Not listed because they gained nothing: shapes given
-# beforehand (they matter in the first step only), `defer_pp_recv`, 1F1B in the interleaved runtime, four stages on a rank.
+# Each schedule at its defaults; who compares takes the fastest of a kind, measured in the same run. Fewer stages on a rank cost less
+# Python and fewer messages, more leave a smaller bubble: which wins depends on how long an op is. Ideal step time over work, at 8
+# ranks, 32 microbatches and f = b = w: 1.22, 1.11, 1.07, 1.04, 1.04. Tried, and slower or the same: shapes given beforehand (used in
+# the first step only), `defer_pp_recv`, 1F1B's order in the runtime of the others, four stages on a rank.
 PEERS = {
     "1f1b": PeerSchedule(Schedule1F1B),
     "interleaved-1f1b": PeerSchedule(ScheduleInterleaved1F1B, stages_per_rank=2),
@@ -76,8 +76,8 @@ class TorchPeer:
         indices = kind.stages(ranks, rank)
         self.modules = [build_stage(index, count) for index in indices]
         stages = [PipelineStage(module, index, count, torch.device("cpu")) for module, index in zip(self.modules, indices, strict=True)]
-        first = stages[0] if kind.make is Schedule1F1B else stages
-        self._schedule = kind.make(first, microbatches, loss_fn=loss_fn)
+        held = stages[0] if kind.make is Schedule1F1B else stages
+        self._schedule = kind.make(held, microbatches, loss_fn=loss_fn)
         self._inputs = (inputs,) if 0 in indices else ()
         self._targets = targets if count - 1 in indices else None
 

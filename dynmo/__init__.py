@@ -1,0 +1,1 @@
+"""dynmo: pipeline-parallel training of language models whose work changes while they train."""

@@ -20,10 +20,10 @@ from torch import Tensor, nn
 
 from dynmo.balance.partition import Partition, moves
 from dynmo.costs import Costs, LayerCost, LinkCost, stage_costs
-from dynmo.errors import PartitionError, RunError
+from dynmo.errors import CheckpointError, PartitionError, RunError
 from dynmo.models.model import Model
 from dynmo.runtime.clock import clock_for
-from dynmo.runtime.executor import SEND, WAIT, Executor, Outcome, total
+from dynmo.runtime.executor import SEND, WAIT, Executor, Outcome, mean_loss
 from dynmo.runtime.migrate import Arrival, Migration, exchange, fill
 from dynmo.runtime.optimizer import AdamWSettings, LayerOptimizer, clip_factor, squared_norm
 from dynmo.runtime.p2p import Transport
@@ -73,27 +73,25 @@ class Pipeline:
         seed: int = 0,
         optimizer: AdamWSettings | None = None,
     ) -> None:
-        if partition.layers != model.layers or partition.ranks != world.size:
-            raise PartitionError(
-                f"a placement of {partition.layers} layers on {partition.ranks} ranks, for {model.layers} layers on {world.size} ranks"
-            )
         self.world, self.model, self.partition = world, model, partition
+        self._check(partition)
         self._schedule_name, self._microbatches, self._seed = schedule, microbatches, seed
         self._settings = optimizer or AdamWSettings()
         self.clock = clock_for(world.device)
         self.profiler = Profiler(self.clock)
+        if model.tied and world.size > 1:
+            raise PartitionError("tied embeddings need first and last layer on one rank; set parallel.pipeline = 1 or model.tied = false")
         self._modules = model.build(frozenset(partition.range_of(world.rank)))
-        self._tie()
         # Which parameters of a frozen layer trained before, so that it can thaw.
         self._thawed: dict[int, list[str]] = {}
         self._layers: dict[int, Layer] = {}
         self._optimizers: dict[int, LayerOptimizer] = {}
         for index in partition.range_of(world.rank):
             self._adopt(index, self._modules[index].to(world.device), {})
+        self._tie()
         self.links: tuple[LinkCost, ...] = measure_links(world)
         self._executor: Executor | None = None
         self._evaluators: dict[int, Executor] = {}
-        self.schedule: Schedule | None = None
 
     # -- what is where ----------------------------------------------------------------------------------------------------
 
@@ -113,6 +111,13 @@ class Pipeline:
                 return index
         raise RunError("no layer has anything to train; leave at least the last one unfrozen")
 
+    def _check(self, partition: Partition) -> None:
+        layers, ranks = self.model.layers, self.world.size
+        if (partition.layers, partition.ranks) != (layers, ranks):
+            raise PartitionError(
+                f"a placement of {partition.layers} layers on {partition.ranks} ranks, for {layers} layers on {ranks} ranks"
+            )
+
     def _adopt(self, index: int, module: nn.Module, optimizer_state: dict[str, Tensor]) -> None:
         shared = frozenset(name for _, (layer, name) in self.model.tied if layer == index)
         self._modules[index] = module
@@ -122,10 +127,6 @@ class Pipeline:
 
     def _tie(self) -> None:
         """A tied parameter shares the memory of its owner and keeps a gradient of its own: the gradient is the sum of the uses' sums."""
-        if not self.model.tied:
-            return
-        if self.world.size > 1:
-            raise PartitionError("tied embeddings need first and last layer on one rank; set parallel.pipeline = 1 or model.tied = false")
         for (owner, owner_name), (user, name) in self.model.tied:
             self._modules[user].get_parameter(name).data = self._modules[owner].get_parameter(owner_name).data
 
@@ -140,22 +141,21 @@ class Pipeline:
 
     def _relower(self) -> None:
         """Programs and channels are made anew at the next step."""
+        for executor in (self._executor, *self._evaluators.values()):
+            if executor is not None:
+                executor.close()
         self._executor = None
         self._evaluators.clear()
 
     def _lower(self) -> Executor:
-        world, first = self.world, self.first_trainable
-        self.schedule = make_schedule(self._schedule_name, world.size, self._microbatches, self.partition.owner(first))
-        programs = lower(self.schedule)
-        self._executor = self._execute(programs, first, self._microbatches)
+        programs = lower(self.schedule_for(self.partition))
+        self._executor = self._execute(programs, self.first_trainable, self._microbatches)
         return self._executor
 
     def _execute(self, programs: tuple[Program, ...], first: int, microbatches: int) -> Executor:
         world, last = self.world, self.world.size - 1
-        loss = self.model.loss
-        share = 1 / microbatches
         own = [self._layers[i] for i in self.partition.range_of(world.rank)]
-        stage = Stage(own, first, (lambda out, aim: loss(out, aim) * share) if world.rank == last else None)
+        stage = Stage(own, first, self.model.loss if world.rank == last else None, 1 / microbatches)
         return Executor(programs[world.rank], {world.rank: stage}, last, Transport(world, programs), self.clock)
 
     def step(
@@ -165,14 +165,23 @@ class Pipeline:
 
         `flag` is handed to every rank in `StepResult.flags` (a wish to stop, say). Raises RunError if loss or gradient is not finite.
         """
+        return self.update(step, self.forward_backward(step, inputs, targets), lr=lr, max_norm=max_norm, flag=flag)
+
+    def forward_backward(self, step: int, inputs: Tensor | None, targets: Tensor | None) -> Outcome:
+        """The first half of `step`: runs the program; gradients are left on the parameters."""
         executor = self._executor or self._lower()
         for layer in self._layers.values():
             layer.module.train()
         outcome = executor.run(step, inputs, targets)
         self.clock.settle()
+        return outcome
+
+    def update(self, step: int, outcome: Outcome, *, lr: float, max_norm: float = 0.0, flag: bool = False) -> StepResult:
+        """The second half of `step`: what the ranks must agree on, clipping, AdamW."""
         self._merge_tied()
         result = self._reduce(outcome, flag)
         if not math.isfinite(result.loss) or not math.isfinite(result.norm):
+            self.discard()
             raise RunError(
                 f"step {step}: loss {result.loss}, gradient norm {result.norm}; nothing was updated. Lower train.lr or check the data"
             )
@@ -185,6 +194,12 @@ class Pipeline:
         self.profiler.observe(self._layers.values())
         return result
 
+    def discard(self) -> None:
+        """Instead of `update`: drops the gradients and keeps the measurements."""
+        for layer in self._layers.values():
+            layer.module.zero_grad()
+        self.profiler.observe(self._layers.values())
+
     def _reduce(self, outcome: Outcome, flag: bool) -> StepResult:
         """One all-reduce for all that the ranks must know of a step. Each entry is filled by one rank, so no sum is rounded."""
         world, count = self.world, self.count
@@ -193,7 +208,7 @@ class Pipeline:
         table = torch.zeros(count + 1 + 3 * world.size, dtype=torch.float64)
         for index, layer in self._layers.items():
             table[index] = squared_norm(p.grad for p in layer.module.parameters())
-        table[count] = total(outcome.losses)
+        table[count] = mean_loss(outcome.losses)
         table[count + 1 + world.rank] = sum(seconds(s.start, s.end) for s in slices if s.kind not in (WAIT, SEND))
         table[count + 1 + world.size + world.rank] = seconds(slices[0].start, slices[-1].end)
         table[count + 1 + 2 * world.size + world.rank] = float(flag)
@@ -213,14 +228,15 @@ class Pipeline:
         outcome = self._evaluators[microbatches].run(0, inputs, targets, training=False)
         for layer in self._layers.values():
             layer.marks.clear()
-        table = torch.tensor([total(outcome.losses)], dtype=torch.float64)
+        table = torch.tensor([mean_loss(outcome.losses)], dtype=torch.float64)
         return float(self.world.sum(table, "the evaluation to end"))
 
     # -- what changes ---------------------------------------------------------------------------------------------------------
 
     def freeze(self, layers: Collection[int]) -> None:
         """These layers train no more. Their optimizer state stays; a leading run of frozen layers is elided from the backward."""
-        if self.first_trainable_after(layers) is None:
+        before, after = self.first_trainable, self.first_trainable_after(layers)
+        if after is None:
             raise PartitionError(f"freezing layers {sorted(layers)} would leave nothing to train")
         for index in sorted(layers):
             if index not in self._thawed:
@@ -231,15 +247,17 @@ class Pipeline:
                     parameter.requires_grad_(False)
                     parameter.grad = None
         self._freeze_tied()
-        self.changed(layers)
+        self.changed({*layers, *range(before, after + 1)})
 
     def unfreeze(self, layers: Collection[int]) -> None:
         """Frozen layers train again, from the optimizer state that they had."""
+        before = self.first_trainable
         for index in sorted(layers):
             for name in self._thawed.pop(index, ()):
                 self._modules[index].get_parameter(name).requires_grad_(True)
         self._freeze_tied()
-        self.changed(layers)
+        # As in `freeze`: the layers between the old and the new end of the frozen prefix begin or cease to run B.
+        self.changed({*layers, *range(self.first_trainable, before + 1)})
 
     def first_trainable_after(self, layers: Collection[int]) -> int | None:
         gone = set(layers) | self.frozen
@@ -261,6 +279,7 @@ class Pipeline:
 
     def move(self, partition: Partition) -> Migration:
         """Puts the layers where `partition` says, with weights, gradients, optimizer state and flags. All or nothing."""
+        self._check(partition)
         world, plan = self.world, moves(self.partition, partition)
         world.agree(hashlib.sha256(repr((self.partition.counts, partition.counts)).encode()).digest(), "the new placement")
 
@@ -294,8 +313,11 @@ class Pipeline:
 
     def predict(self, layers: tuple[LayerCost, ...], partition: Partition) -> Timeline:
         """What the simulator says of one step under these costs and this placement."""
-        schedule = make_schedule(self._schedule_name, partition.ranks, self._microbatches, partition.owner(self.first_trainable))
-        return simulate(schedule, self.stage_costs(layers, partition))
+        return simulate(self.schedule_for(partition), self.stage_costs(layers, partition))
+
+    def schedule_for(self, partition: Partition) -> Schedule:
+        """The schedule that would run on this placement, with what is frozen now."""
+        return make_schedule(self._schedule_name, partition.ranks, self._microbatches, partition.owner(self.first_trainable))
 
     def full_schedule(self) -> Schedule:
         """The schedule with every stage training: an upper bound of what any frozen prefix keeps in memory."""
@@ -319,7 +341,7 @@ class Pipeline:
         for index, layer in self._layers.items():
             digest = hashlib.sha256()
             for _, parameter in layer.module.named_parameters():
-                digest.update(parameter.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
+                digest.update(parameter.detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes())
             table[index] = torch.frombuffer(bytearray(digest.digest()), dtype=torch.uint8)
         self.world.sum(table, "the digests of the weights")
         return hashlib.sha256(table.numpy().tobytes()).hexdigest()
@@ -330,8 +352,17 @@ class Pipeline:
         return {i: (layer.module, self._optimizers[i]) for i, layer in self._layers.items()}
 
     def restore(self, index: int, tensors: dict[tuple[str, str], Tensor], flags: dict[str, bool]) -> None:
-        """Replaces one of this rank's layers by what a checkpoint holds of it."""
+        """Replaces one of this rank's layers by what a checkpoint holds of it. Raises CheckpointError if it is of another shape."""
+        shapes = {name: tuple(p.shape) for name, p in self._modules[index].named_parameters()}
+        saved = {name: tuple(t.shape) for (section, name), t in tensors.items() if section == "parameter"}
+        for name in sorted({*shapes, *saved}):
+            if shapes.get(name) != saved.get(name):
+                raise CheckpointError(
+                    f"layer {index} ({self.model.names[index]}): {name} is {saved.get(name)} in the checkpoint, {shapes.get(name)} in the "
+                    "config's model; resume with the config that the run was started with"
+                )
         self._adopt(index, self._modules[index], fill(self._modules[index], tensors, flags))
+        self._tie()
         self._relower()
 
 

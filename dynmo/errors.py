@@ -8,10 +8,15 @@
     │   └── CheckpointError        a checkpoint that is missing, damaged or of another model
     └── RunError(RuntimeError)     the run failed: exit status 1
         ├── WaitTimeout            a rank waited too long; the message names who waits for whom
-        └── RankDied               a peer is gone
+        ├── RankDied               a peer is gone
+        └── Interrupted            a signal ended the run before its ranks could stop by themselves: exit status 130
 
 Every message is one line: what was wrong, where, and what to do.
 """
+
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
 
 
 class DynmoError(Exception):
@@ -47,8 +52,27 @@ class RunError(DynmoError, RuntimeError):
 
 
 class WaitTimeout(RunError):
-    """A rank waited longer than the limit for another one."""
+    """A rank waited longer than the limit for others: for `ranks`, where they are known."""
+
+    def __init__(self, message: str, ranks: Sequence[int] = ()) -> None:
+        super().__init__(message)
+        self.ranks = tuple(ranks)
 
 
 class RankDied(RunError):
     """A rank of the run is gone."""
+
+
+class Interrupted(RunError):
+    """The run was told to stop, and was ended rather than waited for."""
+
+    exit_status = 130
+
+
+def place(error: BaseException) -> str:
+    """` (model.py:12)`: where the error was raised, in the innermost file that is not torch's or Python's own importer."""
+    if isinstance(error, SyntaxError):  # says so itself
+        return ""
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if not {"torch", "importlib"} & set(Path(f.filename).parts)]
+    frames = [f for f in frames if not f.filename.startswith("<frozen")]
+    return f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""

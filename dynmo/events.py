@@ -6,6 +6,7 @@ Shared by the runtime, the trainer and the reports. Floats are written so that t
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
@@ -124,9 +125,15 @@ def from_json(record: dict[str, Any]) -> Event:
 
 
 class EventLog:
-    """Appends events to a file, a line each, flushed at once so that a run can be watched."""
+    """Appends events to a file, a line each, flushed at once so that a run can be watched.
+
+    A torn last line (an earlier run was cut off) is dropped: what follows must start a line of its own.
+    """
 
     def __init__(self, path: Path) -> None:
+        if path.exists():
+            whole = path.read_bytes().rfind(b"\n") + 1
+            os.truncate(path, whole)
         self._file = path.open("a", encoding="utf-8")
 
     def write(self, event: Event) -> None:

@@ -12,7 +12,7 @@ from dynmo.config import Config
 from dynmo.costs import LayerCost
 from dynmo.data.corpus import check_vocab, open_corpus
 from dynmo.dynamism import make_cases
-from dynmo.errors import PartitionError
+from dynmo.errors import ConfigError, PartitionError, place
 from dynmo.memory import stage_memory
 from dynmo.models.emulated import EmulatedLayer
 from dynmo.models.model import Model, load_model
@@ -59,7 +59,13 @@ def dry_run(config: Config) -> Plan:
     open_corpus(config.data.source)
     make_cases(config, model.layers)
     partition = first_partition(config, model.layers)
-    costs = shape_costs(config, model)
+    try:
+        costs = shape_costs(config, model)
+    except Exception as error:
+        if not config.model.kind.startswith("python:"):
+            raise
+        what = f"{type(error).__name__}: {error}{place(error)}"
+        raise ConfigError(f"model.kind = '{config.model.kind}': on shapes alone (the meta device), its layers raised {what}") from error
     schedule = make_schedule(config.pipeline.schedule, partition.ranks, config.microbatches)
     memory = stage_memory(costs, partition.counts, resident(schedule))
     limit = memory_limit(config, torch.device("cpu"))

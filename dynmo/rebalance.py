@@ -34,11 +34,12 @@ class Rebalancer:
     Every rank holds one and calls it alike; costs are the same on all, so the decision is too.
     """
 
-    def __init__(self, config: Config, pipeline: Pipeline, memory_limit: int | None) -> None:
+    def __init__(self, config: Config, pipeline: Pipeline, memory_limit: int | None, moves: int = 0) -> None:
+        """moves: how many an earlier part of the run has made, so that ids go on."""
         self._config, self._pipeline, self._limit = config, pipeline, memory_limit
         self._recent: deque[float] = deque(maxlen=_WINDOW)
         self._pending: _Pending | None = None
-        self._moves = 0
+        self.moves = moves
         self._move_seconds: float | None = None
 
     def observe(self, step: int, seconds: float) -> RebalanceResultEvent | None:
@@ -62,7 +63,8 @@ class Rebalancer:
         self._recent.clear()
 
     def due(self, step: int) -> bool:
-        return self._config.balance.balancer != "none" and step > 0 and step % self._config.balance.every == 0
+        # A run that was just resumed has measured nothing to decide on.
+        return self._config.balance.balancer != "none" and bool(self._recent) and step % self._config.balance.every == 0
 
     def consider(self, step: int) -> RebalanceEvent | None:
         """Before `step`: decides, and moves if it pays. None when the layers stay."""
@@ -90,17 +92,17 @@ class Rebalancer:
         forced = balance.balancer in _FORCED
         if not decision.move and not forced:
             return None
-        before = median(self._recent) if self._recent else seconds_now
+        before = median(self._recent)
         source = pipeline.partition
         migration = pipeline.move(target)
         self._move_seconds = migration.seconds
-        self._moves += 1
-        self._pending = _Pending(self._moves, before, [])
+        self.moves += 1
+        self._pending = _Pending(self.moves, before, [])
         self._recent.clear()
         return RebalanceEvent(
             step,
             now(),
-            self._moves,
+            self.moves,
             source.counts,
             target.counts,
             migration.moved_bytes,

@@ -6,6 +6,8 @@ import hashlib
 import math
 import os
 import signal
+import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -139,37 +141,42 @@ class Trainer:
         )
         self._cases: list[Dynamism] = make_cases(config, model.layers)
         self._batches = self._open_data()
-        self.first_step = 0
+        self.first_step, self._loss, moved = 0, math.nan, 0
         if found is not None:
             self._restore(*found)
-        self._rebalancer = Rebalancer(config, self.pipeline, memory_limit(config, world.device))
+            self._loss, moved = found[1].state["loss"], found[1].state["moves"]
+        self._rebalancer = Rebalancer(config, self.pipeline, memory_limit(config, world.device), moved)
         self._tracer = Tracer(world, self.pipeline.clock, config.trace.steps)
 
     # -- the loop -----------------------------------------------------------------------------------------------------------
 
     def run(self) -> RunResult:
-        train, start = self.config.train, time.perf_counter()
-        loss, interrupted, step = math.nan, False, self.first_step
+        # Up to the last event: a signal that comes after the last step must not cut the account short.
         with _stop_flag() as stopping:
-            while step < train.steps and not interrupted:
-                self._change(step)
-                result = self._step(step, stopping())
-                loss, interrupted = result.loss, any(result.flags)
-                step += 1
-                if train.eval_every and step % train.eval_every == 0:
-                    self._evaluate(step)
-                if self._due_checkpoint(step, interrupted):
-                    self._save(step)
+            return self._run(stopping)
+
+    def _run(self, stopping: Callable[[], bool]) -> RunResult:
+        train, start = self.config.train, time.perf_counter()
+        interrupted, step = False, self.first_step
+        while step < train.steps and not interrupted:
+            self._change(step)
+            result = self._step(step, stopping())
+            self._loss, interrupted = result.loss, any(result.flags)
+            step += 1
+            if train.eval_every and step % train.eval_every == 0:
+                self._evaluate(step)
+            if self._due_checkpoint(step, interrupted):
+                self._save(step)
         settled = self._rebalancer.settle(step)
         if settled is not None:
             self._emit(settled)
         seconds = time.perf_counter() - start
         digest = self.pipeline.digest()
         self._tracer.finish(None if self._folder is None else self._folder / "trace.json")
-        self._emit(EndEvent(step, now(), loss, digest, seconds, "interrupted" if interrupted else "done"))
+        self._emit(EndEvent(step, now(), self._loss, digest, seconds, "interrupted" if interrupted else "done"))
         if self._log is not None:
             self._log.close()
-        return RunResult(loss, digest, seconds, interrupted, step, self.pipeline.partition.counts)
+        return RunResult(self._loss, digest, seconds, interrupted, step, self.pipeline.partition.counts)
 
     def _change(self, step: int) -> None:
         """The dynamic cases act, then the balancer looks at what was measured before they did."""
@@ -259,6 +266,8 @@ class Trainer:
         state = {
             "partition": list(pipeline.partition.counts),
             "frozen": sorted(pipeline.frozen),
+            "loss": self._loss,
+            "moves": self._rebalancer.moves,
             "cases": {case.name: case.state() for case in self._cases},
         }
         layers = {i: (module, optimizer.state()) for i, (module, optimizer) in pipeline.own_layers.items()}
@@ -267,7 +276,9 @@ class Trainer:
 
     def _find(self, model: Model) -> tuple[Path, checkpoint.CheckpointManifest]:
         assert self._checkpoints is not None
-        path, manifest = checkpoint.find(self._checkpoints)
+        path, manifest, problems = checkpoint.find(self._checkpoints)
+        if problems and self.world.rank == 0:
+            print(f"dynmo: {problems[0]}; resuming from {path.name}", file=sys.stderr)
         if tuple(manifest.layers) != model.names:
             raise CheckpointError(f"{path} holds a model of {len(manifest.layers)} layers, the config's has {model.layers} or others")
         return path, manifest
@@ -295,22 +306,28 @@ class Trainer:
 
 @contextmanager
 def _stop_flag() -> Iterator[Callable[[], bool]]:
-    """SIGTERM asks for a stop after the current step; the ranks agree on it in that step's all-reduce."""
+    """SIGTERM and SIGINT ask for a stop after the current step; the ranks agree on it in that step's all-reduce.
+
+    A second SIGINT interrupts at once. Ranks of dynmo's own launcher ignore SIGINT: it turns it into SIGTERM.
+    """
     asked = False
 
     def ask(number: int, frame: FrameType | None) -> None:
         nonlocal asked
         asked = True
+        if number == signal.SIGINT:
+            signal.signal(number, signal.default_int_handler)
 
-    try:
-        before = signal.signal(signal.SIGTERM, ask)
-    except ValueError:  # not the main thread: nobody can signal us, so nobody asks
+    if threading.current_thread() is not threading.main_thread():  # it gets no signals, so nobody asks
         yield lambda: False
         return
+    numbers = [n for n in (signal.SIGTERM, signal.SIGINT) if signal.getsignal(n) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, ask) for number in numbers}
     try:
         yield lambda: asked
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def warn_of_cores(config: Config) -> str | None:

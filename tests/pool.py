@@ -1,6 +1,7 @@
 """A pool of rank processes that serves many tests: importing torch costs seconds a process, a job milliseconds.
 
-Each job runs a function of `tests/jobs.py` on the first n ranks, in a world of its own (a generation), and brings back what each returned.
+Each job runs a function of `tests/jobs.py` (or `module:function`) on the first n ranks, in a world of its own (a generation), and brings
+back what each returned.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ class Pool:
             self._ranks.append(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env, cwd=ROOT))
 
     def run(self, function: str, ranks: int, timeout: float = 60.0, **arguments: Any) -> list[Any]:
-        """Runs `tests.jobs.<function>(world, **arguments)` on so many ranks; arguments and results are JSON."""
+        """Runs `function(world, **arguments)` on so many ranks; arguments and results are JSON."""
         self._generation += 1
         job = json.dumps({"function": function, "size": ranks, "generation": self._generation, "arguments": arguments})
         for process in self._ranks[:ranks]:
@@ -89,7 +90,8 @@ def _serve() -> None:
     for line in sys.stdin:
         job = json.loads(line)
         try:
-            function = getattr(importlib.import_module("tests.jobs"), job["function"])
+            module, _, name = job["function"].rpartition(":")
+            function = getattr(importlib.import_module(module or "tests.jobs"), name)
             world = World.join(store, rendezvous.rank, job["size"], timeout=20, generation=job["generation"])
             try:
                 reply = {"result": function(world, **job["arguments"])}

@@ -63,6 +63,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
         return status
     except DynmoError as error:
+        if os.environ.get("DYNMO_TRACEBACK") == "1":
+            traceback.print_exc()
         return _fail(str(error), error.exit_status)
     except _ClickException as error:
         message: str = error.format_message()  # pyright: ignore[reportAttributeAccessIssue]

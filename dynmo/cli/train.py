@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import shutil
 import sys
-import traceback
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from dynmo.errors import ConfigError
+from dynmo.errors import ConfigError, DynmoError, InputError, Interrupted, RunError
 
 if TYPE_CHECKING:
     from dynmo.config import Config
@@ -29,42 +31,89 @@ def train(
     json_: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
 ) -> None:
     """Train a model over pipeline ranks, rebalancing as it changes."""
-    from dynmo.config import load
     from dynmo.runtime.launch import is_local_rank
+
+    # `python -m dynmo` imports from the working folder, the `dynmo` script does not; a model of one's own may be there.
+    if sys.path[:1] not in ([""], [str(Path.cwd())]):
+        sys.path.insert(0, str(Path.cwd()))
+    if is_local_rank():
+        raise typer.Exit(_local_rank(config, resume, json_))
+
+    from dynmo.config import load
     from dynmo.runtime.rendezvous import from_environment
 
+    if resume and overwrite:
+        raise ConfigError("--resume and --overwrite exclude each other")
     loaded = load(config, set_ or [])
     if dry_run:
         _dry_run(loaded, json_)
         return
-    folder = RUNS / loaded.name
     rendezvous = from_environment()
     if rendezvous is None:
-        _prepare(folder, loaded, resume, overwrite)
-        raise typer.Exit(_spawn(loaded, folder, resume, json_))
-    if is_local_rank():
-        raise typer.Exit(_local_rank(loaded, rendezvous, folder, resume, json_))
-    if rendezvous.rank == 0 and rendezvous.size == loaded.ranks:
-        _prepare(folder, loaded, resume, overwrite)
-    raise typer.Exit(_rank(loaded, rendezvous, folder, resume, json_))
+        _check_input(loaded)
+        with _run_folder(loaded, resume, overwrite) as folder:
+            raise typer.Exit(_spawn(loaded, folder, resume, json_))
+    raise typer.Exit(_joined_rank(loaded, rendezvous, resume, overwrite, json_))
 
 
-def _prepare(folder: Path, config: Config, resume: bool, overwrite: bool) -> None:
-    """Makes runs/NAME ready. Raises ConfigError rather than lose anything."""
+def _check_input(config: Config) -> None:
+    """What can be known at once, without torch: for an error a second after the start, nothing need be made or overwritten."""
+    from dynmo.data.corpus import check_vocab, open_corpus
+
+    if config.model.kind != "emulated":
+        check_vocab(config.model.vocab)
+    if config.data.source.startswith("file:"):
+        open_corpus(config.data.source)
+
+
+@contextlib.contextmanager
+def _run_folder(config: Config, resume: bool, overwrite: bool) -> Iterator[Path]:
+    """runs/NAME, made ready. Raises ConfigError rather than lose anything.
+
+    Where the ranks find the input wrong, or are interrupted, before anything has happened, the folder is left as it was found (but what
+    --overwrite replaced is gone), so that it does not stand in the way of the next attempt.
+    """
+    folder = RUNS / config.name
+    try:
+        found = _prepare(folder, config, resume, overwrite)
+    except OSError as error:
+        raise ConfigError(f"{folder} cannot be made ready: {error}") from None
+    events = _size(folder / "events.jsonl")
+    try:
+        yield folder
+    except (InputError, Interrupted, KeyboardInterrupt):
+        if _size(folder / "events.jsonl") == events:
+            if found is None:
+                shutil.rmtree(folder)
+            else:
+                (folder / "config.toml").write_text(found, encoding="utf-8")
+        raise
+
+
+def _prepare(folder: Path, config: Config, resume: bool, overwrite: bool) -> str | None:
+    """Returns the config of the run that is resumed, None for a new one."""
     from dynmo.config import to_toml
 
-    if resume and overwrite:
-        raise ConfigError("--resume and --overwrite exclude each other")
-    if folder.exists() and not resume:
+    found = None
+    if resume:
+        if not folder.is_dir():
+            raise ConfigError(f"{folder} does not exist, so there is nothing to resume; leave out --resume")
+        if not any((folder / "checkpoints").glob("step-*[0-9]/manifest.json")):
+            raise ConfigError(f"{folder} has no checkpoint to resume from; start anew with --overwrite")
+        found = (folder / "config.toml").read_text(encoding="utf-8")
+    elif folder.exists():
         if not overwrite:
             raise ConfigError(f"{folder} exists; go on with --resume, replace it with --overwrite, or choose another name")
         if any(folder.iterdir()) and not (folder / "config.toml").is_file():
             raise ConfigError(f"{folder} does not look like a run (it has no config.toml); --overwrite would delete it")
         shutil.rmtree(folder)
-    if resume and not folder.is_dir():
-        raise ConfigError(f"{folder} does not exist, so there is nothing to resume; leave out --resume")
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.toml").write_text(to_toml(config), encoding="utf-8")
+    return found
+
+
+def _size(path: Path) -> int:
+    return path.stat().st_size if path.exists() else 0
 
 
 def _spawn(config: Config, folder: Path, resume: bool, as_json: bool) -> int:
@@ -75,17 +124,37 @@ def _spawn(config: Config, folder: Path, resume: bool, as_json: bool) -> int:
     return spawn(command, config.ranks, config.parallel.threads, folder)
 
 
-def _local_rank(config: Config, rendezvous: Rendezvous, folder: Path, resume: bool, as_json: bool) -> int:
-    """A rank that this machine's launcher started: errors go to the launcher, which reports the cause."""
+def _local_rank(path: Path, resume: bool, as_json: bool) -> int:
+    """A rank that this machine's launcher started on the config in its run's folder: errors go to the launcher, which tells the cause."""
     from dynmo.runtime.launch import enter_rank, report_failure
 
     enter_rank()
     try:
-        return _rank(config, rendezvous, folder, resume, as_json)
+        from dynmo.config import load
+        from dynmo.runtime.rendezvous import from_environment
+
+        rendezvous = from_environment()
+        assert rendezvous is not None
+        return _rank(load(path), rendezvous, path.parent, resume, as_json)
     except Exception as error:
-        with (folder / f"rank-{rendezvous.rank}.log").open("a", encoding="utf-8") as log:
-            traceback.print_exc(file=log)
-        return report_failure(error)
+        return report_failure(error, path.parent / f"rank-{os.environ['RANK']}.log")
+
+
+def _joined_rank(config: Config, rendezvous: Rendezvous, resume: bool, overwrite: bool, as_json: bool) -> int:
+    """A rank that torchrun or Slurm started: it tells its errors itself."""
+    from dynmo.runtime.launch import describe
+
+    if rendezvous.loopback and sys.platform == "linux":
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    # Rank 0 alone writes; in a world of the wrong size nothing is made, `run` says why.
+    writes = rendezvous.rank == 0 and rendezvous.size == config.ranks
+    try:
+        with _run_folder(config, resume, overwrite) if writes else contextlib.nullcontext(RUNS / config.name) as folder:
+            return _rank(config, rendezvous, folder, resume, as_json)
+    except DynmoError:
+        raise
+    except Exception as error:
+        raise RunError(f"{describe(error, rendezvous.rank)} (DYNMO_TRACEBACK=1 shows more)") from error
 
 
 def _rank(config: Config, rendezvous: Rendezvous, folder: Path, resume: bool, as_json: bool) -> int:
@@ -97,7 +166,7 @@ def _rank(config: Config, rendezvous: Rendezvous, folder: Path, resume: bool, as
     warning = warn_of_cores(config)
     if warning:
         print(f"dynmo: {warning}", file=sys.stderr)
-    with ProgressLine(config.name, config.train.steps) as progress:
+    with _stdout_for_json(as_json), ProgressLine(config.name, config.train.steps) as progress:
         result = run(config, rendezvous, folder, resume, progress)
     summary: dict[str, Any] = {"name": config.name, "folder": str(folder), **vars(result)}
     if as_json:
@@ -107,13 +176,16 @@ def _rank(config: Config, rendezvous: Rendezvous, folder: Path, resume: bool, as
     return 130 if result.interrupted else 0
 
 
+def _stdout_for_json(as_json: bool) -> contextlib.AbstractContextManager[object]:
+    """With --json, what a model of one's own prints goes to stderr: stdout is for the one object."""
+    return contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext()
+
+
 def _print_summary(folder: Path) -> None:
-    from rich.console import Console
-
     from dynmo.events import read
-    from dynmo.report.summary import phase_table, rebalance_lines, summarize
+    from dynmo.report.summary import console_for_tables, phase_table, rebalance_lines, summarize
 
-    console = Console()
+    console = console_for_tables()
     summary = summarize(read(folder / "events.jsonl"))
     console.print(phase_table(summary))
     for line in rebalance_lines(summary):
@@ -130,10 +202,11 @@ def _dry_run(config: Config, as_json: bool) -> None:
     """What would run: placement, schedule and memory per rank, from shapes alone."""
     from dynmo.plan import dry_run
 
-    plan = dry_run(config)
+    with _stdout_for_json(as_json):
+        plan = dry_run(config)
     if as_json:
         print(json.dumps(plan.to_json()))
         return
-    from rich.console import Console
+    from dynmo.report.summary import console_for_tables
 
-    Console().print(plan.table())
+    console_for_tables().print(plan.table())

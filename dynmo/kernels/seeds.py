@@ -20,13 +20,12 @@ class Purpose(IntEnum):
 
 
 def mix(*keys: int) -> int:
-    """A 63-bit seed from integers (splitmix64 over each in turn)."""
+    """A 63-bit seed from integers: each in turn is added and the sum scrambled (splitmix64's last step)."""
     state = 0x9E3779B97F4A7C15
     for key in keys:
-        state = (state ^ (key & _MASK)) * 0xBF58476D1CE4E5B9 & _MASK
-        state = (state ^ (state >> 27)) * 0x94D049BB133111EB & _MASK
-        state = (state ^ (state >> 31)) + 0x9E3779B97F4A7C15 & _MASK
-    return state >> 1
+        state = (state + key) * 0xBF58476D1CE4E5B9 & _MASK
+        state = (state ^ (state >> 29)) * 0x94D049BB133111EB & _MASK
+    return (state ^ (state >> 32)) >> 1
 
 
 def seed_forward(device: torch.device, seed: int, step: int, layer: int, microbatch: int) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from dynmo.config import Config
-from dynmo.errors import ConfigError
+from dynmo.errors import ConfigError, place
 from dynmo.kernels.seeds import Purpose, mix
 
 Loss = Callable[[Tensor, Tensor], Tensor]
@@ -68,25 +68,29 @@ def from_function(path: str, seed: int) -> Model:
     if not module_name or not function_name:
         raise ConfigError(f"model.kind = 'python:{path}': expected python:package.module:function")
     try:
-        function = getattr(importlib.import_module(module_name), function_name)
+        module = importlib.import_module(module_name)
     except ImportError as error:
         raise ConfigError(
             f"model.kind = 'python:{path}': cannot import {module_name}: {error}; run from its folder or install it"
-        ) from None
-    except AttributeError:
-        raise ConfigError(f"model.kind = 'python:{path}': {module_name} has no {function_name}") from None
+        ) from error
+    except Exception as error:  # whatever its own code raises, a slip of the pen too
+        raise ConfigError(f"model.kind = 'python:{path}': importing {module_name} raised {_what(error)}") from error
+    function = getattr(module, function_name, None)
+    if not callable(function):
+        raise ConfigError(f"model.kind = 'python:{path}': {module_name} has no function {function_name}")
 
     def make() -> tuple[list[nn.Module], Loss]:
         torch.manual_seed(mix(seed, Purpose.INITIAL, 0))
         try:
             made = function()
         except Exception as error:
-            raise ConfigError(f"model.kind = 'python:{path}': {function_name}() raised {type(error).__name__}: {error}") from error
-        layers, loss = made if isinstance(made, tuple) else (made, next_token_loss)
+            raise ConfigError(f"model.kind = 'python:{path}': {function_name}() raised {_what(error)}") from error
+        layers, loss = made if isinstance(made, tuple) and len(made) == 2 else (made, next_token_loss)
         if (
             not isinstance(layers, list | nn.ModuleList | nn.Sequential)
             or not all(isinstance(x, nn.Module) for x in layers)
             or not len(layers)
+            or not callable(loss)
         ):
             raise ConfigError(f"model.kind = 'python:{path}': {function_name}() must return a list of torch modules, or (list, loss)")
         layers = list(layers)
@@ -100,6 +104,10 @@ def from_function(path: str, seed: int) -> Model:
         return [layer if index in owned else layer.to("meta") for index, layer in enumerate(make()[0])]
 
     return Model(tuple(f"{i}.{type(x).__name__}" for i, x in enumerate(layers)), build, loss)
+
+
+def _what(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}{place(error)}"
 
 
 def _refuse_sharing(path: str, layers: Sequence[nn.Module]) -> None:

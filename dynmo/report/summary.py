@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from statistics import median
 
+from rich.console import Console
 from rich.table import Table
 
 from dynmo.events import EndEvent, EvalEvent, Event, RebalanceEvent, RebalanceResultEvent, StepEvent
@@ -41,19 +42,23 @@ class Summary:
 
 
 def summarize(events: Iterable[Event]) -> Summary:
+    """A resumed run repeats what came after its checkpoint; the later account counts."""
     steps: list[StepEvent] = []
     rebalances: list[RebalanceEvent] = []
     results: list[RebalanceResultEvent] = []
     held_out: float | None = None
     end: EndEvent | None = None
     for event in events:
+        if isinstance(event, StepEvent | RebalanceEvent) and steps and steps[-1].step >= event.step:
+            steps = [s for s in steps if s.step < event.step]
+            rebalances = [r for r in rebalances if r.step < event.step]
+            results = [r for r in results if r.step < event.step]
         match event:
             case StepEvent():
-                # A resumed run repeats the steps after its checkpoint; the later account counts.
-                while steps and steps[-1].step >= event.step:
-                    steps.pop()
                 steps.append(event)
+                end = None
             case RebalanceEvent():
+                rebalances = [r for r in rebalances if r.id < event.id]
                 rebalances.append(event)
             case RebalanceResultEvent():
                 results.append(event)
@@ -100,7 +105,7 @@ def phase_table(summary: Summary) -> Table:
     """A row per phase: what changed and what it did to the step time."""
     table = Table(title="Measured, phase by phase (medians)", title_justify="left")
     for heading in ("steps", "layers per rank", "frozen", "s/step", "tokens/s", "idle", "imbalance"):
-        table.add_column(heading, justify="left" if heading in ("steps", "layers per rank") else "right")
+        table.add_column(heading, justify="left" if heading in ("steps", "layers per rank") else "right", overflow="fold")
     for phase in summary.phases:
         table.add_row(
             f"{phase.first}-{phase.last}",
@@ -129,25 +134,26 @@ def rebalance_lines(summary: Summary) -> list[str]:
 
 
 def comparison_table(runs: Sequence[tuple[str, Summary]]) -> Table:
-    """Runs side by side, each against the first."""
+    """A column per run, each against the first."""
     table = Table(title="Runs compared", title_justify="left")
-    for heading in ("run", "steps", "seconds", "speed-up", "last phase s/step", "speed-up", "idle", "loss", "held out", "weights"):
-        table.add_column(heading, justify="left" if heading in ("run", "weights") else "right")
-    reference = runs[0][1]
-    for name, run in runs:
-        last, first_last = run.phases[-1], reference.phases[-1]
-        table.add_row(
-            name,
-            str(run.steps),
-            f"{run.seconds:.1f}",
-            f"x{reference.seconds / run.seconds:.2f}",
-            f"{last.seconds:.3f}",
-            f"x{first_last.seconds / last.seconds:.2f}",
-            f"{last.idle_ratio:.1%}",
-            "-" if run.loss is None else f"{run.loss:.6f}",
-            "-" if run.held_out is None else f"{run.held_out:.6f}",
-            "-" if run.digest is None else run.digest[:12],
-        )
+    table.add_column("")
+    for name, _ in runs:
+        table.add_column(name, justify="right", overflow="fold")
+    summaries = [run for _, run in runs]
+    total, last = summaries[0].seconds, summaries[0].phases[-1].seconds
+    rows: dict[str, Callable[[Summary], str]] = {
+        "steps": lambda run: str(run.steps),
+        "seconds": lambda run: f"{run.seconds:.1f}",
+        "speed-up": lambda run: f"x{total / run.seconds:.2f}",
+        "last phase: s/step": lambda run: f"{run.phases[-1].seconds:.3f}",
+        "last phase: speed-up": lambda run: f"x{last / run.phases[-1].seconds:.2f}",
+        "last phase: idle": lambda run: f"{run.phases[-1].idle_ratio:.1%}",
+        "loss": lambda run: "-" if run.loss is None else f"{run.loss:.6f}",
+        "held-out loss": lambda run: "-" if run.held_out is None else f"{run.held_out:.6f}",
+        "weights": lambda run: "-" if run.digest is None else run.digest[:12],
+    }
+    for heading, cell in rows.items():
+        table.add_row(heading, *map(cell, summaries))
     return table
 
 
@@ -162,3 +168,9 @@ def verdict(runs: Sequence[tuple[str, Summary]]) -> str:
 
 def layers_text(layers: Sequence[int]) -> str:
     return "+".join(map(str, layers))
+
+
+def console_for_tables() -> Console:
+    """Standard output. A file or a pipe has no width, so nothing is wrapped or cut off there."""
+    console = Console()
+    return console if console.is_terminal else Console(width=1000)

@@ -98,6 +98,8 @@ def chrome_trace(ranks: Sequence[Sequence[Sequence[float]]]) -> dict[str, Any]:
     for rank, rows in enumerate(ranks):
         for step, code, stage, microbatch, start, end in rows:
             kind = _KINDS[int(code)]
+            # Both ends rounded, not the length: otherwise neighbours could overlap, which viewers take for nesting.
+            ts, stop = round(start * 1e6, 1), round(end * 1e6, 1)
             events.append(
                 {
                     "ph": "X",
@@ -106,8 +108,8 @@ def chrome_trace(ranks: Sequence[Sequence[Sequence[float]]]) -> dict[str, Any]:
                     "name": f"{kind}{int(microbatch)}" if kind not in (WAIT, SEND) else f"{kind} {int(microbatch)}",
                     "cat": kind,
                     "cname": _COLOURS[kind],
-                    "ts": round(start * 1e6, 1),
-                    "dur": round((end - start) * 1e6, 1),
+                    "ts": ts,
+                    "dur": round(stop - ts, 1),
                     "args": {"step": int(step), "stage": int(stage), "microbatch": int(microbatch)},
                 }
             )

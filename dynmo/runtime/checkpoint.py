@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 import shutil
 import time
 import warnings
@@ -28,7 +29,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
 
 from dynmo.errors import CheckpointError
-from dynmo.runtime.migrate import DTYPES, Contents, Manifest, TensorRecord, contents
+from dynmo.runtime.migrate import DTYPES, Contents, Manifest, contents, describe
 from dynmo.runtime.world import World
 
 _VERSION = 1
@@ -90,7 +91,9 @@ def save(
         _sync(folder)
         _write(folder / "latest.tmp", final.name)
         (folder / "latest.tmp").replace(folder / "latest")
-        for old in _complete(folder)[keep:]:
+        # What is newer than this one was damaged, or it would have been resumed from: it must not count among those to keep.
+        kept = [p for p in _complete(folder) if _step(p) <= step][:keep]
+        for old in [*(p for p in _complete(folder) if p not in kept), *folder.glob("step-*.tmp")]:
             shutil.rmtree(old)
     world.barrier("the checkpoint to be complete")
     return Saved(final, int(size), time.perf_counter() - start)
@@ -105,19 +108,8 @@ def _folder(index: int) -> str:
 
 def _save_layer(folder: Path, index: int, module: nn.Module, optimizer_state: dict[str, Tensor]) -> tuple[Path, Path]:
     tensors = {key: t.detach().cpu() for key, t in contents(module, optimizer_state).items() if key[0] != "gradient"}
-    flags = {name: p.requires_grad for name, p in module.named_parameters()}
-    records = [
-        TensorRecord(
-            section=section,
-            name=name,
-            dtype=str(t.dtype).removeprefix("torch."),
-            shape=list(t.shape),
-            requires_grad=section == "parameter" and flags[name],
-        )
-        for (section, name), t in tensors.items()
-    ]
     folder.mkdir()
-    _write(folder / "layer.json", Manifest(layer=index, tensors=records).model_dump_json())
+    _write(folder / "layer.json", describe(index, module, tensors).model_dump_json())
     with warnings.catch_warnings():
         # Each rank saves its own layers, on purpose without DCP's collectives (which pickle).
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
@@ -139,15 +131,20 @@ def _name(section: str, name: str) -> str:
 
 def _complete(folder: Path) -> list[Path]:
     """Complete checkpoints, newest first."""
-    return sorted((p for p in folder.glob("step-*") if p.suffix != ".tmp" and (p / "manifest.json").is_file()), reverse=True)
+    named = [p for p in folder.glob("step-*") if re.fullmatch(r"step-\d+", p.name) and (p / "manifest.json").is_file()]
+    return sorted(named, key=_step, reverse=True)
 
 
-def find(folder: Path) -> tuple[Path, CheckpointManifest]:
-    """The newest checkpoint that is whole. Raises CheckpointError when there is none; says on which file the newest failed."""
+def _step(path: Path) -> int:
+    return int(path.name.removeprefix("step-"))
+
+
+def find(folder: Path) -> tuple[Path, CheckpointManifest, list[str]]:
+    """The newest checkpoint that is whole, and what was wrong with those newer than it. Raises CheckpointError when there is none."""
     problems: list[str] = []
     for path in _complete(folder):
         try:
-            return path, verify(path)
+            return path, verify(path), problems
         except CheckpointError as error:
             problems.append(str(error))
     if problems:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -47,6 +48,16 @@ class Executor:
 
     def run(self, step: int, inputs: Tensor | None, targets: Tensor | None, training: bool = True) -> Outcome:
         """inputs: [microbatches, ...] where the first stage is; targets: [microbatches, ...] where the last one is."""
+        # A garbage collection in the middle of a step would hold up every rank downstream; between steps it holds up none.
+        collecting = gc.isenabled()
+        gc.disable()
+        try:
+            return self._run(step, inputs, targets, training)
+        finally:
+            if collecting:
+                gc.enable()
+
+    def _run(self, step: int, inputs: Tensor | None, targets: Tensor | None, training: bool) -> Outcome:
         outcome = Outcome()
         mark, slices = self._clock.mark, outcome.slices
         # Tensors on their way to an op or to a channel, by (direction, stage that needs or made them, microbatch).
@@ -86,6 +97,9 @@ class Executor:
         self._transport.flush()
         return outcome
 
+    def close(self) -> None:
+        self._transport.close()
+
     def clear(self) -> None:
         for stage in self._stages.values():
             stage.clear()
@@ -96,6 +110,6 @@ def _at(batch: Tensor | None, microbatch: int) -> Tensor:
     return batch[microbatch]
 
 
-def total(losses: list[Tensor]) -> float:
-    """The step's loss: the microbatches' shares added in microbatch order."""
-    return float(torch.stack([x.reshape(()) for x in losses]).double().sum()) if losses else 0.0
+def mean_loss(losses: list[Tensor]) -> float:
+    """The step's loss: the mean over the microbatches, added in their order; 0 on a rank that has none."""
+    return float(torch.stack([x.detach() for x in losses]).double().mean()) if losses else 0.0

@@ -20,26 +20,29 @@ import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
-from dynmo.errors import DynmoError, InputError, RankDied, RunError, WaitTimeout
+from dynmo.errors import DynmoError, InputError, Interrupted, RankDied, RunError, WaitTimeout, place
 
 # After one rank has failed, the others get so many seconds to find out for themselves and say why.
 _GRACE = 3.0
 # After Ctrl-C, ranks get so many seconds to finish their step and save.
 _STOP_GRACE = 60.0
+_STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 @dataclass(frozen=True)
 class Failure:
-    """Why a rank ended. weight: causes come before consequences (lower is closer to the cause)."""
+    """Why a rank ended. weight: causes come before consequences (lower is closer to the cause). waits_for: ranks that did not come."""
 
     weight: int
     status: int
     message: str
+    waits_for: tuple[int, ...] = ()
 
 
 def rank_environment(rank: int, size: int, folder: Path, threads: int) -> dict[str, str]:
@@ -68,25 +71,38 @@ def rank_environment(rank: int, size: int, folder: Path, threads: int) -> dict[s
 
 
 def spawn(command: Sequence[str], size: int, threads: int, log_folder: Path) -> int:
-    """Runs `command` (an argument list) as `size` ranks until all have ended. Returns 0, or 130 when stopped by a signal.
+    """Runs `command` (an argument list) as `size` ranks until all have ended. Returns 0, or 130 when all stopped as a signal asked.
 
-    Raises RunError or InputError with the cause if a rank fails; no process is left behind.
+    The command calls `enter_rank` first. Raises RunError or InputError with the cause if a rank fails, Interrupted if a signal ended
+    ranks that were not training; no process is left behind.
     """
-    with tempfile.TemporaryDirectory(prefix="dynmo-") as name:
+    ranks: list[subprocess.Popen[bytes]] = []
+    with tempfile.TemporaryDirectory(prefix="dynmo-") as name, _signals(ranks) as asked:
         folder = Path(name)
-        ranks: list[subprocess.Popen[bytes]] = []
-        with contextlib.ExitStack() as stack:
-            try:
-                for rank in range(size):
-                    # Rank 0 speaks for the run; the others write to a log.
-                    out = None if rank == 0 else stack.enter_context((log_folder / f"rank-{rank}.log").open("ab"))
+        try:
+            for rank in range(size):
+                if not asked:
                     env = rank_environment(rank, size, folder, threads)
-                    ranks.append(subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=out, stderr=out, env=env))
-                with _signals(ranks) as asked:
-                    _watch(ranks, asked)
-                    return _verdict(ranks, folder, log_folder, stopped=bool(asked))
-            finally:
-                _end(ranks)
+                    # Rank 0 speaks for the run; the others write to a log.
+                    _start(ranks, command, env, log_folder / f"rank-{rank}.log" if rank else None)
+            _watch(ranks, asked)
+            return _verdict(ranks, folder, log_folder, asked)
+        finally:
+            _end(ranks)
+
+
+def _start(ranks: list[subprocess.Popen[bytes]], command: Sequence[str], env: dict[str, str], log: Path | None) -> None:
+    """Adds one process to `ranks`."""
+    # Signals wait until it is on the list. It inherits that, so that Ctrl-C, which a terminal sends to all processes, does not break into
+    # its imports; `enter_rank` lets them in again.
+    signal.pthread_sigmask(signal.SIG_BLOCK, _STOP_SIGNALS)
+    try:
+        with contextlib.nullcontext() if log is None else log.open("ab") as out:
+            ranks.append(subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=out, stderr=out, env=env))
+    except OSError as error:
+        raise RunError(f"rank {env['RANK']} could not be started: {error}") from None
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOP_SIGNALS)
 
 
 @contextlib.contextmanager
@@ -100,7 +116,7 @@ def _signals(ranks: list[subprocess.Popen[bytes]]) -> Iterator[list[float]]:
             if process.poll() is None:
                 process.send_signal(signal.SIGTERM if len(asked) == 1 else signal.SIGKILL)
 
-    before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = {number: signal.signal(number, ask) for number in _STOP_SIGNALS}
     try:
         yield asked
     finally:
@@ -131,24 +147,42 @@ def _end(ranks: list[subprocess.Popen[bytes]]) -> None:
         process.wait()
 
 
-def _verdict(ranks: list[subprocess.Popen[bytes]], folder: Path, log_folder: Path, stopped: bool) -> int:
-    failures: list[tuple[int, Failure]] = []
-    for rank, process in enumerate(ranks):
-        code = process.poll()
+def _verdict(ranks: list[subprocess.Popen[bytes]], folder: Path, log_folder: Path, asked: list[float]) -> int:
+    codes = [process.poll() for process in ranks]
+    # A rank that we ended on request (it was not training, or was asked twice) has not failed, and what its peers say is a consequence.
+    ours = (None, -signal.SIGTERM, -signal.SIGKILL) if asked else ()
+    ended = not codes or any(code in ours for code in codes)
+    failures: dict[int, Failure] = {}
+    for rank, code in enumerate(codes):
         report = folder / f"failed-{rank}.json"
         if report.is_file():
-            failures.append((rank, Failure(**json.loads(report.read_text()))))
-        elif code is not None and code < 0 and not stopped:
-            name = signal.Signals(-code).name
+            failure = Failure(**json.loads(report.read_text()))
+            if not (ended and failure.weight > 1):
+                failures[rank] = failure
+        elif code is not None and code < 0 and code not in ours:
             hint = "; out of memory?" if code == -signal.SIGKILL else ""
-            failures.append((rank, Failure(1, 1, f"rank {rank} was ended by {name}{hint}")))
-        elif code not in (None, 0, 130) and not stopped:
+            failures[rank] = Failure(1, 1, f"rank {rank} was ended by {signal.Signals(-code).name}{hint}")
+        elif code not in (None, 0, 130) and code not in ours:
             where = f"; see {log_folder / f'rank-{rank}.log'}" if rank else ""
-            failures.append((rank, Failure(1, 1, f"rank {rank} ended with status {code}{where}")))
-    if not failures:
-        return 130 if stopped else 0
-    _, cause = min(failures, key=lambda item: (item[1].weight, item[0]))
-    raise (InputError if cause.status == 2 else RunError)(cause.message)
+            failures[rank] = Failure(1, 1, f"rank {rank} ended with status {code}{where}")
+    if failures:
+        cause = failures[min(failures, key=lambda rank: _distance(rank, failures))]
+        raise (InputError if cause.status == 2 else RunError)(cause.message)
+    if not ended:
+        return 130 if 130 in codes else 0
+    if len(asked) > 1:
+        raise Interrupted(
+            "interrupted twice, so the ranks were ended at once; --resume goes on from the newest checkpoint, if there is one"
+        )
+    if None in codes:
+        raise Interrupted("interrupted; not every rank finished its step in time, so they were ended")
+    raise Interrupted("interrupted while starting or finishing")
+
+
+def _distance(rank: int, failures: dict[int, Failure]) -> tuple[int, bool, int]:
+    """Orders failures from cause to consequence: one that waited for ranks which themselves complain is further away."""
+    failure = failures[rank]
+    return failure.weight, bool(failure.waits_for) and failures.keys() >= set(failure.waits_for), rank
 
 
 # -- the rank's side ----------------------------------------------------------------------------------------------------------
@@ -163,22 +197,26 @@ def enter_rank() -> None:
     """Called first in a rank that `spawn` started: it dies with its launcher, leaves Ctrl-C to it, and tells where it crashed."""
     faulthandler.enable()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOP_SIGNALS)
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)  # PR_SET_PDEATHSIG
         if os.getppid() != int(os.environ["DYNMO_LAUNCHER"]):  # it died before we asked
             os._exit(1)
 
 
-def report_failure(error: BaseException) -> int:
-    """Leaves the reason for the launcher; returns the exit status."""
+def report_failure(error: BaseException, log: Path | None = None) -> int:
+    """Leaves the reason for the launcher; returns the exit status. log: where the traceback is written."""
     rank = int(os.environ["RANK"])
+    if log is not None:
+        with log.open("a", encoding="utf-8") as file:
+            traceback.print_exception(error, file=file)
     if isinstance(error, DynmoError):
         # A rank that lost a peer, or waited in vain, suffers from a failure elsewhere.
         weight = 3 if isinstance(error, RankDied) else 2 if isinstance(error, WaitTimeout) else 0
-        failure = Failure(weight, error.exit_status, " ".join(str(error).split()))
+        waits_for = error.ranks if isinstance(error, WaitTimeout) else ()
+        failure = Failure(weight, error.exit_status, " ".join(str(error).split()), waits_for)
     else:
-        place = _innermost(error)
-        failure = Failure(0, 1, f"rank {rank}: {type(error).__name__}: {' '.join(str(error).split())} ({place})")
+        failure = Failure(0, 1, describe(error, rank) + ("" if log is None else f"; the traceback is in {log}"))
     path = Path(os.environ["DYNMO_RENDEZVOUS"]) / f"failed-{rank}.json"
     partial = path.with_suffix(".tmp")
     partial.write_text(json.dumps(vars(failure)))
@@ -186,8 +224,6 @@ def report_failure(error: BaseException) -> int:
     return failure.status
 
 
-def _innermost(error: BaseException) -> str:
-    import traceback
-
-    frames = traceback.extract_tb(error.__traceback__)
-    return f"{Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else "no place known"
+def describe(error: BaseException, rank: int) -> str:
+    """One line for an error that is not dynmo's own: rank, what, where."""
+    return f"rank {rank}: {type(error).__name__}: {' '.join(str(error).split())}{place(error)}"

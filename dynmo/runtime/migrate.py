@@ -3,14 +3,14 @@
 Everything is received beside the live model first; only when every rank has all of its new layers do they change hands. Random state does
 not travel: streams are keyed by the layer's global index (`kernels/seeds.py`).
 
-    for each move, in layer order:   source --- length, JSON (names, dtypes, shapes) ---> target
-                                     source --- the tensors, one after another ---------> target
-    all ranks agree that nothing failed; sources drop, targets adopt
+    for each move, in layer order:   source --- length, JSON (names, dtypes, shapes) ---> target, which makes room
+    all ranks agree that nothing failed
+    for each move, in layer order:   source --- the tensors, one after another ---------> target
+    sources drop, targets adopt
 """
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from torch import Tensor, nn
 
 from dynmo.balance.partition import Move
-from dynmo.errors import DynmoError, RunError
+from dynmo.errors import RunError
 from dynmo.runtime.p2p import TAG_MIGRATE
 from dynmo.runtime.world import World
 
@@ -120,37 +120,60 @@ def exchange(
 ) -> Migration:
     """Runs the moves. `leaving(layer)` gives a layer of this rank that goes; `adopt(arrivals)` makes the new placement live.
 
-    Raises RunError, with the live model untouched on every rank, if any rank failed to receive.
+    Raises RunError on every rank, with the live model untouched on all of them, if any rank could not give or take a layer.
     """
     start = time.perf_counter()
     world.open_channels(sorted({(TAG_MIGRATE, move.source, move.target) for move in moves}))
-    arrivals: list[Arrival] = []
-    works: list[tuple[dist.Work, Tensor, int]] = []
-    failure: DynmoError | None = None
-    try:
-        for move in moves:
-            if move.source == world.rank:
-                works += _send(world, move, *leaving(move.layer))
-            elif move.target == world.rank:
-                arrivals.append(_receive(world, move))
-        for work, _, peer in works:
-            world.wait(work, peer, "room to send a layer")
-    except DynmoError as error:
-        failure = error
-    moved = sum(t.nbytes for arrival in arrivals for t in arrival.tensors.values())
-    table = torch.tensor([moved, 0.0 if failure is None else 1.0], dtype=torch.float64)
-    if failure is not None and not isinstance(failure, RunError):
-        raise failure
-    world.sum(table, "all layers to arrive")
-    if table[1]:
-        raise failure or RunError("a layer did not arrive on some rank; nothing was moved")
-    adopt(arrivals)
+    parcels: list[tuple[Move, list[Tensor]]] = []
+    arrivals: list[tuple[Move, Arrival]] = []
+    works: list[tuple[dist.Work, Tensor, Move]] = []
+    failure: Exception | None = None
+    for move in moves:
+        # Whatever goes wrong on one rank, each still exchanges every manifest, so that none waits for one that does not come.
+        if move.source == world.rank:
+            text = b""
+            try:
+                text, tensors = pack(move.layer, *leaving(move.layer))
+                parcels.append((move, tensors))
+            except Exception as error:
+                failure = failure or error
+            works += _send(world, move, [torch.tensor([len(text)]), torch.frombuffer(bytearray(text), dtype=torch.uint8) if text else None])
+        elif move.target == world.rank:
+            text = _receive_text(world, move)
+            try:
+                if text:
+                    arrivals.append((move, unpack(text, move, world.device)))
+            except Exception as error:
+                failure = failure or error
+    failed = torch.zeros(world.size)
+    failed[world.rank] = failure is not None
+    world.sum(failed, "all ranks to be ready to move layers")
+    if failed.any():
+        ranks = ", ".join(str(r) for r in range(world.size) if failed[r])
+        reason = f": {failure}".split("\n")[0] if failure is not None else ""
+        raise RunError(f"layers could not be moved (rank {ranks}){reason}; all stay where they were") from failure
+    for move, tensors in parcels:
+        works += _send(world, move, tensors)
+    for move, arrival in arrivals:
+        for tensor in arrival.tensors.values():
+            _take(world, move, tensor)
+    for work, _, move in works:
+        world.wait(work, move.target, f"room to send layer {move.layer}")
+    moved = torch.tensor([sum(t.nbytes for _, arrival in arrivals for t in arrival.tensors.values())], dtype=torch.float64)
+    world.sum(moved, "all layers to arrive")
+    adopt([arrival for _, arrival in arrivals])
     world.barrier("all layers to be adopted")
-    return Migration(int(table[0]), time.perf_counter() - start)
+    return Migration(int(moved), time.perf_counter() - start)
 
 
-def _send(world: World, move: Move, module: nn.Module, optimizer_state: dict[str, Tensor]) -> list[tuple[dist.Work, Tensor, int]]:
+def pack(layer: int, module: nn.Module, optimizer_state: dict[str, Tensor]) -> tuple[bytes, list[Tensor]]:
+    """A layer's manifest, and its tensors in the manifest's order."""
     tensors = contents(module, optimizer_state)
+    text = describe(layer, module, tensors).model_dump_json().encode()
+    return text, [t.detach().contiguous() for t in tensors.values()]
+
+
+def describe(layer: int, module: nn.Module, tensors: Contents) -> Manifest:
     flags = {name: p.requires_grad for name, p in module.named_parameters()}
     records = [
         TensorRecord(
@@ -162,33 +185,40 @@ def _send(world: World, move: Move, module: nn.Module, optimizer_state: dict[str
         )
         for (section, name), t in tensors.items()
     ]
-    text = Manifest(layer=move.layer, tensors=records).model_dump_json().encode()
-    messages = [torch.tensor([len(text)], dtype=torch.int64), torch.frombuffer(bytearray(text), dtype=torch.uint8)]
-    messages += [t.detach().contiguous() for t in tensors.values()]
-    key = (TAG_MIGRATE, move.source, move.target)
-    return [(world.send(t, move.target, TAG_MIGRATE, key), t, move.target) for t in messages if t.numel()]
+    return Manifest(layer=layer, tensors=records)
 
 
-def _receive(world: World, move: Move) -> Arrival:
-    key = (TAG_MIGRATE, move.source, move.target)
-
-    def take(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-        tensor = torch.empty(tuple(shape), dtype=dtype, device=device)
-        if tensor.numel():
-            world.wait(world.receive(tensor, move.source, TAG_MIGRATE, key), move.source, f"layer {move.layer} to arrive")
-        return tensor
-
-    cpu = torch.device("cpu")
-    length = int(take([1], torch.int64, cpu))
+def unpack(text: bytes, move: Move, device: torch.device) -> Arrival:
+    """Memory for what a manifest announces. Raises RunError for one that is damaged, of another layer or of unknown dtypes."""
     try:
-        manifest = Manifest.model_validate(json.loads(take([length], torch.uint8, cpu).numpy().tobytes()))
-        if manifest.layer != move.layer:
-            raise RunError(f"rank {world.rank} expected layer {move.layer} from rank {move.source}, which sent layer {manifest.layer}")
-        tensors: Contents = {}
-        for r in manifest.tensors:
-            # AdamW's step counters live on the CPU whatever the device.
-            device = cpu if r.section == "optimizer" and not r.shape else world.device
-            tensors[r.section, r.name] = take(r.shape, DTYPES[r.dtype], device)
-    except (ValidationError, ValueError, KeyError) as error:
-        raise RunError(f"rank {world.rank} could not read layer {move.layer} from rank {move.source}: {error}".split("\n")[0]) from error
+        manifest = Manifest.model_validate_json(text)
+    except ValidationError as error:
+        raise RunError(f"the manifest of layer {move.layer} from rank {move.source} cannot be read: {error}".split("\n")[0]) from None
+    if manifest.layer != move.layer:
+        raise RunError(f"layer {move.layer} was expected from rank {move.source}, which sends layer {manifest.layer}")
+    tensors: Contents = {}
+    for r in manifest.tensors:
+        if r.dtype not in DTYPES:
+            raise RunError(f"layer {move.layer}: {r.section} {r.name} is of {r.dtype}, which cannot travel; known are {', '.join(DTYPES)}")
+        # AdamW's step counters live on the CPU whatever the device.
+        at = torch.device("cpu") if r.section == "optimizer" and not r.shape else device
+        tensors[r.section, r.name] = torch.empty(r.shape, dtype=DTYPES[r.dtype], device=at)
     return Arrival(move.layer, tensors, {r.name: r.requires_grad for r in manifest.tensors if r.section == "parameter"})
+
+
+def _send(world: World, move: Move, tensors: Sequence[Tensor | None]) -> list[tuple[dist.Work, Tensor, Move]]:
+    key = (TAG_MIGRATE, move.source, move.target)
+    return [(world.send(t, move.target, TAG_MIGRATE, key), t, move) for t in tensors if t is not None and t.numel()]
+
+
+def _take(world: World, move: Move, tensor: Tensor) -> Tensor:
+    if tensor.numel():
+        key = (TAG_MIGRATE, move.source, move.target)
+        world.wait(world.receive(tensor, move.source, TAG_MIGRATE, key), move.source, f"layer {move.layer} to arrive")
+    return tensor
+
+
+def _receive_text(world: World, move: Move) -> bytes:
+    """A manifest; empty if the source could not make one."""
+    length = int(_take(world, move, torch.zeros(1, dtype=torch.int64)))
+    return _take(world, move, torch.empty(length, dtype=torch.uint8)).numpy().tobytes()

@@ -5,7 +5,7 @@ Each layer has its own optimizer object, so its state travels with it, and a fro
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -91,17 +91,18 @@ def squared_norm(gradients: Iterable[Tensor | None]) -> float:
     for gradient in gradients:
         if gradient is not None:
             for block in _blocks(gradient):
-                total += float(block)
+                total += block
     return total
 
 
-def _blocks(gradient: Tensor) -> Iterator[Tensor]:
+def _blocks(gradient: Tensor) -> list[float]:
+    """Each block's sum. They are added one by one: a tensor's own sum would be rounded in an order that depends on how many there are."""
     flat = gradient.detach().reshape(-1).float()
     whole = flat.numel() // NORM_BLOCK * NORM_BLOCK
-    if whole:
-        yield flat[:whole].view(-1, NORM_BLOCK).square().sum(1).double().sum()
+    sums = [flat[:whole].view(-1, NORM_BLOCK).square().sum(1)] if whole else []
     if whole < flat.numel():
-        yield flat[whole:].square().sum().double()
+        sums.append(flat[whole:].square().sum().reshape(1))
+    return torch.cat(sums).tolist() if sums else []
 
 
 def clip_factor(norm: float, limit: float) -> float:

@@ -20,6 +20,8 @@ class Rendezvous:
     folder: str | None = None
     address: str | None = None
     port: int | None = None
+    # The address is the loopback's and every rank is on this machine: nothing needs to be open to the network.
+    loopback: bool = False
 
 
 def from_environment(environ: Mapping[str, str] = os.environ) -> Rendezvous | None:
@@ -35,25 +37,34 @@ def from_environment(environ: Mapping[str, str] = os.environ) -> Rendezvous | No
             raise ConfigError(f"{key} is {environ.get(key)!r}; the launcher must set it to a number") from None
 
     if "RANK" in environ and "WORLD_SIZE" in environ:
-        rank, size, local = number("RANK"), number("WORLD_SIZE"), int(environ.get("LOCAL_RANK", environ["RANK"]))
+        rank, size, local = number("RANK"), number("WORLD_SIZE"), number("LOCAL_RANK" if "LOCAL_RANK" in environ else "RANK")
         if "DYNMO_RENDEZVOUS" in environ:
             return Rendezvous(rank, size, local, folder=environ["DYNMO_RENDEZVOUS"])
         if "MASTER_ADDR" not in environ:
             raise ConfigError("RANK and WORLD_SIZE are set but MASTER_ADDR is not; start the ranks with torchrun, or unset RANK")
-        return Rendezvous(rank, size, local, address=environ["MASTER_ADDR"], port=number("MASTER_PORT"))
+        address = environ["MASTER_ADDR"]
+        # The address alone does not tell: on Kubernetes the first pod may be given "localhost", and the others its name.
+        loopback = _is_loopback(address) and environ.get("LOCAL_WORLD_SIZE") == environ["WORLD_SIZE"]
+        return Rendezvous(rank, size, local, address=address, port=number("MASTER_PORT"), loopback=loopback)
     # A single interactive Slurm shell also has SLURM_PROCID; only several tasks are a world to join.
-    if "SLURM_PROCID" in environ and int(environ.get("SLURM_NTASKS", "1")) > 1:
+    if "SLURM_PROCID" in environ and "SLURM_NTASKS" in environ and number("SLURM_NTASKS") > 1:
         rank, size, local = number("SLURM_PROCID"), number("SLURM_NTASKS"), number("SLURM_LOCALID")
         address = environ.get("MASTER_ADDR") or first_host(environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST", ""))
         # One port per job, the same on every task, away from the registered ones.
-        port = int(environ.get("MASTER_PORT", 20000 + number("SLURM_JOB_ID") % 20000))
-        return Rendezvous(rank, size, local, address=address, port=port)
+        port = number("MASTER_PORT") if "MASTER_PORT" in environ else 20000 + number("SLURM_JOB_ID") % 20000
+        return Rendezvous(rank, size, local, address=address, port=port, loopback=_is_loopback(address))
+    if "RANK" in environ or "WORLD_SIZE" in environ:
+        raise ConfigError("only one of RANK and WORLD_SIZE is set; start the ranks with torchrun, or unset it")
     return None
+
+
+def _is_loopback(address: str) -> bool:
+    return address == "localhost" or re.fullmatch(r"127(\.\d+){3}", address) is not None
 
 
 def first_host(nodelist: str) -> str:
     """The first host of Slurm's compressed list: `gpu[003-006,9],x1` -> `gpu003`."""
-    match = re.match(r"([^\[,]+)(?:\[([^\],-]+)[^\]]*\]([^,]*))?", nodelist)
-    if match is None:
+    first = re.sub(r"\[([^\],-]+)[^\]]*\]", r"\1", nodelist).split(",")[0]
+    if not first:
         raise ConfigError("Slurm gave no SLURM_JOB_NODELIST; set MASTER_ADDR to the first task's host")
-    return match[1] + (match[2] or "") + (match[3] or "")
+    return first

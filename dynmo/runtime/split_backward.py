@@ -47,8 +47,9 @@ class Layer:
         self._inside.append((start, self._clock.mark()))
 
     def forget_sizes(self) -> None:
-        """The layer has changed: measure its bytes again at the next microbatch."""
+        """The layer has changed: measure its bytes again at the next microbatch that trains it (a frozen prefix keeps none)."""
         self._measured = False
+        self.activation_bytes = self.stash_bytes = 0
 
     def forward(
         self, microbatch: int, inputs: Tensors, step: int, graph: bool, need_input: bool, finish: Callable[[Tensor], Tensor] | None
@@ -64,12 +65,11 @@ class Layer:
             else:
                 with torch.enable_grad():
                     outputs = self._call_measured(inputs, finish)
+            # Outputs keep their graph: who takes them detaches (the next layer) or only reads (a channel, the loss account).
             self._saved[microbatch] = (inputs, outputs)
-            outputs = tuple(y.detach() for y in outputs)
         else:
             with torch.no_grad():
                 outputs = self._call(inputs, finish)
-            self.activation_bytes = self.stash_bytes = 0
         self.output_bytes = sum(y.nbytes for y in outputs)
         self.marks.append((Kind.F, start, self._clock.mark(), []))
         return outputs
@@ -95,17 +95,15 @@ class Layer:
         self.activation_bytes = sum(kept.values())
         return outputs
 
-    def backward_input(self, microbatch: int, gradients: Tensors | None, deferred: bool) -> Tensors:
-        """Runs B, and W too unless `deferred`. Yields the gradients of the floating-point inputs (zeros where one has no influence)."""
+    def backward_input(self, microbatch: int, gradients: Tensors, deferred: bool) -> Tensors:
+        """Runs B, and W too unless `deferred`. gradients: one per floating-point output; yields one per floating-point input (zeros
+        where an input has no influence)."""
         start = self._clock.mark()
         inputs, outputs = self._saved.pop(microbatch)
         self.tape.deferred = deferred or not self._measured
-        if gradients is None:
-            torch.autograd.backward(outputs)
-        else:
-            pairs = [(y, g) for y, g in zip([y for y in outputs if y.is_floating_point()], gradients, strict=True) if y.requires_grad]
-            if pairs:
-                torch.autograd.backward([y for y, _ in pairs], [g for _, g in pairs])
+        pairs = [(y, g) for y, g in zip([y for y in outputs if y.is_floating_point()], gradients, strict=True) if y.requires_grad]
+        if pairs:
+            torch.autograd.backward([y for y, _ in pairs], [g for _, g in pairs])
         work = self.tape.take()
         if not self._measured:
             self.stash_bytes = _storage_bytes(tensor for _, holds in work for tensor in holds)

@@ -5,19 +5,25 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 
+import torch
 from torch import Tensor
 
+from dynmo.errors import RunError
 from dynmo.runtime.split_backward import Layer, Tensors
 
 
 class Stage:
     """first_trainable is the global index of the first layer that trains: below it a layer keeps nothing, and B stops there.
 
-    `loss`, on the model's last stage, takes (output, targets) and gives this microbatch's share of the step's loss.
+    `loss`, on the model's last stage, takes (output, targets) and gives a scalar; `share` is its part of the step's loss (one over the global
+    number of microbatches), with which B starts.
     """
 
-    def __init__(self, layers: Sequence[Layer], first_trainable: int, loss: Callable[[Tensor, Tensor], Tensor] | None) -> None:
+    def __init__(
+        self, layers: Sequence[Layer], first_trainable: int, loss: Callable[[Tensor, Tensor], Tensor] | None = None, share: float = 1.0
+    ) -> None:
         self.layers, self._first_trainable, self._loss = list(layers), first_trainable, loss
+        self._share = torch.tensor(share)
         self._trained = [layer for layer in self.layers if layer.index >= first_trainable]
 
     def forward(self, microbatch: int, tensors: Tensors, step: int, targets: Tensor | None, training: bool) -> Tensors:
@@ -31,13 +37,17 @@ class Stage:
     def _finish(self, targets: Tensor | None, output: Tensor) -> Tensor:
         assert self._loss is not None
         assert targets is not None
-        return self._loss(output, targets)
+        loss = self._loss(output, targets)
+        if loss.dim():
+            raise RunError(f"the loss function returned a tensor of shape {tuple(loss.shape)}; it must return a scalar, the mean")
+        return loss
 
     def backward_input(self, microbatch: int, gradients: Tensors | None, deferred: bool) -> Tensors:
         """gradients: of this stage's outputs; None on the last stage, whose output is the loss."""
+        gradients = (self._share,) if gradients is None else gradients
         for layer in reversed(self._trained):
             gradients = layer.backward_input(microbatch, gradients, deferred)
-        return gradients or ()
+        return gradients
 
     def backward_weight(self, microbatch: int) -> None:
         for layer in reversed(self._trained):

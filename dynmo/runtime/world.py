@@ -38,12 +38,22 @@ def open_store(rendezvous: Rendezvous, timeout: float) -> dist.Store:
     assert rendezvous.address is not None
     assert rendezvous.port is not None
     # torchrun's agent may already serve this port; otherwise rank 0 does.
-    served = os.environ.get("TORCHELASTIC_USE_AGENT_STORE", "False") == "True"
+    serve = rendezvous.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE", "False") != "True"
     try:
+        # The store would listen on every interface. Where all ranks are on this machine, nobody else needs to reach it.
+        listener = None
+        if serve and rendezvous.loopback:
+            listener = socket.create_server((rendezvous.address, rendezvous.port)).detach()
         return dist.TCPStore(
-            rendezvous.address, rendezvous.port, rendezvous.size, rendezvous.rank == 0 and not served, timeout=limit, multi_tenant=True
+            rendezvous.address,
+            rendezvous.port,
+            rendezvous.size,
+            serve,
+            timeout=limit,
+            multi_tenant=True,
+            master_listen_fd=listener,
         )
-    except (RuntimeError, ValueError) as error:
+    except (OSError, RuntimeError, ValueError) as error:
         raise RunError(
             f"rank {rendezvous.rank} could not meet the others at {rendezvous.address}:{rendezvous.port}: {first_line(error)}"
         ) from None
@@ -72,15 +82,18 @@ class World:
         """Meets the other ranks of this generation. Raises WaitTimeout naming those that did not come."""
         device = device or torch.device("cpu")
         prefixed = dist.PrefixStore(f"gen/{generation}", store)
-        prefixed.set(f"here/{rank}", "1")
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         try:
+            prefixed.set(f"here/{rank}", "1")
             dist.init_process_group(backend, store=prefixed, rank=rank, world_size=size, timeout=timedelta(seconds=timeout))
         except RuntimeError as error:
-            absent = [r for r in range(size) if not prefixed.check([f"here/{r}"])]
+            absent = _absent(prefixed, size)
             if absent:
-                raise WaitTimeout(f"rank {rank} waited {timeout:g} s for {_ranks(absent)} to join; started with too few ranks?") from None
-            raise RunError(f"rank {rank} could not form a group of {size}: {first_line(error)}") from None
+                raise WaitTimeout(
+                    f"rank {rank} waited {timeout:g} s for {_ranks(absent)} to join; started with too few ranks?", absent
+                ) from None
+            # All came, and one is gone again.
+            raise RankDied(f"rank {rank} could not form a group of {size}: {_reason(error)}") from None
         return cls(rank, size, device, timeout, generation, prefixed)
 
     def close(self) -> None:
@@ -102,7 +115,7 @@ class World:
         try:
             work = dist.isend(tensor, target, group=group, tag=0 if group else tag)
         except RuntimeError as error:
-            self.fail(error, [target], "sending")
+            self.fail(error, [target], "room for a message")
         assert work is not None
         return work
 
@@ -111,7 +124,7 @@ class World:
         try:
             work = dist.irecv(tensor, source, group=group, tag=0 if group else tag)
         except RuntimeError as error:
-            self.fail(error, [source], "receiving")
+            self.fail(error, [source], "a message")
         assert work is not None
         return work
 
@@ -137,13 +150,18 @@ class World:
         self.sum(torch.zeros(1), what)
 
     def agree(self, digest: bytes | None, what: str) -> None:
-        """Every rank must have computed the same plan: compares a hash of it (None: this rank has no part). Raises RunError otherwise."""
+        """Every rank must have computed the same plan: compares a hash of it (None: this rank has no part).
+
+        Raises RunError on all ranks, those without a part too, so that none goes on to wait for the others.
+        """
         table = torch.zeros(self.size, dtype=torch.int64)
         table[self.rank] = 0 if digest is None else 1 + int.from_bytes(digest[:7])
         self.sum(table, what)
-        other = [r for r in range(self.size) if digest is not None and table[r] and table[r] != table[self.rank]]
-        if other:
-            raise RunError(f"rank {self.rank} and {_ranks(other)} disagree on {what}; do all run the same dynmo, config and data?")
+        said = {r: value for r, value in enumerate(table.tolist()) if value}
+        if len(set(said.values())) > 1:
+            first = min(said)
+            other = [r for r, value in said.items() if value != said[first]]
+            raise RunError(f"rank {first} and {_ranks(other)} disagree on {what}; do all run the same dynmo, config and data?")
 
     # -- failures ---------------------------------------------------------------------------------------------------------
 
@@ -152,9 +170,9 @@ class World:
         text = first_line(error)
         if _LATE.search(text):
             late = self._not_waiting(what) if peers is None else list(peers)
-            raise WaitTimeout(f"rank {self.rank} waited {self.timeout:g} s for {_ranks(late)}: {what}") from error
+            raise WaitTimeout(f"rank {self.rank} waited {self.timeout:g} s for {_ranks(late)}: {what}", late) from error
         whom = _ranks(list(peers)) if peers else "a peer"
-        raise RankDied(f"rank {self.rank} lost {whom} while waiting for {what} ({text[-120:]})") from error
+        raise RankDied(f"rank {self.rank} lost {whom} while waiting for {what} ({_reason(error)})") from error
 
     def _not_waiting(self, what: str) -> list[int]:
         """Who is not in this collective: every rank that gives up says so in the store; those that do not are the ones waited for."""
@@ -164,6 +182,18 @@ class World:
             return [r for r in range(self.size) if r != self.rank and not self.store.check([f"waiting/{r}"])]
         except RuntimeError:
             return []
+
+
+def _absent(store: dist.Store, size: int) -> list[int]:
+    try:
+        return [r for r in range(size) if not store.check([f"here/{r}"])]
+    except RuntimeError:  # the store's own rank is gone
+        return []
+
+
+def _reason(error: RuntimeError) -> str:
+    """What a backend says, without the place in its sources before and the advice after."""
+    return re.sub(r"^\[\S*\] ", "", first_line(error)).split(". ")[0]
 
 
 def _ranks(ranks: list[int]) -> str:

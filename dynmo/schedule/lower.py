@@ -1,7 +1,7 @@
 """Schedule -> one program per rank: the ops with the messages between them, deadlock-free by construction.
 
     rank 0 | F0 F0>1 F1 F1>1 <B0 BW0 <B1 BW1          `F0>1` sends the activation of microbatch 0 to stage 1,
-    rank 1 | <F0 F0 B0 B0>0 <F1 F1 W0 B1 B1>0 W1      `<B0` takes the gradient of microbatch 0
+    rank 1 | <F0 F0 B0 B0>0 <F1 F1 B1 B1>0 W0 W1      `<B0` takes the gradient of microbatch 0
 
 One channel is one boundary and one direction; its messages are in microbatch order on both sides, because every stage runs F
 and B in microbatch order. Neighbouring stages on one rank hand over in memory and have no channel.

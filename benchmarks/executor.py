@@ -1,0 +1,160 @@
+"""The executor against its own simulator, and against torch.distributed.pipelining, in one run.
+
+Emulated: 8 ranks, 32 microbatches, ops that sleep 10 ms: what is left over is scheduling and messages. The limit is what the simulator
+predicts from the ops' times and the measured links. Real: 2 ranks of one thread, a GPT, 4 and 8 microbatches.
+
+Both sides are timed from a barrier to the end of the slowest rank's last op, without an optimizer. Each of torch's schedules takes
+part (plain and interleaved, see torch_peer.py); the fastest one of the same run is the peer.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks.harness import alternate, main, medians, run_ranks
+from benchmarks.torch_peer import PEERS, TorchPeer, emulated_peer
+from dynmo.api import Pipeline
+from dynmo.balance.partition import exact, uniform
+from dynmo.config import parse
+from dynmo.costs import uniform_costs
+from dynmo.data.batches import Batches
+from dynmo.data.corpus import open_corpus
+from dynmo.models.emulated import make_layers
+from dynmo.models.model import load_model, next_token_loss
+from dynmo.runtime.world import World
+from dynmo.schedule.generators import make_schedule
+from dynmo.simulator import simulate
+
+MESSAGE_BYTES = 16384
+
+
+def timed(world: World, pipeline: Pipeline, inputs: Tensor, targets: Tensor) -> Callable[[], float]:
+    """One step's forward and backward of ours: seconds on the slowest rank."""
+
+    def step() -> float:
+        world.barrier("the step to start")
+        start = time.perf_counter()
+        pipeline.forward_backward(0, inputs, targets)
+        seconds = torch.zeros(world.size, dtype=torch.float64)
+        seconds[world.rank] = time.perf_counter() - start
+        world.sum(seconds, "the step to end")
+        pipeline.discard()
+        return float(seconds.max())
+
+    return step
+
+
+def emulated(world: World, microbatches: int, milliseconds: int, rounds: int) -> dict[str, Any]:
+    """Runs on each rank. One emulated layer a rank."""
+    seconds = milliseconds / 1000
+    times = [seconds] * world.size
+    model = make_layers(times, times, times, MESSAGE_BYTES // 4)
+    schedules = ("1f1b", "zb-h1", "zb-h2")
+    batch = torch.zeros(microbatches, 1, 1, dtype=torch.int64)
+    sides: dict[str, Callable[[], float]] = {}
+    pipelines: dict[str, Pipeline] = {}
+    for name in schedules:
+        pipelines[name] = Pipeline(world, model, uniform(world.size, world.size), schedule=name, microbatches=microbatches)
+        sides[f"dynmo {name}"] = timed(world, pipelines[name], batch, batch)
+    for name in PEERS:
+        peer = emulated_peer(name, microbatches, seconds, seconds, seconds, MESSAGE_BYTES)
+        sides[f"torch {name}"] = peer.step
+    measured = medians(alternate(sides, rounds, warmup=1))
+    link = median(link.seconds(MESSAGE_BYTES) for link in pipelines["zb-h1"].links)
+    predicted = {
+        name: simulate(make_schedule(name, world.size, microbatches), uniform_costs(world.size, seconds, seconds, seconds, link)).makespan
+        for name in schedules
+    }
+    peers = {name: value for name, value in measured.items() if name.startswith("torch ")}
+    best = min(peers, key=peers.__getitem__)
+    return {
+        "ranks": world.size,
+        "microbatches": microbatches,
+        "op_seconds": seconds,
+        "link_seconds": link,
+        "work_seconds": 3 * seconds * microbatches,
+        "measured": measured,
+        "predicted": predicted,
+        "measured_over_predicted": measured["dynmo zb-h1"] / predicted["zb-h1"],
+        "best_peer": best,
+        "speedup_over_best_peer": measured[best] / measured["dynmo zb-h1"],
+    }
+
+
+def real(world: World, microbatches: int, rounds: int, blocks: int, hidden: int, sequence: int) -> dict[str, Any]:
+    """Runs on each rank: the same GPT layers, cut the same way, under ours and each of torch's schedules."""
+    config = parse(
+        {
+            "model": {"blocks": blocks, "hidden": hidden, "heads": 4, "sequence": sequence},
+            "train": {"global_batch": 4 * microbatches, "micro_batch": 4},
+        }
+    )
+    model = load_model(config)
+    inputs, targets = Batches(open_corpus("stdlib"), sequence, 4 * microbatches, 4, 0).train(0)
+    pipelines = {
+        name: Pipeline(world, model, uniform(model.layers, world.size), schedule=name, microbatches=microbatches)
+        for name in ("1f1b", "zb-h1", "zb-h2")
+    }
+    # The same cut for all, by measured time.
+    first = pipelines["zb-h1"]
+    for _ in range(3):
+        timed(world, first, inputs, targets)()
+    weights = [cost.seconds for cost in first.costs()]
+    cut = exact(weights, world.size)
+    sides: dict[str, Callable[[], float]] = {}
+    for name, pipeline in pipelines.items():
+        pipeline.move(cut)
+        sides[f"dynmo {name}"] = timed(world, pipeline, inputs, targets)
+    flat_inputs, flat_targets = inputs.flatten(0, 1), targets.flatten(0, 1)
+
+    def build(stage: int, stages: int) -> nn.Module:
+        counts = exact(weights, stages)
+        own = counts.range_of(stage)
+        return nn.Sequential(*(layer for index, layer in enumerate(model.build(own)) if index in own))
+
+    for name in PEERS:
+        sides[f"torch {name}"] = TorchPeer(name, microbatches, build, flat_inputs, flat_targets, next_token_loss).step
+    measured = medians(alternate(sides, rounds, warmup=2))
+    peers = {name: value for name, value in measured.items() if name.startswith("torch ")}
+    ours = {name: value for name, value in measured.items() if name.startswith("dynmo ")}
+    best, best_own = min(peers, key=peers.__getitem__), min(ours, key=ours.__getitem__)
+    costs = first.costs()
+    return {
+        "microbatches": microbatches,
+        "layers_per_rank": list(cut.counts),
+        "measured": measured,
+        "predicted": {name: pipeline.predict(costs, cut).makespan for name, pipeline in pipelines.items()},
+        "best_peer": best,
+        "best_own": best_own,
+        "speedup": peers[best] / ours[best_own],
+    }
+
+
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    sleeping = run_ranks("benchmarks.executor:emulated", 8, microbatches=32, milliseconds=options.milliseconds, rounds=options.rounds)
+    computing = {
+        str(m): run_ranks("benchmarks.executor:real", 2, microbatches=m, rounds=options.real_rounds, blocks=8, hidden=256, sequence=256)
+        for m in (4, 8)
+    }
+    return {
+        "measured_over_predicted": sleeping["measured_over_predicted"],
+        "speedup_over_best_peer": sleeping["speedup_over_best_peer"],
+        "speedup_over_best_peer_real": min(case["speedup"] for case in computing.values()),
+        "emulated": sleeping,
+        "real": computing,
+    }
+
+
+if __name__ == "__main__":
+    main(
+        __doc__ or "",
+        measure,
+        [("rounds", 5, "emulated rounds"), ("real_rounds", 9, "real rounds"), ("milliseconds", 10, "length of an emulated op")],
+    )

@@ -1,0 +1,102 @@
+"""Runs a benchmark's function on several local ranks and brings back what rank 0 returned; and the statistics all benchmarks share."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import platform
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from dynmo.runtime.launch import enter_rank, report_failure, spawn
+
+
+def run_ranks(function: str, ranks: int, **arguments: Any) -> Any:
+    """`function` is "module:name", called as name(world, **arguments) on every rank, one thread each."""
+    with tempfile.TemporaryDirectory() as name:
+        out = Path(name) / "result.json"
+        command = [sys.executable, "-m", "benchmarks.harness", function, json.dumps(arguments), str(out)]
+        status = spawn(command, ranks, 1, Path(name))
+        if status:
+            sys.exit(status)
+        return json.loads(out.read_text())
+
+
+def alternate(sides: dict[str, Callable[[], float]], rounds: int, warmup: int) -> dict[str, list[float]]:
+    """Calls the sides in turn, round after round, so that all meet the same machine; seconds of each, warm-up left out."""
+    times: dict[str, list[float]] = {name: [] for name in sides}
+    for turn in range(warmup + rounds):
+        for name, side in sides.items():
+            seconds = side()
+            if turn >= warmup:
+                times[name].append(seconds)
+    return times
+
+
+def medians(times: dict[str, list[float]]) -> dict[str, float]:
+    return {name: median(values) for name, values in times.items()}
+
+
+def machine() -> dict[str, Any]:
+    """What the figures were measured on, in kind."""
+    import os
+
+    import torch
+
+    return {
+        "processor": platform.processor() or platform.machine(),
+        "cores": os.cpu_count(),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+    }
+
+
+def main(about: str, measure: Callable[[argparse.Namespace], dict[str, Any]], options: Sequence[tuple[str, int, str]] = ()) -> None:
+    """`python -m benchmarks.NAME [--json]`: prints the figures as a table, or as one JSON object."""
+    parser = argparse.ArgumentParser(description=about)
+    parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
+    for name, default, text in options:
+        parser.add_argument(f"--{name}", type=int, default=default, help=f"{text} (default {default})")
+    parsed = parser.parse_args()
+    result = measure(parsed) | {"machine": machine()}
+    if parsed.json:
+        print(json.dumps(result))
+        return
+    from rich.console import Console
+    from rich.pretty import Pretty
+
+    Console().print(Pretty(result, expand_all=True))
+
+
+def _rank() -> int:
+    import torch
+
+    from dynmo.runtime.rendezvous import from_environment
+    from dynmo.runtime.world import World, open_store
+
+    enter_rank()
+    module, _, name = sys.argv[1].partition(":")
+    try:
+        rendezvous = from_environment()
+        assert rendezvous is not None
+        torch.set_num_threads(1)
+        world = World.join(open_store(rendezvous, 120), rendezvous.rank, rendezvous.size, timeout=120)
+        result = getattr(importlib.import_module(module), name)(world, **json.loads(sys.argv[2]))
+        world.close()
+    except Exception as error:
+        import traceback
+
+        traceback.print_exc()
+        return report_failure(error)
+    if rendezvous.rank == 0:
+        Path(sys.argv[3]).write_text(json.dumps(result))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(_rank())

@@ -1,0 +1,122 @@
+"""What freezes when: by schedule, and by AutoFreeze from gradient norms."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import pytest
+
+from dynmo.config import parse
+from dynmo.dynamism import Change, Dynamism, Signals, make_cases
+from dynmo.dynamism.freezing import AutoFreeze, ScheduledFreezing, freeze_prefix
+from dynmo.errors import ConfigError
+
+
+class Kept:
+    """Layers that only remember what was done to them."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self.frozen: frozenset[int] = frozenset()
+
+    def freeze(self, layers: Collection[int]) -> None:
+        self.frozen |= frozenset(layers)
+
+    def unfreeze(self, layers: Collection[int]) -> None:
+        self.frozen -= frozenset(layers)
+
+
+def feed(case: Dynamism, layers: Kept, norms: Sequence[Sequence[float]], first: int = 0) -> list[Change | None]:
+    """Steps with these gradient norms; what the case did before each, and after the last."""
+    done: list[Change | None] = []
+    for step, row in enumerate(norms, start=first):
+        done.append(case.act(step, layers))
+        case.observe(Signals(step, 1.0, tuple(x * x for x in row)))
+    return [*done, case.act(first + len(norms), layers)]
+
+
+def test_schedule() -> None:
+    layers, case = Kept(6), ScheduledFreezing([(2, 1), (4, 3)])
+    done = [case.act(step, layers) for step in range(6)]
+    assert [None if d is None else d.layers for d in done] == [None, None, (0,), None, (1, 2), None]
+    assert layers.frozen == {0, 1, 2}
+    # A resumed run starts between the steps of the schedule.
+    late = Kept(6)
+    change = ScheduledFreezing([(2, 1), (4, 3)]).act(5, late)
+    assert change == Change((0, 1, 2), "froze layers 0 to 2 (schedule, step 5); 3 of 6 are frozen")
+
+
+def test_freeze_prefix_never_thaws() -> None:
+    layers = Kept(4)
+    layers.freeze([0, 2])
+    assert freeze_prefix(layers, 1, "") is None
+    assert freeze_prefix(layers, 2, "") == Change((1,), "froze layers 1 to 1 (); 2 of 4 are frozen")
+    assert layers.frozen == {0, 1, 2}
+
+
+def test_autofreeze() -> None:
+    """Intervals of 2 steps. Changes |before - now| / before of the four layers: 0.0, 0.1, 0.5, 0.0; their median is 0.05."""
+    layers, case = Kept(4), AutoFreeze(every=2, start=0, most=3)
+    done = feed(case, layers, [(1, 10, 4, 2), (1, 10, 4, 2), (1, 9, 2, 2), (1, 9, 2, 2)])
+    assert [d is None for d in done] == [True] * 4 + [False]
+    assert layers.frozen == {0}, "layer 3 changed little too, but the prefix ends at layer 1"
+    assert done[4] is not None
+    assert "0.05" in done[4].what
+    # Of the unfrozen: 0.0, 0.5, 0.2; the median is 0.2.
+    feed(case, layers, [(0, 9, 1, 1.6)] * 2, first=4)
+    assert layers.frozen == {0, 1}
+
+
+def test_autofreeze_leaves_the_last_and_minds_its_limit() -> None:
+    for most in (1, 2, 3):
+        layers, case = Kept(4), AutoFreeze(every=1, start=0, most=most)
+        # Each layer changes less than those above it, so that as much as allowed freezes in the end.
+        feed(case, layers, [[10 + (1 + layer) * 0.1 * step for layer in range(4)] for step in range(30)])
+        assert layers.frozen == set(range(most))
+
+
+def test_autofreeze_starts_late() -> None:
+    layers, case = Kept(2), AutoFreeze(every=1, start=3, most=1)
+    done = feed(case, layers, [(1, step) for step in range(1, 7)])
+    assert [d is None for d in done] == [True] * 5 + [False, True]
+
+
+def test_autofreeze_without_gradients() -> None:
+    """A layer that never had a gradient has not stopped changing; nothing divides by zero."""
+    layers, case = Kept(3), AutoFreeze(every=1, start=0, most=2)
+    feed(case, layers, [(0, 0, 0)] * 4)
+    assert not layers.frozen
+
+
+def test_autofreeze_goes_on_from_its_state() -> None:
+    norms = [[math.exp((1 + layer) * 0.1 * step) for layer in range(5)] for step in range(12)]
+    whole, layers = AutoFreeze(3, 1, 4), Kept(5)
+    feed(whole, layers, norms)
+    first, cut = AutoFreeze(3, 1, 4), Kept(5)
+    feed(first, cut, norms[:7])
+    second = AutoFreeze(3, 1, 4)
+    second.load(json.loads(json.dumps(first.state())))
+    feed(second, cut, norms[7:], first=7)
+    assert cut.frozen == layers.frozen
+    assert cut.frozen, "nothing froze: this shows nothing"
+    assert second.state() == whole.state()
+
+
+def cases(layers: int, options: dict[str, Any]) -> list[Dynamism]:
+    kind = {"kind": "python:a:b"}  # how many layers it has, only the model knows
+    return make_cases(parse({"model": kind, "dynamism": {"cases": ["freezing"], "freezing": options}}), layers)
+
+
+def test_from_a_config() -> None:
+    (scheduled,) = cases(4, {"schedule": [[1, 3]]})
+    assert isinstance(scheduled, ScheduledFreezing)
+    (auto,) = cases(4, {"policy": "autofreeze", "every": 2})
+    assert isinstance(auto, AutoFreeze)
+    assert make_cases(parse({}), 4) == []
+    with pytest.raises(ConfigError, match="4 layers to freeze, but the model has 4 and the last must train"):
+        cases(4, {"schedule": [[1, 4]]})
+    with pytest.raises(ConfigError, match="5 layers to freeze, but the model has 4"):
+        cases(4, {"policy": "autofreeze", "max_layers": 5})

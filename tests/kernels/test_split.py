@@ -1,0 +1,161 @@
+"""The split backward of single modules: the same gradients as torch's own, now or later."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from dynmo.kernels.split import SplitEmbedding, SplitLinear, WeightTape, install
+
+SHAPES = [(5,), (4, 5), (2, 3, 5), (2, 2, 3, 5)]
+
+
+def linear(bias: bool) -> nn.Linear:
+    torch.manual_seed(1)
+    return nn.Linear(5, 3, bias=bias)
+
+
+def split(module: nn.Module, deferred: bool) -> WeightTape:
+    tape = WeightTape()
+    tape.deferred = deferred
+    install(module, tape)
+    return tape
+
+
+def run(tape: WeightTape) -> int:
+    work = tape.take()
+    for each, _ in work:
+        each()
+    return len(work)
+
+
+def gradients(module: nn.Module) -> list[Tensor]:
+    out: list[Tensor] = []
+    for p in module.parameters():
+        assert p.grad is not None
+        out.append(p.grad)
+    return out
+
+
+@pytest.mark.parametrize("contiguous", [True, False])
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_linear(shape: tuple[int, ...], bias: bool, contiguous: bool) -> None:
+    torch.manual_seed(0)
+    plain, now, later = linear(bias), linear(bias), linear(bias)
+    tapes = [split(now, deferred=False), split(later, deferred=True)]
+    inputs: list[list[Tensor]] = [[], [], []]
+    for _ in range(3):  # accumulated over microbatches
+        x = torch.randn(shape) if contiguous else torch.randn((*shape[:-1], 10))[..., ::2]
+        gy = torch.randn((*shape[:-1], 3))
+        for module, grads in zip((plain, now, later), inputs, strict=True):
+            leaf = x.detach().requires_grad_()
+            y = module(leaf)
+            torch.testing.assert_close(y, plain(x), rtol=0, atol=0)
+            y.backward(gy)
+            assert leaf.grad is not None
+            grads.append(leaf.grad)
+    assert later.weight.grad is None, "W ran before it was asked for"
+    assert [run(tape) for tape in tapes] == [0, 3]
+    for a, b, c in zip(*inputs, strict=True):
+        assert torch.equal(b, c)
+        torch.testing.assert_close(a, b)
+    for a, b, c in zip(*map(gradients, (plain, now, later)), strict=True):
+        assert torch.equal(b, c)
+        torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("shape", [(), (4,), (2, 3), (2, 2, 3)])
+def test_embedding(shape: tuple[int, ...]) -> None:
+    torch.manual_seed(0)
+    plain, now, later = (nn.Embedding(7, 5) for _ in range(3))
+    now.load_state_dict(plain.state_dict())
+    later.load_state_dict(plain.state_dict())
+    tape = split(later, deferred=True)
+    split(now, deferred=False)
+    for _ in range(3):
+        ids = torch.randint(7, shape)  # with repeats, in the larger shapes
+        gy = torch.randn((*shape, 5))
+        for module in (plain, now, later):
+            assert torch.equal(module(ids), plain.weight[ids])
+            module(ids).backward(gy)
+    assert later.weight.grad is None
+    run(tape)
+    (a,), (b,), (c,) = map(gradients, (plain, now, later))
+    assert torch.equal(b, c)
+    torch.testing.assert_close(a, b)
+
+
+def test_only_what_trains_goes_on_the_tape() -> None:
+    module = linear(True)
+    tape = split(module, deferred=True)
+    x = torch.randn(4, 5, requires_grad=True)
+    module.weight.requires_grad_(False)
+    module(x).sum().backward()
+    assert run(tape) == 0
+    assert module.bias.grad is not None, "a bias that trains over a frozen weight takes its gradient in B"
+    module.weight.requires_grad_(True)
+    module.bias.requires_grad_(False)
+    module.bias.grad = None
+    module(x).sum().backward()
+    assert run(tape) == 1
+    assert module.bias.grad is None
+    assert module.weight.grad is not None
+    with torch.no_grad():
+        assert not module(x).requires_grad
+
+
+def test_without_a_tape_it_is_plain() -> None:
+    module = linear(True)
+    tape = split(module, deferred=True)
+    install(module, None)
+    module(torch.randn(4, 5)).sum().backward()
+    assert run(tape) == 0
+    assert module.weight.grad is not None
+
+
+def test_install_keeps_the_module() -> None:
+    """Its class is replaced and nothing else; a subclass, and an embedding that treats some ids apart, stay what they are."""
+
+    class Own(nn.Linear):
+        pass
+
+    module = nn.Sequential(
+        nn.Linear(2, 2), Own(2, 2), nn.Embedding(3, 2), nn.Embedding(3, 2, padding_idx=0), nn.Embedding(3, 2, max_norm=1.0)
+    )
+    before = dict(module.named_parameters())
+    seen: list[nn.Module] = []
+    module[0].register_forward_hook(lambda m, args, out: seen.append(m))
+    split(module, deferred=True)
+    assert [type(m) for m in module] == [SplitLinear, Own, SplitEmbedding, nn.Embedding, nn.Embedding]
+    assert all(p is before[name] for name, p in module.named_parameters())
+    assert list(module.state_dict()) == list(before)
+    module[0](torch.randn(1, 2))
+    assert seen == [module[0]]
+    install(module, WeightTape())  # a layer that arrives on another rank is given a new tape
+    assert [type(m) for m in module] == [SplitLinear, Own, SplitEmbedding, nn.Embedding, nn.Embedding]
+
+
+def test_what_the_tape_holds() -> None:
+    """Input and output gradient, until W has run; and no circle of references, for collections wait until a step is over."""
+    module = linear(False)
+    tape = split(module, deferred=True)
+    x, gy = torch.randn(4, 5), torch.randn(4, 3)
+    refs = [StorageWeakRef(t.untyped_storage()) for t in (x, gy)]
+    gc.disable()
+    try:
+        y = module(x.requires_grad_())
+        y.backward(gy)
+        ((work, holds),) = tape.take()
+        assert [tuple(t.shape) for t in holds] == [(4, 5), (4, 3)]
+        del x, gy, y, holds
+        assert not any(ref.expired() for ref in refs)
+        work()
+        del work
+        assert all(ref.expired() for ref in refs)
+    finally:
+        gc.enable()

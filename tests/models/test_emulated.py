@@ -1,0 +1,82 @@
+"""Emulated layers: true layers that take the time they are told to."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from dynmo.config import parse
+from dynmo.kernels.split import WeightTape, install
+from dynmo.models.emulated import EmulatedLayer, make, make_layers, mean_loss
+
+
+def seconds(act: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    act()
+    return time.perf_counter() - start
+
+
+def test_each_part_takes_its_time() -> None:
+    layer = EmulatedLayer(0.004, 0.006, 0.008, 8)
+    tape = WeightTape()
+    tape.deferred = True
+    install(layer, tape)
+    x = torch.randn(8, requires_grad=True)
+    y = layer(x)  # the first call pays for what torch sets up once
+    times = [seconds(lambda: layer(x)), seconds(y.sum().backward)]
+    ((work, holds),) = tape.take()
+    times.append(seconds(work))
+    for measured, wanted in zip(times, (0.004, 0.006, 0.008), strict=True):
+        assert wanted <= measured < wanted + 0.02
+    assert [tuple(t.shape) for t in holds] == [(8,), (8,)]
+
+
+@pytest.mark.parametrize("tape", [None, WeightTape()])
+def test_its_gradients_are_true(tape: WeightTape | None) -> None:
+    layer = EmulatedLayer(0, 0, 0, 8)
+    install(layer, tape)
+    a = layer.a.detach().clone().requires_grad_()
+    for _ in range(2):
+        x = torch.randn(8, requires_grad=True)
+        gy = torch.randn(8)
+        layer(x).backward(gy)
+        own, x.grad = x.grad, None
+        (x * (1 + a / 1000)).backward(gy)
+        assert x.grad is not None
+        torch.testing.assert_close(own, x.grad)
+    torch.testing.assert_close(layer.a.grad, a.grad)
+
+
+def test_frozen_above_a_trainable_layer_has_b_only() -> None:
+    layer = EmulatedLayer(0, 0.002, 0.5, 8)
+    install(layer, WeightTape())
+    layer.a.requires_grad_(False)
+    x = torch.randn(8, requires_grad=True)
+    assert 0.002 <= seconds(layer(x).sum().backward) < 0.4
+    assert x.grad is not None
+
+
+def test_token_ids_become_a_message() -> None:
+    layer = EmulatedLayer(0, 0, 0, 5)
+    a, b = layer(torch.tensor([[1, 2], [3, 4]])), layer(torch.tensor([[1, 2], [3, 5]]))
+    assert a.shape == (5,)
+    assert a.dtype == torch.float32
+    assert not torch.equal(a, b), "another batch is another loss"
+    assert mean_loss(a, torch.zeros(2)) == a.mean()
+
+
+def test_from_a_config() -> None:
+    wanted = {"kind": "emulated", "layers": 3, "f": 0.001, "b": [0.001, 0.002, 0.003], "w": 0.0, "bytes": 64}
+    model = make(parse({"model": wanted}))
+    layers = model.build(range(3))
+    assert model.names == ("emulated.0", "emulated.1", "emulated.2")
+    assert [(x.f, x.b, x.w, x.size) for x in layers if isinstance(x, EmulatedLayer)] == [
+        (0.001, 0.001, 0.0, 16),
+        (0.001, 0.002, 0.0, 16),
+        (0.001, 0.003, 0.0, 16),
+    ]
+    with pytest.raises(ValueError):
+        make_layers([0.1], [0.1, 0.1], [0.1], 8)

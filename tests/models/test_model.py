@@ -1,0 +1,91 @@
+"""A model of one's own, and what every model promises: initial weights that hang on the seed and the layer alone."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from dynmo.config import parse
+from dynmo.errors import ConfigError
+from dynmo.models.model import Model, load_model, next_token_loss
+from tests.models import user_model
+
+HERE = "python:tests.models.user_model:"
+
+
+def load(name: str, seed: int = 0) -> Model:
+    return load_model(parse({"seed": seed, "model": {"kind": name}}))
+
+
+def test_a_list_of_ones_own() -> None:
+    model = load(HERE + "layers")
+    assert model.names == ("0.First", "1.Scaled", "2.Scaled", "3.Scaled", "4.Last")
+    assert model.loss is next_token_loss
+    built = model.build({1, 3})
+    assert [next(x.parameters()).is_meta for x in built] == [True, False, True, False, True]
+    assert [x.fixed.weight.requires_grad for x in built[1:4] if isinstance(x, user_model.Scaled)] == [False] * 3
+
+
+def test_a_loss_of_ones_own() -> None:
+    model = load(HERE + "with_a_loss")
+    assert model.loss is user_model.squared
+    assert model.layers == 2
+
+
+@pytest.mark.parametrize("kind", ["gpt", HERE + "layers"])
+def test_initial_weights_do_not_hang_on_the_placement(kind: str) -> None:
+    wanted = {"model": {"kind": kind, "blocks": 2, "hidden": 16, "heads": 2, "sequence": 8} if kind == "gpt" else {"kind": kind}}
+    model = load_model(parse({**wanted, "seed": 3}))
+    whole = [x.state_dict() for x in model.build(range(model.layers))]
+    for owned in ([1], [3, 2], range(2)):
+        torch.rand(7)  # whatever was drawn before
+        for index, layer in enumerate(model.build(frozenset(owned))):
+            for name, value in layer.state_dict().items():
+                if index in owned:
+                    assert torch.equal(value, whole[index][name])
+                else:
+                    assert value.is_meta
+    other = load_model(parse({**wanted, "seed": 4})).build(range(model.layers))
+    for layer, again in zip(other[1:3], model.build([1, 2])[1:3], strict=True):
+        ours, theirs = (torch.cat([p.flatten() for p in x.parameters() if p.dim() == 2]) for x in (layer, again))
+        assert not torch.equal(ours, theirs), "another seed gives other weights"
+
+
+@pytest.mark.parametrize(
+    ("name", "match"),
+    [
+        ("sharing", "layers 1 and 2 share the parameter line.weight; layers that may sit on different ranks cannot share one"),
+        ("no_list", r"no_list\(\) must return a list of torch modules, or \(list, loss\)"),
+        ("empty", "must return a list of torch modules"),
+        ("not_modules", "must return a list of torch modules"),
+        ("broken", r"broken\(\) raised KeyError: 'nothing here'"),
+        ("number", "tests.models.user_model has no function number"),
+        ("missing", "tests.models.user_model has no function missing"),
+    ],
+)
+def test_refused(name: str, match: str) -> None:
+    with pytest.raises(ConfigError, match=match):
+        load(HERE + name)
+
+
+@pytest.mark.parametrize("path", ["python:tests.models.nowhere:layers", "python:nowhere.at.all:layers"])
+def test_no_such_module(path: str) -> None:
+    with pytest.raises(ConfigError, match="cannot import"):
+        load(path)
+
+
+def test_next_token_loss() -> None:
+    logits, targets = torch.randn(2, 3, 5), torch.randint(5, (2, 3))
+    rows = [functional.cross_entropy(logits[i, j], targets[i, j]) for i in range(2) for j in range(3)]
+    torch.testing.assert_close(next_token_loss(logits, targets), torch.stack(rows).mean())
+
+
+def test_sharing_inside_a_layer_is_fine() -> None:
+    shared = nn.Linear(2, 2)
+    user_model.number = lambda: [nn.Sequential(shared, shared), nn.Linear(2, 2)]  # pyright: ignore[reportAttributeAccessIssue]
+    try:
+        assert load(HERE + "number").layers == 2
+    finally:
+        user_model.number = 3

@@ -1,0 +1,79 @@
+"""Models of a user's own, as `model.kind = "python:tests.models.user_model:..."` finds them."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+
+class Scaled(nn.Module):
+    """A frozen part, a buffer, a weight without dimensions, and two inputs and outputs."""
+
+    shift: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.line = nn.Linear(8, 8)
+        self.fixed = nn.Linear(8, 8).requires_grad_(False)
+        self.scale = nn.Parameter(torch.tensor(0.5))
+        self.register_buffer("shift", torch.randn(8))
+
+    def forward(self, x: Tensor, skip: Tensor) -> tuple[Tensor, Tensor]:
+        return self.fixed(self.line(x)) * self.scale + self.shift, skip
+
+
+class First(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(256, 8)
+
+    def forward(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        x = self.tokens(ids)
+        return x, x * 0.1
+
+
+class Last(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.logits = nn.Linear(8, 256)
+
+    def forward(self, x: Tensor, skip: Tensor) -> Tensor:
+        return self.logits(x + skip)
+
+
+def layers() -> list[nn.Module]:
+    return [First(), Scaled(), Scaled(), Scaled(), Last()]
+
+
+def squared(logits: Tensor, targets: Tensor) -> Tensor:
+    return (functional.softmax(logits, -1) - functional.one_hot(targets, 256)).square().mean()
+
+
+def with_a_loss() -> tuple[nn.Sequential, object]:
+    return nn.Sequential(nn.Embedding(256, 8), nn.Linear(8, 256)), squared
+
+
+def sharing() -> list[nn.Module]:
+    made = layers()
+    made[2].line = made[1].line
+    return made
+
+
+def no_list() -> dict[str, nn.Module]:
+    return {"a": nn.Linear(1, 1)}
+
+
+def empty() -> list[nn.Module]:
+    return []
+
+
+def not_modules() -> list[object]:
+    return [nn.Linear(1, 1), "a"]
+
+
+def broken() -> list[nn.Module]:
+    raise KeyError("nothing here")
+
+
+number = 3

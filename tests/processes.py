@@ -1,0 +1,51 @@
+"""Starting processes in a folder of their own, and seeing that none is left there."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+
+def start(command: Sequence[str], folder: Path, env: Mapping[str, str] | None = None) -> subprocess.Popen[str]:
+    """A process group of its own, working in `folder`, with temporary files in `folder/tmp`. Warnings are errors there too."""
+    (folder / "tmp").mkdir(exist_ok=True)
+    given = {"PYTHONWARNINGS": "error", "TMPDIR": str(folder / "tmp"), **(env or {})}
+    pipe = subprocess.PIPE
+    return subprocess.Popen(
+        command,
+        cwd=folder,
+        env={**os.environ, **given},
+        stdin=subprocess.DEVNULL,
+        stdout=pipe,
+        stderr=pipe,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def gone(folder: Path) -> bool:
+    """Whether no living process works in `folder`."""
+    return not living(folder)
+
+
+def living(folder: Path) -> list[int]:
+    """The processes that work in `folder`, oldest first. A zombie has no folder any more."""
+    found: list[int] = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                if (entry / "cwd").readlink() == folder:
+                    found.append(int(entry.name))
+            except OSError:  # it has ended, or is not ours to look at
+                continue
+    return sorted(found)
+
+
+def wait_until(condition: Callable[[], bool], seconds: float = 30.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen in time"
+        time.sleep(0.01)

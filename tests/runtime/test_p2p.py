@@ -1,0 +1,70 @@
+"""Channels: what is put arrives, in order, whatever its shape; and a sender waits where a channel is full."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from dynmo.errors import RunError
+from dynmo.runtime.p2p import decode, encode
+from tests.pool import Pool
+
+JOBS = "tests.runtime.jobs:"
+PLAIN = [["float32", [2, 3]]]
+SEVERAL = [["float32", [2, 3]], ["int64", [4]], ["bool", [2]], ["bfloat16", [1, 2]], ["float64", []], ["uint8", [0, 3]]]
+
+
+def test_header() -> None:
+    spec = ((torch.float32, (2, 3)), (torch.int64, ()), (torch.bool, (0, 5)))
+    assert decode(encode(spec)) == spec
+    assert decode(encode(())) == ()
+    with pytest.raises(RunError, match="does not fit the channel's header"):
+        encode(((torch.float32, (1, 1)),) * 16)
+    with pytest.raises(RunError, match=r"torch.complex64, which cannot travel; known are torch.float32"):
+        encode(((torch.complex64, (1,)),))
+
+
+@pytest.mark.parametrize("depth", [1, 2, 20])
+@pytest.mark.parametrize("shapes", [PLAIN, SEVERAL], ids=["one tensor", "several"])
+@pytest.mark.parametrize("varying", [False, True])
+def test_fixed_shapes(pool: Pool, shapes: list[Any], varying: bool, depth: int) -> None:
+    done = pool.run(JOBS + "channel", 2, steps=[[shapes] * 10] * 3, varying=varying, depth=depth)
+    assert done == [30, 30]
+
+
+@pytest.mark.parametrize("depth", [1, 3, 20])
+def test_varying_shapes(pool: Pool, depth: int) -> None:
+    shapes = [[["float32", [1 + j % 4, j]]] * (1 + j % 3) for j in range(10)]
+    assert pool.run(JOBS + "channel", 2, steps=[shapes, shapes[::-1]], varying=True, depth=depth) == [20, 20]
+
+
+def test_not_contiguous(pool: Pool) -> None:
+    assert pool.run(JOBS + "channel", 2, steps=[[PLAIN] * 4], varying=False, depth=4, transposed=True) == [4, 4]
+
+
+def test_a_changed_shape_is_an_error(pool: Pool) -> None:
+    """Two messages as announced, then rank 0 refuses the third; rank 1 is told to expect two."""
+    sender, receiver = pool.run(JOBS + "shapes_change", 2)
+    assert receiver == 2
+    assert sender.startswith("the activations from rank 0 to rank 1 changed shape from")
+    assert "at microbatch 2; a model whose messages vary must say so" in sender
+
+
+@pytest.mark.parametrize("depth", [1, 2, 5, 12])
+def test_backpressure(pool: Pool, depth: int) -> None:
+    """`depth` messages may have been put and not taken: no more, and once shapes are known, no fewer."""
+    _, counts = pool.run(JOBS + "backpressure", 2, depth=depth, messages=16)
+    for step, row in enumerate(counts):
+        assert len(row) == 16
+        assert all(count <= min(16, depth + taken) for taken, count in enumerate(row)), (step, row)
+    assert counts[0][0] >= 1
+    assert counts[1][0] == depth
+
+
+def test_taken_messages_are_let_go(pool: Pool) -> None:
+    """Not kept to the end of the step: that would be as many as microbatches."""
+    kept, _ = pool.run(JOBS + "letting_go", 2, messages=40)
+    assert not any(kept[:20])
+    assert kept[-1], "what has not been taken must stay"
