@@ -63,6 +63,7 @@ def balanced(world: World, pairs: int, steps: int, blocks: int, hidden: int, seq
         migration = pipeline.move(partition)
         moved.append({"bytes": migration.moved_bytes, "seconds": migration.seconds})
 
+    costs = pipeline.costs()
     sides: list[tuple[float, float]] = []
     idle: list[tuple[float, float]] = []
     for _ in range(pairs):

@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 from dynmo.errors import InputError
 
@@ -157,7 +157,9 @@ def read(path: Path) -> Iterator[Event]:
                 return
             raise InputError(f"{path}:{number}: not a line of JSON") from None
         try:
-            yield from_json(record)
+            if not isinstance(record, dict):
+                raise InputError("not an event")
+            yield from_json(cast(dict[str, Any], record))
         except InputError as error:
             raise InputError(f"{path}:{number}: {error}") from None
 

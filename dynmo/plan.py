@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from rich.table import Table
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from dynmo.config import Config
 from dynmo.costs import LayerCost
@@ -65,7 +67,7 @@ def dry_run(config: Config) -> Plan:
         if not config.model.kind.startswith("python:"):
             raise
         what = f"{type(error).__name__}: {error}{place(error)}"
-        raise ConfigError(f"model.kind = '{config.model.kind}': on shapes alone (the meta device), its layers raised {what}") from error
+        raise ConfigError(f"model.kind = '{config.model.kind}': on shapes alone, its layers raised {what}") from error
     schedule = make_schedule(config.pipeline.schedule, partition.ranks, config.microbatches)
     memory = stage_memory(costs, partition.counts, resident(schedule))
     limit = memory_limit(config, torch.device("cpu"))
@@ -80,19 +82,29 @@ def dry_run(config: Config) -> Plan:
 
 
 def shape_costs(config: Config, model: Model) -> tuple[LayerCost, ...]:
-    """Bytes of every layer, by running one microbatch on the meta device: shapes without memory. Seconds are 0."""
+    """Bytes of every layer, by running one microbatch on fake tensors: shapes without memory. Seconds are 0.
+
+    Not on the meta device: there, attention would run (and save) the plain product of all positions with all, which no real device does.
+    """
+    # What a layer raises is told in one line; torch would print a traceback first.
+    logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)
+    with FakeTensorMode():
+        return _shape_costs(config, model)
+
+
+def _shape_costs(config: Config, model: Model) -> tuple[LayerCost, ...]:
     shape = (config.train.micro_batch, config.model.sequence)
-    tensors: Tensors = (torch.zeros(shape, dtype=torch.int64, device="meta"),)
-    targets = torch.zeros(shape, dtype=torch.int64, device="meta")
+    tensors: Tensors = (torch.zeros(shape, dtype=torch.int64),)
+    targets = torch.zeros(shape, dtype=torch.int64)
     layers: list[Layer] = []
-    for index, module in enumerate(model.build(())):
+    for index, module in enumerate(model.build(range(model.layers))):
         if isinstance(module, EmulatedLayer):
             module.f = module.b = module.w = 0.0
         layers.append(Layer(index, module, HostClock(), config.seed))
         last = index == model.layers - 1
         finish = (lambda out: model.loss(out, targets)) if last else None
         tensors = layers[-1].forward(0, tensors, 0, graph=True, need_input=index > 0, finish=finish)
-    gradients: Tensors | None = None
+    gradients: Tensors = (torch.ones(()),)
     for layer in reversed(layers):
         gradients = layer.backward_input(0, gradients, deferred=True)
     out: list[LayerCost] = []

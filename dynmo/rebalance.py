@@ -112,10 +112,9 @@ class Rebalancer:
         )
 
     def _price(self, costs: tuple, old: Partition, new: Partition) -> float:
-        """Seconds of a move: as the last one, else its bytes over the slowest link and one step's worth of opening channels."""
+        """Seconds of a move: as the last one, else as long as its layers, one after another, take over the slowest link."""
         if self._move_seconds is not None:
             # Measured on one rank only: every rank must decide with the same number.
             return self._pipeline.largest(self._move_seconds)
         sizes = [costs[layer].static_bytes for layer in range(old.layers) if old.owner(layer) != new.owner(layer)]
-        links = self._pipeline.links
-        return sum(sizes) / min(link.bytes_per_second for link in links) if links else 0.0
+        return sum(max((link.seconds(size) for link in self._pipeline.links), default=0.0) for size in sizes)

@@ -123,7 +123,6 @@ class Trainer:
     ) -> None:
         self.config, self.world, self._folder = config, world, folder
         self._listen = listen
-        self._log = EventLog(folder / "events.jsonl") if folder is not None and world.rank == 0 else None
         self._checkpoints = None if folder is None else folder / "checkpoints"
         found = self._find(model) if resume else None
         partition = first_partition(config, model.layers)
@@ -147,13 +146,19 @@ class Trainer:
             self._loss, moved = found[1].state["loss"], found[1].state["moves"]
         self._rebalancer = Rebalancer(config, self.pipeline, memory_limit(config, world.device), moved)
         self._tracer = Tracer(world, self.pipeline.clock, config.trace.steps)
+        # Last: what was wrong until here leaves no log.
+        self._log = EventLog(folder / "events.jsonl") if folder is not None and world.rank == 0 else None
 
     # -- the loop -----------------------------------------------------------------------------------------------------------
 
     def run(self) -> RunResult:
         # Up to the last event: a signal that comes after the last step must not cut the account short.
         with _stop_flag() as stopping:
-            return self._run(stopping)
+            try:
+                return self._run(stopping)
+            finally:
+                if self._log is not None:
+                    self._log.close()
 
     def _run(self, stopping: Callable[[], bool]) -> RunResult:
         train, start = self.config.train, time.perf_counter()
@@ -174,8 +179,6 @@ class Trainer:
         digest = self.pipeline.digest()
         self._tracer.finish(None if self._folder is None else self._folder / "trace.json")
         self._emit(EndEvent(step, now(), self._loss, digest, seconds, "interrupted" if interrupted else "done"))
-        if self._log is not None:
-            self._log.close()
         return RunResult(self._loss, digest, seconds, interrupted, step, self.pipeline.partition.counts)
 
     def _change(self, step: int) -> None:

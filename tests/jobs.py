@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import signal
+from pathlib import Path
 from typing import Any
 
 from dynmo.config import parse
-from dynmo.events import Event, StepEvent
+from dynmo.events import Event, StepEvent, to_json
 from dynmo.models.model import load_model
 from dynmo.runtime.world import World
 from dynmo.trainer import Trainer
@@ -36,3 +39,22 @@ def train_and_weights(world: World, config: dict[str, Any]) -> dict[str, Any]:
         "losses": [e.loss for e in events if isinstance(e, StepEvent)],
         "weights": {index: [x for p in module.parameters() for x in p.flatten().tolist()] for index, (module, _) in layers.items()},
     }
+
+
+def train_in(world: World, config: dict[str, Any], folder: str, resume: bool = False, stop_after: int | None = None) -> dict[str, Any]:
+    """A run in a folder. stop_after: the step after which rank 0 is asked to stop, by the signal that a launcher sends."""
+
+    def listen(event: Event) -> None:
+        if isinstance(event, StepEvent) and event.step == stop_after:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    loaded = parse(config)
+    return vars(Trainer(loaded, world, load_model(loaded), Path(folder), resume, listen).run())
+
+
+def events(world: World, config: dict[str, Any]) -> list[dict[str, Any]]:
+    """What a run without a folder tells its listener, as the log would have it."""
+    loaded = parse(config)
+    told: list[Event] = []
+    Trainer(loaded, world, load_model(loaded), None, listen=told.append).run()
+    return [to_json(event) for event in told]

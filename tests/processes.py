@@ -49,3 +49,15 @@ def wait_until(condition: Callable[[], bool], seconds: float = 30.0) -> None:
     while not condition():
         assert time.monotonic() < deadline, "it did not happen in time"
         time.sleep(0.01)
+
+
+def ranks(folder: Path) -> dict[int, int]:
+    """Rank -> process, of those that work in `folder`."""
+    found: dict[int, int] = {}
+    for pid in living(folder):
+        try:
+            variables = Path("/proc", str(pid), "environ").read_bytes().split(b"\0")
+        except OSError:
+            continue
+        found |= {int(v.removeprefix(b"RANK=")): pid for v in variables if v.startswith(b"RANK=")}
+    return found

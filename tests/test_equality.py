@@ -6,7 +6,7 @@ And a plain PyTorch loop, which shares no dynmo code beyond the modules, agrees 
 from __future__ import annotations
 
 from functools import cache
-from itertools import product
+from itertools import pairwise, product
 from typing import Any
 
 import pytest
@@ -60,7 +60,7 @@ def test_one_digest(pool: Pool, ranks: int, schedule: str, balancer: str, freezi
     assert {r["digest"] for r in results} == {expected["digest"]}
     if balancer == "random" and ranks > 1:
         placements = results[0]["layers"]
-        assert all(a != b for a, b in zip(placements, placements[1:], strict=False)), "the layers did not move at every step"
+        assert all(a != b for a, b in pairwise(placements)), "the layers did not move at every step"
 
 
 def test_what_changes_the_digest(pool: Pool) -> None:

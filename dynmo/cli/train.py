@@ -121,7 +121,11 @@ def _spawn(config: Config, folder: Path, resume: bool, as_json: bool) -> int:
 
     command = [sys.executable, "-m", "dynmo", "train", str(folder / "config.toml")]
     command += ["--resume"] * resume + ["--json"] * as_json
-    return spawn(command, config.ranks, config.parallel.threads, folder)
+    try:
+        return spawn(command, config.ranks, config.parallel.threads, folder)
+    finally:
+        if sys.stderr.isatty():  # a rank 0 that was killed leaves its live line there, and no cursor
+            print("\r\x1b[K\x1b[?25h", end="", file=sys.stderr, flush=True)
 
 
 def _local_rank(path: Path, resume: bool, as_json: bool) -> int:

@@ -184,12 +184,7 @@ def load_layer(path: Path, index: int, device: torch.device) -> tuple[Contents, 
             dcp.load(state, storage_reader=HuggingFaceStorageReader(str(folder)), no_dist=True)
         except Exception as error:
             raise CheckpointError(f"{folder}: {type(error).__name__}: {str(error).splitlines()[0]}") from None
-    # AdamW's step counters live on the CPU whatever the device.
-    moved = {
-        (section, name): t if section == "optimizer" and t.dim() == 0 else t.to(device)
-        for (section, name) in tensors
-        for t in (state[_name(section, name)],)
-    }
+    moved = {key: state[_name(*key)].to(device) for key in tensors}
     return moved, {r.name: r.requires_grad for r in manifest.tensors if r.section == "parameter"}
 
 

@@ -81,22 +81,23 @@ def spawn(command: Sequence[str], size: int, threads: int, log_folder: Path) -> 
         folder = Path(name)
         try:
             for rank in range(size):
-                if not asked:
-                    env = rank_environment(rank, size, folder, threads)
-                    # Rank 0 speaks for the run; the others write to a log.
-                    _start(ranks, command, env, log_folder / f"rank-{rank}.log" if rank else None)
+                env = rank_environment(rank, size, folder, threads)
+                # Rank 0 speaks for the run; the others write to a log.
+                _start(ranks, asked, command, env, log_folder / f"rank-{rank}.log" if rank else None)
             _watch(ranks, asked)
             return _verdict(ranks, folder, log_folder, asked)
         finally:
             _end(ranks)
 
 
-def _start(ranks: list[subprocess.Popen[bytes]], command: Sequence[str], env: dict[str, str], log: Path | None) -> None:
-    """Adds one process to `ranks`."""
+def _start(ranks: list[subprocess.Popen[bytes]], asked: list[float], command: Sequence[str], env: dict[str, str], log: Path | None) -> None:
+    """Adds one process to `ranks`, unless a stop was asked for."""
     # Signals wait until it is on the list. It inherits that, so that Ctrl-C, which a terminal sends to all processes, does not break into
     # its imports; `enter_rank` lets them in again.
     signal.pthread_sigmask(signal.SIG_BLOCK, _STOP_SIGNALS)
     try:
+        if asked:
+            return
         with contextlib.nullcontext() if log is None else log.open("ab") as out:
             ranks.append(subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=out, stderr=out, env=env))
     except OSError as error:
@@ -150,8 +151,9 @@ def _end(ranks: list[subprocess.Popen[bytes]]) -> None:
 def _verdict(ranks: list[subprocess.Popen[bytes]], folder: Path, log_folder: Path, asked: list[float]) -> int:
     codes = [process.poll() for process in ranks]
     # A rank that we ended on request (it was not training, or was asked twice) has not failed, and what its peers say is a consequence.
+    # (If one returned 130, all had agreed to stop, and a late signal met the others on their way out.)
     ours = (None, -signal.SIGTERM, -signal.SIGKILL) if asked else ()
-    ended = not codes or any(code in ours for code in codes)
+    ended = 130 not in codes and (not codes or any(code in ours for code in codes))
     failures: dict[int, Failure] = {}
     for rank, code in enumerate(codes):
         report = folder / f"failed-{rank}.json"

@@ -200,9 +200,7 @@ def unpack(text: bytes, move: Move, device: torch.device) -> Arrival:
     for r in manifest.tensors:
         if r.dtype not in DTYPES:
             raise RunError(f"layer {move.layer}: {r.section} {r.name} is of {r.dtype}, which cannot travel; known are {', '.join(DTYPES)}")
-        # AdamW's step counters live on the CPU whatever the device.
-        at = torch.device("cpu") if r.section == "optimizer" and not r.shape else device
-        tensors[r.section, r.name] = torch.empty(r.shape, dtype=DTYPES[r.dtype], device=at)
+        tensors[r.section, r.name] = torch.empty(r.shape, dtype=DTYPES[r.dtype], device=device)
     return Arrival(move.layer, tensors, {r.name: r.requires_grad for r in manifest.tensors if r.section == "parameter"})
 
 

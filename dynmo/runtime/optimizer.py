@@ -70,12 +70,12 @@ class LayerOptimizer:
         }
 
     def load(self, state: dict[str, Tensor]) -> None:
-        """The inverse of `state`; the optimizer takes the tensors as they are."""
+        """The inverse of `state`; the optimizer takes the tensors as they are, on the device of their parameters."""
         assert self._adamw is not None or not state
         for key, value in state.items():
             name, _, moment = key.rpartition("/")
             assert self._adamw is not None
-            self._adamw.state[self._named[name]][moment] = value
+            self._adamw.state[self._named[name]][moment] = value.to(self._named[name].device)
 
     @property
     def state_bytes(self) -> int:

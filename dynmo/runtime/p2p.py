@@ -8,14 +8,16 @@ posted ahead.
     the outbox's            └ send, wait  └ send,      talks to gloo, and lets go of the tensors once the peer has them
     the poster's        post, post, post               keeps receives posted, for all inboxes
 
-On CPU a send costs a third of a millisecond where caches are cold (gloo writes to the socket itself), and so does posting a receive: threads
-of their own take that off the ops' path. On CUDA both only enqueue, on the current stream, and are done in place.
+On CPU a send costs a third of a millisecond where caches are cold (gloo writes to the socket itself), and so does posting a receive:
+threads of their own take that off the ops' path. On CUDA both only enqueue, on the current stream, and are done in place.
 """
 
 from __future__ import annotations
 
 import queue
 import threading
+import time
+from collections import deque
 from collections.abc import Callable
 
 import torch
@@ -26,7 +28,9 @@ from dynmo.errors import DynmoError, RunError, WaitTimeout
 from dynmo.runtime.world import World
 from dynmo.schedule.lower import Channel, Direction, Program, describe
 
-# Message tags: channels use 2 * boundary + direction; everything else is above.
+# Message tags: channels use 2 * boundary + direction; everything else is above. Headers have tags of their own: messages of one tag fill the
+# receives posted for it in order, and the receives of headers are posted ahead of those of the tensors.
+TAG_HEADERS = 1 << 19
 TAG_LINKS = 1 << 20
 TAG_MIGRATE = 1 << 21
 TAG_TRACE = 1 << 22
@@ -143,11 +147,11 @@ class Inbox:
         else:
             assert self._spec is not None
             buffers = tuple(torch.empty(shape, dtype=dtype, device=self._world.device) for dtype, shape in self._spec)
-        self._posted.put((buffers, self._receive(buffers)))
+        self._posted.put((buffers, self._receive(buffers, header=self._varying)))
 
-    def _receive(self, buffers: tuple[Tensor, ...]) -> list[dist.Work]:
+    def _receive(self, buffers: tuple[Tensor, ...], header: bool = False) -> list[dist.Work]:
         channel = self.channel
-        return [self._world.receive(b, channel.source, _tag(channel), _key(channel)) for b in buffers]
+        return [self._world.receive(b, channel.source, _tag(channel) + header * TAG_HEADERS, _key(channel)) for b in buffers]
 
     def _wait(self, works: list[dist.Work], microbatch: int) -> None:
         for work in works:
@@ -163,6 +167,8 @@ class Inbox:
                 f"rank {self._world.rank} waited {self._world.timeout:g} s for its own receives", [self._world.rank]
             ) from None
         self._open -= 1
+        # Before the wait, not after it: what is done here is done while the message is on its way.
+        self._post(self._ahead)
         self._wait(works, microbatch)
         return buffers
 
@@ -175,10 +181,9 @@ class Inbox:
         else:
             if self._spec is None:
                 header = torch.zeros(_HEADER, dtype=torch.int64)
-                self._wait(self._receive((header,)), microbatch)
+                self._wait(self._receive((header,), header=True), microbatch)
                 self._spec = decode(header)
             buffers = self._land(microbatch)
-        self._post(self._ahead)
         return buffers
 
 
@@ -190,10 +195,12 @@ class Outbox:
         self._spec: Spec | None = None
         threaded = world.device.type != "cuda"
         self._worker = Worker(f"outbox {channel.source}-{channel.target}", threaded)
+        # CUDA: sends that are enqueued; waiting for one in place would hold up the compute stream.
+        self._enqueued: deque[tuple[list[dist.Work], list[Tensor]]] = deque()
         # How many messages may be here and not yet with the peer; the rest of the depth is what the peer has posted.
         self._depth = depth - _ahead(depth, varying)
         self._room = threading.BoundedSemaphore(self._depth)
-        self._blocking = threaded
+        self._threaded = threaded
 
     def put(self, microbatch: int, tensors: tuple[Tensor, ...]) -> None:
         spec = spec_of(tensors)
@@ -212,16 +219,36 @@ class Outbox:
     def _send(self, microbatch: int, header: Tensor | None, tensors: tuple[Tensor, ...]) -> None:
         channel = self.channel
         parts = [tensor if tensor.is_contiguous() else tensor.detach().contiguous() for tensor in tensors]
-        if header is not None:
-            parts.insert(0, header)
-        works = [self._world.send(part, channel.target, _tag(channel), _key(channel)) for part in parts]
-        for work in works:
-            self._world.wait(work, channel.target, f"room to send the {channel.direction} of microbatch {microbatch}")
-        self._room.release()
+        works = [] if header is None else [self._world.send(header, channel.target, _tag(channel) + TAG_HEADERS, _key(channel))]
+        works += [self._world.send(part, channel.target, _tag(channel), _key(channel)) for part in parts]
+        parts += [] if header is None else [header]
+        if not self._threaded:
+            self._enqueued.append((works, parts))
+            self._release_done()
+            return
+        try:
+            for work in works:
+                self._world.wait(work, channel.target, f"room to send the {channel.direction} of microbatch {microbatch}")
+        except DynmoError as error:
+            self._worker.error = error  # before the place is free, so that who takes it sees it
+            raise
+        finally:
+            self._room.release()
+
+    def _release_done(self) -> None:
+        while self._enqueued and all(work.is_completed() for work in self._enqueued[0][0]):
+            self._enqueued.popleft()
+            self._room.release()
 
     def _acquire(self, microbatch: int) -> None:
-        # The worker's own wait has the same limit and says more: let it speak first.
-        if not self._room.acquire(timeout=self._world.timeout + 5) or self._worker.error is not None:
+        """Waits for a place in the channel's depth. The worker's own wait has a shorter limit and says more: it speaks first."""
+        deadline = time.monotonic() + self._world.timeout + 5
+        taken = False
+        while not taken and self._worker.error is None and time.monotonic() < deadline:
+            self._release_done()
+            # CUDA: nobody but this thread finds out that a send is done, so it looks again and again.
+            taken = self._room.acquire(timeout=0.0005 if self._enqueued else max(0.0, deadline - time.monotonic()))
+        if not taken or self._worker.error is not None:
             raise self._worker.error or WaitTimeout(
                 f"rank {self._world.rank} waited {self._world.timeout:g} s for rank {self.channel.target}: "
                 f"room to send the {self.channel.direction} of microbatch {microbatch}",

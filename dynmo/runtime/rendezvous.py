@@ -23,6 +23,10 @@ class Rendezvous:
     # The address is the loopback's and every rank is on this machine: nothing needs to be open to the network.
     loopback: bool = False
 
+    def __post_init__(self) -> None:
+        if not 0 <= self.rank < self.size:
+            raise ConfigError(f"rank {self.rank} of {self.size}: ranks count from 0; what the launcher set does not hold together")
+
 
 def from_environment(environ: Mapping[str, str] = os.environ) -> Rendezvous | None:
     """The world this process was started in: dynmo's own, torchrun's or Slurm's; None when it was started alone.

@@ -59,18 +59,14 @@ class Layer:
         seed_forward(_device_of(inputs), self._seed, step, self.index, microbatch)
         if graph:
             inputs = tuple(x.detach().requires_grad_(need_input and x.is_floating_point()) for x in inputs)
-            if self._measured:
-                with torch.enable_grad():
-                    outputs = self._call(inputs, finish)
-            else:
-                with torch.enable_grad():
-                    outputs = self._call_measured(inputs, finish)
+            outputs = self._call(inputs, finish) if self._measured else self._call_measured(inputs, finish)
             # Outputs keep their graph: who takes them detaches (the next layer) or only reads (a channel, the loss account).
             self._saved[microbatch] = (inputs, outputs)
         else:
             with torch.no_grad():
                 outputs = self._call(inputs, finish)
-        self.output_bytes = sum(y.nbytes for y in outputs)
+            if not self.output_bytes:
+                self.output_bytes = sum(y.nbytes for y in outputs)
         self.marks.append((Kind.F, start, self._clock.mark(), []))
         return outputs
 
@@ -83,16 +79,17 @@ class Layer:
     def _call_measured(self, inputs: Tensors, finish: Callable[[Tensor], Tensor] | None) -> Tensors:
         """As `_call`, counting the bytes that autograd keeps. Weights are not activations."""
         own = {_storage(p) for p in (*self.module.parameters(), *self.module.buffers())}
-        kept: dict[int, int] = {}
+        kept: list[Tensor] = []
 
         def pack(tensor: Tensor) -> Tensor:
             if _storage(tensor) not in own:
-                kept[_storage(tensor)] = tensor.untyped_storage().nbytes()
+                kept.append(tensor)
             return tensor
 
         with saved_tensors_hooks(pack, lambda tensor: tensor):
             outputs = self._call(inputs, finish)
-        self.activation_bytes = sum(kept.values())
+        self.activation_bytes = _storage_bytes(kept, inputs)
+        self.output_bytes = sum(y.nbytes for y in outputs)
         return outputs
 
     def backward_input(self, microbatch: int, gradients: Tensors, deferred: bool) -> Tensors:
@@ -101,12 +98,10 @@ class Layer:
         start = self._clock.mark()
         inputs, outputs = self._saved.pop(microbatch)
         self.tape.deferred = deferred or not self._measured
-        pairs = [(y, g) for y, g in zip([y for y in outputs if y.is_floating_point()], gradients, strict=True) if y.requires_grad]
-        if pairs:
-            torch.autograd.backward([y for y, _ in pairs], [g for _, g in pairs])
+        _run_graph(outputs, gradients)
         work = self.tape.take()
         if not self._measured:
-            self.stash_bytes = _storage_bytes(tensor for _, holds in work for tensor in holds)
+            self.stash_bytes = _storage_bytes((tensor for _, holds in work for tensor in holds), inputs)
             self.activation_bytes = max(self.activation_bytes, self.stash_bytes)
             self._measured = True
             if not deferred:
@@ -115,7 +110,7 @@ class Layer:
                 work = []
         if work:
             self._weight_work[microbatch] = work
-        gradients_in = tuple((x.grad if x.grad is not None else torch.zeros_like(x)) for x in inputs if x.requires_grad)
+        gradients_in = tuple(_gradient(x) for x in inputs if x.requires_grad)
         inside, self._inside = self._inside, []
         self.marks.append((Kind.B if deferred else Kind.BW, start, self._clock.mark(), inside))
         return gradients_in
@@ -135,6 +130,23 @@ class Layer:
         self.marks.clear()
 
 
+def _run_graph(outputs: Tensors, gradients: Tensors) -> None:
+    """torch.autograd.backward for outputs whose gradients are at hand and fit: its checks cost as much again as a small graph."""
+    if len(outputs) != 1 or not outputs[0].requires_grad:
+        floating = [y for y in outputs if y.is_floating_point()]
+        pairs = [(y, g) for y, g in zip(floating, gradients, strict=True) if y.requires_grad]
+        if not pairs:
+            return
+        outputs, gradients = tuple(y for y, _ in pairs), tuple(g for _, g in pairs)
+    # keep_graph, create_graph, inputs, allow_unreachable, accumulate_grad
+    torch.autograd.Variable._execution_engine.run_backward(outputs, gradients, False, False, (), True, True)
+
+
+def _gradient(x: Tensor) -> Tensor:
+    gradient = x.grad
+    return torch.zeros_like(x) if gradient is None else gradient
+
+
 def _device_of(tensors: Tensors) -> torch.device:
     return tensors[0].device
 
@@ -144,5 +156,8 @@ def _storage(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
-def _storage_bytes(tensors: Iterable[Tensor]) -> int:
-    return sum({_storage(t): t.untyped_storage().nbytes() for t in tensors}.values())
+def _storage_bytes(tensors: Iterable[Tensor], inputs: Tensors) -> int:
+    """Of the memory blocks behind the tensors. An input counts as itself: it may be a view of a whole batch, which is there anyway."""
+    sizes = {_storage(t): t.untyped_storage().nbytes() for t in tensors}
+    sizes |= {_storage(x): x.nbytes for x in inputs if _storage(x) in sizes}
+    return sum(sizes.values())

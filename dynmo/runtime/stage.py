@@ -15,8 +15,8 @@ from dynmo.runtime.split_backward import Layer, Tensors
 class Stage:
     """first_trainable is the global index of the first layer that trains: below it a layer keeps nothing, and B stops there.
 
-    `loss`, on the model's last stage, takes (output, targets) and gives a scalar; `share` is its part of the step's loss (one over the global
-    number of microbatches), with which B starts.
+    `loss`, on the model's last stage, takes (output, targets) and gives a scalar; `share` is its part of the step's loss (one over the
+    global number of microbatches), with which B starts.
     """
 
     def __init__(
@@ -27,6 +27,7 @@ class Stage:
         self._trained = [layer for layer in self.layers if layer.index >= first_trainable]
 
     def forward(self, microbatch: int, tensors: Tensors, step: int, targets: Tensor | None, training: bool) -> Tensors:
+        assert torch.is_grad_enabled(), "the executor runs with gradients enabled"
         for layer in self.layers:
             ends = self._loss is not None and layer is self.layers[-1]
             finish = partial(self._finish, targets) if ends else None

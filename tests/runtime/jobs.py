@@ -26,6 +26,7 @@ from dynmo.runtime.executor import Executor, mean_loss
 from dynmo.runtime.migrate import Arrival, contents, exchange, fill
 from dynmo.runtime.optimizer import AdamWSettings, LayerOptimizer
 from dynmo.runtime.p2p import Transport
+from dynmo.runtime.profiler import measure_links
 from dynmo.runtime.split_backward import Layer
 from dynmo.runtime.stage import Stage
 from dynmo.runtime.world import World
@@ -104,7 +105,7 @@ def backpressure(world: World, depth: int, messages: int) -> list[list[int]]:
                 ends.put(DOWN, j, (torch.zeros(1000),))
                 world.store.set(f"put/{step}/{j}", "1")
             else:
-                time.sleep(0.3 if j == 0 else 0.02)
+                time.sleep(0.2 if j == 0 else 0.01)
                 counts[-1].append(sum(world.store.check([f"put/{step}/{k}"]) for k in range(messages)))
                 ends.take(DOWN, j)
         ends.flush()
@@ -136,6 +137,24 @@ def letting_go(world: World, messages: int) -> list[bool]:
     ends.flush()
     ends.close()
     return kept
+
+
+def peer_gone(world: World, depth: int) -> list[Any]:
+    """Rank 1 takes one message of several and goes."""
+    ends = transport(world, 30, depth)
+    ends.open()
+    start = time.monotonic()
+    try:
+        if world.rank == 1:
+            ends.take(DOWN, 0)
+            world.close()
+            return []
+        for j in range(30):
+            ends.put(DOWN, j, (torch.zeros(1000),))
+        ends.flush()
+    except RunError as error:
+        return [type(error).__name__, str(error), time.monotonic() - start]
+    return ["nothing", "", 0.0]
 
 
 # -- executor -------------------------------------------------------------------------------------------------------------
@@ -353,6 +372,10 @@ def profile(world: World, f: list[float], b: list[float], w: list[float], counts
     return [list(vars(cost).values()) for cost in made.costs()]
 
 
+def links(world: World) -> list[list[float]]:
+    return [[link.latency, link.bytes_per_second] for link in measure_links(world)]
+
+
 # -- the world ------------------------------------------------------------------------------------------------------------------
 
 
@@ -378,7 +401,7 @@ def one_is_late(world: World, what: str) -> list[str]:
         if world.rank == 1 and what == "gone":
             impatient.close()
         elif world.rank == 1:
-            time.sleep(2.5)
+            time.sleep(2.0)
         elif what == "sum":
             impatient.sum(torch.zeros(1), "the end of the test")
         elif what == "room":
@@ -397,3 +420,18 @@ def agree(world: World, said: list[str | None]) -> str:
     except DynmoError as error:
         return str(error)
     return ""
+
+
+# -- the whole ------------------------------------------------------------------------------------------------------------------
+
+
+def moving(world: World, config: dict[str, Any], placements: list[list[int]]) -> dict[str, Any]:
+    """Two steps on each placement."""
+    made = pipeline(world, placements[0], config)
+    losses: list[float] = []
+    digests: list[str] = []
+    for turn, counts in enumerate(placements):
+        made.move(Partition(tuple(counts)))
+        losses += steps(made, 2 * turn, 2 * turn + 2)
+        digests.append(made.digest())
+    return {"losses": losses, "digests": digests}

@@ -52,7 +52,7 @@ def test_a_changed_shape_is_an_error(pool: Pool) -> None:
     assert "at microbatch 2; a model whose messages vary must say so" in sender
 
 
-@pytest.mark.parametrize("depth", [1, 2, 5, 12])
+@pytest.mark.parametrize("depth", [1, 3, 12])
 def test_backpressure(pool: Pool, depth: int) -> None:
     """`depth` messages may have been put and not taken: no more, and once shapes are known, no fewer."""
     _, counts = pool.run(JOBS + "backpressure", 2, depth=depth, messages=16)
@@ -68,3 +68,12 @@ def test_taken_messages_are_let_go(pool: Pool) -> None:
     kept, _ = pool.run(JOBS + "letting_go", 2, messages=40)
     assert not any(kept[:20])
     assert kept[-1], "what has not been taken must stay"
+
+
+@pytest.mark.parametrize("depth", [1, 20])
+def test_a_peer_that_is_gone(pool: Pool, depth: int) -> None:
+    """Who waits for room, or for the step's end, is told at once, and not after the limit of 20 s."""
+    (kind, text, seconds), _ = pool.run(JOBS + "peer_gone", 2, depth=depth)
+    assert kind == "RankDied"
+    assert text.startswith("rank 0 lost rank 1 while waiting for room to send the activation of microbatch")
+    assert seconds < 5

@@ -1,0 +1,190 @@
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Sequence
+from io import StringIO
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from dynmo.cli import main
+from dynmo.events import EndEvent, EvalEvent, Event, EventLog, RebalanceEvent, RebalanceResultEvent, StepEvent
+from dynmo.report.summary import comparison_table, summarize
+
+Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Run:
+    """Runs the command line in this process and a folder of its own, as if piped: exit status, stdout, stderr."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("FORCE_COLOR", raising=False)
+    monkeypatch.setenv("COLUMNS", "80")
+
+    def call(*arguments: object) -> tuple[int, str, str]:
+        status = main(["report", *map(str, arguments)])
+        out = capsys.readouterr()
+        return status, out.out, out.err
+
+    return call
+
+
+def step(number: int, loss: float = 0.1, seconds: float = 0.5, layers: tuple[int, ...] = (4, 4), frozen: int = 0) -> StepEvent:
+    return StepEvent(number, 1000.0 + number, loss, 1234.5, 0.25, 0.5, seconds, 1.5, 1e-3, layers, frozen)
+
+
+def moved(number: int, id: int, target: tuple[int, ...] = (6, 2)) -> RebalanceEvent:
+    return RebalanceEvent(number, 0.0, id, (4, 4), target, 3 << 20, 0.012, 0.2, "exact: pays")
+
+
+def log(folder: str, events: Sequence[Event]) -> Path:
+    path = Path(folder) / "events.jsonl"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    made = EventLog(path)
+    for event in events:
+        made.write(event)
+    made.close()
+    return path
+
+
+def a_run(seconds: float, digest: str = "0123456789abcdef" * 4) -> list[Event]:
+    """Ten steps; a move after five, which halves the step."""
+    before = [step(i, 0.5 - i / 100, seconds) for i in range(5)]
+    after = [step(i, 0.5 - i / 100, seconds / 2, (6, 2), 3) for i in range(5, 10)]
+    held_out = EvalEvent(9, 0.0, 0.31415926)
+    return [*before, moved(5, 1), *after, RebalanceResultEvent(9, 0.0, 1, 0.5), held_out, EndEvent(10, 0.0, 0.41, digest, 9.0, "done")]
+
+
+def test_one_run(run: Run) -> None:
+    log("runs/one", a_run(0.5))
+    status, out, err = run("runs/one")
+    assert (status, err) == (0, "")
+    rows = [re.split(r"\s*│\s*", line.strip("│ ")) for line in out.splitlines() if line.startswith("│")]
+    assert rows == [
+        ["0-4", "4+4", "0", "0.500", "1,234", "25.0%", "0.50"],
+        ["5-9", "6+2", "3", "0.250", "1,234", "25.0%", "0.50"],
+    ]
+    assert "step 5: moved 4+4 to 6+2 (3.0 MiB in 12 ms): static to balanced x1.25 predicted, x2.00 measured\n" in out
+
+
+def test_several_runs(run: Run) -> None:
+    """Each against the first; figures are whole, though nobody said how wide a pipe is."""
+    names = [f"a-name-of-some-length-{i}" for i in range(5)]
+    for i, name in enumerate(names):
+        log(f"runs/{name}", a_run(0.5 * (i + 1)))
+    status, out, err = run(*(f"runs/{name}/" for name in names))
+    assert (status, err) == (0, "")
+    assert "…" not in out
+    table = out[out.index("Runs compared") :]
+    cells = {row[0]: row[1:] for line in table.splitlines() if (row := re.split(r"\s*[│┃]\s*", line.strip("│┃ ")))}
+    assert cells[names[0]] == names[1:]
+    assert cells["steps"] == ["10"] * 5
+    assert cells["seconds"] == ["3.8", "7.5", "11.2", "15.0", "18.8"]
+    assert cells["speed-up"] == ["x1.00", "x0.50", "x0.33", "x0.25", "x0.20"]
+    assert cells["last phase: s/step"] == ["0.250", "0.500", "0.750", "1.000", "1.250"]
+    assert cells["last phase: idle"] == ["25.0%"] * 5
+    assert cells["loss"] == ["0.410000"] * 5
+    assert cells["held-out loss"] == ["0.314159"] * 5
+    assert cells["weights"] == ["0123456789ab"] * 5
+    assert out.endswith("same loss and same weights, to the last bit\n")
+
+
+def test_a_narrow_terminal_loses_no_figure() -> None:
+    """Three runs fit in 80 columns; in 50 they are folded, not cut."""
+    runs = [(f"demo-{i}", summarize(a_run(0.5))) for i in range(3)]
+    for width in (80, 50):
+        screen = StringIO()
+        Console(file=screen, width=width, force_terminal=True, color_system=None).print(comparison_table(runs))
+        assert "…" not in screen.getvalue()
+        assert ("0123456789ab" in screen.getvalue()) == (width == 80)
+
+
+def test_the_numbers_compared(run: Run) -> None:
+    log("a", a_run(0.5))
+    log("b", a_run(0.5, digest="f" * 64))
+    log("c", a_run(0.5)[:-1])
+    assert run("a", "b")[1].endswith("the runs ended with different weights\n")
+    assert run("a", "c")[1].endswith("a run has not ended: its weights cannot be compared\n")
+
+
+def test_json(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    log("a", a_run(0.5))
+    log("b", a_run(1 / 3))
+    status, out, err = run("a", "b", "--json")
+    assert (status, err) == (0, "")
+    result = json.loads(out)
+    assert out.count("\n") == 1
+    assert result["verdict"] == "same loss and same weights, to the last bit"
+    a, b = result["runs"]
+    assert (a["name"], a["steps"], a["loss"], a["held_out"], a["reason"]) == ("a", 10, 0.5 - 9 / 100, 0.31415926, "done")
+    assert b["phases"][0]["seconds"] == 1 / 3, "read back exactly"
+    assert a["phases"][1] == {
+        "first": 5,
+        "last": 9,
+        "layers": [6, 2],
+        "frozen": 3,
+        "seconds": 0.25,
+        "tokens_per_s": 1234.5,
+        "idle_ratio": 0.25,
+        "imbalance": 0.5,
+    }
+    # Events have the words that they have in events.jsonl.
+    written = [json.loads(line) for line in Path("a/events.jsonl").read_text().splitlines()]
+    assert a["rebalances"] == [e for e in written if e["event"] == "rebalance"]
+    assert a["results"] == [e for e in written if e["event"] == "rebalance_result"]
+    monkeypatch.chdir("a")
+    alone = json.loads(run(".", "--json")[1])
+    assert (alone["runs"][0]["name"], alone["verdict"]) == ("a", None)
+
+
+def test_a_resumed_run(run: Run) -> None:
+    """What was done twice counts once, as it was done the second time; a torn line of the first time is no harm."""
+    path = log("a", [*(step(i) for i in range(4)), moved(4, 1, (5, 3)), *(step(i) for i in range(4, 8)), moved(8, 2), step(8)])
+    with path.open("a") as file:
+        file.write('{"event": "step", "st')
+    assert json.loads(run("a", "--json")[1])["runs"][0]["steps"] == 9, "cut off"
+    # From the checkpoint after six steps: one move done, one to be done again, another way.
+    log("a", [step(6, 0.2), moved(7, 2, (7, 1)), *(step(i, 0.3) for i in range(7, 12)), EndEvent(12, 0.0, 0.3, "d" * 64, 1.0, "done")])
+    (got,) = json.loads(run("a", "--json")[1])["runs"]
+    assert got["steps"] == 12
+    assert [(r["id"], r["step"], r["to"]) for r in got["rebalances"]] == [(1, 4, [5, 3]), (2, 7, [7, 1])]
+    assert (got["loss"], got["digest"]) == (0.3, "d" * 64)
+    # Resumed once more, and cut off: the end was not the end.
+    log("a", [step(12)])
+    (got,) = json.loads(run("a", "--json")[1])["runs"]
+    assert (got["steps"], got["digest"], got["reason"]) == (13, None, None)
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (None, "a is not a run: it has no events.jsonl"),
+        (b"", "a/events.jsonl has no steps yet"),
+        (b'{"event": "step"', "a/events.jsonl has no steps yet"),
+        (b'{"event": "eval", "step": 1, "time": 1.0, "loss": 1.0}\n', "a/events.jsonl has no steps yet"),
+        (b'{"event": "st\n{}\n', "a/events.jsonl:1: not a line of JSON"),
+        (b"[1]\n", "a/events.jsonl:1: not an event"),
+        (b'{"event": "party", "step": 1, "time": 1.0}\n', "a/events.jsonl:1: unknown event 'party'"),
+        (b'{"event": "step", "step": 1, "time": 1.0}\n', "a/events.jsonl:1: event 'step' lacks 'loss'"),
+        (b"\xff\xfe\n", "a/events.jsonl cannot be read"),
+    ],
+    ids=["none", "empty", "torn", "no steps", "broken", "no object", "unknown", "lacking", "binary"],
+)
+def test_what_is_no_run(run: Run, content: bytes | None, says: str) -> None:
+    Path("a").mkdir()
+    if content is not None:
+        Path("a/events.jsonl").write_bytes(content)
+    log("good", a_run(0.5))
+    for arguments in (["a"], ["good", "a", "--json"]):
+        status, out, err = run(*arguments)
+        assert (status, out, err.count("\n")) == (2, "", 1)
+        assert err.startswith(f"dynmo: {says}")
+
+
+def test_a_run_that_is_missing(run: Run) -> None:
+    assert run("runs/nothing") == (2, "", "dynmo: runs/nothing is not a run: it has no events.jsonl\n")
+    status, out, err = run()
+    assert (status, out) == (2, "")
+    assert err.startswith("dynmo: Missing argument")

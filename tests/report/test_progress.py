@@ -1,0 +1,55 @@
+"""The line one watches: plain lines where there is no terminal."""
+
+from __future__ import annotations
+
+from io import StringIO
+
+from rich.console import Console
+
+from dynmo.events import ChangeEvent, CheckpointEvent, EndEvent, EvalEvent, RebalanceEvent, RebalanceResultEvent, StepEvent
+from dynmo.report.progress import ProgressLine
+
+
+def step(number: int, frozen: int = 0) -> StepEvent:
+    return StepEvent(number, 0.0, 3.25, 12345.6, 0.125, 0.5, 1.0, 1.0, 0.1, (4, 2), frozen)
+
+
+def told(steps: int, *events: object, terminal: bool = False) -> str:
+    out = StringIO()
+    with ProgressLine("run", steps, Console(file=out, force_terminal=terminal, width=200)) as progress:
+        for event in events:
+            progress(event)  # pyright: ignore[reportArgumentType]
+    return out.getvalue()
+
+
+def test_a_line_now_and_then() -> None:
+    lines = told(50, *(step(i, frozen=i // 45) for i in range(50))).splitlines()
+    assert len(lines) == 25, "one in twenty at most, and the last"
+    assert lines[0] == "run 2/50  loss 3.2500  12,346 tokens/s  idle 12%  layers 4+2"
+    assert lines[-1] == "run 50/50  loss 3.2500  12,346 tokens/s  idle 12%  layers 4+2  frozen 1"
+    assert len(told(3, step(0), step(1), step(2)).splitlines()) == 3
+
+
+def test_what_happens_is_said_at_once() -> None:
+    lines = told(
+        100,
+        ChangeEvent(3, 0.0, "freezing", (0,), "froze [0]"),
+        RebalanceEvent(4, 0.0, 1, (4, 2), (5, 1), 10, 0.0123, 0.2, "exact: pays"),
+        RebalanceResultEvent(9, 0.0, 1, 0.25),
+        EvalEvent(10, 0.0, 2.5),
+        CheckpointEvent(10, 0.0, "runs/a", 3 << 20, 0.5),
+        EndEvent(99, 0.0, 1.0, "ab", 1.0, "done"),
+    ).splitlines()
+    assert lines == [
+        "step 3: froze [0]",
+        "step 4: moved layers 4+2 -> 5+1 in 12 ms (exact: pays)",
+        "step 9: rebalance 1 measured: +25.0% of a step saved",
+        "step 10: held-out loss 2.5000",
+        "step 10: saved runs/a (3.0 MiB in 0.50 s)",
+    ]
+
+
+def test_on_a_terminal_one_live_line() -> None:
+    text = told(2, step(0), step(1), terminal=True)
+    assert "loss 3.2500" in text
+    assert "2/2" in text

@@ -1,0 +1,76 @@
+"""Phases, their medians, and runs held against each other."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from dynmo.events import EndEvent, EvalEvent, Event, RebalanceEvent, RebalanceResultEvent, StepEvent
+from dynmo.report.summary import layers_text, rebalance_lines, summarize, verdict
+
+
+def step(number: int, seconds: float = 1.0, layers: tuple[int, ...] = (2, 2), frozen: int = 0, loss: float = 3.0) -> StepEvent:
+    return StepEvent(number, 0.0, loss, 8 / seconds, seconds / 10, seconds / 4, seconds, 1.0, 0.1, layers, frozen)
+
+
+def move(number: int, id: int, gain: float = 0.2) -> RebalanceEvent:
+    return RebalanceEvent(number, 0.0, id, (2, 2), (3, 1), 1 << 20, 0.01, gain, "exact: pays")
+
+
+def result(number: int, id: int, gain: float) -> RebalanceResultEvent:
+    return RebalanceResultEvent(number, 0.0, id, gain)
+
+
+def end(digest: str = "aa", loss: float = 1.0) -> EndEvent:
+    return EndEvent(9, 0.0, loss, digest, 9.0, "done")
+
+
+def test_phases() -> None:
+    events: list[Event] = [step(0, 9.0), step(1, 1.0), step(2, 2.0), step(3, 3.0)]
+    events += [step(4, 9.0, frozen=1), step(5, 0.5, frozen=1), move(6, 1), step(6, 5.0, (3, 1), 1), EvalEvent(6, 0.0, 2.5), end()]
+    summary = summarize(events)
+    assert [(p.first, p.last, p.layers, p.frozen) for p in summary.phases] == [(0, 3, (2, 2), 0), (4, 5, (2, 2), 1), (6, 6, (3, 1), 1)]
+    # Medians without the first step of a phase, which warms up; where it is the only one, it counts.
+    assert [p.seconds for p in summary.phases] == [2.0, 0.5, 5.0]
+    assert [p.tokens_per_s for p in summary.phases] == [4.0, 16.0, 1.6]
+    assert [p.idle_ratio for p in summary.phases] == [0.2, 0.05, 0.5]
+    assert [p.imbalance for p in summary.phases] == [0.5, 0.125, 1.25]
+    assert (summary.steps, summary.seconds, summary.loss, summary.held_out) == (7, 29.5, 3.0, 2.5)
+    assert (summary.digest, summary.reason) == ("aa", "done")
+
+
+def test_an_empty_or_unfinished_run() -> None:
+    empty = summarize([])
+    assert (empty.phases, empty.loss, empty.digest, empty.reason) == ((), None, None, None)
+    assert summarize([step(0)]).digest is None
+
+
+def test_a_resumed_run_is_told_once() -> None:
+    """Cut off after step 5, resumed from the checkpoint after step 3: the later account counts, of steps and of moves."""
+    before: Sequence[Event] = [step(0), step(1), move(2, 1), step(2), result(3, 1, 0.1), step(3), move(4, 2), step(4, 7.0), step(5, 7.0)]
+    after: Sequence[Event] = [move(4, 2, 0.3), step(4), result(5, 2, 0.4), step(5), end()]
+    summary = summarize([*before, *after])
+    assert summary.steps == 6
+    assert summary.seconds == 6.0
+    assert [(r.id, r.predicted_gain) for r in summary.rebalances] == [(1, 0.2), (2, 0.3)]
+    assert [(r.id, r.measured_gain) for r in summary.results] == [(1, 0.1), (2, 0.4)]
+
+
+def test_rebalance_lines() -> None:
+    """Predicted against measured, as factors: a step shorter by 20 % is 1.25 times as fast."""
+    lines = rebalance_lines(summarize([step(0), move(1, 1, 0.2), step(1), move(2, 2, 0.5), step(2), result(2, 1, 0.1)]))
+    assert lines == [
+        "step 1: moved 2+2 to 3+1 (1.0 MiB in 10 ms): static to balanced x1.25 predicted, x1.11 measured",
+        "step 2: moved 2+2 to 3+1 (1.0 MiB in 10 ms): static to balanced x2.00 predicted",
+    ]
+
+
+def test_verdict() -> None:
+    one, same = summarize([step(0), end("aa")]), summarize([step(0), end("aa")])
+    other, cut = summarize([step(0), end("bb")]), summarize([step(0)])
+    assert verdict([("a", one), ("b", same)]) == "same loss and same weights, to the last bit"
+    assert "different weights" in verdict([("a", one), ("b", other)])
+    assert "has not ended" in verdict([("a", one), ("b", cut)])
+
+
+def test_layers_text() -> None:
+    assert layers_text((3, 1, 2)) == "3+1+2"

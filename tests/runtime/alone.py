@@ -1,0 +1,44 @@
+"""A pipeline of one rank in the test's own process: no process group, no pool."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from dynmo.api import Pipeline
+from dynmo.balance.partition import Partition
+from dynmo.config import parse
+from dynmo.models.emulated import make_layers
+from dynmo.models.model import Model, load_model
+from dynmo.runtime.world import World
+
+MICROBATCHES = 3
+
+
+def alone() -> World:
+    return World(0, 1, torch.device("cpu"), 5.0, 0, dist.HashStore())
+
+
+def pipeline(model: Model, schedule: str = "zb-h1") -> Pipeline:
+    return Pipeline(alone(), model, Partition((model.layers,)), schedule=schedule, microbatches=MICROBATCHES)
+
+
+def gpt(**model: Any) -> Pipeline:
+    return pipeline(load_model(parse({"model": {"blocks": 2, "hidden": 16, "heads": 2, "sequence": 8} | model})))
+
+
+def emulated(f: Sequence[float], b: Sequence[float], w: Sequence[float]) -> Pipeline:
+    return pipeline(make_layers(f, b, w, size=64))
+
+
+def ids() -> Tensor:
+    return torch.zeros(MICROBATCHES, 1, dtype=torch.int64)
+
+
+def tokens(step: int, sequence: int = 8) -> tuple[Tensor, Tensor]:
+    text = torch.randint(256, (MICROBATCHES, 2, sequence + 1), generator=torch.Generator().manual_seed(step))
+    return text[..., :-1], text[..., 1:]

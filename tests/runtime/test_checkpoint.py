@@ -1,0 +1,171 @@
+"""Checkpoints: any placement reads any checkpoint bit for bit, and what is damaged is never loaded."""
+
+from __future__ import annotations
+
+import json
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from dynmo.api import Pipeline
+from dynmo.errors import CheckpointError
+from dynmo.runtime import checkpoint
+from tests.pool import Pool
+from tests.runtime.alone import gpt, tokens
+from tests.runtime.jobs import fingerprint
+
+JOBS = "tests.runtime.jobs:"
+
+
+def save(made: Pipeline, folder: Path, step: int, keep: int = 9, state: dict[str, Any] | None = None) -> Path:
+    layers = {i: (m, o.state()) for i, (m, o) in made.own_layers.items()}
+    return checkpoint.save(made.world, folder, step, made.model.names, layers, state or {}, keep).path
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(p.name for p in folder.iterdir())
+
+
+def flip(path: Path, at: int = -1) -> None:
+    data = bytearray(path.read_bytes())
+    data[at] ^= 1
+    path.write_bytes(bytes(data))
+
+
+@pytest.mark.parametrize(("saved", "loaded"), [([3, 3], [3, 3]), ([3, 3], [1, 2, 3]), ([2, 2, 2], [6]), ([6], [5, 1])])
+def test_any_placement_reads_it(pool: Pool, tmp_path: Path, saved: list[int], loaded: list[int]) -> None:
+    """Weights, moments, counters and what is frozen; and training goes on to the same bits."""
+    before = pool.run(JOBS + "save_and_go_on", len(saved), folder=str(tmp_path), counts=saved)
+    after = pool.run(JOBS + "load_and_go_on", len(loaded), folder=str(tmp_path), counts=loaded)
+    layers = [{k: v for r in results for k, v in r["layers"].items()} for results in (before, after)]
+    assert layers[0] == layers[1]
+    assert len(layers[0]) == 6
+    assert any("optimizer" in name for name in layers[0]["5"])
+    assert not layers[0]["1"]["trains qkv.weight"]
+    assert before[0]["losses"] == after[0]["losses"]
+    assert before[0]["digest"] == after[0]["digest"]
+    written = sum(p.stat().st_size for p in tmp_path.rglob("*") if p.name != "manifest.json" and p.parent != tmp_path and p.is_file())
+    assert all(result["bytes"] == written for result in before)
+
+
+def test_no_pickles(tmp_path: Path) -> None:
+    path = save(gpt(), tmp_path, 1)
+    files = [p for p in tmp_path.rglob("*") if p.is_file()]
+    assert {p.suffix for p in files} == {"", ".json", ".safetensors"}
+    for file in files:
+        assert not zipfile.is_zipfile(file), "torch.save's files are zips of pickles"
+        start = file.read_bytes()[:9]
+        if file.suffix == ".safetensors":
+            assert start[8:9] == b"{", "safetensors: a length, then JSON"
+        elif file.suffix == ".json":
+            json.loads(file.read_text())
+        else:
+            assert (file.name, file.read_text()) == ("latest", path.name)
+
+
+def test_a_flipped_bit_is_noticed(tmp_path: Path) -> None:
+    """In any file; the message names it, and the checkpoint before is taken."""
+    made = gpt()
+    save(made, tmp_path, 1)
+    newest = save(made, tmp_path, 2)
+    assert checkpoint.find(tmp_path)[0] == newest
+    for file in sorted(p for p in newest.rglob("*") if p.is_file()):
+        flip(file)
+        with pytest.raises(CheckpointError, match=f"{file.name}") as caught:
+            checkpoint.verify(newest)
+        assert str(file) in str(caught.value)
+        path, manifest, problems = checkpoint.find(tmp_path)
+        assert (path.name, manifest.step) == ("step-000001", 1)
+        assert [str(file) in problem for problem in problems] == [True]
+        flip(file)
+    assert checkpoint.find(tmp_path)[1].step == 2
+
+
+def test_what_is_missing_or_torn(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="there is no checkpoint to resume from; start anew with --overwrite"):
+        checkpoint.find(tmp_path / "nowhere")
+    made = gpt()
+    first, second, third = (save(made, tmp_path, step) for step in (1, 2, 3))
+    # A save that was cut off, and one whose manifest was not yet written.
+    third.rename(third.with_suffix(".tmp"))
+    (second / "manifest.json").unlink()
+    assert checkpoint.find(tmp_path)[::2] == (first, [])
+    (first / "layer-0003" / "layer.json").unlink()
+    with pytest.raises(CheckpointError, match=r"no checkpoint is whole; the newest: .*layer-0003/layer.json is missing"):
+        checkpoint.find(tmp_path)
+
+
+def test_only_the_last_are_kept(tmp_path: Path) -> None:
+    """In the order of steps, not of letters, and without what earlier saves left."""
+    made = gpt()
+    (tmp_path / "step-000007.tmp").mkdir()
+    (tmp_path / "notes").mkdir()
+    for step in (5, 999_999, 1_000_000, 1_000_001):
+        save(made, tmp_path, step, keep=2)
+    assert names(tmp_path) == ["latest", "notes", "step-1000000", "step-1000001"]
+    assert checkpoint.find(tmp_path)[1].step == 1_000_001
+    assert (tmp_path / "latest").read_text() == "step-1000001"
+
+
+def test_a_damaged_newer_one_does_not_push_out_the_only_good(tmp_path: Path) -> None:
+    made = gpt()
+    save(made, tmp_path, 4)
+    flip(save(made, tmp_path, 8) / "manifest.json", 3)
+    assert checkpoint.find(tmp_path)[1].step == 4  # so the run went on from there
+    save(made, tmp_path, 6, keep=1)
+    assert names(tmp_path) == ["latest", "step-000006"]
+
+
+def test_saving_a_step_again_replaces_it(tmp_path: Path) -> None:
+    made = gpt()
+    save(made, tmp_path, 2)
+    made.step(0, *tokens(0), lr=0.1)
+    path = save(made, tmp_path, 2)
+    tensors, _ = checkpoint.load_layer(path, 5, torch.device("cpu"))
+    weight = made.own_layers[5][0].get_parameter("logits.weight")
+    assert torch.equal(tensors["parameter", "logits.weight"], weight)
+    assert tensors["optimizer", "logits.weight/step"] == 1
+
+
+def test_state_reads_back_exactly(tmp_path: Path) -> None:
+    values = torch.rand(500, dtype=torch.float64) * torch.logspace(-300, 300, 500, dtype=torch.float64)
+    state = {"numbers": values.tolist(), "nested": {"frozen": [0, 1], "text": "é\n", "none": None, "flag": True}}
+    save(gpt(), tmp_path, 1, state=state)
+    assert checkpoint.find(tmp_path)[1].state == state
+
+
+def test_another_model_is_refused(tmp_path: Path) -> None:
+    path = save(gpt(), tmp_path, 1)
+    other = gpt(hidden=24)
+    before = other.digest()
+    with pytest.raises(CheckpointError, match=r"layer 0 \(embedding\): tokens.weight is \(256, 16\) in the checkpoint, \(256, 24\) in the"):
+        other.restore(0, *checkpoint.load_layer(path, 0, torch.device("cpu")))
+    assert other.digest() == before
+
+
+def test_a_version_of_tomorrow(tmp_path: Path) -> None:
+    path = save(gpt(), tmp_path, 1)
+    text = (path / "manifest.json").read_text()
+    (path / "manifest.json").write_text(text.replace('"version": 1', '"version": 2'))
+    with pytest.raises(CheckpointError, match="has version 2; this dynmo reads version 1"):
+        checkpoint.verify(path)
+
+
+def test_tied_weights_stay_tied(tmp_path: Path) -> None:
+    """Saved as two, restored as one."""
+    made = gpt(tied=True)
+    made.step(0, *tokens(0), lr=0.1)
+    path = save(made, tmp_path, 1)
+    other = gpt(tied=True)
+    for index in other.own_layers:
+        other.restore(index, *checkpoint.load_layer(path, index, torch.device("cpu")))
+    for pipeline in (made, other):
+        for step in (1, 2):
+            pipeline.step(step, *tokens(step), lr=0.1)
+    for index, (module, optimizer) in made.own_layers.items():
+        assert fingerprint(*other.own_layers[index]) == fingerprint(module, optimizer)
+    modules = other.own_layers
+    assert torch.equal(modules[0][0].get_parameter("tokens.weight"), modules[5][0].get_parameter("logits.weight"))

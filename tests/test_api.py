@@ -1,0 +1,238 @@
+"""Pipeline, as one's own training loop uses it."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from dynmo.api import Pipeline
+from dynmo.balance.partition import Partition
+from dynmo.config import parse
+from dynmo.errors import PartitionError, RunError
+from dynmo.models.model import Model, load_model
+from tests.pool import Pool
+from tests.runtime.alone import MICROBATCHES, alone, emulated, gpt, ids, pipeline, tokens
+
+JOBS = "tests.runtime.jobs:"
+
+
+def weights(made: Pipeline) -> dict[int, list[Tensor]]:
+    return {i: [p.detach().clone() for p in module.parameters()] for i, (module, _) in made.own_layers.items()}
+
+
+def changed(made: Pipeline, before: dict[int, list[Tensor]]) -> list[int]:
+    return [i for i, values in weights(made).items() if not all(map(torch.equal, values, before[i]))]
+
+
+def test_a_step() -> None:
+    """Loss, norm and update, against a plain backward over the same modules."""
+    made = gpt()
+    (inputs, targets), layers = tokens(0), made.model.build(range(made.count))
+    plain = 0.0
+    for x, y in zip(inputs, targets, strict=True):
+        for layer in layers:
+            x = layer(x)
+        loss = functional.cross_entropy(x.flatten(0, 1), y.flatten()) / MICROBATCHES
+        loss.backward()
+        plain += loss.item()
+    norms = [math.fsum(float(p.grad.double().square().sum()) for p in layer.parameters() if p.grad is not None) for layer in layers]
+    result = made.step(0, inputs, targets, lr=0.1, flag=True)
+    assert result.loss == pytest.approx(plain, rel=1e-6)
+    assert result.squared_norms == pytest.approx(norms, rel=1e-5)
+    assert result.norm == pytest.approx(math.sqrt(sum(norms)), rel=1e-5)
+    assert result.flags == (True,)
+    assert 0 <= result.idle_ratio < 1
+    assert result.busy[0] <= result.spans[0]
+
+
+def test_tied_embedding() -> None:
+    """Its gradient is the head's sum plus the embedding's sum: what torch's own tying gives."""
+    made = gpt(tied=True)
+    layers = nn.ModuleList(made.model.build(range(made.count)))
+    owner = layers[0].get_submodule("tokens")
+    layers[5].get_submodule("logits").weight = owner.weight  # pyright: ignore[reportAttributeAccessIssue]
+    groups = [
+        {"params": [p for p in layers.parameters() if p.dim() >= 2], "weight_decay": 0.1},
+        {"params": [p for p in layers.parameters() if p.dim() < 2], "weight_decay": 0.0},
+    ]
+    adamw = torch.optim.AdamW(groups, lr=0.01, betas=(0.9, 0.95), eps=1e-8)
+    for step in range(4):
+        inputs, targets = tokens(step)
+        adamw.zero_grad()
+        for x, y in zip(inputs, targets, strict=True):
+            for layer in layers:
+                x = layer(x)
+            (functional.cross_entropy(x.flatten(0, 1), y.flatten()) / MICROBATCHES).backward()
+        expected = float(torch.nn.utils.clip_grad_norm_(layers.parameters(), 0.5))
+        adamw.step()
+        result = made.step(step, inputs, targets, lr=0.01, max_norm=0.5)
+        assert result.norm == pytest.approx(expected, rel=1e-5)
+    first, last = (made.own_layers[i][0] for i in (0, 5))
+    assert torch.equal(first.get_parameter("tokens.weight"), last.get_parameter("logits.weight"))
+    torch.testing.assert_close(first.get_parameter("tokens.weight"), owner.weight, rtol=1e-4, atol=1e-5)
+
+
+def test_a_tied_weight_freezes_with_its_owner() -> None:
+    made = gpt(tied=True)
+    made.freeze([0])
+    before = weights(made)
+    made.step(0, *tokens(0), lr=0.1)
+    assert changed(made, before) == [1, 2, 3, 4, 5], "the head's norm still trains"
+    head = made.own_layers[5][0]
+    assert torch.equal(head.get_parameter("logits.weight"), before[0][0])
+    made.unfreeze([0])
+    made.step(1, *tokens(1), lr=0.1)
+    assert not torch.equal(head.get_parameter("logits.weight"), before[0][0])
+    assert torch.equal(head.get_parameter("logits.weight"), made.own_layers[0][0].get_parameter("tokens.weight"))
+
+
+def test_tied_layers_need_one_rank() -> None:
+    world = alone()
+    world.size = 2
+    model = load_model(parse({"model": {"blocks": 1, "hidden": 16, "heads": 2, "tied": True}}))
+    with pytest.raises(PartitionError, match="tied embeddings need first and last layer on one rank"):
+        Pipeline(world, model, Partition((2, 2)), schedule="1f1b", microbatches=2)
+
+
+def test_freezing() -> None:
+    made = gpt()
+    before = weights(made)
+    made.freeze([0, 1, 3])
+    assert made.frozen == {0, 1, 3}
+    assert made.first_trainable == 2
+    result = made.step(0, *tokens(0), lr=0.1)
+    assert changed(made, before) == [2, 4, 5]
+    assert [x > 0 for x in result.squared_norms] == [False, False, True, False, True, True]
+    made.unfreeze([1, 3])
+    made.step(1, *tokens(1), lr=0.1)
+    assert changed(made, before) == [1, 2, 3, 4, 5]
+    assert made.first_trainable == 1
+
+
+def test_a_frozen_layer_keeps_its_moments() -> None:
+    made = gpt()
+    made.step(0, *tokens(0), lr=0.1)
+    kept = {k: v.clone() for k, v in made.own_layers[1][1].state().items()}
+    made.freeze([0, 1])
+    made.step(1, *tokens(1), lr=0.1)
+    state = made.own_layers[1][1].state()
+    assert kept.keys() == state.keys()
+    assert all(torch.equal(kept[k], state[k]) for k in kept)
+    made.unfreeze([0, 1])
+    made.step(2, *tokens(2), lr=0.1)
+    assert made.own_layers[1][1].state()["qkv.weight/step"] == 2
+
+
+def test_something_must_train() -> None:
+    made = gpt()
+    made.freeze([0, 1, 2])
+    with pytest.raises(PartitionError, match=r"freezing layers \[3, 4, 5\] would leave nothing to train"):
+        made.freeze([5, 3, 4])
+    assert made.frozen == {0, 1, 2}
+    made.step(0, *tokens(0), lr=0.1)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_a_loss_that_is_not_finite(bad: float) -> None:
+    """Nothing is updated; and who goes on with better data finds no trace of it."""
+    made, twin = gpt(), gpt()
+    weight = made.own_layers[5][0].get_parameter("logits.weight").data
+    kept = weight[0, 0].item()
+    weight[0, 0] = bad
+    with pytest.raises(RunError, match=r"step 0: loss .*nothing was updated. Lower train.lr or check the data"):
+        made.step(0, *tokens(0), lr=0.1)
+    weight[0, 0] = kept
+    assert made.digest() == twin.digest()
+    for step in (1, 2):
+        assert made.step(step, *tokens(step), lr=0.1).loss == twin.step(step, *tokens(step), lr=0.1).loss
+    assert made.digest() == twin.digest()
+
+
+def test_half_steps() -> None:
+    """forward_backward and update are step; discard forgets the gradients."""
+    made, twin = gpt(tied=True), gpt(tied=True)
+    made.forward_backward(0, *tokens(7))
+    made.discard()
+    assert made.digest() == twin.digest()
+    outcome = made.forward_backward(0, *tokens(0))
+    result = made.update(0, outcome, lr=0.1)
+    assert result.loss == twin.step(0, *tokens(0), lr=0.1).loss
+    assert made.digest() == twin.digest()
+
+
+def test_evaluation() -> None:
+    """The mean loss, without dropout and without a trace in what follows."""
+    made, twin = gpt(dropout=0.3), gpt(dropout=0.3)
+    inputs, targets = tokens(5)
+    expected = 0.0
+    layers = made.model.build(range(made.count))
+    for x, y in zip(inputs, targets, strict=True):
+        for layer in layers:
+            x = layer.eval()(x)
+        expected += functional.cross_entropy(x.flatten(0, 1), y.flatten()).item() / MICROBATCHES
+    assert made.evaluate(inputs, targets, MICROBATCHES) == pytest.approx(expected, rel=1e-6)
+    assert made.evaluate(inputs[:1], targets[:1], 1) == pytest.approx(
+        functional.cross_entropy(_through(layers, inputs[0]).flatten(0, 1), targets[0].flatten()).item(), rel=1e-6
+    )
+    for step in range(2):
+        made.step(step, *tokens(step), lr=0.1)
+        made.evaluate(inputs, targets, MICROBATCHES)
+        twin.step(step, *tokens(step), lr=0.1)
+    assert made.digest() == twin.digest()
+
+
+def _through(layers: list[nn.Module], x: Tensor) -> Tensor:
+    for layer in layers:
+        x = layer(x)
+    return x
+
+
+def test_digest() -> None:
+    """Of every bit of every parameter: also of one without dimensions."""
+    made = pipeline(load_model(parse({"model": {"kind": "python:tests.models.user_model:layers"}})))
+    first = made.digest()
+    scale = made.own_layers[2][0].get_parameter("scale")
+    for change in (lambda: scale.data.add_(1e-6), lambda: scale.data.neg_()):
+        change()
+        assert made.digest() != first
+    scale.data.fill_(0.5)
+    assert made.digest() == first
+
+
+def test_placements_must_fit() -> None:
+    made = gpt()
+    for counts in ((3, 3), (5,), (7,)):
+        with pytest.raises(PartitionError, match="a placement of"):
+            made.move(Partition(counts))
+        with pytest.raises(PartitionError, match="a placement of"):
+            Pipeline(alone(), made.model, Partition(counts), schedule="1f1b", microbatches=2)
+    made.step(0, *tokens(0), lr=0.1)
+
+
+OWN: dict[str, Any] = {"model": {"kind": "python:tests.models.user_model:layers"}}
+
+
+@pytest.mark.parametrize("config", [{"model": {"blocks": 2, "hidden": 16, "heads": 2, "sequence": 8}}, OWN], ids=["gpt", "own"])
+def test_moves_between_steps(pool: Pool, config: dict[str, Any]) -> None:
+    """A model of one's own too: several tensors at a boundary, buffers, parts that never train, a weight without dimensions."""
+    layers = 6 if config is not OWN else 5
+    (stayed,) = pool.run(JOBS + "moving", 1, config=config, placements=[[layers]] * 3)
+    moved = pool.run(JOBS + "moving", 3, config=config, placements=[[1, 1, layers - 2], [layers - 2, 1, 1], [2, 2, layers - 4]])
+    assert all(result == stayed for result in moved)
+    assert len(set(stayed["digests"])) == 3
+
+
+def test_predict_and_costs() -> None:
+    """The simulator on measured costs: one rank does everything, so its step is the sum."""
+    made = emulated(f=[0.001] * 3, b=[0.002] * 3, w=[0.001] * 3)
+    for step in range(2):
+        made.step(step, ids(), ids(), lr=0.0)
+    costs = made.costs()
+    assert made.predict(costs, Partition((3,))).makespan == pytest.approx(MICROBATCHES * sum(c.seconds for c in costs))
+    assert made.largest(2.5) == 2.5
+    assert isinstance(made.model, Model)

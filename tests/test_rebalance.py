@@ -1,0 +1,77 @@
+"""Measure, decide, move: on emulated layers, whose times are known."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.pool import Pool
+
+# Eight layers of 2 ms each way; the first four freeze at step 1, which leaves rank 0 a third of its work.
+CONFIG: dict[str, Any] = {
+    "model": {"kind": "emulated", "layers": 8, "f": 0.002, "b": 0.002, "w": 0.002, "bytes": 4096},
+    "train": {"steps": 17, "global_batch": 4, "micro_batch": 1},
+    "parallel": {"pipeline": 2, "timeout": 20.0},
+    "pipeline": {"schedule": "zb-h1"},
+    "balance": {"balancer": "exact", "every": 8},
+    "dynamism": {"cases": ["freezing"], "freezing": {"schedule": [[1, 4]]}},
+    "trace": {"steps": 0},
+}
+
+
+def run(pool: Pool, **changes: dict[str, Any]) -> list[dict[str, Any]]:
+    config = CONFIG | {section: CONFIG.get(section, {}) | keys for section, keys in changes.items()}
+    events = pool.run("events", 2, config=config)
+    assert events[1] == [], "only rank 0 tells"
+    return events[0]
+
+
+def of(events: list[dict[str, Any]], kind: str) -> list[dict[str, Any]]:
+    return [e for e in events if e["event"] == kind]
+
+
+def test_the_gain_is_as_predicted(pool: Pool) -> None:
+    """Loads of 4 x 2 and 4 x 6 ms become 4 x 2 + 6 and 3 x 6 ms: about a fifth of a step."""
+    events = run(pool)
+    (move,) = of(events, "rebalance")
+    assert (move["step"], move["id"], move["from"], move["to"]) == (8, 1, [4, 4], [5, 3])
+    assert move["reason"].startswith("move: a step takes")
+    assert 0.1 < move["predicted_gain"] < 0.3
+    (result,) = of(events, "rebalance_result")
+    assert result["id"] == 1
+    assert result["step"] == 13, "six steps after, of which the first opens channels and is not counted"
+    assert result["measured_gain"] == pytest.approx(move["predicted_gain"], abs=0.1)
+    steps = of(events, "step")
+    assert [s["layers"] for s in steps] == [[4, 4]] * 8 + [[5, 3]] * 9
+    assert move["moved_bytes"] == 4 + 3 * 4, "a weight, two moments, a counter"
+
+
+def test_hysteresis_holds_back(pool: Pool) -> None:
+    events = run(pool, balance={"hysteresis": 0.5}, train={"steps": 10})
+    assert of(events, "rebalance") == []
+
+
+def test_a_move_must_repay_itself(pool: Pool) -> None:
+    """Worth it, were there steps left to earn it back at a thousand million times its price."""
+    events = run(pool, balance={"margin": 1e9}, train={"steps": 10})
+    assert of(events, "rebalance") == []
+
+
+def test_forced_moves(pool: Pool) -> None:
+    """`uniform` and `random` ask nobody; a result needs enough steps, or the end of the run."""
+    events = run(pool, balance={"balancer": "random", "every": 3}, train={"steps": 9}, model={"f": 0.0, "b": 0.0, "w": 0.0})
+    moves, results = of(events, "rebalance"), of(events, "rebalance_result")
+    assert [m["step"] for m in moves] == [3, 6]
+    assert all(m["reason"] == "random: forced" for m in moves)
+    assert [r["id"] for r in results] == [2], "the second move came before the first could be judged"
+
+
+def test_the_memory_limit_is_respected(pool: Pool) -> None:
+    """Rank 0's layers are slow, so that one of them should go to rank 1; but in GPipe that holds four microbatches of each."""
+    times = (0.003,) * 4 + (0.001,) * 4
+    layer = 20 + 4 * 2 * 4096  # weight, gradient, moments and counter; input and output gradient of the microbatches
+    for room, target in ((5 * layer, [3, 5]), (5 * layer - 1, None)):
+        changes = {"train": {"steps": 10}, "pipeline": {"schedule": "gpipe", "memory_limit": room}, "dynamism": {"cases": []}}
+        moves = of(run(pool, model=dict.fromkeys("fbw", times), **changes), "rebalance")
+        assert [m["to"] for m in moves] == ([target] if target else [])

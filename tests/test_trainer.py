@@ -1,0 +1,154 @@
+"""The loop: learning rate, first placement, and a run that stops, resumes and ends as if it had not stopped."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from dynmo.config import Train, parse
+from dynmo.errors import ConfigError
+from dynmo.events import ChangeEvent, CheckpointEvent, EndEvent, RebalanceEvent, StepEvent, read
+from dynmo.trainer import device_for, first_partition, learning_rate, memory_limit
+from tests.pool import JobFailed, Pool
+
+SCHEDULED = {"cases": ["freezing"], "freezing": {"schedule": [[2, 1], [6, 3]]}}
+AUTO = {"cases": ["freezing"], "freezing": {"policy": "autofreeze", "every": 2}}
+
+
+def config(ranks: int, dynamism: dict[str, Any], **changes: Any) -> dict[str, Any]:
+    return {
+        "seed": 3,
+        "model": {"blocks": 2, "hidden": 16, "heads": 2, "sequence": 8, "dropout": 0.1},
+        "train": {"steps": 9, "global_batch": 6, "micro_batch": 2, "lr": 1e-2, "warmup": 2, "max_grad_norm": 0.5},
+        "parallel": {"pipeline": ranks, "timeout": 20.0},
+        "balance": {"balancer": "random", "every": 2},
+        "dynamism": dynamism,
+        "checkpoint": {"every": 4},
+        "trace": {"steps": 0},
+    } | changes
+
+
+@pytest.mark.parametrize("dynamism", [{}, SCHEDULED, AUTO], ids=["plain", "scheduled", "autofreeze"])
+def test_resumed_is_uninterrupted(pool: Pool, tmp_path: Path, dynamism: dict[str, Any]) -> None:
+    """Stopped by a signal after step 4, resumed on fewer ranks; stopped again; resumed on more. Same loss, same weights."""
+    whole = pool.run("train_in", 3, config=config(3, dynamism), folder=str(_made(tmp_path / "whole")))
+    folder = str(_made(tmp_path / "parts"))
+    first = pool.run("train_in", 3, config=config(3, dynamism), folder=folder, stop_after=4)
+    assert [(r["interrupted"], r["steps"]) for r in first] == [(True, first[0]["steps"])] * 3
+    assert 5 <= first[0]["steps"] <= 7
+    second = pool.run("train_in", 1, config=config(1, dynamism), folder=folder, resume=True, stop_after=first[0]["steps"])
+    assert first[0]["steps"] < second[0]["steps"] < 9
+    third = pool.run("train_in", 4, config=config(4, dynamism), folder=folder, resume=True)
+    assert not third[0]["interrupted"]
+    assert {r["weights_digest"] for r in third} == {whole[0]["weights_digest"]}
+    assert third[0]["loss"] == whole[0]["loss"]
+    events = [list(read(Path(f) / "events.jsonl")) for f in (tmp_path / "whole", folder)]
+    losses = [{e.step: e.loss for e in each if isinstance(e, StepEvent)} for each in events]
+    assert losses[0] == losses[1]
+    assert sorted(losses[1]) == list(range(9))
+    assert [e.reason for e in events[1] if isinstance(e, EndEvent)] == ["interrupted", "interrupted", "done"]
+    frozen = [{e.step: e.frozen for e in each if isinstance(e, StepEvent)} for each in events]
+    assert frozen[0] == frozen[1]
+    if dynamism:
+        assert frozen[0][8] > 0, "nothing froze: this shows nothing"
+        assert any(isinstance(e, ChangeEvent) for e in events[0])
+    ids = [e.id for e in events[1] if isinstance(e, RebalanceEvent)]
+    assert ids == list(range(1, len(ids) + 1)), "moves are numbered through"
+
+
+def _made(folder: Path) -> Path:
+    folder.mkdir()
+    return folder
+
+
+def test_a_damaged_checkpoint_is_passed_over(pool: Pool, tmp_path: Path) -> None:
+    folder = _made(tmp_path / "run")
+    whole = pool.run("train_in", 2, config=config(2, SCHEDULED), folder=str(folder))
+    assert [e.path[-11:] for e in read(folder / "events.jsonl") if isinstance(e, CheckpointEvent)] == [
+        "step-000004",
+        "step-000008",
+        "step-000009",
+    ]
+    assert sorted(p.name for p in (folder / "checkpoints").iterdir()) == ["latest", "step-000008", "step-000009"]
+    tensors = folder / "checkpoints" / "step-000009" / "layer-0002" / "tensors.safetensors"
+    data = bytearray(tensors.read_bytes())
+    data[-1] ^= 1
+    tensors.write_bytes(data)
+    again = pool.run("train_in", 2, config=config(2, SCHEDULED), folder=str(folder), resume=True)
+    assert again[0]["weights_digest"] == whole[0]["weights_digest"]
+    assert [e.step for e in read(folder / "events.jsonl") if isinstance(e, StepEvent)] == [*range(9), 8]
+
+
+def test_resuming_a_finished_run(pool: Pool, tmp_path: Path) -> None:
+    """Nothing is left to do, and its loss is still known: no NaN in the log."""
+    folder = _made(tmp_path / "run")
+    done = pool.run("train_in", 2, config=config(2, {}), folder=str(folder))
+    again = pool.run("train_in", 2, config=config(2, {}), folder=str(folder), resume=True)
+    assert [again[0][key] for key in ("loss", "weights_digest", "steps", "interrupted")] == [
+        done[0][key] for key in ("loss", "weights_digest", "steps", "interrupted")
+    ]
+    json.loads((folder / "events.jsonl").read_text().splitlines()[-1], parse_constant=pytest.fail)
+
+
+def test_resuming_with_another_model_is_refused(pool: Pool, tmp_path: Path) -> None:
+    folder = _made(tmp_path / "run")
+    pool.run("train_in", 2, config=config(2, {}), folder=str(folder))
+    other = config(2, {})
+    for change, match in (
+        ({"hidden": 24}, "resume with the config that the run was started with"),
+        ({"blocks": 3}, "holds a model of 6 layers"),
+    ):
+        with pytest.raises(JobFailed, match=match):
+            pool.run("train_in", 2, config=other | {"model": other["model"] | change}, folder=str(folder), resume=True)
+    shutil.rmtree(folder / "checkpoints")
+    with pytest.raises(JobFailed, match="there is no checkpoint to resume from"):
+        pool.run("train_in", 2, config=other, folder=str(folder), resume=True)
+
+
+def rates(**changes: Any) -> list[float]:
+    train = Train.model_validate({"steps": 11, "lr": 1.0, "warmup": 0, "min_lr_ratio": 0.1} | changes)
+    return [learning_rate(train, step) for step in range(train.steps)]
+
+
+def test_learning_rate() -> None:
+    assert rates(decay="constant") == [1.0] * 11
+    assert rates(decay="linear") == pytest.approx([1 - 0.9 * i / 10 for i in range(11)])
+    cosine = rates(decay="cosine")
+    assert cosine == pytest.approx([0.1 + 0.9 * (1 + math.cos(math.pi * i / 10)) / 2 for i in range(11)])
+    assert (cosine[0], cosine[-1]) == (1.0, pytest.approx(0.1))
+    assert rates(warmup=4, decay="constant")[:5] == [0.25, 0.5, 0.75, 1.0, 1.0]
+    warmed = rates(warmup=4, decay="linear")
+    assert warmed[3] == warmed[4] == 1.0
+    assert warmed[-1] == pytest.approx(0.1)
+    # Warm-up to the end, or all but one step: no division by zero, no rate above.
+    for warmup in (10, 11, 20):
+        assert all(0 < rate <= 1 for rate in rates(warmup=warmup))
+    assert rates(steps=1) == [1.0]
+
+
+def test_first_partition() -> None:
+    loaded = parse({"model": {"blocks": 3}, "parallel": {"pipeline": 3}, "balance": {"initial": [1, 2, 5]}})
+    assert first_partition(loaded, 8).counts == (1, 2, 5)
+    assert first_partition(parse({"model": {"blocks": 3}, "parallel": {"pipeline": 3}}), 8).counts == (3, 3, 2)
+    own = {"kind": "python:a:b"}
+    with pytest.raises(ConfigError, match=r"parallel.pipeline = 4 is more than the model's 3 layers; use fewer ranks"):
+        first_partition(parse({"model": own, "parallel": {"pipeline": 4}}), 3)
+    with pytest.raises(ConfigError, match=r"balance.initial sums to 3, but the model has 4 layers"):
+        first_partition(parse({"model": own, "parallel": {"pipeline": 2}, "balance": {"initial": [1, 2]}}), 4)
+
+
+def test_memory_limit_and_device() -> None:
+    cpu = torch.device("cpu")
+    assert memory_limit(parse({}), cpu) is None
+    assert memory_limit(parse({"pipeline": {"memory_limit": "1KiB"}}), cpu) == 1024
+    assert device_for(parse({"parallel": {"device": "cpu"}}), 0) == cpu
+    if not torch.cuda.is_available():
+        assert device_for(parse({}), 0) == cpu
+        with pytest.raises(ConfigError, match="torch sees no CUDA device"):
+            device_for(parse({"parallel": {"device": "cuda"}}), 0)
