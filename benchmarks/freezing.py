@@ -31,11 +31,11 @@ def balanced(world: World, pairs: int, steps: int, blocks: int, hidden: int, seq
     config = parse(
         {
             "model": {"blocks": blocks, "hidden": hidden, "heads": 4, "sequence": sequence},
-            "train": {"global_batch": 4 * microbatches, "micro_batch": 4},
+            "train": {"global_batch": 2 * microbatches, "micro_batch": 2},
         }
     )
     model = load_model(config)
-    batches = Batches(open_corpus("stdlib"), sequence, 4 * microbatches, 4, 0)
+    batches = Batches(open_corpus("stdlib"), sequence, 2 * microbatches, 2, 0)
     static = uniform(model.layers, world.size)
     pipeline = Pipeline(world, model, static, schedule="zb-h1", microbatches=microbatches)
     counter = 0
@@ -100,7 +100,7 @@ def balanced(world: World, pairs: int, steps: int, blocks: int, hidden: int, seq
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     result = run_ranks(
-        "benchmarks.freezing:balanced", 2, pairs=options.pairs, steps=options.steps, blocks=16, hidden=256, sequence=128, microbatches=8
+        "benchmarks.freezing:balanced", 2, pairs=options.pairs, steps=options.steps, blocks=12, hidden=256, sequence=128, microbatches=8
     )
     return result | {"share_of_ideal": (result["speedup"] - 1) / (result["ideal"] - 1)}
 

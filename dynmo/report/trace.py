@@ -28,6 +28,7 @@ _COLOURS = {
     WAIT: "grey",
     SEND: "yellow",
 }
+_BARRIERS = 9
 # A long run with many changes must not fill the memory: the oldest kept steps make room.
 _MOST_STEPS = 64
 
@@ -43,9 +44,16 @@ class Tracer:
         self._recent: deque[list[Row]] = deque(maxlen=steps)
         self._kept: deque[list[Row]] = deque(maxlen=_MOST_STEPS)
         self._coming = 0
-        # All ranks leave this barrier within a link's latency: it is time zero of every rank's row.
-        world.barrier("the trace's time zero")
-        self._origin = clock.mark()
+        # All ranks leave a barrier within a link's latency, unless one is held up just then: the median of several is everyone's time zero.
+        marks: list[Any] = []
+        for _ in range(_BARRIERS):
+            world.barrier("the trace's time zero")
+            marks.append(clock.mark())
+        clock.settle()
+        table = torch.zeros(world.size, _BARRIERS, dtype=torch.float64)
+        table[world.rank] = torch.tensor([clock.seconds(marks[0], mark) for mark in marks])
+        world.sum(table, "the trace's time zero")
+        self._origin, self._shift = marks[0], float((table[0] - table[world.rank]).median())
 
     def keep_around(self) -> None:
         """Something changes now: keep the steps before and the next ones."""
@@ -57,9 +65,10 @@ class Tracer:
         """One finished step. The clock must be settled."""
         if not self._steps:
             return
-        seconds, origin = self._clock.seconds, self._origin
+        seconds, origin, shift = self._clock.seconds, self._origin, self._shift
         rows: list[Row] = [
-            (step, _KINDS.index(s.kind), s.stage, s.microbatch, seconds(origin, s.start), seconds(origin, s.end)) for s in slices
+            (step, _KINDS.index(s.kind), s.stage, s.microbatch, seconds(origin, s.start) + shift, seconds(origin, s.end) + shift)
+            for s in slices
         ]
         if self._coming:
             self._coming -= 1

@@ -28,8 +28,8 @@ from dynmo.errors import DynmoError, RunError, WaitTimeout
 from dynmo.runtime.world import World
 from dynmo.schedule.lower import Channel, Direction, Program, describe
 
-# Message tags: channels use 2 * boundary + direction; everything else is above. Headers have tags of their own: messages of one tag fill the
-# receives posted for it in order, and the receives of headers are posted ahead of those of the tensors.
+# Message tags: channels use 2 * boundary + direction; everything else is above. Headers have tags of their own: messages of one tag fill
+# the receives posted for it in order, and the receives of headers are posted ahead of those of the tensors.
 TAG_HEADERS = 1 << 19
 TAG_LINKS = 1 << 20
 TAG_MIGRATE = 1 << 21
@@ -219,21 +219,20 @@ class Outbox:
     def _send(self, microbatch: int, header: Tensor | None, tensors: tuple[Tensor, ...]) -> None:
         channel = self.channel
         parts = [tensor if tensor.is_contiguous() else tensor.detach().contiguous() for tensor in tensors]
-        works = [] if header is None else [self._world.send(header, channel.target, _tag(channel) + TAG_HEADERS, _key(channel))]
-        works += [self._world.send(part, channel.target, _tag(channel), _key(channel)) for part in parts]
-        parts += [] if header is None else [header]
-        if not self._threaded:
-            self._enqueued.append((works, parts))
-            self._release_done()
-            return
         try:
-            for work in works:
+            works = [] if header is None else [self._world.send(header, channel.target, _tag(channel) + TAG_HEADERS, _key(channel))]
+            works += [self._world.send(part, channel.target, _tag(channel), _key(channel)) for part in parts]
+            for work in works if self._threaded else ():
                 self._world.wait(work, channel.target, f"room to send the {channel.direction} of microbatch {microbatch}")
         except DynmoError as error:
             self._worker.error = error  # before the place is free, so that who takes it sees it
-            raise
-        finally:
             self._room.release()
+            raise
+        if self._threaded:
+            self._room.release()
+        else:
+            self._enqueued.append((works, parts if header is None else [*parts, header]))
+            self._release_done()
 
     def _release_done(self) -> None:
         while self._enqueued and all(work.is_completed() for work in self._enqueued[0][0]):
