@@ -237,7 +237,7 @@ class Balance(Section):
     every: Annotated[Count, BeforeValidator(_check_every)] = 10
     initial: Annotated[tuple[Count, ...] | None, Lax] = None
     margin: NonNegative = 1.0
-    hysteresis: NonNegative = 0.01
+    hysteresis: NonNegative = 0.02
 
 
 class Freezing(Section):

@@ -85,6 +85,7 @@ class Worker:
     """A thread that runs what it is given, in order. Without `threaded` it runs it in place."""
 
     def __init__(self, name: str, threaded: bool) -> None:
+        self._name = name
         self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._serve, name=name, daemon=True) if threaded else None
         self.error: DynmoError | None = None
@@ -104,12 +105,12 @@ class Worker:
                     work()
             except DynmoError as error:
                 self.error = error
+            except Exception as error:
+                self.error = RunError(f"{self._name}: {type(error).__name__}: {error}")
 
     def close(self) -> None:
-        """Returns once all that was given is done."""
-        if self._thread is not None:
-            self._queue.put(None)
-            self._thread.join()
+        """The thread ends once all that was given is done; nobody waits for it, since after a failure that may be never."""
+        self._queue.put(None)
 
 
 Posted = tuple[tuple[Tensor, ...], list[dist.Work]]
@@ -275,6 +276,7 @@ class Transport:
         self._poster = Worker("poster", bool(own.incoming) and world.device.type != "cuda")
         self._inboxes = {c: Inbox(world, c, varying, own.depth[c], self._poster) for c in own.incoming}
         self._outboxes = {c: Outbox(world, c, varying, own.depth[c]) for c in own.outgoing}
+        world.closing.append(self.close)
 
     def open(self) -> None:
         for inbox in self._inboxes.values():

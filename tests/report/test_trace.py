@@ -75,7 +75,7 @@ def test_names_and_colours() -> None:
 
 def test_rounding_makes_no_overlap() -> None:
     """Ends that round up meet starts that round down."""
-    bounds = [i * 1.23456789e-7 for i in range(2000)]
+    bounds = [i * 1.77777e-7 for i in range(2000)]
     rows = [[0, 0, 0, j, a, b] for j, (a, b) in enumerate(pairwise(bounds))]
     slices = [e for e in chrome_trace([rows])["traceEvents"] if e["ph"] == "X"]
     assert all(a["ts"] + a["dur"] <= b["ts"] + 1e-9 for a, b in pairwise(slices))
