@@ -25,6 +25,7 @@ def train(world: World, config: dict[str, Any]) -> dict[str, Any]:
         "loss": result.loss,
         "losses": [e.loss for e in steps],
         "layers": [list(e.layers) for e in steps],
+        "frozen": [e.frozen for e in steps],
     }
 
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable
 
@@ -195,7 +196,7 @@ class Outbox:
         self._world, self.channel, self._varying = world, channel, varying
         self._spec: Spec | None = None
         threaded = world.device.type != "cuda"
-        self._worker = Worker(f"outbox {channel.source}-{channel.target}", threaded)
+        self.worker = Worker(f"outbox {channel.source}-{channel.target}", threaded)
         # CUDA: sends that are enqueued; waiting for one in place would hold up the compute stream.
         self._enqueued: deque[tuple[list[dist.Work], list[Tensor]]] = deque()
         # How many messages may be here and not yet with the peer; the rest of the depth is what the peer has posted.
@@ -215,7 +216,7 @@ class Outbox:
                 "a model whose messages vary must say so (varying)"
             )
         self._acquire(microbatch)
-        self._worker.submit(lambda: self._send(microbatch, header, tensors))
+        self.worker.submit(lambda: self._send(microbatch, header, tensors))
 
     def _send(self, microbatch: int, header: Tensor | None, tensors: tuple[Tensor, ...]) -> None:
         channel = self.channel
@@ -226,7 +227,7 @@ class Outbox:
             for work in works if self._threaded else ():
                 self._world.wait(work, channel.target, f"room to send the {channel.direction} of microbatch {microbatch}")
         except DynmoError as error:
-            self._worker.error = error  # before the place is free, so that who takes it sees it
+            self.worker.error = error  # before the place is free, so that who takes it sees it
             self._room.release()
             raise
         if self._threaded:
@@ -244,12 +245,12 @@ class Outbox:
         """Waits for a place in the channel's depth. The worker's own wait has a shorter limit and says more: it speaks first."""
         deadline = time.monotonic() + self._world.timeout + 5
         taken = False
-        while not taken and self._worker.error is None and time.monotonic() < deadline:
+        while not taken and self.worker.error is None and time.monotonic() < deadline:
             self._release_done()
             # CUDA: nobody but this thread finds out that a send is done, so it looks again and again.
             taken = self._room.acquire(timeout=0.0005 if self._enqueued else max(0.0, deadline - time.monotonic()))
-        if not taken or self._worker.error is not None:
-            raise self._worker.error or WaitTimeout(
+        if not taken or self.worker.error is not None:
+            raise self.worker.error or WaitTimeout(
                 f"rank {self._world.rank} waited {self._world.timeout:g} s for rank {self.channel.target}: "
                 f"room to send the {self.channel.direction} of microbatch {microbatch}",
                 [self.channel.target],
@@ -262,9 +263,6 @@ class Outbox:
         for _ in range(self._depth):
             self._room.release()
 
-    def close(self) -> None:
-        self._worker.close()
-
 
 class Transport:
     """This rank's ends of the channels of one set of programs. All ranks must make it at the same time, from the same programs."""
@@ -276,7 +274,9 @@ class Transport:
         self._poster = Worker("poster", bool(own.incoming) and world.device.type != "cuda")
         self._inboxes = {c: Inbox(world, c, varying, own.depth[c], self._poster) for c in own.incoming}
         self._outboxes = {c: Outbox(world, c, varying, own.depth[c]) for c in own.outgoing}
-        world.closing.append(self.close)
+        # The threads end with the transport, also where nobody closes it.
+        workers = [self._poster, *(outbox.worker for outbox in self._outboxes.values())]
+        self._finish = weakref.finalize(self, _end, workers)
 
     def open(self) -> None:
         for inbox in self._inboxes.values():
@@ -294,6 +294,9 @@ class Transport:
 
     def close(self) -> None:
         """Ends the threads. Nothing may be under way."""
-        self._poster.close()
-        for outbox in self._outboxes.values():
-            outbox.close()
+        self._finish()
+
+
+def _end(workers: list[Worker]) -> None:
+    for worker in workers:
+        worker.close()

@@ -11,7 +11,7 @@ import os
 import re
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -73,7 +73,6 @@ class World:
     timeout: float
     generation: int
     store: dist.Store
-    closing: list[Callable[[], None]] = field(default_factory=list[Callable[[], None]])  # called when the world ends
     _channel_groups: dict[tuple[int, ...], Any] = field(default_factory=dict[tuple[int, ...], Any])
 
     @classmethod
@@ -98,8 +97,6 @@ class World:
         return cls(rank, size, device, timeout, generation, prefixed)
 
     def close(self) -> None:
-        for close in self.closing:
-            close()
         if dist.is_initialized():
             dist.destroy_process_group()
 
