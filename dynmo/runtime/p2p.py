@@ -14,6 +14,7 @@ threads of their own take that off the ops' path. On CUDA both only enqueue, on 
 
 from __future__ import annotations
 
+import math
 import queue
 import threading
 import time
@@ -39,6 +40,7 @@ TAG_TRACE = 1 << 22
 _HEADER = 64  # int64 numbers: count, then per tensor dtype, dimensions, sizes
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32, torch.uint8, torch.bool, torch.int8)
 _AHEAD = 8  # most receives posted before they are asked for
+_SMALL = 16 << 20  # bytes: a step's messages that together are no larger are all posted at its start
 
 Spec = tuple[tuple[torch.dtype, tuple[int, ...]], ...]
 
@@ -124,15 +126,24 @@ class Inbox:
         self._world, self.channel, self._varying, self._poster = world, channel, varying, poster
         # A header that has landed is no message that has.
         self._ahead = _AHEAD if varying else _ahead(depth, varying)
+        self._depth = depth
         self._spec: Spec | None = None
-        self._unposted = self._open = 0
+        self._unposted = self._open = self._messages = 0
         self._posted: queue.SimpleQueue[Posted] = queue.SimpleQueue()
 
     def open(self, messages: int) -> None:
         """The step that starts will bring so many messages."""
         assert not self._open, "messages of an earlier step were not taken"
-        self._unposted = messages
-        self._post(self._ahead)
+        self._unposted = self._messages = messages
+        self._post(self._window())
+
+    def _window(self) -> int:
+        """How many receives to keep posted: all of a step's where nothing limits them and they are small, so that none is posted later."""
+        if self._spec is not None and not self._varying and self._messages <= self._depth:
+            size = sum(dtype.itemsize * math.prod(shape) for dtype, shape in self._spec)
+            if size * self._messages <= _SMALL:
+                return self._messages
+        return self._ahead
 
     def _post(self, count: int) -> None:
         """Has receives posted until `count` are open."""
@@ -170,7 +181,7 @@ class Inbox:
             ) from None
         self._open -= 1
         # Before the wait, not after it: what is done here is done while the message is on its way.
-        self._post(self._ahead)
+        self._post(self._window())
         self._wait(works, microbatch)
         return buffers
 
