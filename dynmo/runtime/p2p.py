@@ -112,8 +112,10 @@ class Worker:
                 self.error = RunError(f"{self._name}: {type(error).__name__}: {error}")
 
     def close(self) -> None:
-        """The thread ends once all that was given is done; nobody waits for it, since after a failure that may be never."""
+        """The thread ends once all that was given is done; it is not waited for long, since after a failure that may be never."""
         self._queue.put(None)
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(timeout=0.5)
 
 
 Posted = tuple[tuple[Tensor, ...], list[dist.Work]]
@@ -288,6 +290,7 @@ class Transport:
         # The threads end with the transport, also where nobody closes it.
         workers = [self._poster, *(outbox.worker for outbox in self._outboxes.values())]
         self._finish = weakref.finalize(self, _end, workers)
+        world.channels.add(self)
 
     def open(self) -> None:
         for inbox in self._inboxes.values():

@@ -11,6 +11,7 @@ import os
 import re
 import socket
 import time
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -73,6 +74,7 @@ class World:
     timeout: float
     generation: int
     store: dist.Store
+    channels: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet[Any])
     _channel_groups: dict[tuple[int, ...], Any] = field(default_factory=dict[tuple[int, ...], Any])
 
     @classmethod
@@ -97,6 +99,9 @@ class World:
         return cls(rank, size, device, timeout, generation, prefixed)
 
     def close(self) -> None:
+        # Their threads must not be inside the backend when it goes.
+        for channels in list(self.channels):
+            channels.close()
         if dist.is_initialized():
             dist.destroy_process_group()
 
