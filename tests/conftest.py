@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator
 
 import pytest
@@ -12,6 +13,9 @@ from tests.pool import Pool
 # Runs share their machine, so a slow example says nothing about the code.
 settings.register_profile("dynmo", deadline=None, max_examples=60)
 settings.load_profile("dynmo")
+
+# A shell's background job ignores Ctrl-C, and so would every run that a test starts from one.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")
