@@ -375,7 +375,7 @@ def test_an_initial_entry_is_at_least_one_layer():
     ],
 )
 def test_keys_that_do_go_together(overrides):
-    load(None, overrides)
+    assert load(None, overrides) == load(None, overrides)
 
 
 def outcome(override: str) -> str:

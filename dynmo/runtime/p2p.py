@@ -8,8 +8,8 @@ posted ahead.
     the outbox's            └ send, wait  └ send,      talks to gloo, and lets go of the tensors once the peer has them
     the poster's        post, post, post               keeps receives posted, for all inboxes
 
-On CPU a send costs a third of a millisecond where caches are cold (gloo writes to the socket itself), and so does posting a receive:
-threads of their own take that off the ops' path. On CUDA both only enqueue, on the current stream, and are done in place.
+On CPU gloo writes to the socket within the call that sends, and posting a receive tells the peer: threads of their own take both off
+the ops' path. On CUDA both only enqueue, on the current stream, and are done in place.
 """
 
 from __future__ import annotations

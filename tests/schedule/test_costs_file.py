@@ -96,7 +96,7 @@ def test_not_an_object() -> None:
 
 
 def test_memory_sums_to_zero_up_to_rounding() -> None:
-    parse_costs({"f": [1], "b": [1], "w": [1], "mem_f": [0.3], "mem_b": [-0.1], "mem_w": [-0.2]}, 1)
+    assert parse_costs({"f": [1], "b": [1], "w": [1], "mem_f": [0.3], "mem_b": [-0.1], "mem_w": [-0.2]}, 1)
 
 
 @pytest.mark.parametrize(
