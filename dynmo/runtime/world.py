@@ -104,6 +104,7 @@ class World:
         # Their threads must not be inside the backend when it goes.
         for channels in list(self.channels):
             channels.close()
+        self.group = None  # the group ends, and its peers are told, when the last reference to it goes
         if dist.is_initialized():
             dist.destroy_process_group()
 

@@ -74,6 +74,6 @@ def test_taken_messages_are_let_go(pool: Pool) -> None:
 def test_a_peer_that_is_gone(pool: Pool, depth: int) -> None:
     """Who waits for room, or for the step's end, is told at once, and not after the limit of 20 s."""
     (kind, text, seconds), _ = pool.run(JOBS + "peer_gone", 2, depth=depth)
-    assert kind == "RankDied"
+    assert kind == "RankDied", text
     assert text.startswith("rank 0 lost rank 1 while waiting for room")
     assert seconds < 5
