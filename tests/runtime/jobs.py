@@ -398,7 +398,7 @@ def one_never_comes(world: World) -> list[str]:
 
 def one_is_late(world: World, what: str) -> list[str]:
     """Rank 1 stays away from what rank 0 waits for."""
-    impatient = _again(world, 2, 1.5)
+    impatient = _again(world, 2, 20 if what == "gone" else 1.5)
     caught: list[str] = []
     try:
         if world.rank == 1 and what == "gone":
