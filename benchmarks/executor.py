@@ -69,7 +69,7 @@ def emulated(world: World, microbatches: int, milliseconds: int, rounds: int) ->
         peer = emulated_peer(name, microbatches, seconds, seconds, seconds, MESSAGE_BYTES)
         sides[f"torch {name}"] = peer.step
     measured = medians(alternate(sides, rounds, warmup=1))
-    link = median(link.seconds(MESSAGE_BYTES) for link in pipelines["zb-h1"].links)
+    link = median(link.seconds(MESSAGE_BYTES) for link in pipelines["zb-h1"].links.values())
     predicted = {
         name: simulate(make_schedule(name, world.size, microbatches), uniform_costs(world.size, seconds, seconds, seconds, link)).makespan
         for name in schedules

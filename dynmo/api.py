@@ -12,15 +12,17 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
 
-from dynmo.balance.partition import Partition, moves
-from dynmo.costs import Costs, LayerCost, LinkCost, stage_costs
+from dynmo.balance.partition import Move, Partition, moves
+from dynmo.costs import Costs, LayerCost, LinkCost, elide, stage_costs
 from dynmo.errors import CheckpointError, PartitionError, RunError
+from dynmo.memory import live_limits
 from dynmo.models.model import Model
 from dynmo.runtime.clock import clock_for
 from dynmo.runtime.executor import SEND, WAIT, Executor, Outcome, mean_loss
@@ -31,7 +33,8 @@ from dynmo.runtime.profiler import Profiler, measure_links
 from dynmo.runtime.split_backward import Layer
 from dynmo.runtime.stage import Stage
 from dynmo.runtime.world import World
-from dynmo.schedule.generators import make_schedule
+from dynmo.schedule.bound import Objective
+from dynmo.schedule.catalogue import check_microbatches, entry, make, placement_of
 from dynmo.schedule.lower import Program, lower, lower_forward
 from dynmo.schedule.op import Schedule
 from dynmo.simulator import Timeline, simulate
@@ -59,7 +62,8 @@ class StepResult:
 class Pipeline:
     """A model's layers spread over a world of ranks, and what may be done with them.
 
-    Every method is called on every rank, with the same arguments. The placement holds contiguous layers, one stage per rank.
+    Every method is called on every rank, with the same arguments. `partition` counts the layers of each stage; which rank holds which stage
+    is the schedule's: one each, or several (`chunks`). memory_limit: bytes per rank, for schedules that are made within one.
     """
 
     def __init__(
@@ -70,26 +74,37 @@ class Pipeline:
         *,
         schedule: str,
         microbatches: int,
+        chunks: int | None = None,
+        memory_limit: int | None = None,
         seed: int = 0,
         optimizer: AdamWSettings | None = None,
     ) -> None:
         self.world, self.model, self.partition = world, model, partition
-        self._check(partition)
+        check_microbatches(schedule, world.size, microbatches)
         self._schedule_name, self._microbatches, self._seed = schedule, microbatches, seed
+        self._chunks, self._memory_limit = chunks, memory_limit
+        self.placement = placement_of(schedule, world.size, chunks)
+        self._check(partition)
         self._settings = optimizer or AdamWSettings()
         self.clock = clock_for(world.device)
         self.profiler = Profiler(self.clock)
-        if model.tied and world.size > 1:
-            raise PartitionError("tied embeddings need first and last layer on one rank; set parallel.pipeline = 1 or model.tied = false")
-        self._modules = model.build(frozenset(partition.range_of(world.rank)))
+        if model.tied and self.placement[0] != self.placement[-1]:
+            raise PartitionError(
+                "tied embeddings need first and last layer on one rank; take a V-shaped schedule, one rank, or model.tied = false"
+            )
+        own = [index for stage in self.own_stages for index in partition.range_of(stage)]
+        self._modules = model.build(frozenset(own))
         # Which parameters of a frozen layer trained before, so that it can thaw.
         self._thawed: dict[int, list[str]] = {}
         self._layers: dict[int, Layer] = {}
         self._optimizers: dict[int, LayerOptimizer] = {}
-        for index in partition.range_of(world.rank):
+        for index in own:
             self._adopt(index, self._modules[index].to(world.device), {})
         self._tie()
-        self.links: tuple[LinkCost, ...] = measure_links(world)
+        # Between the ranks of a pair, the lower first, that hold neighbouring stages.
+        self.links: dict[tuple[int, int], LinkCost] = measure_links(world, self._pairs())
+        # What the next schedule is made from; None until something is measured.
+        self._known: tuple[LayerCost, ...] | None = None
         self._executor: Executor | None = None
         self._evaluators: dict[int, Executor] = {}
 
@@ -98,6 +113,17 @@ class Pipeline:
     @property
     def count(self) -> int:
         return self.model.layers
+
+    @property
+    def own_stages(self) -> tuple[int, ...]:
+        return tuple(stage for stage, rank in enumerate(self.placement) if rank == self.world.rank)
+
+    def rank_of(self, layer: int) -> int:
+        """The rank that holds the layer."""
+        return self.placement[self.partition.owner(layer)]
+
+    def _pairs(self) -> list[tuple[int, int]]:
+        return sorted({(min(pair), max(pair)) for pair in pairwise(self.placement) if pair[0] != pair[1]})
 
     @property
     def frozen(self) -> frozenset[int]:
@@ -112,10 +138,11 @@ class Pipeline:
         raise RunError("no layer has anything to train; leave at least the last one unfrozen")
 
     def _check(self, partition: Partition) -> None:
-        layers, ranks = self.model.layers, self.world.size
-        if (partition.layers, partition.ranks) != (layers, ranks):
+        layers, stages = self.model.layers, len(self.placement)
+        if (partition.layers, partition.ranks) != (layers, stages):
+            unit = "ranks" if stages == self.world.size else "stages"
             raise PartitionError(
-                f"a placement of {partition.layers} layers on {partition.ranks} ranks, for {layers} layers on {ranks} ranks"
+                f"a placement of {partition.layers} layers on {partition.ranks} {unit}, for {layers} layers on {stages} {unit}"
             )
 
     def _adopt(self, index: int, module: nn.Module, optimizer_state: dict[str, Tensor]) -> None:
@@ -148,20 +175,25 @@ class Pipeline:
         self._evaluators.clear()
 
     def _lower(self) -> Executor:
-        programs = lower(self.schedule_for(self.partition))
+        schedule = self.schedule_for(self.partition, self._known)
+        if entry(self._schedule_name).from_costs:
+            self.world.agree(hashlib.sha256(str(schedule).encode()).digest(), "the schedule")
+        programs = lower(schedule)
         self._executor = self._execute(programs, self.first_trainable, self._microbatches)
         return self._executor
 
     def _execute(self, programs: tuple[Program, ...], first: int, microbatches: int) -> Executor:
-        world, last = self.world, self.world.size - 1
-        own = [self._layers[i] for i in self.partition.range_of(world.rank)]
-        stage = Stage(own, first, self.model.loss if world.rank == last else None, 1 / microbatches)
-        return Executor(programs[world.rank], {world.rank: stage}, last, Transport(world, programs), self.clock)
+        world, last = self.world, len(self.placement) - 1
+        stages: dict[int, Stage] = {}
+        for stage in self.own_stages:
+            own = [self._layers[i] for i in self.partition.range_of(stage)]
+            stages[stage] = Stage(own, first, self.model.loss if stage == last else None, 1 / microbatches)
+        return Executor(programs[world.rank], stages, last, Transport(world, programs), self.clock)
 
     def step(
         self, step: int, inputs: Tensor | None, targets: Tensor | None, *, lr: float, max_norm: float = 0.0, flag: bool = False
     ) -> StepResult:
-        """Forward, backward, clip, update. inputs: [microbatches, ...] on the first rank, targets: [microbatches, ...] on the last.
+        """Forward, backward, clip, update. inputs: [microbatches, ...] where the first stage is, targets: [microbatches, ...] where the last is.
 
         `flag` is handed to every rank in `StepResult.flags` (a wish to stop, say). Raises RunError if loss or gradient is not finite.
         """
@@ -221,7 +253,7 @@ class Pipeline:
     def evaluate(self, inputs: Tensor | None, targets: Tensor | None, microbatches: int) -> float:
         """The mean loss over so many microbatches, without training. inputs, targets as in `step`."""
         if microbatches not in self._evaluators:
-            programs = lower_forward(tuple(range(self.world.size)), self.world.size, microbatches)
+            programs = lower_forward(self.placement, self.world.size, microbatches)
             self._evaluators[microbatches] = self._execute(programs, self.count, microbatches)
         for layer in self._layers.values():
             layer.module.eval()
@@ -252,6 +284,7 @@ class Pipeline:
     def unfreeze(self, layers: Collection[int]) -> None:
         """Frozen layers train again, from the optimizer state that they had."""
         before = self.first_trainable
+        self._known = None  # what a layer costs that trains again, nobody has measured
         for index in sorted(layers):
             for name in self._thawed.pop(index, ()):
                 self._modules[index].get_parameter(name).requires_grad_(True)
@@ -272,6 +305,8 @@ class Pipeline:
         """Their costs are no longer what was measured. Takes effect before the next step, by lowering again."""
         layers = list(layers)
         self.profiler.forget(layers)
+        if self._known is not None:
+            self._known = elide(self._known, self.first_trainable, self.frozen)
         for index in layers:
             if index in self._layers:
                 self._layers[index].forget_sizes()
@@ -280,7 +315,8 @@ class Pipeline:
     def move(self, partition: Partition) -> Migration:
         """Puts the layers where `partition` says, with weights, gradients, optimizer state and flags. All or nothing."""
         self._check(partition)
-        world, plan = self.world, moves(self.partition, partition)
+        world = self.world
+        plan = moves_between_ranks(self.partition, partition, self.placement)
         world.agree(hashlib.sha256(repr((self.partition.counts, partition.counts)).encode()).digest(), "the new placement")
 
         def leaving(index: int) -> tuple[nn.Module, dict[str, Tensor]]:
@@ -312,16 +348,51 @@ class Pipeline:
         return self.profiler.gather(self.world, pairs, self.count)
 
     def predict(self, layers: tuple[LayerCost, ...], partition: Partition) -> Timeline:
-        """What the simulator says of one step under these costs and this placement."""
-        return simulate(self.schedule_for(partition), self.stage_costs(layers, partition))
+        """What the simulator says of one step under these costs and this placement, with the schedule made for them."""
+        return simulate(self.schedule_for(partition, layers), self.stage_costs(layers, partition))
 
-    def schedule_for(self, partition: Partition) -> Schedule:
-        """The schedule that would run on this placement, with what is frozen now."""
-        return make_schedule(self._schedule_name, partition.ranks, self._microbatches, partition.owner(self.first_trainable))
+    def schedule_for(self, partition: Partition, layers: tuple[LayerCost, ...] | None = None) -> Schedule:
+        """The schedule that would run on this placement, with what is frozen now, made for these costs where it is made for any."""
+        costs = caps = None
+        if layers is not None and entry(self._schedule_name).from_costs:
+            costs = self.stage_costs(layers, partition)
+            caps = self._caps(layers, partition)
+        return make(
+            self._schedule_name,
+            self.world.size,
+            self._microbatches,
+            costs=costs,
+            chunks=self._chunks,
+            caps=caps,
+            first_trainable=partition.owner(self.first_trainable),
+            objective=Objective.MAKESPAN,  # the optimizer's barrier ends every step
+        )
 
     def full_schedule(self) -> Schedule:
         """The schedule with every stage training: an upper bound of what any frozen prefix keeps in memory."""
-        return make_schedule(self._schedule_name, self.world.size, self._microbatches)
+        # One that is made within a limit must at least find the memory of 1F1B.
+        caps = (float(self.world.size),) * self.world.size
+        return make(self._schedule_name, self.world.size, self._microbatches, chunks=self._chunks, caps=caps)
+
+    def _caps(self, layers: tuple[LayerCost, ...], partition: Partition) -> tuple[float, ...]:
+        return live_limits(layers, partition.counts, self.placement, self._memory_limit)
+
+    def replan(self, layers: tuple[LayerCost, ...], least: float = 0.0) -> float:
+        """Makes the schedule anew from these costs (the same on every rank), where that saves more than the share `least` of a step.
+
+        Returns the share that the simulator says it saves; 0 where the schedule stays, as those do that are not made from costs.
+        """
+        if not entry(self._schedule_name).from_costs:
+            return 0.0
+        costs = self.stage_costs(layers, self.partition)
+        before = simulate(self.schedule_for(self.partition, self._known), costs).makespan
+        after = simulate(self.schedule_for(self.partition, layers), costs).makespan
+        gain = 1 - after / before if before else 0.0
+        if self._known is not None and gain <= least:
+            return 0.0
+        self._known = layers
+        self._relower()
+        return max(0.0, gain)
 
     def largest(self, value: float) -> float:
         """The largest of the ranks' values, on every rank."""
@@ -331,9 +402,11 @@ class Pipeline:
 
     def stage_costs(self, layers: tuple[LayerCost, ...], partition: Partition) -> Costs:
         """The stages' costs, and the links' times for the messages that cross there."""
-        ends = [bounds - 1 for bounds in _cumulative(partition.counts)[:-1]]
-        links = tuple(link.seconds(layers[end].output_bytes) for link, end in zip(self.links, ends, strict=True))
-        return Costs(stage_costs(layers, partition.counts), links)
+        links: list[float] = []
+        for (source, target), end in zip(pairwise(self.placement), partition.bounds[1:], strict=False):
+            link = self.links.get((min(source, target), max(source, target)))
+            links.append(0.0 if link is None else link.seconds(layers[end - 1].output_bytes))
+        return Costs(stage_costs(layers, partition.counts), tuple(links))
 
     def digest(self) -> str:
         """SHA-256 over the SHA-256 of each layer's parameters, in global layer order: equal exactly when all weights are."""
@@ -366,8 +439,7 @@ class Pipeline:
         self._relower()
 
 
-def _cumulative(counts: Iterable[int]) -> list[int]:
-    out: list[int] = []
-    for count in counts:
-        out.append(count + (out[-1] if out else 0))
-    return out
+def moves_between_ranks(old: Partition, new: Partition, placement: Sequence[int]) -> tuple[Move, ...]:
+    """The layers whose rank changes, in layer order, with ranks in the place of stages."""
+    across = (Move(layer, placement[source], placement[target]) for layer, source, target in moves(old, new))
+    return tuple(move for move in across if move.source != move.target)

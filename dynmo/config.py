@@ -18,8 +18,8 @@ from typing import Annotated, Any, TypeAlias, cast
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator, ValidationError, model_validator
 
-from dynmo.errors import ConfigError
-from dynmo.schedule.generators import GENERATORS, PLANNED
+from dynmo.errors import ConfigError, ScheduleError
+from dynmo.schedule.catalogue import SCHEDULES, check_microbatches, chunks_of
 
 NOT_SERVED = "known but not served by this version"
 _LARGEST = 2**31 - 1  # of any count: a slip of the keyboard should not become an endless loop
@@ -220,11 +220,11 @@ class Parallel(Section):
 
 
 class Pipeline(Section):
-    """The schedule; `memory_limit` in bytes per rank (None: the device's)."""
+    """The schedule; `chunks` is stages per rank (None: the schedule's own), `memory_limit` in bytes per rank (None: the device's)."""
 
-    schedule: Annotated[str, _word(GENERATORS, PLANNED)] = "zb-h1"
+    schedule: Annotated[str, _word(SCHEDULES)] = "zb-h1"
     post_validation: Annotated[bool, _only(False)] = False
-    chunks: Annotated[Count, _only(1)] = 1
+    chunks: Count | None = None
     memory_limit: Annotated[int | None, Field(ge=1), BeforeValidator(_check_memory)] = None
 
 
@@ -314,6 +314,16 @@ class Config(Section):
         return self.train.global_batch // (self.train.micro_batch * self.parallel.data)
 
     @property
+    def chunks(self) -> int:
+        """Stages per rank."""
+        return chunks_of(self.pipeline.schedule, self.pipeline.chunks)
+
+    @property
+    def stages(self) -> int:
+        """Stages of the pipeline."""
+        return self.parallel.pipeline * self.chunks
+
+    @property
     def ranks(self) -> int:
         """The size of the world: pipeline x data x expert."""
         return self.parallel.pipeline * self.parallel.data * self.parallel.expert
@@ -352,12 +362,27 @@ def _problems(config: Config) -> Iterator[str]:
     if train.reduction_slots not in (None, parallel.data):
         yield f"train.reduction_slots = {train.reduction_slots}: {NOT_SERVED}; only one per replica is, so leave it out"
 
+    name = config.pipeline.schedule
+    try:
+        chunks = chunks_of(name, config.pipeline.chunks)
+    except ScheduleError as error:
+        yield f"pipeline.chunks: {error}"
+        return
+    try:
+        check_microbatches(name, parallel.pipeline, max(1, share // train.micro_batch))
+    except ScheduleError as error:
+        yield f"pipeline.schedule: {error} (train.global_batch / train.micro_batch / parallel.data)"
+    stages = parallel.pipeline * chunks
     initial = config.balance.initial
-    if initial is not None and len(initial) != parallel.pipeline:
-        yield f"balance.initial has {len(initial)} entries, parallel.pipeline = {parallel.pipeline}; give one layer count per rank"
+    if initial is not None and len(initial) != stages:
+        if chunks == 1:
+            yield f"balance.initial has {len(initial)} entries, parallel.pipeline = {parallel.pipeline}; give one layer count per rank"
+        else:
+            yield f"balance.initial has {len(initial)} entries, but {name} has {stages} stages; give one layer count per stage"
     if layers is not None:
-        if parallel.pipeline > layers:
-            yield f"parallel.pipeline = {parallel.pipeline} is more than the model's {layers} layers; use fewer ranks or a deeper model"
+        if stages > layers:
+            held = f" x {chunks} stages a rank" if chunks > 1 else ""
+            yield f"parallel.pipeline = {parallel.pipeline}{held} is more than the model's {layers} layers; use fewer ranks or more layers"
         if initial is not None and sum(initial) != layers:
             yield f"balance.initial sums to {sum(initial)}, but the model has {layers} layers; make it sum to {layers}"
 

@@ -6,8 +6,8 @@ Seconds and bytes when measured; any one unit of time, and memory in units of on
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
 
 from dynmo.errors import InputError
 
@@ -85,6 +85,18 @@ def uniform_costs(stages: int, f: float, b: float, w: float, comm: float = 0.0, 
         raise InputError(f"w-memory is {w_memory}; it is a share between 0 and 1")
     stage = StageCost(f, b, w, 1.0, w_memory - 1.0, -w_memory)
     return Costs((stage,) * stages, (comm,) * max(0, stages - 1))
+
+
+def elide(layers: Sequence[LayerCost], first_trainable: int, frozen: Collection[int]) -> tuple[LayerCost, ...]:
+    """The same layers, without the work that freezing spares: B, W and stash below `first_trainable`, W of frozen layers above it."""
+    out: list[LayerCost] = []
+    for index, layer in enumerate(layers):
+        if index < first_trainable:
+            layer = replace(layer, b=0.0, w=0.0, activation_bytes=0, stash_bytes=0)
+        elif index in frozen:
+            layer = replace(layer, w=0.0, stash_bytes=0)
+        out.append(layer)
+    return tuple(out)
 
 
 def stage_costs(layers: Sequence[LayerCost], counts: Sequence[int]) -> tuple[StageCost, ...]:

@@ -72,6 +72,15 @@ class RebalanceEvent(Event):
 
 
 @dataclass(frozen=True)
+class ScheduleEvent(Event):
+    """The ranks' order of work was made anew from measured costs: the share of a step's time that the simulator says it saves."""
+
+    event: ClassVar[str] = "schedule"
+    name: str
+    predicted_gain: float
+
+
+@dataclass(frozen=True)
 class RebalanceResultEvent(Event):
     """What rebalance `id` brought: the share of a step's time that it saved, measured (compare `predicted_gain`)."""
 
@@ -100,7 +109,8 @@ class EndEvent(Event):
 
 
 _KINDS: dict[str, type[Event]] = {
-    kind.event: kind for kind in (StepEvent, EvalEvent, ChangeEvent, RebalanceEvent, RebalanceResultEvent, CheckpointEvent, EndEvent)
+    kind.event: kind
+    for kind in (StepEvent, EvalEvent, ChangeEvent, RebalanceEvent, ScheduleEvent, RebalanceResultEvent, CheckpointEvent, EndEvent)
 }
 _WORDS = {"source": "from", "target": "to"}
 

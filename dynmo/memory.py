@@ -14,8 +14,10 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 
-from dynmo.costs import LayerCost
+from dynmo.costs import Costs, LayerCost, stage_costs
 from dynmo.errors import PartitionError
+from dynmo.schedule.op import Schedule
+from dynmo.simulator import peak_memory
 
 Pairs = Sequence[tuple[int, int]]
 
@@ -40,6 +42,42 @@ def stage_memory(layers: Sequence[LayerCost], counts: Sequence[int], resident: S
         live = max((forward * activation + stashed * stash for forward, stashed in pairs), default=0)
         out.append(sum(x.static_bytes for x in own) + live)
     return tuple(out)
+
+
+def rank_memory(layers: Sequence[LayerCost], counts: Sequence[int], schedule: Schedule) -> tuple[int, ...]:
+    """Bytes of each rank at its peak under `schedule`: what its stages hold anyway, and the most they keep alive together.
+
+    Raises PartitionError when the counts are for another number of layers or of stages.
+    """
+    if (sum(counts), len(counts)) != (len(layers), schedule.stages):
+        raise PartitionError(
+            f"a placement of {sum(counts)} layers on {len(counts)} stages, for {len(layers)} layers under a schedule of {schedule.stages}"
+        )
+    live = peak_memory(schedule, Costs(stage_costs(layers, counts), (0.0,) * (len(counts) - 1)))
+    return tuple(static + round(peak) for static, peak in zip(static_bytes(layers, counts, schedule.placement), live, strict=True))
+
+
+def static_bytes(layers: Sequence[LayerCost], counts: Sequence[int], placement: Sequence[int]) -> tuple[int, ...]:
+    """Per rank, the weights, gradients and optimizer state of its stages' layers."""
+    held = [0] * (max(placement) + 1)
+    start = 0
+    for count, rank in zip(counts, placement, strict=True):
+        held[rank] += sum(x.static_bytes for x in layers[start : start + count])
+        start += count
+    return tuple(held)
+
+
+def live_limits(layers: Sequence[LayerCost], counts: Sequence[int], placement: Sequence[int], limit: int | None) -> tuple[float, ...]:
+    """Bytes that each rank may keep alive between F, B and W beside what it holds anyway, where a rank has `limit` bytes in all.
+
+    Without a limit: twice what 1F1B keeps where it keeps most, p microbatches (Zero Bubble's ZB-2p). More gains next to nothing.
+    """
+    if limit is not None:
+        return tuple(float(max(0, limit - held)) for held in static_bytes(layers, counts, placement))
+    ranks, kept = max(placement) + 1, [0.0] * (max(placement) + 1)
+    for stage, rank in zip(stage_costs(layers, counts), placement, strict=True):
+        kept[rank] += stage.mem_f
+    return (2.0 * ranks * max(kept),) * ranks
 
 
 @dataclass(frozen=True)

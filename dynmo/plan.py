@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -11,26 +11,26 @@ from rich.table import Table
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from dynmo.config import Config
-from dynmo.costs import LayerCost
+from dynmo.costs import Costs, LayerCost, stage_costs
 from dynmo.data.corpus import check_vocab, open_corpus
 from dynmo.dynamism import make_cases
 from dynmo.errors import ConfigError, PartitionError, place
-from dynmo.memory import stage_memory
+from dynmo.memory import live_limits, rank_memory
 from dynmo.models.emulated import EmulatedLayer
 from dynmo.models.model import Model, load_model
 from dynmo.runtime.clock import HostClock
 from dynmo.runtime.split_backward import Layer, Tensors
-from dynmo.schedule.generators import make_schedule
-from dynmo.simulator import resident
+from dynmo.schedule.catalogue import make, placement_of
 from dynmo.trainer import first_partition, memory_limit
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Per rank: layers, parameters, and bytes at the schedule's peak."""
+    """Per stage: layers, the rank that holds it, parameters; per rank: bytes at the schedule's peak."""
 
     names: tuple[str, ...]
     partition: tuple[int, ...]
+    placement: tuple[int, ...]
     parameters: tuple[int, ...]
     memory: tuple[int, ...]
     limit: int | None
@@ -42,14 +42,16 @@ class Plan:
 
     def table(self) -> Table:
         limit = "" if self.limit is None else f", limit {self.limit / 2**20:,.1f} MiB"
-        table = Table(title=f"{self.schedule}, {len(self.partition)} ranks, {self.microbatches} microbatches{limit}", title_justify="left")
+        table = Table(title=f"{self.schedule}, {len(self.memory)} ranks, {self.microbatches} microbatches{limit}", title_justify="left")
         for heading in ("rank", "layers", "first", "last", "parameters", "memory at peak"):
             table.add_column(heading, justify="left" if heading in ("first", "last") else "right")
         start = 0
-        for rank, count in enumerate(self.partition):
+        for stage, (count, rank) in enumerate(zip(self.partition, self.placement, strict=True)):
             first, last = self.names[start], self.names[start + count - 1]
             start += count
-            table.add_row(str(rank), str(count), first, last, f"{self.parameters[rank]:,}", f"{self.memory[rank] / 2**20:,.1f} MiB")
+            # A rank's memory stands at the first of its stages.
+            memory = f"{self.memory[rank] / 2**20:,.1f} MiB" if self.placement.index(rank) == stage else ""
+            table.add_row(str(rank), str(count), first, last, f"{self.parameters[stage]:,}", memory)
         return table
 
 
@@ -68,17 +70,21 @@ def dry_run(config: Config) -> Plan:
             raise
         what = f"{type(error).__name__}: {error}{place(error)}"
         raise ConfigError(f"model.kind = '{config.model.kind}': on shapes alone, its layers raised {what}") from error
-    schedule = make_schedule(config.pipeline.schedule, partition.ranks, config.microbatches)
-    memory = stage_memory(costs, partition.counts, resident(schedule))
     limit = memory_limit(config, torch.device("cpu"))
+    placement = placement_of(config.pipeline.schedule, config.parallel.pipeline, config.chunks)
+    # Shapes alone tell no times: every layer counts the same.
+    stages = Costs(stage_costs([replace(c, f=1.0, b=1.0, w=1.0) for c in costs], partition.counts), (0.0,) * (len(placement) - 1))
+    caps = live_limits(costs, partition.counts, placement, limit)
+    schedule = make(config.pipeline.schedule, config.parallel.pipeline, config.microbatches, costs=stages, chunks=config.chunks, caps=caps)
+    memory = rank_memory(costs, partition.counts, schedule)
     for rank, need in enumerate(memory):
         if limit is not None and need > limit:
             raise PartitionError(
                 f"rank {rank} needs {need} bytes at the peak of {schedule.name}, over pipeline.memory_limit = {limit}; "
                 "use more ranks, smaller microbatches, or a schedule that keeps fewer in flight"
             )
-    parameters = tuple(sum(costs[i].parameters for i in partition.range_of(rank)) for rank in range(partition.ranks))
-    return Plan(model.names, partition.counts, parameters, memory, limit, schedule.name, config.microbatches)
+    parameters = tuple(sum(costs[i].parameters for i in partition.range_of(stage)) for stage in range(partition.ranks))
+    return Plan(model.names, partition.counts, placement, parameters, memory, limit, schedule.name, config.microbatches)
 
 
 def shape_costs(config: Config, model: Model) -> tuple[LayerCost, ...]:

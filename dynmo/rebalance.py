@@ -7,12 +7,14 @@ from collections import deque
 from dataclasses import dataclass
 from statistics import median
 
-from dynmo.api import Pipeline
+from dynmo.api import Pipeline, moves_between_ranks
 from dynmo.balance.balancers import BalanceRequest, balancer
 from dynmo.balance.partition import Partition
 from dynmo.balance.trigger import worth_moving
 from dynmo.config import Config
-from dynmo.events import RebalanceEvent, RebalanceResultEvent, now
+from dynmo.costs import LayerCost
+from dynmo.events import Event, RebalanceEvent, RebalanceResultEvent, ScheduleEvent, now
+from dynmo.schedule.catalogue import entry
 from dynmo.simulator import resident
 
 # These place without looking at costs, so there is no gain to weigh.
@@ -64,13 +66,20 @@ class Rebalancer:
 
     def due(self, step: int) -> bool:
         # A run that was just resumed has measured nothing to decide on.
-        return self._config.balance.balancer != "none" and bool(self._recent) and step % self._config.balance.every == 0
+        acts = self._config.balance.balancer != "none" or entry(self._config.pipeline.schedule).from_costs
+        return acts and bool(self._recent) and step % self._config.balance.every == 0
 
-    def consider(self, step: int) -> RebalanceEvent | None:
-        """Before `step`: decides, and moves if it pays. None when the layers stay."""
+    def consider(self, step: int) -> list[Event]:
+        """Before `step`: decides, and acts where it pays. First where the layers live, then in which order the ranks work."""
+        costs = self._pipeline.costs()
+        move = self._move(step, costs) if self._config.balance.balancer != "none" else None
+        gain = self._pipeline.replan(costs, self._config.balance.hysteresis / 4)
+        done: list[Event] = [] if move is None else [move]
+        return [*done, ScheduleEvent(step, now(), self._config.pipeline.schedule, gain)] if gain else done
+
+    def _move(self, step: int, costs: tuple[LayerCost, ...]) -> RebalanceEvent | None:
         balance, pipeline = self._config.balance, self._pipeline
         start = time.perf_counter()
-        costs = pipeline.costs()
         limits = None if self._limit is None else (self._limit,) * pipeline.partition.ranks
         request = BalanceRequest(
             costs,
@@ -111,10 +120,10 @@ class Rebalancer:
             f"{balance.balancer}: forced" if forced else decision.reason,
         )
 
-    def _price(self, costs: tuple, old: Partition, new: Partition) -> float:
+    def _price(self, costs: tuple[LayerCost, ...], old: Partition, new: Partition) -> float:
         """Seconds of a move: as the last one, else as long as its layers, one after another, take over the slowest link."""
         if self._move_seconds is not None:
             # Measured on one rank only: every rank must decide with the same number.
             return self._pipeline.largest(self._move_seconds)
-        sizes = [costs[layer].static_bytes for layer in range(old.layers) if old.owner(layer) != new.owner(layer)]
-        return sum(max((link.seconds(size) for link in self._pipeline.links), default=0.0) for size in sizes)
+        sizes = [costs[move.layer].static_bytes for move in moves_between_ranks(old, new, self._pipeline.placement)]
+        return sum(max((link.seconds(size) for link in self._pipeline.links.values()), default=0.0) for size in sizes)

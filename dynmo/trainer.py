@@ -50,10 +50,13 @@ def learning_rate(train: Train, step: int) -> float:
 
 def first_partition(config: Config, layers: int) -> Partition:
     """`balance.initial`, else uniform: before anything is measured there is nothing better to go by."""
-    if config.parallel.pipeline > layers:
-        raise ConfigError(f"parallel.pipeline = {config.parallel.pipeline} is more than the model's {layers} layers; use fewer ranks")
+    stages = config.stages
+    if stages > layers:
+        what = f"parallel.pipeline = {config.parallel.pipeline}"
+        what += f" with {config.chunks} stages a rank" if config.chunks > 1 else ""
+        raise ConfigError(f"{what} is more than the model's {layers} layers; use fewer ranks")
     if config.balance.initial is None:
-        return uniform(layers, config.parallel.pipeline)
+        return uniform(layers, stages)
     if sum(config.balance.initial) != layers:
         raise ConfigError(f"balance.initial sums to {sum(config.balance.initial)}, but the model has {layers} layers")
     return Partition(config.balance.initial)
@@ -126,7 +129,7 @@ class Trainer:
         self._checkpoints = None if folder is None else folder / "checkpoints"
         found = self._find(model) if resume else None
         partition = first_partition(config, model.layers)
-        if found is not None and len(found[1].state["partition"]) == world.size:
+        if found is not None and len(found[1].state["partition"]) == config.stages:
             partition = Partition(tuple(found[1].state["partition"]))
         train = config.train
         self.pipeline = Pipeline(
@@ -135,6 +138,8 @@ class Trainer:
             partition,
             schedule=config.pipeline.schedule,
             microbatches=config.microbatches,
+            chunks=config.chunks,
+            memory_limit=memory_limit(config, world.device),
             seed=config.seed,
             optimizer=AdamWSettings(train.weight_decay, train.betas, train.eps),
         )
@@ -184,8 +189,7 @@ class Trainer:
     def _change(self, step: int) -> None:
         """The dynamic cases act, then the balancer looks at what was measured before they did."""
         if self._rebalancer.due(step):
-            event = self._rebalancer.consider(step)
-            if event is not None:
+            for event in self._rebalancer.consider(step):
                 self._emit(event)
                 self._tracer.keep_around()
         for case in self._cases:
@@ -242,7 +246,7 @@ class Trainer:
         batches, digest = None, None
         if config.model.kind != "emulated":
             check_vocab(config.model.vocab)
-        if world.rank in (0, world.size - 1):
+        if world.rank in (self.pipeline.placement[0], self.pipeline.placement[-1]):
             corpus = open_corpus(config.data.source)
             batches = Batches(corpus, config.model.sequence, config.train.global_batch, config.train.micro_batch, config.seed)
             ends = corpus[: 1 << 20].tobytes() + corpus[-(1 << 20) :].tobytes()

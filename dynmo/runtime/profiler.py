@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from statistics import median
 from typing import Any
 
@@ -103,27 +103,42 @@ class Profiler:
         return tuple(LayerCost(row[0], row[1], row[2], *map(int, row[3:])) for row in rows)
 
 
-def measure_links(world: World, sizes: tuple[int, int] = (1 << 10, 1 << 20), repeats: int = 5) -> tuple[LinkCost, ...]:
-    """Latency and bandwidth between neighbouring ranks: the median of several ping-pongs, with pauses, as messages have in training.
+Pair = tuple[int, int]
+
+
+def measure_links(world: World, pairs: Sequence[Pair], sizes: Pair = (1 << 10, 1 << 20), repeats: int = 5) -> dict[Pair, LinkCost]:
+    """Latency and bandwidth between the two ranks of each pair: the median of several ping-pongs, with pauses, as messages have in training.
 
     Back to back they would be several times faster than any message ever is: caches, threads and cores are awake then. Pairs that share no
-    rank are measured at once; all take about a fifth of a second.
+    rank are measured at once; a chain of ranks takes about a fifth of a second.
     """
-    table = torch.zeros(max(0, world.size - 1), 2, dtype=torch.float64)
-    world.open_channels([(TAG_LINKS, boundary, boundary + 1) for boundary in range(world.size - 1)])
-    for turn in (0, 1):
-        for boundary in (world.rank - 1, world.rank):
-            if boundary % 2 != turn or not 0 <= boundary < world.size - 1:
+    table = torch.zeros(len(pairs), 2, dtype=torch.float64)
+    world.open_channels([(TAG_LINKS, low, high) for low, high in pairs])
+    for together in _rounds(pairs):
+        for low, high in together:
+            if world.rank not in (low, high):
                 continue
-            peer = boundary + 1 if world.rank == boundary else boundary
-            times = [_ping(world, peer, (TAG_LINKS, boundary, boundary + 1), size, repeats) for size in sizes]
-            if world.rank == boundary:
+            times = [_ping(world, high if world.rank == low else low, (TAG_LINKS, low, high), size, repeats) for size in sizes]
+            if world.rank == low:
                 per_byte = max(0.0, (times[1] - times[0]) / (sizes[1] - sizes[0]))
-                table[boundary, 0] = max(0.0, times[0] - per_byte * sizes[0])
-                table[boundary, 1] = per_byte
+                table[pairs.index((low, high))] = torch.tensor([max(0.0, times[0] - per_byte * sizes[0]), per_byte])
         world.barrier("the links to be measured")
     world.sum(table, "the link times")
-    return tuple(LinkCost(latency, 1 / per_byte if per_byte else float("inf")) for latency, per_byte in table.tolist())
+    links = (LinkCost(latency, 1 / per_byte if per_byte else float("inf")) for latency, per_byte in table.tolist())
+    return dict(zip(pairs, links, strict=True))
+
+
+def _rounds(pairs: Sequence[Pair]) -> list[list[Pair]]:
+    """The pairs in rounds, so that no rank is twice in one."""
+    rounds: list[list[Pair]] = []
+    for pair in pairs:
+        free = (known for known in rounds if not any(set(pair) & set(other) for other in known))
+        found = next(free, None)
+        if found is None:
+            rounds.append([pair])
+        else:
+            found.append(pair)
+    return rounds
 
 
 _PAUSE = 0.005  # seconds

@@ -101,10 +101,9 @@ def lower(schedule: Schedule) -> tuple[Program, ...]:
 
 
 def lower_forward(placement: tuple[int, ...], ranks: int, microbatches: int) -> tuple[Program, ...]:
-    """Forward only, for evaluation: every stage is a frozen prefix."""
-    rows = tuple(
-        tuple(Op(Kind.F, s, j) for j in range(microbatches) for s, r in enumerate(placement) if r == rank) for rank in range(ranks)
-    )
+    """Forward only, for evaluation: every stage is a frozen prefix. A rank with several stages takes what can be there first."""
+    order = sorted((s + j, j, s) for s in range(len(placement)) for j in range(microbatches))
+    rows = tuple(tuple(Op(Kind.F, s, j) for _, j, s in order if placement[s] == rank) for rank in range(ranks))
     return _programs(Schedule("forward", microbatches, placement, rows, first_trainable=len(placement)))
 
 

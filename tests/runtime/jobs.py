@@ -375,7 +375,8 @@ def profile(world: World, f: list[float], b: list[float], w: list[float], counts
 
 
 def links(world: World) -> list[list[float]]:
-    return [[link.latency, link.bytes_per_second] for link in measure_links(world)]
+    pairs = [(rank, rank + 1) for rank in range(world.size - 1)]
+    return [[link.latency, link.bytes_per_second] for link in measure_links(world, pairs).values()]
 
 
 # -- the world ------------------------------------------------------------------------------------------------------------------
