@@ -19,7 +19,9 @@ from itertools import pairwise
 import torch
 from torch import Tensor, nn
 
-from dynmo.balance.partition import Move, Partition, moves
+from dynmo.balance.balancers import BalanceRequest
+from dynmo.balance.partition import Cost, Move, Partition, moves
+from dynmo.balance.placed import Make, frozen_stages
 from dynmo.costs import Costs, LayerCost, LinkCost, elide, stage_costs
 from dynmo.errors import CheckpointError, PartitionError, RunError
 from dynmo.memory import live_limits
@@ -37,7 +39,7 @@ from dynmo.schedule.bound import Objective
 from dynmo.schedule.catalogue import check_microbatches, entry, make, placement_of
 from dynmo.schedule.lower import Program, lower, lower_forward
 from dynmo.schedule.op import Schedule
-from dynmo.simulator import Timeline, simulate
+from dynmo.simulator import Timeline, resident, simulate
 
 
 @dataclass(frozen=True)
@@ -193,7 +195,7 @@ class Pipeline:
     def step(
         self, step: int, inputs: Tensor | None, targets: Tensor | None, *, lr: float, max_norm: float = 0.0, flag: bool = False
     ) -> StepResult:
-        """Forward, backward, clip, update. inputs: [microbatches, ...] where the first stage is, targets: [microbatches, ...] where the last is.
+        """Forward, backward, clip, update. inputs: [microbatches, ...] with the first stage, targets: [microbatches, ...] with the last.
 
         `flag` is handed to every rank in `StepResult.flags` (a wish to stop, say). Raises RunError if loss or gradient is not finite.
         """
@@ -374,6 +376,50 @@ class Pipeline:
         caps = (float(self.world.size),) * self.world.size
         return make(self._schedule_name, self.world.size, self._microbatches, chunks=self._chunks, caps=caps)
 
+    def request(self, layers: tuple[LayerCost, ...], *, cost: Cost = "time", seed: int = 0, step: int = 0) -> BalanceRequest:
+        """What a balancer is asked: where these layers should live, under this pipeline's schedule, links and memory limit."""
+        limit, stages = self._memory_limit, len(self.placement)
+        # A rank's memory is its stages' together; each gets an even part.
+        limits = None if limit is None else (limit // (stages // self.world.size),) * stages
+        return BalanceRequest(
+            layers,
+            self.partition,
+            cost,
+            resident(self.full_schedule()),
+            limits,
+            seed,
+            step,
+            self.model.names,
+            self._make_for(layers),
+            self._boundary_links(),
+            Objective.MAKESPAN,
+            self.first_trainable,
+        )
+
+    def _make_for(self, layers: tuple[LayerCost, ...]) -> Make:
+        """The schedule that would run at some stages' costs. What a rank holds anyway is taken as everyone's mean: only the plan that is
+        chosen is made within its ranks' true limits."""
+        held = sum(layer.static_bytes for layer in layers) // self.world.size
+        limit = None if self._memory_limit is None else float(max(0, self._memory_limit - held))
+
+        def scheduled(costs: Costs) -> Schedule:
+            kept = [0.0] * self.world.size
+            for stage, rank in zip(costs.stages, self.placement, strict=True):
+                kept[rank] += stage.mem_f
+            cap = 2.0 * self.world.size * max(kept) if limit is None else limit
+            return make(
+                self._schedule_name,
+                self.world.size,
+                self._microbatches,
+                costs=costs,
+                chunks=self._chunks,
+                caps=(cap,) * self.world.size,
+                first_trainable=frozen_stages(costs),
+                objective=Objective.MAKESPAN,
+            )
+
+        return scheduled
+
     def _caps(self, layers: tuple[LayerCost, ...], partition: Partition) -> tuple[float, ...]:
         return live_limits(layers, partition.counts, self.placement, self._memory_limit)
 
@@ -402,11 +448,14 @@ class Pipeline:
 
     def stage_costs(self, layers: tuple[LayerCost, ...], partition: Partition) -> Costs:
         """The stages' costs, and the links' times for the messages that cross there."""
-        links: list[float] = []
-        for (source, target), end in zip(pairwise(self.placement), partition.bounds[1:], strict=False):
-            link = self.links.get((min(source, target), max(source, target)))
-            links.append(0.0 if link is None else link.seconds(layers[end - 1].output_bytes))
-        return Costs(stage_costs(layers, partition.counts), tuple(links))
+        ends = partition.bounds[1:-1]
+        seconds = tuple(link.seconds(layers[end - 1].output_bytes) for link, end in zip(self._boundary_links(), ends, strict=True))
+        return Costs(stage_costs(layers, partition.counts), seconds)
+
+    def _boundary_links(self) -> tuple[LinkCost, ...]:
+        """The link behind each stage but the last; between two stages of one rank it costs nothing."""
+        here = LinkCost(0.0, math.inf)
+        return tuple(self.links.get((min(pair), max(pair)), here) for pair in pairwise(self.placement))
 
     def digest(self) -> str:
         """SHA-256 over the SHA-256 of each layer's parameters, in global layer order: equal exactly when all weights are."""

@@ -228,11 +228,28 @@ class Pipeline(Section):
     memory_limit: Annotated[int | None, Field(ge=1), BeforeValidator(_check_memory)] = None
 
 
+# The words of dynmo/balance/balancers.py, a floor above this file; a test holds the two together.
+BALANCERS = (
+    "none",
+    "uniform",
+    "exact",
+    "schedule-aware",
+    "diffusion",
+    "random",
+    "deepspeed-uniform",
+    "deepspeed-parameters",
+    "deepspeed-time",
+    "megatron-uniform",
+    "megatron-embedding-loss",
+    "algorithm-3",
+)
+
+
 class Balance(Section):
     """Who decides where layers live, from which cost, every how many steps. `initial` is the first placement, in layer counts (None: the
     balancer's). A move must gain `margin` times its cost, and at least `hysteresis` of the step (a share)."""
 
-    balancer: Annotated[str, _word(("none", "uniform", "exact", "diffusion", "random"), ("schedule-aware",))] = "exact"
+    balancer: Annotated[str, _word(BALANCERS)] = "exact"
     cost: Annotated[str, _word(("time", "parameters"))] = "time"
     every: Annotated[Count, BeforeValidator(_check_every)] = 10
     initial: Annotated[tuple[Count, ...] | None, Lax] = None

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 from dynmo.errors import InputError
 
@@ -85,6 +86,19 @@ def uniform_costs(stages: int, f: float, b: float, w: float, comm: float = 0.0, 
         raise InputError(f"w-memory is {w_memory}; it is a share between 0 and 1")
     stage = StageCost(f, b, w, 1.0, w_memory - 1.0, -w_memory)
     return Costs((stage,) * stages, (comm,) * max(0, stages - 1))
+
+
+def split_costs(costs: Costs, placement: Sequence[int]) -> Costs:
+    """Costs of ranks, one stage each, as costs of the stages of `placement` (stage -> rank): each has its part of its rank's times and
+    memory. Between two stages lies the slowest of the links between their ranks; none where they share one."""
+    parts = [placement.count(rank) for rank in range(len(costs.stages))]
+    stages = tuple(_part(costs.stages[rank], parts[rank]) for rank in placement)
+    links = tuple(max(costs.links[min(pair) : max(pair)], default=0.0) for pair in pairwise(placement))
+    return Costs(stages, links)
+
+
+def _part(stage: StageCost, parts: int) -> StageCost:
+    return StageCost(*(value / parts for value in (stage.f, stage.b, stage.w, stage.mem_f, stage.mem_b, stage.mem_w)))
 
 
 def elide(layers: Sequence[LayerCost], first_trainable: int, frozen: Collection[int]) -> tuple[LayerCost, ...]:

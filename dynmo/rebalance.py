@@ -6,19 +6,19 @@ import time
 from collections import deque
 from dataclasses import dataclass
 from statistics import median
+from typing import cast
 
 from dynmo.api import Pipeline, moves_between_ranks
-from dynmo.balance.balancers import BalanceRequest, balancer
-from dynmo.balance.partition import Partition
+from dynmo.balance.balancers import balancer
+from dynmo.balance.partition import Cost, Partition
 from dynmo.balance.trigger import worth_moving
 from dynmo.config import Config
 from dynmo.costs import LayerCost
 from dynmo.events import Event, RebalanceEvent, RebalanceResultEvent, ScheduleEvent, now
 from dynmo.schedule.catalogue import entry
-from dynmo.simulator import resident
 
 # These place without looking at costs, so there is no gain to weigh.
-_FORCED = ("uniform", "random")
+_FORCED = ("uniform", "random", "deepspeed-uniform", "megatron-uniform", "megatron-embedding-loss")
 # Steps whose median stands for "before" and "after" a move.
 _WINDOW = 5
 
@@ -36,9 +36,9 @@ class Rebalancer:
     Every rank holds one and calls it alike; costs are the same on all, so the decision is too.
     """
 
-    def __init__(self, config: Config, pipeline: Pipeline, memory_limit: int | None, moves: int = 0) -> None:
+    def __init__(self, config: Config, pipeline: Pipeline, moves: int = 0) -> None:
         """moves: how many an earlier part of the run has made, so that ids go on."""
-        self._config, self._pipeline, self._limit = config, pipeline, memory_limit
+        self._config, self._pipeline = config, pipeline
         self._recent: deque[float] = deque(maxlen=_WINDOW)
         self._pending: _Pending | None = None
         self.moves = moves
@@ -80,16 +80,7 @@ class Rebalancer:
     def _move(self, step: int, costs: tuple[LayerCost, ...]) -> RebalanceEvent | None:
         balance, pipeline = self._config.balance, self._pipeline
         start = time.perf_counter()
-        limits = None if self._limit is None else (self._limit,) * pipeline.partition.ranks
-        request = BalanceRequest(
-            costs,
-            pipeline.partition,
-            balance.cost,  # pyright: ignore[reportArgumentType]
-            resident(pipeline.full_schedule()),
-            limits,
-            self._config.seed,
-            step,
-        )
+        request = pipeline.request(costs, cost=cast(Cost, balance.cost), seed=self._config.seed, step=step)
         target = balancer(balance.balancer)(request)
         if target == pipeline.partition:
             return None

@@ -149,7 +149,7 @@ class Trainer:
         if found is not None:
             self._restore(*found)
             self._loss, moved = found[1].state["loss"], found[1].state["moves"]
-        self._rebalancer = Rebalancer(config, self.pipeline, memory_limit(config, world.device), moved)
+        self._rebalancer = Rebalancer(config, self.pipeline, moved)
         self._tracer = Tracer(world, self.pipeline.clock, config.trace.steps)
         # Last: what was wrong until here leaves no log.
         self._log = EventLog(folder / "events.jsonl") if folder is not None and world.rank == 0 else None

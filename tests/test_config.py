@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from dynmo.config import Balance, Config, Model, load, parse, parse_bytes, to_toml
+from dynmo.balance import balancers
+from dynmo.config import BALANCERS, Balance, Config, Model, load, parse, parse_bytes, to_toml
 from dynmo.errors import ConfigError
 
 
@@ -260,6 +261,10 @@ def test_a_name_ends_where_it_ends(text):
         parse({"name": text})
 
 
+def test_every_balancer_has_its_word():
+    assert set(BALANCERS) == set(balancers.BALANCERS)
+
+
 # Words of the contract that a later version serves.
 PLANNED = {
     "model.kind": ["moe", "hf"],
@@ -272,7 +277,6 @@ PLANNED = {
     "parallel.expert": ["2"],
     "parallel.zero": ["1"],
     "pipeline.post_validation": ["true"],
-    "balance.balancer": ["schedule-aware"],
     "balance.every": ["auto"],
     "dynamism.cases": ['["pruning"]', '["freezing", "moe"]', '["early_exit"]', '["sparse_attention"]', '["mixture_of_depths"]'],
     "elastic.repack": ["true"],

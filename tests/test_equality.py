@@ -16,6 +16,7 @@ from dynmo.config import parse
 from dynmo.data.batches import Batches
 from dynmo.data.corpus import open_corpus
 from dynmo.models.gpt import make
+from dynmo.schedule.catalogue import SCHEDULES
 from dynmo.schedule.generators import GENERATORS
 from tests.pool import Pool
 
@@ -56,6 +57,34 @@ def _reference(pool: Pool, freezing: bool, clipping: bool) -> dict[str, Any]:
 def test_one_digest(pool: Pool, ranks: int, schedule: str, balancer: str, freezing: bool, clipping: bool) -> None:
     expected = _reference(pool, freezing, clipping)
     results = pool.run("train", ranks, config=config(ranks, schedule, BALANCERS[balancer], freezing, clipping))
+    assert results[0]["losses"] == expected["losses"]
+    assert {r["digest"] for r in results} == {expected["digest"]}
+    if balancer == "random" and ranks > 1:
+        placements = results[0]["layers"]
+        assert all(a != b for a, b in pairwise(placements)), "the layers did not move at every step"
+
+
+def deeper(ranks: int, schedule: str, balance: dict[str, Any], freezing: bool) -> dict[str, Any]:
+    """Ten layers, for up to eight stages, and twelve microbatches, a multiple of 1 to 4 ranks, as interleaving needs."""
+    made = config(ranks, schedule, balance, freezing, freezing)
+    made["model"] = {"blocks": 4, "hidden": 16, "heads": 2, "sequence": 8, "dropout": 0.1}
+    made["train"] = {**made["train"], "global_batch": 12, "micro_batch": 1}
+    return made
+
+
+@cache
+def _deeper_reference(pool: Pool, freezing: bool) -> dict[str, Any]:
+    return pool.run("train", 1, config=deeper(1, "1f1b", BALANCERS["none"], freezing))[0]
+
+
+@pytest.mark.parametrize("freezing", [False, True], ids=["plain", "freeze-clip"])
+@pytest.mark.parametrize("balancer", ["exact", "random"])
+@pytest.mark.parametrize("schedule", [name for name in SCHEDULES if name not in GENERATORS])
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_one_digest_of_chunks_and_of_schedules_from_costs(pool: Pool, ranks: int, schedule: str, balancer: str, freezing: bool) -> None:
+    """Several stages a rank, in loops and in V shapes, and schedules made anew from measured costs while layers move and freeze."""
+    expected = _deeper_reference(pool, freezing)
+    results = pool.run("train", ranks, config=deeper(ranks, schedule, BALANCERS[balancer], freezing))
     assert results[0]["losses"] == expected["losses"]
     assert {r["digest"] for r in results} == {expected["digest"]}
     if balancer == "random" and ranks > 1:

@@ -8,11 +8,15 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 
-from dynmo.balance.diffusion import diffuse
+from dynmo.balance.baselines import deepspeed_balanced, deepspeed_type, deepspeed_uniform, in_order, megatron_uniform, placement
+from dynmo.balance.diffusion import diffuse, published_diffusion
 from dynmo.balance.partition import Cost, Partition, exact, uniform, weigh
-from dynmo.costs import LayerCost
+from dynmo.balance.placed import Make
+from dynmo.balance.schedule_aware import schedule_aware
+from dynmo.costs import LayerCost, LinkCost
 from dynmo.errors import PartitionError
 from dynmo.memory import MemoryLimits, Pairs
+from dynmo.schedule.bound import Objective
 
 
 @dataclass(frozen=True)
@@ -20,7 +24,11 @@ class BalanceRequest:
     """Where the layers are and what they cost.
 
     `resident` (from `simulator.resident`, of the schedule that will run) and `memory_limit` (bytes) have one entry per stage; a limit needs
-    both, and without them memory is not looked at. `seed` and `step` key what is random.
+    both, and without them memory is not looked at. `seed` and `step` key what is random. `names` are the layers', for the baselines that
+    go by them.
+
+    `make` gives the schedule that would run at some costs (`placed.by_name`): what "schedule-aware" needs, and what lets "exact" choose
+    among ties. `links` (one per boundary), `objective` and `first_trainable_layer` are for it alone. `speeds` has one entry per stage.
     """
 
     layers: tuple[LayerCost, ...]
@@ -30,10 +38,18 @@ class BalanceRequest:
     memory_limit: tuple[int, ...] | None = None
     seed: int = 0
     step: int = 0
+    names: tuple[str, ...] = ()
+    make: Make | None = None
+    links: tuple[LinkCost, ...] | None = None
+    objective: Objective = Objective.SPAN
+    first_trainable_layer: int = 0
+    speeds: tuple[float, ...] | None = None
 
     def __post_init__(self) -> None:
         if len(self.layers) != self.current.layers:
             raise PartitionError(f"a placement of {self.current.layers} layers for {len(self.layers)} layer costs")
+        if self.names and len(self.names) != len(self.layers):
+            raise PartitionError(f"{len(self.names)} names for {len(self.layers)} layers; give one per layer, or none")
         if self.memory_limit is not None:
             if self.resident is None:
                 raise PartitionError("a memory limit needs the schedule's resident microbatches too; give both or neither")
@@ -66,6 +82,8 @@ def _uniform(request: BalanceRequest) -> Partition:
 
 
 def _exact(request: BalanceRequest) -> Partition:
+    if request.make is not None and request.cost == "time":
+        return _simulated(request, request.make, ties_only=True)
     sizes = [layer.static_bytes for layer in request.layers]
     return exact(
         request.weights,
@@ -73,12 +91,67 @@ def _exact(request: BalanceRequest) -> Partition:
         memory=request.memory,
         current=request.current,
         move_bytes=sizes if any(sizes) else None,  # costs given by hand may have none: then layers are counted
+        speeds=request.speeds,
+    )
+
+
+def _schedule_aware(request: BalanceRequest) -> Partition:
+    if request.make is None:
+        raise PartitionError("the balancer 'schedule-aware' needs the schedule that will run: give the request a `make`, or take 'exact'")
+    return _simulated(request, request.make, ties_only=False)
+
+
+def _simulated(request: BalanceRequest, make: Make, ties_only: bool) -> Partition:
+    return schedule_aware(
+        request.layers,
+        request.current.ranks,
+        make=make,
+        links=request.links,
+        memory=request.memory,
+        current=request.current,
+        first_trainable_layer=request.first_trainable_layer,
+        objective=request.objective,
+        speeds=request.speeds,
+        ties_only=ties_only,
     )
 
 
 def _diffusion(request: BalanceRequest) -> Partition:
     memory = request.memory
     return _fitting(request, diffuse(request.weights, request.current, fits=memory.fits if memory else None).partition)
+
+
+def _deepspeed_uniform(request: BalanceRequest) -> Partition:
+    return _fitting(request, placement(deepspeed_uniform(len(request.layers), request.current.ranks), "DeepSpeed's uniform placement"))
+
+
+def _deepspeed(cost: Cost) -> Balancer:
+    def balance(request: BalanceRequest) -> Partition:
+        bounds = deepspeed_balanced(weigh(request.layers, cost), request.current.ranks)
+        return _fitting(request, placement(bounds, f"DeepSpeed's placement by {cost}"))
+
+    return balance
+
+
+def _deepspeed_type(pattern: str) -> Balancer:
+    def balance(request: BalanceRequest) -> Partition:
+        bounds = deepspeed_type(request.names, pattern, request.current.ranks)
+        return _fitting(request, placement(bounds, f"DeepSpeed's placement by type:{pattern}"))
+
+    return balance
+
+
+def _megatron(embedding: bool, loss: bool) -> Balancer:
+    def balance(request: BalanceRequest) -> Partition:
+        names = request.names or ("",) * len(request.layers)
+        return _fitting(request, megatron_uniform(names, request.current.ranks, embedding=embedding, loss=loss))
+
+    return balance
+
+
+def _algorithm_3(request: BalanceRequest) -> Partition:
+    sizes = None if request.memory_limit is None else [x.static_bytes + x.activation_bytes for x in request.layers]
+    return in_order(published_diffusion(request.weights, request.current, layer_bytes=sizes, limits=request.memory_limit))
 
 
 def _random(request: BalanceRequest) -> Partition:
@@ -144,18 +217,26 @@ BALANCERS: dict[str, Balancer] = {
     "none": _none,
     "uniform": _uniform,
     "exact": _exact,
+    "schedule-aware": _schedule_aware,
     "diffusion": _diffusion,
     "random": _random,
+    # Baselines: see `baselines`.
+    "deepspeed-uniform": _deepspeed_uniform,
+    "deepspeed-parameters": _deepspeed("parameters"),
+    "deepspeed-time": _deepspeed("time"),
+    "megatron-uniform": _megatron(embedding=False, loss=False),
+    "megatron-embedding-loss": _megatron(embedding=True, loss=True),
+    "algorithm-3": _algorithm_3,
 }
 
-# A word of the contract that a later version serves: naming it is an error that says so, not a typing mistake.
-PLANNED = ("schedule-aware",)
+# "deepspeed-type:attention" balances the layers whose names match the regular expression behind the colon.
+_BY_TYPE = "deepspeed-type:"
 
 
 def balancer(name: str) -> Balancer:
     """The balancer called `name`. Raises PartitionError listing the known ones."""
-    if name in PLANNED:
-        raise PartitionError(f"balancer {name!r} is not served by this version; choose one of {', '.join(BALANCERS)}")
+    if name.startswith(_BY_TYPE):
+        return _deepspeed_type(name.removeprefix(_BY_TYPE))
     if name not in BALANCERS:
         raise PartitionError(f"unknown balancer {name!r}; choose one of {', '.join(BALANCERS)}")
     return BALANCERS[name]

@@ -11,7 +11,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from dynmo.balance.partition import Move, Partition, integer_sums, moves
+from dynmo.balance.chains import integer_sums
+from dynmo.balance.partition import Move, Partition, moves
 from dynmo.errors import PartitionError
 
 Fits = Callable[[int, int, int], bool]

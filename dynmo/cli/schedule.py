@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from dynmo.costs import Costs, uniform_costs
+from dynmo.costs import Costs, split_costs, uniform_costs
 from dynmo.errors import InputError, ScheduleError
-from dynmo.schedule.bound import Objective, lower_bound
-from dynmo.schedule.generators import GENERATORS, make_schedule
+from dynmo.schedule.bound import Objective
+from dynmo.schedule.catalogue import SCHEDULES, make, placement_of
+from dynmo.schedule.chunk_bound import lower_bound_on
 from dynmo.schedule.op import Schedule, to_text
 from dynmo.simulator import Timeline, peak_memory, simulate
 
@@ -42,8 +43,8 @@ class Result:
 
 
 def schedule(
-    name: Annotated[str, typer.Option("--schedule", metavar="NAME", help=f"One of {', '.join(GENERATORS)}.")],
-    ranks: Annotated[int, typer.Option(metavar="P", help="Pipeline ranks, one stage each.")],
+    name: Annotated[str, typer.Option("--schedule", metavar="NAME", help=f"One of {', '.join(SCHEDULES)}.")],
+    ranks: Annotated[int, typer.Option(metavar="P", help="Pipeline ranks.")],
     microbatches: Annotated[int, typer.Option(metavar="M", help="Microbatches of a step.")],
     tf: Annotated[float | None, typer.Option(metavar="TIME", help="Time of F on every stage, in any one unit.")] = None,
     tb: Annotated[float | None, typer.Option(metavar="TIME", help="Time of B, the gradient of the input.")] = None,
@@ -54,7 +55,7 @@ def schedule(
         float | None, typer.Option(metavar="X", help="Most live activations of a rank; 1 is one F's (or FILE's unit).")
     ] = None,
     objective: Annotated[Objective, typer.Option(help="What the schedule and the lower bound are about.")] = Objective.SPAN,
-    chunks: Annotated[int, typer.Option(metavar="V", help="Stages per rank.")] = 1,
+    chunks: Annotated[int | None, typer.Option(metavar="V", help="Stages per rank (default: the schedule's own).")] = None,
     w_memory: Annotated[
         float | None, typer.Option(metavar="SHARE", help="Part of F's activations that stays until W (default 0.5).")
     ] = None,
@@ -63,28 +64,29 @@ def schedule(
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
 ) -> None:
     """Make a pipeline schedule and replay it at given costs."""
-    if chunks != 1:
-        raise ScheduleError(f"--chunks {chunks}: this version serves 1 stage per rank only")
     if ranks < 1 or microbatches < 1:
         raise ScheduleError(f"--ranks {ranks} --microbatches {microbatches}: at least 1 of each is needed")
+    placement = placement_of(name, ranks, chunks)
     first_trainable, caps = 0, (math.inf,) * ranks
     if costs is None:
-        stage_costs = _uniform(ranks, tf, tb, tw, tcomm, 0.5 if w_memory is None else w_memory)
+        stage_costs = _uniform(placement, tf, tb, tw, tcomm, 0.5 if w_memory is None else w_memory)
     else:
-        stage_costs, first_trainable, caps = _from_file(costs, ranks, {"--tf": tf, "--tb": tb, "--tw": tw, "--tcomm": tcomm}, w_memory)
+        times = {"--tf": tf, "--tb": tb, "--tw": tw, "--tcomm": tcomm}
+        stage_costs, first_trainable, caps = _from_file(costs, placement, times, w_memory)
     if memory_limit is not None:
         if not memory_limit >= 0:
             raise InputError(f"--memory-limit {memory_limit}: a limit is a number of at least 0")
         caps = tuple(min(cap, memory_limit) for cap in caps)
 
     began = time.perf_counter()
-    made = make_schedule(name, ranks, microbatches, first_trainable)
+    wanted = _Wanted(ranks, microbatches, stage_costs, chunks, caps, first_trainable, objective)
+    made = wanted.make(name)
     seconds = time.perf_counter() - began
-    _check_memory(made, stage_costs, caps)
+    _check_memory(made, wanted)
     timeline = simulate(made, stage_costs)
     if not math.isfinite(timeline.makespan):
         raise InputError("the times are so large that their sum is not a number any more; choose a larger unit")
-    bound = lower_bound(stage_costs, microbatches, first_trainable, objective)
+    bound = lower_bound_on(made.placement, stage_costs, microbatches, first_trainable, objective, caps)
     reached = timeline.span if objective is Objective.SPAN else timeline.makespan
     result = Result(
         schedule=name,
@@ -106,18 +108,51 @@ def schedule(
         _print_text(result, made, timeline, grid, ops)
 
 
-def _uniform(ranks: int, tf: float | None, tb: float | None, tw: float | None, tcomm: float | None, w_memory: float) -> Costs:
+@dataclass(frozen=True)
+class _Wanted:
+    """What any schedule is made from here, but its name."""
+
+    ranks: int
+    microbatches: int
+    costs: Costs
+    chunks: int | None
+    caps: tuple[float, ...]
+    first_trainable: int
+    objective: Objective
+
+    def make(self, name: str) -> Schedule:
+        return make(
+            name,
+            self.ranks,
+            self.microbatches,
+            costs=self.costs,
+            chunks=self.chunks,
+            caps=self.caps,
+            first_trainable=self.first_trainable,
+            objective=self.objective,
+        )
+
+
+def _uniform(
+    placement: tuple[int, ...], tf: float | None, tb: float | None, tw: float | None, tcomm: float | None, w_memory: float
+) -> Costs:
+    """The times are a rank's: of several stages on a rank each has its part of them, and of the memory."""
     if tf is None or tb is None or tw is None:
         raise InputError("no costs: give --tf, --tb and --tw (and --tcomm), or --costs FILE")
     tcomm = 0.0 if tcomm is None else tcomm
     for option, value in {"--tf": tf, "--tb": tb, "--tw": tw, "--tcomm": tcomm}.items():
         if not math.isfinite(value) or value < 0:
             raise InputError(f"{option} {value}: a time is a number of at least 0")
-    return uniform_costs(ranks, tf, tb, tw, tcomm, w_memory)
+    return split_costs(uniform_costs(max(placement) + 1, tf, tb, tw, tcomm, w_memory), placement)
 
 
-def _from_file(path: Path, ranks: int, times: dict[str, float | None], w_memory: float | None) -> tuple[Costs, int, tuple[float, ...]]:
-    """Costs, first trainable stage, and the limit of every stage."""
+def _from_file(
+    path: Path, placement: tuple[int, ...], times: dict[str, float | None], w_memory: float | None
+) -> tuple[Costs, int, tuple[float, ...]]:
+    """Costs, first trainable stage, and the limit of every rank.
+
+    Where ranks hold several stages, the file's lists are one number per stage, or one per rank: then each stage has its part.
+    """
     from dynmo.schedule.costs_file import read_costs
 
     given = [option for option, value in times.items() if value is not None]
@@ -125,23 +160,41 @@ def _from_file(path: Path, ranks: int, times: dict[str, float | None], w_memory:
         raise InputError(f"{given[0]} and --costs both give times; use one of them")
     if w_memory is not None and not 0 <= w_memory <= 1:
         raise InputError(f"--w-memory {w_memory}: it is a share between 0 and 1")
-    file = read_costs(path, ranks, 0.5 if w_memory is None else w_memory)
+    ranks = max(placement) + 1
+    file = read_costs(path, ranks, 0.5 if w_memory is None else w_memory, len(placement))
     if file.has_memory and w_memory is not None:
         raise InputError(f"--w-memory, but costs file {path} has mem_f, mem_b and mem_w, which say it; use one of them")
-    return file.costs, file.first_trainable, file.caps or (math.inf,) * ranks
+    costs, caps = file.costs, file.caps or (math.inf,) * len(file.costs.stages)
+    if len(placement) == ranks:
+        return costs, file.first_trainable, caps
+    if len(costs.stages) == len(placement):
+        together = tuple(sum(cap for cap, holder in zip(caps, placement, strict=True) if holder == rank) for rank in range(ranks))
+        return costs, file.first_trainable, together
+    if file.first_trainable:
+        raise InputError(f"costs file {path}: a frozen prefix and several stages a rank; give one number per stage ({len(placement)})")
+    return split_costs(costs, placement), 0, caps
 
 
-def _check_memory(made: Schedule, costs: Costs, caps: tuple[float, ...]) -> None:
+def _check_memory(made: Schedule, wanted: _Wanted) -> None:
     """Raises ScheduleError, with the schedules that would fit, where a rank's peak is over its cap."""
-    peaks = peak_memory(made, costs)
+    peaks, caps = peak_memory(made, wanted.costs), wanted.caps
     over = [rank for rank in range(made.ranks) if not _fits(peaks[rank], caps[rank])]
     if not over:
         return
     rank = over[0]
-    others = {name: peak_memory(make_schedule(name, made.ranks, made.microbatches, made.first_trainable), costs) for name in GENERATORS}
-    fitting = [name for name, other in others.items() if all(map(_fits, other, caps))]
-    hint = f"{' and '.join(fitting)} would fit" if fitting else f"none of {', '.join(GENERATORS)} fits"
+    # Only schedules with as many stages can be held against the same costs.
+    others = [name for name in SCHEDULES if name != made.name and _fits_all(name, made.placement, wanted)]
+    hint = f"{' and '.join(others)} would fit" if others else "no other schedule of as many stages fits"
     raise ScheduleError(f"{made.name}: peak memory of rank {rank} is {peaks[rank]:.10g}, over the limit of {caps[rank]:.10g}; {hint}")
+
+
+def _fits_all(name: str, placement: tuple[int, ...], wanted: _Wanted) -> bool:
+    try:
+        if placement_of(name, wanted.ranks, wanted.chunks) != placement:
+            return False
+        return all(map(_fits, peak_memory(wanted.make(name), wanted.costs), wanted.caps))
+    except ScheduleError:
+        return False
 
 
 def _fits(peak: float, cap: float) -> bool:

@@ -51,8 +51,8 @@ class CostsFile:
         return next(i for i, stage in enumerate(self.costs.stages) if stage.b or stage.w)
 
 
-def read_costs(path: Path, stages: int, w_memory: float = 0.5) -> CostsFile:
-    """Reads and checks the file for a pipeline of `stages` stages.
+def read_costs(path: Path, stages: int, w_memory: float = 0.5, or_stages: int | None = None) -> CostsFile:
+    """Reads and checks the file for a pipeline of `stages` stages; of `or_stages` where its list f has so many.
 
     Where the file gives no memory, F adds 1, W takes `w_memory` of it away and B the rest. Raises InputError, one line, with the file, the
     list and the stage.
@@ -69,7 +69,10 @@ def read_costs(path: Path, stages: int, w_memory: float = 0.5) -> CostsFile:
     except (ValueError, RecursionError) as error:
         raise InputError(f"costs file {path}: not JSON that can be read: {error}") from None
     try:
-        return parse_costs(data, stages, w_memory)
+        given: object = cast("dict[str, object]", data).get("f") if isinstance(data, dict) else None
+        if or_stages is not None and isinstance(given, list) and len(cast("list[object]", given)) == or_stages:
+            stages = or_stages
+        return parse_costs(cast(object, data), stages, w_memory)
     except InputError as error:
         raise InputError(f"costs file {path}: {error}") from None
 

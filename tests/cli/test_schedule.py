@@ -175,10 +175,10 @@ def test_caps_and_the_limit_both_hold(run: Run, costs: Callable[..., Path]) -> N
     path = costs(f=[1, 1], b=[1, 1], w=[1, 1], cap=[9, 1])
     status, out, err = run(*asked("zb-h1", 2, 4), "--costs", path)
     assert (status, out) == (2, "")
-    assert err == "dynmo: zb-h1: peak memory of rank 1 is 1.5, over the limit of 1; 1f1b would fit\n"
+    assert err == "dynmo: zb-h1: peak memory of rank 1 is 1.5, over the limit of 1; 1f1b and zb-auto would fit\n"
     assert run(*asked("1f1b", 2, 4), "--costs", path)[0] == 0
     err = run(*asked("1f1b", 2, 4), "--costs", path, "--memory-limit", 1.5)[2]
-    assert err == "dynmo: 1f1b: peak memory of rank 0 is 2, over the limit of 1.5; none of gpipe, 1f1b, zb-h1, zb-h2 fits\n"
+    assert err == "dynmo: 1f1b: peak memory of rank 0 is 2, over the limit of 1.5; zb-auto would fit\n"
 
 
 def test_a_limit_that_is_met_exactly(run: Run) -> None:
@@ -197,14 +197,14 @@ def test_a_limit_that_is_met_exactly(run: Run) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ((*asked("zb-h2"), *UNIT, "--memory-limit", 4), "zb-h2: peak memory of rank 0 is 7, over the limit of 4; 1f1b and zb-h1 would fit"),
+        ((*asked("zb-h2"), *UNIT, "--memory-limit", 4), "zb-h2: peak memory of rank 0 is 7, over the limit of 4; 1f1b and zb-h1 and zb-auto would fit"),
         ((*asked(), *UNIT, "--memory-limit", "nan"), "--memory-limit nan: a limit is a number of at least 0"),
         ((*asked(), *UNIT, "--memory-limit", -1), "--memory-limit -1.0"),
-        ((*asked(), *UNIT, "--chunks", 2), "--chunks 2: this version serves 1 stage per rank only"),
+        ((*asked(), *UNIT, "--chunks", 2), "zb-h1 has 1 stage a rank, not 2; leave chunks out"),
         ((*asked(ranks=0), *UNIT), "--ranks 0 --microbatches 8: at least 1 of each is needed"),
         ((*asked(microbatches=-3), *UNIT), "--ranks 4 --microbatches -3: at least 1"),
         ((*asked("zb-h3"), *UNIT), "unknown schedule 'zb-h3'; choose one of gpipe, 1f1b, zb-h1, zb-h2"),
-        ((*asked("zb-v"), *UNIT), "schedule 'zb-v' is not served by this version"),
+        ((*asked("interleaved-1f1b", 3, 7), *UNIT), "interleaved-1f1b: 7 microbatches are not a multiple of 3 ranks; use 6 or 9"),
         (asked(), "no costs: give --tf, --tb and --tw (and --tcomm), or --costs FILE"),
         ((*asked(), "--tf", 1, "--tb", 1), "no costs: give"),
         ((*asked(), *UNIT, "--tcomm", -1), "--tcomm -1.0: a time is a number of at least 0"),

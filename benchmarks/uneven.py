@@ -1,0 +1,109 @@
+"""Uneven stages: does a step take what the simulator says, under every schedule; and does the plan gain what it promised?
+
+Emulated: 8 ranks, 32 layers that sleep between a third and five thirds of 7.5 ms, each of F, B and W its own (a stage's op is 30 ms on
+average), 16 microbatches. Every schedule first runs on the uniform placement; its step is held against what the simulator says for the
+layer costs and links measured in the same run. Then the plan: the schedule-aware placement and zb-auto, both made from those costs,
+against uniform and ZB-H1. torch's schedules run the same uneven uniform stages beside it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from benchmarks.executor import timed
+from benchmarks.harness import alternate, main, medians, run_ranks
+from benchmarks.torch_peer import PEERS, EmulatedStage, TorchPeer
+from dynmo.api import Pipeline
+from dynmo.balance.balancers import BalanceRequest, balancer
+from dynmo.balance.partition import uniform
+from dynmo.models.emulated import make_layers
+from dynmo.runtime.world import World
+from dynmo.schedule.catalogue import SCHEDULES, chunks_of
+
+LAYERS = 32
+MESSAGE_BYTES = 16384
+
+
+def layer_seconds(milliseconds: int) -> list[list[float]]:
+    """F, B and W of every layer, in seconds: the mean of a stage's op of four layers is `milliseconds`."""
+    generator = torch.Generator().manual_seed(3)
+    mean = milliseconds / 1000 / 4
+    spread = torch.rand(3, LAYERS, generator=generator, dtype=torch.float64) * 4 / 3 + 1 / 3
+    return (spread / spread.mean(dim=1, keepdim=True) * mean).tolist()
+
+
+def uneven(world: World, milliseconds: int, microbatches: int, rounds: int) -> dict[str, Any]:
+    """Runs on each rank."""
+    f, b, w = layer_seconds(milliseconds)
+    model = make_layers(f, b, w, MESSAGE_BYTES // 4)
+    batch = torch.zeros(microbatches, 1, 1, dtype=torch.int64)
+    pipelines: dict[str, Pipeline] = {}
+    sides: dict[str, Callable[[], float]] = {}
+    for name in SCHEDULES:
+        placement = uniform(LAYERS, world.size * chunks_of(name))
+        pipelines[name] = Pipeline(world, model, placement, schedule=name, microbatches=microbatches)
+        sides[name] = timed(world, pipelines[name], batch, batch)
+        sides[name]()
+        pipelines[name].replan(pipelines[name].costs())
+    base = pipelines["zb-h1"]
+    plan = Pipeline(world, model, base.partition, schedule="zb-auto", microbatches=microbatches)
+    timed(world, plan, batch, batch)()
+    measured_before = plan.costs()
+    start = time.perf_counter()
+    target = balancer("schedule-aware")(plan.request(measured_before))
+    planning = time.perf_counter() - start
+    plan.move(target)
+    plan.replan(measured_before)
+    sides["plan"] = timed(world, plan, batch, batch)
+    pipelines["plan"] = plan
+
+    def build(stage: int, stages: int) -> nn.Module:
+        own = uniform(LAYERS, stages).range_of(stage)
+        return nn.Sequential(*(EmulatedStage(f[i], b[i], w[i]) for i in own))
+
+    flat = torch.zeros(microbatches, MESSAGE_BYTES // 4)
+    for name in PEERS:
+        sides[f"torch {name}"] = TorchPeer(name, microbatches, build, flat, flat, lambda out, _: out.mean()).step
+    measured = medians(alternate(sides, rounds, warmup=1))
+    predicted = {name: pipeline.predict(pipeline.costs(), pipeline.partition).makespan for name, pipeline in pipelines.items()}
+    promised = predicted["zb-h1"] / predicted["plan"]
+    gained = measured["zb-h1"] / measured["plan"]
+    best = min((name for name in measured if name.startswith("torch ")), key=measured.__getitem__)
+    return {
+        "measured": measured,
+        "predicted": predicted,
+        "measured_over_predicted": {name: measured[name] / predicted[name] for name in predicted},
+        "plan": list(target.counts),
+        "planning_seconds": planning,
+        "plan_gain_predicted": promised,
+        "plan_gain_measured": gained,
+        "plan_gain_measured_over_predicted": gained / promised,
+        "best_peer": best,
+        "plan_over_best_peer": measured[best] / measured["plan"],
+    }
+
+
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    figures = run_ranks(
+        "benchmarks.uneven:uneven", 8, milliseconds=options.milliseconds, microbatches=options.microbatches, rounds=options.rounds
+    )
+    worst = max(figures["measured_over_predicted"].values(), key=lambda ratio: abs(ratio - 1))
+    return {"worst_measured_over_predicted": worst} | figures
+
+
+if __name__ == "__main__":
+    main(
+        __doc__ or "",
+        measure,
+        [
+            ("rounds", 3, "rounds"),
+            ("milliseconds", 30, "mean length of a stage's op"),
+            ("microbatches", 16, "microbatches, a multiple of 8 for interleaving"),
+        ],
+    )

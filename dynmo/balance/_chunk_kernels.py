@@ -1,0 +1,266 @@
+"""Compiled inner loops of `chunks`: several stages per rank. Loads are int64, times floats: load / speed.
+
+rank_of[s] is the rank of stage s; memory as in `_kernels`, caps per rank: what a rank's stages need together.
+"""
+
+# numba has no types: see `_kernels`.
+# pyright: reportMissingTypeStubs=false, reportUnknownMemberType=false
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dynmo.balance._kernels import Ints, _jit  # pyright: ignore[reportPrivateUsage]
+
+Floats = NDArray[np.float64]
+
+
+@_jit
+def need(held: Ints, pairs: Ints, pair_at: Ints, stage: int, start: int, stop: int) -> int:
+    """`MemoryLimits.need`."""
+    static = held[0, stop] - held[0, start]
+    activation = held[1, stop] - held[1, start]
+    stash = held[2, stop] - held[2, start]
+    most = 0
+    for i in range(pair_at[stage], pair_at[stage + 1]):
+        most = max(most, static + pairs[i, 0] * activation + pairs[i, 1] * stash)
+    return most
+
+
+@_jit
+def judge(
+    sums: Ints, rank_of: Ints, speeds: Floats, held: Ints, pairs: Ints, pair_at: Ints, caps: Ints, bounds: Ints
+) -> tuple[float, float, int]:
+    """(largest time of a rank, sum of squared times, bytes over the caps)."""
+    load = np.zeros(len(speeds), np.int64)
+    bytes_ = np.zeros(len(speeds), np.int64)
+    for s in range(len(rank_of)):
+        load[rank_of[s]] += sums[bounds[s + 1]] - sums[bounds[s]]
+        if caps.size:
+            bytes_[rank_of[s]] += need(held, pairs, pair_at, s, bounds[s], bounds[s + 1])
+    over = 0
+    if caps.size:
+        for r in range(len(speeds)):
+            over += max(0, bytes_[r] - caps[r])
+    times = load / speeds
+    return times.max(), (times * times).sum(), over
+
+
+@_jit
+def descend(
+    sums: Ints, rank_of: Ints, speeds: Floats, held: Ints, pairs: Ints, pair_at: Ints, caps: Ints, bounds: Ints
+) -> tuple[float, float, int]:
+    """One layer at a time along the path between two stages, while (bytes over, largest time, squares) falls. Changes `bounds`."""
+    stages = len(rank_of)
+    largest, squares, over = judge(sums, rank_of, speeds, held, pairs, pair_at, caps, bounds)
+    trial = bounds.copy()
+    progress = True
+    while progress:
+        progress = False
+        for source in range(stages):
+            for target in range(stages):
+                if source == target or bounds[source + 1] - bounds[source] < 2:
+                    continue
+                low, high, step = (source, target, -1) if source < target else (target, source, 1)
+                trial[:] = bounds
+                for i in range(low + 1, high + 1):
+                    trial[i] += step
+                l, q, o = judge(sums, rank_of, speeds, held, pairs, pair_at, caps, trial)
+                if o < over or (o == over and (l < largest or (l == largest and q < squares))):
+                    bounds[:] = trial
+                    largest, squares, over, progress = l, q, o, True
+    return largest, squares, over
+
+
+@_jit
+def wander(
+    sums: Ints,
+    rank_of: Ints,
+    speeds: Floats,
+    held: Ints,
+    pairs: Ints,
+    pair_at: Ints,
+    caps: Ints,
+    bounds: Ints,
+    kicks: int,
+    floor: float,
+) -> tuple[float, int]:
+    """Iterated descent: some boundaries are pushed by a layer or two, and down again; the best is kept in `bounds`.
+
+    The pushes come from a generator with a fixed seed. Ends early at `floor`, below which no placement can be.
+    """
+    stages = len(rank_of)
+    best, squares, over = descend(sums, rank_of, speeds, held, pairs, pair_at, caps, bounds)
+    state = 1
+    for _ in range(kicks):
+        if over == 0 and best <= floor:
+            break
+        trial = bounds.copy()
+        for _ in range(3):
+            state = (state * 1103515245 + 12345) % 2147483648
+            i = 1 + (state >> 8) % max(1, stages - 1)
+            state = (state * 1103515245 + 12345) % 2147483648
+            moved = trial[i] + ((state >> 8) % 5) - 2
+            if i < stages and trial[i - 1] < moved < trial[i + 1]:
+                trial[i] = moved
+        l, q, o = descend(sums, rank_of, speeds, held, pairs, pair_at, caps, trial)
+        if o < over or (o == over and (l < best or (l == best and q <= squares))):
+            bounds[:] = trial
+            best, squares, over = l, q, o
+    return best, over
+
+
+@_jit
+def branch(
+    sums: Ints,
+    rank_of: Ints,
+    speeds: Floats,
+    held: Ints,
+    pairs: Ints,
+    pair_at: Ints,
+    caps: Ints,
+    bounds: Ints,
+    best: float,
+    nodes: int,
+) -> tuple[float, bool]:
+    """Depth first over the stages in order, for placements of less than `best`: (the least, whether everything was seen).
+
+    A branch ends where a rank is full, or where the rest weighs as much as the ranks that still come can take. Changes `bounds`.
+    """
+    stages, layers, ranks = len(rank_of), len(sums) - 1, len(speeds)
+    last_of = np.zeros(ranks, np.int64)
+    for s in range(stages):
+        last_of[rank_of[s]] = s
+    load = np.zeros(ranks, np.int64)
+    held_by = np.zeros(ranks, np.int64)
+    stop = np.zeros(stages + 1, np.int64)
+    took = np.zeros(stages, np.int64)
+    took_bytes = np.zeros(stages, np.int64)
+    s = 0
+    stop[1] = 0
+    while s >= 0:
+        nodes -= 1
+        if nodes < 0:
+            return best, False
+        r = rank_of[s]
+        load[r] -= took[s]
+        held_by[r] -= took_bytes[s]
+        took[s] = took_bytes[s] = 0
+        stop[s + 1] += 1
+        if s == stages - 1:
+            stop[s + 1] = layers if stop[s + 1] <= layers else layers + 1
+        end = stop[s + 1]
+        weight = sums[min(end, layers)] - sums[stop[s]]
+        if end > layers - (stages - 1 - s) or (load[r] + weight) / speeds[r] >= best:
+            s -= 1
+            continue
+        if caps.size:
+            size = need(held, pairs, pair_at, s, stop[s], end)
+            if held_by[r] + size > caps[r]:
+                s -= 1
+                continue
+            took_bytes[s] = size
+            held_by[r] += size
+        took[s] = weight
+        load[r] += weight
+        if s == stages - 1:
+            largest = (load / speeds).max()
+            if largest < best:
+                best = largest
+                bounds[:] = stop
+            continue
+        room = 0.0
+        for q in range(ranks):
+            if last_of[q] > s:
+                room += best * speeds[q] - load[q]
+        if sums[layers] - sums[end] >= room * (1 + 1e-12):
+            continue  # a longer stage leaves less
+        s += 1
+        stop[s + 1] = stop[s]
+    return best, True
+
+
+@_jit
+def nested(
+    sums: Ints,
+    speeds: Floats,
+    held: Ints,
+    pairs: Ints,
+    pair_at: Ints,
+    caps: Ints,
+    limit: float,
+    reached: NDArray[np.uint8],
+    bounds: Ints,
+) -> tuple[bool, float]:
+    """The V: rank r holds stages r and 2 p - 1 - r. Whether a placement within `limit` exists: (True, its largest time), or
+    (False, the least limit worth trying next).
+
+    reached[r, x, y]: ranks 0 .. r-1 can hold exactly the layers before x and from y on.
+    """
+    layers, ranks = len(sums) - 1, len(speeds)
+    reached[:] = 0
+    reached[0, 0, layers] = 1
+    rest = speeds.sum()
+    rise = np.inf
+    for r in range(ranks):
+        rest -= speeds[r]
+        left, last = 2 * (ranks - 1 - r), r == ranks - 1
+        for x in range(layers + 1):
+            for y in range(x + 2 + left, layers + 1):
+                if not reached[r, x, y]:
+                    continue
+                for a in range(x + 1, y):
+                    first = sums[a] - sums[x]
+                    if first / speeds[r] > limit:
+                        rise = min(rise, (first + sums[y] - sums[y - 1]) / speeds[r])
+                        break
+                    size = need(held, pairs, pair_at, r, x, a) if caps.size else 0
+                    if caps.size and size > caps[r]:
+                        break
+                    b = a if last else y - 1
+                    while b >= a + left:
+                        time = (first + sums[y] - sums[b]) / speeds[r]
+                        if time > limit:
+                            rise = min(rise, time)
+                            break
+                        if caps.size and size + need(held, pairs, pair_at, 2 * ranks - 1 - r, b, y) > caps[r]:
+                            break
+                        # What is left must go into the ranks that are left.
+                        if last or sums[b] - sums[a] <= limit * rest * (1 + 1e-12):
+                            reached[r + 1, a, b] = 1
+                        else:
+                            rise = min(rise, (sums[b] - sums[a]) / rest)
+                        b -= 1
+                        if last:
+                            break
+    end = -1
+    for a in range(layers + 1):
+        if reached[ranks, a, a]:
+            end = a
+            break
+    if end < 0:
+        return False, rise
+    a = b = end
+    bounds[ranks] = end
+    largest = 0.0
+    for r in range(ranks - 1, -1, -1):
+        found = False
+        for x in range(a - 1, -1, -1):
+            if (sums[a] - sums[x]) / speeds[r] > limit:
+                break
+            for y in range(b + 1, layers + 1):
+                time = (sums[a] - sums[x] + sums[y] - sums[b]) / speeds[r]
+                if time > limit:
+                    break
+                if reached[r, x, y] and (
+                    caps.size == 0 or need(held, pairs, pair_at, r, x, a) + need(held, pairs, pair_at, 2 * ranks - 1 - r, b, y) <= caps[r]
+                ):
+                    found = True
+                    largest = max(largest, time)
+                    a, b = x, y
+                    break
+            if found:
+                break
+        bounds[r], bounds[2 * ranks - r] = a, b
+    return True, largest

@@ -1,0 +1,288 @@
+"""Compiled inner loops of `partition.exact`: exact sums of layers as limbs, and what a stage can hold.
+
+A prefix sum is an integer of any length, so it is kept as limbs of 32 bits, the most significant first, one row per layer boundary:
+loads are compared exactly, whatever the floats were. Bytes are int64 (the caller checks that they fit).
+
+Windows: stage s may start at low[s] .. high[s]; `offset[s]` is where its states begin in the flat tables.
+"""
+
+# numba has no types: its functions are given theirs by `_jit`.
+# pyright: reportMissingTypeStubs=false, reportUnknownMemberType=false
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
+
+import numba
+import numpy as np
+from numpy.typing import NDArray
+
+Ints = NDArray[np.int64]
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+FAILED, FOUND, STUCK = 0, 1, 2
+
+
+def _jit(function: _F) -> _F:
+    return cast(_F, numba.njit(cache=True)(function))
+
+
+@_jit
+def within(sums: Ints, start: int, stop: int, limit: Ints) -> bool:
+    """Whether the layers start..stop-1 weigh at most `limit`."""
+    over = 0
+    for k in range(sums.shape[1]):
+        over = over * 4294967296 + sums[stop, k] - sums[start, k] - limit[k]
+        if over >= 3:
+            return False
+        if over <= -3:
+            return True
+    return over <= 0
+
+
+@_jit
+def lighter(sums: Ints, start: int, stop: int, other_start: int, other_stop: int) -> bool:
+    """Whether the layers start..stop-1 weigh less than other_start..other_stop-1."""
+    over = 0
+    for k in range(sums.shape[1]):
+        over = over * 4294967296 + sums[stop, k] - sums[start, k] - sums[other_stop, k] + sums[other_start, k]
+        if over >= 3:
+            return False
+        if over <= -3:
+            return True
+    return over < 0
+
+
+@_jit
+def fits(held: Ints, pairs: Ints, pair_at: Ints, caps: Ints, stage: int, start: int, stop: int) -> bool:
+    """`MemoryLimits.fits`. held: prefix sums of static, activation and stash bytes; no caps, no limits."""
+    if caps.size == 0:
+        return True
+    static = held[0, stop] - held[0, start]
+    activation = held[1, stop] - held[1, start]
+    stash = held[2, stop] - held[2, start]
+    for i in range(pair_at[stage], pair_at[stage + 1]):  # noqa: SIM110 (numba has no generator expressions)
+        if static + pairs[i, 0] * activation + pairs[i, 1] * stash > caps[stage]:
+            return False
+    return True
+
+
+@_jit
+def farthest(sums: Ints, start: int, limit: Ints, high: int) -> int:
+    """The largest stop up to `high` for which the layers from `start` on weigh at most `limit`: by doubling, then by halving."""
+    if limit[0] < 0:
+        return start
+    step, low = 1, start
+    while low < high:
+        trial = min(high, low + step)
+        if not within(sums, start, trial, limit):
+            high = trial - 1
+            break
+        low = trial
+        step *= 2
+    while low < high:
+        trial = (low + high + 1) // 2
+        if within(sums, start, trial, limit):
+            low = trial
+        else:
+            high = trial - 1
+    return low
+
+
+@_jit
+def reach(held: Ints, pairs: Ints, pair_at: Ints, caps: Ints, stage: int, start: int, high: int) -> int:
+    """The largest stop up to `high` for which the layers from `start` on fit `stage`."""
+    if caps.size == 0 or fits(held, pairs, pair_at, caps, stage, start, high):
+        return high
+    low = start
+    high -= 1
+    while low < high:
+        trial = (low + high + 1) // 2
+        if fits(held, pairs, pair_at, caps, stage, start, trial):
+            low = trial
+        else:
+            high = trial - 1
+    return low
+
+
+@_jit
+def greedy(
+    sums: Ints, limits: Ints, held: Ints, pairs: Ints, pair_at: Ints, caps: Ints, stages: int, bounds: Ints, rise: Ints
+) -> tuple[int, int]:
+    """Fills the stages in order, each as far as it goes: (FOUND, FAILED or STUCK, stages looked at).
+
+    rise[s] = (start, stop) is the least load at which stage s could have taken one layer more; stop -1 where memory ended it.
+    STUCK: a stage cannot hold the very layer that it starts with, so an earlier one would have to stop short.
+    """
+    layers, start = sums.shape[0] - 1, 0
+    bounds[0] = 0
+    for stage in range(stages):
+        last = layers - (stages - 1 - stage)
+        stop = farthest(sums, start, limits[stage % limits.shape[0], 0], last)
+        rise[stage, 0, 0], rise[stage, 0, 1] = start, -1
+        room = reach(held, pairs, pair_at, caps, stage, start, stop)
+        if room < stop:
+            stop = room
+        elif stop < last and fits(held, pairs, pair_at, caps, stage, start, stop + 1):
+            rise[stage, 0, 1] = stop + 1
+        if stop <= start:
+            return STUCK, stage + 1
+        bounds[stage + 1] = start = stop
+    return (FOUND if start == layers else FAILED), stages
+
+
+@_jit
+def every(
+    sums: Ints,
+    limits: Ints,
+    classes: Ints,
+    held: Ints,
+    pairs: Ints,
+    pair_at: Ints,
+    caps: Ints,
+    stages: int,
+    bounds: Ints,
+    rise: Ints,
+) -> tuple[int, int]:
+    """As `greedy`, but tries every stop: for memory that makes a stage stop short, and for links whose time depends on where it stops.
+
+    The layers before stop e weigh and hold the least behind the latest start before e, so that start alone decides whether e is reached.
+    classes[e] says which of a stage's limits counts if it stops at e.
+    """
+    layers = sums.shape[0] - 1
+    reached = np.zeros((stages + 1, layers + 1), np.uint8)
+    reached[0, 0] = 1
+    first = 0
+    for stage in range(stages):
+        row = stage % limits.shape[0]
+        for d in range(limits.shape[1]):
+            rise[stage, d, 0], rise[stage, d, 1] = -1, -1
+        begin, start, low = first, -1, -1
+        for stop in range(begin + 1, layers - (stages - 1 - stage) + 1):
+            if reached[stage, stop - 1]:
+                start = stop - 1
+            if not fits(held, pairs, pair_at, caps, stage, start, stop):
+                continue
+            d = classes[stop] if limits.shape[1] > 1 else 0
+            limit = limits[row, d]
+            if limit[0] >= 0 and within(sums, start, stop, limit):
+                reached[stage + 1, stop] = 1
+                if low < 0:
+                    low = stop
+            elif rise[stage, d, 1] < 0 or lighter(sums, start, stop, rise[stage, d, 0], rise[stage, d, 1]):
+                rise[stage, d, 0], rise[stage, d, 1] = start, stop
+        if low < 0:
+            return FAILED, stage + 1
+        first = low
+    if not reached[stages, layers]:
+        return FAILED, stages
+    bounds[stages] = layers
+    for stage in range(stages - 1, -1, -1):
+        start = bounds[stage + 1] - 1
+        while not reached[stage, start]:
+            start -= 1
+        bounds[stage] = start
+    return FOUND, stages
+
+
+@_jit
+def floors(sums: Ints, widest: Ints, held: Ints, pairs: Ints, pair_at: Ints, caps: Ints, stages: int, low: Ints) -> None:
+    """low[s]: before it stage s cannot start, for the stages from there on would carry too much. widest: each stage's largest limit."""
+    low[stages] = sums.shape[0] - 1
+    for stage in range(stages - 1, -1, -1):
+        stop = low[stage + 1]
+        left, right = stage, stop
+        limit = widest[stage % widest.shape[0]]
+        while left < right:
+            trial = (left + right) // 2
+            if within(sums, trial, stop, limit) and fits(held, pairs, pair_at, caps, stage, trial, stop):
+                right = trial
+            else:
+                left = trial + 1
+        low[stage] = left
+
+
+@_jit
+def best_tie(
+    sums: Ints,
+    limits: Ints,
+    classes: Ints,
+    held: Ints,
+    pairs: Ints,
+    pair_at: Ints,
+    caps: Ints,
+    low: Ints,
+    high: Ints,
+    offset: Ints,
+    own: Ints,
+    sizes: Ints,
+    loads: Ints,
+    extra: Ints,
+    slowness: Ints,
+    bounds: Ints,
+) -> bool:
+    """Dynamic programming over (stage, stop) inside the windows: least (bytes moved, squared times, squared counts), then least stops.
+
+    own[s]: what stage s holds now; sizes, loads: prefix sums of bytes and of rounded weights. A stage's time is load * slowness / 2^30
+    + extra. False when nothing is reached.
+    """
+    stages = len(low) - 1
+    states = offset[stages + 1]
+    moved = np.zeros(states, np.int64)
+    squares = np.zeros(states, np.int64)
+    counts = np.zeros(states, np.int64)
+    came = np.full(states, -1, np.int64)
+    came[0] = 0
+    stops = np.zeros(limits.shape[1], np.int64)
+    for stage in range(stages):
+        row = stage % limits.shape[0]
+        last = min(high[stage + 1], sums.shape[0] - 1 - (stages - 1 - stage))
+        for start in range(low[stage], high[stage] + 1):
+            at = offset[stage] + start - low[stage]
+            if came[at] < 0:
+                continue
+            stop = 0
+            for d in range(limits.shape[1]):
+                stops[d] = farthest(sums, start, limits[row, d], last)
+                stop = max(stop, stops[d])
+            stop = reach(held, pairs, pair_at, caps, stage, start, stop) if stop > start else start
+            for end in range(max(start + 1, low[stage + 1]), stop + 1):
+                d = classes[end] if limits.shape[1] > 1 else 0
+                if end > stops[d]:
+                    continue
+                kept = sizes[min(end, own[stage, 1])] - sizes[max(start, own[stage, 0])]
+                time = ((loads[end] - loads[start]) * slowness[stage] >> 30) + extra[stage, d]
+                new_moved = moved[at] - max(0, kept)
+                new_squares = squares[at] + time * time
+                new_counts = counts[at] + (end - start) * (end - start)
+                to = offset[stage + 1] + end - low[stage + 1]
+                if (
+                    came[to] < 0
+                    or new_moved < moved[to]
+                    or (new_moved == moved[to] and (new_squares < squares[to] or (new_squares == squares[to] and new_counts < counts[to])))
+                ):
+                    moved[to], squares[to], counts[to], came[to] = new_moved, new_squares, new_counts, start
+    end = sums.shape[0] - 1
+    if low[stages] != end or came[offset[stages]] < 0:
+        return False
+    for stage in range(stages, 0, -1):
+        bounds[stage] = end
+        end = came[offset[stage] + end - low[stage]]
+    bounds[0] = 0
+    return True
+
+
+@_jit
+def near(sums: Ints, limits: Ints, held: Ints, pairs: Ints, pair_at: Ints, caps: Ints, low: Ints, targets: Ints, bounds: Ints) -> bool:
+    """A placement whose boundaries are, one after another, as near to `targets` as the limits and low[s] allow."""
+    stages = len(low) - 1
+    bounds[0] = 0
+    for stage in range(stages):
+        last = sums.shape[0] - 1 - (stages - 1 - stage)
+        stop = farthest(sums, bounds[stage], limits[stage % limits.shape[0], 0], last)
+        stop = reach(held, pairs, pair_at, caps, stage, bounds[stage], stop) if stop > bounds[stage] else stop
+        bounds[stage + 1] = min(stop, max(targets[stage + 1], low[stage + 1], bounds[stage] + 1))
+        if bounds[stage + 1] <= bounds[stage] or bounds[stage + 1] < low[stage + 1]:
+            return False
+    return True

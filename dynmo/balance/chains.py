@@ -1,0 +1,353 @@
+"""Chains on chains: the least largest time of contiguous stages, exactly, and the best of the placements that attain it.
+
+    sums     0 3 5 9 10 16      of the weights, as integers: every float is one over a power of two
+    stage s  sums[stop] - sums[start] <= limit[s]       and its memory fits, and a layer is left for each stage after it
+
+The bottleneck is found by bisection between times that placements truly have, so it is a sum of layers and never a number near one; the
+ties by dynamic programming. The loops run compiled, in `_kernels`.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Sequence
+from fractions import Fraction
+from itertools import accumulate, pairwise
+from math import gcd
+from typing import final
+
+import numpy as np
+
+from dynmo.balance import _kernels as kernels
+from dynmo.balance._kernels import FOUND, STUCK, Ints
+from dynmo.costs import LinkCost
+from dynmo.errors import PartitionError
+from dynmo.memory import MemoryLimits
+
+Time = int | Fraction
+
+
+def integer_sums(weights: Sequence[float]) -> list[int]:
+    """Prefix sums of the weights (one longer than they), exact: every float is an integer over a power of two."""
+    for layer, weight in enumerate(weights):
+        if not math.isfinite(weight) or weight < 0:
+            raise PartitionError(f"layer {layer} has the weight {weight}; a weight is a number of at least 0")
+    ratios = [weight.as_integer_ratio() for weight in weights]
+    unit = max((below for _, below in ratios), default=1)
+    return list(accumulate((above * (unit // below) for above, below in ratios), initial=0))
+
+
+def enough(layers: int, ranks: int) -> None:
+    if ranks < 1:
+        raise PartitionError(f"a placement on {ranks} ranks; at least 1 is needed")
+    if layers < ranks:
+        raise PartitionError(f"{ranks} ranks need at least {ranks} layers; the model has {layers}")
+
+
+def same_layers(have: int, want: int) -> None:
+    if have != want:
+        raise PartitionError(f"{have} layers where {want} are expected; both must be of the same model")
+
+
+def tie_unit(largest: int, stages: int) -> int:
+    """The step in which loads up to `largest` are counted where ties are compared, so that the sum of their squares is an int64."""
+    if stages * largest * largest < 1 << 62:
+        return 1
+    bits = (62 - stages.bit_length()) // 2
+    return -(-largest // (1 << bits))
+
+
+def _limbs(values: Sequence[int], limbs: int) -> Ints:
+    """Each value as `limbs` limbs of 32 bits, the most significant first."""
+    text = b"".join(value.to_bytes(4 * limbs, "big") for value in values)
+    return np.frombuffer(text, ">u4").astype(np.int64).reshape(len(values), limbs)
+
+
+def rank_speeds(speeds: Sequence[float] | None, ranks: int) -> list[Fraction] | None:
+    """As fractions; None where all are 1. Raises PartitionError for another number of them, or one that is not over 0."""
+    if speeds is None:
+        return None
+    if len(speeds) != ranks:
+        raise PartitionError(f"{len(speeds)} speeds for {ranks} ranks; give one per rank")
+    for rank, speed in enumerate(speeds):
+        if not math.isfinite(speed) or speed <= 0:
+            raise PartitionError(f"rank {rank} has the speed {speed}; a speed is a number over 0")
+    return None if all(speed == 1 for speed in speeds) else [Fraction(speed) for speed in speeds]
+
+
+def memory_tables(memory: MemoryLimits | None) -> tuple[Ints, Ints, Ints, Ints]:
+    """The limits as `_kernels` takes them: held, pairs, where each stage's pairs begin, caps; without limits, no caps."""
+    if memory is None:
+        return np.zeros((3, 1), np.int64), np.zeros((0, 2), np.int64), np.zeros(1, np.int64), np.zeros(0, np.int64)
+    rows = [pairs or ((0, 0),) for pairs in memory.resident]
+    flat = [pair for pairs in rows for pair in pairs]
+    kinds = [
+        [0, *accumulate(x.weight_bytes + x.gradient_bytes + x.optimizer_bytes for x in memory.layers)],
+        [0, *accumulate(x.activation_bytes for x in memory.layers)],
+        [0, *accumulate(x.stash_bytes for x in memory.layers)],
+    ]
+    largest = kinds[0][-1] + max(forward * kinds[1][-1] + stashed * kinds[2][-1] for forward, stashed in flat)
+    if largest >= 1 << 62:
+        raise PartitionError(f"the layers would hold {largest} bytes; sizes are in bytes, and no machine has 2^62 of them")
+    caps = [max(-1, min(limit, 1 << 62)) for limit in memory.limits]
+    starts = [0, *accumulate(map(len, rows))]
+    return np.array(kinds, np.int64), np.array(flat, np.int64), np.array(starts, np.int64), np.array(caps, np.int64)
+
+
+_TRANSITIONS = 2_500_000  # of the search among ties: some milliseconds
+
+
+@final
+class Problem:
+    """Weights as exact prefix sums, and what bounds a stage: its time, its memory, and one layer left for each stage after it.
+
+    A time is in units of the weights' own smallest step, divided by a rank's speed: an integer while all speeds are 1 and no link counts.
+    """
+
+    def __init__(
+        self,
+        weights: Sequence[float],
+        ranks: int,
+        memory: MemoryLimits | None = None,
+        speeds: Sequence[float] | None = None,
+        links: Sequence[LinkCost] | None = None,
+        output_bytes: Sequence[int] | None = None,
+    ) -> None:
+        self.layers, self.ranks, self.memory = len(weights), ranks, memory
+        enough(self.layers, ranks)
+        sums = integer_sums(weights)
+        # As small as integers can be: then a small model is compared in one limb, and its ties exactly.
+        shared = gcd(*(stop - start for start, stop in pairwise(sums))) or 1
+        self.sums = [x // shared for x in sums] if shared > 1 else sums
+        self.heaviest = max(stop - start for start, stop in pairwise(self.sums))
+        self.speeds = rank_speeds(speeds, ranks)
+        self.classes, self.sends = self._sends(weights, links, output_bytes)
+        if memory is not None:
+            same_layers(len(memory.layers), self.layers)
+            if memory.stages != ranks:
+                raise PartitionError(f"memory limits for {memory.stages} stages, but {ranks} ranks; give one limit per rank")
+        self.limbs = max(1, -(-self.sums[-1].bit_length() // 32))
+        self.table = _limbs(self.sums, self.limbs)
+        self.bytes = memory_tables(memory)
+
+    def _sends(
+        self, weights: Sequence[float], links: Sequence[LinkCost] | None, output_bytes: Sequence[int] | None
+    ) -> tuple[Ints, list[list[Fraction]] | None]:
+        """classes[e]: which of the sizes a stage that stops at e sends; and per stage, the time of sending each size."""
+        if links is None and output_bytes is None:
+            return np.zeros(0, np.int64), None
+        if links is None or output_bytes is None:
+            raise PartitionError("a link's time needs both the links and output_bytes; give both or neither")
+        if len(links) != self.ranks - 1:
+            raise PartitionError(f"{len(links)} links for {self.ranks} ranks; give {self.ranks - 1}, one per boundary")
+        same_layers(len(output_bytes), self.layers)
+        sizes = sorted(set(output_bytes[:-1]) or {0})
+        known = {size: index for index, size in enumerate(sizes)}
+        classes = np.array([0, *(known.get(size, 0) for size in output_bytes)], np.int64)
+        unit = next((Fraction(w) / (b - a) for w, (a, b) in zip(weights, pairwise(self.sums), strict=True) if w), Fraction(1))
+        sends: list[list[Fraction]] = []
+        for boundary, link in enumerate(links):
+            seconds = [link.seconds(size) for size in sizes]
+            for value in seconds:
+                if not math.isfinite(value) or value < 0:
+                    raise PartitionError(f"boundary {boundary} takes {value} s; a link's time is a number of at least 0")
+            sends.append([Fraction(value) / unit for value in seconds])
+        return classes, [*sends, [Fraction(0)] * len(sizes)]
+
+    # -- times and limits -------------------------------------------------------------------------------------------------------
+
+    def time(self, stage: int, start: int, stop: int) -> Time:
+        time: Time = self.sums[stop] - self.sums[start]
+        if self.speeds is not None:
+            time = time / self.speeds[stage]
+        if self.sends is not None:
+            time = time + self.sends[stage][int(self.classes[stop])]
+        return time
+
+    def limits(self, bottleneck: Time) -> list[list[int]]:
+        """Per stage (or one row for all) and size sent: the largest load within `bottleneck`; -1 where sending alone takes longer."""
+        total = self.sums[-1]
+        if self.speeds is None and self.sends is None:
+            return [[min(total, int(bottleneck))]]
+        rows: list[list[int]] = []
+        for stage in range(self.ranks):
+            speed = Fraction(1) if self.speeds is None else self.speeds[stage]
+            sends = [Fraction(0)] if self.sends is None else self.sends[stage]
+            rows.append([min(total, math.floor((bottleneck - send) * speed)) if bottleneck >= send else -1 for send in sends])
+        return rows
+
+    def _tables(self, bottleneck: Time) -> tuple[Ints, Ints]:
+        """The limits as limbs, [rows, sizes, limbs], and each row's largest."""
+        rows = self.limits(bottleneck)
+        flat = _limbs([max(0, x) for row in rows for x in row], self.limbs).reshape(len(rows), len(rows[0]), self.limbs)
+        if self.sends is not None:
+            flat[np.array(rows) < 0] = -1
+        widest = flat[:, 0] if len(rows[0]) == 1 else _limbs([max(0, *row) for row in rows], self.limbs)
+        return flat, widest
+
+    # -- the bottleneck ---------------------------------------------------------------------------------------------------------
+
+    def least_bottleneck(self) -> Time:
+        """Bisection between values that placements truly have: a success lowers `high` to the time of what was found, a failure
+        raises `low` to the least time at which some stage could take one layer more (Pinar and Aykanat's exact bisection)."""
+        low: Time
+        high: Time
+        total = self.sums[-1]
+        if self.speeds is None:
+            low, high = max(self.heaviest, -(-total // self.ranks)), total
+        else:
+            low, high = max(self.heaviest / max(self.speeds), total / sum(self.speeds, Fraction())), total / min(self.speeds)
+        if self.sends is not None:
+            high += max(map(max, self.sends))
+        found, value = self.probe(high)
+        if not found:
+            raise PartitionError(self.no_memory())
+        high = value
+        trial = min(high, low + (self.heaviest if self.speeds is None else self.heaviest / min(self.speeds)))
+        while low < high:
+            found, value = self.probe(trial)
+            low, high = (low, value) if found else (value, high)
+            both = low + high
+            trial = both // 2 if isinstance(both, int) else both / 2
+        return high
+
+    def probe(self, bottleneck: Time) -> tuple[bool, Time]:
+        """(True, the largest time of a placement within `bottleneck`), or (False, the least bottleneck worth trying next)."""
+        limits, _ = self._tables(bottleneck)
+        code, seen, bounds, rise = self._fill(limits)
+        if code == FOUND:
+            ends: list[int] = bounds.tolist()
+            if self.speeds is None and self.sends is None:
+                return True, max(self.sums[b] - self.sums[a] for a, b in pairwise(ends))
+            return True, max(self.time(stage, a, b) for stage, (a, b) in enumerate(pairwise(ends)))
+        steps: list[list[list[int]]] = rise[:seen].tolist()
+        beyond: Time = self.sums[-1] + 1 if self.speeds is None else self.sums[-1] / min(self.speeds) + 1
+        if self.sends is not None:
+            beyond += max(map(max, self.sends))
+        known = (self.time(stage, a, b) for stage, row in enumerate(steps) for a, b in row if b >= 0)
+        return False, min(known, default=beyond)
+
+    def _fill(self, limits: Ints) -> tuple[int, int, Ints, Ints]:
+        bounds = np.zeros(self.ranks + 1, np.int64)
+        rise = np.full((self.ranks, limits.shape[1], 2), -1, np.int64)
+        if limits.shape[1] == 1:
+            code, seen = kernels.greedy(self.table, limits, *self.bytes, self.ranks, bounds, rise)
+            if code != STUCK:
+                return code, seen, bounds, rise
+        rise.fill(-1)
+        code, seen = kernels.every(self.table, limits, self.classes, *self.bytes, self.ranks, bounds, rise)
+        return code, seen, bounds, rise
+
+    # -- the best of the ties -----------------------------------------------------------------------------------------------------
+
+    def best_tie(self, bottleneck: Time, current: Sequence[int] | None, move_bytes: Sequence[int]) -> list[int]:
+        """The bounds of the best placement with no time above `bottleneck`: dynamic programming over (stage, end).
+
+        current: the bounds to stay near, move_bytes: what moving each layer away from there costs.
+        """
+        limits, widest = self._tables(bottleneck)
+        low, high, loose = self._windows(limits, widest)
+        if loose:
+            low, high = self._near(limits, low, high, self._even() if current is None or len(current) != self.ranks + 1 else current)
+        offset = np.concatenate(([0], np.cumsum(np.maximum(0, high - low + 1))))
+        own = np.zeros((self.ranks, 2), np.int64)
+        if current is not None:
+            both = min(self.ranks, len(current) - 1)
+            own[:both, 0], own[:both, 1] = current[:both], current[1 : both + 1]
+        loads, extra, slowness = self._rounded(limits, bottleneck)
+        sizes = np.array([0, *accumulate(move_bytes)], np.int64)
+        bounds = np.zeros(self.ranks + 1, np.int64)
+        found = kernels.best_tie(
+            *(self.table, limits, self.classes, *self.bytes),
+            *(low, high, offset, own, sizes, loads, extra, slowness, bounds),
+        )
+        assert found, "the bottleneck was found, but no placement with it"
+        return bounds.tolist()
+
+    def _windows(self, limits: Ints, widest: Ints) -> tuple[Ints, Ints, bool]:
+        """Per stage, the first and the last layer that it may start with; and whether that is more than can all be looked at."""
+        low, high = np.zeros(self.ranks + 1, np.int64), np.zeros(self.ranks + 1, np.int64)
+        kernels.floors(self.table, widest, *self.bytes, self.ranks, low)
+        code = STUCK
+        if limits.shape[1] == 1:
+            rise = np.zeros((self.ranks, 1, 2), np.int64)
+            code, _ = kernels.greedy(self.table, limits, *self.bytes, self.ranks, high, rise)
+        if code == STUCK:
+            high = self.layers - np.arange(self.ranks, -1, -1)
+            high[0] = 0
+            return low, high, False
+        low[0] = 0
+        transitions = (high - low + 1)[:-1] * np.minimum((high - low + 1)[1:], 2 * np.diff(high))
+        return low, high, bool(transitions.sum() > _TRANSITIONS)
+
+    def _near(self, limits: Ints, low: Ints, high: Ints, wanted: Sequence[int]) -> tuple[Ints, Ints]:
+        """The windows cut down to what lies around a placement near `wanted`."""
+        guide = np.zeros(self.ranks + 1, np.int64)
+        if not kernels.near(self.table, limits, *self.bytes, low, np.array(wanted, np.int64), guide):
+            guide = high
+        half = int(math.sqrt(_TRANSITIONS / self.ranks) / 2)
+        return np.maximum(low, guide - half), np.minimum(high, guide + half)
+
+    def extremes(self, bottleneck: Time) -> list[list[int]]:
+        """Filled from the front, and from the back. Where memory makes a stage stop short, one of them may not exist."""
+        limits, widest = self._tables(bottleneck)
+        low, high, _ = self._windows(limits, widest)
+        both: list[list[int]] = [high.tolist(), low.tolist()]
+        return [
+            x
+            for x in both
+            if all(a < b and self.time(s, a, b) <= bottleneck and self._fits(s, a, b) for s, (a, b) in enumerate(pairwise(x)))
+        ]
+
+    def _fits(self, stage: int, start: int, stop: int) -> bool:
+        return self.memory is None or self.memory.fits(stage, start, stop)
+
+    def _even(self) -> list[int]:
+        """Boundaries nearest to equal shares of the load."""
+        total = self.sums[-1]
+        return [min(self.layers, bisect_left(self.sums, total * stage // self.ranks)) for stage in range(self.ranks)] + [self.layers]
+
+    def _rounded(self, limits: Ints, bottleneck: Time) -> tuple[Ints, Ints, Ints]:
+        """Prefix sums of the weights, and links' times, in whole units so coarse that the sum of all squared times is an int64."""
+        slowest = Fraction(1) if self.speeds is None else min(self.speeds)
+        largest = max(math.floor(bottleneck * slowest), *map(max, self.limits(bottleneck)))
+        unit = tie_unit(largest, self.ranks)
+        loads = np.array([0, *accumulate((b - a) // unit for a, b in pairwise(self.sums))], np.int64)
+        slowness = np.full(self.ranks, 1 << 30, np.int64)
+        if self.speeds is not None:
+            slowness[:] = [round((1 << 30) * slowest / speed) for speed in self.speeds]
+        extra = np.zeros((self.ranks, limits.shape[1]), np.int64)
+        if self.sends is not None:
+            extra[:] = [[math.floor(min(send, bottleneck) * slowest / unit) for send in row] for row in self.sends]
+        return loads, extra, slowness
+
+    def no_memory(self) -> str:
+        """Why no placement fits, found by filling the stages in order as far as memory goes."""
+        memory = self.memory
+        assert memory is not None, "without memory limits a placement always exists"
+        remedy = "use more ranks, a smaller microbatch or a schedule that keeps less"
+        for layer in range(self.layers):
+            if not any(memory.fits(stage, layer, layer + 1) for stage in range(self.ranks)):
+                stage = max(range(self.ranks), key=lambda s: memory.limits[s] - memory.need(s, layer, layer + 1))
+                need, limit = memory.need(stage, layer, layer + 1), memory.limits[stage]
+                return (
+                    f"layer {layer} fits no stage: alone on stage {stage} it needs {need} bytes, the limit there is {limit}; "
+                    "use a larger limit, a smaller microbatch or a schedule that keeps less"
+                )
+        starts = [0]
+        for stage in range(self.ranks):
+            last, ends = stage == self.ranks - 1, list[int]()
+            for begin in starts:  # stops grow with starts, so each end is listed once and in order
+                room = min(self.layers - (self.ranks - 1 - stage), memory.reach(stage, begin))
+                ends.extend(range(max(begin, ends[-1] if ends else 0) + 1, room + 1))
+            if not ends or (last and self.layers not in ends):
+                start = starts[-1]
+                stop = self.layers if last else start + 1
+                held = f"layers {start}..{stop - 1}" if stop > start + 1 else f"layer {start}"
+                return (
+                    f"stage {stage} cannot hold {held} once the stages before it are full: "
+                    f"{memory.need(stage, start, stop)} bytes needed, the limit is {memory.limits[stage]}; {remedy}"
+                )
+            starts = ends
+        raise AssertionError("memory was said not to suffice, but it does")

@@ -1,0 +1,148 @@
+"""Several stages per rank: the contiguous stages that make the most loaded rank's time least.
+
+    looped  placement 0 1 2 0 1 2        V  placement 0 1 2 2 1 0
+    layers  . . | . . | . | . | . . | .     rank 0 holds stages 0 and 3      rank 0 holds stages 0 and 5
+
+Only the sum of a rank's stages counts, so one of its stages may be long and another short. For the V an exact answer is cheap: the ranks
+are nested from the outside inwards. For any other placement it is a hard problem: it is solved by branch and bound while that takes
+`NODES` steps at most, and otherwise by an iterated descent, whose answer is then not proven to be the best.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from itertools import accumulate, pairwise
+from typing import final
+
+import numpy as np
+
+from dynmo.balance import _chunk_kernels as kernels
+from dynmo.balance._kernels import Ints
+from dynmo.balance.chains import enough, integer_sums, memory_tables, rank_speeds, same_layers
+from dynmo.balance.partition import Partition, exact, stage_loads
+from dynmo.errors import PartitionError
+from dynmo.memory import MemoryLimits
+
+NODES = 2_000_000  # of branch and bound: some hundredths of a second
+_STATES = 30_000_000  # of the search through a V: bytes
+_KICKS = 20_000_000  # of the iterated descent: its work, counted in stages looked at
+_BITS = 52  # of all weights together: loads are exact in a float
+
+
+@dataclass(frozen=True)
+class Chunked:
+    """`partition` has a count per stage; `seconds` is the most loaded rank's time; `proven`: no placement has less."""
+
+    partition: Partition
+    seconds: float
+    proven: bool
+
+
+def chunked(
+    weights: Sequence[float],
+    placement: Sequence[int],
+    *,
+    memory: MemoryLimits | None = None,
+    current: Partition | None = None,
+    speeds: Sequence[float] | None = None,
+    nodes: int = NODES,
+) -> Chunked:
+    """Contiguous stages, stage s on rank placement[s] (`Schedule.placement`), none empty.
+
+    A rank's time is the sum of its stages' loads divided by its entry of `speeds` (per rank, default 1). What its stages need at their
+    peaks may together not be more than the least of their `memory.limits`. `current` is returned where nothing takes less time.
+    Weights that are not small integers count in units of 2^-52 of their sum. With one stage per rank this is `exact`.
+
+    Raises PartitionError where there are fewer layers than stages, a number is negative or not finite, or nothing is found that fits.
+    """
+    stages, ranks = len(placement), max(placement, default=-1) + 1
+    if sorted(set(placement)) != list(range(ranks)) or not ranks:
+        raise PartitionError(f"placement {list(placement)} must name the ranks 0 to {ranks - 1}, each at least once")
+    enough(len(weights), stages)
+    for layers in (current.layers if current else None, len(memory.layers) if memory else None):
+        if layers is not None:
+            same_layers(layers, len(weights))
+    if memory is not None and memory.stages != stages:
+        raise PartitionError(f"memory limits for {memory.stages} stages, but {stages} in the placement; give one limit per stage")
+    rates = rank_speeds(speeds, ranks) or [Fraction(1)] * ranks
+    if stages == ranks:
+        own = [float(rates[rank]) for rank in placement]
+        found, proven = exact(weights, ranks, memory=memory, current=current, speeds=own), True
+    else:
+        found, proven = _Chunks(weights, placement, memory, rates).solve(current, nodes)
+    loads = stage_loads(weights, found)
+    times = (math.fsum(x for x, r in zip(loads, placement, strict=True) if r == rank) / float(rates[rank]) for rank in range(ranks))
+    return Chunked(found, max(times), proven)
+
+
+@final
+class _Chunks:
+    def __init__(self, weights: Sequence[float], placement: Sequence[int], memory: MemoryLimits | None, rates: list[Fraction]) -> None:
+        sums = integer_sums(weights)
+        parts = [b - a for a, b in pairwise(sums)]
+        unit = math.gcd(*parts) or 1
+        if sums[-1] // unit >= 1 << _BITS:
+            unit = -(-sums[-1] // (1 << _BITS))
+        self.weights, self.placement, self.memory = weights, placement, memory
+        self.stages, self.ranks = len(placement), len(rates)
+        self.sums = np.array([0, *accumulate(x // unit for x in parts)], np.int64)
+        self.speeds = np.array([float(x) for x in rates])
+        held, pairs, pair_at, _ = memory_tables(memory)
+        self.caps: list[int] = []
+        if memory is not None:
+            of_rank = [[x for x, r in zip(memory.limits, placement, strict=True) if r == rank] for rank in range(self.ranks)]
+            self.caps = [max(-1, min(*limits, 1 << 62)) for limits in of_rank]
+        self.bytes = held, pairs, pair_at, np.array(self.caps, np.int64)
+        self.what = (self.sums, np.array(placement, np.int64), self.speeds, *self.bytes)
+
+    def solve(self, current: Partition | None, nodes: int) -> tuple[Partition, bool]:
+        bounds = np.array(exact(self.weights, self.stages).bounds, np.int64)
+        inside_out = [*range(self.ranks), *reversed(range(self.ranks))]
+        if list(self.placement) == inside_out and (self.ranks + 1) * len(self.sums) ** 2 <= _STATES:
+            best, proven = self.nested(bounds), True
+        else:
+            floor = int(self.sums[-1]) / float(self.speeds.sum())
+            best, over = kernels.wander(*self.what, bounds, max(5, _KICKS // self.stages**3), floor)
+            best, proven = kernels.branch(*self.what, bounds, math.inf if over else best, nodes)
+        if best == math.inf:
+            raise PartitionError(self.no_memory(proven))
+        if current is not None and current.ranks == self.stages:
+            largest, _, over = kernels.judge(*self.what, np.array(current.bounds, np.int64))
+            if largest <= best and not over:
+                return current, proven
+        return Partition.from_bounds(bounds.tolist()), proven
+
+    def nested(self, bounds: Ints) -> float:
+        """The V, by bisection between times that placements truly have, as in `chains`; infinity where nothing fits."""
+        reached = np.zeros((self.ranks + 1, len(self.sums), len(self.sums)), np.uint8)
+        total, largest = int(self.sums[-1]), int(np.diff(self.sums).max())
+        low = max(total / float(self.speeds.sum()), largest / float(self.speeds.max()))
+        own, _, over = kernels.judge(*self.what, bounds)
+        high = total / float(self.speeds.min()) if over else own
+        best = math.inf if over else own
+        trial = high if over else (low + high) / 2
+        while low < high or best == math.inf:
+            made = bounds.copy()
+            found, value = kernels.nested(self.sums, self.speeds, *self.bytes, trial, reached, made)
+            if found:
+                best = high = value
+                bounds[:] = made
+            elif value == math.inf or value > high:
+                break  # nothing else would change
+            else:
+                low = value
+            trial = (low + high) / 2 if low < (low + high) / 2 < high else low
+        return best
+
+    def no_memory(self, proven: bool) -> str:
+        memory = self.memory
+        assert memory is not None, "without memory limits a placement always exists"
+        needs = kernels.judge(*self.what, np.array(exact(self.weights, self.stages).bounds, np.int64))[2]
+        held = "no placement fits" if proven else "no placement that fits was found"
+        return (
+            f"{held} {self.stages} stages on {self.ranks} ranks of {min(self.caps)} to {max(self.caps)} bytes: balanced by time they are "
+            f"{needs} bytes over; use more ranks, a larger limit, a smaller microbatch or a schedule that keeps less"
+        )

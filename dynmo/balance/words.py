@@ -1,0 +1,125 @@
+"""A placement in the words of other trainers, for people who stay there.
+
+Layers go by their names: `embedding`, `blocks.0.attention`, `blocks.0.feed_forward`, ..., `head`; or any names, where all layers that
+share a number (`blocks.3.*`, `layers.3`) are one block, what stands before the first is the input side and what follows the last the
+output side.
+
+    names       embedding  b0.att  b0.ff | b1.att  b1.ff  b2.att | b2.ff  head
+    Megatron    Et|tt|L            a block is one letter: the cut in the middle of block 2 is rounded
+    torchtitan  [[tok_embeddings, layers.0], [layers.1, layers.2], [norm, output]]
+    DeepSpeed   [0, 3, 6, 8]       layer indices, halves and all
+
+They know whole blocks only. A cut inside one goes to the nearer end of it, by layers, and to its end where both are as near; `rounded`
+says which cuts those were. A stage may be left without a block by that: Megatron and torchtitan take it where there is something else
+on it, and Megatron even without.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from dynmo.balance.partition import Partition
+from dynmo.errors import PartitionError
+
+_NUMBER = re.compile(r"(?:^|\.)(\d+)(?:\.|$)")
+
+
+@dataclass(frozen=True)
+class Layout:
+    """`text`: what to give the trainer. `rounded`: the boundaries (between stages i and i + 1) that fell inside a block and were moved."""
+
+    text: str
+    rounded: tuple[int, ...]
+
+
+def blocks_of(names: Sequence[str]) -> tuple[int, list[range], range]:
+    """(layers before the first block, each block's layers, the layers after the last). Names without numbers are a block each.
+
+    Raises PartitionError where a layer without a number stands between blocks.
+    """
+    numbers = [int(found[1]) if (found := _NUMBER.search(name)) else None for name in names]
+    numbered = [i for i, number in enumerate(numbers) if number is not None]
+    if not numbered:
+        return 0, [range(i, i + 1) for i in range(len(names))], range(len(names), len(names))
+    first, last = numbered[0], numbered[-1]
+    blocks: list[range] = []
+    for layer in range(first, last + 1):
+        if numbers[layer] is None:
+            raise PartitionError(
+                f"layer {layer} ({names[layer]}) stands between numbered blocks; give it the number of the block that it belongs to"
+            )
+        if blocks and numbers[blocks[-1].start] == numbers[layer]:
+            blocks[-1] = range(blocks[-1].start, layer + 1)
+        else:
+            blocks.append(range(layer, layer + 1))
+    return first, blocks, range(last + 1, len(names))
+
+
+def _whole_blocks(names: Sequence[str], partition: Partition) -> tuple[list[range], tuple[int, ...]]:
+    """The blocks on each stage once every cut is at the end of a block, and the cuts that were moved."""
+    if partition.layers != len(names):
+        raise PartitionError(f"{len(names)} names for a placement of {partition.layers} layers; give one name per layer")
+    first, blocks, _ = blocks_of(names)
+    ends = [first, *(block.stop for block in blocks)]
+    cuts, rounded = [0], list[int]()
+    for boundary, bound in enumerate(partition.bounds[1:-1]):
+        cut = min(range(len(ends)), key=lambda i: (abs(ends[i] - bound), -i))
+        if ends[cut] != bound:
+            rounded.append(boundary)
+        cuts.append(cut)
+    cuts.append(len(blocks))
+    return [range(a, b) for a, b in pairwise(cuts)], tuple(rounded)
+
+
+def megatron_layout(names: Sequence[str], partition: Partition) -> Layout:
+    """`--pipeline-model-parallel-layout`: E the embedding, t a transformer block, L the loss, | between stages; `t*3` is `ttt`.
+
+    Stages in pipeline order; with several stages per rank Megatron deals them out in turn (looped), rank by rank.
+    """
+    stages, rounded = _whole_blocks(names, partition)
+    last = len(stages) - 1
+    words: list[str] = []
+    for index, blocks in enumerate(stages):
+        count = len(blocks)
+        body = "t" * count if count < 3 else f"t*{count}"
+        # Megatron's embedding is always first and its loss always last, whatever the names say.
+        words.append(("E" if index == 0 else "") + body + ("L" if index == last else ""))
+    return Layout("|".join(words), rounded)
+
+
+@dataclass(frozen=True)
+class Modules:
+    """`stages`: per stage, the names of torchtitan's modules. `rounded` as in `Layout`."""
+
+    stages: list[list[str]]
+    rounded: tuple[int, ...]
+
+
+def torchtitan_modules(
+    names: Sequence[str],
+    partition: Partition,
+    *,
+    inputs: Sequence[str] = ("tok_embeddings",),
+    outputs: Sequence[str] = ("norm", "output"),
+) -> Modules:
+    """`module_fqns_per_model_part`: `tok_embeddings`, `layers.N`, `norm`, `output` (`outputs` where a model calls them otherwise).
+
+    Raises PartitionError where a stage would be left without a module.
+    """
+    stages, rounded = _whole_blocks(names, partition)
+    last = len(stages) - 1
+    out: list[list[str]] = []
+    for index, blocks in enumerate(stages):
+        own = [*(inputs if index == 0 else ()), *(f"layers.{block}" for block in blocks), *(outputs if index == last else ())]
+        if not own:
+            raise PartitionError(f"stage {index} has less than half a block, so torchtitan would have nothing there; place whole blocks")
+        out.append(own)
+    return Modules(out, rounded)
+
+
+def deepspeed_parts(partition: Partition) -> list[int]:
+    """`PipelineModule.parts`: the first layer of each stage, then the number of layers. Its layers are the list's own, halves and all."""
+    return list(partition.bounds)
