@@ -104,17 +104,19 @@ def real(world: World, microbatches: int, rounds: int, blocks: int, hidden: int,
     inputs, targets = Batches(open_corpus("stdlib"), sequence, 4 * microbatches, 4, 0).train(0)
     pipelines = {
         name: Pipeline(world, model, uniform(model.layers, world.size), schedule=name, microbatches=microbatches)
-        for name in ("1f1b", "zb-h1", "zb-h2")
+        for name in ("1f1b", "zb-h1", "zb-h2", "zb-auto")
     }
     # The same cut for all, by measured time.
     first = pipelines["zb-h1"]
     for _ in range(3):
         timed(world, first, inputs, targets)()
-    weights = [cost.seconds for cost in first.costs()]
+    layers = first.costs()
+    weights = [cost.seconds for cost in layers]
     cut = exact(weights, world.size)
     sides: dict[str, Callable[[], float]] = {}
     for name, pipeline in pipelines.items():
         pipeline.move(cut)
+        pipeline.replan(layers)
         sides[f"dynmo {name}"] = timed(world, pipeline, inputs, targets)
     flat_inputs, flat_targets = inputs.flatten(0, 1), targets.flatten(0, 1)
 

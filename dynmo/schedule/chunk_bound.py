@@ -13,7 +13,7 @@ then has its W. In between lie all its B's, and every F and W that ran in neithe
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 from dynmo.costs import Costs
 from dynmo.schedule.bound import Objective, lower_bound
@@ -28,10 +28,13 @@ def lower_bound_on(
     caps: Sequence[float] | None = None,
 ) -> float:
     """The least time, in the costs' unit, of any schedule with stage s on rank placement[s]; caps per rank."""
-    ranks, stages, links, m = max(placement) + 1, costs.stages, costs.links, microbatches
+    ranks, stages, m = max(placement) + 1, costs.stages, microbatches
     if ranks == len(placement):
-        return lower_bound(costs, microbatches, first_trainable, objective, caps)
+        of_stages = None if caps is None else [caps[rank] for rank in placement]
+        return lower_bound(costs, microbatches, first_trainable, objective, of_stages)
     last = len(stages) - 1
+    # Between two stages of one rank nothing travels.
+    links = [0.0 if here == there else link for link, (here, there) in zip(costs.links, pairwise(placement), strict=True)]
     trains = [s >= first_trainable for s in range(last + 1)]
     b = [stage.b if t else 0.0 for stage, t in zip(stages, trains, strict=True)]
     w = [stage.w if t else 0.0 for stage, t in zip(stages, trains, strict=True)]

@@ -1,0 +1,133 @@
+"""What a solver's proof adds to the heuristic: zb-auto's span, the best that CP-SAT finds from it, and what it proves, case by case.
+
+The named cases of the Zero Bubble paper's ILP (p ranks, m microbatches, memory for p or 2p microbatches) at equal times and at the
+published times of two models, two published settings at full size, and uneven stages drawn at random: links, memory limits between two
+microbatches and 2p, some with a frozen prefix; of these the table shows where the solver found something shorter or proved nothing. The
+bound is `lower_bound`'s, made without any search.
+
+    gain = 1 - exact span / auto span        room = 1 - bound / exact span
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from random import Random
+from statistics import mean, median
+from typing import Any, NamedTuple
+
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.harness import machine
+from dynmo.costs import Costs, StageCost, uniform_costs
+from dynmo.schedule.auto import automatic
+from dynmo.schedule.bound import Objective, lower_bound
+from dynmo.schedule.exact import exact
+from dynmo.simulator import simulate
+
+TABLE_5 = Path(__file__).parents[1] / "tests" / "facts" / "zero_bubble_table5.json"
+
+
+class Case(NamedTuple):
+    name: str
+    costs: Costs
+    microbatches: int
+    caps: list[float]
+    first_trainable: int = 0
+
+
+def published_cases() -> Iterator[Case]:
+    rows = [row for row in json.loads(TABLE_5.read_text())["rows"] if row["microbatches"] == 24]
+
+    def of(row: dict[str, Any], p: int) -> Costs:
+        return uniform_costs(p, row["t_f_ms"], row["t_b_ms"], row["t_w_ms"], row["t_comm_ms"], row["w_memory_share"])
+
+    for p, m, k in ((3, 4, 1), (4, 6, 1), (4, 8, 2)):
+        yield Case(f"F = B = W  p {p} m {m} memory {k}p", uniform_costs(p, 1, 1, 1), m, [k * p] * p)
+        for row in rows:
+            yield Case(f"{row['model']}  p {p} m {m} memory {k}p", of(row, p), m, [k * p] * p)
+    for row in rows:
+        for k in (1, 2):
+            p = row["ranks"]
+            yield Case(f"{row['model']}  p {p} m 24 memory {k}p", of(row, p), 24, [k * p] * p)
+
+
+def uneven_cases(count: int) -> Iterator[Case]:
+    for seed in range(count):
+        random = Random(seed)
+        p = random.randint(3, 8)
+        m = random.randint(2, 2 * p)
+        times = ((random.randint(400, 1600), random.randint(400, 1600), random.randint(100, 1000)) for _ in range(p))
+        costs = Costs(tuple(StageCost(*three) for three in times), tuple(random.randint(0, 100) for _ in range(p - 1)))
+        caps = [random.randint(4, 4 * p) / 2 for _ in range(p)]
+        frozen = random.choice([0, 0, 0, 1, p // 2])
+        yield Case(f"uneven {seed}  p {p} m {m}" + (f" frozen {frozen}" if frozen else ""), costs, m, caps, frozen)
+
+
+def measure(case: Case, seconds: float) -> dict[str, Any]:
+    given = {"caps": case.caps, "first_trainable": case.first_trainable}
+    auto = automatic(case.costs, case.microbatches, **given)
+    found = exact(case.costs, case.microbatches, **given, start=auto, seconds=seconds)
+    heuristic, best = simulate(auto, case.costs).span, simulate(found.schedule, case.costs).span
+    bound = lower_bound(case.costs, case.microbatches, case.first_trainable, Objective.SPAN, case.caps)
+    return {
+        "case": case.name,
+        "auto": heuristic,
+        "exact": best,
+        "gain": 1 - best / heuristic,
+        "bound": bound,
+        "room": 1 - bound / best,
+        "proven": found.proven,
+        "proven_bound": found.bound,
+        "seconds": found.seconds,
+    }
+
+
+def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    return {
+        "cases": len(rows),
+        "proven": sum(row["proven"] for row in rows),
+        "auto_optimal": sum(row["proven"] and row["gain"] < 1e-9 for row in rows),
+        "bound_within_1_percent": sum(row["room"] <= 0.01 for row in rows),
+        "mean_gain": mean(row["gain"] for row in rows),
+        "most_gain": max(row["gain"] for row in rows),
+        "mean_room": mean(row["room"] for row in rows),
+        "most_room": max(row["room"] for row in rows),
+        "median_seconds": median(row["seconds"] for row in rows),
+    }
+
+
+def table(rows: list[dict[str, Any]]) -> Table:
+    made = Table("case", *("auto", "exact", "gain %", "bound", "room %", "proven", "seconds"))
+    for row in rows:
+        gain, room = (f"{abs(100 * row[name]):.2f}" for name in ("gain", "room"))
+        proven = "yes" if row["proven"] else f"{row['proven_bound']:.6g}"
+        made.add_row(
+            row["case"], f"{row['auto']:.6g}", f"{row['exact']:.6g}", gain, f"{row['bound']:.6g}", room, proven, f"{row['seconds']:.2f}"
+        )
+    return made
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
+    parser.add_argument("--seconds", type=float, default=30, help="the solver's limit for each case (default 30)")
+    parser.add_argument("--uneven", type=int, default=100, help="cases of uneven stages (default 100)")
+    options = parser.parse_args()
+    published = [measure(case, options.seconds) for case in published_cases()]
+    uneven = [measure(case, options.seconds) for case in uneven_cases(options.uneven)]
+    shown = [row for row in uneven if row["gain"] > 1e-9 or not row["proven"]]
+    result = {"published": published, "uneven": shown, "uneven_summary": summary(uneven), "limit": options.seconds, "machine": machine()}
+    if options.json:
+        print(json.dumps(result))
+        return
+    console = Console(width=120)
+    console.print(table([*published, *shown]))
+    console.print(result["uneven_summary"])
+
+
+if __name__ == "__main__":
+    main()

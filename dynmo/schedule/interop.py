@@ -1,0 +1,89 @@
+"""Schedules in the CSV form of torch.distributed.pipelining (`_load_csv`, `_dump_csv`), the form without messages ("compute_only").
+
+One row per rank, one cell per op: stage, kind, microbatch. What dynmo calls B is I there, and an ordinary backward is B:
+
+    0F0,0F1,0I0,0W0,0I1,0W1        F forward, I input gradient, W weight gradient
+    1F0,1B0,1F1,1B1                B both at once (dynmo's BW)
+
+torch pads its rows with empty cells for steps in which a rank idles; they say nothing about the order and are dropped.
+"""
+
+from __future__ import annotations
+
+import csv
+import re
+from collections.abc import Iterator, Sequence
+
+from dynmo.errors import ScheduleError
+from dynmo.schedule.op import Kind, Op, Schedule, validate
+
+_TO_TORCH = {Kind.F: "F", Kind.B: "I", Kind.W: "W", Kind.BW: "B"}
+_FROM_TORCH = {word: kind for kind, word in _TO_TORCH.items()}
+
+_ACTION = re.compile(r"(\d+)([FIWB])(\d+)")
+# Messages and what FSDP does around the ops: each runtime adds its own.
+_AROUND = re.compile(r"\d+((SEND|RECV)_[FB]\d+|UNSHARD|RESHARD|REDUCE_GRAD)")
+# Two ops that torch may run as one; without a function for that it runs them one after the other, as here.
+_OVERLAP = re.compile(r"\((.*)\)OVERLAP_F_B")
+
+
+def to_torch_csv(schedule: Schedule) -> str:
+    """The schedule for `_PipelineScheduleRuntime._load_csv`, one line per rank.
+
+    Raises ScheduleError for a schedule with a frozen prefix: torch wants a backward of every microbatch on every stage.
+    """
+    if schedule.first_trainable:
+        raise ScheduleError(
+            f"{schedule.name}: stages below {schedule.first_trainable} are frozen and have no backward, which torch wants of every stage; "
+            "write a schedule with first trainable stage 0"
+        )
+    return "".join(",".join(f"{op.stage}{_TO_TORCH[op.kind]}{op.microbatch}" for op in row) + "\n" for row in schedule.ops)
+
+
+def from_torch_csv(text: str, placement: Sequence[int] | None = None, name: str = "torch") -> Schedule:
+    """Reads torch's CSV, with or without messages, and checks it as `validate` does; the file does not have the `name`.
+
+    placement[stage] is the rank on which the file must have the stage; None takes it from the file. Raises ScheduleError, one line, with
+    row and cell (both from 0, as torch counts ranks and steps), or with the rank and op that do not fit.
+    """
+    rows: list[tuple[Op, ...]] = []
+    holds: dict[int, int] = {}
+    lines = text.strip("\r\n").splitlines()
+    for rank, cells in enumerate(csv.reader(lines)):
+        row: list[Op] = []
+        for index, cell in enumerate(cells):
+            where = f"row {rank}, cell {index} of torch's CSV"
+            for op in _ops(cell.strip(), where):
+                expected = holds.setdefault(op.stage, rank)
+                if placement is not None:
+                    if op.stage >= len(placement):
+                        raise ScheduleError(
+                            f"{where}: {cell.strip()} is on stage {op.stage}, but the placement has {len(placement)} stages"
+                        )
+                    expected = placement[op.stage]
+                if expected != rank:
+                    raise ScheduleError(f"{where}: {cell.strip()} is on rank {rank}, but stage {op.stage} belongs to rank {expected}")
+                row.append(op)
+        if not row:
+            raise ScheduleError(f"row {rank} of torch's CSV has no ops; every rank needs at least one stage")
+        rows.append(tuple(row))
+    if not rows:
+        raise ScheduleError("torch's CSV is empty; it has one row per rank, such as 0F0,0I0,0W0")
+    stages = len(placement) if placement is not None else max(holds) + 1
+    for stage in range(stages):
+        if stage not in holds:
+            raise ScheduleError(f"torch's CSV has no op of stage {stage} of {stages}")
+    microbatches = 1 + max(op.microbatch for row in rows for op in row)
+    schedule = Schedule(name, microbatches, tuple(holds[stage] for stage in range(stages)), tuple(rows))
+    validate(schedule)
+    return schedule
+
+
+def _ops(cell: str, where: str) -> Iterator[Op]:
+    overlap = _OVERLAP.fullmatch(cell)
+    for part in overlap[1].split(";") if overlap else [cell]:
+        action = _ACTION.fullmatch(part.strip())
+        if action is not None:
+            yield Op(_FROM_TORCH[action[2]], int(action[1]), int(action[3]))
+        elif overlap or (cell and not _AROUND.fullmatch(cell)):
+            raise ScheduleError(f"{where}: {cell!r} is not an action such as 0F0, 0I0, 0W0 or 0B0 (stage, kind, microbatch)")
