@@ -110,6 +110,11 @@ class Pipeline:
         self._executor: Executor | None = None
         self._evaluators: dict[int, Executor] = {}
 
+    @staticmethod
+    def placement_for(schedule: str, ranks: int, chunks: int | None = None) -> tuple[int, ...]:
+        """Per stage of this schedule, the rank that holds it: how many counts a partition needs."""
+        return placement_of(schedule, ranks, chunks)
+
     # -- what is where ----------------------------------------------------------------------------------------------------
 
     @property
