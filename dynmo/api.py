@@ -377,8 +377,8 @@ class Pipeline:
 
     def full_schedule(self) -> Schedule:
         """The schedule with every stage training: an upper bound of what any frozen prefix keeps in memory."""
-        # One that is made within a limit must at least find the memory of 1F1B.
-        caps = (float(self.world.size),) * self.world.size
+        # One that is made within any limit must at least find the memory of 1F1B.
+        caps = (float(self.world.size),) * self.world.size if self._schedule_name == "zb-auto" else None
         return make(self._schedule_name, self.world.size, self._microbatches, chunks=self._chunks, caps=caps)
 
     def request(self, layers: tuple[LayerCost, ...], *, cost: Cost = "time", seed: int = 0, step: int = 0) -> BalanceRequest:

@@ -91,8 +91,8 @@ def make(
 ) -> Schedule:
     """The schedule called `name`.
 
-    costs: of every stage; None: all alike, F = B = W, no links. caps: the most live memory of each rank, in the costs' unit, which shapes
-    zb-auto alone; what a schedule keeps by its nature is checked by who calls. Raises ScheduleError with what would do.
+    costs: of every stage; None: all alike, F = B = W, no links. caps: the most live memory of each rank, in the costs' unit, for those
+    that are made from costs; what the others keep by their nature is checked by who calls. Raises ScheduleError with what would do.
     """
     check_microbatches(name, ranks, microbatches)
     placement = placement_of(name, ranks, chunks)
@@ -114,4 +114,4 @@ def make(
     from dynmo.schedule import vshape
 
     maker: Callable[..., Schedule] = {"zb-v": vshape.zb_v, "v-half": vshape.v_half, "v-min": vshape.v_min}[name]
-    return maker(costs, microbatches, first_trainable=first_trainable, objective=objective)
+    return maker(costs, microbatches, caps=caps, first_trainable=first_trainable, objective=objective)

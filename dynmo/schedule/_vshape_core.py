@@ -1,0 +1,276 @@
+"""The inner loops of `vshape`, compiled. Plain arithmetic on arrays; what it means is told in `vshape`.
+
+Rank r holds the stages r and 2p - 1 - r. Its F's and B's are numbered in the order in which one microbatch meets them: 0 is F of the
+lower stage, 1 F of the upper one, 2 B of the upper one, 3 B of the lower one; 4 and 5 are W of the lower and of the upper stage.
+"""
+
+# numba has no types of its own, so what it compiles is untyped to pyright.
+# pyright: reportMissingTypeStubs=false, reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportUnknownParameterType=false, reportUnknownArgumentType=false, reportMissingParameterType=false, reportUntypedFunctionDecorator=false
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from numba import njit
+
+NEVER = 1e300
+
+
+def _compiled(signature: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Compiled once and kept on disk where numba finds a place for it, else compiled anew in each process."""
+
+    def compile_(function: Callable[..., Any]) -> Callable[..., Any]:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            try:
+                return njit(signature, cache=True)(function)
+            except (RuntimeError, OSError):  # no place that can be written to, or a damaged one
+                return njit(signature)(function)
+
+    return compile_
+
+
+@_compiled("void(int64, int64, int64[::1], int8[:, ::1])")
+def cycles(m, frozen, cycle, order):
+    """The hand-made ZB-V: a warm-up of 2 (p - r) - 1 F's, r pairs of both F's, p - r pairs of F and B; then `cycle` again and again."""
+    p = order.shape[0]
+    most, done = np.zeros(4, np.int64), np.zeros(4, np.int64)
+    for r in range(p):
+        for k in range(4):
+            done[k], most[k] = 0, m
+        if r < frozen:
+            most[3] = 0
+        if 2 * p - 1 - r < frozen:
+            most[2] = 0
+        at = 0
+        lead, pairs = 2 * (p - r) - 1, r
+        step, total = 0, most[0] + most[1] + most[2] + most[3]
+        while at < total:
+            # A step is one place of the pattern; a place whose op is not due yet, or has run m times, is passed over.
+            if step < lead:
+                k = 0
+            elif step < lead + 2 * pairs:
+                k = 1 - (step - lead) % 2
+            elif step < lead + 2 * p:
+                k = 1 + (step - lead) % 2
+            else:
+                k = cycle[step % 4]
+            step += 1
+            if done[k] >= most[k] or (k > 0 and done[k] >= done[k - 1] and most[k - 1] > 0):
+                continue
+            order[r, at] = k
+            done[k] += 1
+            at += 1
+
+
+@_compiled("void(int64, int64, float64[::1], float64[::1], float64[::1], float64, float64[::1], float64, int8[:, ::1])")
+def block(m, frozen, f, b, link, unit, shape, period, order):
+    """A repeating block: microbatch 0 at its own pace, every hop at least shape[0..3] units long, and the others a period behind.
+
+    A period of 0 stands for one in which a microbatch is through before the next one starts.
+    """
+    p, n = order.shape[0], f.shape[0]
+    forward, backward = np.zeros(n), np.zeros(n)
+    for s in range(1, n):
+        if s == p:
+            forward[s] = forward[s - 1] + f[s - 1] + shape[4] * unit
+        else:
+            forward[s] = forward[s - 1] + max(f[s - 1] + link[s - 1], shape[0 if s < p else 1] * unit)
+    backward[n - 1] = forward[n - 1] + f[n - 1] + shape[5] * unit
+    for s in range(n - 2, frozen - 1, -1):
+        if s == p - 1:
+            backward[s] = backward[s + 1] + b[s + 1] + shape[6] * unit
+        else:
+            backward[s] = backward[s + 1] + max(b[s + 1] + link[s], shape[2 if s >= p else 3] * unit)
+    if period == 0.0:
+        period = 2.0 * max(backward[frozen], forward[n - 1]) + 1.0
+    at, done, most = np.zeros(4), np.zeros(4, np.int64), np.zeros(4, np.int64)
+    for r in range(p):
+        upper = n - 1 - r
+        at[0], at[1], at[2], at[3] = forward[r], forward[upper], backward[upper], backward[r]
+        total = 0
+        for k in range(4):
+            done[k], most[k] = 0, m
+        if r < frozen:
+            most[3] = 0
+        if upper < frozen:
+            most[2] = 0
+        for k in range(4):
+            total += most[k]
+        for i in range(total):
+            best = -1
+            for k in range(4):
+                if done[k] < most[k] and (best < 0 or at[k] < at[best] * (1.0 - 1e-12)):
+                    best = k
+            order[r, i] = best
+            done[best] += 1
+            at[best] += period
+
+
+@_compiled(
+    "float64(int64, int64, int8[:, ::1], float64[::1], float64[::1], float64[::1], float64[::1], float64[::1], float64[::1], float64[::1],"
+    " float64, float64[:, :, ::1], int64, boolean, float64[:, :, ::1], float64[:, :, ::1], float64[::1], float64[::1], int8[:, ::1])"
+)
+def play(m, frozen, order, f, b, w, link, hold, stash, cap, share, latest, patient, whole, arrival, start, began, ended, ops):
+    """Runs F's and B's in `order` and puts W's between them. Returns the span (the makespan if `whole`), or -1 where memory forbids it.
+
+    A W runs where an F has no memory without it; in a gap that holds `share` of it; and, on the first `patient` ranks once they have no F
+    left, in any gap if the op behind the gap still starts by its `latest` time.
+    """
+    p, n = order.shape[0], f.shape[0]
+    arrival[:] = NEVER
+    for j in range(m):
+        arrival[0, 0, j] = 0.0
+    count, weights = np.zeros((p, 4), np.int64), np.zeros(n, np.int64)
+    live, free, placed = np.zeros(p), np.zeros(p), np.zeros(p, np.int64)
+    stack, queued, top, left = np.zeros(p + 1, np.int64), np.ones(p, np.bool_), 0, 0
+    for r in range(p - 1, -1, -1):
+        stack[top] = r
+        top += 1
+        began[r], ended[r] = -1.0, 0.0
+        left += 2 * m + (2 * m if r >= frozen else 0) + (2 * m if n - 1 - r >= frozen else 0)
+    while top > 0:
+        top -= 1
+        r = stack[top]
+        queued[r] = False
+        lower, upper = r, n - 1 - r
+        limit = cap[r] * (1 + 1e-9)
+        due = 2 * m + (m if lower >= frozen else 0) + (m if upper >= frozen else 0)
+        while True:
+            waiting_lower, waiting_upper = count[r, 3] - weights[lower], count[r, 2] - weights[upper]
+            idle_w = -1
+            if waiting_lower > 0 or waiting_upper > 0:
+                idle_w = lower if waiting_lower >= waiting_upper else upper
+            t = free[r]
+            weight = False
+            k, s, j, g, a = -1, 0, 0, 0, 0.0
+            at = count[r, 0] + count[r, 1] + count[r, 2] + count[r, 3]
+            if at < due:
+                k = order[r, at]
+                s = lower if k == 0 or k == 3 else upper
+                g = 0 if k < 2 else 1
+                j = count[r, k]
+                a = arrival[g, s, j]
+                if g == 0 and s < frozen and j >= p and s + 1 < n:
+                    # A forward-only stage is at most p microbatches ahead of the next one: see op.dependencies.
+                    ahead = s + 1 if s + 1 < p else n - 2 - s
+                    if count[ahead, 0 if s + 1 < p else 1] <= j - p:
+                        a = NEVER
+                    else:
+                        a = max(a, start[0, s + 1, j - p] + f[s + 1] + link[s])
+                if g == 0 and live[r] + hold[s] > limit:
+                    if idle_w < 0:
+                        return -1.0
+                    weight = True
+                elif a >= NEVER:
+                    break
+                elif a > t and idle_w >= 0:
+                    weight = a - t >= share * w[idle_w] or (r < patient and count[r, 1] >= m and t + w[idle_w] <= latest[g, s, j])
+            elif idle_w >= 0:
+                weight = True
+            else:
+                break
+            if weight:
+                ops[r, placed[r]] = 4 if idle_w == lower else 5
+                weights[idle_w] += 1
+                live[r] -= stash[idle_w]
+                end = t + w[idle_w]
+            else:
+                ops[r, placed[r]] = k
+                t = max(t, a)
+                count[r, k] += 1
+                start[g, s, j] = t
+                other = -1
+                if g == 0:
+                    end = t + f[s]
+                    live[r] += hold[s]
+                    if s + 1 < n:
+                        arrival[0, s + 1, j] = end + link[s]
+                        other = s + 1 if s + 1 < p else n - 2 - s
+                    else:
+                        arrival[1, s, j] = end
+                    if 0 < s <= frozen:
+                        before = s - 1 if s - 1 < p else n - s
+                        if not queued[before] and before != r:
+                            stack[top] = before
+                            top += 1
+                            queued[before] = True
+                else:
+                    end = t + b[s]
+                    live[r] -= hold[s] - stash[s]
+                    if s > frozen:
+                        arrival[1, s - 1, j] = end + link[s - 1]
+                        other = s - 1 if s - 1 < p else n - s
+                ended[r] = end
+                if other >= 0 and other != r and not queued[other]:
+                    stack[top] = other
+                    top += 1
+                    queued[other] = True
+            if began[r] < 0:
+                began[r] = t
+            free[r] = end
+            placed[r] += 1
+            left -= 1
+    if left > 0:
+        return -1.0
+    best, earliest = 0.0, NEVER
+    for r in range(p):
+        best = max(best, free[r] - (0.0 if whole else began[r]))
+        earliest = min(earliest, began[r])
+    return best - (earliest if whole else 0.0)
+
+
+@_compiled("void(int64, int64, int8[:, ::1], float64[::1], float64[::1], float64[::1], float64[::1], float64[:, :, ::1])")
+def latest_starts(m, frozen, order, f, b, link, deadline, latest):
+    """When each F and B must start, if a rank's last one is to end by its deadline, ranks keep to `order` and W's take no time."""
+    p, n = order.shape[0], f.shape[0]
+    latest[:] = -NEVER
+    count, at, limit = np.full((p, 4), m - 1), np.zeros(p, np.int64), deadline.copy()
+    stack, queued, top = np.zeros(p + 1, np.int64), np.ones(p, np.bool_), 0
+    for r in range(p):
+        stack[top] = r
+        top += 1
+        at[r] = 2 * m + (m if r >= frozen else 0) + (m if n - 1 - r >= frozen else 0) - 1
+    while top > 0:
+        top -= 1
+        r = stack[top]
+        queued[r] = False
+        while at[r] >= 0:
+            k = order[r, at[r]]
+            s = r if k == 0 or k == 3 else n - 1 - r
+            g = 0 if k < 2 else 1
+            j = count[r, k]
+            end = limit[r]
+            other = -1
+            if g == 0:
+                after = NEVER
+                if s + 1 < n:
+                    after = latest[0, s + 1, j] - link[s]
+                else:
+                    after = latest[1, s, j]
+                if after < -NEVER / 2:
+                    break
+                end = min(end, after) - f[s]
+                if s > 0:
+                    other = s - 1 if s - 1 < p else n - s
+            else:
+                if s > frozen:
+                    after = latest[1, s - 1, j] - link[s - 1]
+                    if after < -NEVER / 2:
+                        break
+                    end = min(end, after)
+                end -= b[s]
+                if s + 1 < n:
+                    other = s + 1 if s + 1 < p else n - 2 - s
+            latest[g, s, j] = end
+            limit[r] = end
+            count[r, k] -= 1
+            at[r] -= 1
+            if other >= 0 and other != r and not queued[other]:
+                stack[top] = other
+                top += 1
+                queued[other] = True

@@ -1,0 +1,273 @@
+"""Schedules in a V: two stages a rank, placed down the ranks and up again, so that a rank that holds one stage long holds the other shortly.
+
+    stage  0 1 2 3 4 5      # zb-v  ranks=3: rank 0 holds the stages 0 and 5, rank 1 holds 1 and 4, rank 2 holds 2 and 3, whose link is free
+    rank   0 1 2 2 1 0
+
+ZB-V fills the pipeline as far as p activations of a whole rank (both its stages, one microbatch) allow; V-Half and V-Min let a microbatch
+pass in less time and keep about p / 2 + 1 and p / 3 + 1 of them (Zero Bubble, section 6; Pipeline Parallelism with Controllable Memory).
+
+How one is made. Each rank's order of F's and B's is laid down first, by one of two rules:
+
+    cycles  the hand-made ZB-V: F's for as long as the first microbatch is on its way, then F and B of both stages in turn
+    block   one microbatch's F's and B's, spread over time, repeated at one interval for all microbatches (V-Half, V-Min)
+
+Then the ranks run their orders at the true costs, and W's go where they cost least: into gaps that hold most of one, and before an F that has
+no memory without it. Before its last B's a rank has gaps too short for a W whose sum is not; there, a W may push B's back as far as the last
+microbatch's way home allows. Out of many blocks the best that keeps within memory is taken, and changed a little for as long as that helps. One of
+them always does: a block so long that it holds one microbatch. How many are tried depends on the size of the case, never on time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import product
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dynmo.costs import Costs
+from dynmo.errors import ScheduleError
+from dynmo.schedule import _vshape_core as core
+from dynmo.schedule.bound import Objective
+from dynmo.schedule.op import Kind, Op, Schedule
+
+_Floats = NDArray[np.float64]
+_Order = NDArray[np.int8]
+
+# Which share of a W a gap must hold for the W to fill it.
+_SHARES = (1.0, 0.5)
+# The steady state of ZB-V: 0 F below, 1 F above, 2 B above, 3 B below.
+_CYCLES = ((0, 3, 1, 2), (3, 0, 1, 2))
+# Least lengths of the four hops (F down, F up, B down, B up) and rests at the three turns (F to F, F to B, B to B), in sixths of the interval.
+_HOPS = ((0, 0, 0, 0), (1, 2, 1, 2), (2, 1, 2, 1), (1, 2, 2, 1), (2, 0, 2, 1.5), (1.5, 2, 1.5, 2), (2, 4, 2, 4), (4, 2, 4, 2))
+_TURNS = ((0, 0, 0), (0, 0, 1), (1, 0, 1))
+# The interval, in multiples of what the busiest rank works for one microbatch. 0 is one microbatch at a time.
+_INTERVALS = (1.0, 1.08, 1.16, 1.25, 1.35, 1.5, 1.7, 2.0, 2.5)
+_SERIAL = ((0.0,) * 7, 0.0)
+# How many ops may be placed in all while looking for the best order.
+_BUDGET = 6_000_000
+_LEAST_TRIES = 24
+
+_Block = tuple[tuple[float, ...], float]
+
+
+def v_placement(ranks: int) -> tuple[int, ...]:
+    """Down and up again: 0, 1, .., p - 1, p - 1, .., 1, 0."""
+    return (*range(ranks), *reversed(range(ranks)))
+
+
+def zb_v(
+    costs: Costs,
+    microbatches: int,
+    *,
+    caps: Sequence[float] | None = None,
+    first_trainable: int = 0,
+    objective: Objective = Objective.SPAN,
+) -> Schedule:
+    """At most p activations of a whole rank, as 1F1B, and next to no bubble where F = B = W.
+
+    costs are of the 2p stages, in the model's order; caps is the most live memory of each rank, in the costs' unit, where it is to be less
+    than that. Raises ScheduleError where a rank cannot hold one microbatch.
+    """
+    return _make("zb-v", float(len(costs.stages) // 2), costs, microbatches, caps, first_trainable, objective)
+
+
+def v_half(
+    costs: Costs,
+    microbatches: int,
+    *,
+    caps: Sequence[float] | None = None,
+    first_trainable: int = 0,
+    objective: Objective = Objective.SPAN,
+) -> Schedule:
+    """At most p / 2 + 1 activations of a whole rank, half of 1F1B's, and less bubble. Arguments and errors as for `zb_v`."""
+    return _make("v-half", len(costs.stages) // 2 / 2 + 1, costs, microbatches, caps, first_trainable, objective)
+
+
+def v_min(
+    costs: Costs,
+    microbatches: int,
+    *,
+    caps: Sequence[float] | None = None,
+    first_trainable: int = 0,
+    objective: Objective = Objective.SPAN,
+) -> Schedule:
+    """At most p / 3 + 1 activations of a whole rank, about the least with which the ranks can all be busy. Else as `zb_v`."""
+    return _make("v-min", len(costs.stages) // 2 / 3 + 1, costs, microbatches, caps, first_trainable, objective)
+
+
+def _make(
+    name: str, most: float, costs: Costs, microbatches: int, caps: Sequence[float] | None, first_trainable: int, objective: Objective
+) -> Schedule:
+    stages = len(costs.stages)
+    if stages < 2 or stages % 2:
+        raise ScheduleError(f"{name} has 2 stages a rank, but costs are given for {stages}; give the costs of 2 stages for each rank")
+    if microbatches < 1:
+        raise ScheduleError(f"{name}: {microbatches} microbatches; at least 1 is needed")
+    if not 0 <= first_trainable < stages:
+        raise ScheduleError(f"{name}: first trainable stage {first_trainable} of {stages} stages; at least the last stage must train")
+    case = _case(name, most, costs, microbatches, caps, first_trainable, objective)
+    order, share, patient = _search(case)
+    rows = case.run(order, share, patient)
+    assert rows >= 0.0
+    return _schedule(name, case)
+
+
+@dataclass
+class _Case:
+    """The costs as arrays, the limits, and room to work in. `hold` is what an F takes and `stash` what is left of it after B."""
+
+    microbatches: int
+    frozen: int
+    whole: bool
+    f: _Floats
+    b: _Floats
+    w: _Floats
+    link: _Floats
+    hold: _Floats
+    stash: _Floats
+    cap: _Floats
+    latest: _Floats = field(init=False)
+    arrival: _Floats = field(init=False)
+    start: _Floats = field(init=False)
+    began: _Floats = field(init=False)
+    ended: _Floats = field(init=False)
+    ops: _Order = field(init=False)
+
+    def __post_init__(self) -> None:
+        shape = (2, 2 * self.ranks, self.microbatches)
+        self.latest, self.arrival, self.start = (np.zeros(shape) for _ in range(3))
+        self.began, self.ended = np.zeros(self.ranks), np.zeros(self.ranks)
+        self.ops = np.zeros((self.ranks, 6 * self.microbatches), np.int8)
+
+    @property
+    def ranks(self) -> int:
+        return len(self.cap)
+
+    @property
+    def work(self) -> float:
+        """What the busiest rank does for one microbatch."""
+        stages = self.f + self.b + self.w
+        return float((stages[: self.ranks] + stages[: self.ranks - 1 : -1]).max())
+
+    def run(self, order: _Order, share: float, patient: int = 0) -> float:
+        """The span (or makespan) of the order with W's put in, which `ops` then holds; -1 where memory forbids it."""
+        return core.play(
+            self.microbatches, self.frozen, order, self.f, self.b, self.w, self.link, self.hold, self.stash, self.cap,
+            share, self.latest, patient, self.whole, self.arrival, self.start, self.began, self.ended, self.ops,
+        )  # fmt: skip
+
+    def cycles(self, cycle: tuple[int, ...]) -> _Order:
+        order = np.zeros((self.ranks, 4 * self.microbatches), np.int8)
+        core.cycles(self.microbatches, self.frozen, np.array(cycle, np.int64), order)
+        return order
+
+    def block(self, block: _Block) -> _Order:
+        shape, interval = block
+        order = np.zeros((self.ranks, 4 * self.microbatches), np.int8)
+        work = self.work
+        core.block(self.microbatches, self.frozen, self.f, self.b, self.link, work / 6, np.array(shape, np.float64), interval * work, order)
+        return order
+
+
+def _case(
+    name: str, most: float, costs: Costs, microbatches: int, caps: Sequence[float] | None, first_trainable: int, objective: Objective
+) -> _Case:
+    n = len(costs.stages)
+    ranks = n // 2
+    if caps is not None and len(caps) != ranks:
+        raise ScheduleError(f"{name}: {len(caps)} memory limits for {ranks} ranks; give one limit per rank")
+    trains = np.arange(n) >= first_trainable
+    stages = costs.stages
+    # An F takes at once what its microbatch will hold at most, so a B that adds to it never finds too little memory.
+    hold = np.array([max(s.mem_f, s.mem_f + s.mem_b, 0.0) for s in stages]) * trains
+    stash = np.array([max(s.mem_f + s.mem_b, 0.0) for s in stages]) * trains
+    both = hold[:ranks] + hold[: ranks - 1 : -1]
+    cap = most * both
+    if caps is not None:
+        cap = np.minimum(cap, np.array(caps, np.float64))
+    for rank in range(ranks):
+        if not cap[rank] * (1 + 1e-9) >= both[rank]:
+            raise ScheduleError(
+                f"{name}: the memory limit of rank {rank} is {cap[rank]:.10g}, but one microbatch of its stages {rank} and {n - 1 - rank} takes"
+                f" {both[rank]:.10g}; give it that much, or fewer layers"
+            )
+    link = np.array([*costs.links, 0.0])
+    link[ranks - 1] = 0.0
+    return _Case(
+        microbatches,
+        first_trainable,
+        objective is Objective.MAKESPAN,
+        np.array([s.f for s in stages], np.float64),
+        np.array([s.b for s in stages], np.float64) * trains,
+        np.array([s.w for s in stages], np.float64) * trains,
+        link,
+        hold,
+        stash,
+        cap,
+    )
+
+
+def _search(case: _Case) -> tuple[_Order, float, int]:
+    """The order, the share of W that a gap must hold, and the number of patient ranks that come out shortest."""
+    left = max(_LEAST_TRIES, _BUDGET // (6 * case.ranks * case.microbatches))
+    tried: list[tuple[float, _Order, float, _Block | None]] = []
+
+    def try_(order: _Order, block: _Block | None) -> float:
+        nonlocal left
+        best = np.inf
+        for share in _SHARES:
+            time = case.run(order, share)
+            left -= 1
+            if time >= 0.0:
+                tried.append((time, order, share, block))
+                best = min(best, time)
+        return best
+
+    try_(case.block(_SERIAL), None)
+    for cycle in _CYCLES:
+        try_(case.cycles(cycle), None)
+    best, found = np.inf, None
+    # Every interval once with every shape, the shapes in turn, so that a small budget still sees some of everything.
+    for interval, hops, turns in product(_INTERVALS, _HOPS, _TURNS):
+        if left <= _LEAST_TRIES // 4:
+            break
+        block = ((*hops, *turns), interval)
+        time = try_(case.block(block), block)
+        if time < best:
+            best, found = time, block
+    _ = found
+    time, order, share, _ = min(tried, key=lambda x: x[0])
+    return order, share, _patience(case, order, share, time)
+
+
+def _patience(case: _Case, order: _Order, share: float, best: float) -> int:
+    """On how many of the first ranks W's may push back the last B's."""
+    case.run(order, share)
+    tail = np.where(np.arange(case.ranks) >= case.frozen, case.w[: case.ranks], 0.0)
+    began = np.full(case.ranks, case.began.min()) if case.whole else case.began
+    target = float((case.ended + tail - began).max())
+    core.latest_starts(case.microbatches, case.frozen, order, case.f, case.b, case.link, began + target - tail, case.latest)
+    chosen = 0
+    for patient in range(1, case.ranks + 1):
+        time = case.run(order, share, patient)
+        if 0.0 <= time < best:
+            best, chosen = time, patient
+    return chosen
+
+
+def _schedule(name: str, case: _Case) -> Schedule:
+    p, n = case.ranks, 2 * case.ranks
+    kinds = (Kind.F, Kind.F, Kind.B, Kind.B, Kind.W, Kind.W)
+    rows: list[tuple[Op, ...]] = []
+    for rank in range(p):
+        stages = (rank, n - 1 - rank, n - 1 - rank, rank, rank, n - 1 - rank)
+        length = 2 * case.microbatches * sum(3 if s >= case.frozen else 1 for s in (rank, n - 1 - rank)) // 2
+        done = [0] * 6
+        row: list[Op] = []
+        for code in case.ops[rank, :length].tolist():
+            row.append(Op(kinds[code], stages[code], done[code]))
+            done[code] += 1
+        rows.append(tuple(row))
+    return Schedule(name, case.microbatches, v_placement(p), tuple(rows), case.frozen)
