@@ -1,9 +1,10 @@
 """Uneven stages: does a step take what the simulator says, under every schedule; and does the plan gain what it promised?
 
-Emulated: 8 ranks, 32 layers that sleep between a third and five thirds of 7.5 ms, each of F, B and W its own (a stage's op is 30 ms on
-average), 16 microbatches. Every schedule first runs on the uniform placement; its step is held against what the simulator says for the
-layer costs and links measured in the same run. Then the plan: the schedule-aware placement and zb-auto, both made from those costs,
-against uniform and ZB-H1. torch's schedules run the same uneven uniform stages beside it.
+Emulated: 8 ranks, 16 microbatches, 32 layers that sleep 7.5 ms on average for each of F, B and W, so that a stage's op is 30 ms; the last
+layers three times as long as the first, as in a model whose front was pruned, and each up to 30 % more or less than that. Every schedule
+first runs on the uniform placement; its step is held against what the simulator says for the layer costs and links measured in the same
+run. Then the plan: the better of zb-auto and ZB-V, each with its schedule-aware placement, made from those costs, against uniform and
+ZB-H1. torch's schedules run the same uneven uniform stages beside it.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from benchmarks.executor import timed
 from benchmarks.harness import alternate, main, medians, run_ranks
 from benchmarks.torch_peer import PEERS, EmulatedStage, TorchPeer
 from dynmo.api import Pipeline
-from dynmo.balance.balancers import BalanceRequest, balancer
+from dynmo.balance.balancers import balancer
 from dynmo.balance.partition import uniform
 from dynmo.models.emulated import make_layers
 from dynmo.runtime.world import World
@@ -34,7 +35,7 @@ def layer_seconds(milliseconds: int) -> list[list[float]]:
     """F, B and W of every layer, in seconds: the mean of a stage's op of four layers is `milliseconds`."""
     generator = torch.Generator().manual_seed(3)
     mean = milliseconds / 1000 / 4
-    spread = torch.rand(3, LAYERS, generator=generator, dtype=torch.float64) * 4 / 3 + 1 / 3
+    spread = (torch.rand(3, LAYERS, generator=generator, dtype=torch.float64) * 0.6 + 0.7) * torch.linspace(0.5, 1.5, LAYERS)
     return (spread / spread.mean(dim=1, keepdim=True) * mean).tolist()
 
 
@@ -51,16 +52,17 @@ def uneven(world: World, milliseconds: int, microbatches: int, rounds: int) -> d
         sides[name] = timed(world, pipelines[name], batch, batch)
         sides[name]()
         pipelines[name].replan(pipelines[name].costs())
-    base = pipelines["zb-h1"]
-    plan = Pipeline(world, model, base.partition, schedule="zb-auto", microbatches=microbatches)
-    timed(world, plan, batch, batch)()
-    measured_before = plan.costs()
+    # The plan: of the schedules that are made from costs and keep no more than 1F1B does, each with its own placement, the best.
+    layers = pipelines["zb-h1"].costs()
     start = time.perf_counter()
-    target = balancer("schedule-aware")(plan.request(measured_before))
+    targets = {name: balancer("schedule-aware")(pipelines[name].request(layers)) for name in ("zb-auto", "zb-v")}
+    chosen = min(targets, key=lambda name: pipelines[name].predict(layers, targets[name]).makespan)
     planning = time.perf_counter() - start
-    plan.move(target)
-    plan.replan(measured_before)
+    target = targets[chosen]
+    plan = Pipeline(world, model, target, schedule=chosen, microbatches=microbatches)
     sides["plan"] = timed(world, plan, batch, batch)
+    sides["plan"]()
+    plan.replan(plan.costs())
     pipelines["plan"] = plan
 
     def build(stage: int, stages: int) -> nn.Module:
@@ -79,7 +81,7 @@ def uneven(world: World, milliseconds: int, microbatches: int, rounds: int) -> d
         "measured": measured,
         "predicted": predicted,
         "measured_over_predicted": {name: measured[name] / predicted[name] for name in predicted},
-        "plan": list(target.counts),
+        "plan": [chosen, *target.counts],
         "planning_seconds": planning,
         "plan_gain_predicted": promised,
         "plan_gain_measured": gained,

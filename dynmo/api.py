@@ -399,6 +399,7 @@ class Pipeline:
             self._boundary_links(),
             Objective.MAKESPAN,
             self.first_trainable,
+            placement=self.placement,
         )
 
     def _make_for(self, layers: tuple[LayerCost, ...]) -> Make:
