@@ -18,6 +18,7 @@ from types import FrameType
 import torch
 from torch import Tensor
 
+from dynmo import profile_file
 from dynmo.api import Pipeline, StepResult
 from dynmo.balance.partition import Partition, imbalance, uniform
 from dynmo.config import Config, Train
@@ -27,6 +28,7 @@ from dynmo.dynamism import Dynamism, Signals, make_cases
 from dynmo.errors import CheckpointError, ConfigError
 from dynmo.events import ChangeEvent, CheckpointEvent, EndEvent, EvalEvent, Event, EventLog, StepEvent, now
 from dynmo.models.model import Model, load_model
+from dynmo.profile_file import Profile
 from dynmo.rebalance import Rebalancer
 from dynmo.report.trace import Tracer
 from dynmo.runtime import checkpoint
@@ -182,6 +184,8 @@ class Trainer:
             self._emit(settled)
         seconds = time.perf_counter() - start
         digest = self.pipeline.digest()
+        if step > self.first_step:
+            self._record_costs(step - self.first_step)
         self._tracer.finish(None if self._folder is None else self._folder / "trace.json")
         self._emit(EndEvent(step, now(), self._loss, digest, seconds, "interrupted" if interrupted else "done"))
         return RunResult(self._loss, digest, seconds, interrupted, step, self.pipeline.partition.counts)
@@ -299,6 +303,25 @@ class Trainer:
             if case.name in manifest.state["cases"]:
                 case.load(manifest.state["cases"][case.name])
         self.first_step = manifest.step
+
+    def _record_costs(self, steps: int) -> None:
+        """What the layers cost at the end, for `dynmo plan runs/<name>`."""
+        pipeline, config = self.pipeline, self.config
+        profile = Profile(
+            layers=pipeline.costs(),
+            names=pipeline.model.names,
+            first_trainable=pipeline.first_trainable,
+            links=tuple(pipeline.links.items()),
+            model=config.model.kind,
+            microbatch=config.train.micro_batch,
+            microbatches=config.microbatches,
+            ranks=self.world.size,
+            partition=pipeline.partition.counts,
+            schedule=config.pipeline.schedule,
+            steps=steps,
+        )
+        if self._log is not None and self._folder is not None:
+            profile_file.write(self._folder / profile_file.IN_RUN, profile)
 
     # -- telling ----------------------------------------------------------------------------------------------------------------
 

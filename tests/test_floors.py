@@ -22,6 +22,7 @@ FLOORS: dict[str, int] = {
     "dynmo.memory": 1,
     "dynmo.simulator": 1,
     "dynmo.config": 1,
+    "dynmo.profile_file": 1,
     # 2: pure.
     "dynmo.balance": 2,
     # 3: torch, no torch.distributed.
@@ -37,6 +38,7 @@ FLOORS: dict[str, int] = {
     "dynmo.plan": 5,
     "dynmo.rebalance": 5,
     "dynmo.api": 5,
+    "dynmo.profiling": 5,
     "dynmo.report": 5,
     # 6: the command line.
     "dynmo.cli": 6,

@@ -30,21 +30,22 @@ def need(held: Ints, pairs: Ints, pair_at: Ints, stage: int, start: int, stop: i
 
 @_jit
 def judge(
-    sums: Ints, rank_of: Ints, speeds: Floats, held: Ints, pairs: Ints, pair_at: Ints, caps: Ints, bounds: Ints
+    sums: Ints, rank_of: Ints, speeds: Floats, held: Ints, pairs: Ints, pair_at: Ints, caps: Ints, bounds: Ints, scratch: Ints
 ) -> tuple[float, float, int]:
-    """(largest time of a rank, sum of squared times, bytes over the caps)."""
-    load = np.zeros(len(speeds), np.int64)
-    bytes_ = np.zeros(len(speeds), np.int64)
+    """(largest time of a rank, sum of squared times, bytes over the caps). scratch: two numbers per rank."""
+    scratch[:] = 0
     for s in range(len(rank_of)):
-        load[rank_of[s]] += sums[bounds[s + 1]] - sums[bounds[s]]
+        scratch[rank_of[s], 0] += sums[bounds[s + 1]] - sums[bounds[s]]
         if caps.size:
-            bytes_[rank_of[s]] += need(held, pairs, pair_at, s, bounds[s], bounds[s + 1])
-    over = 0
-    if caps.size:
-        for r in range(len(speeds)):
-            over += max(0, bytes_[r] - caps[r])
-    times = load / speeds
-    return times.max(), (times * times).sum(), over
+            scratch[rank_of[s], 1] += need(held, pairs, pair_at, s, bounds[s], bounds[s + 1])
+    largest, squares, over = 0.0, 0.0, 0
+    for r in range(len(speeds)):
+        time = scratch[r, 0] / speeds[r]
+        largest = max(largest, time)
+        squares += time * time
+        if caps.size:
+            over += max(0, scratch[r, 1] - caps[r])
+    return largest, squares, over
 
 
 @_jit
@@ -52,8 +53,8 @@ def descend(
     sums: Ints, rank_of: Ints, speeds: Floats, held: Ints, pairs: Ints, pair_at: Ints, caps: Ints, bounds: Ints
 ) -> tuple[float, float, int]:
     """One layer at a time along the path between two stages, while (bytes over, largest time, squares) falls. Changes `bounds`."""
-    stages = len(rank_of)
-    largest, squares, over = judge(sums, rank_of, speeds, held, pairs, pair_at, caps, bounds)
+    stages, scratch = len(rank_of), np.zeros((len(speeds), 2), np.int64)
+    largest, squares, over = judge(sums, rank_of, speeds, held, pairs, pair_at, caps, bounds, scratch)
     trial = bounds.copy()
     progress = True
     while progress:
@@ -66,10 +67,10 @@ def descend(
                 trial[:] = bounds
                 for i in range(low + 1, high + 1):
                     trial[i] += step
-                l, q, o = judge(sums, rank_of, speeds, held, pairs, pair_at, caps, trial)
-                if o < over or (o == over and (l < largest or (l == largest and q < squares))):
+                time, square, bytes_ = judge(sums, rank_of, speeds, held, pairs, pair_at, caps, trial, scratch)
+                if bytes_ < over or (bytes_ == over and (time < largest or (time == largest and square < squares))):
                     bounds[:] = trial
-                    largest, squares, over, progress = l, q, o, True
+                    largest, squares, over, progress = time, square, bytes_, True
     return largest, squares, over
 
 
@@ -104,10 +105,10 @@ def wander(
             moved = trial[i] + ((state >> 8) % 5) - 2
             if i < stages and trial[i - 1] < moved < trial[i + 1]:
                 trial[i] = moved
-        l, q, o = descend(sums, rank_of, speeds, held, pairs, pair_at, caps, trial)
-        if o < over or (o == over and (l < best or (l == best and q <= squares))):
+        time, square, bytes_ = descend(sums, rank_of, speeds, held, pairs, pair_at, caps, trial)
+        if bytes_ < over or (bytes_ == over and (time < best or (time == best and square <= squares))):
             bounds[:] = trial
-            best, squares, over = l, q, o
+            best, squares, over = time, square, bytes_
     return best, over
 
 

@@ -25,7 +25,10 @@ FAILED, FOUND, STUCK = 0, 1, 2
 
 
 def _jit(function: _F) -> _F:
-    return cast(_F, numba.njit(cache=True)(function))
+    try:
+        return cast(_F, numba.njit(cache=True)(function))
+    except RuntimeError:  # nowhere to keep the compiled code: it is made anew in each process
+        return cast(_F, numba.njit(function))
 
 
 @_jit
@@ -133,6 +136,19 @@ def greedy(
 
 
 @_jit
+def widest(limits: Ints, row: int) -> Ints:
+    """The largest of a row's limits."""
+    best = 0
+    for d in range(1, limits.shape[1]):
+        for k in range(limits.shape[2]):
+            if limits[row, d, k] != limits[row, best, k]:
+                if limits[row, d, k] > limits[row, best, k]:
+                    best = d
+                break
+    return limits[row, best]
+
+
+@_jit
 def every(
     sums: Ints,
     limits: Ints,
@@ -141,40 +157,55 @@ def every(
     pairs: Ints,
     pair_at: Ints,
     caps: Ints,
-    stages: int,
+    low: Ints,
+    high: Ints,
     bounds: Ints,
     rise: Ints,
 ) -> tuple[int, int]:
     """As `greedy`, but tries every stop: for memory that makes a stage stop short, and for links whose time depends on where it stops.
 
     The layers before stop e weigh and hold the least behind the latest start before e, so that start alone decides whether e is reached.
-    classes[e] says which of a stage's limits counts if it stops at e.
+    Starts before low[s] (see `floors`) lead nowhere. classes[e] says which of a stage's limits counts if it stops at e; rise has a pair
+    for each. high[s] becomes the latest start that is reached.
     """
-    layers = sums.shape[0] - 1
+    layers, stages = sums.shape[0] - 1, len(low) - 1
+    kinds = limits.shape[1]
     reached = np.zeros((stages + 1, layers + 1), np.uint8)
     reached[0, 0] = 1
-    first = 0
+    blocked = np.zeros(kinds, np.uint8)
+    first = high[0] = 0
     for stage in range(stages):
         row = stage % limits.shape[0]
-        for d in range(limits.shape[1]):
-            rise[stage, d, 0], rise[stage, d, 1] = -1, -1
-        begin, start, low = first, -1, -1
-        for stop in range(begin + 1, layers - (stages - 1 - stage) + 1):
-            if reached[stage, stop - 1]:
-                start = stop - 1
+        rise[stage] = -1
+        start, at, found, missing = -1, first, -1, kinds
+        most = widest(limits, row)
+        for stop in range(max(first + 1, low[stage + 1]), layers - (stages - 1 - stage) + 1):
+            while at < stop:
+                if reached[stage, at]:
+                    start, missing = at, kinds
+                    blocked[:] = 0
+                at += 1
             if not fits(held, pairs, pair_at, caps, stage, start, stop):
+                if start == high[stage]:
+                    break
                 continue
-            d = classes[stop] if limits.shape[1] > 1 else 0
-            limit = limits[row, d]
-            if limit[0] >= 0 and within(sums, start, stop, limit):
+            d = classes[stop] if kinds > 1 else 0
+            if limits[row, d, 0] >= 0 and within(sums, start, stop, limits[row, d]):
                 reached[stage + 1, stop] = 1
-                if low < 0:
-                    low = stop
-            elif rise[stage, d, 1] < 0 or lighter(sums, start, stop, rise[stage, d, 0], rise[stage, d, 1]):
-                rise[stage, d, 0], rise[stage, d, 1] = start, stop
-        if low < 0:
+                high[stage + 1] = stop
+                if found < 0:
+                    found = stop
+            else:
+                if not blocked[d]:
+                    blocked[d] = 1
+                    missing -= 1
+                if rise[stage, d, 1] < 0 or lighter(sums, start, stop, rise[stage, d, 0], rise[stage, d, 1]):
+                    rise[stage, d, 0], rise[stage, d, 1] = start, stop
+                if missing == 0 and start == high[stage] and not within(sums, start, stop, most):
+                    break
+        if found < 0:
             return FAILED, stage + 1
-        first = low
+        first = found
     if not reached[stages, layers]:
         return FAILED, stages
     bounds[stages] = layers
@@ -187,13 +218,13 @@ def every(
 
 
 @_jit
-def floors(sums: Ints, widest: Ints, held: Ints, pairs: Ints, pair_at: Ints, caps: Ints, stages: int, low: Ints) -> None:
-    """low[s]: before it stage s cannot start, for the stages from there on would carry too much. widest: each stage's largest limit."""
+def floors(sums: Ints, limits: Ints, held: Ints, pairs: Ints, pair_at: Ints, caps: Ints, stages: int, low: Ints) -> None:
+    """low[s]: before it stage s cannot start, for the stages from there on would carry too much, or hold too much."""
     low[stages] = sums.shape[0] - 1
     for stage in range(stages - 1, -1, -1):
         stop = low[stage + 1]
         left, right = stage, stop
-        limit = widest[stage % widest.shape[0]]
+        limit = widest(limits, stage % limits.shape[0])
         while left < right:
             trial = (left + right) // 2
             if within(sums, trial, stop, limit) and fits(held, pairs, pair_at, caps, stage, trial, stop):

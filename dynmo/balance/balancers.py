@@ -9,6 +9,7 @@ from functools import cached_property
 from itertools import accumulate
 
 from dynmo.balance.baselines import deepspeed_balanced, deepspeed_type, deepspeed_uniform, in_order, megatron_uniform, placement
+from dynmo.balance.chunks import chunked
 from dynmo.balance.diffusion import diffuse, published_diffusion
 from dynmo.balance.partition import Cost, Partition, exact, uniform, weigh
 from dynmo.balance.placed import Make
@@ -28,7 +29,9 @@ class BalanceRequest:
     go by them.
 
     `make` gives the schedule that would run at some costs (`placed.by_name`): what "schedule-aware" needs, and what lets "exact" choose
-    among ties. `links` (one per boundary), `objective` and `first_trainable_layer` are for it alone. `speeds` has one entry per stage.
+    among ties. `links` (one per boundary), `objective` and `first_trainable_layer` are for it alone. `speeds` has one entry per rank.
+    `placement` is the rank of each stage where a rank has several; then `current` has a count per stage, and "exact" and
+    "schedule-aware" take it into account.
     """
 
     layers: tuple[LayerCost, ...]
@@ -44,10 +47,13 @@ class BalanceRequest:
     objective: Objective = Objective.SPAN
     first_trainable_layer: int = 0
     speeds: tuple[float, ...] | None = None
+    placement: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         if len(self.layers) != self.current.layers:
             raise PartitionError(f"a placement of {self.current.layers} layers for {len(self.layers)} layer costs")
+        if self.placement is not None and len(self.placement) != self.current.ranks:
+            raise PartitionError(f"a placement of {len(self.placement)} stages on ranks for {self.current.ranks} stages of layers")
         if self.names and len(self.names) != len(self.layers):
             raise PartitionError(f"{len(self.names)} names for {len(self.layers)} layers; give one per layer, or none")
         if self.memory_limit is not None:
@@ -60,6 +66,12 @@ class BalanceRequest:
     @property
     def weights(self) -> tuple[float, ...]:
         return weigh(self.layers, self.cost)
+
+    @property
+    def several(self) -> tuple[int, ...]:
+        """The rank of each stage where a rank has several of them; empty where each has one."""
+        placement = self.placement or ()
+        return placement if len(set(placement)) < len(placement) else ()
 
     @cached_property
     def memory(self) -> MemoryLimits | None:
@@ -84,6 +96,9 @@ def _uniform(request: BalanceRequest) -> Partition:
 def _exact(request: BalanceRequest) -> Partition:
     if request.make is not None and request.cost == "time":
         return _simulated(request, request.make, ties_only=True)
+    if request.several:
+        found = chunked(request.weights, request.several, memory=request.memory, current=request.current, speeds=request.speeds)
+        return found.partition
     sizes = [layer.static_bytes for layer in request.layers]
     return exact(
         request.weights,
@@ -104,7 +119,7 @@ def _schedule_aware(request: BalanceRequest) -> Partition:
 def _simulated(request: BalanceRequest, make: Make, ties_only: bool) -> Partition:
     return schedule_aware(
         request.layers,
-        request.current.ranks,
+        len(set(request.several)) or request.current.ranks,
         make=make,
         links=request.links,
         memory=request.memory,
@@ -112,6 +127,7 @@ def _simulated(request: BalanceRequest, make: Make, ties_only: bool) -> Partitio
         first_trainable_layer=request.first_trainable_layer,
         objective=request.objective,
         speeds=request.speeds,
+        placement=request.several or None,
         ties_only=ties_only,
     )
 

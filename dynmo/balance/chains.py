@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from fractions import Fraction
 from itertools import accumulate, pairwise
 from math import gcd
-from typing import final
+from typing import NamedTuple, final
 
 import numpy as np
 
@@ -93,6 +93,16 @@ def memory_tables(memory: MemoryLimits | None) -> tuple[Ints, Ints, Ints, Ints]:
     caps = [max(-1, min(limit, 1 << 62)) for limit in memory.limits]
     starts = [0, *accumulate(map(len, rows))]
     return np.array(kinds, np.int64), np.array(flat, np.int64), np.array(starts, np.int64), np.array(caps, np.int64)
+
+
+class _Filled(NamedTuple):
+    """What `greedy` or `every` (then with `low`) came to: a placement if FOUND, the latest starts, and what each stage was refused."""
+
+    code: int
+    bounds: Ints
+    high: Ints
+    low: Ints | None
+    rise: Ints
 
 
 _TRANSITIONS = 2_500_000  # of the search among ties: some milliseconds
@@ -177,14 +187,13 @@ class Problem:
             rows.append([min(total, math.floor((bottleneck - send) * speed)) if bottleneck >= send else -1 for send in sends])
         return rows
 
-    def _tables(self, bottleneck: Time) -> tuple[Ints, Ints]:
-        """The limits as limbs, [rows, sizes, limbs], and each row's largest."""
+    def _table(self, bottleneck: Time) -> Ints:
+        """The limits as limbs: [rows, sizes, limbs]."""
         rows = self.limits(bottleneck)
         flat = _limbs([max(0, x) for row in rows for x in row], self.limbs).reshape(len(rows), len(rows[0]), self.limbs)
         if self.sends is not None:
             flat[np.array(rows) < 0] = -1
-        widest = flat[:, 0] if len(rows[0]) == 1 else _limbs([max(0, *row) for row in rows], self.limbs)
-        return flat, widest
+        return flat
 
     # -- the bottleneck ---------------------------------------------------------------------------------------------------------
 
@@ -214,30 +223,44 @@ class Problem:
 
     def probe(self, bottleneck: Time) -> tuple[bool, Time]:
         """(True, the largest time of a placement within `bottleneck`), or (False, the least bottleneck worth trying next)."""
-        limits, _ = self._tables(bottleneck)
-        code, seen, bounds, rise = self._fill(limits)
-        if code == FOUND:
-            ends: list[int] = bounds.tolist()
+        filled = self._fill(self._table(bottleneck))
+        if filled.code == FOUND:
+            ends: list[int] = filled.bounds.tolist()
             if self.speeds is None and self.sends is None:
                 return True, max(self.sums[b] - self.sums[a] for a, b in pairwise(ends))
             return True, max(self.time(stage, a, b) for stage, (a, b) in enumerate(pairwise(ends)))
-        steps: list[list[list[int]]] = rise[:seen].tolist()
+        steps: list[list[list[int]]] = filled.rise.tolist()
         beyond: Time = self.sums[-1] + 1 if self.speeds is None else self.sums[-1] / min(self.speeds) + 1
         if self.sends is not None:
             beyond += max(map(max, self.sends))
-        known = (self.time(stage, a, b) for stage, row in enumerate(steps) for a, b in row if b >= 0)
-        return False, min(known, default=beyond)
+        known = min((self.time(stage, a, b) for stage, row in enumerate(steps) for a, b in row if b >= 0), default=beyond)
+        return False, known if filled.low is None else min(known, self._earlier(filled.low.tolist(), beyond))
 
-    def _fill(self, limits: Ints) -> tuple[int, int, Ints, Ints]:
-        bounds = np.zeros(self.ranks + 1, np.int64)
+    def _earlier(self, low: list[int], beyond: Time) -> Time:
+        """The least bottleneck at which some stage may start earlier than low[s]."""
+        least = beyond
+        for stage, (start, stop) in enumerate(pairwise(low)):
+            if start > stage and self._fits(stage, start - 1, stop):
+                time = Fraction(self.sums[stop] - self.sums[start - 1]) / (1 if self.speeds is None else self.speeds[stage])
+                least = min(least, time if self.sends is None else time + min(self.sends[stage]))
+        return math.ceil(least) if isinstance(beyond, int) else least
+
+    def _fill(self, limits: Ints) -> _Filled:
+        """`greedy` where that is enough, else `every`."""
+        bounds, high = np.zeros(self.ranks + 1, np.int64), np.zeros(self.ranks + 1, np.int64)
         rise = np.full((self.ranks, limits.shape[1], 2), -1, np.int64)
         if limits.shape[1] == 1:
             code, seen = kernels.greedy(self.table, limits, *self.bytes, self.ranks, bounds, rise)
             if code != STUCK:
-                return code, seen, bounds, rise
-        rise.fill(-1)
-        code, seen = kernels.every(self.table, limits, self.classes, *self.bytes, self.ranks, bounds, rise)
-        return code, seen, bounds, rise
+                return _Filled(code, bounds, bounds, None, rise[:seen])
+        low = self._floors(limits)
+        code, seen = kernels.every(self.table, limits, self.classes, *self.bytes, low, high, bounds, rise)
+        return _Filled(code, bounds, high, low, rise[:seen])
+
+    def _floors(self, limits: Ints) -> Ints:
+        low = np.zeros(self.ranks + 1, np.int64)
+        kernels.floors(self.table, limits, *self.bytes, self.ranks, low)
+        return low
 
     # -- the best of the ties -----------------------------------------------------------------------------------------------------
 
@@ -246,10 +269,8 @@ class Problem:
 
         current: the bounds to stay near, move_bytes: what moving each layer away from there costs.
         """
-        limits, widest = self._tables(bottleneck)
-        low, high, loose = self._windows(limits, widest)
-        if loose:
-            low, high = self._near(limits, low, high, self._even() if current is None or len(current) != self.ranks + 1 else current)
+        limits = self._table(bottleneck)
+        low, high = self._windows(limits, current)
         offset = np.concatenate(([0], np.cumsum(np.maximum(0, high - low + 1))))
         own = np.zeros((self.ranks, 2), np.int64)
         if current is not None:
@@ -265,35 +286,26 @@ class Problem:
         assert found, "the bottleneck was found, but no placement with it"
         return bounds.tolist()
 
-    def _windows(self, limits: Ints, widest: Ints) -> tuple[Ints, Ints, bool]:
-        """Per stage, the first and the last layer that it may start with; and whether that is more than can all be looked at."""
-        low, high = np.zeros(self.ranks + 1, np.int64), np.zeros(self.ranks + 1, np.int64)
-        kernels.floors(self.table, widest, *self.bytes, self.ranks, low)
-        code = STUCK
-        if limits.shape[1] == 1:
-            rise = np.zeros((self.ranks, 1, 2), np.int64)
-            code, _ = kernels.greedy(self.table, limits, *self.bytes, self.ranks, high, rise)
-        if code == STUCK:
-            high = self.layers - np.arange(self.ranks, -1, -1)
-            high[0] = 0
-            return low, high, False
+    def _windows(self, limits: Ints, current: Sequence[int] | None) -> tuple[Ints, Ints]:
+        """Per stage, the first and the last layer that it may start with; where that is more than can all be looked at, only what lies
+        around a placement near `current`, or near equal shares."""
+        filled = self._fill(limits)
+        low, high = self._floors(limits), filled.high
         low[0] = 0
-        transitions = (high - low + 1)[:-1] * np.minimum((high - low + 1)[1:], 2 * np.diff(high))
-        return low, high, bool(transitions.sum() > _TRANSITIONS)
-
-    def _near(self, limits: Ints, low: Ints, high: Ints, wanted: Sequence[int]) -> tuple[Ints, Ints]:
-        """The windows cut down to what lies around a placement near `wanted`."""
+        width = high - low + 1
+        if int((width[:-1] * np.minimum(width[1:], 2 * np.diff(filled.bounds))).sum()) <= _TRANSITIONS:
+            return low, high
+        wanted = self._even() if current is None or len(current) != self.ranks + 1 else current
         guide = np.zeros(self.ranks + 1, np.int64)
-        if not kernels.near(self.table, limits, *self.bytes, low, np.array(wanted, np.int64), guide):
-            guide = high
+        if limits.shape[1] > 1 or not kernels.near(self.table, limits, *self.bytes, low, np.array(wanted, np.int64), guide):
+            guide = filled.bounds
         half = int(math.sqrt(_TRANSITIONS / self.ranks) / 2)
         return np.maximum(low, guide - half), np.minimum(high, guide + half)
 
     def extremes(self, bottleneck: Time) -> list[list[int]]:
         """Filled from the front, and from the back. Where memory makes a stage stop short, one of them may not exist."""
-        limits, widest = self._tables(bottleneck)
-        low, high, _ = self._windows(limits, widest)
-        both: list[list[int]] = [high.tolist(), low.tolist()]
+        limits = self._table(bottleneck)
+        both: list[list[int]] = [self._fill(limits).high.tolist(), [0, *self._floors(limits)[1:].tolist()]]
         return [
             x
             for x in both

@@ -28,7 +28,7 @@ from dynmo.memory import MemoryLimits
 
 NODES = 2_000_000  # of branch and bound: some hundredths of a second
 _STATES = 30_000_000  # of the search through a V: bytes
-_KICKS = 20_000_000  # of the iterated descent: its work, counted in stages looked at
+_KICKS = 8_000_000  # of the iterated descent: how often it starts anew, times the stages cubed
 _BITS = 52  # of all weights together: loads are exact in a float
 
 
@@ -105,22 +105,29 @@ class _Chunks:
             best, proven = self.nested(bounds), True
         else:
             floor = int(self.sums[-1]) / float(self.speeds.sum())
-            best, over = kernels.wander(*self.what, bounds, max(5, _KICKS // self.stages**3), floor)
+            best, over = kernels.wander(*self.what, bounds, 10, floor)
             best, proven = kernels.branch(*self.what, bounds, math.inf if over else best, nodes)
+            proven = proven or best <= floor
+            if not proven:
+                best, over = kernels.wander(*self.what, bounds, min(1000, max(20, _KICKS // self.stages**3)), floor)
+                best = math.inf if over else best
         if best == math.inf:
             raise PartitionError(self.no_memory(proven))
         if current is not None and current.ranks == self.stages:
-            largest, _, over = kernels.judge(*self.what, np.array(current.bounds, np.int64))
+            largest, _, over = self.judge(current.bounds)
             if largest <= best and not over:
                 return current, proven
         return Partition.from_bounds(bounds.tolist()), proven
+
+    def judge(self, bounds: Sequence[int] | Ints) -> tuple[float, float, int]:
+        return kernels.judge(*self.what, np.array(bounds, np.int64), np.zeros((self.ranks, 2), np.int64))
 
     def nested(self, bounds: Ints) -> float:
         """The V, by bisection between times that placements truly have, as in `chains`; infinity where nothing fits."""
         reached = np.zeros((self.ranks + 1, len(self.sums), len(self.sums)), np.uint8)
         total, largest = int(self.sums[-1]), int(np.diff(self.sums).max())
         low = max(total / float(self.speeds.sum()), largest / float(self.speeds.max()))
-        own, _, over = kernels.judge(*self.what, bounds)
+        own, _, over = self.judge(bounds)
         high = total / float(self.speeds.min()) if over else own
         best = math.inf if over else own
         trial = high if over else (low + high) / 2
@@ -140,7 +147,7 @@ class _Chunks:
     def no_memory(self, proven: bool) -> str:
         memory = self.memory
         assert memory is not None, "without memory limits a placement always exists"
-        needs = kernels.judge(*self.what, np.array(exact(self.weights, self.stages).bounds, np.int64))[2]
+        needs = self.judge(exact(self.weights, self.stages).bounds)[2]
         held = "no placement fits" if proven else "no placement that fits was found"
         return (
             f"{held} {self.stages} stages on {self.ranks} ranks of {min(self.caps)} to {max(self.caps)} bytes: balanced by time they are "

@@ -1,11 +1,12 @@
-"""Where the layers sit: contiguous ranges, one per stage (here a stage is a rank), and the exact way to choose them.
+"""Where the layers sit: contiguous ranges, one per stage, and the exact way to choose them.
 
     counts (3, 2, 3)   layers  0 1 2 | 3 4 | 5 6 7
                        stage     0   |  1  |   2         bounds (0, 3, 5, 8)
 
-`exact` solves chains-on-chains partitioning: the least largest stage load over all contiguous placements (DynMo, section 3.3, without
-the faults of the DeepSpeed utility it builds on: empty stages, an absolute tolerance, an endless loop when layers are fewer than
-ranks). Loads are compared as exact integers, so the bottleneck is a sum of layers, never a number near one, and a tie is a tie.
+Here every rank has one stage (several: see `chunks`). `exact` solves chains-on-chains partitioning: the least largest stage time over all
+contiguous placements (DynMo, section 3.3, without the faults of the DeepSpeed utility it builds on, which `baselines` keeps: empty
+stages, an absolute tolerance, an endless loop when layers are fewer than ranks). Loads are compared as exact integers (`chains`), so the
+bottleneck is a sum of layers, never a number near one, and a tie is a tie.
 """
 
 from __future__ import annotations

@@ -21,10 +21,11 @@ from typing import final
 import numpy as np
 
 from dynmo.balance._replay import Shape, replay, shape_of
-from dynmo.balance.partition import Partition, ties, uniform
+from dynmo.balance.chunks import chunked
+from dynmo.balance.partition import Partition, exact, ties, uniform
 from dynmo.balance.placed import Make, check_lengths, freeze, pipeline_costs
 from dynmo.costs import LayerCost, LinkCost
-from dynmo.errors import ScheduleError
+from dynmo.errors import PartitionError, ScheduleError
 from dynmo.memory import MemoryLimits
 from dynmo.schedule.bound import Objective
 from dynmo.schedule.op import Schedule
@@ -60,9 +61,10 @@ def schedule_aware(
     first_trainable_layer: int = 0,
     objective: Objective = Objective.SPAN,
     speeds: Sequence[float] | None = None,
+    placement: Sequence[int] | None = None,
     ties_only: bool = False,
 ) -> Partition:
-    """The placement on `ranks` stages with the least simulated time that `search` finds."""
+    """The placement with the least simulated time that `search` finds."""
     found = search(
         *(layers, ranks),
         make=make,
@@ -72,6 +74,7 @@ def schedule_aware(
         first_trainable_layer=first_trainable_layer,
         objective=objective,
         speeds=speeds,
+        placement=placement,
         ties_only=ties_only,
     )
     return found.partition
@@ -88,19 +91,26 @@ def search(
     first_trainable_layer: int = 0,
     objective: Objective = Objective.SPAN,
     speeds: Sequence[float] | None = None,
+    placement: Sequence[int] | None = None,
     ties_only: bool = False,
 ) -> Found:
-    """Looks for the placement on `ranks` stages with the least span or makespan of the schedule that `make` gives for its costs.
+    """Looks for the placement with the least span or makespan of the schedule that `make` gives for its costs.
 
-    The layers before `first_trainable_layer` are a frozen prefix: forward only, whatever their costs say. links: one per boundary,
-    speeds: one per stage. Never worse, by the simulator, than `exact`'s placement, nor than `current` where that has as many stages and
-    fits. Of placements of equal time, the one that moves the fewest bytes. `ties_only` keeps to the least bottleneck.
+    placement: the rank of each stage, as the schedule has it (default: one stage per rank, in order). The layers before
+    `first_trainable_layer` are a frozen prefix: forward only, whatever their costs say. links: one per boundary between stages, speeds:
+    one per rank. Never worse, by the simulator, than the placement of `exact` (or `chunked`), nor than `current` where that has as many
+    stages and fits. Of placements of equal time, the one that moves the fewest bytes. `ties_only` keeps to the least bottleneck.
 
     Raises PartitionError as `exact` does, and ScheduleError as `make` does for `exact`'s placement.
     """
-    check_lengths(ranks, links, speeds)
+    placement = tuple(range(ranks) if placement is None else placement)
+    if max(placement, default=-1) + 1 != ranks:
+        raise PartitionError(f"placement {list(placement)} for {ranks} ranks; it must name the ranks 0 to {ranks - 1}")
+    if speeds is not None and len(speeds) != ranks:
+        raise PartitionError(f"{len(speeds)} speeds for {ranks} ranks; give one per rank")
+    check_lengths(len(placement), links, None)
     layers = freeze(layers, first_trainable_layer)
-    return _Search(layers, ranks, make, links, memory, current, objective, speeds, ties_only).run()
+    return _Search(layers, placement, make, links, memory, current, objective, speeds, ties_only).run()
 
 
 @dataclass(frozen=True)
@@ -121,7 +131,7 @@ class _Search:
     def __init__(
         self,
         layers: tuple[LayerCost, ...],
-        ranks: int,
+        placement: tuple[int, ...],
         make: Make,
         links: Sequence[LinkCost] | None,
         memory: MemoryLimits | None,
@@ -130,15 +140,18 @@ class _Search:
         speeds: Sequence[float] | None,
         ties_only: bool,
     ) -> None:
-        self.layers, self.ranks, self.make, self.links, self.memory = layers, ranks, make, links, memory
-        self.current, self.whole, self.speeds, self.ties_only = current, objective is Objective.MAKESPAN, speeds, ties_only
+        self.layers, self.placement, self.make, self.links, self.memory = layers, placement, make, links, memory
+        self.current, self.whole, self.ties_only = current, objective is Objective.MAKESPAN, ties_only
+        self.stages, self.ranks, self.rates = len(placement), max(placement) + 1, speeds
+        self.speeds = None if speeds is None else [speeds[rank] for rank in placement]
         sizes = [layer.static_bytes for layer in layers]
         self.sizes = sizes if any(sizes) else [1] * len(sizes)
         self.size_sums = [0, *accumulate(self.sizes)]
         # What the replay reads: sums of F, B, W before each layer, on each stage's rank; and each link's time wherever a stage may stop.
         sums = np.array([[0.0, *accumulate(times)] for times in zip(*((x.f, x.b, x.w) for x in layers), strict=True)])
-        self.works = sums[:, None, :] / np.array([1.0] if speeds is None else speeds)[None, :, None]
-        self.sends = np.zeros((max(1, ranks - 1), len(layers) + 1))
+        self.works = sums[:, None, :] / np.array(self.speeds or [1.0])[None, :, None]
+        self.work = self.works.sum(0)
+        self.sends = np.zeros((max(1, self.stages - 1), len(layers) + 1))
         for boundary, link in enumerate(links or ()):
             self.sends[boundary, 1:] = [link.seconds(x.output_bytes) for x in layers]
         # Layers before this one have neither B nor W. How many stages they fill decides which ops a schedule has.
@@ -165,26 +178,41 @@ class _Search:
     def starts(self) -> list[Bounds]:
         """Placements of the least bottleneck, the one with the fewest moves first; and, where they may be, the current and the even one."""
         weights = [layer.seconds for layer in self.layers]
-        found = ties(weights, self.ranks, memory=self.memory, current=self.current, move_bytes=self.sizes, speeds=self.speeds)
+        if self.stages > self.ranks:
+            best = chunked(weights, self.placement, memory=self.memory, current=self.current, speeds=self.rates)
+            found, others = [best.partition], [exact(weights, self.stages)]
+        else:
+            found = ties(weights, self.stages, memory=self.memory, current=self.current, move_bytes=self.sizes, speeds=self.speeds)
+            others = []
         if self.ties_only:
             self.limit = self.bottleneck(found[0].bounds) * (1 + 1e-12)
-        others = [uniform(len(self.layers), self.ranks)]
-        if self.current is not None and self.current.ranks == self.ranks:
+        others.append(uniform(len(self.layers), self.stages))
+        if self.current is not None and self.current.ranks == self.stages:
             others.append(self.current)
-        return [x.bounds for x in found] + [x.bounds for x in others if self.allowed(x.bounds, None)]
+        return [x.bounds for x in found] + [x.bounds for x in others if self.allowed(x.bounds)]
 
-    def allowed(self, bounds: Bounds, known: Bounds | None) -> bool:
-        """Within memory and, if that is asked for, the least bottleneck. `known`: a placement that is, so that only what differs counts."""
+    def allowed(self, bounds: Bounds) -> bool:
+        """Within memory and, if that is asked for, the least bottleneck."""
         if self.memory is not None:
-            for stage, (start, stop) in enumerate(pairwise(bounds)):
-                if known is not None and known[stage] <= start and stop <= known[stage + 1]:
-                    continue
-                if not self.memory.fits(stage, start, stop):
+            if self.stages > self.ranks:
+                held = [0] * self.ranks
+                for stage, (start, stop) in enumerate(pairwise(bounds)):
+                    held[self.placement[stage]] += self.memory.need(stage, start, stop)
+                if any(held[rank] > limit for rank, limit in zip(self.placement, self.memory.limits, strict=True)):
                     return False
+            elif not all(self.memory.fits(stage, start, stop) for stage, (start, stop) in enumerate(pairwise(bounds))):
+                return False
         return self.limit == math.inf or self.bottleneck(bounds) <= self.limit
 
     def bottleneck(self, bounds: Bounds) -> float:
-        return float(np.diff(self.works.sum(0)[np.arange(self.ranks) % self.works.shape[1], [bounds[:-1], bounds[1:]]], axis=0).max())
+        times = [0.0] * self.ranks
+        for rank, time in zip(self.placement, self.loads(bounds), strict=True):
+            times[rank] += time
+        return max(times)
+
+    def loads(self, bounds: Bounds) -> list[float]:
+        work = self.work
+        return [float(work[s % len(work), stop] - work[s % len(work), start]) for s, (start, stop) in enumerate(pairwise(bounds))]
 
     def moved(self, bounds: Bounds) -> int:
         """Bytes that are not where `current` has them."""
@@ -247,7 +275,7 @@ class _Search:
         while progress and self.budget > 0:
             progress = False
             for other in self.neighbours(bounds):
-                if other in tried or not self.allowed(other, bounds):
+                if other in tried or not self.allowed(other):
                     continue
                 tried.add(other)
                 value = self.replay(other, least * (1 + _SAME))
@@ -260,9 +288,8 @@ class _Search:
 
     def neighbours(self, bounds: Bounds) -> Iterator[Bounds]:
         """From the most loaded stage to the least loaded first, though a load is not all that counts."""
-        work = self.works.sum(0)
-        load = [float(work[s % len(work), stop] - work[s % len(work), start]) for s, (start, stop) in enumerate(pairwise(bounds))]
-        order = sorted(range(self.ranks), key=lambda stage: (-load[stage], stage))
+        load = self.loads(bounds)
+        order = sorted(range(self.stages), key=lambda stage: (-load[stage], stage))
         for source in order:
             for target in reversed(order):
                 low, high, step = (source, target, -1) if source < target else (target, source, 1)

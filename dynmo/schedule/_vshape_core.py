@@ -58,7 +58,7 @@ def cycles(m, frozen, cycle, order):
             elif step < lead + 2 * p:
                 k = 1 + (step - lead) % 2
             else:
-                k = cycle[step % 4]
+                k = cycle[(step - lead - 2 * p) % 4]
             step += 1
             if done[k] >= most[k] or (k > 0 and done[k] >= done[k - 1] and most[k - 1] > 0):
                 continue
@@ -158,10 +158,8 @@ def play(m, frozen, order, f, b, w, link, hold, stash, cap, share, latest, patie
                 if g == 0 and s < frozen and j >= p and s + 1 < n:
                     # A forward-only stage is at most p microbatches ahead of the next one: see op.dependencies.
                     ahead = s + 1 if s + 1 < p else n - 2 - s
-                    if count[ahead, 0 if s + 1 < p else 1] <= j - p:
-                        a = NEVER
-                    else:
-                        a = max(a, start[0, s + 1, j - p] + f[s + 1] + link[s])
+                    gone = count[ahead, 0 if s + 1 < p else 1] > j - p
+                    a = max(a, start[0, s + 1, j - p] + f[s + 1] + link[s]) if gone else NEVER
                 if g == 0 and live[r] + hold[s] > limit:
                     if idle_w < 0:
                         return -1.0
@@ -247,11 +245,7 @@ def latest_starts(m, frozen, order, f, b, link, deadline, latest):
             end = limit[r]
             other = -1
             if g == 0:
-                after = NEVER
-                if s + 1 < n:
-                    after = latest[0, s + 1, j] - link[s]
-                else:
-                    after = latest[1, s, j]
+                after = latest[0, s + 1, j] - link[s] if s + 1 < n else latest[1, s, j]
                 if after < -NEVER / 2:
                     break
                 end = min(end, after) - f[s]

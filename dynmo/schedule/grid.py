@@ -7,8 +7,13 @@
       0         2         4         6         8         10        12
 
 A cell starts with the kind and the microbatch (`F3`; `2F3` for stage 2 where a rank has several stages) and lasts until the next cell
-or the first dot; dots are idle time. Where a cell is too narrow only the kind is left (X for a narrow BW), and where many ops share a
-column it shows the kind that fills more than half of it, or # for several together.
+or the first dot; dots are idle time. Where a cell is too narrow the stage is left out first, then the microbatch (X for a narrow BW); a
+small letter then stands for the second of a rank's stages (or the fourth, ..), a capital for the first:
+
+    0 |FFFfbwfbwFBWfbwBWfbBWBWw.|
+    1 |.FfFfbwFBWfbwFBWfbBbBWwWw|
+
+Where many ops share a column it shows the kind that fills more than half of it, or # for several together.
 """
 
 from __future__ import annotations
@@ -31,8 +36,11 @@ _LETTER = {Kind.F: "F", Kind.B: "B", Kind.W: "W", Kind.BW: "X"}
 _MEANING = {Kind.F: "F forward", Kind.B: "B input gradient", Kind.W: "W weight gradient", Kind.BW: "BW both gradients"}
 _STYLE = {Kind.F: "black on cyan", Kind.B: "black on green", Kind.W: "black on yellow", Kind.BW: "black on magenta"}
 
-# One column of a row: its character, and the kind that it belongs to (None: idle or mixed).
-_Column = tuple[str, Kind | None]
+# What is drawn alike: a kind, on an even or an odd one of a rank's stages.
+_Mark = tuple[Kind, bool]
+
+# One column of a row: its character, and what it belongs to (None: idle or mixed).
+_Column = tuple[str, _Mark | None]
 
 
 def draw(timeline: Timeline, width: int = 120) -> str:
@@ -50,8 +58,8 @@ def draw_coloured(timeline: Timeline, width: int = 120) -> Text:
     text = Text(no_wrap=True, overflow="ignore")
     for rank, row in enumerate(rows):
         text.append(f"{rank:>{label}} |")
-        for char, kind in row:
-            text.append(char, None if kind is None else _STYLE[kind])
+        for char, mark in row:
+            text.append(char, None if mark is None else _STYLE[mark[0]] + " italic" * mark[1])
         text.append("|\n")
     return text.append("\n".join(below) + "\n")
 
@@ -83,18 +91,21 @@ def _scale(timeline: Timeline, columns: int) -> float:
 
 def _row(spans: tuple[Span, ...], origin: float, scale: float, columns: int) -> list[_Column]:
     # First what fills each column, which is all there is to show of ops narrower than one; then the wider ops over it, with labels.
-    filled: list[dict[Kind, float]] = [{} for _ in range(columns)]
+    stages = sorted({span.op.stage for span in spans})
+    odd = {stage: bool(chunk % 2) for chunk, stage in enumerate(stages)}
+    filled: list[dict[_Mark, float]] = [{} for _ in range(columns)]
     for op, start, end in spans:
         left, right = (start - origin) * scale, (end - origin) * scale
+        mark = op.kind, odd[op.stage]
         for column in range(int(left), min(columns, math.ceil(right))):
             share = min(right, column + 1) - max(left, column)
-            filled[column][op.kind] = filled[column].get(op.kind, 0.0) + share
+            filled[column][mark] = filled[column].get(mark, 0.0) + share
     row = [_column(shares) for shares in filled]
-    several = len({span.op.stage for span in spans}) > 1
     for op, start, end in spans:
         left, right = _round((start - origin) * scale), min(columns, _round((end - origin) * scale))
         if (end - start) * scale > 1 - 1e-9 and left < right:
-            row[left:right] = [(char, op.kind) for char in _cell(op, right - left, several)]
+            mark = op.kind, odd[op.stage]
+            row[left:right] = [(char, mark) for char in _cell(op, right - left, len(stages) > 1, odd[op.stage])]
     return row
 
 
@@ -103,17 +114,30 @@ def _round(position: float) -> int:
     return math.floor(position + 0.5 + 1e-6)
 
 
-def _column(shares: dict[Kind, float]) -> _Column:
-    kind, most = max(shares.items(), key=lambda item: item[1], default=(Kind.F, 0.0))
-    if most > 0.5 + 1e-6:
-        return _LETTER[kind], kind
+def _column(shares: dict[_Mark, float]) -> _Column:
+    most = max(shares, key=lambda mark: shares[mark], default=None)
+    if most is None:
+        return IDLE, None
+    if shares[most] > 0.5 + 1e-6:
+        return _letter(most), most
+    # No stage's op fills half of it; perhaps those of one kind do together.
+    kind = most[0]
+    if sum(share for mark, share in shares.items() if mark[0] is kind) > 0.5 + 1e-6:
+        return _LETTER[kind], (kind, False)
     return (MIXED, None) if sum(shares.values()) > 0.5 + 1e-6 else (IDLE, None)
 
 
-def _cell(op: Op, width: int, several: bool) -> str:
-    full = f"{op.stage if several else ''}{op.kind}{op.microbatch}"
-    # Never the two letters of BW without a number: they would read as a B and a W.
-    return (full if len(full) <= width else _LETTER[op.kind]).ljust(width)
+def _letter(mark: _Mark) -> str:
+    kind, odd = mark
+    return _LETTER[kind].lower() if odd else _LETTER[kind]
+
+
+def _cell(op: Op, width: int, several: bool, odd: bool) -> str:
+    """The fullest label that fits. Never the two letters of BW without a number: they would read as a B and a W."""
+    short = f"{op.kind.lower() if odd else op.kind}{op.microbatch}"
+    # Two numbers to an op are only read with a space behind them.
+    labels = (f"{op.stage}{op.kind}{op.microbatch} ", short) if several else (short,)
+    return next((label for label in labels if len(label) <= width), _letter((op.kind, odd))).ljust(width)
 
 
 def _axis(makespan: float, scale: float, used: int) -> list[str]:
@@ -137,8 +161,11 @@ def _legend(timeline: Timeline, rows: list[list[_Column]], scale: float, width: 
     kinds = {span.op.kind for row in timeline.ranks for span in row}
     shown = {char for row in rows for char, _ in row}
     parts = [_MEANING[kind] for kind in Kind if kind in kinds]
-    if _LETTER[Kind.BW] in shown:
+    if shown & {_LETTER[Kind.BW], _LETTER[Kind.BW].lower()}:
         parts.append(f"{_LETTER[Kind.BW]} a narrow BW")
+    if any(char.islower() for char in shown):
+        chunks = max(len({span.op.stage for span in row}) for row in timeline.ranks)
+        parts.append("small letters the upper of a rank's stages" if chunks == 2 else "small letters a rank's second, fourth, .. stage")
     if MIXED in shown:
         parts.append(f"{MIXED} several ops in one column")
     if IDLE in shown:

@@ -1,7 +1,7 @@
-"""Schedules in a V: two stages a rank, placed down the ranks and up again, so that a rank that holds one stage long holds the other shortly.
+"""Schedules in a V: two stages a rank, placed down the ranks and up again. Where a rank waits long for the one's B, the other's comes soon.
 
-    stage  0 1 2 3 4 5      # zb-v  ranks=3: rank 0 holds the stages 0 and 5, rank 1 holds 1 and 4, rank 2 holds 2 and 3, whose link is free
-    rank   0 1 2 2 1 0
+    stage  0 1 2 3 4 5      on 3 ranks: rank 0 holds the stages 0 and 5, rank 1 holds 1 and 4, rank 2 holds 2 and 3,
+    rank   0 1 2 2 1 0      between which nothing travels
 
 ZB-V fills the pipeline as far as p activations of a whole rank (both its stages, one microbatch) allow; V-Half and V-Min let a microbatch
 pass in less time and keep about p / 2 + 1 and p / 3 + 1 of them (Zero Bubble, section 6; Pipeline Parallelism with Controllable Memory).
@@ -9,12 +9,15 @@ pass in less time and keep about p / 2 + 1 and p / 3 + 1 of them (Zero Bubble, s
 How one is made. Each rank's order of F's and B's is laid down first, by one of two rules:
 
     cycles  the hand-made ZB-V: F's for as long as the first microbatch is on its way, then F and B of both stages in turn
-    block   one microbatch's F's and B's, spread over time, repeated at one interval for all microbatches (V-Half, V-Min)
+    block   one microbatch's F's and B's, spread over time, repeated at one interval for all microbatches
 
-Then the ranks run their orders at the true costs, and W's go where they cost least: into gaps that hold most of one, and before an F that has
-no memory without it. Before its last B's a rank has gaps too short for a W whose sum is not; there, a W may push B's back as far as the last
-microbatch's way home allows. Out of many blocks the best that keeps within memory is taken, and changed a little for as long as that helps. One of
-them always does: a block so long that it holds one microbatch. How many are tried depends on the size of the case, never on time.
+Then the ranks run their orders at the true costs, and W's go where they cost least: into gaps that hold most of one, and before an F that
+has no memory without it. Before its last B's a rank has gaps each too short for a W, but not all together; there a W may push B's back as
+far as the last microbatch's way home allows.
+
+Out of many blocks the one that comes out shortest within memory is taken, and changed a little for as long as that helps. One always keeps
+within memory: the block so long that one microbatch is through before the next. How many are tried depends on the size of the case, never
+on time, so every rank finds the same schedule.
 """
 
 from __future__ import annotations
@@ -39,15 +42,17 @@ _Order = NDArray[np.int8]
 _SHARES = (1.0, 0.5)
 # The steady state of ZB-V: 0 F below, 1 F above, 2 B above, 3 B below.
 _CYCLES = ((0, 3, 1, 2), (3, 0, 1, 2))
-# Least lengths of the four hops (F down, F up, B down, B up) and rests at the three turns (F to F, F to B, B to B), in sixths of the interval.
-_HOPS = ((0, 0, 0, 0), (1, 2, 1, 2), (2, 1, 2, 1), (1, 2, 2, 1), (2, 0, 2, 1.5), (1.5, 2, 1.5, 2), (2, 4, 2, 4), (4, 2, 4, 2))
-_TURNS = ((0, 0, 0), (0, 0, 1), (1, 0, 1))
-# The interval, in multiples of what the busiest rank works for one microbatch. 0 is one microbatch at a time.
-_INTERVALS = (1.0, 1.08, 1.16, 1.25, 1.35, 1.5, 1.7, 2.0, 2.5)
+# A block: least lengths of the four hops (F down, F up, B down, B up) and rests at the three turns (F to F, F to B, B to B), in sixths of
+# what the busiest rank works for one microbatch.
+_HOPS = ((0, 0, 0, 0), (1, 2, 1, 2), (2, 1, 2, 1), (2.5, 1, 2.5, 1), (2, 0, 2, 1.5), (1.5, 2, 1.5, 2), (2, 4, 2, 4), (4, 2, 4, 2))
+_TURNS = ((0, 0, 0), (2, 0, 2), (0, 0, 1))
+_STEPS = (1.0, 0.5, 0.25)
+# The interval is in multiples of that work. It is doubled until memory holds the block, then halved back so many times.
+_HALVINGS = 5
 _SERIAL = ((0.0,) * 7, 0.0)
-# How many ops may be placed in all while looking for the best order.
-_BUDGET = 6_000_000
-_LEAST_TRIES = 24
+# How many ops may be placed in all while looking for the best order, and how often they may be placed at least and at most.
+_BUDGET = 8_000_000
+_TRIES = (60, 600)
 
 _Block = tuple[tuple[float, ...], float]
 
@@ -109,8 +114,8 @@ def _make(
         raise ScheduleError(f"{name}: first trainable stage {first_trainable} of {stages} stages; at least the last stage must train")
     case = _case(name, most, costs, microbatches, caps, first_trainable, objective)
     order, share, patient = _search(case)
-    rows = case.run(order, share, patient)
-    assert rows >= 0.0
+    time = case.run(order, share, patient)
+    assert time >= 0.0, "an order that was run before runs again"
     return _schedule(name, case)
 
 
@@ -190,8 +195,8 @@ def _case(
     for rank in range(ranks):
         if not cap[rank] * (1 + 1e-9) >= both[rank]:
             raise ScheduleError(
-                f"{name}: the memory limit of rank {rank} is {cap[rank]:.10g}, but one microbatch of its stages {rank} and {n - 1 - rank} takes"
-                f" {both[rank]:.10g}; give it that much, or fewer layers"
+                f"{name}: the memory limit of rank {rank} is {cap[rank]:.10g}, but one microbatch of its stages {rank} and {n - 1 - rank}"
+                f" takes {both[rank]:.10g}; give it that much, or fewer layers"
             )
     link = np.array([*costs.links, 0.0])
     link[ranks - 1] = 0.0
@@ -211,35 +216,76 @@ def _case(
 
 def _search(case: _Case) -> tuple[_Order, float, int]:
     """The order, the share of W that a gap must hold, and the number of patient ranks that come out shortest."""
-    left = max(_LEAST_TRIES, _BUDGET // (6 * case.ranks * case.microbatches))
-    tried: list[tuple[float, _Order, float, _Block | None]] = []
-
-    def try_(order: _Order, block: _Block | None) -> float:
-        nonlocal left
-        best = np.inf
-        for share in _SHARES:
-            time = case.run(order, share)
-            left -= 1
-            if time >= 0.0:
-                tried.append((time, order, share, block))
-                best = min(best, time)
-        return best
-
-    try_(case.block(_SERIAL), None)
+    search = _Search(case)
+    search.order(case.block(_SERIAL))
     for cycle in _CYCLES:
-        try_(case.cycles(cycle), None)
-    best, found = np.inf, None
-    # Every interval once with every shape, the shapes in turn, so that a small budget still sees some of everything.
-    for interval, hops, turns in product(_INTERVALS, _HOPS, _TURNS):
-        if left <= _LEAST_TRIES // 4:
-            break
-        block = ((*hops, *turns), interval)
-        time = try_(case.block(block), block)
-        if time < best:
-            best, found = time, block
-    _ = found
-    time, order, share, _ = min(tried, key=lambda x: x[0])
-    return order, share, _patience(case, order, share, time)
+        search.order(case.cycles(cycle))
+    for turns, hops in product(_TURNS, _HOPS):
+        search.shortest_interval((*hops, *turns))
+    search.descend()
+    assert search.best is not None
+    return search.best, search.share, _patience(case, search.best, search.share, search.time)
+
+
+class _Search:
+    """The best order so far, and the best block. Every try of an order takes one from `left`."""
+
+    def __init__(self, case: _Case) -> None:
+        least, most = _TRIES
+        self.case = case
+        self.left = min(most, max(least, _BUDGET // (6 * case.ranks * case.microbatches)))
+        self.time, self.best, self.share = np.inf, None, 1.0
+        self.block_time, self.block = np.inf, _SERIAL
+
+    best: _Order | None
+    block: _Block
+
+    def order(self, order: _Order) -> float:
+        """Its time, or infinity where memory forbids it."""
+        shortest = np.inf
+        for share in _SHARES:
+            time = self.case.run(order, share)
+            self.left -= 1
+            if time < 0.0:
+                break  # the share only moves W's about: with another one memory is short too
+            shortest = min(shortest, time)
+            if time < self.time:
+                self.time, self.best, self.share = time, order, share
+        return shortest
+
+    def try_(self, block: _Block) -> float:
+        time = self.order(self.case.block(block))
+        if time < self.block_time:
+            self.block_time, self.block = time, block
+        return time
+
+    def shortest_interval(self, shape: tuple[float, ...]) -> None:
+        """The shorter the interval, the more microbatches are on their way at once."""
+        low = high = 1.0
+        while self.left > 0 and high < 16 and self.try_((shape, high)) == np.inf:
+            low, high = high, high * 2
+        for _ in range(_HALVINGS if high > 1.0 else 0):
+            if self.left <= 0:
+                return
+            middle = (low + high) / 2
+            low, high = (middle, high) if self.try_((shape, middle)) == np.inf else (low, middle)
+
+    def descend(self) -> None:
+        """Changes the best block one number at a time, in smaller and smaller steps, for as long as that helps."""
+        for step in _STEPS:
+            helped = True
+            while helped:
+                helped = False
+                for at, sign in product(range(8), (1, -1)):
+                    if self.left <= 0:
+                        return
+                    shape, interval = self.block
+                    if at == 7:
+                        changed = (shape, interval * (1 + 0.06 * sign * step))
+                    else:
+                        changed = (tuple(max(0.0, x + sign * step * (i == at)) for i, x in enumerate(shape)), interval)
+                    before = self.block_time
+                    helped = self.try_(changed) < before or helped
 
 
 def _patience(case: _Case, order: _Order, share: float, best: float) -> int:

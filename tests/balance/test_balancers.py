@@ -6,13 +6,15 @@ from dataclasses import replace
 import pytest
 
 from dynmo.balance.balancers import BALANCERS, BalanceRequest, balancer
-from dynmo.balance.partition import Partition
+from dynmo.balance.partition import Partition, stage_loads
+from dynmo.balance.placed import by_name, pipeline_costs
 from dynmo.costs import LayerCost
 from dynmo.errors import PartitionError
+from dynmo.simulator import simulate
 
 # The first three layers are frozen: forward only, but as many parameters as the others.
 FROZEN = tuple(LayerCost(1.0, 0.0, 0.0, parameters=10) for _ in range(3)) + tuple(LayerCost(1.0, 1.0, 1.0, parameters=10) for _ in range(3))
-REQUEST = BalanceRequest(FROZEN, Partition((4, 2)))
+REQUEST = BalanceRequest(FROZEN, Partition((4, 2)), make=by_name("zb-h1", 4))
 
 
 def limited(sizes: list[int], current: tuple[int, ...], limit: tuple[int, ...]) -> BalanceRequest:
@@ -23,7 +25,11 @@ def limited(sizes: list[int], current: tuple[int, ...], limit: tuple[int, ...]) 
 def test_what_each_returns():
     found = {name: balance(REQUEST).counts for name, balance in BALANCERS.items() if name != "random"}
     # By time 1 1 1 3 3 3: three and one layer of 3 against two of 3. The current placement is one of the best already.
-    assert found == {"none": (4, 2), "uniform": (3, 3), "exact": (4, 2), "diffusion": (4, 2)}
+    by_count = dict.fromkeys(
+        ("uniform", "deepspeed-uniform", "deepspeed-parameters", "megatron-uniform", "megatron-embedding-loss"), (3, 3)
+    )
+    by_time = dict.fromkeys(("none", "exact", "schedule-aware", "diffusion", "deepspeed-time", "algorithm-3"), (4, 2))
+    assert found == by_count | by_time
 
 
 def test_parameters_do_not_see_freezing():
@@ -106,8 +112,70 @@ def test_requests_that_do_not_hold_together():
         BalanceRequest(FROZEN, Partition((4, 2)), resident=((),), memory_limit=(1, 1))
 
 
+def test_speeds():
+    even = BalanceRequest(tuple(LayerCost(1.0, 1.0, 1.0) for _ in range(6)), Partition((3, 3)), speeds=(1.0, 2.0))
+    assert balancer("exact")(even).counts == (2, 4)
+    assert balancer("schedule-aware")(replace(even, make=by_name("1f1b", 8))).counts == (2, 4)
+
+
+def test_several_stages_per_rank():
+    heavy = BalanceRequest(
+        tuple(LayerCost(f, 0.0, 0.0) for f in (5, 1, 1, 1, 1, 1, 1, 1, 1)), Partition((3, 2, 2, 2)), placement=(0, 1, 1, 0)
+    )
+    found = balancer("exact")(heavy)
+    assert max(found.counts[0] + 4 + found.counts[3], found.counts[1] + found.counts[2]) == 7
+    with pytest.raises(PartitionError, match="placement of 2 stages on ranks for 4 stages"):
+        replace(heavy, placement=(0, 1))
+
+
+def test_exact_breaks_ties_by_the_simulated_time():
+    # Layer 0 decides the bottleneck; how the others are divided is free, and (1, 2, 5) takes an eighth longer than (1, 3, 4).
+    layers = (LayerCost(5.0, 5.0, 5.0), *(LayerCost(1.0, 1.0, 1.0) for _ in range(7)))
+    request = BalanceRequest(layers, Partition((1, 2, 5)))
+    make = by_name("1f1b", 4)
+    assert balancer("exact")(request) == request.current  # nothing needs to move
+    seeing = balancer("exact")(replace(request, make=make))
+    assert seeing.counts == (1, 3, 4)
+    assert max(stage_loads(request.weights, seeing)) == 15.0
+
+    def span(partition: Partition) -> float:
+        costs = pipeline_costs(layers, partition)
+        return simulate(make(costs), costs).span
+
+    assert (span(request.current), span(seeing)) == (81.0, 72.0)
+    # By parameters nothing is simulated.
+    assert balancer("exact")(replace(request, make=make, cost="parameters")) == balancer("exact")(replace(request, cost="parameters"))
+
+
+def test_schedule_aware_needs_a_schedule():
+    with pytest.raises(PartitionError, match="'schedule-aware' needs the schedule that will run"):
+        balancer("schedule-aware")(replace(REQUEST, make=None))
+
+
+def test_baselines_that_cannot_run_say_so():
+    heavy = BalanceRequest(tuple(LayerCost(f, 0.0, 0.0) for f in (5, 1, 1, 1, 1)), Partition((3, 1, 1)))
+    with pytest.raises(PartitionError, match=r"DeepSpeed's placement by time leaves stage 0 without a layer .* use 'exact'"):
+        balancer("deepspeed-time")(heavy)
+    with pytest.raises(PartitionError, match="multiple of 3 blocks for 3 stages, not 5 blocks"):
+        balancer("megatron-uniform")(heavy)
+    with pytest.raises(PartitionError, match="out of the network's order"):
+        balancer("algorithm-3")(BalanceRequest(tuple(LayerCost(f, 0.0, 0.0) for f in (4, 3, 2, 2, 1, 1, 2)), Partition((3, 2, 2))))
+    with pytest.raises(PartitionError, match="stage 1 of the placement"):
+        balancer("deepspeed-uniform")(limited([4, 4, 4, 4], (3, 1), (99, 5)))
+
+
+def test_by_type():
+    names = ("embedding", *(f"blocks.{i}.{half}" for i in range(4) for half in ("attention", "feed_forward")), "head")
+    layers = tuple(LayerCost(1.0, 1.0, 1.0) for _ in names)
+    request = BalanceRequest(layers, Partition((5, 5)), names=names)
+    assert balancer("deepspeed-type:ATTENTION")(request).counts == (5, 5)
+    assert balancer("megatron-uniform")(request).counts == (5, 5)
+    with pytest.raises(PartitionError, match="9 names for 10 layers"):
+        replace(request, names=names[1:])
+
+
 def test_names():
-    with pytest.raises(PartitionError, match="'schedule-aware' is not served by this version; choose one of none, uniform, exact"):
-        balancer("schedule-aware")
-    with pytest.raises(PartitionError, match="unknown balancer 'exat'; choose one of none, uniform, exact, diffusion, random"):
+    with pytest.raises(
+        PartitionError, match="unknown balancer 'exat'; choose one of none, uniform, exact, schedule-aware, diffusion, random"
+    ):
         balancer("exat")

@@ -1,16 +1,23 @@
 """Placements, and the exact one against every placement there is."""
 
+import json
+import math
+import random
 import re
+import time
 from collections.abc import Callable
 from fractions import Fraction
 from itertools import combinations, pairwise
+from math import gcd
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dynmo.balance.chains import integer_sums, tie_unit
 from dynmo.balance.partition import Move, Partition, exact, imbalance, moves, stage_loads, uniform, weigh
-from dynmo.costs import LayerCost
+from dynmo.costs import LayerCost, LinkCost
 from dynmo.errors import PartitionError
 from dynmo.memory import MemoryLimits
 
@@ -22,12 +29,41 @@ def every_placement(layers: int, ranks: int) -> list[tuple[int, ...]]:
     return [(0, *cuts, layers) for cuts in combinations(range(1, layers), ranks - 1)]
 
 
-def judge(weights: list[float], bounds: tuple[int, ...], current: Partition | None, sizes: list[int]) -> tuple[object, ...]:
-    """What `exact` promises to minimise, in its order, in fractions."""
-    loads = [sum(map(Fraction, weights[a:b]), Fraction()) for a, b in pairwise(bounds)]
-    new = Partition.from_bounds(bounds)
-    moved = sum(sizes[m.layer] for m in moves(current, new)) if current else 0
-    return max(loads), moved, sum(x * x for x in loads), sum(c * c for c in new.counts), bounds[::-1]
+def best_of(
+    weights: list[float],
+    every: list[tuple[int, ...]],
+    current: Partition | None = None,
+    sizes: list[int] | None = None,
+    speeds: list[float] | None = None,
+    sends: Callable[[int, int], Fraction] = lambda stage, stop: Fraction(),
+) -> tuple[int, ...]:
+    """What `exact` promises to minimise, in its order: times in fractions, their squares in whole units."""
+    layers, ranks = len(weights), len(every[0]) - 1
+    rates = [Fraction(speed) for speed in speeds or [1] * ranks]
+
+    def time(stage: int, a: int, b: int) -> Fraction:
+        return sum(map(Fraction, weights[a:b]), Fraction()) / rates[stage] + sends(stage, b)
+
+    least = min(max(time(stage, a, b) for stage, (a, b) in enumerate(pairwise(bounds))) for bounds in every)
+    # The weights as integers, and those in the units in which ties are compared.
+    step = Fraction(gcd(*(b - a for a, b in pairwise(integer_sums(weights)))) or 1)
+    step /= max(Fraction(w).denominator for w in weights)
+    total, boundaries = sum(map(Fraction, weights), Fraction()), range(1, max(2, layers))
+    largest = max(int(min((least - sends(s, b)) * rate, total) / step) for s, rate in enumerate(rates) for b in boundaries)
+    unit = tie_unit(max(largest, int(least / step * min(rates))), ranks)
+    loads = [int(Fraction(w) / step) // unit for w in weights]
+
+    def rest(bounds: tuple[int, ...]) -> tuple[object, ...]:
+        new = Partition.from_bounds(bounds)
+        moved = sum((sizes or [1] * layers)[m.layer] for m in moves(current, new)) if current else 0
+        times = [
+            (sum(loads[a:b]) * round((1 << 30) * min(rates) / rates[s]) >> 30) + int(min(sends(s, b), least) / step * min(rates) / unit)
+            for s, (a, b) in enumerate(pairwise(bounds))
+        ]
+        return moved, sum(x * x for x in times), sum(c * c for c in new.counts), bounds[::-1]
+
+    ties = [bounds for bounds in every if all(time(s, a, b) <= least for s, (a, b) in enumerate(pairwise(bounds)))]
+    return min(ties, key=rest)
 
 
 @st.composite
@@ -51,8 +87,26 @@ def test_exact_is_the_best_of_every_placement(case: tuple[list[float], int], dat
     layers = len(weights)
     current = data.draw(st.none() | placements(layers))
     sizes = data.draw(st.none() | st.lists(st.integers(0, 3), min_size=layers, max_size=layers))
-    best = min(every_placement(layers, ranks), key=lambda bounds: judge(weights, bounds, current, sizes or [1] * layers))
+    best = best_of(weights, every_placement(layers, ranks), current, sizes)
     assert exact(weights, ranks, current=current, move_bytes=sizes).bounds == best
+
+
+@many
+@given(cases(), st.data())
+def test_exact_with_speeds_and_links(case: tuple[list[float], int], data: st.DataObject):
+    weights, ranks = case
+    layers = len(weights)
+    speeds = data.draw(st.lists(st.sampled_from([1.0, 0.5, 2.0, 0.9, 1.3]), min_size=ranks, max_size=ranks))
+    links = [LinkCost(data.draw(st.sampled_from([0.0, 0.1, 3.0])), data.draw(st.sampled_from([1.0, 7.0, 1e9]))) for _ in range(ranks - 1)]
+    sent = data.draw(st.just([8] * layers) | st.lists(st.integers(0, 12), min_size=layers, max_size=layers))
+
+    def sends(stage: int, stop: int) -> Fraction:
+        return Fraction(links[stage].seconds(sent[stop - 1])) if stage < ranks - 1 else Fraction()
+
+    every = every_placement(layers, ranks)
+    assert exact(weights, ranks, speeds=speeds).bounds == best_of(weights, every, speeds=speeds)
+    found = exact(weights, ranks, speeds=speeds, links=links, output_bytes=sent)
+    assert found.bounds == best_of(weights, every, speeds=speeds, sends=sends)
 
 
 @many
@@ -71,8 +125,7 @@ def test_exact_under_memory_limits(case: tuple[list[float], int], data: st.DataO
         if all(memory.fits(stage, a, b) for stage, (a, b) in enumerate(pairwise(bounds)))
     ]
     if fitting:
-        best = min(fitting, key=lambda bounds: judge(weights, bounds, None, []))
-        assert exact(weights, ranks, memory=memory).bounds == best
+        assert exact(weights, ranks, memory=memory).bounds == best_of(weights, fitting)
     else:
         with pytest.raises(PartitionError) as caught:
             exact(weights, ranks, memory=memory)
@@ -85,6 +138,101 @@ def test_exact_under_memory_limits(case: tuple[list[float], int], data: st.DataO
         named = re.search(r"stage (\d+)", message.partition("alone on ")[2] or message)
         assert named is not None, message
         assert memory.limits[int(named[1])] == limit
+
+
+def test_a_thousand_small_cases_under_memory_limits():
+    draw = random.Random(3)
+    feasible = 0
+    for _ in range(1000):
+        layers = draw.randint(1, 10)
+        ranks = draw.randint(1, min(layers, 5))
+        weights = [float(draw.randint(0, 9)) for _ in range(layers)]
+        sizes = [(draw.randint(0, 5), draw.randint(0, 5), draw.randint(0, 3)) for _ in range(layers)]
+        costs = tuple(LayerCost(0, 0, 0, weight_bytes=a, activation_bytes=b, stash_bytes=c) for a, b, c in sizes)
+        resident = tuple(((ranks - s, 0), (1, draw.randint(0, 2))) for s in range(ranks))
+        memory = MemoryLimits(costs, resident, tuple(draw.randint(10, 80) for _ in range(ranks)))
+        largest = [
+            max(sum(weights[a:b]) for a, b in pairwise(bounds))
+            for bounds in every_placement(layers, ranks)
+            if all(memory.fits(stage, a, b) for stage, (a, b) in enumerate(pairwise(bounds)))
+        ]
+        try:
+            found = exact(weights, ranks, memory=memory)
+        except PartitionError:
+            assert not largest
+            continue
+        feasible += 1
+        assert max(stage_loads(weights, found)) == min(largest)
+        assert all(memory.fits(stage, a, b) for stage, (a, b) in enumerate(pairwise(found.bounds)))
+    assert 300 < feasible < 900
+
+
+@pytest.mark.parametrize("kind", ["memory", "links", "both"])
+def test_middling_cases_where_a_stage_may_have_to_stop_short(kind: str):
+    """Against Bellman's table, with layers that only some stages can hold, and outputs of several sizes."""
+    draw = random.Random(kind)
+    feasible = 0
+    for _ in range(12):
+        layers, ranks = 36, 8
+        weights = [float(draw.randint(1, 20)) for _ in range(layers)]
+        sent = [draw.choice([0, 4, 16]) if kind != "memory" else 0 for _ in range(layers)]
+        links = [LinkCost(0.0, 1.0)] * (ranks - 1)
+        sizes = [draw.choice([1, 1, 1, 6]) if kind != "links" else 0 for _ in range(layers)]
+        memory = bytes_of(sizes, tuple(draw.choice([5, 14, 30]) for _ in range(ranks)))
+        sums = [sum(weights[:i]) for i in range(layers + 1)]
+        best = [0.0] + [math.inf] * layers
+        for s in range(ranks):
+            send = [0, *sent] if s < ranks - 1 else [0] * (layers + 1)
+            best = [
+                min((max(best[a], sums[e] - sums[a] + send[e]) for a in range(e) if memory.fits(s, a, e)), default=math.inf)
+                for e in range(layers + 1)
+            ]
+        try:
+            found = exact(weights, ranks, memory=memory, links=links, output_bytes=sent)
+        except PartitionError:
+            assert best[-1] == math.inf
+            continue
+        feasible += 1
+        loads = stage_loads(weights, found)
+        assert max(x + (sent[end - 1] if end < layers else 0) for x, end in zip(loads, found.bounds[1:], strict=True)) == best[-1]
+        assert all(memory.fits(s, a, e) for s, (a, e) in enumerate(pairwise(found.bounds)))
+    assert feasible >= 3
+
+
+@pytest.mark.parametrize(("layers", "ranks", "limit"), [(96, 24, 1e-3), (10_000, 1_024, 50e-3)])
+def test_it_takes_milliseconds(layers: int, ranks: int, limit: float):
+    draw = random.Random(layers)
+    weights = [draw.random() for _ in range(layers)]
+    costs = tuple(LayerCost(x, 0, 0, weight_bytes=2, activation_bytes=1) for x in weights)
+    share = layers // ranks
+    memory = MemoryLimits(costs, tuple(((ranks - s, 0),) for s in range(ranks)), tuple(2 * share * (2 + ranks - s) for s in range(ranks)))
+
+    def best(memory: MemoryLimits | None = None) -> float:
+        seconds: list[float] = []
+        for _ in range(5):
+            start = time.perf_counter()
+            exact(weights, ranks, memory=memory)
+            seconds.append(time.perf_counter() - start)
+        return min(seconds)
+
+    assert best() < limit
+    assert best(memory=memory) < limit
+
+
+def test_halves_of_blocks_on_the_fixed_traces():
+    """What whole blocks, halves and equal shares gain over two blocks on each of 24 ranks, as the ratio of the bottlenecks' sums."""
+    expected = {"early_exit": (1.00, 1.24, 1.39), "freezing": (1.09, 1.19, 1.36), "pruning": (1.06, 1.10, 1.17)}
+    folder = Path(__file__).parents[2] / "benchmarks" / "data" / "traces"
+    for case, gains in expected.items():
+        data = json.loads((folder / f"{case}-48-2048.json").read_text())
+        sums = [0.0] * 4
+        for row in zip(data["f"], data["b"], data["w"], strict=True):
+            halves = [math.fsum(x) for x in zip(*row, strict=True)]
+            blocks = [a + b for a, b in zip(halves[::2], halves[1::2], strict=True)]
+            found = (uniform(48, 24), blocks), (exact(blocks, 24), blocks), (exact(halves, 24), halves)
+            for i, value in enumerate((*(max(stage_loads(weights, x)) for x, weights in found), math.fsum(halves) / 24)):
+                sums[i] += value
+        assert tuple(round(sums[0] / x, 2) for x in sums[1:]) == gains
 
 
 def bytes_of(sizes: list[int], limits: tuple[int, ...]) -> MemoryLimits:

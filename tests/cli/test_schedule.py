@@ -308,3 +308,35 @@ def test_whoever_reads_may_stop_reading() -> None:
         process.stdout.close()
         assert process.stderr.read() == ""
         assert process.wait(60) == 1
+
+
+# The published table, through the command line
+
+TABLE_5 = json.loads((Path(__file__).parents[1] / "facts" / "zero_bubble_table5.json").read_text())["rows"]
+# The published runs interleave single layers: 24, 32, 48 and 64 of them.
+CHUNKS = {"1.5B": 3, "6.2B": 4, "14.6B": 3, "28.3B": 2}
+
+
+@pytest.mark.parametrize("row", TABLE_5, ids=lambda row: f"{row['model']}-m{row['microbatches']}")
+def test_the_published_table(run: Run, row: dict[str, Any]) -> None:
+    p = row["ranks"]
+    times = ("--tf", row["t_f_ms"], "--tb", row["t_b_ms"], "--tw", row["t_w_ms"], "--tcomm", row["t_comm_ms"])
+    times = (*times, "--w-memory", row["w_memory_share"])
+
+    def bubble(name: str, *more: object) -> dict[str, Any]:
+        return answer(run, *asked(name, p, row["microbatches"]), *times, *more)
+
+    for name in ("1f1b", "zb-h1", "zb-h2"):
+        assert bubble(name)["bubble_ratio"] == pytest.approx(row["bubble"][name], abs=5e-5)
+    interleaved = bubble("interleaved-1f1b", "--chunks", CHUNKS[row["model"]])
+    assert interleaved["bubble_ratio"] == pytest.approx(row["bubble"]["interleaved-1f1b"], abs=5e-5)
+    assert interleaved["every_message"]["bubble_ratio"] > interleaved["bubble_ratio"]
+    for key, limit in (("zb-1p", p), ("zb-2p", 2 * p)):
+        made = bubble("zb-auto", "--memory-limit", limit)
+        assert made["bubble_ratio"] <= row["bubble"][key] + 5e-5
+        assert made["lower_bound"] <= made["span"]
+        assert max(made["peak_memory"]) <= limit * (1 + 1e-9)
+    if row["microbatches"] == 3 * p:
+        made = bubble("zb-v")
+        assert round(made["bubble_ratio"], 4) <= {"1.5B": 0.0703, "6.2B": 0.0403, "14.6B": 0.0498, "28.3B": 0.0531}[row["model"]]
+        assert max(made["peak_memory"]) <= p * (1 + 1e-9)

@@ -198,6 +198,7 @@ def test_what_a_run_writes(base: Base) -> None:
     files = set(tree(base.folder))
     assert {f for f in files if not f.startswith("runs/main/checkpoints/")} == {
         "run.toml",
+        "runs/main/costs.json",
         "text",
         "models.py",
         "runs/main/config.toml",

@@ -10,6 +10,7 @@ from dynmo.costs import Costs, StageCost, uniform_costs
 from dynmo.errors import InputError
 from dynmo.schedule.generators import GENERATORS, make_schedule
 from dynmo.schedule.grid import MIN_WIDTH, draw, draw_coloured
+from dynmo.schedule.interleaved import interleaved
 from dynmo.schedule.op import Schedule, from_text
 from dynmo.simulator import simulate
 from tests.schedule.samples import schedules, whole_costs
@@ -76,6 +77,30 @@ def test_stages_are_named_where_a_rank_has_several() -> None:
     schedule = from_text("# v  ranks=2 microbatches=1 placement=0,1,1,0\n0 | 0F0 3F0 3BW0 0BW0\n1 | 1F0 2F0 2BW0 1BW0\n")
     rows = cells(draw(simulate(schedule, uniform_costs(4, 1, 1, 1)), 120), 2)
     assert [re.findall(r"\w+", row) for row in rows] == [["0F0", "3F0", "3BW0", "0BW0"], ["1F0", "2F0", "2BW0", "1BW0"]]
+
+
+def test_without_room_for_the_stage_small_letters_are_the_upper_one() -> None:
+    schedule = from_text("# v  ranks=2 microbatches=1 placement=0,1,1,0\n0 | 0F0 3F0 3B0 3W0 0BW0\n1 | 1F0 2F0 2BW0 1B0 1W0\n")
+    timeline = simulate(schedule, uniform_costs(4, 1, 1, 1))
+    # 4 columns for each unit of time, then 3, where only BW (6 of them) has room for two numbers and a space.
+    assert cells(draw(timeline, 52), 2) == [
+        "0F0 ........3F0 3B0 3W0 ........0BW0    ",
+        "....1F0 2F0 ........2BW0    1B0 1W0 ....",
+    ]
+    assert cells(draw(timeline, 40), 2) == ["F0 ......f0 b0 w0 ......0BW0  ", "...F0 f0 ......2BW0  B0 W0 ..."]
+    assert "small letters the upper of a rank's stages" in draw(timeline, 40).replace("\n", " ")
+    assert "small letters" not in draw(timeline, 52)
+
+
+def test_small_letters_are_every_other_stage() -> None:
+    timeline = simulate(interleaved(2, 8, 2), uniform_costs(4, 1, 1, 1))
+    assert cells(draw(timeline, 56), 2) == [
+        "FFffF.x Fx fX fX Fx Fx fX fX Fx Fx fX fX .x .x X X ",
+        ".FFfx fx FX FX fx fx FX FX fx fx FX FX fx fx X X ..",
+    ]
+    assert "X a narrow BW, small letters the upper of a rank's stages" in draw(timeline, 56).replace("\n", " ")
+    three = draw(simulate(interleaved(2, 4, 3), uniform_costs(6, 1, 1, 1)), 60)
+    assert "small letters a rank's second, fourth, .. stage" in three.replace("\n", " ")
 
 
 def test_ops_without_time_are_not_drawn() -> None:

@@ -1,0 +1,289 @@
+"""Placement of layers on stages: how long it takes, how near it comes to the best there is, and what it brings on fixed cost traces.
+
+times           `exact`, warm (best of several) and in a new process
+brute_force     `exact` against every placement, under memory limits
+chunked         several stages per rank: over equal shares, and whether proven
+diffusion       rounds, and the distance to the optimum in heaviest layers
+schedule_aware  under the best and the worst placement of the least bottleneck
+traces          48 blocks on 24 ranks, 24 moments of each case (benchmarks/data/traces: models of cost, per half block): the gain over
+                as many blocks on every rank, as the ratio of the bottlenecks summed over the moments; None where the balancer's answer
+                    cannot run at some of them (cannot_run_at: at how many)
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from itertools import combinations, pairwise
+from pathlib import Path
+from statistics import mean, median
+from typing import Any
+
+from benchmarks.harness import main
+from dynmo.balance.balancers import BALANCERS, BalanceRequest
+from dynmo.balance.chunks import chunked
+from dynmo.balance.diffusion import diffuse, published_diffusion
+from dynmo.balance.partition import Partition, exact, stage_loads, uniform
+from dynmo.balance.placed import by_name, freeze, pipeline_costs
+from dynmo.balance.schedule_aware import search
+from dynmo.costs import LayerCost
+from dynmo.errors import PartitionError
+from dynmo.memory import MemoryLimits
+from dynmo.schedule.bound import Objective
+from dynmo.simulator import simulate
+
+TRACES = Path(__file__).parent / "data" / "traces"
+RANKS = 24
+WEIGHTS: dict[str, Callable[[random.Random], float]] = {
+    "uniform": lambda draw: draw.random(),
+    "lognormal": lambda draw: draw.lognormvariate(0, 1),
+    "two kinds": lambda draw: draw.choice([0.42857, 0.57143]),
+    "equal": lambda draw: 0.1,
+}
+
+
+def best_of(run: Callable[[], object], times: int) -> float:
+    """Milliseconds."""
+    seconds: list[float] = []
+    for _ in range(times):
+        start = time.perf_counter()
+        run()
+        seconds.append(time.perf_counter() - start)
+    return 1000 * min(seconds)
+
+
+def times_of(repeat: int) -> list[dict[str, Any]]:
+    out: list[dict[str, Any]] = []
+    for layers, ranks in ((96, 24), (10_000, 1_024)):
+        for kind, weight in WEIGHTS.items():
+            draw = random.Random(kind)
+            weights = [weight(draw) for _ in range(layers)]
+            memory = some_memory(draw, weights, ranks)
+            current = uniform(layers, ranks)
+            runs = repeat * (10 if layers < 1000 else 1)
+            out.append(
+                {
+                    "layers": layers,
+                    "ranks": ranks,
+                    "weights": kind,
+                    "ms": best_of(lambda w=weights, r=ranks: exact(w, r), runs),
+                    "ms_with_current": best_of(lambda w=weights, r=ranks, c=current: exact(w, r, current=c), runs),
+                    "ms_with_memory": best_of(lambda w=weights, r=ranks, m=memory: exact(w, r, memory=m), runs),
+                }
+            )
+    return out
+
+
+def some_memory(draw: random.Random, weights: list[float], ranks: int) -> MemoryLimits:
+    """Stage s keeps ranks - s microbatches, as in 1F1B; limits of 1.6 times an equal share."""
+    layers = tuple(LayerCost(x, 0, 0, weight_bytes=draw.randint(1, 10), activation_bytes=draw.randint(1, 10)) for x in weights)
+    share = [sum(x.weight_bytes for x in layers) / ranks, sum(x.activation_bytes for x in layers) / ranks]
+    limits = tuple(int(1.6 * (share[0] + (ranks - s) * share[1])) for s in range(ranks))
+    return MemoryLimits(layers, tuple(((ranks - s, 0),) for s in range(ranks)), limits)
+
+
+def cold() -> dict[str, float]:
+    """Seconds in a new process with the compiled code cached: imports, then the first call."""
+    code = (
+        "import time; a = time.perf_counter(); from dynmo.balance.partition import exact; b = time.perf_counter(); "
+        "exact([1.0 + i % 7 for i in range(96)], 24); print(b - a, time.perf_counter() - b)"
+    )
+    best = min(
+        (
+            tuple(map(float, subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()))
+            for _ in range(3)
+        ),
+        key=sum,
+    )
+    return {"import": best[0], "first_call": best[1]}
+
+
+def brute_force(cases: int) -> dict[str, int]:
+    draw = random.Random(0)
+    equal = feasible = 0
+    for _ in range(cases):
+        layers = draw.randint(1, 11)
+        ranks = draw.randint(1, min(layers, 6))
+        weights = [draw.random() if draw.random() < 0.5 else float(draw.randint(0, 4)) for _ in range(layers)]
+        costs = tuple(
+            LayerCost(0, 0, 0, weight_bytes=draw.randint(0, 5), activation_bytes=draw.randint(0, 5), stash_bytes=draw.randint(0, 3))
+            for _ in weights
+        )
+        resident = tuple(((ranks - s, 0), (1, draw.randint(0, 2))) for s in range(ranks))
+        memory = MemoryLimits(costs, resident, tuple(draw.randint(10, 80) for _ in range(ranks)))
+        every = (Partition.from_bounds([0, *cuts, layers]) for cuts in combinations(range(1, layers), ranks - 1))
+        best = min(
+            (max(stage_loads(weights, x)) for x in every if all(memory.fits(s, a, b) for s, (a, b) in enumerate(pairwise(x.bounds)))),
+            default=None,
+        )
+        try:
+            found = max(stage_loads(weights, exact(weights, ranks, memory=memory)))
+        except PartitionError:
+            found = None
+        feasible += best is not None
+        equal += found == best
+    return {"cases": cases, "feasible": feasible, "equal": equal}
+
+
+def chunks_table() -> list[dict[str, Any]]:
+    out: list[dict[str, Any]] = []
+    for name, ranks, count, layers in (
+        ("v", 8, 2, 66),
+        ("v", 24, 2, 98),
+        ("looped", 4, 2, 34),
+        ("looped", 8, 3, 98),
+        ("looped", 12, 4, 98),
+    ):
+        placement = (*range(ranks), *reversed(range(ranks))) if name == "v" else tuple(range(ranks)) * count
+        over: list[float] = []
+        took: list[float] = []
+        proven = 0
+        for seed in range(5):
+            draw = random.Random(seed)
+            weights = [draw.uniform(0.5, 1.5) for _ in range(layers)]
+            start = time.perf_counter()
+            found = chunked(weights, placement)
+            took.append(time.perf_counter() - start)
+            over.append(found.seconds / max(sum(weights) / ranks, max(weights)) - 1)
+            proven += found.proven
+        out.append(
+            {
+                "placement": name,
+                "ranks": ranks,
+                "stages": len(placement),
+                "layers": layers,
+                "over_equal_shares": mean(over),
+                "proven": proven / 5,
+                "seconds": min(took),
+            }
+        )
+    return out
+
+
+def diffusion_table(cases: int) -> list[dict[str, Any]]:
+    out: list[dict[str, Any]] = []
+    for kind in ("uniform", "lognormal", "two kinds"):
+        draw = random.Random(kind)
+        rounds: list[int] = []
+        distance: list[float] = []
+        share: list[float] = []
+        for _ in range(cases):
+            layers = draw.randint(8, 120)
+            ranks = draw.randint(2, min(layers, 32))
+            weights = [WEIGHTS[kind](draw) for _ in range(layers)]
+            cuts = sorted(draw.sample(range(1, layers), ranks - 1))
+            found = diffuse(weights, uniform(layers, ranks) if draw.random() < 0.5 else Partition.from_bounds([0, *cuts, layers]))
+            best, largest = max(stage_loads(weights, exact(weights, ranks))), max(stage_loads(weights, found.partition))
+            rounds.append(found.rounds)
+            distance.append((largest - best) / max(weights))
+            share.append(largest / best - 1)
+        distance.sort()
+        out.append(
+            {
+                "weights": kind,
+                "cases": cases,
+                "within_one_layer": mean(x <= 1 for x in distance),
+                "optimal": mean(x <= 1e-12 for x in distance),
+                "distance_in_heaviest_layers": {"mean": mean(distance), "99%": distance[int(0.99 * cases)], "largest": distance[-1]},
+                "over_optimum": {"mean": mean(share), "largest": max(share)},
+                "rounds": {"median": median(rounds), "largest": max(rounds)},
+            }
+        )
+    return out
+
+
+def schedule_table(cases: int) -> list[dict[str, Any]]:
+    """18 halves on 5 ranks, a frozen prefix of 6 to 12 of them: all placements of the least bottleneck are simulated."""
+    blocks = tuple(LayerCost(1.0, 1.0, 0.8) if i % 2 else LayerCost(1.2, 1.4, 0.6) for i in range(18))
+    out: list[dict[str, Any]] = []
+    for name in ("1f1b", "zb-h1", "zb-h2"):
+        for microbatches in (6, 12, 20):
+            draw, make = random.Random(3), by_name(name, microbatches)
+            best: list[float] = []
+            worst: list[float] = []
+            for _ in range(cases):
+                layers = freeze(blocks, draw.randint(6, 12))
+                weights = [x.seconds for x in layers]
+                least = max(stage_loads(weights, exact(weights, 5))) * (1 + 1e-12)
+                every = (Partition.from_bounds([0, *cuts, 18]) for cuts in combinations(range(1, 18), 4))
+                costs = [pipeline_costs(layers, x) for x in every if max(stage_loads(weights, x)) <= least]
+                spans = [simulate(make(x), x).span for x in costs]
+                found = search(layers, 5, make=make).seconds
+                best.append(min(spans) / found - 1)
+                worst.append(max(spans) / found - 1)
+            out.append(
+                {
+                    "schedule": name,
+                    "microbatches": microbatches,
+                    "best_tie_over_it": mean(best),
+                    "worst_tie_over_it": mean(worst),
+                    "worst": max(worst),
+                }
+            )
+    return out
+
+
+def trace(case: str) -> list[tuple[LayerCost, ...]]:
+    data = json.loads((TRACES / f"{case}-48-2048.json").read_text())
+    return [tuple(LayerCost(*x) for x in zip(*row, strict=True)) for row in zip(data["f"], data["b"], data["w"], strict=True)]
+
+
+def trace_row(case: str) -> dict[str, Any]:
+    moments = trace(case)
+    total = dict.fromkeys(("blocks", "halves", "equal shares", *_BALANCERS, "algorithm-3 (loads)"), 0.0)
+    base = 0.0
+    refused = dict.fromkeys(_BALANCERS, 0)
+    current = uniform(96, RANKS)
+    for layers in moments:
+        halves = [x.seconds for x in layers]
+        blocks = [a + b for a, b in zip(halves[::2], halves[1::2], strict=True)]
+        base += max(stage_loads(blocks, uniform(48, RANKS)))
+        total["blocks"] += max(stage_loads(blocks, exact(blocks, RANKS)))
+        total["halves"] += max(stage_loads(halves, exact(halves, RANKS)))
+        total["equal shares"] += sum(halves) / RANKS
+        held = published_diffusion(halves, current).ranks
+        total["algorithm-3 (loads)"] += max(sum(halves[i] for i in own) for own in held)
+        for name in _BALANCERS:
+            try:
+                total[name] += max(stage_loads(halves, BALANCERS[name](BalanceRequest(layers, current))))
+            except PartitionError:
+                refused[name] += 1
+    gains = {name: None if refused.get(name) else base / x for name, x in total.items()}
+    return {"case": case, "cannot_run_at": {name: count for name, count in refused.items() if count}} | gains
+
+
+_BALANCERS = ("diffusion", "deepspeed-time", "algorithm-3")
+
+
+def simulated_row(case: str) -> dict[str, Any]:
+    """The gain in simulated makespan, ZB-H1, 48 microbatches, a moment in six."""
+    make = by_name("zb-h1", 48)
+    base = blind = seeing = 0.0
+    for layers in trace(case)[::6]:
+        costs = pipeline_costs(layers, uniform(96, RANKS))
+        base += simulate(make(costs), costs).makespan
+        found = search(layers, RANKS, make=make, objective=Objective.MAKESPAN)
+        blind, seeing = blind + found.started, seeing + found.seconds
+    return {"exact": base / blind, "schedule-aware": base / seeing}
+
+
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    cases = ("early_exit", "freezing", "pruning", "moe", "mixture_of_depths", "sparse_attention")
+    return {
+        "times": times_of(options.repeat),
+        "cold_seconds": cold(),
+        "brute_force": brute_force(options.cases),
+        "chunked": chunks_table(),
+        "diffusion": diffusion_table(options.cases // 2),
+        "schedule_aware": schedule_table(6),
+        "traces": [trace_row(case) | {"simulated": simulated_row(case)} for case in cases],
+    }
+
+
+if __name__ == "__main__":
+    main(__doc__ or "", measure, [("repeat", 5, "runs of which the best counts"), ("cases", 1000, "random cases against brute force")])

@@ -1,0 +1,346 @@
+"""A whole plan from measured costs, without running anything: where the layers live, in which order the ranks work, what it takes.
+
+    costs of layers -> balancer -> placement -> costs of stages -> schedule -> simulator -> step time, idleness, memory
+
+and what another choice would give: each alternative is a plan of its own, made in the same way.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from dynmo.balance.balancers import BALANCERS, BalanceRequest, balancer
+from dynmo.balance.partition import Cost, Move, Partition, imbalance, moves, uniform
+from dynmo.balance.placed import Make, freeze, frozen_stages, pipeline_costs
+from dynmo.costs import Costs, LayerCost, LinkCost, uniform_costs
+from dynmo.errors import InputError, PartitionError, ScheduleError
+from dynmo.memory import Pairs, live_limits, rank_memory
+from dynmo.profile_file import Profile
+from dynmo.schedule.bound import Objective
+from dynmo.schedule.catalogue import SCHEDULES, check_microbatches, chunks_of, make, placement_of
+from dynmo.schedule.chunk_bound import lower_bound_on
+from dynmo.schedule.op import Schedule
+from dynmo.simulator import Timeline, resident, simulate
+
+
+@dataclass(frozen=True)
+class Job:
+    """What to plan for. memory_limit: bytes of a rank. any_links: take the slowest known link where the file lists other boundaries. cost:
+    what the balancer goes by; seed and step: for the balancer that is random."""
+
+    profile: Profile
+    ranks: int
+    microbatches: int
+    schedule: str = "zb-h1"
+    balancer: str = "exact"
+    chunks: int | None = None
+    memory_limit: int | None = None
+    objective: Objective = Objective.SPAN
+    any_links: bool = False
+    cost: Cost = "time"
+    seed: int = 0
+    step: int = 0
+
+    def __post_init__(self) -> None:
+        if self.ranks < 1:
+            raise PartitionError(f"{self.ranks} ranks; at least 1 is needed")
+        if self.memory_limit is not None and not any(x.static_bytes or x.activation_bytes for x in self.profile.layers):
+            raise PartitionError("a memory limit, but the costs have no sizes; give weight_bytes, activation_bytes, ... (one per layer)")
+
+    @cached_property
+    def layers(self) -> tuple[LayerCost, ...]:
+        return freeze(self.profile.layers, self.profile.first_trainable)
+
+    @cached_property
+    def placement(self) -> tuple[int, ...]:
+        return placement_of(self.schedule, self.ranks, self.chunks)
+
+    @cached_property
+    def links(self) -> tuple[LinkCost, ...]:
+        return self.profile.boundaries(self.placement, not self.any_links)
+
+    @cached_property
+    def current(self) -> Partition:
+        """Where the layers are: as the file says, if that was for as many stages; else evenly spread."""
+        known, stages = self.profile.partition, len(self.placement)
+        fits = known is not None and len(known) == stages and self.profile.ranks in (None, self.ranks)
+        return Partition(known) if known is not None and fits else uniform(len(self.layers), stages)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """`partition` has a count per stage, `memory` bytes per rank, `stage_cost` seconds of one microbatch's F, B and W per stage."""
+
+    job: Job
+    partition: Partition
+    costs: Costs
+    schedule: Schedule
+    timeline: Timeline
+    lower_bound: float
+    memory: tuple[int, ...]
+
+    @property
+    def step(self) -> float:
+        """Predicted seconds of a step, by the objective."""
+        return self.timeline.makespan if self.job.objective is Objective.MAKESPAN else self.timeline.span
+
+    @property
+    def stage_cost(self) -> tuple[float, ...]:
+        return tuple(stage.seconds for stage in self.costs.stages)
+
+    @property
+    def rank_cost(self) -> tuple[float, ...]:
+        """The same of each rank's stages together."""
+        pairs = list(zip(self.stage_cost, self.job.placement, strict=True))
+        return tuple(math.fsum(cost for cost, holder in pairs if holder == rank) for rank in range(self.job.ranks))
+
+    @property
+    def imbalance(self) -> float:
+        return imbalance(self.rank_cost)
+
+    @cached_property
+    def moves(self) -> tuple[Move, ...]:
+        """The layers that change ranks, from the placement as it is; source and target are ranks."""
+        placement = self.job.placement
+        across = (Move(layer, placement[a], placement[b]) for layer, a, b in moves(self.job.current, self.partition))
+        return tuple(move for move in across if move.source != move.target)
+
+    @property
+    def moved_bytes(self) -> int:
+        return sum(self.job.profile.layers[move.layer].static_bytes for move in self.moves)
+
+
+def plan(job: Job) -> Plan:
+    """Raises InputError: what is wrong with the job, or, where it does not fit the memory, which rank needs how much and what would fit."""
+    try:
+        return attempt(job)
+    except (PartitionError, ScheduleError):
+        if job.memory_limit is None:
+            raise
+    free = attempt(replace(job, memory_limit=None))  # what is wrong apart from memory is told as it is
+    over = max(range(job.ranks), key=lambda rank: free.memory[rank])
+    if free.memory[over] > job.memory_limit:
+        where = f"rank {over} (layers {_layers_of(free, over)}) needs {free.memory[over]} bytes under {job.schedule}"
+        where += f" with the placement {'+'.join(map(str, free.partition.counts))}, over the limit of {job.memory_limit}"
+    else:
+        where = f"no placement by {job.balancer!r} was found that keeps every rank under {job.memory_limit} bytes with {job.schedule}"
+    raise PartitionError(f"{where}; {_nearest(job, free)}")
+
+
+def _layers_of(plan: Plan, rank: int) -> str:
+    ranges = [plan.partition.range_of(stage) for stage, holder in enumerate(plan.job.placement) if holder == rank]
+    return " and ".join(f"{own.start} to {own.stop - 1}" if len(own) > 1 else f"{own.start}" for own in ranges)
+
+
+# Where memory is short, those that need the least change first, then those that keep less.
+_BY_MEMORY = ("zb-h1", "zb-auto", "zb-v", "1f1b", "v-half", "v-min")
+
+
+def _nearest(job: Job, free: Plan) -> str:
+    """In words, the first plan that fits: another placement, schedule, size of microbatches, number of ranks."""
+    for what, other in _nearer(job):
+        try:
+            found = attempt(other)
+        except InputError:
+            continue
+        return f"{what} would fit: {max(found.memory)} bytes at most, a step of {found.step:.4g} s instead of {free.step:.4g} s"
+    largest = max(range(len(job.layers)), key=lambda i: job.layers[i].static_bytes + job.layers[i].activation_bytes)
+    held = job.layers[largest].static_bytes + job.layers[largest].activation_bytes
+    return f"nothing that was tried fits (other placements, schedules, microbatches, more ranks); layer {largest} alone needs {held} bytes"
+
+
+def _nearer(job: Job) -> Iterator[tuple[str, Job]]:
+    base = replace(job, balancer="exact", any_links=True)
+    if job.balancer not in ("exact", "schedule-aware"):
+        yield "the balancer 'exact'", base
+    schedules = [replace(base, schedule=name, chunks=None) for name in _BY_MEMORY if name != job.schedule]
+    for other in schedules:
+        yield f"the schedule {other.schedule}", other
+    smaller = [replace(base, profile=profile, microbatches=m) for m, profile in _other_microbatches(base, (2, 4, 8, 16))]
+    for other in smaller:
+        yield f"{other.microbatches} microbatches for the same global batch", other
+    for ranks in range(job.ranks + 1, min(len(job.layers), 4 * job.ranks, job.ranks + 64) + 1):
+        for other in (base, *schedules[-1:]):
+            yield f"{ranks} ranks with {other.schedule}", replace(other, ranks=ranks)
+
+
+def attempt(job: Job) -> Plan:
+    """The plan for just this job. Raises PartitionError or ScheduleError where it cannot be made or does not fit the memory."""
+    check_microbatches(job.schedule, job.ranks, job.microbatches)
+    best: Plan | None = None
+    failed: InputError | None = None
+    for pairs in _residents(job):
+        request = BalanceRequest(
+            job.layers,
+            job.current,
+            job.cost,
+            resident=pairs,
+            memory_limit=None if job.memory_limit is None else (job.memory_limit,) * len(job.placement),
+            seed=job.seed,
+            step=job.step,
+            names=job.profile.names,
+            make=_maker(job),
+            links=job.links,
+            objective=job.objective,
+            first_trainable_layer=job.profile.first_trainable,
+            placement=job.placement,
+        )
+        try:
+            found = judge(job, balancer(job.balancer)(request))
+        except (PartitionError, ScheduleError) as error:
+            failed = failed or error
+            continue
+        if best is None or found.step < best.step:
+            best = found
+    if best is None:
+        assert failed is not None
+        raise failed
+    return best
+
+
+def _residents(job: Job) -> Iterator[tuple[Pairs, ...] | None]:
+    """What the schedule keeps alive, as the balancer is told: a schedule that is made within limits may keep little or much."""
+    if job.memory_limit is None:
+        yield None
+        return
+    stages = len(job.placement)
+    costs = uniform_costs(stages, 1.0, 1.0, 1.0)
+    made = make(job.schedule, job.ranks, job.microbatches, costs=costs, chunks=job.chunks, caps=(float(job.ranks),) * job.ranks)
+    yield resident(made)
+    if job.schedule == "zb-auto" and job.ranks > 1:
+        yield (((1, 0), (0, 1)),) * stages
+
+
+def _maker(job: Job) -> Make:
+    """The schedule that would run at some stages' costs. What a rank holds anyway is taken as everyone's mean: only the plan that is
+    chosen is made within its ranks' true limits."""
+    held = sum(layer.static_bytes for layer in job.layers) / job.ranks
+
+    def scheduled(costs: Costs) -> Schedule:
+        costs, kept = _with_memory(costs), [0.0] * job.ranks
+        for stage, rank in zip(costs.stages, job.placement, strict=True):
+            kept[rank] += stage.mem_f
+        if job.memory_limit is None:
+            caps = (2.0 * job.ranks * max(kept),) * job.ranks
+        else:
+            caps = tuple(max(own, job.memory_limit - held) for own in kept)
+        return _make(job, costs, caps)
+
+    return scheduled
+
+
+def _make(job: Job, costs: Costs, caps: tuple[float, ...]) -> Schedule:
+    return make(
+        job.schedule,
+        job.ranks,
+        job.microbatches,
+        costs=costs,
+        chunks=job.chunks,
+        caps=caps,
+        first_trainable=frozen_stages(costs),
+        objective=job.objective,
+    )
+
+
+def _with_memory(costs: Costs) -> Costs:
+    """Where no sizes are known, every stage's activations count 1: a schedule should not take memory for free."""
+    if any(stage.mem_f for stage in costs.stages):
+        return costs
+    return Costs(tuple(replace(stage, mem_f=1.0, mem_b=-0.5, mem_w=-0.5) for stage in costs.stages), costs.links)
+
+
+def judge(job: Job, partition: Partition) -> Plan:
+    """What this placement would take, by the simulator, with the schedule made for it. Raises PartitionError where it does not fit."""
+    costs = pipeline_costs(job.layers, partition, links=job.links)
+    shaped = _with_memory(costs)
+    if shaped is costs:
+        caps = live_limits(job.layers, partition.counts, job.placement, job.memory_limit)
+    else:
+        caps = (2.0 * len(job.placement),) * job.ranks
+    made = _make(job, shaped, caps)
+    memory = rank_memory(job.layers, partition.counts, made)
+    for rank, need in enumerate(memory):
+        if job.memory_limit is not None and need > job.memory_limit:
+            raise PartitionError(f"rank {rank} needs {need} bytes under {job.schedule}, over the limit of {job.memory_limit}")
+    timeline = simulate(made, costs)
+    if not math.isfinite(timeline.makespan):
+        raise InputError("the times are so large that their sum is not a number any more; choose a larger unit")
+    reached = timeline.makespan if job.objective is Objective.MAKESPAN else timeline.span
+    limits = None if job.memory_limit is None else caps
+    bound = lower_bound_on(job.placement, shaped, job.microbatches, frozen_stages(costs), job.objective, limits)
+    # A bound that is reached may come out a rounding error above what reached it, since it is summed in another order.
+    return Plan(job, partition, costs, made, timeline, min(bound, reached), memory)
+
+
+# -- what another choice would give -------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Alternative:
+    """`choice` in place of the plan's own; `plan` is None where there is none, and `problem` says why."""
+
+    choice: str | int
+    plan: Plan | None
+    problem: str | None = None
+
+
+def other_balancers(job: Job) -> list[Alternative]:
+    names = [name for name in BALANCERS if name not in (job.balancer, "none", "random")]
+    return _judged((name, replace(job, balancer=name)) for name in names)
+
+
+def other_schedules(job: Job) -> list[Alternative]:
+    return _judged((name, replace(job, schedule=name, chunks=None, any_links=True)) for name in SCHEDULES if name != job.schedule)
+
+
+def other_microbatches(job: Job) -> list[Alternative]:
+    """At the same global batch: a microbatch of half the size is taken to need half the time and half the activations."""
+    found = _other_microbatches(job, (0.25, 0.5, 2, 4))
+    return _judged((m, replace(job, profile=profile, microbatches=m)) for m, profile in found)
+
+
+def other_ranks(job: Job) -> list[Alternative]:
+    most = len(job.layers) // chunks_of(job.schedule, job.chunks)
+    near = {job.ranks + by for by in (-2, -1, 1, 2)} | {job.ranks // 2, 2 * job.ranks}
+    return _judged((p, replace(job, ranks=p, any_links=True)) for p in sorted(near - {job.ranks}) if 1 <= p <= most)
+
+
+def _other_microbatches(job: Job, factors: Iterable[float]) -> Iterator[tuple[int, Profile]]:
+    size = job.profile.microbatch
+    for factor in factors:
+        count = round(job.microbatches * factor)
+        if count < 1 or count != job.microbatches * factor or (size is not None and size * job.microbatches % count):
+            continue
+        yield count, _resized(job.profile, job.microbatches, count)
+
+
+def _resized(profile: Profile, before: int, after: int) -> Profile:
+    share = before / after
+    layers = tuple(
+        replace(
+            x,
+            f=x.f * share,
+            b=x.b * share,
+            w=x.w * share,
+            activation_bytes=math.ceil(x.activation_bytes * share),
+            stash_bytes=math.ceil(x.stash_bytes * share),
+            output_bytes=math.ceil(x.output_bytes * share),
+        )
+        for x in profile.layers
+    )
+    size = None if profile.microbatch is None else profile.microbatch * before // after
+    return replace(profile, layers=layers, microbatch=size, microbatches=after)
+
+
+def _judged(jobs: Iterable[tuple[str | int, Job]]) -> list[Alternative]:
+    """By predicted step time; those that cannot be had last."""
+    found: list[Alternative] = []
+    for choice, job in jobs:
+        try:
+            found.append(Alternative(choice, attempt(job)))
+        except InputError as error:
+            found.append(Alternative(choice, None, str(error)))
+    return sorted(found, key=lambda x: math.inf if x.plan is None else x.plan.step)

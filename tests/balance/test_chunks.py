@@ -1,0 +1,134 @@
+"""Several stages per rank, against every placement there is."""
+
+import random
+from itertools import combinations, pairwise
+
+import pytest
+
+from dynmo.balance.chunks import chunked
+from dynmo.balance.partition import Partition, exact, stage_loads
+from dynmo.costs import LayerCost
+from dynmo.errors import PartitionError
+from dynmo.memory import MemoryLimits
+
+
+def looped(ranks: int, chunks: int) -> tuple[int, ...]:
+    return tuple(range(ranks)) * chunks
+
+
+def v_shaped(ranks: int) -> tuple[int, ...]:
+    return (*range(ranks), *reversed(range(ranks)))
+
+
+def largest(weights: list[float], bounds: tuple[int, ...], placement: tuple[int, ...], speeds: list[float]) -> float:
+    load = [0.0] * len(speeds)
+    for rank, (start, stop) in zip(placement, pairwise(bounds), strict=True):
+        load[rank] += sum(weights[start:stop])
+    return max(x / v for x, v in zip(load, speeds, strict=True))
+
+
+def fits(memory: MemoryLimits | None, bounds: tuple[int, ...], placement: tuple[int, ...]) -> bool:
+    if memory is None:
+        return True
+    needs = [memory.need(stage, start, stop) for stage, (start, stop) in enumerate(pairwise(bounds))]
+    return all(
+        sum(x for x, r in zip(needs, placement, strict=True) if r == rank)
+        <= min(x for x, r in zip(memory.limits, placement, strict=True) if r == rank)
+        for rank in set(placement)
+    )
+
+
+@pytest.mark.parametrize("limited", [False, True])
+@pytest.mark.parametrize(
+    ("placement", "layers"), [(v_shaped(2), 10), (v_shaped(3), 10), (looped(2, 2), 11), (looped(3, 2), 11), (looped(2, 3), 10)]
+)
+def test_equal_to_brute_force(placement: tuple[int, ...], layers: int, limited: bool):
+    draw = random.Random(f"{placement} {limited}")
+    feasible = 0
+    for case in range(25):
+        weights = [float(draw.randint(0, 9)) for _ in range(layers)]
+        speeds = [draw.choice([0.5, 1.0, 2.0]) if case % 2 else 1.0 for _ in range(max(placement) + 1)]
+        memory = None
+        if limited:
+            costs = tuple(LayerCost(0, 0, 0, weight_bytes=draw.randint(1, 5), activation_bytes=draw.randint(0, 3)) for _ in weights)
+            limit = [draw.randint(40, 75) for _ in speeds]
+            memory = MemoryLimits(costs, tuple(((draw.randint(1, 3), 0),) for _ in placement), tuple(limit[r] for r in placement))
+        every = ((0, *cuts, layers) for cuts in combinations(range(1, layers), len(placement) - 1))
+        best = min((largest(weights, x, placement, speeds) for x in every if fits(memory, x, placement)), default=None)
+        if best is None:
+            with pytest.raises(PartitionError, match=r"no placement fits .* bytes over; use more ranks"):
+                chunked(weights, placement, memory=memory, speeds=speeds)
+            continue
+        feasible += 1
+        found = chunked(weights, placement, memory=memory, speeds=speeds)
+        assert found.proven
+        assert found.seconds == pytest.approx(best, rel=1e-12)
+        assert largest(weights, found.partition.bounds, placement, speeds) == pytest.approx(best, rel=1e-12)
+        assert fits(memory, found.partition.bounds, placement)
+    assert feasible > (5 if limited else 24)
+
+
+def test_one_stage_per_rank_is_exact():
+    weights = [3.0, 1.0, 4.0, 1.0, 5.0, 9.0, 2.0, 6.0]
+    found = chunked(weights, (0, 1, 2))
+    assert (found.partition, found.seconds, found.proven) == (exact(weights, 3), 14.0, True)
+    # In another order of ranks, a rank's speed follows it.
+    assert chunked(weights, (2, 0, 1), speeds=[1.0, 2.0, 4.0]).partition == exact(weights, 3, speeds=[4.0, 1.0, 2.0])
+
+
+def test_a_rank_evens_out_over_its_stages():
+    # One stage per rank cannot: 8 | 1 1 1 1 | 1 1 1 1. The V can: rank 0 has the heavy layer and nothing more than it must.
+    weights = [5.0, *[1.0] * 8]
+    found = chunked(weights, v_shaped(2))
+    assert found.seconds == 7.0
+    assert found.partition.counts[0] == 1
+
+
+@pytest.mark.parametrize("placement", [looped(4, 2), looped(3, 3), (0, 1, 2, 3, 1, 0, 2, 3)])
+def test_without_proof_it_is_near(placement: tuple[int, ...]):
+    """The descent alone (no node for branch and bound), against the proven optimum: within 3 % on average, 12 % at worst."""
+    draw = random.Random(str(placement))
+    over: list[float] = []
+    for _ in range(20):
+        weights = [draw.uniform(0.5, 1.5) for _ in range(16)]
+        best = chunked(weights, placement)
+        assert best.proven
+        quick = chunked(weights, placement, nodes=0)
+        assert not quick.proven
+        over.append(quick.seconds / best.seconds - 1)
+    assert min(over) >= -1e-12
+    assert sum(over) / len(over) < 0.03
+    assert max(over) < 0.12
+
+
+def test_many_layers():
+    draw = random.Random(0)
+    weights = [draw.uniform(0.5, 1.5) for _ in range(98)]
+    ideal = sum(weights) / 12
+    for placement in (v_shaped(12), looped(12, 2), looped(12, 4)):
+        found = chunked(weights, placement)
+        assert found == chunked(weights, placement)
+        assert found.seconds <= ideal * 1.03
+        chain = exact(weights, len(placement))
+        assert found.seconds <= largest(weights, chain.bounds, placement, [1.0] * 12)
+
+
+def test_it_stays_where_nothing_is_gained():
+    weights = [1.0] * 8
+    assert chunked(weights, v_shaped(2), current=Partition((1, 3, 1, 3))).partition.counts == (1, 3, 1, 3)
+    assert max(stage_loads(weights, chunked(weights, v_shaped(2)).partition)) <= 3.0
+
+
+def test_what_is_no_placement():
+    with pytest.raises(PartitionError, match="must name the ranks 0 to 2"):
+        chunked([1.0] * 8, (0, 2))
+    with pytest.raises(PartitionError, match="must name"):
+        chunked([1.0] * 8, ())
+    with pytest.raises(PartitionError, match="4 ranks need at least 4 layers; the model has 3"):
+        chunked([1.0] * 3, (0, 1, 1, 0))
+    with pytest.raises(PartitionError, match="same model"):
+        chunked([1.0] * 8, (0, 1, 1, 0), current=Partition((7,)))
+    with pytest.raises(PartitionError, match="3 speeds for 2 ranks"):
+        chunked([1.0] * 8, (0, 1, 1, 0), speeds=[1.0] * 3)
+    with pytest.raises(PartitionError, match="2 stages, but 4 in the placement"):
+        chunked([1.0] * 8, (0, 1, 1, 0), memory=MemoryLimits((LayerCost(0, 0, 0),) * 8, ((), ()), (1, 1)))

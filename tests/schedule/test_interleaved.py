@@ -1,0 +1,111 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dynmo.costs import Costs, StageCost, uniform_costs
+from dynmo.errors import ScheduleError
+from dynmo.schedule.generators import make_schedule
+from dynmo.schedule.interleaved import interleaved, loop_placement
+from dynmo.schedule.lower import lower
+from dynmo.schedule.op import Kind, Op, Schedule, dependencies, from_text, in_order, to_text, validate
+from dynmo.simulator import duration, peak_memory, simulate
+
+GOLDEN = Path(__file__).parent / "golden" / "chunks"
+TABLE_5 = json.loads((Path(__file__).parents[1] / "facts" / "zero_bubble_table5.json").read_text())["rows"]
+
+# The published runs give every rank as many layers as it takes to reach 24, 32, 48 and 64, and interleave single layers.
+LAYERS = {"1.5B": 24, "6.2B": 32, "14.6B": 48, "28.3B": 64}
+
+times = st.integers(1, 50)
+
+
+def split(p: int, v: int, f: float, b: float, w: float, comm: float = 0.0) -> Costs:
+    """A rank's times in v equal stages."""
+    return Costs((StageCost(f / v, b / v, w / v, 1 / v, -0.5 / v, -0.5 / v),) * (p * v), (comm,) * (p * v - 1))
+
+
+def published_span(schedule: Schedule, costs: Costs) -> float:
+    """As the table's authors count: of what wraps around from the last rank to the first, or back, only a group's first is waited for."""
+    p = schedule.ranks
+    ended: dict[Op, float] = {}
+    free, began = [0.0] * p, [-1.0] * p
+    for rank, op in in_order(schedule):
+        start = free[rank]
+        for before, boundary in dependencies(schedule, op):
+            if boundary is None:
+                start = max(start, ended[before])
+            elif (boundary + 1) % p or op.microbatch % p == 0:
+                start = max(start, ended[before] + costs.links[boundary])
+        began[rank] = start if began[rank] < 0 else began[rank]
+        free[rank] = ended[op] = start + duration(costs, op)
+    return max(end - start for end, start in zip(free, began, strict=True))
+
+
+@pytest.mark.parametrize("path", sorted(GOLDEN.glob("interleaved*.txt")), ids=lambda path: path.stem)
+def test_golden(path: Path) -> None:
+    golden = from_text(path.read_text())
+    validate(golden)
+    chunks = golden.stages // golden.ranks
+    assert to_text(interleaved(golden.ranks, golden.microbatches, chunks, golden.first_trainable)) == path.read_text()
+
+
+@given(st.integers(1, 5), st.integers(1, 4), st.integers(1, 4), st.data())
+def test_always_valid(p: int, groups: int, v: int, data: st.DataObject) -> None:
+    first_trainable = data.draw(st.integers(0, p * v - 1))
+    schedule = interleaved(p, p * groups, v, first_trainable)
+    validate(schedule)
+    lower(schedule)
+    assert schedule.placement == loop_placement(p, v)
+    assert from_text(to_text(schedule)) == schedule
+    assert {op.kind for row in schedule.ops for op in row} == {Kind.F, Kind.BW}
+
+
+@given(st.integers(1, 6), st.integers(1, 4))
+def test_one_chunk_is_1f1b(p: int, groups: int) -> None:
+    assert interleaved(p, p * groups, 1).ops == make_schedule("1f1b", p, p * groups).ops
+
+
+@given(st.integers(1, 6), st.integers(1, 4), st.integers(1, 4), times, times, times)
+def test_the_bubble_is_that_of_1f1b_divided_by_the_chunks(p: int, groups: int, v: int, f: int, b: int, w: int) -> None:
+    m = p * groups
+    timeline = simulate(interleaved(p, m, v), uniform_costs(p * v, f, b, w))
+    assert timeline.span == timeline.makespan == (m * v + p - 1) * (f + b + w)
+
+
+@given(st.integers(1, 6), st.integers(2, 4), st.integers(2, 4))
+def test_peak_activations(p: int, groups: int, v: int) -> None:
+    peaks = peak_memory(interleaved(p, p * groups, v), uniform_costs(p * v, 1, 1, 1))
+    assert peaks == tuple((v + 1) * p - 1 - 2 * rank for rank in range(p))
+
+
+@pytest.mark.parametrize("row", TABLE_5, ids=lambda row: f"{row['model']}-{row['ranks']}x{row['microbatches']}")
+def test_published_bubble_ratios(row: dict) -> None:
+    p, m = row["ranks"], row["microbatches"]
+    f, b, w, comm = (row[key] for key in ("t_f_ms", "t_b_ms", "t_w_ms", "t_comm_ms"))
+    v = LAYERS[row["model"]] // p
+    schedule, costs = interleaved(p, m, v), split(p, v, f, b, w, comm)
+    assert round(1 - m * (f + b + w) / published_span(schedule, costs), 4) == row["bubble"]["interleaved-1f1b"]
+    # Where every message pays its link, it takes 2 v p - 2 of them; the table leaves p out.
+    assert simulate(schedule, costs).span == pytest.approx(m * (f + b + w) + (p - 1) * (f + b + w) / v + (2 * v * p - 2) * comm)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((4, 6, 2), "6 microbatches are not a multiple of 4 ranks; the nearest that fit are 4 or 8"),
+        ((4, 3, 2), "3 microbatches are not a multiple of 4 ranks; the nearest that fit are 4"),
+        ((0, 4, 2), "0 ranks, 4 microbatches and 2 chunks; at least 1 of each"),
+        ((2, 0, 2), "at least 1 of each"),
+        ((2, 4, 0), "at least 1 of each"),
+        ((2, 4, 2, 4), "first trainable stage 4 of 4 stages"),
+    ],
+)
+def test_what_cannot_be_made(arguments: tuple[int, ...], message: str) -> None:
+    with pytest.raises(ScheduleError) as caught:
+        interleaved(*arguments)
+    assert message in str(caught.value)
