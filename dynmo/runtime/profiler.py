@@ -107,7 +107,7 @@ Pair = tuple[int, int]
 
 
 def measure_links(world: World, pairs: Sequence[Pair], sizes: Pair = (1 << 10, 1 << 20), repeats: int = 5) -> dict[Pair, LinkCost]:
-    """Latency and bandwidth between the two ranks of each pair: the median of several ping-pongs, with pauses, as messages have in training.
+    """Latency and bandwidth of each pair of ranks: the median of several ping-pongs, with pauses, as messages have in training.
 
     Back to back they would be several times faster than any message ever is: caches, threads and cores are awake then. Pairs that share no
     rank are measured at once; a chain of ranks takes about a fifth of a second.

@@ -197,7 +197,10 @@ def test_a_limit_that_is_met_exactly(run: Run) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ((*asked("zb-h2"), *UNIT, "--memory-limit", 4), "zb-h2: peak memory of rank 0 is 7, over the limit of 4; 1f1b and zb-h1 and zb-auto would fit"),
+        (
+            (*asked("zb-h2"), *UNIT, "--memory-limit", 4),
+            "zb-h2: peak memory of rank 0 is 7, over the limit of 4; 1f1b and zb-h1 and zb-auto would fit",
+        ),
         ((*asked(), *UNIT, "--memory-limit", "nan"), "--memory-limit nan: a limit is a number of at least 0"),
         ((*asked(), *UNIT, "--memory-limit", -1), "--memory-limit -1.0"),
         ((*asked(), *UNIT, "--chunks", 2), "zb-h1 has 1 stage a rank, not 2; leave chunks out"),
