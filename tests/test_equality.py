@@ -92,6 +92,17 @@ def test_one_digest_of_chunks_and_of_schedules_from_costs(pool: Pool, ranks: int
         assert all(a != b for a, b in pairwise(placements)), "the layers did not move at every step"
 
 
+def test_tied_embeddings_in_a_v(pool: Pool) -> None:
+    """The first and the last layer are on one rank there, so they can share a weight; its gradient is the head's sum plus the embedding's."""
+    digests: set[str] = set()
+    for ranks, schedule in ((1, "1f1b"), (2, "zb-v"), (3, "v-half")):
+        wanted = deeper(ranks, schedule, BALANCERS["random"], freezing=True)
+        wanted["model"]["tied"] = True
+        digests |= {r["digest"] for r in pool.run("train", ranks, config=wanted)}
+    assert len(digests) == 1
+    assert digests != {_deeper_reference(pool, True)["digest"]}, "tied is not untied"
+
+
 def test_what_changes_the_digest(pool: Pool) -> None:
     """The digest is no constant: freezing, clipping, dropout and the seed each change it."""
     digests = [_reference(pool, freezing, clipping)["digest"] for freezing, clipping in product((False, True), repeat=2)]
