@@ -29,7 +29,7 @@ from dynmo.simulator import Timeline, resident, simulate
 @dataclass(frozen=True)
 class Job:
     """What to plan for. memory_limit: bytes of a rank. any_links: take the slowest known link where the file lists other boundaries. cost:
-    what the balancer goes by; seed and step: for the balancer that is random."""
+    what the balancer goes by; seed and step: for the balancer that is random. quick: "exact" does not simulate its ties."""
 
     profile: Profile
     ranks: int
@@ -43,6 +43,7 @@ class Job:
     cost: Cost = "time"
     seed: int = 0
     step: int = 0
+    quick: bool = False
 
     def __post_init__(self) -> None:
         if self.ranks < 1:
@@ -182,7 +183,7 @@ def attempt(job: Job) -> Plan:
             seed=job.seed,
             step=job.step,
             names=job.profile.names,
-            make=_maker(job),
+            make=None if job.quick and job.balancer == "exact" else _maker(job),
             links=job.links,
             objective=job.objective,
             first_trainable_layer=job.profile.first_trainable,
@@ -264,7 +265,10 @@ def judge(job: Job, partition: Partition) -> Plan:
     memory = rank_memory(job.layers, partition.counts, made)
     for rank, need in enumerate(memory):
         if job.memory_limit is not None and need > job.memory_limit:
-            raise PartitionError(f"rank {rank} needs {need} bytes under {job.schedule}, over the limit of {job.memory_limit}")
+            raise PartitionError(
+                f"rank {rank} needs {need} bytes under {job.schedule} with the placement {'+'.join(map(str, partition.counts))}, over the "
+                f"limit of {job.memory_limit}; use more ranks, a larger limit, smaller microbatches or a schedule that keeps less"
+            )
     timeline = simulate(made, costs)
     if not math.isfinite(timeline.makespan):
         raise InputError("the times are so large that their sum is not a number any more; choose a larger unit")
@@ -274,6 +278,8 @@ def judge(job: Job, partition: Partition) -> Plan:
     # A bound that is reached may come out a rounding error above what reached it, since it is summed in another order.
     return Plan(job, partition, costs, made, timeline, min(bound, reached), memory)
 
+
+_LARGE = 6000  # ops of a kind: a simulation takes a tenth of a second
 
 # -- what another choice would give -------------------------------------------------------------------------------------------------
 
@@ -336,11 +342,11 @@ def _resized(profile: Profile, before: int, after: int) -> Profile:
 
 
 def _judged(jobs: Iterable[tuple[str | int, Job]]) -> list[Alternative]:
-    """By predicted step time; those that cannot be had last."""
+    """By predicted step time; those that cannot be had last. Of large plans there are too many to search each as long."""
     found: list[Alternative] = []
     for choice, job in jobs:
         try:
-            found.append(Alternative(choice, attempt(job)))
+            found.append(Alternative(choice, attempt(replace(job, quick=job.ranks * job.microbatches > _LARGE))))
         except InputError as error:
             found.append(Alternative(choice, None, str(error)))
     return sorted(found, key=lambda x: math.inf if x.plan is None else x.plan.step)

@@ -583,8 +583,8 @@ _SECTIONS: dict[str, type[BaseModel]] = {"layers": _Layers, "policy": _Policy, "
 
 
 def _explain(error: ValidationError) -> str:
-    """Pydantic's first finding; a mistyped key before the key that is missing for it."""
-    first = min(error.errors(include_url=False), key=lambda found: found["type"] != "extra_forbidden")
+    """Pydantic's first finding; a mistyped key before the key that is missing for it, an entry of a list before "it is no number"."""
+    first = min(error.errors(include_url=False), key=lambda found: (found["type"] != "extra_forbidden", -len(found["loc"])))
     location = [part for part in first["loc"] if part not in ("int", "str") and not str(part).startswith(("list[", "constrained"))]
     words = ".".join(part for part in location if isinstance(part, str))
     indices = [part for part in location if isinstance(part, int)]

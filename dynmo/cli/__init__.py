@@ -14,8 +14,11 @@ from typing import Annotated
 
 import typer
 
+from dynmo.cli.plan import plan
+from dynmo.cli.profile import profile
 from dynmo.cli.report import report
 from dynmo.cli.schedule import schedule
+from dynmo.cli.simulate import simulate
 from dynmo.cli.train import train
 from dynmo.errors import DynmoError
 
@@ -23,7 +26,10 @@ app = typer.Typer(add_completion=False, help="Pipeline-parallel training of lang
 
 # One line per command.
 app.command("train")(train)
+app.command("profile")(profile)
+app.command("plan")(plan)
 app.command("schedule")(schedule)
+app.command("simulate")(simulate)
 app.command("report")(report)
 
 # The base of the usage errors (wrong option, missing argument, wrong type), which typer does not export by name.

@@ -24,11 +24,14 @@ from dynmo.simulator import Timeline, peak_memory, simulate
 if TYPE_CHECKING:
     from rich.table import Table
 
+    from dynmo.schedule.exact import Exact
+
 
 @dataclass(frozen=True)
 class Result:
     """The contract's words. Times and memory in the units of the given costs, `seconds` what making the schedule took.
 
+    proven: whether the solver, where asked, found that nothing is shorter; None where it was not asked.
     every_message: interleaving, whose published figures let most messages between the last rank and the first come for nothing, with every
     message waited for; None for the others, whose figures are that anyway.
     """
@@ -44,6 +47,7 @@ class Result:
     lower_bound: float
     peak_memory: tuple[float, ...]
     seconds: float
+    proven: bool | None
     every_message: dict[str, float] | None
 
 
@@ -63,6 +67,9 @@ def schedule(
     chunks: Annotated[int | None, typer.Option(metavar="V", help="Stages per rank (default: the schedule's own).")] = None,
     w_memory: Annotated[
         float | None, typer.Option(metavar="SHARE", help="Part of F's activations that stays until W (default 0.5).")
+    ] = None,
+    exact: Annotated[
+        float | None, typer.Option(metavar="SECONDS", help="Then let a solver better it, or prove that nothing can, for at most so long.")
     ] = None,
     grid: Annotated[bool, typer.Option("--grid", help="Draw the timeline.")] = False,
     ops: Annotated[bool, typer.Option("--ops", help="List every rank's ops in order.")] = False,
@@ -88,6 +95,9 @@ def schedule(
     made = wanted.make(name)
     seconds = time.perf_counter() - began
     _check_memory(made, wanted)
+    proof = None if exact is None else _prove(made, wanted, exact)
+    if proof is not None and proof.schedule.ops != made.ops:
+        name, made = "exact", proof.schedule
     # The published figures of interleaving do not wait for every message; where costs are measured, we do.
     published = name == "interleaved-1f1b" and costs is None and len(placement) > ranks > 1
     plain = simulate(made, stage_costs)
@@ -95,6 +105,7 @@ def schedule(
     if not math.isfinite(timeline.makespan):
         raise InputError("the times are so large that their sum is not a number any more; choose a larger unit")
     bound = lower_bound_on(made.placement, stage_costs, microbatches, first_trainable, objective, caps)
+    bound = bound if proof is None else max(bound, proof.bound)
     reached = timeline.span if objective is Objective.SPAN else timeline.makespan
     result = Result(
         schedule=name,
@@ -109,6 +120,7 @@ def schedule(
         lower_bound=min(bound, reached),
         peak_memory=timeline.peak_memory,
         seconds=seconds,
+        proven=None if proof is None else proof.proven,
         every_message={"span": plain.span, "makespan": plain.makespan, "bubble_ratio": plain.bubble_ratio} if published else None,
     )
     if as_json:
@@ -184,6 +196,22 @@ def _from_file(
     return split_costs(costs, placement), 0, caps
 
 
+def _prove(made: Schedule, wanted: _Wanted, seconds: float) -> Exact:
+    from dynmo.schedule.exact import exact
+
+    if not seconds > 0:
+        raise InputError(f"--exact {seconds:g}: a time limit is a number of seconds over 0")
+    return exact(
+        wanted.costs,
+        wanted.microbatches,
+        caps=wanted.caps,
+        first_trainable=wanted.first_trainable,
+        objective=wanted.objective,
+        start=made,
+        seconds=seconds,
+    )
+
+
 def _check_memory(made: Schedule, wanted: _Wanted) -> None:
     """Raises ScheduleError, with the schedules that would fit, where a rank's peak is over its cap."""
     peaks, caps = peak_memory(made, wanted.costs), wanted.caps
@@ -213,8 +241,9 @@ def _fits(peak: float, cap: float) -> bool:
 
 def _print_json(result: Result, made: Schedule, timeline: Timeline, grid: bool, ops: bool) -> None:
     fields: dict[str, object] = asdict(result)
-    if result.every_message is None:
-        del fields["every_message"]
+    for key in ("proven", "every_message"):
+        if fields[key] is None:
+            del fields[key]
     if ops:
         fields["ops"] = made.ops
     if grid:
@@ -252,6 +281,8 @@ def _table(result: Result) -> Table:
         table.add_row(field.replace("_", " "), f"{getattr(result, field):.6g}")
     most = max(result.peak_memory)
     table.add_row("peak memory", f"{most:.6g}", f"on rank {result.peak_memory.index(most)}")
+    if result.proven is not None:
+        table.add_row("proven optimal", "yes" if result.proven else "no")
     if result.every_message is not None:
         table.add_row("span, every message waited for", f"{result.every_message['span']:.6g}")
     table.add_row("made in", f"{result.seconds:.2g}", "seconds")

@@ -29,7 +29,7 @@ def _compiled(signature: str) -> Callable[[Callable[..., Any]], Callable[..., An
             warnings.simplefilter("ignore")
             try:
                 return njit(signature, cache=True)(function)
-            except (RuntimeError, OSError):  # no place that can be written to, or a damaged one
+            except Exception:  # no place that can be written to, or a damaged file there, which pickle meets with any error it likes
                 return njit(signature)(function)
 
     return compile_
@@ -66,7 +66,7 @@ def _settle(tree, wake, rank):
 )
 def _build(m, f, b, w, link, mf, stash, cap, first, credits, lead, policy, most, order, arrival, clock, count, tree):
     """Runs all ranks on one clock under `policy`. Returns the greatest (end - lead) of a rank, or never once it must pass `most`,
-    and the number of ops placed; the ops are in `order`."""
+    and how often it looked at a rank, which is its effort; the ops are in `order`."""
     p = f.shape[0]
     wake, work = clock[0], clock[1]
     nf, nb, nw, idle, last = count[0], count[1], count[2], count[3], count[4]
@@ -87,13 +87,14 @@ def _build(m, f, b, w, link, mf, stash, cap, first, credits, lead, policy, most,
         left, right = tree[2 * i], tree[2 * i + 1]
         tree[i] = left if right < 0 or (left >= 0 and wake[left] <= wake[right]) else right
     left_over = p
-    placed = 0
+    looks = 0
     worst = 0.0
     while left_over > 0:
+        looks += 1
         r = tree[1]
         now = wake[r]
         if now >= _NEVER:
-            return _NEVER, placed
+            return _NEVER, looks
         held, stashed = nf[r] - nb[r], nb[r] - nw[r]
         live = held * mf[r] + stashed * stash[r]
         later = _NEVER
@@ -139,7 +140,6 @@ def _build(m, f, b, w, link, mf, stash, cap, first, credits, lead, policy, most,
             continue
         idle[r] = 0
         order[r, nf[r] + nb[r] + nw[r]] = kind
-        placed += 1
         told, news = -1, 0.0
         if kind == FORWARD:
             end = now + f[r]
@@ -175,14 +175,14 @@ def _build(m, f, b, w, link, mf, stash, cap, first, credits, lead, policy, most,
             wake[told] = news
             _settle(tree, wake, told)
         if end + work[r] > most:
-            return _NEVER, placed
+            return _NEVER, looks
         wake[r] = end
         if nw[r] == m or (r < first and nf[r] == m):
             left_over -= 1
             wake[r] = _NEVER
             worst = max(worst, end - lead[r])
         _settle(tree, wake, r)
-    return worst, placed
+    return worst, looks
 
 
 @_compiled(
@@ -190,8 +190,8 @@ def _build(m, f, b, w, link, mf, stash, cap, first, credits, lead, policy, most,
     "int64[:, :, ::1], int64[:, ::1], int64[::1])"
 )
 def _replay(m, d, first, credits, lead, order, start, end, where, before, count, path):
-    """Replays `order`: start[r, i] of op i, end[kind, r, j] and where[kind, r, j] of each op of F and B, before[kind, r, i] = how many of
-    a kind lie before op i, path = all ops so that each comes after what it needs. Returns the greatest end - lead, or never for a circle."""
+    """Replays `order`: start[r, i] of op i, end[kind, r, j] and where[kind, r, j] of each F and B, before[kind, r, i] = how many of a kind
+    lie before op i, path = all ops so that each comes after what it needs. Returns the greatest end - lead, or never for a circle."""
     p = d.shape[1]
     nf, nb, nw, queued, stack = count[0], count[1], count[2], count[3], count[4]
     clock = np.zeros(p)
@@ -265,8 +265,7 @@ def _replay(m, d, first, credits, lead, order, start, end, where, before, count,
 
 
 @_compiled(
-    "void(int64, float64[:, ::1], int64, int64, float64[::1], int8[:, ::1], int64[:, :, ::1], int64[:, :, ::1], int64[::1],"
-    "float64[:, ::1])"
+    "void(int64, float64[:, ::1], int64, int64, float64[::1], int8[:, ::1], int64[:, :, ::1], int64[:, :, ::1], int64[::1],float64[:, ::1])"
 )
 def _tails(m, d, first, credits, lead, order, where, before, path, tail):
     """tail[r, i]: the longest way from the end of op i of rank r to the end of any rank, less that rank's lead."""
@@ -350,6 +349,31 @@ def _move(order, r, source, target):
     order[r, target] = kind
 
 
+@_compiled("boolean(int64, int64, boolean, float64[::1], float64[::1], float64[::1], int64, int8[:, ::1])")
+def _by_hand(m, k, hold, mf, stash, cap, first, order):
+    """Writes ZB-H1 (k = 1), ZB-H2 (k = 2), or without `hold` 1F1B with B and W apart. Returns whether it fits the caps."""
+    p = mf.shape[0]
+    for r in range(p):
+        at = nf = nb = nw = 0
+        while nb < m and r >= first:
+            kind = BACKWARD
+            if nb > nw and (not hold or k * (p - 1 - r) + nb - 1 >= k * (p - 1 - first) + nw):
+                kind = WEIGHT
+            elif nf < m and nf - nb <= k * (p - 1 - r):
+                kind = FORWARD
+            nf += kind == FORWARD
+            nb += kind == BACKWARD
+            nw += kind == WEIGHT
+            if (nf - nb) * mf[r] + (nb - nw) * stash[r] > cap[r]:
+                return False
+            order[r, at] = kind
+            at += 1
+        while r >= first and at < 3 * m:
+            order[r, at] = WEIGHT
+            at += 1
+    return True
+
+
 @_compiled(
     "Tuple((float64, int64))(int64, float64[:, ::1], float64[::1], float64[::1], float64[::1], int64, int64, float64[::1], float64, int64,"
     "int8[:, ::1])"
@@ -369,8 +393,18 @@ def _polish(m, d, mf, stash, cap, first, credits, lead, goal, budget, best_order
     path = np.empty(total, np.int64)
     barred = np.zeros((3, p, m), np.int64)  # until which turn an op may not be moved again
     targets = np.empty(2 * (_NEAR + _GAPS) + 2, np.int64)
+    best = _replay(m, d, first, credits, lead, order, start, end, where, before, count, path)
+    spent, turn = total, 0
+    # No worse than what is made by hand, where that fits.
+    for hand in range(3):
+        if _by_hand(m, max(1, hand), hand > 0, mf, stash, cap, first, order):
+            spent += total
+            time = _replay(m, d, first, credits, lead, order, start, end, where, before, count, path)
+            if time < best:
+                best = time
+                _copy(best_order, order)
+    _copy(order, best_order)
     now = _replay(m, d, first, credits, lead, order, start, end, where, before, count, path)
-    best, spent, turn = now, total, 0
     state = np.uint64(_SEED)
     slack = 1e-9 * now
     while spent < budget and best > goal:
@@ -494,9 +528,10 @@ def _polish(m, d, mf, stash, cap, first, credits, lead, goal, budget, best_order
     "int64, int64, boolean, float64, int64, int64, int64[:, ::1], int8[:, ::1])"
 )
 def search(m, f, b, w, link, mf, stash, cap, first, credits, spans, goal, budget, polish, starts, best_order):
-    """Tries the policies of `starts`, then changes of the best one, until `goal` is met or `budget` ops have been placed.
+    """Tries the policies of `starts`, then changes of the best one, until `goal` is met or `budget` is spent, and the order of
+    single ops within `polish`.
 
-    Returns the least time found and the number of ops placed; the ops are in `best_order`.
+    Returns the least time found and what was spent; the ops are in `best_order`.
     """
     p = f.shape[0]
     lead, trip = np.zeros(p), np.zeros(p)
@@ -554,10 +589,10 @@ def search(m, f, b, w, link, mf, stash, cap, first, credits, spans, goal, budget
                 else:  # the warm-up of the whole pipeline upstream
                     for q in range(first, r + 1):
                         policy[0, q] = min(max(1, policy[0, q] + (1 if by > 1 else -1)), room[q])
-        time, placed = _build(
+        time, looks = _build(
             m, f, b, w, link, mf, stash, cap, first, credits, lead, policy, best, order, arrival, clock, count, tree
         )  # fmt: skip
-        spent += placed + p
+        spent += looks + p
         # Of equals the later one, so that a plateau is crossed; but the table's first.
         if time < best or (time == best and turn >= starts.shape[0] and time < _NEVER):
             best = time
@@ -570,6 +605,6 @@ def search(m, f, b, w, link, mf, stash, cap, first, credits, spans, goal, budget
         d = np.empty((4, p))
         for r in range(p):
             d[0, r], d[1, r], d[2, r], d[3, r] = f[r], b[r], w[r], link[r]
-        best, placed = _polish(m, d, mf, stash, cap, first, credits, lead, goal, polish, best_order)
-        spent += placed
+        best, replayed = _polish(m, d, mf, stash, cap, first, credits, lead, goal, polish, best_order)
+        spent += replayed
     return best, spent

@@ -12,15 +12,16 @@ ranks that wait for memory, and every case in which one microbatch fits each sta
 
 The search first tries a table of policies, the same on all ranks, then changes single ranks' policies, then the order of single ops
 along the critical path. It gives up a try at the first op after which it must end later than the best so far, stops where `lower_bound`
-is met, and has a budget of placed ops, never of time: every rank that runs it finds the same schedule.
+is met, and has a budget in steps, never in time: every rank that runs it finds the same schedule.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import repeat
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -53,10 +54,13 @@ _STARTS = (
     (0, 70, 4, 1, 0, _NO_LIMIT),
 )
 
+# Op._make without its check: a plan of 64 ranks and 512 microbatches makes a hundred thousand.
+_new_op = cast("Callable[[tuple[Kind, int, int]], Op]", partial(cast("Any", tuple).__new__, Op))
+_KINDS = (Kind.F, Kind.B, Kind.W)
+
 # A peak is a running sum, so it may lie a rounding error above the activations that it stands for; half of what is allowed for that.
 _ROUNDING = 5e-10
-_POLISH=1
-_BB=110_000
+_BB = 110_000
 
 
 def automatic(
@@ -95,15 +99,16 @@ def automatic(
     starts = np.array(_STARTS, np.int64)
     times = [x * unit for x in (f, b, w, link)]
     spans = objective is Objective.SPAN
-    search(m, *times, mem_f, stash, limits, first_trainable, p, spans, goal, _budget(p, m), _POLISH*_budget(p,m), starts, order)
+    search(m, *times, mem_f, stash, limits, first_trainable, p, spans, goal, *_budget(p, m), starts, order)
     rows = tuple(_row(order[r], r, m, r < first_trainable) for r in range(p))
     return Schedule(NAME, m, tuple(range(p)), rows, first_trainable)
 
 
-def _budget(ranks: int, microbatches: int) -> int:
-    """How many ops may be placed in all: some 15 schedules at 24 ranks and 96 microbatches, more where a plan may take longer."""
-    ops = 3 * ranks * microbatches
-    return int(_BB * min(40.0, max(1.0, ops / 6912) ** 1.6))
+def _budget(ranks: int, microbatches: int) -> tuple[int, int]:
+    """How many times the search may look at a rank, and how many ops it may replay while single ones move: some 20 and 15 whole schedules
+    at 24 ranks and 96 microbatches, more of larger ones, whose plan may take longer, and no fewer ops for smaller ones."""
+    share = min(30.0, max(1.0, 3 * ranks * microbatches / 6912) ** 1.6)
+    return int(140_000 * share), int(100_000 * share)
 
 
 def _limits(costs: Costs, caps: Sequence[float] | None, first_trainable: int) -> NDArray[np.float64]:
@@ -122,8 +127,8 @@ def _limits(costs: Costs, caps: Sequence[float] | None, first_trainable: int) ->
     return np.minimum(np.array(caps, np.float64) * (1 + _ROUNDING), 1e300)
 
 
-def _array(values: object) -> NDArray[np.float64]:
-    return np.array(list(values), np.float64)  # pyright: ignore
+def _array(values: Iterable[float]) -> NDArray[np.float64]:
+    return np.fromiter(values, np.float64)
 
 
 def _row(order: NDArray[np.int8], rank: int, microbatches: int, frozen: bool) -> tuple[Op, ...]:
@@ -132,10 +137,5 @@ def _row(order: NDArray[np.int8], rank: int, microbatches: int, frozen: bool) ->
     index = np.empty(len(order), np.int64)
     for code in range(3):
         index[order == code] = np.arange(np.count_nonzero(order == code))
-    kinds = [_KINDS[code] for code in order.tolist()]
+    kinds = [_KINDS[code] for code in cast("list[int]", order.tolist())]
     return tuple(map(_new_op, zip(kinds, repeat(rank), index.tolist(), strict=False)))
-
-
-# Op._make without its check: a plan of 64 ranks and 512 microbatches makes a hundred thousand.
-_new_op = partial(tuple.__new__, Op)
-_KINDS = (Kind.F, Kind.B, Kind.W)

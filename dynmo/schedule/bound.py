@@ -14,25 +14,30 @@ Memory. A rank's time is cut by its first B, its last F and its last B:
     |- x F's in F + trip ---|                   |- a-1 B's in trip ---|
 
 The first B comes F + trip after the first F, and at most k F's, and not the last, lie before it: so the F's and this wait take at least
-front = max(m F, F + trip + (m - min(k, m - 1)) F). The last B starts a trip after the last F. If a microbatches are between F and B just after the
-last F, a - 1 B's lie in that trip; m - a lie before it, and so do as many of their W's as make room: with a mem_f + c stash <= cap,
-at least w = m - a - c. Every other W but the last microbatch's may lie in the trip, too. So for some a, and therefore for the least over a,
+front = max(m F, F + trip + (m - min(k, m - 1)) F). The last B starts a trip after the last F. If a microbatches are between F and B just
+after the last F, a - 1 B's lie in that trip; m - a lie before it, and so do as many of their W's as make room: with
+a mem_f + c stash <= cap, at least w = m - a - c. Every other W but the last microbatch's may lie in the trip, too. So for some a, and
+therefore for the least over a, counted from the rank's first F,
 
     end of the last F    >=  front + (m - a) B + w W
-    end of the last B    >=  the same + max(trip, (a - 1) B) + B
+    end of the last B    >=  front + (m - a) B + w W + max(trip, (a - 1) B) + B
     end of the last W    >=  front + (m - a) B + w W + max(trip, (a - 1) B + (m - 1 - w) W) + B + W
 
-counted from the rank's first F. (If all F's come before the first B, which takes k >= m, its wait and the trip overlap: then
+If all F's come before the first B, which takes k >= m, its wait and the trip overlap:
 
+    end of the last F    >=  m F
     end of the last B    >=  max(max(m F, F + trip) + (m - 1) B, m F + trip) + B
-    end of the last W    >=  max(max(m F, F + trip) + (m - 1) (B + W), m F + trip) + B + W          and m F for the last F.)
+    end of the last W    >=  max(max(m F, F + trip) + (m - 1) (B + W), m F + trip) + B + W
+
+One of the two holds, so the lesser does. A B that adds memory must find room with the F's there: where mem_b > 0, k counts from
+cap - mem_b. (A fused BW hides from the accounting what its B adds until its W; only there could a schedule with BW do with less.)
 
 Rounds. F(r,j+k) must wait for B(r,j), so F(r,0) -> B(r,0) -> F(r,k) -> B(r,k) -> F(r,2k) .. is a chain of ceil(m / k) rounds of
 F + trip + B. Where nothing at all fits beside k microbatches, a W or another B lies between the B and the F, too.
 
-Ways. From the end of the last F the microbatch still goes out to the last rank and back to any rank s, which then has its W to run; from the
-end of the last B it goes back to any rank s < r and its W. Rank s ends no sooner, and neither does the step: for the makespan its end
-counts, for the span its end - lead.
+Ways. From the end of the last F the microbatch still goes out to the last rank and back to any rank s, which then has its W to run;
+from the end of the last B it goes back to any rank s < r and its W. Rank s ends no sooner, and neither does the step: for the makespan
+its end counts, for the span its end - lead.
 """
 
 from __future__ import annotations
@@ -97,7 +102,9 @@ def _ends(cost: StageCost, m: int, trip: float, cap: float) -> tuple[float, floa
     """Of one rank: the soonest ends of its last F, B and W, from the start of its first F on."""
     f, b, w, held, stash = cost.f, cost.b, cost.w, cost.mem_f, cost.mem_f + cost.mem_b
     limit = cap * (1 + _ROUNDING)
-    k = m if held <= 0 or limit >= m * held else max(1, int(limit / held))
+    # Where a B adds memory (its stash is larger than what it frees), the first B after k F's must fit, too.
+    needed = max(held, stash)
+    k = m if held <= 0 or limit >= (m - 1) * held + needed else max(1, 1 + int((limit - needed) / held))
     forwards: list[float] = []
     backwards: list[float] = []
     weights: list[float] = []

@@ -313,6 +313,15 @@ def test_whoever_reads_may_stop_reading() -> None:
         assert process.wait(60) == 1
 
 
+def test_exact_betters_and_proves(run: Run) -> None:
+    made = answer(run, *asked("1f1b", 3, 4), *UNIT, "--memory-limit", 3, "--exact", 5)
+    assert (made["schedule"], made["span"], made["lower_bound"], made["proven"]) == ("exact", 14, 14, True)
+    kept = answer(run, *asked("zb-h1", 3, 4), *UNIT, "--memory-limit", 3, "--exact", 5)
+    assert (kept["schedule"], kept["span"], kept["proven"]) == ("zb-h1", 14, True)
+    assert "proven" not in answer(run, *asked("zb-h1", 3, 4), *UNIT)
+    assert run(*asked("zb-h1", 3, 4), *UNIT, "--exact", 0)[0] == 2
+
+
 # The published table, through the command line
 
 TABLE_5 = json.loads((Path(__file__).parents[1] / "facts" / "zero_bubble_table5.json").read_text())["rows"]
