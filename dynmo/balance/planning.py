@@ -20,7 +20,7 @@ from dynmo.errors import InputError, PartitionError, ScheduleError
 from dynmo.memory import Pairs, live_limits, rank_memory
 from dynmo.profile_file import Profile
 from dynmo.schedule.bound import Objective
-from dynmo.schedule.catalogue import SCHEDULES, check_microbatches, chunks_of, make, placement_of
+from dynmo.schedule.catalogue import SCHEDULES, check_microbatches, chunks_of, entry, make, placement_of
 from dynmo.schedule.chunk_bound import lower_bound_on
 from dynmo.schedule.op import Schedule
 from dynmo.simulator import Timeline, resident, simulate
@@ -196,6 +196,10 @@ def attempt(job: Job) -> Plan:
             continue
         if best is None or found.step < best.step:
             best = found
+        if job.schedule != "zb-auto":
+            break
+    if best is None and job.memory_limit is not None:
+        best = _repaired(job)
     if best is None:
         assert failed is not None
         raise failed
@@ -213,6 +217,49 @@ def _residents(job: Job) -> Iterator[tuple[Pairs, ...] | None]:
     yield resident(made)
     if job.schedule == "zb-auto" and job.ranks > 1:
         yield (((1, 0), (0, 1)),) * stages
+    elif not entry(job.schedule).from_costs and job.profile.first_trainable:
+        # With a frozen prefix the others may keep less. How many stages it fills, only the placement says.
+        for frozen in range(1, stages):
+            yield resident(make(job.schedule, job.ranks, job.microbatches, chunks=job.chunks, first_trainable=frozen))
+
+
+_TRIES = 300
+
+
+def _repaired(job: Job) -> Plan | None:
+    """What a rank keeps is less than its stages' peaks together, so the balancers may refuse what fits: from the placement without a limit,
+    one boundary at a time, as long as the fullest rank gets emptier. For balancers that choose; a baseline's placement is what it is."""
+    if job.balancer not in ("exact", "schedule-aware"):
+        return None
+    free, limit = replace(job, memory_limit=None, quick=True), job.memory_limit
+    assert limit is not None
+    try:
+        starts = [attempt(free).partition, job.current]
+    except InputError:
+        return None
+    tries = _TRIES
+    for start in starts:
+        plan = judge(free, start)
+        while max(plan.memory) > limit and tries > 0:
+            nearer: Plan | None = None
+            for counts in _neighbours(plan.partition.counts):
+                other = judge(free, Partition(counts))
+                tries -= 1
+                if max(other.memory) < max((nearer or plan).memory):
+                    nearer = other
+            if nearer is None:
+                break
+            plan = nearer
+        if max(plan.memory) <= limit:
+            return judge(job, plan.partition)
+    return None
+
+
+def _neighbours(counts: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
+    for boundary in range(len(counts) - 1):
+        for by in (-1, 1):
+            if counts[boundary] + by > 0 and counts[boundary + 1] - by > 0:
+                yield (*counts[:boundary], counts[boundary] + by, counts[boundary + 1] - by, *counts[boundary + 2 :])
 
 
 def _maker(job: Job) -> Make:

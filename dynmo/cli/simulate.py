@@ -1,0 +1,204 @@
+"""`dynmo simulate`: replays a workload that changes over time under a policy, and says what balancing would bring."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from dynmo.errors import InputError
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from dynmo.balance.workload import Outcome, Step
+
+_ROWS, _COLUMNS = 12, 72
+
+
+def simulate(
+    workload: Annotated[Path, typer.Argument(help="The workload and the policy, as TOML.", show_default=False)],
+    plot: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw the step times (.svg, .png, .pdf; needs matplotlib).")] = None,
+    json_: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
+) -> None:
+    """Replay a changing workload under a balancing policy."""
+    from dynmo.balance.workload import read, replay
+
+    given = read(workload)
+    if plot is not None:
+        _check_plot(plot)
+    began = time.perf_counter()
+    outcome = replay(given)
+    seconds = time.perf_counter() - began
+    if plot is not None:
+        _plot(outcome, plot)
+    if json_:
+        print(json.dumps(to_json(outcome, seconds), allow_nan=False))
+    else:
+        _print_text(outcome, seconds)
+
+
+def to_json(outcome: Outcome, seconds: float) -> dict[str, Any]:
+    """Seconds and bytes. `speedup`: of the whole run with its moves, against static; `perfect_speedup`: what perfect balance would have."""
+    workload = outcome.workload
+    total = {
+        "seconds": outcome.seconds,
+        "static_seconds": outcome.static_seconds,
+        "perfect_seconds": outcome.perfect_seconds,
+        "speedup": _ratio(outcome.static_seconds, outcome.seconds),
+        "perfect_speedup": _ratio(outcome.static_seconds, outcome.perfect_seconds),
+        "bound": outcome.bound,
+        "idle_ratio": _idle(outcome.policy),
+        "static_idle_ratio": _idle(outcome.static),
+        "perfect_idle_ratio": _idle(outcome.perfect),
+        "rebalances": len(outcome.moves),
+        "moved_layers": sum(x.layers for x in outcome.moves),
+        "moved_bytes": sum(x.moved_bytes for x in outcome.moves),
+        "move_seconds": sum(x.seconds for x in outcome.moves),
+    }
+    return {
+        "name": workload.name,
+        "layers": workload.layers,
+        "steps": workload.steps,
+        "ranks": workload.ranks,
+        "replicas": workload.replicas,
+        "microbatches": workload.microbatches,
+        "schedule": workload.schedule,
+        "objective": str(workload.objective),
+        "policy": asdict(workload.policy),
+        "phases": [asdict(phase) for phase in outcome.phases],
+        "rebalances": [asdict(x) for x in outcome.rebalances],
+        "total": total,
+        "seconds": seconds,
+    }
+
+
+def _ratio(whole: float, part: float) -> float:
+    return whole / part if part else 1.0
+
+
+def _idle(steps: Sequence[Step]) -> float:
+    """Of the whole run: the steps count by how long they take."""
+    whole = sum(x.seconds for x in steps)
+    return sum(x.seconds * x.idle_ratio for x in steps) / whole if whole else 0.0
+
+
+# -- text --------------------------------------------------------------------------------------------------------------------------
+
+
+def _print_text(outcome: Outcome, seconds: float) -> None:
+    from dynmo.report.summary import console_for_tables
+
+    console, workload = console_for_tables(), outcome.workload
+    copies = f" x {workload.replicas} replicas" if workload.replicas > 1 else ""
+    console.print(
+        f"{workload.name}: {workload.layers} layers on {workload.ranks} ranks{copies}, {workload.microbatches} microbatches of "
+        f"{workload.schedule}, {workload.steps} steps; {workload.policy.balancer} every {workload.policy.every} steps",
+        highlight=False,
+    )
+    console.print()
+    console.print(_phases(outcome))
+    console.print()
+    for line in picture(outcome):
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
+    console.print()
+    for line in _verdict(outcome):
+        console.print(line, highlight=False)
+    console.print(f"simulated in {seconds:.2f} s", highlight=False)
+
+
+def _phases(outcome: Outcome) -> Table:
+    from rich.table import Table
+
+    table = Table()
+    for heading in ("steps", "s/step", "static", "perfect", "speed-up", "at most", "idle", "static idle", "moves", "MiB"):
+        table.add_column(heading, justify="right")
+    table.add_column("layers", overflow="fold")
+    for phase in outcome.phases:
+        speedup, most = _ratio(phase.static, phase.seconds), _ratio(phase.static, phase.perfect)
+        table.add_row(
+            f"{phase.first}-{phase.last}",
+            *(f"{x:.4g}" for x in (phase.seconds, phase.static, phase.perfect)),
+            *(f"x{x:.3f}" for x in (speedup, most)),
+            *(f"{x:.1%}" for x in (phase.idle_ratio, phase.static_idle_ratio)),
+            str(phase.moved_layers),
+            f"{phase.moved_bytes / 2**20:,.1f}",
+            "+".join(map(str, phase.partition)),
+        )
+    return table
+
+
+def _verdict(outcome: Outcome) -> list[str]:
+    moves = outcome.moves
+    size, lost = sum(x.moved_bytes for x in moves), sum(x.seconds for x in moves)
+    layers = sum(x.layers for x in moves)
+    whole, static, perfect = outcome.seconds, outcome.static_seconds, outcome.perfect_seconds
+    return [
+        f"policy   {whole:.4g} s, {_idle(outcome.policy):.1%} idle; {len(moves)} rebalances moved {layers} layers, "
+        f"{size / 2**20:,.1f} MiB in {lost:.3g} s (of {len(outcome.rebalances)} proposed)",
+        f"static   {static:.4g} s, {_idle(outcome.static):.1%} idle: the policy is x{_ratio(static, whole):.3f}",
+        f"perfect  {perfect:.4g} s, {_idle(outcome.perfect):.1%} idle: at most x{_ratio(static, perfect):.3f}",
+        f"bound    x{outcome.bound}: whole layers over an even placement, ceil({outcome.workload.layers} / {outcome.workload.ranks})",
+    ]
+
+
+def picture(outcome: Outcome) -> list[str]:
+    """Step time over steps: s static, * the policy, - perfect, | a rebalance. A column is the mean of its steps."""
+    count = outcome.workload.steps
+    columns = min(_COLUMNS, count)
+    cuts = [(count * i // columns, count * (i + 1) // columns) for i in range(columns)]
+    series = [("s", outcome.static), ("-", outcome.perfect), ("*", outcome.policy)]
+    means = [(mark, [sum(x.seconds for x in steps[a:b]) / (b - a) for a, b in cuts]) for mark, steps in series]
+    top = max(max(values) for _, values in means) or 1.0
+    rows = [[" "] * columns for _ in range(_ROWS + 1)]
+    for mark, values in means:
+        for column, value in enumerate(values):
+            rows[_ROWS - round(_ROWS * value / top)][column] = mark
+    labels = [f"{top * (_ROWS - i) / _ROWS:9.4g}" if i % 4 == 0 else " " * 9 for i in range(_ROWS + 1)]
+    lines = [f"{label} |{''.join(row).rstrip()}" for label, row in zip(labels, rows, strict=True)]
+    moved = {x.step for x in outcome.moves}
+    ticks = "".join("|" if any(a <= step < b for step in moved) else " " for a, b in cuts).rstrip()
+    lines += [" " * 10 + "+" + "-" * columns, f"    moves  {ticks}".rstrip()]
+    return [*lines, f"           steps 0 to {count - 1}; seconds a step: s static, * policy, - perfect"]
+
+
+# -- plot --------------------------------------------------------------------------------------------------------------------------
+
+
+def _check_plot(path: Path) -> None:
+    """Told before the work is done."""
+    from importlib.util import find_spec
+
+    if path.suffix not in (".svg", ".png", ".pdf"):
+        raise InputError(f"--plot {path}: the name must end in .svg, .png or .pdf")
+    if not path.parent.is_dir():
+        raise InputError(f"--plot {path}: there is no folder {path.parent}")
+    if find_spec("matplotlib") is None:
+        raise InputError("--plot needs matplotlib; install dynmo[plot]")
+
+
+def _plot(outcome: Outcome, path: Path) -> None:
+    from matplotlib.figure import Figure  # not pyplot: no window, no state
+
+    figure = Figure(figsize=(8, 4), layout="constrained")
+    axes = figure.subplots()
+    steps = range(outcome.workload.steps)
+    for label, series, colour in (
+        ("static", outcome.static, "tab:red"),
+        ("policy", outcome.policy, "tab:blue"),
+        ("perfect", outcome.perfect, "tab:gray"),
+    ):
+        axes.step(steps, [x.seconds for x in series], where="post", label=label, color=colour)
+    for x in outcome.moves:
+        axes.axvline(x.step, color="tab:blue", alpha=0.2, linewidth=1)
+    axes.set(xlabel="step", ylabel="seconds a step (predicted)", ylim=(0, None), title=outcome.workload.name)
+    axes.legend()
+    try:
+        figure.savefig(path)
+    except OSError as error:
+        raise InputError(f"--plot {path} cannot be written: {error.strerror}") from None

@@ -1,0 +1,113 @@
+"""Measures a model's layers over a few steps, as they run in training: the same ranks, schedule, microbatches and data, no updates.
+
+Every step is measured for itself and a layer's figure is the median of the steps, so that one disturbed step does no harm. The first step
+warms up and is not counted.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import fields
+from statistics import median
+
+import torch
+
+from dynmo.api import Pipeline
+from dynmo.config import Config
+from dynmo.costs import LayerCost
+from dynmo.data.batches import Batches
+from dynmo.data.corpus import check_vocab, open_corpus
+from dynmo.dynamism import make_cases
+from dynmo.errors import ConfigError
+from dynmo.models.model import Model, load_model
+from dynmo.profile_file import Profile
+from dynmo.runtime.rendezvous import Rendezvous
+from dynmo.runtime.world import World, open_store
+from dynmo.trainer import device_for, first_partition, memory_limit
+
+Listener = Callable[[int, float], None]
+"""Told of every step that was measured: how many so far, and the seconds it took."""
+
+
+def run(config: Config, rendezvous: Rendezvous, steps: int, listen: Listener | None = None) -> Profile:
+    """Measures as one rank of the world at `rendezvous`; returns the same on every rank. Raises as `trainer.run` does."""
+    if rendezvous.size != config.ranks:
+        raise ConfigError(
+            f"the launcher started {rendezvous.size} ranks, but parallel.pipeline x data = {config.ranks}; start as many as the config says"
+        )
+    torch.set_num_threads(config.parallel.threads)
+    device = device_for(config, rendezvous.local_rank)
+    model = load_model(config)
+    timeout = config.parallel.timeout
+    world = World.join(open_store(rendezvous, timeout), rendezvous.rank, rendezvous.size, device=device, timeout=timeout)
+    try:
+        return measure(config, world, model, steps, listen)
+    finally:
+        world.close()
+
+
+def measure(config: Config, world: World, model: Model, steps: int, listen: Listener | None = None) -> Profile:
+    """What the dynamic cases do before the first step is done (a prefix that is frozen from the start, say); nothing changes later."""
+    pipeline = Pipeline(
+        world,
+        model,
+        first_partition(config, model.layers),
+        schedule=config.pipeline.schedule,
+        microbatches=config.microbatches,
+        chunks=config.chunks,
+        memory_limit=memory_limit(config, world.device),
+        seed=config.seed,
+    )
+    for case in make_cases(config, model.layers):
+        change = case.act(0, pipeline)
+        if change is not None:
+            pipeline.changed(change.layers)
+    batches = _batches(config, pipeline)
+    found: list[tuple[LayerCost, ...]] = []
+    for step in range(steps + 1):
+        start = time.perf_counter()
+        pipeline.profiler.forget(range(model.layers))
+        inputs = targets = None
+        if batches is not None:
+            inputs, targets = (x.to(world.device) for x in batches.train(step))
+        pipeline.step(step, inputs, targets, lr=0.0)
+        costs = pipeline.costs()
+        if step:
+            found.append(costs)
+            if listen is not None:
+                listen(step, time.perf_counter() - start)
+    return profile_of(config, pipeline, tuple(_median(layer) for layer in zip(*found, strict=True)), steps)
+
+
+def profile_of(config: Config, pipeline: Pipeline, costs: tuple[LayerCost, ...], steps: int | None = None) -> Profile:
+    """What is known of a pipeline's layers, for a costs file. costs: as `Pipeline.costs` gathers them; steps: how many were measured."""
+    return Profile(
+        layers=costs,
+        names=pipeline.model.names,
+        first_trainable=pipeline.first_trainable,
+        links=tuple(pipeline.links.items()),
+        model=config.model.kind,
+        microbatch=config.train.micro_batch,
+        microbatches=config.microbatches,
+        ranks=pipeline.world.size,
+        partition=pipeline.partition.counts,
+        schedule=config.pipeline.schedule,
+        steps=steps,
+    )
+
+
+def _median(costs: Sequence[LayerCost]) -> LayerCost:
+    """Of each figure; sizes are the same in every step, up to what a microbatch's content changes."""
+    middle = {field.name: median(getattr(cost, field.name) for cost in costs) for field in fields(LayerCost)}
+    return LayerCost(**{name: value if name in ("f", "b", "w") else int(value) for name, value in middle.items()})
+
+
+def _batches(config: Config, pipeline: Pipeline) -> Batches | None:
+    """Only the ranks that hold the first or the last layer read data."""
+    if config.model.kind != "emulated":
+        check_vocab(config.model.vocab)
+    if pipeline.world.rank not in (pipeline.placement[0], pipeline.placement[-1]):
+        return None
+    train = config.train
+    return Batches(open_corpus(config.data.source), config.model.sequence, train.global_batch, train.micro_batch, config.seed)

@@ -1,0 +1,229 @@
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dynmo.balance.partition import Partition
+from dynmo.balance.placed import frozen_stages, pipeline_costs
+from dynmo.balance.trigger import worth_moving
+from dynmo.balance.workload import Policy, Workload, parse, read, replay
+from dynmo.costs import LayerCost, LinkCost
+from dynmo.errors import InputError
+from dynmo.schedule.bound import Objective
+from dynmo.schedule.catalogue import SCHEDULES, make
+from dynmo.simulator import simulate
+
+EXAMPLE = Path(__file__).parents[2] / "examples/workload.toml"
+ONE = LayerCost(1.0, 1.0, 1.0, 10, 100, 100, 200, 5, 2, 10)
+FROZEN = replace(ONE, b=0.0, w=0.0)
+LINK = LinkCost(0.5, 1000.0)
+
+
+def workload(**changes: Any) -> Workload:
+    """Twelve layers on three ranks; at step 10 the first six freeze."""
+    moments = ((0, (ONE,) * 12), (10, (FROZEN,) * 6 + (ONE,) * 6))
+    base = Workload("w", moments, tuple(map(str, range(12))), 40, 3, 8, schedule="1f1b", link=LINK, policy=Policy(every=5))
+    return replace(base, **changes)
+
+
+def seconds(moment: int, counts: tuple[int, ...], objective: Objective = Objective.MAKESPAN) -> float:
+    """By the simulator, without the replay."""
+    costs = pipeline_costs(workload().moments[moment][1], Partition(counts), links=(LINK, LINK))
+    timeline = simulate(make("1f1b", 3, 8, first_trainable=frozen_stages(costs)), costs)
+    return timeline.makespan if objective is Objective.MAKESPAN else timeline.span
+
+
+def test_what_a_policy_brings() -> None:
+    outcome = replay(workload())
+    assert [x.seconds for x in outcome.static] == [seconds(0, (4, 4, 4))] * 10 + [seconds(1, (4, 4, 4))] * 30
+    (move,) = outcome.moves
+    # The costs change at step 10, and are known once that step was measured.
+    assert (move.step, move.source) == (15, (4, 4, 4))
+    assert [x.seconds for x in outcome.policy] == [x.seconds for x in outcome.static[:15]] + [seconds(1, move.target)] * 25
+    assert seconds(1, move.target) < seconds(1, (4, 4, 4))
+    assert outcome.partitions == ((4, 4, 4),) * 15 + (move.target,) * 25
+    # 400 bytes a layer over a link, one after another.
+    assert move.moved_bytes == 400 * move.layers
+    assert move.seconds == pytest.approx(move.layers * (0.5 + 0.4))
+    assert outcome.seconds == pytest.approx(sum(x.seconds for x in outcome.policy) + move.seconds)
+    first, second = outcome.phases
+    assert (first.first, first.last, second.first, second.last) == (0, 9, 10, 39)
+    assert (first.moved_layers, second.moved_layers, second.partition) == (0, move.layers, move.target)
+    assert second.seconds == pytest.approx((5 * seconds(1, (4, 4, 4)) + 25 * seconds(1, move.target)) / 30)
+    assert outcome.bound == 4
+
+
+def test_the_decision_is_the_trigger_s() -> None:
+    for margin in (0.0, 1.0, 20.0, 1e6):
+        outcome = replay(workload(policy=Policy(every=5, margin=margin)))
+        for found in outcome.rebalances:
+            now, then = seconds(1, found.source), seconds(1, found.target)
+            expected = worth_moving(now, then, 40 - found.step, found.seconds, margin, 0.02)
+            assert (found.moved, found.reason) == (expected.move, expected.reason)
+        assert bool(outcome.moves) == (margin < 1e6)
+    assert not replay(workload(policy=Policy(every=5, hysteresis=0.9))).moves
+
+
+def test_a_move_late_in_the_run_does_not_pay() -> None:
+    early, late = (replay(workload(policy=Policy(every=every, margin=100.0))) for every in (12, 36))
+    assert early.moves
+    assert not late.moves
+    assert late.rebalances[0].reason.startswith("stay: ")
+
+
+def test_a_forced_balancer_does_not_weigh() -> None:
+    outcome = replay(workload(initial=(8, 2, 2), policy=Policy("uniform", every=5, margin=1e9)))
+    (move,) = outcome.moves
+    assert (move.step, move.target, move.reason) == (5, (4, 4, 4), "uniform: forced")
+
+
+def test_without_a_balancer_nothing_moves() -> None:
+    outcome = replay(workload(policy=Policy("none")))
+    assert outcome.policy == outcome.static
+    assert outcome.rebalances == ()
+
+
+def test_the_random_balancer_moves_at_every_chance() -> None:
+    assert len(replay(workload(policy=Policy("random", every=5))).moves) == 7
+
+
+def test_perfect_balance_is_even_stages() -> None:
+    even = replay(workload(moments=((0, (ONE,) * 12),)))
+    assert even.perfect == even.static == even.policy
+    outcome = replay(workload())
+    assert outcome.perfect_seconds < outcome.seconds < outcome.static_seconds
+
+
+def test_the_price_by_the_byte() -> None:
+    (move,) = replay(workload(policy=Policy(every=5, seconds_per_byte=1e-3))).moves
+    assert move.seconds == pytest.approx(1e-3 * move.moved_bytes)
+
+
+def test_replicas_reduce_their_gradients() -> None:
+    """On a ring: 2 (r - 1) latencies, 2 (r - 1) / r of the bytes; the ranks of 1F1B all end with rank 0's last backward at the latest."""
+    alone = replay(workload(moments=((0, (ONE,) * 12),)))
+    four = replay(workload(moments=((0, (ONE,) * 12),), replicas=4, replica_link=LinkCost(0.25, 100.0)))
+    assert four.policy[0].seconds - alone.policy[0].seconds == pytest.approx(6 * 0.25 + 1.5 * 400 / 100)
+    # Frozen layers have no gradients: of a rank with nothing else, nothing is reduced.
+    half = replay(workload(replicas=4, replica_link=LinkCost(0.25, 100.0), policy=Policy("none")))
+    assert half.static[-1].seconds >= seconds(1, (4, 4, 4))
+
+
+@pytest.mark.parametrize("schedule", [name for name in SCHEDULES if name != "interleaved-1f1b"])
+@pytest.mark.parametrize("objective", Objective)
+def test_every_schedule(schedule: str, objective: Objective) -> None:
+    outcome = replay(workload(schedule=schedule, objective=objective))
+    assert len(outcome.policy) == len(outcome.static) == len(outcome.perfect) == 40
+    assert all(0 <= x.idle_ratio < 1 for x in (*outcome.policy, *outcome.static, *outcome.perfect))
+    assert outcome.seconds <= outcome.static_seconds
+
+
+def test_a_schedule_from_costs_is_that_of_the_costs_measured_last() -> None:
+    """Until the next decision zb-auto runs the order that was made for the old costs."""
+    slow = tuple(replace(ONE, f=1 + i / 3) for i in range(12))
+    outcome = replay(workload(moments=((0, (ONE,) * 12), (10, slow)), schedule="zb-auto", policy=Policy("none")))
+    fresh = replay(workload(moments=((0, slow),), schedule="zb-auto", policy=Policy("none")))
+    assert outcome.policy[10].seconds >= fresh.policy[0].seconds
+
+
+def test_no_memory_for_the_placement() -> None:
+    with pytest.raises(InputError, match=r"rank 0 needs \d+ bytes under 1f1b with the placement 4\+4\+4, over the limit of 1000; use"):
+        replay(workload(memory_limit=1000))
+
+
+# -- reading -----------------------------------------------------------------------------------------------------------------------
+
+MOMENT = {"step": 0, "f": [1.0, 1.0], "b": [1.0, 1.0], "w": [1.0, 1.0]}
+LEAST: dict[str, Any] = {"steps": 4, "ranks": 2, "microbatches": 2, "layers": {"moments": [MOMENT]}}
+
+
+def test_the_least_a_file_can_say() -> None:
+    made = parse(LEAST, Path())
+    assert made.moments == ((0, (LayerCost(1, 1, 1),) * 2),)
+    assert (made.schedule, made.objective, made.policy, made.replicas) == ("zb-h1", Objective.MAKESPAN, Policy(), 1)
+    assert made.link == LinkCost(0.0, math.inf)
+    assert replay(made).moves == ()
+
+
+def test_the_example() -> None:
+    made = read(EXAMPLE)
+    assert (made.name, made.layers, made.ranks, made.replicas, made.steps) == ("freezing", 48, 8, 2, 480)
+    assert [step for step, _ in made.moments] == list(range(0, 480, 20))
+    trace = json.loads((EXAMPLE.parent / "workload-freezing.json").read_text())
+    assert [x.f for x in made.moments[3][1]] == pytest.approx([0.004 * f for f in trace["f"][3]])
+    assert made.moments[0][1][0].weight_bytes == 12_582_912
+    outcome = replay(replace(made, steps=480))
+    assert 1.15 < outcome.static_seconds / outcome.seconds < outcome.static_seconds / outcome.perfect_seconds < outcome.bound
+
+
+def test_fewer_steps_than_moments(tmp_path: Path) -> None:
+    (tmp_path / "t.json").write_text(json.dumps({"f": [[1], [2], [3]], "b": [[1]] * 3, "w": [[1]] * 3, "case": "x"}))
+    made = parse(LEAST | {"ranks": 1, "steps": 2, "layers": {"trace": "t.json", "unit": 0.5}}, tmp_path)
+    assert [(step, x[0].f) for step, x in made.moments] == [(0, 0.5), (1, 1.5)]
+
+
+def layers(**changes: Any) -> dict[str, Any]:
+    return {"layers": {"moments": [MOMENT], **changes}}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"stepz": 3}, "unknown key 'stepz'; did you mean 'steps'?"),
+        ({"steps": None}, "steps = null: input should be a valid integer"),
+        ({"ranks": 0}, "ranks = 0: input should be greater than or equal to 1"),
+        ({"policy": {"evry": 3}}, "unknown key 'policy.evry'; did you mean 'every'?"),
+        ({"policy": {"cost": "money"}}, 'policy.cost = "money": input should be'),
+        ({"memory_limit": "much"}, "memory_limit = 'much': not a size"),
+        (layers(weight_bytes=[1]), "layers.weight_bytes has 1 entries, but there are 2 layers"),
+        (layers(weight_bytes=[1, -1]), "layer 1: layers.weight_bytes = -1"),
+        (layers(names=["a"]), "layers.names has 1 entries, but there are 2 layers"),
+        (layers(trace="t.json"), "[layers] needs either trace = FILE or [[layers.moments]]"),
+        ({"layers": {}}, "[layers] needs either trace"),
+        ({"layers": {"trace": "none.json"}}, "none.json cannot be read: No such file"),
+        (layers(moments=[]), "layers.moments begin at the steps []"),
+        (layers(moments=[MOMENT | {"step": 1}]), "layers.moments begin at the steps [1]; the first begins at 0"),
+        (layers(moments=[MOMENT, MOMENT]), "layers.moments begin at the steps [0, 0]"),
+        (layers(moments=[MOMENT, MOMENT | {"step": 4}]), "the last begins at step 4, but there are 4 steps"),
+        (layers(moments=[MOMENT | {"b": [1.0]}]), "layers.moments 0: b has 1 entries, but f of moment 0 has 2"),
+        (layers(moments=[MOMENT | {"b": [1.0, math.nan]}]), "layer 1: layers.moments 0: b = NaN"),
+        (layers(moments=[{"step": 0, "f": [1.0]}]), "key 'layers.moments 0: b' is missing"),
+        (layers(moments=[MOMENT | {"b": [0.0, 0.0], "w": [0.0, 0.0]}]), "so nothing trains"),
+    ],
+)
+def test_what_is_wrong_is_named(change: dict[str, Any], message: str, tmp_path: Path) -> None:
+    with pytest.raises(InputError) as error:
+        parse(LEAST | change, tmp_path)
+    assert message in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("trace", "message"),
+    [
+        ("{", "not JSON: "),
+        ('{"f": [[1]], "b": [[1]]}', "key 'w' is missing"),
+        ('{"f": [[1]], "b": [[1]], "w": [[NaN]]}', "moment 0: layer 0: w is NaN; f, b and w are lists of moments"),
+        ('{"f": [[1]], "b": [[1]], "w": [1]}', "moment 0: w is 1; f, b"),
+        ('{"f": [[1]], "b": [[1]], "w": []}', "f, b and w have [1, 1, 0] moments"),
+        (
+            '{"f": [[1, 1], [1]], "b": [[1, 1], [1, 1]], "w": [[1, 1], [1, 1]]}',
+            "t.json: moment 1: f has 1 entries, but f of moment 0",
+        ),
+    ],
+)
+def test_what_is_no_trace(trace: str, message: str, tmp_path: Path) -> None:
+    (tmp_path / "t.json").write_text(trace)
+    with pytest.raises(InputError) as error:
+        parse(LEAST | {"layers": {"trace": "t.json"}}, tmp_path)
+    assert message in str(error.value)
+
+
+def test_the_placement_must_fit() -> None:
+    with pytest.raises(InputError, match=r"policy.initial counts 2 layers on 1 stages, but there are 2 layers on 2 stages"):
+        replay(parse(LEAST | {"policy": {"initial": [2]}}, Path()))

@@ -1,0 +1,157 @@
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dynmo.cli import main
+from dynmo.costs import LayerCost, LinkCost
+from dynmo.profile_file import Profile, write
+
+FIELDS = ["schedule", "balancer", "ranks", "microbatches", "objective", "partition", "placement", "stage_cost", "imbalance"]
+FIELDS += ["span", "makespan", "bubble_ratio", "idle_ratio", "lower_bound", "memory", "memory_limit", "moves", "moved_bytes", "seconds"]
+FIELDS += ["words", "alternatives"]
+
+Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Run:
+    """Runs the command line in this process: exit status, stdout, stderr."""
+
+    def call(*arguments: object) -> tuple[int, str, str]:
+        status = main(["plan", *map(str, arguments)])
+        out = capsys.readouterr()
+        return status, out.out, out.err
+
+    return call
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    """An embedding, four blocks of two halves, a head that takes as long as two halves."""
+    names = ["embedding", *(f"blocks.{i}.{half}" for i in range(4) for half in ("attention", "feed_forward")), "head"]
+    one = LayerCost(1e-3, 1e-3, 1e-3, 1000, 4 << 20, 4 << 20, 8 << 20, 4 << 20, 2 << 20, 1 << 20)
+    layers = (one,) * 9 + (LayerCost(2e-3, 2e-3, 2e-3, *list(vars(one).values())[3:]),)
+    path = tmp_path / "costs.json"
+    link = LinkCost(1e-5, 1e10)
+    write(
+        path,
+        Profile(layers, tuple(names), links=(((0, 1), link),), microbatch=2, microbatches=8, ranks=2, schedule="1f1b", partition=(5, 5)),
+    )
+    return path
+
+
+def answer(run: Run, *arguments: object) -> dict[str, Any]:
+    status, out, err = run(*arguments, "--json")
+    assert (status, err) == (0, "")
+    assert out.endswith("}\n")
+    assert out.count("\n") == 1
+    return json.loads(out)
+
+
+def test_the_contract(run: Run, file: Path) -> None:
+    made = answer(run, "--costs", file, "--ranks", 4, "--microbatches", 8, "--balancer", "exact", "--schedule", "zb-h1")
+    assert list(made) == FIELDS
+    assert (made["schedule"], made["balancer"], made["ranks"], made["microbatches"]) == ("zb-h1", "exact", 4, 8)
+    assert sum(made["partition"]) == 10
+    assert max(made["stage_cost"]) == pytest.approx(9e-3)
+    assert made["imbalance"] == pytest.approx((9 - min(made["stage_cost"]) * 1e3) / (33 / 4))
+    assert made["lower_bound"] <= made["span"] <= made["makespan"]
+    assert made["bubble_ratio"] == pytest.approx(1 - 8 * 9e-3 / made["span"])
+    assert len(made["memory"]) == 4
+    assert set(made["alternatives"]) == {"balancers", "schedules", "microbatches", "ranks"}
+    best = made["alternatives"]["schedules"][0]
+    assert best["gain"] == pytest.approx(1 - best["span"] / made["span"])
+
+
+def test_what_the_file_says_need_not_be_said(run: Run, file: Path) -> None:
+    made = answer(run, "--costs", file, "--no-alternatives")
+    assert (made["schedule"], made["ranks"], made["microbatches"], made["alternatives"]) == ("1f1b", 2, 8, {})
+    assert made["partition"] == [5, 5] or made["moves"], "moves are from where the layers were"
+    assert answer(run, "--costs", file.parent, "--no-alternatives")["partition"] == made["partition"], "a run's folder"
+
+
+def test_the_least_a_file_can_say(run: Run, tmp_path: Path) -> None:
+    path = tmp_path / "hand.json"
+    path.write_text('{"f": [1, 1, 2, 1], "b": [1, 1, 2, 1], "w": [1, 1, 2, 1], "comm": 0.1}')
+    made = answer(run, "--costs", path, "--ranks", 2, "--microbatches", 4)
+    assert made["partition"] in ([2, 2], [3, 1])
+    assert made["memory"] == [0, 0]
+    assert answer(run, "--costs", path, "--ranks", 2, "--microbatches", 4, "--objective", "makespan")["objective"] == "makespan"
+
+
+def test_the_words_of_other_trainers(run: Run, file: Path) -> None:
+    arguments = ("--costs", file, "--ranks", 2, "--microbatches", 8, "--balancer", "uniform", "--no-alternatives")
+    words = answer(run, *arguments)["words"]
+    assert words["megatron"] == {"pipeline_model_parallel_layout": "Ett|ttL", "rounded": []}
+    assert words["torchtitan"]["module_fqns_per_model_part"][0] == ["tok_embeddings", "layers.0", "layers.1"]
+    assert words["deepspeed"] == {"parts": [0, 5, 10]}
+    said = {flag: run(*arguments, flag)[1] for flag in ("--megatron", "--torchtitan", "--deepspeed")}
+    assert "pipeline_model_parallel_layout = Ett|ttL" in said["--megatron"]
+    assert '["tok_embeddings", "layers.0", "layers.1"]' in said["--torchtitan"]
+    assert "parts = [0, 5, 10]" in said["--deepspeed"]
+    assert "parts" not in run(*arguments)[1]
+
+
+def test_what_cannot_be_said_there(run: Run, tmp_path: Path) -> None:
+    path = tmp_path / "costs.json"
+    path.write_text('{"f": [1, 1, 1], "b": [1, 1, 1], "w": [1, 1, 1], "names": ["blocks.0", "odd", "blocks.1"]}')
+    words = answer(run, "--costs", path, "--ranks", 2, "--microbatches", 4, "--no-alternatives")["words"]
+    assert "stands between numbered blocks" in words["megatron"]["problem"]
+    assert words["deepspeed"]["parts"][-1] == 3
+
+
+def test_the_text(run: Run, file: Path) -> None:
+    status, out, err = run("--costs", file, "--ranks", 4, "--microbatches", 8, "--schedule", "zb-h1", "--memory-limit", "1GiB")
+    assert (status, err) == (0, "")
+    bars = [line for line in out.splitlines() if line.startswith("rank ")]
+    assert len(bars) == 4
+    assert all("F" in bar and "B" in bar and "W" in bar for bar in bars)
+    assert any("F" * 20 + "B" * 20 + "W" * 20 in bar for bar in bars), "the longest rank fills the width"
+    assert "embedding" in bars[0]
+    for word in ("step", "lower bound", "imbalance", "of the limit of 1,024.0 MiB", "moves", "other balancers", "other schedules"):
+        assert word in out
+    assert "other microbatches, same global batch" in out
+    assert "rank-seconds" in out
+
+
+def test_several_stages_a_rank_in_the_picture(run: Run, file: Path) -> None:
+    out = run("--costs", file, "--ranks", 2, "--microbatches", 8, "--schedule", "zb-v", "--no-alternatives")[1]
+    bars = [line for line in out.splitlines() if line.startswith("rank ")]
+    assert [bar.split()[:4] for bar in bars] == [["rank", str(r), "stage", str(s)] for r, s in ((0, 0), (0, 3), (1, 1), (1, 2))]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--schedule", "zb-h3"), "unknown schedule 'zb-h3'; choose one of"),
+        (("--balancer", "best"), "unknown balancer 'best'; choose one of"),
+        (("--ranks", "0"), "--ranks 0: at least 1 is needed"),
+        (("--microbatches", "0"), "--microbatches 0: at least 1 is needed"),
+        (("--ranks", "11"), "11 ranks need at least 11 layers; the model has 10"),
+        (("--schedule", "interleaved-1f1b", "--microbatches", "5"), "5 microbatches are not a multiple of 2 ranks; use 4 or 6"),
+        (("--memory-limit", "much"), "--memory-limit much: not a size"),
+        (("--memory-limit", "0"), "--memory-limit 0: a rank needs some memory"),
+        (("--memory-limit", "100MiB"), "over the limit of 104857600; "),
+    ],
+)
+def test_bad_input_is_one_line(run: Run, file: Path, arguments: tuple[str, ...], message: str) -> None:
+    status, out, err = run("--costs", file, *arguments)
+    assert (status, out) == (2, "")
+    assert message in err
+    assert err.count("\n") == 1
+
+
+def test_what_the_file_must_say(run: Run, tmp_path: Path) -> None:
+    path = tmp_path / "hand.json"
+    path.write_text('{"f": [1, NaN], "b": [1, 1], "w": [1, 1]}')
+    assert run("--costs", path, "--ranks", 2, "--microbatches", 4)[2] == (
+        f"dynmo: costs file {path}: layer 1: f is NaN; a time is a number of at least 0\n"
+    )
+    path.write_text('{"f": [1, 1], "b": [1, 1], "w": [1, 1]}')
+    status, _, err = run("--costs", path, "--microbatches", 4)
+    assert (status, err) == (2, "dynmo: --ranks is missing, and the costs file does not say it either\n")
