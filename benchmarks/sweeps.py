@@ -1,0 +1,392 @@
+"""Every schedule over what a model, a memory limit and the number of microbatches do to it; docs/schedules.md shows the figures.
+
+attention   s / h from 0.1 to 30: the longer the sequence, the larger F and B beside W. Per layer and token P = 12 h^2 weights and
+            A = 4 s h operations of attention's products make F = 2P + A, B = 2P + 2A, W = 2P, and the activations 34h + 5as, of which W
+            needs 32h (a heads of 128; h 4096). p 8, m 24.
+memory      zb-auto with memory for p to 3p microbatches, at the published times of four models (m = 3p)
+few         no more microbatches than ranks, m = 1..p, at the published times and links: by how much 1F1B takes longer than zb-auto and
+            ZB-H1; and, without links, zb-auto's and ZB-H1's time over (m + p - 1)(F + B) + W
+published   the 12 settings of the Zero Bubble paper (table 5) under all schedules
+
+    bubble = 1 - m (F + B + W) / span        least: the bubble at the lower bound        gap = 1 - lower bound / span
+
+The lower bound is for the memory that the schedule was given; where it was given none, for its own peak on every rank.
+
+`--plot` draws docs/pictures/{attention,memory_limit,few_microbatches,published}.svg; `--read FILE` takes the figures of an earlier `--json`
+instead of measuring.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+from benchmarks.harness import machine
+from dynmo.costs import Costs, split_costs, uniform_costs
+from dynmo.schedule.bound import Objective
+from dynmo.schedule.catalogue import chunks_of, make, placement_of
+from dynmo.schedule.chunk_bound import lower_bound_on
+from dynmo.simulator import simulate
+
+ROOT = Path(__file__).parents[1]
+PICTURES = ROOT / "docs" / "pictures"
+TABLE_5 = ROOT / "tests" / "facts" / "zero_bubble_table5.json"
+
+# The published runs interleave single layers: so many of them in all.
+LAYERS = {"1.5B": 24, "6.2B": 32, "14.6B": 48, "28.3B": 64}
+
+
+class Side(NamedTuple):
+    """A schedule and, in multiples of p, the memory that it is given."""
+
+    schedule: str
+    limit: float | None = None
+
+
+SIDES = {name: Side(name) for name in ("gpipe", "1f1b", "interleaved-1f1b", "zb-h1", "zb-h2")}
+SIDES |= {"zb-auto p": Side("zb-auto", 1), "zb-auto 2p": Side("zb-auto", 2)}
+SIDES |= {name: Side(name) for name in ("zb-v", "v-half", "v-min")}
+
+
+class Setting(NamedTuple):
+    """Times of a rank, all alike, and the share of its activations that stays until W."""
+
+    ranks: int
+    f: float
+    b: float
+    w: float
+    link: float
+    w_memory: float
+
+    def costs(self) -> Costs:
+        return uniform_costs(*self)
+
+
+def published_rows(per_rank: int | None = None) -> list[dict[str, Any]]:
+    """The rows of table 5, or those with so many microbatches per rank: one for each model."""
+    rows: list[dict[str, Any]] = json.loads(TABLE_5.read_text())["rows"]
+    return [row for row in rows if per_rank is None or row["microbatches"] == per_rank * row["ranks"]]
+
+
+def setting_of(row: dict[str, Any], ranks: int | None = None, links: bool = True) -> Setting:
+    link = row["t_comm_ms"] if links else 0.0
+    return Setting(ranks or row["ranks"], row["t_f_ms"], row["t_b_ms"], row["t_w_ms"], link, row["w_memory_share"])
+
+
+def run(side: Side, setting: Setting, m: int, chunks: int | None = None) -> dict[str, float]:
+    """span, peak memory (in activations of a rank), and the bound for that memory."""
+    p = setting.ranks
+    placement = placement_of(side.schedule, p, chunks)
+    costs = split_costs(setting.costs(), placement)
+    caps = None if side.limit is None else [side.limit * p] * p
+    made = make(side.schedule, p, m, costs=costs, chunks=chunks, caps=caps)
+    # As `dynmo schedule` does: the published figures of interleaving let most messages from the last rank to the first come for nothing.
+    timeline = simulate(made, costs, wrap_group=p) if side.schedule == "interleaved-1f1b" else simulate(made, costs)
+    peak = max(timeline.peak_memory)
+    bound = lower_bound_on(placement, costs, m, 0, Objective.SPAN, caps or [peak] * p)
+    work = m * (setting.f + setting.b + setting.w)
+    return {
+        "span": timeline.span,
+        "bubble": 1 - work / timeline.span,
+        # A bound is summed in another order, so it may lie a rounding error under the work or over what reaches it.
+        "least": max(0.0, 1 - work / bound),
+        "gap": max(0.0, 1 - bound / timeline.span),
+        "peak": peak,
+    }
+
+
+# -- the sweeps -----------------------------------------------------------------------------------------------------------
+
+
+def attention_setting(ratio: float, ranks: int = 8, hidden: int = 4096, head: int = 128) -> Setting:
+    """Times per token in units of h^2, at s / h = ratio."""
+    linear, products = 24.0, 4 * ratio  # 2P = 2 * 12 h^2; A = 4 s h
+    heads, sequence = hidden / head, ratio * hidden
+    share = 32 * hidden / (34 * hidden + 5 * heads * sequence)
+    return Setting(ranks, linear + products, linear + 2 * products, linear, 0.0, share)
+
+
+def attention(points: int = 16, m: int = 24) -> list[dict[str, Any]]:
+    out: list[dict[str, Any]] = []
+    for i in range(points):
+        ratio = 0.1 * 300 ** (i / (points - 1))
+        setting = attention_setting(ratio)
+        out.append(
+            {
+                "ratio": ratio,
+                **{"f": setting.f, "b": setting.b, "w": setting.w, "w_memory": setting.w_memory},
+                "sides": {name: run(side, setting, m) for name, side in SIDES.items()},
+            }
+        )
+    return out
+
+
+def memory(steps: int = 16) -> list[dict[str, Any]]:
+    out: list[dict[str, Any]] = []
+    for row in published_rows(3):
+        setting, m = setting_of(row), row["microbatches"]
+        limits = [1 + 2 * i / steps for i in range(steps + 1)]
+        points = [{"limit": limit, **run(Side("zb-auto", limit), setting, m)} for limit in limits]
+        out.append({"model": row["model"], "ranks": setting.ranks, "microbatches": m, "points": points})
+    return out
+
+
+def few() -> list[dict[str, Any]]:
+    """gain: how much longer 1F1B takes; of_formula: the span over (m + p - 1)(F + B) + W, without links."""
+    out: list[dict[str, Any]] = []
+    for row in published_rows(3):
+        for p in (8, 16):
+            points: list[dict[str, Any]] = []
+            for m in range(1, p + 1):
+                point: dict[str, Any] = {"microbatches": m}
+                setting, bare = setting_of(row, p), setting_of(row, p, links=False)
+                formula = (m + p - 1) * (bare.f + bare.b) + bare.w
+                base = run(SIDES["1f1b"], setting, m)["span"]
+                for name in ("zb-h1", "zb-auto p"):
+                    gain = base / run(SIDES[name], setting, m)["span"] - 1
+                    point[name] = {"gain": gain, "of_formula": run(SIDES[name], bare, m)["span"] / formula}
+                points.append(point)
+            out.append({"model": row["model"], "ranks": p, "points": points})
+    return out
+
+
+def published() -> list[dict[str, Any]]:
+    out: list[dict[str, Any]] = []
+    for row in published_rows():
+        setting, m = setting_of(row), row["microbatches"]
+        sides: dict[str, Any] = {}
+        for name, side in SIDES.items():
+            chunks = LAYERS[row["model"]] // setting.ranks if name == "interleaved-1f1b" else chunks_of(side.schedule)
+            sides[name] = run(side, setting, m, chunks)
+        out.append({"model": row["model"], "ranks": setting.ranks, "microbatches": m, "sides": sides})
+    return out
+
+
+def measure() -> dict[str, Any]:
+    return cast("dict[str, Any]", rounded({"attention": attention(), "memory": memory(), "few": few(), "published": published()}))
+
+
+def rounded(value: object) -> object:
+    """To seven digits, so that a result file does not change with the order of a sum."""
+    if isinstance(value, dict):
+        return {key: rounded(x) for key, x in cast("dict[str, object]", value).items()}
+    if isinstance(value, list):
+        return [rounded(x) for x in cast("list[object]", value)]
+    return float(f"{round(value, 12):.7g}") if isinstance(value, float) else value
+
+
+# -- tables ---------------------------------------------------------------------------------------------------------------
+
+
+_FEW = (0.125, 0.25, 0.5, 1.0)
+
+
+def tables(result: dict[str, Any]) -> dict[str, str]:
+    """By name, tables in Markdown, in percent but for times and memory."""
+    names = list(SIDES)
+    made: dict[str, str] = {}
+    made["attention"] = _table(
+        ["s / h", "F", "B", "W", "W's memory", *names, "least p", "least 2p"],
+        (
+            [
+                f"{row['ratio']:.2g}",
+                *(f"{row[kind] / 24:.2f}" for kind in "fbw"),
+                _percent(row["w_memory"]),
+                *(_percent(row["sides"][name]["bubble"]) for name in names),
+                *(_percent(row["sides"][name]["least"]) for name in ("zb-auto p", "zb-auto 2p")),
+            ]
+            for row in result["attention"]
+        ),
+    )
+    limits = [point["limit"] for point in result["memory"][0]["points"]][::2]
+    made["memory"] = _table(
+        ["bubble / least", *(f"{limit:g}p" for limit in limits)],
+        (
+            [_case(row), *(f"{_percent(x['bubble'])} / {_percent(x['least'])}" for x in row["points"] if x["limit"] in limits)]
+            for row in result["memory"]
+        ),
+    )
+    made["few"] = _table(
+        ["1F1B takes longer than zb-auto / ZB-H1", *("m = p" if x == 1 else f"m = p / {round(1 / x)}" for x in _FEW)],
+        (
+            [
+                f"{row['model']}, p {row['ranks']}",
+                *(
+                    f"{_percent(x['zb-auto p']['gain'])} / {_percent(x['zb-h1']['gain'])}"
+                    for x in row["points"]
+                    if x["microbatches"] / row["ranks"] in _FEW
+                ),
+            ]
+            for row in result["few"]
+        ),
+    )
+    made["published"] = _table(
+        ["bubble", *names],
+        ([_case(row), *(_percent(row["sides"][name]["bubble"]) for name in names)] for row in result["published"]),
+    )
+    made["gaps"] = _table(
+        ["gap to the bound", *names],
+        ([_case(row), *(_percent(row["sides"][name]["gap"]) for name in names)] for row in result["published"]),
+    )
+    return made
+
+
+def _case(row: dict[str, Any]) -> str:
+    return f"{row['model']}, p {row['ranks']}, m {row['microbatches']}"
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.1f}" if abs(share) < 0.9995 else "100"
+
+
+def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [head, ["---", *["---:"] * (len(head) - 1)], *rows]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+
+
+# -- pictures -------------------------------------------------------------------------------------------------------------
+
+# Colours that the colour-blind can tell apart; marker and dashes say the same without any.
+_LOOKS: dict[str, tuple[str, str, str]] = {
+    "1f1b": ("#000000", "s", "-"),
+    "interleaved-1f1b": ("#7f7f7f", "D", "--"),
+    "zb-h1": ("#0072b2", "o", "-"),
+    "zb-h2": ("#56b4e9", "o", "--"),
+    "zb-auto p": ("#d55e00", "^", "-"),
+    "zb-auto 2p": ("#e69f00", "^", "--"),
+    "zb-v": ("#009e73", "v", "-"),
+    "v-half": ("#cc79a7", "P", ":"),
+    "v-min": ("#a0522d", "X", ":"),
+}
+_MODELS = dict(zip(LAYERS, (("#000000", "s", "-"), ("#0072b2", "o", "--"), ("#d55e00", "^", "-."), ("#009e73", "v", ":")), strict=True))
+
+
+def draw(result: dict[str, Any]) -> None:
+    import matplotlib as mpl
+
+    mpl.use("svg")
+    # No date and no random ids: the same figures give the same file. Text stays text.
+    mpl.rcParams |= {
+        "svg.hashsalt": "dynmo",
+        "svg.fonttype": "none",
+        "font.size": 9,
+        "axes.grid": True,
+        "grid.color": "#dddddd",
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+        "lines.markersize": 4.5,
+        "lines.linewidth": 1.3,
+        "legend.frameon": False,
+    }
+    PICTURES.mkdir(parents=True, exist_ok=True)
+    _draw_attention(result["attention"])
+    _draw_memory(result["memory"])
+    _draw_few(result["few"])
+    _draw_published(result["published"])
+
+
+def _save(figure: Any, name: str) -> None:
+    path = PICTURES / f"{name}.svg"
+    figure.savefig(path, metadata={"Date": None}, bbox_inches="tight")
+    # Matplotlib ends some lines with a space.
+    path.write_text("\n".join(line.rstrip() for line in path.read_text().splitlines()) + "\n")
+
+
+def _draw_attention(rows: list[dict[str, Any]]) -> None:
+    import matplotlib.pyplot as plt
+
+    figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4), width_ratios=(1, 1.7), layout="constrained")
+    x = [row["ratio"] for row in rows]
+    for kind, marker, dashes in (("f", "o", "-"), ("b", "s", "--"), ("w", "^", ":")):
+        whole = [row["f"] + row["b"] + row["w"] for row in rows]
+        label = f"{kind.upper()}, part of F + B + W"
+        left.plot(
+            x, [row[kind] / total for row, total in zip(rows, whole, strict=True)], dashes, marker=marker, color="#333333", label=label
+        )
+    left.plot(x, [row["w_memory"] for row in rows], "-.", marker="x", color="#d55e00", label="activations that W needs")
+    left.set(xscale="log", xlabel="sequence / hidden", ylim=(0, 1), title="what a microbatch takes")
+    left.legend()
+    for name, (colour, marker, dashes) in _LOOKS.items():
+        right.plot(x, [row["sides"][name]["bubble"] for row in rows], dashes, marker=marker, color=colour, label=name)
+    for name, text in (("zb-auto p", "least at p"), ("zb-auto 2p", "least at 2p")):
+        right.plot(x, [row["sides"][name]["least"] for row in rows], color=_LOOKS[name][0], linewidth=5, alpha=0.25, label=text)
+    right.set(xscale="log", xlabel="sequence / hidden", ylabel="bubble", ylim=(0, None), title="bubble, p = 8, m = 24 (gpipe: as 1f1b)")
+    right.legend(loc="center left", bbox_to_anchor=(1, 0.5))
+    _save(figure, "attention")
+    plt.close(figure)
+
+
+def _draw_memory(rows: list[dict[str, Any]]) -> None:
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
+    for row in rows:
+        colour, marker, dashes = _MODELS[row["model"]]
+        x = [point["limit"] for point in row["points"]]
+        axes.plot(x, [point["bubble"] for point in row["points"]], dashes, marker=marker, color=colour, label=_case(row))
+        axes.plot(x, [point["least"] for point in row["points"]], color=colour, linewidth=5, alpha=0.25)
+    axes.plot([], [], color="#000000", linewidth=5, alpha=0.25, label="least (lower bound) of each")
+    axes.set(xlabel="memory limit, in p activations of a rank", ylabel="bubble of zb-auto", ylim=(0, None))
+    axes.legend()
+    _save(figure, "memory_limit")
+    plt.close(figure)
+
+
+def _draw_few(rows: list[dict[str, Any]]) -> None:
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(1, 2, figsize=(10, 4), sharey=True, layout="constrained")
+    for row in rows:
+        panel = axes[(8, 16).index(row["ranks"])]
+        colour, marker, dashes = _MODELS[row["model"]]
+        x = [point["microbatches"] for point in row["points"]]
+        for name, shown, fill in (("zb-auto p", "zb-auto", colour), ("zb-h1", "ZB-H1", "white")):
+            y = [100 * point[name]["gain"] for point in row["points"]]
+            panel.plot(x, y, dashes, marker=marker, markerfacecolor=fill, color=colour, label=f"{shown}, {row['model']}")
+        panel.set(xlabel="microbatches", title=f"p = {row['ranks']}")
+    axes[0].set_ylabel("1F1B takes longer by, %")
+    axes[1].legend(loc="center left", bbox_to_anchor=(1, 0.5))
+    _save(figure, "few_microbatches")
+    plt.close(figure)
+
+
+def _draw_published(rows: list[dict[str, Any]]) -> None:
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(10, 4.2), layout="constrained")
+    for name, (colour, marker, dashes) in _LOOKS.items():
+        for start in range(0, len(rows), 3):
+            x = range(start, start + 3)
+            y = [rows[i]["sides"][name]["bubble"] for i in x]
+            axes.plot(x, y, dashes, marker=marker, color=colour, label=name if start == 0 else None)
+    for name, text in (("zb-auto p", "least at p"), ("zb-auto 2p", "least at 2p")):
+        y = [row["sides"][name]["least"] for row in rows]
+        axes.plot(range(len(rows)), y, "_", markersize=22, markeredgewidth=3, color=_LOOKS[name][0], alpha=0.4, label=text)
+    axes.set_xticks(range(len(rows)), [f"{row['model']}\np {row['ranks']}\nm {row['microbatches']}" for row in rows])
+    axes.set(ylabel="bubble (gpipe: as 1f1b)", ylim=(0, None))
+    axes.legend(loc="center left", bbox_to_anchor=(1, 0.5))
+    _save(figure, "published")
+    plt.close(figure)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
+    parser.add_argument("--plot", action="store_true", help="draw the pictures of docs/schedules.md")
+    parser.add_argument("--read", type=Path, metavar="FILE", help="figures of an earlier --json, instead of measuring")
+    options = parser.parse_args()
+    result = json.loads(options.read.read_text()) if options.read else measure() | {"machine": machine()}
+    if options.plot:
+        draw(result)
+    if options.json:
+        print(json.dumps(result))
+        return
+    for name, table in tables(result).items():
+        print(f"{name}\n\n{table}\n")
+
+
+if __name__ == "__main__":
+    main()

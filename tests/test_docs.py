@@ -1,0 +1,260 @@
+"""What README.md and docs/ show is what the commands print, every link leads somewhere, and the formulas hold.
+
+    python -m tests.test_docs      # prints the drawings and tables of the documents anew, into the documents
+
+In a block of code, what stands under a line `dynmo schedule ..` is a part of its output: the drawing whole, of the rest the lines that the
+document wants to show. `export COLUMNS=..` gives the width from there on, and `echo '..' > FILE` makes the file for the commands after it.
+A table under `<!-- sweeps: NAME -->` is the one of this name that `python -m benchmarks.sweeps` prints from benchmarks/results/sweeps.json.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import re
+import shlex
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import pairwise, product
+from pathlib import Path
+
+import pytest
+
+from benchmarks.sweeps import tables
+from dynmo.cli import main
+from dynmo.costs import split_costs, uniform_costs
+from dynmo.schedule.catalogue import SCHEDULES, make, placement_of
+from dynmo.simulator import Timeline, simulate
+
+ROOT = Path(__file__).parents[1]
+DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+SWEEPS = ROOT / "benchmarks" / "results" / "sweeps.json"
+COMMAND = "dynmo schedule "
+
+
+@dataclass
+class Example:
+    """A command, the numbers of the lines that show its output, and what came before it."""
+
+    line: int
+    command: str
+    width: str | None
+    files: dict[str, str]
+    shown: list[int] = field(default_factory=list)
+
+    def lines(self, text: list[str]) -> list[str]:
+        return [text[i] for i in self.shown]
+
+    def run(self) -> tuple[int, list[str]]:
+        """Status and what it prints on either stream, without the empty lines."""
+        out = io.StringIO()
+        before = os.environ.pop("COLUMNS", None)
+        with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
+            for name, content in self.files.items():
+                Path(name).write_text(content)
+            try:
+                if self.width is not None:
+                    os.environ["COLUMNS"] = self.width
+                with contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
+                    status = main(shlex.split(self.command, comments=True)[1:])
+            finally:
+                os.environ.pop("COLUMNS", None)
+                if before is not None:
+                    os.environ["COLUMNS"] = before
+        return status, [line.rstrip() for line in out.getvalue().splitlines() if line.strip()]
+
+
+def code(text: list[str]) -> Iterator[tuple[list[int], str]]:
+    """The line numbers of each block of code, and its language: between fences, or indented by four."""
+    block: list[int] = []
+    fence: str | None = None
+    for i, line in enumerate([*text, "end"]):
+        if line.startswith("```"):
+            if fence is not None:
+                yield block, fence
+            block, fence = [], line[3:].strip() if fence is None else None
+        elif fence is not None or line.startswith("    ") or (block and not line.strip()):
+            block.append(i)
+        elif block:
+            yield block, ""
+            block = []
+
+
+def examples(text: list[str]) -> list[Example]:
+    found: list[Example] = []
+    width: str | None = None
+    files: dict[str, str] = {}
+    for block, _ in code(text):
+        current: Example | None = None
+        for i in block:
+            line = text[i].strip()
+            if match := re.fullmatch(r"export COLUMNS=(\d+)", line):
+                width = match[1]
+            elif match := re.fullmatch(r"echo '(.*)' > (\S+)", line):
+                files[match[2]] = match[1]
+            elif line.startswith(COMMAND):
+                current = Example(i, line, width, dict(files))
+                found.append(current)
+            elif line and current is not None and not line.startswith(("dynmo ", "python ", "#")):
+                current.shown.append(i)
+    return found
+
+
+def is_row(line: str) -> bool:
+    return re.match(r" *\d+ \|.*\|$", line) is not None
+
+
+def plain(line: str) -> str:
+    """A drawing to the column; of a table only the words, since its columns are as wide as the seconds it took make them."""
+    return line.strip() if is_row(line) else " ".join(line.split())
+
+
+ALL = [(path, example) for path in DOCUMENTS for example in examples(path.read_text().splitlines()) if example.shown]
+
+
+@pytest.mark.parametrize(("path", "example"), [pytest.param(p, e, id=f"{p.name}:{e.line + 1}") for p, e in ALL])
+def test_commands_print_what_is_shown(path: Path, example: Example) -> None:
+    shown = example.lines(path.read_text().splitlines())
+    status, printed = example.run()
+    assert status == (2 if shown[-1].strip().startswith("dynmo: ") else 0), printed
+    again = f"{path.name}, line {example.line + 1}: `{example.command}` prints something else; python -m tests.test_docs writes it anew"
+    if any(map(is_row, shown)):
+        assert [plain(line) for line in shown if is_row(line)] == [plain(line) for line in printed if is_row(line)], again
+    rest = iter(map(plain, printed))
+    assert all(plain(line) in rest for line in shown), again
+
+
+def test_every_schedule_is_drawn() -> None:
+    text = (ROOT / "docs" / "schedules.md").read_text().splitlines()
+    drawn = {e.command.split("--schedule ")[1].split()[0] for e in examples(text) if any(map(is_row, e.lines(text)))}
+    assert drawn == set(SCHEDULES)
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
+def test_links(path: Path) -> None:
+    text = path.read_text()
+    lines = text.splitlines()
+    outside = "\n".join(line for i, line in enumerate(lines) if not any(i in block for block, _ in code(lines)))
+    for target in re.findall(r"!?\[[^\]]*\]\(([^)\s]+)\)", outside):
+        if re.match(r"[a-z]+:", target):
+            continue
+        name, _, anchor = target.partition("#")
+        file = path.parent / name if name else path
+        assert file.exists(), f"{path.name} links to {target}"
+        if anchor:
+            assert anchor in headings(file), f"{path.name} links to {target}"
+
+
+def headings(path: Path) -> set[str]:
+    """As GitHub names them."""
+    titles = re.findall(r"^#+ (.*)$", path.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+def table_at(text: list[str], line: int) -> range:
+    """The lines of the table under this one and an empty one."""
+    end = next((i for i in range(line + 2, len(text)) if not text[i].startswith("|")), len(text))
+    return range(line + 2, end)
+
+
+def marked(text: list[str]) -> Iterator[tuple[int, str]]:
+    for i, line in enumerate(text):
+        if match := re.fullmatch(r"<!-- sweeps: (\w+) -->", line):
+            yield i, match[1]
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
+def test_tables_are_those_of_the_result_file(path: Path) -> None:
+    made = tables(json.loads(SWEEPS.read_text()))
+    text = path.read_text().splitlines()
+    for line, name in marked(text):
+        assert [text[i] for i in table_at(text, line)] == made[name].splitlines(), f"{path.name}: table {name}"
+
+
+def test_code_in_python_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    text = (ROOT / "docs" / "schedules.md").read_text().splitlines()
+    blocks = ["\n".join(text[i] for i in block) for block, language in code(text) if language == "python"]
+    assert blocks
+    for block in blocks:
+        exec(compile(block, "docs/schedules.md", "exec"), {})
+
+
+# -- the formulas of docs/schedules.md -------------------------------------------------------------------------------------
+
+CASES = list(product((2, 3, 5, 8), (1, 2, 3), ((1, 1, 1), (4, 5, 3), (5, 4, 3), (8, 9, 2))))
+
+
+def timeline(name: str, p: int, m: int, f: float, b: float, w: float) -> Timeline:
+    costs = split_costs(uniform_costs(p, f, b, w), placement_of(name, p))
+    return simulate(make(name, p, m, costs=costs), costs)
+
+
+@pytest.mark.parametrize(("p", "times", "costs"), CASES)
+def test_formulas(p: int, times: int, costs: tuple[int, int, int]) -> None:
+    f, b, w = costs
+    m = times * p
+    work = m * (f + b + w)
+    for name in ("gpipe", "1f1b"):
+        made = timeline(name, p, m, f, b, w)
+        assert made.span == made.makespan == work + (p - 1) * (f + b + w)
+        assert made.peak_memory == tuple(m if name == "gpipe" else p - rank for rank in range(p))
+    made = timeline("interleaved-1f1b", p, m, f, b, w)
+    assert made.span == made.makespan == work + (p - 1) * (f + b + w) / 2
+    assert max(made.peak_memory) == min(m, p + (p - 1) / 2)
+    if m < 2 * p - 1:
+        assert timeline("zb-h1", p, m, f, b, w).span == (m + p - 1) * (f + b) + w
+        return
+    made = timeline("zb-h1", p, m, f, b, w)
+    assert made.span == made.makespan == work + (p - 1) * (f + b - w)
+    assert max(made.peak_memory) == p
+    made = timeline("zb-h2", p, m, f, b, w)
+    assert made.span == work + (p - 1) * (f + b - 2 * w)
+    assert made.makespan == work + (p - 1) * max(f, f + b - 2 * w)
+    assert max(made.peak_memory) == 2 * p - 1
+
+
+@pytest.mark.parametrize(("p", "m"), [(4, 8), (4, 16), (8, 24)])
+def test_formulas_of_the_v_shapes(p: int, m: int) -> None:
+    for name, most, over in (("zb-v", p, 0.5), ("v-half", p / 2 + 1, 1.5), ("v-min", p / 3 + 1, 2)):
+        made = timeline(name, p, m, 1, 1, 1)
+        assert max(made.peak_memory) <= most
+        assert made.span <= 3 * m + over * (p - 1)
+
+
+# -- writing anew ----------------------------------------------------------------------------------------------------------
+
+
+def about(line: str) -> str:
+    """What a line of output is about, whatever figure it gives."""
+    if is_row(line):
+        return "row"
+    line = line.strip()
+    return line[:6] if line.startswith(("+", "dynmo:")) else re.split(r"\s{2,}", line)[0]
+
+
+def write_anew(path: Path) -> None:
+    text = path.read_text().splitlines()
+    edits: list[tuple[range, list[str]]] = []
+    for example in examples(text):
+        if example.shown:
+            wanted = {about(line) for line in example.lines(text)}
+            printed = example.run()[1]
+            # The times under a ruler go with it.
+            fresh = [line for before, line in pairwise(["", *printed]) if about(line) in wanted or about(before) in wanted & {"+-----"}]
+            indent = " " * (len(text[example.line]) - len(text[example.line].lstrip()))
+            edits.append((range(example.shown[0], example.shown[-1] + 1), [indent + line for line in fresh]))
+    made = tables(json.loads(SWEEPS.read_text()))
+    edits += [(table_at(text, line), made[name].splitlines()) for line, name in marked(text)]
+    for lines, fresh in sorted(edits, key=lambda edit: edit[0].start, reverse=True):
+        text[lines.start : lines.stop] = fresh
+    if edits:
+        path.write_text("\n".join(text) + "\n")
+
+
+if __name__ == "__main__":
+    for document in DOCUMENTS:
+        write_anew(document)
