@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from dynmo.costs import uniform_costs
 from dynmo.errors import ScheduleError
-from dynmo.schedule.generators import GENERATORS, PLANNED, make_schedule
+from dynmo.schedule.generators import GENERATORS, make_schedule
 from dynmo.schedule.op import Kind, Op, from_text, to_text, validate
 from dynmo.simulator import Timeline, peak_memory, simulate
 
@@ -104,7 +104,6 @@ def test_a_frozen_prefix_holds_nothing() -> None:
         (("zb-h1", 4, 4, 4), "first trainable stage 4 of 4"),
         (("zb-h1", 4, 4, -1), "first trainable stage -1 of 4"),
         (("zb-h3", 4, 4, 0), "unknown schedule 'zb-h3'; choose one of gpipe, 1f1b, zb-h1, zb-h2"),
-        *(((name, 4, 4, 0), f"schedule '{name}' is not served by this version") for name in PLANNED),
     ],
 )
 def test_what_cannot_be_made(arguments: tuple[str, int, int, int], message: str) -> None:
