@@ -11,14 +11,12 @@ from typing import cast
 from dynmo.api import Pipeline, moves_between_ranks
 from dynmo.balance.balancers import balancer
 from dynmo.balance.partition import Cost, Partition
-from dynmo.balance.trigger import worth_moving
+from dynmo.balance.trigger import FORCED, worth_moving
 from dynmo.config import Config
 from dynmo.costs import LayerCost
 from dynmo.events import Event, RebalanceEvent, RebalanceResultEvent, ScheduleEvent, now
 from dynmo.schedule.catalogue import entry
 
-# These place without looking at costs, so there is no gain to weigh.
-_FORCED = ("uniform", "random", "deepspeed-uniform", "megatron-uniform", "megatron-embedding-loss")
 # Steps whose median stands for "before" and "after" a move.
 _WINDOW = 5
 
@@ -89,7 +87,7 @@ class Rebalancer:
         left = self._config.train.steps - step
         price = self._price(costs, pipeline.partition, target)
         decision = worth_moving(seconds_now, seconds_then, left, price, balance.margin, balance.hysteresis)
-        forced = balance.balancer in _FORCED
+        forced = balance.balancer in FORCED
         if not decision.move and not forced:
             return None
         before = median(self._recent)

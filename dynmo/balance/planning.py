@@ -29,7 +29,8 @@ from dynmo.simulator import Timeline, resident, simulate
 @dataclass(frozen=True)
 class Job:
     """What to plan for. memory_limit: bytes of a rank. any_links: take the slowest known link where the file lists other boundaries. cost:
-    what the balancer goes by; seed and step: for the balancer that is random. quick: "exact" does not simulate its ties."""
+    what the balancer goes by; seed and step: for the balancer that is random. quick: "exact" does not simulate its ties, and a placement
+    that does not fit is not repaired."""
 
     profile: Profile
     ranks: int
@@ -154,16 +155,17 @@ def _nearest(job: Job, free: Plan) -> str:
 
 
 def _nearer(job: Job) -> Iterator[tuple[str, Job]]:
-    base = replace(job, balancer="exact", any_links=True)
+    base = replace(job, balancer="exact", any_links=True, quick=True)
     if job.balancer not in ("exact", "schedule-aware"):
         yield "the balancer 'exact'", base
     schedules = [replace(base, schedule=name, chunks=None) for name in _BY_MEMORY if name != job.schedule]
     for other in schedules:
         yield f"the schedule {other.schedule}", other
     smaller = [replace(base, profile=profile, microbatches=m) for m, profile in _other_microbatches(base, (2, 4, 8, 16))]
-    for other in smaller:
+    for other in smaller if job.ranks * job.microbatches <= _LARGE else smaller[:1]:
         yield f"{other.microbatches} microbatches for the same global batch", other
-    for ranks in range(job.ranks + 1, min(len(job.layers), 4 * job.ranks, job.ranks + 64) + 1):
+    steps = (*range(1, 5), *(math.ceil(job.ranks * share) for share in (0.25, 0.5, 1, 2, 3)))
+    for ranks in sorted({job.ranks + by for by in steps if job.ranks + by <= len(job.layers)}):
         for other in (base, *schedules[-1:]):
             yield f"{ranks} ranks with {other.schedule}", replace(other, ranks=ranks)
 
@@ -198,7 +200,7 @@ def attempt(job: Job) -> Plan:
             best = found
         if job.schedule != "zb-auto":
             break
-    if best is None and job.memory_limit is not None:
+    if best is None and job.memory_limit is not None and not job.quick:
         best = _repaired(job)
     if best is None:
         assert failed is not None
@@ -223,21 +225,23 @@ def _residents(job: Job) -> Iterator[tuple[Pairs, ...] | None]:
             yield resident(make(job.schedule, job.ranks, job.microbatches, chunks=job.chunks, first_trainable=frozen))
 
 
-_TRIES = 300
+_TRIES = 600_000  # ops of the plans that are looked at
 
 
 def _repaired(job: Job) -> Plan | None:
     """What a rank keeps is less than its stages' peaks together, so the balancers may refuse what fits: from the placement without a limit,
     one boundary at a time, as long as the fullest rank gets emptier. For balancers that choose; a baseline's placement is what it is."""
-    if job.balancer not in ("exact", "schedule-aware"):
+    if job.balancer not in ("exact", "schedule-aware") or job.schedule == "zb-auto":
         return None
+    if len(job.placement) == job.ranks and not job.profile.first_trainable:
+        return None  # here a stage's peaks are all there is, and nothing fits that was refused
     free, limit = replace(job, memory_limit=None, quick=True), job.memory_limit
     assert limit is not None
     try:
         starts = [attempt(free).partition, job.current]
     except InputError:
         return None
-    tries = _TRIES
+    tries = min(300, _TRIES // (3 * len(job.placement) * job.microbatches))
     for start in starts:
         plan = judge(free, start)
         while max(plan.memory) > limit and tries > 0:

@@ -10,6 +10,9 @@ from dataclasses import dataclass
 
 from dynmo.errors import PartitionError
 
+# These balancers place without looking at costs, so there is no gain to weigh.
+FORCED = ("uniform", "random", "deepspeed-uniform", "megatron-uniform", "megatron-embedding-loss")
+
 
 @dataclass(frozen=True)
 class Decision:

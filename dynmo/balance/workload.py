@@ -29,7 +29,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from dynmo.balance.partition import Cost, Partition, uniform
 from dynmo.balance.placed import frozen_stages
 from dynmo.balance.planning import Job, Plan, attempt, judge
-from dynmo.balance.trigger import Decision, worth_moving
+from dynmo.balance.trigger import FORCED, Decision, worth_moving
 from dynmo.costs import Costs, LayerCost, LinkCost, StageCost
 from dynmo.errors import InputError
 from dynmo.profile_file import SIZES, TIMES, Profile
@@ -38,9 +38,6 @@ from dynmo.schedule.catalogue import entry, make, placement_of
 from dynmo.simulator import Timeline, simulate
 
 _FREE = LinkCost(0.0, math.inf)
-
-# These place without looking at costs, so there is no gain to weigh.
-FORCED = ("uniform", "random", "deepspeed-uniform", "megatron-uniform", "megatron-embedding-loss")
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,8 @@ from itertools import combinations, pairwise
 
 import pytest
 
-from dynmo.balance.planning import Job, Plan, other_balancers, other_microbatches, other_ranks, other_schedules, plan
+from dynmo.balance.partition import Partition
+from dynmo.balance.planning import Job, Plan, attempt, judge, other_balancers, other_microbatches, other_ranks, other_schedules, plan
 from dynmo.costs import LayerCost, LinkCost, stage_costs
 from dynmo.errors import InputError, PartitionError
 from dynmo.memory import stage_memory
@@ -91,6 +92,28 @@ def test_automatic_schedules_keep_within_the_limit(seed: int) -> None:
     tight = max(plan(Job(known, 3, 1, "1f1b")).memory)
     assert tight < least
     replayed(plan(Job(known, 3, 6, "zb-auto", memory_limit=tight)))
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "zb-h2", "zb-v", "v-half"])
+def test_what_fits_is_not_refused(schedule: str) -> None:
+    """Against all placements: frozen prefixes and several stages a rank keep less than their stages' peaks together."""
+    for seed in range(12):
+        known = profile(7, seed, frozen=seed % 5)
+        job = Job(known, 2 + seed % 2, 3, schedule)
+        needs = [max(judge(job, Partition(counts)).memory) for counts in every(7, len(job.placement))]
+        replayed(attempt(replace(job, memory_limit=min(needs))))
+        if not SCHEDULES[schedule].from_costs:  # those may be made to keep still less
+            with pytest.raises(InputError):
+                attempt(replace(job, memory_limit=min(needs) - 1))
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_the_automatic_schedule_fits_wherever_one_microbatch_does(seed: int) -> None:
+    rng, known = random.Random(seed), profile(8, seed, frozen=seed % 4)
+    job = Job(known, rng.randint(1, 4), rng.randint(1, 9), "zb-auto", rng.choice(["exact", "schedule-aware"]))
+    one = (((1, 0), (0, 1)),) * job.ranks
+    least = min(max(stage_memory(job.layers, counts, one)) for counts in every(8, job.ranks))
+    replayed(attempt(replace(job, memory_limit=least)))
 
 
 def test_moves_are_between_ranks() -> None:
