@@ -75,3 +75,19 @@ def test_the_memory_limit_is_respected(pool: Pool) -> None:
         changes = {"train": {"steps": 10}, "pipeline": {"schedule": "gpipe", "memory_limit": room}, "dynamism": {"cases": []}}
         moves = of(run(pool, model=dict.fromkeys("fbw", times), **changes), "rebalance")
         assert [m["to"] for m in moves] == ([target] if target else [])
+
+
+def test_a_schedule_is_made_anew_from_live_costs(pool: Pool) -> None:
+    """zb-auto starts with equal stages in mind; the second rank takes twice as long, and for W next to nothing."""
+    uneven = {"f": [4e-3] * 4 + [8e-3] * 4, "b": [4e-3] * 4 + [8e-3] * 4, "w": [8e-3] * 4 + [1e-3] * 4}
+    still = {"cases": []}
+    balance = {"balancer": "none"}
+    events = run(pool, model=uneven, pipeline={"schedule": "zb-auto"}, balance=balance, dynamism=still, train={"steps": 18})
+    remade = of(events, "schedule")
+    assert remade, "the schedule was never made anew"
+    assert remade[0]["name"] == "zb-auto"
+    assert remade[0]["step"] == 8
+    assert all(0 < event["predicted_gain"] < 1 for event in remade)
+    assert of(events, "rebalance") == []
+    steps = of(events, "step")
+    assert all(s["layers"] == [4, 4] for s in steps)
