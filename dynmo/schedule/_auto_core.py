@@ -22,7 +22,7 @@ _FAR, _NEAR, _GAPS = 60, 12, 3  # how many places an op may be moved by, within 
 
 
 def _compiled(signature: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Compiled once and kept on disk where numba finds a place for it, else compiled anew in each process."""
+    """Compiled once, together with all that it calls, and kept on disk where numba finds a place; else compiled anew in each process."""
 
     def compile_(function: Callable[..., Any]) -> Callable[..., Any]:
         with warnings.catch_warnings():
@@ -35,14 +35,14 @@ def _compiled(signature: str) -> Callable[[Callable[..., Any]], Callable[..., An
     return compile_
 
 
-@_compiled("void(int8[:, ::1], int8[:, ::1])")
+@njit
 def _copy(to, of):  # by hand, as below: numba takes long to compile whole-array statements
     for r in range(of.shape[0]):
         for i in range(of.shape[1]):
             to[r, i] = of[r, i]
 
 
-@_compiled("uint64(uint64)")
+@njit
 def _draw(state):
     """The next number of a xorshift generator. It always starts at the same seed: every rank must find the same schedule."""
     state ^= state << np.uint64(13)
@@ -50,7 +50,7 @@ def _draw(state):
     return state ^ (state << np.uint64(17))
 
 
-@_compiled("void(int64[::1], float64[::1], int64)")
+@njit
 def _settle(tree, wake, rank):
     """Restores a winner tree (tree[1] is the rank that wakes first, the lower one of equals) after a change of wake[rank]."""
     i = (tree.shape[0] // 2 + rank) // 2
@@ -60,10 +60,7 @@ def _settle(tree, wake, rank):
         i //= 2
 
 
-@_compiled(
-    "Tuple((float64, int64))(int64, float64[::1], float64[::1], float64[::1], float64[::1], float64[::1], float64[::1], float64[::1],"
-    "int64, int64, float64[::1], int64[:, ::1], float64, int8[:, ::1], float64[:, :, ::1], float64[:, ::1], int64[:, ::1], int64[::1])"
-)
+@njit
 def _build(m, f, b, w, link, mf, stash, cap, first, credits, lead, policy, most, order, arrival, clock, count, tree):
     """Runs all ranks on one clock under `policy`. Returns the greatest (end - lead) of a rank, or never once it must pass `most`,
     and how often it looked at a rank, which is its effort; the ops are in `order`."""
@@ -185,10 +182,7 @@ def _build(m, f, b, w, link, mf, stash, cap, first, credits, lead, policy, most,
     return worst, looks
 
 
-@_compiled(
-    "float64(int64, float64[:, ::1], int64, int64, float64[::1], int8[:, ::1], float64[:, ::1], float64[:, :, ::1], int64[:, :, ::1],"
-    "int64[:, :, ::1], int64[:, ::1], int64[::1])"
-)
+@njit
 def _replay(m, d, first, credits, lead, order, start, end, where, before, count, path):
     """Replays `order`: start[r, i] of op i, end[kind, r, j] and where[kind, r, j] of each F and B, before[kind, r, i] = how many of a kind
     lie before op i, path = all ops so that each comes after what it needs. Returns the greatest end - lead, or never for a circle."""
@@ -264,9 +258,7 @@ def _replay(m, d, first, credits, lead, order, start, end, where, before, count,
     return worst if done == path.shape[0] else _NEVER
 
 
-@_compiled(
-    "void(int64, float64[:, ::1], int64, int64, float64[::1], int8[:, ::1], int64[:, :, ::1], int64[:, :, ::1], int64[::1],float64[:, ::1])"
-)
+@njit
 def _tails(m, d, first, credits, lead, order, where, before, path, tail):
     """tail[r, i]: the longest way from the end of op i of rank r to the end of any rank, less that rank's lead."""
     p = d.shape[1]
@@ -287,10 +279,7 @@ def _tails(m, d, first, credits, lead, order, where, before, path, tail):
         tail[r, i] = rest
 
 
-@_compiled(
-    "float64(int64, float64[:, ::1], int64, float64[::1], float64[::1], float64[::1], float64[::1], int8[:, ::1], float64[:, ::1],"
-    "float64[:, :, ::1], int64[:, :, ::1], int64[:, :, ::1], float64[:, ::1], int64, int64, int64, float64, float64[:, ::1])"
-)
+@njit
 def _guess(m, d, first, lead, mf, stash, cap, order, start, end, where, before, tail, r, source, target, most, scratch):
     """A lower estimate of the longest way through the ops that move when op `source` of rank r goes to place `target`, or never where
     that is not allowed or the estimate passes `most`."""
@@ -337,7 +326,7 @@ def _guess(m, d, first, lead, mf, stash, cap, order, start, end, where, before, 
     return worst if worst <= most else _NEVER
 
 
-@_compiled("void(int8[:, ::1], int64, int64, int64)")
+@njit
 def _move(order, r, source, target):
     kind = order[r, source]
     if source < target:
@@ -349,7 +338,7 @@ def _move(order, r, source, target):
     order[r, target] = kind
 
 
-@_compiled("boolean(int64, int64, boolean, float64[::1], float64[::1], float64[::1], int64, int8[:, ::1])")
+@njit
 def _by_hand(m, k, hold, mf, stash, cap, first, order):
     """Writes ZB-H1 (k = 1), ZB-H2 (k = 2), or without `hold` 1F1B with B and W apart. Returns whether it fits the caps."""
     p = mf.shape[0]
@@ -374,10 +363,7 @@ def _by_hand(m, k, hold, mf, stash, cap, first, order):
     return True
 
 
-@_compiled(
-    "Tuple((float64, int64))(int64, float64[:, ::1], float64[::1], float64[::1], float64[::1], int64, int64, float64[::1], float64, int64,"
-    "int8[:, ::1])"
-)
+@njit
 def _polish(m, d, mf, stash, cap, first, credits, lead, goal, budget, best_order):
     """A tabu search over the order of single ops: moves ops of a longest way to another place on their rank.
 

@@ -105,10 +105,10 @@ def automatic(
 
 
 def _budget(ranks: int, microbatches: int) -> tuple[int, int]:
-    """How many times the search may look at a rank, and how many ops it may replay while single ones move: some 20 and 15 whole schedules
+    """How many times the search may look at a rank, and how many ops it may replay while single ones move: some 15 and 12 whole schedules
     at 24 ranks and 96 microbatches, more of larger ones, whose plan may take longer, and no fewer ops for smaller ones."""
     share = min(30.0, max(1.0, 3 * ranks * microbatches / 6912) ** 1.6)
-    return int(140_000 * share), int(100_000 * share)
+    return int(110_000 * share), int(80_000 * share)
 
 
 def _limits(costs: Costs, caps: Sequence[float] | None, first_trainable: int) -> NDArray[np.float64]:
