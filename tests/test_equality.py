@@ -93,7 +93,7 @@ def test_one_digest_of_chunks_and_of_schedules_from_costs(pool: Pool, ranks: int
 
 
 def test_tied_embeddings_in_a_v(pool: Pool) -> None:
-    """The first and the last layer are on one rank there, so they can share a weight; its gradient is the head's sum plus the embedding's."""
+    """First and last layer are on one rank there, so they can share a weight; its gradient is the head's sum plus the embedding's."""
     digests: set[str] = set()
     for ranks, schedule in ((1, "1f1b"), (2, "zb-v"), (3, "v-half")):
         wanted = deeper(ranks, schedule, BALANCERS["random"], freezing=True)
