@@ -237,7 +237,7 @@ def trace_row(case: str) -> dict[str, Any]:
     moments = trace(case)
     total = dict.fromkeys(("blocks", "halves", "equal shares", *_BALANCERS, "algorithm-3 (loads)"), 0.0)
     base = 0.0
-    refused = dict.fromkeys(_BALANCERS, 0)
+    refused: dict[str, int] = dict.fromkeys(_BALANCERS, 0)
     current = uniform(96, RANKS)
     for layers in moments:
         halves = [x.seconds for x in layers]
@@ -257,7 +257,7 @@ def trace_row(case: str) -> dict[str, Any]:
     return {"case": case, "cannot_run_at": {name: count for name, count in refused.items() if count}} | gains
 
 
-_BALANCERS = ("diffusion", "deepspeed-time", "algorithm-3")
+_BALANCERS: tuple[str, ...] = ("diffusion", "deepspeed-time", "algorithm-3")
 
 
 def simulated_row(case: str) -> dict[str, Any]:
