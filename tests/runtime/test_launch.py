@@ -147,7 +147,11 @@ def test_a_signal_asks_all_ranks_to_stop(go: Launch, tmp_path: Path, number: sig
     process = go("train()")
     up(tmp_path)
     (os.killpg if to_all else os.kill)(process.pid, number)
-    assert end(process) == (130, "", "")
+    status, out, err = end(process)
+    assert (status, out) == (130, "")
+    # The launcher passes on a SIGTERM that the ranks had, too; steps as short as these may be over before it comes.
+    late = "Interrupted: interrupted while starting or finishing\n"
+    assert err == "" or (to_all and number is signal.SIGTERM and err == late)
 
 
 def test_a_second_signal_ends_them_at_once(go: Launch, tmp_path: Path) -> None:
