@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -24,6 +24,7 @@ from dynmo.balance.partition import Cost, Move, Partition, moves
 from dynmo.balance.placed import Make, frozen_stages
 from dynmo.costs import Costs, LayerCost, LinkCost, elide, stage_costs
 from dynmo.errors import CheckpointError, PartitionError, RunError
+from dynmo.kernels.sparse_linear import conform, dense_parameters
 from dynmo.memory import live_limits
 from dynmo.models.model import Model
 from dynmo.runtime.clock import clock_for
@@ -40,6 +41,9 @@ from dynmo.schedule.catalogue import check_microbatches, entry, make, placement_
 from dynmo.schedule.lower import Program, lower, lower_forward
 from dynmo.schedule.op import Schedule
 from dynmo.simulator import Timeline, resident, simulate
+
+# Names what a case keeps with a layer, among the layer's optimizer state.
+_KEPT = "case:"
 
 
 @dataclass(frozen=True)
@@ -98,6 +102,8 @@ class Pipeline:
         self._modules = model.build(frozenset(own))
         # Which parameters of a frozen layer trained before, so that it can thaw.
         self._thawed: dict[int, list[str]] = {}
+        # Of each own layer, what dynamic cases keep with it.
+        self._kept: dict[int, dict[str, Tensor]] = {}
         self._layers: dict[int, Layer] = {}
         self._optimizers: dict[int, LayerOptimizer] = {}
         for index in own:
@@ -157,7 +163,8 @@ class Pipeline:
         self._modules[index] = module
         self._layers[index] = Layer(index, module, self.clock, self._seed)
         self._optimizers[index] = LayerOptimizer(module, self._settings, shared)
-        self._optimizers[index].load(optimizer_state)
+        self._optimizers[index].load({name: t for name, t in optimizer_state.items() if not name.startswith(_KEPT)})
+        self._kept[index] = {name.removeprefix(_KEPT): t.cpu() for name, t in optimizer_state.items() if name.startswith(_KEPT)}
 
     def _tie(self) -> None:
         """A tied parameter shares the memory of its owner and keeps a gradient of its own: the gradient is the sum of the uses' sums."""
@@ -327,7 +334,7 @@ class Pipeline:
         world.agree(hashlib.sha256(repr((self.partition.counts, partition.counts)).encode()).digest(), "the new placement")
 
         def leaving(index: int) -> tuple[nn.Module, dict[str, Tensor]]:
-            return self._modules[index], self._optimizers[index].state()
+            return self._modules[index], self.layer_state(index)
 
         def adopt(arrivals: list[Arrival]) -> None:
             for move in plan:
@@ -336,7 +343,7 @@ class Pipeline:
                     for parameter in module.parameters():
                         parameter.grad = None
                     self._modules[move.layer] = module.to("meta")
-                    del self._layers[move.layer], self._optimizers[move.layer]
+                    del self._layers[move.layer], self._optimizers[move.layer], self._kept[move.layer]
             for arrival in arrivals:
                 state = fill(self._modules[arrival.layer], arrival.tensors, arrival.flags)
                 self._adopt(arrival.layer, self._modules[arrival.layer], state)
@@ -346,6 +353,42 @@ class Pipeline:
         self.profiler.forget(move.layer for move in plan)
         self._relower()
         return migration
+
+    # -- what a dynamic case sees (`dynmo.dynamism.Layers`) ----------------------------------------------------------------------
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return self.model.names
+
+    @property
+    def modules(self) -> Sequence[nn.Module]:
+        return self._modules
+
+    @property
+    def own(self) -> list[int]:
+        return sorted(self._layers)
+
+    @property
+    def collective(self) -> World:
+        return self.world
+
+    def kept(self, layer: int) -> dict[str, Tensor]:
+        return self._kept[layer]
+
+    def moments(self, layer: int) -> dict[str, Tensor]:
+        return self._optimizers[layer].state()
+
+    def rebuild(self, layer: int, moments: Mapping[str, Tensor]) -> None:
+        kept = self._kept[layer]
+        self._adopt(layer, self._modules[layer], dict(moments))
+        self._kept[layer] = kept
+        self._tie()
+        self._relower()
+
+    def layer_state(self, index: int) -> dict[str, Tensor]:
+        """What of one of this rank's layers moves and is saved beside its module: optimizer state, and what cases keep with it."""
+        kept = {f"{_KEPT}{name}": t.to(self.world.device) for name, t in self._kept[index].items()}
+        return self._optimizers[index].state() | kept
 
     # -- what is known ----------------------------------------------------------------------------------------------------------
 
@@ -384,8 +427,8 @@ class Pipeline:
     def request(self, layers: tuple[LayerCost, ...], *, cost: Cost = "time", seed: int = 0, step: int = 0) -> BalanceRequest:
         """What a balancer is asked: where these layers should live, under this pipeline's schedule, links and memory limit."""
         limit, stages = self._memory_limit, len(self.placement)
-        # A rank's memory is its stages' together; each gets an even part.
-        limits = None if limit is None else (limit // (stages // self.world.size),) * stages
+        # Each stage is given its rank's whole limit: a balancer that knows of the placement adds up what a rank's stages hold.
+        limits = None if limit is None else (limit,) * stages
         return BalanceRequest(
             layers,
             self.partition,
@@ -464,12 +507,13 @@ class Pipeline:
         return tuple(self.links.get((min(pair), max(pair)), here) for pair in pairwise(self.placement))
 
     def digest(self) -> str:
-        """SHA-256 over the SHA-256 of each layer's parameters, in global layer order: equal exactly when all weights are."""
+        """SHA-256 over the SHA-256 of each layer's parameters, pruned ones in dense form, in global layer order: equal exactly when all
+        weights are."""
         table = torch.zeros(self.count, 32, dtype=torch.uint8)
         for index, layer in self._layers.items():
             digest = hashlib.sha256()
-            for _, parameter in layer.module.named_parameters():
-                digest.update(parameter.detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes())
+            for _, parameter in dense_parameters(layer.module):
+                digest.update(parameter.cpu().reshape(-1).view(torch.uint8).numpy().tobytes())
             table[index] = torch.frombuffer(bytearray(digest.digest()), dtype=torch.uint8)
         self.world.sum(table, "the digests of the weights")
         return hashlib.sha256(table.numpy().tobytes()).hexdigest()
@@ -481,8 +525,12 @@ class Pipeline:
 
     def restore(self, index: int, tensors: dict[tuple[str, str], Tensor], flags: dict[str, bool]) -> None:
         """Replaces one of this rank's layers by what a checkpoint holds of it. Raises CheckpointError if it is of another shape."""
-        shapes = {name: tuple(p.shape) for name, p in self._modules[index].named_parameters()}
-        saved = {name: tuple(t.shape) for (section, name), t in tensors.items() if section == "parameter"}
+        try:
+            pruned = conform(self._modules[index], {name: t for (section, name), t in tensors.items() if section == "buffer"})
+        except ValueError as error:
+            raise CheckpointError(f"layer {index} ({self.model.names[index]}): {error}; resume with the run's own config") from None
+        shapes = {name: tuple(p.shape) for name, p in self._modules[index].named_parameters() if name not in pruned}
+        saved = {name: tuple(t.shape) for (section, name), t in tensors.items() if section == "parameter" and name not in pruned}
         for name in sorted({*shapes, *saved}):
             if shapes.get(name) != saved.get(name):
                 raise CheckpointError(

@@ -90,6 +90,14 @@ def _check_kind(value: str) -> str:
     return value
 
 
+def _check_case(value: str) -> str:
+    if not value.startswith("python:"):
+        return _check_word(value, _CASES, _PLANNED_CASES)
+    if not re.fullmatch(r"python:[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*", value):
+        raise ValueError('a case of your own is written "python:package.module:Class"')
+    return value
+
+
 def _check_source(value: str) -> str:
     if value.startswith("hf:"):
         raise ValueError(f'{NOT_SERVED}; use "stdlib" or "file:PATH"')
@@ -108,6 +116,14 @@ def _check_seconds(value: object) -> float | tuple[float, ...]:
 def _check_one_time(value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1e9:
         raise ValueError("must be seconds, 0 or more: a number, or a list of one number per layer")
+    return float(value)
+
+
+def _check_dense_below(value: object) -> float | str:
+    if value == "measured":
+        return "measured"
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
+        raise ValueError('must be a share from 0 to 1, or "measured"')
     return float(value)
 
 
@@ -259,14 +275,21 @@ class Balance(Section):
 
 class Freezing(Section):
     """Leading layers stop training. policy "schedule": `schedule` lists [step, layers], from that step on so many leading layers are
-    frozen. policy "autofreeze": decided every `every` steps from step `start` on, at most `max_layers` (None: all but the last).
-    The policy is "schedule" where a schedule is given and no policy named."""
+    frozen. policies "autofreeze" and "egeria": decided every `every` steps from step `start` on, by halves or whole blocks (`unit`), at
+    most `max_layers` (None: all but the last). Egeria compares with a reference of up to `refresh` steps ago; it freezes what has changed
+    less than `tolerance` times as fast as at first for `window` readings, one each `every` steps, and unfreezes all when the learning rate
+    falls to `thaw` times what it was. The policy is "schedule" where a schedule is given and no policy named."""
 
-    policy: Annotated[str, _word(("schedule", "autofreeze"))] = "autofreeze"
+    policy: Annotated[str, _word(("schedule", "autofreeze", "egeria"))] = "autofreeze"
     schedule: Annotated[tuple[Annotated[tuple[Whole, Whole], Lax], ...], Lax, AfterValidator(_check_pairs)] = ()
     every: Count = 10
     start: Whole = 0
     max_layers: Count | None = None
+    unit: Annotated[str, _word(("half", "block"))] = "half"
+    window: Annotated[int, Field(ge=2, le=1000)] = 5
+    tolerance: Annotated[float, Field(gt=0, lt=1)] = 0.2
+    refresh: Count = 200
+    thaw: BelowOne = 0.1
 
     @model_validator(mode="before")
     @classmethod
@@ -276,15 +299,68 @@ class Freezing(Section):
         return cast(object, data)
 
 
-_CASES = ("freezing",)
-_PLANNED_CASES = ("pruning", "sparse_attention", "early_exit", "moe", "mixture_of_depths")
+class Pruning(Section):
+    """Weights of least magnitude leave, until `final_sparsity` of them are gone: at step `start`, every `every` steps, and at `end`, by a
+    cubic schedule (where not given: from 30 % to 70 % of the run, in four intervals). criterion "global" compares the weights of all
+    layers, "local" those of each. A matrix that has lost less than the share `dense_below` stays dense, which saves nothing; "measured":
+    timed once per shape as the run first prunes, and kept in its checkpoints (another run may then measure, and round, differently)."""
+
+    criterion: Annotated[str, _word(("global", "local"))] = "global"
+    initial_sparsity: BelowOne = 0.0
+    final_sparsity: BelowOne = 0.9
+    start: Whole | None = None
+    end: Whole | None = None
+    every: Count | None = None
+    dense_below: Annotated[float | str, PlainValidator(_check_dense_below)] = 0.7
+
+    def steps_of(self, steps: int) -> tuple[int, int, int]:
+        """start, end, every in a run of so many steps."""
+        start = 3 * steps // 10 if self.start is None else self.start
+        end = min(steps - 1, max(start, 7 * steps // 10)) if self.end is None else self.end
+        return start, end, max(1, (end - start) // 4) if self.every is None else self.every
+
+
+def _check_blocks(value: tuple[tuple[int, tuple[int, ...]], ...]) -> tuple[tuple[int, tuple[int, ...]], ...]:
+    for (step, _), (next_step, _) in itertools.pairwise(value):
+        if next_step <= step:
+            raise ValueError(f"step {next_step} after step {step}: steps must ascend")
+    return value
+
+
+def _check_even(value: int) -> int:
+    if value % 2:
+        raise ValueError(f"must be even, for a direction and its opposite are two buckets; use {value + 1}")
+    return value
+
+
+_Blocks: TypeAlias = Annotated[tuple[Whole, ...], Lax]
+
+
+class SparseAttention(Section):
+    """Attention computes only a part of the pairs. kind "hash": those in one of `buckets` hash buckets; "drop": those of the queries and
+    keys that stay when the share `drop` of each is dropped. From step `start` on in these `blocks` (None: all), dense before. Or by
+    `schedule`, [step, [block, ...]]: from that step on these blocks are sparse and the others dense. `tile`: queries computed together."""
+
+    kind: Annotated[str, _word(("hash", "drop"))] = "hash"
+    start: Whole = 0
+    blocks: Annotated[tuple[Whole, ...] | None, Lax] = None
+    schedule: Annotated[tuple[Annotated[tuple[Whole, _Blocks], Lax], ...], Lax, AfterValidator(_check_blocks)] = ()
+    buckets: Annotated[Count, AfterValidator(_check_even)] = 16
+    drop: BelowOne = 0.5
+    tile: Annotated[int, Field(ge=1, le=65536)] = 32
+
+
+_CASES = ("freezing", "pruning", "sparse_attention")
+_PLANNED_CASES = ("early_exit", "moe", "mixture_of_depths")
 
 
 class Dynamism(Section):
-    """Which dynamic cases run, and the options of each."""
+    """Which dynamic cases run ("python:package.module:Class" is one of your own), and the options of each."""
 
-    cases: Annotated[tuple[Annotated[str, _word(_CASES, _PLANNED_CASES)], ...], Lax, AfterValidator(_check_unique)] = ()
+    cases: Annotated[tuple[Annotated[str, AfterValidator(_check_case)], ...], Lax, AfterValidator(_check_unique)] = ()
     freezing: Freezing = Freezing()
+    pruning: Pruning = Pruning()
+    sparse_attention: SparseAttention = SparseAttention()
 
 
 class Elastic(Section):
@@ -403,6 +479,10 @@ def _problems(config: Config) -> Iterator[str]:
         if initial is not None and sum(initial) != layers:
             yield f"balance.initial sums to {sum(initial)}, but the model has {layers} layers; make it sum to {layers}"
 
+    if "sparse_attention" in config.dynamism.cases:
+        yield from _sparse_attention_problems(config)
+    if "pruning" in config.dynamism.cases:
+        yield from _pruning_problems(config)
     if "freezing" in config.dynamism.cases:
         freezing = config.dynamism.freezing
         if freezing.policy == "schedule" and not freezing.schedule:
@@ -412,6 +492,65 @@ def _problems(config: Config) -> Iterator[str]:
         if layers is not None and most >= layers:
             key = "dynamism.freezing.schedule" if by_schedule else "dynamism.freezing.max_layers"
             yield f"{key} freezes {most} of the model's {layers} layers; the last must train, so freeze at most {layers - 1}"
+        yield from _freezing_problems(freezing, train.steps)
+
+
+def _sparse_attention_problems(config: Config) -> Iterator[str]:
+    sparse, model, steps, key = config.dynamism.sparse_attention, config.model, config.train.steps, "dynamism.sparse_attention"
+    if model.kind == "emulated":
+        yield f'{key}: model.kind = "emulated" has no attention; use "gpt" or a model of your own'
+    if sparse.schedule and (sparse.start or sparse.blocks is not None):
+        yield f"{key}.schedule says when and where, and so do start and blocks; leave them out"
+    known = not model.kind.startswith("python:")
+    named = {block for _, blocks in sparse.schedule for block in blocks} | set(sparse.blocks or ())
+    if known and max(named, default=0) >= model.blocks:
+        where = "schedule" if sparse.schedule else "blocks"
+        yield f"{key}.{where} names block {max(named)}, but the model has {model.blocks}, from 0 to {model.blocks - 1}"
+    if not named and (sparse.schedule or sparse.blocks is not None):
+        yield f"{key} names no block, so all attention would stay dense; name one, or leave blocks out to mean all"
+    first = sparse.schedule[0][0] if sparse.schedule else sparse.start
+    if first >= steps:
+        yield f"{key} starts at step {first}, but the run has {steps} steps, so all attention would stay dense; start sooner"
+    if known and sparse.kind == "hash" and sparse.buckets > model.sequence:
+        most = model.sequence // 2 * 2
+        yield f"{key}.buckets = {sparse.buckets} is more than model.sequence = {model.sequence} tokens; use {most} or fewer"
+
+
+def _pruning_problems(config: Config) -> Iterator[str]:
+    pruning, steps = config.dynamism.pruning, config.train.steps
+    start, end, every = pruning.steps_of(steps)
+    key = "dynamism.pruning"
+    if config.model.kind == "emulated":
+        yield f'{key}: an emulated model has no weights to prune; use model.kind = "gpt", or leave the case out'
+    if pruning.initial_sparsity > pruning.final_sparsity:
+        over = f"{key}.initial_sparsity = {pruning.initial_sparsity} is over final_sparsity = {pruning.final_sparsity}"
+        yield f"{over}; pruned weights do not return, so use at most that"
+    late = [(name, step) for name, step in (("start", start), ("end", end)) if step >= steps]
+    if late:
+        name, step = late[0]
+        yield f"{key}.{name} = {step}: the run has {steps} steps, so it would not prune to the end; use at most {steps - 1}"
+    elif start > end:
+        yield f"{key}.start = {start} is after end = {end}; prune from start to end"
+    elif every > max(1, end - start):
+        yield f"{key}.every = {every} is more than the {end - start} steps from start = {start} to end = {end}; use a smaller one"
+
+
+def _freezing_problems(freezing: Freezing, steps: int) -> Iterator[str]:
+    key, every, window = "dynamism.freezing", freezing.every, freezing.window
+    if freezing.policy == "autofreeze" and freezing.start + 2 * every >= steps:
+        needs = f"{freezing.start} + 2 x {every}"
+        yield f"{key}: two intervals end at step {needs}, but the run has {steps} steps, so nothing would freeze; lower start or every"
+    if freezing.policy == "egeria":
+        if freezing.refresh < window * every:
+            yield (
+                f"{key}.refresh = {freezing.refresh}: a reference must last a window of {window} readings, one each {every} steps; use "
+                f"refresh = {window * every} or more"
+            )
+        if freezing.start + (2 * window - 1) * every >= steps:
+            yield (
+                f"{key}.window = {window}: two windows of readings, one each {every} steps from step {freezing.start} on, are longer than "
+                f"the run of {steps} steps, so nothing would freeze; lower window, every or start"
+            )
 
 
 def _nearest_divisors(value: int, total: int) -> str:

@@ -28,7 +28,6 @@ from dynmo.dynamism import Dynamism, Signals, make_cases
 from dynmo.errors import CheckpointError, ConfigError
 from dynmo.events import ChangeEvent, CheckpointEvent, EndEvent, EvalEvent, Event, EventLog, StepEvent, now
 from dynmo.models.model import Model, load_model
-from dynmo.profile_file import Profile
 from dynmo.rebalance import Rebalancer
 from dynmo.report.trace import Tracer
 from dynmo.runtime import checkpoint
@@ -210,7 +209,7 @@ class Trainer:
         rate = learning_rate(train, step)
         result = self.pipeline.step(step, inputs, targets, lr=rate, max_norm=train.max_grad_norm, flag=stop)
         for case in self._cases:
-            case.observe(Signals(step, result.loss, result.squared_norms))
+            case.observe(Signals(step, result.loss, result.squared_norms, rate))
         seconds = time.perf_counter() - start
         self._tracer.observe(step, result.outcome.slices)
         settled = self._rebalancer.observe(step, seconds)
@@ -281,7 +280,7 @@ class Trainer:
             "moves": self._rebalancer.moves,
             "cases": {case.name: case.state() for case in self._cases},
         }
-        layers = {i: (module, optimizer.state()) for i, (module, optimizer) in pipeline.own_layers.items()}
+        layers = {i: (module, pipeline.layer_state(i)) for i, (module, _) in pipeline.own_layers.items()}
         saved = checkpoint.save(self.world, self._checkpoints, step, pipeline.model.names, layers, state, self.config.checkpoint.keep)
         self._emit(CheckpointEvent(step - 1, now(), str(saved.path), saved.bytes, saved.seconds))
 
@@ -306,20 +305,9 @@ class Trainer:
 
     def _record_costs(self, steps: int) -> None:
         """What the layers cost at the end, for `dynmo plan runs/<name>`."""
-        pipeline, config = self.pipeline, self.config
-        profile = Profile(
-            layers=pipeline.costs(),
-            names=pipeline.model.names,
-            first_trainable=pipeline.first_trainable,
-            links=tuple(pipeline.links.items()),
-            model=config.model.kind,
-            microbatch=config.train.micro_batch,
-            microbatches=config.microbatches,
-            ranks=self.world.size,
-            partition=pipeline.partition.counts,
-            schedule=config.pipeline.schedule,
-            steps=steps,
-        )
+        from dynmo.profiling import profile_of  # which imports this file
+
+        profile = profile_of(self.config, self.pipeline, self.pipeline.costs(), steps)
         if self._log is not None and self._folder is not None:
             profile_file.write(self._folder / profile_file.IN_RUN, profile)
 

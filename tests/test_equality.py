@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from functools import cache
 from itertools import pairwise, product
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -109,6 +110,62 @@ def test_what_changes_the_digest(pool: Pool) -> None:
     undropped = pool.run("train", 1, config=config(1, "1f1b", BALANCERS["none"], False, False, dropout=0.0))[0]["digest"]
     reseeded = pool.run("train", 1, config=config(1, "1f1b", BALANCERS["none"], False, False) | {"seed": 8})[0]["digest"]
     assert len({*digests, undropped, reseeded}) == 6
+
+
+def pruned(ranks: int, schedule: str, balance: dict[str, Any], **options: Any) -> dict[str, Any]:
+    """Four prunes in seven steps, from under a mask into CSR, layer by layer, while the front freezes."""
+    made = config(ranks, schedule, balance, True, True)
+    made["dynamism"] = {
+        "cases": ["pruning", "freezing"],
+        "freezing": {"schedule": [[5, 2]]},
+        "pruning": {"initial_sparsity": 0.5, "start": 1, "end": 6, "every": 2} | options,
+    }
+    return made
+
+
+@cache
+def _pruned_reference(pool: Pool) -> dict[str, Any]:
+    return pool.run("train", 1, config=pruned(1, "1f1b", BALANCERS["none"]))[0]
+
+
+@pytest.mark.parametrize("balancer", ["exact", "random"])
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_one_digest_with_pruning(pool: Pool, ranks: int, schedule: str, balancer: str) -> None:
+    """The largest of all layers stay, wherever these are; they move in sparse form, with their moments."""
+    expected = _pruned_reference(pool)
+    results = pool.run("train", ranks, config=pruned(ranks, schedule, BALANCERS[balancer]))
+    assert results[0]["losses"] == expected["losses"]
+    assert {r["digest"] for r in results} == {expected["digest"]}
+    if balancer == "random" and ranks > 1:
+        assert all(a != b for a, b in pairwise(results[0]["layers"])), "the layers did not move at every step"
+
+
+@pytest.mark.parametrize("stop", [2, 3, 5])
+@pytest.mark.parametrize(("before", "after"), [((2, "zb-h1"), (3, "1f1b")), ((3, "zb-h1"), (1, "1f1b"))])
+def test_a_pruned_run_goes_on_elsewhere(pool: Pool, tmp_path: Path, stop: int, before: tuple[int, str], after: tuple[int, str]) -> None:
+    """Stopped between two prunes and resumed on other ranks under another schedule: nothing shows."""
+    expected = _pruned_reference(pool)
+    tmp_path.joinpath("run").mkdir()
+    for (ranks, schedule), resume in ((before, False), (after, True)):
+        wanted = pruned(ranks, schedule, BALANCERS["random"]) | {"checkpoint": {"every": 100}}
+        folder = str(tmp_path / "run")
+        ended = pool.run("train_in", ranks, config=wanted, folder=folder, resume=resume, stop_after=None if resume else stop - 1)[0]
+        assert ended["interrupted"] is not resume
+    assert ended["weights_digest"] == expected["digest"]
+    assert ended["loss"] == expected["loss"]
+
+
+def test_pruning_changes_the_digest_and_nearly_everything_may_go(pool: Pool) -> None:
+    """At the extreme whole matrices are empty, and still move and train."""
+    extreme = {"initial_sparsity": 0.999, "final_sparsity": 0.9999, "dense_below": 0.0}
+    digests = [
+        pool.run("train", ranks, config=pruned(ranks, "zb-h1", BALANCERS["random"], **options))[0]["digest"]
+        for ranks, options in ((1, extreme), (3, extreme), (1, {"criterion": "local"}), (3, {"criterion": "local"}))
+    ]
+    assert digests[0] == digests[1]
+    assert digests[2] == digests[3]
+    assert len({digests[0], digests[2], _pruned_reference(pool)["digest"]}) == 3
 
 
 def test_autofreeze_decides_the_same_on_any_ranks(pool: Pool) -> None:

@@ -1,29 +1,51 @@
 """The protocol of a dynamic case: something that changes the model's work while it trains.
 
-Every rank holds the same cases and calls them with the same measurements, so all reach the same decision; nothing is sent. dynmo
-itself never asks which case runs: it sees the costs that result.
+    before each step     act(step, layers)        changes layers, says which
+    after each step      observe(signals)         loss, gradient norms, learning rate
+    at any time          forecast(step)           what it expects to change, for a balancer that acts only where it pays
+    checkpoints          state() / load(state)    what every rank knows;  layers.kept(i): tensors that move and are saved with layer i
+
+Every rank holds the same cases and calls them with the same measurements, so all reach the same decision. A case never knows ranks: it
+works on the layers that are here (`layers.own`), and where one number per layer must be known everywhere, it asks for a sum
+(`layers.collective`). dynmo never knows which case runs: it sees the costs that result.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import importlib
+from abc import abstractmethod
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
-from dynmo.errors import ConfigError
+from torch import Tensor, nn
+
+from dynmo.errors import ConfigError, place
 
 
 @dataclass(frozen=True)
 class Signals:
-    """What every rank knows after a step: squared gradient norms before clipping, one per layer in global order, and the loss."""
+    """What every rank knows after a step: the loss, squared gradient norms before clipping, one per layer in global order, and the
+    learning rate of the step."""
 
     step: int
     loss: float
     squared_norms: tuple[float, ...]
+    rate: float = 0.0
+
+
+class Collective(Protocol):
+    """What a case may ask of the other ranks. Every rank must ask the same, in the same order."""
+
+    def sum(self, tensor: Tensor, what: str) -> Tensor:
+        """The sum over the ranks, in place. For equal bits on any placement: integers, or floats of which each has one rank alone
+        that does not give 0. what: what is waited for, should a rank not come."""
+        ...
 
 
 class Layers(Protocol):
-    """What a case may do to the model, the same call on every rank. Takes effect before the next step."""
+    """The model as a case sees it, and what it may do: `freeze` and `unfreeze` are called alike on every rank. What is done takes effect
+    before the next step. It is the same object at every call, so a case may hold on to it."""
 
     @property
     def count(self) -> int: ...
@@ -31,6 +53,34 @@ class Layers(Protocol):
     def frozen(self) -> frozenset[int]: ...
     def freeze(self, layers: Collection[int]) -> None: ...
     def unfreeze(self, layers: Collection[int]) -> None: ...
+
+    @property
+    def names(self) -> Sequence[str]: ...
+    @property
+    def modules(self) -> Sequence[nn.Module]:
+        """All layers; those that are elsewhere are on the meta device: shapes without memory."""
+        ...
+
+    @property
+    def own(self) -> Sequence[int]:
+        """The layers that are here, ascending. After a move they are others."""
+        ...
+
+    @property
+    def collective(self) -> Collective: ...
+
+    def kept(self, layer: int) -> dict[str, Tensor]:
+        """Of a layer that is here: tensors on the CPU that move and are saved with it. The case fills it; names are its own."""
+        ...
+
+    def moments(self, layer: int) -> dict[str, Tensor]:
+        """Of a layer that is here: its optimizer's state, `parameter/moment` -> tensor."""
+        ...
+
+    def rebuild(self, layer: int, moments: Mapping[str, Tensor]) -> None:
+        """After a layer that is here got other modules or parameters: trains these, from that optimizer state. A module that has other
+        names of parameters than before must get them on every rank, on the meta device too."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -41,23 +91,81 @@ class Change:
     what: str
 
 
+@dataclass(frozen=True)
+class Forecast:
+    """From `step` on, these layers are expected to take `f`, `b`, `w` times what they take now."""
+
+    step: int
+    layers: tuple[int, ...]
+    f: float = 1.0
+    b: float = 1.0
+    w: float = 1.0
+
+
 class Dynamism(Protocol):
-    """One case. `act` is called before each step, `observe` after it; `state` goes into checkpoints (plain JSON)."""
+    """One case. Inherit from it and write `act`; the rest has defaults, for a case that needs no more."""
 
     name: str
 
-    def act(self, step: int, layers: Layers) -> Change | None: ...
-    def observe(self, signals: Signals) -> None: ...
-    def state(self) -> dict[str, Any]: ...
-    def load(self, state: dict[str, Any]) -> None: ...
+    @abstractmethod
+    def act(self, step: int, layers: Layers) -> Change | None:
+        """Before `step`."""
+        ...
+
+    def observe(self, signals: Signals) -> None:
+        """After a step."""
+        return
+
+    def forecast(self, step: int) -> Sequence[Forecast]:
+        """What it expects to do after `step`, soonest first. Empty where it cannot know: a hint, never a promise."""
+        return ()
+
+    def state(self) -> dict[str, Any]:
+        """Plain JSON, the same on every rank, for checkpoints."""
+        return {}
+
+    def load(self, state: dict[str, Any]) -> None:
+        return
 
 
 def make_cases(config: Any, layers: int) -> list[Dynamism]:
-    """The cases that `[dynamism]` names, in its order."""
-    from dynmo.dynamism import freezing
+    """The cases that `[dynamism]` names. They act in the order below, whatever the order there; one's own come last, as named."""
+    from dynmo.dynamism import freezing, pruning, sparse_attention
 
-    makers = {"freezing": freezing.make}
-    unknown = [case for case in config.dynamism.cases if case not in makers]
+    makers: dict[str, Callable[[Any, int], Dynamism]] = {
+        "pruning": pruning.make,
+        "sparse_attention": sparse_attention.make,
+        "freezing": freezing.make,
+    }
+    named: Sequence[str] = config.dynamism.cases
+    unknown = [case for case in named if case not in makers and not case.startswith("python:")]
     if unknown:
         raise ConfigError(f"dynamism.cases: {unknown[0]!r} is not served by this version; choose from {', '.join(makers)}")
-    return [makers[case](config, layers) for case in config.dynamism.cases]
+    own = [from_class(case.removeprefix("python:")) for case in named if case.startswith("python:")]
+    cases = [*(make(config, layers) for case, make in makers.items() if case in named), *own]
+    names = [case.name for case in cases]
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice is not None:  # checkpoints keep a case's state by its name
+        raise ConfigError(f"dynamism.cases: two are called {twice!r}; give yours another name")
+    return cases
+
+
+def from_class(path: str) -> Dynamism:
+    """`package.module:Class`, called without arguments. Raises ConfigError if the path does not lead to a case."""
+    where = f"dynamism.cases: 'python:{path}'"
+    module_name, _, class_name = path.partition(":")
+    try:
+        made = getattr(importlib.import_module(module_name), class_name)()
+    except ImportError as error:
+        raise ConfigError(f"{where}: cannot import {module_name}: {error}; run from its folder or install it") from error
+    except AttributeError as error:
+        if getattr(error, "name", None) != class_name:
+            raise ConfigError(f"{where}: raised AttributeError: {error}{place(error)}") from error
+        raise ConfigError(f"{where}: {module_name} has no class {class_name}") from None
+    except Exception as error:  # whatever its own code raises
+        raise ConfigError(f"{where}: raised {type(error).__name__}: {error}{place(error)}") from error
+    missing = [x for x in ("act", "observe", "forecast", "state", "load") if not callable(getattr(made, x, None))]
+    missing += [] if isinstance(getattr(made, "name", None), str) else ["name"]
+    if missing:
+        raise ConfigError(f"{where}: has no {missing[0]}; inherit from dynmo.dynamism.Dynamism, give it a name and write act")
+    return cast(Dynamism, made)

@@ -1,4 +1,4 @@
-"""Layer freezing: a prefix of the model stops training (DynMo 2.2 and F.4).
+"""Layer freezing: a prefix of the model stops training (DynMo 2.2 and F.4): by schedule, by AutoFreeze, or by Egeria (`egeria.py`).
 
 A frozen prefix starts at the embedding. It runs no B and no W, keeps no activations and sends no gradients; its optimizer state stays, for
 unfreezing. Forward work remains (ALGORITHMS: "where the work falls"), so freezing makes early stages cheap, not free.
@@ -7,15 +7,18 @@ unfreezing. Forward work remains (ALGORITHMS: "where the work falls"), so freezi
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
+from itertools import groupby
 from statistics import median
-from typing import Any
+from typing import Any, final
 
-from dynmo.dynamism import Change, Dynamism, Layers, Signals
+from dynmo.dynamism import Change, Dynamism, Forecast, Layers, Signals
 from dynmo.errors import ConfigError
 
 
-class ScheduledFreezing:
+@final
+class ScheduledFreezing(Dynamism):
     """Freezes the leading layers at given steps: [(step, layers), ...]."""
 
     name = "freezing"
@@ -24,31 +27,33 @@ class ScheduledFreezing:
         self._schedule = tuple(schedule)
 
     def act(self, step: int, layers: Layers) -> Change | None:
-        due = max((count for at, count in self._schedule if at <= step), default=0)
-        return freeze_prefix(layers, due, f"schedule, step {step}")
+        return freeze_prefix(layers, self._due(step), f"schedule, step {step}")
 
-    def observe(self, signals: Signals) -> None:
-        pass
+    def forecast(self, step: int) -> Sequence[Forecast]:
+        return tuple(
+            Forecast(at, tuple(range(self._due(at - 1), count)), b=0.0, w=0.0)
+            for at, count in self._schedule
+            if at > step and count > self._due(at - 1)
+        )
 
-    def state(self) -> dict[str, Any]:
-        return {}
-
-    def load(self, state: dict[str, Any]) -> None:
-        pass
+    def _due(self, step: int) -> int:
+        return max((count for at, count in self._schedule if at <= step), default=0)
 
 
-class AutoFreeze:
-    """AutoFreeze (Liu et al. 2021): a layer whose gradient norm has stopped changing may freeze.
+@final
+class AutoFreeze(Dynamism):
+    """AutoFreeze (Liu et al. 2021): a module whose gradient norm has stopped changing may freeze.
 
-    Per interval, G_l is the norm of layer l's gradient added up over the interval's steps, and eta_l = |G_prev - G_l| / G_prev. The
-    prefix up to the first layer whose eta is at or over the median of the unfrozen ones freezes. (The original adds up the gradients
+    Per interval, G_l is the norm of module l's gradient added up over the interval's steps, and eta_l = |G_prev - G_l| / G_prev. The
+    prefix up to the first module whose eta is at or over the median of the unfrozen ones freezes. (The original adds up the gradients
     themselves, which costs another copy of the weights; norms are at hand from clipping.)
     """
 
     name = "freezing"
 
-    def __init__(self, every: int, start: int, most: int) -> None:
-        self._every, self._start, self._most = every, start, most
+    def __init__(self, every: int, start: int, most: int, unit: str = "half") -> None:
+        self._every, self._start, self._most, self._unit = every, start, most, unit
+        self._modules: tuple[range, ...] = ()
         self._sums: list[float] = []
         self._previous: list[float] = []
         self._steps = 0
@@ -56,25 +61,27 @@ class AutoFreeze:
     def observe(self, signals: Signals) -> None:
         if signals.step < self._start:
             return
-        norms = [math.sqrt(x) for x in signals.squared_norms]
+        assert self._modules, "a case acts before it observes"
+        norms = [math.sqrt(math.fsum(signals.squared_norms[i] for i in module)) for module in self._modules]
         self._sums = [a + b for a, b in zip(self._sums, norms, strict=True)] if self._sums else norms
         self._steps += 1
 
     def act(self, step: int, layers: Layers) -> Change | None:
+        self._modules = modules = units(layers.names, self._unit)
         if self._steps < self._every:
             return None
         current, previous = self._sums, self._previous
         self._sums, self._previous, self._steps = [], current, 0
         if not previous:
             return None
-        first = len(layers.frozen)
         changes = [abs(p - c) / p if p > 0 else math.inf for p, c in zip(previous, current, strict=True)]
-        # The last layer always trains: a loss must reach something.
-        unfrozen = changes[first:]
-        middle = median(unfrozen)
-        stop = first
-        while stop < self._most and changes[stop] < middle:
-            stop += 1
+        stop = front(layers)
+        unfrozen = [(module, change) for module, change in zip(modules, changes, strict=True) if module.start >= stop]
+        middle = median(change for _, change in unfrozen)
+        for module, change in unfrozen:
+            if module.stop > self._most or change >= middle:
+                break
+            stop = module.stop
         return freeze_prefix(layers, stop, f"AutoFreeze, median change {middle:.3g}")
 
     def state(self) -> dict[str, Any]:
@@ -82,6 +89,25 @@ class AutoFreeze:
 
     def load(self, state: dict[str, Any]) -> None:
         self._sums, self._previous, self._steps = list(state["sums"]), list(state["previous"]), int(state["steps"])
+
+
+def units(names: Sequence[str], unit: str) -> tuple[range, ...]:
+    """What freezes as one: "half" a layer each; "block" the layers that are parts of one block, as their names say.
+
+    embedding | blocks.0.attention  blocks.0.feed_forward | blocks.1.attention  ... | head
+    """
+
+    def module(layer: int) -> str:
+        found = re.fullmatch(r"(.+\.\d+)\.[^.]+", names[layer])
+        return str(layer) if unit == "half" or found is None else found[1]
+
+    groups = [tuple(group) for _, group in groupby(range(len(names)), module)]
+    return tuple(range(group[0], group[-1] + 1) for group in groups)
+
+
+def front(layers: Layers) -> int:
+    """The first layer that is not frozen."""
+    return next(i for i in range(layers.count) if i not in layers.frozen)
 
 
 def freeze_prefix(layers: Layers, count: int, why: str) -> Change | None:
@@ -104,4 +130,18 @@ def make(config: Any, layers: int) -> Dynamism:
         if not options.schedule:
             raise ConfigError("dynamism.freezing.schedule is empty; give [[step, layers], ...] or choose policy = 'autofreeze'")
         return ScheduledFreezing([(at, count) for at, count in options.schedule])
-    return AutoFreeze(options.every, options.start, most)
+    if options.policy == "autofreeze":
+        return AutoFreeze(options.every, options.start, most, options.unit)
+    from dynmo.dynamism.egeria import Egeria
+
+    return Egeria(
+        unit=options.unit,
+        every=options.every,
+        start=options.start,
+        window=options.window,
+        tolerance=options.tolerance,
+        refresh=options.refresh,
+        thaw=options.thaw,
+        most=most,
+        seed=config.seed,
+    )

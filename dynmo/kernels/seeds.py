@@ -17,6 +17,7 @@ class Purpose(IntEnum):
 
     INITIAL = 1
     FORWARD = 2
+    ATTENTION = 3
 
 
 def mix(*keys: int) -> int:

@@ -15,6 +15,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from dynmo.config import Config
+from dynmo.kernels import hash_attention
+from dynmo.kernels.hash_attention import SparseAttention
 from dynmo.models.model import Model, from_factories, next_token_loss
 
 
@@ -42,12 +44,13 @@ class AttentionHalf(nn.Module):
 
     cosine: Tensor
     sine: Tensor
+    vectors = 3  # per position and head: query, key, value
 
     def __init__(self, hidden: int, heads: int, sequence: int, std: float, residual_std: float, dropout: float) -> None:
         super().__init__()
         self.heads = heads
         self.norm = nn.RMSNorm(hidden, eps=1e-6)
-        self.qkv = nn.Linear(hidden, 3 * hidden, bias=False)
+        self.qkv = nn.Linear(hidden, self.vectors * hidden, bias=False)
         self.proj = nn.Linear(hidden, hidden, bias=False)
         self.dropout = nn.Dropout(dropout)
         nn.init.normal_(self.qkv.weight, std=std)
@@ -65,6 +68,27 @@ class AttentionHalf(nn.Module):
         cosine, sine = self.cosine[:sequence].to(x.dtype), self.sine[:sequence].to(x.dtype)
         out = functional.scaled_dot_product_attention(rotate(q, cosine, sine), rotate(k, cosine, sine), v, is_causal=True)
         return x + self.dropout(self.proj(out.transpose(1, 2).reshape(batch, sequence, hidden)))
+
+
+class SharedAttentionHalf(AttentionHalf):
+    """Queries and keys are one vector, and the key is normalised: attention that can be hashed.
+
+    `sparse_attention` says what is left out, and the case of that name sets it; None leaves out nothing.
+    """
+
+    vectors = 2  # query and key, value
+
+    def __init__(self, hidden: int, heads: int, sequence: int, std: float, residual_std: float, dropout: float) -> None:
+        super().__init__(hidden, heads, sequence, std, residual_std, dropout)
+        self.sparse_attention: SparseAttention | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, sequence, hidden = x.shape
+        both, v = self.qkv(self.norm(x)).view(batch, sequence, 2, self.heads, hidden // self.heads).unbind(2)
+        cosine, sine = (t[:sequence, None].to(x.dtype) for t in (self.cosine, self.sine))
+        both = rotate(both, cosine, sine)
+        out = hash_attention.dense_attention(both, v) if self.sparse_attention is None else self.sparse_attention(both, v)
+        return x + self.dropout(self.proj(out.reshape(batch, sequence, hidden)))
 
 
 def feed_forward_size(hidden: int) -> int:
@@ -108,9 +132,10 @@ def make(config: Config) -> Model:
     residual_std = m.init_std / (2 * m.blocks) ** 0.5
     names = ["embedding"]
     factories: list[Callable[[], nn.Module]] = [partial(Embedding, m.vocab, m.hidden, m.init_std, m.dropout)]
+    attention = SharedAttentionHalf if "sparse_attention" in config.dynamism.cases else AttentionHalf
     for block in range(m.blocks):
         names += [f"blocks.{block}.attention", f"blocks.{block}.feed_forward"]
-        factories.append(partial(AttentionHalf, m.hidden, m.heads, m.sequence, m.init_std, residual_std, m.dropout))
+        factories.append(partial(attention, m.hidden, m.heads, m.sequence, m.init_std, residual_std, m.dropout))
         factories.append(partial(FeedForwardHalf, m.hidden, m.init_std, residual_std, m.dropout))
     names.append("head")
     factories.append(partial(Head, m.hidden, m.vocab, m.init_std))

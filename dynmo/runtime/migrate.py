@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from dynmo.balance.partition import Move
 from dynmo.errors import RunError
+from dynmo.kernels.sparse_linear import conform
 from dynmo.runtime.p2p import TAG_MIGRATE
 from dynmo.runtime.world import World
 
@@ -77,8 +78,9 @@ def contents(module: nn.Module, optimizer_state: dict[str, Tensor]) -> Contents:
 def fill(module: nn.Module, tensors: Contents, flags: dict[str, bool]) -> dict[str, Tensor]:
     """Puts tensors into a module on the meta device (shapes may differ from its own); returns the optimizer's part.
 
-    flags: requires_grad of each parameter.
+    flags: requires_grad of each parameter. Pruned linears take the form that they have where they come from.
     """
+    conform(module, {name: t for (section, name), t in tensors.items() if section == "buffer"})
     for name in [n for n, _ in module.named_parameters()]:
         owner, key = _owner(module, name)
         parameter = nn.Parameter(tensors["parameter", name], requires_grad=flags[name])

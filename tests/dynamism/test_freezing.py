@@ -4,29 +4,16 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
 from dynmo.config import parse
-from dynmo.dynamism import Change, Dynamism, Signals, make_cases
-from dynmo.dynamism.freezing import AutoFreeze, ScheduledFreezing, freeze_prefix
+from dynmo.dynamism import Change, Dynamism, Forecast, Signals, make_cases
+from dynmo.dynamism.freezing import AutoFreeze, ScheduledFreezing, freeze_prefix, units
 from dynmo.errors import ConfigError
-
-
-class Kept:
-    """Layers that only remember what was done to them."""
-
-    def __init__(self, count: int) -> None:
-        self.count = count
-        self.frozen: frozenset[int] = frozenset()
-
-    def freeze(self, layers: Collection[int]) -> None:
-        self.frozen |= frozenset(layers)
-
-    def unfreeze(self, layers: Collection[int]) -> None:
-        self.frozen -= frozenset(layers)
+from tests.dynamism.kept import Kept
 
 
 def feed(case: Dynamism, layers: Kept, norms: Sequence[Sequence[float]], first: int = 0) -> list[Change | None]:
@@ -47,6 +34,33 @@ def test_schedule() -> None:
     late = Kept(6)
     change = ScheduledFreezing([(2, 1), (4, 3)]).act(5, late)
     assert change == Change((0, 1, 2), "froze layers 0 to 2 (schedule, step 5); 3 of 6 are frozen")
+
+
+def test_schedule_forecasts_what_is_to_come() -> None:
+    case = ScheduledFreezing([(2, 1), (4, 3), (6, 3)])
+    assert case.forecast(0) == (Forecast(2, (0,), b=0.0, w=0.0), Forecast(4, (1, 2), b=0.0, w=0.0))
+    assert case.forecast(2) == (Forecast(4, (1, 2), b=0.0, w=0.0),)
+    assert case.forecast(4) == ()
+
+
+def test_units() -> None:
+    names = ["embedding", "blocks.0.attention", "blocks.0.feed_forward", "blocks.1.attention", "blocks.1.feed_forward", "head"]
+    assert units(names, "block") == (range(1), range(1, 3), range(3, 5), range(5, 6))
+    assert units(names, "half") == tuple(range(i, i + 1) for i in range(6))
+    for flat in (["emulated.0", "emulated.1"], ["0.Linear", "1.Linear"]):
+        assert units(flat, "block") == (range(1), range(1, 2))
+
+
+def test_autofreeze_by_blocks() -> None:
+    """Norms of a block are its halves' together: 3 and 4 make 5. The median of the four changes 0, 0.2, 0.2, 0.4 is 0.2."""
+    names = ["embedding", "blocks.0.attention", "blocks.0.feed_forward", "blocks.1.attention", "blocks.1.feed_forward", "head"]
+    for unit, expected in (("block", {0}), ("half", {0, 1})):
+        layers, case = Kept(6, names), AutoFreeze(every=1, start=0, most=5, unit=unit)
+        feed(case, layers, [(1, 3, 4, 6, 8, 10), (1, 3, math.sqrt(27), 4.8, 6.4, 6)])
+        assert layers.frozen == expected
+    layers, case = Kept(6, names), AutoFreeze(every=1, start=0, most=2, unit="block")
+    feed(case, layers, [(1, 3, 4, 6, 8, 10), (1, 3, 4, 3, 4, 6), (1, 3, 4, 3, 4, 5)])
+    assert layers.frozen == {0}, "a block freezes whole or not at all, and this one is over the limit"
 
 
 def test_freeze_prefix_never_thaws() -> None:

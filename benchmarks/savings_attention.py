@@ -1,0 +1,205 @@
+"""What sparse attention saves: F, B and W of an attention half against dense attention (torch's SDPA), at several lengths.
+
+Layer: `SharedAttentionHalf`, hidden 256, 4 heads, microbatches of 2, one thread, in the runtime's own `Layer` and a rank's environment. The
+sides take turns; medians. Seconds are the thread's own, so that what else runs on the machine counts little.
+
+The ideal (ALGORITHMS.md 2) takes from the dense half the part of its attention's own seconds, measured alone, that the pairs left out are
+of all pairs:
+
+    ideal = dense - attention (1 - pairs)        share_of_ideal = (dense - sparse) / (dense - ideal)
+
+What bounds it: `computed` (pairs the tiles compute, over all: padding to the longest bucket of a batch, and what the mask hides in the
+last tile), `rate` (computed pairs per second in small tiles, over those of dense attention), `around` (seconds of hashing, sorting,
+gathering and spreading, and the keys' lengths).
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.harness import main, run_ranks
+from dynmo.kernels import hash_attention as kernel
+from dynmo.kernels.hash_attention import Dropped, Hashed, SparseAttention, dense_attention, draw_kept, hash_buckets, plan_buckets, plan_kept
+from dynmo.models.gpt import AttentionHalf, SharedAttentionHalf
+from dynmo.runtime.split_backward import Layer
+from dynmo.runtime.world import World
+from dynmo.schedule.op import Kind
+
+HIDDEN, HEADS, BATCH = 256, 4, 2
+KINDS: dict[str, tuple[SparseAttention, int]] = {
+    "hash, 4 buckets": (Hashed(4, 32, 1), 4),
+    "hash, 16 buckets": (Hashed(16, 32, 1), 16),
+    "hash, 64 buckets": (Hashed(64, 32, 1), 64),
+    "drop, half": (Dropped(0.5, 64, 1), 0),
+}
+
+Seconds = tuple[float, float, float]
+
+
+class ThreadClock:
+    """Seconds that this thread has computed."""
+
+    mark = staticmethod(time.thread_time)
+
+    @staticmethod
+    def seconds(start: float, end: float) -> float:
+        return end - start
+
+    def settle(self) -> None:
+        pass
+
+
+def half(sequence: int, sparse: SparseAttention | None, shared: bool = True) -> AttentionHalf:
+    torch.manual_seed(0)
+    module = (SharedAttentionHalf if shared else AttentionHalf)(HIDDEN, HEADS, sequence, 0.02, 0.02, 0.0)
+    if isinstance(module, SharedAttentionHalf):
+        module.sparse_attention = sparse
+    return module
+
+
+def once(layer: Layer, x: Tensor, gy: Tensor) -> Seconds:
+    layer.marks.clear()
+    layer.forward(0, (x,), 0, True, True, None)
+    layer.backward_input(0, (gy,), True)
+    layer.backward_weight(0)
+    layer.module.zero_grad()
+    found = {kind: end - start for kind, start, end, _ in layer.marks}
+    return found[Kind.F], found[Kind.B], found[Kind.W]
+
+
+def alone(attend: Callable[[Tensor, Tensor], Tensor], x: Tensor, v: Tensor, g: Tensor) -> Seconds:
+    """F and B of the attention without its projections."""
+    x, v = x.detach().requires_grad_(), v.detach().requires_grad_()
+    start = time.thread_time()
+    out = attend(x, v)
+    middle = time.thread_time()
+    out.backward(g)
+    return middle - start, time.thread_time() - middle, 0.0
+
+
+def around(x: Tensor, v: Tensor, hashed: Hashed) -> Seconds:
+    """What the kernel does besides its tiles. F: hashing, planning, gathering, the keys' lengths, spreading; B: gathering and spreading."""
+    start = time.thread_time()
+    directions = kernel.draw_directions(HEADS, x.shape[3], hashed.buckets, hashed.seed)
+    plan = plan_buckets(hash_buckets(x, directions), hashed.buckets, hashed.tile)
+    q, k, values = (x.new_empty(plan.rows.shape[0], x.shape[3]) for _ in range(3))
+    factors = x.new_empty(plan.rows.shape[0])
+    for chunk in plan.chunks:
+        kernel._take(x, plan.rows[chunk.places], q[chunk.places])
+        kernel._take(v, plan.rows[chunk.places], values[chunk.places])
+        kernel._scale(q[chunk.places], 0.125, k[chunk.places], factors[chunk.places])
+    values.index_select(0, plan.places)
+    middle = time.thread_time()
+    for chunk in plan.chunks:
+        kernel._take(v, plan.rows[chunk.places], values[chunk.places])
+    gx, keys = x.new_empty(plan.places.shape[0], x.shape[3]), k.numpy()
+    kernel._spread_x(q.numpy(), keys, keys, factors.numpy(), keys.dtype.type(64.0), plan.places.numpy(), gx.numpy())
+    values.index_select(0, plan.places)
+    return middle - start, time.thread_time() - middle, 0.0
+
+
+def inner(module: AttentionHalf, x: Tensor) -> tuple[Tensor, Tensor]:
+    """What the half hands to its attention: the rotated vectors and the values."""
+    handed: list[tuple[Tensor, Tensor]] = []
+
+    def listen(both: Tensor, v: Tensor) -> Tensor:
+        handed.append((both.detach(), v.detach()))
+        return v
+
+    assert isinstance(module, SharedAttentionHalf)
+    before, module.sparse_attention = module.sparse_attention, listen
+    with torch.no_grad():
+        module(x)
+    module.sparse_attention = before
+    return handed[0]
+
+
+def length(sequence: int, rounds: int) -> dict[str, Any]:
+    """All kinds at one length, against dense."""
+    clock, x = ThreadClock(), torch.randn(BATCH, sequence, HIDDEN, generator=torch.Generator().manual_seed(0))
+    gy = torch.randn_like(x)
+    dense = half(sequence, None)
+    both, v = inner(dense, x)
+    g = torch.randn_like(both)
+    sides: dict[str, Callable[[], Seconds]] = {}
+    for name, module in (
+        ("dense", dense),
+        ("separate keys", half(sequence, None, shared=False)),
+        *((name, half(sequence, kind)) for name, (kind, _) in KINDS.items()),
+    ):
+        layer = Layer(0, module, clock, 0)
+        sides[name] = lambda layer=layer: once(layer, x, gy)
+    sides["attention alone"] = lambda: alone(dense_attention, both, v, g)
+    for name, (kind, _) in KINDS.items():
+        sides[f"{name}: alone"] = lambda kind=kind: alone(kind, both, v, g)
+        if isinstance(kind, Hashed):
+            sides[f"{name}: around"] = lambda kind=kind: around(both, v, kind)
+    taken: dict[str, list[Seconds]] = {name: [] for name in sides}
+    for turn in range(rounds + 2):
+        for name, side in sides.items():
+            seconds = side()
+            if turn > 1:
+                taken[name].append(seconds)
+    found = {name: [median(part) for part in zip(*rows, strict=True)] for name, rows in taken.items()}
+    return {
+        "sequence": sequence,
+        "dense": _fbw(found["dense"]),
+        "separate_keys": _fbw(found["separate keys"]),
+        "attention_alone": _fbw(found["attention alone"]),
+        "kinds": {name: _compare(found, name, kind, both) for name, (kind, _) in KINDS.items()},
+    }
+
+
+def _compare(found: dict[str, list[float]], name: str, kind: SparseAttention, both: Tensor) -> dict[str, Any]:
+    batch, sequence, heads, size = both.shape
+    if isinstance(kind, Hashed):
+        plan = plan_buckets(hash_buckets(both, kernel.draw_directions(heads, size, kind.buckets, kind.seed)), kind.buckets, kind.tile)
+    else:
+        assert isinstance(kind, Dropped)
+        plan = plan_kept(batch, sequence, *draw_kept(heads, sequence, kind.share, kind.seed), kind.tile, both.dtype)
+    every = batch * heads * sequence * (sequence - 1) // 2
+    dense, sparse, attention, apart = found["dense"], found[name], found["attention alone"], found[f"{name}: alone"]
+    ideal = [d - a * (1 - plan.pairs / every) for d, a in zip(dense, attention, strict=True)]
+    result = {
+        **_fbw(sparse),
+        "ideal": _fbw(ideal),
+        "pairs": plan.pairs / every,
+        "computed": plan.computed / every,
+        "speedup": _fbw([d / s for d, s in zip(dense, sparse, strict=True)]),
+        "share_of_ideal": {key: (d - s) / (d - i) for key, d, s, i in zip("fb", dense, sparse, ideal, strict=False)}
+        | {"f+b": (sum(dense[:2]) - sum(sparse[:2])) / (sum(dense[:2]) - sum(ideal[:2]))},
+    }
+    if isinstance(kind, Hashed):
+        rest = found[f"{name}: around"]
+        part = plan.computed / every
+        result["around"] = dict(zip("fb", rest, strict=False))
+        result["rate"] = {key: part * a / (s - r) for key, a, s, r in zip("fb", attention, apart, rest, strict=False)}
+    return result
+
+
+def _fbw(seconds: list[float]) -> dict[str, float]:
+    return dict(zip("fbw", seconds, strict=True))
+
+
+def lengths(rounds: int, sequences: tuple[int, ...] = (512, 1024, 2048, 4096)) -> list[dict[str, Any]]:
+    return [length(sequence, rounds) for sequence in sequences]
+
+
+def on_a_rank(world: World, rounds: int) -> list[dict[str, Any]]:
+    return lengths(rounds)
+
+
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    found = run_ranks("benchmarks.savings_attention:on_a_rank", 1, rounds=options.rounds)
+    return {"hidden": HIDDEN, "heads": HEADS, "microbatch": BATCH, "lengths": found}
+
+
+if __name__ == "__main__":
+    main(__doc__ or "", measure, [("rounds", 7, "counted turns")])

@@ -1,0 +1,123 @@
+"""What layer freezing saves: F, B and W of a layer against one that trains; and what watching it costs.
+
+Layers: both halves of a GPT block at DynMo's width (hidden 1024, 32 heads), one microbatch of one sequence, one thread, in the runtime's
+own `Layer`. The sides take turns; medians. The ideal (ALGORITHMS.md 2):
+
+    prefix   nothing trainable before it: F alone      share_of_ideal = (trains - frozen) / (trains - ideal), over F + B + W
+    above    a trainable layer before it: F and B
+
+`egeria`: a reading (the reference's forward and two similarities) and a new reference, as parts of a step: of 8 microbatches,
+one reading in 10 steps, one reference in 200.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Callable
+from statistics import median
+from typing import Any
+
+import torch
+from torch import nn
+
+from benchmarks.harness import machine
+from dynmo.config import parse
+from dynmo.dynamism.egeria import plasticity, quantised, relations
+from dynmo.models.gpt import make
+from dynmo.runtime.clock import clock_for
+from dynmo.runtime.split_backward import Layer
+from dynmo.schedule.op import Kind
+
+MICROBATCHES, EVERY, REFRESH = 8, 10, 200
+
+
+def half(which: int, hidden: int, heads: int, sequence: int) -> nn.Module:
+    """The attention (0) or the feed-forward (1) half of a block."""
+    config = parse({"model": {"blocks": 1, "hidden": hidden, "heads": heads, "sequence": sequence}})
+    return make(config).build([1 + which])[1 + which]
+
+
+def step(layer: Layer, x: torch.Tensor, gy: torch.Tensor, trains: bool, backward: bool) -> dict[str, float]:
+    layer.marks.clear()
+    layer.forward(0, (x,), 0, backward, backward, None)
+    if backward:
+        layer.backward_input(0, (gy,), True)
+    if trains:
+        layer.backward_weight(0)
+    layer.module.zero_grad()
+    return dict.fromkeys("fbw", 0.0) | {
+        kind.value.lower(): end - start for kind, start, end, _ in layer.marks if kind in (Kind.F, Kind.B, Kind.W)
+    }
+
+
+def layers(hidden: int, heads: int, sequence: int, rounds: int) -> list[dict[str, Any]]:
+    out: list[dict[str, Any]] = []
+    clock = clock_for(torch.device("cpu"))
+    x = torch.randn(1, sequence, hidden)
+    gy = torch.randn_like(x)
+    for which, name in enumerate(("attention", "feed_forward")):
+        modules = {kind: half(which, hidden, heads, sequence) for kind in ("trains", "above", "prefix")}
+        for kind in ("above", "prefix"):
+            modules[kind].requires_grad_(False)
+        sides = {kind: Layer(0, module, clock, 0) for kind, module in modules.items()}
+        found: dict[str, list[dict[str, float]]] = {kind: [] for kind in sides}
+        for turn in range(rounds + 1):
+            for kind, layer in sides.items():
+                taken = step(layer, x, gy, kind == "trains", kind != "prefix")
+                if turn:
+                    found[kind].append(taken)
+        times = {kind: {op: median(row[op] for row in rows) for op in "fbw"} for kind, rows in found.items()}
+        whole = sum(times["trains"].values())
+        for kind, kept in (("prefix", "f"), ("above", "fb")):
+            now, ideal = sum(times[kind].values()), sum(times["trains"][op] for op in kept)
+            share = (whole - now) / (whole - ideal)
+            out.append(
+                {"layer": name, "frozen": kind, "trains": times["trains"], "now": times[kind], "speedup": whole / now}
+                | {"ideal_speedup": whole / ideal, "share_of_ideal": share}
+            )
+        reading, refreshing = watching(modules["trains"], x, rounds)
+        out.append(
+            {"layer": name, "egeria": {"reading": reading, "reference": refreshing}}
+            | {"share_of_a_step": (reading / EVERY + refreshing / REFRESH) / (MICROBATCHES * whole)}
+        )
+    return out
+
+
+def watching(module: nn.Module, x: torch.Tensor, rounds: int) -> tuple[float, float]:
+    """Seconds of a reading, and of a new reference."""
+    reference = quantised(module)
+    reading = median_of(lambda: plasticity(module, reference, (x,), relations(x), (0, 0, 0)), rounds)
+    return reading, median_of(lambda: quantised(module), rounds)
+
+
+def median_of(run: Callable[[], object], rounds: int) -> float:
+    seconds: list[float] = []
+    for _ in range(rounds):
+        start = time.perf_counter()
+        run()
+        seconds.append(time.perf_counter() - start)
+    return median(seconds)
+
+
+def measure(sequence: int, rounds: int) -> dict[str, Any]:
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    return {"layers": layers(1024, 32, sequence, rounds)}
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
+    parser.add_argument("--sequence", type=int, default=2048, help="tokens of the layer's microbatch (default 2048)")
+    parser.add_argument("--rounds", type=int, default=7, help="counted turns of each side (default 7)")
+    options = parser.parse_args()
+    result = measure(options.sequence, options.rounds) | {"machine": machine()}
+    if options.json:
+        print(json.dumps(result))
+    else:
+        from rich.console import Console
+        from rich.pretty import Pretty
+
+        Console().print(Pretty(result, expand_all=True))

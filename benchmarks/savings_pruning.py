@@ -1,0 +1,185 @@
+"""What gradual pruning saves: F, B and W of a layer against dense, and from which sparsity the sparse kernels win.
+
+Layers: both halves of a GPT block at DynMo's width (hidden 1024, 32 heads, sequence 2048), one microbatch of one sequence, one thread, in
+the runtime's own `Layer`. The sides take turns; medians. The ideal is the FLOP count of ALGORITHMS.md 2 at the dense layer's own speed:
+
+    F  2P + A -> 2P (1-s) + A        B  2P + 2A -> 2P (1-s) + 2A        W  2P -> 2P (1-s)
+
+where the linears' dense time is measured and A's is the rest. share_of_ideal = (dense - pruned) / (dense - ideal).
+
+`crossover`: one matrix, sparse over dense time of F + B + W at each sparsity; the first at which sparse wins. `--plot` draws it into
+docs/pictures/sparse_crossover.svg. DynMo's figure 6 has 75 % on an H100 (4096 x 4096 x 4096).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from torch import nn
+
+from benchmarks.harness import machine, run_ranks
+from dynmo.config import parse
+from dynmo.kernels import sparse_linear
+from dynmo.kernels.sparse_linear import crossover, linears, make_pruned, prune, survivors
+from dynmo.models.gpt import make
+from dynmo.runtime.clock import clock_for
+from dynmo.runtime.split_backward import Layer
+from dynmo.runtime.world import World
+from dynmo.schedule.op import Kind
+
+PICTURE = Path(__file__).resolve().parents[1] / "docs" / "pictures" / "sparse_crossover.svg"
+PAPER = (0.52, 0.79, 0.89, 0.90)  # after each prune of the published schedule
+MATRICES = ((1024, 1024), (256, 1024))
+CURVE = (0.3, 0.4, 0.5, 0.55, 0.6, 0.65, 0.7, 0.75, 0.8, 0.85, 0.9, 0.95, 0.99)
+
+Seconds = tuple[float, float, float]
+
+
+def half(which: int, hidden: int, heads: int, sequence: int) -> nn.Module:
+    """The attention (0) or the feed-forward (1) half of a block."""
+    config = parse({"model": {"blocks": 1, "hidden": hidden, "heads": heads, "sequence": sequence}})
+    return make(config).build([1 + which])[1 + which]
+
+
+def pruned_half(which: int, hidden: int, heads: int, sequence: int, sparsity: float) -> nn.Module:
+    """Each of its linears by magnitude to the sparsity, in sparse form."""
+    module = half(which, hidden, heads, sequence)
+    for _, linear in list(linears(module)):
+        weights = survivors(linear)
+        keep = torch.zeros(len(weights), dtype=torch.bool)
+        keep[weights.abs().topk(round(len(weights) * (1 - sparsity))).indices] = True
+        prune(linear, keep, True, {})
+    return module
+
+
+def time_once(layer: Layer, x: torch.Tensor, gy: torch.Tensor) -> Seconds:
+    layer.marks.clear()
+    layer.forward(0, (x,), 0, True, True, None)
+    layer.backward_input(0, (gy,), True)
+    layer.backward_weight(0)
+    found = {kind: end - start for kind, start, end, _ in layer.marks}
+    return found[Kind.F], found[Kind.B], found[Kind.W]
+
+
+def in_turn(layers: Sequence[Layer], x: torch.Tensor, rounds: int) -> list[Seconds]:
+    """Medians of each layer's F, B, W; one round of warm-up (in which a layer measures its sizes) is not counted."""
+    gy = torch.randn_like(x)
+    rows: list[list[Seconds]] = [[] for _ in layers]
+    for turn in range(rounds + 1):
+        for place, layer in enumerate(layers):
+            seconds = time_once(layer, x, gy)
+            layer.module.zero_grad()
+            if turn:
+                rows[place].append(seconds)
+    return [(median(f), median(b), median(w)) for f, b, w in (zip(*row, strict=True) for row in rows)]
+
+
+def linear_seconds(module: nn.Module, tokens: int, rounds: int) -> Seconds:
+    """Of a dense module's linears alone."""
+    each = [sparse_linear.seconds(make_pruned(x.out_features, x.in_features, 0.0, False), tokens, rounds) for _, x in linears(module)]
+    f, b, w = (sum(x) for x in zip(*each, strict=True))
+    return f, b, w
+
+
+def layers(hidden: int, heads: int, sequence: int, sparsities: Sequence[float], rounds: int) -> list[dict[str, Any]]:
+    """Rows of (half, sparsity): seconds of F, B, W dense and pruned, the ideal, the share reached."""
+    out: list[dict[str, Any]] = []
+    clock = clock_for(torch.device("cpu"))
+    x = torch.randn(1, sequence, hidden)
+    for which, name in enumerate(("attention", "feed_forward")):
+        dense = half(which, hidden, heads, sequence)
+        matmuls = linear_seconds(dense, sequence, rounds)
+        modules = [dense, *(pruned_half(which, hidden, heads, sequence, s) for s in sparsities)]
+        before, *after = in_turn([Layer(0, module, clock, 0) for module in modules], x, rounds)
+        for sparsity, now in zip(sparsities, after, strict=True):
+            ideal = [whole - sparsity * min(part, whole) for whole, part in zip(before, matmuls, strict=True)]
+            out.append(
+                {
+                    "layer": name,
+                    "sparsity": sparsity,
+                    "dense": dict(zip("fbw", before, strict=True)),
+                    "pruned": dict(zip("fbw", now, strict=True)),
+                    "ideal": dict(zip("fbw", ideal, strict=True)),
+                    "speedup": sum(before) / sum(now),
+                    "ideal_speedup": sum(before) / sum(ideal),
+                    "share_of_ideal": (sum(before) - sum(now)) / (sum(before) - sum(ideal)),
+                    "share_of_ideal_each": {kind: (a - b) / (a - c) for kind, a, b, c in zip("fbw", before, now, ideal, strict=True)},
+                }
+            )
+    return out
+
+
+def curves(tokens: int, rounds: int) -> list[dict[str, Any]]:
+    """Per matrix: sparse over dense time at each sparsity, F, B and W each, and the crossover by bisection."""
+    out: list[dict[str, Any]] = []
+    for rows, columns in MATRICES:
+        points: list[dict[str, float]] = []
+        plain = make_pruned(rows, columns, 0.0, False)
+        for sparsity in CURVE:
+            linear = make_pruned(rows, columns, sparsity, True)
+            pairs = [(sparse_linear.seconds(plain, tokens, 1), sparse_linear.seconds(linear, tokens, 1)) for _ in range(rounds)]
+            dense, sparse = ([median(x) for x in zip(*side, strict=True)] for side in zip(*pairs, strict=True))
+            ratios = {kind: b / a for kind, a, b in zip("fbw", dense, sparse, strict=True)}
+            points.append({"sparsity": sparsity, "all": sum(sparse) / sum(dense)} | ratios)
+        measured = median(crossover(rows, columns, tokens) for _ in range(3))
+        out.append({"rows": rows, "columns": columns, "tokens": tokens, "crossover": measured, "points": points})
+    return out
+
+
+def on_a_rank(world: World, sequence: int, rounds: int, tokens: int) -> dict[str, Any]:
+    """One rank as dynmo starts them, with the allocator set as it is there."""
+    torch.manual_seed(0)
+    return {"layers": layers(1024, 32, sequence, PAPER, rounds), "crossover": curves(tokens, rounds), "paper_crossover": 0.75}
+
+
+def plot(found: Sequence[dict[str, Any]]) -> None:
+    import matplotlib as mpl
+
+    mpl.use("svg")
+    mpl.rcParams["svg.hashsalt"] = "dynmo"  # the same figures give the same file
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
+    for one, colour, marker in zip(found, ("#0072b2", "#d55e00"), ("o", "s"), strict=True):
+        x = [100 * point["sparsity"] for point in one["points"]]
+        text = f"{one['rows']} x {one['columns']}, {one['tokens']} tokens: pays from {100 * one['crossover']:.0f} %"
+        axes.plot(x, [point["all"] for point in one["points"]], marker=marker, color=colour, label=text)
+    axes.plot([100 * s for s in CURVE], [1 - s for s in CURVE], ":", color="0.4", label="ideal: 1 - sparsity")
+    axes.axhline(1, color="0.4", linewidth=1)
+    axes.set_yscale("log")
+    axes.set_yticks([0.02, 0.05, 0.1, 0.2, 0.5, 1, 2], ["0.02", "0.05", "0.1", "0.2", "0.5", "1", "2"])
+    axes.minorticks_off()
+    axes.set_xlabel("sparsity, %")
+    axes.set_ylabel("time of F + B + W, sparse / dense")
+    axes.legend(frameon=False)
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(PICTURE, metadata={"Date": None})
+    # Matplotlib ends some lines with a space.
+    PICTURE.write_text("\n".join(line.rstrip() for line in PICTURE.read_text().splitlines()) + "\n")
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
+    parser.add_argument("--plot", action="store_true", help="also draw the crossover")
+    parser.add_argument("--sequence", type=int, default=2048, help="tokens of the layer's microbatch (default 2048)")
+    parser.add_argument("--rounds", type=int, default=7, help="counted turns of each side (default 7)")
+    parser.add_argument("--tokens", type=int, default=512, help="tokens for the crossover (default 512)")
+    options = parser.parse_args()
+    arguments = {"sequence": options.sequence, "rounds": options.rounds, "tokens": options.tokens}
+    result: dict[str, Any] = run_ranks("benchmarks.savings_pruning:on_a_rank", 1, **arguments) | {"machine": machine()}
+    if options.plot:
+        plot(result["crossover"])
+    if options.json:
+        print(json.dumps(result))
+    else:
+        from rich.console import Console
+        from rich.pretty import Pretty
+
+        Console().print(Pretty(result, expand_all=True))

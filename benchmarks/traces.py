@@ -1,0 +1,413 @@
+"""Fixed cost traces of pruning, freezing and sparse attention under every balancer, in the simulator: ZB-H1, twice as many microbatches as
+ranks, no link times. Each trace (benchmarks/data/traces: models of cost, per half block, 24 moments) is timed as
+
+dense                 without the technique, as many whole blocks on every rank as on any other
+uniform               with the technique, placed the same: what a run has that does not balance
+parameters, static    whole blocks, by parameters, once
+partition, diffusion  whole blocks, by parameters that train or by time, anew at every moment: DynMo's four, at their best (`exact` places,
+                      path diffusion moves; both at once and for nothing)
+ours                  halves of blocks, schedule-aware, as a run decides: every 5 steps of 50 a moment, from the costs of the step
+                      before, where it gains 2 % at least
+optimum               of whole blocks, of halves: the least time found for a moment's costs, known at once (`share_of_least_bottleneck` is
+                      against a proven optimum: the least bottleneck that any placement has, without the pipeline's filling)
+perfect               every rank has the same part of all work, as if layers could be cut anywhere
+
+`gain` is the uniform placement's time over another's: placing whole blocks cannot gain more than `bound` = ceil(blocks / ranks). Speed-ups
+over dense contain what the technique itself saves. `published` are the paper's (figure 3).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import cache, partial
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from benchmarks.harness import machine, run_ranks
+from dynmo.balance.diffusion import diffuse
+from dynmo.balance.partition import Cost, Partition, exact, uniform, weigh
+from dynmo.balance.placed import by_name, pipeline_costs
+from dynmo.balance.schedule_aware import search
+from dynmo.balance.workload import Policy, Workload, replay
+from dynmo.costs import Costs, LayerCost, StageCost
+from dynmo.runtime.world import World
+from dynmo.schedule.bound import Objective
+from dynmo.simulator import Timeline, simulate
+
+TRACES = Path(__file__).parent / "data" / "traces"
+CASES = (("freezing", 2048), ("pruning", 2048), ("sparse_attention", 2048), ("sparse_attention", 32768))
+BLOCKS = (24, 32, 40, 48)
+RANKS = (16, 24)
+PUBLISHED = {"freezing": "2.23", "pruning": "3.18", "sparse_attention": "2.71 to 4.02"}
+EVERY, STEPS = 5, 50  # a decision, a moment
+HIDDEN = 1024
+
+Layers = tuple[LayerCost, ...]
+
+
+# -- the traces ------------------------------------------------------------------------------------------------------------------
+
+
+@cache
+def trace(case: str, blocks: int, sequence: int) -> tuple[Layers, ...]:
+    """Every moment's halves. parameters: those that train and are not pruned."""
+    data = json.loads((TRACES / f"{case}-{blocks}-{sequence}.json").read_text())
+    densities = pruned(blocks, sequence, data["seed"], len(data["f"])) if case == "pruning" else None
+    moments: list[Layers] = []
+    for moment, rows in enumerate(zip(data["f"], data["b"], data["w"], strict=True)):
+        layers: list[LayerCost] = []
+        for layer, (f, b, w) in enumerate(zip(*rows, strict=True)):
+            whole = (8 if layer % 2 else 4) * HIDDEN**2
+            left = 1.0 if densities is None else densities[moment][layer]
+            layers.append(LayerCost(f, b, w, parameters=round(whole * left) if w else 0))
+        moments.append(tuple(layers))
+    return tuple(moments)
+
+
+def pruned(blocks: int, sequence: int, seed: int, moments: int) -> list[list[float]]:
+    """The share of weights that the trace's own model leaves in each half: normal weights of layers that differ in scale, cut at one
+    magnitude over all so that 0, 52, 79, 90 % are gone."""
+    draw = random.Random(f"{seed} pruning {blocks} {sequence}")
+    scales = [math.exp(draw.gauss(0, 0.35)) for _ in range(2 * blocks)]
+    shares = [1 / 3 / blocks, 2 / 3 / blocks] * blocks
+    out: list[list[float]] = []
+    for moment in range(moments):
+        wanted = (0.0, 0.52, 0.79, 0.90)[4 * moment // moments]
+        low, high = 0.0, 50.0
+        for _ in range(80):
+            cut = (low + high) / 2
+            gone = sum(share * math.erf(cut / scale / math.sqrt(2)) for share, scale in zip(shares, scales, strict=True))
+            low, high = (cut, high) if gone < wanted else (low, cut)
+        out.append([1 - math.erf(low / scale / math.sqrt(2)) for scale in scales])
+    return out
+
+
+def dense(blocks: int, sequence: int) -> Layers:
+    """F = 2P + A, B = 2P + 2A, W = 2P, in units of a block's F (ALGORITHMS.md, section 2)."""
+    linear, attention = 24 * HIDDEN**2, 2 * sequence * HIDDEN
+    unit = linear + attention
+    first, second, a = linear / 3 / unit, 2 * linear / 3 / unit, attention / unit
+    pair = LayerCost(first + a, first + 2 * a, first, 4 * HIDDEN**2), LayerCost(second, second, second, 8 * HIDDEN**2)
+    return pair * blocks
+
+
+def in_blocks(layers: Sequence[LayerCost]) -> Layers:
+    pairs = zip(layers[::2], layers[1::2], strict=True)
+    return tuple(LayerCost(a.f + b.f, a.b + b.b, a.w + b.w, a.parameters + b.parameters) for a, b in pairs)
+
+
+def in_halves(placement: Partition) -> Partition:
+    """Of whole blocks."""
+    return Partition(tuple(2 * count for count in placement.counts))
+
+
+# -- placements ------------------------------------------------------------------------------------------------------------------
+
+
+def timeline(layers: Layers, placement: Partition, microbatches: int) -> Timeline:
+    costs = pipeline_costs(layers, placement)
+    return simulate(by_name("zb-h1", microbatches)(costs), costs)
+
+
+def perfect(layers: Layers, ranks: int, microbatches: int) -> Timeline:
+    f, b, w = (math.fsum(getattr(x, key) for x in layers) / ranks for key in "fbw")
+    costs = Costs((StageCost(f, b, w),) * ranks, (0.0,) * (ranks - 1))
+    return simulate(by_name("zb-h1", microbatches)(costs), costs)
+
+
+def best(layers: Layers, ranks: int, microbatches: int, current: Partition | None = None) -> Partition:
+    make = by_name("zb-h1", microbatches)
+    return search(layers, ranks, make=make, objective=Objective.MAKESPAN, current=current).partition
+
+
+def static(cost: Cost, moments: Sequence[Layers], ranks: int) -> list[Partition]:
+    return [exact(weigh(moments[0], cost), ranks)] * len(moments)
+
+
+def partitioned(cost: Cost, moments: Sequence[Layers], ranks: int) -> list[Partition]:
+    out = [uniform(len(moments[0]), ranks)]
+    for layers in moments:
+        out.append(exact(weigh(layers, cost), ranks, current=out[-1]))
+    return out[1:]
+
+
+def diffused(cost: Cost, moments: Sequence[Layers], ranks: int) -> list[Partition]:
+    out = [uniform(len(moments[0]), ranks)]
+    for layers in moments:
+        out.append(diffuse(weigh(layers, cost), out[-1]).partition)
+    return out[1:]
+
+
+Placer = Callable[[Sequence[Layers], int], list[Partition]]
+BASELINES: dict[str, Placer] = {
+    "parameters, static": partial(static, "parameters"),
+    "partition, parameters": partial(partitioned, "parameters"),
+    "diffusion, parameters": partial(diffused, "parameters"),
+    "partition, time": partial(partitioned, "time"),
+    "diffusion, time": partial(diffused, "time"),
+}
+
+
+def ours(case: str, moments: Sequence[Layers], ranks: int, microbatches: int, start: Partition) -> tuple[float, float, int]:
+    """The mean step's time and bottleneck, and how often layers moved."""
+    names = tuple(str(i) for i in range(len(moments[0])))
+    workload = Workload(
+        case,
+        tuple((STEPS * i, layers) for i, layers in enumerate(moments)),
+        names,
+        STEPS * len(moments),
+        ranks,
+        microbatches,
+        initial=start.counts,
+        policy=Policy("schedule-aware", every=EVERY),
+    )
+    outcome = replay(workload)
+    loads = [bottleneck(moments[i // STEPS], Partition(counts)) for i, counts in enumerate(outcome.partitions)]
+    return math.fsum(x.seconds for x in outcome.policy) / workload.steps, math.fsum(loads) / len(loads), len(outcome.moves)
+
+
+def row(case: str, sequence: int, blocks: int, ranks: int, stride: int = 1) -> dict[str, Any]:
+    """One line of the table. stride: of the moments, every so many-th."""
+    halves, microbatches = trace(case, blocks, sequence)[::stride], 2 * ranks
+    wholes = [in_blocks(layers) for layers in halves]
+    even = uniform(blocks, ranks)
+
+    @cache
+    def seconds(moment: int, placement: Partition) -> float:
+        layers = halves if placement.layers == 2 * blocks else wholes
+        return timeline(layers[moment], placement, microbatches).makespan
+
+    def mean(placements: Sequence[Partition]) -> float:
+        return math.fsum(seconds(i, x) for i, x in enumerate(placements)) / len(placements)
+
+    times = {"dense": timeline(in_blocks(dense(blocks, sequence)), even, microbatches).makespan, "uniform": mean([even] * len(halves))}
+    times |= {name: mean(place(wholes, ranks)) for name, place in BASELINES.items()}
+    times["ours"], load, moves = ours(case, halves, ranks, microbatches, in_halves(even))
+    times["optimum of blocks"] = mean([best(layers, ranks, microbatches, even) for layers in wholes])
+    times["optimum of halves"] = mean([best(layers, ranks, microbatches, in_halves(even)) for layers in halves])
+    times["perfect"] = math.fsum(perfect(layers, ranks, microbatches).makespan for layers in halves) / len(halves)
+    least = math.fsum(bottleneck(x, exact([layer.seconds for layer in x], ranks)) for x in halves) / len(halves)
+    return {
+        "case": case,
+        "sequence": sequence,
+        "blocks": blocks,
+        "ranks": ranks,
+        "microbatches": microbatches,
+        "seconds": times,
+        "gain": {name: times["uniform"] / x for name, x in times.items()},
+        "over_dense": {name: times["dense"] / x for name, x in times.items()},
+        "share_of_optimum": times["optimum of halves"] / times["ours"],
+        "bound": -(-blocks // ranks),
+        "least_of_halves": microbatches * least,
+        "share_of_least_bottleneck": least / load,
+        "moves": moves,
+        "published": PUBLISHED[case],
+    }
+
+
+def bottleneck(layers: Layers, placement: Partition) -> float:
+    """The busiest rank's time for one microbatch."""
+    return max(math.fsum(layers[i].seconds for i in placement.range_of(rank)) for rank in range(placement.ranks))
+
+
+# -- idleness --------------------------------------------------------------------------------------------------------------------
+
+
+def idleness(blocks: int, ranks: int) -> dict[str, Any]:
+    """The share of a step in which a rank does not work, mean over moments and ranks: placed evenly, balanced by halves; and of the
+    dense model. Moments with nothing of the technique yet count as any other."""
+    microbatches = 2 * ranks
+    even = uniform(blocks, ranks)
+
+    def mean(moments: Sequence[Layers], placements: Sequence[Partition]) -> float:
+        return math.fsum(timeline(x, p, microbatches).idle_ratio for x, p in zip(moments, placements, strict=True)) / len(moments)
+
+    full = dense(blocks, 2048)
+    out: dict[str, Any] = {
+        "blocks": blocks,
+        "ranks": ranks,
+        "dense": {"static": mean([full], [in_halves(even)]), "balanced": mean([full], [best(full, ranks, microbatches)])},
+    }
+    for case, sequence in CASES:
+        moments = trace(case, blocks, sequence)
+        out[name_of(case, sequence)] = {
+            "static": mean(moments, [in_halves(even)] * len(moments)),
+            "static_at_worst": max(timeline(x, in_halves(even), microbatches).idle_ratio for x in moments),
+            "balanced": mean(moments, [best(x, ranks, microbatches, in_halves(even)) for x in moments]),
+        }
+    return out
+
+
+def name_of(case: str, sequence: int) -> str:
+    return case.replace("_", " ") + (f", {sequence // 1024}k tokens" if case == "sparse_attention" else "")
+
+
+def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
+    import matplotlib as mpl
+
+    mpl.use("svg")
+    # No date and no random ids: the same figures give the same file. Text stays text.
+    mpl.rcParams |= {"svg.hashsalt": "dynmo", "svg.fonttype": "none", "font.size": 9, "axes.spines.top": False, "axes.spines.right": False}
+    import matplotlib.pyplot as plt
+
+    names = [key for key in rows[0] if isinstance(rows[0][key], dict)]
+    figure, axes = plt.subplots(1, len(names), figsize=(2.5 * len(names), 3.4), sharey=True, layout="constrained")
+    for panel, name in zip(axes, names, strict=True):
+        x = range(len(rows))
+        for offset, key, colour, hatch in ((-0.2, "static", "#d55e00", "///"), (0.2, "balanced", "#0072b2", "")):
+            values = [100 * row[name][key] for row in rows]
+            bars = panel.bar([i + offset for i in x], values, 0.38, color=colour, hatch=hatch, edgecolor="white", label=key)
+            panel.bar_label(bars, fmt="%.0f", fontsize=7)
+        panel.set_xticks(list(x), [str(row["blocks"]) for row in rows])
+        panel.set(title=name, xlabel="blocks", axisbelow=True)
+        panel.grid(axis="y", color="#dddddd")
+    axes[0].set_ylabel(f"idle on {rows[0]['ranks']} ranks, % of a step")
+    axes[0].legend(frameon=False)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, metadata={"Date": None}, bbox_inches="tight")
+    plt.close(figure)
+    # Matplotlib ends some lines with a space.
+    path.write_text("\n".join(line.rstrip() for line in path.read_text().splitlines()) + "\n")
+
+
+# -- emulated ranks --------------------------------------------------------------------------------------------------------------
+
+UNIT = 0.01  # seconds of a block's F: every op of a stage takes as long at least, where a stage has a block
+
+
+def emulated(world: World, case: str, sequence: int, blocks: int, moment: int, pairs: int, steps: int) -> dict[str, Any]:
+    """Runs on each rank: the uniform placement and ours in turn, on layers that sleep as long as the trace says."""
+    import time
+
+    import torch
+
+    from dynmo.api import Pipeline
+    from dynmo.models.emulated import make_layers
+
+    ranks, microbatches = world.size, 2 * world.size
+    layers = trace(case, blocks, sequence)[moment]
+    frozen = next((i for i, x in enumerate(layers) if x.b or x.w), 0)
+    full = dense(blocks, sequence)
+    # A frozen layer sleeps in B and W no more, because it is frozen.
+    slept = tuple(replace(x, b=y.b, w=y.w) if i < frozen else x for i, (x, y) in enumerate(zip(layers, full, strict=True)))
+    model = make_layers(*([UNIT * getattr(x, key) for x in slept] for key in "fbw"), size=1024)
+    even = in_halves(uniform(blocks, ranks))
+    target = best(layers, ranks, microbatches, even)
+    pipeline = Pipeline(world, model, even, schedule="zb-h1", microbatches=microbatches)
+    pipeline.freeze(range(frozen))
+    data = torch.zeros(microbatches, 1, dtype=torch.int64)
+    times: dict[Partition, list[float]] = {even: [], target: []}
+    idle: dict[Partition, list[float]] = {even: [], target: []}
+    counter = 0
+    for _ in range(pairs):
+        for placement, taken in times.items():
+            pipeline.move(placement)
+            for turn in range(steps + 1):
+                world.barrier("the step to start")
+                start = time.perf_counter()
+                result = pipeline.step(counter, data, data, lr=0.0)
+                counter += 1
+                if turn:  # the first step after a move opens channels
+                    taken.append(pipeline.largest(time.perf_counter() - start))
+                    idle[placement].append(result.idle_ratio)
+    expected = [UNIT * timeline(layers, placement, microbatches).makespan for placement in (even, target)]
+    uniform_seconds, our_seconds = (median(times[x]) for x in (even, target))
+    return {
+        "case": case,
+        "sequence": sequence,
+        "blocks": blocks,
+        "ranks": ranks,
+        "microbatches": microbatches,
+        "moment": moment,
+        "frozen_layers": frozen,
+        "uniform_seconds": uniform_seconds,
+        "our_seconds": our_seconds,
+        "gain": uniform_seconds / our_seconds,
+        "simulated_seconds": expected,
+        "simulated_gain": expected[0] / expected[1],
+        "share_of_simulated_gain": (uniform_seconds / our_seconds - 1) / (expected[0] / expected[1] - 1),
+        "idle_ratio": [median(idle[x]) for x in (even, target)],
+        "layers": [list(even.counts), list(target.counts)],
+    }
+
+
+# -- telling ---------------------------------------------------------------------------------------------------------------------
+
+
+def table(rows: Sequence[dict[str, Any]]) -> str:
+    """In Markdown."""
+    names = [*BASELINES, "ours", "optimum of blocks", "optimum of halves", "perfect"]
+    head = ["case", "blocks", "ranks", *names, "ours / optimum", "bound", "uniform over dense", "ours over dense", "published"]
+    lines = [head, ["---", *["---:"] * (len(head) - 1)]]
+    for x in rows:
+        numbers = [f"{x['gain'][name]:.2f}" for name in names]
+        over = [f"{x['over_dense'][name]:.2f}" for name in ("uniform", "ours")]
+        share = f"{100 * x['share_of_optimum']:.1f} %"
+        start = [name_of(x["case"], x["sequence"]), str(x["blocks"]), str(x["ranks"])]
+        lines.append([*start, *numbers, share, str(x["bound"]), *over, x["published"]])
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+
+
+def summary(rows: Sequence[dict[str, Any]], ranks: int = 24) -> str:
+    """What docs/cases.md shows: the best of the static placements and of the paper's dynamic ones beside ours."""
+    head = ["24 ranks", "blocks", "static", "DynMo's four", "ours", "optimum", "perfect", "bound", "ours over dense", "the paper's"]
+    lines = [head, ["---", *["---:"] * (len(head) - 1)]]
+    for x in (row for row in rows if row["ranks"] == ranks):
+        gain = x["gain"]
+        best_static = max(gain["uniform"], gain["parameters, static"])
+        best_dynamic = max(gain[name] for name in BASELINES if not name.endswith("static"))
+        numbers = (best_static, best_dynamic, gain["ours"], gain["optimum of halves"], gain["perfect"])
+        start = [name_of(x["case"], x["sequence"]), str(x["blocks"])]
+        lines.append([*start, *(f"{n:.2f}" for n in numbers), str(x["bound"]), f"{x['over_dense']['ours']:.2f}", x["published"]])
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+
+
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    if options.emulated:
+        argument = {"blocks": 48, "moment": 18, "pairs": 3, "steps": 2}
+        sides = [run_ranks("benchmarks.traces:emulated", 16, case=c, sequence=s, **argument) for c, s in CASES[: options.cases]]
+        return {"emulated": sides}
+    cases = CASES[: options.cases]
+    rows = [row(case, sequence, blocks, ranks) for case, sequence in cases for blocks in options.blocks for ranks in RANKS]
+    by_time = [max(x["gain"]["partition, time"], x["gain"]["diffusion, time"]) for x in rows]
+    by_parameters = [max(x["gain"]["partition, parameters"], x["gain"]["diffusion, parameters"]) for x in rows]
+    return {
+        "rows": rows,
+        "least_share_of_optimum": min(x["share_of_optimum"] for x in rows),
+        "time_beats_parameters": {
+            "better": sum(a > b * (1 + 1e-9) for a, b in zip(by_time, by_parameters, strict=True)),
+            "worse": sum(a < b * (1 - 1e-9) for a, b in zip(by_time, by_parameters, strict=True)),
+            "of": len(rows),
+        },
+        "idleness": [idleness(blocks, 24) for blocks in options.blocks],
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the idleness, like docs/pictures/idleness.svg")
+    parser.add_argument("--read", type=Path, metavar="FILE", help="figures of an earlier --json, instead of measuring")
+    parser.add_argument("--blocks", type=int, nargs="+", choices=BLOCKS, default=BLOCKS, help="depths of the model")
+    parser.add_argument("--cases", type=int, default=len(CASES), help="so many of the cases")
+    parser.add_argument("--emulated", action="store_true", help="instead: 48 blocks on 16 real ranks whose layers sleep")
+    options = parser.parse_args()
+    result: dict[str, Any] = json.loads(options.read.read_text()) if options.read else measure(options) | {"machine": machine()}
+    if options.plot and "idleness" in result:
+        draw(result["idleness"], options.plot)
+    if options.json:
+        print(json.dumps(result))
+        return
+    if "rows" in result:
+        print(table(result["rows"]), summary(result["rows"]), sep="\n\n")
+    print(json.dumps({key: value for key, value in result.items() if key != "rows"}, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,250 @@
+"""Egeria (Wang et al. 2022; DynMo F.4): a module that has stopped learning freezes, from the front.
+
+    reference     a layer's weights of some steps ago, in int8 on the CPU; it moves and is saved with the layer (`layers.kept`)
+    plasticity    how differently layer and reference relate the tokens of one microbatch: the similarity-preserving loss
+                  || G / |rows of G|  -  R / |rows of R| ||^2 / b^2     with G = A A^T of the layer's output, R of the reference's
+    slope         of the plasticity, smoothed over a window, by a line through the window
+    stale         |slope| under a share of what it was at first; for a whole window: the front module freezes
+
+         plasticity      .-o--o--o     stale: freezes           A reference is compared with as long as it lasts: a new one starts a
+                     .o-'                                       new curve, from zero.
+                  o'
+                 '------------------ readings
+
+Where this differs from Egeria, and why. A layer and its reference get the same input, the live one (Egeria runs the whole reference
+model): so nothing but the plasticities crosses ranks, and for the front module, the only one that may freeze, the input is a
+frozen prefix's, the same in both. b counts tokens, not sequences, evenly picked: a microbatch of a language model has few sequences,
+sometimes one, and one has no similarities. Both sides drop the same activations: random numbers are keyed by layer and microbatch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.utils.hooks import RemovableHandle
+
+from dynmo.dynamism import Change, Dynamism, Layers, Signals
+from dynmo.dynamism.freezing import freeze_prefix, front, units
+from dynmo.kernels.seeds import seed_forward
+
+_TOKENS = 64  # so many rows have their similarities compared
+_KEPT = "egeria/"
+
+
+@final
+class Egeria(Dynamism):
+    """`every` steps a reading, from step `start` on; `window` readings make a slope, and as many stale slopes a frozen module. tolerance:
+    the share of the first slopes under which one is stale. `refresh`: steps between references. When the learning rate falls to
+    `thaw` times what it was when the first module froze, all train again. most: leading layers that may freeze.
+    """
+
+    name = "freezing"
+
+    def __init__(
+        self, *, unit: str, every: int, start: int, window: int, tolerance: float, refresh: int, thaw: float, most: int, seed: int
+    ):
+        self._unit, self._every, self._start, self._window = unit, every, start, window
+        self._tolerance, self._refresh, self._thaw, self._most, self._seed = tolerance, refresh, thaw, most, seed
+        self._layers: Layers | None = None
+        self._hooks: list[RemovableHandle] = []
+        self._seen: dict[int, tuple[tuple[Any, ...], Tensor]] = {}
+        # What follows is the same on every rank. By the first layer of a module: readings since its reference, ...
+        self._readings: dict[int, list[float]] = {}
+        self._first_slopes: dict[int, list[float]] = {}
+        self._stale: dict[int, int] = {}
+        self._referenced: set[int] = set()  # layers
+        self._rate = self._frozen_at = 0.0  # the last step's, and the first frozen module's; 0: none is frozen
+
+    # -- deciding ---------------------------------------------------------------------------------------------------------------------
+
+    def act(self, step: int, layers: Layers) -> Change | None:
+        self._layers = layers
+        thaws = 0 < self._rate <= self._thaw * self._frozen_at
+        change = self._thawed(layers) if thaws and layers.frozen else self._freeze(layers)
+        if self._reads(step) and self._referenced:
+            self._watch(layers)
+        return change
+
+    def _freeze(self, layers: Layers) -> Change | None:
+        """The front module, if it is stale, and those right behind it that are as well."""
+        stop = front(layers)
+        for module in units(layers.names, self._unit):
+            if module.start >= stop:
+                if module.stop > self._most or self._stale.get(module.start, 0) < self._window:
+                    break
+                stop = module.stop
+        change = freeze_prefix(layers, stop, f"Egeria, {self._window} stale slopes")
+        if change is not None:
+            self._frozen_at = self._frozen_at or self._rate
+            self._forget(change.layers, layers)
+        return change
+
+    def _thawed(self, layers: Layers) -> Change:
+        frozen = tuple(sorted(layers.frozen))
+        layers.unfreeze(frozen)
+        at, self._frozen_at = self._frozen_at, 0.0
+        self._refer(layers)
+        self._stale.clear()
+        return Change(frozen, f"layers {frozen[0]} to {frozen[-1]} train again (Egeria, learning rate {self._rate:.3g} after {at:.3g})")
+
+    def _forget(self, gone: Sequence[int], layers: Layers) -> None:
+        self._referenced -= set(gone)
+        for layer in gone:
+            self._readings.pop(layer, None)
+            self._stale.pop(layer, None)
+            if layer in layers.own:
+                drop(layers.kept(layer))
+
+    # -- measuring --------------------------------------------------------------------------------------------------------------------
+
+    def _reads(self, step: int) -> bool:
+        return step >= self._start and (step - self._start) % self._every == 0
+
+    def _watch(self, layers: Layers) -> None:
+        """Keeps input and output of the first microbatch of the step that comes, of the layers here that have a reference."""
+        self._seen.clear()
+        for layer in layers.own:
+            if layer in self._referenced:
+                self._hooks.append(layers.modules[layer].register_forward_hook(partial(self._see, layer)))
+
+    def _see(self, layer: int, module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
+        if layer not in self._seen:  # microbatches come in order
+            held = tuple(x.detach() if isinstance(x, Tensor) else x for x in inputs)
+            self._seen[layer] = held, relations(output)
+
+    def observe(self, signals: Signals) -> None:
+        self._rate = signals.rate
+        layers, step = self._layers, signals.step
+        assert layers is not None, "a case acts before it observes"
+        if self._reads(step) and self._referenced:
+            self._read(step, layers)
+        if step >= self._start and (step - self._start) % self._refresh == 0:
+            self._refer(layers)
+
+    def _read(self, step: int, layers: Layers) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+        table = torch.zeros(layers.count, dtype=torch.float64)
+        for layer, (inputs, live) in self._seen.items():
+            # No number: the layer has changed shape since, so there is nothing to compare until the next reference.
+            table[layer] = plasticity(layers.modules[layer], layers.kept(layer), inputs, live, (self._seed, step, layer))
+        self._seen.clear()
+        values: list[float] = layers.collective.sum(table, "the plasticity of every layer").tolist()
+        for module in units(layers.names, self._unit):
+            if all(layer in self._referenced for layer in module):
+                self._take(module.start, math.fsum(values[layer] for layer in module) / len(module))
+
+    def _take(self, module: int, value: float) -> None:
+        if not math.isfinite(value):
+            return
+        readings = self._readings.setdefault(module, [])
+        readings.append(value)
+        window = self._window
+        del readings[: -2 * window]
+        if len(readings) < window:
+            return
+        means = [math.fsum(part) / len(part) for part in (readings[max(0, i - window + 1) : i + 1] for i in range(len(readings)))]
+        steepness = abs(slope(means[-window:]))
+        first = self._first_slopes.setdefault(module, [])
+        if len(first) < window:
+            first.append(steepness)
+        self._stale[module] = self._stale.get(module, 0) + 1 if steepness < self._tolerance * max(first) else 0
+
+    def _refer(self, layers: Layers) -> None:
+        """New references for all that train: curves start anew."""
+        self._readings.clear()
+        self._referenced = set(range(self._most)) - layers.frozen
+        for layer in layers.own:
+            drop(layers.kept(layer))
+            if layer in self._referenced:
+                layers.kept(layer).update(quantised(layers.modules[layer]))
+
+    # -- state ------------------------------------------------------------------------------------------------------------------------
+
+    def state(self) -> dict[str, Any]:
+        return {
+            "readings": [[k, v] for k, v in self._readings.items()],
+            "first_slopes": [[k, v] for k, v in self._first_slopes.items()],
+            "stale": [[k, v] for k, v in self._stale.items()],
+            "referenced": sorted(self._referenced),
+            "rate": self._rate,
+            "frozen_at": self._frozen_at,
+        }
+
+    def load(self, state: dict[str, Any]) -> None:
+        self._readings = {int(k): list(v) for k, v in state["readings"]}
+        self._first_slopes = {int(k): list(v) for k, v in state["first_slopes"]}
+        self._stale = {int(k): int(v) for k, v in state["stale"]}
+        self._referenced = set(state["referenced"])
+        self._rate, self._frozen_at = float(state["rate"]), float(state["frozen_at"])
+
+
+def slope(values: Sequence[float]) -> float:
+    """Of the least-squares line through the values, per value; 0 of a single one."""
+    middle = (len(values) - 1) / 2
+    spread = math.fsum((i - middle) ** 2 for i in range(len(values)))
+    return math.fsum((i - middle) * y for i, y in enumerate(values)) / spread if spread else 0.0
+
+
+def relations(output: Any) -> Tensor:
+    """A A^T with rows of length 1, of up to 64 tokens. output: of a layer, [..., features]; of several, the first floating-point one."""
+    tensors = (output,) if isinstance(output, Tensor) else output
+    a = next(x for x in tensors if isinstance(x, Tensor) and x.is_floating_point()).detach()
+    rows = a.reshape(-1, a.shape[-1]) if a.dim() > 1 else a.reshape(-1, 1)
+    count = rows.shape[0]
+    picked = torch.arange(min(count, _TOKENS), device=rows.device) * count // min(count, _TOKENS)
+    rows = rows[picked].double()
+    return nn.functional.normalize(rows @ rows.t(), dim=1)
+
+
+def plasticity(module: nn.Module, reference: dict[str, Tensor], inputs: tuple[Any, ...], live: Tensor, key: tuple[int, int, int]) -> float:
+    """Between a layer and its reference on the same input; NaN where the reference is of other shapes. key: (seed, step, layer)."""
+    weights = dequantised(reference)
+    if {name: p.shape for name, p in module.named_parameters()} != {name: w.shape for name, w in weights.items()}:
+        return math.nan
+    device = live.device
+    # Buffers are copied: a module in training may write to them.
+    tensors = {name: w.to(device) for name, w in weights.items()} | {name: b.clone() for name, b in module.named_buffers()}
+    seed_forward(device, *key, microbatch=0)
+    with torch.no_grad():
+        output = functional_call(module, tensors, inputs)
+    difference = live - relations(output)
+    return float(difference.square().sum()) / live.shape[0] ** 2
+
+
+def quantised(module: nn.Module) -> dict[str, Tensor]:
+    """A layer's weights on the CPU: matrices in int8 with a scale per row, the rest (norms, biases) as they are."""
+    out: dict[str, Tensor] = {}
+    for name, parameter in module.named_parameters():
+        weight = parameter.detach().cpu()
+        if weight.dim() < 2 or not weight.is_floating_point():
+            out[f"{_KEPT}{name}/as_is"] = weight.clone()
+            continue
+        scale = weight.abs().amax(dim=tuple(range(1, weight.dim())), keepdim=True).float() / 127
+        steps = weight.float() / torch.where(scale > 0, scale, 1.0)
+        out[f"{_KEPT}{name}/int8"] = steps.round().to(torch.int8)
+        out[f"{_KEPT}{name}/scale"] = scale.to(weight.dtype)
+    return out
+
+
+def dequantised(kept: dict[str, Tensor]) -> dict[str, Tensor]:
+    """By parameter name."""
+    out: dict[str, Tensor] = {}
+    for key, tensor in kept.items():
+        name, _, form = key.removeprefix(_KEPT).rpartition("/")
+        if key.startswith(_KEPT) and form != "scale":
+            scale = kept.get(f"{_KEPT}{name}/scale")
+            out[name] = tensor if scale is None else tensor.to(scale.dtype) * scale
+    return out
+
+
+def drop(kept: dict[str, Tensor]) -> None:
+    for key in [key for key in kept if key.startswith(_KEPT)]:
+        del kept[key]

@@ -1,0 +1,278 @@
+"""Gradual pruning (Zhu & Gupta 2017; DynMo 2.2, C.1): weights of least magnitude leave for good, a few at a time, and their work with them.
+
+    sparsity  S_t = S_f + (S_i - S_f) (1 - (t - t0) / (t1 - t0))^3        steep first, while there is much to spare
+
+What is pruned: the linears of every layer but the first and the last (embedding, head); norms and biases stay. A frozen layer is left
+alone. Pruned weights never return: their values, moments and gradients are gone.
+
+The global criterion keeps the k largest weights of all layers, wherever these are. Magnitudes order like their bit patterns, so the
+smallest that is kept is found by three histograms, digit by digit, each summed over the ranks: 2048 + 1024 + 1024 counts, whatever k is,
+and exact. Of equal magnitudes those of the lower layer, then of the lower position, stay.
+
+    bit pattern of |w|   0 eeeeeeee mmm | mmmmmmmmmm | mmmmmmmmmm
+                              11 bits   |  10 bits   |  10 bits
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+
+from dynmo.dynamism import Change, Collective, Dynamism, Forecast, Layers
+from dynmo.errors import ConfigError
+from dynmo.kernels.sparse_linear import SparseLinear, crossover, dense_size, linears, prune, survivors
+
+
+@dataclass(frozen=True)
+class Cubic:
+    """When to prune and how far: at `start`, every `every` steps, and at `end`."""
+
+    initial: float
+    final: float
+    start: int
+    end: int
+    every: int
+
+    @property
+    def steps(self) -> tuple[int, ...]:
+        return (*range(self.start, self.end, self.every), self.end)
+
+    def sparsity(self, step: int) -> float:
+        """The target after pruning at `step`."""
+        if step < self.start:
+            return 0.0
+        left = 1 - (step - self.start) / (self.end - self.start) if step < self.end else 0.0
+        return self.final + (self.initial - self.final) * left**3
+
+
+# -- which weights stay -------------------------------------------------------------------------------------------------------
+
+
+Parts = Mapping[int, "Sequence[Tensor] | Candidates"]
+"""The candidates that are here, by layer: flat tensors, in order."""
+
+
+@dataclass(frozen=True)
+class Candidates:
+    """A layer's, made one at a time: of a linear under a mask they are a copy."""
+
+    module: nn.Module
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return (survivors(linear) for _, linear in linears(self.module))
+
+
+class Alone:
+    """The collective of one that asks nobody."""
+
+    def sum(self, tensor: Tensor, what: str) -> Tensor:
+        return tensor
+
+
+@dataclass(frozen=True)
+class Cut:
+    """What stays: magnitudes whose bit pattern is over `bits`, and of each layer the first `ties[layer]` that are equal to it."""
+
+    bits: int
+    ties: tuple[int, ...]
+
+    def keep(self, layer: int, tensors: Iterable[Tensor]) -> list[Tensor]:
+        """One bool per candidate of a layer."""
+        left, out = self.ties[layer], list[Tensor]()
+        for tensor in tensors:
+            keys = _keys(tensor)
+            stays = keys > self.bits
+            equal = (keys == self.bits).nonzero()[:left, 0]
+            stays[equal] = True
+            left -= len(equal)
+            out.append(stays)
+        return out
+
+
+def _keys(tensor: Tensor) -> Tensor:
+    """Integers that order as magnitudes do. NaN is over all: a broken weight is for the loss to find. (Of float64 weights the rounded
+    magnitudes are compared.)"""
+    return tensor.detach().float().abs().view(torch.int32)
+
+
+_DIGITS = ((20, 11), (10, 10), (0, 10))  # shift and width in bits, the highest first
+
+
+def cut(parts: Parts, keep: int, layers: int, collective: Collective) -> Cut:
+    """Where to cut so that exactly `keep` of everyone's candidates stay (all, if there are no more). Works on one tensor at a time."""
+    device = next((t.device for tensors in parts.values() for t in tensors), torch.device("cpu"))
+    bits, left = 0, keep
+    for shift, width in _DIGITS:
+        counts = torch.zeros(1 << width, dtype=torch.int64, device=device)
+        for tensors in parts.values():
+            for tensor in tensors:
+                keys = _keys(tensor)
+                near = keys[(keys >> (shift + width)) == bits] if shift + width < 31 else keys
+                counts += torch.bincount((near >> shift) & ((1 << width) - 1), minlength=1 << width)
+        total = collective.sum(counts.cpu(), "the magnitudes of all weights")
+        from_top = total.flip(0).cumsum(0)
+        if shift + width == 31 and int(from_top[-1]) <= keep:
+            return Cut(-1, (0,) * layers)
+        if keep <= 0:
+            return Cut(2**31 - 1, (0,) * layers)
+        place = int((from_top < left).sum())
+        digit = (1 << width) - 1 - place
+        left -= int(from_top[place - 1]) if place else 0
+        bits = (bits << width) | digit
+    equal = torch.zeros(layers, dtype=torch.int64)
+    for layer, tensors in parts.items():
+        equal[layer] = sum(int((_keys(t) == bits).sum()) for t in tensors)
+    collective.sum(equal, "the weights at the threshold")
+    before = equal.cumsum(0) - equal
+    return Cut(bits, tuple(torch.minimum((left - before).clamp(min=0), equal).tolist()))
+
+
+def algorithm_2(ranks: Sequence[Tensor], sparsity: float) -> list[Tensor]:
+    """DynMo's Algorithm 2 as published, as a baseline: of each rank's flat weights, the indices to keep, ascending.
+
+    Each rank finds its k largest, rank 0 gathers them all, finds the k largest of those and sends everyone its own. k is the whole
+    model's: rank 0 holds up to `ranks` times k values. Which of equal magnitudes stay is left open.
+    """
+    keep = round(sum(len(x) for x in ranks) * (1 - sparsity))
+    local = [x.abs().topk(min(keep, len(x))) for x in ranks]
+    gathered = torch.cat([x.values for x in local])
+    chosen = torch.zeros(len(gathered), dtype=torch.bool)
+    chosen[gathered.topk(keep).indices] = True
+    pieces = chosen.split([len(x.values) for x in local])
+    return [x.indices[piece].sort().values for x, piece in zip(local, pieces, strict=True)]
+
+
+# -- the case -----------------------------------------------------------------------------------------------------------------
+
+
+@final
+class Pruning(Dynamism):
+    """criterion: "global" (the largest of all layers stay) or "local" (the largest of each layer).
+
+    dense_below: a linear that has lost less than this share of its weights stays dense under a mask, which saves nothing; None: measured
+    once per shape, by whoever holds the first layer that has it, for `tokens` of a microbatch, and kept in the state.
+    """
+
+    name = "pruning"
+
+    def __init__(self, schedule: Cubic, criterion: str, dense_below: float | None, tokens: int) -> None:
+        self._schedule, self._criterion, self._tokens = schedule, criterion, tokens
+        self._dense_below = dense_below
+        self._measured: dict[str, float] = {}
+        self._sparsity = 0.0
+        self._targets: tuple[int, ...] | None = None
+
+    def act(self, step: int, layers: Layers) -> Change | None:
+        if self._targets is None:
+            self._targets = _targets(layers)
+        if step not in self._schedule.steps:
+            return None
+        targets = tuple(i for i in self._targets if i not in layers.frozen)
+        wanted = self._schedule.sparsity(step)
+        if not targets or wanted <= 0:
+            return None
+        measured = self._measure(targets, layers)
+        parts = {i: Candidates(layers.modules[i]) for i in layers.own if i in targets}
+        sizes = {i: sum(dense_size(linear) for _, linear in linears(layers.modules[i])) for i in targets}
+        if self._criterion == "global":
+            keep = round((1 - wanted) * sum(sizes.values()))
+            everyone = cut(parts, keep, layers.count, layers.collective)
+        else:
+            everyone = None
+        # Per layer: weights before and after, linears, linears in sparse form.
+        table = torch.zeros(layers.count, 4, dtype=torch.int64)
+        for index, tensors in parts.items():
+            # By itself a layer is layer 0.
+            which = everyone or cut({0: tensors}, round((1 - wanted) * sizes[index]), 1, Alone())
+            keeps = which.keep(index if everyone else 0, tensors)
+            table[index, 0] = sum(len(x) for x in keeps)
+            self._prune(index, layers, keeps)
+            now = [linear for _, linear in linears(layers.modules[index])]
+            table[index, 1] = sum(len(survivors(x)) for x in now)
+            table[index, 2:] = torch.tensor([len(now), sum(isinstance(x, SparseLinear) for x in now)])
+        layers.collective.sum(table, "all layers to be pruned")
+        before, after, count, sparse = table.sum(0).tolist()
+        self._sparsity = wanted
+        if before == after:
+            return None
+        shares = [1 - int(table[i, 1]) / sizes[i] for i in targets]
+        what = (
+            f"pruned to sparsity {1 - after / sum(sizes.values()):.4f} ({self._criterion} magnitude; layers {min(shares):.3f} to "
+            f"{max(shares):.3f}): {after} of {sum(sizes.values())} weights; {sparse} of {count} linears run sparse{measured}"
+        )
+        return Change(targets, what)
+
+    def _prune(self, index: int, layers: Layers, keeps: Sequence[Tensor]) -> None:
+        moments = dict(layers.moments(index))
+        for (name, linear), keep in zip(list(linears(layers.modules[index])), keeps, strict=True):
+            sparse = 1 - int(keep.sum()) / dense_size(linear) >= self._threshold(linear)
+            prefix = f"{name}.weight/" if name else "weight/"
+            own = {key: moments.pop(key) for key in [k for k in moments if k.startswith(prefix)]}
+            moments |= prune(linear, keep, sparse, own)
+        layers.rebuild(index, moments)
+
+    def _threshold(self, linear: nn.Linear) -> float:
+        return self._measured[_shape(linear)] if self._dense_below is None else self._dense_below
+
+    def _measure(self, targets: Sequence[int], layers: Layers) -> str:
+        """Fills in what is not known of the shapes; returns what to tell of it."""
+        if self._dense_below is not None:
+            return ""
+        first: dict[str, tuple[int, nn.Linear]] = {}
+        for index in targets:
+            for _, linear in linears(layers.modules[index]):
+                first.setdefault(_shape(linear), (index, linear))
+        new = [shape for shape in sorted(first) if shape not in self._measured]
+        table = torch.zeros(len(new), dtype=torch.float64)
+        for place, shape in enumerate(new):
+            index, linear = first[shape]
+            if index in layers.own:
+                table[place] = crossover(linear.out_features, linear.in_features, self._tokens, linear.weight.device)
+        if new:
+            layers.collective.sum(table, "the sparse kernels to be measured")
+        self._measured |= dict(zip(new, table.tolist(), strict=True))
+        return "; sparse pays from " + ", ".join(f"{x:.3f} at {shape}" for shape, x in self._measured.items())
+
+    def forecast(self, step: int) -> Sequence[Forecast]:
+        """As if all layers lost alike, and all of a layer's time were in its linears."""
+        out, now, targets = list[Forecast](), self._sparsity, self._targets or ()
+        for at in self._schedule.steps:
+            then = self._schedule.sparsity(at)
+            if at > step and then > now:
+                factor = self._time(then) / self._time(now)
+                out.append(Forecast(at, targets, factor, factor, factor))
+        return out
+
+    def _time(self, sparsity: float) -> float:
+        threshold = self._dense_below if self._dense_below is not None else min(self._measured.values(), default=1.0)
+        return 1.0 if sparsity < threshold else 1 - sparsity
+
+    def state(self) -> dict[str, Any]:
+        return {"sparsity": self._sparsity, "measured": self._measured}
+
+    def load(self, state: dict[str, Any]) -> None:
+        self._sparsity, self._measured = float(state["sparsity"]), dict(state["measured"])
+
+
+def _shape(linear: nn.Linear) -> str:
+    return f"{linear.out_features}x{linear.in_features}"
+
+
+def _targets(layers: Layers) -> tuple[int, ...]:
+    found = tuple(i for i in range(1, layers.count - 1) if any(True for _ in linears(layers.modules[i])))
+    if not found:
+        raise ConfigError("dynamism.pruning: no layer but the first and the last has an nn.Linear to prune; leave the case out")
+    return found
+
+
+def make(config: Any, layers: int) -> Dynamism:
+    """From `[dynamism.pruning]`."""
+    options = config.dynamism.pruning
+    start, end, every = options.steps_of(config.train.steps)
+    schedule = Cubic(options.initial_sparsity, options.final_sparsity, start, end, every)
+    dense_below = None if options.dense_below == "measured" else options.dense_below
+    return Pruning(schedule, options.criterion, dense_below, config.train.micro_batch * config.model.sequence)

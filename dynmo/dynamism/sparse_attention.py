@@ -1,0 +1,117 @@
+"""Sparse attention: from a step on, the attention of some blocks computes only a part of its pairs (DynMo 2.2 and F.5).
+
+Which pairs, `dynmo.kernels.hash_attention` says: those in one hash bucket, or those of the queries and keys that are not dropped. F and B
+of the attention fall, W does not (ALGORITHMS: "where the work falls"). Blocks differ: by schedule, and by how evenly their buckets fill.
+
+Directions (or what is dropped) are drawn anew each step from a stream keyed by seed, layer and step. Every rank tells all layers, those of
+other ranks too, what they compute at this step; so a layer that moves knows already, and nothing has to be sent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import nn
+
+from dynmo.dynamism import Change, Dynamism, Forecast, Layers
+from dynmo.errors import ConfigError
+from dynmo.kernels.hash_attention import Dropped, Hashed, SparseAttention
+from dynmo.kernels.seeds import Purpose, mix
+
+Blocks = tuple[int, ...] | None
+"""Indices of blocks; None: all."""
+
+
+class SparseAttentionCase(Dynamism):
+    """schedule: [(step, blocks), ...]: from that step on these blocks are sparse and the others dense. kind: makes what a layer computes
+    from a seed. ratio: what F and B of a sparse half are expected to take, over dense, where that is known."""
+
+    name = "sparse_attention"
+
+    def __init__(
+        self,
+        schedule: Sequence[tuple[int, Blocks]],
+        kind: Callable[[int], SparseAttention],
+        seed: int,
+        ratio: tuple[float, float] | None = None,
+    ) -> None:
+        self._schedule, self._kind, self._seed, self._ratio = tuple(schedule), kind, seed, ratio
+        self._halves: list[int] = []
+        self._sparse: frozenset[int] = frozenset()
+
+    def act(self, step: int, layers: Layers) -> Change | None:
+        self._halves = halves_of(layers.modules)
+        before, self._sparse = self._sparse, self._wanted(step)
+        for index in self._halves:
+            sparse = self._kind(mix(self._seed, Purpose.ATTENTION, index, step)) if index in self._sparse else None
+            setattr(layers.modules[index], "sparse_attention", sparse)  # noqa: B010 - a module of any class has it
+        if before == self._sparse:
+            return None
+        what = f"{len(self._sparse)} of {len(self._halves)} attention halves are sparse (schedule, step {step})"
+        return Change(tuple(sorted(before ^ self._sparse)), what)
+
+    def _wanted(self, step: int) -> frozenset[int]:
+        """The layers that are sparse at a step."""
+        due = [blocks for at, blocks in self._schedule if at <= step]
+        if not due:
+            return frozenset()
+        blocks = due[-1]
+        if blocks is None:
+            return frozenset(self._halves)
+        if max(blocks, default=0) >= len(self._halves):
+            raise ConfigError(
+                f"dynamism.sparse_attention names block {max(blocks)}, but the model has {len(self._halves)} attention halves"
+            )
+        return frozenset(self._halves[block] for block in blocks)
+
+    def forecast(self, step: int) -> Sequence[Forecast]:
+        if self._ratio is None or not self._halves:
+            return ()
+        forecasts, now = list[Forecast](), self._sparse
+        for at, _ in self._schedule:
+            if at <= step:
+                continue
+            then = self._wanted(at)
+            f, b = self._ratio
+            forecasts += [Forecast(at, tuple(sorted(then - now)), f, b)] if then - now else []
+            forecasts += [Forecast(at, tuple(sorted(now - then)), 1 / f, 1 / b)] if now - then else []
+            now = then
+        return forecasts
+
+    def state(self) -> dict[str, Any]:
+        return {"sparse": sorted(self._sparse)}
+
+    def load(self, state: dict[str, Any]) -> None:
+        self._sparse = frozenset(state["sparse"])
+
+
+def halves_of(modules: Sequence[nn.Module]) -> list[int]:
+    """The layers whose attention can be sparse: they have an attribute `sparse_attention`. Raises ConfigError if there is none."""
+    found = [index for index, module in enumerate(modules) if hasattr(module, "sparse_attention")]
+    if not found:
+        raise ConfigError(
+            "dynamism.cases: sparse_attention, but no layer of the model has attention that can be sparse; "
+            "give one of your own an attribute `sparse_attention`, as dynmo.models.gpt.SharedAttentionHalf has"
+        )
+    return found
+
+
+def expected_ratio(hidden: int, sequence: int, share: float) -> tuple[float, float]:
+    """F and B of a half whose attention computes this share of the pairs, over dense: P = 3 hidden^2 weights, A = 2 sequence hidden."""
+    linear, attention = 6 * hidden**2, 2 * sequence * hidden
+    return (linear + share * attention) / (linear + attention), (linear + 2.5 * share * attention) / (linear + 2.5 * attention)
+
+
+def make(config: Any, layers: int) -> Dynamism:
+    """From `[dynamism.sparse_attention]`."""
+    options, model = config.dynamism.sparse_attention, config.model
+    schedule = options.schedule or ((options.start, options.blocks),)
+
+    def kind(seed: int) -> SparseAttention:
+        return Hashed(options.buckets, options.tile, seed) if options.kind == "hash" else Dropped(options.drop, options.tile, seed)
+
+    share = 1 / options.buckets if options.kind == "hash" else (1 - options.drop) ** 2
+    return SparseAttentionCase(
+        schedule, kind, config.seed, expected_ratio(model.hidden, model.sequence, share) if model.kind == "gpt" else None
+    )

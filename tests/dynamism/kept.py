@@ -1,0 +1,41 @@
+"""Layers that only remember what was done to them, for cases that need no modules."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+
+from torch import Tensor, nn
+
+
+class Alone:
+    """The collective of a single rank."""
+
+    def sum(self, tensor: Tensor, what: str) -> Tensor:
+        return tensor
+
+
+class Kept:
+    """`modules`, where given, are all here."""
+
+    def __init__(self, count: int, names: Sequence[str] = (), modules: Sequence[nn.Module] = ()) -> None:
+        self.count, self.modules = count, modules
+        self.names = names or [f"layer{i}" for i in range(count)]
+        self.own = range(len(modules))
+        self.frozen: frozenset[int] = frozenset()
+        self.collective = Alone()
+        self.tensors: dict[int, dict[str, Tensor]] = {i: {} for i in range(count)}
+
+    def freeze(self, layers: Collection[int]) -> None:
+        self.frozen |= frozenset(layers)
+
+    def unfreeze(self, layers: Collection[int]) -> None:
+        self.frozen -= frozenset(layers)
+
+    def kept(self, layer: int) -> dict[str, Tensor]:
+        return self.tensors[layer]
+
+    def moments(self, layer: int) -> dict[str, Tensor]:
+        return {}
+
+    def rebuild(self, layer: int, moments: Mapping[str, Tensor]) -> None:
+        pass

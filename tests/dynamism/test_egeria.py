@@ -1,0 +1,277 @@
+"""Egeria: what plasticity is, when a module freezes and thaws, and that every rank decides the same through moves and restarts."""
+
+from __future__ import annotations
+
+import json
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from dynmo.config import parse
+from dynmo.dynamism import Signals
+from dynmo.dynamism.egeria import Egeria, dequantised, plasticity, quantised, relations, slope
+from dynmo.errors import ConfigError
+from dynmo.events import ChangeEvent, StepEvent, read
+from dynmo.kernels.seeds import seed_forward
+from tests.dynamism.kept import Kept
+from tests.pool import Pool
+from tests.runtime import alone
+
+# Freezes 2 layers at step 13 and 5 soon after, thaws when the rate has halved, freezes again, thaws again.
+OPTIONS = {"policy": "egeria", "every": 1, "window": 3, "refresh": 8, "tolerance": 0.3, "thaw": 0.5}
+
+
+def config(ranks: int, schedule: str = "zb-h1", balance: dict[str, Any] | None = None, **options: Any) -> dict[str, Any]:
+    return {
+        "seed": 7,
+        "model": {"blocks": 2, "hidden": 32, "heads": 2, "sequence": 16, "dropout": 0.1},
+        "train": {"steps": 40, "global_batch": 6, "micro_batch": 2, "lr": 1e-2, "warmup": 2, "decay": "linear", "min_lr_ratio": 0.001},
+        "parallel": {"pipeline": ranks, "timeout": 20.0},
+        "pipeline": {"schedule": schedule},
+        "balance": balance or {"balancer": "random", "every": 2},
+        "dynamism": {"cases": ["freezing"], "freezing": OPTIONS | options},
+        "checkpoint": {"every": 8},
+        "trace": {"steps": 0},
+    }
+
+
+# -- measuring -------------------------------------------------------------------------------------------------------------------
+
+
+def test_slope() -> None:
+    assert slope([3.0]) == 0.0
+    assert slope([1.0, 3.0, 5.0]) == 2.0
+    values = [0.3, 0.1, 0.7, 0.2, 0.9]
+    assert slope(values) == pytest.approx(np.polyfit(range(5), values, 1)[0], rel=1e-12)
+
+
+def test_plasticity_is_the_similarity_preserving_loss() -> None:
+    """Written out with numpy, from the reference's weights."""
+    torch.manual_seed(0)
+    then, x = nn.Linear(6, 5), torch.randn(2, 4, 6)
+    reference = quantised(then)
+    now = deepcopy(then)
+    with torch.no_grad():
+        now.weight += 0.1 * torch.randn_like(now.weight)
+    weights = {name: w.double().numpy() for name, w in dequantised(reference).items()}
+
+    def similar(weight: Any, bias: Any) -> Any:
+        a = x.double().numpy().reshape(8, 6) @ weight.T + bias
+        gram = a @ a.T
+        return gram / np.linalg.norm(gram, axis=1, keepdims=True)
+
+    live = similar(now.weight.detach().double().numpy(), now.bias.detach().double().numpy())
+    expected = np.square(live - similar(weights["weight"], weights["bias"])).sum() / 64
+    got = plasticity(now, reference, (x,), relations(now(x)), (0, 0, 0))
+    assert got == pytest.approx(expected, rel=1e-4)
+    assert got > 100 * plasticity(then, reference, (x,), relations(then(x)), (0, 0, 0)), "int8 alone makes hardly a difference"
+
+
+def test_plasticity_picks_tokens_evenly_and_drops_the_same() -> None:
+    a = torch.randn(3, 100, 4)
+    rows = a.reshape(300, 4)[[i * 300 // 64 for i in range(64)]].double()
+    assert torch.equal(relations(a), nn.functional.normalize(rows @ rows.t(), dim=1))
+    assert relations((torch.arange(3), torch.ones(5))).shape == (5, 5)
+    linear, x = nn.Linear(4, 4, bias=False), torch.randn(8, 4)
+    module = nn.Sequential(linear, nn.Dropout(0.5))
+    with torch.no_grad():  # int8 without a rounding error
+        linear.weight.copy_(torch.randint(-127, 128, (4, 4)))
+        linear.weight[:, 0] = 127
+    seed_forward(torch.device("cpu"), 5, 6, 7, 0)
+    assert plasticity(module, quantised(module), (x,), relations(module(x)), (5, 6, 7)) == 0.0
+
+
+def test_reference_is_int8_with_a_scale_per_row() -> None:
+    linear = nn.Linear(7, 3)
+    module = nn.Sequential(linear, nn.LayerNorm(3), nn.Embedding(4, 3))
+    with torch.no_grad():
+        linear.weight[1] = 0.0
+        linear.weight[2] *= 1000
+    kept = quantised(module)
+    assert kept["egeria/0.weight/int8"].dtype == torch.int8
+    back = dequantised(kept)
+    assert list(back) == [name for name, _ in module.named_parameters()]
+    for name, parameter in module.named_parameters():
+        error = (back[name] - parameter).abs()
+        if parameter.dim() == 1:
+            assert not error.any()
+        else:
+            assert (error <= parameter.abs().amax(1, keepdim=True) / 127 * 0.501).all()
+
+
+def test_no_number_where_the_reference_is_of_another_shape() -> None:
+    x = torch.ones(2, 3)
+    assert np.isnan(plasticity(nn.Linear(3, 3), quantised(nn.Linear(3, 4)), (x,), relations(x), (0, 0, 0)))
+
+
+# -- deciding --------------------------------------------------------------------------------------------------------------------
+
+
+def egeria(**options: Any) -> Egeria:
+    whole = {"unit": "half", "every": 1, "start": 0, "window": 3, "tolerance": 0.2, "refresh": 8, "thaw": 0.1, "most": 3, "seed": 0}
+    return Egeria(**(whole | options))
+
+
+class Moving(Kept):
+    """Four linear layers; layer i stops changing after its time. A step runs them one after another."""
+
+    def __init__(self, times: list[int]) -> None:
+        torch.manual_seed(1)
+        self.linears = [nn.Linear(6, 6) for _ in range(4)]
+        super().__init__(4, modules=self.linears)
+        self.times = times
+
+    def step(self, case: Egeria, step: int, rate: float = 1.0) -> Any:
+        change = case.act(step, self)
+        generator = torch.Generator().manual_seed(9)
+        x = torch.randn(1, 16, 6, generator=generator)
+        for layer, module in enumerate(self.linears):
+            with torch.no_grad():
+                if step < self.times[layer]:
+                    fresh = torch.randn(6, 6, generator=torch.Generator().manual_seed(10 * step + layer))
+                    module.weight.mul_(0.9).add_(fresh, alpha=0.2)
+                x = module(x)
+        case.observe(Signals(step, 1.0, (1.0,) * 4, rate))
+        return change
+
+
+def test_front_modules_freeze_as_they_settle() -> None:
+    """Layer 2 settles before layer 1, and waits for it."""
+    layers, case = Moving([10, 30, 20, 1000]), egeria()
+    frozen: dict[int, int] = {}
+    for step in range(60):
+        layers.step(case, step)
+        for layer in layers.frozen:
+            frozen.setdefault(layer, step)
+    assert sorted(frozen) == [0, 1, 2]
+    assert 10 < frozen[0] < 20
+    assert 30 < frozen[1] == frozen[2] < 40
+    assert not layers.tensors[0], "a frozen layer needs no reference"
+    assert layers.tensors[3] == {}, "what may never freeze needs none either"
+
+
+def test_nothing_freezes_while_all_change() -> None:
+    layers, case = Moving([1000] * 4), egeria()
+    for step in range(60):
+        layers.step(case, step)
+    assert not layers.frozen
+
+
+def test_thaws_when_the_rate_has_fallen() -> None:
+    layers, case = Moving([10, 10, 10, 1000]), egeria()
+    for step in range(30):
+        layers.step(case, step)
+    assert layers.frozen == {0, 1, 2}
+    assert layers.step(case, 30, rate=0.11) is None
+    layers.step(case, 31, rate=0.1)
+    change = layers.step(case, 32, rate=0.1)
+    assert change.layers == (0, 1, 2)
+    assert change.what == "layers 0 to 2 train again (Egeria, learning rate 0.1 after 1)"
+    assert not layers.frozen
+    for step in range(33, 50):
+        layers.step(case, step, rate=0.1)
+    assert layers.frozen == {0, 1, 2}, "they settle again"
+    never = Moving([10, 10, 10, 1000])
+    case = egeria(thaw=0.0)
+    for step in range(40):
+        never.step(case, step, rate=1.0 if step < 30 else 0.0)
+    assert never.frozen == {0, 1, 2}
+
+
+def test_goes_on_from_its_state() -> None:
+    whole, layers = egeria(), Moving([10, 20, 30, 1000])
+    first, cut = egeria(), Moving([10, 20, 30, 1000])
+    second = egeria()
+    for step in range(50):
+        layers.step(whole, step)
+        if step == 13:
+            second.load(json.loads(json.dumps(first.state())))
+        cut.step(first if step < 13 else second, step)
+        assert cut.frozen == layers.frozen
+    assert layers.frozen == {0, 1, 2}
+    assert second.state() == whole.state()
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"window": 30}, ["dynamism.freezing.window = 30", "longer than the run of 40 steps"]),
+        ({"start": 36}, ["longer than the run of 40 steps", "lower window, every or start"]),
+        ({"refresh": 2}, ["dynamism.freezing.refresh = 2", "refresh = 3 or more"]),
+        ({"tolerance": 1.5}, ["dynamism.freezing.tolerance"]),
+        ({"thaw": 1.0}, ["dynamism.freezing.thaw"]),
+        ({"unit": "layer"}, ["dynamism.freezing.unit", '"half", "block"']),
+        ({"policy": "autofreeze", "every": 20}, ["two intervals end at step 0 + 2 x 20", "40 steps"]),
+    ],
+)
+def test_bad_input(options: dict[str, Any], words: list[str]) -> None:
+    if options.get("window") == 30:
+        options["refresh"] = 100
+    with pytest.raises(ConfigError) as error:
+        parse(config(1, **options))
+    assert all(word in str(error.value) for word in words), error.value
+    assert "\n" not in str(error.value)
+
+
+# -- the same everywhere -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"unit": "block", "max_layers": 3}, {"policy": "autofreeze", "every": 3, "unit": "block"}], ids=str
+)
+def test_one_digest_on_any_ranks_under_moves(pool: Pool, options: dict[str, Any]) -> None:
+    expected = pool.run("train", 1, config=config(1, "1f1b", {"balancer": "none"}, **options))[0]
+    assert max(expected["frozen"]) > 0, "nothing froze: this shows nothing"
+    if options.get("policy", "egeria") == "egeria":
+        assert expected["frozen"][-1] == 0 or 0 in expected["frozen"][20:], "nothing thawed"
+    for ranks, schedule in ((2, "zb-v"), (3, "zb-h2")):
+        results = pool.run("train", ranks, config=config(ranks, schedule, **options))
+        assert results[0]["frozen"] == expected["frozen"]
+        assert results[0]["losses"] == expected["losses"]
+        assert {r["digest"] for r in results} == {expected["digest"]}
+        assert len({tuple(x) for x in results[0]["layers"]}) > 3, "the layers did not move"
+
+
+def test_resumed_is_uninterrupted(pool: Pool, tmp_path: Path) -> None:
+    """Stopped between two references, while layers are frozen; resumed on other ranks. References and readings come back."""
+    for name in ("whole", "parts"):
+        (tmp_path / name).mkdir()
+    whole = pool.run("train_in", 3, config=config(3), folder=str(tmp_path / "whole"))
+    first = pool.run("train_in", 2, config=config(2), folder=str(tmp_path / "parts"), stop_after=11)
+    assert first[0]["steps"] < 15
+    second = pool.run("train_in", 1, config=config(1), folder=str(tmp_path / "parts"), resume=True, stop_after=18)
+    assert second[0]["steps"] < 22
+    third = pool.run("train_in", 3, config=config(3), folder=str(tmp_path / "parts"), resume=True)
+    assert {r["weights_digest"] for r in third} == {whole[0]["weights_digest"]}
+    events = [list(read(tmp_path / name / "events.jsonl")) for name in ("whole", "parts")]
+    frozen = [[e.frozen for e in each if isinstance(e, StepEvent)] for each in events]
+    assert frozen[0] == frozen[1]
+    assert len({*frozen[0]}) == 3
+    assert [e.what for e in events[0] if isinstance(e, ChangeEvent)] == [e.what for e in events[1] if isinstance(e, ChangeEvent)]
+
+
+def test_thawed_layers_have_the_optimizer_state_they_had() -> None:
+    made = alone.gpt()
+    for step in range(3):
+        made.step(step, *alone.tokens(step), lr=1e-2)
+    before = {name: t.clone() for name, t in made.moments(1).items()}
+    weights = [p.detach().clone() for p in made.modules[1].parameters()]
+    assert float(before["qkv.weight/step"]) == 3
+    made.kept(1)["mine"] = torch.arange(3)
+    made.freeze([0, 1])
+    made.step(3, *alone.tokens(3), lr=1e-2)
+    made.unfreeze([0, 1])
+    assert all(torch.equal(t, before[name]) for name, t in made.moments(1).items())
+    assert all(torch.equal(a, b) for a, b in zip(made.modules[1].parameters(), weights, strict=True))
+    assert made.kept(1)["mine"].tolist() == [0, 1, 2]
+    made.step(4, *alone.tokens(4), lr=1e-2)
+    assert float(made.moments(1)["qkv.weight/step"]) == 4
+    made.rebuild(1, {name: 2 * t for name, t in made.moments(1).items()})
+    assert float(made.moments(1)["qkv.weight/step"]) == 8
+    assert made.kept(1)["mine"].tolist() == [0, 1, 2]
+    assert made.own == [*range(made.count)]

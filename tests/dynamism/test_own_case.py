@@ -1,0 +1,118 @@
+"""A case of the user's own: the one that docs/cases.md shows, on any ranks; and what is said of one that is wrong."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dynmo.config import parse
+from dynmo.dynamism import Dynamism, Signals, from_class, make_cases
+from dynmo.dynamism.freezing import ScheduledFreezing
+from dynmo.errors import ConfigError
+from tests.dynamism.own_case import LayerDrop
+from tests.pool import Pool
+
+ROOT = Path(__file__).parents[2]
+OWN = "python:tests.dynamism.own_case:LayerDrop"
+
+
+def test_the_document_shows_it() -> None:
+    code = (ROOT / "tests" / "dynamism" / "own_case.py").read_text()
+    assert f"```python\n{code}```" in (ROOT / "docs" / "cases.md").read_text()
+    assert len(code.splitlines()) < 40
+
+
+def config(ranks: int, **changes: Any) -> dict[str, Any]:
+    return {
+        "seed": 7,
+        "model": {"blocks": 3, "hidden": 16, "heads": 2, "sequence": 8, "dropout": 0.1},
+        "train": {"steps": 12, "global_batch": 6, "micro_batch": 2, "lr": 1e-2, "eval_every": 4},
+        "parallel": {"pipeline": ranks, "timeout": 20.0},
+        "balance": {"balancer": "random", "every": 1} if ranks > 1 else {"balancer": "none"},
+        "dynamism": {"cases": [OWN, "freezing"], "freezing": {"schedule": [[3, 2], [7, 4]]}},
+        "trace": {"steps": 0},
+    } | changes
+
+
+def test_one_digest_on_any_ranks_under_moves(pool: Pool) -> None:
+    expected = pool.run("train", 1, config=config(1))[0]
+    assert expected["digest"] != pool.run("train", 1, config=config(1, dynamism={}))[0]["digest"]
+    for ranks in (2, 3):
+        results = pool.run("train", ranks, config=config(ranks))
+        assert results[0]["losses"] == expected["losses"]
+        assert {r["digest"] for r in results} == {expected["digest"]}
+
+
+def test_the_log_tells(pool: Pool) -> None:
+    changes = [e for e in pool.run("events", 2, config=config(2))[0] if e["event"] == "change"]
+    assert [(e["step"], e["case"]) for e in changes] == [
+        (0, "layer_drop"),
+        (3, "freezing"),
+        (5, "layer_drop"),
+        (7, "freezing"),
+        (10, "layer_drop"),
+    ]
+
+
+def test_defaults_and_order() -> None:
+    cases = make_cases(parse(config(1)), 8)
+    assert [type(case) for case in cases] == [ScheduledFreezing, LayerDrop], "one's own come last"
+
+    class Idle(Dynamism):
+        name = "idle"
+
+        def act(self, step: int, layers: Any) -> None:
+            return None
+
+    idle = Idle()
+    idle.observe(Signals(0, 1.0, ()))
+    idle.load(idle.state())
+    assert (idle.forecast(0), idle.state()) == ((), {})
+
+
+class Freezing(Dynamism):
+    name = "freezing"
+
+    def act(self, step: int, layers: Any) -> None:
+        return None
+
+
+def test_a_name_that_is_taken() -> None:
+    named = ["freezing", "python:tests.dynamism.test_own_case:Freezing"]
+    made = config(1, dynamism={"cases": named, "freezing": {"schedule": [[1, 1]]}})
+    with pytest.raises(ConfigError, match="two are called 'freezing'; give yours another name"):
+        make_cases(parse(made), 8)
+
+
+class Nameless:
+    def act(self, step: int, layers: Any) -> None:
+        return None
+
+
+def broken() -> None:
+    raise RuntimeError("no such thing")
+
+
+@pytest.mark.parametrize(
+    ("path", "words"),
+    [
+        ("no_such_module:X", "cannot import no_such_module"),
+        ("tests.dynamism.own_case:Layerdrop", "tests.dynamism.own_case has no class Layerdrop"),
+        ("tests.dynamism.test_own_case:Nameless", "has no observe; inherit from dynmo.dynamism.Dynamism"),
+        ("tests.dynamism.test_own_case:broken", "raised RuntimeError: no such thing (test_own_case.py:"),
+        ("dynmo.dynamism:Dynamism", "raised TypeError"),
+    ],
+)
+def test_wrong_ones(path: str, words: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        from_class(path)
+    assert words in str(error.value)
+    assert str(error.value).startswith(f"dynamism.cases: 'python:{path}'")
+
+
+@pytest.mark.parametrize("word", ["python:", "python:a", "python:a:b:c", "python:a.b:1"])
+def test_wrong_words(word: str) -> None:
+    with pytest.raises(ConfigError, match=r"package\.module:Class"):
+        parse({"dynamism": {"cases": [word]}})

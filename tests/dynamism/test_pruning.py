@@ -1,0 +1,291 @@
+"""Gradual pruning: when, which weights, and what is left of them and of their moments."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from dynmo.config import parse
+from dynmo.dynamism import Change, Layers, make_cases
+from dynmo.dynamism.pruning import Alone, Cubic, Pruning, algorithm_2, cut
+from dynmo.errors import CheckpointError, ConfigError
+from dynmo.kernels.sparse_linear import MaskedLinear, SparseLinear, dense_weight, linears
+from dynmo.runtime import checkpoint
+from dynmo.runtime.migrate import contents
+from tests.dynamism.kept import Kept
+from tests.runtime import alone
+
+# -- when -------------------------------------------------------------------------------------------------------------------
+
+
+def test_the_published_schedule() -> None:
+    """DynMo prunes at 3000 .. 7000 of 10000 steps: to 52, 79 and 90 %."""
+    cubic = Cubic(0.0, 0.9, 3000, 7000, 1000)
+    assert cubic.steps == (3000, 4000, 5000, 6000, 7000)
+    assert [round(100 * cubic.sparsity(step)) for step in cubic.steps] == [0, 52, 79, 89, 90]
+    assert cubic.sparsity(2999) == 0
+    assert cubic.sparsity(10**6) == 0.9
+    (case,) = make_cases(parse({"model": {"kind": "python:a:b"}, "train": {"steps": 10000}, "dynamism": {"cases": ["pruning"]}}), 5)
+    assert isinstance(case, Pruning)
+    assert case._schedule == cubic, "what a run gets that names no steps"
+
+
+def test_the_last_step_always_prunes() -> None:
+    assert Cubic(0.2, 0.8, 2, 9, 3).steps == (2, 5, 8, 9)
+    assert Cubic(0.2, 0.8, 4, 4, 1).steps == (4,)
+    assert Cubic(0.2, 0.8, 4, 4, 1).sparsity(4) == 0.8
+    assert Cubic(0.2, 0.8, 2, 9, 3).sparsity(2) == pytest.approx(0.2)
+
+
+# -- which ------------------------------------------------------------------------------------------------------------------
+
+
+class Several:
+    """The collective of one of several ranks whose questions are known: each call's other contributions are added."""
+
+    def __init__(self, others: list[list[Tensor]]) -> None:
+        self.others, self.asked = others, list[Tensor]()
+
+    def sum(self, tensor: Tensor, what: str) -> Tensor:
+        self.asked.append(tensor.clone())
+        for other in self.others:
+            tensor += other[len(self.asked) - 1]
+        return tensor
+
+
+def over_ranks(parts: dict[int, list[Tensor]], split: int, keep: int, layers: int) -> dict[int, list[Tensor]]:
+    """As `cut` and `Cut.keep` give with layers below `split` on one rank and the rest on another, asking in lockstep."""
+    sides = [{i: t for i, t in parts.items() if (i < split) == first} for first in (True, False)]
+    answers: list[list[Tensor]] = [[], []]
+    # Each question needs the other side's answer to the same one: one more is known after each pass.
+    for _ in range(5):
+        for which in (0, 1):
+            asker = Several([answers[1 - which] + [torch.zeros(1, dtype=torch.int64)] * 9])
+            cut(sides[which], keep, layers, asker)
+            answers[which] = asker.asked
+    out: dict[int, list[Tensor]] = {}
+    for which in (0, 1):
+        found = cut(sides[which], keep, layers, Several([answers[1 - which]]))
+        out |= {i: found.keep(i, tensors) for i, tensors in sides[which].items()}
+    return out
+
+
+def by_sorting(parts: dict[int, list[Tensor]], keep: int) -> dict[int, list[Tensor]]:
+    """The plain way: sort all by falling magnitude, then by layer and position."""
+    everyone = [
+        (-abs(x), layer, which, at)
+        for layer, tensors in sorted(parts.items())
+        for which, tensor in enumerate(tensors)
+        for at, x in enumerate(tensor.tolist())
+    ]
+    out = {i: [torch.zeros(len(t), dtype=torch.bool) for t in tensors] for i, tensors in parts.items()}
+    for _, layer, which, at in sorted(everyone)[: max(0, keep)]:
+        out[layer][which][at] = True
+    return out
+
+
+values = st.one_of(st.sampled_from([0.0, -0.0, 1.0, -1.0, 1e-40, 3e38]), st.floats(-2, 2, width=32))
+
+
+@given(
+    parts=st.lists(st.lists(st.lists(values, max_size=12), max_size=3), min_size=1, max_size=4),
+    keep=st.integers(0, 40),
+    split=st.integers(0, 4),
+)
+@settings(max_examples=150, deadline=None)
+def test_exactly_the_largest_stay(parts: list[list[list[float]]], keep: int, split: int) -> None:
+    """Ties by layer and position; the same on one rank and on two."""
+    tensors = {i: [torch.tensor(t, dtype=torch.float32) for t in layer] for i, layer in enumerate(parts)}
+    expected = by_sorting(tensors, keep)
+    found = cut(tensors, keep, len(parts), Alone())
+    for layer, own in tensors.items():
+        for ours, theirs in zip(found.keep(layer, own), expected[layer], strict=True):
+            assert torch.equal(ours, theirs)
+    for layer, keeps in over_ranks(tensors, split, keep, len(parts)).items():
+        assert all(torch.equal(a, b) for a, b in zip(keeps, expected[layer], strict=True))
+
+
+@given(sizes=st.lists(st.integers(1, 60), min_size=1, max_size=4), sparsity=st.floats(0, 0.99), seed=st.integers(0, 99))
+@settings(max_examples=60, deadline=None)
+def test_algorithm_2_agrees(sizes: list[int], sparsity: float, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    ranks = [torch.randn(size, generator=generator) for size in sizes]
+    keep = round(sum(sizes) * (1 - sparsity))
+    ours = cut({i: [x] for i, x in enumerate(ranks)}, keep, len(ranks), Alone())
+    for rank, theirs in enumerate(algorithm_2(ranks, sparsity)):
+        assert torch.equal(ours.keep(rank, [ranks[rank]])[0].nonzero()[:, 0], theirs)
+
+
+def test_the_memory_of_the_search_is_bounded() -> None:
+    """What is sent does not grow with the number of weights."""
+    asker = Several([])
+    cut({0: [torch.randn(20000)], 1: [torch.randn(500)]}, 7000, 2, asker)
+    assert [len(t) for t in asker.asked] == [2048, 1024, 1024, 2]
+
+
+# -- the case ---------------------------------------------------------------------------------------------------------------
+
+
+def case(steps: int = 10, **options: Any) -> Pruning:
+    config = parse({"train": {"steps": steps}, "dynamism": {"cases": ["pruning"], "pruning": options}})
+    (made,) = make_cases(config, 6)
+    assert isinstance(made, Pruning)
+    return made
+
+
+def train(pipeline: Any, made: Pruning, steps: int, first: int = 0) -> list[Change | None]:
+    done: list[Change | None] = []
+    for step in range(first, first + steps):
+        change = made.act(step, pipeline)
+        done.append(change)
+        if change is not None:
+            pipeline.changed(change.layers)
+        pipeline.step(step, *alone.tokens(step), lr=1e-2, max_norm=1.0)
+    return done
+
+
+def zeros(pipeline: Any) -> dict[tuple[int, str], Tensor]:
+    return {(i, name): dense_weight(linear) == 0 for i in range(6) for name, linear in linears(pipeline.modules[i])}
+
+
+@pytest.mark.parametrize("criterion", ["global", "local"])
+def test_a_run_prunes_and_weights_never_return(criterion: str) -> None:
+    pipeline = alone.gpt()
+    made = case(start=1, end=4, every=1, criterion=criterion, dense_below=0.7)
+    before = train(pipeline, made, 2)
+    assert before == [None, None], "at step 1 the schedule still says 0"
+    gone: dict[tuple[int, str], Tensor] = {key: torch.zeros_like(x) for key, x in zeros(pipeline).items()}
+    forms: list[set[type]] = []
+    for step, wanted in ((2, 0.9 * 19 / 27), (3, 0.9 * 26 / 27), (4, 0.9), (5, 0.9)):
+        (change,) = train(pipeline, made, 1, first=step)
+        assert (change is None) == (step == 5)
+        now = zeros(pipeline)
+        pruned = [now[key] for key in now if 0 < key[0] < 5]
+        total = sum(x.numel() for x in pruned)
+        assert abs(sum(int(x.sum()) for x in pruned) - wanted * total) <= (0.5 if criterion == "global" else 2.5)
+        assert all(bool((now[key] >= gone[key]).all()) for key in now), "a pruned weight came back"
+        gone = now
+        forms.append({type(x) for i in range(1, 5) for _, x in linears(pipeline.modules[i])})
+        if criterion == "local":
+            for layer in range(1, 5):
+                held = [now[key] for key in now if key[0] == layer]
+                assert abs(sum(int(x.sum()) for x in held) - wanted * sum(x.numel() for x in held)) <= 0.5
+    assert MaskedLinear in forms[0]
+    assert forms[2] == {SparseLinear}
+    assert not any(isinstance(x, SparseLinear | MaskedLinear) for i in (0, 5) for x in pipeline.modules[i].modules())
+    for index in range(1, 5):
+        for key, moment in pipeline.moments(index).items():
+            if "exp_avg" in key:
+                parameter = pipeline.modules[index].get_parameter(key.rpartition("/")[0])
+                assert moment.shape == parameter.shape
+    costs = pipeline.costs()
+    whole = alone.gpt().costs()
+    for layer in range(1, 5):
+        assert costs[layer].parameters < 0.25 * whole[layer].parameters
+        assert costs[layer].optimizer_bytes < 0.25 * whole[layer].optimizer_bytes
+
+
+@pytest.mark.parametrize("dense_below", [0.0, 1.0])
+def test_either_form_trains_as_a_masked_dense_model_does(dense_below: float) -> None:
+    """The reference: torch's AdamW over the plain modules, with weights, gradients and moments masked by hand."""
+    pipeline, plain = alone.gpt(), alone.gpt()
+    made = case(start=1, end=3, every=1, initial_sparsity=0.3, dense_below=dense_below)
+    masks: dict[tuple[int, str], Tensor] = {}
+    for step in range(6):
+        train(pipeline, made, 1, first=step)
+        masks = {key: ~x for key, x in zeros(pipeline).items() if 0 < key[0] < 5} if step >= 1 else {}
+        # The masks of this step, read off after it: what stayed is not 0.
+        for index in range(6):
+            moments = plain.moments(index)
+            for name, linear in linears(plain.modules[index]):
+                mask = masks.get((index, name))
+                if mask is not None:
+                    linear.weight.data.mul_(mask)
+                    for key in ("exp_avg", "exp_avg_sq"):
+                        moments[f"{name}.weight/{key}"].mul_(mask)
+        outcome = plain.forward_backward(step, *alone.tokens(step))
+        for (index, name), mask in masks.items():
+            weight = plain.modules[index].get_submodule(name).weight
+            assert isinstance(weight, nn.Parameter)
+            assert weight.grad is not None
+            weight.grad.mul_(mask)
+        plain.update(step, outcome, lr=1e-2, max_norm=1.0)
+    for index in range(6):
+        theirs = dict(linears(plain.modules[index]))
+        for name, linear in linears(pipeline.modules[index]):
+            torch.testing.assert_close(dense_weight(linear), theirs[name].weight.detach(), rtol=1e-3, atol=2e-5)
+
+
+def test_frozen_layers_are_left_alone() -> None:
+    pipeline, made = alone.gpt(), case(start=0, end=2, every=1)
+    pipeline.freeze([0, 1, 2])
+    changes = train(pipeline, made, 3)
+    assert [c.layers for c in changes if c is not None] == [(3, 4), (3, 4)]
+    assert not any(isinstance(x, SparseLinear | MaskedLinear) for i in (1, 2) for x in pipeline.modules[i].modules())
+
+
+def test_what_is_said() -> None:
+    change = train(alone.gpt(), case(start=0, end=1, every=1), 2)[1]
+    assert change is not None
+    assert change.layers == (1, 2, 3, 4)
+    assert change.what.startswith("pruned to sparsity 0.9000 (global magnitude; layers 0.")
+    assert change.what.endswith("linears run sparse")
+
+
+def test_a_measured_threshold_is_kept() -> None:
+    pipeline, made = alone.gpt(), case(start=0, end=2, every=1, dense_below="measured")
+    change = train(pipeline, made, 2)[1]
+    assert change is not None
+    assert "; sparse pays from " in change.what
+    state = json.loads(json.dumps(made.state()))
+    assert list(state["measured"]) == ["128x16", "16x16", "16x64", "48x16"]
+    later = case(start=0, end=2, every=1, dense_below="measured")
+    later.load(state | {"measured": dict.fromkeys(state["measured"], 0.0)})
+    train(pipeline, later, 1, first=2)
+    assert all(isinstance(x, SparseLinear) for i in range(1, 5) for _, x in linears(pipeline.modules[i])), "it measured again"
+
+
+def test_forecast() -> None:
+    made = case(start=0, end=4, every=2, dense_below=0.75)
+    assert [f.step for f in made.forecast(0)] == [2, 4]
+    assert [f.f for f in made.forecast(0)] == pytest.approx([0.2125, 0.1]), "at 79 and 90 %, of what it takes now"
+    train(alone.gpt(), made, 3)
+    (left,) = made.forecast(2)
+    assert (left.step, left.layers) == (4, (1, 2, 3, 4))
+    assert left.w == pytest.approx(0.1 / 0.2125)
+
+
+def test_a_model_with_nothing_to_prune() -> None:
+    layers: Layers = Kept(3, modules=[nn.Linear(2, 2), nn.RMSNorm(2), nn.Linear(2, 2)])
+    with pytest.raises(ConfigError, match=r"no layer but the first and the last has an nn\.Linear to prune"):
+        case().act(0, layers)
+
+
+def test_a_checkpoint_of_another_model_is_refused() -> None:
+    pipeline, other = alone.gpt(), alone.gpt(hidden=32)
+    train(pipeline, case(start=0, end=1, every=1), 2)
+    tensors = contents(pipeline.modules[1], pipeline.moments(1))
+    with pytest.raises(CheckpointError, match=r"layer 1 \(blocks\.0\.attention\): qkv\.weight is sparse, but not of 96 x 32"):
+        other.restore(1, tensors, {})
+
+
+def test_restored_it_is_the_same(tmp_path: Path) -> None:
+    """Through files: both forms, moments, and what the digest says of them."""
+    for dense_below in (0.0, 1.0):
+        pipeline, other = alone.gpt(), alone.gpt()
+        train(pipeline, case(start=0, end=1, every=1, dense_below=dense_below), 3)
+        layers = {i: (module, pipeline.layer_state(i)) for i, (module, _) in pipeline.own_layers.items()}
+        saved = checkpoint.save(pipeline.world, tmp_path / str(dense_below), 3, pipeline.names, layers, {}, 1)
+        for index in range(6):
+            other.restore(index, *checkpoint.load_layer(saved.path, index, torch.device("cpu")))
+        assert other.digest() == pipeline.digest()
+        for each in (pipeline, other):
+            each.step(3, *alone.tokens(3), lr=1e-2)
+        assert other.digest() == pipeline.digest()

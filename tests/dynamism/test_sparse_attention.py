@@ -1,0 +1,236 @@
+"""Which attention is sparse when, that any placement leaves the same bits, and that F and B fall while W stays."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from functools import cache
+from itertools import pairwise, product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from dynmo.config import parse, to_toml
+from dynmo.dynamism import Change, make_cases
+from dynmo.dynamism.sparse_attention import SparseAttentionCase, expected_ratio
+from dynmo.errors import ConfigError
+from dynmo.events import ChangeEvent, StepEvent, read
+from dynmo.kernels.hash_attention import Dropped, Hashed
+from dynmo.models.gpt import SharedAttentionHalf
+from dynmo.models.model import load_model
+from tests.dynamism.kept import Kept
+from tests.pool import Pool
+
+
+def half() -> SharedAttentionHalf:
+    return SharedAttentionHalf(hidden=16, heads=2, sequence=8, std=0.02, residual_std=0.02, dropout=0.0)
+
+
+def layers(blocks: int = 3) -> Kept:
+    """embedding, then (attention, feed forward) ..., head; an embedding has an attribute `sparse` of its own."""
+    modules = [nn.Embedding(4, 16), *(m for _ in range(blocks) for m in (half(), nn.Linear(16, 16))), nn.Linear(16, 4)]
+    return Kept(len(modules), modules=modules)
+
+
+def seeds(model: Kept) -> list[int | None]:
+    found = [module.sparse_attention for module in model.modules if isinstance(module, SharedAttentionHalf)]
+    return [None if x is None else x.seed for x in found if x is None or isinstance(x, Hashed)]
+
+
+def hashed(seed: int) -> Hashed:
+    return Hashed(4, 8, seed)
+
+
+def test_schedule() -> None:
+    model, case = layers(), SparseAttentionCase([(1, (0, 2)), (3, (1, 2)), (4, None)], hashed, seed=7)
+    done = [case.act(step, model) for step in range(6)]
+    assert [None if d is None else d.layers for d in done] == [None, (1, 5), None, (1, 3), (1,), None]
+    assert done[4] == Change((1,), "3 of 3 attention halves are sparse (schedule, step 4)")
+    assert case.state() == {"sparse": [1, 3, 5]}
+
+
+def test_directions_are_new_each_step_and_layer_and_the_same_anywhere() -> None:
+    drawn: list[list[int | None]] = []
+    for seed, steps in ((7, [0, 1, 2]), (7, [2]), (8, [2])):
+        model, case = layers(), SparseAttentionCase([(0, None)], hashed, seed)
+        for step in steps:
+            case.act(step, model)
+            drawn.append(seeds(model))
+    assert len({x for row in drawn[:3] for x in row}) == 9
+    assert drawn[3] == drawn[2], "a run that starts at step 2 draws what one does that came there"
+    assert not set(drawn[4]) & set(drawn[2])
+
+
+def test_a_resumed_run_changes_nothing_anew() -> None:
+    model, case = layers(), SparseAttentionCase([(0, None)], hashed, 0)
+    case.load(json.loads(json.dumps({"sparse": [1, 3, 5]})))
+    assert case.act(4, model) is None
+    assert None not in seeds(model)
+
+
+def test_forecast() -> None:
+    f, b = expected_ratio(hidden=16, sequence=48, share=0.25)
+    assert (f, b) == ((6 * 16**2 + 0.25 * 2 * 48 * 16) / (6 * 16**2 + 2 * 48 * 16), pytest.approx(0.4643, abs=1e-4))
+    model, case = layers(), SparseAttentionCase([(2, (0,)), (5, (1, 2))], hashed, 0, ratio=(f, b))
+    case.act(0, model)
+    assert [(x.step, x.layers, x.f, x.b, x.w) for x in case.forecast(0)] == [
+        (2, (1,), f, b, 1.0),
+        (5, (3, 5), f, b, 1.0),
+        (5, (1,), 1 / f, 1 / b, 1.0),
+    ]
+    case.act(2, model)
+    assert [x.step for x in case.forecast(2)] == [5, 5]
+
+
+def test_a_model_without_attention_halves_is_refused() -> None:
+    model = Kept(2, modules=[nn.Embedding(4, 4), nn.Linear(4, 4)])
+    with pytest.raises(ConfigError, match="no layer of the model has attention that can be sparse"):
+        SparseAttentionCase([(5, None)], hashed, 0).act(0, model)
+    with pytest.raises(ConfigError, match="names block 3, but the model has 3 attention halves"):
+        SparseAttentionCase([(0, (3,))], hashed, 0).act(0, layers())
+
+
+def config(**options: Any) -> Any:
+    return parse({"dynamism": {"cases": ["sparse_attention"], "sparse_attention": options}})
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"buckets": 15}, "buckets = 15: must be even"),
+        ({"buckets": 0}, "buckets = 0"),
+        ({"buckets": 258}, "buckets = 258 is more than model.sequence = 256 tokens; use 256 or fewer"),
+        ({"drop": 1.0}, "drop = 1.0"),
+        ({"drop": -0.1}, "drop = -0.1"),
+        ({"kind": "hashes"}, 'did you mean "hash"?'),
+        ({"tile": 0}, "tile = 0"),
+        ({"blocks": [8]}, "blocks names block 8, but the model has 8, from 0 to 7"),
+        ({"schedule": [[0, [9]]]}, "schedule names block 9"),
+        ({"schedule": [[3, [0]], [3, [1]]]}, "steps must ascend"),
+        ({"schedule": [[3, []]]}, "names no block"),
+        ({"blocks": []}, "names no block"),
+        ({"schedule": [[3, [0]]], "start": 2}, "leave them out"),
+        ({"start": 100}, "starts at step 100, but the run has 100 steps"),
+        ({"bucket": 4}, "did you mean dynamism.sparse_attention.buckets?"),
+    ],
+)
+def test_what_does_not_fit_is_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        config(**options)
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_emulated_layers_have_no_attention() -> None:
+    with pytest.raises(ConfigError, match='"emulated" has no attention'):
+        parse({"model": {"kind": "emulated"}, "dynamism": {"cases": ["sparse_attention"]}})
+
+
+def test_from_the_config() -> None:
+    made = config(schedule=[[2, [0, 3]], [4, [1]]], buckets=8)
+    assert parse(tomllib.loads(to_toml(made))) == made
+    (case,) = make_cases(made, 18)
+    model = layers(8)
+    assert case.act(2, model) == Change((1, 7), "2 of 8 attention halves are sparse (schedule, step 2)")
+    first = model.modules[1]
+    assert isinstance(first, SharedAttentionHalf)
+    assert isinstance(first.sparse_attention, Hashed)
+    assert (first.sparse_attention.buckets, first.sparse_attention.tile) == (8, 32)
+    (case,) = make_cases(config(kind="drop", drop=0.25), 18)
+    case.act(0, model)
+    assert isinstance(first.sparse_attention, Dropped)
+
+
+def test_the_half() -> None:
+    """Only what attention computes changes with the switch: the same weights, the same shapes; one bucket is dense attention."""
+    torch.manual_seed(0)
+    module, x = half(), torch.randn(2, 8, 16)
+    dense = module(x)
+    module.sparse_attention = Dropped(0.0, 4, 0)
+    torch.testing.assert_close(module(x), dense)
+    module.sparse_attention = Hashed(4, 4, 0)
+    sparse = module(x)
+    assert sparse.shape == dense.shape
+    assert not torch.equal(sparse, dense)
+    assert torch.equal(sparse[:, 0], x[:, 0]), "the first position has nothing to attend to"
+    later = x.clone()
+    later[:, 5:] += 1
+    assert torch.equal(module(later)[:, :5], sparse[:, :5]), "no position sees a later one"
+
+
+def test_only_a_model_with_the_case_shares_queries_and_keys() -> None:
+    plain, shared = (load_model(c).build(range(18)) for c in (parse({}), config()))
+    assert [p.shape for p in plain[1].parameters()][1] == (768, 256)
+    assert [p.shape for p in shared[1].parameters()][1] == (512, 256)
+    assert [type(a) for a in plain[::2]] == [type(b) for b in shared[::2]]
+
+
+# -- the same bits ----------------------------------------------------------------------------------------------------------------
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "hash": {"schedule": [[2, [1]], [4, [0, 2]]], "buckets": 4, "tile": 4},
+    "drop": {"kind": "drop", "start": 1, "tile": 4},
+}
+
+
+def run(ranks: int, kind: str, schedule: str, balancer: str) -> dict[str, Any]:
+    return {
+        "seed": 7,
+        "model": {"blocks": 3, "hidden": 32, "heads": 2, "sequence": 24, "dropout": 0.1},
+        "train": {"steps": 7, "global_batch": 10, "micro_batch": 2, "lr": 1e-2, "max_grad_norm": 0.5},
+        "parallel": {"pipeline": ranks, "timeout": 20.0},
+        "pipeline": {"schedule": schedule},
+        "balance": {"balancer": balancer, "every": 1},
+        "dynamism": {"cases": ["sparse_attention", "freezing"], "freezing": {"schedule": [[5, 2]]}, "sparse_attention": OPTIONS[kind]},
+        "checkpoint": {"every": 2},
+        "trace": {"steps": 0},
+    }
+
+
+@cache
+def reference(pool: Pool, kind: str) -> dict[str, Any]:
+    return pool.run("train", 1, config=run(1, kind, "1f1b", "none"))[0]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "schedule", "kind"),
+    [
+        *((1, "zb-h1", kind) for kind in OPTIONS),
+        *product((2, 3), ["gpipe", "1f1b", "zb-h1", "zb-h2", "zb-auto", "zb-v"], ["hash"]),
+        *product((2, 3), ["1f1b", "zb-h2", "zb-v"], ["drop"]),
+    ],
+)
+def test_one_digest(pool: Pool, ranks: int, schedule: str, kind: str) -> None:
+    expected = reference(pool, kind)
+    results = pool.run("train", ranks, config=run(ranks, kind, schedule, "random"))
+    assert results[0]["losses"] == expected["losses"]
+    assert {r["digest"] for r in results} == {expected["digest"]}
+    if ranks > 1:
+        assert all(a != b for a, b in pairwise(results[0]["layers"])), "the layers did not move at every step"
+
+
+def test_what_is_left_out_changes_the_numbers(pool: Pool) -> None:
+    dense = run(1, "hash", "1f1b", "none")
+    dense["dynamism"]["sparse_attention"] = {"start": 6}
+    losses = [pool.run("train", 1, config=dense)[0]["losses"], *(reference(pool, kind)["losses"] for kind in OPTIONS)]
+    assert losses[0][:2] == losses[1][:2], "dense until step 2"
+    assert losses[0][0] == losses[2][0], "dense until step 1"
+    assert len({tuple(x[3:]) for x in losses}) == 3
+
+
+@pytest.mark.parametrize("kind", OPTIONS)
+def test_a_restart_in_the_middle(pool: Pool, tmp_path: Path, kind: str) -> None:
+    """Stopped after step 3 on three ranks, resumed on two."""
+    folder = tmp_path / "run"
+    folder.mkdir()
+    first = pool.run("train_in", 3, config=run(3, kind, "zb-h1", "random"), folder=str(folder), stop_after=2)
+    assert 3 <= first[0]["steps"] < 6
+    second = pool.run("train_in", 2, config=run(2, kind, "1f1b", "random"), folder=str(folder), resume=True)
+    assert second[0]["weights_digest"] == reference(pool, kind)["digest"]
+    events = list(read(folder / "events.jsonl"))
+    assert {e.step: e.loss for e in events if isinstance(e, StepEvent)} == dict(enumerate(reference(pool, kind)["losses"]))
+    told = [e.step for e in events if isinstance(e, ChangeEvent) and e.case == "sparse_attention"]
+    assert told == {"hash": [2, 4], "drop": [1]}[kind], "each change is told once"

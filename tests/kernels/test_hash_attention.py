@@ -1,0 +1,235 @@
+"""Sparse attention against dense attention with a mask: values and gradients, whatever the shapes, buckets and tiles."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from dynmo.errors import RunError
+from dynmo.kernels import hash_attention as kernel
+from dynmo.kernels import hash_attention_triton
+from dynmo.kernels.hash_attention import (
+    dense_attention,
+    draw_directions,
+    draw_kept,
+    drop_attention,
+    hash_attention,
+    hash_buckets,
+    plan_buckets,
+    plan_kept,
+)
+
+torch.set_num_threads(1)  # as a rank has them
+
+
+def reference(x: Tensor, v: Tensor, seen: Tensor) -> Tensor:
+    """Every pair is computed, and those not in `seen` [batch, heads, query, key] masked away. A row without any gives 0."""
+    q, k, values = x.transpose(1, 2), (x / x.norm(dim=-1, keepdim=True)).transpose(1, 2), v.transpose(1, 2)
+    scores = (q @ k.mT / x.shape[-1] ** 0.5).masked_fill(~seen, -torch.inf)
+    some = seen.any(-1, keepdim=True)
+    weights = torch.softmax(scores.masked_fill(~some, 0.0), -1) * some
+    return (weights @ values).transpose(1, 2)
+
+
+def before(batch: int, sequence: int, heads: int) -> Tensor:
+    return torch.ones(sequence, sequence, dtype=torch.bool).tril(-1).expand(batch, heads, sequence, sequence)
+
+
+def seen_in_buckets(buckets: Tensor) -> Tensor:
+    each = buckets.transpose(1, 2)
+    batch, heads, sequence = each.shape
+    return (each[..., :, None] == each[..., None, :]) & before(batch, sequence, heads)
+
+
+def seen_of_kept(batch: int, sequence: int, queries: Tensor, keys: Tensor) -> Tensor:
+    heads = queries.shape[0]
+    stays = torch.zeros(2, heads, sequence, dtype=torch.bool)
+    stays[0].scatter_(1, queries, True)
+    stays[1].scatter_(1, keys, True)
+    return stays[0][None, :, :, None] & stays[1][None, :, None, :] & before(batch, sequence, heads)
+
+
+def inputs(
+    batch: int, sequence: int, heads: int, size: int, dtype: torch.dtype = torch.float64, seed: int = 0
+) -> tuple[Tensor, Tensor, Tensor]:
+    """x, v and the gradient of the output."""
+    generator = torch.Generator().manual_seed(seed)
+    x, v, g = (torch.randn(batch, sequence, heads, size, generator=generator, dtype=dtype) for _ in range(3))
+    return x, v, g
+
+
+def check(ours: Callable[[Tensor, Tensor], Tensor], seen: Tensor, shape: tuple[int, int, int, int], tolerance: float = 1e-11) -> None:
+    x, v, g = inputs(*shape)
+    results: list[tuple[Tensor, ...]] = []
+    for attend in (ours, lambda x, v: reference(x, v, seen)):
+        leaves = [t.clone().requires_grad_() for t in (x, v)]
+        out = attend(*leaves)
+        out.backward(g)
+        results.append((out.detach(), *(leaf.grad for leaf in leaves if leaf.grad is not None)))
+    for name, actual, expected in zip(("values", "gradient of x", "gradient of v"), *results, strict=True):
+        torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance, msg=lambda m, name=name: f"{name}: {m}")
+
+
+shapes = st.tuples(st.integers(1, 3), st.integers(1, 70), st.integers(1, 3), st.sampled_from([1, 2, 4, 8, 24]))
+
+
+@given(shapes, st.integers(1, 9), st.integers(1, 40), st.integers(0, 5))
+def test_hashed(shape: tuple[int, int, int, int], count: int, tile: int, skew: int) -> None:
+    """skew: the higher, the fuller the first bucket; the last are then often empty."""
+    chosen = torch.rand(shape[:3], generator=torch.Generator().manual_seed(count)) ** (1 + skew)
+    buckets = (chosen * count).long()
+    check(lambda x, v: hash_attention(x, v, buckets, count, tile), seen_in_buckets(buckets), shape)
+
+
+@given(shapes, st.floats(0, 0.99), st.integers(1, 40))
+def test_dropped(shape: tuple[int, int, int, int], dropped: float, tile: int) -> None:
+    queries, keys = draw_kept(shape[2], shape[1], dropped, seed=3)
+    seen = seen_of_kept(*shape[:2], queries, keys)
+    check(lambda x, v: drop_attention(x, v, queries, keys, tile), seen, shape)
+
+
+@given(shapes)
+def test_dense(shape: tuple[int, int, int, int]) -> None:
+    check(dense_attention, before(*shape[:3]), shape)
+
+
+def test_several_batches_of_buckets() -> None:
+    """More rows than fit one chunk, and buckets from 1 to hundreds of rows."""
+    shape = (2, 1500, 2, 4)
+    buckets = (torch.rand(shape[:3], generator=torch.Generator().manual_seed(0)) ** 3 * 32).long()
+    plan = plan_buckets(buckets, 32, 16)
+    assert len(plan.chunks) > 3
+    assert plan.pairs == int(seen_in_buckets(buckets).sum())
+    assert plan.pairs < plan.computed < 1.5 * plan.pairs
+    check(lambda x, v: hash_attention(x, v, buckets, 32, 16), seen_in_buckets(buckets), shape)
+
+
+def test_one_bucket_and_nothing_dropped_are_dense() -> None:
+    x, v, _ = inputs(2, 33, 2, 8)
+    dense = dense_attention(x, v)
+    torch.testing.assert_close(hash_attention(x, v, torch.zeros(2, 33, 2, dtype=torch.int64), 1), dense)
+    torch.testing.assert_close(drop_attention(x, v, *draw_kept(2, 33, 0.0, 0)), dense)
+
+
+def test_a_position_does_not_attend_to_itself() -> None:
+    x, v, _ = inputs(1, 6, 1, 4)
+    buckets = torch.tensor([0, 1, 0, 2, 2, 1]).view(1, 6, 1)
+    out = hash_attention(x, v, buckets, 4)[0, :, 0]
+    assert out[[0, 1, 3]].tolist() == [[0.0] * 4] * 3, "the first of a bucket has nothing to attend to"
+    torch.testing.assert_close(out[[2, 4, 5]], v[0, [0, 3, 1], 0], msg="the second has only the first")
+
+
+def test_float32_and_strided_inputs() -> None:
+    """As the model has them: views of one projection's output."""
+    packed = torch.randn(2, 200, 2, 3, 16, generator=torch.Generator().manual_seed(1), requires_grad=True)
+    x, v = packed.unbind(2)
+    buckets = hash_buckets(x, draw_directions(3, 16, 8, 5))
+    out = hash_attention(x, v, buckets, 8)
+    out.square().sum().backward()
+    ours, packed.grad = packed.grad, None
+    expected = reference(packed[:, :, 0], packed[:, :, 1], seen_in_buckets(buckets))
+    expected.square().sum().backward()
+    torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(ours, packed.grad, rtol=1e-4, atol=1e-5)
+
+
+@given(shapes, st.integers(1, 8), st.integers(0, 100))
+def test_buckets_are_the_argmax(shape: tuple[int, int, int, int], half: int, seed: int) -> None:
+    x = inputs(*shape, seed=seed)[0]
+    directions = draw_directions(shape[2], shape[3], 2 * half, seed)
+    torch.testing.assert_close(directions.norm(dim=1), torch.ones(shape[2], half))
+    z = torch.einsum("bnhd,hdm->bnhm", x, directions.double())
+    found = hash_buckets(x, directions)
+    # Two may be equal but for the order of a sum.
+    torch.testing.assert_close(torch.cat((z, -z), -1).gather(-1, found[..., None])[..., 0], z.abs().amax(-1))
+    assert torch.equal(hash_buckets(4 * x, directions), found), "a key is in the bucket of its query"
+
+
+def test_the_first_of_equals() -> None:
+    x = torch.tensor([[1.0, -1.0], [-1.0, 1.0], [0.0, 0.0], [-1.0, -1.0]]).view(1, 4, 1, 2)
+    assert hash_buckets(x, torch.eye(2)[None]).flatten().tolist() == [0, 1, 0, 2]
+
+
+@given(st.integers(0, 2**62), st.integers(1, 40), st.floats(0, 0.999))
+def test_what_is_drawn_follows_from_the_seed(seed: int, sequence: int, dropped: float) -> None:
+    torch.rand(1)  # whatever state the default generator is in
+    first, second = draw_kept(2, sequence, dropped, seed), draw_kept(2, sequence, dropped, seed)
+    for a, b in zip(first, second, strict=True):
+        assert torch.equal(a, b)
+        assert (a.diff() > 0).all()
+        assert 0 <= a.min() <= a.max() < sequence
+        assert a.shape == (2, max(1, round((1 - dropped) * sequence)))
+    assert torch.equal(draw_directions(2, 4, 6, seed), draw_directions(2, 4, 6, seed))
+    assert not torch.equal(draw_directions(2, 4, 6, seed), draw_directions(2, 4, 6, seed + 1))
+
+
+def test_the_same_bits_again() -> None:
+    x, v, g = inputs(2, 300, 2, 16, torch.float32)
+    buckets = hash_buckets(x, draw_directions(2, 16, 16, 0))
+    results: list[list[Tensor]] = []
+    for _ in range(3):
+        leaves = (x.clone().requires_grad_(), v.clone().requires_grad_())
+        hash_attention(leaves[0], leaves[1], buckets, 16).backward(g)
+        results.append([leaf.grad for leaf in leaves if leaf.grad is not None])
+    assert all(torch.equal(a, b) for again in results[1:] for a, b in zip(results[0], again, strict=True))
+
+
+@pytest.mark.parametrize("tile", [8, 32])
+def test_work_is_skipped(tile: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is computed is counted where it is computed: F and B together, two and four products a tile besides the scores again."""
+    done = 0
+    bmm = torch.bmm
+
+    def counting(a: Tensor, b: Tensor) -> Tensor:
+        nonlocal done
+        done += a.shape[0] * a.shape[1] * a.shape[2] * b.shape[2]
+        return bmm(a, b)
+
+    sequence, size = 512, 16
+    x, v, g = inputs(1, sequence, 2, size, torch.float32)
+    buckets = hash_buckets(x, draw_directions(2, size, 16, 0))
+    plan = plan_buckets(buckets, 16, tile)
+    x, v = x.requires_grad_(), v.requires_grad_()
+    monkeypatch.setattr(kernel.torch, "bmm", counting)
+    out = hash_attention(x, v, buckets, 16, tile)
+    assert done == 2 * plan.computed * size
+    out.backward(g)
+    assert done == 7 * plan.computed * size
+    dense = 2 * sequence * (sequence - 1) // 2
+    assert plan.pairs < 0.12 * dense
+    assert plan.computed < {8: 1.7, 32: 2.5}[tile] * plan.pairs
+
+
+def test_dropping_skips_the_square() -> None:
+    queries, keys = draw_kept(4, 512, 0.5, 0)
+    plan = plan_kept(2, 512, queries, keys, 32, torch.float32)
+    assert plan.pairs == int(seen_of_kept(2, 512, queries, keys).sum())
+    assert plan.pairs < plan.computed < 1.3 * plan.pairs
+    assert 0.2 < plan.pairs / (8 * 512 * 511 / 2) < 0.3
+
+
+@pytest.mark.gpu
+def test_cuda_agrees_with_the_cpu() -> None:
+    """Unproven: written where there was no device."""
+    x, v, g = inputs(2, 300, 3, 24, torch.float32)
+    buckets = hash_buckets(x, draw_directions(3, 24, 16, 0))
+    results: list[list[Tensor]] = []
+    for device in ("cpu", "cuda"):
+        leaves = [t.to(device).requires_grad_() for t in (x, v)]
+        out = hash_attention(leaves[0], leaves[1], buckets.to(device), 16)
+        out.backward(g.to(device))
+        results.append([t.detach().cpu() for t in (out, leaves[0].grad, leaves[1].grad) if t is not None])
+    for actual, expected in zip(results[1], results[0], strict=True):
+        torch.testing.assert_close(actual, expected, rtol=1e-3, atol=1e-4)
+
+
+def test_without_triton_it_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hash_attention_triton, "triton", None)
+    x, v, _ = inputs(1, 4, 1, 2)
+    with pytest.raises(RunError, match="needs Triton"):
+        hash_attention_triton.hash_attention(x, v, torch.zeros(1, 4, 1, dtype=torch.int64), 1e-6)

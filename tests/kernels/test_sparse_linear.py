@@ -1,0 +1,267 @@
+"""The pruned linear layer against a dense one under a mask: values, gradients, moments, forms."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from dynmo.kernels import sparse_linear
+from dynmo.kernels.sparse_linear import (
+    MaskedLinear,
+    SparseLinear,
+    conform,
+    crossover,
+    dense_parameters,
+    dense_weight,
+    linears,
+    make_pruned,
+    prune,
+    survivors,
+)
+from dynmo.kernels.split import SplitLinear, WeightTape, install
+
+
+def pair(rows: int, columns: int, keep: Tensor, sparse: bool, bias: bool = True) -> tuple[nn.Linear, nn.Linear]:
+    """A dense linear whose dropped weights are 0, and the same pruned."""
+    torch.manual_seed(3)
+    plain, pruned = nn.Linear(columns, rows, bias), nn.Linear(columns, rows, bias)
+    pruned.load_state_dict(plain.state_dict())
+    with torch.no_grad():
+        plain.weight.mul_(keep.view(rows, columns))
+    prune(pruned, keep, sparse, {})
+    return plain, pruned
+
+
+def some(total: int, share: float, seed: int = 0) -> Tensor:
+    return torch.rand(total, generator=torch.Generator().manual_seed(seed)) < share
+
+
+def run(tape: WeightTape) -> None:
+    for work, _ in tape.take():
+        work()
+
+
+def kept_gradient(linear: nn.Linear) -> Tensor:
+    """[out, in], 0 where pruned."""
+    assert linear.weight.grad is not None
+    if not isinstance(linear, SparseLinear):
+        return linear.weight.grad
+    out = torch.zeros(linear.out_features * linear.in_features, dtype=linear.weight.dtype)
+    out[linear.csr.positions()] = linear.weight.grad[0]
+    return out.view(linear.out_features, linear.in_features)
+
+
+@given(
+    rows=st.integers(1, 40),
+    columns=st.integers(1, 40),
+    leading=st.sampled_from([(1,), (7,), (2, 3), (2, 2, 5), (0,), (16,), (128,), (530,)]),
+    share=st.sampled_from([0.0, 0.05, 0.3, 0.8, 1.0]),
+    bias=st.booleans(),
+    contiguous=st.booleans(),
+    sparse=st.booleans(),
+    tape=st.sampled_from(["none", "now", "later"]),
+    seed=st.integers(0, 5),
+)
+@settings(max_examples=150, deadline=None)
+def test_equals_the_masked_dense_layer(
+    rows: int, columns: int, leading: tuple[int, ...], share: float, bias: bool, contiguous: bool, sparse: bool, tape: str, seed: int
+) -> None:
+    keep = some(rows * columns, share, seed)
+    plain, pruned = pair(rows, columns, keep, sparse, bias)
+    taken = WeightTape()
+    taken.deferred = tape == "later"
+    install(pruned, None if tape == "none" else taken)
+    assert type(pruned) is (SparseLinear if sparse else MaskedLinear)
+    for microbatch in range(2):
+        torch.manual_seed(microbatch)
+        x = torch.randn(*leading, columns) if contiguous else torch.randn(*leading, 2 * columns)[..., ::2]
+        gy = torch.randn(*leading, rows)
+        ours, theirs = x.clone().requires_grad_(), x.clone().requires_grad_()
+        y = pruned(ours)
+        assert y.is_contiguous()
+        torch.testing.assert_close(y, plain(theirs), rtol=1e-5, atol=1e-5)
+        y.backward(gy)
+        plain(theirs).backward(gy)
+        torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-5, atol=1e-5)
+    run(taken)
+    assert plain.weight.grad is not None
+    torch.testing.assert_close(kept_gradient(pruned), plain.weight.grad * keep.view(rows, columns), rtol=1e-4, atol=1e-4)
+    if bias:
+        torch.testing.assert_close(pruned.bias.grad, plain.bias.grad, rtol=1e-4, atol=1e-4)
+
+
+def test_in_double_precision_the_gradient_is_the_derivative() -> None:
+    linear = nn.Linear(7, 5).double()
+    prune(linear, some(35, 0.4), True, {})
+
+    def value(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        return torch.func.functional_call(linear, {"weight": weight, "bias": bias}, x)
+
+    x = torch.randn(3, 7, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda x: linear(x), x)
+    y = value(x, linear.weight, linear.bias)
+    step = torch.randn_like(linear.weight) * 1e-6
+    y.sum().backward()
+    moved = value(x.detach(), linear.weight.detach() + step, linear.bias.detach())
+    assert linear.weight.grad is not None
+    torch.testing.assert_close((moved - y).sum().detach(), (linear.weight.grad * step).sum(), rtol=1e-6, atol=1e-12)
+
+
+@pytest.mark.parametrize("sparse", [True, False])
+def test_deferred_leaves_the_same_bits(sparse: bool) -> None:
+    """Whatever the memory happens to be aligned to, and however many tokens more than a block there are."""
+    made = [pair(24, 40, some(960, 0.2), sparse)[1] for _ in range(3)]
+    for which, linear in enumerate(made):
+        tape = WeightTape()
+        tape.deferred = which > 0
+        install(linear, tape)
+        for microbatch in range(3):
+            x = torch.randn(700, 40, generator=torch.Generator().manual_seed(microbatch))
+            shifted = torch.empty(700 * 40 + which)[which:].view(700, 40).copy_(x).requires_grad_()
+            linear(shifted).square().sum().backward()
+            if which == 1:
+                run(tape)
+        run(tape)
+    for other in made[1:]:
+        for ours, first in zip(other.parameters(), made[0].parameters(), strict=True):
+            assert ours.grad is not None
+            assert torch.equal(ours.grad, first.grad)  # pyright: ignore[reportArgumentType]
+
+
+def test_a_frozen_layer_still_gives_its_input_gradient() -> None:
+    plain, pruned = pair(6, 9, some(54, 0.5), True)
+    tape = WeightTape()
+    install(pruned, tape)
+    pruned.requires_grad_(False)
+    x, z = (torch.ones(4, 9, requires_grad=True) for _ in range(2))
+    pruned(x).sum().backward()
+    plain(z).sum().backward()
+    torch.testing.assert_close(x.grad, z.grad)
+    assert pruned.weight.grad is None
+    assert not tape.take()
+
+
+def test_moments_leave_with_their_weights() -> None:
+    linear: Any = SplitLinear(4, 3, bias=False)
+    weight = linear.weight.detach().clone()
+    first, second = some(12, 0.7), some(int(some(12, 0.7).sum()), 0.5, seed=1)
+    moments = {"exp_avg": weight * 2, "exp_avg_sq": weight.square(), "step": torch.tensor(3.0)}
+    sparse = prune(linear, first, True, moments)
+    sparse = prune(linear, second, True, sparse)
+    left = weight.flatten()[first][second]
+    assert torch.equal(survivors(linear), left)
+    assert linear.weight.shape == (1, len(left))
+    assert torch.equal(sparse["exp_avg"], 2 * left[None])
+    assert torch.equal(sparse["exp_avg_sq"], left.square()[None])
+    assert float(sparse["step"]) == 3
+
+    masked: Any = SplitLinear(4, 3, bias=False)
+    masked.weight = nn.Parameter(weight.clone())
+    dense = prune(masked, second, False, prune(masked, first, False, moments))
+    assert torch.equal(dense_weight(masked), dense_weight(linear))
+    assert torch.equal(dense["exp_avg"], 2 * dense_weight(linear))
+    # From under a mask into CSR, dropping nothing more.
+    again = prune(masked, torch.ones(len(left), dtype=torch.bool), True, dense)
+    assert isinstance(masked, SparseLinear)
+    assert torch.equal(masked.weight, linear.weight)
+    assert torch.equal(masked.col, linear.col)
+    assert torch.equal(again["exp_avg"], sparse["exp_avg"])
+
+
+def test_pruned_weights_stay_zero_under_adamw() -> None:
+    _, linear = pair(8, 8, some(64, 0.3), False)
+    adamw = torch.optim.AdamW(linear.parameters(), lr=0.1, fused=True)
+    for _ in range(3):
+        linear(torch.randn(5, 8)).square().sum().backward()
+        adamw.step()
+    assert isinstance(linear, MaskedLinear)
+    dropped = linear.weight[~linear.kept_mask]
+    assert not dropped.view(torch.int32).any(), "not even a negative zero"
+
+
+def test_memory_falls_with_the_weights() -> None:
+    linear = make_pruned(256, 256, 0.9, True)
+    held = [linear.weight, linear.crow, linear.col]
+    assert sum(t.nbytes for t in held) < 0.25 * 256 * 256 * 4  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def test_which_linears() -> None:
+    class Own(nn.Linear):
+        pass
+
+    module = nn.Sequential(nn.Linear(2, 2), nn.Embedding(3, 2), nn.Sequential(Own(2, 2), nn.Linear(2, 3)), nn.RMSNorm(3))
+    assert [name for name, _ in linears(module)] == ["0", "2.1"]
+    assert [name for name, _ in linears(nn.Linear(2, 2))] == [""]
+
+
+def test_conform_takes_the_form_of_others() -> None:
+    """On the meta device, as a layer is received; and again in another form as it comes back more pruned."""
+    source = nn.Sequential(nn.Linear(5, 4), nn.Linear(4, 3))
+    prune(source[0], some(20, 0.4), True, {})  # pyright: ignore[reportArgumentType]
+    prune(source[1], some(12, 0.9), False, {})  # pyright: ignore[reportArgumentType]
+    with torch.device("meta"):
+        target = nn.Sequential(nn.Linear(5, 4), nn.Linear(4, 3))
+    assert conform(target, dict(source.named_buffers())) == {"0.weight"}
+    assert [type(x) for x in target] == [SparseLinear, MaskedLinear]
+    assert {n for n, _ in target.named_buffers()} == {n for n, _ in source.named_buffers()}
+    assert [name for name, _ in dense_parameters(source)] == ["0.weight", "0.bias", "1.weight", "1.bias"]
+    assert {n: tuple(t.shape) for n, t in dense_parameters(source)}["0.weight"] == (4, 5)
+    with pytest.raises(ValueError, match="pruned weights do not return"):
+        conform(target, {})
+
+
+@pytest.mark.parametrize("damage", ["rows", "columns", "order", "count"])
+def test_conform_refuses_what_is_no_weight_of_it(damage: str) -> None:
+    linear = make_pruned(4, 5, 0.5, True)
+    crow, col = (t.clone() for t in linear.buffers())
+    if damage == "rows":
+        crow = torch.cat((crow, crow[-1:]))
+    elif damage == "columns":
+        col[0] = 5
+    elif damage == "order":
+        crow[1] = 11
+    else:
+        col = col[1:]
+    with pytest.raises(ValueError, match="weight is sparse, but not of 4 x 5"):
+        conform(nn.Linear(5, 4), {"crow": crow, "col": col})
+
+
+def test_moved_to_meta_it_keeps_nothing() -> None:
+    linear = make_pruned(6, 6, 0.5, True)
+    linear(torch.ones(2, 6, requires_grad=True)).sum().backward()
+    linear.to("meta")
+    assert isinstance(linear, SparseLinear)
+    assert linear._csr is None
+    assert linear._flipped is None
+
+
+def test_other_dtypes_are_refused() -> None:
+    linear = nn.Linear(2, 2, dtype=torch.bfloat16)
+    with pytest.raises(ValueError, match="float32 or float64 on CPU"):
+        prune(linear, torch.ones(4, dtype=torch.bool), True, {})
+
+
+def test_crossover_finds_where_sparse_wins(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With given times: sparse costs 3 times its share of the weights, so it wins from 2/3 on. Really timed: within [0, 1]."""
+
+    def given_times(linear: nn.Linear, tokens: int) -> tuple[float, float, float]:
+        dense = linear.out_features * linear.in_features
+        share = 3 * linear.weight.numel() / dense if isinstance(linear, SparseLinear) else 1.0
+        return share, share, share
+
+    with monkeypatch.context() as patch:
+        patch.setattr(sparse_linear, "seconds", given_times)
+        assert crossover(64, 64, 8) == pytest.approx(2 / 3, abs=1 / 64)
+    assert 0 < crossover(32, 32, 16) <= 1
+
+
+def test_seconds_leaves_the_layer_as_it_was() -> None:
+    linear: Any = make_pruned(8, 8, 0.5, True)
+    assert all(t > 0 for t in sparse_linear.seconds(linear, 4))
+    assert linear.tape is None
+    assert linear.weight.grad is None

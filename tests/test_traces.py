@@ -1,0 +1,50 @@
+"""The benchmark of the cost traces, in small: what it takes for granted about the traces, and that the figures stand."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks.traces import CASES, dense, in_blocks, pruned, row, summary, trace
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.mark.parametrize("blocks", [24, 48])
+def test_the_densities_are_those_that_the_trace_was_made_from(blocks: int) -> None:
+    """Sparse kernels pay from 75 % on: a half's W is its dense one times its density / 0.25, at most 1."""
+    densities = pruned(blocks, 2048, 1, 24)
+    for moment, layers in enumerate(trace("pruning", blocks, 2048)):
+        for layer, (cost, whole) in enumerate(zip(layers, dense(blocks, 2048), strict=True)):
+            assert cost.w == pytest.approx(whole.w * min(1.0, densities[moment][layer] / 0.25), abs=2e-5)
+        left = sum(x.parameters for x in layers) / sum(x.parameters for x in dense(blocks, 2048))
+        assert left == pytest.approx(1 - (0.0, 0.52, 0.79, 0.90)[moment // 6], abs=1e-6)
+
+
+@pytest.mark.parametrize(("case", "sequence"), CASES)
+def test_a_dense_block_is_the_traces_own(case: str, sequence: int) -> None:
+    block = in_blocks(dense(24, sequence))[-1]
+    if case != "sparse_attention":  # some moment has a block that trains and is not pruned
+        first = in_blocks(trace(case, 24, sequence)[0])[-1]
+        assert (first.f, first.b, first.w) == pytest.approx((block.f, block.b, block.w), abs=3e-5)
+    assert block.f == pytest.approx(1.0)
+    assert all(x.f <= block.f + 3e-5 for layers in trace(case, 24, sequence) for x in in_blocks(layers))
+
+
+@pytest.mark.parametrize(("case", "sequence"), CASES)
+def test_ours_is_near_the_optimum_and_no_less_than_the_usual(case: str, sequence: int) -> None:
+    found = row(case, sequence, 32, 16, stride=8)
+    gain = found["gain"]
+    assert found["share_of_optimum"] >= 0.98
+    assert gain["ours"] >= 0.99 * max(gain[name] for name in ("uniform", "parameters, static", "partition, time", "diffusion, time"))
+    assert gain["optimum of blocks"] <= gain["optimum of halves"] * (1 + 1e-9) <= gain["perfect"] * (1 + 2e-9)
+    assert gain["optimum of blocks"] <= found["bound"]
+    assert found["seconds"]["optimum of halves"] >= found["least_of_halves"]
+
+
+def test_the_document_shows_the_result_file() -> None:
+    rows = json.loads((ROOT / "benchmarks" / "results" / "traces.json").read_text())["rows"]
+    assert f"<!-- traces -->\n{summary(rows)}\n" in (ROOT / "docs" / "cases.md").read_text()
+    assert min(x["share_of_optimum"] for x in rows) >= 0.98
