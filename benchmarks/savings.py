@@ -1,0 +1,26 @@
+"""What each case truly saves: F, B and W seconds of a layer against dense, at several intensities, beside the ideal of the arithmetic.
+
+Joins `savings_pruning`, `savings_attention` and `savings_freezing`, each of which runs alone too and says in its docstring what it measures
+and what bounds it. One thread; medians of counted turns, sparse and dense alternating.
+"""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from benchmarks import savings_freezing
+from benchmarks.harness import main, run_ranks
+
+
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    sequence, rounds = options.sequence, options.rounds
+    return {
+        "pruning": run_ranks("benchmarks.savings_pruning:on_a_rank", 1, sequence=sequence, rounds=rounds, tokens=512),
+        "sparse_attention": run_ranks("benchmarks.savings_attention:on_a_rank", 1, rounds=rounds),
+        "freezing": savings_freezing.measure(sequence, rounds),
+    }
+
+
+if __name__ == "__main__":
+    main(__doc__ or "", measure, [("sequence", 2048, "tokens of a layer's microbatch"), ("rounds", 7, "counted turns of each side")])
