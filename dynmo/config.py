@@ -311,7 +311,7 @@ class Pruning(Section):
     start: Whole | None = None
     end: Whole | None = None
     every: Count | None = None
-    dense_below: Annotated[float | str, PlainValidator(_check_dense_below)] = 0.7
+    dense_below: Annotated[float | str, PlainValidator(_check_dense_below)] = 0.6
 
     def steps_of(self, steps: int) -> tuple[int, int, int]:
         """start, end, every in a run of so many steps."""

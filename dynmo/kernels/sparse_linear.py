@@ -159,18 +159,30 @@ def pack(x: Tensor) -> Tensor:
     x = x.reshape(-1, x.shape[-1])
     if x.is_cuda:
         return x.t().contiguous()
-    count = -(-len(x) // _PANEL)
-    tokens = -(-len(x) // max(1, count) // _VECTOR) * _VECTOR
-    if tokens * count > len(x):
-        x = functional.pad(x, (0, 0, 0, tokens * count - len(x)))
-    return x.view(count, tokens, x.shape[1]).transpose(1, 2).contiguous()
+    tokens = _panel(len(x))
+    packed = torch.empty(-(-len(x) // tokens), x.shape[1], tokens, dtype=x.dtype)
+    # Panel by panel: torch copies a plain transpose four times as fast as the same as one permutation of three dimensions.
+    for panel, part in zip(packed, x.split(tokens), strict=False):
+        if len(part) < tokens:
+            panel[:, len(part) :] = 0
+        panel[:, : len(part)].copy_(part.t())
+    return packed
 
 
 def unpack(packed: Tensor, shape: Sequence[int]) -> Tensor:
     """The inverse of `pack`, to [..., features] of this shape, contiguous."""
     if packed.is_cuda:
         return packed.t().contiguous().view(shape)
-    return packed.transpose(1, 2).reshape(-1, shape[-1])[: math.prod(shape[:-1])].contiguous().view(shape)
+    x = torch.empty(math.prod(shape[:-1]), shape[-1], dtype=packed.dtype)
+    for panel, part in zip(packed, x.split(packed.shape[2]), strict=False):
+        part.copy_(panel[:, : len(part)].t())
+    return x.view(shape)
+
+
+def _panel(tokens: int) -> int:
+    """Tokens of a panel: as few panels as can be, of equal length, in whole vectors."""
+    count = max(1, -(-tokens // _PANEL))
+    return max(1, -(-tokens // count // _VECTOR)) * _VECTOR
 
 
 def spmm(csr: Csr, values: Tensor, packed: Tensor) -> Tensor:
