@@ -30,7 +30,7 @@ from dynmo.models.model import Model
 from dynmo.runtime.clock import clock_for
 from dynmo.runtime.executor import SEND, WAIT, Executor, Outcome, mean_loss
 from dynmo.runtime.migrate import Arrival, Migration, exchange, fill
-from dynmo.runtime.optimizer import AdamWSettings, LayerOptimizer, clip_factor, squared_norm
+from dynmo.runtime.optimizer import LayerOptimizer, OptimizerSettings, clip_factor, squared_norm
 from dynmo.runtime.p2p import Transport
 from dynmo.runtime.profiler import Profiler, measure_links
 from dynmo.runtime.split_backward import Layer
@@ -83,7 +83,7 @@ class Pipeline:
         chunks: int | None = None,
         memory_limit: int | None = None,
         seed: int = 0,
-        optimizer: AdamWSettings | None = None,
+        optimizer: OptimizerSettings | None = None,
     ) -> None:
         self.world, self.model, self.partition = world, model, partition
         check_microbatches(schedule, world.size, microbatches)
@@ -91,7 +91,7 @@ class Pipeline:
         self._chunks, self._memory_limit = chunks, memory_limit
         self.placement = placement_of(schedule, world.size, chunks)
         self._check(partition)
-        self._settings = optimizer or AdamWSettings()
+        self._settings = optimizer or OptimizerSettings()
         self.clock = clock_for(world.device)
         self.profiler = Profiler(self.clock)
         if model.tied and self.placement[0] != self.placement[-1]:
@@ -233,10 +233,9 @@ class Pipeline:
             )
         scale = clip_factor(result.norm, max_norm)
         for index, optimizer in self._optimizers.items():
-            if index in self.frozen:
-                optimizer.drop_gradients()
-            else:
+            if index not in self.frozen:
                 optimizer.step(lr, scale)
+            optimizer.drop_gradients()
         self.profiler.observe(self._layers.values())
         return result
 

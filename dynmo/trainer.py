@@ -31,7 +31,7 @@ from dynmo.models.model import Model, load_model
 from dynmo.rebalance import Rebalancer
 from dynmo.report.trace import Tracer
 from dynmo.runtime import checkpoint
-from dynmo.runtime.optimizer import AdamWSettings
+from dynmo.runtime.optimizer import OptimizerSettings
 from dynmo.runtime.rendezvous import Rendezvous
 from dynmo.runtime.world import World, open_store
 
@@ -142,7 +142,7 @@ class Trainer:
             chunks=config.chunks,
             memory_limit=memory_limit(config, world.device),
             seed=config.seed,
-            optimizer=AdamWSettings(train.weight_decay, train.betas, train.eps),
+            optimizer=OptimizerSettings(weight_decay=train.weight_decay, betas=train.betas, eps=train.eps),
         )
         self._cases: list[Dynamism] = make_cases(config, model.layers)
         self._batches = self._open_data()

@@ -1,102 +1,273 @@
-"""AdamW with a parameter group per layer, and a gradient norm that does not depend on the placement.
+"""The optimizer of one layer, and a gradient norm that does not depend on the placement.
 
 Each layer has its own optimizer object, so its state travels with it, and a frozen layer is simply not stepped: no decay, no moments.
+
+    parameter (what computes)  -- float32: itself -->  source  -- a share of it -->  piece (what AdamW sees)
+                               -- lower:  `master` ->
+
+With ZeRO-1 a replica owns a share of each layer, cut at whole norm blocks; a parameter of lower precision has a float32 master.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
 # A squared norm is summed over blocks of this many elements, then over blocks in order: the same bits however a weight is sharded.
-NORM_BLOCK = 1 << 16
+NORM_BLOCK = 1 << 14
+_MASTER = "master"
 
 
 @dataclass(frozen=True)
-class AdamWSettings:
-    """Decoupled weight decay acts on matrices only (parameters of two or more dimensions)."""
+class OptimizerSettings:
+    """Weight decay acts on matrices only (parameters of two or more dimensions): decoupled in AdamW, added to the gradient in SGD."""
 
+    name: Literal["adamw", "sgd"] = "adamw"
     weight_decay: float = 0.1
     betas: tuple[float, float] = (0.9, 0.95)
     eps: float = 1e-8
+    momentum: float = 0.9
+
+
+@dataclass(frozen=True)
+class Share:
+    """Which of `count` equal parts of every layer's optimizer this process holds (ZeRO-1); the whole by default."""
+
+    index: int = 0
+    count: int = 1
+
+
+WHOLE = Share()
 
 
 def decays(parameter: Tensor) -> bool:
     return parameter.dim() >= 2
 
 
-class LayerOptimizer:
-    """AdamW over one layer. `shared` names parameters that another layer owns and updates (tied weights)."""
+def cut(sizes: Sequence[int], share: Share) -> list[tuple[int, int]]:
+    """Of parameters of so many elements, in order, the range of each that is in the share: contiguous over all, in whole norm blocks."""
+    blocks = [-(-size // NORM_BLOCK) for size in sizes]
+    total = sum(blocks)
+    first, last = (total * i // share.count for i in (share.index, share.index + 1))
+    out: list[tuple[int, int]] = []
+    start = 0
+    for size, count in zip(sizes, blocks, strict=True):
+        low, high = (min(size, NORM_BLOCK * max(0, end - start)) for end in (first, last))
+        out.append((low, high))
+        start += count
+    return out
 
-    def __init__(self, module: nn.Module, settings: AdamWSettings, shared: frozenset[str] = frozenset()) -> None:
+
+class LayerOptimizer:
+    """AdamW or SGD over one layer. `shared` names parameters that another layer owns and updates (tied weights).
+
+    A parameter that is not float32 is trained through a float32 master, which is `masters[name]` where given, else what the parameter says.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        settings: OptimizerSettings,
+        shared: frozenset[str] = frozenset(),
+        share: Share = WHOLE,
+        masters: Mapping[str, Tensor] | None = None,
+    ) -> None:
+        self._settings = settings
         self._named = {name: p for name, p in module.named_parameters() if name not in shared}
+        self.ranges = dict(zip(self._named, cut([p.numel() for p in self._named.values()], share), strict=True))
+        self._whole = share.count == 1
+        self._masters: dict[str, Tensor] = {}
+        self._pieces: dict[str, Tensor] = {}
+        for name, p in self._named.items():
+            if p.dtype in (torch.float32, torch.float64):
+                self._pieces[name] = p if self._whole else self._slice(name, p.detach())
+            else:
+                given = (masters or {}).get(name, p).detach().to(p.device, torch.float32)
+                self._masters[name] = self._pieces[name] = self._slice(name, given).clone()
+        # Those whose state the last step made: to take that step back is to have none.
+        self._fresh: frozenset[str] = frozenset()
+        self._kept: dict[str, tuple[Tensor, dict[str, Tensor]]] | None = None
+        self._torch = self._make()
+
+    def _slice(self, name: str, tensor: Tensor) -> Tensor:
+        """This share's part of a tensor of the parameter's shape: itself where the share is the whole, else flat."""
+        if self._whole:
+            return tensor
+        low, high = self.ranges[name]
+        return tensor.reshape(-1)[low:high]
+
+    def _make(self) -> torch.optim.Optimizer | None:
+        s = self._settings
+        owned = [(self._pieces[name], decays(p)) for name, p in self._named.items() if self._pieces[name].numel() or not p.numel()]
         groups = [
-            {"params": [p for p in self._named.values() if decays(p)], "weight_decay": settings.weight_decay},
-            {"params": [p for p in self._named.values() if not decays(p)], "weight_decay": 0.0},
+            {"params": [piece for piece, decay in owned if decay], "weight_decay": s.weight_decay},
+            {"params": [piece for piece, decay in owned if not decay], "weight_decay": 0.0},
         ]
         groups = [g for g in groups if g["params"]]
+        if not groups:
+            return None
         # lr is set at each step; fused runs the same arithmetic in one pass over the weights.
-        self._adamw = torch.optim.AdamW(groups, lr=0.0, betas=settings.betas, eps=settings.eps, fused=True) if groups else None
+        if s.name == "sgd":
+            return torch.optim.SGD(groups, lr=0.0, momentum=s.momentum, fused=True)
+        return torch.optim.AdamW(groups, lr=0.0, betas=s.betas, eps=s.eps, fused=True)
 
-    def step(self, lr: float, scale: float) -> None:
-        """Applies the gradients times `scale` (the clip factor), and drops them."""
-        if self._adamw is None:
+    # -- a step ---------------------------------------------------------------------------------------------------------------
+
+    def _gradients(self) -> dict[str, Tensor]:
+        """Of each piece that has one: in the dtype of the piece, in place of the parameter's own where that has the same."""
+        out: dict[str, Tensor] = {}
+        for name, p in self._named.items():
+            if p.grad is not None and self._pieces[name].numel():
+                out[name] = self._slice(name, p.grad).to(self._pieces[name].dtype)
+        return out
+
+    def step(self, lr: float, scale: float = 1.0) -> None:
+        """Applies the gradients times `scale` (the clip factor). They stay, multiplied: `drop_gradients` drops them."""
+        gradients = self._gradients()
+        if self._torch is None or not gradients:
             return
-        gradients = [p.grad for p in self._named.values() if p.grad is not None]
-        if gradients:
-            if scale != 1.0:
-                torch._foreach_mul_(gradients, scale)
-            for group in self._adamw.param_groups:
-                group["lr"] = lr
-            self._adamw.step()
-        self.drop_gradients()
+        if scale != 1.0:
+            torch._foreach_mul_(list(gradients.values()), scale)
+        self._fresh = frozenset(name for name in gradients if not self._torch.state.get(self._pieces[name]))
+        for name, piece in self._pieces.items():
+            piece.grad = gradients.get(name)
+        for group in self._torch.param_groups:
+            group["lr"] = lr
+        self._torch.step()
+        self._publish(gradients)
+
+    def _publish(self, names: Iterable[str]) -> None:
+        """Parameters of lower precision take what their masters say. With ZeRO-1, each in its own range."""
+        for name in names:
+            master = self._masters.get(name)
+            if master is not None:
+                self._slice(name, self._named[name].detach()).copy_(master)
 
     def drop_gradients(self) -> None:
-        for p in self._named.values():
-            p.grad = None
+        for name, p in self._named.items():
+            p.grad = self._pieces[name].grad = None
+
+    # -- taking it back (Zero Bubble, post-validation) ---------------------------------------------------------------------------
+
+    def keep(self) -> None:
+        """Copies all that the next `step` will change, for `restore`."""
+        self._kept = {name: (self._pieces[name].detach().clone(), self._state_copy(name)) for name in self._gradients()}
+
+    def _state_copy(self, name: str) -> dict[str, Tensor]:
+        state = {} if self._torch is None else self._torch.state.get(self._pieces[name], {})
+        return {key: value.clone() for key, value in state.items() if isinstance(value, Tensor)}
+
+    def forget(self) -> None:
+        """The last step stands."""
+        self._kept = None
+
+    def restore(self) -> None:
+        """Takes back the step since `keep`: the same bits as before it."""
+        assert self._kept is not None, "nothing was kept"
+        assert self._torch is not None or not self._kept
+        with torch.no_grad():
+            for name, (piece, state) in self._kept.items():
+                assert self._torch is not None
+                self._pieces[name].copy_(piece)
+                if state:
+                    self._torch.state[self._pieces[name]].update(state)
+                else:
+                    self._torch.state.pop(self._pieces[name], None)
+        self._publish(self._kept)
+        self._kept = None
+
+    def invert(self, lr: float) -> None:
+        """Takes back the last step, made with this lr and the gradients that are still there, by arithmetic: not the same bits, but no
+        copy (Zero Bubble, in-place rollback).
+
+            AdamW  u = lr (m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + eps);  p = (p + u) / (1 - lr wd)
+                   v = (v - (1 - b2) g^2) / b2;  m = (m - (1 - b1) g) / b1;  t = t - 1
+            SGD    p = p + lr b;  b = (b - g - wd p) / momentum
+        """
+        if self._torch is None:
+            return
+        done = self._gradients()
+        with torch.no_grad():
+            for name, gradient in done.items():
+                decay = self._settings.weight_decay if decays(self._named[name]) else 0.0
+                self._invert(name, self._pieces[name], gradient, lr, decay)
+        self._publish(done)
+
+    def _invert(self, name: str, piece: Tensor, g: Tensor, lr: float, decay: float) -> None:
+        assert self._torch is not None
+        s, state = self._settings, self._torch.state[piece]
+        if s.name == "sgd":
+            buffer = state.get("momentum_buffer")
+            if buffer is None:  # no momentum: the step was lr * (g + wd p)
+                piece.add_(g, alpha=lr).div_(1 - lr * decay)
+                return
+            piece.add_(buffer, alpha=lr)
+            buffer.sub_(g).sub_(piece, alpha=decay).div_(s.momentum)
+        else:
+            first, second, t = state["exp_avg"], state["exp_avg_sq"], state["step"]
+            b1, b2 = s.betas
+            count = float(t)
+            root = (second / (1 - b2**count)).sqrt_().add_(s.eps)
+            piece.addcdiv_(first, root, value=lr / (1 - b1**count)).div_(1 - lr * decay)
+            # Rounding may leave less than nothing of a square.
+            second.addcmul_(g, g, value=b2 - 1).div_(b2).clamp_(min=0)
+            first.sub_(g, alpha=1 - b1).div_(b1)
+            t.sub_(1)
+        if name in self._fresh:
+            self._torch.state.pop(piece, None)
+
+    # -- what moves and is saved -----------------------------------------------------------------------------------------------
 
     def state(self) -> dict[str, Tensor]:
-        """`parameter/moment` -> tensor, for those parameters that have been stepped."""
-        if self._adamw is None:
-            return {}
-        return {
+        """`parameter/moment` -> tensor of this share, for those parameters that have been stepped; and `parameter/master`."""
+        out = {f"{name}/{_MASTER}": master for name, master in self._masters.items() if master.numel()}
+        if self._torch is None:
+            return out
+        return out | {
             f"{name}/{key}": value
-            for name, p in self._named.items()
-            for key, value in self._adamw.state.get(p, {}).items()
+            for name, piece in self._pieces.items()
+            for key, value in self._torch.state.get(piece, {}).items()
             if isinstance(value, Tensor)
         }
 
-    def load(self, state: dict[str, Tensor]) -> None:
+    def load(self, state: Mapping[str, Tensor]) -> None:
         """The inverse of `state`; the optimizer takes the tensors as they are, on the device of their parameters."""
-        assert self._adamw is not None or not state
         for key, value in state.items():
             name, _, moment = key.rpartition("/")
-            assert self._adamw is not None
-            self._adamw.state[self._named[name]][moment] = value.to(self._named[name].device)
+            if moment == _MASTER:
+                self._masters[name].copy_(value)
+            else:
+                assert self._torch is not None
+                self._torch.state[self._pieces[name]][moment] = value.to(self._named[name].device)
 
     @property
     def state_bytes(self) -> int:
-        """What AdamW keeps for the parameters that train: two moments each (and whatever frozen ones left)."""
+        """What is kept for the parameters that train: moments, masters (and whatever frozen ones left)."""
         held = sum(t.nbytes for t in self.state().values())
-        coming = sum(2 * p.nbytes for p in self._named.values() if p.requires_grad and p not in (self._adamw.state if self._adamw else {}))
-        return held + coming
+        moments = 2 if self._settings.name == "adamw" else int(self._settings.momentum > 0)
+        waiting = [n for n, p in self._named.items() if p.requires_grad and not (self._torch and self._torch.state.get(self._pieces[n]))]
+        return held + sum(moments * self._pieces[name].nbytes for name in waiting)
 
 
 def squared_norm(gradients: Iterable[Tensor | None]) -> float:
     """Sum of squares in float64 over fixed blocks, in the order given."""
+    return fold_blocks(block for gradient in gradients if gradient is not None for block in block_sums(gradient))
+
+
+def fold_blocks(blocks: Iterable[float]) -> float:
+    """The sums of blocks, added one by one: a tensor's own sum would be rounded in an order that depends on how many there are."""
     total = 0.0
-    for gradient in gradients:
-        if gradient is not None:
-            for block in _blocks(gradient):
-                total += block
+    for block in blocks:
+        total += block
     return total
 
 
-def _blocks(gradient: Tensor) -> list[float]:
-    """Each block's sum. They are added one by one: a tensor's own sum would be rounded in an order that depends on how many there are."""
+def block_sums(gradient: Tensor) -> list[float]:
+    """The sum of squares of each norm block of a gradient, or of a part of one that begins at a block."""
     flat = gradient.detach().reshape(-1).float()
     whole = flat.numel() // NORM_BLOCK * NORM_BLOCK
     sums = [flat[:whole].view(-1, NORM_BLOCK).square().sum(1)] if whole else []

@@ -24,7 +24,7 @@ from dynmo.runtime import checkpoint
 from dynmo.runtime.clock import HostClock
 from dynmo.runtime.executor import Executor, mean_loss
 from dynmo.runtime.migrate import Arrival, contents, exchange, fill
-from dynmo.runtime.optimizer import AdamWSettings, LayerOptimizer
+from dynmo.runtime.optimizer import LayerOptimizer, OptimizerSettings
 from dynmo.runtime.p2p import Transport
 from dynmo.runtime.profiler import measure_links
 from dynmo.runtime.split_backward import Layer
@@ -228,7 +228,7 @@ class Held:
         self.modules = self.model.build(frozenset(own))
         for index in range(0, self.model.layers, 3):
             self.modules[index].requires_grad_(False)
-        self.optimizers = {i: LayerOptimizer(self.modules[i], AdamWSettings()) for i in own}
+        self.optimizers = {i: LayerOptimizer(self.modules[i], OptimizerSettings()) for i in own}
 
     def train(self, step: int) -> None:
         """Gradients from nowhere, one update, and gradients left behind."""
@@ -239,6 +239,7 @@ class Held:
                     p.grad = torch.randn(p.shape, generator=random) if p.requires_grad else None
                 if not last:
                     optimizer.step(0.1, 1.0)
+                    optimizer.drop_gradients()
 
     def fingerprints(self) -> dict[int, Any]:
         return {i: fingerprint(self.modules[i], o) for i, o in self.optimizers.items()}
@@ -257,7 +258,7 @@ class Held:
                     del self.optimizers[move.layer]
             for arrival in arrivals:
                 state = fill(self.modules[arrival.layer], arrival.tensors, arrival.flags)
-                self.optimizers[arrival.layer] = LayerOptimizer(self.modules[arrival.layer], AdamWSettings())
+                self.optimizers[arrival.layer] = LayerOptimizer(self.modules[arrival.layer], OptimizerSettings())
                 self.optimizers[arrival.layer].load(state)
 
         migration = exchange(self.world, plan, leaving or self.leaving, adopt)

@@ -8,11 +8,24 @@ from itertools import pairwise
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
 
-from dynmo.runtime.optimizer import NORM_BLOCK, AdamWSettings, LayerOptimizer, clip_factor, decays, squared_norm
+from dynmo.runtime.optimizer import (
+    NORM_BLOCK,
+    LayerOptimizer,
+    OptimizerSettings,
+    Share,
+    block_sums,
+    clip_factor,
+    cut,
+    decays,
+    fold_blocks,
+    squared_norm,
+)
 
-SETTINGS = AdamWSettings(weight_decay=0.2, betas=(0.8, 0.9), eps=1e-6)
+SETTINGS = OptimizerSettings(weight_decay=0.2, betas=(0.8, 0.9), eps=1e-6)
 
 
 def layers() -> list[nn.Module]:
@@ -61,7 +74,9 @@ def test_equals_torch_over_the_whole_model() -> None:
     assert same_bits(ours, theirs)
     for a, b in zip((p for m in ours for p in m.parameters()), (p for m in plain for p in m.parameters()), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
-    assert all(p.grad is None for m in ours for p in m.parameters()), "a step drops the gradients"
+    for optimizer in optimizers:
+        optimizer.drop_gradients()
+    assert all(p.grad is None for m in ours for p in m.parameters())
 
 
 def test_the_scale_multiplies_the_gradients() -> None:
@@ -197,3 +212,127 @@ def test_clip_factor() -> None:
     factor = clip_factor(math.sqrt(squared_norm(gradients)), 0.5)
     for p, g in zip(parameters, gradients, strict=True):
         torch.testing.assert_close(p.grad, g * factor)
+
+
+# -- shares (ZeRO-1), masters, taking back -----------------------------------------------------------------------------------
+
+BOTH = [OptimizerSettings(weight_decay=0.2, betas=(0.8, 0.9), eps=1e-6), OptimizerSettings("sgd", weight_decay=0.2, momentum=0.7)]
+PLAIN_SGD = OptimizerSettings("sgd", weight_decay=0.2, momentum=0.0)
+
+
+def large() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(150, 333), nn.LayerNorm(7), nn.Linear(130, 401, bias=False))
+
+
+@given(st.lists(st.integers(0, 5 * NORM_BLOCK), max_size=6), st.integers(1, 5))
+def test_shares_are_whole_blocks_and_even(sizes: list[int], count: int) -> None:
+    shares = [cut(sizes, Share(i, count)) for i in range(count)]
+    held = [0] * count
+    for which, size in enumerate(sizes):
+        at = 0
+        for i in range(count):
+            low, high = shares[i][which]
+            if low < high:
+                assert low == at
+                assert low % NORM_BLOCK == 0
+                at = high
+                held[i] += -(-(high - low) // NORM_BLOCK)
+        assert at == size
+    assert max(held) - min(held) <= 1
+
+
+@pytest.mark.parametrize("settings", BOTH)
+@pytest.mark.parametrize("count", [2, 3])
+def test_shares_leave_the_bits_of_the_whole(settings: OptimizerSettings, count: int) -> None:
+    whole_module, shared_module = large(), large()
+    one = LayerOptimizer(whole_module, settings)
+    parts = [LayerOptimizer(shared_module, settings, share=Share(i, count)) for i in range(count)]
+    for step in range(4):
+        give([whole_module], step)
+        give([shared_module], step)
+        gradients = [p.grad for p in shared_module.parameters() if p.grad is not None]
+        assert fold_blocks(
+            b
+            for name, g in zip(parts[0].ranges, gradients, strict=True)
+            for o in parts
+            for b in block_sums(g.reshape(-1)[slice(*o.ranges[name])])
+        ) == squared_norm(gradients)
+        one.step(0.1, 0.9)
+        for part in parts:
+            part.step(0.1, 0.9)
+    assert same_bits([whole_module], [shared_module])
+    assert sum(part.state_bytes for part in parts) >= one.state_bytes
+    assert max(part.state_bytes for part in parts) < one.state_bytes
+
+
+@pytest.mark.parametrize("settings", [*BOTH, PLAIN_SGD])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("first", [True, False])
+def test_restore_is_exact_and_invert_is_near(settings: OptimizerSettings, dtype: torch.dtype, first: bool) -> None:
+    """A step taken back and made again with another scale leaves what the other scale alone leaves."""
+    plain, kept, inverted = (large().to(dtype) for _ in range(3))
+    optimizers = [LayerOptimizer(m, settings) for m in (plain, kept, inverted)]
+    for module in (plain, kept, inverted):
+        for p in module.parameters():
+            p.grad_dtype = torch.float32
+
+    def gradients(step: int) -> None:
+        for module in (plain, kept, inverted):
+            give([module], step)
+
+    if not first:
+        gradients(0)
+        for optimizer in optimizers:
+            optimizer.step(0.01)
+    gradients(1)
+    before = {key: value.clone() for key, value in optimizers[1].state().items()}
+    optimizers[1].keep()
+    optimizers[1].step(0.01)
+    optimizers[1].restore()
+    assert set(optimizers[1].state()) == set(before)
+    assert all(torch.equal(value, before[key]) for key, value in optimizers[1].state().items())
+    assert same_bits([kept], [plain])
+    optimizers[2].step(0.01)
+    optimizers[2].invert(0.01)
+    assert set(optimizers[2].state()) == set(before)
+    for optimizer in optimizers:
+        optimizer.step(0.01, 0.5)
+    assert same_bits([plain], [kept])
+    for a, b in zip(plain.parameters(), inverted.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5 if dtype is torch.float32 else 1e-2, atol=1e-6 if dtype is torch.float32 else 1e-3)
+
+
+def test_a_master_takes_steps_too_small_for_its_parameter() -> None:
+    module = nn.Linear(4, 4)
+    nn.init.ones_(module.weight)
+    masters = {name: p.detach().clone() for name, p in module.named_parameters()}
+    module.to(torch.bfloat16)
+    optimizer = LayerOptimizer(module, OptimizerSettings(weight_decay=0.0), masters=masters)
+    for p in module.parameters():
+        p.grad_dtype = torch.float32
+    for _ in range(100):
+        for p in module.parameters():
+            p.grad = torch.ones(p.shape)
+        optimizer.step(1e-4)
+    torch.testing.assert_close(optimizer.state()["weight/master"], torch.full((4, 4), 0.99), rtol=1e-4, atol=0)
+    assert torch.equal(module.weight.detach(), optimizer.state()["weight/master"].bfloat16())
+    again = LayerOptimizer(module, OptimizerSettings())
+    again.load(optimizer.state())
+    assert torch.equal(again.state()["weight/master"], optimizer.state()["weight/master"])
+
+
+def test_in_place_over_two_hundred_rollbacks() -> None:
+    """Each step is first made, taken back by arithmetic, and made again clipped: the drift stays at rounding."""
+    settings = OptimizerSettings(weight_decay=0.1)
+    exact, near = large(), large()
+    one, other = LayerOptimizer(exact, settings), LayerOptimizer(near, settings)
+    for step in range(200):
+        give([exact], step)
+        give([near], step)
+        one.step(1e-3, 0.5)
+        other.step(1e-3)
+        other.invert(1e-3)
+        other.step(1e-3, 0.5)
+    for a, b in zip(exact.parameters(), near.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4)
