@@ -35,6 +35,7 @@ from dynmo.runtime.p2p import Transport
 from dynmo.runtime.profiler import Profiler, measure_links
 from dynmo.runtime.split_backward import Layer
 from dynmo.runtime.stage import Stage
+from dynmo.runtime.tied import TiedWeights
 from dynmo.runtime.world import World
 from dynmo.schedule.bound import Objective
 from dynmo.schedule.catalogue import check_microbatches, entry, make, placement_of
@@ -94,10 +95,6 @@ class Pipeline:
         self._settings = optimizer or OptimizerSettings()
         self.clock = clock_for(world.device)
         self.profiler = Profiler(self.clock)
-        if model.tied and self.placement[0] != self.placement[-1]:
-            raise PartitionError(
-                "tied embeddings need first and last layer on one rank; take a V-shaped schedule, one rank, or model.tied = false"
-            )
         own = [index for stage in self.own_stages for index in partition.range_of(stage)]
         self._modules = model.build(frozenset(own))
         # Which parameters of a frozen layer trained before, so that it can thaw.
@@ -108,7 +105,9 @@ class Pipeline:
         self._optimizers: dict[int, LayerOptimizer] = {}
         for index in own:
             self._adopt(index, self._modules[index].to(world.device), {})
-        self._tie()
+        self._tied = TiedWeights(world, model.tied, self.rank_of, self._modules)
+        self._tied.join()
+        self._tied.publish({})
         # Between the ranks of a pair, the lower first, that hold neighbouring stages.
         self.links: dict[tuple[int, int], LinkCost] = measure_links(world, self._pairs())
         # What the next schedule is made from; None until something is measured.
@@ -166,18 +165,6 @@ class Pipeline:
         self._optimizers[index].load({name: t for name, t in optimizer_state.items() if not name.startswith(_KEPT)})
         self._kept[index] = {name.removeprefix(_KEPT): t.cpu() for name, t in optimizer_state.items() if name.startswith(_KEPT)}
 
-    def _tie(self) -> None:
-        """A tied parameter shares the memory of its owner and keeps a gradient of its own: the gradient is the sum of the uses' sums."""
-        for (owner, owner_name), (user, name) in self.model.tied:
-            self._modules[user].get_parameter(name).data = self._modules[owner].get_parameter(owner_name).data
-
-    def _merge_tied(self) -> None:
-        for (owner, owner_name), (user, name) in self.model.tied:
-            used, owned = self._modules[user].get_parameter(name), self._modules[owner].get_parameter(owner_name)
-            if owned.grad is not None and used.grad is not None:
-                owned.grad = used.grad + owned.grad
-            used.grad = None
-
     # -- training -----------------------------------------------------------------------------------------------------------
 
     def _relower(self) -> None:
@@ -224,7 +211,7 @@ class Pipeline:
 
     def update(self, step: int, outcome: Outcome, *, lr: float, max_norm: float = 0.0, flag: bool = False) -> StepResult:
         """The second half of `step`: what the ranks must agree on, clipping, AdamW."""
-        self._merge_tied()
+        self._tied.merge()
         result = self._reduce(outcome, flag)
         if not math.isfinite(result.loss) or not math.isfinite(result.norm):
             self.discard()
@@ -236,6 +223,7 @@ class Pipeline:
             if index not in self.frozen:
                 optimizer.step(lr, scale)
             optimizer.drop_gradients()
+        self._tied.publish(self._thawed)
         self.profiler.observe(self._layers.values())
         return result
 
@@ -349,6 +337,7 @@ class Pipeline:
 
         migration = exchange(world, plan, leaving, adopt)
         self.partition = partition
+        self._tied.join()
         self.profiler.forget(move.layer for move in plan)
         self._relower()
         return migration
@@ -381,7 +370,7 @@ class Pipeline:
         kept = self._kept[layer]
         self._adopt(layer, self._modules[layer], dict(moments))
         self._kept[layer] = kept
-        self._tie()
+        self._tied.join()
         self._relower()
 
     def layer_state(self, index: int) -> dict[str, Tensor]:
@@ -537,7 +526,7 @@ class Pipeline:
                     "config's model; resume with the config that the run was started with"
                 )
         self._adopt(index, self._modules[index], fill(self._modules[index], tensors, flags))
-        self._tie()
+        self._tied.join()
         self._relower()
 
 

@@ -91,14 +91,6 @@ def test_a_tied_weight_freezes_with_its_owner() -> None:
     assert torch.equal(head.get_parameter("logits.weight"), made.own_layers[0][0].get_parameter("tokens.weight"))
 
 
-def test_tied_layers_need_one_rank() -> None:
-    world = alone()
-    world.size = 2
-    model = load_model(parse({"model": {"blocks": 1, "hidden": 16, "heads": 2, "tied": True}}))
-    with pytest.raises(PartitionError, match="tied embeddings need first and last layer on one rank"):
-        Pipeline(world, model, Partition((2, 2)), schedule="1f1b", microbatches=2)
-
-
 def test_freezing() -> None:
     made = gpt()
     before = weights(made)

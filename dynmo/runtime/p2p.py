@@ -36,6 +36,7 @@ TAG_HEADERS = 1 << 19
 TAG_LINKS = 1 << 20
 TAG_MIGRATE = 1 << 21
 TAG_TRACE = 1 << 22
+TAG_TIED = 1 << 23
 
 _HEADER = 64  # int64 numbers: count, then per tensor dtype, dimensions, sizes
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32, torch.uint8, torch.bool, torch.int8)
