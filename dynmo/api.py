@@ -71,6 +71,7 @@ class Pipeline:
 
     Every method is called on every rank, with the same arguments. `partition` counts the layers of each stage; which rank holds which stage
     is the schedule's: one each, or several (`chunks`). memory_limit: bytes per rank, for schedules that are made within one.
+    compiles: torch.compile runs the layers (`kernels/compiling.py`).
     """
 
     def __init__(
@@ -85,6 +86,7 @@ class Pipeline:
         memory_limit: int | None = None,
         seed: int = 0,
         optimizer: OptimizerSettings | None = None,
+        compiles: bool = False,
     ) -> None:
         self.world, self.model, self.partition = world, model, partition
         check_microbatches(schedule, world.size, microbatches)
@@ -92,7 +94,7 @@ class Pipeline:
         self._chunks, self._memory_limit = chunks, memory_limit
         self.placement = placement_of(schedule, world.size, chunks)
         self._check(partition)
-        self._settings = optimizer or OptimizerSettings()
+        self._settings, self._compiles = optimizer or OptimizerSettings(), compiles
         self.clock = clock_for(world.device)
         self.profiler = Profiler(self.clock)
         own = [index for stage in self.own_stages for index in partition.range_of(stage)]
@@ -160,7 +162,7 @@ class Pipeline:
     def _adopt(self, index: int, module: nn.Module, optimizer_state: dict[str, Tensor]) -> None:
         shared = frozenset(name for _, (layer, name) in self.model.tied if layer == index)
         self._modules[index] = module
-        self._layers[index] = Layer(index, module, self.clock, self._seed)
+        self._layers[index] = Layer(index, module, self.clock, self._seed, self._compiles)
         self._optimizers[index] = LayerOptimizer(module, self._settings, shared)
         self._optimizers[index].load({name: t for name, t in optimizer_state.items() if not name.startswith(_KEPT)})
         self._kept[index] = {name.removeprefix(_KEPT): t.cpu() for name, t in optimizer_state.items() if name.startswith(_KEPT)}

@@ -202,7 +202,8 @@ class Data(Section):
 
 class Train(Section):
     """`global_batch` and `micro_batch` are sequences per step (over all replicas) and per microbatch; `max_grad_norm` 0 clips nothing;
-    `eval_every` 0 never evaluates; `warmup` counts steps."""
+    `eval_every` 0 never evaluates; `warmup` counts steps; `compile`: torch.compile runs the layers between their linears;
+    `deterministic`: on CUDA only kernels that give the same bits in every run."""
 
     steps: Count = 100
     global_batch: Count = 32
@@ -219,6 +220,8 @@ class Train(Section):
     clip_scope: Annotated[str, _word(("global",), ("local",))] = "global"
     precision: Annotated[str, _word(("float32",), ("bfloat16", "float16"))] = "float32"
     reduction_slots: Count | None = None
+    compile: bool = False
+    deterministic: bool = False
     eval_every: Whole = 0
     eval_batches: Count = 4
 

@@ -109,6 +109,10 @@ def run(config: Config, rendezvous: Rendezvous, folder: Path | None, resume: boo
         )
     torch.set_num_threads(config.parallel.threads)
     device = device_for(config, rendezvous.local_rank)
+    if config.train.deterministic and device.type == "cuda":
+        # Before the first product: cuBLAS reads it once. On CPU, with a fixed number of threads, all that runs here is deterministic.
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
     model = load_model(config)
     world = World.join(
         open_store(rendezvous, config.parallel.timeout), rendezvous.rank, rendezvous.size, device=device, timeout=config.parallel.timeout
@@ -143,6 +147,7 @@ class Trainer:
             memory_limit=memory_limit(config, world.device),
             seed=config.seed,
             optimizer=OptimizerSettings(weight_decay=train.weight_decay, betas=train.betas, eps=train.eps),
+            compiles=train.compile,
         )
         self._cases: list[Dynamism] = make_cases(config, model.layers)
         self._batches = self._open_data()
@@ -238,7 +243,7 @@ class Trainer:
         inputs = targets = None
         if self._batches is not None:
             pairs = [self._batches.held_out(i) for i in range(count)]
-            inputs, targets = (torch.stack(x).to(self.world.device) for x in zip(*pairs, strict=True))
+            inputs, targets = (self._to_device(torch.stack(x)) for x in zip(*pairs, strict=True))
         self._emit(EvalEvent(step - 1, now(), self.pipeline.evaluate(inputs, targets, count)))
 
     # -- data -----------------------------------------------------------------------------------------------------------------
@@ -261,7 +266,12 @@ class Trainer:
         if self._batches is None:
             return None, None
         inputs, targets = self._batches.train(step)
-        return inputs.to(self.world.device), targets.to(self.world.device)
+        return self._to_device(inputs), self._to_device(targets)
+
+    def _to_device(self, tensor: Tensor) -> Tensor:
+        """From pinned memory the copy runs beside what the device computes."""
+        device = self.world.device
+        return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
     # -- checkpoints ------------------------------------------------------------------------------------------------------------
 

@@ -112,6 +112,19 @@ def test_tied_embeddings(pool: Pool, ranks: int, schedule: str) -> None:
     assert _tied_reference(pool)["digest"] != _deeper_reference(pool, True)["digest"], "tied is not untied"
 
 
+def test_compiled_layers(pool: Pool) -> None:
+    """torch.compile rounds otherwise than eager arithmetic, and the same wherever a layer is."""
+    results: dict[tuple[int, bool], dict[str, Any]] = {}
+    for ranks, compiles in ((1, False), (1, True), (2, True)):
+        wanted = config(ranks, "zb-h1", BALANCERS["random"], False, False)
+        wanted["model"] |= {"kind": "python:tests.models.user_model:halves", "sequence": 16}
+        wanted["train"] |= {"compile": compiles, "steps": 3}
+        wanted["parallel"]["timeout"] = 200.0  # the first step waits for the compiler
+        results[ranks, compiles] = pool.run("train", ranks, config=wanted, timeout=400.0)[0]
+    assert results[1, True]["digest"] == results[2, True]["digest"] != results[1, False]["digest"]
+    assert results[1, True]["losses"] == pytest.approx(results[1, False]["losses"], rel=1e-4)
+
+
 def test_what_changes_the_digest(pool: Pool) -> None:
     """The digest is no constant: freezing, clipping, dropout and the seed each change it."""
     digests = [_reference(pool, freezing, clipping)["digest"] for freezing, clipping in product((False, True), repeat=2)]

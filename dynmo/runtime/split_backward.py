@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from dynmo.kernels.compiling import compiled
 from dynmo.kernels.seeds import seed_forward
 from dynmo.kernels.split import WeightTape, WeightWork, install
 from dynmo.runtime.clock import Clock
@@ -24,10 +25,11 @@ Tensors = tuple[Tensor, ...]
 class Layer:
     """One layer of the model on this rank: its module, what its microbatches in flight keep, and how long its ops took.
 
-    `index` is global. `loss`, on the model's last layer, turns the output and the targets into the scalar that is differentiated.
+    `index` is global; `compiles`: torch.compile runs what lies between its linears. `loss`, on the model's last layer, turns the output and
+    the targets into the scalar that is differentiated.
     """
 
-    def __init__(self, index: int, module: nn.Module, clock: Clock, seed: int) -> None:
+    def __init__(self, index: int, module: nn.Module, clock: Clock, seed: int, compiles: bool = False) -> None:
         self.index, self.module = index, module
         self._clock, self._seed = clock, seed
         self._saved: dict[int, tuple[Tensors, Tensors]] = {}
@@ -40,6 +42,7 @@ class Layer:
         self.tape = WeightTape()
         self.tape.run = self._timed
         install(module, self.tape)
+        self._run: Callable[..., Any] = compiled(module) if compiles else module
 
     def _timed(self, work: WeightWork) -> None:
         start = self._clock.mark()
@@ -71,7 +74,7 @@ class Layer:
         return outputs
 
     def _call(self, inputs: Tensors, finish: Callable[[Tensor], Tensor] | None) -> Tensors:
-        out = self.module(*inputs)
+        out = self._run(*inputs)
         if finish is not None:
             out = finish(out)
         return (out,) if isinstance(out, Tensor) else tuple(out)

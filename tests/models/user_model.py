@@ -6,6 +6,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from dynmo.models.gpt import FeedForwardHalf
+
 
 class Scaled(nn.Module):
     """A frozen part, a buffer, a weight without dimensions, and two inputs and outputs."""
@@ -77,3 +79,8 @@ def broken() -> list[nn.Module]:
 
 
 number = 3
+
+
+def halves() -> list[nn.Module]:
+    """Layers of a GPT, one class of them."""
+    return [nn.Embedding(256, 32), *(FeedForwardHalf(32, 0.2, 0.2, dropout=0.1) for _ in range(3)), nn.Linear(32, 256)]

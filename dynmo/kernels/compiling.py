@@ -1,0 +1,69 @@
+"""torch.compile of a layer, in the pieces between what splits its backward.
+
+A split linear's backward leaves work on a tape, which a compiler would trace away. So these modules stay as they are, and what lies between
+them (norms, rotary positions, gates) is compiled, forward and backward: B is faster, W is what it was.
+
+    compiled | linear | compiled | linear | compiled            (one half of a block)
+
+Compiled arithmetic is rounded otherwise than eager arithmetic, but the same on every rank: a run has one digest, and not the eager run's.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from dynmo.errors import ConfigError
+from dynmo.kernels.hash_attention import Dropped, Hashed
+from dynmo.kernels.split import Split
+
+# A layer's code is compiled anew for each dtype, for training and evaluation, and with parts of it frozen: a dozen or two.
+_MOST = 64
+
+
+def compiled(module: nn.Module) -> Callable[..., Any]:
+    """What to call in the module's place. Raises ConfigError where this machine has nothing to compile with."""
+    _check(next((p.device for p in module.parameters()), torch.device("cpu")))
+    for kind in {type(child) for child in module.modules() if isinstance(child, Split)}:
+        _leave_out(kind, "forward")
+    for kind in (Hashed, Dropped):
+        _leave_out(kind, "__call__")
+    # Of torch's own making: as its compiler is imported, and when it looks at what a linear between two pieces hands on.
+    for message in ("`torch.jit.script_method` is deprecated", "The .grad attribute of a Tensor that is not a leaf"):
+        warnings.filterwarnings("ignore", message)
+    import torch._dynamo.config as dynamo  # takes a second, which only those who compile shall wait for
+    import torch._inductor.config as inductor
+
+    # One layer that silently fell back to eager arithmetic would give another digest than its twin on another rank.
+    dynamo.recompile_limit, dynamo.fail_on_recompile_limit_hit = _MOST, True  # pyright: ignore[reportAttributeAccessIssue]
+    inductor.compile_threads = torch.get_num_threads()  # a rank's own cores, not the machine's
+    inductor.fallback_random = True  # dropout draws from torch's own streams, which are keyed by layer and microbatch
+    return torch.compile(module, dynamic=False)
+
+
+def _leave_out(kind: type, name: str) -> None:
+    """Has the compiler step around a method, where its class defines it; without a compiler nothing changes."""
+    owner = next(base for base in kind.__mro__ if name in vars(base))
+    method = vars(owner)[name]
+    if not getattr(method, "_torchdynamo_disable", False):
+        setattr(owner, name, torch.compiler.disable(method))
+
+
+def _check(device: torch.device) -> None:
+    if device.type == "cuda":
+        from torch.utils._triton import has_triton
+
+        if not has_triton():
+            raise ConfigError("train.compile = true needs Triton on CUDA; install it, or set train.compile = false")
+        return
+    from torch._inductor.cpp_builder import get_cpp_compiler
+    from torch._inductor.exc import InvalidCxxCompiler
+
+    try:
+        get_cpp_compiler()
+    except InvalidCxxCompiler:
+        raise ConfigError("train.compile = true needs a C++ compiler on CPU (g++ or clang++); install one, or set it to false") from None

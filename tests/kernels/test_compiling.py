@@ -1,0 +1,47 @@
+"""A compiled layer computes what the layer does, and still leaves its weight gradients on the tape."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from dynmo.errors import ConfigError
+from dynmo.kernels.split import SplitLinear
+from dynmo.models.gpt import FeedForwardHalf
+from dynmo.runtime.clock import HostClock
+from dynmo.runtime.split_backward import Layer
+
+
+def test_a_compiled_half() -> None:
+    torch.manual_seed(0)
+    sides = [FeedForwardHalf(32, 0.02, 0.02, dropout=0.1) for _ in range(2)]
+    sides[1].load_state_dict(sides[0].state_dict())
+    layers = [Layer(0, module, HostClock(), 0, compiles) for module, compiles in zip(sides, (False, True), strict=True)]
+    x, gy = torch.randn(2, 16, 32), torch.randn(2, 16, 32)
+    results: list[list[torch.Tensor]] = []
+    for layer, module in zip(layers, sides, strict=True):
+        (y,) = layer.forward(0, (x,), 0, True, True, None)
+        (gx,) = layer.backward_input(0, (gy,), deferred=True)
+        assert module.down.weight.grad is None, "W comes later"
+        layer.backward_weight(0)
+        results.append([y, gx, *(p.grad for p in module.parameters() if p.grad is not None)])
+    assert len(results[0]) == 5
+    for a, b in zip(*results, strict=True):
+        torch.testing.assert_close(a, b)
+    assert layers[0].activation_bytes > 0
+    # Compiled, less is kept: what lies between the linears is computed again.
+    assert 0 < layers[1].activation_bytes <= layers[0].activation_bytes
+    assert isinstance(sides[1].down, SplitLinear)
+
+
+def test_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch._inductor import cpp_builder
+    from torch._inductor.exc import InvalidCxxCompiler
+
+    def missing() -> str:
+        raise InvalidCxxCompiler
+
+    monkeypatch.setattr(cpp_builder, "get_cpp_compiler", missing)
+    with pytest.raises(ConfigError, match=r"train.compile = true needs a C\+\+ compiler"):
+        Layer(0, nn.Linear(2, 2), HostClock(), 0, True)
