@@ -12,31 +12,38 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
 
 from dynmo.balance.balancers import BalanceRequest
-from dynmo.balance.partition import Cost, Move, Partition, moves
+from dynmo.balance.partition import Cost, Move, Partition, moves, uniform
 from dynmo.balance.placed import Make, frozen_stages
+from dynmo.config import slots_fit
 from dynmo.costs import Costs, LayerCost, LinkCost, elide, stage_costs
-from dynmo.errors import CheckpointError, PartitionError, RunError
+from dynmo.errors import CheckpointError, ConfigError, PartitionError, RunError
 from dynmo.kernels.sparse_linear import conform, dense_parameters
 from dynmo.memory import live_limits
 from dynmo.models.model import Model
 from dynmo.runtime.clock import clock_for
 from dynmo.runtime.executor import SEND, WAIT, Executor, Outcome, mean_loss
+from dynmo.runtime.mesh import FirstReplica, arrange
 from dynmo.runtime.migrate import Arrival, Migration, exchange, fill
-from dynmo.runtime.optimizer import LayerOptimizer, OptimizerSettings, clip_factor, squared_norm
+from dynmo.runtime.optimizer import WHOLE, LayerOptimizer, OptimizerSettings, Share, clip_factor, squared_norm
 from dynmo.runtime.p2p import Transport
 from dynmo.runtime.profiler import Profiler, measure_links
+from dynmo.runtime.reduce import Reducer, Shared, gather_parameters, reduce_gradients, shares_of, squared_norms
+from dynmo.runtime.reshape import holders, transfers
+from dynmo.runtime.slots import Slots
 from dynmo.runtime.split_backward import Layer
 from dynmo.runtime.stage import Stage
 from dynmo.runtime.tied import TiedWeights
 from dynmo.runtime.world import World
+from dynmo.runtime.zero import cut_state, whole_state
 from dynmo.schedule.bound import Objective
 from dynmo.schedule.catalogue import check_microbatches, entry, make, placement_of
 from dynmo.schedule.lower import Program, lower, lower_forward
@@ -49,7 +56,7 @@ _KEPT = "case:"
 
 @dataclass(frozen=True)
 class StepResult:
-    """One step, the same on every rank. busy and spans: seconds per rank; squared_norms: per layer, before clipping."""
+    """One step, the same on every rank. busy, spans, flags: of each global rank, in seconds; squared_norms: per layer, before clipping."""
 
     loss: float
     norm: float
@@ -72,6 +79,9 @@ class Pipeline:
     Every method is called on every rank, with the same arguments. `partition` counts the layers of each stage; which rank holds which stage
     is the schedule's: one each, or several (`chunks`). memory_limit: bytes per rank, for schedules that are made within one.
     compiles: torch.compile runs the layers (`kernels/compiling.py`).
+
+    The world may be one pipeline of several in a mesh (`mesh.arrange`): `microbatches` are those of one. slots: in how many parts the
+    gradients of all their microbatches are added up (default: one per replica). zero: 1 shards the optimizer's state over the replicas.
     """
 
     def __init__(
@@ -87,13 +97,17 @@ class Pipeline:
         seed: int = 0,
         optimizer: OptimizerSettings | None = None,
         compiles: bool = False,
+        slots: int | None = None,
+        zero: int = 0,
     ) -> None:
         self.world, self.model, self.partition = world, model, partition
         check_microbatches(schedule, world.size, microbatches)
+        self._slots, self._zero = slots or world.replicas, bool(zero)
+        self._check_slots(world.replicas, microbatches)
         self._schedule_name, self._microbatches, self._seed = schedule, microbatches, seed
         self._chunks, self._memory_limit = chunks, memory_limit
         self.placement = placement_of(schedule, world.size, chunks)
-        self._check(partition)
+        self._check(partition, self.placement)
         self._settings, self._compiles = optimizer or OptimizerSettings(), compiles
         self.clock = clock_for(world.device)
         self.profiler = Profiler(self.clock)
@@ -105,6 +119,9 @@ class Pipeline:
         self._kept: dict[int, dict[str, Tensor]] = {}
         self._layers: dict[int, Layer] = {}
         self._optimizers: dict[int, LayerOptimizer] = {}
+        # Of each own layer, who sums and updates which part; and who does the summing, where there are replicas.
+        self._shares: dict[int, list[Shared]] = {}
+        self._reducer = Reducer(world.peers) if world.replicas > 1 else None
         for index in own:
             self._adopt(index, self._modules[index].to(world.device), {})
         self._tied = TiedWeights(world, model.tied, self.rank_of, self._modules)
@@ -151,20 +168,34 @@ class Pipeline:
                 return index
         raise RunError("no layer has anything to train; leave at least the last one unfrozen")
 
-    def _check(self, partition: Partition) -> None:
-        layers, stages = self.model.layers, len(self.placement)
+    def _check(self, partition: Partition, placement: Sequence[int]) -> None:
+        layers, stages = self.model.layers, len(placement)
         if (partition.layers, partition.ranks) != (layers, stages):
-            unit = "ranks" if stages == self.world.size else "stages"
+            unit = "ranks" if stages == max(placement) + 1 else "stages"
             raise PartitionError(
                 f"a placement of {partition.layers} layers on {partition.ranks} {unit}, for {layers} layers on {stages} {unit}"
             )
 
-    def _adopt(self, index: int, module: nn.Module, optimizer_state: dict[str, Tensor]) -> None:
+    def _check_slots(self, replicas: int, microbatches: int) -> None:
+        problem = slots_fit(self._slots, replicas, replicas * microbatches)
+        if problem:
+            raise ConfigError(f"reduction slots: {self._slots} {problem}; use another number of slots, replicas or microbatches")
+
+    def _adopt(self, index: int, module: nn.Module, optimizer_state: dict[str, Tensor], whole: bool = False) -> None:
+        """whole: the optimizer's state is the whole layer's, of which this replica may keep a share only."""
         shared = frozenset(name for _, (layer, name) in self.model.tied if layer == index)
         self._modules[index] = module
         self._layers[index] = Layer(index, module, self.clock, self._seed, self._compiles)
-        self._optimizers[index] = LayerOptimizer(module, self._settings, shared)
-        self._optimizers[index].load({name: t for name, t in optimizer_state.items() if not name.startswith(_KEPT)})
+        world = self.world
+        share = Share(world.replica, world.replicas) if self._zero else WHOLE
+        optimizer = self._optimizers[index] = LayerOptimizer(module, self._settings, shared, share)
+        state = {name: t for name, t in optimizer_state.items() if not name.startswith(_KEPT)}
+        optimizer.load(cut_state(optimizer, state) if whole else state)
+        self._shares[index] = shares_of(module, shared, world.replicas) if self._reducer is not None else []
+        self._layers[index].first_microbatch = world.replica * self._microbatches
+        if self._slots > 1:
+            done = None if self._reducer is None else partial(self._reduce_layer, index)
+            self._layers[index].slots = Slots(list(module.parameters()), self._microbatches, self._slots // world.replicas, done)
         self._kept[index] = {name.removeprefix(_KEPT): t.cpu() for name, t in optimizer_state.items() if name.startswith(_KEPT)}
 
     # -- training -----------------------------------------------------------------------------------------------------------
@@ -190,13 +221,15 @@ class Pipeline:
         stages: dict[int, Stage] = {}
         for stage in self.own_stages:
             own = [self._layers[i] for i in self.partition.range_of(stage)]
-            stages[stage] = Stage(own, first, self.model.loss if stage == last else None, 1 / microbatches)
+            share = 1 / (microbatches * world.replicas)
+            stages[stage] = Stage(own, first, self.model.loss if stage == last else None, share)
         return Executor(programs[world.rank], stages, last, Transport(world, programs), self.clock)
 
     def step(
         self, step: int, inputs: Tensor | None, targets: Tensor | None, *, lr: float, max_norm: float = 0.0, flag: bool = False
     ) -> StepResult:
-        """Forward, backward, clip, update. inputs: [microbatches, ...] with the first stage, targets: [microbatches, ...] with the last.
+        """Forward, backward, clip, update. inputs: [microbatches, ...] with the first stage, targets: [microbatches, ...] with the last:
+        this replica's, which are as many as all others' and follow those of the replica before it in the batch.
 
         `flag` is handed to every rank in `StepResult.flags` (a wish to stop, say). Raises RunError if loss or gradient is not finite.
         """
@@ -208,8 +241,17 @@ class Pipeline:
         for layer in self._layers.values():
             layer.module.train()
         outcome = executor.run(step, inputs, targets)
+        if self._reducer is not None:
+            self._reducer.finish("the gradients of the step")
         self.clock.settle()
         return outcome
+
+    def _reduce_layer(self, index: int) -> None:
+        """A layer's last W has run: its gradients go to the other replicas while this rank goes on."""
+        assert self._reducer is not None
+        tied = any(index in (owner, user) for (owner, _), (user, _) in self.model.tied)  # their sum is made before it is cut
+        work = partial(reduce_gradients, self.world.peers, index, self._shares[index], everywhere=tied or not self._zero)
+        self._reducer.submit(work)
 
     def update(self, step: int, outcome: Outcome, *, lr: float, max_norm: float = 0.0, flag: bool = False) -> StepResult:
         """The second half of `step`: what the ranks must agree on, clipping, AdamW."""
@@ -224,7 +266,11 @@ class Pipeline:
         for index, optimizer in self._optimizers.items():
             if index not in self.frozen:
                 optimizer.step(lr, scale)
+                if self._reducer is not None and self._zero:
+                    self._reducer.submit(partial(gather_parameters, self.world.peers, index, self._shares[index]))
             optimizer.drop_gradients()
+        if self._reducer is not None:
+            self._reducer.finish("the parameters of the step")
         self._tied.publish(self._thawed)
         self.profiler.observe(self._layers.values())
         return result
@@ -237,21 +283,29 @@ class Pipeline:
 
     def _reduce(self, outcome: Outcome, flag: bool) -> StepResult:
         """One all-reduce for all that the ranks must know of a step. Each entry is filled by one rank, so no sum is rounded."""
-        world, count = self.world, self.count
+        world, count, everyone = self.world, self.count, self.world.everyone
         seconds = self.clock.seconds
-        slices = outcome.slices
-        table = torch.zeros(count + 1 + 3 * world.size, dtype=torch.float64)
-        for index, layer in self._layers.items():
-            table[index] = squared_norm(p.grad for p in layer.module.parameters())
-        table[count] = mean_loss(outcome.losses)
-        table[count + 1 + world.rank] = sum(seconds(s.start, s.end) for s in slices if s.kind not in (WAIT, SEND))
-        table[count + 1 + world.size + world.rank] = seconds(slices[0].start, slices[-1].end)
-        table[count + 1 + 2 * world.size + world.rank] = float(flag)
-        world.sum(table, "the step to end on every rank")
-        norms, rest = tuple(table[:count].tolist()), table[count + 1 :].view(3, world.size).tolist()
-        flags = tuple(x != 0 for x in rest[2])
-        norm = math.sqrt(math.fsum(norms)) if all(map(math.isfinite, norms)) else math.nan
-        return StepResult(float(table[count]), norm, norms, tuple(rest[0]), tuple(rest[1]), flags, outcome)
+        slices, own = outcome.slices, self._microbatches
+        microbatches = own * world.replicas
+        table = torch.zeros(count + microbatches + 3 * everyone.size, dtype=torch.float64)
+        norms, losses, rest = table[:count], table[count : count + microbatches], table[count + microbatches :].view(3, everyone.size)
+        if self._zero and self._reducer is not None:
+            found = squared_norms(world.peers, self._shares)
+        else:
+            found = {i: squared_norm(p.grad for p in layer.module.parameters()) for i, layer in self._layers.items() if not world.replica}
+        if world.replica == 0:
+            for index, value in found.items():
+                norms[index] = value
+        if outcome.losses:
+            losses[world.replica * own :][:own] = torch.stack([x.detach() for x in outcome.losses])
+        rest[0, everyone.rank] = sum(seconds(s.start, s.end) for s in slices if s.kind not in (WAIT, SEND))
+        rest[1, everyone.rank] = seconds(slices[0].start, slices[-1].end)
+        rest[2, everyone.rank] = float(flag)
+        everyone.sum(table, "the step to end on every rank")
+        squares = tuple(norms.tolist())
+        busy, spans, flags = rest.tolist()
+        norm = math.sqrt(math.fsum(squares)) if all(map(math.isfinite, squares)) else math.nan
+        return StepResult(float(losses.clone().mean()), norm, squares, tuple(busy), tuple(spans), tuple(x != 0 for x in flags), outcome)
 
     def evaluate(self, inputs: Tensor | None, targets: Tensor | None, microbatches: int) -> float:
         """The mean loss over so many microbatches, without training. inputs, targets as in `step`."""
@@ -264,7 +318,7 @@ class Pipeline:
         for layer in self._layers.values():
             layer.marks.clear()
         table = torch.tensor([mean_loss(outcome.losses)], dtype=torch.float64)
-        return float(self.world.sum(table, "the evaluation to end"))
+        return float(self.collective.sum(table, "the evaluation to end"))
 
     # -- what changes ---------------------------------------------------------------------------------------------------------
 
@@ -317,7 +371,7 @@ class Pipeline:
 
     def move(self, partition: Partition) -> Migration:
         """Puts the layers where `partition` says, with weights, gradients, optimizer state and flags. All or nothing."""
-        self._check(partition)
+        self._check(partition, self.placement)
         world = self.world
         plan = moves_between_ranks(self.partition, partition, self.placement)
         world.agree(hashlib.sha256(repr((self.partition.counts, partition.counts)).encode()).digest(), "the new placement")
@@ -328,11 +382,7 @@ class Pipeline:
         def adopt(arrivals: list[Arrival]) -> None:
             for move in plan:
                 if move.source == world.rank:
-                    module = self._modules[move.layer]
-                    for parameter in module.parameters():
-                        parameter.grad = None
-                    self._modules[move.layer] = module.to("meta")
-                    del self._layers[move.layer], self._optimizers[move.layer], self._kept[move.layer]
+                    self._drop(move.layer)
             for arrival in arrivals:
                 state = fill(self._modules[arrival.layer], arrival.tensors, arrival.flags)
                 self._adopt(arrival.layer, self._modules[arrival.layer], state)
@@ -342,6 +392,59 @@ class Pipeline:
         self._tied.join()
         self.profiler.forget(move.layer for move in plan)
         self._relower()
+        return migration
+
+    def _drop(self, index: int) -> None:
+        """This rank holds the layer no more."""
+        module = self._modules[index]
+        for parameter in module.parameters():
+            parameter.grad = None
+        self._modules[index] = module.to("meta")
+        del self._layers[index], self._optimizers[index], self._kept[index], self._shares[index]
+
+    def reshape(self, *, pipeline: int, data: int, partition: Partition | None = None) -> Migration:
+        """Makes the same ranks a mesh of `data` replicas of a pipeline of `pipeline` ranks; between steps. The batch stays the same, so
+        each replica has other microbatches from the next step on. partition: of the new stages (default: equally many layers each).
+
+        All or nothing. Raises InputError, on every rank, where the ranks, the microbatches, the slots or the schedule do not fit.
+        """
+        old, everyone = self.world, self.world.everyone
+        microbatches, rest = divmod(self._microbatches * old.replicas, data)
+        if pipeline * data != everyone.size or rest:
+            have = f"{everyone.size} ranks and {self._microbatches * old.replicas} microbatches"
+            need = "pipeline x data must be the number of ranks, and data divide the microbatches"
+            raise ConfigError(f"{have} cannot be {data} replicas of {pipeline} ranks; {need}")
+        check_microbatches(self._schedule_name, pipeline, microbatches)
+        self._check_slots(data, microbatches)
+        placement = placement_of(self._schedule_name, pipeline, self._chunks)
+        partition = partition or uniform(self.count, len(placement))
+        self._check(partition, placement)
+        everyone.agree(hashlib.sha256(repr((pipeline, data, partition.counts)).encode()).digest(), "the new mesh")
+        after = holders(partition, placement, data)
+        plan = transfers(holders(self.partition, self.placement, old.replicas), after)
+        whole = {i: self.layer_state(i, whole=True) for i in sorted(self._layers)}
+
+        def leaving(index: int) -> tuple[nn.Module, dict[str, Tensor]]:
+            return self._modules[index], whole[index]
+
+        def adopt(arrivals: list[Arrival]) -> None:
+            self._relower()
+            if self._reducer is not None:
+                self._reducer.close()
+            for index in [i for i in self._layers if everyone.rank not in after[i]]:
+                self._drop(index)
+            self.world, self.placement, self.partition, self._microbatches = arrange(everyone, data), placement, partition, microbatches
+            self._reducer = Reducer(self.world.peers) if data > 1 else None
+            arrived = {a.layer: fill(self._modules[a.layer], a.tensors, a.flags) for a in arrivals}
+            for index in sorted({*self._layers, *arrived}):
+                state = arrived[index] if index in arrived else whole[index]
+                self._adopt(index, self._modules[index], state, whole=True)
+            self._tied = TiedWeights(self.world, self.model.tied, self.rank_of, self._modules)
+            self._tied.join()
+
+        migration = exchange(everyone, plan, leaving, adopt)
+        self.profiler.forget(move.layer for move in plan)
+        self.links = measure_links(self.world, self._pairs())
         return migration
 
     # -- what a dynamic case sees (`dynmo.dynamism.Layers`) ----------------------------------------------------------------------
@@ -359,26 +462,37 @@ class Pipeline:
         return sorted(self._layers)
 
     @property
-    def collective(self) -> World:
-        return self.world
+    def collective(self) -> FirstReplica:
+        return FirstReplica(self.world)
 
     def kept(self, layer: int) -> dict[str, Tensor]:
         return self._kept[layer]
 
     def moments(self, layer: int) -> dict[str, Tensor]:
-        return self._optimizers[layer].state()
+        return whole_state(self.world.peers, self._optimizers[layer])
 
     def rebuild(self, layer: int, moments: Mapping[str, Tensor]) -> None:
         kept = self._kept[layer]
-        self._adopt(layer, self._modules[layer], dict(moments))
+        self._adopt(layer, self._modules[layer], dict(moments), whole=True)
         self._kept[layer] = kept
         self._tied.join()
         self._relower()
 
-    def layer_state(self, index: int) -> dict[str, Tensor]:
-        """What of one of this rank's layers moves and is saved beside its module: optimizer state, and what cases keep with it."""
+    def layer_state(self, index: int, whole: bool = False) -> dict[str, Tensor]:
+        """What of one of this rank's layers moves and is saved beside its module: optimizer state, and what cases keep with it.
+
+        whole: with ZeRO-1, the state of all replicas' shares; all replicas ask for it, in the same order.
+        """
         kept = {f"{_KEPT}{name}": t.to(self.world.device) for name, t in self._kept[index].items()}
-        return self._optimizers[index].state() | kept
+        optimizer = self._optimizers[index]
+        return (whole_state(self.world.peers, optimizer) if whole else optimizer.state()) | kept
+
+    def saved_layers(self) -> Iterator[tuple[int, tuple[nn.Module, dict[str, Tensor]]]]:
+        """This rank's layers as a checkpoint has them, one whole layer at a time; the first replica's ranks write for all."""
+        for index in sorted(self._layers):
+            state = self.layer_state(index, whole=True)
+            if self.world.replica == 0:
+                yield index, (self._modules[index], state)
 
     # -- what is known ----------------------------------------------------------------------------------------------------------
 
@@ -481,9 +595,7 @@ class Pipeline:
 
     def largest(self, value: float) -> float:
         """The largest of the ranks' values, on every rank."""
-        table = torch.zeros(self.world.size, dtype=torch.float64)
-        table[self.world.rank] = value
-        return float(self.world.sum(table, "a measurement of every rank").max())
+        return float(self.world.everyone.largest(torch.tensor([value], dtype=torch.float64), "a measurement of every rank"))
 
     def stage_costs(self, layers: tuple[LayerCost, ...], partition: Partition) -> Costs:
         """The stages' costs, and the links' times for the messages that cross there."""
@@ -498,7 +610,7 @@ class Pipeline:
 
     def digest(self) -> str:
         """SHA-256 over the SHA-256 of each layer's parameters, pruned ones in dense form, in global layer order: equal exactly when all
-        weights are."""
+        weights are. Raises RunError if the replicas' weights are not."""
         table = torch.zeros(self.count, 32, dtype=torch.uint8)
         for index, layer in self._layers.items():
             digest = hashlib.sha256()
@@ -506,7 +618,10 @@ class Pipeline:
                 digest.update(parameter.cpu().reshape(-1).view(torch.uint8).numpy().tobytes())
             table[index] = torch.frombuffer(bytearray(digest.digest()), dtype=torch.uint8)
         self.world.sum(table, "the digests of the weights")
-        return hashlib.sha256(table.numpy().tobytes()).hexdigest()
+        digest = hashlib.sha256(table.numpy().tobytes())
+        if self.world.replicas > 1:
+            self.world.agree(digest.digest(), "the weights")
+        return digest.hexdigest()
 
     @property
     def own_layers(self) -> dict[int, tuple[nn.Module, LayerOptimizer]]:
@@ -527,7 +642,7 @@ class Pipeline:
                     f"layer {index} ({self.model.names[index]}): {name} is {saved.get(name)} in the checkpoint, {shapes.get(name)} in the "
                     "config's model; resume with the config that the run was started with"
                 )
-        self._adopt(index, self._modules[index], fill(self._modules[index], tensors, flags))
+        self._adopt(index, self._modules[index], fill(self._modules[index], tensors, flags), whole=True)
         self._tied.join()
         self._relower()
 

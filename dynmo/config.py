@@ -203,7 +203,8 @@ class Data(Section):
 class Train(Section):
     """`global_batch` and `micro_batch` are sequences per step (over all replicas) and per microbatch; `max_grad_norm` 0 clips nothing;
     `eval_every` 0 never evaluates; `warmup` counts steps; `compile`: torch.compile runs the layers between their linears;
-    `deterministic`: on CUDA only kernels that give the same bits in every run."""
+    `deterministic`: on CUDA only kernels that give the same bits in every run. Gradients are added up in `reduction_slots` parts (None:
+    one per replica): at equally many, any number of replicas gives the same bits."""
 
     steps: Count = 100
     global_batch: Count = 32
@@ -227,12 +228,13 @@ class Train(Section):
 
 
 class Parallel(Section):
-    """Sizes of the mesh; `threads` of one rank on CPU; `timeout` in seconds is the limit of every wait."""
+    """Sizes of the mesh: `data` replicas of a pipeline of `pipeline` ranks; `zero` 1 shards the optimizer's state over the replicas;
+    `threads` of one rank on CPU; `timeout` in seconds is the limit of every wait."""
 
     pipeline: Count = 1
-    data: Annotated[Count, _only(1)] = 1
+    data: Count = 1
     expert: Annotated[Count, _only(1)] = 1
-    zero: Annotated[int, Field(ge=0, le=1), _only(0)] = 0
+    zero: Annotated[int, Field(ge=0, le=1)] = 0
     threads: Count = 1
     timeout: Positive = 120.0
     device: Annotated[str, _word(("auto", "cpu", "cuda"))] = "auto"
@@ -366,11 +368,20 @@ class Dynamism(Section):
     sparse_attention: SparseAttention = SparseAttention()
 
 
+def _check_shapes(value: tuple[tuple[int, int, int], ...]) -> tuple[tuple[int, int, int], ...]:
+    for (step, *_), (next_step, *_) in itertools.pairwise(value):
+        if next_step <= step:
+            raise ValueError(f"step {next_step} after step {step}: steps must ascend")
+    return value
+
+
 class Elastic(Section):
-    """Fewer or more ranks while training."""
+    """Fewer or more ranks while training. `reshape_at` lists [step, pipeline, data]: from that step on the same ranks are a mesh of these
+    sizes."""
 
     repack: Annotated[bool, _only(False)] = False
     reshape: Annotated[bool, _only(False)] = False
+    reshape_at: Annotated[tuple[Annotated[tuple[Count, Count, Count], Lax], ...], Lax, AfterValidator(_check_shapes)] = ()
     min_ranks: Count = 1
     target_ranks: Annotated[int | None, AfterValidator(_nothing_yet)] = None
 
@@ -408,6 +419,21 @@ class Config(Section):
     def microbatches(self) -> int:
         """Microbatches per step of one replica: what a schedule calls m."""
         return self.train.global_batch // (self.train.micro_batch * self.parallel.data)
+
+    @property
+    def all_microbatches(self) -> int:
+        """Microbatches per step of all replicas."""
+        return self.train.global_batch // self.train.micro_batch
+
+    @property
+    def slots(self) -> int:
+        """In how many parts a step's gradients are added up."""
+        return self.train.reduction_slots or self.parallel.data
+
+    def shape_at(self, step: int) -> tuple[int, int]:
+        """The mesh at this step: ranks of a pipeline, and how many pipelines."""
+        shapes = [(pipeline, data) for at, pipeline, data in self.elastic.reshape_at if at <= step]
+        return shapes[-1] if shapes else (self.parallel.pipeline, self.parallel.data)
 
     @property
     def chunks(self) -> int:
@@ -455,8 +481,7 @@ def _problems(config: Config) -> Iterator[str]:
         near = _nearest_divisors(train.micro_batch, share)
         wrong = f"train.micro_batch = {train.micro_batch} does not divide train.global_batch / parallel.data = {share}"
         yield f"{wrong}; nearest that do: {near}"
-    if train.reduction_slots not in (None, parallel.data):
-        yield f"train.reduction_slots = {train.reduction_slots}: {NOT_SERVED}; only one per replica is, so leave it out"
+    yield from _slot_problems(config)
 
     name = config.pipeline.schedule
     try:
@@ -482,6 +507,8 @@ def _problems(config: Config) -> Iterator[str]:
         if initial is not None and sum(initial) != layers:
             yield f"balance.initial sums to {sum(initial)}, but the model has {layers} layers; make it sum to {layers}"
 
+    yield from _reshape_problems(config)
+
     if "sparse_attention" in config.dynamism.cases:
         yield from _sparse_attention_problems(config)
     if "pruning" in config.dynamism.cases:
@@ -496,6 +523,54 @@ def _problems(config: Config) -> Iterator[str]:
             key = "dynamism.freezing.schedule" if by_schedule else "dynamism.freezing.max_layers"
             yield f"{key} freezes {most} of the model's {layers} layers; the last must train, so freeze at most {layers - 1}"
         yield from _freezing_problems(freezing, train.steps)
+
+
+def slots_fit(slots: int, replicas: int, microbatches: int) -> str | None:
+    """What is wrong with so many reduction slots, for so many replicas and microbatches (of all replicas); None if they fit."""
+    if microbatches % slots:
+        return f"does not divide the {microbatches} microbatches of a step"
+    each, rest = divmod(slots, replicas)
+    if rest or (replicas > 1 and each & (each - 1)):
+        return f"is not {replicas} (replicas) times a power of two"
+    return None
+
+
+def _slot_problems(config: Config) -> Iterator[str]:
+    parallel, slots = config.parallel, config.slots
+    problem = slots_fit(slots, parallel.data, config.all_microbatches)
+    if problem:
+        yield f"train.reduction_slots = {slots} {problem}; leave it out for one per replica, or use {_fitting(config, (parallel.data,))}"
+
+
+def _fitting(config: Config, replicas: Collection[int]) -> str:
+    """Numbers of slots that fit any of these numbers of replicas."""
+    every = config.all_microbatches
+    found = [str(n) for n in range(1, every + 1) if every % n == 0 and not any(slots_fit(n, r, every) for r in replicas)]
+    return " or ".join(found[:4]) if found else "another train.global_batch"
+
+
+def _reshape_problems(config: Config) -> Iterator[str]:
+    """Every mesh that the run will be must hold together as the first one does."""
+    parallel, layers, every = config.parallel, config.model.layer_count, config.all_microbatches
+    replicas = (parallel.data, *(data for _, _, data in config.elastic.reshape_at))
+    for step, pipeline, data in config.elastic.reshape_at:
+        key = f"elastic.reshape_at: [{step}, {pipeline}, {data}]"
+        if step >= config.train.steps:
+            yield f"{key} is at step {step}, but the run has {config.train.steps} steps; reshape sooner"
+        if pipeline * data * parallel.expert != config.ranks:
+            yield f"{key} is {pipeline} x {data} ranks, but the run has {config.ranks}; a reshape keeps them all, so change the sizes"
+        if every % data:
+            yield f"{key}: {data} replicas do not divide the {every} microbatches of a step"
+        problem = slots_fit(config.slots, data, every)
+        if problem:
+            yield f"{key}: train.reduction_slots = {config.slots} {problem}; use {_fitting(config, replicas)}"
+        stages = pipeline * config.chunks
+        if layers is not None and stages > layers:
+            yield f"{key} has {stages} stages, more than the model's {layers} layers; use fewer ranks in a pipeline"
+        try:
+            check_microbatches(config.pipeline.schedule, pipeline, every // data)
+        except ScheduleError as error:
+            yield f"{key}: {error} (train.global_batch / train.micro_batch / data)"
 
 
 def _sparse_attention_problems(config: Config) -> Iterator[str]:

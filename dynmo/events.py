@@ -90,6 +90,19 @@ class RebalanceResultEvent(Event):
 
 
 @dataclass(frozen=True)
+class ReshapeEvent(Event):
+    """The same ranks became another mesh. `source` and `target` are written as `from` and `to`: ranks of a pipeline, and how many
+    pipelines; layers: the new placement, in counts."""
+
+    event: ClassVar[str] = "reshape"
+    source: tuple[int, ...]
+    target: tuple[int, ...]
+    layers: tuple[int, ...]
+    moved_bytes: int
+    seconds: float
+
+
+@dataclass(frozen=True)
 class CheckpointEvent(Event):
     event: ClassVar[str] = "checkpoint"
     path: str
@@ -110,7 +123,17 @@ class EndEvent(Event):
 
 _KINDS: dict[str, type[Event]] = {
     kind.event: kind
-    for kind in (StepEvent, EvalEvent, ChangeEvent, RebalanceEvent, ScheduleEvent, RebalanceResultEvent, CheckpointEvent, EndEvent)
+    for kind in (
+        StepEvent,
+        EvalEvent,
+        ChangeEvent,
+        RebalanceEvent,
+        ScheduleEvent,
+        RebalanceResultEvent,
+        ReshapeEvent,
+        CheckpointEvent,
+        EndEvent,
+    )
 }
 _WORDS = {"source": "from", "target": "to"}
 

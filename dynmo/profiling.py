@@ -22,6 +22,7 @@ from dynmo.dynamism import make_cases
 from dynmo.errors import ConfigError
 from dynmo.models.model import Model, load_model
 from dynmo.profile_file import Profile
+from dynmo.runtime.mesh import arrange
 from dynmo.runtime.rendezvous import Rendezvous
 from dynmo.runtime.world import World, open_store
 from dynmo.trainer import device_for, first_partition, memory_limit
@@ -49,6 +50,7 @@ def run(config: Config, rendezvous: Rendezvous, steps: int, listen: Listener | N
 
 def measure(config: Config, world: World, model: Model, steps: int, listen: Listener | None = None) -> Profile:
     """What the dynamic cases do before the first step is done (a prefix that is frozen from the start, say); nothing changes later."""
+    world = arrange(world, config.parallel.data)
     pipeline = Pipeline(
         world,
         model,
@@ -58,6 +60,8 @@ def measure(config: Config, world: World, model: Model, steps: int, listen: List
         chunks=config.chunks,
         memory_limit=memory_limit(config, world.device),
         seed=config.seed,
+        slots=config.slots,
+        zero=config.parallel.zero,
     )
     for case in make_cases(config, model.layers):
         change = case.act(0, pipeline)
@@ -70,7 +74,8 @@ def measure(config: Config, world: World, model: Model, steps: int, listen: List
         pipeline.profiler.forget(range(model.layers))
         inputs = targets = None
         if batches is not None:
-            inputs, targets = (x.to(world.device) for x in batches.train(step))
+            own = slice(world.replica * config.microbatches, (world.replica + 1) * config.microbatches)
+            inputs, targets = (x[own].to(world.device) for x in batches.train(step))
         pipeline.step(step, inputs, targets, lr=0.0)
         costs = pipeline.costs()
         if step:

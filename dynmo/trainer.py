@@ -26,11 +26,12 @@ from dynmo.data.batches import Batches
 from dynmo.data.corpus import check_vocab, open_corpus
 from dynmo.dynamism import Dynamism, Signals, make_cases
 from dynmo.errors import CheckpointError, ConfigError
-from dynmo.events import ChangeEvent, CheckpointEvent, EndEvent, EvalEvent, Event, EventLog, StepEvent, now
+from dynmo.events import ChangeEvent, CheckpointEvent, EndEvent, EvalEvent, Event, EventLog, ReshapeEvent, StepEvent, now
 from dynmo.models.model import Model, load_model
 from dynmo.rebalance import Rebalancer
 from dynmo.report.trace import Tracer
 from dynmo.runtime import checkpoint
+from dynmo.runtime.mesh import arrange
 from dynmo.runtime.optimizer import OptimizerSettings
 from dynmo.runtime.rendezvous import Rendezvous
 from dynmo.runtime.world import World, open_store
@@ -49,14 +50,14 @@ def learning_rate(train: Train, step: int) -> float:
     return train.lr * (train.min_lr_ratio + (1 - train.min_lr_ratio) * left)
 
 
-def first_partition(config: Config, layers: int) -> Partition:
-    """`balance.initial`, else uniform: before anything is measured there is nothing better to go by."""
-    stages = config.stages
+def first_partition(config: Config, layers: int, pipeline: int | None = None) -> Partition:
+    """`balance.initial`, else uniform: before anything is measured nothing is better to go by. pipeline: ranks, if not the config's."""
+    stages = (pipeline or config.parallel.pipeline) * config.chunks
     if stages > layers:
-        what = f"parallel.pipeline = {config.parallel.pipeline}"
+        what = f"parallel.pipeline = {stages // config.chunks}"
         what += f" with {config.chunks} stages a rank" if config.chunks > 1 else ""
         raise ConfigError(f"{what} is more than the model's {layers} layers; use fewer ranks")
-    if config.balance.initial is None:
+    if config.balance.initial is None or stages != config.stages:
         return uniform(layers, stages)
     if sum(config.balance.initial) != layers:
         raise ConfigError(f"balance.initial sums to {sum(config.balance.initial)}, but the model has {layers} layers")
@@ -124,30 +125,33 @@ def run(config: Config, rendezvous: Rendezvous, folder: Path | None, resume: boo
 
 
 class Trainer:
-    """One rank of one run."""
+    """One rank of one run. world: of all ranks; the trainer arranges them in a mesh."""
 
     def __init__(
         self, config: Config, world: World, model: Model, folder: Path | None, resume: bool = False, listen: Listener | None = None
     ) -> None:
-        self.config, self.world, self._folder = config, world, folder
+        self.config, self._everyone, self._folder = config, world, folder
         self._listen = listen
         self._checkpoints = None if folder is None else folder / "checkpoints"
         found = self._find(model) if resume else None
-        partition = first_partition(config, model.layers)
-        if found is not None and len(found[1].state["partition"]) == config.stages:
+        pipeline, data = config.shape_at(0 if found is None else found[1].step)
+        partition = first_partition(config, model.layers, pipeline)
+        if found is not None and len(found[1].state["partition"]) == partition.ranks:
             partition = Partition(tuple(found[1].state["partition"]))
         train = config.train
         self.pipeline = Pipeline(
-            world,
+            arrange(world, data),
             model,
             partition,
             schedule=config.pipeline.schedule,
-            microbatches=config.microbatches,
+            microbatches=config.all_microbatches // data,
             chunks=config.chunks,
             memory_limit=memory_limit(config, world.device),
             seed=config.seed,
             optimizer=OptimizerSettings(weight_decay=train.weight_decay, betas=train.betas, eps=train.eps),
             compiles=train.compile,
+            slots=config.slots,
+            zero=config.parallel.zero,
         )
         self._cases: list[Dynamism] = make_cases(config, model.layers)
         self._batches = self._open_data()
@@ -156,9 +160,14 @@ class Trainer:
             self._restore(*found)
             self._loss, moved = found[1].state["loss"], found[1].state["moves"]
         self._rebalancer = Rebalancer(config, self.pipeline, moved)
-        self._tracer = Tracer(world, self.pipeline.clock, config.trace.steps)
+        self._tracer = Tracer(world.everyone, self.pipeline.clock, config.trace.steps)
         # Last: what was wrong until here leaves no log.
         self._log = EventLog(folder / "events.jsonl") if folder is not None and world.rank == 0 else None
+
+    @property
+    def world(self) -> World:
+        """This rank's pipeline: one of the mesh."""
+        return self.pipeline.world
 
     # -- the loop -----------------------------------------------------------------------------------------------------------
 
@@ -195,7 +204,10 @@ class Trainer:
         return RunResult(self._loss, digest, seconds, interrupted, step, self.pipeline.partition.counts)
 
     def _change(self, step: int) -> None:
-        """The dynamic cases act, then the balancer looks at what was measured before they did."""
+        """The mesh changes, or the balancer looks at what was measured; then the dynamic cases act."""
+        shape = self.config.shape_at(step)
+        if step > self.first_step and shape != (self.world.size, self.world.replicas):
+            self._reshape(step, *shape)
         if self._rebalancer.due(step):
             for event in self._rebalancer.consider(step):
                 self._emit(event)
@@ -207,6 +219,20 @@ class Trainer:
                 self._rebalancer.changed()
                 self._tracer.keep_around()
                 self._emit(ChangeEvent(step, now(), case.name, change.layers, change.what))
+
+    def _reshape(self, step: int, pipeline: int, data: int) -> None:
+        """The same ranks go on as `data` replicas of a pipeline of `pipeline` ranks."""
+        before, start = (self.world.size, self.world.replicas), time.perf_counter()
+        settled = self._rebalancer.settle(step)
+        if settled is not None:
+            self._emit(settled)
+        partition = first_partition(self.config, self.pipeline.count, pipeline)
+        migration = self.pipeline.reshape(pipeline=pipeline, data=data, partition=partition)
+        self._batches = self._open_data()
+        self._rebalancer.changed()
+        self._tracer.keep_around()
+        seconds = time.perf_counter() - start
+        self._emit(ReshapeEvent(step, now(), before, (pipeline, data), partition.counts, migration.moved_bytes, seconds))
 
     def _step(self, step: int, stop: bool) -> StepResult:
         train, start = self.config.train, time.perf_counter()
@@ -265,8 +291,10 @@ class Trainer:
     def _batch(self, step: int) -> tuple[Tensor | None, Tensor | None]:
         if self._batches is None:
             return None, None
-        inputs, targets = self._batches.train(step)
-        return self._to_device(inputs), self._to_device(targets)
+        # The replicas' microbatches follow one another in the batch.
+        own = self.config.all_microbatches // self.world.replicas
+        inputs, targets = (self._to_device(x[self.world.replica * own :][:own]) for x in self._batches.train(step))
+        return inputs, targets
 
     def _to_device(self, tensor: Tensor) -> Tensor:
         """From pinned memory the copy runs beside what the device computes."""
@@ -290,14 +318,16 @@ class Trainer:
             "moves": self._rebalancer.moves,
             "cases": {case.name: case.state() for case in self._cases},
         }
-        layers = {i: (module, pipeline.layer_state(i)) for i, (module, _) in pipeline.own_layers.items()}
-        saved = checkpoint.save(self.world, self._checkpoints, step, pipeline.model.names, layers, state, self.config.checkpoint.keep)
+        if self.world.replicas > 1:
+            pipeline.digest()  # the first replica's weights stand for all
+        keep, layers = self.config.checkpoint.keep, pipeline.saved_layers()
+        saved = checkpoint.save(self._everyone, self._checkpoints, step, pipeline.model.names, layers, state, keep)
         self._emit(CheckpointEvent(step - 1, now(), str(saved.path), saved.bytes, saved.seconds))
 
     def _find(self, model: Model) -> tuple[Path, checkpoint.CheckpointManifest]:
         assert self._checkpoints is not None
         path, manifest, problems = checkpoint.find(self._checkpoints)
-        if problems and self.world.rank == 0:
+        if problems and self._everyone.rank == 0:
             print(f"dynmo: {problems[0]}; resuming from {path.name}", file=sys.stderr)
         if tuple(manifest.layers) != model.names:
             raise CheckpointError(f"{path} holds a model of {len(manifest.layers)} layers, the config's has {model.layers} or others")
@@ -324,7 +354,7 @@ class Trainer:
     # -- telling ----------------------------------------------------------------------------------------------------------------
 
     def _emit(self, event: Event) -> None:
-        if self.world.rank != 0:
+        if self._everyone.rank != 0:
             return
         if self._log is not None:
             self._log.write(event)

@@ -17,7 +17,7 @@ import re
 import shutil
 import time
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -58,11 +58,12 @@ def save(
     folder: Path,
     step: int,
     names: Sequence[str],
-    layers: Mapping[int, tuple[nn.Module, dict[str, Tensor]]],
+    layers: Iterable[tuple[int, tuple[nn.Module, dict[str, Tensor]]]],
     state: dict[str, Any],
     keep: int,
 ) -> Saved:
-    """Saves after `step` steps. layers: this rank's (module, optimizer state) by global index; state: JSON, the same on every rank."""
+    """Saves after `step` steps. layers: those that this rank writes, as global index and (module, optimizer state); state: JSON, the
+    same on every rank."""
     start = time.perf_counter()
     final = folder / f"step-{step:06d}"
     partial = final.with_suffix(".tmp")
@@ -72,7 +73,7 @@ def save(
     world.barrier("the checkpoint's folder")
     table = torch.zeros(len(names), 2, 32, dtype=torch.uint8)
     size = torch.zeros(1, dtype=torch.float64)
-    for index, (module, optimizer_state) in layers.items():
+    for index, (module, optimizer_state) in layers:
         for which, path in enumerate(_save_layer(partial / _folder(index), index, module, optimizer_state)):
             table[index, which] = torch.frombuffer(bytearray(_sha256(path)), dtype=torch.uint8)
             size += path.stat().st_size

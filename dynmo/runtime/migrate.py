@@ -120,7 +120,8 @@ def exchange(
     leaving: Callable[[int], tuple[nn.Module, dict[str, Tensor]]],
     adopt: Callable[[list[Arrival]], None],
 ) -> Migration:
-    """Runs the moves. `leaving(layer)` gives a layer of this rank that goes; `adopt(arrivals)` makes the new placement live.
+    """Runs the moves. `leaving(layer)` gives a layer of this rank that goes; `adopt(arrivals)` makes the new placement live. A layer may
+    go to several ranks: it is then asked for once for each.
 
     Raises RunError on every rank, with the live model untouched on all of them, if any rank could not give or take a layer.
     """
@@ -147,11 +148,13 @@ def exchange(
                     arrivals.append((move, unpack(text, move, world.device)))
             except Exception as error:
                 failure = failure or error
-    failed = torch.zeros(world.size)
-    failed[world.rank] = failure is not None
-    world.sum(failed, "all ranks to be ready to move layers")
+    # Of all replicas: none may go on without the others.
+    everyone = world.everyone
+    failed = torch.zeros(everyone.size)
+    failed[everyone.rank] = failure is not None
+    everyone.sum(failed, "all ranks to be ready to move layers")
     if failed.any():
-        ranks = ", ".join(str(r) for r in range(world.size) if failed[r])
+        ranks = ", ".join(str(r) for r in range(everyone.size) if failed[r])
         reason = f": {failure}".split("\n")[0] if failure is not None else ""
         raise RunError(f"layers could not be moved (rank {ranks}){reason}; all stay where they were") from failure
     for move, tensors in parcels:
@@ -162,7 +165,7 @@ def exchange(
     for work, _, move in works:
         world.wait(work, move.target, f"room to send layer {move.layer}")
     moved = torch.tensor([sum(t.nbytes for _, arrival in arrivals for t in arrival.tensors.values())], dtype=torch.float64)
-    world.sum(moved, "all layers to arrive")
+    everyone.sum(moved, "all layers to arrive")
     adopt([arrival for _, arrival in arrivals])
     world.barrier("all layers to be adopted")
     return Migration(int(moved), time.perf_counter() - start)

@@ -79,12 +79,13 @@ class LayerOptimizer:
         self._settings = settings
         self._named = {name: p for name, p in module.named_parameters() if name not in shared}
         self.ranges = dict(zip(self._named, cut([p.numel() for p in self._named.values()], share), strict=True))
-        self._whole = share.count == 1
+        self.shapes = {name: p.shape for name, p in self._named.items()}
+        self.whole = share.count == 1
         self._masters: dict[str, Tensor] = {}
         self._pieces: dict[str, Tensor] = {}
         for name, p in self._named.items():
             if p.dtype in (torch.float32, torch.float64):
-                self._pieces[name] = p if self._whole else self._slice(name, p.detach())
+                self._pieces[name] = p if self.whole else self._slice(name, p.detach())
             else:
                 given = (masters or {}).get(name, p).detach().to(p.device, torch.float32)
                 self._masters[name] = self._pieces[name] = self._slice(name, given).clone()
@@ -95,7 +96,7 @@ class LayerOptimizer:
 
     def _slice(self, name: str, tensor: Tensor) -> Tensor:
         """This share's part of a tensor of the parameter's shape: itself where the share is the whole, else flat."""
-        if self._whole:
+        if self.whole:
             return tensor
         low, high = self.ranges[name]
         return tensor.reshape(-1)[low:high]
@@ -233,6 +234,14 @@ class LayerOptimizer:
             for key, value in self._torch.state.get(piece, {}).items()
             if isinstance(value, Tensor)
         }
+
+    @property
+    def moments(self) -> tuple[str, ...]:
+        """What `state` may hold of a parameter."""
+        return (*(("momentum_buffer",) if self._settings.name == "sgd" else ("step", "exp_avg", "exp_avg_sq")), _MASTER)
+
+    def moment_dtype(self, name: str) -> torch.dtype:
+        return self._pieces[name].dtype
 
     def load(self, state: Mapping[str, Tensor]) -> None:
         """The inverse of `state`; the optimizer takes the tensors as they are, on the device of their parameters."""

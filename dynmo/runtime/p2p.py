@@ -180,7 +180,8 @@ class Inbox:
             buffers, works = self._posted.get(timeout=self._world.timeout)
         except queue.Empty:
             raise self._poster.error or WaitTimeout(
-                f"rank {self._world.rank} waited {self._world.timeout:g} s for its own receives", [self._world.rank]
+                f"{self._world.called(self._world.rank)} waited {self._world.timeout:g} s for its own receives",
+                [self._world.address(self._world.rank)],
             ) from None
         self._open -= 1
         # Before the wait, not after it: what is done here is done while the message is on its way.
@@ -265,9 +266,9 @@ class Outbox:
             taken = self._room.acquire(timeout=0.0005 if self._enqueued else max(0.0, deadline - time.monotonic()))
         if not taken or self.worker.error is not None:
             raise self.worker.error or WaitTimeout(
-                f"rank {self._world.rank} waited {self._world.timeout:g} s for rank {self.channel.target}: "
+                f"{self._world.called(self._world.rank)} waited {self._world.timeout:g} s for {self._world.called(self.channel.target)}: "
                 f"room to send the {self.channel.direction} of microbatch {microbatch}",
-                [self.channel.target],
+                [self._world.address(self.channel.target)],
             )
 
     def flush(self) -> None:

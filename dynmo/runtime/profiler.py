@@ -81,7 +81,7 @@ class Profiler:
         return median(f), median(b), median(w)
 
     def gather(self, world: World, layers: Iterable[tuple[Layer, LayerOptimizer]], count: int) -> tuple[LayerCost, ...]:
-        """Every layer's cost, the same on every rank."""
+        """Every layer's cost, the same on every rank: where there are replicas, of the one that takes longest."""
         table = torch.zeros(count, len(_FIELDS), dtype=torch.float64)
         for layer, optimizer in layers:
             trains = [p for p in layer.module.parameters() if p.requires_grad]
@@ -98,7 +98,7 @@ class Profiler:
                 ],
                 dtype=torch.float64,
             )
-        world.sum(table, "everyone's layer costs")
+        world.everyone.largest(table, "everyone's layer costs")
         rows: list[list[float]] = table.tolist()
         return tuple(LayerCost(row[0], row[1], row[2], *map(int, row[3:])) for row in rows)
 
@@ -123,7 +123,7 @@ def measure_links(world: World, pairs: Sequence[Pair], sizes: Pair = (1 << 10, 1
                 per_byte = max(0.0, (times[1] - times[0]) / (sizes[1] - sizes[0]))
                 table[pairs.index((low, high))] = torch.tensor([max(0.0, times[0] - per_byte * sizes[0]), per_byte])
         world.barrier("the links to be measured")
-    world.sum(table, "the link times")
+    world.everyone.largest(table, "the link times")
     links = (LinkCost(latency, 1 / per_byte if per_byte else float("inf")) for latency, per_byte in table.tolist())
     return dict(zip(pairs, links, strict=True))
 

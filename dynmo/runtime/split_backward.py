@@ -17,6 +17,7 @@ from dynmo.kernels.compiling import compiled
 from dynmo.kernels.seeds import seed_forward
 from dynmo.kernels.split import WeightTape, WeightWork, install
 from dynmo.runtime.clock import Clock
+from dynmo.runtime.slots import Slots
 from dynmo.schedule.op import Kind
 
 Tensors = tuple[Tensor, ...]
@@ -32,6 +33,9 @@ class Layer:
     def __init__(self, index: int, module: nn.Module, clock: Clock, seed: int, compiles: bool = False) -> None:
         self.index, self.module = index, module
         self._clock, self._seed = clock, seed
+        # The global index of this replica's first microbatch, for the streams; and who is told when gradients are there.
+        self.first_microbatch = 0
+        self.slots: Slots | None = None
         self._saved: dict[int, tuple[Tensors, Tensors]] = {}
         self._weight_work: dict[int, list[tuple[WeightWork, Tensors]]] = {}
         # Marks of this step: kind, start, end, and the W parts inside a BW.
@@ -59,7 +63,7 @@ class Layer:
     ) -> Tensors:
         """Runs F. graph: keep what B needs; need_input: B must yield input gradients; finish: the loss, on the last layer."""
         start = self._clock.mark()
-        seed_forward(_device_of(inputs), self._seed, step, self.index, microbatch)
+        seed_forward(_device_of(inputs), self._seed, step, self.index, self.first_microbatch + microbatch)
         if graph:
             inputs = tuple(x.detach().requires_grad_(need_input and x.is_floating_point()) for x in inputs)
             outputs = self._call(inputs, finish) if self._measured else self._call_measured(inputs, finish)
@@ -100,17 +104,22 @@ class Layer:
         where an input has no influence)."""
         start = self._clock.mark()
         inputs, outputs = self._saved.pop(microbatch)
-        self.tape.deferred = deferred or not self._measured
+        slots = self.slots
+        self.tape.deferred = deferred or not self._measured or (slots is not None and slots.watching)
         _run_graph(outputs, gradients)
         work = self.tape.take()
+        if slots is not None:
+            slots.after_input(microbatch)
         if not self._measured:
             self.stash_bytes = _storage_bytes((tensor for _, holds in work for tensor in holds), inputs)
             self.activation_bytes = max(self.activation_bytes, self.stash_bytes)
             self._measured = True
-            if not deferred:
-                for each, _ in work:
-                    self._timed(each)
-                work = []
+        if not deferred:  # what was held back only to be looked at
+            for each, _ in work:
+                self._timed(each)
+            work = []
+            if slots is not None:
+                slots.after_weight(microbatch)
         if work:
             self._weight_work[microbatch] = work
         gradients_in = tuple(_gradient(x) for x in inputs if x.requires_grad)
@@ -123,6 +132,8 @@ class Layer:
         start = self._clock.mark()
         for work, _ in self._weight_work.pop(microbatch, ()):
             work()
+        if self.slots is not None:
+            self.slots.after_weight(microbatch)
         self.marks.append((Kind.W, start, self._clock.mark(), []))
 
     def clear(self) -> None:
@@ -130,6 +141,8 @@ class Layer:
         self._saved.clear()
         self._weight_work.clear()
         self.tape.take()
+        if self.slots is not None:
+            self.slots.clear()
         self.marks.clear()
 
 

@@ -2,6 +2,9 @@
 
 A generation is one `init_process_group` over a prefixed store (`gen/<k>`), so that a planned change of the world is milliseconds and no
 restart. CPU tensors travel by gloo; CUDA tensors by NCCL, with a communicator per channel.
+
+All ranks of a generation are one world. `mesh.arrange` gives views of it for pipelines that train side by side (replicas): a view is a
+world too, in which ranks count from 0, so whoever works in one pipeline need not know that there are others.
 """
 
 from __future__ import annotations
@@ -77,6 +80,17 @@ class World:
     # Where messages travel that have no communicator of their own; None in a world of one rank that needs no messages.
     group: dist.ProcessGroup | None = None
     channels: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet[Any])
+    # Of a view: all the worlds that it is one of, as the global ranks of each; which one it is; its group (None: the one of all ranks).
+    lines: tuple[tuple[int, ...], ...] = ()
+    line: int = 0
+    circle: dist.ProcessGroup | None = None
+    # All ranks of this generation, and the ranks that do the same as this one in the other replicas; None: this rank's world has no others.
+    _everyone: World | None = field(default=None, repr=False, compare=False)
+    _peers: World | None = field(default=None, repr=False, compare=False)
+    # Of the world of all ranks: its views, their groups by global ranks (a shape that comes back needs no new ones), and how many replicas.
+    _views: list[World] = field(default_factory=list["World"], repr=False, compare=False)
+    _circles: dict[tuple[int, ...], Any] = field(default_factory=dict[tuple[int, ...], Any], repr=False, compare=False)
+    _shape: int = 1
     _channel_groups: dict[tuple[int, ...], Any] = field(default_factory=dict[tuple[int, ...], Any])
 
     @classmethod
@@ -101,12 +115,80 @@ class World:
         return cls(rank, size, device, timeout, generation, prefixed, dist.group.WORLD)
 
     def close(self) -> None:
+        """Of all ranks: the views of a generation end with it."""
+        everyone = self.everyone
         # Their threads must not be inside the backend when it goes.
         for channels in list(self.channels):
             channels.close()
-        self.group = None  # the group ends, and its peers are told, when the last reference to it goes
+        # A group ends, and its peers are told, when the last reference to it goes.
+        for world in (everyone, *everyone._views):
+            world.group = world.circle = None
+            world._channel_groups.clear()
+        everyone._views.clear()
+        everyone._circles.clear()
         if dist.is_initialized():
             dist.destroy_process_group()
+
+    # -- the mesh -----------------------------------------------------------------------------------------------------------
+
+    @property
+    def everyone(self) -> World:
+        """All ranks of this generation, by global rank."""
+        return self._everyone or self
+
+    @property
+    def peers(self) -> World:
+        """The ranks that hold what this one holds in the other pipelines, by replica; this rank alone where there is one pipeline."""
+        return self._peers or World(0, 1, self.device, self.timeout, self.generation, self.store)
+
+    @property
+    def replica(self) -> int:
+        return 0 if self._peers is None else self._peers.rank
+
+    @property
+    def replicas(self) -> int:
+        return 1 if self._peers is None else self._peers.size
+
+    def address(self, rank: int) -> int:
+        """The global rank of one of this world's ranks."""
+        return self.lines[self.line][rank] if self.lines else rank
+
+    def called(self, rank: int) -> str:
+        """What to call one of this world's ranks where a person reads it."""
+        return "rank " + self._called(self.address(rank))
+
+    def _called(self, address: int) -> str:
+        replicas = self.everyone._shape
+        return f"{address} (replica {address % replicas})" if replicas > 1 else str(address)
+
+    def _named(self, ranks: Sequence[int]) -> str:
+        return _ranks([self._called(self.address(rank)) for rank in ranks])
+
+    def reshaped(self, replicas: int) -> None:
+        """From now on the ranks are so many replicas: for the names of ranks in messages, and earlier views are no more."""
+        self._shape = replicas
+        self._views.clear()
+
+    def beside(self, peers: World) -> World:
+        self._peers = peers
+        return self
+
+    def view(self, lines: Sequence[tuple[int, ...]], what: str) -> World:
+        """The one of these worlds that this rank is in. All ranks call it, on the world of all; lines: the global ranks of each."""
+        everyone = self.everyone
+        line, ranks = next((number, ranks) for number, ranks in enumerate(lines) if everyone.rank in ranks)
+        try:
+            for members in lines:  # all make all groups, in one order
+                if 1 < len(members) < everyone.size and members not in everyone._circles:
+                    made = dist.new_group(list(members), timeout=timedelta(seconds=self.timeout))
+                    everyone._circles[members] = made if ranks == members else None
+        except RuntimeError as error:
+            everyone.fail(error, None, what)
+        made = World(ranks.index(everyone.rank), len(ranks), self.device, self.timeout, self.generation, self.store, everyone.group)
+        made.lines, made.line, made.circle = tuple(lines), line, everyone._circles.get(ranks)
+        made.channels, made._everyone = everyone.channels, everyone
+        everyone._views.append(made)
+        return made
 
     # -- point to point ---------------------------------------------------------------------------------------------------
 
@@ -116,14 +198,19 @@ class World:
             return
         for key in pairs:
             if key not in self._channel_groups:
-                self._channel_groups[key] = dist.new_group(ranks=sorted(set(key[-2:])), backend="nccl")
+                made = [
+                    dist.new_group(ranks=sorted({line[rank] for rank in key[-2:]}), backend="nccl")
+                    for line in self.lines or (range(self.size),)
+                ]
+                self._channel_groups[key] = made[self.line]
 
     def send(self, tensor: Tensor, target: int, tag: int, key: tuple[int, ...] | None = None) -> dist.Work:
         group = self._channel_groups.get(key) if key is not None and tensor.is_cuda else None
         assert self.group is not None
         try:
             # dist.isend looks up the group and checks the tensor anew: on a small message that is half of the time it takes.
-            work = dist.isend(tensor, target, group=group) if group else self.group.send([tensor], target, tag)
+            address = self.address(target)
+            work = dist.isend(tensor, address, group=group) if group else self.group.send([tensor], address, tag)
         except RuntimeError as error:
             self.fail(error, [target], "room for a message")
         assert work is not None
@@ -133,7 +220,8 @@ class World:
         group = self._channel_groups.get(key) if key is not None and tensor.is_cuda else None
         assert self.group is not None
         try:
-            work = dist.irecv(tensor, source, group=group) if group else self.group.recv([tensor], source, tag)
+            address = self.address(source)
+            work = dist.irecv(tensor, address, group=group) if group else self.group.recv([tensor], address, tag)
         except RuntimeError as error:
             self.fail(error, [source], "a message")
         assert work is not None
@@ -150,47 +238,70 @@ class World:
 
     def sum(self, tensor: Tensor, what: str) -> Tensor:
         """All-reduce in place. Used on vectors where one rank alone has a nonzero entry, so the order of the sum cannot matter."""
-        if self.size > 1:
+        return self._all_reduce(tensor, dist.ReduceOp.SUM, what)
+
+    def largest(self, tensor: Tensor, what: str) -> Tensor:
+        """The elementwise maximum over the ranks, in place."""
+        return self._all_reduce(tensor, dist.ReduceOp.MAX, what)
+
+    def _all_reduce(self, tensor: Tensor, operation: Any, what: str) -> Tensor:
+        if self.size > 1 and tensor.numel():
             try:
-                dist.all_reduce(tensor)
+                dist.all_reduce(tensor, operation, group=self.circle)
             except RuntimeError as error:
                 self.fail(error, None, what)
         return tensor
 
+    def exchange(self, parts: Sequence[Tensor], sizes: Sequence[int], what: str) -> list[Tensor]:
+        """Sends parts[r] to rank r, and returns what each rank sent here. parts: flat, of one dtype; sizes: elements that each sends."""
+        if self.size == 1:
+            return list(parts)
+        out = parts[0].new_empty(sum(sizes))
+        try:
+            dist.all_to_all_single(out, torch.cat(list(parts)), list(sizes), [part.numel() for part in parts], group=self.circle)
+        except RuntimeError as error:
+            self.fail(error, None, what)
+        return list(out.split(list(sizes)))
+
     def barrier(self, what: str) -> None:
-        self.sum(torch.zeros(1), what)
+        """Of all ranks of all replicas."""
+        self.everyone.sum(torch.zeros(1), what)
 
     def agree(self, digest: bytes | None, what: str) -> None:
-        """Every rank must have computed the same plan: compares a hash of it (None: this rank has no part).
+        """Every rank of every replica must have computed the same plan: compares a hash of it (None: this rank has no part).
 
         Raises RunError on all ranks, those without a part too, so that none goes on to wait for the others.
         """
-        table = torch.zeros(self.size, dtype=torch.int64)
-        table[self.rank] = 0 if digest is None else 1 + int.from_bytes(digest[:7])
-        self.sum(table, what)
+        everyone = self.everyone
+        table = torch.zeros(everyone.size, dtype=torch.int64)
+        table[everyone.rank] = 0 if digest is None else 1 + int.from_bytes(digest[:7])
+        everyone.sum(table, what)
         said = {r: value for r, value in enumerate(table.tolist()) if value}
         if len(set(said.values())) > 1:
             first = min(said)
             other = [r for r, value in said.items() if value != said[first]]
-            raise RunError(f"rank {first} and {_ranks(other)} disagree on {what}; do all run the same dynmo, config and data?")
+            raise RunError(
+                f"{everyone.called(first)} and {everyone._named(other)} disagree on {what}; do all run the same dynmo, config and data?"
+            )
 
     # -- failures ---------------------------------------------------------------------------------------------------------
 
     def fail(self, error: RuntimeError, peers: Sequence[int] | None, what: str) -> NoReturn:
         """Turns a backend's exception into one line that names who waits for whom."""
-        text = first_line(error)
+        text, me = first_line(error), self.called(self.rank)
         if _LATE.search(text):
             late = self._not_waiting(what) if peers is None else list(peers)
-            raise WaitTimeout(f"rank {self.rank} waited {self.timeout:g} s for {_ranks(late)}: {what}", late) from error
-        whom = _ranks(list(peers)) if peers else "a peer"
-        raise RankDied(f"rank {self.rank} lost {whom} while waiting for {what} ({_reason(error)})") from error
+            addresses = [self.address(rank) for rank in late]
+            raise WaitTimeout(f"{me} waited {self.timeout:g} s for {self._named(late)}: {what}", addresses) from error
+        whom = self._named(peers) if peers else "a peer"
+        raise RankDied(f"{me} lost {whom} while waiting for {what} ({_reason(error)})") from error
 
     def _not_waiting(self, what: str) -> list[int]:
         """Who is not in this collective: every rank that gives up says so in the store; those that do not are the ones waited for."""
         try:
-            self.store.set(f"waiting/{self.rank}", json.dumps({"host": socket.gethostname(), "what": what}))
+            self.store.set(f"waiting/{self.address(self.rank)}", json.dumps({"host": socket.gethostname(), "what": what}))
             time.sleep(min(1.0, self.timeout / 2))
-            return [r for r in range(self.size) if r != self.rank and not self.store.check([f"waiting/{r}"])]
+            return [r for r in range(self.size) if r != self.rank and not self.store.check([f"waiting/{self.address(r)}"])]
         except RuntimeError:
             return []
 
@@ -207,7 +318,7 @@ def _reason(error: RuntimeError) -> str:
     return re.sub(r"^\[\S*\] ", "", first_line(error)).split(". ")[0]
 
 
-def _ranks(ranks: list[int]) -> str:
+def _ranks(ranks: Sequence[int | str]) -> str:
     if not ranks:
         return "the other ranks"
     return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))

@@ -281,8 +281,7 @@ def test_restored_it_is_the_same(tmp_path: Path) -> None:
     for dense_below in (0.0, 1.0):
         pipeline, other = alone.gpt(), alone.gpt()
         train(pipeline, case(start=0, end=1, every=1, dense_below=dense_below), 3)
-        layers = {i: (module, pipeline.layer_state(i)) for i, (module, _) in pipeline.own_layers.items()}
-        saved = checkpoint.save(pipeline.world, tmp_path / str(dense_below), 3, pipeline.names, layers, {}, 1)
+        saved = checkpoint.save(pipeline.world, tmp_path / str(dense_below), 3, pipeline.names, pipeline.saved_layers(), {}, 1)
         for index in range(6):
             other.restore(index, *checkpoint.load_layer(saved.path, index, torch.device("cpu")))
         assert other.digest() == pipeline.digest()

@@ -346,7 +346,7 @@ def save_and_go_on(world: World, folder: str, counts: list[int]) -> dict[str, An
     steps(made, 0, 1)
     made.freeze([0, 1])
     steps(made, 1, 2)
-    held = {i: (m, o.state()) for i, (m, o) in made.own_layers.items()}
+    held = [(i, (m, o.state())) for i, (m, o) in made.own_layers.items()]
     saved = checkpoint.save(world, Path(folder), 2, made.model.names, held, {"frozen": sorted(made.frozen)}, keep=2)
     layers = {i: fingerprint(m, o, gradients=False) for i, (m, o) in made.own_layers.items()}
     return {"layers": layers, "losses": steps(made, 2, 4), "digest": made.digest(), "bytes": saved.bytes}

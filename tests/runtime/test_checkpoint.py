@@ -21,7 +21,7 @@ JOBS = "tests.runtime.jobs:"
 
 
 def save(made: Pipeline, folder: Path, step: int, keep: int = 9, state: dict[str, Any] | None = None) -> Path:
-    layers = {i: (m, o.state()) for i, (m, o) in made.own_layers.items()}
+    layers = [(i, (m, o.state())) for i, (m, o) in made.own_layers.items()]
     return checkpoint.save(made.world, folder, step, made.model.names, layers, state or {}, keep).path
 
 

@@ -1,0 +1,191 @@
+"""Sums gradients over the replicas, layer by layer, while the rank is still at work on other layers.
+
+    the rank's thread   ... B W | B W | B W ── norms ── step
+    the reducer's                └ layer 7 ┘└ layer 6 ┘└ layer 5 ┘
+
+Each layer's gradients are cut into a share per replica. A share goes to its replica, which adds what comes from all of them as a fixed tree
+(`slots.py`), in the order of replicas: no all-reduce, whose order of sums is its own. Then the sums go back to everyone; or with ZeRO-1
+they stay, the optimizer updates its share of the parameters, and these go to everyone.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from dynmo.errors import WaitTimeout
+from dynmo.runtime.optimizer import NORM_BLOCK, Share, block_sums, cut, fold_blocks
+from dynmo.runtime.p2p import Worker
+from dynmo.runtime.slots import Tree
+from dynmo.runtime.world import World
+
+
+@dataclass(frozen=True)
+class Shared:
+    """A parameter, and the range of its elements that is in each replica's share. owned: this layer's optimizer updates it."""
+
+    parameter: nn.Parameter
+    ranges: tuple[tuple[int, int], ...]
+    owned: bool
+
+
+def shares_of(module: nn.Module, shared: frozenset[str], replicas: int) -> list[Shared]:
+    """The cut of a layer, as its optimizer has it. shared: names of parameters that another layer owns; these are cut one by one."""
+    named = dict(module.named_parameters())
+    owned = [p for name, p in named.items() if name not in shared]
+    out: list[Shared] = []
+    for group in (owned, *([named[name]] for name in named if name in shared)):
+        cuts = [cut([p.numel() for p in group], Share(replica, replicas)) for replica in range(replicas)]
+        out += [Shared(p, tuple(ranges[i] for ranges in cuts), group is owned) for i, p in enumerate(group)]
+    return out
+
+
+class Reducer:
+    """Runs collectives over the peers in the order in which they are given. On CPU in a thread of its own, on CUDA in a stream."""
+
+    def __init__(self, peers: World) -> None:
+        self.peers = peers
+        cuda = peers.device.type == "cuda"
+        self._worker = Worker("reducer", threaded=not cuda)
+        self._stream = torch.cuda.Stream(peers.device) if cuda else None
+        # Told once the work that was given before it is done.
+        self._settle: list[Callable[[], None]] = []
+        # Seconds that the last `finish` waited: what the other layers' work did not hide.
+        self.seconds_waited = 0.0
+        peers.everyone.channels.add(self)
+
+    def submit(self, work: Callable[[], Callable[[], None] | None]) -> None:
+        """`work` may return what is left to do in the rank's own thread, at `finish`."""
+
+        def run() -> None:
+            with torch.no_grad():
+                rest = work()
+            if rest is not None:
+                self._settle.append(rest)
+
+        if self._stream is None:
+            self._worker.submit(run)
+        else:
+            self._stream.wait_stream(torch.cuda.current_stream(self.peers.device))
+            with torch.cuda.stream(self._stream):
+                run()
+
+    def finish(self, what: str) -> None:
+        """Waits until all that was given is done."""
+        if self._stream is not None:
+            torch.cuda.current_stream(self.peers.device).wait_stream(self._stream)
+        else:
+            done = threading.Event()
+            self._worker.submit(done.set)
+            # The worker's own wait has a shorter limit and says more: it speaks first. A failed one runs nothing more, so it is asked.
+            limit = self.peers.timeout + 5
+            while not done.wait(0.05) and self._worker.error is None and limit > 0:
+                limit -= 0.05
+            if not done.is_set():
+                me = self.peers.called(self.peers.rank)
+                raise self._worker.error or WaitTimeout(f"{me} waited {self.peers.timeout:g} s for its own reduction: {what}", [])
+        settle, self._settle = self._settle, []
+        for rest in settle:
+            rest()
+
+    def close(self) -> None:
+        self._worker.close()
+
+
+def reduce_gradients(peers: World, layer: int, shares: Sequence[Shared], everywhere: bool) -> Callable[[], None]:
+    """Sums one layer's gradients over the peers, in place. everywhere: on all of them, else each its own share, and the rest is left as is.
+
+    Returns what is left to do: a gradient that nobody had is to be None again.
+    """
+    missing: list[tuple[nn.Parameter, Tensor]] = []
+    what = f"the gradients of layer {layer}"
+    for group in _by_dtype(shares):
+        absent = [s.parameter.grad is None for s in group]
+        flats = [_flat_gradient(s.parameter) for s in group]
+        flags = torch.tensor([not x for x in absent], dtype=flats[0].dtype, device=flats[0].device)
+        parts = [torch.cat([*_pieces(group, flats, replica), flags]) for replica in range(peers.size)]
+        tree = Tree()
+        for replica, row in enumerate(peers.exchange(parts, [parts[peers.rank].numel()] * peers.size, what)):
+            tree.put(replica, row)
+        total = tree.total(peers.size)
+        assert total is not None
+        sums, present = total.split([total.numel() - len(group), len(group)])
+        if everywhere:
+            gather_shares(peers, group, flats, sums, what)
+        else:
+            _write(group, flats, peers.rank, sums)
+        missing += [(s.parameter, present[i]) for i, s in enumerate(group) if absent[i]]
+
+    def settle() -> None:
+        for parameter, present in missing:
+            if not float(present):
+                parameter.grad = None
+
+    return settle
+
+
+def gather_parameters(peers: World, layer: int, shares: Sequence[Shared]) -> None:
+    """Every replica's share of one layer's parameters, on all replicas."""
+    for group in _by_dtype(s for s in shares if s.owned):
+        flats = [s.parameter.detach().view(-1) for s in group]
+        gather_shares(peers, group, flats, torch.cat(_pieces(group, flats, peers.rank)), f"the parameters of layer {layer}")
+
+
+def gather_shares(peers: World, shares: Sequence[Shared], flats: Sequence[Tensor], own: Tensor, what: str) -> None:
+    """Fills in the flats from everyone's `own`: the pieces of its share, one after another."""
+    sizes = [sum(high - low for low, high in (s.ranges[replica] for s in shares)) for replica in range(peers.size)]
+    for replica, pieces in enumerate(peers.exchange([own] * peers.size, sizes, what)):
+        _write(shares, flats, replica, pieces)
+
+
+def squared_norms(peers: World, layers: Mapping[int, Sequence[Shared]]) -> dict[int, float]:
+    """Of each layer's gradients, of which every replica has its own share: the same bits as `squared_norm` of the whole gradients."""
+    lengths = {index: sum(_blocks(s) for s in shares) for index, shares in layers.items()}
+    table = torch.zeros(sum(lengths.values()), dtype=torch.float64)
+    start = 0
+    for shares in layers.values():
+        for s in shares:
+            if s.parameter.grad is not None:
+                low, high = s.ranges[peers.rank]
+                sums = block_sums(s.parameter.grad.reshape(-1)[low:high])
+                table[start + low // NORM_BLOCK :][: len(sums)] = torch.tensor(sums, dtype=torch.float64)
+            start += _blocks(s)
+    blocks = peers.sum(table, "the norms of the gradients").split(list(lengths.values()))
+    return {index: fold_blocks(part.tolist()) for index, part in zip(lengths, blocks, strict=True)}
+
+
+def _blocks(shared: Shared) -> int:
+    return 0 if shared.parameter.grad is None else -(-shared.parameter.numel() // NORM_BLOCK)
+
+
+def _by_dtype(shares: Iterable[Shared]) -> list[list[Shared]]:
+    """Those that train, in groups of one dtype."""
+    groups: dict[torch.dtype, list[Shared]] = {}
+    for s in shares:
+        if s.parameter.requires_grad:
+            groups.setdefault(s.parameter.dtype, []).append(s)
+    return list(groups.values())
+
+
+def _flat_gradient(parameter: nn.Parameter) -> Tensor:
+    """Its gradient's own memory as a vector; zeros are made where there is none."""
+    if parameter.grad is None:
+        parameter.grad = torch.zeros_like(parameter)
+    if not parameter.grad.is_contiguous():
+        parameter.grad = parameter.grad.contiguous()
+    return parameter.grad.view(-1)
+
+
+def _pieces(shares: Sequence[Shared], flats: Sequence[Tensor], replica: int) -> list[Tensor]:
+    return [flat[slice(*s.ranges[replica])] for s, flat in zip(shares, flats, strict=True)]
+
+
+def _write(shares: Sequence[Shared], flats: Sequence[Tensor], replica: int, pieces: Tensor) -> None:
+    start = 0
+    for target in _pieces(shares, flats, replica):
+        target.copy_(pieces[start : start + target.numel()])
+        start += target.numel()
