@@ -8,16 +8,19 @@ and what another choice would give: each alternative is a plan of its own, made 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import product
+from typing import Literal
 
 from dynmo.balance.balancers import BALANCERS, BalanceRequest, balancer
 from dynmo.balance.partition import Cost, Move, Partition, imbalance, moves, uniform
 from dynmo.balance.placed import Make, freeze, frozen_stages, pipeline_costs
+from dynmo.balance.recompute import choose, memory, recomputed
 from dynmo.costs import Costs, LayerCost, LinkCost, uniform_costs
 from dynmo.errors import InputError, PartitionError, ScheduleError
-from dynmo.memory import Pairs, live_limits, rank_memory
+from dynmo.memory import Pairs, live_limits
 from dynmo.profile_file import Profile
 from dynmo.schedule.bound import Objective
 from dynmo.schedule.catalogue import SCHEDULES, check_microbatches, chunks_of, entry, make, placement_of
@@ -25,12 +28,15 @@ from dynmo.schedule.chunk_bound import lower_bound_on
 from dynmo.schedule.op import Schedule
 from dynmo.simulator import Timeline, resident, simulate
 
+Recompute = Literal["none", "auto", "all"]
+"""Which layers keep only their input and run F again in B: none, those that must so that all fits, or all."""
+
 
 @dataclass(frozen=True)
 class Job:
     """What to plan for. memory_limit: bytes of a rank. any_links: take the slowest known link where the file lists other boundaries. cost:
     what the balancer goes by; seed and step: for the balancer that is random. quick: "exact" does not simulate its ties, and a placement
-    that does not fit is not repaired."""
+    that does not fit is not repaired. recomputed: layers that are recomputed whatever `recompute` says."""
 
     profile: Profile
     ranks: int
@@ -45,6 +51,8 @@ class Job:
     seed: int = 0
     step: int = 0
     quick: bool = False
+    recompute: Recompute = "none"
+    recomputed: frozenset[int] = frozenset()
 
     def __post_init__(self) -> None:
         if self.ranks < 1:
@@ -53,8 +61,19 @@ class Job:
             raise PartitionError("a memory limit, but the costs have no sizes; give weight_bytes, activation_bytes, ... (one per layer)")
 
     @cached_property
-    def layers(self) -> tuple[LayerCost, ...]:
+    def kept(self) -> tuple[LayerCost, ...]:
+        """The layers' costs without recomputing."""
         return freeze(self.profile.layers, self.profile.first_trainable)
+
+    @cached_property
+    def layers(self) -> tuple[LayerCost, ...]:
+        return recomputed(self.kept, self.recomputed)
+
+    @cached_property
+    def reserve(self) -> int:
+        """The most bytes that recomputing a layer brings back during its B, beside what is live between ops."""
+        pairs = zip(self.kept, self.layers, strict=True)
+        return max((kept.activation_bytes - left.activation_bytes for kept, left in pairs), default=0)
 
     @cached_property
     def placement(self) -> tuple[int, ...]:
@@ -172,16 +191,72 @@ def _nearer(job: Job) -> Iterator[tuple[str, Job]]:
 
 def attempt(job: Job) -> Plan:
     """The plan for just this job. Raises PartitionError or ScheduleError where it cannot be made or does not fit the memory."""
+    if job.recompute == "all":
+        return _attempt(replace(job, recompute="none", recomputed=frozenset(range(len(job.kept)))))
+    if job.recompute == "auto" and job.memory_limit is not None:
+        return _recomputing(replace(job, recompute="none"), job.memory_limit)
+    return _attempt(job)
+
+
+def _recomputing(job: Job, limit: int) -> Plan:
+    """The best of: fitting without recomputing; and the placement that would be best with enough memory, made to fit by recomputing. Other
+    costs want another placement, and that may want other layers to be recomputed: a few rounds of both."""
+    found: list[Plan] = []
+    failed = _into(found, lambda: _attempt(job))
+    free = _attempt(replace(job, memory_limit=None))  # what is wrong apart from memory is told as it is
+    if found and found[0].step <= free.step:
+        return found[0]
+    for _ in range(3):
+        try:
+            chosen = choose(job.kept, free.partition.counts, free.schedule, limit)
+        except PartitionError:
+            # This placement does not fit in any way. From one that does with all recomputed, what is not needed is given back.
+            every = replace(job, recomputed=frozenset(range(len(job.kept))))
+            problem = _into(found, lambda every=every: _attempt(every))
+            if problem is not None:
+                failed = failed or problem
+                break
+            free = found[-1]
+            continue
+        again, partition = replace(job, recomputed=chosen), free.partition
+        _into(found, lambda again=again, partition=partition: judge(again, partition))
+        _into(found, lambda again=again: _attempt(again))
+        nearer = _attempt(replace(again, memory_limit=None))
+        if nearer.partition == free.partition:
+            break
+        free = nearer
+    if not found:
+        assert failed is not None
+        raise failed
+    return min(found, key=lambda plan: plan.step)
+
+
+def _into(found: list[Plan], make: Callable[[], Plan]) -> InputError | None:
+    try:
+        found.append(make())
+    except (PartitionError, ScheduleError) as error:
+        return error
+    return None
+
+
+def _limits(job: Job) -> tuple[int | None, ...]:
+    """What balancers are told. They do not know what recomputing brings back for a moment, so there is a second try with that set aside."""
+    if job.memory_limit is None or not job.reserve:
+        return (job.memory_limit,)
+    return (job.memory_limit, max(0, job.memory_limit - job.reserve))
+
+
+def _attempt(job: Job) -> Plan:
     check_microbatches(job.schedule, job.ranks, job.microbatches)
     best: Plan | None = None
     failed: InputError | None = None
-    for pairs in _residents(job):
+    for pairs, limit in product(_residents(job), _limits(job)):
         request = BalanceRequest(
             job.layers,
             job.current,
             job.cost,
             resident=pairs,
-            memory_limit=None if job.memory_limit is None else (job.memory_limit,) * len(job.placement),
+            memory_limit=None if limit is None else (limit,) * len(job.placement),
             seed=job.seed,
             step=job.step,
             names=job.profile.names,
@@ -238,7 +313,7 @@ def _repaired(job: Job) -> Plan | None:
     free, limit = replace(job, memory_limit=None, quick=True), job.memory_limit
     assert limit is not None
     try:
-        starts = [attempt(free).partition, job.current]
+        starts = [_attempt(free).partition, job.current]
     except InputError:
         return None
     tries = min(300, _TRIES // (3 * len(job.placement) * job.microbatches))
@@ -278,7 +353,7 @@ def _maker(job: Job) -> Make:
         if job.memory_limit is None:
             caps = (2.0 * job.ranks * max(kept),) * job.ranks
         else:
-            caps = tuple(max(own, job.memory_limit - held) for own in kept)
+            caps = tuple(max(own, job.memory_limit - job.reserve - held) for own in kept)
         return _make(job, costs, caps)
 
     return scheduled
@@ -309,12 +384,13 @@ def judge(job: Job, partition: Partition) -> Plan:
     costs = pipeline_costs(job.layers, partition, links=job.links)
     shaped = _with_memory(costs)
     if shaped is costs:
-        caps = live_limits(job.layers, partition.counts, job.placement, job.memory_limit)
+        limit = None if job.memory_limit is None else job.memory_limit - job.reserve
+        caps = live_limits(job.layers, partition.counts, job.placement, limit)
     else:
         caps = (2.0 * len(job.placement),) * job.ranks
     made = _make(job, shaped, caps)
-    memory = rank_memory(job.layers, partition.counts, made)
-    for rank, need in enumerate(memory):
+    needs = memory(job.kept, job.recomputed, partition.counts, made)
+    for rank, need in enumerate(needs):
         if job.memory_limit is not None and need > job.memory_limit:
             raise PartitionError(
                 f"rank {rank} needs {need} bytes under {job.schedule} with the placement {'+'.join(map(str, partition.counts))}, over the "
@@ -327,7 +403,7 @@ def judge(job: Job, partition: Partition) -> Plan:
     limits = None if job.memory_limit is None else caps
     bound = lower_bound_on(job.placement, shaped, job.microbatches, frozen_stages(costs), job.objective, limits)
     # A bound that is reached may come out a rounding error above what reached it, since it is summed in another order.
-    return Plan(job, partition, costs, made, timeline, min(bound, reached), memory)
+    return Plan(job, partition, costs, made, timeline, min(bound, reached), needs)
 
 
 _LARGE = 6000  # ops of a kind: a simulation takes a tenth of a second
@@ -375,8 +451,14 @@ def _other_microbatches(job: Job, factors: Iterable[float]) -> Iterator[tuple[in
 
 
 def _resized(profile: Profile, before: int, after: int) -> Profile:
-    share = before / after
-    layers = tuple(
+    size = None if profile.microbatch is None else profile.microbatch * before // after
+    return replace(profile, layers=resized(profile.layers, before / after), microbatch=size, microbatches=after)
+
+
+def resized(layers: Iterable[LayerCost], share: float) -> tuple[LayerCost, ...]:
+    """The costs of a microbatch of `share` times the size: seconds, activations and messages in proportion. Real kernels do less well on
+    small ones, so a measurement at that size is better where there is one."""
+    return tuple(
         replace(
             x,
             f=x.f * share,
@@ -386,10 +468,8 @@ def _resized(profile: Profile, before: int, after: int) -> Profile:
             stash_bytes=math.ceil(x.stash_bytes * share),
             output_bytes=math.ceil(x.output_bytes * share),
         )
-        for x in profile.layers
+        for x in layers
     )
-    size = None if profile.microbatch is None else profile.microbatch * before // after
-    return replace(profile, layers=layers, microbatch=size, microbatches=after)
 
 
 def _judged(jobs: Iterable[tuple[str | int, Job]]) -> list[Alternative]:
