@@ -214,12 +214,14 @@ class _Search:
     def meshes(self) -> Iterator[Mesh]:
         request, layers = self.request, len(self.request.profile.layers)
         pipelines = [p for p in range(1, min(request.gpus, layers) + 1) if request.gpus % p == 0]
+        # On one rank there is nothing to fill: any schedule is as fast, and one stage keeps the least.
+        alone = [name for name in request.names if chunks_of(name, request.chunks) == 1][:1]
         found = False
         for pipeline in pipelines:
             replicas = request.gpus // pipeline
             for size in request.sizes:
                 microbatches, rest = divmod(request.global_batch, replicas * size)
-                for schedule in request.names:
+                for schedule in alone or request.names if pipeline == 1 else request.names:
                     mesh = Mesh(pipeline, replicas, microbatches, size, schedule)
                     reason = self.impossible(mesh, bool(rest))
                     if reason is None:

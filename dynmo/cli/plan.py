@@ -32,12 +32,26 @@ def plan(
     costs: Annotated[Path, typer.Option(metavar="FILE", help="Costs of the layers (dynmo profile writes them), or a run's folder.")],
     ranks: Annotated[int | None, typer.Option(metavar="P", help="Pipeline ranks (default: FILE's).")] = None,
     microbatches: Annotated[int | None, typer.Option(metavar="M", help="Microbatches of a step (default: FILE's).")] = None,
-    balancer: Annotated[str, typer.Option(metavar="NAME", help=f"One of {', '.join(BALANCERS)}.")] = "exact",
+    gpus: Annotated[
+        int | None, typer.Option(metavar="N", help="Instead: search pipeline x replicas on N GPUs (with --global-batch).")
+    ] = None,
+    global_batch: Annotated[int | None, typer.Option(metavar="B", help="Sequences of a step, over all replicas.")] = None,
+    micro_batch: Annotated[
+        str | None, typer.Option(metavar="B1,B2", help="Sizes of microbatches to search (default: near FILE's).")
+    ] = None,
+    zero: Annotated[int | None, typer.Option(metavar="0|1", help="1: optimizer state divided over the replicas.")] = None,
+    bandwidth: Annotated[
+        str | None, typer.Option(metavar="BYTES_PER_S", help="Between replicas (default: the slowest link in FILE).")
+    ] = None,
+    balancer: Annotated[str | None, typer.Option(metavar="NAME", help=f"One of {', '.join(BALANCERS)} (default: exact).")] = None,
     schedule: Annotated[
         str | None, typer.Option(metavar="NAME", help=f"One of {', '.join(SCHEDULES)} (default: FILE's, or zb-h1).")
     ] = None,
     chunks: Annotated[int | None, typer.Option(metavar="V", help="Stages per rank (default: the schedule's own).")] = None,
     memory_limit: Annotated[str | None, typer.Option(metavar="BYTES", help='Most memory of a rank: bytes, or "40GiB".')] = None,
+    recompute: Annotated[
+        str, typer.Option(metavar="WHICH", help="Layers that run F again in B to save memory: none, auto (as few as must) or all.")
+    ] = "none",
     objective: Annotated[Objective, typer.Option(help="What is to be short; makespan where the optimizer is a barrier.")] = Objective.SPAN,
     cost: Annotated[str, typer.Option(metavar="COST", help="What the balancer goes by: time or parameters.")] = "time",
     alternatives: Annotated[bool, typer.Option("--alternatives/--no-alternatives", help="What other choices would give.")] = True,
@@ -48,28 +62,39 @@ def plan(
 ) -> None:
     """Plan placement and schedule for measured layer costs."""
     from dynmo.balance import planning
+    from dynmo.cli import mesh
     from dynmo.profile_file import read
 
     if cost not in ("time", "parameters"):
         raise InputError(f"--cost {cost}: choose one of time, parameters")
+    if recompute not in ("none", "auto", "all"):
+        raise InputError(f"--recompute {recompute}: choose one of none, auto, all")
     profile = read(costs)
+    wanted = {"megatron": megatron, "torchtitan": torchtitan, "deepspeed": deepspeed}
+    words = [word for word, asked in wanted.items() if asked]
+    searched = mesh.Options(gpus, global_batch, micro_batch, zero, bandwidth, ranks, microbatches)
+    if searched.wanted():
+        limit = _bytes(memory_limit)
+        mesh.run(mesh.request_of(searched, profile, schedule, balancer, chunks, limit, objective, recompute), as_json, words)
+        return
     job = planning.Job(
         profile,
         _given(ranks, profile.ranks, "--ranks"),
         _given(microbatches, profile.microbatches, "--microbatches"),
         schedule or profile.schedule or "zb-h1",
-        balancer,
+        balancer or "exact",
         chunks,
         _bytes(memory_limit),
         objective,
         cost=cost,
+        recompute=recompute,
     )
     began = time.perf_counter()
     made = planning.plan(job)
     seconds = time.perf_counter() - began
     others: Alternatives = {}
     if alternatives:
-        with _waiting(as_json):
+        with waiting(as_json):
             others = {
                 "balancers": planning.other_balancers(job),
                 "schedules": planning.other_schedules(job),
@@ -79,8 +104,7 @@ def plan(
     if as_json:
         print(json.dumps(to_json(made, seconds, others), allow_nan=False))
         return
-    wanted = {"megatron": megatron, "torchtitan": torchtitan, "deepspeed": deepspeed}
-    _print_text(made, seconds, others, [word for word, asked in wanted.items() if asked])
+    _print_text(made, seconds, others, words)
 
 
 def _given(value: int | None, recorded: int | None, option: str) -> int:
@@ -106,13 +130,13 @@ def _bytes(text: str | None) -> int | None:
     return size
 
 
-def _waiting(as_json: bool) -> AbstractContextManager[object]:
+def waiting(as_json: bool, what: str = "other choices ...") -> AbstractContextManager[object]:
     """Other plans may take a while. On stderr, and only where someone looks."""
     if as_json:
         return nullcontext()
     from rich.console import Console
 
-    return Console(stderr=True).status("other choices ...")
+    return Console(stderr=True).status(what)
 
 
 # -- JSON --------------------------------------------------------------------------------------------------------------------------
@@ -138,6 +162,7 @@ def to_json(made: Plan, seconds: float, others: Alternatives) -> dict[str, Any]:
         "lower_bound": made.lower_bound,
         "memory": made.memory,
         "memory_limit": job.memory_limit,
+        "recompute": sorted(job.recomputed),
         "moves": made.moves,
         "moved_bytes": made.moved_bytes,
         "seconds": seconds,
@@ -209,7 +234,7 @@ def _print_text(made: Plan, seconds: float, others: Alternatives, words: list[st
     from dynmo.report.summary import console_for_tables
 
     console, job = console_for_tables(), made.job
-    limit = "" if job.memory_limit is None else f", at most {_size(job.memory_limit)} a rank"
+    limit = "" if job.memory_limit is None else f", at most {show_size(job.memory_limit)} a rank"
     console.print(
         f"{job.schedule} by {job.balancer}: {len(job.layers)} layers, {job.ranks} ranks, {job.microbatches} microbatches{limit}",
         highlight=False,
@@ -230,7 +255,7 @@ def _print_text(made: Plan, seconds: float, others: Alternatives, words: list[st
             console.print()
             console.print(_table_of(titles[kind], found, made))
     for name in words:
-        _print_words(console, name, _said(WORDS[name], made))
+        print_words(console, name, made)
 
 
 def picture(made: Plan) -> list[Text]:
@@ -257,7 +282,7 @@ def picture(made: Plan) -> list[Text]:
             line.append("." * min(idle, _BAR - used), "dim")
             line.append(" " * (_BAR - used - min(idle, _BAR - used)))
             names = job.profile.names
-            line.append(f" {_time(made.stage_cost[stage]):>8}  {_range(names[own.start], names[own.stop - 1])} ({len(own)})")
+            line.append(f" {show_time(made.stage_cost[stage]):>8}  {_range(names[own.start], names[own.stop - 1])} ({len(own)})")
             lines.append(line)
     return lines
 
@@ -274,17 +299,19 @@ def _figures(made: Plan, seconds: float) -> Table:
     table.add_column()
     table.add_column(justify="right")
     table.add_column()
-    table.add_row("step", _time(timeline.span), f"{_time(timeline.makespan)} with an optimizer barrier")
-    table.add_row("lower bound", _time(made.lower_bound), f"of the {job.objective}, for this placement; gap {_gap(made):.2%}")
+    table.add_row("step", show_time(timeline.span), f"{show_time(timeline.makespan)} with an optimizer barrier")
+    table.add_row("lower bound", show_time(made.lower_bound), f"of the {job.objective}, for this placement; gap {_gap(made):.2%}")
     table.add_row("bubble, idle", f"{timeline.bubble_ratio:.2%}", f"{timeline.idle_ratio:.2%} idle")
-    table.add_row("imbalance", f"{made.imbalance:.3f}", f"the longest rank works {_time(max(made.rank_cost))} a microbatch")
+    table.add_row("imbalance", f"{made.imbalance:.3f}", f"the longest rank works {show_time(max(made.rank_cost))} a microbatch")
     if any(made.memory):
         most = max(made.memory)
-        limit = "" if job.memory_limit is None else f", {most / job.memory_limit:.0%} of the limit of {_size(job.memory_limit)}"
-        table.add_row("memory", _size(most), f"on rank {made.memory.index(most)}{limit}")
+        limit = "" if job.memory_limit is None else f", {most / job.memory_limit:.0%} of the limit of {show_size(job.memory_limit)}"
+        table.add_row("memory", show_size(most), f"on rank {made.memory.index(most)}{limit}")
     since = "the recorded placement" if made.job.profile.partition == job.current.counts else "the even placement"
-    table.add_row("moves", str(len(made.moves)), f"{_size(made.moved_bytes)} from {since} {'+'.join(map(str, job.current.counts))}")
-    table.add_row("planned in", _time(seconds), "")
+    if job.recomputed:
+        table.add_row("recomputed", str(len(job.recomputed)), ", ".join(job.profile.names[i] for i in sorted(job.recomputed)))
+    table.add_row("moves", str(len(made.moves)), f"{show_size(made.moved_bytes)} from {since} {'+'.join(map(str, job.current.counts))}")
+    table.add_row("planned in", show_time(seconds), "")
     return table
 
 
@@ -308,16 +335,16 @@ def _table_of(title: str, found: list[Alternative], made: Plan) -> Table:
             table.add_row(str(other.choice), *["-"] * len(headings), other.problem, style="dim")
             continue
         plan, timeline = other.plan, other.plan.timeline
-        row = [_time(plan.step), f"{plan.step / made.step - 1:+.1%}" if made.step else "-"]
+        row = [show_time(plan.step), f"{plan.step / made.step - 1:+.1%}" if made.step else "-"]
         row += [f"{timeline.bubble_ratio:.1%}", f"{timeline.idle_ratio:.1%}"]
-        row += [_size(max(plan.memory))] * sizes + [_time(plan.step * plan.job.ranks)] * by_ranks
+        row += [show_size(max(plan.memory))] * sizes + [show_time(plan.step * plan.job.ranks)] * by_ranks
         table.add_row(str(other.choice), *row, "+".join(map(str, plan.partition.counts)))
     return table
 
 
-def _print_words(console: Console, name: str, said: dict[str, Any]) -> None:
+def print_words(console: Console, name: str, made: Plan) -> None:
     console.print()
-    for key, value in said.items():
+    for key, value in _said(WORDS[name], made).items():
         if key == "rounded":
             if value:
                 cuts = ", ".join(f"{i} and {i + 1}" for i in value)
@@ -327,14 +354,14 @@ def _print_words(console: Console, name: str, said: dict[str, Any]) -> None:
             console.print(f"{name}: {key} = {text}", highlight=False, markup=False, soft_wrap=True)
 
 
-def _time(seconds: float) -> str:
+def show_time(seconds: float) -> str:
     for unit, scale in (("s", 1.0), ("ms", 1e3), ("us", 1e6)):
         if float(f"{seconds * scale:.4g}") >= 1 or unit == "us":
             return f"{seconds * scale:.4g} {unit}"
     raise AssertionError
 
 
-def _size(count: int) -> str:
+def show_size(count: int) -> str:
     if count < 1 << 20:
         return f"{count / 1024:.1f} KiB" if count >= 1024 else f"{count} B"
     return f"{count / 2**20:,.1f} MiB" if count < 10 << 30 else f"{count / 2**30:,.1f} GiB"

@@ -12,7 +12,19 @@ from dynmo.costs import LayerCost, LinkCost
 from dynmo.profile_file import Profile, write
 
 FIELDS = ["schedule", "balancer", "ranks", "microbatches", "objective", "partition", "placement", "stage_cost", "imbalance"]
-FIELDS += ["span", "makespan", "bubble_ratio", "idle_ratio", "lower_bound", "memory", "memory_limit", "moves", "moved_bytes", "seconds"]
+FIELDS += [
+    "span",
+    "makespan",
+    "bubble_ratio",
+    "idle_ratio",
+    "lower_bound",
+    "memory",
+    "memory_limit",
+    "recompute",
+    "moves",
+    "moved_bytes",
+    "seconds",
+]
 FIELDS += ["words", "alternatives"]
 
 Run = Callable[..., tuple[int, str, str]]
@@ -155,3 +167,68 @@ def test_what_the_file_must_say(run: Run, tmp_path: Path) -> None:
     path.write_text('{"f": [1, 1], "b": [1, 1], "w": [1, 1]}')
     status, _, err = run("--costs", path, "--microbatches", 4)
     assert (status, err) == (2, "dynmo: --ranks is missing, and the costs file does not say it either\n")
+
+
+def test_recomputing_where_memory_is_short(run: Run, file: Path) -> None:
+    arguments = ("--costs", file, "--ranks", 2, "--microbatches", 8, "--schedule", "1f1b", "--no-alternatives", "--memory-limit", "110MiB")
+    assert run(*arguments)[0] == 2
+    made = answer(run, *arguments, "--recompute", "auto")
+    assert 0 < len(made["recompute"]) < 10
+    assert max(made["memory"]) <= 110 << 20
+    every = answer(run, *arguments, "--recompute", "all")
+    assert every["recompute"] == list(range(10))
+    assert made["span"] < every["span"]
+    out = run(*arguments, "--recompute", "auto")[1]
+    assert "recomputed" in out
+    roomy = answer(run, "--costs", file, "--no-alternatives", "--recompute", "auto", "--memory-limit", "10GiB")
+    assert roomy["recompute"] == []
+
+
+def test_the_mesh(run: Run, file: Path) -> None:
+    arguments = ("--costs", file, "--gpus", 4, "--global-batch", 32, "--schedule", "zb-h1", "--bandwidth", "1GB")
+    made = answer(run, *arguments, "--micro-batch", "1,2", "--zero", 1)
+    assert list(made) == [*FIELDS, "gpus", "global_batch", "zero", "bandwidth", "mesh", "candidates", "refused", "slower"]
+    best, candidates = made["mesh"], made["candidates"]
+    assert candidates[0] == best
+    assert {(x["pipeline"], x["replicas"]) for x in candidates} == {(1, 4), (2, 2), (4, 1)}
+    assert [x["step_seconds"] for x in candidates] == sorted(x["step_seconds"] for x in candidates)
+    assert all(x["replicas"] * x["microbatches"] * x["micro_batch"] == 32 for x in candidates)
+    assert best["samples_per_second"] == pytest.approx(32 / best["step_seconds"])
+    assert best["step_seconds"] == pytest.approx(made["span"] + best["exposed"])
+    assert (made["partition"], made["memory"]) == (best["partition"], best["memory"])
+    assert (made["ranks"], made["microbatches"], made["bandwidth"]) == (best["pipeline"], best["microbatches"], 1e9)
+    measured = answer(run, *arguments[:-2])
+    assert measured["bandwidth"] == 1e10, "the slowest link of the file"
+
+
+def test_the_mesh_as_text(run: Run, file: Path) -> None:
+    arguments = ("--costs", file, "--gpus", 6, "--global-batch", 24, "--memory-limit", "120MiB", "--schedule", "1f1b")
+    status, out, err = run(*arguments, "--megatron")
+    assert (status, err) == (0, "")
+    for word in ("6 GPUs, a global batch of 24, at most 120.0 MiB a rank", "best: ", "candidates", "against best", "sequences a second"):
+        assert word in out
+    assert "refused, such as " in out
+    assert "memory: rank 1 needs 134217728 bytes, 8388608 over the limit" in out
+    assert "pipeline_model_parallel_layout" in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--gpus", "4"), "--gpus needs --global-batch"),
+        (("--zero", "1"), "--zero goes with --gpus"),
+        (("--gpus", "4", "--global-batch", "8", "--ranks", "2"), "--ranks is what --gpus searches for"),
+        (("--gpus", "0", "--global-batch", "8"), "0 GPUs; at least 1 is needed"),
+        (("--gpus", "4", "--global-batch", "8", "--micro-batch", "one"), "--micro-batch one: numbers of sequences"),
+        (("--gpus", "4", "--global-batch", "8", "--bandwidth", "fast"), "--bandwidth fast: bytes per second"),
+        (("--gpus", "4", "--global-batch", "8", "--zero", "2"), "zero = 2; it is 0 or 1"),
+        (("--gpus", "4", "--global-batch", "7", "--micro-batch", "2"), "a global batch of 7 does not divide"),
+        (("--gpus", "4", "--global-batch", "8", "--memory-limit", "20MiB"), "meshes fits; the least, "),
+        (("--recompute", "some"), "--recompute some: choose one of none, auto, all"),
+    ],
+)
+def test_a_mesh_that_cannot_be(run: Run, file: Path, arguments: tuple[str, ...], message: str) -> None:
+    status, out, err = run("--costs", file, *arguments)
+    assert (status, out) == (2, "")
+    assert message in err
+    assert err.count("\n") == 1

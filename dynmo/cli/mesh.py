@@ -1,0 +1,222 @@
+"""`dynmo plan --gpus N --global-batch B`: how many replicas of how long a pipeline, with which microbatches and schedule."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from dynmo.errors import InputError
+from dynmo.schedule.bound import Objective
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+    from dynmo.balance.mesh import Found, MeshPlan, MeshRequest
+    from dynmo.balance.planning import Recompute
+    from dynmo.profile_file import Profile
+
+
+@dataclass(frozen=True)
+class Options:
+    """As given on the command line; None: not given."""
+
+    gpus: int | None
+    global_batch: int | None
+    micro_batch: str | None
+    zero: int | None
+    bandwidth: str | None
+    ranks: int | None
+    microbatches: int | None
+
+    def wanted(self) -> bool:
+        """Whether a mesh is asked for. Raises InputError where an option goes without those that it belongs to."""
+        if self.gpus is None:
+            for option in ("global_batch", "micro_batch", "zero", "bandwidth"):
+                if getattr(self, option) is not None:
+                    raise InputError(f"--{option.replace('_', '-')} goes with --gpus, which searches the mesh; add --gpus N")
+            return False
+        if self.global_batch is None:
+            raise InputError("--gpus needs --global-batch: how many sequences a step takes, over all replicas")
+        for option in ("ranks", "microbatches"):
+            if getattr(self, option) is not None:
+                raise InputError(f"--{option} is what --gpus searches for; leave one of the two out")
+        return True
+
+
+def request_of(
+    options: Options,
+    profile: Profile,
+    schedule: str | None,
+    balancer: str | None,
+    chunks: int | None,
+    memory_limit: int | None,
+    objective: Objective,
+    recompute: Recompute,
+) -> MeshRequest:
+    from dynmo.balance.mesh import BALANCERS, MeshRequest
+
+    assert options.gpus is not None
+    assert options.global_batch is not None
+    if memory_limit is not None and not any(x.static_bytes or x.activation_bytes for x in profile.layers):
+        raise InputError("a memory limit, but the costs have no sizes; give weight_bytes, activation_bytes, ... (one per layer)")
+    return MeshRequest(
+        profile,
+        options.gpus,
+        options.global_batch,
+        _sizes(options.micro_batch),
+        () if schedule is None else (schedule,),
+        BALANCERS if balancer is None else (balancer,),
+        chunks,
+        memory_limit,
+        options.zero or 0,
+        _bandwidth(options.bandwidth, profile),
+        recompute,
+        objective,
+    )
+
+
+def _sizes(text: str | None) -> tuple[int, ...]:
+    try:
+        return () if text is None else tuple(int(word) for word in text.split(","))
+    except ValueError:
+        raise InputError(f"--micro-batch {text}: numbers of sequences with commas between them are expected, such as 1,2,4") from None
+
+
+def _bandwidth(text: str | None, profile: Profile) -> float:
+    """As given, else the slowest link that was measured; without any, reductions take no time."""
+    if text is None:
+        return min((link.bytes_per_second for _, link in profile.links), default=math.inf)
+    from dynmo.config import parse_bytes
+
+    try:
+        return float(text)
+    except ValueError:
+        pass
+    try:
+        return float(parse_bytes(text))
+    except ValueError:
+        raise InputError(f"--bandwidth {text}: bytes per second are expected, such as 25e9 or 40GiB") from None
+
+
+def run(request: MeshRequest, as_json: bool, words: list[str]) -> None:
+    """Searches and tells. Raises InputError as `mesh.search` does."""
+    from dynmo.balance.mesh import search
+    from dynmo.cli.plan import picture, print_words, show_time, waiting
+
+    began = time.perf_counter()
+    with waiting(as_json, "meshes ..."):
+        found = search(request)
+    seconds = time.perf_counter() - began
+    if as_json:
+        print(json.dumps(to_json(request, found, seconds), allow_nan=False))
+        return
+    from dynmo.report.summary import console_for_tables
+
+    console, best = console_for_tables(), found.candidates[0]
+    _print_best(console, request, best)
+    console.print()
+    for line in picture(best.plan):
+        console.print(line, soft_wrap=True)
+    console.print()
+    console.print(_candidates(found))
+    _print_others(console, request, found)
+    for name in words:
+        print_words(console, name, best.plan)
+    console.print(f"searched in {show_time(seconds)}", highlight=False, soft_wrap=True)
+
+
+# -- JSON --------------------------------------------------------------------------------------------------------------------------
+
+
+def to_json(request: MeshRequest, found: Found, seconds: float) -> dict[str, Any]:
+    """The plan of the best mesh's one replica, in the words of `dynmo plan`; `mesh` and `candidates`, the best first; `refused`."""
+    from dynmo.cli.plan import to_json as plan_to_json
+
+    best = found.candidates[0]
+    return plan_to_json(best.plan, seconds, {}) | {
+        "gpus": request.gpus,
+        "global_batch": request.global_batch,
+        "zero": request.zero,
+        "bandwidth": request.bandwidth if math.isfinite(request.bandwidth) else None,
+        "mesh": _mesh(best),
+        "candidates": [_mesh(candidate) for candidate in found.candidates],
+        "refused": [vars(x.mesh) | {"reason": x.reason, "need": x.need} for x in found.refused],
+        "slower": found.slower,
+    }
+
+
+def _mesh(candidate: MeshPlan) -> dict[str, Any]:
+    """step_seconds: of a step, with the `exposed` seconds of reductions after its ops."""
+    timeline = candidate.plan.timeline
+    return vars(candidate.mesh) | {
+        "balancer": candidate.plan.job.balancer,
+        "step_seconds": candidate.seconds,
+        "exposed": candidate.exposed,
+        "samples_per_second": candidate.samples_per_second if math.isfinite(candidate.samples_per_second) else None,
+        "bubble_ratio": timeline.bubble_ratio,
+        "idle_ratio": timeline.idle_ratio,
+        "memory": candidate.memory,
+        "partition": candidate.plan.partition.counts,
+        "recompute": sorted(candidate.plan.job.recomputed),
+    }
+
+
+# -- text --------------------------------------------------------------------------------------------------------------------------
+
+
+def _print_best(console: Console, request: MeshRequest, best: MeshPlan) -> None:
+    from dynmo.cli.plan import show_size, show_time
+
+    limit = "" if request.memory_limit is None else f", at most {show_size(request.memory_limit)} a rank"
+    zero = ", optimizer state divided over the replicas (ZeRO-1)" if request.zero else ""
+    console.print(f"{request.gpus} GPUs, a global batch of {request.global_batch}{limit}{zero}", highlight=False, soft_wrap=True)
+    rate = f"{best.samples_per_second:,.4g} sequences a second" if math.isfinite(best.samples_per_second) else ""
+    exposed = f", {show_time(best.exposed)} of it reductions after the last op" if best.exposed else ""
+    console.print(
+        f"best: {best.mesh}, placed by {best.plan.job.balancer}: a step of {show_time(best.seconds)}{exposed}; {rate}", highlight=False
+    )
+    if best.plan.job.recomputed:
+        names = [best.plan.job.profile.names[i] for i in sorted(best.plan.job.recomputed)]
+        console.print(f"recomputed in the backward: {len(names)} layers: {', '.join(names)}", highlight=False, soft_wrap=True)
+
+
+def _candidates(found: Found) -> Table:
+    from rich.table import Table
+
+    from dynmo.cli.plan import show_size, show_time
+
+    best = found.candidates[0]
+    sizes = any(any(x.memory) for x in found.candidates)
+    recomputes = any(x.plan.job.recomputed for x in found.candidates)
+    table = Table(title="candidates", title_justify="left")
+    for heading in ("ranks", "replicas", "microbatches", "of", "schedule", "step", "against best", "exposed", "bubble"):
+        table.add_column(heading, justify="left" if heading == "schedule" else "right")
+    for heading in (*["memory"] * sizes, *["recomputed"] * recomputes):
+        table.add_column(heading, justify="right")
+    table.add_column("layers", overflow="fold")
+    for x in found.candidates:
+        mesh = x.mesh
+        row = [*map(str, (mesh.pipeline, mesh.replicas, mesh.microbatches, mesh.micro_batch, mesh.schedule)), show_time(x.seconds)]
+        row += [f"{x.seconds / best.seconds - 1:+.1%}" if best.seconds else "-", show_time(x.exposed), f"{x.bubble:.1%}"]
+        row += [show_size(max(x.memory))] * sizes + [str(len(x.plan.job.recomputed))] * recomputes
+        table.add_row(*row, "+".join(map(str, x.plan.partition.counts)))
+    return table
+
+
+_WHY = ("memory", "does not divide", "need at least")
+
+
+def _print_others(console: Console, request: MeshRequest, found: Found) -> None:
+    """Why the others are not there: per reason how many, and the one that is nearest."""
+    if found.slower:
+        console.print(f"{found.slower} more are slower", highlight=False, soft_wrap=True)
+    kinds: dict[str, list[Any]] = {}
+    for x in found.refused:
+        kinds.setdefault(next((word for word in _WHY if word in x.reason), "other"), []).append(x)
+    for refused in kinds.values():
+        nearest = min(refused, key=lambda x: (x.need or 0, x.mesh.pipeline))
+        console.print(f"{len(refused)} refused, such as {nearest.mesh}: {nearest.reason}", highlight=False, markup=False, soft_wrap=True)
