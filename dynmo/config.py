@@ -127,9 +127,11 @@ def _check_dense_below(value: object) -> float | str:
     return float(value)
 
 
-def _check_every(value: object) -> object:
+def _check_every(value: object) -> int | str:
     if value == "auto":
-        raise ValueError(f"{NOT_SERVED}; use a number of steps")
+        return "auto"
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= _LARGEST:
+        raise ValueError('must be a number of steps greater than or equal to 1, or "auto"')
     return value
 
 
@@ -267,12 +269,13 @@ BALANCERS = (
 
 
 class Balance(Section):
-    """Who decides where layers live, from which cost, every how many steps. `initial` is the first placement, in layer counts (None: the
-    balancer's). A move must gain `margin` times its cost, and at least `hysteresis` of the step (a share)."""
+    """Who decides where layers live, from which cost, every how many steps ("auto": when the work or the ranks' imbalance has changed).
+    `initial` is the first placement, in layer counts (None: the balancer's). A move must gain `margin` times its cost, and at least
+    `hysteresis` of the step (a share)."""
 
     balancer: Annotated[str, _word(BALANCERS)] = "exact"
     cost: Annotated[str, _word(("time", "parameters"))] = "time"
-    every: Annotated[Count, BeforeValidator(_check_every)] = 10
+    every: Annotated[int | str, PlainValidator(_check_every)] = 10
     initial: Annotated[tuple[Count, ...] | None, Lax] = None
     margin: NonNegative = 1.0
     hysteresis: NonNegative = 0.02

@@ -4,21 +4,27 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import cast
 
 from dynmo.api import Pipeline, moves_between_ranks
-from dynmo.balance.balancers import balancer
+from dynmo.balance.balancers import BalanceRequest, balancer
 from dynmo.balance.partition import Cost, Partition
-from dynmo.balance.trigger import FORCED, worth_moving
+from dynmo.balance.trigger import FORCED, Expected, Outlook, Watch, phases, worth_moving_through
 from dynmo.config import Config
 from dynmo.costs import LayerCost
 from dynmo.events import Event, RebalanceEvent, RebalanceResultEvent, ScheduleEvent, now
 from dynmo.schedule.catalogue import entry
+from dynmo.simulator import simulate
 
 # Steps whose median stands for "before" and "after" a move.
 _WINDOW = 5
+
+
+Forecasts = Callable[[int], Sequence[Sequence[Expected]]]
+"""What each dynamic case expects to do after a step, the same on every rank."""
 
 
 @dataclass
@@ -29,22 +35,28 @@ class _Pending:
 
 
 class Rebalancer:
-    """Asks the configured balancer every `balance.every` steps, and moves when the simulator says that it pays.
+    """Asks the configured balancer every `balance.every` steps ("auto": when `trigger.Watch` sees a reason), and moves when the simulator
+    says that it pays, as far as what the dynamic cases expect to do lets a gain last.
 
     Every rank holds one and calls it alike; costs are the same on all, so the decision is too.
     """
 
-    def __init__(self, config: Config, pipeline: Pipeline, moves: int = 0) -> None:
+    def __init__(self, config: Config, pipeline: Pipeline, moves: int = 0, forecasts: Forecasts | None = None) -> None:
         """moves: how many an earlier part of the run has made, so that ids go on."""
         self._config, self._pipeline = config, pipeline
+        self._forecasts: Forecasts = forecasts or (lambda step: ())
+        self._watch = Watch(config.balance.hysteresis) if config.balance.every == "auto" else None
         self._recent: deque[float] = deque(maxlen=_WINDOW)
         self._pending: _Pending | None = None
         self.moves = moves
         self._move_seconds: float | None = None
 
-    def observe(self, step: int, seconds: float) -> RebalanceResultEvent | None:
-        """Takes the wall time of a finished step; reports what the last move brought once enough steps have passed."""
+    def observe(self, step: int, seconds: float, busy: Sequence[float]) -> RebalanceResultEvent | None:
+        """Takes the wall time of a finished step and the ranks' busy seconds; reports what the last move brought once enough steps have
+        passed."""
         self._recent.append(seconds)
+        if self._watch is not None:
+            self._watch.observe(busy)
         pending = self._pending
         if pending is None:
             return None
@@ -61,14 +73,21 @@ class Rebalancer:
     def changed(self) -> None:
         """The model's work changed: earlier step times do not compare with later ones."""
         self._recent.clear()
+        if self._watch is not None:
+            self._watch.changed()
 
     def due(self, step: int) -> bool:
         # A run that was just resumed has measured nothing to decide on.
         acts = self._config.balance.balancer != "none" or entry(self._config.pipeline.schedule).from_costs
-        return acts and bool(self._recent) and step % self._config.balance.every == 0
+        if not acts or not self._recent:
+            return False
+        every = self._config.balance.every
+        return step % every == 0 if isinstance(every, int) else self._watch is not None and self._watch.due
 
     def consider(self, step: int) -> list[Event]:
         """Before `step`: decides, and acts where it pays. First where the layers live, then in which order the ranks work."""
+        if self._watch is not None:
+            self._watch.decided()
         costs = self._pipeline.costs()
         move = self._move(step, costs) if self._config.balance.balancer != "none" else None
         gain = self._pipeline.replan(costs, self._config.balance.hysteresis / 4)
@@ -82,11 +101,8 @@ class Rebalancer:
         target = balancer(balance.balancer)(request)
         if target == pipeline.partition:
             return None
-        seconds_now = pipeline.predict(costs, pipeline.partition).makespan
-        seconds_then = pipeline.predict(costs, target).makespan
-        left = self._config.train.steps - step
         price = self._price(costs, pipeline.partition, target)
-        decision = worth_moving(seconds_now, seconds_then, left, price, balance.margin, balance.hysteresis)
+        decision = worth_moving_through(self._outlook(step, request, target), price, balance.margin, balance.hysteresis)
         forced = balance.balancer in FORCED
         if not decision.move and not forced:
             return None
@@ -108,6 +124,21 @@ class Rebalancer:
             decision.predicted_gain,
             f"{balance.balancer}: forced" if forced else decision.reason,
         )
+
+    def _outlook(self, step: int, request: BalanceRequest, target: Partition) -> list[Outlook]:
+        """What a step takes on the placement now and on `target`, from `step` to the run's end. What the cases do before `step` itself is
+        still to come, and was not measured."""
+        pipeline, costs = self._pipeline, request.layers
+
+        def seconds(layers: tuple[LayerCost, ...], partition: Partition) -> float:
+            if layers == costs or request.make is None:
+                return pipeline.predict(layers, partition).makespan
+            stages = pipeline.stage_costs(layers, partition)
+            return simulate(request.make(stages), stages).makespan
+
+        ahead = phases(costs, self._forecasts(step - 1), step, self._config.train.steps)
+        both = (pipeline.partition, target)
+        return [Outlook(x.start, x.stop, *(seconds(x.layers, placement) for placement in both)) for x in ahead]
 
     def _price(self, costs: tuple[LayerCost, ...], old: Partition, new: Partition) -> float:
         """Seconds of a move: as the last one, else as long as its layers, one after another, take over the slowest link."""

@@ -159,7 +159,7 @@ class Trainer:
         if found is not None:
             self._restore(*found)
             self._loss, moved = found[1].state["loss"], found[1].state["moves"]
-        self._rebalancer = Rebalancer(config, self.pipeline, moved)
+        self._rebalancer = Rebalancer(config, self.pipeline, moved, lambda step: [case.forecast(step) for case in self._cases])
         self._tracer = Tracer(world.everyone, self.pipeline.clock, config.trace.steps)
         # Last: what was wrong until here leaves no log.
         self._log = EventLog(folder / "events.jsonl") if folder is not None and world.rank == 0 else None
@@ -243,7 +243,7 @@ class Trainer:
             case.observe(Signals(step, result.loss, result.squared_norms, rate))
         seconds = time.perf_counter() - start
         self._tracer.observe(step, result.outcome.slices)
-        settled = self._rebalancer.observe(step, seconds)
+        settled = self._rebalancer.observe(step, seconds, result.busy)
         if settled is not None:
             self._emit(settled)
         tokens = train.global_batch * self.config.model.sequence

@@ -91,3 +91,29 @@ def test_a_schedule_is_made_anew_from_live_costs(pool: Pool) -> None:
     assert of(events, "rebalance") == []
     steps = of(events, "step")
     assert all(s["layers"] == [4, 4] for s in steps)
+
+
+# Rank 0's layers take twice as long, until the first four freeze: from then on rank 1 is the busier one.
+_TURN = {"model": dict.fromkeys("fbw", [0.003] * 4 + [0.0015] * 4), "train": {"steps": 18}}
+
+
+def test_a_move_that_is_soon_wrong_waits(pool: Pool) -> None:
+    """The schedule of freezing is known: at step 8, a gain of two steps is not begun."""
+    soon = run(pool, **_TURN, dynamism={"freezing": {"schedule": [[10, 4]]}})
+    assert [(e["step"], e["to"]) for e in of(soon, "rebalance")] == [(16, [5, 3])]
+    late = run(pool, **_TURN, dynamism={"freezing": {"schedule": [[17, 4]]}})
+    ((step, target, reason),) = [(e["step"], e["to"], e["reason"]) for e in of(late, "rebalance")]
+    assert (step, target) == (8, [3, 5])
+    assert reason.endswith("until the change expected at step 17, and then back")
+
+
+def test_auto_decides_when_something_happened(pool: Pool) -> None:
+    """It looks after five steps, where even layers stay, and three steps after the freezing. Then nothing drifts any more."""
+    freezing = {"freezing": {"schedule": [[7, 4]]}}
+    events = run(pool, balance={"every": "auto", "hysteresis": 0.05}, dynamism=freezing)
+    assert [(e["step"], e["from"], e["to"]) for e in of(events, "rebalance")] == [(10, [4, 4], [5, 3])]
+
+
+def test_auto_sees_a_placement_that_was_never_good(pool: Pool) -> None:
+    events = run(pool, balance={"every": "auto", "initial": [6, 2]}, dynamism={"cases": []}, train={"steps": 9})
+    assert [(e["step"], e["from"], e["to"]) for e in of(events, "rebalance")] == [(5, [6, 2], [4, 4])]

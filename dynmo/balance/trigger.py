@@ -1,13 +1,26 @@
 """Does the gain repay the move? DynMo moves at a fixed frequency and leaves the question open (section 3.6).
 
 (seconds_now - seconds_then) * steps left  >  seconds of the move * margin      and      1 - then / now  >=  hysteresis
+
+Where it is known what will change (a forecast), the steps left are cut into phases, and the gain is believed only as far as it lasts:
+
+    phases          |  now 1.2 s, then 1.0 s  |  now 1.0 s, then 0.9 s  |  now 0.8 s, then 1.1 s  |
+                    step                                                turn                      end of the run
+    believed         saved: 0.2 s a step        and 0.1 s a step        | from here on it is wrong: the move back is paid too
+
+`Watch` is `balance.every = "auto"`: it sees after every step, from what the step measured anyway, whether there is something to decide.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from statistics import median
+from typing import Protocol, final
 
+from dynmo.costs import LayerCost
 from dynmo.errors import PartitionError
 
 # These balancers place without looking at costs, so there is no gain to weigh.
@@ -57,3 +70,150 @@ def worth_moving(
         return Decision(False, gain, f"stay: {step}, a gain of {gain:.2%} under the {hysteresis:.2%} that counts")
     sums = f"{saved:.4g} s saved over {horizon_steps} steps against {move_seconds:.4g} s for the move x {margin:g}"
     return Decision(saved > price, gain, f"{'move' if saved > price else 'stay'}: {step}, {sums}")
+
+
+class Expected(Protocol):
+    """What is known of the future: from `step` on these layers take `f`, `b`, `w` times what they take now (`dynamism.Forecast`)."""
+
+    @property
+    def step(self) -> int: ...
+    @property
+    def layers(self) -> tuple[int, ...]: ...
+    @property
+    def f(self) -> float: ...
+    @property
+    def b(self) -> float: ...
+    @property
+    def w(self) -> float: ...
+
+
+@dataclass(frozen=True)
+class Phase:
+    """In the steps start .. stop - 1 the layers cost this."""
+
+    start: int
+    stop: int
+    layers: tuple[LayerCost, ...]
+
+
+def phases(layers: Sequence[LayerCost], forecasts: Sequence[Sequence[Expected]], step: int, end: int) -> tuple[Phase, ...]:
+    """The steps `step` .. end - 1, cut where a forecast says that costs change. `layers`: what they cost now.
+
+    forecasts: of each case its own. Of one case the latest for a layer holds, and what several cases say of it is multiplied. A layer that
+    will have neither B nor W keeps nothing between F and B; one without W nothing for W.
+    """
+    if end <= step:
+        return ()
+    turns = sorted({x.step for case in forecasts for x in case if step < x.step < end})
+    starts = [step, *turns]
+    return tuple(Phase(a, b, _expected(layers, forecasts, a)) for a, b in zip(starts, [*turns, end], strict=True))
+
+
+def _expected(layers: Sequence[LayerCost], forecasts: Sequence[Sequence[Expected]], step: int) -> tuple[LayerCost, ...]:
+    out = list(layers)
+    for case in forecasts:
+        latest: dict[int, Expected] = {}
+        for expected in sorted(case, key=lambda x: x.step):
+            if expected.step <= step:
+                latest |= dict.fromkeys(expected.layers, expected)
+        for index, x in latest.items():
+            layer = replace(out[index], f=out[index].f * x.f, b=out[index].b * x.b, w=out[index].w * x.w)
+            if not layer.w:
+                layer = replace(layer, stash_bytes=0, activation_bytes=layer.activation_bytes if layer.b else 0)
+            out[index] = layer
+    return tuple(out)
+
+
+@dataclass(frozen=True)
+class Outlook:
+    """Seconds of a step in the steps start .. stop - 1, as placed now and as it would be."""
+
+    start: int
+    stop: int
+    now: float
+    then: float
+
+
+# A gain that is known to end in fewer steps is not begun: the first step after a move opens channels anew.
+_SOON = 5
+
+
+def worth_moving_through(
+    outlook: Sequence[Outlook], move_seconds: float, margin: float = 1.5, hysteresis: float = 0.02, soon: int = _SOON
+) -> Decision:
+    """As `worth_moving`, over steps of which it is known how they will differ.
+
+    The gain is believed up to the first phase in which the move would be no gain any more. If there is one, it is taken that the layers
+    will have to move again then, so that the price is paid twice; and if it comes in fewer than `soon` steps, nothing moves: wait. With
+    nothing known it is `worth_moving`. Raises PartitionError as that.
+    """
+    if len(outlook) < 2:
+        first = outlook[0] if outlook else Outlook(0, 0, 0.0, 0.0)
+        return worth_moving(first.now, first.then, first.stop - first.start, move_seconds, margin, hysteresis)
+    start, count = outlook[0].start, next((i for i, x in enumerate(outlook) if x.then >= x.now), len(outlook))
+    for x in outlook:
+        worth_moving(x.now, x.then, x.stop - x.start, move_seconds, margin, hysteresis)  # checks the numbers
+    if count in (0, len(outlook)):
+        stop, price = outlook[-1].stop, move_seconds
+    else:
+        stop, price = outlook[count].start, 2 * move_seconds
+        if stop - start < soon:
+            gain = 1 - outlook[0].then / outlook[0].now
+            later = outlook[count]
+            why = f"from step {stop} on a step would take {later.then:.4g} s instead of {later.now:.4g} s"
+            return Decision(False, gain, f"wait: a gain of {gain:.2%} would last {stop - start} steps; {why}")
+    believed = outlook[:count] or outlook[:1]
+    steps = stop - start if count else outlook[0].stop - start
+    now, then = (math.fsum(getattr(x, key) * (x.stop - x.start) for x in believed) / max(1, steps) for key in ("now", "then"))
+    found = worth_moving(now, then, steps, price, margin, hysteresis)
+    first = 1 - outlook[0].then / outlook[0].now if outlook[0].now else 0.0
+    until = f", until the change expected at step {stop}, and then back" if 0 < count < len(outlook) else ""
+    return Decision(found.move, first, f"{found.reason}{until}")
+
+
+# Steps whose median is taken for what a placement brings, and steps after a change that are measured before anything is decided.
+_WINDOW = 5
+_SETTLE = 3
+
+
+@final
+class Watch:
+    """Is it time to look whether moving pays? After some steps at first; some steps after the work changed; and when the imbalance of the
+    ranks' busy seconds, max / mean, has drifted by more than `drift` from what it was after the last decision.
+
+    Fed with what all ranks know of a step, so all ranks find the same.
+    """
+
+    def __init__(self, drift: float) -> None:
+        self._drift = drift
+        self._reference: float | None = None
+        self._recent: deque[float] = deque(maxlen=_WINDOW)
+        self._first = True
+        self._unsettled: int | None = None
+
+    def observe(self, busy: Sequence[float]) -> None:
+        """After a step: each rank's busy seconds."""
+        mean = math.fsum(busy) / len(busy)
+        self._recent.append(max(busy) / mean if mean else 1.0)
+        if self._unsettled is not None:
+            self._unsettled -= 1
+        if self._reference is None and len(self._recent) == _WINDOW:
+            self._reference = median(self._recent)
+
+    def changed(self) -> None:
+        """The work has changed before the next step. Of changes that follow one upon another the first counts: else none would ever."""
+        if self._unsettled is None:
+            self._unsettled = _SETTLE
+
+    @property
+    def due(self) -> bool:
+        if self._unsettled is not None:
+            return self._unsettled <= 0
+        if self._reference is None:
+            return False
+        return self._first or abs(median(self._recent) / self._reference - 1) > self._drift
+
+    def decided(self) -> None:
+        """Something was decided: what is measured from now on is what the next decision compares with."""
+        self._first, self._reference, self._unsettled = False, None, None
+        self._recent.clear()

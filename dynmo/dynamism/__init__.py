@@ -93,7 +93,8 @@ class Change:
 
 @dataclass(frozen=True)
 class Forecast:
-    """From `step` on, these layers are expected to take `f`, `b`, `w` times what they take now."""
+    """From `step` on, these layers are expected to take `f`, `b`, `w` times what they take now (when the forecast is made). Of one case, a
+    later forecast for a layer replaces an earlier one."""
 
     step: int
     layers: tuple[int, ...]

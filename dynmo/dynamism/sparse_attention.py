@@ -68,15 +68,19 @@ class SparseAttentionCase(Dynamism):
     def forecast(self, step: int) -> Sequence[Forecast]:
         if self._ratio is None or not self._halves:
             return ()
-        forecasts, now = list[Forecast](), self._sparse
+        forecasts, before = list[Forecast](), self._sparse
+        f, b = self._ratio
         for at, _ in self._schedule:
             if at <= step:
                 continue
             then = self._wanted(at)
-            f, b = self._ratio
-            forecasts += [Forecast(at, tuple(sorted(then - now)), f, b)] if then - now else []
-            forecasts += [Forecast(at, tuple(sorted(now - then)), 1 / f, 1 / b)] if now - then else []
-            now = then
+            # A factor is of what a layer takes now: one that becomes sparse and dense again takes what it takes now.
+            for sparse, changing in ((True, then - before), (False, before - then)):
+                for now, which in ((True, changing & self._sparse), (False, changing - self._sparse)):
+                    if which:
+                        pair = (1.0, 1.0) if now == sparse else (f, b) if sparse else (1 / f, 1 / b)
+                        forecasts.append(Forecast(at, tuple(sorted(which)), *pair))
+            before = then
         return forecasts
 
     def state(self) -> dict[str, Any]:

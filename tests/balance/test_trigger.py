@@ -3,8 +3,12 @@
 import math
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from dynmo.balance.trigger import worth_moving
+from dynmo.balance.trigger import Outlook, Watch, phases, worth_moving, worth_moving_through
+from dynmo.costs import LayerCost
+from dynmo.dynamism import Forecast
 from dynmo.errors import PartitionError
 
 
@@ -48,3 +52,109 @@ def test_numbers_that_are_none(position: int, value: float):
     arguments[position] = value
     with pytest.raises(PartitionError, match="at least 0"):
         worth_moving(*arguments)  # pyright: ignore[reportArgumentType]
+
+
+# -- what is known of the future ------------------------------------------------------------------------------------------------
+
+
+def test_the_steps_left_are_cut_where_costs_are_to_change():
+    layers = (LayerCost(1, 2, 4, activation_bytes=10, stash_bytes=4),) * 3
+    pruning = [Forecast(5, (0, 1), 0.5, 0.5, 0.5), Forecast(8, (0, 1), 0.25, 0.25, 0.25), Forecast(99, (0,), 0.0)]
+    freezing = [Forecast(8, (0,), b=0.0, w=0.0), Forecast(2, (2,), w=0.0)]
+    found = phases(layers, [pruning, freezing], 3, 20)
+    assert [(x.start, x.stop) for x in found] == [(3, 5), (5, 8), (8, 20)]
+    assert [[(x.f, x.b, x.w) for x in phase.layers] for phase in found] == [
+        [(1, 2, 4), (1, 2, 4), (1, 2, 0)],
+        [(0.5, 1, 2), (0.5, 1, 2), (1, 2, 0)],
+        [(0.25, 0, 0), (0.25, 0.5, 1), (1, 2, 0)],
+    ], "of one case the latest holds, of several the product"
+    assert [(x.activation_bytes, x.stash_bytes) for x in found[2].layers] == [(0, 0), (10, 4), (10, 0)]
+    assert phases(layers, [], 3, 20) == phases(layers, [[]], 3, 20)
+    assert phases(layers, [], 3, 20)[0].layers == layers
+    assert phases(layers, [], 20, 20) == ()
+
+
+def test_a_gain_is_believed_as_far_as_it_lasts():
+    better, worse, even = (1.2, 1.0), (1.0, 1.1), (1.0, 1.0)
+    whole = worth_moving_through([Outlook(0, 100, *better)], 10.0, 1.5)
+    assert whole == worth_moving(1.2, 1.0, 100, 10.0, 1.5)
+    assert whole.move
+    cut = worth_moving_through([Outlook(0, 50, *better), Outlook(50, 100, *worse)], 10.0, 1.5)
+    assert not cut.move, "10 s saved until step 50 do not pay for two moves"
+    assert cut.reason.endswith(
+        "10 s saved over 50 steps against 20 s for the move x 1.5, until the change expected at step 50, and then back"
+    )
+    assert worth_moving_through([Outlook(0, 50, *better), Outlook(50, 100, *even)], 3.0, 1.5).move
+    both = worth_moving_through([Outlook(0, 50, *better), Outlook(50, 100, 1.0, 0.9)], 9.0, 1.5)
+    assert both.move, "10 and 5 s"
+    assert "15 s saved over 100 steps against 9 s" in both.reason
+    assert both.predicted_gain == pytest.approx(1 - 1 / 1.2), "of the steps that come first"
+    assert not worth_moving_through([Outlook(0, 50, *worse), Outlook(50, 100, *better)], 0.0).move, "later is another decision"
+
+
+def test_what_is_soon_wrong_waits():
+    outlook = [Outlook(8, 10, 2.0, 1.0), Outlook(10, 100, 1.0, 2.0)]
+    found = worth_moving_through(outlook, 0.0)
+    assert not found.move
+    assert found.reason == "wait: a gain of 50.00% would last 2 steps; from step 10 on a step would take 2 s instead of 1 s"
+    assert worth_moving_through([Outlook(8, 13, 2.0, 1.0), Outlook(13, 100, 1.0, 2.0)], 0.0).move
+    assert not worth_moving_through([], 0.0).move
+
+
+SECONDS = st.floats(0.1, 10)
+
+
+@given(st.lists(st.tuples(st.integers(1, 50), SECONDS, SECONDS), min_size=1, max_size=5), st.floats(0, 100), st.floats(0, 0.3))
+def test_a_move_is_never_made_at_a_loss(parts: list[tuple[int, float, float]], price: float, hysteresis: float):
+    outlook: list[Outlook] = []
+    for steps, now, then in parts:
+        start = outlook[-1].stop if outlook else 3
+        outlook.append(Outlook(start, start + steps, now, then))
+    found = worth_moving_through(outlook, price, 1.0, hysteresis)
+    good = next((i for i, x in enumerate(outlook) if x.then >= x.now), len(outlook))
+    saved = math.fsum((x.now - x.then) * (x.stop - x.start) for x in outlook[:good])
+    if found.move:
+        assert saved > price * (1 if good == len(outlook) else 2) * (1 - 1e-9)
+        assert outlook[0].then < outlook[0].now
+    # Cutting a phase in two changes nothing.
+    first = outlook[0]
+    if first.stop - first.start > 1:
+        halves = [Outlook(first.start, first.start + 1, first.now, first.then), Outlook(first.start + 1, first.stop, first.now, first.then)]
+        again = worth_moving_through([*halves, *outlook[1:]], price, 1.0, hysteresis)
+        close = math.isclose(saved, price, rel_tol=1e-9) or math.isclose(saved, 2 * price, rel_tol=1e-9)
+        believed = outlook[:good] or outlook[:1]
+        gain = 1 - sum(x.then * (x.stop - x.start) for x in believed) / sum(x.now * (x.stop - x.start) for x in believed)
+        assert again.move == found.move or close or math.isclose(gain, hysteresis, rel_tol=1e-9, abs_tol=1e-12)
+
+
+# -- every = "auto" ---------------------------------------------------------------------------------------------------------------
+
+
+def seen(watch: Watch, *steps: tuple[float, ...]) -> list[bool]:
+    out: list[bool] = []
+    for busy in steps:
+        watch.observe(busy)
+        out.append(watch.due)
+    return out
+
+
+def test_the_watch():
+    watch = Watch(0.02)
+    assert seen(watch, *[(1.0, 1.0)] * 5) == [False] * 4 + [True], "the first look is after some steps"
+    watch.decided()
+    assert not any(seen(watch, *[(2.0, 2.02)] * 20)), "all ranks alike may work more"
+    assert not any(seen(watch, (1.0, 9.0), (2.0, 2.0), (9.0, 1.0))), "single steps are noise"
+    assert any(seen(watch, *[(1.0, 1.5)] * 3)), "drift"
+    watch.decided()
+    assert not any(seen(watch, *[(1.0, 1.5)] * 20)), "it was looked at"
+    watch.changed()
+    assert seen(watch, *[(1.0, 1.5)] * 3) == [False, False, True], "some steps of the new work are measured first"
+    watch.decided()
+    for _ in range(2):
+        watch.changed()
+        assert seen(watch, (1.0, 1.5)) == [False]
+    watch.changed()
+    assert seen(watch, (1.0, 1.5)) == [True], "work that changes before every step is looked at too"
+    watch.decided()
+    assert not watch.due
+    assert not any(seen(watch, *[(0.0, 0.0)] * 9)), "nothing to do is even"

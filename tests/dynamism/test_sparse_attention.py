@@ -79,10 +79,10 @@ def test_forecast() -> None:
     assert [(x.step, x.layers, x.f, x.b, x.w) for x in case.forecast(0)] == [
         (2, (1,), f, b, 1.0),
         (5, (3, 5), f, b, 1.0),
-        (5, (1,), 1 / f, 1 / b, 1.0),
-    ]
+        (5, (1,), 1.0, 1.0, 1.0),
+    ], "of what a layer takes now: dense again is as now"
     case.act(2, model)
-    assert [x.step for x in case.forecast(2)] == [5, 5]
+    assert [(x.step, x.layers, x.f, x.b, x.w) for x in case.forecast(2)] == [(5, (3, 5), f, b, 1.0), (5, (1,), 1 / f, 1 / b, 1.0)]
 
 
 def test_a_model_without_attention_halves_is_refused() -> None:
