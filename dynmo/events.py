@@ -9,7 +9,7 @@ import json
 import os
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import Any, ClassVar, cast
 
@@ -59,7 +59,8 @@ class ChangeEvent(Event):
 
 @dataclass(frozen=True)
 class RebalanceEvent(Event):
-    """`source` and `target` are written as `from` and `to`: layer counts per rank."""
+    """`source` and `target` are written as `from` and `to`: layer counts per rank. Gathering the costs took `measure_seconds`; `seconds` is
+    what came then: `decide_seconds` to find out where to and whether it pays, and the move."""
 
     event: ClassVar[str] = "rebalance"
     id: int
@@ -69,6 +70,8 @@ class RebalanceEvent(Event):
     seconds: float
     predicted_gain: float
     reason: str
+    measure_seconds: float = 0.0
+    decide_seconds: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -112,13 +115,17 @@ class CheckpointEvent(Event):
 
 @dataclass(frozen=True)
 class EndEvent(Event):
-    """`reason` is "done", or "interrupted" when a signal ended the run early."""
+    """`reason` is "done", or "interrupted" when a signal ended the run early. What balancing took of all `seconds`, moves or not:
+    `measure_seconds` to condense and gather the layers' costs, `decide_seconds`, `move_seconds`."""
 
     event: ClassVar[str] = "end"
     loss: float
     weights_digest: str
     seconds: float
     reason: str
+    measure_seconds: float = 0.0
+    decide_seconds: float = 0.0
+    move_seconds: float = 0.0
 
 
 _KINDS: dict[str, type[Event]] = {
@@ -143,14 +150,18 @@ def to_json(event: Event) -> dict[str, Any]:
 
 
 def from_json(record: dict[str, Any]) -> Event:
-    """Raises InputError for a record of an unknown kind or with fields missing; keys that it does not know are left out."""
+    """Raises InputError for a record of an unknown kind or with fields missing (but those with a default: an older version did not write
+    them); keys that it does not know are left out."""
     kind = _KINDS.get(str(record.get("event")))
     if kind is None:
         raise InputError(f"unknown event {record.get('event')!r}")
     values: dict[str, Any] = {}
-    for key in (field.name for field in fields(kind)):
+    for field in fields(kind):
+        key = field.name
         word = _WORDS.get(key, key)
         if word not in record:
+            if field.default is not MISSING:
+                continue
             raise InputError(f"event {kind.event!r} lacks {word!r}")
         value = record[word]
         values[key] = tuple(value) if isinstance(value, list) else value  # pyright: ignore[reportUnknownArgumentType, reportUnknownVariableType]

@@ -34,6 +34,15 @@ class _Pending:
     after: list[float]
 
 
+@dataclass
+class Overhead:
+    """Seconds that balancing has taken of a run so far, on this rank."""
+
+    measure: float = 0.0  # gathering costs; what it takes to condense them at each step, the profiler knows
+    decide: float = 0.0
+    move: float = 0.0
+
+
 class Rebalancer:
     """Asks the configured balancer every `balance.every` steps ("auto": when `trigger.Watch` sees a reason), and moves when the simulator
     says that it pays, as far as what the dynamic cases expect to do lets a gain last.
@@ -50,6 +59,7 @@ class Rebalancer:
         self._pending: _Pending | None = None
         self.moves = moves
         self._move_seconds: float | None = None
+        self.overhead = Overhead()
 
     def observe(self, step: int, seconds: float, busy: Sequence[float]) -> RebalanceResultEvent | None:
         """Takes the wall time of a finished step and the ranks' busy seconds; reports what the last move brought once enough steps have
@@ -88,13 +98,18 @@ class Rebalancer:
         """Before `step`: decides, and acts where it pays. First where the layers live, then in which order the ranks work."""
         if self._watch is not None:
             self._watch.decided()
+        overhead, start = self.overhead, time.perf_counter()
         costs = self._pipeline.costs()
-        move = self._move(step, costs) if self._config.balance.balancer != "none" else None
+        measured, moved = time.perf_counter(), overhead.move
+        overhead.measure += measured - start
+        move = self._move(step, costs, measured - start) if self._config.balance.balancer != "none" else None
         gain = self._pipeline.replan(costs, self._config.balance.hysteresis / 4)
+        overhead.decide += time.perf_counter() - measured - (overhead.move - moved)
         done: list[Event] = [] if move is None else [move]
         return [*done, ScheduleEvent(step, now(), self._config.pipeline.schedule, gain)] if gain else done
 
-    def _move(self, step: int, costs: tuple[LayerCost, ...]) -> RebalanceEvent | None:
+    def _move(self, step: int, costs: tuple[LayerCost, ...], measuring: float) -> RebalanceEvent | None:
+        """measuring: seconds that it took to gather the costs."""
         balance, pipeline = self._config.balance, self._pipeline
         start = time.perf_counter()
         request = pipeline.request(costs, cost=cast(Cost, balance.cost), seed=self._config.seed, step=step)
@@ -108,8 +123,11 @@ class Rebalancer:
             return None
         before = median(self._recent)
         source = pipeline.partition
+        decided = time.perf_counter()
         migration = pipeline.move(target)
+        ended = time.perf_counter()
         self._move_seconds = migration.seconds
+        self.overhead.move += ended - decided
         self.moves += 1
         self._pending = _Pending(self.moves, before, [])
         self._recent.clear()
@@ -120,9 +138,11 @@ class Rebalancer:
             source.counts,
             target.counts,
             migration.moved_bytes,
-            time.perf_counter() - start,
+            ended - start,
             decision.predicted_gain,
             f"{balance.balancer}: forced" if forced else decision.reason,
+            measuring,
+            decided - start,
         )
 
     def _outlook(self, step: int, request: BalanceRequest, target: Partition) -> list[Outlook]:

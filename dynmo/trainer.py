@@ -184,23 +184,34 @@ class Trainer:
         train, start = self.config.train, time.perf_counter()
         interrupted, step = False, self.first_step
         while step < train.steps and not interrupted:
-            self._change(step)
-            result = self._step(step, stopping())
-            self._loss, interrupted = result.loss, any(result.flags)
+            interrupted = self.advance(step, stopping())
             step += 1
-            if train.eval_every and step % train.eval_every == 0:
-                self._evaluate(step)
-            if self._due_checkpoint(step, interrupted):
-                self._save(step)
+        return self.finish(step, time.perf_counter() - start, interrupted)
+
+    def advance(self, step: int, stop: bool = False) -> bool:
+        """One turn of the loop, with all that belongs to it. Returns whether some rank wants to `stop`."""
+        self._change(step)
+        result = self._step(step, stop)
+        self._loss, interrupted = result.loss, any(result.flags)
+        step += 1
+        if self.config.train.eval_every and step % self.config.train.eval_every == 0:
+            self._evaluate(step)
+        if self._due_checkpoint(step, interrupted):
+            self._save(step)
+        return interrupted
+
+    def finish(self, step: int, seconds: float, interrupted: bool = False) -> RunResult:
+        """After the last turn: `step` steps are done, in so many seconds."""
         settled = self._rebalancer.settle(step)
         if settled is not None:
             self._emit(settled)
-        seconds = time.perf_counter() - start
         digest = self.pipeline.digest()
         if step > self.first_step:
             self._record_costs(step - self.first_step)
         self._tracer.finish(None if self._folder is None else self._folder / "trace.json")
-        self._emit(EndEvent(step, now(), self._loss, digest, seconds, "interrupted" if interrupted else "done"))
+        overhead, reason = self._rebalancer.overhead, "interrupted" if interrupted else "done"
+        measuring = self.pipeline.profiler.spent + overhead.measure
+        self._emit(EndEvent(step, now(), self._loss, digest, seconds, reason, measuring, overhead.decide, overhead.move))
         return RunResult(self._loss, digest, seconds, interrupted, step, self.pipeline.partition.counts)
 
     def _change(self, step: int) -> None:

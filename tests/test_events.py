@@ -33,11 +33,11 @@ ALL: list[Event] = [
     StepEvent(0, 1.5, 0.1 + 0.2, 1e5 / 3, 0.25, math.pi, 1e-300, None, 3e-4, (4, 4), 2),
     EvalEvent(0, 2.5, 5e-324),
     ChangeEvent(1, 2.75, "freezing", (0, 1), "froze layers 0 to 1"),
-    RebalanceEvent(1, 3.0, 1, (4, 4), (6, 2), 123456789, 0.01, -0.0, "exact: é\n"),
+    RebalanceEvent(1, 3.0, 1, (4, 4), (6, 2), 123456789, 0.01, -0.0, "exact: é\n", 0.2, 0.3),
     ScheduleEvent(1, 3.25, "zb-auto", 0.0625),
     RebalanceResultEvent(7, 3.5, 1, 1 / 3),
     CheckpointEvent(7, 4.0, "runs/a/checkpoints/step-000008", 1 << 40, 0.5),
-    EndEvent(8, 5.0, 1.7976931348623157e308, "ab" * 32, 60.0, "done"),
+    EndEvent(8, 5.0, 1.7976931348623157e308, "ab" * 32, 60.0, "done", 0.1, 1 / 3, 5e-324),
 ]
 
 
@@ -120,6 +120,13 @@ def test_bad_lines_are_named(tmp_path: Path, line: str, match: str) -> None:
 
 def test_later_versions_may_add_keys() -> None:
     assert from_json({**to_json(ALL[1]), "new": 1}) == ALL[1]
+
+
+def test_earlier_versions_did_not_write_all_keys() -> None:
+    record = to_json(ALL[-1])
+    for key in ("measure_seconds", "decide_seconds", "move_seconds"):
+        del record[key]
+    assert from_json(record) == dataclasses.replace(ALL[-1], measure_seconds=0.0, decide_seconds=0.0, move_seconds=0.0)
 
 
 def test_every_kind_is_covered() -> None:

@@ -45,11 +45,21 @@ def test_the_gain_is_as_predicted(pool: Pool) -> None:
     steps = of(events, "step")
     assert [s["layers"] for s in steps] == [[4, 4]] * 8 + [[5, 3]] * 9
     assert move["moved_bytes"] == 4 + 3 * 4, "a weight, two moments, a counter"
+    # One decision, at step 8, and one move: the run's account is this event's, and what profiling took at each step.
+    (end,) = of(events, "end")
+    assert 0 < move["measure_seconds"] < end["measure_seconds"]
+    assert 0 < move["decide_seconds"] < move["seconds"]
+    assert move["decide_seconds"] <= end["decide_seconds"]
+    assert end["move_seconds"] == pytest.approx(move["seconds"] - move["decide_seconds"])
+    assert end["measure_seconds"] + end["decide_seconds"] + end["move_seconds"] < end["seconds"]
 
 
 def test_hysteresis_holds_back(pool: Pool) -> None:
     events = run(pool, balance={"hysteresis": 0.5}, train={"steps": 10})
     assert of(events, "rebalance") == []
+    (end,) = of(events, "end")
+    assert end["decide_seconds"] > 0, "to stay is a decision too"
+    assert end["move_seconds"] == 0
 
 
 def test_a_move_must_repay_itself(pool: Pool) -> None:

@@ -43,6 +43,7 @@ class Profiler:
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self._windows: dict[int, deque[tuple[float, float, float]]] = {}
+        self.spent = 0.0  # seconds of observing
 
     def forget(self, layers: Iterable[int]) -> None:
         """These layers have changed: what was measured of them no longer holds."""
@@ -51,9 +52,11 @@ class Profiler:
 
     def observe(self, layers: Iterable[Layer]) -> None:
         """Takes the marks of one finished step. The clock must be settled."""
+        start = time.perf_counter()
         for layer in layers:
             self._windows.setdefault(layer.index, deque(maxlen=_WINDOW)).append(self._condense(layer.marks))
             layer.marks.clear()
+        self.spent += time.perf_counter() - start
 
     def _condense(self, marks: list[tuple[Kind, Any, Any, list[tuple[Any, Any]]]]) -> tuple[float, float, float]:
         f, b, w = list[float](), list[float](), list[float]()
