@@ -1,0 +1,171 @@
+"""What the dynamic techniques do to what is learnt: held-out loss of a small GPT on the standard library's sources, by case.
+
+Four blocks, hidden 128, sequences of 128 bytes, 8 of them a step, one process (any ranks give the same bits: tests/test_equality.py). Every
+run sees the same data in the same order and is evaluated on the same held-out windows, with the technique as it is at that moment. The
+distance is the last held-out loss over the dense run's, less 1; its limits were written before the runs. Sparse attention is held against
+the same model with shared queries and keys that leaves no pair out, so that the distance is the sparsity's and not the sharing's; that
+model's own distance to dense is a row too. The dense run under other seeds shows how much chance alone does.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.harness import machine, run_ranks
+from dynmo.config import parse
+from dynmo.events import ChangeEvent, EvalEvent, Event
+from dynmo.models.model import load_model
+from dynmo.runtime.world import World
+from dynmo.trainer import Trainer
+
+ROOT = Path(__file__).resolve().parents[1]
+PICTURE = ROOT / "docs" / "pictures" / "quality.svg"
+STEPS = 400
+SHARED = "shared keys, all pairs"
+
+
+def freezing(**options: Any) -> dict[str, Any]:
+    return {"cases": ["freezing"], "freezing": options}
+
+
+def pruning(sparsity: float) -> dict[str, Any]:
+    return {"cases": ["pruning"], "pruning": {"final_sparsity": sparsity}}
+
+
+def attention(**options: Any) -> dict[str, Any]:
+    return {"cases": ["sparse_attention"], "sparse_attention": options}
+
+
+def runs(steps: int) -> dict[str, tuple[str, float | None, dict[str, Any]]]:
+    """name -> what it is held against, the limit of the distance, `[dynamism]`. Up to half of the ten layers freeze."""
+    third = steps // 3
+    adaptive = {"start": steps // 10, "max_layers": 5}
+    return {
+        "dense": ("dense", None, {}),
+        "freezing, schedule": ("dense", 0.02, freezing(schedule=[[third, 3], [2 * third, 5]])),
+        "freezing, AutoFreeze": ("dense", 0.02, freezing(policy="autofreeze", every=max(1, steps // 20), **adaptive)),
+        "freezing, Egeria": ("dense", 0.02, freezing(policy="egeria", every=max(1, steps // 120), refresh=steps // 4, **adaptive)),
+        "pruning, 50 %": ("dense", 0.02, pruning(0.5)),
+        "pruning, 75 %": ("dense", 0.02, pruning(0.75)),
+        "pruning, 90 %": ("dense", 0.05, pruning(0.9)),
+        SHARED: ("dense", None, attention(kind="drop", drop=0.0)),
+        "hash, 4 buckets, half the blocks": (SHARED, 0.02, attention(buckets=4, start=third, blocks=[1, 3])),
+        "hash, 4 buckets, all blocks": (SHARED, 0.05, attention(buckets=4, start=third)),
+        "hash, 16 buckets, half the blocks": (SHARED, 0.05, attention(buckets=16, start=third, blocks=[1, 3])),
+    }
+
+
+def train(world: World, steps: int, seed: int, dynamism: dict[str, Any], evaluations: int, batches: int) -> dict[str, Any]:
+    """Runs on the one rank: the held-out losses by step, and what the case did."""
+    config = parse(
+        {
+            "seed": seed,
+            "model": {"blocks": 4, "hidden": 128, "heads": 4, "sequence": 128},
+            "train": {"steps": steps, "global_batch": 8, "micro_batch": 4, "lr": 2e-3, "warmup": steps // 20}
+            | {"eval_every": max(1, steps // evaluations), "eval_batches": batches},
+            "balance": {"balancer": "none"},
+            "dynamism": dynamism,
+            "trace": {"steps": 0},
+        }
+    )
+    events: list[Event] = []
+    result = Trainer(config, world, load_model(config), None, listen=events.append).run()
+    return {
+        "curve": [[e.step + 1, e.loss] for e in events if isinstance(e, EvalEvent)],
+        "changes": [[e.step, e.what] for e in events if isinstance(e, ChangeEvent)],
+        "digest": result.weights_digest,
+    }
+
+
+def judge(found: dict[str, dict[str, Any]], steps: int) -> list[dict[str, Any]]:
+    """A row per run of `runs`: the last held-out loss and its distance to what it is held against."""
+    out: list[dict[str, Any]] = []
+    for name, (against, limit, dynamism) in runs(steps).items():
+        loss, reference = found[name]["curve"][-1][1], found[against]["curve"][-1][1]
+        distance = loss / reference - 1
+        row = {"name": name, "loss": loss, "against": against, "distance": distance, "limit": limit}
+        out.append(row | {"within": None if limit is None else distance <= limit, "dynamism": dynamism} | found[name])
+    return out
+
+
+def measure(steps: int, seeds: int, evaluations: int = 24, batches: int = 16) -> dict[str, Any]:
+    """evaluations: points of a curve. batches: held-out microbatches of 4 windows each."""
+    common = {"steps": steps, "evaluations": evaluations, "batches": batches}
+    found: dict[str, dict[str, Any]] = {}
+    for name, (_, _, dynamism) in runs(steps).items():
+        found[name] = run_ranks("benchmarks.quality:train", 1, seed=0, dynamism=dynamism, **common)
+    others = [run_ranks("benchmarks.quality:train", 1, seed=seed, dynamism={}, **common) for seed in range(1, seeds)]
+    return {
+        "steps": steps,
+        "rows": judge(found, steps),
+        "dense_by_seed": [found["dense"]["curve"][-1][1], *(run["curve"][-1][1] for run in others)],
+    }
+
+
+def table(result: dict[str, Any]) -> str:
+    """In Markdown, as docs/cases.md shows it."""
+    lines = [
+        ["run", "held-out loss", "held against", "distance", "limit", "changes at steps"],
+        ["---", "---:", "---", "---:", "---:", "---"],
+    ]
+    for row in result["rows"]:
+        own = row["against"] == row["name"]
+        limit = "" if row["limit"] is None else f"{row['limit']:.0%}"
+        at = [str(step) for step, _ in row["changes"]]
+        shown = ", ".join(at if len(at) <= 5 else [*at[:3], "..", at[-1]])
+        distance = "" if own else f"{row['distance']:+.1%}"
+        lines.append([row["name"], f"{row['loss']:.3f}", "" if own else row["against"], distance, limit, shown])
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+
+
+def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
+    import matplotlib as mpl
+
+    mpl.use("svg")
+    # No date and no random ids: the same figures give the same file. Text stays text.
+    mpl.rcParams |= {"svg.hashsalt": "dynmo", "svg.fonttype": "none", "font.size": 9, "axes.spines.top": False, "axes.spines.right": False}
+    import matplotlib.pyplot as plt
+
+    panels = (("freezing", "dense", "freezing"), ("pruning", "dense", "pruning"), ("sparse attention", SHARED, "hash"))
+    styles = (("#0072b2", "-"), ("#d55e00", "--"), ("#009e73", "-."))
+    figure, all_axes = plt.subplots(1, len(panels), figsize=(10, 3.4), sharey=True, layout="constrained")
+    for axes, (title, reference, start) in zip(all_axes, panels, strict=True):
+        shown = [row for row in rows if row["name"] == reference or row["name"].startswith(start)]
+        shown.sort(key=lambda row: row["name"] != reference)
+        for row, (colour, line) in zip(shown, (("black", ":"), *styles), strict=True):
+            name = row["name"].removeprefix(f"{start}, ")
+            axes.plot(*zip(*row["curve"], strict=True), color=colour, linestyle=line, label=f"{name}: {row['loss']:.3f}")
+        axes.set(title=title, xlabel="step")
+        axes.legend(frameon=False)
+        axes.grid(color="#dddddd")
+    all_axes[0].set_ylabel("held-out loss, nats a byte")
+    # What the first steps bring would leave no room for the differences.
+    late = [loss for row in rows for step, loss in row["curve"] if step >= rows[0]["curve"][-1][0] / 5]
+    all_axes[0].set_ylim(min(late) - 0.05, max(late) + 0.05)
+    figure.savefig(path, metadata={"Date": None})
+    plt.close(figure)
+    # Matplotlib ends some lines with a space.
+    path.write_text("\n".join(line.rstrip() for line in path.read_text().splitlines()) + "\n")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
+    parser.add_argument("--plot", action="store_true", help=f"draw the curves into {PICTURE.relative_to(ROOT)}")
+    parser.add_argument("--read", type=Path, metavar="FILE", help="figures of an earlier --json, instead of training")
+    parser.add_argument("--steps", type=int, default=STEPS, help=f"of each run (default {STEPS})")
+    parser.add_argument("--seeds", type=int, default=3, help="dense runs, one a seed (default 3)")
+    options = parser.parse_args()
+    result: dict[str, Any] = json.loads(options.read.read_text()) if options.read else measure(options.steps, options.seeds)
+    result = result if options.read else result | {"machine": machine()}
+    if options.plot:
+        draw(result["rows"], PICTURE)
+    print(json.dumps(result) if options.json else table(result))
+
+
+if __name__ == "__main__":
+    main()
