@@ -42,6 +42,12 @@ def medians(times: dict[str, list[float]]) -> dict[str, float]:
     return {name: median(values) for name, values in times.items()}
 
 
+def bound_of(share: float, lost: dict[str, float], least: float = 0.85) -> dict[str, Any]:
+    """What keeps a saving from its ideal. lost: measured seconds over the ideal by where they are spent; named where the share of the ideal
+    is under `least`."""
+    return {"lost": lost, "bounded_by": max(lost, key=lost.__getitem__) if share < least else None}
+
+
 def machine() -> dict[str, Any]:
     """What the figures were measured on, in kind."""
     import os

@@ -10,7 +10,9 @@ of all pairs:
 
 What bounds it: `computed` (pairs the tiles compute, over all: padding to the longest bucket of a batch, and what the mask hides in the
 last tile), `rate` (computed pairs per second in small tiles, over those of dense attention), `around` (seconds of hashing, sorting,
-gathering and spreading, and the keys' lengths).
+gathering and spreading, and the keys' lengths). `lost`: seconds of F + B over the ideal, by where: `around`, `padding` (pairs computed in
+vain, at dense attention's speed), `rate` (what the computed pairs take over dense attention's speed), `elsewhere` (the rest; all of it, for
+`drop`). `bounded_by` names the largest where the share of the ideal is under 85 %.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.harness import main, run_ranks
+from benchmarks.harness import bound_of, main, run_ranks
 from dynmo.kernels import hash_attention as kernel
 from dynmo.kernels.hash_attention import Dropped, Hashed, SparseAttention, dense_attention, draw_kept, hash_buckets, plan_buckets, plan_kept
 from dynmo.models.gpt import AttentionHalf, SharedAttentionHalf
@@ -167,21 +169,25 @@ def _compare(found: dict[str, list[float]], name: str, kind: SparseAttention, bo
     every = batch * heads * sequence * (sequence - 1) // 2
     dense, sparse, attention, apart = found["dense"], found[name], found["attention alone"], found[f"{name}: alone"]
     ideal = [d - a * (1 - plan.pairs / every) for d, a in zip(dense, attention, strict=True)]
-    result = {
+    whole = (sum(dense[:2]) - sum(sparse[:2])) / (sum(dense[:2]) - sum(ideal[:2]))
+    result: dict[str, Any] = {
         **_fbw(sparse),
         "ideal": _fbw(ideal),
         "pairs": plan.pairs / every,
         "computed": plan.computed / every,
         "speedup": _fbw([d / s for d, s in zip(dense, sparse, strict=True)]),
-        "share_of_ideal": {key: (d - s) / (d - i) for key, d, s, i in zip("fb", dense, sparse, ideal, strict=False)}
-        | {"f+b": (sum(dense[:2]) - sum(sparse[:2])) / (sum(dense[:2]) - sum(ideal[:2]))},
+        "share_of_ideal": {key: (d - s) / (d - i) for key, d, s, i in zip("fb", dense, sparse, ideal, strict=False)} | {"f+b": whole},
     }
+    over, lost = sum(sparse[:2]) - sum(ideal[:2]), dict[str, float]()
     if isinstance(kind, Hashed):
         rest = found[f"{name}: around"]
         part = plan.computed / every
+        lost["around"] = sum(rest[:2])
+        lost["padding"] = (plan.computed - plan.pairs) / every * sum(attention[:2])
+        lost["rate"] = sum(apart[:2]) - lost["around"] - part * sum(attention[:2])
         result["around"] = dict(zip("fb", rest, strict=False))
         result["rate"] = {key: part * a / (s - r) for key, a, s, r in zip("fb", attention, apart, rest, strict=False)}
-    return result
+    return result | bound_of(whole, lost | {"elsewhere": over - sum(lost.values())})
 
 
 def _fbw(seconds: list[float]) -> dict[str, float]:

@@ -6,6 +6,8 @@ own `Layer`. The sides take turns; medians. The ideal (ALGORITHMS.md 2):
     prefix   nothing trainable before it: F alone      share_of_ideal = (trains - frozen) / (trains - ideal), over F + B + W
     above    a trainable layer before it: F and B
 
+`lost`: seconds over the ideal in each of F, B and W; `bounded_by` names the worst where the share is under 85 %.
+
 `egeria`: a reading (the reference's forward and two similarities) and a new reference, as parts of a step: of 8 microbatches,
 one reading in 10 steps, one reference in 200.
 """
@@ -22,7 +24,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from benchmarks.harness import machine
+from benchmarks.harness import bound_of, machine
 from dynmo.config import parse
 from dynmo.dynamism.egeria import plasticity, quantised, relations
 from dynmo.models.gpt import make
@@ -76,6 +78,7 @@ def layers(hidden: int, heads: int, sequence: int, rounds: int) -> list[dict[str
             out.append(
                 {"layer": name, "frozen": kind, "trains": times["trains"], "now": times[kind], "speedup": whole / now}
                 | {"ideal_speedup": whole / ideal, "share_of_ideal": share}
+                | bound_of(share, {op: times[kind][op] - (times["trains"][op] if op in kept else 0.0) for op in "fbw"})
             )
         reading, refreshing = watching(modules["trains"], x, rounds)
         out.append(

@@ -7,6 +7,10 @@ the runtime's own `Layer`. The sides take turns; medians. The ideal is the FLOP 
 
 where the linears' dense time is measured and A's is the rest. share_of_ideal = (dense - pruned) / (dense - ideal).
 
+`lost`: seconds of F + B + W over the ideal, by parts measured alone: `kernel` (what the sparse kernels take over their share of the dense
+linears' time: they do fewer products a second), `packing` (tokens to panels and back, values to their transposed order), `elsewhere`
+(the rest: autograd, allocation, caches). `bounded_by` names the largest where the share is under 85 %.
+
 `crossover`: one matrix, sparse over dense time of F + B + W at each sparsity; the first at which sparse wins. `--plot` draws it into
 docs/pictures/sparse_crossover.svg. DynMo's figure 6 has 75 % on an H100 (4096 x 4096 x 4096).
 """
@@ -15,7 +19,8 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -23,10 +28,21 @@ from typing import Any
 import torch
 from torch import nn
 
-from benchmarks.harness import machine, run_ranks
+from benchmarks.harness import bound_of, machine, run_ranks
 from dynmo.config import parse
 from dynmo.kernels import sparse_linear
-from dynmo.kernels.sparse_linear import crossover, linears, make_pruned, prune, survivors
+from dynmo.kernels.sparse_linear import (
+    SparseLinear,
+    crossover,
+    linears,
+    make_pruned,
+    pack,
+    prune,
+    sddmm_,
+    spmm,
+    survivors,
+    unpack,
+)
 from dynmo.models.gpt import make
 from dynmo.runtime.clock import clock_for
 from dynmo.runtime.split_backward import Layer
@@ -87,6 +103,35 @@ def linear_seconds(module: nn.Module, tokens: int, rounds: int) -> Seconds:
     return f, b, w
 
 
+def sparse_seconds(module: nn.Module, tokens: int, rounds: int) -> dict[str, float]:
+    """Of a pruned module's sparse linears in one microbatch: seconds in the kernels, of F, B and W, and of packing for them."""
+    found = {"kernel": 0.0, "packing": 0.0}
+
+    def add(key: str, run: Callable[[], object], times: int = 1) -> None:
+        taken: list[float] = []
+        for turn in range(rounds + 1):
+            start = time.perf_counter()
+            run()
+            if turn:
+                taken.append(time.perf_counter() - start)
+        found[key] += times * median(taken)
+
+    for linear in (x for _, x in linears(module) if isinstance(x, SparseLinear)):
+        csr, (flipped, order), values = linear.csr, linear.flipped, linear.weight.detach()[0]
+        x, gy = torch.randn(tokens, linear.in_features), torch.randn(tokens, linear.out_features)
+        columns, rows, gradient = pack(x), pack(gy), torch.zeros_like(values)
+        turned = values.index_select(0, order)
+        add("kernel", lambda csr=csr, v=values, c=columns: spmm(csr, v, c))
+        add("kernel", lambda csr=flipped, v=turned, r=rows: spmm(csr, v, r))
+        add("kernel", lambda csr=csr, r=rows, c=columns, g=gradient: sddmm_(csr, r, c, g))
+        for matrix in (x, gy):  # there in F and B, and each back once
+            packed = pack(matrix)
+            add("packing", lambda m=matrix: pack(m))
+            add("packing", lambda p=packed, m=matrix: unpack(p, m.shape))
+        add("packing", lambda v=values, o=order: v.index_select(0, o))
+    return found
+
+
 def layers(hidden: int, heads: int, sequence: int, sparsities: Sequence[float], rounds: int) -> list[dict[str, Any]]:
     """Rows of (half, sparsity): seconds of F, B, W dense and pruned, the ideal, the share reached."""
     out: list[dict[str, Any]] = []
@@ -97,8 +142,15 @@ def layers(hidden: int, heads: int, sequence: int, sparsities: Sequence[float], 
         matmuls = linear_seconds(dense, sequence, rounds)
         modules = [dense, *(pruned_half(which, hidden, heads, sequence, s) for s in sparsities)]
         before, *after = in_turn([Layer(0, module, clock, 0) for module in modules], x, rounds)
-        for sparsity, now in zip(sparsities, after, strict=True):
+        for sparsity, now, module in zip(sparsities, after, modules[1:], strict=True):
             ideal = [whole - sparsity * min(part, whole) for whole, part in zip(before, matmuls, strict=True)]
+            share = (sum(before) - sum(now)) / (sum(before) - sum(ideal))
+            parts = sparse_seconds(module, sequence, rounds)
+            if parts["kernel"]:
+                parts["kernel"] -= (1 - sparsity) * sum(matmuls)
+                lost = parts | {"elsewhere": sum(now) - sum(ideal) - sum(parts.values())}
+            else:
+                lost = {"dense under a mask": sum(now) - sum(ideal)}
             out.append(
                 {
                     "layer": name,
@@ -108,8 +160,9 @@ def layers(hidden: int, heads: int, sequence: int, sparsities: Sequence[float], 
                     "ideal": dict(zip("fbw", ideal, strict=True)),
                     "speedup": sum(before) / sum(now),
                     "ideal_speedup": sum(before) / sum(ideal),
-                    "share_of_ideal": (sum(before) - sum(now)) / (sum(before) - sum(ideal)),
+                    "share_of_ideal": share,
                     "share_of_ideal_each": {kind: (a - b) / (a - c) for kind, a, b, c in zip("fbw", before, now, ideal, strict=True)},
+                    **bound_of(share, lost),
                 }
             )
     return out
