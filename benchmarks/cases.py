@@ -69,8 +69,16 @@ def settings(case: str, steps: int) -> dict[str, Any]:
     tenth, half = steps // 10, steps // 2
     dynamism = {
         "freezing": {"schedule": [[tenth, most // 2], [4 * tenth, most]]},
-        "autofreeze": {"policy": "autofreeze", "every": tenth, "max_layers": most},
-        "egeria": {"policy": "egeria", "every": 1, "window": 3, "refresh": 2 * tenth, "tolerance": 0.5, "max_layers": most},
+        "autofreeze": {"policy": "autofreeze", "every": max(1, steps // 20), "unit": "block", "max_layers": most},
+        "egeria": {
+            "policy": "egeria",
+            "every": 1,
+            "window": 2,
+            "refresh": 2 * tenth,
+            "tolerance": 0.9,
+            "unit": "block",
+            "max_layers": most,
+        },
         "pruning": {"start": tenth, "end": half, "every": max(1, (half - tenth) // 4)},
         "sparse_attention": {"start": 2 * tenth, "blocks": list(range(model["blocks"] // 2))},
     }[case]

@@ -278,11 +278,22 @@ def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
 
 # -- emulated ranks --------------------------------------------------------------------------------------------------------------
 
-UNIT = 0.01  # seconds of a block's F: every op of a stage takes as long at least, where a stage has a block
+MOMENT = 18  # of 24
+# ranks -> blocks, seconds of a block's F, so that a stage's ops take 10 ms or more, the most of them (`op_seconds`: least and median).
+EMULATED = {16: (48, 0.01), 24: (32, 0.02)}
 
 
-def emulated(world: World, case: str, sequence: int, blocks: int, moment: int, pairs: int, steps: int) -> dict[str, Any]:
-    """Runs on each rank: the uniform placement and ours in turn, on layers that sleep as long as the trace says."""
+def emulate(world: World, cases: Sequence[tuple[str, int]], pairs: int, steps: int) -> list[dict[str, Any]]:
+    """Runs on each rank."""
+    blocks, unit = EMULATED[world.size]
+    return [emulated(world, case, sequence, blocks, MOMENT, unit, pairs, steps) for case, sequence in cases]
+
+
+def emulated(
+    world: World, case: str, sequence: int, blocks: int, moment: int, unit: float, pairs: int, steps: int, size: int = 1024
+) -> dict[str, Any]:
+    """Runs on each rank: the uniform placement and ours in turn, on layers that sleep as long as the trace says. unit: seconds of a
+    block's F; size: floats of a message."""
     import time
 
     import torch
@@ -296,7 +307,7 @@ def emulated(world: World, case: str, sequence: int, blocks: int, moment: int, p
     full = dense(blocks, sequence)
     # A frozen layer sleeps in B and W no more, because it is frozen.
     slept = tuple(replace(x, b=y.b, w=y.w) if i < frozen else x for i, (x, y) in enumerate(zip(layers, full, strict=True)))
-    model = make_layers(*([UNIT * getattr(x, key) for x in slept] for key in "fbw"), size=1024)
+    model = make_layers(*([unit * getattr(x, key) for x in slept] for key in "fbw"), size=size)
     even = in_halves(uniform(blocks, ranks))
     target = best(layers, ranks, microbatches, even)
     pipeline = Pipeline(world, model, even, schedule="zb-h1", microbatches=microbatches)
@@ -316,7 +327,11 @@ def emulated(world: World, case: str, sequence: int, blocks: int, moment: int, p
                 if turn:  # the first step after a move opens channels
                     taken.append(pipeline.largest(time.perf_counter() - start))
                     idle[placement].append(result.idle_ratio)
-    expected = [UNIT * timeline(layers, placement, microbatches).makespan for placement in (even, target)]
+    pipeline.changed(())  # closes its channels
+    simulated = [timeline(layers, placement, microbatches) for placement in (even, target)]
+    expected = [unit * found.makespan for found in simulated]
+    stages = [stage for placement in (even, target) for stage in pipeline_costs(layers, placement).stages]
+    ops = sorted(unit * seconds for stage in stages for seconds in (stage.f, stage.b, stage.w) if seconds)
     uniform_seconds, our_seconds = (median(times[x]) for x in (even, target))
     return {
         "case": case,
@@ -332,7 +347,9 @@ def emulated(world: World, case: str, sequence: int, blocks: int, moment: int, p
         "simulated_seconds": expected,
         "simulated_gain": expected[0] / expected[1],
         "share_of_simulated_gain": (uniform_seconds / our_seconds - 1) / (expected[0] / expected[1] - 1),
+        "op_seconds": {"least": ops[0], "median": median(ops)},
         "idle_ratio": [median(idle[x]) for x in (even, target)],
+        "simulated_idle_ratio": [found.idle_ratio for found in simulated],
         "layers": [list(even.counts), list(target.counts)],
     }
 
@@ -368,11 +385,25 @@ def summary(rows: Sequence[dict[str, Any]], ranks: int = 24) -> str:
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 
 
+def emulated_table(rows: Sequence[dict[str, Any]]) -> str:
+    """In Markdown, as docs/cases.md shows it: measured beside simulated."""
+    head = ["emulated", "ranks", "blocks", "even, s", "simulated", "balanced, s", "simulated", "gain", "simulated", "idle", "simulated"]
+    lines = [head, ["---", *["---:"] * (len(head) - 1)]]
+    for x in rows:
+        times = zip((x["uniform_seconds"], x["our_seconds"]), x["simulated_seconds"], strict=True)
+        idle = [" to ".join(f"{value:.0%}" for value in x[key]) for key in ("idle_ratio", "simulated_idle_ratio")]
+        start = [name_of(x["case"], x["sequence"]), str(x["ranks"]), str(x["blocks"])]
+        seconds = [f"{value:.2f}" for pair in times for value in pair]
+        lines.append([*start, *seconds, f"{x['gain']:.2f}", f"{x['simulated_gain']:.2f}", *idle])
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+
+
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     if options.emulated:
-        argument = {"blocks": 48, "moment": 18, "pairs": 3, "steps": 2}
-        sides = [run_ranks("benchmarks.traces:emulated", 16, case=c, sequence=s, **argument) for c, s in CASES[: options.cases]]
-        return {"emulated": sides}
+        # At 2k tokens sparse attention leaves next to nothing to balance.
+        cases = [case for case in CASES[: options.cases] if case != ("sparse_attention", 2048)]
+        given = {"cases": cases, "pairs": options.pairs, "steps": 2}
+        return {"emulated": [row for ranks in options.ranks for row in run_ranks("benchmarks.traces:emulate", ranks, **given)]}
     cases = CASES[: options.cases]
     rows = [row(case, sequence, blocks, ranks) for case, sequence in cases for blocks in options.blocks for ranks in RANKS]
     by_time = [max(x["gain"]["partition, time"], x["gain"]["diffusion, time"]) for x in rows]
@@ -396,7 +427,9 @@ def main() -> None:
     parser.add_argument("--read", type=Path, metavar="FILE", help="figures of an earlier --json, instead of measuring")
     parser.add_argument("--blocks", type=int, nargs="+", choices=BLOCKS, default=BLOCKS, help="depths of the model")
     parser.add_argument("--cases", type=int, default=len(CASES), help="so many of the cases")
-    parser.add_argument("--emulated", action="store_true", help="instead: 48 blocks on 16 real ranks whose layers sleep")
+    parser.add_argument("--emulated", action="store_true", help="instead: real ranks whose layers sleep, 48 blocks on 16, 32 on 24")
+    parser.add_argument("--ranks", type=int, nargs="+", choices=RANKS, default=RANKS, help="of --emulated")
+    parser.add_argument("--pairs", type=int, default=3, help="of --emulated: how often each placement takes its turn (default 3)")
     options = parser.parse_args()
     result: dict[str, Any] = json.loads(options.read.read_text()) if options.read else measure(options) | {"machine": machine()}
     if options.plot and "idleness" in result:
@@ -404,6 +437,8 @@ def main() -> None:
     if options.json:
         print(json.dumps(result))
         return
+    if "emulated" in result:
+        print(emulated_table(result["emulated"]), end="\n\n")
     if "rows" in result:
         print(table(result["rows"]), summary(result["rows"]), sep="\n\n")
     print(json.dumps({key: value for key, value in result.items() if key != "rows"}, indent=1))
