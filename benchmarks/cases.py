@@ -58,13 +58,15 @@ TECHNIQUE = ("uniform", "parameters", "dynmo")  # the same numbers
 # -- what runs -------------------------------------------------------------------------------------------------------------------
 
 
-def settings(case: str, steps: int) -> dict[str, Any]:
-    """The config of the side `uniform`. The policies that decide for themselves are hurried, to act within so few steps."""
+def settings(case: str, steps: int, sizes: dict[str, int] | None = None) -> dict[str, Any]:
+    """The config of the side `uniform`. The policies that decide for themselves are hurried, to act within so few steps. sizes: of the
+    model, instead of those that are measured."""
     model = {"blocks": 8, "hidden": 256, "heads": 4, "sequence": 128}
     if case == "pruning":
         model |= {"blocks": 6, "sequence": 256}
     if case == "sparse_attention":
         model |= {"blocks": 6, "hidden": 64, "heads": 2, "sequence": 1024}
+    model |= sizes or {}
     most = model["blocks"] + 1  # of the 2 blocks + 2 layers
     tenth, half = steps // 10, steps // 2
     dynamism = {
@@ -94,8 +96,8 @@ def settings(case: str, steps: int) -> dict[str, Any]:
     }
 
 
-def sides(case: str, steps: int) -> dict[str, dict[str, Any]]:
-    base = settings(case, steps)
+def sides(case: str, steps: int, sizes: dict[str, int] | None = None) -> dict[str, dict[str, Any]]:
+    base = settings(case, steps, sizes)
     model = model_of(case, parse(base))
     found = {"uniform": base}
     by_parameters = placed_by_parameters(model)
@@ -134,14 +136,14 @@ def placed_by_parameters(model: Model) -> Partition:
     return Partition.from_bounds(deepspeed_balanced(weights, RANKS))
 
 
-def race(world: World, case: str, steps: int, rounds: int) -> list[dict[str, Any]]:
+def race(world: World, case: str, steps: int, rounds: int, sizes: dict[str, int] | None = None) -> list[dict[str, Any]]:
     """Runs on each rank: every side trains `steps` steps, a step of each in turn; so many times. Per round and side: what happened."""
     out: list[dict[str, Any]] = []
     best((LayerCost(1.0, 1.0, 1.0),) * 2 * RANKS, RANKS, MICROBATCHES)  # loads the planner
     for _ in range(rounds):
         trainers: dict[str, Trainer] = {}
         events: dict[str, list[Event]] = {}
-        for name, given in sides(case, steps).items():
+        for name, given in sides(case, steps, sizes).items():
             config = parse(given)
             events[name] = []
             trainers[name] = Trainer(config, world, model_of(case, config), None, listen=events[name].append)

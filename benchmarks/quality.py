@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.harness import machine, run_ranks
-from dynmo.config import parse
+from dynmo.config import Config, parse
 from dynmo.events import ChangeEvent, EvalEvent, Event
 from dynmo.models.model import load_model
 from dynmo.runtime.world import World
@@ -59,9 +59,9 @@ def runs(steps: int) -> dict[str, tuple[str, float | None, dict[str, Any]]]:
     }
 
 
-def train(world: World, steps: int, seed: int, dynamism: dict[str, Any], evaluations: int, batches: int) -> dict[str, Any]:
-    """Runs on the one rank: the held-out losses by step, and what the case did."""
-    config = parse(
+def config_of(steps: int, seed: int, dynamism: dict[str, Any], evaluations: int, batches: int) -> Config:
+    """evaluations: points of a curve. batches: held-out microbatches of 4 windows each."""
+    return parse(
         {
             "seed": seed,
             "model": {"blocks": 4, "hidden": 128, "heads": 4, "sequence": 128},
@@ -72,6 +72,11 @@ def train(world: World, steps: int, seed: int, dynamism: dict[str, Any], evaluat
             "trace": {"steps": 0},
         }
     )
+
+
+def train(world: World, steps: int, seed: int, dynamism: dict[str, Any], evaluations: int, batches: int) -> dict[str, Any]:
+    """Runs on the one rank: the held-out losses by step, and what the case did."""
+    config = config_of(steps, seed, dynamism, evaluations, batches)
     events: list[Event] = []
     result = Trainer(config, world, load_model(config), None, listen=events.append).run()
     return {
@@ -93,7 +98,6 @@ def judge(found: dict[str, dict[str, Any]], steps: int) -> list[dict[str, Any]]:
 
 
 def measure(steps: int, seeds: int, evaluations: int = 24, batches: int = 16) -> dict[str, Any]:
-    """evaluations: points of a curve. batches: held-out microbatches of 4 windows each."""
     common = {"steps": steps, "evaluations": evaluations, "batches": batches}
     found: dict[str, dict[str, Any]] = {}
     for name, (_, _, dynamism) in runs(steps).items():

@@ -279,21 +279,19 @@ def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
 # -- emulated ranks --------------------------------------------------------------------------------------------------------------
 
 MOMENT = 18  # of 24
-# ranks -> blocks, seconds of a block's F, so that a stage's ops take 10 ms or more, the most of them (`op_seconds`: least and median).
-EMULATED = {16: (48, 0.01), 24: (32, 0.02)}
+SHORTEST = 0.01  # seconds that the shortest op of any stage sleeps: under that, waking up and the interpreter would count
 
 
 def emulate(world: World, cases: Sequence[tuple[str, int]], pairs: int, steps: int) -> list[dict[str, Any]]:
     """Runs on each rank."""
-    blocks, unit = EMULATED[world.size]
-    return [emulated(world, case, sequence, blocks, MOMENT, unit, pairs, steps) for case, sequence in cases]
+    return [emulated(world, case, sequence, 48, MOMENT, pairs, steps) for case, sequence in cases]
 
 
 def emulated(
-    world: World, case: str, sequence: int, blocks: int, moment: int, unit: float, pairs: int, steps: int, size: int = 1024
+    world: World, case: str, sequence: int, blocks: int, moment: int, pairs: int, steps: int, shortest: float = SHORTEST, size: int = 1024
 ) -> dict[str, Any]:
-    """Runs on each rank: the uniform placement and ours in turn, on layers that sleep as long as the trace says. unit: seconds of a
-    block's F; size: floats of a message."""
+    """Runs on each rank: the uniform placement and ours in turn, on layers that sleep in proportion to the trace. size: floats of a
+    message."""
     import time
 
     import torch
@@ -307,9 +305,12 @@ def emulated(
     full = dense(blocks, sequence)
     # A frozen layer sleeps in B and W no more, because it is frozen.
     slept = tuple(replace(x, b=y.b, w=y.w) if i < frozen else x for i, (x, y) in enumerate(zip(layers, full, strict=True)))
-    model = make_layers(*([unit * getattr(x, key) for x in slept] for key in "fbw"), size=size)
     even = in_halves(uniform(blocks, ranks))
     target = best(layers, ranks, microbatches, even)
+    stages = [stage for placement in (even, target) for stage in pipeline_costs(layers, placement).stages]
+    ops = [seconds for stage in stages for seconds in (stage.f, stage.b, stage.w) if seconds]
+    unit = shortest / min(ops)  # seconds of a dense block's F
+    model = make_layers(*([unit * getattr(x, key) for x in slept] for key in "fbw"), size=size)
     pipeline = Pipeline(world, model, even, schedule="zb-h1", microbatches=microbatches)
     pipeline.freeze(range(frozen))
     data = torch.zeros(microbatches, 1, dtype=torch.int64)
@@ -330,8 +331,6 @@ def emulated(
     pipeline.changed(())  # closes its channels
     simulated = [timeline(layers, placement, microbatches) for placement in (even, target)]
     expected = [unit * found.makespan for found in simulated]
-    stages = [stage for placement in (even, target) for stage in pipeline_costs(layers, placement).stages]
-    ops = sorted(unit * seconds for stage in stages for seconds in (stage.f, stage.b, stage.w) if seconds)
     uniform_seconds, our_seconds = (median(times[x]) for x in (even, target))
     return {
         "case": case,
@@ -347,7 +346,7 @@ def emulated(
         "simulated_seconds": expected,
         "simulated_gain": expected[0] / expected[1],
         "share_of_simulated_gain": (uniform_seconds / our_seconds - 1) / (expected[0] / expected[1] - 1),
-        "op_seconds": {"least": ops[0], "median": median(ops)},
+        "op_seconds": {"least": unit * min(ops), "median": unit * median(ops)},
         "idle_ratio": [median(idle[x]) for x in (even, target)],
         "simulated_idle_ratio": [found.idle_ratio for found in simulated],
         "layers": [list(even.counts), list(target.counts)],
@@ -427,7 +426,7 @@ def main() -> None:
     parser.add_argument("--read", type=Path, metavar="FILE", help="figures of an earlier --json, instead of measuring")
     parser.add_argument("--blocks", type=int, nargs="+", choices=BLOCKS, default=BLOCKS, help="depths of the model")
     parser.add_argument("--cases", type=int, default=len(CASES), help="so many of the cases")
-    parser.add_argument("--emulated", action="store_true", help="instead: real ranks whose layers sleep, 48 blocks on 16, 32 on 24")
+    parser.add_argument("--emulated", action="store_true", help="instead: 48 blocks on real ranks whose layers sleep")
     parser.add_argument("--ranks", type=int, nargs="+", choices=RANKS, default=RANKS, help="of --emulated")
     parser.add_argument("--pairs", type=int, default=3, help="of --emulated: how often each placement takes its turn (default 3)")
     options = parser.parse_args()

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.traces import CASES, dense, in_blocks, pruned, row, summary, trace
+from benchmarks.traces import CASES, dense, emulated_table, in_blocks, pruned, row, summary, trace
+from tests.pool import Pool
 
 ROOT = Path(__file__).parents[1]
 
@@ -42,6 +43,21 @@ def test_ours_is_near_the_optimum_and_no_less_than_the_usual(case: str, sequence
     assert gain["optimum of blocks"] <= gain["optimum of halves"] * (1 + 1e-9) <= gain["perfect"] * (1 + 2e-9)
     assert gain["optimum of blocks"] <= found["bound"]
     assert found["seconds"]["optimum of halves"] >= found["least_of_halves"]
+
+
+def test_emulated_ranks_in_small(pool: Pool) -> None:
+    """Two ranks of a few long ops: a moment with a frozen prefix, measured beside the simulator's."""
+    given = {"case": "freezing", "sequence": 2048, "blocks": 24, "moment": 18, "shortest": 0.003, "pairs": 1, "steps": 1, "size": 16}
+    found = pool.run("benchmarks.traces:emulated", 2, **given)[0]
+    assert found["frozen_layers"] > 0
+    assert found["layers"][0] == [24, 24]
+    assert found["layers"][1][0] > 24, "the rank that holds the frozen layers takes more"
+    for measured, simulated in zip((found["uniform_seconds"], found["our_seconds"]), found["simulated_seconds"], strict=True):
+        assert measured > 0.98 * simulated, "sleeping cannot be faster"
+    assert found["simulated_gain"] > 1.1
+    assert found["op_seconds"]["least"] == pytest.approx(0.003)
+    assert found["op_seconds"]["least"] <= found["op_seconds"]["median"]
+    assert "| freezing | 2 | 24 |" in emulated_table([found])
 
 
 def test_the_document_shows_the_result_file() -> None:

@@ -1,0 +1,100 @@
+"""The end-to-end benchmark of the cases: what it makes of measurements, and, in small, that its sides are the same training."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.cases import CASES, judge, model_of, phases, placed_by_parameters, settings, share, sides, simulated, table
+from benchmarks.traces import timeline
+from dynmo.balance.partition import Partition
+from dynmo.config import parse
+from dynmo.costs import LayerCost
+from tests.pool import Pool
+
+ROOT = Path(__file__).parents[1]
+SMALL = {"blocks": 4, "hidden": 16, "heads": 2, "sequence": 32}
+
+
+def test_phases_lie_between_changes() -> None:
+    assert phases([], 5) == [(0, 5)]
+    assert phases([0], 5) == [(0, 5)]
+    assert phases([2, 4], 5) == [(0, 2), (2, 4), (4, 5)]
+
+
+def test_a_share_needs_an_ideal_to_speak_of() -> None:
+    assert share(1.4, 1.5) == pytest.approx(0.8)
+    assert share(1.0, 1.029) is None
+
+
+def trained(frozen: int) -> tuple[LayerCost, ...]:
+    """Six layers of 1 s each way, of which so many are frozen."""
+    return tuple(LayerCost(1.0, 0.0 if i < frozen else 1.0, 0.0 if i < frozen else 1.0) for i in range(6))
+
+
+def test_the_ideal_is_of_every_phase() -> None:
+    """Three layers frozen: 3 s against 9 s a microbatch, which 4 + 2 layers make 6 against 6."""
+    spans, costs = [(0, 2), (2, 6)], [trained(0), trained(3)]
+    found = simulated(spans, costs, [[3, 3]] * 4 + [[4, 2]] * 2)
+
+    def seconds(layers: tuple[LayerCost, ...], *counts: int) -> float:
+        return timeline(layers, Partition(counts), 8).makespan
+
+    assert found["uniform"] == pytest.approx([2 * seconds(costs[0], 3, 3), 4 * seconds(costs[1], 3, 3)])
+    assert found["best"] == pytest.approx([2 * seconds(costs[0], 3, 3), 4 * seconds(costs[1], 4, 2)])
+    assert found["as_placed"][1] == pytest.approx(2 * seconds(costs[1], 3, 3) + 2 * seconds(costs[1], 4, 2))
+    assert seconds(costs[1], 3, 3) / seconds(costs[1], 4, 2) > 1.3
+
+
+def side(seconds: list[float], layers: list[list[int]], digest: str = "a") -> dict[str, Any]:
+    costs = [[[x.f, x.b, x.w] for x in trained(frozen)] for frozen in (0, 3)]
+    overhead = {"measure": 0.01, "decide": 0.02, "move": 0.03}
+    told = {"changes": [2], "what": ["froze"], "costs": costs, "layers": layers, "idle": [0.3] * 6, "moves": [], "overhead": overhead}
+    return {"seconds": seconds, **told, "digest": digest, "loss": 1.0}
+
+
+def test_a_row_compares_every_side_with_dynmo() -> None:
+    even = [[3, 3]] * 6
+    uniform, ours = side([2.0] * 6, even), side([2.0, 2.0, 2.0, 2.0, 1.0, 1.0], even[:4] + [[4, 2]] * 2)
+    row = judge("freezing", [{"uniform": uniform, "dense": side([3.0] * 6, even, "b"), "dynmo": ours}])
+    assert row["phases"] == [[0, 2], [2, 6]]
+    assert row["speedup_over"]["uniform"] == {"run": pytest.approx(1.2), "last_phase": pytest.approx(2.0)}
+    assert row["speedup_over"]["dense"] == {"run": pytest.approx(1.8), "last_phase": pytest.approx(3.0)}
+    assert row["ideal"]["run"] > row["ideal_as_placed"] > 1
+    assert row["share_of_ideal"]["run"] == pytest.approx(0.2 / (row["ideal"]["run"] - 1))
+    assert row["overhead"]["share_of_run"] == pytest.approx(0.06 / 10)
+    assert row["same_weights"], "the dense run's need not be the same"
+    assert "| freezing | 1.80 / 3.00 |  | uniform | 1.20 / 2.00 |" in table([row])
+    broken = judge("freezing", [{"uniform": uniform, "dynmo": side(ours["seconds"], ours["layers"], "c")}])
+    assert not broken["same_weights"]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_every_side_is_a_valid_run(case: str) -> None:
+    steps = 20
+    found = sides(case, steps)
+    assert ("mask" in found) == (case == "pruning")
+    for given in found.values():
+        config = parse(given)
+        assert config.ranks == 2
+    model = model_of(case, parse(settings(case, steps)))
+    assert placed_by_parameters(model).layers == model.layers
+
+
+@pytest.mark.parametrize("case", ["freezing", "pruning"])
+def test_the_sides_end_with_the_same_weights(pool: Pool, case: str) -> None:
+    """On real ranks. Whether layers move is up to the timing, so here only the numbers are certain."""
+    rounds = pool.run("benchmarks.cases:race", 2, case=case, steps=20, rounds=1, sizes=SMALL)[0]
+    row = judge(case, rounds)
+    assert row["same_weights"]
+    assert row["what"], "the technique never acted"
+    assert all(len(one["seconds"]) == 20 for one in rounds[0].values())
+    assert all(layer[0] > 0 for layers in row["costs"] for layer in layers), "a forward pass was not measured"
+    if case == "freezing":
+        assert [layer[1:] for layer in row["costs"][-1][:5]] == [[0.0, 0.0]] * 5, "frozen, and not measured before"
+    if case == "pruning":
+        assert rounds[0]["mask"]["loss"] == pytest.approx(rounds[0]["uniform"]["loss"], rel=1e-4), "the same, summed in another order"
+    json.dumps(row)

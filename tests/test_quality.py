@@ -1,0 +1,64 @@
+"""The benchmark of what is learnt: valid runs, fair comparisons."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.quality import SHARED, STEPS, config_of, draw, judge, runs, table
+from tests.pool import Pool
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.mark.parametrize("steps", [40, STEPS])
+def test_every_run_is_valid_and_differs_in_the_case_alone(steps: int) -> None:
+    configs = {name: config_of(steps, 0, dynamism, 24, 4) for name, (_, _, dynamism) in runs(steps).items()}
+    dense = configs["dense"]
+    assert dense.dynamism.cases == ()
+    for name, config in configs.items():
+        assert config.model_copy(update={"dynamism": dense.dynamism}) == dense
+        assert (name == "dense") == (config.dynamism == dense.dynamism)
+
+
+def found() -> dict[str, dict[str, Any]]:
+    losses = {name: 2.0 + 0.01 * i for i, name in enumerate(runs(40))}
+    return {name: {"curve": [[8, 3.0], [40, loss]], "changes": [[3, "acted"]], "digest": name} for name, loss in losses.items()}
+
+
+def test_distances_are_to_the_right_reference() -> None:
+    given = found()
+    rows = {row["name"]: row for row in judge(given, 40)}
+    assert rows["dense"]["distance"] == 0
+    assert rows["pruning, 90 %"]["distance"] == pytest.approx(2.06 / 2.0 - 1)
+    assert rows["hash, 4 buckets, all blocks"]["distance"] == pytest.approx(2.09 / 2.07 - 1)
+    assert rows[SHARED]["within"] is None
+    given["pruning, 50 %"]["curve"][-1][1] = 2.05
+    late = {row["name"]: row for row in judge(given, 40)}["pruning, 50 %"]
+    assert late["limit"] == 0.02
+    assert not late["within"]
+    assert "| pruning, 50 % | 2.050 | dense | +2.5% | 2% | 3 |" in table({"rows": [late]})
+
+
+def test_the_picture(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    draw(judge(found(), 40), tmp_path / "a.svg")
+    draw(judge(found(), 40), tmp_path / "b.svg")
+    picture = (tmp_path / "a.svg").read_text()
+    assert picture == (tmp_path / "b.svg").read_text()
+    assert all(title in picture for title in ("freezing", "pruning", "sparse attention", "held-out loss"))
+
+
+def test_a_run_in_small(pool: Pool) -> None:
+    dynamism = {"cases": ["freezing"], "freezing": {"schedule": [[1, 5]]}}
+    (row,) = pool.run("benchmarks.quality:train", 1, steps=4, seed=0, dynamism=dynamism, evaluations=2, batches=1)
+    assert [step for step, _ in row["curve"]] == [2, 4]
+    assert [step for step, _ in row["changes"]] == [1]
+
+
+def test_the_document_shows_the_result_file() -> None:
+    result = json.loads((ROOT / "benchmarks" / "results" / "quality.json").read_text())
+    assert f"<!-- quality -->\n{table(result)}\n" in (ROOT / "docs" / "cases.md").read_text()

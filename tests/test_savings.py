@@ -1,0 +1,35 @@
+"""The savings benchmarks, in small: what is said of a row's bound adds up."""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks.harness import bound_of
+from benchmarks.savings_attention import length
+from benchmarks.savings_pruning import half, layers, pruned_half, sparse_seconds
+
+
+def test_a_bound_is_named_where_the_share_is_small() -> None:
+    lost = {"kernel": 0.2, "packing": 0.3, "elsewhere": -0.1}
+    assert bound_of(0.84, lost) == {"lost": lost, "bounded_by": "packing"}
+    assert bound_of(0.85, lost) == {"lost": lost, "bounded_by": None}
+
+
+def test_what_pruning_loses_adds_up() -> None:
+    for row in layers(32, 2, 64, (0.5, 0.9), 1):
+        over = sum(row["pruned"].values()) - sum(row["ideal"].values())
+        assert sum(row["lost"].values()) == pytest.approx(over)
+        assert set(row["lost"]) == {"kernel", "packing", "elsewhere"}
+
+
+def test_a_dense_half_has_no_sparse_kernel() -> None:
+    assert sparse_seconds(half(1, 32, 2, 64), 64, 1) == {"kernel": 0.0, "packing": 0.0}
+    assert min(sparse_seconds(pruned_half(1, 32, 2, 64, 0.9), 64, 1).values()) > 0
+
+
+def test_what_sparse_attention_loses_adds_up() -> None:
+    found = length(64, 1)
+    for name, kind in found["kinds"].items():
+        over = sum(kind[key] - kind["ideal"][key] for key in "fb")
+        assert sum(kind["lost"].values()) == pytest.approx(over)
+        assert set(kind["lost"]) == ({"elsewhere"} if name.startswith("drop") else {"around", "padding", "rate", "elsewhere"})
