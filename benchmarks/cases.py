@@ -103,7 +103,7 @@ def sides(case: str, steps: int, sizes: dict[str, int] | None = None) -> dict[st
     by_parameters = placed_by_parameters(model)
     if by_parameters != uniform(model.layers, RANKS):
         found["parameters"] = base | {"balance": {"balancer": "none", "initial": list(by_parameters.counts)}}
-    # Sparse attention shares queries and keys: its dense side must too, so it is there, and leaves no pair out.
+    # Sparse attention shares queries and keys, so its dense side must too: there the case is named, and acts in the last step alone.
     shared = {"cases": ["sparse_attention"], "sparse_attention": {"start": steps - 1, "blocks": [0]}}
     found["dense"] = base | {"dynamism": shared if case == "sparse_attention" else {}}
     if case == "pruning":
