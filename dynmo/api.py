@@ -12,10 +12,12 @@ from __future__ import annotations
 
 import hashlib
 import math
+import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
+from typing import Literal, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -35,6 +37,7 @@ from dynmo.runtime.mesh import FirstReplica, arrange
 from dynmo.runtime.migrate import Arrival, Migration, exchange, fill
 from dynmo.runtime.optimizer import WHOLE, LayerOptimizer, OptimizerSettings, Share, clip_factor, squared_norm
 from dynmo.runtime.p2p import Transport
+from dynmo.runtime.post_validation import CLIPPED, NON_FINITE, Caution, Passage, Rollback, Switch
 from dynmo.runtime.profiler import Profiler, measure_links
 from dynmo.runtime.reduce import Reducer, Shared, gather_parameters, reduce_gradients, shares_of, squared_norms
 from dynmo.runtime.reshape import holders, transfers
@@ -56,8 +59,12 @@ _KEPT = "case:"
 
 @dataclass(frozen=True)
 class StepResult:
-    """One step, the same on every rank. busy, spans, flags: of each global rank, in seconds; squared_norms: per layer, before clipping."""
+    """One step, the same on every rank. busy, spans, flags: of each global rank, in seconds; squared_norms: per layer, before clipping.
 
+    rollback: with post-validation, where the step was taken back first. switch: where that makes the pipeline change its mode.
+    """
+
+    step: int
     loss: float
     norm: float
     squared_norms: tuple[float, ...]
@@ -65,12 +72,25 @@ class StepResult:
     spans: tuple[float, ...]
     flags: tuple[bool, ...]
     outcome: Outcome
+    rollback: Rollback | None = None
+    switch: Switch | None = None
 
     @property
     def idle_ratio(self) -> float:
         """1 - mean over ranks of busy time / span."""
         span = max(self.spans)
         return 1 - sum(self.busy) / len(self.busy) / span if span else 0.0
+
+
+@dataclass(frozen=True)
+class _Pending:
+    """A step whose verdict is still out. stepped: whether this rank has made it."""
+
+    step: int
+    outcome: Outcome
+    lr: float
+    max_norm: float
+    stepped: bool
 
 
 class Pipeline:
@@ -82,6 +102,9 @@ class Pipeline:
 
     The world may be one pipeline of several in a mesh (`mesh.arrange`): `microbatches` are those of one. slots: in how many parts the
     gradients of all their microbatches are added up (default: one per replica). zero: 1 shards the optimizer's state over the replicas.
+
+    post_validation: steps without a barrier at their end (`advance`). A step that must be taken back is, rollback "exact": from copies,
+    to the bit; "in-place": by arithmetic, without copies, nearly. clip_scope: by which norm a layer is clipped, that of all or its own.
     """
 
     def __init__(
@@ -99,6 +122,9 @@ class Pipeline:
         compiles: bool = False,
         slots: int | None = None,
         zero: int = 0,
+        post_validation: bool = False,
+        rollback: Literal["exact", "in-place"] = "exact",
+        clip_scope: Literal["global", "local"] = "global",
     ) -> None:
         self.world, self.model, self.partition = world, model, partition
         check_microbatches(schedule, world.size, microbatches)
@@ -111,6 +137,15 @@ class Pipeline:
         self._settings, self._compiles = optimizer or OptimizerSettings(), compiles
         self.clock = clock_for(world.device)
         self.profiler = Profiler(self.clock)
+        self._caution = Caution() if post_validation else None
+        self._passage = Passage(world, self.placement, self._table_length)
+        self._copies, self._clip_scope = rollback == "exact", clip_scope
+        self._pending: _Pending | None = None
+        self._done: list[StepResult] = []  # results that nobody has been given yet
+        self._failure: RunError | None = None
+        self._begun = 0.0  # when the program started that now runs
+        # Whether a step whose loss or norm is not finite is skipped (where losses are scaled that is business as usual) or ends the run.
+        self.skips_overflow = False
         own = [index for stage in self.own_stages for index in partition.range_of(stage)]
         self._modules = model.build(frozenset(own))
         # Which parameters of a frozen layer trained before, so that it can thaw.
@@ -212,7 +247,7 @@ class Pipeline:
         schedule = self.schedule_for(self.partition, self._known)
         if entry(self._schedule_name).from_costs:
             self.world.agree(hashlib.sha256(str(schedule).encode()).digest(), "the schedule")
-        programs = lower(schedule)
+        programs = lower(schedule, post_validation=self._caution is not None)
         self._executor = self._execute(programs, self.first_trainable, self._microbatches)
         return self._executor
 
@@ -233,18 +268,57 @@ class Pipeline:
 
         `flag` is handed to every rank in `StepResult.flags` (a wish to stop, say). Raises RunError if loss or gradient is not finite.
         """
-        return self.update(step, self.forward_backward(step, inputs, targets), lr=lr, max_norm=max_norm, flag=flag)
+        results = self.advance(step, inputs, targets, lr=lr, max_norm=max_norm, flag=flag) + self.drain()
+        return results[-1]
+
+    def advance(
+        self, step: int, inputs: Tensor | None, targets: Tensor | None, *, lr: float, max_norm: float = 0.0, flag: bool = False
+    ) -> tuple[StepResult, ...]:
+        """As `step`, but without a barrier at its end where the pipeline validates afterwards: the next begins before this one is final.
+
+        Returns the results that have become final and were not returned before, in order: with a barrier this step's, without one that
+        of the step before. RunError, too, is then raised a step late; nothing was updated. `drain` waits for the last one, and so does
+        every method that looks at the model or changes it.
+        """
+        if not self.post_validates:
+            self._settle()
+            self._done.append(self.update(step, self.forward_backward(step, inputs, targets), lr=lr, max_norm=max_norm, flag=flag))
+            return self._take_done()
+        executor = self._executor or self._lower()
+        self._train()
+        if self._pending is None:
+            self._passage.expect()
+        self._begun = time.perf_counter()
+        outcome = executor.run(step, inputs, targets, stands=self._verdict_in_program if self._pending else None)
+        self._await_gradients()
+        if self._failure is not None:
+            self.discard()
+            self._raise()
+        self._end(step, outcome, lr, max_norm, flag)
+        return self._take_done()
+
+    def drain(self) -> tuple[StepResult, ...]:
+        """Waits until the last step is final, where `advance` has not. Returns the results that were not returned before."""
+        self._settle()
+        return self._take_done()
 
     def forward_backward(self, step: int, inputs: Tensor | None, targets: Tensor | None) -> Outcome:
         """The first half of `step`: runs the program; gradients are left on the parameters."""
+        self._settle()
         executor = self._executor or self._lower()
-        for layer in self._layers.values():
-            layer.module.train()
+        self._train()
         outcome = executor.run(step, inputs, targets)
+        self._await_gradients()
+        return outcome
+
+    def _await_gradients(self) -> None:
         if self._reducer is not None:
             self._reducer.finish("the gradients of the step")
         self.clock.settle()
-        return outcome
+
+    def _train(self) -> None:
+        for layer in self._layers.values():
+            layer.module.train()
 
     def _reduce_layer(self, index: int) -> None:
         """A layer's last W has run: its gradients go to the other replicas while this rank goes on."""
@@ -254,26 +328,20 @@ class Pipeline:
         self._reducer.submit(work)
 
     def update(self, step: int, outcome: Outcome, *, lr: float, max_norm: float = 0.0, flag: bool = False) -> StepResult:
-        """The second half of `step`: what the ranks must agree on, clipping, AdamW."""
+        """The second half of `step`: what the ranks must agree on, clipping, the optimizer."""
         self._tied.merge()
-        result = self._reduce(outcome, flag)
-        if not math.isfinite(result.loss) or not math.isfinite(result.norm):
+        table = self._once(self._own_table(outcome, flag))
+        result = self._read(step, self.world.everyone.sum(table, "the step to end on every rank"), outcome)
+        failed = self._failed(result.loss, result.squared_norms, max_norm)
+        if failed == NON_FINITE and not self.skips_overflow:
             self.discard()
-            raise RunError(
-                f"step {step}: loss {result.loss}, gradient norm {result.norm}; nothing was updated. Lower train.lr or check the data"
-            )
-        scale = clip_factor(result.norm, max_norm)
-        for index, optimizer in self._optimizers.items():
-            if index not in self.frozen:
-                optimizer.step(lr, scale)
-                if self._reducer is not None and self._zero:
-                    self._reducer.submit(partial(gather_parameters, self.world.peers, index, self._shares[index]))
-            optimizer.drop_gradients()
-        if self._reducer is not None:
-            self._reducer.finish("the parameters of the step")
+            raise _not_finite(result)
+        if failed != NON_FINITE:
+            self._apply(result.squared_norms, lr, max_norm)
+        self._drop_gradients()
         self._tied.publish(self._thawed)
         self.profiler.observe(self._layers.values())
-        return result
+        return replace(result, switch=self._caution.observe(failed is not None)) if self._caution else result
 
     def discard(self) -> None:
         """Instead of `update`: drops the gradients and keeps the measurements."""
@@ -281,34 +349,180 @@ class Pipeline:
             layer.module.zero_grad()
         self.profiler.observe(self._layers.values())
 
-    def _reduce(self, outcome: Outcome, flag: bool) -> StepResult:
-        """One all-reduce for all that the ranks must know of a step. Each entry is filled by one rank, so no sum is rounded."""
-        world, count, everyone = self.world, self.count, self.world.everyone
-        seconds = self.clock.seconds
+    def _apply(self, squared_norms: Sequence[float], lr: float, max_norm: float) -> None:
+        """Steps the layers, clipped. squared_norms: of all layers, or of its own where each is clipped by its own."""
+        norm = math.sqrt(math.fsum(squared_norms))
+        for index, optimizer in self._optimizers.items():
+            if index not in self.frozen:
+                optimizer.step(lr, clip_factor(math.sqrt(squared_norms[index]) if self._clip_scope == "local" else norm, max_norm))
+                self._send_parameters(index)
+        self._await_parameters()
+
+    def _send_parameters(self, index: int) -> None:
+        """With ZeRO-1 every replica has its share of a layer's parameters: it gets the others' while this rank goes on."""
+        if self._reducer is not None and self._zero:
+            self._reducer.submit(partial(gather_parameters, self.world.peers, index, self._shares[index]))
+
+    def _await_parameters(self) -> None:
+        if self._reducer is not None:
+            self._reducer.finish("the parameters of the step")
+
+    def _drop_gradients(self) -> None:
+        for optimizer in self._optimizers.values():
+            optimizer.drop_gradients()
+
+    # -- what the ranks know of a step at its end -----------------------------------------------------------------------------
+
+    # Squared norms of the layers, on all replicas | losses of all replicas' microbatches | busy, span and flag of every global rank.
+    # But for the norms each entry is filled by one rank, and of those by one in a pipeline: so no sum is rounded.
+
+    @property
+    def _table_length(self) -> int:
+        return self.count + self._microbatches * self.world.replicas + 3 * self.world.everyone.size
+
+    def _parts(self, table: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Norms, losses, and [3, ranks]: views."""
+        losses = self.count + self._microbatches * self.world.replicas
+        return table[: self.count], table[self.count : losses], table[losses:].view(3, self.world.everyone.size)
+
+    def _own_table(self, outcome: Outcome, flag: bool) -> Tensor:
+        """This rank's entries; its gradients must be complete."""
+        world, everyone, seconds = self.world, self.world.everyone, self.clock.seconds
         slices, own = outcome.slices, self._microbatches
-        microbatches = own * world.replicas
-        table = torch.zeros(count + microbatches + 3 * everyone.size, dtype=torch.float64)
-        norms, losses, rest = table[:count], table[count : count + microbatches], table[count + microbatches :].view(3, everyone.size)
+        table = torch.zeros(self._table_length, dtype=torch.float64)
+        norms, losses, rest = self._parts(table)
         if self._zero and self._reducer is not None:
             found = squared_norms(world.peers, self._shares)
         else:
-            found = {i: squared_norm(p.grad for p in layer.module.parameters()) for i, layer in self._layers.items() if not world.replica}
-        if world.replica == 0:
-            for index, value in found.items():
-                norms[index] = value
+            found = {index: squared_norm(p.grad for p in layer.module.parameters()) for index, layer in self._layers.items()}
+        for index, value in found.items():
+            norms[index] = value
         if outcome.losses:
             losses[world.replica * own :][:own] = torch.stack([x.detach() for x in outcome.losses])
         rest[0, everyone.rank] = sum(seconds(s.start, s.end) for s in slices if s.kind not in (WAIT, SEND))
         rest[1, everyone.rank] = seconds(slices[0].start, slices[-1].end)
         rest[2, everyone.rank] = float(flag)
-        everyone.sum(table, "the step to end on every rank")
+        return table
+
+    def _once(self, table: Tensor) -> Tensor:
+        """All replicas have the same norms, for their gradients are summed: one of them gives them to a sum over all."""
+        if self.world.replica:
+            self._parts(table)[0].zero_()
+        return table
+
+    def _complete(self, table: Tensor) -> Tensor:
+        """The table has the entries of all of a pipeline's ranks, here: now those of the other replicas', before it goes back."""
+        if self._reducer is None:
+            return table
+        return self.world.peers.sum(self._once(table.clone()), "the other replicas' steps to end")
+
+    def _read(self, step: int, table: Tensor, outcome: Outcome) -> StepResult:
+        norms, losses, rest = self._parts(table)
         squares = tuple(norms.tolist())
         busy, spans, flags = rest.tolist()
         norm = math.sqrt(math.fsum(squares)) if all(map(math.isfinite, squares)) else math.nan
-        return StepResult(float(losses.clone().mean()), norm, squares, tuple(busy), tuple(spans), tuple(x != 0 for x in flags), outcome)
+        loss = float(losses.clone().mean())
+        return StepResult(step, loss, norm, squares, tuple(busy), tuple(spans), tuple(x != 0 for x in flags), outcome)
+
+    def _failed(self, loss: float, squared_norms: Sequence[float], max_norm: float) -> str | None:
+        """What keeps a step from being made as its gradients are; of a prefix, where the entries of later ranks are still 0, so far."""
+        if not all(map(math.isfinite, (loss, *squared_norms))):
+            return NON_FINITE
+        clips = self._clip_scope == "global" and clip_factor(math.sqrt(math.fsum(squared_norms)), max_norm) != 1.0
+        return CLIPPED if clips else None
+
+    # -- post-validation --------------------------------------------------------------------------------------------------------
+
+    @property
+    def post_validates(self) -> bool:
+        """Whether the next step has no barrier at its end. A weight tied over two ranks gets its gradient from both: there, one stays."""
+        return self._caution is not None and self._caution.on and not self._tied.apart
+
+    @property
+    def objective(self) -> Objective:
+        """What makes a step of this pipeline short."""
+        return Objective.MAKESPAN if self._caution is None or self._tied.apart else Objective.SPAN
+
+    def _end(self, step: int, outcome: Outcome, lr: float, max_norm: float, flag: bool) -> None:
+        """Of a step without a barrier: makes it if the ranks so far have nothing against it, and tells the next."""
+        self._tied.merge()
+        prefix = self._passage.prefix(self._own_table(outcome, flag))
+        known = self._read(step, prefix, outcome)
+        # By the norms alone: they are the same on all replicas, which must do alike. A loss that is not finite is for the verdict to find.
+        stepped = self._failed(0.0, known.squared_norms, max_norm) is None
+        if stepped:
+            if self._copies:
+                for optimizer in self._optimizers.values():
+                    optimizer.keep()
+            # That the norm of all will not clip is taken for granted; a layer's own norm is known.
+            self._apply(known.squared_norms, lr, max_norm if self._clip_scope == "local" else 0.0)
+        self._passage.pass_on(self._complete(prefix) if self._passage.completes else prefix)
+        self._pending = _Pending(step, outcome, lr, max_norm, stepped)
+        self.profiler.observe(self._layers.values())
+
+    def _verdict_in_program(self) -> bool:
+        stands = self._stands()
+        if self._failure is None:
+            self._passage.expect()
+        return stands
+
+    def _settle(self) -> None:
+        """Waits until the last step is final."""
+        if self._pending is not None:
+            self._begun = time.perf_counter()
+            self._stands()
+            if self._failure is not None:
+                self._raise()
+
+    def _assert_final(self) -> None:
+        """For what is called on one rank alone, which cannot wait for the others."""
+        if self._pending is not None:
+            raise RunError(
+                f"step {self._pending.step} may still be taken back; call drain() on all ranks first (a case: see Dynamism.acts)"
+            )
+
+    def _stands(self) -> bool:
+        """Takes the verdict on the pending step and does what it says. False: the step was not made as it was thought to be."""
+        pending, self._pending = self._pending, None
+        assert pending is not None
+        result = self._read(pending.step, self._passage.verdict(), pending.outcome)
+        failed = self._failed(result.loss, result.squared_norms, pending.max_norm)
+        assert self._caution is not None
+        switch = self._caution.observe(failed is not None)
+        if failed is not None:
+            if pending.stepped:
+                self._take_back(pending.lr)
+            if failed == CLIPPED:
+                self._apply(result.squared_norms, pending.lr, pending.max_norm)
+            if failed == NON_FINITE and not self.skips_overflow:
+                self._failure = _not_finite(result)
+            result = replace(result, rollback=Rollback(failed, time.perf_counter() - self._begun))
+        for optimizer in self._optimizers.values():
+            optimizer.forget()
+        self._drop_gradients()
+        if self._failure is None:
+            self._done.append(replace(result, switch=switch))
+        return failed is None
+
+    def _take_back(self, lr: float) -> None:
+        for index, optimizer in self._optimizers.items():
+            if index not in self.frozen:
+                optimizer.restore() if self._copies else optimizer.invert(lr)
+                self._send_parameters(index)
+        self._await_parameters()
+
+    def _raise(self) -> NoReturn:
+        failure, self._failure = self._failure, None
+        assert failure is not None
+        raise failure
+
+    def _take_done(self) -> tuple[StepResult, ...]:
+        done, self._done = tuple(self._done), []
+        return done
 
     def evaluate(self, inputs: Tensor | None, targets: Tensor | None, microbatches: int) -> float:
         """The mean loss over so many microbatches, without training. inputs, targets as in `step`."""
+        self._settle()
         if microbatches not in self._evaluators:
             programs = lower_forward(self.placement, self.world.size, microbatches)
             self._evaluators[microbatches] = self._execute(programs, self.count, microbatches)
@@ -324,6 +538,7 @@ class Pipeline:
 
     def freeze(self, layers: Collection[int]) -> None:
         """These layers train no more. Their optimizer state stays; a leading run of frozen layers is elided from the backward."""
+        self._settle()
         before, after = self.first_trainable, self.first_trainable_after(layers)
         if after is None:
             raise PartitionError(f"freezing layers {sorted(layers)} would leave nothing to train")
@@ -340,6 +555,7 @@ class Pipeline:
 
     def unfreeze(self, layers: Collection[int]) -> None:
         """Frozen layers train again, from the optimizer state that they had."""
+        self._settle()
         before = self.first_trainable
         self._known = None  # what a layer costs that trains again, nobody has measured
         for index in sorted(layers):
@@ -360,6 +576,7 @@ class Pipeline:
 
     def changed(self, layers: Iterable[int]) -> None:
         """Their costs are no longer what was measured. Takes effect before the next step, by lowering again."""
+        self._settle()
         layers = list(layers)
         self.profiler.forget(layers)
         if self._known is not None:
@@ -371,6 +588,7 @@ class Pipeline:
 
     def move(self, partition: Partition) -> Migration:
         """Puts the layers where `partition` says, with weights, gradients, optimizer state and flags. All or nothing."""
+        self._settle()
         self._check(partition, self.placement)
         world = self.world
         plan = moves_between_ranks(self.partition, partition, self.placement)
@@ -408,6 +626,7 @@ class Pipeline:
 
         All or nothing. Raises InputError, on every rank, where the ranks, the microbatches, the slots or the schedule do not fit.
         """
+        self._settle()
         old, everyone = self.world, self.world.everyone
         microbatches, rest = divmod(self._microbatches * old.replicas, data)
         if pipeline * data != everyone.size or rest:
@@ -441,6 +660,8 @@ class Pipeline:
                 self._adopt(index, self._modules[index], state, whole=True)
             self._tied = TiedWeights(self.world, self.model.tied, self.rank_of, self._modules)
             self._tied.join()
+            self._passage.close()
+            self._passage = Passage(self.world, placement, self._table_length)
 
         migration = exchange(everyone, plan, leaving, adopt)
         self.profiler.forget(move.layer for move in plan)
@@ -469,9 +690,11 @@ class Pipeline:
         return self._kept[layer]
 
     def moments(self, layer: int) -> dict[str, Tensor]:
+        self._assert_final()
         return whole_state(self.world.peers, self._optimizers[layer])
 
     def rebuild(self, layer: int, moments: Mapping[str, Tensor]) -> None:
+        self._assert_final()
         kept = self._kept[layer]
         self._adopt(layer, self._modules[layer], dict(moments), whole=True)
         self._kept[layer] = kept
@@ -483,6 +706,7 @@ class Pipeline:
 
         whole: with ZeRO-1, the state of all replicas' shares; all replicas ask for it, in the same order.
         """
+        self._assert_final()
         kept = {f"{_KEPT}{name}": t.to(self.world.device) for name, t in self._kept[index].items()}
         optimizer = self._optimizers[index]
         return (whole_state(self.world.peers, optimizer) if whole else optimizer.state()) | kept
@@ -499,7 +723,7 @@ class Pipeline:
     def costs(self) -> tuple[LayerCost, ...]:
         """Measured costs of all layers: seconds per microbatch, bytes."""
         pairs = [(layer, self._optimizers[index]) for index, layer in self._layers.items()]
-        return self.profiler.gather(self.world, pairs, self.count)
+        return self.profiler.gather(self.world, pairs, self.count, copies=self._caution is not None and self._copies)
 
     def predict(self, layers: tuple[LayerCost, ...], partition: Partition) -> Timeline:
         """What the simulator says of one step under these costs and this placement, with the schedule made for them."""
@@ -519,7 +743,7 @@ class Pipeline:
             chunks=self._chunks,
             caps=caps,
             first_trainable=partition.owner(self.first_trainable),
-            objective=Objective.MAKESPAN,  # the optimizer's barrier ends every step
+            objective=self.objective,
         )
 
     def full_schedule(self) -> Schedule:
@@ -544,7 +768,7 @@ class Pipeline:
             self.model.names,
             self._make_for(layers),
             self._boundary_links(),
-            Objective.MAKESPAN,
+            self.objective,
             self.first_trainable,
             placement=self.placement,
         )
@@ -568,7 +792,7 @@ class Pipeline:
                 chunks=self._chunks,
                 caps=(cap,) * self.world.size,
                 first_trainable=frozen_stages(costs),
-                objective=Objective.MAKESPAN,
+                objective=self.objective,
             )
 
         return scheduled
@@ -581,11 +805,12 @@ class Pipeline:
 
         Returns the share that the simulator says it saves; 0 where the schedule stays, as those do that are not made from costs.
         """
+        self._settle()
         if not entry(self._schedule_name).from_costs:
             return 0.0
         costs = self.stage_costs(layers, self.partition)
-        before = simulate(self.schedule_for(self.partition, self._known), costs).makespan
-        after = simulate(self.schedule_for(self.partition, layers), costs).makespan
+        before = simulate(self.schedule_for(self.partition, self._known), costs).length(self.objective)
+        after = simulate(self.schedule_for(self.partition, layers), costs).length(self.objective)
         gain = 1 - after / before if before else 0.0
         if self._known is not None and gain <= least:
             return 0.0
@@ -611,6 +836,7 @@ class Pipeline:
     def digest(self) -> str:
         """SHA-256 over the SHA-256 of each layer's parameters, pruned ones in dense form, in global layer order: equal exactly when all
         weights are. Raises RunError if the replicas' weights are not."""
+        self._settle()
         table = torch.zeros(self.count, 32, dtype=torch.uint8)
         for index, layer in self._layers.items():
             digest = hashlib.sha256()
@@ -630,6 +856,7 @@ class Pipeline:
 
     def restore(self, index: int, tensors: dict[tuple[str, str], Tensor], flags: dict[str, bool]) -> None:
         """Replaces one of this rank's layers by what a checkpoint holds of it. Raises CheckpointError if it is of another shape."""
+        self._assert_final()
         try:
             pruned = conform(self._modules[index], {name: t for (section, name), t in tensors.items() if section == "buffer"})
         except ValueError as error:
@@ -645,6 +872,12 @@ class Pipeline:
         self._adopt(index, self._modules[index], fill(self._modules[index], tensors, flags), whole=True)
         self._tied.join()
         self._relower()
+
+
+def _not_finite(result: StepResult) -> RunError:
+    return RunError(
+        f"step {result.step}: loss {result.loss}, gradient norm {result.norm}; nothing was updated. Lower train.lr or check the data"
+    )
 
 
 def moves_between_ranks(old: Partition, new: Partition, placement: Sequence[int]) -> tuple[Move, ...]:

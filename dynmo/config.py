@@ -203,7 +203,8 @@ class Data(Section):
 
 
 class Train(Section):
-    """`global_batch` and `micro_batch` are sequences per step (over all replicas) and per microbatch; `max_grad_norm` 0 clips nothing;
+    """`global_batch` and `micro_batch` are sequences per step (over all replicas) and per microbatch; `max_grad_norm` 0 clips nothing,
+    by the norm of all layers, or with clip_scope "local" each layer by its own; `betas` and `eps` are AdamW's, `momentum` is SGD's;
     `eval_every` 0 never evaluates; `warmup` counts steps; `compile`: torch.compile runs the layers between their linears;
     `deterministic`: on CUDA only kernels that give the same bits in every run. Gradients are added up in `reduction_slots` parts (None:
     one per replica): at equally many, any number of replicas gives the same bits."""
@@ -211,7 +212,7 @@ class Train(Section):
     steps: Count = 100
     global_batch: Count = 32
     micro_batch: Count = 4
-    optimizer: Annotated[str, _word(("adamw",), ("sgd", "adam", "muon"))] = "adamw"
+    optimizer: Annotated[str, _word(("adamw", "sgd"), ("adam", "muon"))] = "adamw"
     lr: NonNegative = 3e-4
     warmup: Whole = 0
     decay: Annotated[str, _word(("cosine", "linear", "constant"))] = "cosine"
@@ -219,8 +220,9 @@ class Train(Section):
     weight_decay: NonNegative = 0.1
     betas: Annotated[tuple[BelowOne, BelowOne], Lax] = (0.9, 0.95)
     eps: Positive = 1e-8
+    momentum: BelowOne = 0.9
     max_grad_norm: NonNegative = 1.0
-    clip_scope: Annotated[str, _word(("global",), ("local",))] = "global"
+    clip_scope: Annotated[str, _word(("global", "local"))] = "global"
     precision: Annotated[str, _word(("float32",), ("bfloat16", "float16"))] = "float32"
     reduction_slots: Count | None = None
     compile: bool = False
@@ -243,10 +245,13 @@ class Parallel(Section):
 
 
 class Pipeline(Section):
-    """The schedule; `chunks` is stages per rank (None: the schedule's own), `memory_limit` in bytes per rank (None: the device's)."""
+    """The schedule; `chunks` is stages per rank (None: the schedule's own), `memory_limit` in bytes per rank (None: the device's).
+    `post_validation`: no barrier at a step's end; a step that overflows or must be clipped is taken back, and `rollback` says how: "exact"
+    keeps a copy of weights and optimizer state for as long, "in-place" inverts the update, which is not quite bit for bit."""
 
     schedule: Annotated[str, _word(SCHEDULES)] = "zb-h1"
-    post_validation: Annotated[bool, _only(False)] = False
+    post_validation: bool = False
+    rollback: Annotated[str, _word(("exact", "in-place"))] = "exact"
     chunks: Count | None = None
     memory_limit: Annotated[int | None, Field(ge=1), BeforeValidator(_check_memory)] = None
 

@@ -106,6 +106,25 @@ class ReshapeEvent(Event):
 
 
 @dataclass(frozen=True)
+class RollbackEvent(Event):
+    """With post-validation, step `step` was taken back. what: "non-finite" (and not made) or "clipped" (and made again, clipped). seconds:
+    of rank 0's work that was thrown away."""
+
+    event: ClassVar[str] = "rollback"
+    what: str
+    seconds: float
+
+
+@dataclass(frozen=True)
+class PostValidationEvent(Event):
+    """From the step after this one on, steps end without a barrier (`on`), or with one again, as too many were taken back."""
+
+    event: ClassVar[str] = "post_validation"
+    on: bool
+    reason: str
+
+
+@dataclass(frozen=True)
 class CheckpointEvent(Event):
     event: ClassVar[str] = "checkpoint"
     path: str
@@ -138,6 +157,8 @@ _KINDS: dict[str, type[Event]] = {
         ScheduleEvent,
         RebalanceResultEvent,
         ReshapeEvent,
+        RollbackEvent,
+        PostValidationEvent,
         CheckpointEvent,
         EndEvent,
     )

@@ -21,7 +21,7 @@ from dynmo.models.model import Model, load_model
 from dynmo.runtime.clock import HostClock
 from dynmo.runtime.split_backward import Layer, Tensors
 from dynmo.schedule.catalogue import make, placement_of
-from dynmo.trainer import first_partition, memory_limit
+from dynmo.trainer import first_partition, memory_limit, optimizer_settings
 
 
 @dataclass(frozen=True)
@@ -114,10 +114,14 @@ def _shape_costs(config: Config, model: Model) -> tuple[LayerCost, ...]:
     for layer in reversed(layers):
         gradients = layer.backward_input(0, gradients, deferred=True)
     out: list[LayerCost] = []
+    # Of the optimizer, per trained weight: its moments, and what must be kept to take a step back.
+    moments = optimizer_settings(config.train).moments
+    optimizer = moments + (1 + moments) * (config.pipeline.post_validation and config.pipeline.rollback == "exact")
     for layer in layers:
         parameters = list(layer.module.parameters())
         weights = sum(p.nbytes for p in parameters)
         trained = sum(p.nbytes for p in parameters if p.requires_grad)
         count = sum(p.numel() for p in parameters)
-        out.append(LayerCost(0, 0, 0, count, weights, trained, 2 * trained, layer.activation_bytes, layer.stash_bytes, layer.output_bytes))
+        sizes = (count, weights, trained, optimizer * trained, layer.activation_bytes, layer.stash_bytes, layer.output_bytes)
+        out.append(LayerCost(0, 0, 0, *sizes))
     return tuple(out)

@@ -86,13 +86,15 @@ class Rebalancer:
         if self._watch is not None:
             self._watch.changed()
 
+    def looks(self, step: int) -> bool:
+        """Whether it may do something before this step."""
+        acts = self._config.balance.balancer != "none" or entry(self._config.pipeline.schedule).from_costs
+        every = self._config.balance.every
+        return acts and (step % every == 0 if isinstance(every, int) else self._watch is not None and self._watch.due)
+
     def due(self, step: int) -> bool:
         # A run that was just resumed has measured nothing to decide on.
-        acts = self._config.balance.balancer != "none" or entry(self._config.pipeline.schedule).from_costs
-        if not acts or not self._recent:
-            return False
-        every = self._config.balance.every
-        return step % every == 0 if isinstance(every, int) else self._watch is not None and self._watch.due
+        return self.looks(step) and bool(self._recent)
 
     def consider(self, step: int) -> list[Event]:
         """Before `step`: decides, and acts where it pays. First where the layers live, then in which order the ranks work."""
@@ -152,9 +154,9 @@ class Rebalancer:
 
         def seconds(layers: tuple[LayerCost, ...], partition: Partition) -> float:
             if layers == costs or request.make is None:
-                return pipeline.predict(layers, partition).makespan
+                return pipeline.predict(layers, partition).length(pipeline.objective)
             stages = pipeline.stage_costs(layers, partition)
-            return simulate(request.make(stages), stages).makespan
+            return simulate(request.make(stages), stages).length(pipeline.objective)
 
         ahead = phases(costs, self._forecasts(step - 1), step, self._config.train.steps)
         both = (pipeline.partition, target)

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from dynmo.costs import Costs
 from dynmo.errors import ScheduleError
+from dynmo.schedule.bound import Objective
 from dynmo.schedule.op import Kind, Op, Schedule, dependencies, in_order
 
 
@@ -43,6 +44,10 @@ class Timeline:
     def span(self) -> float:
         """The longest of a rank's own first op to its own last op (what counts without an optimizer barrier)."""
         return max(row[-1].end - row[0].start for row in self.ranks)
+
+    def length(self, objective: Objective) -> float:
+        """Of a step in a run: its span, or with an optimizer's barrier its makespan."""
+        return self.span if objective is Objective.SPAN else self.makespan
 
     @property
     def bubble_ratio(self) -> float:

@@ -9,11 +9,12 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
+from typing import Literal, cast
 
 import torch
 from torch import Tensor
@@ -26,7 +27,19 @@ from dynmo.data.batches import Batches
 from dynmo.data.corpus import check_vocab, open_corpus
 from dynmo.dynamism import Dynamism, Signals, make_cases
 from dynmo.errors import CheckpointError, ConfigError
-from dynmo.events import ChangeEvent, CheckpointEvent, EndEvent, EvalEvent, Event, EventLog, ReshapeEvent, StepEvent, now
+from dynmo.events import (
+    ChangeEvent,
+    CheckpointEvent,
+    EndEvent,
+    EvalEvent,
+    Event,
+    EventLog,
+    PostValidationEvent,
+    ReshapeEvent,
+    RollbackEvent,
+    StepEvent,
+    now,
+)
 from dynmo.models.model import Model, load_model
 from dynmo.rebalance import Rebalancer
 from dynmo.report.trace import Tracer
@@ -99,6 +112,21 @@ class RunResult:
     partition: tuple[int, ...]
 
 
+@dataclass
+class _Started:
+    """A step as it began: learning rate, placement, frozen layers; and how long it took, without what of its end fell into the next."""
+
+    rate: float
+    layers: tuple[int, ...]
+    frozen: int
+    seconds: float = 0.0
+
+
+def optimizer_settings(train: Train) -> OptimizerSettings:
+    name = cast(Literal["adamw", "sgd"], train.optimizer)
+    return OptimizerSettings(name, train.weight_decay, train.betas, train.eps, train.momentum)
+
+
 def run(config: Config, rendezvous: Rendezvous, folder: Path | None, resume: bool, listen: Listener | None = None) -> RunResult:
     """Trains as one rank of the world at `rendezvous`. folder: `runs/<name>`, where rank 0 writes (None: nothing is written).
 
@@ -148,11 +176,16 @@ class Trainer:
             chunks=config.chunks,
             memory_limit=memory_limit(config, world.device),
             seed=config.seed,
-            optimizer=OptimizerSettings(weight_decay=train.weight_decay, betas=train.betas, eps=train.eps),
+            optimizer=optimizer_settings(train),
             compiles=train.compile,
             slots=config.slots,
             zero=config.parallel.zero,
+            post_validation=config.pipeline.post_validation,
+            rollback=cast(Literal["exact", "in-place"], config.pipeline.rollback),
+            clip_scope=cast(Literal["global", "local"], train.clip_scope),
         )
+        # Steps that have run and whose results are still out.
+        self._started: dict[int, _Started] = {}
         self._cases: list[Dynamism] = make_cases(config, model.layers)
         self._batches = self._open_data()
         self.first_step, self._loss, moved = 0, math.nan, 0
@@ -190,11 +223,16 @@ class Trainer:
 
     def advance(self, step: int, stop: bool = False) -> bool:
         """One turn of the loop, with all that belongs to it. Returns whether some rank wants to `stop`."""
+        train = self.config.train
+        interrupted = self._looks(step) and self._drain()
         self._change(step)
-        result = self._step(step, stop)
-        self._loss, interrupted = result.loss, any(result.flags)
+        interrupted = self._step(step, stop) or interrupted
         step += 1
-        if self.config.train.eval_every and step % self.config.train.eval_every == 0:
+        evaluates = bool(train.eval_every) and step % train.eval_every == 0
+        if evaluates or interrupted or step == train.steps or self._due_checkpoint(step, interrupted):
+            # A wish to stop may be found in any of the results.
+            interrupted = self._drain() or interrupted
+        if evaluates:
             self._evaluate(step)
         if self._due_checkpoint(step, interrupted):
             self._save(step)
@@ -202,6 +240,7 @@ class Trainer:
 
     def finish(self, step: int, seconds: float, interrupted: bool = False) -> RunResult:
         """After the last turn: `step` steps are done, in so many seconds."""
+        self._drain()
         settled = self._rebalancer.settle(step)
         if settled is not None:
             self._emit(settled)
@@ -213,6 +252,10 @@ class Trainer:
         measuring = self.pipeline.profiler.spent + overhead.measure
         self._emit(EndEvent(step, now(), self._loss, digest, seconds, reason, measuring, overhead.decide, overhead.move))
         return RunResult(self._loss, digest, seconds, interrupted, step, self.pipeline.partition.counts)
+
+    def _looks(self, step: int) -> bool:
+        """Whether something before this step may look at the model or the last signals, or change it: the step before must be final."""
+        return self._rebalancer.looks(step) or any(case.acts(step) for case in self._cases)
 
     def _change(self, step: int) -> None:
         """The mesh changes, or the balancer looks at what was measured; then the dynamic cases act."""
@@ -245,19 +288,40 @@ class Trainer:
         seconds = time.perf_counter() - start
         self._emit(ReshapeEvent(step, now(), before, (pipeline, data), partition.counts, migration.moved_bytes, seconds))
 
-    def _step(self, step: int, stop: bool) -> StepResult:
+    def _step(self, step: int, stop: bool) -> bool:
+        """Runs a step, and tells of those that are final by now. Returns whether a rank wished to stop."""
         train, start = self.config.train, time.perf_counter()
         inputs, targets = self._batch(step)
         rate = learning_rate(train, step)
-        result = self.pipeline.step(step, inputs, targets, lr=rate, max_norm=train.max_grad_norm, flag=stop)
+        self._started[step] = _Started(rate, self.pipeline.partition.counts, len(self.pipeline.frozen))
+        results = self.pipeline.advance(step, inputs, targets, lr=rate, max_norm=train.max_grad_norm, flag=stop)
+        self._started[step].seconds = time.perf_counter() - start
+        return self._finish(results)
+
+    def _drain(self) -> bool:
+        """Waits until the last step is final. Returns whether a rank wished to stop."""
+        start = time.perf_counter()
+        results = self.pipeline.drain()
+        if results:
+            self._started[results[-1].step].seconds += time.perf_counter() - start
+        return self._finish(results)
+
+    def _finish(self, results: Sequence[StepResult]) -> bool:
+        for result in results:
+            self._tell(result, self._started.pop(result.step))
+        return any(any(result.flags) for result in results)
+
+    def _tell(self, result: StepResult, started: _Started) -> None:
+        """What follows from a step's result, for cases, balancer and log."""
+        step, seconds = result.step, started.seconds
+        self._loss = result.loss
         for case in self._cases:
-            case.observe(Signals(step, result.loss, result.squared_norms, rate))
-        seconds = time.perf_counter() - start
+            case.observe(Signals(step, result.loss, result.squared_norms, started.rate))
         self._tracer.observe(step, result.outcome.slices)
         settled = self._rebalancer.observe(step, seconds, result.busy)
         if settled is not None:
             self._emit(settled)
-        tokens = train.global_batch * self.config.model.sequence
+        tokens = self.config.train.global_batch * self.config.model.sequence
         self._emit(
             StepEvent(
                 step,
@@ -267,13 +331,16 @@ class Trainer:
                 result.idle_ratio,
                 imbalance(result.busy),
                 seconds,
-                result.norm,
-                rate,
-                self.pipeline.partition.counts,
-                len(self.pipeline.frozen),
+                result.norm if math.isfinite(result.norm) else None,
+                started.rate,
+                started.layers,
+                started.frozen,
             )
         )
-        return result
+        if result.rollback is not None:
+            self._emit(RollbackEvent(step, now(), result.rollback.what, result.rollback.seconds))
+        if result.switch is not None:
+            self._emit(PostValidationEvent(step, now(), result.switch.on, result.switch.reason))
 
     def _evaluate(self, step: int) -> None:
         count = self.config.train.eval_batches
@@ -375,7 +442,7 @@ class Trainer:
 
 @contextmanager
 def _stop_flag() -> Iterator[Callable[[], bool]]:
-    """SIGTERM and SIGINT ask for a stop after the current step; the ranks agree on it in that step's all-reduce.
+    """SIGTERM and SIGINT ask for a stop after the current step; the ranks agree on it at that step's end (with post-validation, one later).
 
     A second SIGINT interrupts at once. Ranks of dynmo's own launcher ignore SIGINT: it turns it into SIGTERM.
     """

@@ -1,6 +1,6 @@
 """The protocol of a dynamic case: something that changes the model's work while it trains.
 
-    before each step     act(step, layers)        changes layers, says which
+    before each step     act(step, layers)        changes layers, says which; acts(step) tells beforehand whether it may
     after each step      observe(signals)         loss, gradient norms, learning rate
     at any time          forecast(step)           what it expects to change, for a balancer that acts only where it pays
     checkpoints          state() / load(state)    what every rank knows;  layers.kept(i): tensors that move and are saved with layer i
@@ -113,6 +113,12 @@ class Dynamism(Protocol):
         """Before `step`."""
         ...
 
+    def acts(self, step: int) -> bool:
+        """Whether `act` may do something before `step`, or `observe` did not only take its signals after the step before it. Asked with
+        post-validation, where a step usually begins before the one before it is final, and `observe` is told of that one late: False lets
+        it. `act` is called all the same, and must not look at weights, moments or the last signals then."""
+        return True
+
     def observe(self, signals: Signals) -> None:
         """After a step."""
         return
@@ -165,7 +171,7 @@ def from_class(path: str) -> Dynamism:
         raise ConfigError(f"{where}: {module_name} has no class {class_name}") from None
     except Exception as error:  # whatever its own code raises
         raise ConfigError(f"{where}: raised {type(error).__name__}: {error}{place(error)}") from error
-    missing = [x for x in ("act", "observe", "forecast", "state", "load") if not callable(getattr(made, x, None))]
+    missing = [x for x in ("act", "observe", "forecast", "state", "load", "acts") if not callable(getattr(made, x, None))]
     missing += [] if isinstance(getattr(made, "name", None), str) else ["name"]
     if missing:
         raise ConfigError(f"{where}: has no {missing[0]}; inherit from dynmo.dynamism.Dynamism, give it a name and write act")

@@ -71,6 +71,10 @@ class Egeria(Dynamism):
             self._watch(layers)
         return change
 
+    def acts(self, step: int) -> bool:
+        """It watches a step, or has just read one or taken references; and while layers are frozen, any learning rate may thaw them."""
+        return self._reads(step) or self._reads(step - 1) or self._refers(step - 1) or self._frozen_at > 0
+
     def _freeze(self, layers: Layers) -> Change | None:
         """The front module, if it is stale, and those right behind it that are as well."""
         stop = front(layers)
@@ -106,6 +110,9 @@ class Egeria(Dynamism):
     def _reads(self, step: int) -> bool:
         return step >= self._start and (step - self._start) % self._every == 0
 
+    def _refers(self, step: int) -> bool:
+        return step >= self._start and (step - self._start) % self._refresh == 0
+
     def _watch(self, layers: Layers) -> None:
         """Keeps input and output of the first microbatch of the step that comes, of the layers here that have a reference."""
         self._seen.clear()
@@ -124,7 +131,7 @@ class Egeria(Dynamism):
         assert layers is not None, "a case acts before it observes"
         if self._reads(step) and self._referenced:
             self._read(step, layers)
-        if step >= self._start and (step - self._start) % self._refresh == 0:
+        if self._refers(step):
             self._refer(layers)
 
     def _read(self, step: int, layers: Layers) -> None:

@@ -29,6 +29,9 @@ class ScheduledFreezing(Dynamism):
     def act(self, step: int, layers: Layers) -> Change | None:
         return freeze_prefix(layers, self._due(step), f"schedule, step {step}")
 
+    def acts(self, step: int) -> bool:
+        return self._due(step) > self._due(step - 1)
+
     def forecast(self, step: int) -> Sequence[Forecast]:
         return tuple(
             Forecast(at, tuple(range(self._due(at - 1), count)), b=0.0, w=0.0)
@@ -83,6 +86,10 @@ class AutoFreeze(Dynamism):
                 break
             stop = module.stop
         return freeze_prefix(layers, stop, f"AutoFreeze, median change {middle:.3g}")
+
+    def acts(self, step: int) -> bool:
+        # The step before may not have been observed yet.
+        return self._steps + 1 >= self._every
 
     def state(self) -> dict[str, Any]:
         return {"sums": self._sums, "previous": self._previous, "steps": self._steps}

@@ -206,6 +206,9 @@ class Pruning(Dynamism):
         )
         return Change(targets, what)
 
+    def acts(self, step: int) -> bool:
+        return step in self._schedule.steps
+
     def _prune(self, index: int, layers: Layers, keeps: Sequence[Tensor]) -> None:
         moments = dict(layers.moments(index))
         for (name, linear), keep in zip(list(linears(layers.modules[index])), keeps, strict=True):

@@ -51,6 +51,10 @@ class SparseAttentionCase(Dynamism):
         what = f"{len(self._sparse)} of {len(self._halves)} attention halves are sparse (schedule, step {step})"
         return Change(tuple(sorted(before ^ self._sparse)), what)
 
+    def acts(self, step: int) -> bool:
+        # New directions for every step are no change: only the forwards that come look at them.
+        return not self._halves or self._wanted(step) != self._sparse
+
     def _wanted(self, step: int) -> frozenset[int]:
         """The layers that are sparse at a step."""
         due = [blocks for at, blocks in self._schedule if at <= step]

@@ -7,7 +7,17 @@ from types import TracebackType
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-from dynmo.events import ChangeEvent, CheckpointEvent, EvalEvent, Event, RebalanceEvent, RebalanceResultEvent, StepEvent
+from dynmo.events import (
+    ChangeEvent,
+    CheckpointEvent,
+    EvalEvent,
+    Event,
+    PostValidationEvent,
+    RebalanceEvent,
+    RebalanceResultEvent,
+    RollbackEvent,
+    StepEvent,
+)
 from dynmo.report.summary import layers_text
 
 
@@ -56,6 +66,10 @@ class ProgressLine:
                 )
             case RebalanceResultEvent():
                 self._say(f"step {event.step}: rebalance {event.id} measured: {event.measured_gain:+.1%} of a step saved")
+            case RollbackEvent():
+                self._say(f"step {event.step}: taken back ({event.what}), {event.seconds * 1000:.0f} ms of work thrown away")
+            case PostValidationEvent():
+                self._say(f"step {event.step}: post-validation {'on' if event.on else 'off'}: {event.reason}")
             case EvalEvent():
                 self._say(f"step {event.step}: held-out loss {event.loss:.4f}")
             case CheckpointEvent():

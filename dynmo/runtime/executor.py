@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from dynmo.runtime.buffers import WrittenBuffers
 from dynmo.runtime.clock import Clock
 from dynmo.runtime.p2p import Transport
 from dynmo.runtime.split_backward import Tensors
 from dynmo.runtime.stage import Stage
-from dynmo.schedule.lower import Compute, Direction, Program, Receive
+from dynmo.schedule.lower import Compute, Direction, Program, Receive, Verdict
 from dynmo.schedule.op import Kind
 
 # What a rank spends time on, beyond the kinds of op: waiting for a message, handing one over.
@@ -45,27 +46,58 @@ class Executor:
     def __init__(self, program: Program, stages: Mapping[int, Stage], last_stage: int, transport: Transport, clock: Clock) -> None:
         self._program, self._stages, self._last = program, stages, last_stage
         self._transport, self._clock = transport, clock
+        self._buffers = WrittenBuffers(layer.module for stage in stages.values() for layer in stage.layers)
 
-    def run(self, step: int, inputs: Tensor | None, targets: Tensor | None, training: bool = True) -> Outcome:
-        """inputs: [microbatches, ...] where the first stage is; targets: [microbatches, ...] where the last one is."""
+    def run(
+        self,
+        step: int,
+        inputs: Tensor | None,
+        targets: Tensor | None,
+        training: bool = True,
+        stands: Callable[[], bool] | None = None,
+    ) -> Outcome:
+        """inputs: [microbatches, ...] where the first stage is; targets: [microbatches, ...] where the last one is.
+
+        stands: asked at the program's Verdict whether the step before does. If not, on all ranks, the program begins again.
+        """
         # A garbage collection in the middle of a step would hold up every rank downstream; between steps it holds up none.
         collecting = gc.isenabled()
         gc.disable()
         try:
-            return self._run(step, inputs, targets, training)
+            self._transport.open()
+            self._buffers.note(keep=stands is not None)
+            outcome = self._run(step, inputs, targets, training, stands)
+            if outcome is None:
+                outcome = self._run(step, inputs, targets, training, None)
+                assert outcome is not None
+            self._transport.flush()
+            self._buffers.learn()
+            return outcome
         finally:
             if collecting:
                 gc.enable()
 
-    def _run(self, step: int, inputs: Tensor | None, targets: Tensor | None, training: bool) -> Outcome:
+    def _run(
+        self, step: int, inputs: Tensor | None, targets: Tensor | None, training: bool, stands: Callable[[], bool] | None
+    ) -> Outcome | None:
+        """None: it must begin again, and all is as it was at its start."""
         outcome = Outcome()
         mark, slices = self._clock.mark, outcome.slices
         # Tensors on their way to an op or to a channel, by (direction, stage that needs or made them, microbatch).
         arrived: dict[tuple[Direction, int, int], Tensors] = {}
         leaving: dict[tuple[Direction, int, int], Tensors] = {}
-        self._transport.open()
         for instruction in self._program.instructions:
             start = mark()
+            if isinstance(instruction, Verdict):
+                if stands is None:
+                    continue
+                if not stands():
+                    self.clear()
+                    self._buffers.put_back()
+                    self._transport.rewind(instruction.begun)
+                    return None
+                slices.append(Slice(WAIT, self._program.stages[0], 0, start, mark()))
+                continue
             if isinstance(instruction, Compute):
                 kind, s, j = instruction.op
                 stage = self._stages[s]
@@ -94,7 +126,6 @@ class Executor:
             else:
                 self._transport.put(channel, j, leaving.pop((channel.direction, s, j)))
                 slices.append(Slice(SEND, s, j, start, mark()))
-        self._transport.flush()
         return outcome
 
     def close(self) -> None:

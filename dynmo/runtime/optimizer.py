@@ -32,6 +32,11 @@ class OptimizerSettings:
     eps: float = 1e-8
     momentum: float = 0.9
 
+    @property
+    def moments(self) -> int:
+        """Tensors of state for each parameter, of its size."""
+        return 2 if self.name == "adamw" else int(self.momentum > 0)
+
 
 @dataclass(frozen=True)
 class Share:
@@ -257,9 +262,14 @@ class LayerOptimizer:
     def state_bytes(self) -> int:
         """What is kept for the parameters that train: moments, masters (and whatever frozen ones left)."""
         held = sum(t.nbytes for t in self.state().values())
-        moments = 2 if self._settings.name == "adamw" else int(self._settings.momentum > 0)
         waiting = [n for n, p in self._named.items() if p.requires_grad and not (self._torch and self._torch.state.get(self._pieces[n]))]
-        return held + sum(moments * self._pieces[name].nbytes for name in waiting)
+        return held + sum(self._settings.moments * self._pieces[name].nbytes for name in waiting)
+
+    @property
+    def copy_bytes(self) -> int:
+        """What `keep` takes."""
+        trained = sum(self._pieces[name].nbytes for name, p in self._named.items() if p.requires_grad)
+        return (1 + self._settings.moments) * trained
 
 
 def squared_norm(gradients: Iterable[Tensor | None]) -> float:

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from dynmo.errors import DynmoError, RunError, WaitTimeout
 from dynmo.runtime.world import World
-from dynmo.schedule.lower import Channel, Direction, Program, describe
+from dynmo.schedule.lower import Begun, Channel, Direction, Program, describe
 
 # Message tags: channels use 2 * boundary + direction; everything else is above. Headers have tags of their own: messages of one tag fill
 # the receives posted for it in order, and the receives of headers are posted ahead of those of the tensors.
@@ -37,6 +37,8 @@ TAG_LINKS = 1 << 20
 TAG_MIGRATE = 1 << 21
 TAG_TRACE = 1 << 22
 TAG_TIED = 1 << 23
+TAG_PREFIX = 1 << 24
+TAG_VERDICT = 1 << 25
 
 _HEADER = 64  # int64 numbers: count, then per tensor dtype, dimensions, sizes
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32, torch.uint8, torch.bool, torch.int8)
@@ -138,6 +140,13 @@ class Inbox:
         """The step that starts will bring so many messages."""
         assert not self._open, "messages of an earlier step were not taken"
         self._unposted = self._messages = messages
+        self._post(self._window())
+
+    def rewind(self, sent: int, taken: int) -> None:
+        """The step begins again: throws away those of the `sent` messages that are not among the `taken` ones. As many more will come."""
+        for microbatch in range(taken, sent):
+            self.take(microbatch)
+        self._unposted += sent
         self._post(self._window())
 
     def _window(self) -> int:
@@ -297,6 +306,11 @@ class Transport:
     def open(self) -> None:
         for inbox in self._inboxes.values():
             inbox.open(self._messages)
+
+    def rewind(self, begun: tuple[Begun, ...]) -> None:
+        """Begins a step again, of which so much is done; all ranks do. Receives that are posted stay: what is sent anew fills them."""
+        for channel, sent, taken in begun:
+            self._inboxes[channel].rewind(sent, taken)
 
     def take(self, channel: Channel, microbatch: int) -> tuple[Tensor, ...]:
         return self._inboxes[channel].take(microbatch)

@@ -83,8 +83,13 @@ class Profiler:
         f, b, w = zip(*window, strict=True)
         return median(f), median(b), median(w)
 
-    def gather(self, world: World, layers: Iterable[tuple[Layer, LayerOptimizer]], count: int) -> tuple[LayerCost, ...]:
-        """Every layer's cost, the same on every rank: where there are replicas, of the one that takes longest."""
+    def gather(
+        self, world: World, layers: Iterable[tuple[Layer, LayerOptimizer]], count: int, copies: bool = False
+    ) -> tuple[LayerCost, ...]:
+        """Every layer's cost, the same on every rank: where there are replicas, of the one that takes longest.
+
+        copies: the optimizers keep some, to take steps back.
+        """
         table = torch.zeros(count, len(_FIELDS), dtype=torch.float64)
         for layer, optimizer in layers:
             trains = [p for p in layer.module.parameters() if p.requires_grad]
@@ -94,7 +99,7 @@ class Profiler:
                     sum(p.numel() for p in layer.module.parameters()),
                     sum(p.nbytes for p in layer.module.parameters()),
                     sum(p.nbytes for p in trains),
-                    optimizer.state_bytes,
+                    optimizer.state_bytes + copies * optimizer.copy_bytes,
                     layer.activation_bytes,
                     layer.stash_bytes,
                     layer.output_bytes,

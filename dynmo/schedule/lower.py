@@ -5,12 +5,19 @@
 
 One channel is one boundary and one direction; its messages are in microbatch order on both sides, because every stage runs F
 and B in microbatch order. Neighbouring stages on one rank hand over in memory and have no channel.
+
+With post-validation (Zero Bubble, section 4) the step before is not yet final while a program begins, and a `Verdict` says from where on
+it must be. It stands as late as it can, on all ranks together: what comes before it, anywhere, needs no B and no W of any rank.
+
+    rank 0 | F0 F0>1 F1 F1>1 ? <B0 BW0 <B1 BW1        `?` takes the verdict. If the step before was rolled back, rank 1 throws F1
+    rank 1 | <F0 F0 ? B0 B0>0 <F1 F1 B1 B1>0 W0 W1    away, which rank 0 has sent already, and both start again
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import NamedTuple
 
@@ -21,6 +28,9 @@ from dynmo.schedule.op import Kind, Op, Schedule, dependencies, validate
 class Direction(StrEnum):
     ACTIVATION = "activation"
     GRADIENT = "gradient"
+    # Of no boundary: what the ranks tell each other of a step's end (`routes`).
+    PREFIX = "prefix table"
+    VERDICT = "verdict"
 
 
 class Channel(NamedTuple):
@@ -54,7 +64,22 @@ class Receive(NamedTuple):
     microbatch: int
 
 
-Instruction = Compute | Send | Receive
+class Begun(NamedTuple):
+    """Of an incoming channel: how many messages are sent before the sender's own verdict, and how many of them taken before this one."""
+
+    channel: Channel
+    sent: int
+    taken: int
+
+
+class Verdict(NamedTuple):
+    """From here on the step before is final. If it was rolled back, what this program has done so far is thrown away, with the messages
+    that are on their way, and the program starts again."""
+
+    begun: tuple[Begun, ...]
+
+
+Instruction = Compute | Send | Receive | Verdict
 
 
 @dataclass(frozen=True)
@@ -93,11 +118,16 @@ def fuse(schedule: Schedule) -> Schedule:
     return Schedule(schedule.name, schedule.microbatches, schedule.placement, tuple(rows), schedule.first_trainable, schedule.credits)
 
 
-def lower(schedule: Schedule) -> tuple[Program, ...]:
-    """One program per rank. Raises ScheduleError if the schedule does not hold together or its messages could wait in a circle."""
+def lower(schedule: Schedule, post_validation: bool = False) -> tuple[Program, ...]:
+    """One program per rank; with post_validation each has its Verdict. Raises ScheduleError if the schedule does not hold together or its
+    messages could wait in a circle, in a step, from one to the next, or when one is begun again."""
     validate(schedule)
-    fused = fuse(schedule)
-    return _programs(fused)
+    programs = _programs(fuse(schedule))
+    if not post_validation:
+        return programs
+    programs = _with_verdicts(programs)
+    check_again(programs)
+    return programs
 
 
 def lower_forward(placement: tuple[int, ...], ranks: int, microbatches: int) -> tuple[Program, ...]:
@@ -167,42 +197,128 @@ def _depths(schedule: Schedule) -> dict[Channel, int]:
 
 def check(programs: tuple[Program, ...]) -> None:
     """Runs the programs on paper with channels of their depths. Raises ScheduleError where ranks would wait for each other for ever."""
-    position = [0] * len(programs)
-    sent: dict[Channel, int] = {}
-    taken: dict[Channel, int] = {}
+    for program in programs:
+        following: dict[tuple[type[Instruction], Channel], int] = {}
+        for instruction in program.instructions:
+            if isinstance(instruction, Send | Receive):
+                kind = type(instruction)
+                due = following.get((kind, instruction.channel), 0)
+                if due != instruction.microbatch:
+                    done = "sent" if kind is Send else "taken"
+                    raise ScheduleError(f"message {instruction.microbatch} on {describe(instruction.channel)} is {done} out of order")
+                following[kind, instruction.channel] = due + 1
+    _play_to_the_end([program.instructions for program in programs], _all_depths(programs))
+
+
+def check_again(programs: tuple[Program, ...]) -> None:
+    """As `check`, over two steps with what the ranks tell each other between them: once the first step stands, once it is rolled back."""
+    depth = _all_depths(programs)
+    down, up = routes(_placement(programs))
+    for rolled_back in (False, True):
+        rows: list[list[Instruction]] = []
+        for program in programs:
+            rank = program.rank
+            row = [*(i for i in program.instructions if not isinstance(i, Verdict)), *_between(down, rank, Direction.PREFIX)]
+            if rank == down[-1] != up[0]:
+                row.append(Send(Channel(-1, Direction.VERDICT, rank, up[0]), 0, 0))
+            for instruction in program.instructions:
+                if not isinstance(instruction, Verdict):
+                    row.append(instruction)
+                    continue
+                if rank == up[0] != down[-1]:
+                    row.append(Receive(Channel(-1, Direction.VERDICT, down[-1], rank), 0, 0))
+                row.extend(_between(up, rank, Direction.VERDICT))
+                if rolled_back:
+                    row.extend(Receive(channel, 0, j) for channel, sent, taken in instruction.begun for j in range(taken, sent))
+                    row.extend(i for i in program.instructions if not isinstance(i, Verdict))
+                    break
+            rows.append(row)
+        _play_to_the_end(rows, depth)
+
+
+def routes(placement: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """With post-validation, the ranks in the order in which the prefix passes them at a step's end, and in which the verdict does.
+
+        placement 0 1 2        prefix 0 > 1 > 2    verdict 2 > 1 > 0
+        placement 0 1 2 2 1 0  prefix 0 > 1 > 2    verdict 2 > 0 > 1 > 2
+
+    The prefix goes with the first microbatch's F's and the verdict with its B's. So neither holds anyone up: a rank whose next F waits for
+    the prefix would have to wait for the F of the rank that it comes from, and likewise for the verdict and B.
+    """
+    return tuple(dict.fromkeys(placement)), tuple(dict.fromkeys(reversed(placement)))
+
+
+def _placement(programs: tuple[Program, ...]) -> tuple[int, ...]:
+    return tuple(rank for _, rank in sorted((stage, program.rank) for program in programs for stage in program.stages))
+
+
+def _between(route: tuple[int, ...], rank: int, direction: Direction) -> Iterator[Instruction]:
+    """What a rank takes from the one before it on the route, and hands to the one behind."""
+    place = route.index(rank)
+    if place > 0:
+        yield Receive(Channel(-1, direction, route[place - 1], rank), 0, 0)
+    if place + 1 < len(route):
+        yield Send(Channel(-1, direction, rank, route[place + 1]), 0, 0)
+
+
+def _with_verdicts(programs: tuple[Program, ...]) -> tuple[Program, ...]:
+    """Lets every rank run as far as it gets while none runs a B or a W: there its verdict stands."""
+    rows = [program.instructions for program in programs]
+    position = _play(rows, _all_depths(programs), lambda i: isinstance(i, Compute) and i.op.kind is not Kind.F)
+    sent, taken = (
+        Counter(i.channel for row, end in zip(rows, position, strict=True) for i in row[:end] if isinstance(i, kind))
+        for kind in (Send, Receive)
+    )
+    out: list[Program] = []
+    for program, row, end in zip(programs, rows, position, strict=True):
+        verdict = Verdict(tuple(Begun(c, sent[c], taken[c]) for c in program.incoming))
+        out.append(replace(program, instructions=(*row[:end], verdict, *row[end:])))
+    return tuple(out)
+
+
+def _all_depths(programs: tuple[Program, ...]) -> dict[Channel, int]:
+    return {channel: depth for program in programs for channel, depth in program.depth.items()}
+
+
+Rows = Sequence[Sequence[Instruction]]
+
+
+def _play(rows: Rows, depth: dict[Channel, int], stops: Callable[[Instruction], bool] = lambda _: False) -> list[int]:
+    """Runs every rank as far as it gets, and returns how far. Of a channel without a depth nothing is ever too much."""
+    position = [0] * len(rows)
+    flight: defaultdict[Channel, deque[int]] = defaultdict(deque)
     moved = True
     while moved:
         moved = False
-        for program in programs:
-            row = program.instructions
-            while position[program.rank] < len(row):
-                instruction = row[position[program.rank]]
+        for rank, row in enumerate(rows):
+            while position[rank] < len(row) and not stops(instruction := row[position[rank]]):
                 if isinstance(instruction, Send):
-                    channel = instruction.channel
-                    if sent.get(channel, 0) - taken.get(channel, 0) >= program.depth[channel]:
+                    waiting = flight[instruction.channel]
+                    if len(waiting) >= depth.get(instruction.channel, len(waiting) + 1):
                         break
-                    if sent.get(channel, 0) != instruction.microbatch:
-                        raise ScheduleError(f"message {instruction.microbatch} on {describe(channel)} is sent out of order")
-                    sent[channel] = sent.get(channel, 0) + 1
+                    waiting.append(instruction.microbatch)
                 elif isinstance(instruction, Receive):
-                    channel = instruction.channel
-                    if sent.get(channel, 0) <= taken.get(channel, 0):
+                    if not flight[instruction.channel]:
                         break
-                    if taken.get(channel, 0) != instruction.microbatch:
-                        raise ScheduleError(f"message {instruction.microbatch} on {describe(channel)} is taken out of order")
-                    taken[channel] = taken.get(channel, 0) + 1
-                position[program.rank] += 1
+                    found = flight[instruction.channel].popleft()
+                    if found != instruction.microbatch:
+                        where = describe(instruction.channel)
+                        raise ScheduleError(f"message {found} on {where} comes where microbatch {instruction.microbatch} is waited for")
+                position[rank] += 1
                 moved = True
-    for program in programs:
-        if position[program.rank] < len(program.instructions):
-            waiting = program.instructions[position[program.rank]]
-            assert not isinstance(waiting, Compute)
-            raise ScheduleError(
-                f"rank {program.rank} would wait for ever for microbatch {waiting.microbatch} on {describe(waiting.channel)}"
-            )
-    for channel, count in sent.items():
-        if taken.get(channel, 0) != count:
-            raise ScheduleError(f"{count - taken.get(channel, 0)} messages on {describe(channel)} are never taken")
+    if all(end == len(row) for end, row in zip(position, rows, strict=True)):
+        for channel, left in flight.items():
+            if left:
+                raise ScheduleError(f"{len(left)} messages on {describe(channel)} are never taken")
+    return position
+
+
+def _play_to_the_end(rows: Rows, depth: dict[Channel, int]) -> None:
+    for rank, (end, row) in enumerate(zip(_play(rows, depth), rows, strict=True)):
+        if end < len(row):
+            waiting = row[end]
+            assert isinstance(waiting, Send | Receive)
+            raise ScheduleError(f"rank {rank} would wait for ever for microbatch {waiting.microbatch} on {describe(waiting.channel)}")
 
 
 def describe(channel: Channel) -> str:

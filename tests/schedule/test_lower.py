@@ -3,14 +3,32 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
+from dataclasses import replace
 from itertools import pairwise, product
 
 import pytest
 from hypothesis import given
 
 from dynmo.errors import ScheduleError
+from dynmo.schedule.catalogue import SCHEDULES, make
 from dynmo.schedule.generators import GENERATORS, make_schedule, zb_h1
-from dynmo.schedule.lower import Channel, Compute, Direction, Instruction, Program, Receive, Send, check, fuse, lower, lower_forward
+from dynmo.schedule.lower import (
+    Begun,
+    Channel,
+    Compute,
+    Direction,
+    Instruction,
+    Program,
+    Receive,
+    Send,
+    Verdict,
+    check,
+    check_again,
+    fuse,
+    lower,
+    lower_forward,
+    routes,
+)
 from dynmo.schedule.op import Kind, Op, Schedule, dependencies, from_text, validate
 from tests.schedule.samples import schedules
 
@@ -32,6 +50,8 @@ def draw(program: Program) -> str:
     def cell(instruction: Instruction) -> str:
         if isinstance(instruction, Compute):
             return f"{instruction.op.kind}{instruction.op.microbatch}"
+        if isinstance(instruction, Verdict):
+            return "?"
         channel, _, j = instruction
         kind = "F" if channel.direction is Direction.ACTIVATION else "B"
         return f"<{kind}{j}" if isinstance(instruction, Receive) else f"{kind}{j}>{channel.target}"
@@ -60,6 +80,8 @@ def play(schedule: Schedule, programs: tuple[Program, ...]) -> None:
                         elsewhere = boundary is not None and schedule.placement[before.stage] != rank
                         assert (direction, op.stage, op.microbatch) in taken if elsewhere else before in done, f"{op} before {before}"
                     done.add(op)
+                elif isinstance(instruction, Verdict):
+                    pass
                 elif isinstance(instruction, Send):
                     queues[instruction.channel].append(instruction.microbatch)
                 elif queues[instruction.channel]:
@@ -81,7 +103,7 @@ def messages(programs: tuple[Program, ...]) -> dict[Channel, tuple[list[int], li
     out: dict[Channel, tuple[list[int], list[int]]] = {}
     for program in programs:
         for instruction in program.instructions:
-            if not isinstance(instruction, Compute):
+            if isinstance(instruction, Send | Receive):
                 channel = instruction.channel
                 assert program.rank == (channel.source if isinstance(instruction, Send) else channel.target)
                 out.setdefault(channel, ([], []))[isinstance(instruction, Receive)].append(instruction.microbatch)
@@ -202,3 +224,93 @@ def test_every_op_once() -> None:
     schedule = make_schedule("zb-h2", 3, 5)
     ops = Counter(i.op for p in lower(schedule) for i in p.instructions if isinstance(i, Compute))
     assert ops == Counter(op for row in fuse(schedule).ops for op in row)
+
+
+# Post-validation.
+
+
+def cut(program: Program) -> tuple[list[Instruction], Verdict, list[Instruction]]:
+    """What comes before the verdict, the verdict, what comes after it."""
+    (at,) = [i for i, instruction in enumerate(program.instructions) if isinstance(instruction, Verdict)]
+    verdict = program.instructions[at]
+    assert isinstance(verdict, Verdict)
+    return list(program.instructions[:at]), verdict, list(program.instructions[at + 1 :])
+
+
+def holds(schedule: Schedule) -> None:
+    """Verdicts change nothing but that they are there; before them no B or W runs, nor does anything that needs one elsewhere."""
+    plain, programs = lower(schedule), lower(schedule, post_validation=True)
+    heads: set[Op] = set()
+    sent: Counter[Channel] = Counter()
+    taken: Counter[Channel] = Counter()
+    for before, program in zip(plain, programs, strict=True):
+        head, _, tail = cut(program)
+        assert tuple(head + tail) == before.instructions
+        heads |= {i.op for i in head if isinstance(i, Compute)}
+        sent.update(i.channel for i in head if isinstance(i, Send))
+        taken.update(i.channel for i in head if isinstance(i, Receive))
+    assert all(op.kind is Kind.F for op in heads)
+    fused = fuse(schedule)
+    assert all(d.op in heads for op in heads for d in dependencies(fused, op)), "needs what comes after a verdict"
+    for program in programs:
+        assert {b.channel: (b.sent, b.taken) for b in cut(program)[1].begun} == {c: (sent[c], taken[c]) for c in program.incoming}
+    play(schedule, programs)
+
+
+def test_the_picture_with_verdicts() -> None:
+    programs = lower(zb_h1(2, 2), post_validation=True)
+    assert draw(programs[0]) == "F0 F0>1 F1 F1>1 ? <B0 BW0 <B1 BW1"
+    assert draw(programs[1]) == "<F0 F0 ? B0 B0>0 <F1 F1 B1 B1>0 W0 W1"
+    assert cut(programs[1])[1] == Verdict((Begun(DOWN, 2, 1),)), "F1 is on its way"
+
+
+@given(schedules())
+def test_verdicts_of_any_schedule(schedule: Schedule) -> None:
+    holds(schedule)
+
+
+@pytest.mark.parametrize(("name", "p"), list(product(SCHEDULES, (1, 2, 4))))
+def test_verdicts_of_the_catalogue(name: str, p: int) -> None:
+    """As late as can be: every rank's own first B or W is next, or something that waits for another's."""
+    schedule = make(name, p, 8)
+    holds(schedule)
+    for program in lower(schedule, post_validation=True):
+        head, _, tail = cut(program)
+        assert any(isinstance(i, Compute) for i in head), "the warm-up overlaps"
+        assert isinstance(tail[0], Receive) or (isinstance(tail[0], Compute) and tail[0].op.kind is not Kind.F)
+
+
+def test_a_forward_only_rank_goes_as_far_as_its_credits() -> None:
+    """Rank 0 is frozen: rank 1 takes three messages before its verdict, and there are four credits; the next would have to wait."""
+    head, _, tail = cut(lower(make_schedule("1f1b", 4, 12, 1), post_validation=True)[0])
+    assert sum(isinstance(i, Send) for i in head) == 3 + 4
+    assert isinstance(tail[0], Send)
+
+
+def test_routes() -> None:
+    assert routes((0, 1, 2)) == ((0, 1, 2), (2, 1, 0))
+    assert routes((0, 1, 2, 2, 1, 0)) == ((0, 1, 2), (0, 1, 2))
+    assert routes((0, 1, 0, 1)) == ((0, 1), (1, 0))
+
+
+def test_messages_left_over_are_seen() -> None:
+    """Where a rank would throw away one too few, it would take an old message for a new one; one too many, and it would wait for ever."""
+    programs = lower(zb_h1(2, 2), post_validation=True)
+    check_again(programs)
+    for sent, words in ((1, r"message 1 on the activations .* comes where microbatch 0 is waited for"), (3, "comes where|for ever")):
+        head, _, tail = cut(programs[1])
+        wrong = replace(programs[1], instructions=(*head, Verdict((Begun(DOWN, sent, 1),)), *tail))
+        with pytest.raises(ScheduleError, match=words):
+            check_again((programs[0], wrong))
+
+
+def test_a_verdict_too_late_is_seen() -> None:
+    """Behind a B whose gradient rank 1 has only once it has passed its own verdict on: and that comes from here, in a V."""
+    schedule = make("zb-v", 2, 2)
+    programs = list(lower(schedule, post_validation=True))
+    head, verdict, tail = cut(programs[0])
+    # The first gradient that is received on rank 0: rank 1 sends it after its verdict, which rank 0 hands on after its own.
+    at = next(i for i, x in enumerate(tail) if isinstance(x, Receive) and x.channel.direction is Direction.GRADIENT)
+    programs[0] = replace(programs[0], instructions=(*head, *tail[: at + 1], verdict, *tail[at + 1 :]))
+    with pytest.raises(ScheduleError, match="would wait for ever"):
+        check_again(tuple(programs))

@@ -1,0 +1,62 @@
+"""Buffers that a forward writes to (running statistics, say): a forward that is run again must find them as it did at first.
+
+Most buffers are never written to, and some are large (the indices of sparse weights). So which ones are is learnt as steps run, and only
+those are copied before a step that may have to begin again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+
+from dynmo.errors import RunError
+
+
+class WrittenBuffers:
+    """The buffers of some modules, for as long as these keep their submodules."""
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        self._owners = [part._buffers for module in modules for part in module.modules() if part._buffers]
+        self._seen: dict[tuple[int, str], tuple[Tensor, int]] = {}
+        self._written: set[tuple[int, str]] = set()
+        self._copies: dict[tuple[int, str], Tensor] = {}
+
+    def _each(self) -> Iterable[tuple[tuple[int, str], Tensor]]:
+        for place, owner in enumerate(self._owners):
+            for name, buffer in owner.items():
+                if buffer is not None:
+                    yield (place, name), buffer
+
+    def note(self, keep: bool) -> None:
+        """Before a step. keep: it may have to begin again."""
+        self._seen = {key: (buffer, buffer._version) for key, buffer in self._each()}
+        self._copies = {key: self._seen[key][0].clone() for key in self._written} if keep else {}
+
+    def learn(self) -> None:
+        """After a step: which of them it wrote to."""
+        self._written.update(self._changed())
+        self._copies.clear()
+
+    def _changed(self) -> list[tuple[int, str]]:
+        """In place, or by putting another tensor there."""
+        return [
+            key
+            for key, buffer in self._each()
+            if (known := self._seen.get(key)) is None or known[0] is not buffer or known[1] != buffer._version
+        ]
+
+    def put_back(self) -> None:
+        """The step begins again. Raises RunError if a buffer was written to that no step before has written to."""
+        for key in self._changed():
+            if key not in self._copies:
+                raise RunError(
+                    f"a forward has written to the buffer {key[1]!r}, which it did not in earlier steps, and it must run again; "
+                    "use pipeline.post_validation = false with this model"
+                )
+        with torch.no_grad():
+            for (place, name), copy in self._copies.items():
+                buffer = self._owners[place][name]
+                assert buffer is not None
+                buffer.copy_(copy)
