@@ -237,6 +237,19 @@ def test_post_validation_changes_nothing(pool: Pool, schedule: str, ranks: int, 
         assert placements[3] != placements[4] == placements[5], "the placement that a step had, not the next one's"
 
 
+@pytest.mark.parametrize("zero", [0, 1])
+def test_replicas_validate_together(pool: Pool, zero: int) -> None:
+    """The last ranks of two pipelines combine their tables before they go back; with ZeRO-1 what is taken back is shared out again."""
+    mesh = {"pipeline": 2, "data": 2, "zero": zero, "timeout": 20.0}
+    sections: dict[str, Any] = {"parallel": mesh, "train": {"global_batch": 12, "micro_batch": 1}}
+    expected, events = (pool.run("events", 4, config=late(2, "zb-h2", afterwards, **sections))[0] for afterwards in (False, True))
+    for kind, keys in (("step", ("step", "loss", "gradient_norm")), ("change", ("what",)), ("end", ("weights_digest",))):
+        assert _of(events, kind, *keys) == _of(expected, kind, *keys)
+    clipped = [(step, "clipped") for step, norm in _of(expected, "step", "step", "gradient_norm") if norm > 1.6]
+    assert _of(events, "rollback", "step", "what") == clipped
+    assert 0 < len(clipped) < 6
+
+
 @pytest.mark.parametrize("stop", [3, 6])
 def test_a_post_validated_run_stops_and_goes_on(pool: Pool, tmp_path: Path, stop: int) -> None:
     """Its checkpoints are of final steps; it stops a step later than with a barrier, and goes on with one or without."""
