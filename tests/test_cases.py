@@ -87,7 +87,7 @@ def test_every_side_is_a_valid_run(case: str) -> None:
 @pytest.mark.parametrize("case", ["freezing", "pruning"])
 def test_the_sides_end_with_the_same_weights(pool: Pool, case: str) -> None:
     """On real ranks. Whether layers move is up to the timing, so here only the numbers are certain."""
-    rounds = pool.run("benchmarks.cases:race", 2, case=case, steps=20, rounds=1, sizes=SMALL)[0]
+    rounds = pool.run("benchmarks.cases:race", 2, timeout=120, case=case, steps=20, rounds=1, sizes=SMALL)[0]
     row = judge(case, rounds)
     assert row["same_weights"]
     assert row["what"], "the technique never acted"
