@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +14,6 @@ from dynmo.config import parse
 from dynmo.costs import LayerCost
 from tests.pool import Pool
 
-ROOT = Path(__file__).parents[1]
 SMALL = {"blocks": 4, "hidden": 16, "heads": 2, "sequence": 32}
 
 
