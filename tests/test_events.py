@@ -22,11 +22,8 @@ from dynmo.events import (
     PostValidationEvent,
     RebalanceEvent,
     RebalanceResultEvent,
-<<<<<<< HEAD
-    RollbackEvent,
-=======
     ReshapeEvent,
->>>>>>> 7322146 (Tests: a reshape's event; more time for the race of the cases)
+    RollbackEvent,
     ScheduleEvent,
     StepEvent,
     from_json,
@@ -42,12 +39,9 @@ ALL: list[Event] = [
     RebalanceEvent(1, 3.0, 1, (4, 4), (6, 2), 123456789, 0.01, -0.0, "exact: é\n", 0.2, 0.3),
     ScheduleEvent(1, 3.25, "zb-auto", 0.0625),
     RebalanceResultEvent(7, 3.5, 1, 1 / 3),
-<<<<<<< HEAD
+    ReshapeEvent(7, 3.75, (4, 1), (2, 2), (9, 9), 1 << 33, 0.25),
     RollbackEvent(7, 3.75, "clipped", 0.1 / 3),
     PostValidationEvent(7, 3.75, False, "6 of the last 20 steps were taken back"),
-=======
-    ReshapeEvent(7, 3.75, (4, 1), (2, 2), (9, 9), 1 << 33, 0.25),
->>>>>>> 7322146 (Tests: a reshape's event; more time for the race of the cases)
     CheckpointEvent(7, 4.0, "runs/a/checkpoints/step-000008", 1 << 40, 0.5),
     EndEvent(8, 5.0, 1.7976931348623157e308, "ab" * 32, 60.0, "done", 0.1, 1 / 3, 5e-324),
 ]
@@ -72,12 +66,9 @@ def test_round_trip(tmp_path: Path) -> None:
         "rebalance",
         "schedule",
         "rebalance_result",
-<<<<<<< HEAD
+        "reshape",
         "rollback",
         "post_validation",
-=======
-        "reshape",
->>>>>>> 7322146 (Tests: a reshape's event; more time for the race of the cases)
         "checkpoint",
         "end",
     ]
