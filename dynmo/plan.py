@@ -19,6 +19,7 @@ from dynmo.memory import live_limits, rank_memory
 from dynmo.models.emulated import EmulatedLayer
 from dynmo.models.model import Model, load_model
 from dynmo.runtime.clock import HostClock
+from dynmo.runtime.profiler import weight_bytes
 from dynmo.runtime.split_backward import Layer, Tensors
 from dynmo.schedule.catalogue import make, placement_of
 from dynmo.trainer import first_partition, memory_limit, optimizer_settings
@@ -119,7 +120,7 @@ def _shape_costs(config: Config, model: Model) -> tuple[LayerCost, ...]:
     optimizer = moments + (1 + moments) * (config.pipeline.post_validation and config.pipeline.rollback == "exact")
     for layer in layers:
         parameters = list(layer.module.parameters())
-        weights = sum(p.nbytes for p in parameters)
+        weights = weight_bytes(layer.module)
         trained = sum(p.nbytes for p in parameters if p.requires_grad)
         count = sum(p.numel() for p in parameters)
         sizes = (count, weights, trained, optimizer * trained, layer.activation_bytes, layer.stash_bytes, layer.output_bytes)

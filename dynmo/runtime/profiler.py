@@ -13,6 +13,7 @@ from statistics import median
 from typing import Any
 
 import torch
+from torch import nn
 
 from dynmo.costs import LayerCost, LinkCost
 from dynmo.runtime.clock import Clock
@@ -35,6 +36,11 @@ _FIELDS = (
     "stash_bytes",
     "output_bytes",
 )
+
+
+def weight_bytes(module: nn.Module) -> int:
+    """Parameters, and the buffers that are held with them: a pruned weight's indices are more than its values."""
+    return sum(t.nbytes for t in (*module.parameters(), *module.buffers()))
 
 
 class Profiler:
@@ -97,7 +103,7 @@ class Profiler:
                 [
                     *self.seconds(layer.index),
                     sum(p.numel() for p in layer.module.parameters()),
-                    sum(p.nbytes for p in layer.module.parameters()),
+                    weight_bytes(layer.module),
                     sum(p.nbytes for p in trains),
                     optimizer.state_bytes + copies * optimizer.copy_bytes,
                     layer.activation_bytes,

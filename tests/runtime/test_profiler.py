@@ -164,3 +164,15 @@ def test_a_clock() -> None:
     start = clock.mark()
     torch.ones(10).sum()
     assert 0 < clock.seconds(start, clock.mark()) < 1
+
+
+def test_buffers_are_held_too() -> None:
+    """A pruned linear's indices: 8 bytes a kept weight's column and more for its rows."""
+    from dynmo.kernels.sparse_linear import make_pruned
+    from dynmo.runtime.profiler import weight_bytes
+
+    pruned = make_pruned(64, 64, 0.95, True)
+    values = sum(p.nbytes for p in pruned.parameters())
+    held = sum(b.nbytes for b in pruned.buffers())
+    assert held > 0
+    assert weight_bytes(pruned) == values + held

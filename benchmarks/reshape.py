@@ -1,0 +1,176 @@
+"""Fixed cost traces (48 blocks, benchmarks/data/traces) on 24 ranks: how near to perfect balance they come, simulated. ZB-H1, 48 microbatches,
+no link times, and reductions take none either.
+
+blocks      whole blocks, the best placement for each moment
+halves      halves of blocks, the same
+reshaped    halves, and on the same 24 ranks a shorter pipeline with more replicas, the microbatches split among them: the best whose ranks
+            fit. memory x2: half the depth fits, no third; x4: a quarter fits, no sixth
+perfect     24 ranks that each have the same part of all work
+
+loads       the gain over as many blocks on every rank, by the busiest rank's work in a step
+seconds     the same by the simulated step, with the filling of the pipeline: a shorter one fills sooner, so it can be over 100 % of perfect
+shares      of perfect's gain; the aim is 95 %
+decided     what `balance.reshape` does from moment to moment, 50 steps each: how often it changes the mesh, and the mean step
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from benchmarks.harness import machine
+from benchmarks.traces import Layers, bottleneck, in_blocks, in_halves, name_of, perfect, timeline, trace
+from dynmo.balance.mesh import Mesh, MeshPlan, MeshRequest, search
+from dynmo.balance.partition import exact, uniform
+from dynmo.balance.reshape import reshape
+from dynmo.profile_file import Profile
+from dynmo.schedule.bound import Objective
+
+CASES = (
+    ("early_exit", 2048),
+    ("freezing", 2048),
+    ("pruning", 2048),
+    ("sparse_attention", 2048),
+    ("sparse_attention", 32768),
+    ("moe", 2048),
+    ("mixture_of_depths", 2048),
+)
+BLOCKS, RANKS, MICROBATCHES = 48, 24, 48
+MEMORY = (2, 4)  # times the even share of weights
+STEPS = 50  # a moment
+AIM = 0.95
+
+
+def request(layers: Layers, memory: int) -> MeshRequest:
+    """Sizes are the dense model's, in thirds of a block: what is pruned or frozen still counts, as it may come back. The limit is just
+    under what the next shorter pipeline needs."""
+    sized = tuple(replace(x, weight_bytes=2 if i % 2 else 1) for i, x in enumerate(layers))
+    share = sum(x.weight_bytes for x in sized) // RANKS
+    first = next((i for i, x in enumerate(layers) if x.b or x.w), len(layers) - 1)
+    profile = Profile(sized, tuple(str(i) for i in range(len(sized))), first, microbatch=1)
+    limit = share * next(r for r in range(memory + 1, RANKS + 1) if RANKS % r == 0) - 1
+    return MeshRequest(profile, RANKS, MICROBATCHES, (1,), ("zb-h1",), ("exact",), memory_limit=limit, objective=Objective.MAKESPAN, keep=4)
+
+
+def busiest(found: MeshPlan) -> float:
+    """Seconds of work of the busiest rank in a step."""
+    return found.mesh.microbatches * max(found.plan.rank_cost)
+
+
+def row(case: str, sequence: int, stride: int) -> dict[str, Any]:
+    moments = trace(case, BLOCKS, sequence)[::stride]
+    even = uniform(BLOCKS, RANKS)
+    loads: dict[str, float] = {}
+    seconds: dict[str, float] = {}
+    meshes: dict[str, list[str]] = {}
+    decided: dict[str, Any] = {}
+
+    def add(name: str, load: float, step: float) -> None:
+        loads[name] = loads.get(name, 0.0) + load / len(moments)
+        seconds[name] = seconds.get(name, 0.0) + step / len(moments)
+
+    for layers in moments:
+        whole = in_blocks(layers)
+        add("uniform", MICROBATCHES * bottleneck(whole, even), timeline(whole, even, MICROBATCHES).makespan)
+        ideal = perfect(layers, RANKS, MICROBATCHES)
+        add("perfect", MICROBATCHES * math.fsum(x.seconds for x in layers) / RANKS, ideal.makespan)
+        for name, parts in (("blocks", whole), ("halves", layers)):
+            placed = exact([x.seconds for x in parts], RANKS)
+            add(name, MICROBATCHES * bottleneck(parts, placed), timeline(parts, placed, MICROBATCHES).makespan)
+        for memory in MEMORY:
+            name = f"reshaped, memory x{memory}"
+            fits = search(request(layers, memory)).candidates
+            add(name, min(map(busiest, fits)), fits[0].seconds)
+            meshes.setdefault(name, []).append(f"{fits[0].mesh.pipeline}x{fits[0].mesh.replicas}")
+    for memory in MEMORY:
+        decided[f"memory x{memory}"] = decisions(moments, memory)
+    gains = {kind: {name: x["uniform"] / value for name, value in x.items()} for kind, x in (("loads", loads), ("seconds", seconds))}
+    shares = {kind: {name: x / gain["perfect"] for name, x in gain.items()} for kind, gain in gains.items()}
+    return {
+        "case": case,
+        "sequence": sequence,
+        "moments": len(moments),
+        "gains": gains,
+        "shares": shares,
+        "meshes": {name: {mesh: found.count(mesh) for mesh in sorted(set(found))} for name, found in meshes.items()},
+        "decided": decided,
+    }
+
+
+def decisions(moments: Sequence[Layers], memory: int) -> dict[str, Any]:
+    mesh, partition = Mesh(RANKS, 1, MICROBATCHES, 1, "zb-h1"), in_halves(uniform(BLOCKS, RANKS))
+    changes, seconds = 0, 0.0
+    for layers in moments:
+        found = reshape(request(layers, memory), mesh, partition, horizon_steps=STEPS, seconds_per_byte=0.1)
+        changes += found.decision.move
+        mesh, partition = found.plan.mesh, found.plan.plan.partition
+        seconds += found.plan.seconds / len(moments)
+    return {"changes": changes, "seconds": seconds, "last": f"{mesh.pipeline}x{mesh.replicas}"}
+
+
+def measure(stride: int, cases: int) -> dict[str, Any]:
+    rows = [row(case, sequence, stride) for case, sequence in CASES[:cases]]
+    least = min(x["shares"]["loads"][f"reshaped, memory x{MEMORY[-1]}"] for x in rows)
+    return {"blocks": BLOCKS, "ranks": RANKS, "microbatches": MICROBATCHES, "rows": rows, "aim": AIM, "least_share_of_perfect": least}
+
+
+def table(rows: Sequence[dict[str, Any]]) -> str:
+    """In Markdown: the gains by load."""
+    names = ["blocks", "halves", *(f"reshaped, memory x{m}" for m in MEMORY), "perfect"]
+    lines = [["case", *names, "of perfect"], ["---", *["---:"] * (len(names) + 1)]]
+    for x in rows:
+        gain = x["gains"]["loads"]
+        share = x["shares"]["loads"][names[-2]]
+        lines.append([name_of(x["case"], x["sequence"]), *(f"{gain[name]:.2f}" for name in names), f"{100 * share:.1f} %"])
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+
+
+def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
+    import matplotlib as mpl
+
+    mpl.use("svg")
+    mpl.rcParams |= {"svg.hashsalt": "dynmo", "svg.fonttype": "none", "font.size": 9, "axes.spines.top": False, "axes.spines.right": False}
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(8, 3.4), layout="constrained")
+    names = ["blocks", "halves", *(f"reshaped, memory x{m}" for m in MEMORY)]
+    colours = ("#999999", "#d55e00", "#56b4e9", "#0072b2")
+    for offset, (name, colour) in enumerate(zip(names, colours, strict=True)):
+        axes.bar(
+            [i + 0.2 * (offset - 1.5) for i in range(len(rows))],
+            [100 * x["shares"]["loads"][name] for x in rows],
+            0.19,
+            color=colour,
+            label=name,
+        )
+    axes.axhline(100 * AIM, color="#333333", linewidth=0.8, linestyle="--")
+    axes.set_xticks(range(len(rows)), [name_of(x["case"], x["sequence"]).replace(", ", "\n") for x in rows])
+    axes.set(ylabel=f"% of perfect balance on {RANKS} ranks", ylim=(50, 102), axisbelow=True)
+    axes.legend(frameon=False, ncols=4, loc="upper center", bbox_to_anchor=(0.5, 1.14))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, metadata={"Date": None}, bbox_inches="tight")
+    plt.close(figure)
+    path.write_text("\n".join(line.rstrip() for line in path.read_text().splitlines()) + "\n")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw it, like docs/pictures/reshape.svg")
+    parser.add_argument("--read", type=Path, metavar="FILE", help="figures of an earlier --json, instead of measuring")
+    parser.add_argument("--stride", type=int, default=1, help="of the 24 moments, every so many-th (default 1)")
+    parser.add_argument("--cases", type=int, default=len(CASES), help="so many of the cases")
+    options = parser.parse_args()
+    result = json.loads(options.read.read_text()) if options.read else measure(options.stride, options.cases) | {"machine": machine()}
+    if options.plot:
+        draw(result["rows"], options.plot)
+    print(json.dumps(result) if options.json else table(result["rows"]))
+
+
+if __name__ == "__main__":
+    main()
