@@ -1,5 +1,5 @@
-"""Fixed cost traces (48 blocks, benchmarks/data/traces) on 24 ranks: how near to perfect balance they come, simulated. ZB-H1, 48 microbatches,
-no link times, and reductions take none either.
+"""Fixed cost traces (48 blocks, benchmarks/data/traces) on 24 ranks: how near to perfect balance they come, simulated. ZB-H1, 48
+microbatches, no link times, and reductions take none either.
 
 blocks      whole blocks, the best placement for each moment
 halves      halves of blocks, the same
@@ -166,7 +166,9 @@ def main() -> None:
     parser.add_argument("--stride", type=int, default=1, help="of the 24 moments, every so many-th (default 1)")
     parser.add_argument("--cases", type=int, default=len(CASES), help="so many of the cases")
     options = parser.parse_args()
-    result = json.loads(options.read.read_text()) if options.read else measure(options.stride, options.cases) | {"machine": machine()}
+    result: dict[str, Any] = (
+        json.loads(options.read.read_text()) if options.read else measure(options.stride, options.cases) | {"machine": machine()}
+    )
     if options.plot:
         draw(result["rows"], options.plot)
     print(json.dumps(result) if options.json else table(result["rows"]))
