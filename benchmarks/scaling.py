@@ -1,0 +1,200 @@
+"""Scaling, static against balanced, in the simulator and on emulated ranks, beside the paper's figure 8 and table 1.
+
+weak          the fixed trace of pruning (figure 8's case), two blocks a rank: 12 to 24 ranks x 30 replicas, up to 720. Throughput in
+              microbatches per unit of time (a block's F), mean over the moments; replicas multiply it, reductions are not counted.
+              `speed_up`: balanced over static; `efficiency`: throughput a rank over the smallest size's. Published: up to 2.12x
+vertical      hash-sparse attention, table 1: so many blocks on 2, 4, 8 ranks, twice as many microbatches as ranks. static: whole blocks,
+              evenly; balanced: halves by `exact`, moment by moment. The published speed-ups are the best balancer's over Megatron-LM
+equal_memory  Zero Bubble's rebuttal: ZB-2p against 1F1B and ZB-1p that get the same memory by microbatches of twice the size. Costs of
+              table 5; twice the size is taken to cost twice the time, which is kinder to ZB-2p than a GPU that does better on more. The
+              published gain over 1F1B at twice the size is 14 % on average (4 to 22 %)
+emulated      (--emulated) the moment 18 of the same traces on real processes whose layers sleep: see `benchmarks.traces`
+
+Static and balanced are mean simulated makespans of ZB-H1; decisions are free and know each moment's costs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+from benchmarks.harness import machine, run_ranks
+from benchmarks.traces import best, in_blocks, perfect, timeline, trace
+from dynmo.balance.partition import exact, uniform
+from dynmo.costs import Costs, StageCost, uniform_costs
+from dynmo.schedule.auto import automatic
+from dynmo.schedule.generators import make_schedule
+from dynmo.simulator import simulate
+
+TABLE_5 = Path(__file__).parents[1] / "tests" / "facts" / "zero_bubble_table5.json"
+REPLICAS = 30
+WEAK = ((24, 12), (32, 16), (40, 20), (48, 24))  # blocks, ranks
+PUBLISHED_WEAK = 2.12
+# Table 1: samples per second, Megatron-LM / diffusion by time / partition by time.
+VERTICAL = {
+    (24, 2): (10.67, 12.38, 12.88),
+    (24, 4): (20.23, 24.86, 24.82),
+    (24, 8): (37.253, 46.939, 45.071),
+    (32, 2): (8.28, 10.35, 10.12),
+    (32, 4): (15.69, 19.06, 19.76),
+    (32, 8): (30.809, 39.899, 37.933),
+    (40, 2): (7.14, 8.84, 9.13),
+    (40, 4): (12.84, 16.11, 16.82),
+    (40, 8): (26.425, 35.262, 33.296),
+    (48, 4): (10.89, 14.7, 14.54),
+    (48, 8): (23.126, 31.724, 29.711),
+}
+
+
+def weak(stride: int) -> list[dict[str, Any]]:
+    out: list[dict[str, Any]] = []
+    for blocks, ranks in WEAK:
+        microbatches, moments = 2 * ranks, trace("pruning", blocks, 2048)[::stride]
+        even = uniform(blocks, ranks)
+        static = mean(microbatches / timeline(in_blocks(x), even, microbatches).makespan for x in moments)
+        balanced = mean(microbatches / timeline(x, best(x, ranks, microbatches), microbatches).makespan for x in moments)
+        ideal = mean(microbatches / perfect(x, ranks, microbatches).makespan for x in moments)
+        rates = {"static": static * REPLICAS, "balanced": balanced * REPLICAS, "perfect": ideal * REPLICAS}
+        base = out[0] if out else None
+        size = ranks * REPLICAS
+        out.append(
+            {
+                "blocks": blocks,
+                "pipeline": ranks,
+                "replicas": REPLICAS,
+                "ranks": size,
+                # A deeper model has more work in a microbatch: throughput in blocks.
+                "throughput": {name: rate * blocks for name, rate in rates.items()},
+                "speed_up": balanced / static,
+                "bound": ideal / static,
+                "efficiency": {
+                    name: 1.0 if base is None else rate * blocks / size / (base["throughput"][name] / base["ranks"])
+                    for name, rate in rates.items()
+                },
+            }
+        )
+    return out
+
+
+def vertical(stride: int) -> list[dict[str, Any]]:
+    out: list[dict[str, Any]] = []
+    for (blocks, ranks), (megatron, *ours) in VERTICAL.items():
+        moments, microbatches = trace("sparse_attention", blocks, 2048)[::stride], 2 * ranks
+        even = uniform(blocks, ranks)
+        static = mean(timeline(in_blocks(x), even, microbatches).makespan for x in moments)
+        placed = [exact([layer.seconds for layer in x], ranks) for x in moments]
+        balanced = mean(timeline(x, p, microbatches).makespan for x, p in zip(moments, placed, strict=True))
+        ideal = mean(perfect(x, ranks, microbatches).makespan for x in moments)
+        out.append(
+            {"blocks": blocks, "ranks": ranks, "speed_up": static / balanced, "bound": static / ideal, "published": max(ours) / megatron}
+        )
+    return out
+
+
+def equal_memory() -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = json.loads(TABLE_5.read_text())["rows"]
+    out: list[dict[str, Any]] = []
+    for row in rows:
+        p, m, share = row["ranks"], row["microbatches"], row["w_memory_share"]
+        once, twice = (
+            uniform_costs(p, *(size * row[f"t_{key}_ms"] for key in ("f", "b", "w")), size * row["t_comm_ms"], share) for size in (1, 2)
+        )
+        twice = Costs(tuple(_doubled(x) for x in twice.stages), twice.links)
+        caps = (2.0 * p,) * p  # in activations of a microbatch of the smaller size
+        two = simulate(automatic(once, m, caps=caps), once)
+        one = simulate(automatic(twice, m // 2, caps=caps), twice)
+        plain = simulate(make_schedule("1f1b", p, m // 2), twice)
+        out.append(
+            {
+                "model": row["model"],
+                "ranks": p,
+                "microbatches": m,
+                "zb_2p_ms": two.span,
+                "zb_1p_twice_ms": one.span,
+                "1f1b_twice_ms": plain.span,
+                "over_1f1b": plain.span / two.span - 1,
+                "over_zb_1p": one.span / two.span - 1,
+                "peak_memory": [max(x.peak_memory) for x in (two, one, plain)],
+            }
+        )
+    return out
+
+
+def _doubled(stage: StageCost) -> StageCost:
+    return StageCost(stage.f, stage.b, stage.w, 2 * stage.mem_f, 2 * stage.mem_b, 2 * stage.mem_w)
+
+
+def measure(stride: int) -> dict[str, Any]:
+    equal = equal_memory()
+    return {
+        "weak": weak(stride),
+        "published_weak": PUBLISHED_WEAK,
+        "vertical": vertical(stride),
+        "equal_memory": equal,
+        "mean_over_1f1b": math.fsum(x["over_1f1b"] for x in equal) / len(equal),
+        "mean_over_zb_1p": math.fsum(x["over_zb_1p"] for x in equal) / len(equal),
+        "stride": stride,
+    }
+
+
+def emulated(ranks: Sequence[int]) -> dict[str, Any]:
+    argument: dict[str, Any] = {"case": "pruning", "sequence": 2048, "moment": 18, "pairs": 3, "steps": 2}
+    sizes = {n: blocks for blocks, n in WEAK}
+    return {"emulated": [run_ranks("benchmarks.traces:emulated", n, blocks=sizes[n], **argument) for n in ranks]}
+
+
+def draw(result: dict[str, Any], path: Path) -> None:
+    import matplotlib as mpl
+
+    mpl.use("svg")
+    mpl.rcParams |= {"svg.hashsalt": "dynmo", "svg.fonttype": "none", "font.size": 9, "axes.spines.top": False, "axes.spines.right": False}
+    import matplotlib.pyplot as plt
+
+    figure, (left, right) = plt.subplots(1, 2, figsize=(8, 3.2), layout="constrained")
+    ranks = [x["ranks"] for x in result["weak"]]
+    for name, colour, style in (("static", "#d55e00", "-"), ("balanced", "#0072b2", "-"), ("perfect", "#333333", ":")):
+        left.plot(ranks, [x["throughput"][name] for x in result["weak"]], style, color=colour, marker="o", label=name)
+    left.set(
+        xlabel="ranks (pipeline x 30 replicas)", ylabel="blocks of microbatches per unit", title="pruning, weak scaling", ylim=(0, None)
+    )
+    left.legend(frameon=False)
+    names = [f"{x['model']}\n{x['microbatches']}" for x in result["equal_memory"]]
+    for offset, key, colour in ((-0.2, "over_1f1b", "#d55e00"), (0.2, "over_zb_1p", "#0072b2")):
+        label = "over 1F1B" if key == "over_1f1b" else "over ZB-1p"
+        right.bar([i + offset for i in range(len(names))], [100 * x[key] for x in result["equal_memory"]], 0.38, color=colour, label=label)
+    right.set_xticks(range(len(names)), names, fontsize=6)
+    right.set(ylabel="ZB-2p faster, %", title="equal memory: the others' microbatches twice as large")
+    right.legend(frameon=False)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, metadata={"Date": None}, bbox_inches="tight")
+    plt.close(figure)
+    path.write_text("\n".join(line.rstrip() for line in path.read_text().splitlines()) + "\n")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw it, like docs/pictures/scaling.svg")
+    parser.add_argument("--read", type=Path, metavar="FILE", help="figures of an earlier --json, instead of measuring")
+    parser.add_argument("--stride", type=int, default=1, help="of the 24 moments, every so many-th (default 1)")
+    parser.add_argument("--emulated", type=int, nargs="*", metavar="RANKS", help="instead: on so many real processes (12, 16, 20, 24)")
+    options = parser.parse_args()
+    result: dict[str, Any]
+    if options.read:
+        result = json.loads(options.read.read_text())
+    elif options.emulated is not None:
+        result = emulated(options.emulated or [24]) | {"machine": machine()}
+    else:
+        result = measure(options.stride) | {"machine": machine()}
+    if options.plot:
+        draw(result, options.plot)
+    print(json.dumps(result) if options.json else json.dumps(result, indent=1))
+
+
+if __name__ == "__main__":
+    main()
