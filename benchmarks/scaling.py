@@ -100,11 +100,8 @@ def equal_memory() -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = json.loads(TABLE_5.read_text())["rows"]
     out: list[dict[str, Any]] = []
     for row in rows:
-        p, m, share = row["ranks"], row["microbatches"], row["w_memory_share"]
-        once, twice = (
-            uniform_costs(p, *(size * row[f"t_{key}_ms"] for key in ("f", "b", "w")), size * row["t_comm_ms"], share) for size in (1, 2)
-        )
-        twice = Costs(tuple(_doubled(x) for x in twice.stages), twice.links)
+        p, m = row["ranks"], row["microbatches"]
+        once, twice = _costs(row, 1), _costs(row, 2)
         caps = (2.0 * p,) * p  # in activations of a microbatch of the smaller size
         two = simulate(automatic(once, m, caps=caps), once)
         one = simulate(automatic(twice, m // 2, caps=caps), twice)
@@ -125,8 +122,11 @@ def equal_memory() -> list[dict[str, Any]]:
     return out
 
 
-def _doubled(stage: StageCost) -> StageCost:
-    return StageCost(stage.f, stage.b, stage.w, 2 * stage.mem_f, 2 * stage.mem_b, 2 * stage.mem_w)
+def _costs(row: dict[str, Any], size: int) -> Costs:
+    """Of microbatches of `size` times the size, in milliseconds and in activations of one of the measured size."""
+    f, b, w, comm = (size * row[f"t_{key}_ms"] for key in ("f", "b", "w", "comm"))
+    costs = uniform_costs(row["ranks"], f, b, w, comm, row["w_memory_share"])
+    return Costs(tuple(StageCost(x.f, x.b, x.w, size * x.mem_f, size * x.mem_b, size * x.mem_w) for x in costs.stages), costs.links)
 
 
 def measure(stride: int) -> dict[str, Any]:
