@@ -352,7 +352,7 @@ class Pipeline:
     def _apply(self, squared_norms: Sequence[float], lr: float, max_norm: float) -> None:
         """Steps the layers, clipped. squared_norms: of all layers, or of its own where each is clipped by its own."""
         norm = math.sqrt(math.fsum(squared_norms))
-        for index, optimizer in self._optimizers.items():
+        for index, optimizer in sorted(self._optimizers.items()):  # peers in one order, wherever their layers came from
             if index not in self.frozen:
                 optimizer.step(lr, clip_factor(math.sqrt(squared_norms[index]) if self._clip_scope == "local" else norm, max_norm))
                 self._send_parameters(index)
@@ -392,7 +392,7 @@ class Pipeline:
         table = torch.zeros(self._table_length, dtype=torch.float64)
         norms, losses, rest = self._parts(table)
         if self._zero and self._reducer is not None:
-            found = squared_norms(world.peers, self._shares)
+            found = squared_norms(world.peers, dict(sorted(self._shares.items())))
         else:
             found = {index: squared_norm(p.grad for p in layer.module.parameters()) for index, layer in self._layers.items()}
         for index, value in found.items():

@@ -1,0 +1,153 @@
+"""What the pool's ranks run for the tests of meshes. Each function takes the job's world first; arguments and results are JSON."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dynmo.errors import RunError
+from dynmo.runtime.mesh import FirstReplica, arrange
+from dynmo.runtime.optimizer import LayerOptimizer, OptimizerSettings, Share, squared_norm
+from dynmo.runtime.reduce import Reducer, gather_parameters, reduce_gradients, shares_of, squared_norms
+from dynmo.runtime.slots import Tree
+from dynmo.runtime.world import World
+from dynmo.runtime.zero import cut_state, whole_state
+
+
+def shape(world: World, replicas: list[int]) -> list[list[Any]]:
+    """Arranged several times in turn: who this rank is, the sums over its pipeline, its peers and all, and whom a message reaches."""
+    out: list[list[Any]] = []
+    for count in replicas:
+        here = arrange(world, count)
+        mark = torch.tensor([2.0**world.rank])
+        sums = [int(each.sum(mark.clone(), "a sum")) for each in (here, here.peers, here.everyone)]
+        around, received = (here.rank + 1) % here.size, torch.zeros(1)
+        if here.size > 1:
+            sent = here.send(mark, around, 1)
+            source = (here.rank - 1) % here.size
+            here.wait(here.receive(received, source, 1), source, "a message")
+            here.wait(sent, around, "room for a message")
+        first = FirstReplica(here).sum(mark.clone(), "the first replica")
+        out.append([here.rank, here.size, here.replica, here.replicas, *sums, int(received), int(first), here.called(here.rank)])
+    return out
+
+
+def disagree(world: World) -> list[str]:
+    here = arrange(world, 2)
+    try:
+        here.agree(b"a" * 8 if here.replica else b"b" * 8, "the plan")
+    except RunError as error:
+        return [type(error).__name__, str(error)]
+    return []
+
+
+def reduction_fails(world: World) -> list[Any]:
+    """Rank 0's peer never gives its gradients: the wait has an end and a name."""
+    world.timeout = 1.5
+    here = arrange(world, 2)
+    if world.rank == 1:
+        time.sleep(4)
+    if world.rank > 0:
+        return []
+    reducer = Reducer(here.peers)
+    line = nn.Linear(2, 2)
+    line.weight.grad = torch.ones(2, 2)
+    reducer.submit(lambda: reduce_gradients(here.peers, 3, shares_of(line, frozenset(), 2), True))
+    start = time.monotonic()
+    try:
+        reducer.finish("the gradients of the step")
+    except RunError as error:
+        return [type(error).__name__, str(error), time.monotonic() - start]
+    return ["nothing", "", 0.0]
+
+
+def _module() -> nn.Module:
+    """Several norm blocks, an odd rest, small parameters, one that some have no gradient of, one that nobody has, one that does not train,
+    one of another dtype."""
+    torch.manual_seed(5)
+    made = nn.ModuleDict({"big": nn.Linear(300, 201), "norm": nn.LayerNorm(7), "some": nn.Linear(50, 3), "none": nn.Linear(3, 3)})
+    made["still"] = nn.Linear(4, 4).requires_grad_(False)
+    made["low"] = nn.Linear(5, 5, bias=False).to(torch.bfloat16)
+    return made
+
+
+def _gradients(module: nn.Module, replica: int) -> dict[str, Tensor]:
+    random = torch.Generator().manual_seed(100 + replica)
+    made = {name: torch.randn(p.shape, generator=random).to(p.dtype) for name, p in module.named_parameters()}
+    left_out = [name for name in made if name.startswith(("none", "still")) or (name.startswith("some") and replica != 1)]
+    return {name: g for name, g in made.items() if name not in left_out}
+
+
+def reduce(world: World, everywhere: bool) -> dict[str, Any]:
+    """Against the tree of all replicas' gradients, made here: whole, or the own share; and the norm, and parameters gathered again."""
+    here = arrange(world, world.size)
+    module, count = _module(), here.replicas
+    shared = frozenset({"some.weight"})
+    shares = shares_of(module, shared, count)
+    for name, gradient in _gradients(module, here.replica).items():
+        module.get_parameter(name).grad = gradient
+    expected: dict[str, Tensor] = {}
+    for name in dict(module.named_parameters()):
+        tree = Tree()
+        for replica in range(count):
+            tree.put(replica, _gradients(module, replica).get(name))
+        whole = tree.total(count)
+        if whole is not None:
+            expected[name] = whole
+    reducer = Reducer(here.peers)
+    reducer.submit(lambda: reduce_gradients(here.peers, 0, shares, everywhere))
+    reducer.finish("the gradients")
+    names = {id(p): name for name, p in module.named_parameters()}
+    bad: list[str] = []
+    for s in shares:
+        name, grad = names[id(s.parameter)], s.parameter.grad
+        if (grad is None) != (name not in expected):
+            bad.append(name)
+        elif grad is not None:
+            part = slice(None) if everywhere else slice(*s.ranges[here.replica])
+            if not torch.equal(grad.view(-1)[part], expected[name].view(-1)[part]):
+                bad.append(name)
+    norm = squared_norms(here.peers, {0: shares})[0]
+    mine = [here.replica + p.detach().clone() for p in module.parameters()]
+    with torch.no_grad():
+        for p in module.parameters():
+            p.add_(here.replica)
+    gather_parameters(here.peers, 0, shares)
+    for s, own in zip(sorted(shares, key=lambda s: list(names).index(id(s.parameter))), mine, strict=True):
+        for replica, (low, high) in enumerate(s.ranges):
+            gathered = s.owned and s.parameter.requires_grad
+            moved = own.view(-1)[low:high] - here.replica + (replica if gathered else here.replica)
+            if not torch.allclose(s.parameter.detach().view(-1)[low:high].float(), moved.float(), atol=0.02):
+                bad.append(f"gathered {names[id(s.parameter)]}")
+    reducer.close()
+    ordered = [expected[name] for name in names.values() if name in expected]
+    return {"bad": bad, "norm": norm, "expected": squared_norm(ordered), "cut": any(low > 0 for s in shares for low, _ in s.ranges)}
+
+
+def states(world: World, name: str) -> list[str]:
+    """An optimizer's state, cut into shares and made whole again, is the state of the whole one; the shares are smaller."""
+    here = arrange(world, world.size)
+    settings = OptimizerSettings(name=name)  # pyright: ignore[reportArgumentType]
+    alone, cut = _module(), _module()
+    whole = LayerOptimizer(alone, settings)
+    share = LayerOptimizer(cut, settings, share=Share(here.replica, here.replicas))
+    for _ in range(2):
+        for module, optimizer in ((alone, whole), (cut, share)):
+            for key, gradient in _gradients(module, 1).items():
+                module.get_parameter(key).grad = gradient
+            optimizer.step(1e-2)
+            optimizer.drop_gradients()
+    expected, got, own = whole.state(), whole_state(here.peers, share), share.state()
+    bad = sorted(expected.keys() ^ got.keys())
+    bad += [
+        key for key in expected.keys() & got.keys() if not torch.equal(expected[key], got[key]) or expected[key].shape != got[key].shape
+    ]
+    again = cut_state(share, got)
+    bad += sorted(own.keys() ^ again.keys())
+    bad += [key for key in own.keys() & again.keys() if not torch.equal(own[key], again[key])]
+    if here.replicas > 1 and not share.state_bytes < whole.state_bytes:
+        bad.append("the share is not smaller")
+    return bad
