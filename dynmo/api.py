@@ -505,7 +505,7 @@ class Pipeline:
         return failed is None
 
     def _take_back(self, lr: float) -> None:
-        for index, optimizer in self._optimizers.items():
+        for index, optimizer in sorted(self._optimizers.items()):  # as in `_apply`
             if index not in self.frozen:
                 optimizer.restore() if self._copies else optimizer.invert(lr)
                 self._send_parameters(index)
@@ -848,6 +848,11 @@ class Pipeline:
         if self.world.replicas > 1:
             self.world.agree(digest.digest(), "the weights")
         return digest.hexdigest()
+
+    @property
+    def reduction_seconds(self) -> tuple[float, float]:
+        """Of all steps so far: what this rank's collectives over the replicas took, and what of it its own work did not hide."""
+        return (0.0, 0.0) if self._reducer is None else (self._reducer.worked, self._reducer.waited)
 
     @property
     def own_layers(self) -> dict[int, tuple[nn.Module, LayerOptimizer]]:

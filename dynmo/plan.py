@@ -123,6 +123,8 @@ def _shape_costs(config: Config, model: Model) -> tuple[LayerCost, ...]:
         weights = weight_bytes(layer.module)
         trained = sum(p.nbytes for p in parameters if p.requires_grad)
         count = sum(p.numel() for p in parameters)
-        sizes = (count, weights, trained, optimizer * trained, layer.activation_bytes, layer.stash_bytes, layer.output_bytes)
+        # ZeRO-1: a replica keeps its share of the optimizer's state.
+        state = optimizer * trained // (config.parallel.data if config.parallel.zero else 1)
+        sizes = (count, weights, trained, state, layer.activation_bytes, layer.stash_bytes, layer.output_bytes)
         out.append(LayerCost(0, 0, 0, *sizes))
     return tuple(out)

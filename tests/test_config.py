@@ -272,10 +272,7 @@ PLANNED = {
     "data.source": ["hf:wikitext"],
     "train.optimizer": ["adam"],
     "train.precision": ["bfloat16"],
-    "train.reduction_slots": ["2"],
-    "parallel.data": ["2"],
     "parallel.expert": ["2"],
-    "parallel.zero": ["1"],
     "dynamism.cases": ['["freezing", "moe"]', '["early_exit"]', '["mixture_of_depths"]'],
     "elastic.repack": ["true"],
     "elastic.reshape": ["true"],
@@ -330,6 +327,11 @@ def test_known_but_not_served(key, value):
         ("dynamism.pruning.criterion", "globl", 'did you mean "global"?'),
         ("dynamism.pruning.dense_below", "1.5", 'a share from 0 to 1, or "measured"'),
         ("dynamism.pruning.dense_below", "measure", 'a share from 0 to 1, or "measured"'),
+        ("parallel.data", "0", "greater than or equal to 1"),
+        ("train.reduction_slots", "0", "greater than or equal to 1"),
+        ("elastic.reshape_at", "[[3, 1, 2], [3, 2, 1]]", "step 3 after step 3: steps must ascend"),
+        ("elastic.reshape_at", "[[3, 1]]", "missing"),
+        ("elastic.reshape_at", "[[0, 1, 2]]", "greater than or equal to 1"),
         ("seed", "-1", "greater than or equal to 0"),
         ("checkpoint.keep", "0", "greater than or equal to 1"),
     ],
@@ -348,6 +350,40 @@ def test_a_value_refused(key, value, hint):
         (["train.micro_batch=64"], "train.micro_batch = 64 does not divide train.global_batch / parallel.data = 32; nearest that do: 32"),
         (["model.heads=3"], "model.heads = 3 does not divide model.hidden = 256; nearest that do: 2, 4"),
         (["model.hidden=12"], "model.hidden / model.heads = 3 is odd, but rotary positions turn pairs; use hidden = 16, or other heads"),
+        (["parallel.data=5"], "parallel.data = 5 does not divide train.global_batch = 32"),
+        (["parallel.data=16"], "train.micro_batch = 4 does not divide train.global_batch / parallel.data = 2; nearest that do: 2"),
+        (
+            ["train.reduction_slots=3"],
+            "train.reduction_slots = 3 does not divide the 8 microbatches of a step; leave it out for one per replica, or use 1 or 2 or 4",
+        ),
+        (
+            ["train.global_batch=48", "parallel.data=2", "train.reduction_slots=6"],
+            "train.reduction_slots = 6 is not 2 (replicas) times a power of two; leave it out for one per replica, or use 2 or 4",
+        ),
+        (
+            ["parallel.data=4", "train.reduction_slots=2"],
+            "train.reduction_slots = 2 is not 4 (replicas) times a power of two; leave it out for one per replica, or use 4 or 8",
+        ),
+        (
+            ["parallel.data=2", "elastic.reshape_at=[[5, 2, 2]]"],
+            "elastic.reshape_at: [5, 2, 2] is 2 x 2 ranks, but the run has 2; a reshape",
+        ),
+        (
+            ["parallel.data=2", "elastic.reshape_at=[[100, 2, 1]]"],
+            "elastic.reshape_at: [100, 2, 1] is at step 100, but the run has 100 steps",
+        ),
+        (
+            ["parallel.pipeline=2", "elastic.reshape_at=[[5, 1, 2]]"],
+            "elastic.reshape_at: [5, 1, 2]: train.reduction_slots = 1 is not 2 (replicas) times a power of two; use 2 or 4 or 8",
+        ),
+        (
+            ["parallel.pipeline=3", "elastic.reshape_at=[[5, 1, 3]]"],
+            "elastic.reshape_at: [5, 1, 3]: 3 replicas do not divide the 8 microbatches of a step",
+        ),
+        (
+            ["model.blocks=1", "parallel.data=8", "elastic.reshape_at=[[5, 8, 1]]"],
+            "elastic.reshape_at: [5, 8, 1] has 8 stages, more than the model's 4 layers",
+        ),
         (["model.blocks=1", "parallel.pipeline=5"], "parallel.pipeline = 5 is more than the model's 4 layers"),
         (["model.kind=emulated", "parallel.pipeline=9"], "parallel.pipeline = 9 is more than the model's 8 layers"),
         (["balance.initial=[9, 9]"], "balance.initial has 2 entries, parallel.pipeline = 1"),
@@ -420,3 +456,12 @@ def test_any_value_gives_a_config_or_one_line_naming_the_key(key, text):
     message = outcome(f"{key}={text}")
     assert message.isprintable()
     assert key in message
+
+
+def test_the_mesh_of_a_step():
+    overrides = ["parallel.pipeline=4", "train.reduction_slots=4", "elastic.reshape_at=[[5, 2, 2], [9, 1, 4]]"]
+    config = load(overrides=overrides)
+    assert [config.shape_at(step) for step in (0, 4, 5, 8, 9, 99)] == [(4, 1), (4, 1), (2, 2), (2, 2), (1, 4), (1, 4)]
+    assert (config.ranks, config.slots, config.microbatches, config.all_microbatches) == (4, 4, 8, 8)
+    wide = load(overrides=["parallel.data=2", "parallel.pipeline=2"])
+    assert (wide.ranks, wide.slots, wide.microbatches, wide.all_microbatches) == (4, 2, 4, 8)

@@ -137,7 +137,7 @@ def test_a_run_goes_on_in_another_mesh(pool: Pool, tmp_path: Path, before: tuple
 def test_a_reshaped_run_resumes_in_its_shape(pool: Pool, tmp_path: Path) -> None:
     for resume in (False, True):
         wanted = config(4, 1, balance=RANDOM, reshape_at=[[2, 2, 2], [5, 1, 4]], zero=1) | {"checkpoint": {"every": 100}}
-        ended = pool.run("train_in", 4, config=wanted, folder=str(tmp_path), resume=resume, stop_after=None if resume else 3)
+        ended = pool.run("train_in", 4, config=wanted, folder=str(tmp_path), resume=resume, stop_after=None if resume else 2)
     assert {e["weights_digest"] for e in ended} == {reference(pool, 4)["digest"]}
     told = list(read(tmp_path / "events.jsonl"))
     assert [(e.step, e.source, e.target) for e in told if isinstance(e, ReshapeEvent)] == [(2, (4, 1), (2, 2)), (5, (2, 2), (1, 4))]

@@ -11,6 +11,7 @@ they stay, the optimizer updates its share of the parameters, and these go to ev
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -54,16 +55,18 @@ class Reducer:
         self._stream = torch.cuda.Stream(peers.device) if cuda else None
         # Told once the work that was given before it is done.
         self._settle: list[Callable[[], None]] = []
-        # Seconds that the last `finish` waited: what the other layers' work did not hide.
-        self.seconds_waited = 0.0
+        # Seconds of all collectives so far (on CPU), and of waiting for them at a step's end: what the rank's own work did not hide.
+        self.worked = self.waited = 0.0
         peers.everyone.channels.add(self)
 
     def submit(self, work: Callable[[], Callable[[], None] | None]) -> None:
         """`work` may return what is left to do in the rank's own thread, at `finish`."""
 
         def run() -> None:
+            start = time.perf_counter()
             with torch.no_grad():
                 rest = work()
+            self.worked += time.perf_counter() - start
             if rest is not None:
                 self._settle.append(rest)
 
@@ -76,6 +79,7 @@ class Reducer:
 
     def finish(self, what: str) -> None:
         """Waits until all that was given is done."""
+        start = time.perf_counter()
         if self._stream is not None:
             torch.cuda.current_stream(self.peers.device).wait_stream(self._stream)
         else:
@@ -83,11 +87,12 @@ class Reducer:
             self._worker.submit(done.set)
             # The worker's own wait has a shorter limit and says more: it speaks first. A failed one runs nothing more, so it is asked.
             limit = self.peers.timeout + 5
-            while not done.wait(0.05) and self._worker.error is None and limit > 0:
-                limit -= 0.05
+            while not done.wait(0.05) and self._worker.error is None and time.perf_counter() - start < limit:
+                pass
             if not done.is_set():
                 me = self.peers.called(self.peers.rank)
                 raise self._worker.error or WaitTimeout(f"{me} waited {self.peers.timeout:g} s for its own reduction: {what}", [])
+        self.waited += time.perf_counter() - start
         settle, self._settle = self._settle, []
         for rest in settle:
             rest()

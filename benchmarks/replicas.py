@@ -1,0 +1,84 @@
+"""What replicas cost: the share of the gradients' reduction that a rank's own work hides, and what ZeRO-1 saves in memory.
+
+Two replicas of two stages, a GPT, four processes. Limits, written before measuring: half of the reduction hidden, and a rank's optimizer
+state under 0.55 of the whole. With ZeRO-1 the parameters are gathered after the optimizer, where nothing is left to hide them: that part is
+reported with the rest, so its hidden share is lower.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from statistics import median
+from typing import Any
+
+import torch
+
+from benchmarks.harness import alternate, main, run_ranks
+from dynmo.api import Pipeline
+from dynmo.balance.partition import uniform
+from dynmo.config import parse
+from dynmo.models.model import load_model
+from dynmo.runtime.mesh import arrange
+from dynmo.runtime.world import World
+
+HIDDEN, STATE = 0.5, 0.55
+MICROBATCHES = 4
+
+
+def sides(world: World, rounds: int, hidden: int, blocks: int) -> dict[str, Any] | None:
+    """Both ways in turn, on the same ranks. Of every figure the median over the steps, and of those the worst rank's."""
+    model = {"blocks": blocks, "hidden": hidden, "heads": 4, "sequence": 64}
+    here = arrange(world, 2)
+    pipelines: dict[str, Pipeline] = {}
+    for name, zero in (("plain", 0), ("zero", 1)):
+        made = load_model(parse({"model": model}))
+        pipelines[name] = Pipeline(
+            here, made, uniform(made.layers, here.size), schedule="zb-h1", microbatches=MICROBATCHES, slots=2, zero=zero
+        )
+    text = torch.randint(256, (MICROBATCHES, 2, 65), generator=torch.Generator().manual_seed(here.replica))
+    seconds: dict[str, list[tuple[float, float]]] = {name: [] for name in pipelines}
+
+    def step(name: str) -> float:
+        pipeline = pipelines[name]
+        before, start = pipeline.reduction_seconds, time.perf_counter()
+        pipeline.step(len(seconds[name]), text[..., :-1], text[..., 1:], lr=1e-3, max_norm=1.0)
+        end = time.perf_counter()
+        seconds[name].append(tuple(b - a for a, b in zip(before, pipeline.reduction_seconds, strict=True)))  # pyright: ignore[reportArgumentType]
+        return end - start
+
+    times = alternate({name: lambda name=name: step(name) for name in pipelines}, rounds, warmup=2)
+    out: dict[str, Any] = {}
+    for name, pipeline in pipelines.items():
+        worked, waited = (median(x) for x in zip(*seconds[name][2:], strict=True))
+        state = sum(optimizer.state_bytes for _, optimizer in pipeline.own_layers.values())
+        out[name] = {
+            "step_seconds": pipeline.largest(median(times[name])),
+            "reduction_seconds": pipeline.largest(worked),
+            "waited_seconds": pipeline.largest(waited),
+            "hidden": 1 - pipeline.largest(waited / worked),
+            "optimizer_bytes": int(pipeline.largest(state)),
+        }
+    digests = {pipeline.digest() for pipeline in pipelines.values()}
+    assert len(digests) == 1, "ZeRO-1 changed the weights"
+    return out if world.rank == 0 else None
+
+
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    found = run_ranks("benchmarks.replicas:sides", 4, rounds=options.rounds, hidden=options.hidden, blocks=options.blocks)
+    state = found["zero"]["optimizer_bytes"] / found["plain"]["optimizer_bytes"]
+    return {
+        "mesh": "2 replicas x 2 stages, 4 processes",
+        **found,
+        "state_share": state,
+        "limits": {"hidden": HIDDEN, "state_share": STATE},
+        "within": {"hidden": found["plain"]["hidden"] >= HIDDEN, "state_share": state <= STATE},
+    }
+
+
+if __name__ == "__main__":
+    main(
+        "What replicas cost: reduction hidden, ZeRO-1 memory.",
+        measure,
+        [("rounds", 12, "steps of each side"), ("hidden", 256, "model.hidden"), ("blocks", 4, "model.blocks")],
+    )
