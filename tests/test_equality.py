@@ -250,6 +250,16 @@ def test_replicas_validate_together(pool: Pool, zero: int) -> None:
     assert 0 < len(clipped) < 6
 
 
+def test_a_weight_tied_over_two_ranks_keeps_the_barrier(pool: Pool) -> None:
+    """Neither rank could step without the other; on one rank, in a V, there is none."""
+    model = {"tied": True}
+    expected = pool.run("events", 1, config=late(1, "1f1b", False, model=model, balance={"balancer": "none"}))[0]
+    for schedule in ("zb-h1", "zb-v"):
+        events = pool.run("events", 2, config=late(2, schedule, model=model))[0]
+        assert _of(events, "end", "weights_digest") == _of(expected, "end", "weights_digest")
+        assert bool(_of(events, "rollback", "step")) == (schedule == "zb-v")
+
+
 @pytest.mark.parametrize("stop", [3, 6])
 def test_a_post_validated_run_stops_and_goes_on(pool: Pool, tmp_path: Path, stop: int) -> None:
     """Its checkpoints are of final steps; it stops a step later than with a barrier, and goes on with one or without."""
