@@ -61,8 +61,8 @@ def steps_of(world: World, pipeline: Pipeline, steps: int, every: int = 0) -> Ca
     return run
 
 
-def emulated(world: World, times: list[float], microbatches: int, steps: int, every: int, rounds: int) -> dict[str, Any]:
-    """Runs on each rank. times: F, B and W in seconds."""
+def emulated(world: World, times: list[float], stash: float, microbatches: int, steps: int, every: int, rounds: int) -> dict[str, Any]:
+    """Runs on each rank. times: F, B and W in seconds. stash: the share of a forward's activations that stays until W."""
     f, b, w = times
     ranks = world.size
     pipelines: dict[str, Pipeline] = {}
@@ -77,8 +77,9 @@ def emulated(world: World, times: list[float], microbatches: int, steps: int, ev
             side = f"{name} {'post-validation' if afterwards else 'barrier'}"
             pipelines[side], sides[side] = made, steps_of(world, made, steps)
             steps_of(world, made, 3)()
-            # The ops take what they sleep: schedules are made for that, and not for what else this machine was doing.
-            costs = tuple(replace(layer, f=f, b=b, w=w) for layer in made.costs())
+            # Schedules are made for what the ops sleep, and not for what else this machine was doing; and for the paper's model's memory.
+            memory = {"activation_bytes": 1_000_000, "stash_bytes": round(1_000_000 * stash)}
+            costs = tuple(replace(layer, f=f, b=b, w=w, **memory) for layer in made.costs())
             made.replan(costs)
             predicted[side] = made.predict(costs, made.partition).length(made.objective)
     best = pipelines["zb-auto post-validation"]
@@ -119,6 +120,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         "benchmarks.post_validation:emulated",
         options.ranks,
         times=times,
+        stash=row["w_memory_share"],
         microbatches=3 * options.ranks,
         steps=options.steps,
         every=options.every,
