@@ -127,6 +127,23 @@ def _check_dense_below(value: object) -> float | str:
     return float(value)
 
 
+def _check_loss_scale(value: object) -> float | str | None:
+    if value is None or value == "dynamic":
+        return cast("str | None", value)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 1 <= value <= 2**64 or math.frexp(value)[0] != 0.5:
+        raise ValueError('must be "dynamic" or a power of two from 1 to 2^64: others would round the gradients')
+    return float(value)
+
+
+def _check_recompute(value: object) -> str | tuple[int, ...]:
+    if isinstance(value, str):
+        return _check_word(value, ("none", "all", "auto"), ())
+    items = cast(Sequence[object], value) if isinstance(value, list | tuple) else [None]
+    if not all(isinstance(x, int) and not isinstance(x, bool) and x >= 0 for x in items):
+        raise ValueError('must be "none", "all", "auto", or a list of layer indices from 0 on')
+    return tuple(sorted({cast(int, x) for x in items}))
+
+
 def _check_every(value: object) -> int | str:
     if value == "auto":
         return "auto"
@@ -207,7 +224,10 @@ class Train(Section):
     by the norm of all layers, or with clip_scope "local" each layer by its own; `betas` and `eps` are AdamW's, `momentum` is SGD's;
     `eval_every` 0 never evaluates; `warmup` counts steps; `compile`: torch.compile runs the layers between their linears;
     `deterministic`: on CUDA only kernels that give the same bits in every run. Gradients are added up in `reduction_slots` parts (None:
-    one per replica): at equally many, any number of replicas gives the same bits."""
+    one per replica): at equally many, any number of replicas gives the same bits. precision "bfloat16" and "float16" keep float32 masters
+    and gradients. loss_scale: a power of two, or "dynamic": halved where gradients overflow, whose step is skipped, doubled after
+    `loss_scale_window` good steps (None: dynamic for float16, else none). recompute: the layers whose activations are not kept but computed
+    again in B: "none", "all", a list of their indices, or "auto": as many as the memory limit makes necessary."""
 
     steps: Count = 100
     global_batch: Count = 32
@@ -223,7 +243,10 @@ class Train(Section):
     momentum: BelowOne = 0.9
     max_grad_norm: NonNegative = 1.0
     clip_scope: Annotated[str, _word(("global", "local"))] = "global"
-    precision: Annotated[str, _word(("float32",), ("bfloat16", "float16"))] = "float32"
+    precision: Annotated[str, _word(("float32", "bfloat16", "float16"))] = "float32"
+    loss_scale: Annotated[float | str | None, PlainValidator(_check_loss_scale)] = None
+    loss_scale_window: Count = 2000
+    recompute: Annotated[str | tuple[int, ...], PlainValidator(_check_recompute)] = "none"
     reduction_slots: Count | None = None
     compile: bool = False
     deterministic: bool = False
@@ -489,6 +512,11 @@ def _problems(config: Config) -> Iterator[str]:
         near = _nearest_divisors(train.micro_batch, share)
         wrong = f"train.micro_batch = {train.micro_batch} does not divide train.global_batch / parallel.data = {share}"
         yield f"{wrong}; nearest that do: {near}"
+    if train.precision == "float16" and train.loss_scale == 1:
+        yield 'train.loss_scale = 1 with train.precision = "float16": small gradients vanish; use "dynamic", or precision = "bfloat16"'
+    chosen = train.recompute if isinstance(train.recompute, tuple) else ()
+    if layers is not None and max(chosen, default=0) >= layers:
+        yield f"train.recompute names layer {max(chosen)}, but the model has {layers}, from 0 to {layers - 1}"
     yield from _slot_problems(config)
 
     name = config.pipeline.schedule

@@ -18,7 +18,8 @@ class LayerCost:
     """One layer and one microbatch: seconds of F, B, W, and the bytes it holds.
 
     activation_bytes live from F until B; stash_bytes is the part of them (inputs and output gradients) that W still needs after B;
-    output_bytes is what the layer hands on; parameters is their number. A layer in a frozen prefix has b = w = 0; a frozen layer above
+    output_bytes is what the layer hands on; workspace_bytes is what one of its ops needs beside all this while it runs; parameters is
+    their number. A layer in a frozen prefix has b = w = 0; a frozen layer above
     a trainable one has w = 0 only.
     """
 
@@ -32,6 +33,7 @@ class LayerCost:
     activation_bytes: int = 0
     stash_bytes: int = 0
     output_bytes: int = 0
+    workspace_bytes: int = 0
 
     @property
     def seconds(self) -> float:

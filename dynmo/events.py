@@ -42,6 +42,15 @@ class StepEvent(Event):
 
 
 @dataclass(frozen=True)
+class SkippedEvent(Event):
+    """The step's gradients overflowed at `loss_scale`: nothing was updated, and the next step takes `next_scale`."""
+
+    event: ClassVar[str] = "skipped"
+    loss_scale: float
+    next_scale: float
+
+
+@dataclass(frozen=True)
 class EvalEvent(Event):
     event: ClassVar[str] = "eval"
     loss: float
@@ -151,6 +160,7 @@ _KINDS: dict[str, type[Event]] = {
     kind.event: kind
     for kind in (
         StepEvent,
+        SkippedEvent,
         EvalEvent,
         ChangeEvent,
         RebalanceEvent,

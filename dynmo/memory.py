@@ -1,6 +1,7 @@
 """What a stage holds: weights, gradients and optimizer state of its layers, and what the schedule keeps alive between F, B and W.
 
     bytes(stage) = sum(static_bytes) + max over (n_f, n_s) of  n_f * sum(activation_bytes) + n_s * sum(stash_bytes)
+    bytes(rank)  = sum over its layers of static_bytes + max over its ops of  live + receives that are posted + workspace of the op
 
 The pairs come from `simulator.resident`: n_f microbatches of the stage are between F and B, and n_s between B and W, at one time. A
 frozen prefix keeps nothing (ALGORITHMS, section 2): the caller gives its layers with activation_bytes = stash_bytes = 0.
@@ -14,10 +15,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 
-from dynmo.costs import Costs, LayerCost, stage_costs
+from dynmo.costs import LayerCost, stage_costs
 from dynmo.errors import PartitionError
-from dynmo.schedule.op import Schedule
-from dynmo.simulator import peak_memory
+from dynmo.schedule.op import Kind, Schedule
 
 Pairs = Sequence[tuple[int, int]]
 
@@ -53,8 +53,63 @@ def rank_memory(layers: Sequence[LayerCost], counts: Sequence[int], schedule: Sc
         raise PartitionError(
             f"a placement of {sum(counts)} layers on {len(counts)} stages, for {len(layers)} layers under a schedule of {schedule.stages}"
         )
-    live = peak_memory(schedule, Costs(stage_costs(layers, counts), (0.0,) * (len(counts) - 1)))
-    return tuple(static + round(peak) for static, peak in zip(static_bytes(layers, counts, schedule.placement), live, strict=True))
+    peaks = (_peak(layers, counts, schedule, rank) for rank in range(schedule.ranks))
+    return tuple(static + peak for static, peak in zip(static_bytes(layers, counts, schedule.placement), peaks, strict=True))
+
+
+# Receives are posted ahead of what is asked for: so many of a channel, or all of a step's where together they are small.
+POSTED_AHEAD = 8
+POSTED_SMALL = 16 << 20  # bytes
+
+
+def posted(messages: int, size: int, depth: int) -> int:
+    """How many receives of a step's `messages` of `size` bytes a channel of this depth keeps posted."""
+    return messages if messages <= depth and messages * size <= POSTED_SMALL else min(POSTED_AHEAD, depth - 1)
+
+
+def _peak(layers: Sequence[LayerCost], counts: Sequence[int], schedule: Schedule, rank: int) -> int:
+    """The most that a rank holds beside its static bytes."""
+    bounds, m = [0, *accumulate(counts)], schedule.microbatches
+    stages = {s: layers[bounds[s] : bounds[s + 1]] for s in schedule.stages_of(rank)}
+    kept = {s: sum(x.activation_bytes for x in own) for s, own in stages.items()}
+    stash = {s: sum(x.stash_bytes for x in own) for s, own in stages.items()}
+    # By (stage, whether it is the gradient): bytes of a message from elsewhere, how many receives are kept posted, messages taken.
+    inboxes: dict[tuple[int, bool], tuple[int, int]] = {}
+    for s in stages:
+        below, above = s > 0 and schedule.placement[s - 1] != rank, s + 1 < schedule.stages and schedule.placement[s + 1] != rank
+        if below:
+            credits = schedule.ranks if schedule.credits is None else schedule.credits
+            size = layers[bounds[s] - 1].output_bytes
+            inboxes[s, False] = size, posted(m, size, max(1, credits) if s - 1 < schedule.first_trainable else m)
+        if above and s >= schedule.first_trainable:
+            size = layers[bounds[s + 1] - 1].output_bytes
+            inboxes[s, True] = size, posted(m, size, m)
+    taken = dict.fromkeys(inboxes, 0)
+    workspaces = {(s, kind): _workspace(own, kind) for s, own in stages.items() for kind in (Kind.F, Kind.B, Kind.BW)}
+    live = most = 0
+    for op in schedule.ops[rank]:
+        s, trains = op.stage, op.stage >= schedule.first_trainable
+        if op.kind is Kind.F and trains:
+            live += kept[s]
+        if op.kind is not Kind.W:
+            inbox = (s, op.kind is not Kind.F)
+            if inbox in taken:
+                taken[inbox] += 1
+            waiting = sum(size * min(count, m - taken[key]) for key, (size, count) in inboxes.items())
+            most = max(most, live + waiting + workspaces[s, op.kind])
+        if trains:
+            live += {Kind.F: 0, Kind.B: stash[s] - kept[s], Kind.W: -stash[s], Kind.BW: -kept[s]}[op.kind]
+        most = max(most, live)
+    return most
+
+
+def _workspace(layers: Sequence[LayerCost], kind: Kind) -> int:
+    """Bytes that an op of a stage needs at most, beside what is alive: in F those above hold nothing yet, in B no more than W needs."""
+    most = above = 0
+    for layer in reversed(layers):
+        most = max(most, layer.workspace_bytes - above)
+        above += layer.activation_bytes - (layer.stash_bytes if kind is Kind.B else 0)
+    return most
 
 
 def static_bytes(layers: Sequence[LayerCost], counts: Sequence[int], placement: Sequence[int]) -> tuple[int, ...]:
@@ -73,7 +128,8 @@ def live_limits(layers: Sequence[LayerCost], counts: Sequence[int], placement: S
     Without a limit: twice what 1F1B keeps where it keeps most, p microbatches (Zero Bubble's ZB-2p). More gains next to nothing.
     """
     if limit is not None:
-        return tuple(float(max(0, limit - held)) for held in static_bytes(layers, counts, placement))
+        aside = max((layer.workspace_bytes for layer in layers), default=0)
+        return tuple(float(max(0, limit - aside - held)) for held in static_bytes(layers, counts, placement))
     ranks, kept = max(placement) + 1, [0.0] * (max(placement) + 1)
     for stage, rank in zip(stage_costs(layers, counts), placement, strict=True):
         kept[rank] += stage.mem_f

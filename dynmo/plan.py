@@ -3,25 +3,35 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from rich.table import Table
+from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from dynmo.api import Recompute, full_schedule
+from dynmo.balance.partition import Partition
+from dynmo.balance.recompute import choose, recomputed
+from dynmo.balance.recompute import memory as kept_memory
 from dynmo.config import Config
 from dynmo.costs import Costs, LayerCost, stage_costs
 from dynmo.data.corpus import check_vocab, open_corpus
 from dynmo.dynamism import make_cases
 from dynmo.errors import ConfigError, PartitionError, place
+from dynmo.kernels.split import LOW, gradient_bytes
 from dynmo.memory import live_limits, rank_memory
 from dynmo.models.emulated import EmulatedLayer
 from dynmo.models.model import Model, load_model
 from dynmo.runtime.clock import HostClock
+from dynmo.runtime.precision import PRECISIONS, lower
 from dynmo.runtime.profiler import weight_bytes
 from dynmo.runtime.split_backward import Layer, Tensors
+from dynmo.runtime.watch import Watch
 from dynmo.schedule.catalogue import make, placement_of
+from dynmo.schedule.op import Schedule
 from dynmo.trainer import first_partition, memory_limit, optimizer_settings
 
 
@@ -37,13 +47,19 @@ class Plan:
     limit: int | None
     schedule: str
     microbatches: int
+    precision: str = "float32"
+    recompute: tuple[int, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         return {key: value for key, value in vars(self).items() if key != "names"}
 
     def table(self) -> Table:
+        again = f", {len(self.recompute)} of {len(self.names)} layers computed again in B" if self.recompute else ""
         limit = "" if self.limit is None else f", limit {self.limit / 2**20:,.1f} MiB"
-        table = Table(title=f"{self.schedule}, {len(self.memory)} ranks, {self.microbatches} microbatches{limit}", title_justify="left")
+        table = Table(
+            title=f"{self.schedule}, {len(self.memory)} ranks, {self.microbatches} microbatches, {self.precision}{again}{limit}",
+            title_justify="left",
+        )
         for heading in ("rank", "layers", "first", "last", "parameters", "memory at peak"):
             table.add_column(heading, justify="left" if heading in ("first", "last") else "right")
         start = 0
@@ -71,10 +87,14 @@ def dry_run(config: Config) -> Plan:
             raise
         what = f"{type(error).__name__}: {error}{place(error)}"
         raise ConfigError(f"model.kind = '{config.model.kind}': on shapes alone, its layers raised {what}") from error
-    limit = memory_limit(config, torch.device("cpu"))
-    placement = placement_of(config.pipeline.schedule, config.parallel.pipeline, config.chunks)
-    # Shapes alone tell no times: every layer counts the same.
-    stages = Costs(stage_costs([replace(c, f=1.0, b=1.0, w=1.0) for c in costs], partition.counts), (0.0,) * (len(placement) - 1))
+    device = torch.device("cpu")
+    limit = memory_limit(config, device)
+    wanted = recompute_for(config, model, device)
+    name, ranks = config.pipeline.schedule, config.parallel.pipeline
+    again = frozenset(wanted(partition, full_schedule(name, ranks, config.microbatches, config.chunks)) if callable(wanted) else wanted)
+    costs = computed_again(costs, again)
+    placement = placement_of(name, ranks, config.chunks)
+    stages = Costs(stage_costs(costs, partition.counts), (0.0,) * (len(placement) - 1))
     caps = live_limits(costs, partition.counts, placement, limit)
     schedule = make(config.pipeline.schedule, config.parallel.pipeline, config.microbatches, costs=stages, chunks=config.chunks, caps=caps)
     memory = rank_memory(costs, partition.counts, schedule)
@@ -82,10 +102,21 @@ def dry_run(config: Config) -> Plan:
         if limit is not None and need > limit:
             raise PartitionError(
                 f"rank {rank} needs {need} bytes at the peak of {schedule.name}, over pipeline.memory_limit = {limit}; "
-                "use more ranks, smaller microbatches, or a schedule that keeps fewer in flight"
+                "use more ranks, smaller microbatches, train.recompute = 'auto', or a schedule that keeps fewer in flight"
             )
     parameters = tuple(sum(costs[i].parameters for i in partition.range_of(stage)) for stage in range(partition.ranks))
-    return Plan(model.names, partition.counts, placement, parameters, memory, limit, schedule.name, config.microbatches)
+    return Plan(
+        model.names,
+        partition.counts,
+        placement,
+        parameters,
+        memory,
+        limit,
+        schedule.name,
+        config.microbatches,
+        config.train.precision,
+        tuple(sorted(again)),
+    )
 
 
 def shape_costs(config: Config, model: Model) -> tuple[LayerCost, ...]:
@@ -101,30 +132,91 @@ def shape_costs(config: Config, model: Model) -> tuple[LayerCost, ...]:
 
 def _shape_costs(config: Config, model: Model) -> tuple[LayerCost, ...]:
     shape = (config.train.micro_batch, config.model.sequence)
-    tensors: Tensors = (torch.zeros(shape, dtype=torch.int64),)
+    ids = torch.zeros(shape, dtype=torch.int64)
     targets = torch.zeros(shape, dtype=torch.int64)
     layers: list[Layer] = []
     for index, module in enumerate(model.build(range(model.layers))):
         if isinstance(module, EmulatedLayer):
             module.f = module.b = module.w = 0.0
+        lower(module, PRECISIONS[config.train.precision])
         layers.append(Layer(index, module, HostClock(), config.seed))
-        last = index == model.layers - 1
-        finish = (lambda out: model.loss(out, targets)) if last else None
-        tensors = layers[-1].forward(0, tensors, 0, graph=True, need_input=index > 0, finish=finish)
-    gradients: Tensors = (torch.ones(()),)
-    for layer in reversed(layers):
-        gradients = layer.backward_input(0, gradients, deferred=True)
+    # The first microbatch makes the gradients and measures what stays, the second shows what an op needs beside.
+    for microbatch in range(2):
+        _shape_microbatch(layers, microbatch, ids, lambda out: model.loss(out, targets))
     out: list[LayerCost] = []
     # Of the optimizer, per trained weight: its moments, and what must be kept to take a step back.
     moments = optimizer_settings(config.train).moments
     optimizer = moments + (1 + moments) * (config.pipeline.post_validation and config.pipeline.rollback == "exact")
     for layer in layers:
         parameters = list(layer.module.parameters())
-        weights = weight_bytes(layer.module)
-        trained = sum(p.nbytes for p in parameters if p.requires_grad)
-        count = sum(p.numel() for p in parameters)
+        trained = sum(gradient_bytes(p) for p in parameters if p.requires_grad)
+        masters = sum(gradient_bytes(p) for p in parameters if p.dtype in LOW)
         # ZeRO-1: a replica keeps its share of the optimizer's state.
-        state = optimizer * trained // (config.parallel.data if config.parallel.zero else 1)
-        sizes = (count, weights, trained, state, layer.activation_bytes, layer.stash_bytes, layer.output_bytes)
-        out.append(LayerCost(0, 0, 0, *sizes))
+        state = (optimizer * trained + masters) // (config.parallel.data if config.parallel.zero else 1)
+        out.append(
+            LayerCost(
+                *(0.0, 0.0, 0.0),
+                parameters=sum(p.numel() for p in parameters),
+                weight_bytes=weight_bytes(layer.module),
+                gradient_bytes=trained,
+                optimizer_bytes=state,
+                activation_bytes=layer.activation_bytes,
+                stash_bytes=layer.stash_bytes,
+                output_bytes=layer.output_bytes,
+                workspace_bytes=layer.workspace_bytes,
+            )
+        )
     return tuple(out)
+
+
+def _shape_microbatch(layers: Sequence[Layer], microbatch: int, ids: Tensor, loss: Callable[[Tensor], Tensor]) -> None:
+    watches = [Watch() for _ in layers]
+    tensors: Tensors = (ids,)
+    for layer, watch in zip(layers, watches, strict=True):
+        with watch:
+            finish = loss if layer is layers[-1] else None
+            tensors = layer.forward(microbatch, tensors, 0, graph=True, need_input=layer.index > 0, finish=finish)
+        layer.workspace_bytes = watch.excess(watch.live)
+    gradients: Tensors = (torch.ones(()),)
+    for layer, watch in zip(reversed(layers), reversed(watches), strict=True):
+        before, given = watch.restart(), sum(g.nbytes for g in gradients)
+        with watch:
+            gradients = layer.backward_input(microbatch, gradients, deferred=True)
+        layer.workspace_bytes = max(layer.workspace_bytes, watch.excess(before) + given)
+    for layer, watch in zip(reversed(layers), reversed(watches), strict=True):
+        before = watch.restart()
+        with watch:
+            layer.backward_weight(microbatch)
+        layer.workspace_bytes = max(layer.workspace_bytes, watch.excess(before))
+
+
+def recompute_for(config: Config, model: Model, device: torch.device) -> Recompute:
+    """`train.recompute`, as a pipeline takes it. "auto" goes by shapes alone, so that every rank chooses alike, whatever is measured.
+
+    Raises ConfigError for a layer that the model has not; what it returns raises PartitionError where not even computing all again fits.
+    """
+    wanted = config.train.recompute
+    if isinstance(wanted, tuple):
+        if max(wanted, default=0) >= model.layers:
+            raise ConfigError(f"train.recompute names layer {max(wanted)}, but the model has {model.layers}, from 0 to {model.layers - 1}")
+        return wanted
+    limit = memory_limit(config, device)
+    if wanted != "auto" or limit is None:
+        return range(model.layers) if wanted == "all" else ()
+    costs = computed_again(shape_costs(config, model), ())
+
+    def fitting(partition: Partition, schedule: Schedule) -> frozenset[int]:
+        # Beside what layers keep: messages, and what an op needs while it runs.
+        counts = partition.counts
+        whole, kept = rank_memory(costs, counts, schedule), kept_memory(costs, (), counts, schedule)
+        return choose(costs, counts, schedule, [limit - max(0, a - b) for a, b in zip(whole, kept, strict=True)])
+
+    return fitting
+
+
+def computed_again(costs: Sequence[LayerCost], chosen: Collection[int]) -> tuple[LayerCost, ...]:
+    """Costs from shapes, where these layers compute again: what that brings back for a moment is workspace of their B. Shapes alone tell no
+    times: every layer counts the same."""
+    layers = [replace(c, f=1.0, b=1.0, w=1.0) for c in costs]
+    back = (old.activation_bytes - new.activation_bytes for old, new in zip(layers, recomputed(layers, chosen), strict=True))
+    return tuple(replace(c, workspace_bytes=c.workspace_bytes + x) for c, x in zip(recomputed(layers, chosen), back, strict=True))

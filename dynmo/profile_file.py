@@ -29,7 +29,16 @@ KIND = "dynmo-costs"
 IN_RUN = "costs.json"  # the costs file of a recorded run, in its folder
 
 TIMES = ("f", "b", "w")
-SIZES = ("parameters", "weight_bytes", "gradient_bytes", "optimizer_bytes", "activation_bytes", "stash_bytes", "output_bytes")
+SIZES = (
+    "parameters",
+    "weight_bytes",
+    "gradient_bytes",
+    "optimizer_bytes",
+    "activation_bytes",
+    "stash_bytes",
+    "output_bytes",
+    "workspace_bytes",
+)
 
 Pair = tuple[int, int]
 
@@ -189,6 +198,7 @@ class _File(BaseModel):
     activation_bytes: _Sizes | None = None
     stash_bytes: _Sizes | None = None
     output_bytes: _Sizes | None = None
+    workspace_bytes: _Sizes | None = None
     links: list[_Link] | None = None
     comm: list[_Time] | None = None
 

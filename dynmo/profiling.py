@@ -21,8 +21,11 @@ from dynmo.data.corpus import check_vocab, open_corpus
 from dynmo.dynamism import make_cases
 from dynmo.errors import ConfigError
 from dynmo.models.model import Model, load_model
+from dynmo.plan import recompute_for
 from dynmo.profile_file import Profile
+from dynmo.runtime.loss_scale import make_scaler
 from dynmo.runtime.mesh import arrange
+from dynmo.runtime.precision import dtype_for
 from dynmo.runtime.rendezvous import Rendezvous
 from dynmo.runtime.world import World, open_store
 from dynmo.trainer import device_for, first_partition, memory_limit
@@ -62,6 +65,9 @@ def measure(config: Config, world: World, model: Model, steps: int, listen: List
         seed=config.seed,
         slots=config.slots,
         zero=config.parallel.zero,
+        dtype=dtype_for(config.train.precision, world.device),
+        recompute=recompute_for(config, model, world.device),
+        scaler=make_scaler(config.train.precision, config.train.loss_scale, config.train.loss_scale_window),
     )
     for case in make_cases(config, model.layers):
         change = case.act(0, pipeline)

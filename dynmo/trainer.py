@@ -37,6 +37,7 @@ from dynmo.events import (
     PostValidationEvent,
     ReshapeEvent,
     RollbackEvent,
+    SkippedEvent,
     StepEvent,
     now,
 )
@@ -44,8 +45,10 @@ from dynmo.models.model import Model, load_model
 from dynmo.rebalance import Rebalancer
 from dynmo.report.trace import Tracer
 from dynmo.runtime import checkpoint
+from dynmo.runtime.loss_scale import make_scaler
 from dynmo.runtime.mesh import arrange
 from dynmo.runtime.optimizer import OptimizerSettings
+from dynmo.runtime.precision import dtype_for
 from dynmo.runtime.rendezvous import Rendezvous
 from dynmo.runtime.world import World, open_store
 
@@ -167,6 +170,8 @@ class Trainer:
         if found is not None and len(found[1].state["partition"]) == partition.ranks:
             partition = Partition(tuple(found[1].state["partition"]))
         train = config.train
+        from dynmo.plan import recompute_for  # which imports this file
+
         self.pipeline = Pipeline(
             arrange(world, data),
             model,
@@ -183,6 +188,9 @@ class Trainer:
             post_validation=config.pipeline.post_validation,
             rollback=cast(Literal["exact", "in-place"], config.pipeline.rollback),
             clip_scope=cast(Literal["global", "local"], train.clip_scope),
+            dtype=dtype_for(train.precision, world.device),
+            recompute=recompute_for(config, model, world.device),
+            scaler=make_scaler(train.precision, train.loss_scale, train.loss_scale_window),
         )
         # Steps that have run and whose results are still out.
         self._started: dict[int, _Started] = {}
@@ -341,6 +349,8 @@ class Trainer:
             self._emit(RollbackEvent(step, now(), result.rollback.what, result.rollback.seconds))
         if result.switch is not None:
             self._emit(PostValidationEvent(step, now(), result.switch.on, result.switch.reason))
+        if result.skipped:
+            self._emit(SkippedEvent(step, now(), result.loss_scale, self.pipeline.scaler.scale))
 
     def _evaluate(self, step: int) -> None:
         count = self.config.train.eval_batches
@@ -394,6 +404,7 @@ class Trainer:
             "frozen": sorted(pipeline.frozen),
             "loss": self._loss,
             "moves": self._rebalancer.moves,
+            "loss_scale": pipeline.scaler.state(),
             "cases": {case.name: case.state() for case in self._cases},
         }
         if self.world.replicas > 1:
@@ -419,6 +430,8 @@ class Trainer:
         for case in self._cases:
             if case.name in manifest.state["cases"]:
                 case.load(manifest.state["cases"][case.name])
+        if "loss_scale" in manifest.state:
+            self.pipeline.scaler.load(manifest.state["loss_scale"])
         self.first_step = manifest.step
 
     def _record_costs(self, steps: int) -> None:

@@ -77,7 +77,9 @@ class BalanceRequest:
     def memory(self) -> MemoryLimits | None:
         if self.memory_limit is None or self.resident is None:
             return None
-        return MemoryLimits(self.layers, self.resident, self.memory_limit)
+        # Whatever layers a stage has, the largest workspace is room enough for each of its ops.
+        aside = max((layer.workspace_bytes for layer in self.layers), default=0)
+        return MemoryLimits(self.layers, self.resident, tuple(max(0, limit - aside) for limit in self.memory_limit))
 
 
 Balancer = Callable[[BalanceRequest], Partition]

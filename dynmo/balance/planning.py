@@ -467,6 +467,7 @@ def resized(layers: Iterable[LayerCost], share: float) -> tuple[LayerCost, ...]:
             activation_bytes=math.ceil(x.activation_bytes * share),
             stash_bytes=math.ceil(x.stash_bytes * share),
             output_bytes=math.ceil(x.output_bytes * share),
+            workspace_bytes=math.ceil(x.workspace_bytes * share),
         )
         for x in layers
     )

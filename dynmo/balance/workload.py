@@ -401,6 +401,7 @@ class _Layers(_Section):
     activation_bytes: _Sizes = 0
     stash_bytes: _Sizes = 0
     output_bytes: _Sizes = 0
+    workspace_bytes: _Sizes = 0
 
 
 class _Policy(_Section):

@@ -58,12 +58,14 @@ Parts = Mapping[int, "Sequence[Tensor] | Candidates"]
 
 @dataclass(frozen=True)
 class Candidates:
-    """A layer's, made one at a time: of a linear under a mask they are a copy."""
+    """A layer's, made one at a time: of a linear under a mask they are a copy. Where weights have float32 masters (among the moments),
+    those are compared: rounded, too many would be equal."""
 
     module: nn.Module
+    moments: Mapping[str, Tensor]
 
     def __iter__(self) -> Iterator[Tensor]:
-        return (survivors(linear) for _, linear in linears(self.module))
+        return (survivors(x, self.moments.get(f"{name}.weight/master" if name else "weight/master")) for name, x in linears(self.module))
 
 
 class Alone:
@@ -176,7 +178,7 @@ class Pruning(Dynamism):
         if not targets or wanted <= 0:
             return None
         measured = self._measure(targets, layers)
-        parts = {i: Candidates(layers.modules[i]) for i in layers.own if i in targets}
+        parts = {i: Candidates(layers.modules[i], layers.moments(i)) for i in layers.own if i in targets}
         sizes = {i: sum(dense_size(linear) for _, linear in linears(layers.modules[i])) for i in targets}
         if self._criterion == "global":
             keep = round((1 - wanted) * sum(sizes.values()))
@@ -234,7 +236,7 @@ class Pruning(Dynamism):
         for place, shape in enumerate(new):
             index, linear = first[shape]
             if index in layers.own:
-                table[place] = crossover(linear.out_features, linear.in_features, self._tokens, linear.weight.device)
+                table[place] = crossover(linear.out_features, linear.in_features, self._tokens, linear.weight.device, linear.weight.dtype)
         if new:
             layers.collective.sum(table, "the sparse kernels to be measured")
         self._measured |= dict(zip(new, table.tolist(), strict=True))

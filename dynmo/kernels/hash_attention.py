@@ -13,7 +13,8 @@ and attended tile by tile. Only the staircase below the diagonal is computed, an
                            queries 1, 2      # #           # computed
                            queries 3, 4      # # # #
 
-The order of all sums follows from the buckets' lengths alone, so a layer leaves the same bits on any rank.
+The order of all sums follows from the buckets' lengths alone, so a layer leaves the same bits on any rank. On CPU x and v of bfloat16 or
+float16 are attended in float32, and the result is rounded.
 """
 
 # numba has no types: its functions are given theirs by `_jit`.
@@ -33,6 +34,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from dynmo.errors import RunError
+from dynmo.kernels.split import LOW
 
 # Rows of one batch of buckets: what a bmm reads and writes then stays in a core's cache.
 _CHUNK_ROWS = 2048
@@ -67,8 +69,9 @@ def hash_buckets(x: Tensor, directions: Tensor) -> Tensor:
     batch, sequence, heads, size = x.shape
     with torch.no_grad():
         rows = x.reshape(batch * sequence, heads, size)
+        rows = rows if x.device.type == "cuda" else _computed(rows)
         # This way round: a product with few columns is slow.
-        z = torch.bmm(directions.to(x.dtype).mT, rows.permute(1, 2, 0))
+        z = torch.bmm(directions.to(rows.dtype).mT, rows.permute(1, 2, 0))
         if z.device.type != "cpu":
             return torch.cat((z, -z), dim=1).argmax(1).t().reshape(batch, sequence, heads)
         out = torch.empty(batch, sequence, heads, dtype=torch.int64)
@@ -361,6 +364,11 @@ class _HashAttention(torch.autograd.Function):
         return gx.view(ctx.shape), gv.index_select(0, plan.places).view(ctx.shape), None, None
 
 
+def _computed(x: Tensor) -> Tensor:
+    """In a precision that the loops here know."""
+    return x.float() if x.dtype in LOW else x
+
+
 def hash_attention(x: Tensor, v: Tensor, buckets: Tensor, count: int, tile: int = 32) -> Tensor:
     """Attention within buckets. x, v: [batch, sequence, heads, size]; buckets: [batch, sequence, heads] of 0..count-1; like x.
 
@@ -370,7 +378,7 @@ def hash_attention(x: Tensor, v: Tensor, buckets: Tensor, count: int, tile: int 
         from dynmo.kernels import hash_attention_triton
 
         return hash_attention_triton.hash_attention(x, v, buckets, _SHORTEST)
-    return cast(Tensor, _HashAttention.apply(x, v, plan_buckets(buckets, count, tile), tile))
+    return cast(Tensor, _HashAttention.apply(_computed(x), _computed(v), plan_buckets(buckets, count, tile), tile)).to(x.dtype)
 
 
 # -- dropped ----------------------------------------------------------------------------------------------------------------------
@@ -457,8 +465,9 @@ def drop_attention(x: Tensor, v: Tensor, queries: Tensor, keys: Tensor, tile: in
     """Attention of the queries and keys that are kept, [heads, kept] positions, ascending. x, v: [batch, sequence, heads, size]; like x."""
     if x.device.type != "cpu":
         raise RunError('dynamism.sparse_attention.kind = "drop" has no CUDA kernel; use "hash", or train on the CPU')
-    plan = plan_kept(x.shape[0], x.shape[1], queries, keys, tile, x.dtype)
-    return cast(Tensor, _DropAttention.apply(x, v, plan))
+    wide = _computed(x)
+    plan = plan_kept(x.shape[0], x.shape[1], queries, keys, tile, wide.dtype)
+    return cast(Tensor, _DropAttention.apply(wide, _computed(v), plan)).to(x.dtype)
 
 
 # -- as a model's layer has it ----------------------------------------------------------------------------------------------------

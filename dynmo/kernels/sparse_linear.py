@@ -11,6 +11,7 @@ cache, where a row of a plain x^T would share its few cache sets with every othe
 
 Deferred or not, W adds into the gradient with the same kernel in microbatch order. On CPU the kernels are compiled here: each sum has one
 order, given by the number of tokens; torch's own CSR products take several times as long (2.13, one thread). On CUDA they are torch's.
+Values, tokens and what is kept for W may be of bfloat16 or float16: the products are then made in float32, and W's sum stays so.
 
 Below the sparsity where CSR pays, a layer stays dense under a mask (`MaskedLinear`): the same numbers to within rounding, nothing saved.
 """
@@ -23,7 +24,7 @@ from __future__ import annotations
 import math
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import Any, TypeVar, cast
@@ -34,8 +35,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional
 
-from dynmo.errors import ConfigError
-from dynmo.kernels.split import SplitLinear, WeightTape, accumulate_linear
+from dynmo.kernels.split import LOW, SplitLinear, WeightTape, accumulate_linear, add_to_gradient, float32_gradients, zero_gradient
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 _PANEL = 128  # tokens, at most
@@ -187,6 +187,8 @@ def _panel(tokens: int) -> int:
 
 def spmm(csr: Csr, values: Tensor, packed: Tensor) -> Tensor:
     """A x. values: [kept]; x and the result are packed."""
+    if packed.dtype in LOW:
+        return spmm(csr, values.float(), packed.float()).to(packed.dtype)
     if packed.is_cuda:
         return cast(Tensor, torch.mm(_sparse(csr, values), packed))
     out = torch.empty(packed.shape[0], csr.shape[0], packed.shape[2], dtype=packed.dtype)
@@ -195,7 +197,10 @@ def spmm(csr: Csr, values: Tensor, packed: Tensor) -> Tensor:
 
 
 def sddmm_(csr: Csr, left: Tensor, right: Tensor, out: Tensor) -> None:
-    """out[k] += left[row of k] . right[column of k], over all tokens. left, right: packed; out: [kept]."""
+    """out[k] += left[row of k] . right[column of k], over all tokens. left, right: packed; out: [kept], float32 where these are lower."""
+    if left.dtype in LOW:
+        sddmm_(csr, left.float(), right.float(), out)
+        return
     if left.is_cuda:
         with torch.no_grad():
             out.copy_(torch.sparse.sampled_addmm(_sparse(csr, out), left, right.t()).values())
@@ -204,8 +209,9 @@ def sddmm_(csr: Csr, left: Tensor, right: Tensor, out: Tensor) -> None:
 
 
 def _summed(packed: Tensor) -> Tensor:
-    """Over the tokens."""
-    return packed.sum(1) if packed.is_cuda else packed.sum((0, 2))
+    """Over the tokens; of lower precision in float32."""
+    dtype = torch.float32 if packed.dtype in LOW else packed.dtype
+    return packed.sum(1, dtype=dtype) if packed.is_cuda else packed.sum((0, 2), dtype=dtype)
 
 
 def _sparse(csr: Csr, values: Tensor) -> Tensor:
@@ -239,7 +245,7 @@ class _SparseFunction(torch.autograd.Function):
         (columns,) = ctx.saved_tensors
         csr, tape = layer.csr, layer.tape
         if tape is None:
-            gradient = torch.zeros_like(weight)
+            gradient = zero_gradient(weight)
             sddmm_(csr, rows, columns, gradient[0])
             return gx, gradient, None if bias is None else _summed(rows), None
         tape.add(lambda: accumulate_sparse(csr, weight, bias, columns, rows), columns, rows)
@@ -250,11 +256,10 @@ def accumulate_sparse(csr: Csr, weight: nn.Parameter, bias: nn.Parameter | None,
     """weight.grad += gy^T x at the kept positions, bias.grad += sum of gy. columns, rows: x and gy, packed."""
     with torch.no_grad():
         if weight.grad is None:
-            weight.grad = torch.zeros_like(weight)
+            weight.grad = zero_gradient(weight)
         sddmm_(csr, rows, columns, weight.grad[0])
         if bias is not None and bias.requires_grad:
-            total = _summed(rows)
-            bias.grad = total if bias.grad is None else bias.grad.add_(total)
+            add_to_gradient(bias, _summed(rows))
 
 
 class SparseLinear(nn.Linear):
@@ -348,9 +353,9 @@ def dense_size(linear: nn.Linear) -> int:
     return linear.out_features * linear.in_features
 
 
-def survivors(linear: nn.Linear) -> Tensor:
-    """The weights that have not been pruned, [kept], in row order."""
-    weight = linear.weight.detach()
+def survivors(linear: nn.Linear, master: Tensor | None = None) -> Tensor:
+    """The weights that have not been pruned, [kept], in row order: as the float32 master has them, where one is given."""
+    weight = linear.weight.detach() if master is None else master
     if isinstance(linear, SparseLinear):
         return weight[0]
     return weight[linear.kept_mask] if isinstance(linear, MaskedLinear) else weight.reshape(-1)
@@ -387,8 +392,6 @@ def prune(linear: nn.Linear, keep: Tensor, sparse: bool, moments: dict[str, Tens
 
     change = compact if sparse or was_sparse else masked
     if sparse or was_sparse:
-        if weight.device.type == "cpu" and weight.dtype not in (torch.float32, torch.float64):
-            raise ConfigError(f"pruning keeps sparse weights in float32 or float64 on CPU, not {weight.dtype}; raise dense_below to 1")
         csr = Csr.at(positions, (linear.out_features, linear.in_features))
         _become(linear, SparseLinear, {"crow": csr.crow, "col": csr.col})
     else:
@@ -434,9 +437,9 @@ def _fits(crow: Tensor, col: Tensor, width: int) -> bool:
     return ascending and (not len(col) or (int(col.min()) >= 0 and int(col.max()) < width))
 
 
-def dense_weight(linear: nn.Linear) -> Tensor:
-    """[out, in], 0 where pruned."""
-    weight = linear.weight.detach()
+def dense_weight(linear: nn.Linear, master: Tensor | None = None) -> Tensor:
+    """[out, in], 0 where pruned: of the float32 master, where one is given."""
+    weight = linear.weight.detach() if master is None else master
     if not isinstance(linear, SparseLinear):
         return weight
     out = weight.new_zeros(dense_size(linear))
@@ -444,11 +447,13 @@ def dense_weight(linear: nn.Linear) -> Tensor:
     return out.view(linear.out_features, linear.in_features)
 
 
-def dense_parameters(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Every parameter by name, in order, pruned ones in dense form."""
+def dense_parameters(module: nn.Module, masters: Mapping[str, Tensor] | None = None) -> Iterator[tuple[str, Tensor]]:
+    """Every parameter by name, in order, pruned ones in dense form. In place of a parameter that has a float32 master stands that."""
+    masters = masters or {}
     sparse = {f"{name}.weight" if name else "weight": x for name, x in linears(module) if isinstance(x, SparseLinear)}
     for name, parameter in module.named_parameters():
-        yield name, dense_weight(sparse[name]) if name in sparse else parameter.detach()
+        master = masters.get(name)
+        yield name, dense_weight(sparse[name], master) if name in sparse else parameter.detach() if master is None else master
 
 
 # -- where CSR pays -----------------------------------------------------------------------------------------------------------
@@ -457,8 +462,7 @@ def dense_parameters(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 def seconds(linear: nn.Linear, tokens: int, repeats: int = 5) -> tuple[float, float, float]:
     """F, B and W seconds of one microbatch of so many tokens: each the median of several, after one that is not counted."""
     device = linear.weight.device
-    x = torch.randn(tokens, linear.in_features, device=device)
-    gy = torch.randn(tokens, linear.out_features, device=device)
+    x, gy = (torch.randn(tokens, width).to(device, linear.weight.dtype) for width in (linear.in_features, linear.out_features))
     tape = WeightTape()
     tape.deferred = True
     before, made = getattr(linear, "tape", None), cast(Any, linear)
@@ -488,18 +492,21 @@ def seconds(linear: nn.Linear, tokens: int, repeats: int = 5) -> tuple[float, fl
     return median(f), median(b), median(w)
 
 
-def make_pruned(rows: int, columns: int, sparsity: float, sparse: bool, device: torch.device | None = None) -> nn.Linear:
+def make_pruned(
+    rows: int, columns: int, sparsity: float, sparse: bool, device: torch.device | None = None, dtype: torch.dtype = torch.float32
+) -> nn.Linear:
     """A linear without bias, pruned at random places (the same for the same arguments): for measurements and tests."""
     generator = torch.Generator().manual_seed(1)
     linear = SplitLinear(columns, rows, bias=False, device="meta")
-    linear.weight = nn.Parameter(torch.randn(rows, columns, generator=generator).to(device or "cpu"))
+    linear.weight = nn.Parameter(torch.randn(rows, columns, generator=generator).to(device or "cpu", dtype))
     keep = torch.rand(rows * columns, generator=generator).argsort() >= round(sparsity * rows * columns)
     if sparsity > 0 or sparse:
         prune(linear, keep.to(linear.weight.device), sparse, {})
+    float32_gradients(linear)
     return linear
 
 
-def crossover(rows: int, columns: int, tokens: int, device: torch.device | None = None) -> float:
+def crossover(rows: int, columns: int, tokens: int, device: torch.device | None = None, dtype: torch.dtype = torch.float32) -> float:
     """The sparsity from which F + B + W of the CSR form takes less time than dense: both timed here, to 1/64 by bisection; 1.0 if never.
 
     A measurement: it differs from run to run and from rank to rank, so one rank's must be everyone's, and a run that goes on must use
@@ -507,9 +514,9 @@ def crossover(rows: int, columns: int, tokens: int, device: torch.device | None 
     """
 
     def faster(sparsity: float) -> bool:
-        return sum(seconds(make_pruned(rows, columns, sparsity, True, device), tokens)) < dense
+        return sum(seconds(make_pruned(rows, columns, sparsity, True, device, dtype), tokens)) < dense
 
-    dense = sum(seconds(make_pruned(rows, columns, 0.0, False, device), tokens))
+    dense = sum(seconds(make_pruned(rows, columns, 0.0, False, device, dtype), tokens))
     low, high = 0.0, 1.0
     while high - low > 1 / 64:
         middle = (low + high) / 2

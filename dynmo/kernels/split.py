@@ -3,6 +3,9 @@
 A linear's backward is two products: gx = gy W (others wait for it: B) and gW = gy^T x (nobody waits for it: W). `SplitLinear` runs the
 first and hands the second to its layer's `WeightTape`, which runs it at once (BW) or keeps it for later (W). Both ways use the same kernel,
 in microbatch order, so they leave the same bits.
+
+Gradients are summed in float32 also where the parameter computes in a lower precision: there, a microbatch's product is of the lower
+precision (on CUDA of float32), and only the sum over microbatches must not lose what is small.
 """
 
 from __future__ import annotations
@@ -15,6 +18,50 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 WeightWork = Callable[[], None]
+
+LOW = (torch.bfloat16, torch.float16)
+
+
+def float32_gradients(module: nn.Module) -> None:
+    """From now on `.grad` of the module's low-precision parameters is float32, whoever adds to it: autograd, or W."""
+    for parameter in module.parameters():
+        if parameter.dtype in LOW:
+            parameter.grad_dtype = torch.float32
+
+
+def gradient_bytes(parameter: Tensor) -> int:
+    return parameter.numel() * (4 if parameter.dtype in LOW else parameter.element_size())
+
+
+def zero_gradient(parameter: Tensor) -> Tensor:
+    return torch.zeros_like(parameter, dtype=torch.float32 if parameter.dtype in LOW else parameter.dtype)
+
+
+def add_to_gradient(parameter: nn.Parameter, amount: Tensor) -> None:
+    """amount: of the parameter's shape; kept where it is the first and of the gradient's dtype."""
+    if parameter.grad is None:
+        parameter.grad = amount.to(torch.float32) if parameter.dtype in LOW else amount
+    else:
+        parameter.grad.add_(amount)
+
+
+def add_product(weight: nn.Parameter, left: Tensor, right: Tensor) -> None:
+    """weight.grad += left @ right."""
+    if weight.dtype not in LOW:
+        if weight.grad is None:
+            weight.grad = torch.mm(left, right)
+        else:
+            weight.grad.addmm_(left, right)
+    elif left.is_cuda:
+        product = torch.mm(left, right, out_dtype=torch.float32)
+        weight.grad = product if weight.grad is None else weight.grad.add_(product)
+    else:
+        add_to_gradient(weight, torch.mm(left, right))
+
+
+def add_rows(bias: nn.Parameter, rows: Tensor) -> None:
+    """bias.grad += the sum of rows, [tokens, out]."""
+    add_to_gradient(bias, rows.sum(0, dtype=torch.float32) if bias.dtype in LOW else rows.sum(0))
 
 
 class WeightTape:
@@ -72,13 +119,9 @@ def accumulate_linear(weight: nn.Parameter, bias: nn.Parameter | None, x: Tensor
     """weight.grad += gy^T x and bias.grad += sum of gy, over all leading dimensions. x: [..., in], gy: [..., out]."""
     x2, gy2 = x.reshape(-1, x.shape[-1]), gy.reshape(-1, gy.shape[-1])
     with torch.no_grad():
-        if weight.grad is None:
-            weight.grad = torch.mm(gy2.t(), x2)
-        else:
-            weight.grad.addmm_(gy2.t(), x2)
+        add_product(weight, gy2.t(), x2)
         if bias is not None and bias.requires_grad:
-            total = gy2.sum(0)
-            bias.grad = total if bias.grad is None else bias.grad.add_(total)
+            add_rows(bias, gy2)
 
 
 class SplitLinear(nn.Linear):
@@ -112,7 +155,7 @@ def accumulate_embedding(weight: nn.Parameter, ids: Tensor, gy: Tensor) -> None:
     """weight.grad[ids] += gy, in the order of the tokens. ids: [...], gy: [..., hidden]."""
     with torch.no_grad():
         if weight.grad is None:
-            weight.grad = torch.zeros_like(weight)
+            weight.grad = zero_gradient(weight)
         weight.grad.index_add_(0, ids.reshape(-1), gy.reshape(-1, gy.shape[-1]).to(weight.grad.dtype))
 
 
@@ -145,6 +188,7 @@ def install(module: nn.Module, tape: WeightTape | None) -> None:
 
     The class of a known module is replaced, not the module: names, parameters, hooks and state stay as they are.
     """
+    float32_gradients(module)
     for child in module.modules():
         known = _SPLIT.get(type(child))
         if known is not None and known[1](child):

@@ -128,6 +128,11 @@ class Executor:
                 slices.append(Slice(SEND, s, j, start, mark()))
         return outcome
 
+    def scale_loss(self, scale: float) -> None:
+        """From the next run on, gradients are those of `scale` times the loss."""
+        for stage in self._stages.values():
+            stage.scale_loss(scale)
+
     def close(self) -> None:
         self._transport.close()
 

@@ -84,7 +84,10 @@ def fill(module: nn.Module, tensors: Contents, flags: dict[str, bool]) -> dict[s
     for name in [n for n, _ in module.named_parameters()]:
         owner, key = _owner(module, name)
         parameter = nn.Parameter(tensors["parameter", name], requires_grad=flags[name])
-        parameter.grad = tensors.get(("gradient", name))
+        gradient = tensors.get(("gradient", name))
+        if gradient is not None:
+            parameter.grad_dtype = gradient.dtype
+        parameter.grad = gradient
         setattr(owner, key, parameter)
     for name in [n for n, _ in module.named_buffers()]:
         owner, key = _owner(module, name)

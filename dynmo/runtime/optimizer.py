@@ -226,6 +226,11 @@ class LayerOptimizer:
         if name in self._fresh:
             self._torch.state.pop(piece, None)
 
+    @property
+    def masters(self) -> Mapping[str, Tensor]:
+        """Float32 masters by parameter, those of this share."""
+        return self._masters
+
     # -- what moves and is saved -----------------------------------------------------------------------------------------------
 
     def state(self) -> dict[str, Tensor]:

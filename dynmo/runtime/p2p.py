@@ -27,6 +27,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dynmo.errors import DynmoError, RunError, WaitTimeout
+from dynmo.memory import POSTED_AHEAD, posted
 from dynmo.runtime.world import World
 from dynmo.schedule.lower import Begun, Channel, Direction, Program, describe
 
@@ -42,8 +43,6 @@ TAG_VERDICT = 1 << 25
 
 _HEADER = 64  # int64 numbers: count, then per tensor dtype, dimensions, sizes
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32, torch.uint8, torch.bool, torch.int8)
-_AHEAD = 8  # most receives posted before they are asked for
-_SMALL = 16 << 20  # bytes: a step's messages that together are no larger are all posted at its start
 
 Spec = tuple[tuple[torch.dtype, tuple[int, ...]], ...]
 
@@ -76,7 +75,7 @@ def spec_of(tensors: tuple[Tensor, ...]) -> Spec:
 
 def _ahead(depth: int, varying: bool) -> int:
     """How many of the `depth` messages on their way may land before they are asked for. Varying ones land when they are taken."""
-    return 0 if varying else min(_AHEAD, depth - 1)
+    return 0 if varying else min(POSTED_AHEAD, depth - 1)
 
 
 def _tag(channel: Channel) -> int:
@@ -130,7 +129,7 @@ class Inbox:
     def __init__(self, world: World, channel: Channel, varying: bool, depth: int, poster: Worker) -> None:
         self._world, self.channel, self._varying, self._poster = world, channel, varying, poster
         # A header that has landed is no message that has.
-        self._ahead = _AHEAD if varying else _ahead(depth, varying)
+        self._ahead = POSTED_AHEAD if varying else _ahead(depth, varying)
         self._depth = depth
         self._spec: Spec | None = None
         self._unposted = self._open = self._messages = 0
@@ -151,11 +150,9 @@ class Inbox:
 
     def _window(self) -> int:
         """How many receives to keep posted: all of a step's where nothing limits them and they are small, so that none is posted later."""
-        if self._spec is not None and not self._varying and self._messages <= self._depth:
-            size = sum(dtype.itemsize * math.prod(shape) for dtype, shape in self._spec)
-            if size * self._messages <= _SMALL:
-                return self._messages
-        return self._ahead
+        if self._spec is None or self._varying:
+            return self._ahead
+        return posted(self._messages, sum(dtype.itemsize * math.prod(shape) for dtype, shape in self._spec), self._depth)
 
     def _post(self, count: int) -> None:
         """Has receives posted until `count` are open."""

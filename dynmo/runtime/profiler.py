@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from dynmo.costs import LayerCost, LinkCost
+from dynmo.kernels.split import gradient_bytes
 from dynmo.runtime.clock import Clock
 from dynmo.runtime.optimizer import LayerOptimizer
 from dynmo.runtime.p2p import TAG_LINKS, Worker
@@ -35,6 +36,7 @@ _FIELDS = (
     "activation_bytes",
     "stash_bytes",
     "output_bytes",
+    "workspace_bytes",
 )
 
 
@@ -104,11 +106,12 @@ class Profiler:
                     *self.seconds(layer.index),
                     sum(p.numel() for p in layer.module.parameters()),
                     weight_bytes(layer.module),
-                    sum(p.nbytes for p in trains),
+                    sum(gradient_bytes(p) for p in trains),
                     optimizer.state_bytes + copies * optimizer.copy_bytes,
                     layer.activation_bytes,
                     layer.stash_bytes,
                     layer.output_bytes,
+                    layer.workspace_bytes,
                 ],
                 dtype=torch.float64,
             )

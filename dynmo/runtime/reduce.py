@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from dynmo.errors import WaitTimeout
+from dynmo.kernels.split import zero_gradient
 from dynmo.runtime.optimizer import NORM_BLOCK, Share, block_sums, cut, fold_blocks
 from dynmo.runtime.p2p import Worker
 from dynmo.runtime.slots import Tree
@@ -179,7 +180,7 @@ def _by_dtype(shares: Iterable[Shared]) -> list[list[Shared]]:
 def _flat_gradient(parameter: nn.Parameter) -> Tensor:
     """Its gradient's own memory as a vector; zeros are made where there is none."""
     if parameter.grad is None:
-        parameter.grad = torch.zeros_like(parameter)
+        parameter.grad = zero_gradient(parameter)
     if not parameter.grad.is_contiguous():
         parameter.grad = parameter.grad.contiguous()
     return parameter.grad.view(-1)

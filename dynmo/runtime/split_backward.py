@@ -2,16 +2,22 @@
 
 A layer's inputs are detached, so that its graph ends at its own boundary. B runs that graph and yields the input gradients; what the
 tape has collected meanwhile is W. Small parameters (norms) and modules that cannot be split take their weight gradient in B.
+
+With `recompute` (activation checkpointing) F keeps its inputs only, and B begins with F again, from the same seed: the same bits.
+
+    kept         F ----------- activations -----------> B -- stash --> W
+    recomputed   F -- inputs --> (F again: activations) B -- stash --> W
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
+from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
 
 from dynmo.kernels.compiling import compiled
 from dynmo.kernels.seeds import seed_forward
@@ -21,6 +27,8 @@ from dynmo.runtime.slots import Slots
 from dynmo.schedule.op import Kind
 
 Tensors = tuple[Tensor, ...]
+Roots = tuple[GradientEdge | None, ...]
+"""Where a graph begins, for each floating-point output; None for one without."""
 
 
 class Layer:
@@ -36,12 +44,15 @@ class Layer:
         # The global index of this replica's first microbatch, for the streams; and who is told when gradients are there.
         self.first_microbatch = 0
         self.slots: Slots | None = None
-        self._saved: dict[int, tuple[Tensors, Tensors]] = {}
+        # Inputs, and where the graph begins, or what makes it again.
+        self._saved: dict[int, tuple[Tensors, Roots | Callable[[], Tensors]]] = {}
+        self.recompute = False
         self._weight_work: dict[int, list[tuple[WeightWork, Tensors]]] = {}
         # Marks of this step: kind, start, end, and the W parts inside a BW.
         self.marks: list[tuple[Kind, Any, Any, list[tuple[Any, Any]]]] = []
         self._inside: list[tuple[Any, Any]] = []
         self.activation_bytes = self.stash_bytes = self.output_bytes = 0
+        self.workspace_bytes = 0  # not measured here: `plan.shape_costs` finds it, without a run
         self._measured = False
         self.tape = WeightTape()
         self.tape.run = self._timed
@@ -66,9 +77,15 @@ class Layer:
         seed_forward(_device_of(inputs), self._seed, step, self.index, self.first_microbatch + microbatch)
         if graph:
             inputs = tuple(x.detach().requires_grad_(need_input and x.is_floating_point()) for x in inputs)
-            outputs = self._call(inputs, finish) if self._measured else self._call_measured(inputs, finish)
-            # Outputs keep their graph: who takes them detaches (the next layer) or only reads (a channel, the loss account).
-            self._saved[microbatch] = (inputs, outputs)
+            if self.recompute:
+                with torch.no_grad():
+                    outputs = self._call(inputs, finish)
+                self._saved[microbatch] = (inputs, partial(self._again, microbatch, inputs, step, finish))
+            else:
+                outputs = self._call_to_keep(inputs, finish)
+                # Outputs keep their graph: who takes them detaches (the next layer) or only reads (a channel, the loss account). Here the
+                # graph alone is kept: what it has not saved may go.
+                self._saved[microbatch] = (inputs, _roots(outputs))
         else:
             with torch.no_grad():
                 outputs = self._call(inputs, finish)
@@ -83,6 +100,14 @@ class Layer:
             out = finish(out)
         return (out,) if isinstance(out, Tensor) else tuple(out)
 
+    def _again(self, microbatch: int, inputs: Tensors, step: int, finish: Callable[[Tensor], Tensor] | None) -> Tensors:
+        """F again, now with its graph."""
+        seed_forward(_device_of(inputs), self._seed, step, self.index, self.first_microbatch + microbatch)
+        return self._call_to_keep(inputs, finish)
+
+    def _call_to_keep(self, inputs: Tensors, finish: Callable[[Tensor], Tensor] | None) -> Tensors:
+        return self._call(inputs, finish) if self._measured else self._call_measured(inputs, finish)
+
     def _call_measured(self, inputs: Tensors, finish: Callable[[Tensor], Tensor] | None) -> Tensors:
         """As `_call`, counting the bytes that autograd keeps. Weights are not activations."""
         own = {_storage(p) for p in (*self.module.parameters(), *self.module.buffers())}
@@ -95,7 +120,7 @@ class Layer:
 
         with saved_tensors_hooks(pack, lambda tensor: tensor):
             outputs = self._call(inputs, finish)
-        self.activation_bytes = _storage_bytes(kept, inputs)
+        self.activation_bytes = _storage_bytes(inputs if self.recompute else kept, inputs)
         self.output_bytes = sum(y.nbytes for y in outputs)
         return outputs
 
@@ -103,16 +128,20 @@ class Layer:
         """Runs B, and W too unless `deferred`. gradients: one per floating-point output; yields one per floating-point input (zeros
         where an input has no influence)."""
         start = self._clock.mark()
-        inputs, outputs = self._saved.pop(microbatch)
+        inputs, roots = self._saved.pop(microbatch)
+        if callable(roots):
+            roots = _roots(roots())
         slots = self.slots
         self.tape.deferred = deferred or not self._measured or (slots is not None and slots.watching)
-        _run_graph(outputs, gradients)
+        _run_graph(roots, gradients)
+        del roots
         work = self.tape.take()
         if slots is not None:
             slots.after_input(microbatch)
         if not self._measured:
             self.stash_bytes = _storage_bytes((tensor for _, holds in work for tensor in holds), inputs)
-            self.activation_bytes = max(self.activation_bytes, self.stash_bytes)
+            if not self.recompute:
+                self.activation_bytes = max(self.activation_bytes, self.stash_bytes)
             self._measured = True
         if not deferred:  # what was held back only to be looked at
             for each, _ in work:
@@ -146,16 +175,19 @@ class Layer:
         self.marks.clear()
 
 
-def _run_graph(outputs: Tensors, gradients: Tensors) -> None:
+def _roots(outputs: Tensors) -> Roots:
+    return tuple(get_gradient_edge(y) if y.requires_grad else None for y in outputs if y.is_floating_point())
+
+
+def _run_graph(roots: Roots, gradients: Tensors) -> None:
     """torch.autograd.backward for outputs whose gradients are at hand and fit: its checks cost as much again as a small graph."""
-    if len(outputs) != 1 or not outputs[0].requires_grad:
-        floating = [y for y in outputs if y.is_floating_point()]
-        pairs = [(y, g) for y, g in zip(floating, gradients, strict=True) if y.requires_grad]
-        if not pairs:
-            return
-        outputs, gradients = tuple(y for y, _ in pairs), tuple(g for _, g in pairs)
+    if None in roots:
+        pairs = [(root, g) for root, g in zip(roots, gradients, strict=True) if root is not None]
+        roots, gradients = tuple(root for root, _ in pairs), tuple(g for _, g in pairs)
+    if not roots:
+        return
     # keep_graph, create_graph, inputs, allow_unreachable, accumulate_grad
-    torch.autograd.Variable._execution_engine.run_backward(outputs, gradients, False, False, (), True, True)
+    torch.autograd.Variable._execution_engine.run_backward(roots, gradients, False, False, (), True, True)
 
 
 def _gradient(x: Tensor) -> Tensor:

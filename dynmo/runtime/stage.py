@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from dynmo.errors import RunError
+from dynmo.kernels.split import LOW
 from dynmo.runtime.split_backward import Layer, Tensors
 
 
@@ -23,8 +24,12 @@ class Stage:
         self, layers: Sequence[Layer], first_trainable: int, loss: Callable[[Tensor, Tensor], Tensor] | None = None, share: float = 1.0
     ) -> None:
         self.layers, self._first_trainable, self._loss = list(layers), first_trainable, loss
-        self._share = torch.tensor(share)
+        self._portion, self._share = share, torch.tensor(share)
         self._trained = [layer for layer in self.layers if layer.index >= first_trainable]
+
+    def scale_loss(self, scale: float) -> None:
+        """From the next B on, gradients are those of `scale` times the loss."""
+        self._share = torch.tensor(self._portion * scale)
 
     def forward(self, microbatch: int, tensors: Tensors, step: int, targets: Tensor | None, training: bool) -> Tensors:
         assert torch.is_grad_enabled(), "the executor runs with gradients enabled"
@@ -41,7 +46,7 @@ class Stage:
         loss = self._loss(output, targets)
         if loss.dim():
             raise RunError(f"the loss function returned a tensor of shape {tuple(loss.shape)}; it must return a scalar, the mean")
-        return loss
+        return loss.float() if loss.dtype in LOW else loss
 
     def backward_input(self, microbatch: int, gradients: Tensors | None, deferred: bool) -> Tensors:
         """gradients: of this stage's outputs; None on the last stage, whose output is the loss."""

@@ -12,9 +12,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-import torch
 from torch import Tensor, nn
 
+from dynmo.kernels.split import zero_gradient
 from dynmo.runtime.p2p import TAG_TIED
 from dynmo.runtime.world import World
 
@@ -53,7 +53,7 @@ class TiedWeights:
                 assert given is not None, "a weight that trains has a gradient"
                 self._pass(given, source, target, index, "gradient")
             elif source != target and here == target:
-                given = self._pass(torch.empty_like(owned), source, target, index, "gradient")
+                given = self._pass(zero_gradient(owned), source, target, index, "gradient")
             if here == target and given is not None and owned.grad is not None:
                 owned.grad = given + owned.grad
             used.grad = None

@@ -240,10 +240,34 @@ def test_moved_to_meta_it_keeps_nothing() -> None:
     assert linear._flipped is None
 
 
-def test_other_dtypes_are_refused() -> None:
-    linear = nn.Linear(2, 2, dtype=torch.bfloat16)
-    with pytest.raises(ValueError, match="float32 or float64 on CPU"):
-        prune(linear, torch.ones(4, dtype=torch.bool), True, {})
+@pytest.mark.parametrize("deferred", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_low_precision_rounds_once(dtype: torch.dtype, deferred: bool) -> None:
+    """F and B are float32's of the same rounded numbers, rounded; W's sum over microbatches is float32's itself, and stays float32."""
+    low, wide = (make_pruned(48, 40, 0.8, True, dtype=kind) for kind in (dtype, torch.float32))
+    low.bias, wide.bias = (nn.Parameter(torch.zeros(48, dtype=kind)) for kind in (dtype, torch.float32))
+    wide.weight.data = low.weight.data.float()
+    tape = WeightTape()
+    tape.deferred = deferred
+    install(low, tape)
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(2):
+        x, gy = (torch.randn(3, 17, n, generator=generator).to(dtype) for n in (40, 48))
+        narrow, full = x.clone().requires_grad_(), x.float().requires_grad_()
+        y, expected = low(narrow), wide(full)
+        assert torch.equal(y, expected.detach().to(dtype))
+        y.backward(gy)
+        expected.backward(gy.float())
+        for work, _ in tape.take():
+            work()
+        assert narrow.grad is not None
+        assert full.grad is not None
+        assert torch.equal(narrow.grad, full.grad.to(dtype))
+    for ours, theirs in ((low.weight.grad, wide.weight.grad), (low.bias.grad, wide.bias.grad)):
+        assert ours is not None
+        assert theirs is not None
+        assert ours.dtype == torch.float32
+        torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6)
 
 
 def test_crossover_finds_where_sparse_wins(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,6 +23,7 @@ from dynmo.models.model import load_model
 from dynmo.runtime import checkpoint
 from dynmo.runtime.clock import HostClock
 from dynmo.runtime.executor import Executor, mean_loss
+from dynmo.runtime.loss_scale import LossScaler
 from dynmo.runtime.migrate import Arrival, contents, exchange, fill
 from dynmo.runtime.optimizer import LayerOptimizer, OptimizerSettings
 from dynmo.runtime.p2p import Transport
@@ -474,7 +475,7 @@ def validated(
     stages = len(Pipeline.placement_for(schedule, ranks))
     limit = options.pop("limit", 20.0)
     made = Pipeline(world, whole, uniform(whole.layers, stages), schedule=schedule, microbatches=12, post_validation=afterwards, **options)
-    made.skips_overflow = True
+    made.scaler = LossScaler(2.0**16, window=1 << 30)
     now = [0]
     _spoiled(made, faults, now)
     random = Random(stages)

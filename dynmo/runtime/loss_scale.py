@@ -1,0 +1,61 @@
+"""Loss scaling: B starts from the loss times a power of two, so that small gradients do not vanish in float16.
+
+    step       0 ... 1999      2000 ... 3999       4000    4001 ...
+    scale      65536           131072              262144  131072       # doubled every window of good steps, halved by an overflow,
+    gradients  finite          finite              inf     finite       # whose step is skipped
+
+The gradients are divided again before anyone looks at them. Powers of two change no bits, but for what would be lost without them.
+"""
+
+from __future__ import annotations
+
+import math
+
+INITIAL = 2.0**16
+_LARGEST = 2.0**64  # float32 gradients times this are still far from its end
+
+
+class LossScaler:
+    """`scale` is what the next step's loss is multiplied by: 1 without scaling. window: None for a scale that stays."""
+
+    def __init__(self, scale: float = 1.0, window: int | None = None) -> None:
+        assert math.frexp(scale)[0] == 0.5, "a power of two"
+        self.scale, self._window = scale, window
+        self._good = 0
+
+    @property
+    def dynamic(self) -> bool:
+        return self._window is not None
+
+    @property
+    def skips(self) -> bool:
+        """Whether a step whose gradients are not finite is skipped, for a lower scale may do. False: it is an error."""
+        return self._window is not None and self.scale > 1
+
+    def observe(self, finite: bool) -> None:
+        """After each step, with what all ranks know of it; not finite only where it `skips`."""
+        if self._window is None:
+            return
+        if not finite:
+            assert self.skips
+            self.scale, self._good = self.scale / 2, 0
+            return
+        self._good += 1
+        if self._good == self._window:
+            self.scale, self._good = min(2 * self.scale, _LARGEST), 0
+
+    def state(self) -> dict[str, float]:
+        """Plain JSON, for checkpoints."""
+        return {"scale": self.scale, "good": self._good}
+
+    def load(self, state: dict[str, float]) -> None:
+        """A scale that stays is the config's, not the checkpoint's."""
+        if self._window is not None:
+            self.scale, self._good = float(state["scale"]), int(state["good"])
+
+
+def make_scaler(precision: str, loss_scale: float | str | None, window: int) -> LossScaler:
+    """loss_scale: as in `[train]`; None is "dynamic" for float16, and no scaling for others."""
+    if loss_scale == "dynamic" or (loss_scale is None and precision == "float16"):
+        return LossScaler(INITIAL, window)
+    return LossScaler(1.0 if loss_scale is None else float(loss_scale))

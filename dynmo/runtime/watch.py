@@ -1,0 +1,54 @@
+"""Bytes of the tensors that ops make while it watches, at most and now. For shapes alone: under it torch may compute otherwise."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+
+class Watch(TorchDispatchMode):
+    """Entered again, it goes on counting. What it has seen made counts until it is gone, also while it does not watch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.live = self._peak = 0
+        self._known: set[int] = set()
+
+    def restart(self) -> int:
+        """From here on, the most is counted anew; returns what is alive."""
+        self._peak = self.live
+        return self.live
+
+    def excess(self, over: int) -> int:
+        return self._peak - over
+
+    def __torch_dispatch__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        out = func(*args, **(kwargs or {}))
+        given = {_key(x) for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
+        for tensor in tree_leaves(out):
+            # A view, or what was changed in place, is nothing new.
+            if isinstance(tensor, Tensor) and _key(tensor) not in given | self._known:
+                self._count(tensor)
+        self._peak = max(self._peak, self.live)
+        return out
+
+    def _count(self, tensor: Tensor) -> None:
+        storage, key = tensor.untyped_storage(), _key(tensor)
+        self._known.add(key)
+        self.live += storage.nbytes()
+        weakref.finalize(storage, self._gone, key, storage.nbytes()).atexit = False
+
+    def _gone(self, key: int, size: int) -> None:
+        self._known.discard(key)
+        self.live -= size
+
+
+def _key(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata
