@@ -17,6 +17,7 @@ from itertools import accumulate
 
 from dynmo.costs import LayerCost, stage_costs
 from dynmo.errors import PartitionError
+from dynmo.schedule.lower import fuse
 from dynmo.schedule.op import Kind, Schedule
 
 Pairs = Sequence[tuple[int, int]]
@@ -53,7 +54,8 @@ def rank_memory(layers: Sequence[LayerCost], counts: Sequence[int], schedule: Sc
         raise PartitionError(
             f"a placement of {sum(counts)} layers on {len(counts)} stages, for {len(layers)} layers under a schedule of {schedule.stages}"
         )
-    peaks = (_peak(layers, counts, schedule, rank) for rank in range(schedule.ranks))
+    fused = fuse(schedule)  # as it runs
+    peaks = (_peak(layers, counts, fused, rank) for rank in range(schedule.ranks))
     return tuple(static + peak for static, peak in zip(static_bytes(layers, counts, schedule.placement), peaks, strict=True))
 
 

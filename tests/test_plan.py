@@ -11,6 +11,7 @@ from dynmo.config import parse
 from dynmo.errors import ConfigError, PartitionError
 from dynmo.models.model import load_model
 from dynmo.plan import dry_run, shape_costs
+from dynmo.runtime.precision import PRECISIONS
 from tests.runtime.alone import pipeline
 
 TINY: dict[str, Any] = {
@@ -53,7 +54,12 @@ def test_memory_by_hand() -> None:
     assert plan.parameters == (EMBEDDING + ATTENTION, FEED_FORWARD + HEAD)
     for rank, in_flight in enumerate((2, 1)):
         own = costs[2 * rank : 2 * rank + 2]
-        assert plan.memory[rank] == sum(16 * c.parameters + in_flight * c.activation_bytes for c in own)
+        # From the other rank: a step's five messages, small as they are, all posted at once; but the first rank's are gradients, and when it
+        # holds most, none is taken, while the last holds most when it has taken one.
+        messages = (5 - rank) * costs[1].output_bytes
+        workspace = max(own[1].workspace_bytes, own[0].workspace_bytes - own[1].activation_bytes + own[1].stash_bytes * (1 - rank))
+        expected = sum(16 * c.parameters + in_flight * c.activation_bytes for c in own) + messages + workspace
+        assert plan.memory[rank] == expected
     assert plan.to_json()["microbatches"] == 5
     assert "names" not in plan.to_json()
     assert plan.table().row_count == 2
@@ -91,7 +97,39 @@ def test_memory_limit() -> None:
 def test_gpipe_keeps_every_microbatch() -> None:
     config = parse(TINY | {"pipeline": {"schedule": "gpipe"}})
     costs = shape_costs(config, load_model(config))
-    assert dry_run(config).memory == tuple(sum(16 * c.parameters + 5 * c.activation_bytes for c in costs[i : i + 2]) for i in (0, 2))
+    memory = dry_run(config).memory
+    for rank, own in enumerate((costs[:2], costs[2:])):
+        least = sum(16 * c.parameters + 5 * c.activation_bytes for c in own)
+        # Beside these an op's workspace, and on the first rank five gradients that may land.
+        most = max(c.workspace_bytes for c in own) + 5 * costs[1].output_bytes * (rank == 0)
+        assert least < memory[rank] <= least + most
+
+
+def test_precision_halves_what_computes_and_keeps_float32_where_it_must() -> None:
+    found = {name: shape_costs(made, load_model(made)) for name in PRECISIONS for made in [parse(_with(precision=name))]}
+    for wide, low in zip(found["float32"], found["bfloat16"], strict=True):
+        assert low.weight_bytes == wide.weight_bytes / 2
+        assert low.gradient_bytes == wide.gradient_bytes
+        assert low.optimizer_bytes == 12 * low.parameters  # a master and two moments
+        assert low.activation_bytes < wide.activation_bytes
+    assert [c.output_bytes for c in found["bfloat16"]] == [TOKENS * 8 * 2] * 3 + [4]
+    assert found["float16"] == found["bfloat16"]
+
+
+def _with(**train: object) -> dict[str, Any]:
+    return TINY | {"train": TINY["train"] | train}
+
+
+def test_recomputing_is_chosen_where_memory_is_short() -> None:
+    kept, again = (dry_run(parse(_with(recompute=word))) for word in ("none", "all"))
+    assert (kept.recompute, again.recompute) == ((), (0, 1, 2, 3))
+    assert max(again.memory) < max(kept.memory)
+    for limit in (max(kept.memory), max(kept.memory) - 1, max(again.memory)):
+        plan = dry_run(parse(_with(recompute="auto") | {"pipeline": {"schedule": "1f1b", "memory_limit": limit}}))
+        assert max(plan.memory) <= limit
+        assert bool(plan.recompute) == (limit < max(kept.memory))
+    with pytest.raises(PartitionError, match="even with all layers computed again"):
+        dry_run(parse(_with(recompute="auto") | {"pipeline": {"schedule": "1f1b", "memory_limit": min(again.memory) // 2}}))
 
 
 def test_emulated_layers_do_not_sleep() -> None:

@@ -117,6 +117,7 @@ class Executor:
                     g = stage.backward_input(j, gradients, deferred=kind is Kind.B)
                     if s > self._program.first_trainable:
                         (arrived if s - 1 in self._stages else leaving)[Direction.GRADIENT, s - 1 if s - 1 in self._stages else s, j] = g
+                x = y = g = gradients = ()  # or they would live on through the next op
                 slices.append(Slice(kind, s, j, start, mark()))
                 continue
             channel, s, j = instruction

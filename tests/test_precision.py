@@ -1,0 +1,117 @@
+"""Low precision, loss scaling and recomputation: one digest wherever and however it runs, and float32's loss nearly."""
+
+from __future__ import annotations
+
+from functools import cache
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dynmo.schedule.catalogue import SCHEDULES
+from tests.pool import Pool
+from tests.test_equality import BALANCERS, deeper, pruned
+
+
+def wanted(ranks: int, schedule: str, precision: str, again: str | list[int] = "none", **train: Any) -> dict[str, Any]:
+    """Layers move at every step, dropout is on, the front freezes, gradients are clipped."""
+    made = deeper(ranks, schedule, BALANCERS["random" if ranks > 1 else "none"], freezing=True)
+    made["train"] |= {"precision": precision, "recompute": again, "steps": 5, **train}
+    return made
+
+
+@cache
+def _reference(pool: Pool, precision: str) -> dict[str, Any]:
+    return pool.run("train", 1, config=wanted(1, "1f1b", precision))[0]
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_one_digest_in_bfloat16(pool: Pool, ranks: int, schedule: str) -> None:
+    """Some layers compute again, others (every second rank count) all."""
+    expected = _reference(pool, "bfloat16")
+    results = pool.run("train", ranks, config=wanted(ranks, schedule, "bfloat16", [[1, 4, 7], "all"][ranks % 2]))
+    assert results[0]["losses"] == expected["losses"]
+    assert {r["digest"] for r in results} == {expected["digest"]}
+    assert all(a != b for a, b in pairwise(results[0]["layers"])), "the layers did not move at every step"
+
+
+@pytest.mark.parametrize(("ranks", "schedule"), [(1, "1f1b"), (2, "zb-h2"), (3, "zb-v"), (4, "zb-auto")])
+def test_computed_again_is_the_same(pool: Pool, ranks: int, schedule: str) -> None:
+    expected = _reference(pool, "float32")
+    results = pool.run("train", ranks, config=wanted(ranks, schedule, "float32", "all"))
+    assert results[0]["losses"] == expected["losses"]
+    assert {r["digest"] for r in results} == {expected["digest"]}
+
+
+@pytest.mark.parametrize("precision", ["bfloat16", "float16"])
+def test_low_precision_is_near_float32(pool: Pool, precision: str) -> None:
+    """Within 1 % in loss over these steps; and it is another computation."""
+    low, wide = (_reference(pool, name) for name in (precision, "float32"))
+    assert low["losses"] == pytest.approx(wide["losses"], rel=1e-2)
+    assert low["losses"] != wide["losses"]
+    assert low["digest"] != wide["digest"]
+
+
+@pytest.mark.parametrize("precision", ["bfloat16", "float16"])
+def test_pruned_in_low_precision(pool: Pool, precision: str) -> None:
+    """From under a mask into CSR, with masters that move along; and computed again."""
+    digests: set[str] = set()
+    for ranks, schedule, again in ((1, "1f1b", "none"), (2, "zb-h1", "all"), (3, "zb-h2", "none")):
+        made = pruned(ranks, schedule, BALANCERS["random" if ranks > 1 else "none"])
+        made["train"] |= {"precision": precision, "recompute": again}
+        digests |= {r["digest"] for r in pool.run("train", ranks, config=made)}
+    assert len(digests) == 1
+
+
+@pytest.mark.parametrize("kind", ["hash", "drop"])
+def test_sparse_attention_in_low_precision(pool: Pool, kind: str) -> None:
+    """Its directions are drawn anew each step; computed again in B, they are the same."""
+    results: dict[str, dict[str, Any]] = {}
+    for key, ranks, precision, again in (("one", 1, "bfloat16", "none"), ("two", 2, "bfloat16", "all"), ("wide", 1, "float32", "none")):
+        made = wanted(ranks, "zb-h1", precision, again)
+        made["dynamism"] = {"cases": ["sparse_attention"], "sparse_attention": {"kind": kind, "buckets": 4, "start": 1}}
+        results[key] = pool.run("train", ranks, config=made)[0]
+    assert results["one"]["digest"] == results["two"]["digest"]
+    assert results["one"]["losses"] == pytest.approx(results["wide"]["losses"], rel=1e-2)
+
+
+def test_an_overflow_skips_its_step_and_the_run_goes_on(pool: Pool) -> None:
+    """The scale doubles after every good step, until float16 really overflows. Every rank skips."""
+    runs = [pool.run("events", ranks, config=wanted(ranks, "zb-h1", "float16", steps=12, loss_scale_window=1)) for ranks in (1, 2)]
+    told = runs[0][0]
+    skipped = [e for e in told if e["event"] == "skipped"]
+    assert skipped, "nothing overflowed"
+    assert all(e["next_scale"] == e["loss_scale"] / 2 for e in skipped)
+    first = skipped[0]
+    assert first["loss_scale"] == 2.0 ** (16 + first["step"])
+    steps = [e for e in told if e["event"] == "step"]
+    assert len(steps) == 12
+    assert [e["step"] for e in steps if e["gradient_norm"] is None] == [e["step"] for e in skipped]
+    assert steps[-1]["loss"] < steps[0]["loss"]
+    assert next(e for e in runs[1][0] if e["event"] == "end")["weights_digest"] == told[-1]["weights_digest"]
+
+
+def test_the_scale_goes_on_after_a_restart(pool: Pool, tmp_path: Path) -> None:
+    """Stopped in the middle of what doubles and halves it, resumed on other ranks: the same as in one go."""
+    expected = pool.run("train", 1, config=wanted(1, "1f1b", "float16", steps=10, loss_scale_window=1))[0]
+    for ranks, schedule, resume in ((2, "zb-h1", False), (3, "1f1b", True)):
+        made = wanted(ranks, schedule, "float16", steps=10, loss_scale_window=1) | {"checkpoint": {"every": 100}}
+        ended = pool.run("train_in", ranks, config=made, folder=str(tmp_path), resume=resume, stop_after=None if resume else 6)[0]
+        assert ended["interrupted"] is not resume
+    assert ended["weights_digest"] == expected["digest"]
+    assert ended["loss"] == expected["loss"]
+
+
+def test_another_precision_is_not_resumed(pool: Pool, tmp_path: Path) -> None:
+    made = wanted(1, "1f1b", "bfloat16", steps=2) | {"checkpoint": {"every": 1}}
+    pool.run("train_in", 1, config=made, folder=str(tmp_path))
+    made["train"] |= {"precision": "float32", "steps": 3}
+    with pytest.raises(Exception, match="is bfloat16 in the checkpoint, float32 in the config's model; resume with the train.precision"):
+        pool.run("train_in", 1, config=made, folder=str(tmp_path), resume=True)
+
+
+def test_a_scale_that_stays_fails_where_it_overflows(pool: Pool) -> None:
+    with pytest.raises(Exception, match='nothing was updated. Lower train.loss_scale, or take "dynamic"'):
+        pool.run("train", 1, config=wanted(1, "1f1b", "float16", loss_scale=2.0**40))
