@@ -852,7 +852,7 @@ class Pipeline:
         def scheduled(costs: Costs) -> Schedule:
             kept = [0.0] * self.world.size
             for stage, rank in zip(costs.stages, self.placement, strict=True):
-                kept[rank] += stage.mem_f
+                kept[rank] += stage.held
             cap = 2.0 * self.world.size * max(kept) if limit is None else limit
             return make(
                 self._schedule_name,

@@ -59,6 +59,11 @@ class StageCost:
     def seconds(self) -> float:
         return self.f + self.b + self.w
 
+    @property
+    def held(self) -> float:
+        """The most that one microbatch holds: before B, or before W where B computes again what F did not keep."""
+        return max(self.mem_f, self.mem_f + self.mem_b)
+
 
 @dataclass(frozen=True)
 class Costs:

@@ -1,7 +1,9 @@
 """What a stage holds: weights, gradients and optimizer state of its layers, and what the schedule keeps alive between F, B and W.
 
     bytes(stage) = sum(static_bytes) + max over (n_f, n_s) of  n_f * sum(activation_bytes) + n_s * sum(stash_bytes)
-    bytes(rank)  = sum over its layers of static_bytes + max over its ops of  live + receives that are posted + workspace of the op
+    bytes(rank)  = sum over its layers of weights and optimizer state + max over its ops of  live + gradients + receives + workspace
+
+where gradients begin with a stage's first W of the step, receives are those posted for messages to come, and the workspace is the op's.
 
 The pairs come from `simulator.resident`: n_f microbatches of the stage are between F and B, and n_s between B and W, at one time. A
 frozen prefix keeps nothing (ALGORITHMS, section 2): the caller gives its layers with activation_bytes = stash_bytes = 0.
@@ -11,7 +13,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
 
@@ -56,7 +58,8 @@ def rank_memory(layers: Sequence[LayerCost], counts: Sequence[int], schedule: Sc
         )
     fused = fuse(schedule)  # as it runs
     peaks = (_peak(layers, counts, fused, rank) for rank in range(schedule.ranks))
-    return tuple(static + peak for static, peak in zip(static_bytes(layers, counts, schedule.placement), peaks, strict=True))
+    bare = [replace(layer, gradient_bytes=0) for layer in layers]
+    return tuple(static + peak for static, peak in zip(static_bytes(bare, counts, schedule.placement), peaks, strict=True))
 
 
 # Receives are posted ahead of what is asked for: so many of a channel, or all of a step's where together they are small.
@@ -70,7 +73,7 @@ def posted(messages: int, size: int, depth: int) -> int:
 
 
 def _peak(layers: Sequence[LayerCost], counts: Sequence[int], schedule: Schedule, rank: int) -> int:
-    """The most that a rank holds beside its static bytes."""
+    """The most that a rank holds beside weights and optimizer state. A stage has gradients from its first W of the step on."""
     bounds, m = [0, *accumulate(counts)], schedule.microbatches
     stages = {s: layers[bounds[s] : bounds[s + 1]] for s in schedule.stages_of(rank)}
     kept = {s: sum(x.activation_bytes for x in own) for s, own in stages.items()}
@@ -88,27 +91,34 @@ def _peak(layers: Sequence[LayerCost], counts: Sequence[int], schedule: Schedule
             inboxes[s, True] = size, posted(m, size, m)
     taken = dict.fromkeys(inboxes, 0)
     workspaces = {(s, kind): _workspace(own, kind) for s, own in stages.items() for kind in (Kind.F, Kind.B, Kind.BW)}
+    gradients = {s: sum(x.gradient_bytes for x in own) for s, own in stages.items()}
     live = most = 0
     for op in schedule.ops[rank]:
         s, trains = op.stage, op.stage >= schedule.first_trainable
         if op.kind is Kind.F and trains:
             live += kept[s]
+        if op.kind is Kind.W:
+            live += gradients.pop(s, 0)
         if op.kind is not Kind.W:
             inbox = (s, op.kind is not Kind.F)
             if inbox in taken:
                 taken[inbox] += 1
             waiting = sum(size * min(count, m - taken[key]) for key, (size, count) in inboxes.items())
-            most = max(most, live + waiting + workspaces[s, op.kind])
+            fresh = op.kind is Kind.BW and s in gradients
+            most = max(most, live + waiting + (_workspace(stages[s], op.kind, fresh) if fresh else workspaces[s, op.kind]))
         if trains:
             live += {Kind.F: 0, Kind.B: stash[s] - kept[s], Kind.W: -stash[s], Kind.BW: -kept[s]}[op.kind]
+            live += gradients.pop(s, 0) if op.kind is Kind.BW else 0
         most = max(most, live)
     return most
 
 
-def _workspace(layers: Sequence[LayerCost], kind: Kind) -> int:
-    """Bytes that an op of a stage needs at most, beside what is alive: in F those above hold nothing yet, in B no more than W needs."""
+def _workspace(layers: Sequence[LayerCost], kind: Kind, fresh: bool = False) -> int:
+    """Bytes that an op of a stage needs at most, beside what is alive: in F those above hold nothing yet, in B no more than W needs.
+    fresh: gradients are made as it goes."""
     most = above = 0
     for layer in reversed(layers):
+        above -= layer.gradient_bytes * fresh
         most = max(most, layer.workspace_bytes - above)
         above += layer.activation_bytes - (layer.stash_bytes if kind is Kind.B else 0)
     return most
@@ -134,7 +144,7 @@ def live_limits(layers: Sequence[LayerCost], counts: Sequence[int], placement: S
         return tuple(float(max(0, limit - aside - held)) for held in static_bytes(layers, counts, placement))
     ranks, kept = max(placement) + 1, [0.0] * (max(placement) + 1)
     for stage, rank in zip(stage_costs(layers, counts), placement, strict=True):
-        kept[rank] += stage.mem_f
+        kept[rank] += stage.held
     return (2.0 * ranks * max(kept),) * ranks
 
 

@@ -108,10 +108,10 @@ def test_another_precision_is_not_resumed(pool: Pool, tmp_path: Path) -> None:
     made = wanted(1, "1f1b", "bfloat16", steps=2) | {"checkpoint": {"every": 1}}
     pool.run("train_in", 1, config=made, folder=str(tmp_path))
     made["train"] |= {"precision": "float32", "steps": 3}
-    with pytest.raises(Exception, match="is bfloat16 in the checkpoint, float32 in the config's model; resume with the train.precision"):
+    with pytest.raises(Exception, match=r"is bfloat16 in the checkpoint, float32 in the config's model; resume with the train.precision"):
         pool.run("train_in", 1, config=made, folder=str(tmp_path), resume=True)
 
 
 def test_a_scale_that_stays_fails_where_it_overflows(pool: Pool) -> None:
-    with pytest.raises(Exception, match='nothing was updated. Lower train.loss_scale, or take "dynamic"'):
+    with pytest.raises(Exception, match=r'nothing was updated\. Lower train.loss_scale, or take "dynamic"'):
         pool.run("train", 1, config=wanted(1, "1f1b", "float16", loss_scale=2.0**40))

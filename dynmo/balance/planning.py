@@ -349,7 +349,7 @@ def _maker(job: Job) -> Make:
     def scheduled(costs: Costs) -> Schedule:
         costs, kept = _with_memory(costs), [0.0] * job.ranks
         for stage, rank in zip(costs.stages, job.placement, strict=True):
-            kept[rank] += stage.mem_f
+            kept[rank] += stage.held
         if job.memory_limit is None:
             caps = (2.0 * job.ranks * max(kept),) * job.ranks
         else:

@@ -307,7 +307,7 @@ class _MaskedFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
-        (x,) = ctx.saved_tensors
+        x = ctx.saved_tensors[0].detach()
         gy, weight, bias, mask = gradients[0], ctx.weight, ctx.bias, ctx.mask
         gx = torch.matmul(gy, weight) if ctx.needs_input_grad[0] else None
         if ctx.tape is None:

@@ -108,7 +108,8 @@ class _LinearFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, None, None, None]:
-        (x,) = ctx.saved_tensors
+        # Without its graph, which would keep the layer's inputs until W has run.
+        x = ctx.saved_tensors[0].detach()
         gy, weight, bias = gradients[0], ctx.weight, ctx.bias
         gx = torch.matmul(gy, weight) if ctx.needs_input_grad[0] else None
         ctx.tape.add(lambda: accumulate_linear(weight, bias, x, gy), x, gy)
