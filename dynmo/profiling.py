@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from statistics import median
 
 import torch
 
 from dynmo.api import Pipeline
+from dynmo.balance.recompute import recomputed
 from dynmo.config import Config
 from dynmo.costs import LayerCost
 from dynmo.data.batches import Batches
@@ -21,7 +22,7 @@ from dynmo.data.corpus import check_vocab, open_corpus
 from dynmo.dynamism import make_cases
 from dynmo.errors import ConfigError
 from dynmo.models.model import Model, load_model
-from dynmo.plan import recompute_for
+from dynmo.plan import recompute_for, shape_costs
 from dynmo.profile_file import Profile
 from dynmo.runtime.loss_scale import make_scaler
 from dynmo.runtime.mesh import arrange
@@ -88,7 +89,17 @@ def measure(config: Config, world: World, model: Model, steps: int, listen: List
             found.append(costs)
             if listen is not None:
                 listen(step, time.perf_counter() - start)
-    return profile_of(config, pipeline, tuple(_median(layer) for layer in zip(*found, strict=True)), steps)
+    measured = tuple(_median(layer) for layer in zip(*found, strict=True))
+    return profile_of(config, pipeline, _with_workspace(config, model, pipeline, measured), steps)
+
+
+def _with_workspace(config: Config, model: Model, pipeline: Pipeline, costs: tuple[LayerCost, ...]) -> tuple[LayerCost, ...]:
+    """What an op needs beside what it keeps, a run does not tell: shapes do, but not every model of one's own runs on shapes alone."""
+    try:
+        shapes = recomputed(shape_costs(config, model), pipeline.recomputed)
+    except Exception:
+        return costs
+    return tuple(replace(cost, workspace_bytes=shape.workspace_bytes) for cost, shape in zip(costs, shapes, strict=True))
 
 
 def profile_of(config: Config, pipeline: Pipeline, costs: tuple[LayerCost, ...], steps: int | None = None) -> Profile:
