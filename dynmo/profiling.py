@@ -14,7 +14,6 @@ from statistics import median
 import torch
 
 from dynmo.api import Pipeline
-from dynmo.balance.recompute import recomputed
 from dynmo.config import Config
 from dynmo.costs import LayerCost
 from dynmo.data.batches import Batches
@@ -22,7 +21,7 @@ from dynmo.data.corpus import check_vocab, open_corpus
 from dynmo.dynamism import make_cases
 from dynmo.errors import ConfigError
 from dynmo.models.model import Model, load_model
-from dynmo.plan import recompute_for, shape_costs
+from dynmo.plan import computed_again, recompute_for, shape_costs
 from dynmo.profile_file import Profile
 from dynmo.runtime.loss_scale import make_scaler
 from dynmo.runtime.mesh import arrange
@@ -96,7 +95,7 @@ def measure(config: Config, world: World, model: Model, steps: int, listen: List
 def _with_workspace(config: Config, model: Model, pipeline: Pipeline, costs: tuple[LayerCost, ...]) -> tuple[LayerCost, ...]:
     """What an op needs beside what it keeps, a run does not tell: shapes do, but not every model of one's own runs on shapes alone."""
     try:
-        shapes = recomputed(shape_costs(config, model), pipeline.recomputed)
+        shapes = computed_again(shape_costs(config, model), pipeline.recomputed)
     except Exception:
         return costs
     return tuple(replace(cost, workspace_bytes=shape.workspace_bytes) for cost, shape in zip(costs, shapes, strict=True))

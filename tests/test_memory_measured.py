@@ -12,13 +12,12 @@ from torch.profiler import ProfilerActivity, profile
 
 from dynmo.api import Pipeline
 from dynmo.balance.partition import uniform
-from dynmo.balance.recompute import recomputed
 from dynmo.config import parse
 from dynmo.data.batches import Batches
 from dynmo.data.corpus import open_corpus
 from dynmo.memory import rank_memory
 from dynmo.models.model import load_model
-from dynmo.plan import shape_costs
+from dynmo.plan import computed_again, shape_costs
 from dynmo.runtime.precision import PRECISIONS
 from dynmo.runtime.world import World
 from dynmo.schedule.catalogue import SCHEDULES
@@ -59,7 +58,7 @@ def peak(world: World, schedule: str, precision: str, again: list[int]) -> dict[
         now += event["args"]["Bytes"]
         most = max(most, now)
     held = sum(t.nbytes for module, optimizer in pipeline.own_layers.values() for t in (*module.parameters(), *optimizer.state().values()))
-    layers = recomputed(shape_costs(config, model), again)
+    layers = computed_again(shape_costs(config, model), again)
     made = pipeline.schedule_for(partition, pipeline.costs())
     return {
         "measured": held + most,
