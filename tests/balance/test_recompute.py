@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import combinations
 
 import pytest
@@ -62,7 +63,9 @@ def test_memory_is_what_a_replay_layer_by_layer_finds(case: tuple[tuple[LayerCos
     chosen = frozenset(data.draw(st.sets(st.integers(0, len(layers) - 1))))
     found = memory(layers, chosen, counts, schedule)
     assert list(found) == replayed(layers, chosen, counts, schedule)
-    assert memory(layers, (), counts, schedule) == rank_memory(layers, counts, schedule)
+    # Without messages, as it runs (an adjacent B and W are one), no more is needed.
+    silent = [replace(layer, output_bytes=0) for layer in layers]
+    assert all(a <= b for a, b in zip(rank_memory(silent, counts, schedule), memory(layers, (), counts, schedule), strict=True))
     more = memory(layers, {*chosen, data.draw(st.integers(0, len(layers) - 1))}, counts, schedule)
     assert all(a <= b for a, b in zip(more, found, strict=True)), "recomputing one more layer needs more memory"
 
