@@ -24,12 +24,16 @@ TOKENS = 2 * 4  # of a microbatch
 EMBEDDING, ATTENTION, FEED_FORWARD, HEAD = 256 * 8, 8 + 3 * 64 + 64, 8 + 2 * 32 * 8 + 32 * 8, 8 + 8 * 256
 
 
+# Bytes of rotary tables: cosine and sine of a sequence of 4, for 2 heads of 4 numbers, 2 pairs each.
+TABLES = (0, 2 * 4 * 2 * 4, 0, 0)
+
+
 def test_parameters_and_static_bytes() -> None:
     costs = shape_costs(parse(TINY), load_model(parse(TINY)))
     assert [c.parameters for c in costs] == [EMBEDDING, ATTENTION, FEED_FORWARD, HEAD]
-    # float32 weights, as many gradients, and two moments each.
+    # float32 weights, as many gradients, and two moments each; and the attention's rotary tables.
     assert [(c.weight_bytes, c.gradient_bytes, c.optimizer_bytes) for c in costs] == [
-        (4 * c.parameters, 4 * c.parameters, 8 * c.parameters) for c in costs
+        (4 * c.parameters + table, 4 * c.parameters, 8 * c.parameters) for c, table in zip(costs, TABLES, strict=True)
     ]
     assert [c.output_bytes for c in costs] == [TOKENS * 8 * 4] * 3 + [4]
 
@@ -59,6 +63,7 @@ def test_memory_by_hand() -> None:
         messages = (4 - rank) * costs[1].output_bytes
         workspace = max(own[1].workspace_bytes, own[0].workspace_bytes - own[1].activation_bytes + own[1].stash_bytes * rank)
         expected = sum(16 * c.parameters + in_flight * c.activation_bytes for c in own) + messages + workspace
+        expected += sum(TABLES[2 * rank : 2 * rank + 2])
         assert plan.memory[rank] == expected
     assert plan.to_json()["microbatches"] == 5
     assert "names" not in plan.to_json()
@@ -108,8 +113,8 @@ def test_gpipe_keeps_every_microbatch() -> None:
 
 def test_precision_halves_what_computes_and_keeps_float32_where_it_must() -> None:
     found = {name: shape_costs(made, load_model(made)) for name in PRECISIONS for made in [parse(_with(precision=name))]}
-    for wide, low in zip(found["float32"], found["bfloat16"], strict=True):
-        assert low.weight_bytes == wide.weight_bytes / 2
+    for wide, low, table in zip(found["float32"], found["bfloat16"], TABLES, strict=True):
+        assert low.weight_bytes - table == (wide.weight_bytes - table) / 2
         assert low.gradient_bytes == wide.gradient_bytes
         assert low.optimizer_bytes == 12 * low.parameters  # a master and two moments
         assert low.activation_bytes < wide.activation_bytes
