@@ -218,5 +218,8 @@ def computed_again(costs: Sequence[LayerCost], chosen: Collection[int]) -> tuple
     """Costs from shapes, where these layers compute again: what that brings back for a moment is workspace of their B. Shapes alone tell no
     times: every layer counts the same."""
     layers = [replace(c, f=1.0, b=1.0, w=1.0) for c in costs]
-    back = (old.activation_bytes - new.activation_bytes for old, new in zip(layers, recomputed(layers, chosen), strict=True))
-    return tuple(replace(c, workspace_bytes=c.workspace_bytes + x) for c, x in zip(recomputed(layers, chosen), back, strict=True))
+    again = list(recomputed(layers, chosen))
+    if 0 in chosen:  # what the first layer keeps is a part of the batch, which is there anyway
+        again[0] = replace(again[0], activation_bytes=0)
+    back = (old.activation_bytes - new.activation_bytes for old, new in zip(layers, again, strict=True))
+    return tuple(replace(c, workspace_bytes=c.workspace_bytes + x) for c, x in zip(again, back, strict=True))

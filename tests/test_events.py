@@ -25,6 +25,7 @@ from dynmo.events import (
     ReshapeEvent,
     RollbackEvent,
     ScheduleEvent,
+    SkippedEvent,
     StepEvent,
     from_json,
     now,
@@ -34,6 +35,7 @@ from dynmo.events import (
 
 ALL: list[Event] = [
     StepEvent(0, 1.5, 0.1 + 0.2, 1e5 / 3, 0.25, math.pi, 1e-300, None, 3e-4, (4, 4), 2),
+    SkippedEvent(0, 2.25, 65536.0, 32768.0),
     EvalEvent(0, 2.5, 5e-324),
     ChangeEvent(1, 2.75, "freezing", (0, 1), "froze layers 0 to 1"),
     RebalanceEvent(1, 3.0, 1, (4, 4), (6, 2), 123456789, 0.01, -0.0, "exact: é\n", 0.2, 0.3),
@@ -61,6 +63,7 @@ def test_round_trip(tmp_path: Path) -> None:
     lines = path.read_text().splitlines()
     assert [json.loads(line)["event"] for line in lines] == [
         "step",
+        "skipped",
         "eval",
         "change",
         "rebalance",
@@ -72,7 +75,7 @@ def test_round_trip(tmp_path: Path) -> None:
         "checkpoint",
         "end",
     ]
-    moved = json.loads(lines[3])
+    moved = json.loads(lines[4])
     assert (moved["from"], moved["to"]) == ([4, 4], [6, 2]), "the words of the contract"
     assert "source" not in moved
 

@@ -59,7 +59,7 @@ def peak(world: World, schedule: str, precision: str, again: list[int]) -> dict[
         most = max(most, now)
     held = sum(t.nbytes for module, optimizer in pipeline.own_layers.values() for t in (*module.parameters(), *optimizer.state().values()))
     layers = computed_again(shape_costs(config, model), again)
-    made = pipeline.schedule_for(partition, pipeline.costs())
+    made = pipeline.schedule_for(partition, pipeline._known)  # as it ran
     return {
         "measured": held + most,
         "predicted": rank_memory(layers, partition.counts, made)[world.rank],
