@@ -1,0 +1,162 @@
+"""Reading a config: TOML and `--set section.key=value` in, a `Config` or one line that says what was wrong out.
+
+Defaults < TOML < `--set`. A key or value of the contract that this version cannot serve yet is an error that says so: it is never ignored,
+and never taken for a typing mistake.
+"""
+
+from __future__ import annotations
+
+import difflib
+import tomllib
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+from pydantic import ValidationError
+
+from dynmo.config.sections import Config, Section
+from dynmo.config.values import CASES, NOT_SERVED, PLANNED_CASES
+from dynmo.config.writing import value_text
+from dynmo.errors import ConfigError
+
+
+def load(path: str | Path | None = None, overrides: Sequence[str] = ()) -> Config:
+    """The config of the TOML file at `path` (None: the defaults), changed by `section.key=value` overrides, the last of a key winning.
+
+    A value is in TOML syntax; a string may go without quotes. Raises ConfigError, one line: file, key, what was wrong, what to do.
+    """
+    data = {} if path is None else _read(Path(path))
+    for text in overrides:
+        _override(data, text)
+    where = "defaults" if path is None else str(path)
+    return parse(data, where, frozenset(text.partition("=")[0].strip() for text in overrides))
+
+
+def parse(data: Mapping[str, Any], where: str = "config", overridden: Collection[str] = ()) -> Config:
+    """The config of nested dicts. `where` is named in errors, but for the `overridden` keys `--set` is. Raises ConfigError."""
+    try:
+        return Config.model_validate(dict(data))
+    except ValidationError as error:
+        problems = error.errors(include_url=False)
+        # One line tells one problem, and of several the one most likely at the root: a key that nobody knows.
+        problem = next((p for p in problems if p["type"] == "extra_forbidden"), problems[0])
+        parts = tuple(str(part) for part in problem["loc"] if not isinstance(part, int))
+        if not parts:
+            where = f"{where} and --set" if overridden else where
+        elif ".".join(parts) in overridden:
+            where = "--set"
+        more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
+        raise _error(f"{where}: {_explain(dict(problem), parts)}{more}") from None
+
+
+def _error(message: str) -> ConfigError:
+    """One printable line, whatever keys and values it quotes."""
+    return ConfigError("".join(c if c.isprintable() else "?" for c in " ".join(message.split())))
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_bytes().decode())
+    except OSError as error:
+        raise _error(f"{path}: cannot be read ({error.strerror}); give the path of a TOML file") from None
+    except UnicodeDecodeError as error:
+        raise _error(f"{path}: not UTF-8 text (byte {error.start}); save it as UTF-8") from None
+    except (ValueError, RecursionError) as error:  # tomllib's own error, but also an integer of thousands of digits
+        raise _error(f"{path}: not valid TOML: {error}") from None
+
+
+def _override(data: dict[str, Any], text: str) -> None:
+    key, equals, value = (part.strip() for part in text.partition("="))
+    if not equals:
+        raise _error(f"--set {text}: no '='; write section.key=value")
+    parts = tuple(key.split("."))
+    fields = _fields(parts[:-1])
+    if fields is None or parts[-1] not in fields:
+        raise _error(f"--set: {_unknown(parts)}")
+    if _fields(parts) is not None:
+        raise _error(f"--set: {key} is a section; set its keys one by one, like {key}.{next(iter(_fields(parts) or ()))}=...")
+    node = data
+    for part in parts[:-1]:
+        inner: object = node.setdefault(part, {})
+        if not isinstance(inner, dict):
+            raise _error(f"--set {text}: {part} must be a section in the file; write [{part}] there")
+        node = cast(dict[str, Any], inner)
+    node[parts[-1]] = _value(text, value, plain=fields[parts[-1]] is str)
+
+
+def _value(text: str, value: str, plain: bool) -> Any:
+    """An override's value: TOML, or else a bare string. A `plain` key is a string, so that a run may be called 2024."""
+    try:
+        table = tomllib.loads(f"value = {value}")
+    except (ValueError, RecursionError) as error:
+        if value.startswith(("'", '"', "[", "{")):  # meant as TOML
+            raise _error(f"--set {text}: not a TOML value: {error}") from None
+        return value
+    if len(table) > 1 or (plain and not isinstance(table["value"], str)):
+        return value
+    return table["value"]
+
+
+# Naming what was wrong.
+
+
+def _fields(parts: Sequence[str]) -> dict[str, Any] | None:
+    """Key -> type of the section at `parts`; None if that is no section."""
+    section: Any = Config
+    for part in parts:
+        section = section.model_fields[part].annotation if part in section.model_fields else None
+        if not (isinstance(section, type) and issubclass(section, Section)):
+            return None
+    return {key: field.annotation for key, field in cast(type[Section], section).model_fields.items()}
+
+
+def _keys(parts: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    for key in _fields(parts) or ():
+        yield (*parts, key)
+        yield from _keys((*parts, key))
+
+
+def _unknown(parts: tuple[str, ...]) -> str:
+    """An unknown key, and the nearest: in its own section, else the same word elsewhere; or of an unknown section, the whole path."""
+    key, section = ".".join(parts), parts[:-1]
+    if section == ("dynamism",) and parts[-1] in PLANNED_CASES:
+        return f"{key} is {NOT_SERVED}; the cases served are {', '.join(CASES)}"
+    siblings, known = _fields(section), [".".join(path) for path in _keys()]
+    near = [".".join((*section, word)) for word in difflib.get_close_matches(parts[-1], siblings or (), 1)]
+    near = near or [path for path in known if path.endswith(f".{parts[-1]}")]
+    if siblings is None:
+        near = near or difflib.get_close_matches(key, known, 1)
+    if near:
+        return f"unknown key {key}; did you mean {near[0]}?"
+    if siblings and section:
+        return f"unknown key {key}; [{'.'.join(section)}] has {', '.join(siblings)}"
+    return f"unknown key {key}; known at the top are {', '.join(_fields(()) or ())}"
+
+
+_SAY = {"tuple_type": "must be a list, like [1, 2]", "missing": "missing; the list is too short", "too_long": "the list is too long"}
+
+
+def _explain(problem: dict[str, Any], parts: tuple[str, ...]) -> str:
+    """One of pydantic's problems in the words of a TOML file."""
+    kind, value = problem["type"], problem["input"]
+    if kind == "extra_forbidden":
+        return _unknown(parts)
+    if kind == "model_type":
+        return f"{'.'.join(parts)} must be a section: write [{'.'.join(parts)}]"
+    if kind == "value_error":
+        what = str(problem["ctx"]["error"])
+        if not parts:
+            return what
+    else:
+        what = _SAY.get(kind) or str(problem["msg"]).replace("Input should be", "must be")
+    key = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in problem["loc"]).lstrip(".")
+    shown = "" if kind == "missing" else f" = {_short(value)}"
+    return f"{key}{shown}: {what}"
+
+
+def _short(value: object) -> str:
+    try:
+        text = value_text(value)
+    except RecursionError:  # lists in lists, deeper than anything here is
+        text = "[[..."
+    return text if len(text) <= 60 else text[:57] + "..."

@@ -1,0 +1,211 @@
+"""What a single value may be: types with their limits, and checks whose message says what was wrong and what to write instead."""
+
+from __future__ import annotations
+
+import difflib
+import itertools
+import math
+import re
+from collections.abc import Collection, Sequence
+from typing import Annotated, TypeAlias, cast
+
+from pydantic import AfterValidator, BeforeValidator, Field, PlainValidator
+
+from dynmo.config.writing import value_text
+
+NOT_SERVED = "known but not served by this version"
+_LARGEST = 2**31 - 1  # of any count: a slip of the keyboard should not become an endless loop
+_UNITS = {"": 1, "B": 1} | {
+    f"{letter}{suffix}": base ** (i + 1) for suffix, base in (("iB", 1024), ("B", 1000)) for i, letter in enumerate("KMGT")
+}
+
+# Of [dynamism] cases: those of this version, and those of the contract that are still to come.
+CASES = ("freezing", "pruning", "sparse_attention")
+PLANNED_CASES = ("early_exit", "moe", "mixture_of_depths")
+
+
+def parse_bytes(text: str) -> int:
+    """Bytes from "40GiB", "1.5 GB" or "4096" (KiB, MiB, GiB, TiB are powers of 1024, KB to TB of 1000). Raises ValueError."""
+    match = re.fullmatch(r"\s*(\d{1,15}(?:\.\d{1,15})?)\s*([A-Za-z]*)\s*", text, re.ASCII)
+    if match is None or match[2] not in _UNITS:
+        raise ValueError('not a size; write bytes, or a number and one of KiB, MiB, GiB, TiB, KB, MB, GB, TB, like "40GiB"')
+    return int(float(match[1]) * _UNITS[match[2]]) if "." in match[1] else int(match[1]) * _UNITS[match[2]]
+
+
+def _quoted(words: Collection[str]) -> str:
+    return ", ".join(f'"{word}"' for word in words)
+
+
+def _check_word(value: str, served: Collection[str], planned: Collection[str]) -> str:
+    if value in served:
+        return value
+    choices = f"choose one of {_quoted(served)}" if len(served) > 1 else f"use {_quoted(served)}"
+    if value in planned:
+        raise ValueError(f"{NOT_SERVED}; {choices}")
+    near = difflib.get_close_matches(value, served, 1) if len(served) > 1 else ()
+    raise ValueError(f'unknown; did you mean "{near[0]}"? {choices}' if near else f"unknown; {choices}")
+
+
+def word(served: Collection[str], planned: Collection[str] = ()) -> AfterValidator:
+    def check(value: str) -> str:
+        return _check_word(value, served, planned)
+
+    return AfterValidator(check)
+
+
+def only(served: bool | int) -> AfterValidator:
+    def check(value: bool | int) -> bool | int:
+        if value != served:
+            raise ValueError(f"{NOT_SERVED}; use {value_text(served)}")
+        return value
+
+    return AfterValidator(check)
+
+
+def _nothing_yet(value: object) -> object:
+    if value is not None:
+        raise ValueError(f"{NOT_SERVED}; leave it out")
+    return value
+
+
+def _check_name(value: str) -> str:
+    # The name becomes a folder: nothing that a path could read as "elsewhere" or hide.
+    if not re.fullmatch(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,99}", value):
+        raise ValueError("must be 1 to 100 letters, digits, '.', '_' or '-', not starting with '.'")
+    return value
+
+
+def _check_kind(value: str) -> str:
+    if not value.startswith("python:"):
+        return _check_word(value, ("gpt", "emulated"), ("moe", "hf"))
+    if not re.fullmatch(r"python:[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*", value):
+        raise ValueError('a model of your own is written "python:package.module:function"')
+    return value
+
+
+def _check_case(value: str) -> str:
+    if not value.startswith("python:"):
+        return _check_word(value, CASES, PLANNED_CASES)
+    if not re.fullmatch(r"python:[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*", value):
+        raise ValueError('a case of your own is written "python:package.module:Class"')
+    return value
+
+
+def _check_source(value: str) -> str:
+    if value.startswith("hf:"):
+        raise ValueError(f'{NOT_SERVED}; use "stdlib" or "file:PATH"')
+    if value != "stdlib" and (not value.startswith("file:") or value == "file:"):
+        raise ValueError('unknown; use "stdlib" or "file:PATH"')
+    return value
+
+
+def _check_seconds(value: object) -> float | tuple[float, ...]:
+    # By hand: for a union pydantic would report one error per alternative.
+    if isinstance(value, list | tuple):
+        return tuple(_check_one_time(item) for item in cast(Sequence[object], value))
+    return _check_one_time(value)
+
+
+def _check_one_time(value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1e9:
+        raise ValueError("must be seconds, 0 or more: a number, or a list of one number per layer")
+    return float(value)
+
+
+def _check_dense_below(value: object) -> float | str:
+    if value == "measured":
+        return "measured"
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
+        raise ValueError('must be a share from 0 to 1, or "measured"')
+    return float(value)
+
+
+def _check_loss_scale(value: object) -> float | str | None:
+    if value is None or value == "dynamic":
+        return cast("str | None", value)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 1 <= value <= 2**64 or math.frexp(value)[0] != 0.5:
+        raise ValueError('must be "dynamic" or a power of two from 1 to 2^64: others would round the gradients')
+    return float(value)
+
+
+def _check_recompute(value: object) -> str | tuple[int, ...]:
+    if isinstance(value, str):
+        return _check_word(value, ("none", "all", "auto"), ())
+    items = cast(Sequence[object], value) if isinstance(value, list | tuple) else [None]
+    if not all(isinstance(x, int) and not isinstance(x, bool) and x >= 0 for x in items):
+        raise ValueError('must be "none", "all", "auto", or a list of layer indices from 0 on')
+    return tuple(sorted({cast(int, x) for x in items}))
+
+
+def _check_every(value: object) -> int | str:
+    if value == "auto":
+        return "auto"
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= _LARGEST:
+        raise ValueError('must be a number of steps greater than or equal to 1, or "auto"')
+    return value
+
+
+def _check_memory(value: object) -> object:
+    return parse_bytes(value) if isinstance(value, str) else value
+
+
+def _check_unique(value: tuple[str, ...]) -> tuple[str, ...]:
+    if len(set(value)) < len(value):
+        raise ValueError("a case is named twice; name each once")
+    return value
+
+
+def _check_pairs(value: tuple[tuple[int, int], ...]) -> tuple[tuple[int, int], ...]:
+    for (step, layers), (next_step, next_layers) in itertools.pairwise(value):
+        if next_step <= step or next_layers < layers:
+            raise ValueError(f"[{next_step}, {next_layers}] after [{step}, {layers}]: steps must ascend, and frozen layers never be fewer")
+    return value
+
+
+def _check_blocks(value: tuple[tuple[int, tuple[int, ...]], ...]) -> tuple[tuple[int, tuple[int, ...]], ...]:
+    for (step, _), (next_step, _) in itertools.pairwise(value):
+        if next_step <= step:
+            raise ValueError(f"step {next_step} after step {step}: steps must ascend")
+    return value
+
+
+def _check_even(value: int) -> int:
+    if value % 2:
+        raise ValueError(f"must be even, for a direction and its opposite are two buckets; use {value + 1}")
+    return value
+
+
+def _check_shapes(value: tuple[tuple[int, int, int], ...]) -> tuple[tuple[int, int, int], ...]:
+    for (step, *_), (next_step, *_) in itertools.pairwise(value):
+        if next_step <= step:
+            raise ValueError(f"step {next_step} after step {step}: steps must ascend")
+    return value
+
+
+Count: TypeAlias = Annotated[int, Field(ge=1, le=_LARGEST)]
+Whole: TypeAlias = Annotated[int, Field(ge=0, le=_LARGEST)]
+NonNegative: TypeAlias = Annotated[float, Field(ge=0)]
+Positive: TypeAlias = Annotated[float, Field(gt=0)]
+Share: TypeAlias = Annotated[float, Field(ge=0, le=1)]
+BelowOne: TypeAlias = Annotated[float, Field(ge=0, lt=1)]
+# TOML has lists only, and strict pydantic takes no list for a tuple: so tuples (frozen, hashable) are lax, their items are not.
+Lax = Field(strict=False)
+
+Seconds: TypeAlias = Annotated[float | tuple[float, ...], PlainValidator(_check_seconds)]
+MemoryLimit: TypeAlias = Annotated[int | None, Field(ge=1), BeforeValidator(_check_memory)]
+RunName: TypeAlias = Annotated[str, AfterValidator(_check_name)]
+ModelKind: TypeAlias = Annotated[str, AfterValidator(_check_kind)]
+DataSource: TypeAlias = Annotated[str, AfterValidator(_check_source)]
+LossScale: TypeAlias = Annotated[float | str | None, PlainValidator(_check_loss_scale)]
+Recompute: TypeAlias = Annotated[str | tuple[int, ...], PlainValidator(_check_recompute)]
+Every: TypeAlias = Annotated[int | str, PlainValidator(_check_every)]
+DenseBelow: TypeAlias = Annotated[float | str, PlainValidator(_check_dense_below)]
+Buckets: TypeAlias = Annotated[Count, AfterValidator(_check_even)]
+Blocks: TypeAlias = Annotated[tuple[Whole, ...], Lax]
+Cases: TypeAlias = Annotated[tuple[Annotated[str, AfterValidator(_check_case)], ...], Lax, AfterValidator(_check_unique)]
+NothingYet: TypeAlias = Annotated[int | None, AfterValidator(_nothing_yet)]
+
+# What happens at which step; steps ascend.
+FrozenAt: TypeAlias = Annotated[tuple[Annotated[tuple[Whole, Whole], Lax], ...], Lax, AfterValidator(_check_pairs)]
+BlocksAt: TypeAlias = Annotated[tuple[Annotated[tuple[Whole, Blocks], Lax], ...], Lax, AfterValidator(_check_blocks)]
+ShapesAt: TypeAlias = Annotated[tuple[Annotated[tuple[Count, Count, Count], Lax], ...], Lax, AfterValidator(_check_shapes)]
