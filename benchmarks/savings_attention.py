@@ -28,7 +28,9 @@ from torch import Tensor
 
 from benchmarks.harness import bound_of, main, run_ranks
 from dynmo.kernels import hash_attention as kernel
-from dynmo.kernels.hash_attention import Dropped, Hashed, SparseAttention, dense_attention, draw_kept, hash_buckets, plan_buckets, plan_kept
+from dynmo.kernels.drop_attention import Dropped, draw_kept, plan_kept
+from dynmo.kernels.hash_attention import Hashed, hash_buckets, plan_buckets
+from dynmo.kernels.shared_qk import SparseAttention, dense_attention, scale_keys, take
 from dynmo.models.gpt import AttentionHalf, SharedAttentionHalf
 from dynmo.runtime.split_backward import Layer
 from dynmo.runtime.world import World
@@ -94,13 +96,13 @@ def around(x: Tensor, v: Tensor, hashed: Hashed) -> Seconds:
     q, k, values = (x.new_empty(plan.rows.shape[0], x.shape[3]) for _ in range(3))
     factors = x.new_empty(plan.rows.shape[0])
     for chunk in plan.chunks:
-        kernel._take(x, plan.rows[chunk.places], q[chunk.places])
-        kernel._take(v, plan.rows[chunk.places], values[chunk.places])
-        kernel._scale(q[chunk.places], 0.125, k[chunk.places], factors[chunk.places])
+        take(x, plan.rows[chunk.places], q[chunk.places])
+        take(v, plan.rows[chunk.places], values[chunk.places])
+        scale_keys(q[chunk.places], 0.125, k[chunk.places], factors[chunk.places])
     values.index_select(0, plan.places)
     middle = time.thread_time()
     for chunk in plan.chunks:
-        kernel._take(v, plan.rows[chunk.places], values[chunk.places])
+        take(v, plan.rows[chunk.places], values[chunk.places])
     gx, keys = x.new_empty(plan.places.shape[0], x.shape[3]), k.numpy()
     kernel._spread_x(q.numpy(), keys, keys, factors.numpy(), keys.dtype.type(64.0), plan.places.numpy(), gx.numpy())
     values.index_select(0, plan.places)

@@ -31,17 +31,14 @@ from torch import nn
 from benchmarks.harness import bound_of, machine, run_ranks
 from dynmo.config import parse
 from dynmo.kernels import sparse_linear
+from dynmo.kernels.csr import pack, sddmm_, spmm, unpack
 from dynmo.kernels.sparse_linear import (
     SparseLinear,
     crossover,
     linears,
     make_pruned,
-    pack,
     prune,
-    sddmm_,
-    spmm,
     survivors,
-    unpack,
 )
 from dynmo.models.gpt import make
 from dynmo.runtime.clock import clock_for

@@ -1,7 +1,8 @@
 """Sparse attention: from a step on, the attention of some blocks computes only a part of its pairs (DynMo 2.2 and F.5).
 
-Which pairs, `dynmo.kernels.hash_attention` says: those in one hash bucket, or those of the queries and keys that are not dropped. F and B
-of the attention fall, W does not (ALGORITHMS: "where the work falls"). Blocks differ: by schedule, and by how evenly their buckets fill.
+Which pairs, the kernel says: those in one hash bucket (`hash_attention`), or those of the queries and keys that are not dropped
+(`drop_attention`). F and B of the attention fall, W does not (ALGORITHMS: "where the work falls"). Blocks differ: by schedule, and by how
+evenly their buckets fill.
 
 Directions (or what is dropped) are drawn anew each step from a stream keyed by seed, layer and step. Every rank tells all layers, those of
 other ranks too, what they compute at this step; so a layer that moves knows already, and nothing has to be sent.
@@ -16,8 +17,10 @@ from torch import nn
 
 from dynmo.dynamism import Change, Dynamism, Forecast, Layers
 from dynmo.errors import ConfigError
-from dynmo.kernels.hash_attention import Dropped, Hashed, SparseAttention
+from dynmo.kernels.drop_attention import Dropped
+from dynmo.kernels.hash_attention import Hashed
 from dynmo.kernels.seeds import Purpose, mix
+from dynmo.kernels.shared_qk import SparseAttention
 
 Blocks = tuple[int, ...] | None
 """Indices of blocks; None: all."""

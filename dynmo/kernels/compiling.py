@@ -18,7 +18,8 @@ import torch
 from torch import nn
 
 from dynmo.errors import ConfigError
-from dynmo.kernels.hash_attention import Dropped, Hashed
+from dynmo.kernels.drop_attention import Dropped
+from dynmo.kernels.hash_attention import Hashed
 from dynmo.kernels.split import Split
 
 # A layer's code is compiled anew for each dtype, for training and evaluation, and with parts of it frozen: a dozen or two.

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from dynmo.config import Config
-from dynmo.kernels import hash_attention
-from dynmo.kernels.hash_attention import SparseAttention
+from dynmo.kernels import shared_qk
+from dynmo.kernels.shared_qk import SparseAttention
 from dynmo.models.model import Model, from_factories, next_token_loss
 
 
@@ -87,7 +87,7 @@ class SharedAttentionHalf(AttentionHalf):
         both, v = self.qkv(self.norm(x)).view(batch, sequence, 2, self.heads, hidden // self.heads).unbind(2)
         cosine, sine = (t[:sequence, None].to(x.dtype) for t in (self.cosine, self.sine))
         both = rotate(both, cosine, sine)
-        out = hash_attention.dense_attention(both, v) if self.sparse_attention is None else self.sparse_attention(both, v)
+        out = shared_qk.dense_attention(both, v) if self.sparse_attention is None else self.sparse_attention(both, v)
         return x + self.dropout(self.proj(out.reshape(batch, sequence, hidden)))
 
 

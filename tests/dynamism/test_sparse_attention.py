@@ -18,7 +18,8 @@ from dynmo.dynamism import Change, make_cases
 from dynmo.dynamism.sparse_attention import SparseAttentionCase, expected_ratio
 from dynmo.errors import ConfigError
 from dynmo.events import ChangeEvent, StepEvent, read
-from dynmo.kernels.hash_attention import Dropped, Hashed
+from dynmo.kernels.drop_attention import Dropped
+from dynmo.kernels.hash_attention import Hashed
 from dynmo.models.gpt import SharedAttentionHalf
 from dynmo.models.model import load_model
 from tests.dynamism.kept import Kept

@@ -1,8 +1,6 @@
-"""Sparse attention against dense attention with a mask: values and gradients, whatever the shapes, buckets and tiles."""
+"""Attention within hash buckets against dense attention with a mask: values and gradients, whatever the shapes, buckets and tiles."""
 
 from __future__ import annotations
-
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -11,33 +9,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from dynmo.errors import RunError
-from dynmo.kernels import hash_attention as kernel
 from dynmo.kernels import hash_attention_triton
-from dynmo.kernels.hash_attention import (
-    dense_attention,
-    draw_directions,
-    draw_kept,
-    drop_attention,
-    hash_attention,
-    hash_buckets,
-    plan_buckets,
-    plan_kept,
-)
-
-torch.set_num_threads(1)  # as a rank has them
-
-
-def reference(x: Tensor, v: Tensor, seen: Tensor) -> Tensor:
-    """Every pair is computed, and those not in `seen` [batch, heads, query, key] masked away. A row without any gives 0."""
-    q, k, values = x.transpose(1, 2), (x / x.norm(dim=-1, keepdim=True)).transpose(1, 2), v.transpose(1, 2)
-    scores = (q @ k.mT / x.shape[-1] ** 0.5).masked_fill(~seen, -torch.inf)
-    some = seen.any(-1, keepdim=True)
-    weights = torch.softmax(scores.masked_fill(~some, 0.0), -1) * some
-    return (weights @ values).transpose(1, 2)
-
-
-def before(batch: int, sequence: int, heads: int) -> Tensor:
-    return torch.ones(sequence, sequence, dtype=torch.bool).tril(-1).expand(batch, heads, sequence, sequence)
+from dynmo.kernels.hash_attention import draw_directions, hash_attention, hash_buckets, plan_buckets
+from dynmo.kernels.shared_qk import dense_attention
+from tests.kernels.attention import before, check, inputs, reference, shapes
 
 
 def seen_in_buckets(buckets: Tensor) -> Tensor:
@@ -46,56 +21,12 @@ def seen_in_buckets(buckets: Tensor) -> Tensor:
     return (each[..., :, None] == each[..., None, :]) & before(batch, sequence, heads)
 
 
-def seen_of_kept(batch: int, sequence: int, queries: Tensor, keys: Tensor) -> Tensor:
-    heads = queries.shape[0]
-    stays = torch.zeros(2, heads, sequence, dtype=torch.bool)
-    stays[0].scatter_(1, queries, True)
-    stays[1].scatter_(1, keys, True)
-    return stays[0][None, :, :, None] & stays[1][None, :, None, :] & before(batch, sequence, heads)
-
-
-def inputs(
-    batch: int, sequence: int, heads: int, size: int, dtype: torch.dtype = torch.float64, seed: int = 0
-) -> tuple[Tensor, Tensor, Tensor]:
-    """x, v and the gradient of the output."""
-    generator = torch.Generator().manual_seed(seed)
-    x, v, g = (torch.randn(batch, sequence, heads, size, generator=generator, dtype=dtype) for _ in range(3))
-    return x, v, g
-
-
-def check(ours: Callable[[Tensor, Tensor], Tensor], seen: Tensor, shape: tuple[int, int, int, int], tolerance: float = 1e-11) -> None:
-    x, v, g = inputs(*shape)
-    results: list[tuple[Tensor, ...]] = []
-    for attend in (ours, lambda x, v: reference(x, v, seen)):
-        leaves = [t.clone().requires_grad_() for t in (x, v)]
-        out = attend(*leaves)
-        out.backward(g)
-        results.append((out.detach(), *(leaf.grad for leaf in leaves if leaf.grad is not None)))
-    for name, actual, expected in zip(("values", "gradient of x", "gradient of v"), *results, strict=True):
-        torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance, msg=lambda m, name=name: f"{name}: {m}")
-
-
-shapes = st.tuples(st.integers(1, 3), st.integers(1, 70), st.integers(1, 3), st.sampled_from([1, 2, 4, 8, 24]))
-
-
 @given(shapes, st.integers(1, 9), st.integers(1, 40), st.integers(0, 5))
 def test_hashed(shape: tuple[int, int, int, int], count: int, tile: int, skew: int) -> None:
     """skew: the higher, the fuller the first bucket; the last are then often empty."""
     chosen = torch.rand(shape[:3], generator=torch.Generator().manual_seed(count)) ** (1 + skew)
     buckets = (chosen * count).long()
     check(lambda x, v: hash_attention(x, v, buckets, count, tile), seen_in_buckets(buckets), shape)
-
-
-@given(shapes, st.floats(0, 0.99), st.integers(1, 40))
-def test_dropped(shape: tuple[int, int, int, int], dropped: float, tile: int) -> None:
-    queries, keys = draw_kept(shape[2], shape[1], dropped, seed=3)
-    seen = seen_of_kept(*shape[:2], queries, keys)
-    check(lambda x, v: drop_attention(x, v, queries, keys, tile), seen, shape)
-
-
-@given(shapes)
-def test_dense(shape: tuple[int, int, int, int]) -> None:
-    check(dense_attention, before(*shape[:3]), shape)
 
 
 def test_several_batches_of_buckets() -> None:
@@ -109,11 +40,9 @@ def test_several_batches_of_buckets() -> None:
     check(lambda x, v: hash_attention(x, v, buckets, 32, 16), seen_in_buckets(buckets), shape)
 
 
-def test_one_bucket_and_nothing_dropped_are_dense() -> None:
+def test_one_bucket_is_dense() -> None:
     x, v, _ = inputs(2, 33, 2, 8)
-    dense = dense_attention(x, v)
-    torch.testing.assert_close(hash_attention(x, v, torch.zeros(2, 33, 2, dtype=torch.int64), 1), dense)
-    torch.testing.assert_close(drop_attention(x, v, *draw_kept(2, 33, 0.0, 0)), dense)
+    torch.testing.assert_close(hash_attention(x, v, torch.zeros(2, 33, 2, dtype=torch.int64), 1), dense_attention(x, v))
 
 
 def test_a_position_does_not_attend_to_itself() -> None:
@@ -155,15 +84,9 @@ def test_the_first_of_equals() -> None:
     assert hash_buckets(x, torch.eye(2)[None]).flatten().tolist() == [0, 1, 0, 2]
 
 
-@given(st.integers(0, 2**62), st.integers(1, 40), st.floats(0, 0.999))
-def test_what_is_drawn_follows_from_the_seed(seed: int, sequence: int, dropped: float) -> None:
+@given(st.integers(0, 2**62))
+def test_what_is_drawn_follows_from_the_seed(seed: int) -> None:
     torch.rand(1)  # whatever state the default generator is in
-    first, second = draw_kept(2, sequence, dropped, seed), draw_kept(2, sequence, dropped, seed)
-    for a, b in zip(first, second, strict=True):
-        assert torch.equal(a, b)
-        assert (a.diff() > 0).all()
-        assert 0 <= a.min() <= a.max() < sequence
-        assert a.shape == (2, max(1, round((1 - dropped) * sequence)))
     assert torch.equal(draw_directions(2, 4, 6, seed), draw_directions(2, 4, 6, seed))
     assert not torch.equal(draw_directions(2, 4, 6, seed), draw_directions(2, 4, 6, seed + 1))
 
@@ -195,7 +118,7 @@ def test_work_is_skipped(tile: int, monkeypatch: pytest.MonkeyPatch) -> None:
     buckets = hash_buckets(x, draw_directions(2, size, 16, 0))
     plan = plan_buckets(buckets, 16, tile)
     x, v = x.requires_grad_(), v.requires_grad_()
-    monkeypatch.setattr(kernel.torch, "bmm", counting)
+    monkeypatch.setattr(torch, "bmm", counting)
     out = hash_attention(x, v, buckets, 16, tile)
     assert done == 2 * plan.computed * size
     out.backward(g)
@@ -203,14 +126,6 @@ def test_work_is_skipped(tile: int, monkeypatch: pytest.MonkeyPatch) -> None:
     dense = 2 * sequence * (sequence - 1) // 2
     assert plan.pairs < 0.12 * dense
     assert plan.computed < {8: 1.7, 32: 2.5}[tile] * plan.pairs
-
-
-def test_dropping_skips_the_square() -> None:
-    queries, keys = draw_kept(4, 512, 0.5, 0)
-    plan = plan_kept(2, 512, queries, keys, 32, torch.float32)
-    assert plan.pairs == int(seen_of_kept(2, 512, queries, keys).sum())
-    assert plan.pairs < plan.computed < 1.3 * plan.pairs
-    assert 0.2 < plan.pairs / (8 * 512 * 511 / 2) < 0.3
 
 
 @pytest.mark.gpu

@@ -1,0 +1,151 @@
+"""Strict causal attention whose queries and keys are one vector x per position and head; the key is x / |x|.
+
+A position never attends to itself (its own key would always win): i attends to j < i, and a query with nothing before it gives 0. Here are
+dense attention, and what sparse kinds of it are made of on CPU: rows gathered one behind the other, and tiles of queries and keys. B
+computes the same tiles again from what F gathered.
+
+The order of all sums follows from the tiles alone, so a layer leaves the same bits on any rank. On CPU the sparse kinds attend x and v of
+bfloat16 or float16 in float32, and round the result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.nn import functional
+
+from dynmo.kernels.jit import jit
+from dynmo.kernels.split import LOW
+
+SHORTEST = 1e-6  # a shorter x is divided by this, not by its length
+# The sum over a head's numbers may be split over a vector's lanes: the same way on every rank, for all run this code.
+FAST = ("reassoc", "contract", "nsz")
+
+Layout = tuple[int, int, int, int, int]  # sequence, heads, and the strides of batch, position and head
+
+SparseAttention = Callable[[Tensor, Tensor], Tensor]
+"""Takes x and v, [batch, sequence, heads, size] each, and gives the like."""
+
+
+def dense_attention(x: Tensor, v: Tensor) -> Tensor:
+    """The same attention with nothing left out: position i attends to all j < i. x, v: [batch, sequence, heads, size]; like x.
+
+    Query i + 1 sees keys 0..i, so one place aside it is plain causal attention.
+    """
+    q, k, values = x[:, 1:], x[:, :-1] / x[:, :-1].norm(dim=-1, keepdim=True).clamp_min(SHORTEST), v[:, :-1]
+    out = functional.scaled_dot_product_attention(q.transpose(1, 2), k.transpose(1, 2), values.transpose(1, 2), is_causal=True)
+    return functional.pad(out.transpose(1, 2), (0, 0, 0, 0, 1, 0))
+
+
+# -- tiles ------------------------------------------------------------------------------------------------------------------------
+
+
+class Tile(NamedTuple):
+    """Queries start..stop-1 against keys 0..end-1; `mask` hides some of the keys masked_from..end-1. rows: 0 for a query without keys."""
+
+    start: int
+    stop: int
+    end: int
+    masked_from: int
+    mask: Tensor
+    rows: Tensor | None = None
+
+
+def _weights(q: Tensor, k: Tensor, tile: Tile) -> Tensor:
+    scores = torch.bmm(q[:, tile.start : tile.stop], k[:, : tile.end].mT)
+    if tile.masked_from < tile.end:
+        scores[:, :, tile.masked_from :] += tile.mask
+    weights = torch.softmax(scores, -1)
+    return weights if tile.rows is None else weights.mul_(tile.rows)
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, out: Tensor, tiles: Sequence[Tile]) -> None:
+    """out = softmax(q k^T) v, tile by tile. q, out: [n, queries, size]; k, v: [n, keys, size]; k is scaled."""
+    for tile in tiles:
+        out[:, tile.start : tile.stop] = torch.bmm(_weights(q, k, tile), v[:, : tile.end])
+
+
+def attend_backward(q: Tensor, k: Tensor, v: Tensor, gout: Tensor, gq: Tensor, gk: Tensor, gv: Tensor, tiles: Sequence[Tile]) -> None:
+    """Writes gq, gk and gv, of the shapes of q, k and v.
+
+    The last tile sees all keys that any does, so it writes gk and gv and the others add to it.
+    """
+    for tile in reversed(tiles):
+        weights, g = _weights(q, k, tile), gout[:, tile.start : tile.stop]
+        gweights = torch.bmm(g, v[:, : tile.end].mT)
+        gscores = torch._softmax_backward_data(gweights, weights, -1, weights.dtype)
+        gq[:, tile.start : tile.stop] = torch.bmm(gscores, k[:, : tile.end])
+        to_k, to_v = torch.bmm(gscores.mT, q[:, tile.start : tile.stop]), torch.bmm(weights.mT, g)
+        if tile is tiles[-1]:
+            gk[:, : tile.end], gv[:, : tile.end] = to_k, to_v
+            gk[:, tile.end :], gv[:, tile.end :] = 0, 0
+        else:
+            gk[:, : tile.end] += to_k
+            gv[:, : tile.end] += to_v
+
+
+# -- gathering --------------------------------------------------------------------------------------------------------------------
+
+
+def widened(x: Tensor) -> Tensor:
+    """In a precision that the loops here know."""
+    return x.float() if x.dtype in LOW else x
+
+
+def _flat(x: Tensor) -> tuple[NDArray[Any], Layout]:
+    """The memory behind x [batch, sequence, heads, size] from its first number on, and its strides; copies only where the last is not 1."""
+    x = x.detach()
+    if x.stride(-1) != 1:
+        x = x.contiguous()
+    reach = 1 + sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True))
+    return x.as_strided((reach,), (1,)).numpy(), (x.shape[1], x.shape[2], x.stride(0), x.stride(1), x.stride(2))
+
+
+# In the loops below each row is first taken as a view: so they become vector instructions.
+
+
+@jit(*FAST)
+def _gather(source: NDArray[Any], layout: Layout, rows: NDArray[np.int64], out: NDArray[Any]) -> None:
+    size = out.shape[1]
+    sequence, heads, by_batch, by_position, by_head = layout
+    for place in range(rows.shape[0]):
+        row, to = rows[place], out[place]
+        if row < 0:
+            to[:] = 0
+        else:
+            position, head = row // heads, row % heads
+            start = position // sequence * by_batch + position % sequence * by_position + head * by_head
+            taken = source[start : start + size]
+            for j in range(size):
+                to[j] = taken[j]
+
+
+@jit(*FAST)
+def _gather_keys(q: NDArray[Any], scale: float, shortest: float, k: NDArray[Any], factors: NDArray[Any]) -> None:
+    """k = q * factor, with factor = scale / |q|."""
+    for place in range(q.shape[0]):
+        taken, to = q[place], k[place]
+        total = taken[0] * taken[0]
+        for j in range(1, taken.shape[0]):
+            total += taken[j] * taken[j]
+        factor = scale / max(np.sqrt(total), shortest)
+        factors[place] = factor
+        for j in range(taken.shape[0]):
+            to[j] = taken[j] * factor
+
+
+def take(x: Tensor, rows: Tensor, out: Tensor) -> None:
+    """x: [batch, sequence, heads, size]; rows: of it as [batch * sequence * heads, size], -1 for zeros; out: [rows, size]."""
+    _gather(*_flat(x), rows.numpy(), out.numpy())
+
+
+def scale_keys(q: Tensor, scale: float, k: Tensor, factors: Tensor) -> None:
+    """k = q * factor with factor = scale / |q|. q, k: [rows, size]; factors: [rows]."""
+    array = q.numpy()
+    # Numbers of the rows' own precision: else the loops would compute in double.
+    _gather_keys(array, array.dtype.type(scale), array.dtype.type(SHORTEST), k.numpy(), factors.numpy())
