@@ -27,6 +27,7 @@ from dynmo.runtime.loss_scale import LossScaler
 from dynmo.runtime.migrate import Arrival, contents, exchange, fill
 from dynmo.runtime.optimizer import LayerOptimizer, OptimizerSettings
 from dynmo.runtime.p2p import Transport
+from dynmo.runtime.post_validation import NON_FINITE
 from dynmo.runtime.profiler import measure_links
 from dynmo.runtime.split_backward import Layer
 from dynmo.runtime.stage import Stage
@@ -499,7 +500,10 @@ def validated(
         "norms": [r.squared_norms for r in results],
         "rollbacks": [[r.step, r.rollback.what] for r in results if r.rollback],
         # What each step was up against, as the pipeline itself sees it afterwards.
-        "failed": [made._failed(r.loss, r.squared_norms, limit) for r in results],  # pyright: ignore[reportPrivateUsage]
+        "failed": [
+            NON_FINITE if r.skipped else made._failed(r.loss, r.squared_norms, limit)  # pyright: ignore[reportPrivateUsage]
+            for r in results
+        ],
         "digest": made.digest(),
         "seen": seen,
     }

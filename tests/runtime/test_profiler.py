@@ -25,6 +25,7 @@ FIELDS = (
     "activation_bytes",
     "stash_bytes",
     "output_bytes",
+    "workspace_bytes",
 )
 
 
@@ -44,6 +45,7 @@ def test_gathered_costs(pool: Pool) -> None:
             "activation_bytes": 512,
             "stash_bytes": 512,
             "output_bytes": 4 if index == 3 else 256,
+            "workspace_bytes": 0,  # from shapes alone
         }
         for index in range(4)
     ]
