@@ -12,7 +12,7 @@ from rich.table import Table
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from dynmo.api import Recompute, full_schedule
+from dynmo.balance.layout import Recompute
 from dynmo.balance.partition import Partition
 from dynmo.balance.recompute import choose, recomputed
 from dynmo.balance.recompute import memory as kept_memory
@@ -30,7 +30,7 @@ from dynmo.runtime.precision import PRECISIONS, lower
 from dynmo.runtime.profiler import weight_bytes
 from dynmo.runtime.split_backward import Layer, Tensors
 from dynmo.runtime.watch import Watch
-from dynmo.schedule.catalogue import make, placement_of
+from dynmo.schedule.catalogue import full_schedule, make, placement_of
 from dynmo.schedule.op import Schedule
 from dynmo.trainer import first_partition, memory_limit, optimizer_settings
 

@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from statistics import median
 from typing import cast
 
-from dynmo.api import Pipeline, moves_between_ranks
+from dynmo.api import Pipeline
 from dynmo.balance.balancers import BalanceRequest, balancer
+from dynmo.balance.layout import moves_between_ranks
 from dynmo.balance.partition import Cost, Partition
 from dynmo.balance.trigger import FORCED, Expected, Outlook, Watch, phases, worth_moving_through
 from dynmo.config import Config

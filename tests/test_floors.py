@@ -37,6 +37,7 @@ FLOORS: dict[str, int] = {
     "dynmo.trainer": 5,
     "dynmo.plan": 5,
     "dynmo.rebalance": 5,
+    "dynmo.scheduling": 5,
     "dynmo.api": 5,
     "dynmo.profiling": 5,
     "dynmo.report": 5,

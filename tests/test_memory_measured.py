@@ -41,8 +41,9 @@ def peak(world: World, schedule: str, precision: str, again: list[int]) -> dict[
     pipeline.replan(pipeline.costs())
     pipeline.step(2, inputs, targets, lr=1e-3)
     # The allocator tells of this thread alone, so what messages take is made and dropped here, at the same moments.
-    assert pipeline._executor is not None
-    transport = pipeline._executor._transport
+    executor = pipeline._programs.training
+    assert executor is not None
+    transport = executor._transport
     for worker in (transport._poster, *(outbox.worker for outbox in transport._outboxes.values())):
         worker.close()
         worker._thread = None
@@ -59,7 +60,7 @@ def peak(world: World, schedule: str, precision: str, again: list[int]) -> dict[
         most = max(most, now)
     held = sum(t.nbytes for module, optimizer in pipeline.own_layers.values() for t in (*module.parameters(), *optimizer.state().values()))
     layers = computed_again(shape_costs(config, model), again)
-    made = pipeline.schedule_for(partition, pipeline._known)  # as it ran
+    made = pipeline.schedule_for(partition, pipeline._scheduling.known)  # as it ran
     return {
         "measured": held + most,
         "predicted": rank_memory(layers, partition.counts, made)[world.rank],

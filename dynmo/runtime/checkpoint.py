@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
 
 from dynmo.errors import CheckpointError
+from dynmo.kernels.sparse_linear import conform
 from dynmo.runtime.migrate import DTYPES, Contents, Manifest, contents, describe
 from dynmo.runtime.world import World
 
@@ -187,6 +188,30 @@ def load_layer(path: Path, index: int, device: torch.device) -> tuple[Contents, 
             raise CheckpointError(f"{folder}: {type(error).__name__}: {str(error).splitlines()[0]}") from None
     moved = {key: state[_name(*key)].to(device) for key in tensors}
     return moved, {r.name: r.requires_grad for r in manifest.tensors if r.section == "parameter"}
+
+
+def fit(index: int, name: str, module: nn.Module, tensors: Contents) -> None:
+    """Gives a layer's module the form that a checkpoint has of it. Raises CheckpointError if it is of another shape or dtype."""
+    try:
+        pruned = conform(module, {key: t for (section, key), t in tensors.items() if section == "buffer"})
+    except ValueError as error:
+        raise CheckpointError(f"layer {index} ({name}): {error}; resume with the run's own config") from None
+    shapes = {key: tuple(p.shape) for key, p in module.named_parameters() if key not in pruned}
+    saved = {key: tuple(t.shape) for (section, key), t in tensors.items() if section == "parameter" and key not in pruned}
+    for key in sorted({*shapes, *saved}):
+        if shapes.get(key) != saved.get(key):
+            raise CheckpointError(
+                f"layer {index} ({name}): {key} is {saved.get(key)} in the checkpoint, {shapes.get(key)} in the "
+                "config's model; resume with the config that the run was started with"
+            )
+    for key, parameter in module.named_parameters():
+        then = tensors["parameter", key].dtype
+        if then != parameter.dtype:
+            was, now = (str(x).removeprefix("torch.") for x in (then, parameter.dtype))
+            raise CheckpointError(
+                f"layer {index} ({name}): {key} is {was} in the checkpoint, {now} in the config's model; resume "
+                "with the train.precision that the run was started with"
+            )
 
 
 def _sha256(path: Path) -> bytes:

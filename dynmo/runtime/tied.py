@@ -10,7 +10,7 @@ where both are on one rank. Only the owner's layer has optimizer state, so a lay
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from torch import Tensor, nn
 
@@ -58,7 +58,7 @@ class TiedWeights:
                 owned.grad = given + owned.grad
             used.grad = None
 
-    def publish(self, frozen: Mapping[int, object]) -> None:
+    def publish(self, frozen: Collection[int]) -> None:
         """After the optimizer, and once at the start: a user elsewhere takes the owner's weight. `frozen` owners have not changed."""
         for index, ((owner, owner_name), (user, name)) in enumerate(self._pairs):
             source, target = self._rank_of(owner), self._rank_of(user)

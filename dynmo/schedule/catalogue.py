@@ -115,3 +115,9 @@ def make(
 
     maker: Callable[..., Schedule] = {"zb-v": vshape.zb_v, "v-half": vshape.v_half, "v-min": vshape.v_min}[name]
     return maker(costs, microbatches, caps=caps, first_trainable=first_trainable, objective=objective)
+
+
+def full_schedule(name: str, ranks: int, microbatches: int, chunks: int | None = None) -> Schedule:
+    """A schedule of equal stages that all train."""
+    # One that is made within any limit must at least find the memory of 1F1B.
+    return make(name, ranks, microbatches, chunks=chunks, caps=(float(ranks),) * ranks if name == "zb-auto" else None)

@@ -449,7 +449,8 @@ PV_STEPS = 7
 
 def _spoiled(made: Pipeline, faults: list[list[Any]], now: list[int]) -> None:
     """Has the gradients of some layers spoiled as they are looked at: faults are [step, layer, what], what "inf" or a factor."""
-    table = made._own_table  # pyright: ignore[reportPrivateUsage]
+    table = made._step_end.table  # pyright: ignore[reportPrivateUsage]
+    own = table.own
 
     def spoil(*args: Any) -> Tensor:
         for step, layer, what in faults:
@@ -461,9 +462,9 @@ def _spoiled(made: Pipeline, faults: list[list[Any]], now: list[int]) -> None:
                     gradients[0].view(-1)[0] = float("inf")
                 else:
                     torch._foreach_mul_(gradients, what)
-        return table(*args)
+        return own(*args)
 
-    made._own_table = spoil  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
+    table.own = spoil  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def validated(
@@ -494,16 +495,14 @@ def validated(
         if changes and step % 3 == 1:
             seen.append(made.evaluate(tokens[..., :-1], tokens[..., 1:], 12))
     results += made.drain()
+    failed = made._step_end.failed  # pyright: ignore[reportPrivateUsage]
     return {
         "steps": [r.step for r in results],
         "losses": [r.loss for r in results],
         "norms": [r.squared_norms for r in results],
         "rollbacks": [[r.step, r.rollback.what] for r in results if r.rollback],
-        # What each step was up against, as the pipeline itself sees it afterwards.
-        "failed": [
-            NON_FINITE if r.skipped else made._failed(r.loss, r.squared_norms, limit)  # pyright: ignore[reportPrivateUsage]
-            for r in results
-        ],
+        # What each step was up against, as the pipeline itself sees it afterwards; of a skipped one no norms are told.
+        "failed": [NON_FINITE if r.skipped else failed(r.loss, r.squared_norms, limit) for r in results],
         "digest": made.digest(),
         "seen": seen,
     }

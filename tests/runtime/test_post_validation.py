@@ -131,15 +131,16 @@ def weights(pipeline: Pipeline) -> Tensor:
 
 def step_anyway(pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch) -> None:
     """As the first of many ranks does, whose own gradient is small."""
-    failed, end = pipeline._failed, pipeline._end  # pyright: ignore[reportPrivateUsage]
+    step_end, pending = pipeline._step_end, pipeline._pending  # pyright: ignore[reportPrivateUsage]
+    failed, end = step_end.failed, pending.end
 
     def unseeing(*args: Any) -> None:
         with monkeypatch.context() as patch:
-            patch.setattr(pipeline, "_failed", lambda *_: None)
+            patch.setattr(step_end, "failed", lambda *_: None)
             end(*args)
-        assert pipeline._failed == failed  # pyright: ignore[reportPrivateUsage]
+        assert step_end.failed == failed
 
-    monkeypatch.setattr(pipeline, "_end", unseeing)
+    monkeypatch.setattr(pending, "end", unseeing)
 
 
 def test_results_come_a_step_late() -> None:

@@ -1,0 +1,103 @@
+"""Where a model is: the layers of each stage, the rank of each stage, and how many microbatches each pipeline of the mesh takes.
+
+    layers      e  a f | a  f a | f a  f | a f  h       partition (3, 3, 3, 3): how many each stage has
+    stages         0   |   1    |   2    |   3
+    ranks          0   |   1    |   1    |   0          placement (0, 1, 1, 0): two stages a rank, as a V
+
+A pipeline has one layout at a time. It gets another where layers move (the same ranks) or the mesh is reshaped (more replicas of fewer
+ranks, or the reverse).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from dynmo.balance.partition import Move, Partition, moves, uniform
+from dynmo.config import slots_fit
+from dynmo.errors import ConfigError, PartitionError
+from dynmo.schedule.catalogue import check_microbatches, full_schedule, placement_of
+from dynmo.schedule.op import Schedule
+
+Recompute = Collection[int] | Callable[[Partition, Schedule], Collection[int]]
+"""The layers whose activations are computed again in B, or a pure function of a placement and the schedule with every stage training."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """ranks: of one pipeline; replicas: pipelines in the mesh; microbatches: of one of them in a step. placement: per stage, the rank that
+    holds it. recomputed: the layers whose activations are computed again in B."""
+
+    ranks: int
+    replicas: int
+    microbatches: int
+    partition: Partition
+    placement: tuple[int, ...]
+    recomputed: frozenset[int]
+
+    def stages_of(self, rank: int) -> tuple[int, ...]:
+        return tuple(stage for stage, holder in enumerate(self.placement) if holder == rank)
+
+    def rank_of(self, layer: int) -> int:
+        """The rank that holds the layer."""
+        return self.placement[self.partition.owner(layer)]
+
+    @property
+    def pairs(self) -> list[tuple[int, int]]:
+        """The ranks, the lower first, that hold neighbouring stages."""
+        return sorted({(min(pair), max(pair)) for pair in pairwise(self.placement) if pair[0] != pair[1]})
+
+
+@dataclass(frozen=True)
+class Layouts:
+    """Makes the layouts that one pipeline can have: of a model of so many layers, under one schedule. slots: reduction slots of the
+    whole mesh."""
+
+    layers: int
+    schedule: str
+    chunks: int | None
+    slots: int
+    recompute: Recompute
+
+    def make(self, ranks: int, replicas: int, microbatches: int, partition: Partition | None = None) -> Layout:
+        """partition: default is equally many layers for each stage. Raises InputError where something does not fit."""
+        check_microbatches(self.schedule, ranks, microbatches)
+        problem = slots_fit(self.slots, replicas, replicas * microbatches)
+        if problem:
+            raise ConfigError(f"reduction slots: {self.slots} {problem}; use another number of slots, replicas or microbatches")
+        placement = placement_of(self.schedule, ranks, self.chunks)
+        partition = partition or uniform(self.layers, len(placement))
+        self._check(partition, placement)
+        recompute = self.recompute
+        if callable(recompute):
+            recompute = recompute(partition, full_schedule(self.schedule, ranks, microbatches, self.chunks))
+        return Layout(ranks, replicas, microbatches, partition, placement, frozenset(recompute))
+
+    def moved(self, layout: Layout, partition: Partition) -> Layout:
+        """The layers elsewhere, on the same ranks."""
+        return self.make(layout.ranks, layout.replicas, layout.microbatches, partition)
+
+    def reshaped(self, layout: Layout, ranks: int, replicas: int, partition: Partition | None = None) -> Layout:
+        """The same ranks and the same batch, as another mesh."""
+        everyone, batch = layout.ranks * layout.replicas, layout.microbatches * layout.replicas
+        microbatches, rest = divmod(batch, replicas)
+        if ranks * replicas != everyone or rest:
+            have = f"{everyone} ranks and {batch} microbatches"
+            need = "pipeline x data must be the number of ranks, and data divide the microbatches"
+            raise ConfigError(f"{have} cannot be {replicas} replicas of {ranks} ranks; {need}")
+        return self.make(ranks, replicas, microbatches, partition)
+
+    def _check(self, partition: Partition, placement: Sequence[int]) -> None:
+        layers, stages = self.layers, len(placement)
+        if (partition.layers, partition.ranks) != (layers, stages):
+            unit = "ranks" if stages == max(placement) + 1 else "stages"
+            raise PartitionError(
+                f"a placement of {partition.layers} layers on {partition.ranks} {unit}, for {layers} layers on {stages} {unit}"
+            )
+
+
+def moves_between_ranks(old: Partition, new: Partition, placement: Sequence[int]) -> tuple[Move, ...]:
+    """The layers whose rank changes, in layer order, with ranks in the place of stages."""
+    across = (Move(layer, placement[source], placement[target]) for layer, source, target in moves(old, new))
+    return tuple(move for move in across if move.source != move.target)

@@ -1,0 +1,61 @@
+"""The programs that this rank runs, over its layers as they are: one that trains, and one for each number of microbatches to evaluate.
+
+They are lowered when they are first needed, and again after layers have moved, frozen or changed.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from dynmo.runtime.clock import Clock
+from dynmo.runtime.executor import Executor, mean_loss
+from dynmo.runtime.holding import Holding
+from dynmo.runtime.p2p import Transport
+from dynmo.runtime.stage import Stage
+from dynmo.schedule.lower import Program, lower, lower_forward
+from dynmo.schedule.op import Schedule
+
+
+class Programs:
+    """post_validation: programs have a place for the verdict on the step before."""
+
+    def __init__(self, holding: Holding, clock: Clock, *, post_validation: bool) -> None:
+        self._holding, self._clock, self._post_validation = holding, clock, post_validation
+        self.training: Executor | None = None
+        self._evaluators: dict[int, Executor] = {}
+
+    def relower(self) -> None:
+        """Programs and channels are made anew at the next step."""
+        for executor in (self.training, *self._evaluators.values()):
+            if executor is not None:
+                executor.close()
+        self.training = None
+        self._evaluators.clear()
+
+    def lower(self, schedule: Schedule) -> Executor:
+        """The program that trains, under a schedule that is the same on all ranks."""
+        programs = lower(schedule, post_validation=self._post_validation)
+        self.training = self._execute(programs, self._holding.frozen.first_trainable, self._holding.layout.microbatches)
+        return self.training
+
+    def evaluate(self, inputs: Tensor | None, targets: Tensor | None, microbatches: int) -> float:
+        """The mean loss, on the rank of the last stage; 0 elsewhere."""
+        holding = self._holding
+        if microbatches not in self._evaluators:
+            programs = lower_forward(holding.layout.placement, holding.world.size, microbatches)
+            self._evaluators[microbatches] = self._execute(programs, holding.model.layers, microbatches)
+        for layer in holding.layers.values():
+            layer.module.eval()
+        outcome = self._evaluators[microbatches].run(0, inputs, targets, training=False)
+        for layer in holding.layers.values():
+            layer.marks.clear()
+        return mean_loss(outcome.losses)
+
+    def _execute(self, programs: tuple[Program, ...], first: int, microbatches: int) -> Executor:
+        holding, world, last = self._holding, self._holding.world, len(self._holding.layout.placement) - 1
+        stages: dict[int, Stage] = {}
+        for stage in holding.own_stages:
+            own = [holding.layers[i] for i in holding.layout.partition.range_of(stage)]
+            share = 1 / (microbatches * world.replicas)
+            stages[stage] = Stage(own, first, holding.model.loss if stage == last else None, share)
+        return Executor(programs[world.rank], stages, last, Transport(world, programs), self._clock)

@@ -1,0 +1,160 @@
+"""Which schedule a pipeline runs, what it would run elsewhere, and what a balancer is asked: pure functions of the layers' measured costs,
+the links and the pipeline's layout. Nothing moves here."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from itertools import pairwise
+
+from dynmo.balance.balancers import BalanceRequest
+from dynmo.balance.partition import Cost, Partition
+from dynmo.balance.placed import Make, frozen_stages
+from dynmo.costs import Costs, LayerCost, LinkCost, elide, stage_costs
+from dynmo.memory import live_limits
+from dynmo.runtime.holding import Holding
+from dynmo.schedule.bound import Objective
+from dynmo.schedule.catalogue import entry, full_schedule, make
+from dynmo.schedule.op import Schedule
+from dynmo.simulator import Timeline, resident, simulate
+
+Links = dict[tuple[int, int], LinkCost]
+"""Between the ranks of a pair, the lower first, that hold neighbouring stages."""
+
+
+class Scheduling:
+    """Of the layers that `holding` knows, under the schedule of this name. memory_limit: bytes per rank, for schedules that are made within
+    one. post_validation: steps may have no barrier at their end."""
+
+    def __init__(
+        self, holding: Holding, name: str, chunks: int | None, memory_limit: int | None, links: Links, *, post_validation: bool
+    ) -> None:
+        self._holding, self._name, self._chunks, self._memory_limit = holding, name, chunks, memory_limit
+        self.links, self._post_validation = links, post_validation
+        # What the next schedule is made from; None until something is measured.
+        self.known: tuple[LayerCost, ...] | None = None
+
+    @property
+    def objective(self) -> Objective:
+        """What makes a step of this pipeline short."""
+        return Objective.MAKESPAN if not self._post_validation or self._holding.tied.apart else Objective.SPAN
+
+    # -- the schedule ---------------------------------------------------------------------------------------------------------
+
+    def agreed(self) -> Schedule:
+        """The schedule of the next steps, which all ranks have compared."""
+        schedule = self.on(self._holding.layout.partition, self.known)
+        if entry(self._name).from_costs:
+            self._holding.world.agree(hashlib.sha256(str(schedule).encode()).digest(), "the schedule")
+        return schedule
+
+    def on(self, partition: Partition, layers: tuple[LayerCost, ...] | None = None) -> Schedule:
+        """The schedule that would run on this placement, with what is frozen now, made for these costs where it is made for any."""
+        layout, costs, caps = self._holding.layout, None, None
+        if layers is not None and entry(self._name).from_costs:
+            costs = self.stage_costs(layers, partition)
+            caps = live_limits(layers, partition.counts, layout.placement, self._memory_limit)
+        return make(
+            self._name,
+            layout.ranks,
+            layout.microbatches,
+            costs=costs,
+            chunks=self._chunks,
+            caps=caps,
+            first_trainable=partition.owner(self._holding.frozen.first_trainable),
+            objective=self.objective,
+        )
+
+    def full(self) -> Schedule:
+        """The schedule with every stage training: an upper bound of what any frozen prefix keeps in memory."""
+        return full_schedule(self._name, self._holding.layout.ranks, self._holding.layout.microbatches, self._chunks)
+
+    def predict(self, layers: tuple[LayerCost, ...], partition: Partition) -> Timeline:
+        """What the simulator says of one step under these costs and this placement, with the schedule made for them."""
+        return simulate(self.on(partition, layers), self.stage_costs(layers, partition))
+
+    def replan(self, layers: tuple[LayerCost, ...], least: float) -> float | None:
+        """Takes these costs for the next schedule, where that saves more than the share `least` of a step.
+
+        Returns the share that the simulator says it saves; None where the schedule stays, as those do that are not made from costs.
+        """
+        if not entry(self._name).from_costs:
+            return None
+        partition = self._holding.layout.partition
+        costs = self.stage_costs(layers, partition)
+        before = simulate(self.on(partition, self.known), costs).length(self.objective)
+        after = simulate(self.on(partition, layers), costs).length(self.objective)
+        gain = 1 - after / before if before else 0.0
+        if self.known is not None and gain <= least:
+            return None
+        self.known = layers
+        return max(0.0, gain)
+
+    def forget(self) -> None:
+        """Some layer does what nobody has measured."""
+        self.known = None
+
+    def elide(self) -> None:
+        """What layers cost that are frozen by now is known without measuring."""
+        if self.known is not None:
+            self.known = elide(self.known, self._holding.frozen.first_trainable, self._holding.frozen.layers)
+
+    # -- what a balancer is asked -----------------------------------------------------------------------------------------------
+
+    def request(self, layers: tuple[LayerCost, ...], cost: Cost, seed: int, step: int) -> BalanceRequest:
+        """What a balancer is asked: where these layers should live, under this pipeline's schedule, links and memory limit."""
+        limit, layout = self._memory_limit, self._holding.layout
+        # Each stage is given its rank's whole limit: a balancer that knows of the placement adds up what a rank's stages hold.
+        limits = None if limit is None else (limit,) * len(layout.placement)
+        return BalanceRequest(
+            layers,
+            layout.partition,
+            cost,
+            resident(self.full()),
+            limits,
+            seed,
+            step,
+            self._holding.model.names,
+            self._make_for(layers),
+            self._boundary_links(),
+            self.objective,
+            self._holding.frozen.first_trainable,
+            placement=layout.placement,
+        )
+
+    def _make_for(self, layers: tuple[LayerCost, ...]) -> Make:
+        """The schedule that would run at some stages' costs. What a rank holds anyway is taken as everyone's mean: only the plan that is
+        chosen is made within its ranks' true limits."""
+        layout = self._holding.layout
+        ranks = layout.ranks
+        held = sum(layer.static_bytes for layer in layers) // ranks
+        limit = None if self._memory_limit is None else float(max(0, self._memory_limit - held))
+
+        def scheduled(costs: Costs) -> Schedule:
+            kept = [0.0] * ranks
+            for stage, rank in zip(costs.stages, layout.placement, strict=True):
+                kept[rank] += stage.held
+            cap = 2.0 * ranks * max(kept) if limit is None else limit
+            return make(
+                self._name,
+                ranks,
+                layout.microbatches,
+                costs=costs,
+                chunks=self._chunks,
+                caps=(cap,) * ranks,
+                first_trainable=frozen_stages(costs),
+                objective=self.objective,
+            )
+
+        return scheduled
+
+    def stage_costs(self, layers: tuple[LayerCost, ...], partition: Partition) -> Costs:
+        """The stages' costs, and the links' times for the messages that cross there."""
+        ends = partition.bounds[1:-1]
+        seconds = tuple(link.seconds(layers[end - 1].output_bytes) for link, end in zip(self._boundary_links(), ends, strict=True))
+        return Costs(stage_costs(layers, partition.counts), seconds)
+
+    def _boundary_links(self) -> tuple[LinkCost, ...]:
+        """The link behind each stage but the last; between two stages of one rank it costs nothing."""
+        here = LinkCost(0.0, math.inf)
+        return tuple(self.links.get((min(pair), max(pair)), here) for pair in pairwise(self._holding.layout.placement))
