@@ -111,8 +111,7 @@ class Pipeline:
         links = measure_links(world, layout.pairs)
         self._scheduling = Scheduling(self._holding, schedule, chunks, memory_limit, links, post_validation=post_validation)
         self._programs = Programs(self._holding, self.clock, post_validation=post_validation)
-        table = StepTable(self._holding, self.clock)
-        self._step_end = StepEnd(self._holding, table, self.profiler, scaler or LossScaler(), clip_scope)
+        self._step_end = StepEnd(self._holding, StepTable(self._holding, self.clock), self.profiler, scaler or LossScaler(), clip_scope)
         self._pending = PendingStep(self._holding, self._step_end, validates=post_validation, copies=rollback == "exact")
 
     @staticmethod
@@ -396,10 +395,9 @@ class Pipeline:
         """
         self._pending.settle()
         gain = self._scheduling.replan(layers, least)
-        if gain is None:
-            return 0.0
-        self._programs.relower()
-        return gain
+        if gain is not None:
+            self._programs.relower()
+        return gain or 0.0
 
     def largest(self, value: float) -> float:
         """The largest of the ranks' values, on every rank."""

@@ -1,5 +1,8 @@
-"""Which schedule a pipeline runs, what it would run elsewhere, and what a balancer is asked: pure functions of the layers' measured costs,
-the links and the pipeline's layout. Nothing moves here."""
+"""Which schedule a pipeline runs, what it would run on another placement, and what a balancer is asked; nothing moves here.
+
+layers' measured costs, links, layout --> stages' costs --> schedule --simulator--> seconds of a step
+                                                        --> request of a balancer
+"""
 
 from __future__ import annotations
 
