@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -12,9 +14,11 @@ from typing import cast
 from dynmo.api import Pipeline
 from dynmo.balance.balancers import BalanceRequest, balancer
 from dynmo.balance.layout import moves_between_ranks
+from dynmo.balance.mesh import Mesh, MeshRequest
 from dynmo.balance.partition import Cost, Partition
+from dynmo.balance.reshape import reshape
 from dynmo.balance.trigger import FORCED, Expected, Outlook, Watch, phases, worth_moving_through
-from dynmo.config import Config
+from dynmo.config import Config, shapes
 from dynmo.costs import LayerCost
 from dynmo.events import Event, RebalanceEvent, RebalanceResultEvent, ScheduleEvent, now
 from dynmo.schedule.catalogue import entry
@@ -51,9 +55,13 @@ class Rebalancer:
     Every rank holds one and calls it alike; costs are the same on all, so the decision is too.
     """
 
-    def __init__(self, config: Config, pipeline: Pipeline, moves: int = 0, forecasts: Forecasts | None = None) -> None:
-        """moves: how many an earlier part of the run has made, so that ids go on."""
-        self._config, self._pipeline = config, pipeline
+    def __init__(
+        self, config: Config, pipeline: Pipeline, moves: int = 0, forecasts: Forecasts | None = None, memory_limit: int | None = None
+    ) -> None:
+        """moves: how many an earlier part of the run has made, so that ids go on. memory_limit: bytes of a rank."""
+        self._config, self._pipeline, self._memory_limit = config, pipeline, memory_limit
+        # Whether the work has changed since another mesh was last thought of.
+        self._unshaped = config.elastic.reshape
         self._forecasts: Forecasts = forecasts or (lambda step: ())
         self._watch = Watch(config.balance.hysteresis) if config.balance.every == "auto" else None
         self._recent: deque[float] = deque(maxlen=_WINDOW)
@@ -84,6 +92,7 @@ class Rebalancer:
     def changed(self) -> None:
         """The model's work changed: earlier step times do not compare with later ones."""
         self._recent.clear()
+        self._unshaped = self._config.elastic.reshape
         if self._watch is not None:
             self._watch.changed()
 
@@ -96,6 +105,51 @@ class Rebalancer:
     def due(self, step: int) -> bool:
         # A run that was just resumed has measured nothing to decide on.
         return self.looks(step) and bool(self._recent)
+
+    def mesh(self, step: int) -> tuple[int, int, Partition] | None:
+        """Before `step`, where the work has changed: ranks of a pipeline, replicas and placement of a mesh that repays its moves."""
+        if not self._unshaped:
+            return None
+        self._unshaped = False
+        config, pipeline, world = self._config, self._pipeline, self._pipeline.world
+        from dynmo.profiling import profile_of  # which imports the trainer, and that this file
+
+        costs, start = pipeline.costs(), time.perf_counter()
+        # Between replicas as between stages: the slowest of the links that were measured.
+        slowest = min((link.bytes_per_second for link in pipeline.links.values()), default=math.inf)
+        current = Mesh(
+            world.size,
+            world.replicas,
+            config.all_microbatches // world.replicas,
+            config.train.micro_batch,
+            config.pipeline.schedule,
+        )
+        request = MeshRequest(
+            profile_of(config, pipeline, costs),
+            gpus=world.everyone.size,
+            global_batch=config.train.global_batch,
+            micro_batches=(config.train.micro_batch,),
+            schedules=(config.pipeline.schedule,),
+            chunks=config.pipeline.chunks,
+            memory_limit=self._memory_limit,
+            zero=config.parallel.zero,
+            bandwidth=slowest,
+            objective=pipeline.objective,
+            replicas=tuple(data for _, data in shapes(config)),
+        )
+        left, balance = config.train.steps - step, config.balance
+        found = reshape(
+            *(request, current, pipeline.partition),
+            horizon_steps=left,
+            seconds_per_byte=1 / slowest,
+            margin=balance.margin,
+            hysteresis=balance.hysteresis,
+        )
+        self.overhead.decide += time.perf_counter() - start
+        made = found.plan.mesh
+        chosen = (made.pipeline, made.replicas, found.plan.plan.partition)
+        world.everyone.agree(hashlib.sha256(repr((found.decision.move, chosen)).encode()).digest(), "whether to reshape")
+        return chosen if found.decision.move and made != current else None
 
     def consider(self, step: int) -> list[Event]:
         """Before `step`: decides, and acts where it pays. First where the layers live, then in which order the ranks work."""

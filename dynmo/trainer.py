@@ -22,7 +22,7 @@ from torch import Tensor
 from dynmo import profile_file
 from dynmo.api import Pipeline, StepResult
 from dynmo.balance.partition import Partition, imbalance, uniform
-from dynmo.config import Config, Train
+from dynmo.config import Config, Train, shapes
 from dynmo.data.batches import Batches
 from dynmo.data.corpus import check_vocab, open_corpus
 from dynmo.dynamism import Dynamism, Signals, make_cases
@@ -165,7 +165,7 @@ class Trainer:
         self._listen = listen
         self._checkpoints = None if folder is None else folder / "checkpoints"
         found = self._find(model) if resume else None
-        pipeline, data = config.shape_at(0 if found is None else found[1].step)
+        pipeline, data = config.shape_at(0) if found is None else self._shape_of(found[1])
         partition = first_partition(config, model.layers, pipeline)
         if found is not None and len(found[1].state["partition"]) == partition.ranks:
             partition = Partition(tuple(found[1].state["partition"]))
@@ -200,7 +200,8 @@ class Trainer:
         if found is not None:
             self._restore(*found)
             self._loss, moved = found[1].state["loss"], found[1].state["moves"]
-        self._rebalancer = Rebalancer(config, self.pipeline, moved, lambda step: [case.forecast(step) for case in self._cases])
+        limit = memory_limit(config, world.device)
+        self._rebalancer = Rebalancer(config, self.pipeline, moved, lambda step: [case.forecast(step) for case in self._cases], limit)
         self._tracer = Tracer(world.everyone, self.pipeline.clock, config.trace.steps)
         # Last: what was wrong until here leaves no log.
         self._log = EventLog(folder / "events.jsonl") if folder is not None and world.rank == 0 else None
@@ -268,8 +269,13 @@ class Trainer:
     def _change(self, step: int) -> None:
         """The mesh changes, or the balancer looks at what was measured; then the dynamic cases act."""
         shape = self.config.shape_at(step)
-        if step > self.first_step and shape != (self.world.size, self.world.replicas):
-            self._reshape(step, *shape)
+        wanted = None
+        if self.config.elastic.reshape:
+            wanted = self._rebalancer.mesh(step) if self._rebalancer.due(step) else None
+        elif step > self.first_step and shape != (self.world.size, self.world.replicas):
+            wanted = (*shape, first_partition(self.config, self.pipeline.count, shape[0]))
+        if wanted is not None:
+            self._reshape(step, *wanted)
         if self._rebalancer.due(step):
             for event in self._rebalancer.consider(step):
                 self._emit(event)
@@ -282,13 +288,12 @@ class Trainer:
                 self._tracer.keep_around()
                 self._emit(ChangeEvent(step, now(), case.name, change.layers, change.what))
 
-    def _reshape(self, step: int, pipeline: int, data: int) -> None:
+    def _reshape(self, step: int, pipeline: int, data: int, partition: Partition) -> None:
         """The same ranks go on as `data` replicas of a pipeline of `pipeline` ranks."""
         before, start = (self.world.size, self.world.replicas), time.perf_counter()
         settled = self._rebalancer.settle(step)
         if settled is not None:
             self._emit(settled)
-        partition = first_partition(self.config, self.pipeline.count, pipeline)
         migration = self.pipeline.reshape(pipeline=pipeline, data=data, partition=partition)
         self._batches = self._open_data()
         self._rebalancer.changed()
@@ -405,6 +410,7 @@ class Trainer:
             "loss": self._loss,
             "moves": self._rebalancer.moves,
             "loss_scale": pipeline.scaler.state(),
+            "shape": [self.world.size, self.world.replicas],
             "cases": {case.name: case.state() for case in self._cases},
         }
         if self.world.replicas > 1:
@@ -421,6 +427,12 @@ class Trainer:
         if tuple(manifest.layers) != model.names:
             raise CheckpointError(f"{path} holds a model of {len(manifest.layers)} layers, the config's has {model.layers} or others")
         return path, manifest
+
+    def _shape_of(self, manifest: checkpoint.CheckpointManifest) -> tuple[int, int]:
+        """The mesh to resume in: where the run chooses it, the one that it had, as long as that is one of this config's."""
+        saved = tuple(manifest.state.get("shape", ()))
+        known = self.config.elastic.reshape and saved in shapes(self.config)
+        return (saved[0], saved[1]) if known else self.config.shape_at(manifest.step)
 
     def _restore(self, path: Path, manifest: checkpoint.CheckpointManifest) -> None:
         self.world.agree(hashlib.sha256(path.name.encode()).digest(), "which checkpoint to resume from")

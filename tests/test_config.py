@@ -274,7 +274,6 @@ PLANNED = {
     "parallel.expert": ["2"],
     "dynamism.cases": ['["freezing", "moe"]', '["early_exit"]', '["mixture_of_depths"]'],
     "elastic.repack": ["true"],
-    "elastic.reshape": ["true"],
     "elastic.target_ranks": ["1"],
 }
 
@@ -387,6 +386,14 @@ def test_a_value_refused(key, value, hint):
         (
             ["parallel.pipeline=3", "elastic.reshape_at=[[5, 1, 3]]"],
             "elastic.reshape_at: [5, 1, 3]: 3 replicas do not divide the 8 microbatches of a step",
+        ),
+        (
+            ["parallel.pipeline=2", "elastic.reshape=true"],
+            "elastic.reshape = true: no other mesh of 2 ranks fits train.reduction_slots = 1; use 2 or 4 or 8",
+        ),
+        (
+            ["parallel.data=2", "elastic.reshape=true", "elastic.reshape_at=[[5, 2, 1]]"],
+            "elastic.reshape = true decides when to reshape, and elastic.reshape_at says when; leave one of them out",
         ),
         (
             ["model.blocks=1", "parallel.data=8", "elastic.reshape_at=[[5, 8, 1]]"],

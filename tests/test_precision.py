@@ -90,6 +90,12 @@ def test_an_overflow_skips_its_step_and_the_run_goes_on(pool: Pool) -> None:
     assert [e["step"] for e in steps if e["gradient_norm"] is None] == [e["step"] for e in skipped]
     assert steps[-1]["loss"] < steps[0]["loss"]
     assert next(e for e in runs[1][0] if e["event"] == "end")["weights_digest"] == told[-1]["weights_digest"]
+    # Without a barrier: the step is taken back first, and the next one's B starts from the scale that the verdict leaves.
+    later = wanted(2, "zb-h1", "float16", steps=12, loss_scale_window=1)
+    later["pipeline"]["post_validation"] = True
+    again = pool.run("events", 2, config=later)[0]
+    assert [(e["step"], e["loss_scale"]) for e in again if e["event"] == "skipped"] == [(e["step"], e["loss_scale"]) for e in skipped]
+    assert again[-1]["weights_digest"] == told[-1]["weights_digest"]
 
 
 def test_the_scale_goes_on_after_a_restart(pool: Pool, tmp_path: Path) -> None:

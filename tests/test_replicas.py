@@ -95,6 +95,13 @@ def test_a_live_reshape(pool: Pool, pipeline: int, data: int, reshape_at: list[l
     assert sizes == [starts[max(s for s in starts if s <= step)] for step in range(STEPS)]
 
 
+def test_a_reshape_after_a_verdict(pool: Pool) -> None:
+    """Steps without a barrier, all of them taken back, with shares of the optimizer: the mesh changes between final ones."""
+    wanted = config(2, 2, zero=1, balance=RANDOM, reshape_at=[[2, 4, 1], [4, 2, 2]])
+    wanted["pipeline"]["post_validation"] = True
+    same(run(pool, wanted), reference(pool, 4))
+
+
 def test_three_replicas(pool: Pool) -> None:
     """No power of two: what is left over of the tree folds last. Slots are counted out once per replica by default."""
     wanted = config(1, 3, slots=None, zero=1)
@@ -149,3 +156,22 @@ def test_slots_change_the_bits(pool: Pool) -> None:
     assert len(set(digests.values())) == 4
     assert run(pool, config(2, 2, slots=8))[0]["digest"] == digests[8]
     assert run(pool, config(2, 2, slots=None))[0]["digest"] == digests[2]
+
+
+def test_a_run_reshapes_itself_where_it_pays(pool: Pool) -> None:
+    """One layer is half of the work: two stages can never be even, two replicas are. The bits are those of the run that does not."""
+    wanted: dict[str, Any] = {
+        "model": {"kind": "emulated", "layers": 3, "f": [0.004, 0.02, 0.004], "b": [0.004, 0.02, 0.004], "w": [0.004, 0.02, 0.004]},
+        "train": {"steps": 8, "global_batch": 4, "micro_batch": 1, "reduction_slots": 2, "max_grad_norm": 0.0},
+        "parallel": {"pipeline": 2, "timeout": 30.0},
+        "balance": {"every": 2},
+        "trace": {"steps": 0},
+    }
+    told = {on: pool.run("events", 2, config=wanted | {"elastic": {"reshape": on}})[0] for on in (False, True)}
+    assert not [e for e in told[False] if e["event"] == "reshape"]
+    (changed,) = [e for e in told[True] if e["event"] == "reshape"]
+    assert (changed["from"], changed["to"]) == ([2, 1], [1, 2])
+    assert changed["step"] == 2
+    assert told[True][-1]["weights_digest"] == told[False][-1]["weights_digest"]
+    losses = {on: [e["loss"] for e in events if e["event"] == "step"] for on, events in told.items()}
+    assert losses[True] == losses[False]

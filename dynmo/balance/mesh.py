@@ -120,7 +120,8 @@ class MeshRequest:
 
     micro_batches: sizes to try; empty: the measured one, its halves and its doubles. schedules: empty: those of SCHEDULES, and where memory
     is limited FRUGAL. chunks: stages a rank, for the schedule that lets one choose. memory_limit: bytes of a rank. bandwidth: bytes per
-    second between replicas; inf: reductions take no time. keep: how many candidates are wanted.
+    second between replicas; inf: reductions take no time. keep: how many candidates are wanted. replicas: the numbers of them that
+    may be; empty: any.
     """
 
     profile: Profile
@@ -136,6 +137,7 @@ class MeshRequest:
     recompute: Recompute = "none"
     objective: Objective = Objective.SPAN
     keep: int = 10
+    replicas: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         for what, value in (("GPUs", self.gpus), ("sequences in a global batch", self.global_batch), ("candidates", self.keep)):
@@ -234,6 +236,8 @@ class _Search:
 
     def impossible(self, mesh: Mesh, rest: bool) -> str | None:
         request, layers = self.request, len(self.request.profile.layers)
+        if request.replicas and mesh.replicas not in request.replicas:
+            return f"{mesh.replicas} replicas are none of {', '.join(map(str, request.replicas))}"
         if rest or not mesh.microbatches:
             parts = f"{mesh.replicas} replicas x microbatches of {mesh.micro_batch}"
             return f"a global batch of {request.global_batch} does not divide into {parts}"

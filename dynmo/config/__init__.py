@@ -7,10 +7,10 @@ reading.py   TOML and overrides -> Config, or one line that says what was wrong
 writing.py   Config -> TOML
 """
 
-from dynmo.config.checks import slots_fit
+from dynmo.config.checks import shapes, slots_fit
 from dynmo.config.reading import load, parse
 from dynmo.config.sections import BALANCERS, Balance, Config, Model, Train
 from dynmo.config.values import parse_bytes
 from dynmo.config.writing import to_toml
 
-__all__ = ["BALANCERS", "Balance", "Config", "Model", "Train", "load", "parse", "parse_bytes", "slots_fit", "to_toml"]
+__all__ = ["BALANCERS", "Balance", "Config", "Model", "Train", "load", "parse", "parse_bytes", "shapes", "slots_fit", "to_toml"]

@@ -110,9 +110,33 @@ def _fitting(config: Config, replicas: Collection[int]) -> str:
     return " or ".join(found[:4]) if found else "another train.global_batch"
 
 
+def shapes(config: Config) -> tuple[tuple[int, int], ...]:
+    """The meshes (ranks of a pipeline, replicas) that the run's ranks can be, with the same batch, slots and schedule."""
+    ranks, every, layers = config.parallel.pipeline * config.parallel.data, config.all_microbatches, config.model.layer_count
+    found: list[tuple[int, int]] = []
+    for data in (n for n in range(1, ranks + 1) if ranks % n == 0 and every % n == 0):
+        pipeline = ranks // data
+        try:
+            check_microbatches(config.pipeline.schedule, pipeline, every // data)
+        except ScheduleError:
+            continue
+        if slots_fit(config.slots, data, every) is None and (layers is None or pipeline * config.chunks <= layers):
+            found.append((pipeline, data))
+    return tuple(found)
+
+
 def _reshape_problems(config: Config) -> Iterator[str]:
     """Every mesh that the run will be must hold together as the first one does."""
     parallel, layers, every = config.parallel, config.model.layer_count, config.all_microbatches
+    if config.elastic.reshape:
+        if config.elastic.reshape_at:
+            yield "elastic.reshape = true decides when to reshape, and elastic.reshape_at says when; leave one of them out"
+        elif len(shapes(config)) == 1:
+            counts = [n for n in range(1, config.ranks + 1) if config.ranks % n == 0 and every % n == 0]
+            yield (
+                f"elastic.reshape = true: no other mesh of {config.ranks} ranks fits train.reduction_slots = {config.slots}; use "
+                f"{_fitting(config, counts)}"
+            )
     replicas = (parallel.data, *(data for _, _, data in config.elastic.reshape_at))
     for step, pipeline, data in config.elastic.reshape_at:
         key = f"elastic.reshape_at: [{step}, {pipeline}, {data}]"

@@ -236,11 +236,12 @@ class Dynamism(Section):
 
 
 class Elastic(Section):
-    """Fewer or more ranks while training. `reshape_at` lists [step, pipeline, data]: from that step on the same ranks are a mesh of these
-    sizes."""
+    """Fewer or more ranks while training. `reshape`: when the work has changed and it pays, the same ranks become a shorter pipeline of
+    more replicas, or the reverse, among the meshes that `train.reduction_slots` fit. Or `reshape_at` lists [step, pipeline, data]: from
+    that step on they are a mesh of these sizes."""
 
     repack: Annotated[bool, only(False)] = False
-    reshape: Annotated[bool, only(False)] = False
+    reshape: bool = False
     reshape_at: ShapesAt = ()
     min_ranks: Count = 1
     target_ranks: NothingYet = None
