@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Iterable, Sequence
+from dataclasses import fields
 from statistics import median
 from typing import Any
 
@@ -25,19 +26,6 @@ from dynmo.runtime.world import World
 from dynmo.schedule.op import Kind
 
 _WINDOW = 8  # steps
-_FIELDS = (
-    "f",
-    "b",
-    "w",
-    "parameters",
-    "weight_bytes",
-    "gradient_bytes",
-    "optimizer_bytes",
-    "activation_bytes",
-    "stash_bytes",
-    "output_bytes",
-    "workspace_bytes",
-)
 
 
 def weight_bytes(module: nn.Module) -> int:
@@ -98,7 +86,7 @@ class Profiler:
 
         copies: the optimizers keep some, to take steps back.
         """
-        table = torch.zeros(count, len(_FIELDS), dtype=torch.float64)
+        table = torch.zeros(count, len(fields(LayerCost)), dtype=torch.float64)
         for layer, optimizer in layers:
             trains = [p for p in layer.module.parameters() if p.requires_grad]
             table[layer.index] = torch.tensor(
