@@ -48,6 +48,17 @@ def bound_of(share: float, lost: dict[str, float], least: float = 0.85) -> dict[
     return {"lost": lost, "bounded_by": max(lost, key=lost.__getitem__) if share < least else None}
 
 
+def save_picture(figure: Any, path: Path) -> None:
+    """As SVG, the same text whenever it is drawn from the same figures."""
+    import matplotlib.pyplot as plt
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, metadata={"Date": None}, bbox_inches="tight")
+    plt.close(figure)
+    # Matplotlib ends some lines with a space.
+    path.write_text("\n".join(line.rstrip() for line in path.read_text().splitlines()) + "\n")
+
+
 def machine() -> dict[str, Any]:
     """What the figures were measured on, in kind."""
     import os

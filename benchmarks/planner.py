@@ -29,7 +29,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.harness import machine
+from benchmarks.harness import machine, save_picture
 from dynmo.costs import Costs, StageCost, uniform_costs
 from dynmo.errors import DynmoError
 from dynmo.schedule.auto import automatic
@@ -196,8 +196,7 @@ def plot(grown: dict[str, list[tuple[int, float]]]) -> None:
         axis.grid(alpha=0.3, which="both")
     axes[0].set_ylabel("ms to plan, warm")
     figure.tight_layout()
-    PICTURE.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(PICTURE, metadata={"Date": None})
+    save_picture(figure, PICTURE)
 
 
 def show(result: dict[str, Any]) -> None:

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness import machine, run_ranks
+from benchmarks.harness import machine, run_ranks, save_picture
 from dynmo.config import Config, parse
 from dynmo.events import ChangeEvent, EvalEvent, Event
 from dynmo.models.model import load_model
@@ -150,10 +150,7 @@ def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
     # What the first steps bring would leave no room for the differences.
     late = [loss for row in rows for step, loss in row["curve"] if step >= rows[0]["curve"][-1][0] / 5]
     all_axes[0].set_ylim(min(late) - 0.05, max(late) + 0.05)
-    figure.savefig(path, metadata={"Date": None})
-    plt.close(figure)
-    # Matplotlib ends some lines with a space.
-    path.write_text("\n".join(line.rstrip() for line in path.read_text().splitlines()) + "\n")
+    save_picture(figure, path)
 
 
 def main() -> None:

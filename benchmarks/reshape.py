@@ -23,7 +23,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness import machine
+from benchmarks.harness import machine, save_picture
 from benchmarks.traces import Layers, bottleneck, in_blocks, in_halves, name_of, perfect, timeline, trace
 from dynmo.balance.mesh import Mesh, MeshPlan, MeshRequest, search
 from dynmo.balance.partition import exact, uniform
@@ -152,10 +152,7 @@ def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
     axes.set_xticks(range(len(rows)), [name_of(x["case"], x["sequence"]).replace(", ", "\n") for x in rows])
     axes.set(ylabel=f"% of perfect balance on {RANKS} ranks", ylim=(50, 102), axisbelow=True)
     axes.legend(frameon=False, ncols=4, loc="upper center", bbox_to_anchor=(0.5, 1.14))
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, metadata={"Date": None}, bbox_inches="tight")
-    plt.close(figure)
-    path.write_text("\n".join(line.rstrip() for line in path.read_text().splitlines()) + "\n")
+    save_picture(figure, path)
 
 
 def main() -> None:

@@ -28,7 +28,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from benchmarks.harness import bound_of, machine, run_ranks
+from benchmarks.harness import bound_of, machine, run_ranks, save_picture
 from dynmo.config import parse
 from dynmo.kernels import sparse_linear
 from dynmo.kernels.csr import pack, sddmm_, spmm, unpack
@@ -209,9 +209,7 @@ def plot(found: Sequence[dict[str, Any]]) -> None:
     axes.set_ylabel("time of F + B + W, sparse / dense")
     axes.legend(frameon=False)
     axes.spines[["top", "right"]].set_visible(False)
-    figure.savefig(PICTURE, metadata={"Date": None})
-    # Matplotlib ends some lines with a space.
-    PICTURE.write_text("\n".join(line.rstrip() for line in PICTURE.read_text().splitlines()) + "\n")
+    save_picture(figure, PICTURE)
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from benchmarks.harness import machine, run_ranks
+from benchmarks.harness import machine, run_ranks, save_picture
 from benchmarks.traces import best, in_blocks, perfect, timeline, trace
 from dynmo.balance.partition import exact, uniform
 from dynmo.costs import Costs, StageCost, uniform_costs
@@ -170,10 +170,7 @@ def draw(result: dict[str, Any], path: Path) -> None:
     right.set_xticks(range(len(names)), names, fontsize=6)
     right.set(ylabel="ZB-2p faster, %", title="equal memory: the others' microbatches twice as large")
     right.legend(frameon=False)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, metadata={"Date": None}, bbox_inches="tight")
-    plt.close(figure)
-    path.write_text("\n".join(line.rstrip() for line in path.read_text().splitlines()) + "\n")
+    save_picture(figure, path)
 
 
 def main() -> None:

@@ -24,7 +24,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
-from benchmarks.harness import machine
+from benchmarks.harness import machine, save_picture
 from dynmo.costs import Costs, split_costs, uniform_costs
 from dynmo.schedule.bound import Objective
 from dynmo.schedule.catalogue import chunks_of, make, placement_of
@@ -290,9 +290,7 @@ def draw(result: dict[str, Any]) -> None:
 
 def _save(figure: Any, name: str) -> None:
     path = PICTURES / f"{name}.svg"
-    figure.savefig(path, metadata={"Date": None}, bbox_inches="tight")
-    # Matplotlib ends some lines with a space.
-    path.write_text("\n".join(line.rstrip() for line in path.read_text().splitlines()) + "\n")
+    save_picture(figure, path)
 
 
 def _draw_attention(rows: list[dict[str, Any]]) -> None:

@@ -29,7 +29,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks.harness import machine, run_ranks
+from benchmarks.harness import machine, run_ranks, save_picture
 from dynmo.balance.diffusion import diffuse
 from dynmo.balance.partition import Cost, Partition, exact, uniform, weigh
 from dynmo.balance.placed import by_name, pipeline_costs
@@ -269,11 +269,7 @@ def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
         panel.grid(axis="y", color="#dddddd")
     axes[0].set_ylabel(f"idle on {rows[0]['ranks']} ranks, % of a step")
     axes[0].legend(frameon=False)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, metadata={"Date": None}, bbox_inches="tight")
-    plt.close(figure)
-    # Matplotlib ends some lines with a space.
-    path.write_text("\n".join(line.rstrip() for line in path.read_text().splitlines()) + "\n")
+    save_picture(figure, path)
 
 
 # -- emulated ranks --------------------------------------------------------------------------------------------------------------

@@ -114,7 +114,9 @@ class Rebalancer:
         config, pipeline, world = self._config, self._pipeline, self._pipeline.world
         from dynmo.profiling import profile_of  # which imports the trainer, and that this file
 
+        gathering = time.perf_counter()
         costs, start = pipeline.costs(), time.perf_counter()
+        self.overhead.measure += start - gathering
         # Between replicas as between stages: the slowest of the links that were measured.
         slowest = min((link.bytes_per_second for link in pipeline.links.values()), default=math.inf)
         current = Mesh(

@@ -299,6 +299,7 @@ class Trainer:
         self._rebalancer.changed()
         self._tracer.keep_around()
         seconds = time.perf_counter() - start
+        self._rebalancer.overhead.move += seconds
         self._emit(ReshapeEvent(step, now(), before, (pipeline, data), partition.counts, migration.moved_bytes, seconds))
 
     def _step(self, step: int, stop: bool) -> bool:

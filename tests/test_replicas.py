@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from dynmo import profile_file
 from dynmo.events import ReshapeEvent, read
 from tests.pool import Pool
 
@@ -148,6 +149,8 @@ def test_a_reshaped_run_resumes_in_its_shape(pool: Pool, tmp_path: Path) -> None
     assert {e["weights_digest"] for e in ended} == {reference(pool, 4)["digest"]}
     told = list(read(tmp_path / "events.jsonl"))
     assert [(e.step, e.source, e.target) for e in told if isinstance(e, ReshapeEvent)] == [(2, (4, 1), (2, 2)), (5, (2, 2), (1, 4))]
+    written = profile_file.read(tmp_path / profile_file.IN_RUN)  # of the mesh that it ended in
+    assert (written.ranks, written.microbatches) == (1, 2)
 
 
 def test_slots_change_the_bits(pool: Pool) -> None:

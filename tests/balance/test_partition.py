@@ -4,7 +4,6 @@ import json
 import math
 import random
 import re
-import time
 from collections.abc import Callable
 from fractions import Fraction
 from itertools import combinations, pairwise
@@ -197,26 +196,6 @@ def test_middling_cases_where_a_stage_may_have_to_stop_short(kind: str):
         assert max(x + (sent[end - 1] if end < layers else 0) for x, end in zip(loads, found.bounds[1:], strict=True)) == best[-1]
         assert all(memory.fits(s, a, e) for s, (a, e) in enumerate(pairwise(found.bounds)))
     assert feasible >= 3
-
-
-@pytest.mark.parametrize(("layers", "ranks", "limit"), [(96, 24, 1e-3), (10_000, 1_024, 50e-3)])
-def test_it_takes_milliseconds(layers: int, ranks: int, limit: float):
-    draw = random.Random(layers)
-    weights = [draw.random() for _ in range(layers)]
-    costs = tuple(LayerCost(x, 0, 0, weight_bytes=2, activation_bytes=1) for x in weights)
-    share = layers // ranks
-    memory = MemoryLimits(costs, tuple(((ranks - s, 0),) for s in range(ranks)), tuple(2 * share * (2 + ranks - s) for s in range(ranks)))
-
-    def best(memory: MemoryLimits | None = None) -> float:
-        seconds: list[float] = []
-        for _ in range(5):
-            start = time.perf_counter()
-            exact(weights, ranks, memory=memory)
-            seconds.append(time.perf_counter() - start)
-        return min(seconds)
-
-    assert best() < limit
-    assert best(memory=memory) < limit
 
 
 def test_halves_of_blocks_on_the_fixed_traces():

@@ -25,13 +25,15 @@ def test_each_part_takes_its_time() -> None:
     tape.deferred = True
     install(layer, tape)
     x = torch.randn(8, requires_grad=True)
-    y = layer(x)  # the first call pays for what torch sets up once
-    times = [seconds(lambda: layer(x)), seconds(y.sum().backward)]
-    ((work, holds),) = tape.take()
-    times.append(seconds(work))
-    for measured, wanted in zip(times, (0.004, 0.006, 0.008), strict=True):
-        assert wanted <= measured < wanted + 0.02
-    assert [tuple(t.shape) for t in holds] == [(8,), (8,)]
+    tries: list[tuple[float, float, float]] = []
+    for _ in range(7):  # another process may hold the core in one of them
+        y = layer(x)
+        parts = seconds(lambda: layer(x)), seconds(y.sum().backward)
+        ((work, holds),) = tape.take()
+        tries.append((*parts, seconds(work)))
+        assert [tuple(t.shape) for t in holds] == [(8,), (8,)]
+    for measured, wanted in zip(zip(*tries, strict=True), (0.004, 0.006, 0.008), strict=True):
+        assert wanted <= min(measured) < wanted + 0.02
 
 
 @pytest.mark.parametrize("tape", [None, WeightTape()])

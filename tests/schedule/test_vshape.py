@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from time import perf_counter
 from typing import Any
 
 import pytest
@@ -147,17 +146,6 @@ def test_a_frozen_prefix_is_short_and_holds_nothing() -> None:
         timeline = simulate(make(costs, 12, first_trainable=5), costs)
         assert timeline.peak_memory[3] == 0  # both its stages, 3 and 4, are frozen
         assert timeline.span < simulate(make(costs, 12), costs).span
-
-
-def test_quick() -> None:
-    # Milliseconds at (8, 24), a tenth of a second at (32, 96) alone on a core: here only that nothing is out of hand.
-    costs = of_row(TABLE_5[9])
-    best = float("inf")
-    for _ in range(3):
-        began = perf_counter()
-        zb_v(costs, 96)
-        best = min(best, perf_counter() - began)
-    assert best < 1
 
 
 @pytest.mark.parametrize(
