@@ -23,7 +23,7 @@ demo: $(READY)
 	$(BIN)/dynmo report runs/demo-static runs/demo-balanced
 
 test: $(READY)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --numprocesses 2 --dist worksteal
 
 check: $(READY)
 	$(BIN)/ruff format --check .

@@ -77,12 +77,14 @@ class Pool:
 def _serve() -> None:
     import torch
 
+    from dynmo.runtime import profiler
     from dynmo.runtime.rendezvous import from_environment
     from dynmo.runtime.world import World, open_store
 
     rendezvous = from_environment()
     assert rendezvous is not None
     torch.set_num_threads(1)
+    profiler.PAUSE = 0.0  # links need not be measured well here, and every job would wait for it
     # Jobs may print; the replies have the real stdout to themselves.
     replies = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)

@@ -21,6 +21,7 @@ from dynmo.plan import computed_again, shape_costs
 from dynmo.runtime.precision import PRECISIONS
 from dynmo.runtime.world import World
 from dynmo.schedule.catalogue import SCHEDULES
+from tests.jobs import SOURCE
 from tests.pool import Pool
 
 MICROBATCHES = 8
@@ -32,7 +33,7 @@ def peak(world: World, schedule: str, precision: str, again: list[int]) -> dict[
     gradients, activations, messages and what ops need for themselves as torch's allocator tells them."""
     config = parse({"model": MODEL, "train": {"global_batch": 2 * MICROBATCHES, "micro_batch": 2, "precision": precision}})
     model = load_model(config)
-    inputs, targets = Batches(open_corpus("stdlib"), config.model.sequence, 2 * MICROBATCHES, 2, 0).train(0)
+    inputs, targets = Batches(open_corpus(SOURCE), config.model.sequence, 2 * MICROBATCHES, 2, 0).train(0)
     stages = len(Pipeline.placement_for(schedule, world.size))
     partition = uniform(model.layers, stages)
     pipeline = Pipeline(world, model, partition, schedule=schedule, microbatches=MICROBATCHES, dtype=PRECISIONS[precision], recompute=again)

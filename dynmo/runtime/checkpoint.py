@@ -23,10 +23,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 from pydantic import BaseModel, ConfigDict, ValidationError
 from torch import Tensor, nn
-from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
 
 from dynmo.errors import CheckpointError
 from dynmo.kernels.sparse_linear import conform
@@ -109,6 +107,9 @@ def _folder(index: int) -> str:
 
 
 def _save_layer(folder: Path, index: int, module: nn.Module, optimizer_state: dict[str, Tensor]) -> tuple[Path, Path]:
+    import torch.distributed.checkpoint as dcp  # takes over a second, which a run shall not begin with
+    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
+
     tensors = {key: t.detach().cpu() for key, t in contents(module, optimizer_state).items() if key[0] != "gradient"}
     folder.mkdir()
     _write(folder / "layer.json", describe(index, module, tensors).model_dump_json())
@@ -173,6 +174,9 @@ def verify(path: Path) -> CheckpointManifest:
 
 def load_layer(path: Path, index: int, device: torch.device) -> tuple[Contents, dict[str, bool]]:
     """One layer of a verified checkpoint: its tensors, and requires_grad of each parameter."""
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+
     folder = path / _folder(index)
     try:
         manifest = Manifest.model_validate_json((folder / "layer.json").read_bytes())

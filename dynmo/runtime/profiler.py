@@ -146,7 +146,7 @@ def _rounds(pairs: Sequence[Pair]) -> list[list[Pair]]:
     return rounds
 
 
-_PAUSE = 0.005  # seconds
+PAUSE = 0.005  # seconds
 
 
 def _ping(world: World, peer: int, key: tuple[int, ...], size: int, repeats: int) -> float:
@@ -158,7 +158,7 @@ def _ping(world: World, peer: int, key: tuple[int, ...], size: int, repeats: int
     times: list[float] = []
     for _ in range(repeats + 1):
         incoming = world.receive(torch.empty_like(buffer), peer, TAG_LINKS, key)
-        time.sleep(_PAUSE)
+        time.sleep(PAUSE)
         start = time.perf_counter()
         if world.rank > peer:
             world.wait(incoming, peer, what)
