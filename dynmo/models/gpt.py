@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -56,10 +57,9 @@ class AttentionHalf(nn.Module):
         nn.init.normal_(self.qkv.weight, std=std)
         nn.init.normal_(self.proj.weight, std=residual_std)
         size = hidden // heads
-        frequency = 10000.0 ** (-torch.arange(0, size, 2, dtype=torch.float32) / size)
-        angle = torch.outer(torch.arange(sequence, dtype=torch.float32), frequency)
-        self.register_buffer("cosine", angle.cos(), persistent=False)
-        self.register_buffer("sine", angle.sin(), persistent=False)
+        angle = np.outer(np.arange(sequence), 10000.0 ** (-np.arange(0, size, 2) / size))
+        self.register_buffer("cosine", torch.tensor(np.cos(angle), dtype=torch.float32), persistent=False)
+        self.register_buffer("sine", torch.tensor(np.sin(angle), dtype=torch.float32), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
         batch, sequence, hidden = x.shape

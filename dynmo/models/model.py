@@ -10,6 +10,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.overrides import TorchFunctionMode
 
 from dynmo.config import Config
 from dynmo.errors import ConfigError, place
@@ -41,6 +42,16 @@ def next_token_loss(logits: Tensor, targets: Tensor) -> Tensor:
     return functional.cross_entropy(logits.reshape(-1, logits.shape[-1]).float(), targets.reshape(-1))
 
 
+class _Uninitialised(TorchFunctionMode):
+    """Leaves initial values out: what is on the meta device has none, and pretending takes milliseconds a weight."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given: dict[str, Any] = kwargs or {}
+        if getattr(func, "__module__", None) == "torch.nn.init":
+            return args[0] if args else given["tensor"]
+        return func(*args, **given)
+
+
 def from_factories(names: Sequence[str], factories: Sequence[Callable[[], nn.Module]], seed: int, loss: Loss, tied: Any = ()) -> Model:
     """A model whose layers can be built one by one."""
 
@@ -51,7 +62,7 @@ def from_factories(names: Sequence[str], factories: Sequence[Callable[[], nn.Mod
                 torch.manual_seed(mix(seed, Purpose.INITIAL, index))
                 layers.append(factory())
             else:
-                with torch.device("meta"):
+                with torch.device("meta"), _Uninitialised():
                     layers.append(factory())
         return layers
 

@@ -12,10 +12,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.optim.adamw import adamw
+from torch.optim.sgd import sgd
 
 # A squared norm is summed over blocks of this many elements, then over blocks in order: the same bits however a weight is sharded.
 NORM_BLOCK = 1 << 14
@@ -96,8 +98,8 @@ class LayerOptimizer:
                 self._masters[name] = self._pieces[name] = self._slice(name, given).clone()
         # Those whose state the last step made: to take that step back is to have none.
         self._fresh: frozenset[str] = frozenset()
-        self._kept: dict[str, tuple[Tensor, dict[str, Tensor]]] | None = None
-        self._torch = self._make()
+        self._kept: dict[str, tuple[Tensor, dict[str, Tensor] | None]] | None = None
+        self._state: dict[str, dict[str, Tensor]] = {}  # of a piece that has been stepped, by moment
 
     def _slice(self, name: str, tensor: Tensor) -> Tensor:
         """This share's part of a tensor of the parameter's shape: itself where the share is the whole, else flat."""
@@ -105,21 +107,6 @@ class LayerOptimizer:
             return tensor
         low, high = self.ranges[name]
         return tensor.reshape(-1)[low:high]
-
-    def _make(self) -> torch.optim.Optimizer | None:
-        s = self._settings
-        owned = [(self._pieces[name], decays(p)) for name, p in self._named.items() if self._pieces[name].numel() or not p.numel()]
-        groups = [
-            {"params": [piece for piece, decay in owned if decay], "weight_decay": s.weight_decay},
-            {"params": [piece for piece, decay in owned if not decay], "weight_decay": 0.0},
-        ]
-        groups = [g for g in groups if g["params"]]
-        if not groups:
-            return None
-        # lr is set at each step; fused runs the same arithmetic in one pass over the weights.
-        if s.name == "sgd":
-            return torch.optim.SGD(groups, lr=0.0, momentum=s.momentum, fused=True)
-        return torch.optim.AdamW(groups, lr=0.0, betas=s.betas, eps=s.eps, fused=True)
 
     # -- a step ---------------------------------------------------------------------------------------------------------------
 
@@ -134,17 +121,37 @@ class LayerOptimizer:
     def step(self, lr: float, scale: float = 1.0) -> None:
         """Applies the gradients times `scale` (the clip factor). They stay, multiplied: `drop_gradients` drops them."""
         gradients = self._gradients()
-        if self._torch is None or not gradients:
+        if not gradients:
             return
         if scale != 1.0:
             torch._foreach_mul_(list(gradients.values()), scale)
-        self._fresh = frozenset(name for name in gradients if not self._torch.state.get(self._pieces[name]))
-        for name, piece in self._pieces.items():
-            piece.grad = gradients.get(name)
-        for group in self._torch.param_groups:
-            group["lr"] = lr
-        self._torch.step()
+        self._fresh = frozenset(gradients) - self._state.keys()
+        for decay in (True, False):
+            for fresh in (True, False):  # torch starts the momentum of all that it is given, or of none
+                names = [name for name in gradients if decays(self._named[name]) == decay and (name in self._fresh) == fresh]
+                if names:
+                    self._apply(names, gradients, lr, self._settings.weight_decay if decay else 0.0)
         self._publish(gradients)
+
+    def _apply(self, names: Sequence[str], gradients: Mapping[str, Tensor], lr: float, weight_decay: float) -> None:
+        """torch's functions and not its classes: those bring its compiler, which takes seconds to import."""
+        s, pieces = self._settings, [self._pieces[name] for name in names]
+        given = [gradients[name] for name in names]
+        common: dict[str, Any] = {"fused": True, "lr": lr, "weight_decay": weight_decay, "maximize": False}
+        with torch.no_grad():
+            if s.name == "sgd":
+                buffers = [self._state.get(name, {}).get("momentum_buffer") for name in names]
+                sgd(pieces, given, buffers, momentum=s.momentum, dampening=0.0, nesterov=False, **common)
+                for name, buffer in zip(names, buffers, strict=True):
+                    self._state[name] = {} if buffer is None else {"momentum_buffer": buffer}
+                return
+            for name, piece in zip(names, pieces, strict=True):
+                if name not in self._state:
+                    moments = {moment: torch.zeros_like(piece, requires_grad=False) for moment in ("exp_avg", "exp_avg_sq")}
+                    self._state[name] = {"step": torch.zeros((), device=piece.device)} | moments
+            steps, first, second = ([self._state[name][moment] for name in names] for moment in ("step", "exp_avg", "exp_avg_sq"))
+            (b1, b2) = s.betas
+            adamw(pieces, given, first, second, [], steps, amsgrad=False, beta1=b1, beta2=b2, eps=s.eps, **common)
 
     def _publish(self, names: Iterable[str]) -> None:
         """Parameters of lower precision take what their masters say. With ZeRO-1, each in its own range."""
@@ -154,8 +161,8 @@ class LayerOptimizer:
                 self._slice(name, self._named[name].detach()).copy_(master)
 
     def drop_gradients(self) -> None:
-        for name, p in self._named.items():
-            p.grad = self._pieces[name].grad = None
+        for p in self._named.values():
+            p.grad = None
 
     # -- taking it back (Zero Bubble, post-validation) ---------------------------------------------------------------------------
 
@@ -163,9 +170,9 @@ class LayerOptimizer:
         """Copies all that the next `step` will change, for `restore`."""
         self._kept = {name: (self._pieces[name].detach().clone(), self._state_copy(name)) for name in self._gradients()}
 
-    def _state_copy(self, name: str) -> dict[str, Tensor]:
-        state = {} if self._torch is None else self._torch.state.get(self._pieces[name], {})
-        return {key: value.clone() for key, value in state.items() if isinstance(value, Tensor)}
+    def _state_copy(self, name: str) -> dict[str, Tensor] | None:
+        """None: it has not been stepped."""
+        return {key: value.clone() for key, value in self._state[name].items()} if name in self._state else None
 
     def forget(self) -> None:
         """The last step stands."""
@@ -174,15 +181,13 @@ class LayerOptimizer:
     def restore(self) -> None:
         """Takes back the step since `keep`: the same bits as before it."""
         assert self._kept is not None, "nothing was kept"
-        assert self._torch is not None or not self._kept
         with torch.no_grad():
             for name, (piece, state) in self._kept.items():
-                assert self._torch is not None
                 self._pieces[name].copy_(piece)
-                if state:
-                    self._torch.state[self._pieces[name]].update(state)
+                if state is None:
+                    self._state.pop(name, None)
                 else:
-                    self._torch.state.pop(self._pieces[name], None)
+                    self._state[name] = state
         self._publish(self._kept)
         self._kept = None
 
@@ -194,8 +199,6 @@ class LayerOptimizer:
                    v = (v - (1 - b2) g^2) / b2;  m = (m - (1 - b1) g) / b1;  t = t - 1
             SGD    p = p + lr b;  b = (b - g - wd p) / momentum
         """
-        if self._torch is None:
-            return
         done = self._gradients()
         with torch.no_grad():
             for name, gradient in done.items():
@@ -204,8 +207,7 @@ class LayerOptimizer:
         self._publish(done)
 
     def _invert(self, name: str, piece: Tensor, g: Tensor, lr: float, decay: float) -> None:
-        assert self._torch is not None
-        s, state = self._settings, self._torch.state[piece]
+        s, state = self._settings, self._state[name]
         if s.name == "sgd":
             buffer = state.get("momentum_buffer")
             if buffer is None:  # no momentum: the step was lr * (g + wd p)
@@ -224,7 +226,7 @@ class LayerOptimizer:
             first.sub_(g, alpha=1 - b1).div_(b1)
             t.sub_(1)
         if name in self._fresh:
-            self._torch.state.pop(piece, None)
+            self._state.pop(name)
 
     @property
     def masters(self) -> Mapping[str, Tensor]:
@@ -236,14 +238,7 @@ class LayerOptimizer:
     def state(self) -> dict[str, Tensor]:
         """`parameter/moment` -> tensor of this share, for those parameters that have been stepped; and `parameter/master`."""
         out = {f"{name}/{_MASTER}": master for name, master in self._masters.items() if master.numel()}
-        if self._torch is None:
-            return out
-        return out | {
-            f"{name}/{key}": value
-            for name, piece in self._pieces.items()
-            for key, value in self._torch.state.get(piece, {}).items()
-            if isinstance(value, Tensor)
-        }
+        return out | {f"{name}/{key}": value for name in self._pieces for key, value in self._state.get(name, {}).items()}
 
     @property
     def moments(self) -> tuple[str, ...]:
@@ -260,14 +255,13 @@ class LayerOptimizer:
             if moment == _MASTER:
                 self._masters[name].copy_(value)
             else:
-                assert self._torch is not None
-                self._torch.state[self._pieces[name]][moment] = value.to(self._named[name].device)
+                self._state.setdefault(name, {})[moment] = value.to(self._named[name].device)
 
     @property
     def state_bytes(self) -> int:
         """What is kept for the parameters that train: moments, masters (and whatever frozen ones left)."""
         held = sum(t.nbytes for t in self.state().values())
-        waiting = [n for n, p in self._named.items() if p.requires_grad and not (self._torch and self._torch.state.get(self._pieces[n]))]
+        waiting = [n for n, p in self._named.items() if p.requires_grad and not self._state.get(n)]
         return held + sum(self._settings.moments * self._pieces[name].nbytes for name in waiting)
 
     @property
