@@ -28,7 +28,7 @@ OPTIONS = {"policy": "egeria", "every": 1, "window": 3, "refresh": 8, "tolerance
 
 def config(ranks: int, schedule: str = "zb-h1", balance: dict[str, Any] | None = None, **options: Any) -> dict[str, Any]:
     return {
-        "seed": 7,
+        "seed": 3,
         "model": {"blocks": 2, "hidden": 32, "heads": 2, "sequence": 16, "dropout": 0.1},
         "train": {"steps": 40, "global_batch": 6, "micro_batch": 2, "lr": 1e-2, "warmup": 2, "decay": "linear", "min_lr_ratio": 0.001},
         "parallel": {"pipeline": ranks, "timeout": 20.0},
