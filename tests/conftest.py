@@ -27,13 +27,13 @@ def pool() -> Iterator[Pool]:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Tests marked gpu are deselected where there is no CUDA device."""
-    if not any(item.get_closest_marker("gpu") for item in items):
-        return
-    import torch
+    """Deselected: tests marked gpu where there is no CUDA device, tests marked matrix unless `-m` is given."""
+    unwanted = set[str]() if config.option.markexpr else {"matrix"}
+    if any(item.get_closest_marker("gpu") for item in items):
+        import torch
 
-    if torch.cuda.is_available():
-        return
-    kept = [item for item in items if not item.get_closest_marker("gpu")]
+        if not torch.cuda.is_available():
+            unwanted.add("gpu")
+    kept = [item for item in items if not any(item.get_closest_marker(name) for name in unwanted)]
     config.hook.pytest_deselected(items=[item for item in items if item not in kept])
     items[:] = kept

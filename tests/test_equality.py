@@ -52,19 +52,21 @@ def _reference(pool: Pool, freezing: bool, clipping: bool) -> dict[str, Any]:
     return pool.run("train", 1, config=config(1, "1f1b", BALANCERS["none"], freezing, clipping))[0]
 
 
-def _modes() -> list[Any]:
-    """Freezing and clipping together and neither, under every balancer; each alone where layers move at every step."""
+def _combinations() -> list[Any]:
+    """Every balancer with and without freezing and clipping, on all ranks and schedules. Three of the modes for each two of those belong
+    to the everyday suite, so that every mode meets every number of ranks and every schedule; `pytest -m matrix` runs the rest."""
     names = {(False, False): "plain", (False, True): "clip", (True, False): "freeze", (True, True): "freeze-clip"}
-    return [
-        pytest.param(balancer, *both, id=f"{balancer}-{name}")
-        for balancer, (both, name) in product(BALANCERS, names.items())
-        if both[0] == both[1] or balancer == "random"
-    ]
+    modes = list(product(BALANCERS, names))
+    made: list[Any] = []
+    for i, (ranks, (j, schedule)) in enumerate(product((2, 3, 4), enumerate(GENERATORS))):
+        for k, (balancer, both) in enumerate(modes):
+            everyday = (k - 3 * i - j) % len(modes) in (0, 5, 10)
+            marks = () if everyday else pytest.mark.matrix
+            made.append(pytest.param(ranks, schedule, balancer, *both, id=f"{ranks}-{schedule}-{balancer}-{names[both]}", marks=marks))
+    return made
 
 
-@pytest.mark.parametrize(("balancer", "freezing", "clipping"), _modes())
-@pytest.mark.parametrize("schedule", GENERATORS)
-@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize(("ranks", "schedule", "balancer", "freezing", "clipping"), _combinations())
 def test_one_digest(pool: Pool, ranks: int, schedule: str, balancer: str, freezing: bool, clipping: bool) -> None:
     expected = _reference(pool, freezing, clipping)
     results = pool.run("train", ranks, config=config(ranks, schedule, BALANCERS[balancer], freezing, clipping))
@@ -96,9 +98,10 @@ def _deeper_reference(pool: Pool, freezing: bool) -> dict[str, Any]:
     return pool.run("train", 1, config=deeper(1, "1f1b", BALANCERS["none"], freezing))[0]
 
 
-@pytest.mark.parametrize(("balancer", "freezing"), [("exact", False), ("random", True)], ids=["exact-plain", "random-freeze-clip"])
+@pytest.mark.parametrize(
+    ("ranks", "balancer", "freezing"), [(1, "exact", True), (2, "random", True), (3, "exact", False), (4, "random", True)]
+)
 @pytest.mark.parametrize("schedule", [name for name in SCHEDULES if name not in GENERATORS])
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 def test_one_digest_of_chunks_and_of_schedules_from_costs(pool: Pool, ranks: int, schedule: str, balancer: str, freezing: bool) -> None:
     """Several stages a rank, in loops and in V shapes, and schedules made anew from measured costs while layers move and freeze."""
     expected = _deeper_reference(pool, freezing)
