@@ -59,6 +59,7 @@ class Pipeline:
     The world may be one pipeline of several in a mesh (`mesh.arrange`): `microbatches` are those of one. slots: in how many parts the
     gradients of all their microbatches are added up (default: one per replica). zero: 1 shards the optimizer's state over the replicas.
 
+    w_granularity: a W runs "whole", where the schedule has it; or a "linear" of it at a time may run earlier, while a message is late.
     post_validation: steps without a barrier at their end (`advance`). A step that must be taken back is, rollback "exact": from copies,
     to the bit; "in-place": by arithmetic, without copies, nearly. clip_scope: by which norm a layer is clipped, that of all or its own.
     """
@@ -83,6 +84,7 @@ class Pipeline:
         compiles: bool = False,
         slots: int | None = None,
         zero: int = 0,
+        w_granularity: Literal["whole", "linear"] = "whole",
         post_validation: bool = False,
         rollback: Literal["exact", "in-place"] = "exact",
         clip_scope: Literal["global", "local"] = "global",
@@ -110,7 +112,7 @@ class Pipeline:
         )
         links = measure_links(world, layout.pairs)
         self._scheduling = Scheduling(self._holding, schedule, chunks, memory_limit, links, post_validation=post_validation)
-        self._programs = Programs(self._holding, self.clock, post_validation=post_validation)
+        self._programs = Programs(self._holding, self.clock, post_validation=post_validation, ahead=w_granularity == "linear")
         self._step_end = StepEnd(self._holding, StepTable(self._holding, self.clock), self.profiler, scaler or LossScaler(), clip_scope)
         self._pending = PendingStep(self._holding, self._step_end, validates=post_validation, copies=rollback == "exact")
 

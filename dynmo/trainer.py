@@ -185,6 +185,7 @@ class Trainer:
             compiles=train.compile,
             slots=config.slots,
             zero=config.parallel.zero,
+            w_granularity=cast(Literal["whole", "linear"], config.pipeline.w_granularity),
             post_validation=config.pipeline.post_validation,
             rollback=cast(Literal["exact", "in-place"], config.pipeline.rollback),
             clip_scope=cast(Literal["global", "local"], train.clip_scope),

@@ -113,6 +113,16 @@ def test_one_digest_of_chunks_and_of_schedules_from_costs(pool: Pool, ranks: int
         assert all(a != b for a, b in pairwise(placements)), "the layers did not move at every step"
 
 
+@pytest.mark.parametrize(("schedule", "ranks", "afterwards"), [("zb-h1", 4, False), ("zb-v", 2, False), ("zb-h2", 3, True)])
+def test_pieces_of_w_ahead_of_their_time(pool: Pool, schedule: str, ranks: int, afterwards: bool) -> None:
+    """Which pieces run ahead is as messages come; nothing that is computed may show it."""
+    wanted = deeper(ranks, schedule, BALANCERS["random"], True)
+    wanted["pipeline"] |= {"w_granularity": "linear", "post_validation": afterwards}
+    results = pool.run("train", ranks, config=wanted)
+    assert results[0]["losses"] == _deeper_reference(pool, True)["losses"]
+    assert {r["digest"] for r in results} == {_deeper_reference(pool, True)["digest"]}
+
+
 @cache
 def _tied_reference(pool: Pool) -> dict[str, Any]:
     wanted = deeper(1, "1f1b", BALANCERS["none"], freezing=True)

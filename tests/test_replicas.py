@@ -83,6 +83,13 @@ def test_schedules_and_tied_weights(pool: Pool, pipeline: int, data: int, zero: 
     same(run(pool, config(pipeline, data, zero=zero, schedule=schedule, balance=RANDOM, **changes)), expected)
 
 
+def test_pieces_of_w_ahead_of_their_time(pool: Pool) -> None:
+    """Replicas wait for different messages, and still reduce their layers in one order."""
+    wanted = config(2, 2, zero=1, balance=RANDOM)
+    wanted["pipeline"]["w_granularity"] = "linear"
+    same(run(pool, wanted), reference(pool, 4))
+
+
 @pytest.mark.parametrize("zero", [0, 1])
 @pytest.mark.parametrize(
     ("pipeline", "data", "reshape_at"), [(4, 1, [[1, 2, 2], [3, 1, 4]]), (1, 4, [[2, 4, 1], [3, 2, 2], [5, 1, 4]]), (2, 2, [[4, 4, 1]])]

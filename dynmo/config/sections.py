@@ -126,13 +126,15 @@ class Parallel(Section):
 class Pipeline(Section):
     """The schedule; `chunks` is stages per rank (None: the schedule's own), `memory_limit` in bytes per rank (None: the device's).
     `post_validation`: no barrier at a step's end; a step that overflows or must be clipped is taken back, and `rollback` says how: "exact"
-    keeps a copy of weights and optimizer state for as long, "in-place" inverts the update, which is not quite bit for bit."""
+    keeps a copy of weights and optimizer state for as long, "in-place" inverts the update, which is not quite bit for bit.
+    `w_granularity`: a W runs "whole", where the schedule has it; or a "linear" of it at a time may run earlier, while a message is late."""
 
     schedule: Annotated[str, word(SCHEDULES)] = "zb-h1"
     post_validation: bool = False
     rollback: Annotated[str, word(("exact", "in-place"))] = "exact"
     chunks: Count | None = None
     memory_limit: MemoryLimit = None
+    w_granularity: Annotated[str, word(("whole", "linear"))] = "whole"
 
 
 # The words of dynmo/balance/balancers.py, a floor above this file; a test holds the two together.

@@ -13,10 +13,15 @@ from torch import Tensor
 from dynmo.runtime.buffers import WrittenBuffers
 from dynmo.runtime.clock import Clock
 from dynmo.runtime.p2p import Transport
+from dynmo.runtime.pieces import Pieces
 from dynmo.runtime.split_backward import Tensors
 from dynmo.runtime.stage import Stage
 from dynmo.schedule.lower import Compute, Direction, Program, Receive, Verdict
 from dynmo.schedule.op import Kind
+
+# Seconds for which a rank waits for a message before it runs pieces of W: some three messages' latency on one machine. In a pipeline that
+# keeps time every wait is as short, and a piece begun there only holds up who waits for the next op.
+PATIENCE = 3e-4
 
 # What a rank spends time on, beyond the kinds of op: waiting for a message, handing one over.
 WAIT, SEND = "wait", "send"
@@ -41,11 +46,16 @@ class Outcome:
 
 
 class Executor:
-    """Runs one rank's program over its stages and channels."""
+    """Runs one rank's program over its stages and channels.
 
-    def __init__(self, program: Program, stages: Mapping[int, Stage], last_stage: int, transport: Transport, clock: Clock) -> None:
+    ahead: while a message is late, pieces of W's that are further on in the program (`pieces.py`).
+    """
+
+    def __init__(
+        self, program: Program, stages: Mapping[int, Stage], last_stage: int, transport: Transport, clock: Clock, ahead: bool = False
+    ) -> None:
         self._program, self._stages, self._last = program, stages, last_stage
-        self._transport, self._clock = transport, clock
+        self._transport, self._clock, self._ahead = transport, clock, ahead
         self._buffers = WrittenBuffers(layer.module for stage in stages.values() for layer in stage.layers)
 
     def run(
@@ -83,6 +93,7 @@ class Executor:
         """None: it must begin again, and all is as it was at its start."""
         outcome = Outcome()
         mark, slices = self._clock.mark, outcome.slices
+        pieces = Pieces(self._program.instructions, self._stages)
         # Tensors on their way to an op or to a channel, by (direction, stage that needs or made them, microbatch).
         arrived: dict[tuple[Direction, int, int], Tensors] = {}
         leaving: dict[tuple[Direction, int, int], Tensors] = {}
@@ -111,23 +122,37 @@ class Executor:
                     else:
                         leaving[Direction.ACTIVATION, s, j] = y
                 elif kind is Kind.W:
-                    stage.backward_weight(j)
+                    pieces.run_rest(instruction.op)
                 else:
                     gradients = arrived.pop((Direction.GRADIENT, s, j)) if s != self._last else None
                     g = stage.backward_input(j, gradients, deferred=kind is Kind.B)
                     if s > self._program.first_trainable:
                         (arrived if s - 1 in self._stages else leaving)[Direction.GRADIENT, s - 1 if s - 1 in self._stages else s, j] = g
+                pieces.after(instruction.op)
                 x = y = g = gradients = ()  # or they would live on through the next op
                 slices.append(Slice(kind, s, j, start, mark()))
                 continue
             channel, s, j = instruction
             if isinstance(instruction, Receive):
+                if self._ahead:
+                    start = self._meanwhile(instruction, pieces, start, slices)
                 arrived[channel.direction, s, j] = self._transport.take(channel, j)
                 slices.append(Slice(WAIT, s, j, start, mark()))
             else:
                 self._transport.put(channel, j, leaving.pop((channel.direction, s, j)))
                 slices.append(Slice(SEND, s, j, start, mark()))
         return outcome
+
+    def _meanwhile(self, awaited: Receive, pieces: Pieces, start: Any, slices: list[Slice]) -> Any:
+        """Runs pieces of W, if there are any, until the message is there. start, and what it returns: since when the rank waits."""
+        mark, (channel, s, j), patience = self._clock.mark, awaited, PATIENCE
+        while pieces.any and not self._transport.arrived(channel, j, patience):
+            began, op, patience = mark(), pieces.run_one(), 0.0
+            if op is not None:
+                slices.append(Slice(WAIT, s, j, start, began))
+                start = mark()
+                slices.append(Slice(op.kind, op.stage, op.microbatch, began, start))
+        return start
 
     def scale_loss(self, scale: float) -> None:
         """From the next run on, gradients are those of `scale` times the loss."""

@@ -7,9 +7,11 @@ posted ahead.
     the rank's thread   F0 ───────── F1 ─────────      puts a message into an outbox: microseconds
     the outbox's            └ send, wait  └ send,      talks to gloo, and lets go of the tensors once the peer has them
     the poster's        post, post, post               keeps receives posted, for all inboxes
+    the watcher's              wait                    waits for a message, where the rank's thread has something else to do
 
 On CPU gloo writes to the socket within the call that sends, and posting a receive tells the peer: threads of their own take both off
-the ops' path. On CUDA both only enqueue, on the current stream, and are done in place.
+the ops' path. On CUDA both only enqueue, on the current stream, and are done in place. That a message has arrived gloo tells only who
+waits for it, hence the watcher; on CUDA it can be asked.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -126,14 +129,17 @@ Posted = tuple[tuple[Tensor, ...], list[dist.Work]]
 class Inbox:
     """The receiving end of a channel."""
 
-    def __init__(self, world: World, channel: Channel, varying: bool, depth: int, poster: Worker) -> None:
-        self._world, self.channel, self._varying, self._poster = world, channel, varying, poster
+    def __init__(self, world: World, channel: Channel, varying: bool, depth: int, poster: Worker, watcher: Worker) -> None:
+        self._world, self.channel, self._varying, self._poster, self._watcher = world, channel, varying, poster, watcher
         # A header that has landed is no message that has.
         self._ahead = POSTED_AHEAD if varying else _ahead(depth, varying)
         self._depth = depth
         self._spec: Spec | None = None
         self._unposted = self._open = self._messages = 0
         self._posted: queue.SimpleQueue[Posted] = queue.SimpleQueue()
+        # The next message, once `arrived` has asked for it; on CPU with what is set when it is here, or will not come.
+        self._due: Posted | None = None
+        self._here: threading.Event | None = None
 
     def open(self, messages: int) -> None:
         """The step that starts will bring so many messages."""
@@ -179,21 +185,62 @@ class Inbox:
         for work in works:
             self._world.wait(work, self.channel.source, f"the {self.channel.direction} of microbatch {microbatch}")
 
-    def _land(self, microbatch: int) -> tuple[Tensor, ...]:
-        """The next posted receive, once it is filled."""
+    def _next_posted(self, timeout: float) -> Posted:
+        """Raises queue.Empty if the poster does not post it in time."""
         self._post(1)
-        try:
-            buffers, works = self._posted.get(timeout=self._world.timeout)
-        except queue.Empty:
-            raise self._poster.error or WaitTimeout(
-                f"{self._world.called(self._world.rank)} waited {self._world.timeout:g} s for its own receives",
-                [self._world.address(self._world.rank)],
-            ) from None
+        posted = self._posted.get(timeout=timeout)
         self._open -= 1
         # Before the wait, not after it: what is done here is done while the message is on its way.
         self._post(self._window())
-        self._wait(works, microbatch)
+        return posted
+
+    def _land(self, microbatch: int) -> tuple[Tensor, ...]:
+        """The next posted receive, once it is filled."""
+        try:
+            buffers, works = self._due or self._next_posted(self._world.timeout)
+        except queue.Empty:
+            raise self._poster.error or self._late("its own receives") from None
+        here, self._due, self._here = self._here, None, None
+        if here is None:
+            self._wait(works, microbatch)
+        # The watcher's own wait has a shorter limit and says more: it speaks first.
+        elif not here.wait(self._world.timeout + 5) or self._watcher.error is not None:
+            raise self._watcher.error or self._late(f"its own watcher of the {self.channel.direction} of microbatch {microbatch}")
         return buffers
+
+    def _late(self, what: str) -> WaitTimeout:
+        me = self._world.rank
+        return WaitTimeout(f"{self._world.called(me)} waited {self._world.timeout:g} s for {what}", [self._world.address(me)])
+
+    def arrived(self, microbatch: int, patience: float) -> bool:
+        """Whether the next message is here, or comes within `patience` seconds. Where there is no telling, yes: the first of a channel,
+        whose shapes are not known. Of one that varies, whether its header is.
+
+        On CUDA the patience counts from when the device has nothing left to do: until then nobody waits.
+        """
+        if self._spec is None and not self._varying:
+            return True
+        if self._due is None:
+            try:
+                self._due = self._next_posted(patience)
+            except queue.Empty:
+                return False
+            if self._world.device.type != "cuda":
+                self._here = threading.Event()
+                self._watcher.submit(partial(self._watch, self._due[1], microbatch, self._here))
+        if self._here is not None:
+            return self._here.wait(patience)
+        return _filled(self._due[1], torch.cuda.current_stream(self._world.device), patience)
+
+    def _watch(self, works: list[dist.Work], microbatch: int, here: threading.Event) -> None:
+        try:
+            self._wait(works, microbatch)
+        except DynmoError as error:
+            self._watcher.error = error  # before the event, so that who waits for it sees it
+            raise
+        finally:
+            works.clear()  # or this thread would keep the message until the next
+            here.set()
 
     def take(self, microbatch: int) -> tuple[Tensor, ...]:
         """The next message, which is the one of `microbatch`."""
@@ -208,6 +255,18 @@ class Inbox:
                 self._spec = decode(header)
             buffers = self._land(microbatch)
         return buffers
+
+
+def _filled(works: list[dist.Work], stream: torch.cuda.Stream, patience: float) -> bool:
+    """Whether the receives are, `patience` seconds after the stream has run dry. Only asks: nothing is held up on the device."""
+    dry: float | None = None
+    while not all(work.is_completed() for work in works):
+        if dry is None and stream.query():
+            dry = time.perf_counter()
+        if dry is not None and time.perf_counter() - dry >= patience:
+            return False
+        time.sleep(1e-5)
+    return True
 
 
 class Outbox:
@@ -293,10 +352,11 @@ class Transport:
         world.open_channels(sorted({_key(c) for p in programs for c in p.depth}))
         self._messages = own.microbatches
         self._poster = Worker("poster", bool(own.incoming) and world.device.type != "cuda")
-        self._inboxes = {c: Inbox(world, c, varying, own.depth[c], self._poster) for c in own.incoming}
+        self._watcher = Worker("watcher", bool(own.incoming) and world.device.type != "cuda")
+        self._inboxes = {c: Inbox(world, c, varying, own.depth[c], self._poster, self._watcher) for c in own.incoming}
         self._outboxes = {c: Outbox(world, c, varying, own.depth[c]) for c in own.outgoing}
         # The threads end with the transport, also where nobody closes it.
-        workers = [self._poster, *(outbox.worker for outbox in self._outboxes.values())]
+        workers = [self._poster, self._watcher, *(outbox.worker for outbox in self._outboxes.values())]
         self._finish = weakref.finalize(self, _end, workers)
         world.channels.add(self)
 
@@ -311,6 +371,10 @@ class Transport:
 
     def take(self, channel: Channel, microbatch: int) -> tuple[Tensor, ...]:
         return self._inboxes[channel].take(microbatch)
+
+    def arrived(self, channel: Channel, microbatch: int, patience: float) -> bool:
+        """Whether `take` would have the message, now or within so many seconds."""
+        return self._inboxes[channel].arrived(microbatch, patience)
 
     def put(self, channel: Channel, microbatch: int, tensors: tuple[Tensor, ...]) -> None:
         self._outboxes[channel].put(microbatch, tensors)

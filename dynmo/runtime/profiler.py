@@ -62,7 +62,7 @@ class Profiler:
             if kind is Kind.F:
                 f.append(whole)
             elif kind is Kind.W:
-                w.append(whole)
+                w.append(whole + sum(seconds(*pair) for pair in inside))
             elif kind is Kind.B:
                 b.append(whole)
             else:

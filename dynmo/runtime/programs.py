@@ -17,10 +17,10 @@ from dynmo.schedule.op import Schedule
 
 
 class Programs:
-    """post_validation: programs have a place for the verdict on the step before."""
+    """post_validation: programs have a place for the verdict on the step before. ahead: pieces of W's run while a message is late."""
 
-    def __init__(self, holding: Holding, clock: Clock, *, post_validation: bool) -> None:
-        self._holding, self._clock, self._post_validation = holding, clock, post_validation
+    def __init__(self, holding: Holding, clock: Clock, *, post_validation: bool, ahead: bool = False) -> None:
+        self._holding, self._clock, self._post_validation, self._ahead = holding, clock, post_validation, ahead
         self.training: Executor | None = None
         self._evaluators: dict[int, Executor] = {}
 
@@ -58,4 +58,4 @@ class Programs:
             own = [holding.layers[i] for i in holding.layout.partition.range_of(stage)]
             share = 1 / (microbatches * world.replicas)
             stages[stage] = Stage(own, first, holding.model.loss if stage == last else None, share)
-        return Executor(programs[world.rank], stages, last, Transport(world, programs), self._clock)
+        return Executor(programs[world.rank], stages, last, Transport(world, programs), self._clock, self._ahead)

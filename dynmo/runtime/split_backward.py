@@ -11,7 +11,7 @@ With `recompute` (activation checkpointing) F keeps its inputs only, and B begin
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any
 
@@ -48,7 +48,9 @@ class Layer:
         self._saved: dict[int, tuple[Tensors, Roots | Callable[[], Tensors]]] = {}
         self.recompute = False
         self._weight_work: dict[int, list[tuple[WeightWork, Tensors]]] = {}
-        # Marks of this step: kind, start, end, and the W parts inside a BW.
+        # Of W's that have begun ahead of time: when their pieces ran.
+        self._ahead: dict[int, list[tuple[Any, Any]]] = {}
+        # Marks of this step: kind, start, end, and the parts of W inside a BW, or ahead of a W.
         self.marks: list[tuple[Kind, Any, Any, list[tuple[Any, Any]]]] = []
         self._inside: list[tuple[Any, Any]] = []
         self.activation_bytes = self.stash_bytes = self.output_bytes = 0
@@ -157,18 +159,35 @@ class Layer:
         return gradients_in
 
     def backward_weight(self, microbatch: int) -> None:
-        """Runs W."""
+        """Runs W (the last of its pieces, where `weight_pieces` has run the others)."""
         start = self._clock.mark()
         for work, _ in self._weight_work.pop(microbatch, ()):
             work()
         if self.slots is not None:
             self.slots.after_weight(microbatch)
-        self.marks.append((Kind.W, start, self._clock.mark(), []))
+        self.marks.append((Kind.W, start, self._clock.mark(), self._ahead.pop(microbatch, [])))
+
+    def weight_pieces(self, microbatch: int) -> Iterator[None]:
+        """Runs W in pieces, one at each step: one deferred weight gradient, which lets go of what it held. The same work in the same order
+        as at once, so the same bits, whatever runs between two steps."""
+        work = self._weight_work.get(microbatch, [])
+        # A B between two pieces would take the gradients that are there already for its own.
+        while len(work) > 1 and not (self.slots is not None and self.slots.watching):
+            start = self._clock.mark()
+            work.pop(0)[0]()
+            self._ahead.setdefault(microbatch, []).append((start, self._clock.mark()))
+            yield
+        last = bool(work)
+        del work  # or what the last one held would live on here
+        self.backward_weight(microbatch)
+        if last:
+            yield
 
     def clear(self) -> None:
         """Drops what microbatches in flight left (after a failed step)."""
         self._saved.clear()
         self._weight_work.clear()
+        self._ahead.clear()
         self.tape.take()
         if self.slots is not None:
             self.slots.clear()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 import torch
@@ -58,6 +58,11 @@ class Stage:
     def backward_weight(self, microbatch: int) -> None:
         for layer in reversed(self._trained):
             layer.backward_weight(microbatch)
+
+    def weight_pieces(self, microbatch: int) -> Iterator[None]:
+        """As `backward_weight`, one deferred weight gradient at each step."""
+        for layer in reversed(self._trained):
+            yield from layer.weight_pieces(microbatch)
 
     def clear(self) -> None:
         for layer in self.layers:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import time
+from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -22,13 +24,14 @@ from dynmo.models.emulated import make_layers
 from dynmo.models.model import load_model
 from dynmo.runtime import checkpoint
 from dynmo.runtime.clock import HostClock
-from dynmo.runtime.executor import Executor, mean_loss
+from dynmo.runtime.executor import WAIT, Executor, mean_loss
 from dynmo.runtime.loss_scale import LossScaler
 from dynmo.runtime.migrate import Arrival, contents, exchange, fill
 from dynmo.runtime.optimizer import LayerOptimizer, OptimizerSettings
 from dynmo.runtime.p2p import Transport
 from dynmo.runtime.post_validation import NON_FINITE
 from dynmo.runtime.profiler import measure_links
+from dynmo.runtime.slots import Slots
 from dynmo.runtime.split_backward import Layer
 from dynmo.runtime.stage import Stage
 from dynmo.runtime.world import World
@@ -73,6 +76,48 @@ def channel(world: World, steps: list[list[list[Any]]], varying: bool, depth: in
         ends.flush()
     ends.close()
     return seen
+
+
+def asked(world: World, varying: bool) -> list[bool]:
+    """Rank 1 asks for messages before and after rank 0 has put them: what it is told from the second on, for the first tells the shapes."""
+    ends = transport(world, 4, 4, varying)
+    ends.open()
+    told: list[bool] = []
+    for j in range(4):
+        sent = message([["float32", [2, 3]], ["int64", [4]]], j)
+        if world.rank == 1 and j:
+            told.append(ends.arrived(DOWN, j, 0.01))
+        world.barrier("rank 1 to have asked")
+        if world.rank == 0:
+            ends.put(DOWN, j, sent)
+            continue
+        if j:
+            told.append(ends.arrived(DOWN, j, 10.0))
+            told.append(ends.arrived(DOWN, j, 0.0))
+        got = ends.take(DOWN, j)
+        assert all(torch.equal(a, b) for a, b in zip(got, sent, strict=True)), (got, sent)
+    ends.flush()
+    ends.close()
+    return told
+
+
+def asked_of_the_gone(world: World) -> list[Any]:
+    """Rank 0 puts one message and leaves; rank 1 asks for the next."""
+    ends = transport(world, 2, 2)
+    ends.open()
+    if world.rank == 0:
+        ends.put(DOWN, 0, (torch.zeros(3),))
+        ends.flush()
+        return []
+    ends.take(DOWN, 0)
+    start = time.monotonic()
+    try:
+        while not ends.arrived(DOWN, 1, 0.001) and time.monotonic() - start < 5:
+            pass
+        ends.take(DOWN, 1)
+    except RankDied as error:
+        return [str(error), time.monotonic() - start]
+    return []
 
 
 def shapes_change(world: World) -> Any:
@@ -170,13 +215,25 @@ def _small_layer(index: int, count: int) -> nn.Module:
         return nn.Embedding(11, 6)
     if index == count - 1:
         return nn.Linear(6, 11)
-    return nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.2), nn.Tanh(), nn.LayerNorm(6))
+    return nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.2), nn.Tanh(), nn.LayerNorm(6), nn.Linear(6, 6))
 
 
-def execute(world: World, schedule: Any, layers: int, microbatches: int, frozen: int = 0) -> dict[str, Any]:
+class Late(Transport):
+    """Says of messages at random that they are late, so that pieces of W run wherever they may."""
+
+    random = Random(0)
+
+    def arrived(self, channel: Channel, microbatch: int, patience: float) -> bool:
+        return self.random.random() < 0.5 and super().arrived(channel, microbatch, 0.0)
+
+
+def execute(
+    world: World, schedule: Any, layers: int, microbatches: int, frozen: int = 0, late: int | None = None, slots: int = 1
+) -> dict[str, Any]:
     """Two steps of a schedule of any placement, with equally many layers a stage.
 
-    schedule: text, or [placement, seed] for one at random. frozen: how many leading stages. Returns losses and a hash of each gradient.
+    schedule: text, or [placement, seed] for one at random. frozen: how many leading stages. late: pieces of W run ahead, for messages are
+    late, by this seed. Returns losses, a hash of each gradient, the order in which layers ended, and how many pieces ran ahead.
     """
     made = from_text(schedule) if isinstance(schedule, str) else wander(schedule[0], microbatches, frozen, Random(schedule[1]))
     programs = lower(made)
@@ -189,18 +246,28 @@ def execute(world: World, schedule: Any, layers: int, microbatches: int, frozen:
         modules |= {i: _small_layer(i, layers).requires_grad_(i >= first) for i in own}
         loss = functional.cross_entropy if s == made.stages - 1 else None
         stages[s] = Stage([Layer(i, modules[i], HostClock(), 4) for i in own], first, loss, 1 / microbatches)
-    executor = Executor(programs[world.rank], stages, made.stages - 1, Transport(world, programs), HostClock())
+    ended: list[int] = []
+    for layer in (layer for stage in stages.values() for layer in stage.layers):
+        layer.slots = Slots(list(layer.module.parameters()), microbatches, slots, partial(ended.append, layer.index))
+    Late.random = Random(late)
+    ends = (Transport if late is None else Late)(world, programs)
+    executor = Executor(programs[world.rank], stages, made.stages - 1, ends, HostClock(), ahead=late is not None)
     random = torch.Generator().manual_seed(1)
     losses: list[float] = []
+    ahead = 0
     for step in range(2):
         inputs = torch.randint(11, (microbatches, 4), generator=random)
-        losses.append(mean_loss(executor.run(step, inputs, inputs.flip(0)).losses))
+        outcome = executor.run(step, inputs, inputs.flip(0))
+        losses.append(mean_loss(outcome.losses))
+        ahead += sum((a.kind, b.kind) == (WAIT, "W") for a, b in pairwise(outcome.slices))
     executor.close()
     left = sum(len(layer._saved) + len(layer._weight_work) for stage in stages.values() for layer in stage.layers)
     return {
         "losses": losses if made.placement[-1] == world.rank else None,
         "gradients": {f"{i}.{n}": None if p.grad is None else _hash(p.grad) for i, m in modules.items() for n, p in m.named_parameters()},
         "left": left,
+        "ended": ended,
+        "ahead": ahead,
     }
 
 

@@ -19,7 +19,7 @@ def reference(pool: Pool, microbatches: int, frozen: int) -> dict[str, Any]:
     """One rank, one F and one BW at a time. frozen: leading layers."""
     rows = " ".join(f"{s}F{j}" if kind == "F" else f"{s}BW{j}" for j in range(microbatches) for kind, s in _in_turn(frozen))
     text = f"# one  ranks=1 microbatches={microbatches} placement={','.join('0' * LAYERS)} first_trainable={frozen}\n0 | {rows}\n"
-    return pool.run(EXECUTE, 1, schedule=text, layers=LAYERS, microbatches=microbatches)[0]
+    return merged(pool.run(EXECUTE, 1, schedule=text, layers=LAYERS, microbatches=microbatches))
 
 
 def _in_turn(frozen: int) -> list[tuple[str, int]]:
@@ -30,7 +30,7 @@ def merged(results: list[dict[str, Any]]) -> dict[str, Any]:
     assert all(r["left"] == 0 for r in results), "a microbatch left something behind"
     gradients = {name: value for r in results for name, value in r["gradients"].items()}
     (losses,) = [r["losses"] for r in results if r["losses"] is not None]
-    return {"losses": losses, "gradients": gradients, "left": 0}
+    return {"losses": losses, "gradients": gradients}
 
 
 def test_the_reference_trains(pool: Pool) -> None:

@@ -44,6 +44,19 @@ def test_not_contiguous(pool: Pool) -> None:
     assert pool.run(JOBS + "channel", 2, steps=[[PLAIN] * 4], varying=False, depth=4, transposed=True) == [4, 4]
 
 
+@pytest.mark.parametrize("varying", [False, True])
+def test_whether_a_message_has_arrived(pool: Pool, varying: bool) -> None:
+    """Not before it is put, and asking takes nothing away."""
+    _, told = pool.run(JOBS + "asked", 2, varying=varying)
+    assert told == [False, True, True] * 3
+
+
+def test_asking_for_a_message_of_a_peer_that_is_gone(pool: Pool) -> None:
+    _, (text, seconds) = pool.run(JOBS + "asked_of_the_gone", 2)
+    assert text.startswith("rank 1 lost rank 0 while waiting for the activation of microbatch 1")
+    assert seconds < 5
+
+
 def test_a_changed_shape_is_an_error(pool: Pool) -> None:
     """Two messages as announced, then rank 0 refuses the third; rank 1 is told to expect two."""
     sender, receiver = pool.run(JOBS + "shapes_change", 2)

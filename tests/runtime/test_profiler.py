@@ -86,6 +86,10 @@ def test_medians_and_windows() -> None:
     # BW: W is what ran inside, B the rest.
     assert profiler.seconds(3) == (3.0, 5.5, 6.0)
     assert layer.marks == []
+    # A W of which two pieces ran ahead.
+    ahead = Profiler(clock)
+    ahead.observe([marked(clock, [(Kind.W, 9.0, 10.0, [(1.0, 3.0), (5.0, 6.0)])])])
+    assert ahead.seconds(3) == (0.0, 0.0, 4.0)
     # A step that was held up as a whole, among others.
     for seconds in (3.0, 1000.0, 3.0):
         profiler.observe([marked(clock, [(Kind.F, 0.0, seconds, [])])])
