@@ -33,6 +33,7 @@ from dynmo.runtime.loss_scale import LossScaler
 from dynmo.runtime.mesh import FirstReplica
 from dynmo.runtime.migrate import Arrival, Migration, exchange
 from dynmo.runtime.optimizer import LayerOptimizer, OptimizerSettings
+from dynmo.runtime.output_cache import Keys
 from dynmo.runtime.pending import PendingStep
 from dynmo.runtime.profiler import Profiler, measure_links
 from dynmo.runtime.programs import Programs
@@ -54,7 +55,8 @@ class Pipeline:
     is the schedule's: one each, or several (`chunks`). memory_limit: bytes per rank, for schedules that are made within one.
     compiles: torch.compile runs the layers (`kernels/compiling.py`). dtype: what the model computes in (`runtime/precision.py`); scaler: of
     the loss. recompute: the layers whose activations are computed again in B rather than kept, or a pure function that says which, of a
-    placement and the schedule with every stage training.
+    placement and the schedule with every stage training. cache_bytes: of host memory on each rank, for the outputs of a frozen prefix
+    (`runtime/output_cache.py`), where steps and evaluations are given the keys of their microbatches.
 
     The world may be one pipeline of several in a mesh (`mesh.arrange`): `microbatches` are those of one. slots: in how many parts the
     gradients of all their microbatches are added up (default: one per replica). zero: 1 shards the optimizer's state over the replicas.
@@ -91,6 +93,7 @@ class Pipeline:
         dtype: torch.dtype = torch.float32,
         scaler: LossScaler | None = None,
         recompute: Recompute = (),
+        cache_bytes: int = 0,
     ) -> None:
         self.model = model
         slots = slots or world.replicas
@@ -109,6 +112,7 @@ class Pipeline:
             slots=slots,
             zero=bool(zero),
             dtype=dtype,
+            cache_bytes=cache_bytes,
         )
         links = measure_links(world, layout.pairs)
         self._scheduling = Scheduling(self._holding, schedule, chunks, memory_limit, links, post_validation=post_validation)
@@ -178,19 +182,36 @@ class Pipeline:
         self._step_end.scaler = scaler
 
     def step(
-        self, step: int, inputs: Tensor | None, targets: Tensor | None, *, lr: float, max_norm: float = 0.0, flag: bool = False
+        self,
+        step: int,
+        inputs: Tensor | None,
+        targets: Tensor | None,
+        *,
+        lr: float,
+        max_norm: float = 0.0,
+        flag: bool = False,
+        keys: Keys | None = None,
     ) -> StepResult:
         """Forward, backward, clip, update. inputs: [microbatches, ...] with the first stage, targets: [microbatches, ...] with the last:
         this replica's, which are as many as all others' and follow those of the replica before it in the batch.
 
-        `flag` is handed to every rank in `StepResult.flags` (a wish to stop, say). Raises RunError if loss or gradient is not finite; under
-        a dynamic loss scale such a gradient skips the step.
+        `flag` is handed to every rank in `StepResult.flags` (a wish to stop, say). keys, for the cache of outputs: of each microbatch, on
+        every rank, equal only where the inputs are (the numbers of its sequences, say); None where none comes again. Raises RunError if
+        loss or gradient is not finite; under a dynamic loss scale such a gradient skips the step.
         """
-        results = self.advance(step, inputs, targets, lr=lr, max_norm=max_norm, flag=flag) + self.drain()
+        results = self.advance(step, inputs, targets, lr=lr, max_norm=max_norm, flag=flag, keys=keys) + self.drain()
         return results[-1]
 
     def advance(
-        self, step: int, inputs: Tensor | None, targets: Tensor | None, *, lr: float, max_norm: float = 0.0, flag: bool = False
+        self,
+        step: int,
+        inputs: Tensor | None,
+        targets: Tensor | None,
+        *,
+        lr: float,
+        max_norm: float = 0.0,
+        flag: bool = False,
+        keys: Keys | None = None,
     ) -> tuple[StepResult, ...]:
         """As `step`, but without a barrier at its end where the pipeline validates afterwards: the next begins before this one is final.
 
@@ -203,11 +224,12 @@ class Pipeline:
             executor = self._executor()
             pending.begin()
             stands = partial(pending.stands, executor) if pending.is_out else None
-            outcome = self._run(executor, step, inputs, targets, stands)
+            outcome = self._run(executor, step, inputs, targets, keys, stands)
             pending.end(step, outcome, lr, max_norm, flag)
         else:
             pending.settle()
-            pending.add(self.update(step, self.forward_backward(step, inputs, targets), lr=lr, max_norm=max_norm, flag=flag))
+            outcome = self.forward_backward(step, inputs, targets, keys)
+            pending.add(self.update(step, outcome, lr=lr, max_norm=max_norm, flag=flag))
         return pending.take_done()
 
     def drain(self) -> tuple[StepResult, ...]:
@@ -215,10 +237,10 @@ class Pipeline:
         self._pending.settle()
         return self._pending.take_done()
 
-    def forward_backward(self, step: int, inputs: Tensor | None, targets: Tensor | None) -> Outcome:
+    def forward_backward(self, step: int, inputs: Tensor | None, targets: Tensor | None, keys: Keys | None = None) -> Outcome:
         """The first half of `step`: runs the program; gradients are left on the parameters."""
         self._pending.settle()
-        return self._run(self._executor(), step, inputs, targets)
+        return self._run(self._executor(), step, inputs, targets, keys)
 
     def update(self, step: int, outcome: Outcome, *, lr: float, max_norm: float = 0.0, flag: bool = False) -> StepResult:
         """The second half of `step`: what the ranks must agree on, clipping, the optimizer."""
@@ -228,10 +250,10 @@ class Pipeline:
         """Instead of `update`: drops the gradients and keeps the measurements."""
         self._step_end.discard()
 
-    def evaluate(self, inputs: Tensor | None, targets: Tensor | None, microbatches: int) -> float:
-        """The mean loss over so many microbatches, without training. inputs, targets as in `step`."""
+    def evaluate(self, inputs: Tensor | None, targets: Tensor | None, microbatches: int, keys: Keys | None = None) -> float:
+        """The mean loss over so many microbatches, without training. inputs, targets, keys as in `step`."""
         self._pending.settle()
-        table = torch.tensor([self._programs.evaluate(inputs, targets, microbatches)], dtype=torch.float64)
+        table = torch.tensor([self._programs.evaluate(inputs, targets, microbatches, keys)], dtype=torch.float64)
         return float(self.collective.sum(table, "the evaluation to end"))
 
     @property
@@ -248,12 +270,19 @@ class Pipeline:
         return self._programs.training or self._programs.lower(self._scheduling.agreed())
 
     def _run(
-        self, executor: Executor, step: int, inputs: Tensor | None, targets: Tensor | None, stands: Callable[[], bool] | None = None
+        self,
+        executor: Executor,
+        step: int,
+        inputs: Tensor | None,
+        targets: Tensor | None,
+        keys: Keys | None,
+        stands: Callable[[], bool] | None = None,
     ) -> Outcome:
         """Runs the program that trains, until this rank's gradients are complete."""
         for layer in self._holding.layers.values():
             layer.module.train()
         executor.scale_loss(self.scaler.scale)
+        self._holding.outputs.begin(keys, training=True)
         outcome = executor.run(step, inputs, targets, stands=stands)
         self._holding.replicas.await_gradients()
         self.clock.settle()
@@ -267,8 +296,9 @@ class Pipeline:
         before, after = self.first_trainable, self.first_trainable_after(layers)
         if after is None:
             raise PartitionError(f"freezing layers {sorted(layers)} would leave nothing to train")
+        new = set(layers) - self.frozen
         self._holding.frozen.freeze(layers)
-        self.changed({*layers, *range(before, after + 1)})
+        self.changed({*new, *range(before, after + 1)})
 
     def unfreeze(self, layers: Collection[int]) -> None:
         """Frozen layers train again, from the optimizer state that they had."""
@@ -284,6 +314,7 @@ class Pipeline:
         self._pending.settle()
         layers = list(layers)
         self.profiler.forget(layers)
+        self._holding.outputs.forget(layers)
         self._scheduling.elide()
         for index in layers:
             if index in self._holding.layers:
@@ -408,6 +439,18 @@ class Pipeline:
     def stage_costs(self, layers: tuple[LayerCost, ...], partition: Partition) -> Costs:
         """The stages' costs, and the links' times for the messages that cross there."""
         return self._scheduling.stage_costs(layers, partition)
+
+    @property
+    def caches(self) -> bool:
+        """Whether outputs of a frozen prefix are kept."""
+        return self._holding.outputs.limit > 0
+
+    def cached(self) -> tuple[int, int]:
+        """Of the caches of outputs, on all ranks together: F's of layers that they have spared, and the bytes that they hold."""
+        outputs = self._holding.outputs
+        table = torch.tensor([outputs.spared, outputs.bytes], dtype=torch.int64)
+        spared, held = self.world.everyone.sum(table, "what the caches hold").tolist()
+        return spared, held
 
     @property
     def reduction_seconds(self) -> tuple[float, float]:

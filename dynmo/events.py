@@ -144,7 +144,8 @@ class CheckpointEvent(Event):
 @dataclass(frozen=True)
 class EndEvent(Event):
     """`reason` is "done", or "interrupted" when a signal ended the run early. What balancing took of all `seconds`, moves or not:
-    `measure_seconds` to condense and gather the layers' costs, `decide_seconds`, `move_seconds`."""
+    `measure_seconds` to condense and gather the layers' costs, `decide_seconds`, `move_seconds`. Of the caches of a frozen prefix's
+    outputs, on all ranks: `spared_forwards`, the F's of single layers that need not run, and `cached_bytes` at the end."""
 
     event: ClassVar[str] = "end"
     loss: float
@@ -154,6 +155,8 @@ class EndEvent(Event):
     measure_seconds: float = 0.0
     decide_seconds: float = 0.0
     move_seconds: float = 0.0
+    spared_forwards: int = 0
+    cached_bytes: int = 0
 
 
 _KINDS: dict[str, type[Event]] = {

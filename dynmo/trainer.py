@@ -25,6 +25,7 @@ from dynmo.balance.partition import Partition, imbalance, uniform
 from dynmo.config import Config, Train, shapes
 from dynmo.data.batches import Batches
 from dynmo.data.corpus import check_vocab, open_corpus
+from dynmo.data.order import Order
 from dynmo.dynamism import Dynamism, Signals, make_cases
 from dynmo.errors import CheckpointError, ConfigError
 from dynmo.events import (
@@ -192,10 +193,13 @@ class Trainer:
             dtype=dtype_for(train.precision, world.device),
             recompute=recompute_for(config, model, world.device),
             scaler=make_scaler(train.precision, train.loss_scale, train.loss_scale_window),
+            cache_bytes=config.dynamism.freezing.cache_bytes if "freezing" in config.dynamism.cases else 0,
         )
         # Steps that have run and whose results are still out.
         self._started: dict[int, _Started] = {}
         self._cases: list[Dynamism] = make_cases(config, model.layers)
+        # Which sequences a microbatch has, by which the cache of a frozen prefix's outputs knows it again; None without that.
+        self._order: Order | None = None
         self._batches = self._open_data()
         self.first_step, self._loss, moved = 0, math.nan, 0
         if found is not None:
@@ -260,7 +264,8 @@ class Trainer:
         self._tracer.finish(None if self._folder is None else self._folder / "trace.json")
         overhead, reason = self._rebalancer.overhead, "interrupted" if interrupted else "done"
         measuring = self.pipeline.profiler.spent + overhead.measure
-        self._emit(EndEvent(step, now(), self._loss, digest, seconds, reason, measuring, overhead.decide, overhead.move))
+        cached = self.pipeline.cached() if self.pipeline.caches else (0, 0)
+        self._emit(EndEvent(step, now(), self._loss, digest, seconds, reason, measuring, overhead.decide, overhead.move, *cached))
         return RunResult(self._loss, digest, seconds, interrupted, step, self.pipeline.partition.counts)
 
     def _looks(self, step: int) -> bool:
@@ -309,7 +314,9 @@ class Trainer:
         inputs, targets = self._batch(step)
         rate = learning_rate(train, step)
         self._started[step] = _Started(rate, self.pipeline.partition.counts, len(self.pipeline.frozen))
-        results = self.pipeline.advance(step, inputs, targets, lr=rate, max_norm=train.max_grad_norm, flag=stop)
+        results = self.pipeline.advance(
+            step, inputs, targets, lr=rate, max_norm=train.max_grad_norm, flag=stop, keys=self._train_keys(step)
+        )
         self._started[step].seconds = time.perf_counter() - start
         return self._finish(results)
 
@@ -365,23 +372,44 @@ class Trainer:
         if self._batches is not None:
             pairs = [self._batches.held_out(i) for i in range(count)]
             inputs, targets = (self._to_device(torch.stack(x)) for x in zip(*pairs, strict=True))
-        self._emit(EvalEvent(step - 1, now(), self.pipeline.evaluate(inputs, targets, count)))
+        keys = None if self._order is None else [tuple(self._order.held_out(i).tolist()) for i in range(count)]
+        self._emit(EvalEvent(step - 1, now(), self.pipeline.evaluate(inputs, targets, count, keys)))
 
     # -- data -----------------------------------------------------------------------------------------------------------------
 
     def _open_data(self) -> Batches | None:
         """Only the ranks that hold the first or the last layer read data; they compare what they read."""
         config, world = self.config, self.world
-        batches, digest = None, None
+        batches, digest, length = None, None, 0
         if config.model.kind != "emulated":
             check_vocab(config.model.vocab)
         if world.rank in (self.pipeline.placement[0], self.pipeline.placement[-1]):
             corpus = open_corpus(config.data.source)
-            batches = Batches(corpus, config.model.sequence, config.train.global_batch, config.train.micro_batch, config.seed)
+            batches = Batches(corpus, *self._order_of)
             ends = corpus[: 1 << 20].tobytes() + corpus[-(1 << 20) :].tobytes()
-            digest = hashlib.sha256(f"{len(corpus)} ".encode() + ends).digest()
+            length = len(corpus)
+            digest = hashlib.sha256(f"{length} ".encode() + ends).digest()
         world.agree(digest, "the data (data.source)")
+        if self.pipeline.caches:
+            self._order = Order(int(self.pipeline.largest(length)), *self._order_of)
+            if not config.train.eval_every and not self._order.repeats(config.train.steps):
+                raise ConfigError(
+                    f"dynamism.freezing.cache_bytes = {config.dynamism.freezing.cache_bytes}: no microbatch comes again within "
+                    f"{config.train.steps} steps, so nothing would be cached; evaluate (train.eval_every), or train for more than an "
+                    f'epoch, which has {self._order.windows} sequences, with data.shuffle = "batches"'
+                )
         return batches
+
+    @property
+    def _order_of(self) -> tuple[int, int, int, int, str]:
+        config = self.config
+        return config.model.sequence, config.train.global_batch, config.train.micro_batch, config.seed, config.data.shuffle
+
+    def _train_keys(self, step: int) -> list[tuple[int, ...]] | None:
+        if self._order is None or not self._order.repeats(self.config.train.steps):
+            return None
+        own = self.config.all_microbatches // self.world.replicas
+        return [tuple(windows) for windows in self._order.train(step)[self.world.replica * own :][:own].tolist()]
 
     def _batch(self, step: int) -> tuple[Tensor | None, Tensor | None]:
         if self._batches is None:

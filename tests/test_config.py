@@ -1,6 +1,7 @@
 """The configuration: what it takes, what it refuses, and that every refusal is one line that names the key."""
 
 import tomllib
+from operator import attrgetter
 from pathlib import Path
 
 import pytest
@@ -62,6 +63,9 @@ def test_defaults_then_file_then_set_the_last_winning(write):
         ("pipeline.schedule=1f1b", "pipeline", "1f1b"),
         ("pipeline.memory_limit=40GiB", "pipeline", 40 * 2**30),
         ("pipeline.memory_limit=1024", "pipeline", 1024),
+        ("dynamism.freezing.cache_bytes=2GiB", "dynamism.freezing", 2 * 2**30),
+        ("dynamism.freezing.cache_bytes=0", "dynamism.freezing", 0),
+        ("data.shuffle=batches", "data", "batches"),
         ("train.betas=[0.8, 0.9]", "train", (0.8, 0.9)),
         ("balance.initial=[18]", "balance", (18,)),
         ('dynamism.cases=["freezing"]', "dynamism", ("freezing",)),
@@ -74,7 +78,7 @@ def test_defaults_then_file_then_set_the_last_winning(write):
 def test_an_override_is_toml_or_a_bare_string(text, section, value):
     config = load(None, [text])
     key = text.partition("=")[0].split(".")[-1]
-    assert getattr(getattr(config, section) if section else config, key) == value
+    assert getattr(attrgetter(section)(config) if section else config, key) == value
 
 
 @given(st.integers(1, 2**31 - 1), st.floats(0, 1e300), st.booleans(), st.from_regex(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,99}", fullmatch=True))
@@ -329,6 +333,9 @@ def test_known_but_not_served(key, value):
         ("dynamism.freezing.schedule", "[[5, 1], [5, 2]]", "ascend"),
         ("dynamism.freezing.schedule", "[[5, 2], [6, 1]]", "never be fewer"),
         ("dynamism.freezing.schedule", "[[5]]", "missing"),
+        ("dynamism.freezing.cache_bytes", "-1", "greater than or equal to 0"),
+        ("dynamism.freezing.cache_bytes", "2XB", "40GiB"),
+        ("data.shuffle", "batch", 'did you mean "batches"?'),
         ("dynamism.pruning.final_sparsity", "1", "less than 1"),
         ("dynamism.pruning.initial_sparsity", "-0.1", "greater than or equal to 0"),
         ("dynamism.pruning.criterion", "globl", 'did you mean "global"?'),
@@ -413,6 +420,14 @@ def test_a_value_refused(key, value, hint):
             "dynamism.freezing.schedule freezes 18 of the model's 18 layers",
         ),
         (["dynamism.cases=['freezing']", "dynamism.freezing.max_layers=18"], "dynamism.freezing.max_layers freezes 18"),
+        (
+            ["dynamism.cases=['freezing']", "dynamism.freezing.cache_bytes=4096", "model.dropout=0.1"],
+            "dynamism.freezing.cache_bytes = 4096 with model.dropout = 0.1: what is dropped is another each time; use cache_bytes = 0",
+        ),
+        (
+            ["dynamism.cases=['freezing', 'sparse_attention']", "dynamism.freezing.cache_bytes=4096"],
+            'dynamism.freezing.cache_bytes = 4096 with the case "sparse_attention", which draws anew at each step',
+        ),
         (["dynamism.cases=['pruning']", "model.kind=emulated"], "dynamism.pruning: an emulated model has no weights to prune"),
         (["dynamism.cases=['pruning']", "dynamism.pruning.end=100"], "dynamism.pruning.end = 100: the run has 100 steps"),
         (["dynamism.cases=['pruning']", "dynamism.pruning.start=200"], "dynamism.pruning.start = 200: the run has 100 steps"),

@@ -219,6 +219,61 @@ def test_pruning_changes_the_digest_and_nearly_everything_may_go(pool: Pool) -> 
     assert len({digests[0], digests[2], _pruned_reference(pool)["digest"]}) == 3
 
 
+def cached(ranks: int, schedule: str, data: Path, cache_bytes: int, **sections: dict[str, Any]) -> dict[str, Any]:
+    """Seventeen steps in epochs of two, of the same batches in another order. Layers freeze, and move every third step; all thaw for
+    step 3, 8 and 13; every five steps another one is left out, frozen or not; evaluations are of the same sequences each time."""
+    made = config(ranks, schedule, {"balancer": "random", "every": 3} if ranks > 1 else BALANCERS["none"], True, True, dropout=0.0)
+    made["train"] |= {"steps": 17, "eval_every": 2, "eval_batches": 2}
+    made["data"] = {"source": f"file:{data}", "shuffle": "batches"}
+    cases = ["freezing", "python:tests.dynamism.thawing:Thawing", "python:tests.dynamism.own_case:LayerDrop"]
+    made["dynamism"] = {"cases": cases, "freezing": {"schedule": [[2, 1], [4, 4]], "cache_bytes": cache_bytes}}
+    return {key: value | sections.get(key, {}) if isinstance(value, dict) else value for key, value in (made | {"elastic": {}}).items()}
+
+
+@pytest.fixture(scope="module")
+def small_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """23 windows of 16 bytes to train on and one held out: two batches of eight or ten an epoch."""
+    path = tmp_path_factory.mktemp("data") / "text"
+    path.write_bytes(bytes(range(256)) + bytes(range(0, 256, 2)) + b"ab")
+    return path
+
+
+@cache
+def _uncached_reference(pool: Pool, data: Path, global_batch: int) -> list[dict[str, Any]]:
+    train = {"global_batch": global_batch, "reduction_slots": 2 - global_batch // 10}
+    return pool.run("events", 1, config=cached(1, "1f1b", data, 0, train=train))[0]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "schedule", "limit", "sections"),
+    [
+        (1, "1f1b", 1 << 20, {}),
+        (2, "zb-h2", 1 << 20, {"pipeline": {"post_validation": True}}),
+        (3, "zb-h1", 1 << 20, {}),
+        (3, "zb-h1", 10_000, {}),
+        (2, "interleaved-1f1b", 1 << 20, {"train": {"global_batch": 8, "reduction_slots": 2}}),
+        (2, "zb-h1", 1 << 20, {"train": {"global_batch": 8, "reduction_slots": 2}, "elastic": {"reshape_at": [[7, 1, 2], [12, 2, 1]]}}),
+    ],
+    ids=["alone", "post-validation", "moves", "limit", "chunks", "reshape"],
+)
+def test_kept_outputs_of_frozen_layers_change_nothing(
+    pool: Pool, small_file: Path, ranks: int, schedule: str, limit: int, sections: dict[str, dict[str, Any]]
+) -> None:
+    expected = _uncached_reference(pool, small_file, 8 if "train" in sections else 10)
+    events = pool.run("events", ranks, config=cached(ranks, schedule, small_file, limit, **sections))[0]
+    for kind, keys in (
+        ("step", ("step", "loss", "gradient_norm", "frozen")),
+        ("change", ("step", "case", "layers")),
+        ("eval", ("step", "loss")),
+        ("end", ("loss", "weights_digest")),
+    ):
+        assert _of(events, kind, *keys) == _of(expected, kind, *keys)
+    ((spared, held),) = _of(events, "end", "spared_forwards", "cached_bytes")
+    assert spared > 0
+    assert 0 < held <= ranks * limit
+    assert _of(expected, "end", "spared_forwards", "cached_bytes") == [(0, 0)]
+
+
 LIMITS = {"adamw": 1.55, "sgd": 1.1}  # of the gradient's norm, so that some steps are clipped and most are not
 
 

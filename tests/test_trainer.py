@@ -153,3 +153,16 @@ def test_memory_limit_and_device() -> None:
         assert device_for(parse({}), 0) == cpu
         with pytest.raises(ConfigError, match="torch sees no CUDA device"):
             device_for(parse({"parallel": {"device": "cuda"}}), 0)
+
+
+def test_a_cache_for_what_never_comes_again_is_refused(pool: Pool) -> None:
+    """On every rank alike; evaluations come again, and so do single sequences and whole batches in a later epoch."""
+    cached = {"cases": ["freezing"], "freezing": {"schedule": [[1, 2]], "cache_bytes": 1 << 20}}
+    wanted = config(2, cached, checkpoint={}, balance={"balancer": "none"})
+    wanted["model"]["dropout"] = 0.0
+    with pytest.raises(JobFailed, match="cache_bytes = 1048576: no microbatch comes again within 12 steps") as caught:
+        pool.run("train", 2, config=wanted)
+    assert str(caught.value).count("no microbatch comes again") >= 2
+    wanted["train"] |= {"eval_every": 4}
+    (end,) = [e for e in pool.run("events", 2, config=wanted)[0] if e["event"] == "end"]
+    assert end["spared_forwards"] == 2 * 2 * 4, "two frozen layers in two more evaluations of four microbatches"

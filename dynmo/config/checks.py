@@ -84,6 +84,8 @@ def problems(config: Config) -> Iterator[str]:
             key = "dynamism.freezing.schedule" if by_schedule else "dynamism.freezing.max_layers"
             yield f"{key} freezes {most} of the model's {layers} layers; the last must train, so freeze at most {layers - 1}"
         yield from _freezing_problems(freezing, train.steps)
+        if freezing.cache_bytes:
+            yield from _cache_problems(config)
 
 
 def slots_fit(slots: int, replicas: int, microbatches: int) -> str | None:
@@ -214,6 +216,15 @@ def _freezing_problems(freezing: Freezing, steps: int) -> Iterator[str]:
                 f"{key}.window = {window}: two windows of readings, one each {every} steps from step {freezing.start} on, are longer than "
                 f"the run of {steps} steps, so nothing would freeze; lower window, every or start"
             )
+
+
+def _cache_problems(config: Config) -> Iterator[str]:
+    """Where a frozen layer's output is another each time, there is nothing to keep."""
+    key = f"dynamism.freezing.cache_bytes = {config.dynamism.freezing.cache_bytes}"
+    if config.model.dropout:
+        yield f"{key} with model.dropout = {config.model.dropout}: what is dropped is another each time; use cache_bytes = 0 or dropout = 0"
+    if "sparse_attention" in config.dynamism.cases:
+        yield f'{key} with the case "sparse_attention", which draws anew at each step; use cache_bytes = 0, or leave the case out'
 
 
 def _nearest_divisors(value: int, total: int) -> str:

@@ -11,6 +11,7 @@ from dynmo.config.values import (
     BelowOne,
     BlocksAt,
     Buckets,
+    Bytes,
     Cases,
     Count,
     DataSource,
@@ -70,9 +71,11 @@ class Model(Section):
 
 
 class Data(Section):
-    """Where the bytes come from: "stdlib" (the running Python's own sources) or "file:PATH"."""
+    """Where the bytes come from: "stdlib" (the running Python's own sources) or "file:PATH". What every epoch shuffles anew: the "windows",
+    or the "batches" that the first epoch made of them, so that all microbatches come again."""
 
     source: DataSource = "stdlib"
+    shuffle: Annotated[str, word(("windows", "batches"))] = "windows"
 
 
 class Train(Section):
@@ -172,7 +175,8 @@ class Freezing(Section):
     frozen. policies "autofreeze" and "egeria": decided every `every` steps from step `start` on, by halves or whole blocks (`unit`), at
     most `max_layers` (None: all but the last). Egeria compares with a reference of up to `refresh` steps ago; it freezes what has changed
     less than `tolerance` times as fast as at first for `window` readings, one each `every` steps, and unfreezes all when the learning rate
-    falls to `thaw` times what it was. The policy is "schedule" where a schedule is given and no policy named."""
+    falls to `thaw` times what it was. `cache_bytes`: of host memory, per rank, for the outputs of frozen leading layers, which need not run
+    then where a microbatch comes again (0: none). The policy is "schedule" where a schedule is given and no policy named."""
 
     policy: Annotated[str, word(("schedule", "autofreeze", "egeria"))] = "autofreeze"
     schedule: FrozenAt = ()
@@ -184,6 +188,7 @@ class Freezing(Section):
     tolerance: Annotated[float, Field(gt=0, lt=1)] = 0.2
     refresh: Count = 200
     thaw: BelowOne = 0.1
+    cache_bytes: Bytes = 0
 
     @model_validator(mode="before")
     @classmethod

@@ -192,6 +192,7 @@ BelowOne: TypeAlias = Annotated[float, Field(ge=0, lt=1)]
 Lax = Field(strict=False)
 
 Seconds: TypeAlias = Annotated[float | tuple[float, ...], PlainValidator(_check_seconds)]
+Bytes: TypeAlias = Annotated[int, Field(ge=0), BeforeValidator(_check_memory)]
 MemoryLimit: TypeAlias = Annotated[int | None, Field(ge=1), BeforeValidator(_check_memory)]
 RunName: TypeAlias = Annotated[str, AfterValidator(_check_name)]
 ModelKind: TypeAlias = Annotated[str, AfterValidator(_check_kind)]

@@ -85,7 +85,8 @@ class Layers(Protocol):
 
 @dataclass(frozen=True)
 class Change:
-    """What a case did: the global indices of the layers whose cost is no longer what was measured, and a line for the log."""
+    """What a case did: the global indices of the layers whose cost is no longer what was measured, or whose output is another now, and a
+    line for the log."""
 
     layers: tuple[int, ...]
     what: str

@@ -31,8 +31,9 @@ def mix(*keys: int) -> int:
 
 def seed_forward(device: torch.device, seed: int, step: int, layer: int, microbatch: int) -> None:
     """Points torch's generator of `device` at the stream of one layer and one microbatch, so that dropout draws the same anywhere."""
-    key = mix(seed, Purpose.FORWARD, step, layer, microbatch)
-    if device.type == "cuda":
-        torch.cuda.default_generators[device.index or 0].manual_seed(key)
-    else:
-        torch.default_generator.manual_seed(key)
+    generator_of(device).manual_seed(mix(seed, Purpose.FORWARD, step, layer, microbatch))
+
+
+def generator_of(device: torch.device) -> torch.Generator:
+    """The one that torch's own operations draw from on the device."""
+    return torch.cuda.default_generators[device.index or 0] if device.type == "cuda" else torch.default_generator

@@ -22,6 +22,7 @@ from dynmo.runtime.frozen import Frozen
 from dynmo.runtime.mesh import arrange
 from dynmo.runtime.migrate import Arrival, fill
 from dynmo.runtime.optimizer import LayerOptimizer, OptimizerSettings
+from dynmo.runtime.output_cache import OutputCache
 from dynmo.runtime.precision import lower as lower_precision
 from dynmo.runtime.replicas import Replicas
 from dynmo.runtime.slots import Slots
@@ -37,7 +38,7 @@ _KEPT = "case:"
 class Holding:
     """By global index: `modules` of all layers, those that are elsewhere on the meta device; `layers`, `optimizers` and `kept` of its own.
 
-    Made on every rank alike. seed, compiles, slots, zero, dtype: as `Pipeline` has them.
+    Made on every rank alike. seed, compiles, slots, zero, dtype, cache_bytes: as `Pipeline` has them.
     """
 
     def __init__(
@@ -53,6 +54,7 @@ class Holding:
         slots: int,
         zero: bool,
         dtype: torch.dtype,
+        cache_bytes: int,
     ) -> None:
         self.world, self.model, self.layout = world, model, layout
         self._clock, self._seed, self._settings, self._compiles = clock, seed, optimizer, compiles
@@ -60,6 +62,8 @@ class Holding:
         own = [index for stage in self.own_stages for index in layout.partition.range_of(stage)]
         self.modules = model.build(frozenset(own))
         self.frozen = Frozen(self.modules, model.tied)
+        # What the frozen leading layers here made of earlier microbatches.
+        self.outputs = OutputCache(cache_bytes, clock)
         # Of each own layer, what dynamic cases keep with it.
         self.kept: dict[int, dict[str, Tensor]] = {}
         self.layers: dict[int, Layer] = {}
@@ -118,6 +122,7 @@ class Holding:
 
     def rebuild(self, index: int, moments: Mapping[str, Tensor]) -> None:
         """After a layer that is here got other modules or parameters."""
+        self.outputs.forget([index])
         kept = self.kept[index]
         self._adopt(index, self.modules[index], moments, whole=True)
         self.kept[index] = kept
@@ -125,6 +130,7 @@ class Holding:
 
     def replace(self, index: int, tensors: dict[tuple[str, str], Tensor], flags: dict[str, bool]) -> None:
         """One of this rank's layers becomes what was saved of it, whole."""
+        self.outputs.forget([index])
         self._adopt(index, self.modules[index], fill(self.modules[index], tensors, flags), whole=True)
         self.tied.join()
 

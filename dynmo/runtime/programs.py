@@ -10,6 +10,7 @@ from torch import Tensor
 from dynmo.runtime.clock import Clock
 from dynmo.runtime.executor import Executor, mean_loss
 from dynmo.runtime.holding import Holding
+from dynmo.runtime.output_cache import Keys
 from dynmo.runtime.p2p import Transport
 from dynmo.runtime.stage import Stage
 from dynmo.schedule.lower import Program, lower, lower_forward
@@ -38,14 +39,15 @@ class Programs:
         self.training = self._execute(programs, self._holding.frozen.first_trainable, self._holding.layout.microbatches)
         return self.training
 
-    def evaluate(self, inputs: Tensor | None, targets: Tensor | None, microbatches: int) -> float:
-        """The mean loss, on the rank of the last stage; 0 elsewhere."""
+    def evaluate(self, inputs: Tensor | None, targets: Tensor | None, microbatches: int, keys: Keys | None = None) -> float:
+        """The mean loss, on the rank of the last stage; 0 elsewhere. keys: as `Pipeline.advance` has them."""
         holding = self._holding
         if microbatches not in self._evaluators:
             programs = lower_forward(holding.layout.placement, holding.world.size, microbatches)
             self._evaluators[microbatches] = self._execute(programs, holding.model.layers, microbatches)
         for layer in holding.layers.values():
             layer.module.eval()
+        holding.outputs.begin(keys, training=False)
         outcome = self._evaluators[microbatches].run(0, inputs, targets, training=False)
         for layer in holding.layers.values():
             layer.marks.clear()
@@ -53,9 +55,11 @@ class Programs:
 
     def _execute(self, programs: tuple[Program, ...], first: int, microbatches: int) -> Executor:
         holding, world, last = self._holding, self._holding.world, len(self._holding.layout.placement) - 1
+        frozen, cache = holding.frozen.first_trainable, holding.outputs if holding.outputs.limit else None
+        holding.outputs.hold({i for i in holding.layers if i < frozen})
         stages: dict[int, Stage] = {}
         for stage in holding.own_stages:
             own = [holding.layers[i] for i in holding.layout.partition.range_of(stage)]
-            share = 1 / (microbatches * world.replicas)
-            stages[stage] = Stage(own, first, holding.model.loss if stage == last else None, share)
+            share, kept = 1 / (microbatches * world.replicas), sum(layer.index < frozen for layer in own)
+            stages[stage] = Stage(own, first, holding.model.loss if stage == last else None, share, cache, kept)
         return Executor(programs[world.rank], stages, last, Transport(world, programs), self._clock, self._ahead)

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
 
 from dynmo.kernels.compiling import compiled
-from dynmo.kernels.seeds import seed_forward
+from dynmo.kernels.seeds import generator_of, seed_forward
 from dynmo.kernels.split import WeightTape, WeightWork, install
 from dynmo.runtime.clock import Clock
 from dynmo.runtime.slots import Slots
@@ -95,6 +95,17 @@ class Layer:
                 self.output_bytes = sum(y.nbytes for y in outputs)
         self.marks.append((Kind.F, start, self._clock.mark(), []))
         return outputs
+
+    def spare(self, start: Any, end: Any) -> None:
+        """F need not run, for its output was kept: from `start` to `end` it took to get at that."""
+        self.marks.append((Kind.F, start, end, []))
+
+    def drew(self, microbatch: int, device: torch.device, step: int) -> bool:
+        """Whether F, which has just run, drew random numbers from torch's generator of the device."""
+        generator = generator_of(device)
+        after = generator.get_state()
+        seed_forward(device, self._seed, step, self.index, self.first_microbatch + microbatch)
+        return not torch.equal(after, generator.get_state())
 
     def _call(self, inputs: Tensors, finish: Callable[[Tensor], Tensor] | None) -> Tensors:
         out = self._run(*inputs)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from dynmo.errors import RunError
 from dynmo.kernels.split import LOW
+from dynmo.runtime.output_cache import OutputCache
 from dynmo.runtime.split_backward import Layer, Tensors
 
 
@@ -17,13 +18,21 @@ class Stage:
     """first_trainable is the global index of the first layer that trains: below it a layer keeps nothing, and B stops there.
 
     `loss`, on the model's last stage, takes (output, targets) and gives a scalar; `share` is its part of the step's loss (one over the
-    global number of microbatches), with which B starts.
+    global number of microbatches), with which B starts. outputs: keeps what the first `kept` layers make of a microbatch, which are frozen.
     """
 
     def __init__(
-        self, layers: Sequence[Layer], first_trainable: int, loss: Callable[[Tensor, Tensor], Tensor] | None = None, share: float = 1.0
+        self,
+        layers: Sequence[Layer],
+        first_trainable: int,
+        loss: Callable[[Tensor, Tensor], Tensor] | None = None,
+        share: float = 1.0,
+        outputs: OutputCache | None = None,
+        kept: int = 0,
     ) -> None:
         self.layers, self._first_trainable, self._loss = list(layers), first_trainable, loss
+        self._outputs, self._kept = outputs, self.layers[:kept]
+        self._run = self.layers[kept if outputs is not None else 0 :]
         self._portion, self._share = share, torch.tensor(share)
         self._trained = [layer for layer in self.layers if layer.index >= first_trainable]
 
@@ -33,7 +42,9 @@ class Stage:
 
     def forward(self, microbatch: int, tensors: Tensors, step: int, targets: Tensor | None, training: bool) -> Tensors:
         assert torch.is_grad_enabled(), "the executor runs with gradients enabled"
-        for layer in self.layers:
+        if self._outputs is not None and self._kept:
+            tensors = self._outputs.forward(self._kept, microbatch, tensors, step)
+        for layer in self._run:
             ends = self._loss is not None and layer is self.layers[-1]
             finish = partial(self._finish, targets) if ends else None
             graph = training and layer.index >= self._first_trainable

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from dynmo.data.batches import Batches
 from dynmo.data.corpus import SEPARATOR, check_vocab, file, open_corpus, stdlib
+from dynmo.data.order import Order
 from dynmo.errors import ConfigError
 
 SEQUENCE = 4
@@ -77,6 +78,37 @@ def test_epochs_and_seeds_are_shuffled_differently():
     assert first[:101] != order(1)[:101]
     # Epoch 1 of seed 0 is not epoch 0 of seed 1: the two are separate words of the key.
     assert first[101:] != order(1)[:101]
+
+
+@given(windows=st.integers(8, 80), global_batch=st.sampled_from([2, 4, 6]), seed=st.integers(0, 100))
+def test_batches_that_come_again_are_the_same_in_another_order(windows, global_batch, seed):
+    """The first epoch is that of shuffled windows; a later one has its batches, each once, with the same sequences in the same order."""
+    plain = Order(windows * SEQUENCE + 2, SEQUENCE, global_batch, 2, seed)
+    order = Order(windows * SEQUENCE + 2, SEQUENCE, global_batch, 2, seed, "batches")
+    steps = order.windows // global_batch
+    epochs = [[order.train(epoch * steps + place).tolist() for place in range(steps)] for epoch in range(3)]
+    assert epochs[0] == [plain.train(step).tolist() for step in range(steps)]
+    assert sorted(epochs[0]) == sorted(epochs[1]) == sorted(epochs[2])
+    if steps > 20:
+        assert epochs[0] != epochs[1] != epochs[2]
+    for step in (2 * steps, 0, steps):
+        assert order.train(step).tolist() == epochs[step // steps][step % steps], "in whatever order it is asked"
+    assert (order.repeats(steps), order.repeats(steps + 1)) == (False, True)
+
+
+def test_what_comes_again_of_shuffled_windows():
+    """Single sequences do; two that were together before, by rare chance only."""
+    length = 20 * SEQUENCE + 2  # 19 to train on
+    assert not Order(length, SEQUENCE, 2, 2, 0).repeats(1000)
+    assert [Order(length, SEQUENCE, 2, 1, 0).repeats(steps) for steps in (9, 10)] == [False, True]
+
+
+def test_a_batch_larger_than_the_data_cannot_come_again():
+    with pytest.raises(
+        ConfigError, match=r'data.shuffle = "batches": data.source has 19 windows .* fewer than train.global_batch = 20; use'
+    ):
+        Order(20 * SEQUENCE + 2, SEQUENCE, 20, 2, 0, "batches")
+    assert Batches(numbered(20), SEQUENCE, 19, 19, 0, "batches").train(3)[0].shape == (1, 19, SEQUENCE)
 
 
 def test_the_order_of_an_epoch_stays_what_it_was():

@@ -12,6 +12,9 @@ import torch.distributed as dist
 from dynmo.config import parse
 from dynmo.events import Event, StepEvent
 from dynmo.models.model import load_model
+from dynmo.runtime.clock import clock_for
+from dynmo.runtime.output_cache import OutputCache
+from dynmo.runtime.split_backward import Layer
 from dynmo.runtime.world import World
 from dynmo.trainer import Trainer
 
@@ -42,3 +45,16 @@ def test_a_cuda_run_agrees_with_the_cpu() -> None:
 @pytest.mark.gpu
 def test_two_cuda_runs_agree() -> None:
     assert losses("cuda:0") == pytest.approx(losses("cuda:0"), rel=1e-5)
+
+
+@pytest.mark.gpu
+def test_an_output_that_is_kept_comes_back_the_same() -> None:
+    """It lies in host memory meanwhile."""
+    device = torch.device("cuda:0")
+    layer = Layer(0, torch.nn.Linear(64, 64).to(device), clock_for(device), 0)
+    cache, x = OutputCache(1 << 20, clock_for(device)), (torch.randn(8, 64, device=device),)
+    cache.begin(["a"], training=True)
+    (made,), (kept,) = cache.forward([layer], 0, x, 0), cache.forward([layer], 0, x, 1)
+    assert cache.spared == 1
+    assert kept.device == made.device
+    assert torch.equal(kept, made)
