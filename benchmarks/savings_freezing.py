@@ -8,6 +8,9 @@ own `Layer`. The sides take turns; medians. The ideal (ALGORITHMS.md 2):
 
 `lost`: seconds over the ideal in each of F, B and W; `bounded_by` names the worst where the share is under 85 %.
 
+`cache`: F of a frozen block, both halves, against getting at its output where that was kept (`dynamism.freezing.cache_bytes`), and
+against F and keeping it; and what a sequence's output takes. Only the last layer's output is kept, so longer prefixes gain more.
+
 `egeria`: a reading (the reference's forward and two similarities) and a new reference, as parts of a step: of 8 microbatches,
 one reading in 10 steps, one reference in 200.
 """
@@ -18,17 +21,19 @@ import argparse
 import json
 import time
 from collections.abc import Callable
+from itertools import count
 from statistics import median
 from typing import Any
 
 import torch
 from torch import nn
 
-from benchmarks.harness import bound_of, machine
+from benchmarks.harness import alternate, bound_of, machine, medians
 from dynmo.config import parse
 from dynmo.dynamism.egeria import plasticity, quantised, relations
 from dynmo.models.gpt import make
 from dynmo.runtime.clock import clock_for
+from dynmo.runtime.output_cache import OutputCache
 from dynmo.runtime.split_backward import Layer
 from dynmo.schedule.op import Kind
 
@@ -88,6 +93,27 @@ def layers(hidden: int, heads: int, sequence: int, rounds: int) -> list[dict[str
     return out
 
 
+def cache(hidden: int, heads: int, sequence: int, rounds: int) -> dict[str, Any]:
+    """Seconds of F of both halves of a frozen block, run, kept and taken from the cache, in turn."""
+    clock, x = clock_for(torch.device("cpu")), torch.randn(1, sequence, hidden)
+    block = [Layer(which, half(which, hidden, heads, sequence).requires_grad_(False), clock, 0) for which in (0, 1)]
+    outputs = OutputCache(1 << 40, clock)
+
+    def seconds(key: int | None) -> float:
+        outputs.begin(None if key is None else [key], training=True)
+        start = time.perf_counter()
+        outputs.forward(block, 0, (x,), 0)
+        return time.perf_counter() - start
+
+    turns = count()
+    times = alternate(
+        {"run": lambda: seconds(None), "run_and_kept": lambda: seconds(next(turns)), "taken": lambda: seconds(0)}, rounds, warmup=1
+    )
+    found = medians(times)
+    size = sum(y.nbytes for y in outputs.forward(block, 0, (x,), 0))
+    return {"layers": len(block), "seconds": found, "speedup": found["run"] / found["taken"], "bytes_per_sequence": size}
+
+
 def watching(module: nn.Module, x: torch.Tensor, rounds: int) -> tuple[float, float]:
     """Seconds of a reading, and of a new reference."""
     reference = quantised(module)
@@ -107,7 +133,7 @@ def median_of(run: Callable[[], object], rounds: int) -> float:
 def measure(sequence: int, rounds: int) -> dict[str, Any]:
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    return {"layers": layers(1024, 32, sequence, rounds)}
+    return {"layers": layers(1024, 32, sequence, rounds), "cache": cache(1024, 32, sequence, rounds)}
 
 
 if __name__ == "__main__":

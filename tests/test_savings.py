@@ -6,6 +6,7 @@ import pytest
 
 from benchmarks.harness import bound_of
 from benchmarks.savings_attention import length
+from benchmarks.savings_freezing import cache
 from benchmarks.savings_pruning import half, layers, pruned_half, sparse_seconds
 
 
@@ -33,3 +34,9 @@ def test_what_sparse_attention_loses_adds_up() -> None:
         over = sum(kind[key] - kind["ideal"][key] for key in "fb")
         assert sum(kind["lost"].values()) == pytest.approx(over)
         assert set(kind["lost"]) == ({"elsewhere"} if name.startswith("drop") else {"around", "padding", "rate", "elsewhere"})
+
+
+def test_what_the_cache_of_a_frozen_block_holds() -> None:
+    found = cache(32, 2, 64, 2)
+    assert (found["layers"], found["bytes_per_sequence"]) == (2, 64 * 32 * 4)
+    assert found["speedup"] == pytest.approx(found["seconds"]["run"] / found["seconds"]["taken"])
