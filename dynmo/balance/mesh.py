@@ -31,9 +31,10 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import final
 
+from dynmo.balance.microbatches import resized
 from dynmo.balance.partition import exact, stage_loads, uniform
 from dynmo.balance.placed import freeze, pipeline_costs
-from dynmo.balance.planning import Job, Plan, Recompute, attempt, resized
+from dynmo.balance.planning import Job, Plan, Recompute, attempt
 from dynmo.balance.recompute import memory
 from dynmo.costs import LayerCost
 from dynmo.errors import InputError, PartitionError, ScheduleError

@@ -1,20 +1,19 @@
 """A whole plan from measured costs, without running anything: where the layers live, in which order the ranks work, what it takes.
 
-    costs of layers -> balancer -> placement -> costs of stages -> schedule -> simulator -> step time, idleness, memory
-
-and what another choice would give: each alternative is a plan of its own, made in the same way.
+costs of layers -> balancer -> placement -> costs of stages -> schedule -> simulator -> step time, idleness, memory
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
 from typing import Literal
 
-from dynmo.balance.balancers import BALANCERS, BalanceRequest, balancer
+from dynmo.balance.balancers import BalanceRequest, balancer
+from dynmo.balance.microbatches import resize
 from dynmo.balance.partition import Cost, Move, Partition, imbalance, moves, uniform
 from dynmo.balance.placed import Make, freeze, frozen_stages, pipeline_costs
 from dynmo.balance.recompute import choose, memory, recomputed
@@ -23,10 +22,12 @@ from dynmo.errors import InputError, PartitionError, ScheduleError
 from dynmo.memory import Pairs, live_limits
 from dynmo.profile_file import Profile
 from dynmo.schedule.bound import Objective
-from dynmo.schedule.catalogue import SCHEDULES, check_microbatches, chunks_of, entry, make, placement_of
+from dynmo.schedule.catalogue import check_microbatches, entry, make, placement_of
 from dynmo.schedule.chunk_bound import lower_bound_on
 from dynmo.schedule.op import Schedule
 from dynmo.simulator import Timeline, resident, simulate
+
+LARGE = 6000  # ops of a kind: a simulation takes a tenth of a second
 
 Recompute = Literal["none", "auto", "all"]
 """Which layers keep only their input and run F again in B: none, those that must so that all fits, or all."""
@@ -180,8 +181,8 @@ def _nearer(job: Job) -> Iterator[tuple[str, Job]]:
     schedules = [replace(base, schedule=name, chunks=None) for name in _BY_MEMORY if name != job.schedule]
     for other in schedules:
         yield f"the schedule {other.schedule}", other
-    smaller = [replace(base, profile=profile, microbatches=m) for m, profile in _other_microbatches(base, (2, 4, 8, 16))]
-    for other in smaller if job.ranks * job.microbatches <= _LARGE else smaller[:1]:
+    smaller = [replace(base, profile=profile, microbatches=m) for m, profile in resize(base.profile, base.microbatches, (2, 4, 8, 16))]
+    for other in smaller if job.ranks * job.microbatches <= LARGE else smaller[:1]:
         yield f"{other.microbatches} microbatches for the same global batch", other
     steps = (*range(1, 5), *(math.ceil(job.ranks * share) for share in (0.25, 0.5, 1, 2, 3)))
     for ranks in sorted({job.ranks + by for by in steps if job.ranks + by <= len(job.layers)}):
@@ -404,81 +405,3 @@ def judge(job: Job, partition: Partition) -> Plan:
     bound = lower_bound_on(job.placement, shaped, job.microbatches, frozen_stages(costs), job.objective, limits)
     # A bound that is reached may come out a rounding error above what reached it, since it is summed in another order.
     return Plan(job, partition, costs, made, timeline, min(bound, reached), needs)
-
-
-_LARGE = 6000  # ops of a kind: a simulation takes a tenth of a second
-
-# -- what another choice would give -------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Alternative:
-    """`choice` in place of the plan's own; `plan` is None where there is none, and `problem` says why."""
-
-    choice: str | int
-    plan: Plan | None
-    problem: str | None = None
-
-
-def other_balancers(job: Job) -> list[Alternative]:
-    names = [name for name in BALANCERS if name not in (job.balancer, "none", "random")]
-    return _judged((name, replace(job, balancer=name)) for name in names)
-
-
-def other_schedules(job: Job) -> list[Alternative]:
-    return _judged((name, replace(job, schedule=name, chunks=None, any_links=True)) for name in SCHEDULES if name != job.schedule)
-
-
-def other_microbatches(job: Job) -> list[Alternative]:
-    """At the same global batch: a microbatch of half the size is taken to need half the time and half the activations."""
-    found = _other_microbatches(job, (0.25, 0.5, 2, 4))
-    return _judged((m, replace(job, profile=profile, microbatches=m)) for m, profile in found)
-
-
-def other_ranks(job: Job) -> list[Alternative]:
-    most = len(job.layers) // chunks_of(job.schedule, job.chunks)
-    near = {job.ranks + by for by in (-2, -1, 1, 2)} | {job.ranks // 2, 2 * job.ranks}
-    return _judged((p, replace(job, ranks=p, any_links=True)) for p in sorted(near - {job.ranks}) if 1 <= p <= most)
-
-
-def _other_microbatches(job: Job, factors: Iterable[float]) -> Iterator[tuple[int, Profile]]:
-    size = job.profile.microbatch
-    for factor in factors:
-        count = round(job.microbatches * factor)
-        if count < 1 or count != job.microbatches * factor or (size is not None and size * job.microbatches % count):
-            continue
-        yield count, _resized(job.profile, job.microbatches, count)
-
-
-def _resized(profile: Profile, before: int, after: int) -> Profile:
-    size = None if profile.microbatch is None else profile.microbatch * before // after
-    return replace(profile, layers=resized(profile.layers, before / after), microbatch=size, microbatches=after)
-
-
-def resized(layers: Iterable[LayerCost], share: float) -> tuple[LayerCost, ...]:
-    """The costs of a microbatch of `share` times the size: seconds, activations and messages in proportion. Real kernels do less well on
-    small ones, so a measurement at that size is better where there is one."""
-    return tuple(
-        replace(
-            x,
-            f=x.f * share,
-            b=x.b * share,
-            w=x.w * share,
-            activation_bytes=math.ceil(x.activation_bytes * share),
-            stash_bytes=math.ceil(x.stash_bytes * share),
-            output_bytes=math.ceil(x.output_bytes * share),
-            workspace_bytes=math.ceil(x.workspace_bytes * share),
-        )
-        for x in layers
-    )
-
-
-def _judged(jobs: Iterable[tuple[str | int, Job]]) -> list[Alternative]:
-    """By predicted step time; those that cannot be had last. Of large plans there are too many to search each as long."""
-    found: list[Alternative] = []
-    for choice, job in jobs:
-        try:
-            found.append(Alternative(choice, attempt(replace(job, quick=job.ranks * job.microbatches > _LARGE))))
-        except InputError as error:
-            found.append(Alternative(choice, None, str(error)))
-    return sorted(found, key=lambda x: math.inf if x.plan is None else x.plan.step)

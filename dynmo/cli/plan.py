@@ -21,7 +21,8 @@ if TYPE_CHECKING:
     from rich.table import Table
     from rich.text import Text
 
-    from dynmo.balance.planning import Alternative, Plan
+    from dynmo.balance.alternatives import Alternative
+    from dynmo.balance.planning import Plan
 
 Alternatives = dict[str, "list[Alternative]"]
 
@@ -62,6 +63,7 @@ def plan(
 ) -> None:
     """Plan placement and schedule for measured layer costs."""
     from dynmo.balance import planning
+    from dynmo.balance.alternatives import other_balancers, other_microbatches, other_ranks, other_schedules
     from dynmo.cli import mesh
     from dynmo.profile_file import read
 
@@ -96,10 +98,10 @@ def plan(
     if alternatives:
         with waiting(as_json):
             others = {
-                "balancers": planning.other_balancers(job),
-                "schedules": planning.other_schedules(job),
-                "microbatches": planning.other_microbatches(job),
-                "ranks": planning.other_ranks(job),
+                "balancers": other_balancers(job),
+                "schedules": other_schedules(job),
+                "microbatches": other_microbatches(job),
+                "ranks": other_ranks(job),
             }
     if as_json:
         print(json.dumps(to_json(made, seconds, others), allow_nan=False))

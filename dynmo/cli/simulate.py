@@ -27,7 +27,8 @@ def simulate(
     json_: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
 ) -> None:
     """Replay a changing workload under a balancing policy."""
-    from dynmo.balance.workload import read, replay
+    from dynmo.balance.workload import replay
+    from dynmo.balance.workload_file import read
 
     given = read(workload)
     if plot is not None:

@@ -7,7 +7,7 @@ from itertools import combinations, pairwise
 import pytest
 
 from dynmo.balance.partition import Partition
-from dynmo.balance.planning import Job, Plan, attempt, judge, other_balancers, other_microbatches, other_ranks, other_schedules, plan
+from dynmo.balance.planning import Job, Plan, attempt, judge, plan
 from dynmo.costs import LayerCost, LinkCost, stage_costs
 from dynmo.errors import InputError, PartitionError
 from dynmo.memory import stage_memory
@@ -134,31 +134,6 @@ def test_the_file_without_sizes() -> None:
     assert made.memory == (0, 0, 0, 0)
     with pytest.raises(PartitionError, match="a memory limit, but the costs have no sizes"):
         plan(Job(known, 4, 40, memory_limit=100))
-
-
-def test_other_choices() -> None:
-    job = Job(profile(12), 3, 6)
-    balancers, schedules = other_balancers(job), other_schedules(job)
-    assert {x.choice for x in balancers} >= {"uniform", "schedule-aware", "diffusion", "deepspeed-time"}
-    assert {x.choice for x in schedules} == set(SCHEDULES) - {"zb-h1"}
-    assert {x.choice for x in other_ranks(job)} == {1, 2, 4, 5, 6}
-    # Microbatches of 4 sequences: 24 sequences in 12 of 2, or 24 of 1, or 3 of 8; not 1.5.
-    assert [x.choice for x in sorted(other_microbatches(job), key=lambda x: int(x.choice))] == [3, 12, 24]
-    for found in (balancers, schedules, other_ranks(job), other_microbatches(job)):
-        steps = [x.plan.step for x in found if x.plan is not None]
-        assert steps == sorted(steps)
-        assert all((x.plan is None) == (x.problem is not None) for x in found)
-        for x in found:
-            if x.plan is not None:
-                replayed(x.plan)
-
-
-def test_smaller_microbatches_take_their_share() -> None:
-    found = {x.choice: x.plan for x in other_microbatches(Job(profile(12), 3, 6))}[12]
-    assert found is not None
-    for small, whole in zip(found.job.layers, profile(12).layers, strict=True):
-        assert (small.f, small.static_bytes) == (whole.f / 2, whole.static_bytes)
-        assert small.activation_bytes == -(-whole.activation_bytes // 2)
 
 
 def told(job: Job) -> str:

@@ -1,0 +1,25 @@
+"""What another choice would give."""
+
+from __future__ import annotations
+
+from dynmo.balance.alternatives import other_balancers, other_microbatches, other_ranks, other_schedules
+from dynmo.balance.planning import Job
+from dynmo.schedule.catalogue import SCHEDULES
+from tests.balance.test_planning import profile, replayed
+
+
+def test_other_choices() -> None:
+    job = Job(profile(12), 3, 6)
+    balancers, schedules = other_balancers(job), other_schedules(job)
+    assert {x.choice for x in balancers} >= {"uniform", "schedule-aware", "diffusion", "deepspeed-time"}
+    assert {x.choice for x in schedules} == set(SCHEDULES) - {"zb-h1"}
+    assert {x.choice for x in other_ranks(job)} == {1, 2, 4, 5, 6}
+    # Microbatches of 4 sequences: 24 sequences in 12 of 2, or 24 of 1, or 3 of 8; not 1.5.
+    assert [x.choice for x in sorted(other_microbatches(job), key=lambda x: int(x.choice))] == [3, 12, 24]
+    for found in (balancers, schedules, other_ranks(job), other_microbatches(job)):
+        steps = [x.plan.step for x in found if x.plan is not None]
+        assert steps == sorted(steps)
+        assert all((x.plan is None) == (x.problem is not None) for x in found)
+        for x in found:
+            if x.plan is not None:
+                replayed(x.plan)
