@@ -16,10 +16,9 @@ import torch
 from dynmo.api import Pipeline
 from dynmo.config import Config
 from dynmo.costs import LayerCost
-from dynmo.data.batches import Batches
-from dynmo.data.corpus import check_vocab, open_corpus
 from dynmo.dynamism import make_cases
 from dynmo.errors import ConfigError
+from dynmo.feed import Feed
 from dynmo.models.model import Model, load_model
 from dynmo.plan import computed_again, recompute_for, shape_costs
 from dynmo.profile_file import Profile
@@ -73,15 +72,12 @@ def measure(config: Config, world: World, model: Model, steps: int, listen: List
         change = case.act(0, pipeline)
         if change is not None:
             pipeline.changed(change.layers)
-    batches = _batches(config, pipeline)
+    feed = Feed(config, pipeline)
     found: list[tuple[LayerCost, ...]] = []
     for step in range(steps + 1):
         start = time.perf_counter()
         pipeline.profiler.forget(range(model.layers))
-        inputs = targets = None
-        if batches is not None:
-            own = slice(world.replica * config.microbatches, (world.replica + 1) * config.microbatches)
-            inputs, targets = (x[own].to(world.device) for x in batches.train(step))
+        inputs, targets, _ = feed.train(step)
         pipeline.step(step, inputs, targets, lr=0.0)
         costs = pipeline.costs()
         if step:
@@ -122,13 +118,3 @@ def _median(costs: Sequence[LayerCost]) -> LayerCost:
     """Of each figure; sizes are the same in every step, up to what a microbatch's content changes."""
     middle = {field.name: median(getattr(cost, field.name) for cost in costs) for field in fields(LayerCost)}
     return LayerCost(**{name: value if name in ("f", "b", "w") else int(value) for name, value in middle.items()})
-
-
-def _batches(config: Config, pipeline: Pipeline) -> Batches | None:
-    """Only the ranks that hold the first or the last layer read data."""
-    if config.model.kind != "emulated":
-        check_vocab(config.model.vocab)
-    if pipeline.world.rank not in (pipeline.placement[0], pipeline.placement[-1]):
-        return None
-    train = config.train
-    return Batches(open_corpus(config.data.source), config.model.sequence, train.global_batch, train.micro_batch, config.seed)

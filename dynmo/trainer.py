@@ -17,15 +17,11 @@ from types import FrameType
 from typing import Literal, cast
 
 import torch
-from torch import Tensor
 
 from dynmo import profile_file
 from dynmo.api import Pipeline, StepResult
 from dynmo.balance.partition import Partition, imbalance, uniform
 from dynmo.config import Config, Train, shapes
-from dynmo.data.batches import Batches
-from dynmo.data.corpus import check_vocab, open_corpus
-from dynmo.data.order import Order
 from dynmo.dynamism import Dynamism, Signals, make_cases
 from dynmo.errors import CheckpointError, ConfigError
 from dynmo.events import (
@@ -42,6 +38,7 @@ from dynmo.events import (
     StepEvent,
     now,
 )
+from dynmo.feed import Feed
 from dynmo.models.model import Model, load_model
 from dynmo.rebalance import Rebalancer
 from dynmo.report.trace import Tracer
@@ -198,9 +195,7 @@ class Trainer:
         # Steps that have run and whose results are still out.
         self._started: dict[int, _Started] = {}
         self._cases: list[Dynamism] = make_cases(config, model.layers)
-        # Which sequences a microbatch has, by which the cache of a frozen prefix's outputs knows it again; None without that.
-        self._order: Order | None = None
-        self._batches = self._open_data()
+        self._feed = Feed(config, self.pipeline)
         self.first_step, self._loss, moved = 0, math.nan, 0
         if found is not None:
             self._restore(*found)
@@ -301,7 +296,7 @@ class Trainer:
         if settled is not None:
             self._emit(settled)
         migration = self.pipeline.reshape(pipeline=pipeline, data=data, partition=partition)
-        self._batches = self._open_data()
+        self._feed = Feed(self.config, self.pipeline)
         self._rebalancer.changed()
         self._tracer.keep_around()
         seconds = time.perf_counter() - start
@@ -311,12 +306,10 @@ class Trainer:
     def _step(self, step: int, stop: bool) -> bool:
         """Runs a step, and tells of those that are final by now. Returns whether a rank wished to stop."""
         train, start = self.config.train, time.perf_counter()
-        inputs, targets = self._batch(step)
         rate = learning_rate(train, step)
         self._started[step] = _Started(rate, self.pipeline.partition.counts, len(self.pipeline.frozen))
-        results = self.pipeline.advance(
-            step, inputs, targets, lr=rate, max_norm=train.max_grad_norm, flag=stop, keys=self._train_keys(step)
-        )
+        inputs, targets, keys = self._feed.train(step)
+        results = self.pipeline.advance(step, inputs, targets, lr=rate, max_norm=train.max_grad_norm, flag=stop, keys=keys)
         self._started[step].seconds = time.perf_counter() - start
         return self._finish(results)
 
@@ -368,61 +361,8 @@ class Trainer:
 
     def _evaluate(self, step: int) -> None:
         count = self.config.train.eval_batches
-        inputs = targets = None
-        if self._batches is not None:
-            pairs = [self._batches.held_out(i) for i in range(count)]
-            inputs, targets = (self._to_device(torch.stack(x)) for x in zip(*pairs, strict=True))
-        keys = None if self._order is None else [tuple(self._order.held_out(i).tolist()) for i in range(count)]
+        inputs, targets, keys = self._feed.held_out(count)
         self._emit(EvalEvent(step - 1, now(), self.pipeline.evaluate(inputs, targets, count, keys)))
-
-    # -- data -----------------------------------------------------------------------------------------------------------------
-
-    def _open_data(self) -> Batches | None:
-        """Only the ranks that hold the first or the last layer read data; they compare what they read."""
-        config, world = self.config, self.world
-        batches, digest, length = None, None, 0
-        if config.model.kind != "emulated":
-            check_vocab(config.model.vocab)
-        if world.rank in (self.pipeline.placement[0], self.pipeline.placement[-1]):
-            corpus = open_corpus(config.data.source)
-            batches = Batches(corpus, *self._order_of)
-            ends = corpus[: 1 << 20].tobytes() + corpus[-(1 << 20) :].tobytes()
-            length = len(corpus)
-            digest = hashlib.sha256(f"{length} ".encode() + ends).digest()
-        world.agree(digest, "the data (data.source)")
-        if self.pipeline.caches:
-            self._order = Order(int(self.pipeline.largest(length)), *self._order_of)
-            if not config.train.eval_every and not self._order.repeats(config.train.steps):
-                raise ConfigError(
-                    f"dynamism.freezing.cache_bytes = {config.dynamism.freezing.cache_bytes}: no microbatch comes again within "
-                    f"{config.train.steps} steps, so nothing would be cached; evaluate (train.eval_every), or train for more than an "
-                    f'epoch, which has {self._order.windows} sequences, with data.shuffle = "batches"'
-                )
-        return batches
-
-    @property
-    def _order_of(self) -> tuple[int, int, int, int, str]:
-        config = self.config
-        return config.model.sequence, config.train.global_batch, config.train.micro_batch, config.seed, config.data.shuffle
-
-    def _train_keys(self, step: int) -> list[tuple[int, ...]] | None:
-        if self._order is None or not self._order.repeats(self.config.train.steps):
-            return None
-        own = self.config.all_microbatches // self.world.replicas
-        return [tuple(windows) for windows in self._order.train(step)[self.world.replica * own :][:own].tolist()]
-
-    def _batch(self, step: int) -> tuple[Tensor | None, Tensor | None]:
-        if self._batches is None:
-            return None, None
-        # The replicas' microbatches follow one another in the batch.
-        own = self.config.all_microbatches // self.world.replicas
-        inputs, targets = (self._to_device(x[self.world.replica * own :][:own]) for x in self._batches.train(step))
-        return inputs, targets
-
-    def _to_device(self, tensor: Tensor) -> Tensor:
-        """From pinned memory the copy runs beside what the device computes."""
-        device = self.world.device
-        return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
     # -- checkpoints ------------------------------------------------------------------------------------------------------------
 
