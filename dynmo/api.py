@@ -22,13 +22,14 @@ from dynmo.balance.balancers import BalanceRequest
 from dynmo.balance.layout import Layouts, Recompute, moves_between_ranks
 from dynmo.balance.partition import Cost, Partition
 from dynmo.costs import Costs, LayerCost, LinkCost
-from dynmo.errors import PartitionError
+from dynmo.errors import ConfigError, PartitionError
 from dynmo.models.model import Model
 from dynmo.runtime import checkpoint
 from dynmo.runtime.clock import clock_for
 from dynmo.runtime.digest import weights_digest
 from dynmo.runtime.executor import Executor, Outcome
 from dynmo.runtime.holding import Holding
+from dynmo.runtime.lanes import OneLane
 from dynmo.runtime.loss_scale import LossScaler
 from dynmo.runtime.mesh import FirstReplica
 from dynmo.runtime.migrate import Arrival, Migration, exchange
@@ -38,6 +39,7 @@ from dynmo.runtime.pending import PendingStep
 from dynmo.runtime.profiler import Profiler, measure_links
 from dynmo.runtime.programs import Programs
 from dynmo.runtime.reshape import holders, transfers
+from dynmo.runtime.slices import make_lanes
 from dynmo.runtime.step_end import StepEnd
 from dynmo.runtime.step_table import StepResult, StepTable
 from dynmo.runtime.world import World
@@ -57,6 +59,9 @@ class Pipeline:
     the loss. recompute: the layers whose activations are computed again in B rather than kept, or a pure function that says which, of a
     placement and the schedule with every stage training. cache_bytes: of host memory on each rank, for the outputs of a frozen prefix
     (`runtime/output_cache.py`), where steps and evaluations are given the keys of their microbatches.
+
+    slices: the pipeline's ranks are so many slices of this process's GPU, which a world of one rank then holds (`runtime/slices.py`; None:
+    the ranks of the world). Layers move between them as between ranks, but nothing travels.
 
     The world may be one pipeline of several in a mesh (`mesh.arrange`): `microbatches` are those of one. slots: in how many parts the
     gradients of all their microbatches are added up (default: one per replica). zero: 1 shards the optimizer's state over the replicas.
@@ -80,6 +85,7 @@ class Pipeline:
         schedule: str,
         microbatches: int,
         chunks: int | None = None,
+        slices: int | None = None,
         memory_limit: int | None = None,
         seed: int = 0,
         optimizer: OptimizerSettings | None = None,
@@ -97,8 +103,13 @@ class Pipeline:
     ) -> None:
         self.model = model
         slots = slots or world.replicas
-        self._layouts = Layouts(model.layers, schedule, chunks, slots, recompute)
-        layout = self._layouts.make(world.size, world.replicas, microbatches, partition)
+        if slices is not None and (world.size > 1 or post_validation):
+            raise ConfigError(
+                "slices of one GPU are one process, whose steps end together: use one rank a replica, without post_validation"
+            )
+        self._layouts = Layouts(model.layers, schedule, chunks, slots, recompute, sliced=slices is not None)
+        layout = self._layouts.make(slices or world.size, world.replicas, microbatches, partition)
+        lanes = OneLane() if slices is None else make_lanes(world.device, slices, layout.placement)
         self.clock = clock_for(world.device)
         self.profiler = Profiler(self.clock)
         self._holding = Holding(
@@ -116,7 +127,7 @@ class Pipeline:
         )
         links = measure_links(world, layout.pairs)
         self._scheduling = Scheduling(self._holding, schedule, chunks, memory_limit, links, post_validation=post_validation)
-        self._programs = Programs(self._holding, self.clock, post_validation=post_validation, ahead=w_granularity == "linear")
+        self._programs = Programs(self._holding, self.clock, lanes, post_validation=post_validation, ahead=w_granularity == "linear")
         self._step_end = StepEnd(self._holding, StepTable(self._holding, self.clock), self.profiler, scaler or LossScaler(), clip_scope)
         self._pending = PendingStep(self._holding, self._step_end, validates=post_validation, copies=rollback == "exact")
 
@@ -137,8 +148,18 @@ class Pipeline:
         return self._holding.layout.partition
 
     @property
+    def shape(self) -> tuple[int, int]:
+        """Ranks (or slices) of a pipeline, and how many pipelines."""
+        return self._holding.layout.ranks, self._holding.layout.replicas
+
+    @property
+    def sliced(self) -> bool:
+        """Whether the pipeline's ranks are slices of this process's GPU."""
+        return self._holding.layout.sliced
+
+    @property
     def placement(self) -> tuple[int, ...]:
-        """Per stage, the rank that holds it."""
+        """Per stage, the rank (or slice) that holds it."""
         return self._holding.layout.placement
 
     @property
@@ -326,7 +347,7 @@ class Pipeline:
         self._pending.settle()
         holding, world, before = self._holding, self.world, self._holding.layout
         layout = self._layouts.moved(before, partition)
-        plan = moves_between_ranks(before.partition, partition, before.placement)
+        plan = moves_between_ranks(before.partition, partition, before.processes)
         world.agree(hashlib.sha256(repr((before.partition.counts, partition.counts)).encode()).digest(), "the new placement")
 
         migration = exchange(world, plan, lambda i: (holding.modules[i], holding.state(i)), partial(holding.moved, layout, plan))
@@ -342,11 +363,14 @@ class Pipeline:
     def reshape(self, *, pipeline: int, data: int, partition: Partition | None = None) -> Migration:
         """Makes the same ranks a mesh of `data` replicas of a pipeline of `pipeline` ranks; between steps. The batch stays the same, so
         each replica has other microbatches from the next step on. partition: of the new stages (default: equally many layers each).
+        Slices stay what they are.
 
         All or nothing. Raises InputError, on every rank, where the ranks, the microbatches, the slots or the schedule do not fit.
         """
         self._pending.settle()
         holding, everyone, before = self._holding, self.world.everyone, self._holding.layout
+        if before.sliced:
+            raise ConfigError("a pipeline of slices cannot be reshaped; make another")
         layout = self._layouts.reshaped(before, pipeline, data, partition)
         everyone.agree(hashlib.sha256(repr((pipeline, data, layout.partition.counts)).encode()).digest(), "the new mesh")
         after = holders(layout.partition, layout.placement, data)

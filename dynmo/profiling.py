@@ -17,7 +17,6 @@ from dynmo.api import Pipeline
 from dynmo.config import Config
 from dynmo.costs import LayerCost
 from dynmo.dynamism import make_cases
-from dynmo.errors import ConfigError
 from dynmo.feed import Feed
 from dynmo.models.model import Model, load_model
 from dynmo.plan import computed_again, recompute_for, shape_costs
@@ -27,7 +26,7 @@ from dynmo.runtime.mesh import arrange
 from dynmo.runtime.precision import dtype_for
 from dynmo.runtime.rendezvous import Rendezvous
 from dynmo.runtime.world import World, open_store
-from dynmo.trainer import device_for, first_partition, memory_limit
+from dynmo.trainer import check_world, device_for, first_partition, memory_limit
 
 Listener = Callable[[int, float], None]
 """Told of every step that was measured: how many so far, and the seconds it took."""
@@ -35,10 +34,7 @@ Listener = Callable[[int, float], None]
 
 def run(config: Config, rendezvous: Rendezvous, steps: int, listen: Listener | None = None) -> Profile:
     """Measures as one rank of the world at `rendezvous`; returns the same on every rank. Raises as `trainer.run` does."""
-    if rendezvous.size != config.ranks:
-        raise ConfigError(
-            f"the launcher started {rendezvous.size} ranks, but parallel.pipeline x data = {config.ranks}; start as many as the config says"
-        )
+    check_world(config, rendezvous)
     torch.set_num_threads(config.parallel.threads)
     device = device_for(config, rendezvous.local_rank)
     model = load_model(config)
@@ -60,6 +56,7 @@ def measure(config: Config, world: World, model: Model, steps: int, listen: List
         schedule=config.pipeline.schedule,
         microbatches=config.microbatches,
         chunks=config.chunks,
+        slices=config.slices,
         memory_limit=memory_limit(config, world.device),
         seed=config.seed,
         slots=config.slots,
@@ -107,7 +104,7 @@ def profile_of(config: Config, pipeline: Pipeline, costs: tuple[LayerCost, ...],
         model=config.model.kind,
         microbatch=config.train.micro_batch,
         microbatches=config.all_microbatches // pipeline.world.replicas,
-        ranks=pipeline.world.size,
+        ranks=pipeline.shape[0],
         partition=pipeline.partition.counts,
         schedule=config.pipeline.schedule,
         steps=steps,

@@ -79,10 +79,11 @@ def first_partition(config: Config, layers: int, pipeline: int | None = None) ->
 
 
 def memory_limit(config: Config, device: torch.device) -> int | None:
-    """Bytes per rank: as configured, else the CUDA device's; None (no limit) on CPU."""
+    """Bytes per rank: as configured, else the CUDA device's, in equal parts for its slices; None (no limit) on CPU."""
     if config.pipeline.memory_limit is not None:
         return config.pipeline.memory_limit
-    return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
+    parts = config.parallel.pipeline if config.parallel.slices else 1
+    return torch.cuda.get_device_properties(device).total_memory // parts if device.type == "cuda" else None
 
 
 def device_for(config: Config, local_rank: int) -> torch.device:
@@ -91,14 +92,28 @@ def device_for(config: Config, local_rank: int) -> torch.device:
     available = torch.cuda.is_available()
     if wanted == "cuda" and not available:
         raise ConfigError("parallel.device = 'cuda', but torch sees no CUDA device; use 'auto' or 'cpu'")
+    if wanted != "cpu" and not available and config.parallel.slices:
+        raise ConfigError(
+            "parallel.slices = true, but torch sees no CUDA device; with parallel.device = 'cpu' the stages would compute in turn"
+        )
     if wanted == "cpu" or not available:
         return torch.device("cpu")
     if local_rank >= torch.cuda.device_count():
         raise ConfigError(
-            f"local rank {local_rank} has no CUDA device ({torch.cuda.device_count()} here); use fewer ranks or device = 'cpu'"
+            f"local rank {local_rank} has no CUDA device ({torch.cuda.device_count()} here); use fewer ranks, device = 'cpu', or "
+            "parallel.slices = true, which puts a pipeline on one device"
         )
     torch.cuda.set_device(local_rank)
     return torch.device("cuda", local_rank)
+
+
+def check_world(config: Config, rendezvous: Rendezvous) -> None:
+    """Raises ConfigError where the launcher started more or fewer ranks than the config has."""
+    if rendezvous.size != config.ranks:
+        sizes = "data (each pipeline is slices of one GPU)" if config.parallel.slices else "pipeline x data"
+        raise ConfigError(
+            f"the launcher started {rendezvous.size} ranks, but parallel.{sizes} = {config.ranks}; start as many as the config says"
+        )
 
 
 @dataclass(frozen=True)
@@ -133,10 +148,7 @@ def run(config: Config, rendezvous: Rendezvous, folder: Path | None, resume: boo
 
     Raises ConfigError for input that only now turns out wrong, RunError when the run fails. listen: told of every event, on rank 0.
     """
-    if rendezvous.size != config.ranks:
-        raise ConfigError(
-            f"the launcher started {rendezvous.size} ranks, but parallel.pipeline x data = {config.ranks}; start as many as the config says"
-        )
+    check_world(config, rendezvous)
     torch.set_num_threads(config.parallel.threads)
     device = device_for(config, rendezvous.local_rank)
     if config.train.deterministic and device.type == "cuda":
@@ -177,6 +189,7 @@ class Trainer:
             schedule=config.pipeline.schedule,
             microbatches=config.all_microbatches // data,
             chunks=config.chunks,
+            slices=config.slices,
             memory_limit=memory_limit(config, world.device),
             seed=config.seed,
             optimizer=optimizer_settings(train),
@@ -202,7 +215,8 @@ class Trainer:
             self._loss, moved = found[1].state["loss"], found[1].state["moves"]
         limit = memory_limit(config, world.device)
         self._rebalancer = Rebalancer(config, self.pipeline, moved, lambda step: [case.forecast(step) for case in self._cases], limit)
-        self._tracer = Tracer(world.everyone, self.pipeline.clock, config.trace.steps)
+        slices = self.pipeline.placement if self.pipeline.sliced else None
+        self._tracer = Tracer(world.everyone, self.pipeline.clock, config.trace.steps, slices)
         # Last: what was wrong until here leaves no log.
         self._log = EventLog(folder / "events.jsonl") if folder is not None and world.rank == 0 else None
 
@@ -273,7 +287,7 @@ class Trainer:
         wanted = None
         if self.config.elastic.reshape:
             wanted = self._rebalancer.mesh(step) if self._rebalancer.due(step) else None
-        elif step > self.first_step and shape != (self.world.size, self.world.replicas):
+        elif step > self.first_step and shape != self.pipeline.shape:
             wanted = (*shape, first_partition(self.config, self.pipeline.count, shape[0]))
         if wanted is not None:
             self._reshape(step, *wanted)
@@ -291,7 +305,7 @@ class Trainer:
 
     def _reshape(self, step: int, pipeline: int, data: int, partition: Partition) -> None:
         """The same ranks go on as `data` replicas of a pipeline of `pipeline` ranks."""
-        before, start = (self.world.size, self.world.replicas), time.perf_counter()
+        before, start = self.pipeline.shape, time.perf_counter()
         settled = self._rebalancer.settle(step)
         if settled is not None:
             self._emit(settled)
@@ -380,7 +394,7 @@ class Trainer:
             "loss": self._loss,
             "moves": self._rebalancer.moves,
             "loss_scale": pipeline.scaler.state(),
-            "shape": [self.world.size, self.world.replicas],
+            "shape": list(self.pipeline.shape),
             "cases": {case.name: case.state() for case in self._cases},
         }
         if self.world.replicas > 1:

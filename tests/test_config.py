@@ -379,6 +379,18 @@ def test_a_value_refused(key, value, hint):
             "train.reduction_slots = 2 is not 4 (replicas) times a power of two; leave it out for one per replica, or use 4 or 8",
         ),
         (
+            ["parallel.slices=true"],
+            "parallel.slices = true with parallel.pipeline = 1: one stage has the whole GPU anyway; use 2 or more",
+        ),
+        (
+            ["parallel.pipeline=2", "parallel.slices=true", "pipeline.post_validation=true"],
+            "parallel.slices = true: one process ends the steps of all slices together, so pipeline.post_validation cannot be true",
+        ),
+        (
+            ["parallel.pipeline=2", "parallel.slices=true", "elastic.reshape_at=[[5, 1, 2]]"],
+            "parallel.slices = true: slices cannot be reshaped; leave out",
+        ),
+        (
             ["parallel.data=2", "elastic.reshape_at=[[5, 2, 2]]"],
             "elastic.reshape_at: [5, 2, 2] is 2 x 2 ranks, but the run has 2; a reshape",
         ),

@@ -123,6 +123,28 @@ def test_pieces_of_w_ahead_of_their_time(pool: Pool, schedule: str, ranks: int, 
     assert {r["digest"] for r in results} == {_deeper_reference(pool, True)["digest"]}
 
 
+@pytest.mark.parametrize("schedule", ["zb-h1", "zb-v"])
+def test_slices(pool: Pool, schedule: str) -> None:
+    """A pipeline of slices in one process, without the GPU: layers move between the slices and freeze, in every step."""
+    wanted = deeper(3, schedule, BALANCERS["random"], freezing=True)
+    wanted["parallel"] |= {"slices": True, "device": "cpu"}
+    (result,) = pool.run("train", 1, config=wanted)
+    assert (result["losses"], result["digest"]) == (_deeper_reference(pool, True)["losses"], _deeper_reference(pool, True)["digest"])
+    assert all(a != b for a, b in pairwise(result["layers"])), "the layers did not move at every step"
+
+
+def test_replicas_of_slices(pool: Pool) -> None:
+    """Two processes, each a pipeline of two slices, with tied weights."""
+    one, two = deeper(1, "1f1b", BALANCERS["none"], True), deeper(2, "zb-h1", BALANCERS["random"], True)
+    one["train"]["reduction_slots"] = 2
+    two["parallel"] |= {"slices": True, "device": "cpu", "data": 2}
+    one["model"]["tied"] = two["model"]["tied"] = True
+    expected = pool.run("train", 1, config=one)[0]
+    results = pool.run("train", 2, config=two)
+    assert results[0]["losses"] == expected["losses"]
+    assert {r["digest"] for r in results} == {expected["digest"]}
+
+
 @cache
 def _tied_reference(pool: Pool) -> dict[str, Any]:
     wanted = deeper(1, "1f1b", BALANCERS["none"], freezing=True)

@@ -27,7 +27,8 @@ Recompute = Collection[int] | Callable[[Partition, Schedule], Collection[int]]
 @dataclass(frozen=True)
 class Layout:
     """ranks: of one pipeline; replicas: pipelines in the mesh; microbatches: of one of them in a step. placement: per stage, the rank that
-    holds it. recomputed: the layers whose activations are computed again in B."""
+    holds it. recomputed: the layers whose activations are computed again in B. sliced: the pipeline's ranks are slices of one GPU, in one
+    process."""
 
     ranks: int
     replicas: int
@@ -35,18 +36,24 @@ class Layout:
     partition: Partition
     placement: tuple[int, ...]
     recomputed: frozenset[int]
+    sliced: bool = False
 
-    def stages_of(self, rank: int) -> tuple[int, ...]:
-        return tuple(stage for stage, holder in enumerate(self.placement) if holder == rank)
+    @property
+    def processes(self) -> tuple[int, ...]:
+        """Per stage, the rank of the world that holds it."""
+        return (0,) * len(self.placement) if self.sliced else self.placement
+
+    def stages_of(self, process: int) -> tuple[int, ...]:
+        return tuple(stage for stage, holder in enumerate(self.processes) if holder == process)
 
     def rank_of(self, layer: int) -> int:
-        """The rank that holds the layer."""
-        return self.placement[self.partition.owner(layer)]
+        """The rank of the world that holds the layer."""
+        return self.processes[self.partition.owner(layer)]
 
     @property
     def pairs(self) -> list[tuple[int, int]]:
-        """The ranks, the lower first, that hold neighbouring stages."""
-        return sorted({(min(pair), max(pair)) for pair in pairwise(self.placement) if pair[0] != pair[1]})
+        """The ranks of the world, the lower first, that hold neighbouring stages."""
+        return sorted({(min(pair), max(pair)) for pair in pairwise(self.processes) if pair[0] != pair[1]})
 
 
 @dataclass(frozen=True)
@@ -59,6 +66,7 @@ class Layouts:
     chunks: int | None
     slots: int
     recompute: Recompute
+    sliced: bool = False
 
     def make(self, ranks: int, replicas: int, microbatches: int, partition: Partition | None = None) -> Layout:
         """partition: default is equally many layers for each stage. Raises InputError where something does not fit."""
@@ -72,7 +80,7 @@ class Layouts:
         recompute = self.recompute
         if callable(recompute):
             recompute = recompute(partition, full_schedule(self.schedule, ranks, microbatches, self.chunks))
-        return Layout(ranks, replicas, microbatches, partition, placement, frozenset(recompute))
+        return Layout(ranks, replicas, microbatches, partition, placement, frozenset(recompute), self.sliced)
 
     def moved(self, layout: Layout, partition: Partition) -> Layout:
         """The layers elsewhere, on the same ranks."""

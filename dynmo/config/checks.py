@@ -68,6 +68,7 @@ def problems(config: Config) -> Iterator[str]:
         if initial is not None and sum(initial) != layers:
             yield f"balance.initial sums to {sum(initial)}, but the model has {layers} layers; make it sum to {layers}"
 
+    yield from _slice_problems(config)
     yield from _reshape_problems(config)
 
     if "sparse_attention" in config.dynamism.cases:
@@ -158,6 +159,17 @@ def _reshape_problems(config: Config) -> Iterator[str]:
             check_microbatches(config.pipeline.schedule, pipeline, every // data)
         except ScheduleError as error:
             yield f"{key}: {error} (train.global_batch / train.micro_batch / data)"
+
+
+def _slice_problems(config: Config) -> Iterator[str]:
+    if not config.parallel.slices:
+        return
+    if config.parallel.pipeline == 1:
+        yield "parallel.slices = true with parallel.pipeline = 1: one stage has the whole GPU anyway; use 2 or more, or leave slices out"
+    if config.pipeline.post_validation:
+        yield "parallel.slices = true: one process ends the steps of all slices together, so pipeline.post_validation cannot be true"
+    if config.elastic.reshape or config.elastic.reshape_at:
+        yield "parallel.slices = true: slices cannot be reshaped; leave out elastic.reshape and elastic.reshape_at"
 
 
 def _sparse_attention_problems(config: Config) -> Iterator[str]:

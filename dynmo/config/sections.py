@@ -115,12 +115,14 @@ class Train(Section):
 
 class Parallel(Section):
     """Sizes of the mesh: `data` replicas of a pipeline of `pipeline` ranks; `zero` 1 shards the optimizer's state over the replicas;
-    `threads` of one rank on CPU; `timeout` in seconds is the limit of every wait."""
+    `slices`: the ranks of a pipeline are slices of one GPU, in one process; `threads` of one rank on CPU; `timeout` in seconds is the limit
+    of every wait."""
 
     pipeline: Count = 1
     data: Count = 1
     expert: Annotated[Count, only(1)] = 1
     zero: Annotated[int, Field(ge=0, le=1)] = 0
+    slices: bool = False
     threads: Count = 1
     timeout: Positive = 120.0
     device: Annotated[str, word(("auto", "cpu", "cuda"))] = "auto"
@@ -309,14 +311,19 @@ class Config(Section):
         return chunks_of(self.pipeline.schedule, self.pipeline.chunks)
 
     @property
+    def slices(self) -> int | None:
+        """Into how many slices each GPU is cut; None: into none."""
+        return self.parallel.pipeline if self.parallel.slices else None
+
+    @property
     def stages(self) -> int:
         """Stages of the pipeline."""
         return self.parallel.pipeline * self.chunks
 
     @property
     def ranks(self) -> int:
-        """The size of the world: pipeline x data x expert."""
-        return self.parallel.pipeline * self.parallel.data * self.parallel.expert
+        """The size of the world: pipeline x data x expert; a pipeline of slices is one rank of it."""
+        return (1 if self.parallel.slices else self.parallel.pipeline) * self.parallel.data * self.parallel.expert
 
     @model_validator(mode="after")
     def _hangs_together(self) -> Config:

@@ -37,10 +37,13 @@ Row = tuple[int, int, int, int, float, float]
 
 
 class Tracer:
-    """Collects a rank's slices; `finish` brings them to rank 0, which writes the file."""
+    """Collects a rank's slices of time; `finish` brings them to rank 0, which writes the file.
 
-    def __init__(self, world: World, clock: Clock, steps: int) -> None:
-        self._world, self._clock, self._steps = world, clock, steps
+    placement: where each rank of the world is a pipeline on slices of a GPU, per stage its slice: these are then shown as ranks are.
+    """
+
+    def __init__(self, world: World, clock: Clock, steps: int, placement: tuple[int, ...] | None = None) -> None:
+        self._world, self._clock, self._steps, self._placement = world, clock, steps, placement
         self._recent: deque[list[Row]] = deque(maxlen=steps)
         self._kept: deque[list[Row]] = deque(maxlen=_MOST_STEPS)
         self._coming = 0
@@ -95,7 +98,14 @@ class Tracer:
                 world.wait(world.receive(table, rank, TAG_TRACE), rank, "its trace")
             tables.append(table)
         if path is not None and self._steps:
-            path.write_text(json.dumps(chrome_trace([table.tolist() for table in tables])))
+            path.write_text(json.dumps(chrome_trace(self._rows([table.tolist() for table in tables]))))
+
+    def _rows(self, tables: list[list[list[float]]]) -> list[list[list[float]]]:
+        """Of each rank; of each slice in the place of its rank, which is slice * replicas + replica."""
+        placement = self._placement
+        if placement is None:
+            return tables
+        return [[row for row in table if placement[int(row[2])] == each] for each in range(max(placement) + 1) for table in tables]
 
 
 def chrome_trace(ranks: Sequence[Sequence[Sequence[float]]]) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from dynmo.runtime.buffers import WrittenBuffers
 from dynmo.runtime.clock import Clock
+from dynmo.runtime.lanes import Key, Lanes
 from dynmo.runtime.p2p import Transport
 from dynmo.runtime.pieces import Pieces
 from dynmo.runtime.split_backward import Tensors
@@ -52,10 +53,17 @@ class Executor:
     """
 
     def __init__(
-        self, program: Program, stages: Mapping[int, Stage], last_stage: int, transport: Transport, clock: Clock, ahead: bool = False
+        self,
+        program: Program,
+        stages: Mapping[int, Stage],
+        last_stage: int,
+        transport: Transport,
+        clock: Clock,
+        lanes: Lanes,
+        ahead: bool = False,
     ) -> None:
         self._program, self._stages, self._last = program, stages, last_stage
-        self._transport, self._clock, self._ahead = transport, clock, ahead
+        self._transport, self._clock, self._lanes, self._ahead = transport, clock, lanes, ahead
         self._buffers = WrittenBuffers(layer.module for stage in stages.values() for layer in stage.layers)
 
     def run(
@@ -76,10 +84,12 @@ class Executor:
         try:
             self._transport.open()
             self._buffers.note(keep=stands is not None)
+            self._lanes.fork()
             outcome = self._run(step, inputs, targets, training, stands)
             if outcome is None:
                 outcome = self._run(step, inputs, targets, training, None)
                 assert outcome is not None
+            self._lanes.join()
             self._transport.flush()
             self._buffers.learn()
             return outcome
@@ -92,12 +102,45 @@ class Executor:
     ) -> Outcome | None:
         """None: it must begin again, and all is as it was at its start."""
         outcome = Outcome()
-        mark, slices = self._clock.mark, outcome.slices
+        mark, slices, lanes = self._clock.mark, outcome.slices, self._lanes
         pieces = Pieces(self._program.instructions, self._stages)
         # Tensors on their way to an op or to a channel, by (direction, stage that needs or made them, microbatch).
-        arrived: dict[tuple[Direction, int, int], Tensors] = {}
-        leaving: dict[tuple[Direction, int, int], Tensors] = {}
+        arrived: dict[Key, Tensors] = {}
+        leaving: dict[Key, Tensors] = {}
         for instruction in self._program.instructions:
+            if isinstance(instruction, Compute):
+                kind, s, j = instruction.op
+                stage = self._stages[s]
+                with lanes.of(s):
+                    if kind is Kind.F:
+                        x = arrived.pop((Direction.ACTIVATION, s, j)) if s else (_at(inputs, j),)
+                        lanes.need((Direction.ACTIVATION, s, j), x)
+                        start = mark()
+                        y = stage.forward(j, x, step, _at(targets, j) if s == self._last else None, training)
+                        if s == self._last:
+                            outcome.losses.append(y[0])
+                        elif s + 1 in self._stages:
+                            arrived[Direction.ACTIVATION, s + 1, j] = y
+                            lanes.made((Direction.ACTIVATION, s + 1, j))
+                        else:
+                            leaving[Direction.ACTIVATION, s, j] = y
+                    elif kind is Kind.W:
+                        start = mark()
+                        pieces.run_rest(instruction.op)
+                    else:
+                        gradients = arrived.pop((Direction.GRADIENT, s, j)) if s != self._last else None
+                        lanes.need((Direction.GRADIENT, s, j), gradients or ())
+                        start = mark()
+                        g = stage.backward_input(j, gradients, deferred=kind is Kind.B)
+                        if s > self._program.first_trainable and s - 1 in self._stages:
+                            arrived[Direction.GRADIENT, s - 1, j] = g
+                            lanes.made((Direction.GRADIENT, s - 1, j))
+                        elif s > self._program.first_trainable:
+                            leaving[Direction.GRADIENT, s, j] = g
+                    pieces.after(instruction.op)
+                    slices.append(Slice(kind, s, j, start, mark()))
+                x = y = g = gradients = ()  # or they would live on through the next op
+                continue
             start = mark()
             if isinstance(instruction, Verdict):
                 if stands is None:
@@ -108,29 +151,6 @@ class Executor:
                     self._transport.rewind(instruction.begun)
                     return None
                 slices.append(Slice(WAIT, self._program.stages[0], 0, start, mark()))
-                continue
-            if isinstance(instruction, Compute):
-                kind, s, j = instruction.op
-                stage = self._stages[s]
-                if kind is Kind.F:
-                    x = arrived.pop((Direction.ACTIVATION, s, j)) if s else (_at(inputs, j),)
-                    y = stage.forward(j, x, step, _at(targets, j) if s == self._last else None, training)
-                    if s == self._last:
-                        outcome.losses.append(y[0])
-                    elif s + 1 in self._stages:
-                        arrived[Direction.ACTIVATION, s + 1, j] = y
-                    else:
-                        leaving[Direction.ACTIVATION, s, j] = y
-                elif kind is Kind.W:
-                    pieces.run_rest(instruction.op)
-                else:
-                    gradients = arrived.pop((Direction.GRADIENT, s, j)) if s != self._last else None
-                    g = stage.backward_input(j, gradients, deferred=kind is Kind.B)
-                    if s > self._program.first_trainable:
-                        (arrived if s - 1 in self._stages else leaving)[Direction.GRADIENT, s - 1 if s - 1 in self._stages else s, j] = g
-                pieces.after(instruction.op)
-                x = y = g = gradients = ()  # or they would live on through the next op
-                slices.append(Slice(kind, s, j, start, mark()))
                 continue
             channel, s, j = instruction
             if isinstance(instruction, Receive):

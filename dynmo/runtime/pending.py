@@ -41,7 +41,7 @@ class PendingStep:
     def __init__(self, holding: Holding, end: StepEnd, *, validates: bool, copies: bool) -> None:
         self._holding, self._end = holding, end
         self._caution = Caution() if validates else None
-        self._passage = Passage(holding.world, holding.layout.placement, end.table.length)
+        self._passage = Passage(holding.world, holding.layout.processes, end.table.length)
         self._copies = copies
         self._pending: _Pending | None = None
         self._done: list[StepResult] = []  # results that nobody has been given yet
@@ -161,4 +161,4 @@ class PendingStep:
     def reshaped(self) -> None:
         """The ranks are another mesh: tables have other ways."""
         self._passage.close()
-        self._passage = Passage(self._holding.world, self._holding.layout.placement, self._end.table.length)
+        self._passage = Passage(self._holding.world, self._holding.layout.processes, self._end.table.length)

@@ -10,18 +10,22 @@ from torch import Tensor
 from dynmo.runtime.clock import Clock
 from dynmo.runtime.executor import Executor, mean_loss
 from dynmo.runtime.holding import Holding
+from dynmo.runtime.lanes import Lanes
 from dynmo.runtime.output_cache import Keys
 from dynmo.runtime.p2p import Transport
 from dynmo.runtime.stage import Stage
+from dynmo.schedule.fold import fold
 from dynmo.schedule.lower import Program, lower, lower_forward
 from dynmo.schedule.op import Schedule
 
 
 class Programs:
-    """post_validation: programs have a place for the verdict on the step before. ahead: pieces of W's run while a message is late."""
+    """post_validation: programs have a place for the verdict on the step before. ahead: pieces of W's run while a message is late. lanes:
+    where the stages compute."""
 
-    def __init__(self, holding: Holding, clock: Clock, *, post_validation: bool, ahead: bool = False) -> None:
-        self._holding, self._clock, self._post_validation, self._ahead = holding, clock, post_validation, ahead
+    def __init__(self, holding: Holding, clock: Clock, lanes: Lanes, *, post_validation: bool, ahead: bool = False) -> None:
+        self._holding, self._clock, self._lanes = holding, clock, lanes
+        self._post_validation, self._ahead = post_validation, ahead
         self.training: Executor | None = None
         self._evaluators: dict[int, Executor] = {}
 
@@ -35,7 +39,7 @@ class Programs:
 
     def lower(self, schedule: Schedule) -> Executor:
         """The program that trains, under a schedule that is the same on all ranks."""
-        programs = lower(schedule, post_validation=self._post_validation)
+        programs = lower(fold(schedule) if self._holding.layout.sliced else schedule, post_validation=self._post_validation)
         self.training = self._execute(programs, self._holding.frozen.first_trainable, self._holding.layout.microbatches)
         return self.training
 
@@ -43,7 +47,7 @@ class Programs:
         """The mean loss, on the rank of the last stage; 0 elsewhere. keys: as `Pipeline.advance` has them."""
         holding = self._holding
         if microbatches not in self._evaluators:
-            programs = lower_forward(holding.layout.placement, holding.world.size, microbatches)
+            programs = lower_forward(holding.layout.processes, holding.world.size, microbatches)
             self._evaluators[microbatches] = self._execute(programs, holding.model.layers, microbatches)
         for layer in holding.layers.values():
             layer.module.eval()
@@ -61,5 +65,6 @@ class Programs:
         for stage in holding.own_stages:
             own = [holding.layers[i] for i in holding.layout.partition.range_of(stage)]
             share, kept = 1 / (microbatches * world.replicas), sum(layer.index < frozen for layer in own)
-            stages[stage] = Stage(own, first, holding.model.loss if stage == last else None, share, cache, kept)
-        return Executor(programs[world.rank], stages, last, Transport(world, programs), self._clock, self._ahead)
+            loss = holding.model.loss if stage == last else None
+            stages[stage] = Stage(own, first, loss, share, cache, kept, world.device)
+        return Executor(programs[world.rank], stages, last, Transport(world, programs), self._clock, self._lanes, self._ahead)

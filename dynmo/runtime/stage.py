@@ -18,7 +18,8 @@ class Stage:
     """first_trainable is the global index of the first layer that trains: below it a layer keeps nothing, and B stops there.
 
     `loss`, on the model's last stage, takes (output, targets) and gives a scalar; `share` is its part of the step's loss (one over the
-    global number of microbatches), with which B starts. outputs: keeps what the first `kept` layers make of a microbatch, which are frozen.
+    global number of microbatches), with which B starts, on `device`: a copy to it would hold up each B. outputs: keeps what the first
+    `kept` layers make of a microbatch, which are frozen.
     """
 
     def __init__(
@@ -29,16 +30,18 @@ class Stage:
         share: float = 1.0,
         outputs: OutputCache | None = None,
         kept: int = 0,
+        device: torch.device | None = None,
     ) -> None:
         self.layers, self._first_trainable, self._loss = list(layers), first_trainable, loss
         self._outputs, self._kept = outputs, self.layers[:kept]
         self._run = self.layers[kept if outputs is not None else 0 :]
-        self._portion, self._share = share, torch.tensor(share)
+        self._portion, self._device = share, device
+        self.scale_loss(1.0)
         self._trained = [layer for layer in self.layers if layer.index >= first_trainable]
 
     def scale_loss(self, scale: float) -> None:
         """From the next B on, gradients are those of `scale` times the loss."""
-        self._share = torch.tensor(self._portion * scale)
+        self._share = torch.full((), self._portion * scale, device=self._device)
 
     def forward(self, microbatch: int, tensors: Tensors, step: int, targets: Tensor | None, training: bool) -> Tensors:
         assert torch.is_grad_enabled(), "the executor runs with gradients enabled"

@@ -1,7 +1,7 @@
 """What the ranks know of a step at its end: one table, and the result that is read from it, the same on every rank.
 
     squared norms of the layers | losses of the microbatches | busy, span, flag
-    on all replicas               of all replicas              of every global rank
+    on all replicas               of all replicas              of every global rank, or slice
 
 But for the norms each entry is filled by one rank, and of those by one in a pipeline: so no sum is rounded.
 """
@@ -23,8 +23,8 @@ from dynmo.runtime.post_validation import Rollback, Switch
 
 @dataclass(frozen=True)
 class StepResult:
-    """One step, the same on every rank. busy, spans, flags: of each global rank, in seconds; squared_norms: per layer, before clipping, 0
-    where the step was skipped: gradients overflowed, nothing was updated, and the loss scale falls.
+    """One step, the same on every rank. busy, spans, flags: of each global rank (or slice), in seconds; squared_norms: per layer, before
+    clipping, 0 where the step was skipped: gradients overflowed, nothing was updated, and the loss scale falls.
 
     rollback: with post-validation, where the step was taken back first. switch: where that makes the pipeline change its mode.
     """
@@ -57,7 +57,11 @@ class StepTable:
 
     @property
     def length(self) -> int:
-        return self._losses_end + 3 * self._holding.world.everyone.size
+        return self._losses_end + 3 * self._ranks
+
+    @property
+    def _ranks(self) -> int:
+        return self._holding.layout.ranks * self._holding.layout.replicas
 
     @property
     def _losses_end(self) -> int:
@@ -67,12 +71,12 @@ class StepTable:
     def _parts(self, table: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Norms, losses, and [3, ranks]: views."""
         layers, losses = self._holding.model.layers, self._losses_end
-        return table[:layers], table[layers:losses], table[losses:].view(3, self._holding.world.everyone.size)
+        return table[:layers], table[layers:losses], table[losses:].view(3, self._ranks)
 
     def own(self, outcome: Outcome, flag: bool) -> Tensor:
         """This rank's entries; its gradients must be complete."""
-        holding, world, seconds = self._holding, self._holding.world, self._clock.seconds
-        everyone, slices, own = world.everyone, outcome.slices, holding.layout.microbatches
+        holding, world, layout, seconds = self._holding, self._holding.world, self._holding.layout, self._clock.seconds
+        own = layout.microbatches
         table = torch.zeros(self.length, dtype=torch.float64)
         norms, losses, rest = self._parts(table)
         found = holding.replicas.squared_norms()
@@ -82,9 +86,12 @@ class StepTable:
             norms[index] = value
         if outcome.losses:
             losses[world.replica * own :][:own] = torch.stack([x.detach() for x in outcome.losses])
-        rest[0, everyone.rank] = sum(seconds(s.start, s.end) for s in slices if s.kind not in (WAIT, SEND))
-        rest[1, everyone.rank] = seconds(slices[0].start, slices[-1].end)
-        rest[2, everyone.rank] = float(flag)
+        for rank in {layout.placement[stage] for stage in holding.own_stages}:
+            spent = [s for s in outcome.slices if layout.placement[s.stage] == rank]
+            column = rest[:, rank * layout.replicas + world.replica]
+            column[0] = sum(seconds(s.start, s.end) for s in spent if s.kind not in (WAIT, SEND))
+            column[1] = seconds(spent[0].start, spent[-1].end)
+            column[2] = float(flag)
         return table
 
     def once(self, table: Tensor) -> Tensor:

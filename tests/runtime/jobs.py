@@ -25,6 +25,7 @@ from dynmo.models.model import load_model
 from dynmo.runtime import checkpoint
 from dynmo.runtime.clock import HostClock
 from dynmo.runtime.executor import WAIT, Executor, mean_loss
+from dynmo.runtime.lanes import OneLane
 from dynmo.runtime.loss_scale import LossScaler
 from dynmo.runtime.migrate import Arrival, contents, exchange, fill
 from dynmo.runtime.optimizer import LayerOptimizer, OptimizerSettings
@@ -251,7 +252,7 @@ def execute(
         layer.slots = Slots(list(layer.module.parameters()), microbatches, slots, partial(ended.append, layer.index))
     Late.random = Random(late)
     ends = (Transport if late is None else Late)(world, programs)
-    executor = Executor(programs[world.rank], stages, made.stages - 1, ends, HostClock(), ahead=late is not None)
+    executor = Executor(programs[world.rank], stages, made.stages - 1, ends, HostClock(), OneLane(), ahead=late is not None)
     random = torch.Generator().manual_seed(1)
     losses: list[float] = []
     ahead = 0
