@@ -33,6 +33,7 @@ from dynmo.data.corpus import open_corpus
 from dynmo.models.emulated import EmulatedLayer, mean_loss, precise_timers
 from dynmo.models.model import Model, from_factories, load_model
 from dynmo.runtime.executor import SEND, WAIT, Outcome
+from dynmo.runtime.output_cache import Keys
 from dynmo.runtime.world import World
 from dynmo.schedule.op import Kind
 
@@ -84,8 +85,8 @@ def compare(world: World, pipelines: dict[str, Pipeline], inputs: Tensor, target
     def seen(name: str, pipeline: Pipeline) -> Callable[[], float]:
         run = pipeline.forward_backward
 
-        def recorded(*arguments: Any) -> Outcome:
-            outcome = run(*arguments)
+        def recorded(step: int, inputs: Tensor | None, targets: Tensor | None, keys: Keys | None = None) -> Outcome:
+            outcome = run(step, inputs, targets, keys)
             outcomes[name].append(waits(outcome))
             return outcome
 

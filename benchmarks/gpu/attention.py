@@ -1,0 +1,89 @@
+"""Hash-sparse attention (`kernels/hash_attention_triton.py`) against torch's SDPA at several lengths: F and F + B of the attention alone.
+
+`pairs` is the share of all causal pairs that share a bucket; so `ideal` is SDPA's seconds times it, and `share_of_ideal` what of the
+possible saving is there. `hashing` (drawing directions, buckets) counts. `wins_from`: the first of the lengths at which F + B takes less
+than SDPA's, None where none does.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.gpu.device import PRECISIONS, main, turns
+from dynmo.kernels.hash_attention import Hashed, draw_directions, hash_buckets
+from dynmo.kernels.shared_qk import dense_attention
+
+BUCKETS = (16, 64)
+
+
+def forward(attend: Callable[[Tensor, Tensor], Tensor], x: Tensor, v: Tensor) -> Callable[[], None]:
+    def run() -> None:
+        with torch.no_grad():
+            attend(x, v)
+
+    return run
+
+
+def both(attend: Callable[[Tensor, Tensor], Tensor], x: Tensor, v: Tensor, g: Tensor) -> Callable[[], None]:
+    def run() -> None:
+        a, b = x.detach().requires_grad_(), v.detach().requires_grad_()
+        attend(a, b).backward(g)
+
+    return run
+
+
+def share_of_pairs(x: Tensor, hashed: Hashed) -> float:
+    """Of all pairs (query, earlier key), those in one bucket."""
+    buckets = hash_buckets(x, draw_directions(x.shape[2], x.shape[3], hashed.buckets, hashed.seed, x.device))
+    batch, sequence, heads = buckets.shape
+    counts = torch.nn.functional.one_hot(buckets, hashed.buckets).sum(1).double()
+    return float((counts * (counts - 1)).sum() / (batch * heads * sequence * (sequence - 1)))
+
+
+def length(device: torch.device, dtype: torch.dtype, sequence: int, *, heads: int, size: int, batch: int, rounds: int) -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(0)
+    x, v, g = (torch.randn(batch, sequence, heads, size, generator=generator).to(device, dtype) for _ in range(3))
+    kinds = {f"hash, {n} buckets": Hashed(n, 32, 1) for n in BUCKETS if n <= sequence}
+    sides: dict[str, Callable[[], object]] = {}
+    for name, attend in {"sdpa": dense_attention, **kinds}.items():
+        sides[f"{name}: f"], sides[f"{name}: f+b"] = forward(attend, x, v), both(attend, x, v, g)
+    found = turns(device, sides, rounds)
+    dense = found["sdpa: f+b"]
+    out: dict[str, Any] = {"sequence": sequence, "seconds": found, "kinds": {}}
+    for name, hashed in kinds.items():
+        pairs, mine = share_of_pairs(x, hashed), found[f"{name}: f+b"]
+        out["kinds"][name] = {"pairs": pairs, "speedup": dense / mine, "share_of_ideal": (dense - mine) / (dense * (1 - pairs))}
+    return out
+
+
+def wins_from(rows: Sequence[dict[str, Any]]) -> dict[str, int | None]:
+    return {
+        f"hash, {n} buckets": next((r["sequence"] for r in rows if r["kinds"].get(f"hash, {n} buckets", {}).get("speedup", 0) > 1), None)
+        for n in BUCKETS
+    }
+
+
+def measure(device: torch.device, options: argparse.Namespace) -> dict[str, Any]:
+    shape = {key: getattr(options, key) for key in ("heads", "size", "batch", "rounds")}
+    lengths = [2**i for i in range(10, 16) if 2**i <= options.longest]
+    found = {name: [length(device, PRECISIONS[name], n, **shape) for n in lengths] for name in ("float32", "bfloat16")}
+    return {**shape, "lengths": found, "wins_from": {name: wins_from(rows) for name, rows in found.items()}}
+
+
+if __name__ == "__main__":
+    main(
+        __doc__ or "",
+        measure,
+        [
+            ("heads", 16, "heads"),
+            ("size", 64, "width of a head"),
+            ("batch", 2, "sequences"),
+            ("longest", 16384, "longest sequence, from 1024 on by doubling, at most 32768"),
+            ("rounds", 7, "counted turns"),
+        ],
+    )

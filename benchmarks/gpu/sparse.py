@@ -1,0 +1,49 @@
+"""From which sparsity a pruned linear in CSR form takes less time than a dense one, F + B + W, on this device.
+
+DynMo's figure 6 has 75 % on an H100 (4096 x 4096 x 4096). `crossover` is found by bisection to 1/64 (1.0: never), the median of several;
+`points` are sparse over dense seconds of F, B and W at some sparsities. A run finds the same number for itself with
+`dynamism.pruning.dense_below = "measured"`.
+"""
+
+from __future__ import annotations
+
+import argparse
+from statistics import median
+from typing import Any
+
+import torch
+
+from benchmarks.gpu.device import PRECISIONS, main
+from dynmo.kernels.sparse_linear import crossover, make_pruned, seconds
+
+SPARSITIES = (0.5, 0.75, 0.9, 0.95, 0.99)
+
+
+def matrix(device: torch.device, dtype: torch.dtype, rows: int, columns: int, tokens: int, rounds: int) -> dict[str, Any]:
+    dense = seconds(make_pruned(rows, columns, 0.0, False, device, dtype), tokens, rounds)
+    points: list[dict[str, float]] = []
+    for sparsity in SPARSITIES:
+        sparse = seconds(make_pruned(rows, columns, sparsity, True, device, dtype), tokens, rounds)
+        ratios = {kind: s / d for kind, s, d in zip("fbw", sparse, dense, strict=True)}
+        points.append({"sparsity": sparsity, "all": sum(sparse) / sum(dense)} | ratios)
+    found = median(crossover(rows, columns, tokens, device, dtype) for _ in range(3))
+    return {"rows": rows, "columns": columns, "tokens": tokens, "dense_seconds": dense, "crossover": found, "points": points}
+
+
+def measure(device: torch.device, options: argparse.Namespace) -> dict[str, Any]:
+    sizes = [n for n in (1024, 2048, 4096) if n <= options.largest]
+    return {
+        name: [matrix(device, PRECISIONS[name], n, n, options.tokens, options.rounds) for n in sizes] for name in ("float32", "bfloat16")
+    }
+
+
+if __name__ == "__main__":
+    main(
+        __doc__ or "",
+        measure,
+        [
+            ("largest", 4096, "rows and columns of the largest matrix"),
+            ("tokens", 4096, "tokens of a microbatch"),
+            ("rounds", 5, "counted turns"),
+        ],
+    )

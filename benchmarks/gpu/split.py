@@ -1,0 +1,130 @@
+"""What it costs to split the backward: a stage of GPT blocks, several microbatches of F and a backward, four ways.
+
+    plain       torch's own: the modules, y.backward(g)
+    fused       dynmo's layers, BW: input and weight gradient in one op
+    split       dynmo's layers, B then W of each microbatch
+    deferred    dynmo's layers, all B's, then all W's: what a zero-bubble schedule may do at most
+
+each eager and under torch.compile (dynmo's layers between their linears, plain as a whole). `split_over_fused` is what splitting costs,
+`fused_over_plain` what dynmo's layers cost beside it. In low precision plain sums its gradients in that precision and dynmo in float32,
+which is a part of its cost.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks.gpu.device import PRECISIONS, main, turns
+from dynmo.config import parse
+from dynmo.models.model import load_model
+from dynmo.runtime.clock import clock_for
+from dynmo.runtime.precision import lower
+from dynmo.runtime.split_backward import Layer
+
+
+def halves(blocks: int, hidden: int, sequence: int) -> list[nn.Module]:
+    """The halves of so many GPT blocks, on CPU in float32."""
+    heads = max(1, hidden // 64)
+    model = load_model(parse({"model": {"blocks": blocks, "hidden": hidden, "heads": heads, "sequence": sequence}}))
+    built = model.build(frozenset(range(1, model.layers - 1)))
+    return [built[i] for i in range(1, model.layers - 1)]
+
+
+def plain(modules: list[nn.Module], x: Tensor, gy: Tensor, microbatches: int, compiles: bool) -> Callable[[], None]:
+    whole: Callable[[Tensor], Tensor] = nn.Sequential(*modules)
+    parameters = [p for module in modules for p in module.parameters()]
+    if compiles:
+        whole = torch.compile(whole, dynamic=False)
+
+    def step() -> None:
+        for _ in range(microbatches):
+            whole(x.detach().requires_grad_()).backward(gy)
+        for p in parameters:
+            p.grad = None
+
+    return step
+
+
+def ours(layers: list[Layer], x: Tensor, gy: Tensor, microbatches: int, how: str) -> Callable[[], None]:
+    def step() -> None:
+        for j in range(microbatches):
+            tensors = (x,)
+            for layer in layers:
+                tensors = layer.forward(j, tensors, 0, True, True, None)
+            tensors = (gy,)
+            for layer in reversed(layers):
+                tensors = layer.backward_input(j, tensors, deferred=how != "fused")
+            if how == "split":
+                weights(j)
+        for j in range(microbatches) if how == "deferred" else ():
+            weights(j)
+        for layer in layers:
+            layer.marks.clear()
+            layer.module.zero_grad()
+
+    def weights(j: int) -> None:
+        for layer in reversed(layers):
+            layer.backward_weight(j)
+
+    return step
+
+
+def stage(
+    device: torch.device,
+    dtype: torch.dtype,
+    compiles: bool,
+    *,
+    blocks: int,
+    hidden: int,
+    sequence: int,
+    batch: int,
+    microbatches: int,
+    rounds: int,
+) -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(0)
+    x, gy = (torch.randn(batch, sequence, hidden, generator=generator).to(device, dtype) for _ in range(2))
+    modules = halves(blocks, hidden, sequence)
+    sides = {"plain": plain([copy.deepcopy(m).to(device, dtype) for m in modules], x, gy, microbatches, compiles)}
+    for how in ("fused", "split", "deferred"):
+        own = [copy.deepcopy(m).to(device) for m in modules]
+        for module in own:
+            lower(module, dtype)
+        sides[how] = ours([Layer(i, m, clock_for(device), 0, compiles) for i, m in enumerate(own)], x, gy, microbatches, how)
+    found = turns(device, sides, rounds)
+    return {
+        "seconds": found,
+        "tokens_per_second": {name: batch * sequence * microbatches / each for name, each in found.items()},
+        "split_over_fused": found["split"] / found["fused"],
+        "deferred_over_fused": found["deferred"] / found["fused"],
+        "fused_over_plain": found["fused"] / found["plain"],
+    }
+
+
+def measure(device: torch.device, options: argparse.Namespace) -> dict[str, Any]:
+    shape = {key: getattr(options, key) for key in ("blocks", "hidden", "sequence", "batch", "microbatches", "rounds")}
+    found = {
+        name: {mode: stage(device, dtype, mode == "compiled", **shape) for mode in ("eager", "compiled")}
+        for name, dtype in PRECISIONS.items()
+    }
+    return {**shape, "stage": found}
+
+
+if __name__ == "__main__":
+    main(
+        __doc__ or "",
+        measure,
+        [
+            ("blocks", 4, "blocks of the stage"),
+            ("hidden", 2048, "width"),
+            ("sequence", 2048, "tokens"),
+            ("batch", 2, "sequences of a microbatch"),
+            ("microbatches", 4, "microbatches of a step"),
+            ("rounds", 7, "counted turns"),
+        ],
+    )

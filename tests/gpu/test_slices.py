@@ -1,0 +1,72 @@
+"""Slices of one GPU: disjoint, and a pipeline on them trains what one stage on the whole GPU does."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from dynmo.config import parse
+from dynmo.errors import ConfigError
+from dynmo.events import EndEvent, Event, StepEvent
+from dynmo.models.model import load_model
+from dynmo.runtime.slices import cut
+from dynmo.runtime.world import World
+from dynmo.trainer import Trainer
+
+SHAPE = {"blocks": 4, "hidden": 128, "heads": 4, "sequence": 64, "dropout": 0.1}
+
+
+def run(parallel: dict[str, Any], schedule: str) -> tuple[list[float], str]:
+    """The losses, and the digest of the weights. Layers move at every step and freeze, where there is more than one stage."""
+    config = parse(
+        {
+            "model": SHAPE,
+            "train": {"steps": 8, "global_batch": 16, "micro_batch": 2, "lr": 1e-3, "deterministic": True},
+            "parallel": parallel,
+            "pipeline": {"schedule": schedule},
+            "balance": {"balancer": "random", "every": 1},
+            "dynamism": {"cases": ["freezing"], "freezing": {"schedule": [[3, 3]]}},
+        }
+    )
+    events: list[Event] = []
+    world = World(0, 1, torch.device("cuda", 0), 120.0, 0, dist.HashStore())
+    Trainer(config, world, load_model(config), None, listen=events.append).run()
+    (end,) = [event for event in events if isinstance(event, EndEvent)]
+    return [event.loss for event in events if isinstance(event, StepEvent)], end.weights_digest
+
+
+@pytest.fixture
+def cuda_core() -> None:
+    pytest.importorskip("cuda.core")
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("cuda_core")
+@pytest.mark.parametrize("slices", [2, 3, 4])
+def test_disjoint_and_equal(slices: int) -> None:
+    made = cut(0, slices)
+    assert len({each.stream.cuda_stream for each in made}) == slices
+    assert len({each.sms for each in made}) == 1
+    assert made[0].sms * slices <= torch.cuda.get_device_properties(0).multi_processor_count
+    assert cut(0, slices) is made
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("cuda_core")
+def test_too_many() -> None:
+    with pytest.raises(ConfigError, match="slices do not fit"):
+        cut(0, 10_000)
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("cuda_core")
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "zb-v"])
+def test_a_pipeline_on_slices_trains_the_same(schedule: str) -> None:
+    """cuBLAS may choose another kernel where a stream has fewer SMs, so near is all that is promised; a slot of memory that is reused too
+    early, or a tensor that is read too soon, is far off."""
+    losses, digest = run({"pipeline": 3, "slices": True}, schedule)
+    assert losses == pytest.approx(run({"pipeline": 1}, "1f1b")[0], rel=1e-3)
+    assert run({"pipeline": 3, "slices": True}, schedule) == (losses, digest)
