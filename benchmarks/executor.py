@@ -32,7 +32,7 @@ from dynmo.costs import split_costs, uniform_costs
 from dynmo.data.batches import Batches
 from dynmo.data.corpus import open_corpus
 from dynmo.models.emulated import make_layers
-from dynmo.models.model import load_model, next_token_loss
+from dynmo.models.model import Model, load_model, next_token_loss
 from dynmo.runtime.world import World
 from dynmo.schedule.bound import Objective
 from dynmo.schedule.catalogue import chunks_of, make, placement_of
@@ -144,8 +144,8 @@ def emulated(world: World, microbatches: int, milliseconds: int, rounds: int) ->
     }
 
 
-def real(world: World, microbatches: int, rounds: int, blocks: int, hidden: int, sequence: int) -> dict[str, Any]:
-    """Runs on each rank: the same GPT layers, cut the same way, under ours and each of torch's schedules."""
+def gpt(microbatches: int, blocks: int, hidden: int, sequence: int) -> tuple[Model, Tensor, Tensor]:
+    """A GPT, and the inputs and targets of one step of it: [microbatches, 4, sequence]."""
     config = parse(
         {
             "model": {"blocks": blocks, "hidden": hidden, "heads": 4, "sequence": sequence},
@@ -154,6 +154,12 @@ def real(world: World, microbatches: int, rounds: int, blocks: int, hidden: int,
     )
     model = load_model(config)
     inputs, targets = Batches(open_corpus("stdlib"), sequence, 4 * microbatches, 4, 0).train(0)
+    return model, inputs, targets
+
+
+def real(world: World, microbatches: int, rounds: int, blocks: int, hidden: int, sequence: int) -> dict[str, Any]:
+    """Runs on each rank: the same GPT layers, cut the same way, under ours and each of torch's schedules."""
+    model, inputs, targets = gpt(microbatches, blocks, hidden, sequence)
     pipelines = {
         name: Pipeline(world, model, uniform(model.layers, world.size), schedule=name, microbatches=microbatches)
         for name in ("1f1b", "zb-h1", "zb-h2", "zb-auto")

@@ -23,15 +23,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.executor import MESSAGE_BYTES, timed
+from benchmarks.executor import MESSAGE_BYTES, gpt, timed
 from benchmarks.harness import alternate, main, run_ranks
 from dynmo.api import Pipeline
 from dynmo.balance.partition import Partition, exact, uniform
-from dynmo.config import parse
-from dynmo.data.batches import Batches
-from dynmo.data.corpus import open_corpus
 from dynmo.models.emulated import EmulatedLayer, mean_loss, precise_timers
-from dynmo.models.model import Model, from_factories, load_model
+from dynmo.models.model import Model, from_factories
 from dynmo.runtime.executor import SEND, WAIT, Outcome
 from dynmo.runtime.output_cache import Keys
 from dynmo.runtime.world import World
@@ -134,14 +131,7 @@ def emulated(world: World, microbatches: int, milliseconds: int, rounds: int) ->
 
 def real(world: World, microbatches: int, rounds: int, blocks: int, hidden: int, sequence: int) -> dict[str, Any]:
     """Runs on each rank."""
-    config = parse(
-        {
-            "model": {"blocks": blocks, "hidden": hidden, "heads": 4, "sequence": sequence},
-            "train": {"global_batch": 4 * microbatches, "micro_batch": 4},
-        }
-    )
-    model = load_model(config)
-    inputs, targets = Batches(open_corpus("stdlib"), sequence, 4 * microbatches, 4, 0).train(0)
+    model, inputs, targets = gpt(microbatches, blocks, hidden, sequence)
 
     def make(schedule: str) -> dict[str, Pipeline]:
         cut = uniform(model.layers, world.size)
