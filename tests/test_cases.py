@@ -64,6 +64,9 @@ def test_a_row_compares_every_side_with_dynmo() -> None:
     assert row["ideal"]["run"] > row["ideal_as_placed"] > 1
     assert row["share_of_ideal"]["run"] == pytest.approx(0.2 / (row["ideal"]["run"] - 1))
     assert row["overhead"]["share_of_run"] == pytest.approx(0.06 / 10)
+    assert row["same_work_takes"] == 1.0
+    slower = side(ours["seconds"], ours["layers"]) | {"costs": [[[2 * x for x in layer] for layer in phase] for phase in ours["costs"]]}
+    assert judge("freezing", [{"uniform": uniform, "dynmo": slower}])["same_work_takes"] == 2.0
     assert row["same_weights"], "the dense run's need not be the same"
     assert "| freezing | 1.80 / 3.00 |  | uniform | 1.20 / 2.00 |" in table([row])
     broken = judge("freezing", [{"uniform": uniform, "dynmo": side(ours["seconds"], ours["layers"], "c")}])
