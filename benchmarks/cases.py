@@ -299,7 +299,6 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
         "over uniform",
         "ideal",
         "share of ideal",
-        "same work takes",
         "idle",
         "overhead",
     ]
@@ -317,7 +316,6 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
                 *(over(name) for name in ("dense", "mask", "parameters", "uniform")),
                 both(row["ideal"], "{:.2f}"),
                 both(row["share_of_ideal"], "{:.0%}"),
-                f"x{row['same_work_takes']:.2f}",
                 f"{idle['uniform']:.0%} to {idle['dynmo']:.0%}",
                 f"{row['overhead']['share_of_run']:.1%}",
             ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from dynmo.config import parse
 from dynmo.costs import LayerCost
 from tests.pool import Pool
 
+ROOT = Path(__file__).resolve().parents[1]
 SMALL = {"blocks": 4, "hidden": 16, "heads": 2, "sequence": 32}
 
 
@@ -99,3 +101,8 @@ def test_the_sides_end_with_the_same_weights(pool: Pool, case: str) -> None:
     if case == "pruning":
         assert rounds[0]["mask"]["loss"] == pytest.approx(rounds[0]["uniform"]["loss"], rel=1e-4), "the same, summed in another order"
     json.dumps(row)
+
+
+def test_the_document_shows_the_results() -> None:
+    result = json.loads((ROOT / "benchmarks/results/cases.json").read_text())
+    assert f"<!-- cases -->\n{table(result['rows'])}\n" in (ROOT / "docs/cases.md").read_text()
