@@ -34,6 +34,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
         if not torch.cuda.is_available():
             unwanted.add("gpu")
-    kept = [item for item in items if not any(item.get_closest_marker(name) for name in unwanted)]
-    config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+    kept: list[pytest.Item] = []
+    left_out: list[pytest.Item] = []
+    for item in items:
+        (left_out if any(item.get_closest_marker(name) for name in unwanted) else kept).append(item)
+    config.hook.pytest_deselected(items=left_out)
     items[:] = kept

@@ -20,8 +20,9 @@ from dynmo.runtime.stage import Stage
 from dynmo.schedule.lower import Compute, Direction, Program, Receive, Verdict
 from dynmo.schedule.op import Kind
 
-# Seconds for which a rank waits for a message before it runs pieces of W: some three messages' latency on one machine. In a pipeline that
-# keeps time every wait is as short, and a piece begun there only holds up who waits for the next op.
+# Seconds for which a rank waits for a message before it runs pieces of W. In a pipeline that keeps time every wait is as short as a message
+# takes, and a piece begun there only holds up who waits for the next op. Not tied to the measured links: where those are slower than this,
+# as on a busy machine, pieces run where they had better not (benchmarks.granularity, ranks alike).
 PATIENCE = 3e-4
 
 # What a rank spends time on, beyond the kinds of op: waiting for a message, handing one over.

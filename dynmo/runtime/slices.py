@@ -19,7 +19,7 @@ from dynmo.errors import ConfigError
 from dynmo.runtime.lanes import Lanes, OneLane, StreamLanes
 
 
-class Slice(NamedTuple):
+class SmSlice(NamedTuple):
     """sms: how many SMs compute what the stream is given. owner: what must live as long as the stream."""
 
     sms: int
@@ -41,7 +41,7 @@ def sizes(sms: int, slices: int, least: int, step: int) -> range:
 
 
 @cache  # once a process: the groups of two splits overlap, and torch keeps memory for a stream that must not end before it
-def cut(device: int, slices: int) -> tuple[Slice, ...]:
+def cut(device: int, slices: int) -> tuple[SmSlice, ...]:
     """So many equal slices, all from one split (torch.cuda.green_contexts splits anew for each context, and its groups overlap).
 
     Raises ConfigError where cuda-core is missing, or the driver cannot cut this GPU so.
@@ -63,7 +63,7 @@ def cut(device: int, slices: int) -> tuple[Slice, ...]:
         reason = " ".join(str(error).split())
         raise ConfigError(f"parallel.slices = true: CUDA cannot cut device {device} into slices ({reason}); set it to false") from error
     return tuple(
-        Slice(group.sm_count, torch.cuda.ExternalStream(int(stream.handle), device), (context, stream))
+        SmSlice(group.sm_count, torch.cuda.ExternalStream(int(stream.handle), device), (context, stream))
         for group, context, stream in zip(groups, contexts, streams, strict=True)
     )
 
