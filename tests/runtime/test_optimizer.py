@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from itertools import pairwise
+from typing import Literal
 
 import pytest
 import torch
@@ -112,6 +113,31 @@ def test_frozen_parameters_stand_still() -> None:
     optimizer.step(0.1, 1.0)
     assert optimizer.state()["weight/step"] == 2
     assert not torch.equal(module.weight, weight)
+
+
+@pytest.mark.parametrize("name", ["adamw", "sgd"])
+def test_a_parameter_whose_gradients_come_later(name: Literal["adamw", "sgd"]) -> None:
+    """Beside one that has its state: each goes on as torch's own optimizer for it alone."""
+    settings = OptimizerSettings(name, weight_decay=0.2, betas=(0.8, 0.9), eps=1e-6, momentum=0.9)
+    torch.manual_seed(0)
+    module = nn.ParameterDict({"early": nn.Parameter(torch.randn(3, 4)), "late": nn.Parameter(torch.randn(5, 2))})
+    alone = {key: nn.Parameter(p.detach().clone()) for key, p in module.items()}
+    expected = {
+        key: torch.optim.SGD([p], lr=0.1, momentum=0.9, weight_decay=0.2, fused=True)
+        if name == "sgd"
+        else torch.optim.AdamW([p], lr=0.1, betas=(0.8, 0.9), eps=1e-6, weight_decay=0.2, fused=True)
+        for key, p in alone.items()
+    }
+    ours = LayerOptimizer(module, settings)
+    for step in range(4):
+        for key in ("early", "late") if step >= 2 else ("early",):
+            gradient = torch.randn_like(alone[key])
+            module[key].grad, alone[key].grad = gradient.clone(), gradient
+            expected[key].step()
+        ours.step(0.1)
+        ours.drop_gradients()
+    for key, p in alone.items():
+        assert torch.equal(module[key], p)
 
 
 def test_state_and_load_go_on_with_the_same_bits() -> None:
