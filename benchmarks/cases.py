@@ -7,7 +7,7 @@ layers move, a step trains):
     uniform      the technique, layers spread evenly for good: what it brings by itself (for freezing: Egeria, AutoFreeze unbalanced)
     parameters   the technique, spread once by parameters as DeepSpeed does (left out where that is the uniform placement)
     mask         pruning alone: weights are zeroed under a mask and the work stays dense, as frameworks do that prune by mask
-    dynmo        the technique, starting uniform, balanced by measured time
+    dynmo        the technique, starting uniform, balanced by measured time when the work has changed (`balance.every = "auto"`)
 
 One step of each in turn, so that all meet the same machine; the order turns with the step. Seconds are of the whole turn of the loop, from
 barrier to barrier; what is compiled once per process (the planner's loops, 0.3 s) is loaded before. The sides with the technique end with
@@ -111,7 +111,7 @@ def sides(case: str, steps: int, sizes: dict[str, int] | None = None) -> dict[st
     if case == "pruning":
         section = base["dynamism"] | {"pruning": base["dynamism"]["pruning"] | {"dense_below": 1.0}}
         found["mask"] = base | {"dynamism": section}
-    found["dynmo"] = base | {"balance": {"balancer": "schedule-aware", "every": 2}}
+    found["dynmo"] = base | {"balance": {"balancer": "schedule-aware", "every": "auto"}}
     return found
 
 
@@ -273,6 +273,19 @@ def judge(case: str, rounds: Sequence[dict[str, Any]]) -> dict[str, Any]:
         ],  # of the whole run, over uniform
         "ideal": ideal,
         "ideal_as_placed": sum(model["uniform"]) / sum(model["as_placed"]),
+        "by_phase": [
+            {
+                "steps": [start, stop],
+                "speedup": median(
+                    math.fsum(r["uniform"]["seconds"][start:stop]) / math.fsum(r["dynmo"]["seconds"][start:stop]) for r in rounds
+                ),
+                "ideal": even / known_at_once,
+                "ideal_as_placed": even / as_placed,
+            }
+            for (start, stop), even, known_at_once, as_placed in zip(
+                spans, model["uniform"], model["best"], model["as_placed"], strict=True
+            )
+        ],
         "share_of_ideal": {key: share(over["uniform"][key], ideal[key]) for key in ideal},
         "measured_over_simulated": {
             "uniform": late["uniform"] * length / model["uniform"][-1],

@@ -12,8 +12,13 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
+
+from rich.console import Console
+from rich.progress import track
 
 from benchmarks.harness import machine, run_ranks, save_picture
 from dynmo.config import Config, parse
@@ -97,17 +102,24 @@ def judge(found: dict[str, dict[str, Any]], steps: int) -> list[dict[str, Any]]:
     return out
 
 
-def measure(steps: int, seeds: int, evaluations: int = 24, batches: int = 16) -> dict[str, Any]:
+def measure(steps: int, seeds: int, jobs: int = 1, evaluations: int = 24, batches: int = 16) -> dict[str, Any]:
+    """jobs: runs at once, each of one thread in a process of its own."""
     common = {"steps": steps, "evaluations": evaluations, "batches": batches}
-    found: dict[str, dict[str, Any]] = {}
-    for name, (_, _, dynamism) in runs(steps).items():
-        found[name] = run_ranks("benchmarks.quality:train", 1, seed=0, dynamism=dynamism, **common)
-    others = [run_ranks("benchmarks.quality:train", 1, seed=seed, dynamism={}, **common) for seed in range(1, seeds)]
+    techniques = runs(steps)
+    asked: list[dict[str, Any]] = [{"seed": 0, "dynamism": dynamism} for _, _, dynamism in techniques.values()]
+    asked += [{"seed": seed, "dynamism": {}} for seed in range(1, seeds)]
+    with ProcessPoolExecutor(jobs, get_context("spawn")) as pool:
+        done = list(track(pool.map(_run, [given | common for given in asked]), "runs", len(asked), console=Console(stderr=True)))
+    found = dict(zip(techniques, done, strict=False))
     return {
         "steps": steps,
         "rows": judge(found, steps),
-        "dense_by_seed": [found["dense"]["curve"][-1][1], *(run["curve"][-1][1] for run in others)],
+        "dense_by_seed": [run["curve"][-1][1] for run in (found["dense"], *done[len(techniques) :])],
     }
+
+
+def _run(given: dict[str, Any]) -> dict[str, Any]:
+    return run_ranks("benchmarks.quality:train", 1, **given)
 
 
 def table(result: dict[str, Any]) -> str:
@@ -160,8 +172,9 @@ def main() -> None:
     parser.add_argument("--read", type=Path, metavar="FILE", help="figures of an earlier --json, instead of training")
     parser.add_argument("--steps", type=int, default=STEPS, help=f"of each run (default {STEPS})")
     parser.add_argument("--seeds", type=int, default=3, help="dense runs, one a seed (default 3)")
+    parser.add_argument("--jobs", type=int, default=1, help="runs at once, a core each (default 1)")
     options = parser.parse_args()
-    result: dict[str, Any] = json.loads(options.read.read_text()) if options.read else measure(options.steps, options.seeds)
+    result: dict[str, Any] = json.loads(options.read.read_text()) if options.read else measure(options.steps, options.seeds, options.jobs)
     result = result if options.read else result | {"machine": machine()}
     if options.plot:
         draw(result["rows"], PICTURE)

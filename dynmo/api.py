@@ -127,7 +127,8 @@ class Pipeline:
         )
         links = measure_links(world, layout.pairs)
         self._scheduling = Scheduling(self._holding, schedule, chunks, memory_limit, links, post_validation=post_validation)
-        self._programs = Programs(self._holding, self.clock, lanes, post_validation=post_validation, ahead=w_granularity == "linear")
+        self._programs = Programs(self._holding, self.clock, lanes, post_validation=post_validation)
+        self._by_pieces = w_granularity == "linear"
         self._step_end = StepEnd(self._holding, StepTable(self._holding, self.clock), self.profiler, scaler or LossScaler(), clip_scope)
         self._pending = PendingStep(self._holding, self._step_end, validates=post_validation, copies=rollback == "exact")
 
@@ -288,7 +289,9 @@ class Pipeline:
         return self._scheduling.objective
 
     def _executor(self) -> Executor:
-        return self._programs.training or self._programs.lower(self._scheduling.agreed())
+        return self._programs.training or self._programs.lower(
+            self._scheduling.agreed(), self._scheduling.patience if self._by_pieces else None
+        )
 
     def _run(
         self,

@@ -102,6 +102,11 @@ class Scheduling:
         if self.known is not None:
             self.known = elide(self.known, self._holding.frozen.first_trainable, self._holding.frozen.layers)
 
+    @property
+    def patience(self) -> float:
+        """Seconds within which a message that was sent in time is there: twice what the slowest link takes for the smallest."""
+        return 2 * max((link.latency for link in self.links.values()), default=0.0)
+
     # -- what a balancer is asked -----------------------------------------------------------------------------------------------
 
     def request(self, layers: tuple[LayerCost, ...], cost: Cost, seed: int, step: int) -> BalanceRequest:

@@ -18,7 +18,7 @@ from dynmo.models.model import Model, load_model
 from tests.pool import Pool
 from tests.runtime.alone import MICROBATCHES, alone, emulated, gpt, ids, pipeline, tokens
 
-JOBS = "tests.runtime.jobs:"
+JOBS = "tests.runtime.jobs.checkpoint:"
 
 
 def weights(made: Pipeline) -> dict[int, list[Tensor]]:

@@ -65,6 +65,9 @@ def test_a_row_compares_every_side_with_dynmo() -> None:
     assert row["speedup_over"]["dense"] == {"run": pytest.approx(1.8), "last_phase": pytest.approx(3.0)}
     assert row["ideal"]["run"] > row["ideal_as_placed"] > 1
     assert row["share_of_ideal"]["run"] == pytest.approx(0.2 / (row["ideal"]["run"] - 1))
+    assert [phase["steps"] for phase in row["by_phase"]] == row["phases"]
+    assert [phase["speedup"] for phase in row["by_phase"]] == [pytest.approx(1.0), pytest.approx(8 / 6)]
+    assert row["by_phase"][-1]["ideal"] > row["by_phase"][-1]["ideal_as_placed"]
     assert row["overhead"]["share_of_run"] == pytest.approx(0.06 / 10)
     assert row["same_work_takes"] == 1.0
     slower = side(ours["seconds"], ours["layers"]) | {"costs": [[[2 * x for x in layer] for layer in phase] for phase in ours["costs"]]}

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks.replicas import could_hide
 from dynmo import profile_file
 from dynmo.events import ReshapeEvent, read
 from tests.pool import Pool
@@ -185,3 +186,10 @@ def test_a_run_reshapes_itself_where_it_pays(pool: Pool) -> None:
     assert told[True][-1]["weights_digest"] == told[False][-1]["weights_digest"]
     losses = {on: [e["loss"] for e in events if e["event"] == "step"] for on, events in told.items()}
     assert losses[True] == losses[False]
+
+
+def test_a_reduction_hides_behind_the_layers_that_are_still_to_come() -> None:
+    assert could_hide([1.0, 1.0, 1.0], [1.0, 1.0, 1.0]) == pytest.approx(2 / 3)
+    # The second starts late: the first is still under way.
+    assert could_hide([1.0, 1.0], [2.0, 2.0]) == pytest.approx(1 / 4)
+    assert could_hide([1.0], [3.0]) == 0

@@ -20,11 +20,6 @@ from dynmo.runtime.stage import Stage
 from dynmo.schedule.lower import Compute, Direction, Program, Receive, Verdict
 from dynmo.schedule.op import Kind
 
-# Seconds for which a rank waits for a message before it runs pieces of W. In a pipeline that keeps time every wait is as short as a message
-# takes, and a piece begun there only holds up who waits for the next op. Not tied to the measured links: where those are slower than this,
-# as on a busy machine, pieces run where they had better not (benchmarks.granularity, ranks alike).
-PATIENCE = 3e-4
-
 # What a rank spends time on, beyond the kinds of op: waiting for a message, handing one over.
 WAIT, SEND = "wait", "send"
 
@@ -50,7 +45,9 @@ class Outcome:
 class Executor:
     """Runs one rank's program over its stages and channels.
 
-    ahead: while a message is late, pieces of W's that are further on in the program (`pieces.py`).
+    patience: seconds for which a rank waits for a message before it runs pieces of W's that are further on in the program (`pieces.py`);
+    None where it never does. In a pipeline that keeps time every wait is as short as a message takes, and a piece begun there only holds up
+    who waits for the next op.
     """
 
     def __init__(
@@ -61,10 +58,10 @@ class Executor:
         transport: Transport,
         clock: Clock,
         lanes: Lanes,
-        ahead: bool = False,
+        patience: float | None = None,
     ) -> None:
         self._program, self._stages, self._last = program, stages, last_stage
-        self._transport, self._clock, self._lanes, self._ahead = transport, clock, lanes, ahead
+        self._transport, self._clock, self._lanes, self._patience = transport, clock, lanes, patience
         self._buffers = WrittenBuffers(layer.module for stage in stages.values() for layer in stage.layers)
 
     def run(
@@ -155,8 +152,8 @@ class Executor:
                 continue
             channel, s, j = instruction
             if isinstance(instruction, Receive):
-                if self._ahead:
-                    start = self._meanwhile(instruction, pieces, start, slices)
+                if self._patience is not None:
+                    start = self._meanwhile(instruction, self._patience, pieces, start, slices)
                 arrived[channel.direction, s, j] = self._transport.take(channel, j)
                 slices.append(Slice(WAIT, s, j, start, mark()))
             else:
@@ -164,9 +161,9 @@ class Executor:
                 slices.append(Slice(SEND, s, j, start, mark()))
         return outcome
 
-    def _meanwhile(self, awaited: Receive, pieces: Pieces, start: Any, slices: list[Slice]) -> Any:
+    def _meanwhile(self, awaited: Receive, patience: float, pieces: Pieces, start: Any, slices: list[Slice]) -> Any:
         """Runs pieces of W, if there are any, until the message is there. start, and what it returns: since when the rank waits."""
-        mark, (channel, s, j), patience = self._clock.mark, awaited, PATIENCE
+        mark, (channel, s, j) = self._clock.mark, awaited
         while pieces.any and not self._transport.arrived(channel, j, patience):
             began, op, patience = mark(), pieces.run_one(), 0.0
             if op is not None:

@@ -20,12 +20,12 @@ from dynmo.schedule.op import Schedule
 
 
 class Programs:
-    """post_validation: programs have a place for the verdict on the step before. ahead: pieces of W's run while a message is late. lanes:
-    where the stages compute."""
+    """post_validation: programs have a place for the verdict on the step before. lanes: where the stages
+    compute."""
 
-    def __init__(self, holding: Holding, clock: Clock, lanes: Lanes, *, post_validation: bool, ahead: bool = False) -> None:
+    def __init__(self, holding: Holding, clock: Clock, lanes: Lanes, *, post_validation: bool) -> None:
         self._holding, self._clock, self._lanes = holding, clock, lanes
-        self._post_validation, self._ahead = post_validation, ahead
+        self._post_validation = post_validation
         self.training: Executor | None = None
         self._evaluators: dict[int, Executor] = {}
 
@@ -37,10 +37,10 @@ class Programs:
         self.training = None
         self._evaluators.clear()
 
-    def lower(self, schedule: Schedule) -> Executor:
-        """The program that trains, under a schedule that is the same on all ranks."""
+    def lower(self, schedule: Schedule, patience: float | None) -> Executor:
+        """The program that trains, under a schedule that is the same on all ranks. patience: as the executor has it."""
         programs = lower(fold(schedule) if self._holding.layout.sliced else schedule, post_validation=self._post_validation)
-        self.training = self._execute(programs, self._holding.frozen.first_trainable, self._holding.layout.microbatches)
+        self.training = self._execute(programs, self._holding.frozen.first_trainable, self._holding.layout.microbatches, patience)
         return self.training
 
     def evaluate(self, inputs: Tensor | None, targets: Tensor | None, microbatches: int, keys: Keys | None = None) -> float:
@@ -57,7 +57,7 @@ class Programs:
             layer.marks.clear()
         return mean_loss(outcome.losses)
 
-    def _execute(self, programs: tuple[Program, ...], first: int, microbatches: int) -> Executor:
+    def _execute(self, programs: tuple[Program, ...], first: int, microbatches: int, patience: float | None = None) -> Executor:
         holding, world, last = self._holding, self._holding.world, len(self._holding.layout.placement) - 1
         frozen, cache = holding.frozen.first_trainable, holding.outputs if holding.outputs.limit else None
         holding.outputs.hold({i for i in holding.layers if i < frozen})
@@ -67,4 +67,4 @@ class Programs:
             share, kept = 1 / (microbatches * world.replicas), sum(layer.index < frozen for layer in own)
             loss = holding.model.loss if stage == last else None
             stages[stage] = Stage(own, first, loss, share, cache, kept, world.device)
-        return Executor(programs[world.rank], stages, last, Transport(world, programs), self._clock, self._lanes, self._ahead)
+        return Executor(programs[world.rank], stages, last, Transport(world, programs), self._clock, self._lanes, patience)

@@ -15,9 +15,9 @@ from dynmo.errors import CheckpointError
 from dynmo.runtime import checkpoint
 from tests.pool import Pool
 from tests.runtime.alone import gpt, tokens
-from tests.runtime.jobs import fingerprint
+from tests.runtime.jobs.migrate import fingerprint
 
-JOBS = "tests.runtime.jobs:"
+JOBS = "tests.runtime.jobs.checkpoint:"
 
 
 def save(made: Pipeline, folder: Path, step: int, keep: int = 9, state: dict[str, Any] | None = None) -> Path:

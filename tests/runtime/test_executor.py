@@ -10,7 +10,7 @@ import pytest
 from tests.pool import Pool
 from tests.schedule.test_lower import LOOPED, VSHAPE
 
-EXECUTE = "tests.runtime.jobs:execute"
+EXECUTE = "tests.runtime.jobs.executor:execute"
 LAYERS = 8
 
 

@@ -14,7 +14,7 @@ from dynmo.errors import RunError
 from dynmo.runtime.migrate import contents, fill, pack, unpack
 from tests.pool import Pool
 
-JOBS = "tests.runtime.jobs:"
+JOBS = "tests.runtime.jobs.migrate:"
 KINDS: dict[str, dict[str, Any]] = {
     "gpt": {"kind": "gpt", "blocks": 3, "hidden": 16, "heads": 2, "sequence": 4},
     "own": {"kind": "python:tests.models.user_model:layers"},

@@ -11,7 +11,7 @@ from dynmo.errors import RunError
 from dynmo.runtime.p2p import decode, encode
 from tests.pool import Pool
 
-JOBS = "tests.runtime.jobs:"
+JOBS = "tests.runtime.jobs.p2p:"
 PLAIN = [["float32", [2, 3]]]
 SEVERAL = [["float32", [2, 3]], ["int64", [4]], ["bool", [2]], ["bfloat16", [1, 2]], ["float64", []], ["uint8", [0, 3]]]
 

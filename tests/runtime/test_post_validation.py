@@ -25,7 +25,7 @@ from dynmo.simulator import simulate
 from tests.pool import Pool
 from tests.runtime.alone import MICROBATCHES, alone, tokens
 
-VALIDATED = "tests.runtime.jobs:validated"
+VALIDATED = "tests.runtime.jobs.post_validation:validated"
 STEPS, LAYERS = 7, 8
 
 
@@ -176,7 +176,7 @@ def test_not_finite_ends_the_run_a_step_late() -> None:
 
 
 def test_every_rank_says_so(pool: Pool) -> None:
-    results = pool.run("tests.runtime.jobs:validated_raises", 3, schedule="zb-h2")
+    results = pool.run("tests.runtime.jobs.post_validation:validated_raises", 3, schedule="zb-h2")
     for result in results:
         assert result["error"].startswith("step 2: loss ")
         assert result["digests"][0] == result["digests"][1], "nothing was updated"

@@ -31,7 +31,7 @@ FIELDS = (
 
 def test_gathered_costs(pool: Pool) -> None:
     f, b, w = [0.003, 0.005, 0.003, 0.004], [0.004, 0.006, 0.005, 0.003], [0.005, 0.003, 0.007, 0.004]
-    ranks = pool.run("tests.runtime.jobs:profile", 2, f=f, b=b, w=w, counts=[1, 3])
+    ranks = pool.run("tests.runtime.jobs.profiler:profile", 2, f=f, b=b, w=w, counts=[1, 3])
     assert ranks[0] == ranks[1]
     for measured, truth in zip(ranks[0], zip(f, b, w, strict=True), strict=True):
         assert all(true <= got < true * 1.3 + 0.0005 for got, true in zip(measured[:3], truth, strict=True)), (measured, truth)
@@ -159,7 +159,7 @@ def test_evaluation_leaves_measurements_alone() -> None:
 
 def test_links(pool: Pool) -> None:
     """Measured between neighbours, the same on every rank; on one machine far under a millisecond, far over a megabyte a second."""
-    first, *others = pool.run("tests.runtime.jobs:links", 3)
+    first, *others = pool.run("tests.runtime.jobs.profiler:links", 3)
     assert others == [first] * 2
     assert len(first) == 2
     assert all(0 <= latency < 0.05 and speed > 1e6 for latency, speed in first)

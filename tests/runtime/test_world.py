@@ -9,7 +9,7 @@ from dynmo.errors import RunError
 from tests.pool import Pool
 from tests.runtime.alone import alone
 
-JOBS = "tests.runtime.jobs:"
+JOBS = "tests.runtime.jobs.world:"
 
 
 def test_a_rank_that_never_comes(pool: Pool) -> None:

@@ -1,0 +1,65 @@
+"""What the pool's ranks run for the tests of checkpoints, and of pipelines as a whole."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dynmo.api import Pipeline
+from dynmo.balance.partition import Partition
+from dynmo.config import parse
+from dynmo.models.model import load_model
+from dynmo.runtime import checkpoint
+from dynmo.runtime.world import World
+from tests.runtime.jobs.migrate import fingerprint
+
+GPT = {"blocks": 2, "hidden": 16, "heads": 2, "sequence": 8}
+
+
+def pipeline(world: World, counts: list[int], config: dict[str, Any] | None = None) -> Pipeline:
+    loaded = parse(config or {"model": GPT})
+    return Pipeline(world, load_model(loaded), Partition(tuple(counts)), schedule="zb-h1", microbatches=3, seed=loaded.seed)
+
+
+def steps(made: Pipeline, first: int, last: int) -> list[float]:
+    losses: list[float] = []
+    for step in range(first, last):
+        tokens = torch.randint(256, (3, 2, 9), generator=torch.Generator().manual_seed(step))
+        losses.append(made.step(step, tokens[..., :-1], tokens[..., 1:], lr=0.01).loss)
+    return losses
+
+
+def save_and_go_on(world: World, folder: str, counts: list[int]) -> dict[str, Any]:
+    """Four steps with a checkpoint after two; layers 0 and 1 are frozen by then."""
+    made = pipeline(world, counts)
+    steps(made, 0, 1)
+    made.freeze([0, 1])
+    steps(made, 1, 2)
+    held = [(i, (m, o.state())) for i, (m, o) in made.own_layers.items()]
+    saved = checkpoint.save(world, Path(folder), 2, made.model.names, held, {"frozen": sorted(made.frozen)}, keep=2)
+    layers = {i: fingerprint(m, o, gradients=False) for i, (m, o) in made.own_layers.items()}
+    return {"layers": layers, "losses": steps(made, 2, 4), "digest": made.digest(), "bytes": saved.bytes}
+
+
+def load_and_go_on(world: World, folder: str, counts: list[int]) -> dict[str, Any]:
+    path, manifest, _ = checkpoint.find(Path(folder))
+    made = pipeline(world, counts)
+    made.freeze(manifest.state["frozen"])
+    for index in made.own_layers:
+        made.restore(index, *checkpoint.load_layer(path, index, world.device))
+    layers = {i: fingerprint(m, o, gradients=False) for i, (m, o) in made.own_layers.items()}
+    return {"layers": layers, "losses": steps(made, manifest.step, 4), "digest": made.digest()}
+
+
+def moving(world: World, config: dict[str, Any], placements: list[list[int]]) -> dict[str, Any]:
+    """Two steps on each placement."""
+    made = pipeline(world, placements[0], config)
+    losses: list[float] = []
+    digests: list[str] = []
+    for turn, counts in enumerate(placements):
+        made.move(Partition(tuple(counts)))
+        losses += steps(made, 2 * turn, 2 * turn + 2)
+        digests.append(made.digest())
+    return {"losses": losses, "digests": digests}

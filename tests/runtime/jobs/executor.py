@@ -1,0 +1,93 @@
+"""What the pool's ranks run for the tests of the executor."""
+
+from __future__ import annotations
+
+import hashlib
+from functools import partial
+from itertools import pairwise
+from random import Random
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from dynmo.kernels.seeds import mix
+from dynmo.runtime.clock import HostClock
+from dynmo.runtime.executor import WAIT, Executor, mean_loss
+from dynmo.runtime.lanes import OneLane
+from dynmo.runtime.p2p import Transport
+from dynmo.runtime.slots import Slots
+from dynmo.runtime.split_backward import Layer
+from dynmo.runtime.stage import Stage
+from dynmo.runtime.world import World
+from dynmo.schedule.lower import Channel, lower
+from dynmo.schedule.op import from_text
+from tests.schedule.samples import wander
+
+
+def _small_layer(index: int, count: int) -> nn.Module:
+    torch.manual_seed(mix(9, index))
+    if index == 0:
+        return nn.Embedding(11, 6)
+    if index == count - 1:
+        return nn.Linear(6, 11)
+    return nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.2), nn.Tanh(), nn.LayerNorm(6), nn.Linear(6, 6))
+
+
+class Late(Transport):
+    """Says of messages at random that they are late, so that pieces of W run wherever they may."""
+
+    random = Random(0)
+
+    def arrived(self, channel: Channel, microbatch: int, patience: float) -> bool:
+        return self.random.random() < 0.5 and super().arrived(channel, microbatch, 0.0)
+
+
+def execute(
+    world: World, schedule: Any, layers: int, microbatches: int, frozen: int = 0, late: int | None = None, slots: int = 1
+) -> dict[str, Any]:
+    """Two steps of a schedule of any placement, with equally many layers a stage.
+
+    schedule: text, or [placement, seed] for one at random. frozen: how many leading stages. late: pieces of W run ahead, for messages are
+    late, by this seed. Returns losses, a hash of each gradient, the order in which layers ended, and how many pieces ran ahead.
+    """
+    made = from_text(schedule) if isinstance(schedule, str) else wander(schedule[0], microbatches, frozen, Random(schedule[1]))
+    programs = lower(made)
+    each = layers // made.stages
+    first = made.first_trainable * each
+    modules: dict[int, nn.Module] = {}
+    stages: dict[int, Stage] = {}
+    for s in made.stages_of(world.rank):
+        own = range(s * each, (s + 1) * each)
+        modules |= {i: _small_layer(i, layers).requires_grad_(i >= first) for i in own}
+        loss = functional.cross_entropy if s == made.stages - 1 else None
+        stages[s] = Stage([Layer(i, modules[i], HostClock(), 4) for i in own], first, loss, 1 / microbatches)
+    ended: list[int] = []
+    for layer in (layer for stage in stages.values() for layer in stage.layers):
+        layer.slots = Slots(list(layer.module.parameters()), microbatches, slots, partial(ended.append, layer.index))
+    Late.random = Random(late)
+    ends = (Transport if late is None else Late)(world, programs)
+    patience = None if late is None else 3e-4
+    executor = Executor(programs[world.rank], stages, made.stages - 1, ends, HostClock(), OneLane(), patience)
+    random = torch.Generator().manual_seed(1)
+    losses: list[float] = []
+    ahead = 0
+    for step in range(2):
+        inputs = torch.randint(11, (microbatches, 4), generator=random)
+        outcome = executor.run(step, inputs, inputs.flip(0))
+        losses.append(mean_loss(outcome.losses))
+        ahead += sum((a.kind, b.kind) == (WAIT, "W") for a, b in pairwise(outcome.slices))
+    executor.close()
+    left = sum(len(layer._saved) + len(layer._weight_work) for stage in stages.values() for layer in stage.layers)
+    return {
+        "losses": losses if made.placement[-1] == world.rank else None,
+        "gradients": {f"{i}.{n}": None if p.grad is None else bits_of(p.grad) for i, m in modules.items() for n, p in m.named_parameters()},
+        "left": left,
+        "ended": ended,
+        "ahead": ahead,
+    }
+
+
+def bits_of(tensor: Tensor) -> str:
+    return hashlib.sha256(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()).hexdigest()

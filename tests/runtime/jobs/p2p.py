@@ -1,0 +1,179 @@
+"""What the pool's ranks run for the tests of channels."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from dynmo.errors import RankDied, RunError
+from dynmo.runtime.p2p import Transport
+from dynmo.runtime.world import World
+from dynmo.schedule.lower import Channel, Direction, Program
+
+DOWN = Channel(0, Direction.ACTIVATION, 0, 1)
+
+
+def transport(world: World, messages: int, depth: int, varying: bool = False) -> Transport:
+    """One channel, from rank 0 to rank 1."""
+    return Transport(world, tuple(Program(rank, (rank,), messages, 0, (), {DOWN: depth}) for rank in range(2)), varying)
+
+
+def message(shapes: list[Any], j: int) -> tuple[Tensor, ...]:
+    """shapes: [dtype, dimensions] of each tensor. Every number tells where it belongs."""
+    out: list[Tensor] = []
+    for dtype, dimensions in shapes:
+        count = torch.Size(dimensions).numel()
+        out.append((torch.arange(count) + 10 * j + len(out)).to(getattr(torch, dtype)).reshape(dimensions))
+    return tuple(out)
+
+
+def channel(world: World, steps: list[list[list[Any]]], varying: bool, depth: int, transposed: bool = False) -> int:
+    """steps[s][j]: the tensors of message j of step s. Rank 1 compares what arrives; returns how many did."""
+    ends = transport(world, len(steps[0]), depth, varying)
+    seen = 0
+    for shapes in steps:
+        ends.open()
+        for j, each in enumerate(shapes):
+            sent = message(each, j)
+            if world.rank == 0:
+                ends.put(DOWN, j, tuple(t.mT.contiguous().mT if transposed else t for t in sent))
+            else:
+                got = ends.take(DOWN, j)
+                assert len(got) == len(sent)
+                assert all(a.dtype == b.dtype and torch.equal(a, b) for a, b in zip(got, sent, strict=True)), (got, sent)
+            seen += 1
+        ends.flush()
+    ends.close()
+    return seen
+
+
+def asked(world: World, varying: bool) -> list[bool]:
+    """Rank 1 asks for messages before and after rank 0 has put them: what it is told from the second on, for the first tells the shapes."""
+    ends = transport(world, 4, 4, varying)
+    ends.open()
+    told: list[bool] = []
+    for j in range(4):
+        sent = message([["float32", [2, 3]], ["int64", [4]]], j)
+        if world.rank == 1 and j:
+            told.append(ends.arrived(DOWN, j, 0.01))
+        world.barrier("rank 1 to have asked")
+        if world.rank == 0:
+            ends.put(DOWN, j, sent)
+            continue
+        if j:
+            told.append(ends.arrived(DOWN, j, 10.0))
+            told.append(ends.arrived(DOWN, j, 0.0))
+        got = ends.take(DOWN, j)
+        assert all(torch.equal(a, b) for a, b in zip(got, sent, strict=True)), (got, sent)
+    ends.flush()
+    ends.close()
+    return told
+
+
+def asked_of_the_gone(world: World) -> list[Any]:
+    """Rank 0 puts one message and leaves; rank 1 asks for the next."""
+    ends = transport(world, 2, 2)
+    ends.open()
+    if world.rank == 0:
+        ends.put(DOWN, 0, (torch.zeros(3),))
+        ends.flush()
+        return []
+    ends.take(DOWN, 0)
+    start = time.monotonic()
+    try:
+        while not ends.arrived(DOWN, 1, 0.001) and time.monotonic() - start < 5:
+            pass
+        ends.take(DOWN, 1)
+    except RankDied as error:
+        return [str(error), time.monotonic() - start]
+    return []
+
+
+def shapes_change(world: World) -> Any:
+    ends = transport(world, 3 if world.rank == 0 else 2, 4)
+    ends.open()
+    for j in range(2):
+        if world.rank == 0:
+            ends.put(DOWN, j, (torch.zeros(2, 3),))
+        else:
+            ends.take(DOWN, j)
+    ends.flush()
+    if world.rank == 1:
+        ends.close()
+        return 2
+    try:
+        ends.put(DOWN, 2, (torch.zeros(3, 2),))
+    except RunError as error:
+        ends.close()
+        return str(error)
+    return "no error"
+
+
+def backpressure(world: World, depth: int, messages: int) -> list[list[int]]:
+    """Rank 1 takes late, and counts how many messages rank 0 could put before each take; in two steps, for the first has no shapes."""
+    ends = transport(world, messages, depth)
+    counts: list[list[int]] = []
+    for step in range(2):
+        ends.open()
+        counts.append([])
+        for j in range(messages):
+            if world.rank == 0:
+                ends.put(DOWN, j, (torch.zeros(1000),))
+                world.store.set(f"put/{step}/{j}", "1")
+            else:
+                time.sleep(0.2 if j == 0 else 0.01)
+                counts[-1].append(sum(world.store.check([f"put/{step}/{k}"]) for k in range(messages)))
+                ends.take(DOWN, j)
+        ends.flush()
+        world.barrier("the step to end")
+    ends.close()
+    return counts
+
+
+def letting_go(world: World, messages: int) -> list[bool]:
+    """Which messages rank 0 still keeps, long after rank 1 took the first half of them and before the step ends."""
+    ends = transport(world, messages, messages)
+    ends.open()
+    refs: list[StorageWeakRef] = []
+    for j in range(messages):
+        if world.rank == 0:
+            tensor = torch.zeros(1000)
+            refs.append(StorageWeakRef(tensor.untyped_storage()))
+            ends.put(DOWN, j, (tensor,))
+            del tensor
+        elif j < messages // 2:
+            ends.take(DOWN, j)
+    world.barrier("half of them to be taken")
+    time.sleep(0.1)
+    kept = [not ref.expired() for ref in refs]
+    world.barrier("that to be seen")
+    for j in range(messages // 2, messages):
+        if world.rank == 1:
+            ends.take(DOWN, j)
+    ends.flush()
+    ends.close()
+    return kept
+
+
+def peer_gone(world: World, depth: int) -> list[Any]:
+    """Rank 1 takes one message of several and goes."""
+    ends = transport(world, 30, depth)
+    ends.open()
+    start = time.monotonic()
+    try:
+        if world.rank == 1:
+            ends.take(DOWN, 0)
+            ends.close()
+            del ends  # and with it the receives that are open
+            world.close()
+            return []
+        for j in range(30):
+            ends.put(DOWN, j, (torch.zeros(1000),))
+        ends.flush()
+    except RunError as error:
+        return [type(error).__name__, str(error), time.monotonic() - start]
+    return ["nothing", "", 0.0]

@@ -1,0 +1,102 @@
+"""What the pool's ranks run for the tests of post-validation."""
+
+from __future__ import annotations
+
+from random import Random
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dynmo.api import Pipeline, StepResult
+from dynmo.balance.partition import uniform
+from dynmo.config import parse
+from dynmo.errors import RunError
+from dynmo.models.model import load_model
+from dynmo.runtime.loss_scale import LossScaler
+from dynmo.runtime.post_validation import NON_FINITE
+from dynmo.runtime.world import World
+from tests.runtime.jobs.migrate import any_partition
+
+PV_STEPS = 7
+
+
+def _spoiled(made: Pipeline, faults: list[list[Any]], now: list[int]) -> None:
+    """Has the gradients of some layers spoiled as they are looked at: faults are [step, layer, what], what "inf" or a factor."""
+    table = made._step_end.table  # pyright: ignore[reportPrivateUsage]
+    own = table.own
+
+    def spoil(*args: Any) -> Tensor:
+        for step, layer, what in faults:
+            if step == now[0] and layer in made.own_layers:
+                gradients = [p.grad for p in made.own_layers[layer][0].parameters() if p.grad is not None]
+                if not gradients:  # it is frozen
+                    continue
+                if what == "inf":
+                    gradients[0].view(-1)[0] = float("inf")
+                else:
+                    torch._foreach_mul_(gradients, what)
+        return own(*args)
+
+    table.own = spoil  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def validated(
+    world: World, schedule: str, faults: list[list[Any]], afterwards: bool, changes: bool = False, kind: str = "gpt", **options: Any
+) -> dict[str, Any]:
+    """Some steps with gradients spoiled on the way; changes: layers freeze, move, and are evaluated in between."""
+    ranks, model = world.size, {"model": {"blocks": 3, "hidden": 16, "heads": 2, "sequence": 4, "dropout": 0.1}}
+    loaded = parse(model if kind == "gpt" else {"model": {"kind": f"python:{kind}"}})
+    whole = load_model(loaded)
+    stages = len(Pipeline.placement_for(schedule, ranks))
+    limit = options.pop("limit", 20.0)
+    made = Pipeline(world, whole, uniform(whole.layers, stages), schedule=schedule, microbatches=12, post_validation=afterwards, **options)
+    made.scaler = LossScaler(2.0**16, window=1 << 30)
+    now = [0]
+    _spoiled(made, faults, now)
+    random = Random(stages)
+    results: list[StepResult] = []
+    seen: list[Any] = []
+    for step in range(PV_STEPS):
+        if changes and step % 3 == 2:
+            if step == 5:
+                made.freeze([0, 1])
+            made.move(any_partition(whole.layers, stages, random))
+            seen.append(made.digest())
+        now[0] = step
+        tokens = torch.randint(256, (12, 1, 5), generator=torch.Generator().manual_seed(step))
+        results += made.advance(step, tokens[..., :-1], tokens[..., 1:], lr=0.01, max_norm=limit)
+        if changes and step % 3 == 1:
+            seen.append(made.evaluate(tokens[..., :-1], tokens[..., 1:], 12))
+    results += made.drain()
+    failed = made._step_end.failed  # pyright: ignore[reportPrivateUsage]
+    return {
+        "steps": [r.step for r in results],
+        "losses": [r.loss for r in results],
+        "norms": [r.squared_norms for r in results],
+        "rollbacks": [[r.step, r.rollback.what] for r in results if r.rollback],
+        # What each step was up against, as the pipeline itself sees it afterwards; of a skipped one no norms are told.
+        "failed": [NON_FINITE if r.skipped else failed(r.loss, r.squared_norms, limit) for r in results],
+        "digest": made.digest(),
+        "seen": seen,
+    }
+
+
+def validated_raises(world: World, schedule: str) -> dict[str, Any]:
+    """An overflow on the last rank, with nobody to skip it; then the step again, without."""
+    whole = load_model(parse({"model": {"blocks": 3, "hidden": 16, "heads": 2, "sequence": 4}}))
+    made = Pipeline(world, whole, uniform(8, world.size), schedule=schedule, microbatches=6, post_validation=True)
+    now = [0]
+    _spoiled(made, [[2, 7, "inf"]], now)
+    tokens = torch.randint(256, (6, 1, 5), generator=torch.Generator().manual_seed(0))
+    digests: list[str] = []
+    error = ""
+    for now[0] in (0, 1, 2, 3, 4, 5):
+        try:
+            if now[0] == 2:
+                digests.append(made.digest())
+            made.advance(now[0], tokens[..., :-1], tokens[..., 1:], lr=0.01)
+        except RunError as caught:
+            error = str(caught)
+            digests.append(made.digest())
+    return {"error": error, "digests": [*digests, made.digest()]}

@@ -1,0 +1,28 @@
+"""What the pool's ranks run for the tests of the profiler."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from dynmo.api import Pipeline
+from dynmo.balance.partition import Partition
+from dynmo.models.emulated import make_layers
+from dynmo.runtime.profiler import measure_links
+from dynmo.runtime.world import World
+
+
+def profile(world: World, f: list[float], b: list[float], w: list[float], counts: list[int]) -> list[list[Any]]:
+    """Two steps of emulated layers; the costs gathered."""
+    model = make_layers(f, b, w, size=64)
+    made = Pipeline(world, model, Partition(tuple(counts)), schedule="zb-h1", microbatches=3)
+    ids = torch.zeros(3, 1, dtype=torch.int64)
+    for step in range(2):
+        made.step(step, ids, ids, lr=0.0)
+    return [list(vars(cost).values()) for cost in made.costs()]
+
+
+def links(world: World) -> list[list[float]]:
+    pairs = [(rank, rank + 1) for rank in range(world.size - 1)]
+    return [[link.latency, link.bytes_per_second] for link in measure_links(world, pairs).values()]

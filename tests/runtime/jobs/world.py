@@ -1,0 +1,53 @@
+"""What the pool's ranks run for the tests of the world."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+
+import torch
+
+from dynmo.errors import DynmoError, RankDied, WaitTimeout
+from dynmo.runtime.world import World
+
+
+def _again(world: World, size: int, timeout: float) -> World:
+    """Another generation of the job's ranks, with little patience."""
+    world.barrier("all to be here")
+    world.close()
+    return World.join(world.store, world.rank, size, timeout=timeout, generation=1)
+
+
+def one_never_comes(world: World) -> list[str]:
+    try:
+        _again(world, world.size + 1, 1.0)
+    except WaitTimeout as error:
+        return [type(error).__name__, str(error)]
+    return []
+
+
+def one_is_late(world: World, what: str) -> list[str]:
+    """Rank 1 stays away from what rank 0 waits for."""
+    impatient = _again(world, 2, 20 if what == "gone" else 1.5)
+    caught: list[str] = []
+    try:
+        if world.rank == 1 and what == "gone":
+            impatient.close()
+        elif world.rank == 1:
+            time.sleep(2.2)
+        elif what == "sum":
+            impatient.sum(torch.zeros(1), "the end of the test")
+        else:
+            impatient.wait(impatient.receive(torch.zeros(1), 1, 0), 1, "the activation of microbatch 3")
+    except (WaitTimeout, RankDied) as error:
+        caught = [type(error).__name__, str(error)]
+    return caught
+
+
+def agree(world: World, said: list[str | None]) -> str:
+    mine = said[world.rank]
+    try:
+        world.agree(None if mine is None else hashlib.sha256(mine.encode()).digest(), "the plan")
+    except DynmoError as error:
+        return str(error)
+    return ""
