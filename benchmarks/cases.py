@@ -41,6 +41,7 @@ from torch import nn
 
 from benchmarks.harness import machine, run_ranks
 from benchmarks.traces import best, timeline
+from dynmo.api import Pipeline, StepResult
 from dynmo.balance.baselines import deepspeed_balanced
 from dynmo.balance.partition import Partition, uniform
 from dynmo.config import Config, parse
@@ -151,6 +152,7 @@ def race(world: World, case: str, steps: int, rounds: int, sizes: dict[str, int]
             trainers[name] = Trainer(config, world, model_of(case, config), None, listen=events[name].append)
         names = list(trainers)
         seconds: dict[str, list[float]] = {name: [] for name in names}
+        programs = {name: noted(trainers[name].pipeline) for name in names}
         costs: dict[str, list[tuple[LayerCost, ...]]] = {name: [] for name in names}
         for step in range(steps):
             turn = step % len(names)
@@ -164,9 +166,25 @@ def race(world: World, case: str, steps: int, rounds: int, sizes: dict[str, int]
         for name, trainer in trainers.items():
             trainer.finish(steps, sum(seconds[name]))
             trainer.pipeline.changed(())  # closes its channels
+        slowest = torch.tensor(list(programs.values()), dtype=torch.float64)
+        world.largest(slowest, "what the programs took")
         if world.rank == 0:
-            out.append({name: account(seconds[name], costs[name], events[name]) for name in names})
+            ran = dict(zip(names, slowest.tolist(), strict=True))
+            out.append({name: account(seconds[name], costs[name], events[name]) | {"program": ran[name]} for name in names})
     return out
+
+
+def noted(pipeline: Pipeline) -> list[float]:
+    """From now on: seconds of each step on this rank, from its program's first op or wait to its last."""
+    advance, seconds = pipeline.advance, list[float]()
+
+    def noting(*args: Any, **options: Any) -> tuple[StepResult, ...]:
+        results = advance(*args, **options)
+        seconds.extend(result.outcome.slices[-1].end - result.outcome.slices[0].start for result in results)
+        return results
+
+    pipeline.advance = noting
+    return seconds
 
 
 def account(seconds: list[float], costs: list[tuple[LayerCost, ...]], events: Sequence[Event]) -> dict[str, Any]:
@@ -255,6 +273,7 @@ def judge(case: str, rounds: Sequence[dict[str, Any]]) -> dict[str, Any]:
         for name in names
         if name != "dynmo"
     }
+    program = {name: median(median(r[name]["program"][last]) for r in rounds) for name in ("uniform", "dynmo")}
     costs = middle_costs([r[name] for r in rounds for name in ("uniform", "dynmo")])
     model = simulated(spans, costs, first["dynmo"]["layers"])
     ideal = {"run": sum(model["uniform"]) / sum(model["best"]), "last_phase": model["uniform"][-1] / model["best"][-1]}
@@ -291,6 +310,12 @@ def judge(case: str, rounds: Sequence[dict[str, Any]]) -> dict[str, Any]:
             "uniform": late["uniform"] * length / model["uniform"][-1],
             "dynmo": late["dynmo"] * length / model["as_placed"][-1],
         },
+        # Of that, what the step's program takes, which is all that the simulator knows of; the rest is the step's end and the loop's turn.
+        "program_over_simulated": {
+            "uniform": program["uniform"] * length / model["uniform"][-1],
+            "dynmo": program["dynmo"] * length / model["as_placed"][-1],
+        },
+        "program_share": {name: program[name] / late[name] for name in program},
         "same_work_takes": median(work(r["dynmo"]) / work(r["uniform"]) for r in rounds),
         "idle_ratio": {name: median(median(r[name]["idle"][last]) for r in rounds) for name in ("uniform", "dynmo")},
         "overhead": overhead | {"share_of_run": sum(overhead.values()) / whole["dynmo"]},

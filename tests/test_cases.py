@@ -53,7 +53,7 @@ def side(seconds: list[float], layers: list[list[int]], digest: str = "a") -> di
     costs = [[[x.f, x.b, x.w] for x in trained(frozen)] for frozen in (0, 3)]
     overhead = {"measure": 0.01, "decide": 0.02, "move": 0.03}
     told = {"changes": [2], "what": ["froze"], "costs": costs, "layers": layers, "idle": [0.3] * 6, "moves": [], "overhead": overhead}
-    return {"seconds": seconds, **told, "digest": digest, "loss": 1.0}
+    return {"seconds": seconds, "program": [0.9 * x for x in seconds], **told, "digest": digest, "loss": 1.0}
 
 
 def test_a_row_compares_every_side_with_dynmo() -> None:
@@ -70,6 +70,9 @@ def test_a_row_compares_every_side_with_dynmo() -> None:
     assert row["by_phase"][-1]["ideal"] > row["by_phase"][-1]["ideal_as_placed"]
     assert row["overhead"]["share_of_run"] == pytest.approx(0.06 / 10)
     assert row["same_work_takes"] == 1.0
+    assert row["program_share"] == pytest.approx({"uniform": 0.9, "dynmo": 0.9})
+    measured = row["measured_over_simulated"]
+    assert row["program_over_simulated"] == pytest.approx({name: 0.9 * measured[name] for name in measured})
     slower = side(ours["seconds"], ours["layers"]) | {"costs": [[[2 * x for x in layer] for layer in phase] for phase in ours["costs"]]}
     assert judge("freezing", [{"uniform": uniform, "dynmo": slower}])["same_work_takes"] == 2.0
     assert row["same_weights"], "the dense run's need not be the same"

@@ -64,3 +64,9 @@ def test_the_document_shows_the_result_file() -> None:
     rows = json.loads((ROOT / "benchmarks" / "results" / "traces.json").read_text())["rows"]
     assert f"<!-- traces -->\n{summary(rows)}\n" in (ROOT / "docs" / "cases.md").read_text()
     assert min(x["share_of_optimum"] for x in rows) >= 0.98
+
+
+def test_the_document_shows_the_emulated_ranks() -> None:
+    rows = json.loads((ROOT / "benchmarks" / "results" / "traces.json").read_text())["emulated"]
+    assert f"<!-- emulated -->\n{emulated_table(rows)}\n" in (ROOT / "docs" / "cases.md").read_text()
+    assert {x["ranks"] for x in rows} == {16, 24}
