@@ -24,7 +24,7 @@ from statistics import mean
 from typing import Any
 
 from benchmarks.harness import machine, run_ranks, save_picture
-from benchmarks.traces import best, in_blocks, perfect, timeline, trace
+from benchmarks.traces import best, emulated_table, in_blocks, perfect, timeline, trace
 from dynmo.balance.partition import exact, uniform
 from dynmo.costs import Costs, StageCost, uniform_costs
 from dynmo.schedule.auto import automatic
@@ -148,6 +148,35 @@ def emulated(ranks: Sequence[int]) -> dict[str, Any]:
     return {"emulated": [run_ranks("benchmarks.traces:emulated", n, blocks=sizes[n], **argument) for n in ranks]}
 
 
+def tables(result: dict[str, Any]) -> dict[str, str]:
+    """In Markdown, as docs/scaling.md shows them, by name."""
+    if "emulated" in result and "weak" not in result:
+        return {"emulated": emulated_table(result["emulated"])}
+    weak_rows = [
+        f"| {x['ranks']} | {x['blocks']} | {x['speed_up']:.2f} | {x['bound']:.2f} | {x['efficiency']['static']:.2f} | "
+        f"{x['efficiency']['balanced']:.2f} |"
+        for x in result["weak"]
+    ]
+    vertical_rows = [
+        f"| {x['blocks']} | {x['ranks']} | {x['speed_up']:.2f} | {x['bound']:.2f} | {x['published']:.2f} |" for x in result["vertical"]
+    ]
+    equal_rows = [
+        f"| {x['model']} | {x['ranks']} | {x['microbatches']} | {x['over_1f1b']:.0%} | {x['over_zb_1p']:.0%} |".replace("%", " %")
+        for x in result["equal_memory"]
+    ]
+    heads = {
+        "weak": "| ranks | blocks | speed-up | at most | efficiency, static | efficiency, balanced |",
+        "vertical": "| blocks | ranks | speed-up | at most | published |",
+        "equal memory": "| model | ranks | microbatches | ZB-2p faster than 1F1B | than ZB-1p |",
+    }
+    rows = (weak_rows, vertical_rows, equal_rows)
+    found = {
+        name: "\n".join([head, "|" + " ---: |" * (head.count("|") - 1), *lines])
+        for (name, head), lines in zip(heads.items(), rows, strict=True)
+    }
+    return found | ({"emulated": emulated_table(result["emulated"])} if "emulated" in result else {})
+
+
 def draw(result: dict[str, Any], path: Path) -> None:
     import matplotlib as mpl
 
@@ -190,7 +219,7 @@ def main() -> None:
         result = measure(options.stride) | {"machine": machine()}
     if options.plot:
         draw(result, options.plot)
-    print(json.dumps(result) if options.json else json.dumps(result, indent=1))
+    print(json.dumps(result) if options.json else "\n\n".join(tables(result).values()))
 
 
 if __name__ == "__main__":
