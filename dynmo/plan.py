@@ -32,7 +32,7 @@ from dynmo.runtime.split_backward import Layer, Tensors
 from dynmo.runtime.watch import Watch
 from dynmo.schedule.catalogue import full_schedule, make, placement_of
 from dynmo.schedule.op import Schedule
-from dynmo.trainer import first_partition, memory_limit, optimizer_settings
+from dynmo.setup import first_partition, memory_limit, optimizer_settings
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from dynmo.runtime.mesh import arrange
 from dynmo.runtime.precision import dtype_for
 from dynmo.runtime.rendezvous import Rendezvous
 from dynmo.runtime.world import World, open_store
-from dynmo.trainer import check_world, device_for, first_partition, memory_limit
+from dynmo.setup import check_world, device_for, first_partition, memory_limit
 
 Listener = Callable[[int, float], None]
 """Told of every step that was measured: how many so far, and the seconds it took."""

@@ -21,6 +21,7 @@ from dynmo.balance.trigger import FORCED, Expected, Outlook, Watch, phases, wort
 from dynmo.config import Config, shapes
 from dynmo.costs import LayerCost
 from dynmo.events import Event, RebalanceEvent, RebalanceResultEvent, ScheduleEvent, now
+from dynmo.profiling import profile_of
 from dynmo.schedule.catalogue import entry
 from dynmo.simulator import simulate
 
@@ -112,8 +113,6 @@ class Rebalancer:
             return None
         self._unshaped = False
         config, pipeline, world = self._config, self._pipeline, self._pipeline.world
-        from dynmo.profiling import profile_of  # which imports the trainer, and that this file
-
         gathering = time.perf_counter()
         costs, start = pipeline.costs(), time.perf_counter()
         self.overhead.measure += start - gathering

@@ -20,10 +20,10 @@ import torch
 
 from dynmo import profile_file
 from dynmo.api import Pipeline, StepResult
-from dynmo.balance.partition import Partition, imbalance, uniform
+from dynmo.balance.partition import Partition, imbalance
 from dynmo.config import Config, Train, shapes
 from dynmo.dynamism import Dynamism, Signals, make_cases
-from dynmo.errors import CheckpointError, ConfigError
+from dynmo.errors import CheckpointError
 from dynmo.events import (
     ChangeEvent,
     CheckpointEvent,
@@ -40,15 +40,17 @@ from dynmo.events import (
 )
 from dynmo.feed import Feed
 from dynmo.models.model import Model, load_model
+from dynmo.plan import recompute_for
+from dynmo.profiling import profile_of
 from dynmo.rebalance import Rebalancer
 from dynmo.report.trace import Tracer
 from dynmo.runtime import checkpoint
 from dynmo.runtime.loss_scale import make_scaler
 from dynmo.runtime.mesh import arrange
-from dynmo.runtime.optimizer import OptimizerSettings
 from dynmo.runtime.precision import dtype_for
 from dynmo.runtime.rendezvous import Rendezvous
 from dynmo.runtime.world import World, open_store
+from dynmo.setup import check_world, device_for, first_partition, memory_limit, optimizer_settings
 
 Listener = Callable[[Event], None]
 
@@ -62,58 +64,6 @@ def learning_rate(train: Train, step: int) -> float:
     done = (step - train.warmup) / (train.steps - 1 - train.warmup)
     left = 1 - done if train.decay == "linear" else 0.5 * (1 + math.cos(math.pi * done))
     return train.lr * (train.min_lr_ratio + (1 - train.min_lr_ratio) * left)
-
-
-def first_partition(config: Config, layers: int, pipeline: int | None = None) -> Partition:
-    """`balance.initial`, else uniform: before anything is measured nothing is better to go by. pipeline: ranks, if not the config's."""
-    stages = (pipeline or config.parallel.pipeline) * config.chunks
-    if stages > layers:
-        what = f"parallel.pipeline = {stages // config.chunks}"
-        what += f" with {config.chunks} stages a rank" if config.chunks > 1 else ""
-        raise ConfigError(f"{what} is more than the model's {layers} layers; use fewer ranks")
-    if config.balance.initial is None or stages != config.stages:
-        return uniform(layers, stages)
-    if sum(config.balance.initial) != layers:
-        raise ConfigError(f"balance.initial sums to {sum(config.balance.initial)}, but the model has {layers} layers")
-    return Partition(config.balance.initial)
-
-
-def memory_limit(config: Config, device: torch.device) -> int | None:
-    """Bytes per rank: as configured, else the CUDA device's, in equal parts for its slices; None (no limit) on CPU."""
-    if config.pipeline.memory_limit is not None:
-        return config.pipeline.memory_limit
-    parts = config.parallel.pipeline if config.parallel.slices else 1
-    return torch.cuda.get_device_properties(device).total_memory // parts if device.type == "cuda" else None
-
-
-def device_for(config: Config, local_rank: int) -> torch.device:
-    """The CUDA device of this local rank if there is one, else the CPU. Raises ConfigError if CUDA is asked for and missing."""
-    wanted = config.parallel.device
-    available = torch.cuda.is_available()
-    if wanted == "cuda" and not available:
-        raise ConfigError("parallel.device = 'cuda', but torch sees no CUDA device; use 'auto' or 'cpu'")
-    if wanted != "cpu" and not available and config.parallel.slices:
-        raise ConfigError(
-            "parallel.slices = true, but torch sees no CUDA device; with parallel.device = 'cpu' the stages would compute in turn"
-        )
-    if wanted == "cpu" or not available:
-        return torch.device("cpu")
-    if local_rank >= torch.cuda.device_count():
-        raise ConfigError(
-            f"local rank {local_rank} has no CUDA device ({torch.cuda.device_count()} here); use fewer ranks, device = 'cpu', or "
-            "parallel.slices = true, which puts a pipeline on one device"
-        )
-    torch.cuda.set_device(local_rank)
-    return torch.device("cuda", local_rank)
-
-
-def check_world(config: Config, rendezvous: Rendezvous) -> None:
-    """Raises ConfigError where the launcher started more or fewer ranks than the config has."""
-    if rendezvous.size != config.ranks:
-        sizes = "data (each pipeline is slices of one GPU)" if config.parallel.slices else "pipeline x data"
-        raise ConfigError(
-            f"the launcher started {rendezvous.size} ranks, but parallel.{sizes} = {config.ranks}; start as many as the config says"
-        )
 
 
 @dataclass(frozen=True)
@@ -136,11 +86,6 @@ class _Started:
     layers: tuple[int, ...]
     frozen: int
     seconds: float = 0.0
-
-
-def optimizer_settings(train: Train) -> OptimizerSettings:
-    name = cast(Literal["adamw", "sgd"], train.optimizer)
-    return OptimizerSettings(name, train.weight_decay, train.betas, train.eps, train.momentum)
 
 
 def run(config: Config, rendezvous: Rendezvous, folder: Path | None, resume: bool, listen: Listener | None = None) -> RunResult:
@@ -180,8 +125,6 @@ class Trainer:
         if found is not None and len(found[1].state["partition"]) == partition.ranks:
             partition = Partition(tuple(found[1].state["partition"]))
         train = config.train
-        from dynmo.plan import recompute_for  # which imports this file
-
         self.pipeline = Pipeline(
             arrange(world, data),
             model,
@@ -432,8 +375,6 @@ class Trainer:
 
     def _record_costs(self, steps: int) -> None:
         """What the layers cost at the end, for `dynmo plan runs/<name>`."""
-        from dynmo.profiling import profile_of  # which imports this file
-
         profile = profile_of(self.config, self.pipeline, self.pipeline.costs(), steps)
         if self._log is not None and self._folder is not None:
             profile_file.write(self._folder / profile_file.IN_RUN, profile)
@@ -473,12 +414,3 @@ def _stop_flag() -> Iterator[Callable[[], bool]]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-def warn_of_cores(config: Config) -> str | None:
-    """A line when the ranks cannot all compute at once on this machine."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    needed = config.ranks * config.parallel.threads
-    if config.model.kind == "emulated" or needed <= cores:
-        return None
-    return f"{config.ranks} ranks of {config.parallel.threads} threads on {cores} cores: ranks take turns, so timings say little"

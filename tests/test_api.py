@@ -228,3 +228,12 @@ def test_predict_and_costs() -> None:
     assert made.predict(costs, Partition((3,))).makespan == pytest.approx(MICROBATCHES * sum(c.seconds for c in costs))
     assert made.largest(2.5) == 2.5
     assert isinstance(made.model, Model)
+
+
+def test_pieces_of_w_run_once_a_message_is_later_than_the_links_take(pool: Pool) -> None:
+    ranks = pool.run(JOBS + "patience", 3, w_granularity="linear")
+    for waits, latencies in ranks:
+        assert len(latencies) == 2
+        assert waits == 2 * max(latencies) > 0
+    assert len({waits for waits, _ in ranks}) == 1, "alike on all ranks"
+    assert [waits for waits, _ in pool.run(JOBS + "patience", 2, w_granularity="whole")] == [None, None]

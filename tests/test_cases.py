@@ -100,7 +100,8 @@ def test_the_sides_end_with_the_same_weights(pool: Pool, case: str) -> None:
     row = judge(case, rounds)
     assert row["same_weights"]
     assert row["what"], "the technique never acted"
-    assert all(len(one["seconds"]) == 20 for one in rounds[0].values())
+    assert all(len(one["seconds"]) == len(one["program"]) == 20 for one in rounds[0].values())
+    assert all(0 < program < seconds for one in rounds[0].values() for program, seconds in zip(one["program"], one["seconds"], strict=True))
     assert all(layer[0] > 0 for layers in row["costs"] for layer in layers), "a forward pass was not measured"
     if case == "freezing":
         assert [layer[1:] for layer in row["costs"][-1][:5]] == [[0.0, 0.0]] * 5, "frozen, and not measured before"

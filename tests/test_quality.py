@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.quality import SHARED, STEPS, config_of, draw, judge, runs, table
+from benchmarks.quality import SHARED, STEPS, config_of, draw, judge, measure, runs, table
 from tests.pool import Pool
 
 ROOT = Path(__file__).parents[1]
@@ -62,3 +62,14 @@ def test_a_run_in_small(pool: Pool) -> None:
 def test_the_document_shows_the_result_file() -> None:
     result = json.loads((ROOT / "benchmarks" / "results" / "quality.json").read_text())
     assert f"<!-- quality -->\n{table(result)}\n" in (ROOT / "docs" / "cases.md").read_text()
+
+
+def test_several_runs_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each in a process of its own, and told in the order in which they were asked for."""
+    few = {name: kind for name, kind in runs(2).items() if name in ("dense", "pruning, 50 %")}
+    monkeypatch.setattr("benchmarks.quality.runs", lambda steps: few)
+    result = measure(steps=2, seeds=2, jobs=2, evaluations=2, batches=1)
+    assert [row["name"] for row in result["rows"]] == list(few)
+    assert result["rows"][0]["changes"] == [] != result["rows"][1]["changes"]
+    dense, other = result["dense_by_seed"]
+    assert dense == result["rows"][0]["loss"] != other

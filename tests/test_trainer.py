@@ -1,4 +1,4 @@
-"""The loop: learning rate, first placement, and a run that stops, resumes and ends as if it had not stopped."""
+"""The loop: learning rate, and a run that stops, resumes and ends as if it had not stopped."""
 
 from __future__ import annotations
 
@@ -9,12 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-from dynmo.config import Train, parse
-from dynmo.errors import ConfigError
+from dynmo.config import Train
 from dynmo.events import ChangeEvent, CheckpointEvent, EndEvent, RebalanceEvent, StepEvent, read
-from dynmo.trainer import device_for, first_partition, learning_rate, memory_limit
+from dynmo.trainer import learning_rate
 from tests.pool import JobFailed, Pool
 
 SCHEDULED = {"cases": ["freezing"], "freezing": {"schedule": [[2, 1], [6, 3]]}}
@@ -131,28 +129,6 @@ def test_learning_rate() -> None:
     for warmup in (10, 11, 20):
         assert all(0 < rate <= 1 for rate in rates(warmup=warmup))
     assert rates(steps=1) == [1.0]
-
-
-def test_first_partition() -> None:
-    loaded = parse({"model": {"blocks": 3}, "parallel": {"pipeline": 3}, "balance": {"initial": [1, 2, 5]}})
-    assert first_partition(loaded, 8).counts == (1, 2, 5)
-    assert first_partition(parse({"model": {"blocks": 3}, "parallel": {"pipeline": 3}}), 8).counts == (3, 3, 2)
-    own = {"kind": "python:a:b"}
-    with pytest.raises(ConfigError, match=r"parallel.pipeline = 4 is more than the model's 3 layers; use fewer ranks"):
-        first_partition(parse({"model": own, "parallel": {"pipeline": 4}}), 3)
-    with pytest.raises(ConfigError, match=r"balance.initial sums to 3, but the model has 4 layers"):
-        first_partition(parse({"model": own, "parallel": {"pipeline": 2}, "balance": {"initial": [1, 2]}}), 4)
-
-
-def test_memory_limit_and_device() -> None:
-    cpu = torch.device("cpu")
-    assert memory_limit(parse({}), cpu) is None
-    assert memory_limit(parse({"pipeline": {"memory_limit": "1KiB"}}), cpu) == 1024
-    assert device_for(parse({"parallel": {"device": "cpu"}}), 0) == cpu
-    if not torch.cuda.is_available():
-        assert device_for(parse({}), 0) == cpu
-        with pytest.raises(ConfigError, match="torch sees no CUDA device"):
-            device_for(parse({"parallel": {"device": "cuda"}}), 0)
 
 
 def test_a_cache_for_what_never_comes_again_is_refused(pool: Pool) -> None:

@@ -133,7 +133,7 @@ def _rank(config: Config, rendezvous: Rendezvous, steps: int, out: Path, as_json
     from dynmo.profile_file import to_json, write
     from dynmo.profiling import run
     from dynmo.report.summary import console_for_tables
-    from dynmo.trainer import warn_of_cores
+    from dynmo.setup import warn_of_cores
 
     if rendezvous.rank:
         run(config, rendezvous, steps)

@@ -20,8 +20,7 @@ from dynmo.schedule.op import Schedule
 
 
 class Programs:
-    """post_validation: programs have a place for the verdict on the step before. lanes: where the stages
-    compute."""
+    """post_validation: programs have a place for the verdict on the step before. lanes: where the stages compute."""
 
     def __init__(self, holding: Holding, clock: Clock, lanes: Lanes, *, post_validation: bool) -> None:
         self._holding, self._clock, self._lanes = holding, clock, lanes

@@ -21,7 +21,6 @@ import pytest
 
 from dynmo.cli import main
 from dynmo.config import load
-from dynmo.trainer import warn_of_cores
 from tests.processes import gone, ranks, start, wait_until
 
 # Emulated layers, so that timings mean something on any machine: freezing the first half moves the optimum, and layers move.
@@ -464,12 +463,6 @@ def test_a_loss_that_is_no_number(work: Path) -> None:
     assert re.fullmatch(rf"dynmo: 2 ranks of {CORES} threads on {CORES} cores: ranks take turns, so timings say little", warning)
     assert re.fullmatch(r"dynmo: step \d+: loss \S+, gradient norm (nan|inf); nothing was updated. Lower train.lr or check the data", line)
     assert "Traceback" not in done.err
-
-
-def test_cores() -> None:
-    assert warn_of_cores(load(overrides=[f"parallel.threads={CORES}"])) is None
-    assert warn_of_cores(load(overrides=[f"parallel.threads={CORES + 1}"])) is not None
-    assert warn_of_cores(load(overrides=[f"parallel.threads={CORES + 1}", "model.kind=emulated"])) is None, "sleep needs no core"
 
 
 LONG = ("train.steps=100000", "checkpoint.every=0", "train.eval_every=0")

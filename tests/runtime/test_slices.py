@@ -16,7 +16,7 @@ from dynmo.config import parse
 from dynmo.errors import ConfigError
 from dynmo.models.model import load_model
 from dynmo.runtime.slices import cut, sizes
-from dynmo.trainer import check_world, device_for, memory_limit
+from dynmo.setup import check_world, device_for, memory_limit
 from tests.pool import Pool
 from tests.runtime.alone import MICROBATCHES, alone
 

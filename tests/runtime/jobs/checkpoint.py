@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
 from dynmo.api import Pipeline
-from dynmo.balance.partition import Partition
+from dynmo.balance.partition import Partition, uniform
 from dynmo.config import parse
 from dynmo.models.model import load_model
 from dynmo.runtime import checkpoint
@@ -63,3 +63,13 @@ def moving(world: World, config: dict[str, Any], placements: list[list[int]]) ->
         losses += steps(made, 2 * turn, 2 * turn + 2)
         digests.append(made.digest())
     return {"losses": losses, "digests": digests}
+
+
+def patience(world: World, w_granularity: Literal["whole", "linear"]) -> list[Any]:
+    """How long a rank waits for a message before it runs pieces of W, and the latency of each of the pipeline's links."""
+    made = Pipeline(
+        world, load_model(parse({"model": GPT})), uniform(6, world.size), schedule="zb-h1", microbatches=3, w_granularity=w_granularity
+    )
+    waits = made._executor()._patience
+    made.changed(())  # closes its channels
+    return [waits, [link.latency for link in made.links.values()]]

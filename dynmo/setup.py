@@ -1,0 +1,83 @@
+"""What a config asks for, on this machine: how many ranks, which device, how much memory, where layers live at first, which optimizer.
+
+The trainer, the profiler and the plan all begin with it.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Literal, cast
+
+import torch
+
+from dynmo.balance.partition import Partition, uniform
+from dynmo.config import Config, Train
+from dynmo.errors import ConfigError
+from dynmo.runtime.optimizer import OptimizerSettings
+from dynmo.runtime.rendezvous import Rendezvous
+
+
+def check_world(config: Config, rendezvous: Rendezvous) -> None:
+    """Raises ConfigError where the launcher started more or fewer ranks than the config has."""
+    if rendezvous.size != config.ranks:
+        sizes = "data (each pipeline is slices of one GPU)" if config.parallel.slices else "pipeline x data"
+        raise ConfigError(
+            f"the launcher started {rendezvous.size} ranks, but parallel.{sizes} = {config.ranks}; start as many as the config says"
+        )
+
+
+def device_for(config: Config, local_rank: int) -> torch.device:
+    """The CUDA device of this local rank if there is one, else the CPU. Raises ConfigError if CUDA is asked for and missing."""
+    wanted = config.parallel.device
+    available = torch.cuda.is_available()
+    if wanted == "cuda" and not available:
+        raise ConfigError("parallel.device = 'cuda', but torch sees no CUDA device; use 'auto' or 'cpu'")
+    if wanted != "cpu" and not available and config.parallel.slices:
+        raise ConfigError(
+            "parallel.slices = true, but torch sees no CUDA device; with parallel.device = 'cpu' the stages would compute in turn"
+        )
+    if wanted == "cpu" or not available:
+        return torch.device("cpu")
+    if local_rank >= torch.cuda.device_count():
+        raise ConfigError(
+            f"local rank {local_rank} has no CUDA device ({torch.cuda.device_count()} here); use fewer ranks, device = 'cpu', or "
+            "parallel.slices = true, which puts a pipeline on one device"
+        )
+    torch.cuda.set_device(local_rank)
+    return torch.device("cuda", local_rank)
+
+
+def memory_limit(config: Config, device: torch.device) -> int | None:
+    """Bytes per rank: as configured, else the CUDA device's, in equal parts for its slices; None (no limit) on CPU."""
+    if config.pipeline.memory_limit is not None:
+        return config.pipeline.memory_limit
+    parts = config.parallel.pipeline if config.parallel.slices else 1
+    return torch.cuda.get_device_properties(device).total_memory // parts if device.type == "cuda" else None
+
+
+def first_partition(config: Config, layers: int, pipeline: int | None = None) -> Partition:
+    """`balance.initial`, else uniform: before anything is measured nothing is better to go by. pipeline: ranks, if not the config's."""
+    stages = (pipeline or config.parallel.pipeline) * config.chunks
+    if stages > layers:
+        what = f"parallel.pipeline = {stages // config.chunks}"
+        what += f" with {config.chunks} stages a rank" if config.chunks > 1 else ""
+        raise ConfigError(f"{what} is more than the model's {layers} layers; use fewer ranks")
+    if config.balance.initial is None or stages != config.stages:
+        return uniform(layers, stages)
+    if sum(config.balance.initial) != layers:
+        raise ConfigError(f"balance.initial sums to {sum(config.balance.initial)}, but the model has {layers} layers")
+    return Partition(config.balance.initial)
+
+
+def optimizer_settings(train: Train) -> OptimizerSettings:
+    name = cast(Literal["adamw", "sgd"], train.optimizer)
+    return OptimizerSettings(name, train.weight_decay, train.betas, train.eps, train.momentum)
+
+
+def warn_of_cores(config: Config) -> str | None:
+    """A line when the ranks cannot all compute at once on this machine."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    needed = config.ranks * config.parallel.threads
+    if config.model.kind == "emulated" or needed <= cores:
+        return None
+    return f"{config.ranks} ranks of {config.parallel.threads} threads on {cores} cores: ranks take turns, so timings say little"
