@@ -26,15 +26,17 @@ FIELDS = (
     "stash_bytes",
     "output_bytes",
     "workspace_bytes",
+    "copy_bytes",
 )
 
 
 def test_gathered_costs(pool: Pool) -> None:
-    f, b, w = [0.003, 0.005, 0.003, 0.004], [0.004, 0.006, 0.005, 0.003], [0.005, 0.003, 0.007, 0.004]
+    f, b, w = [0.009, 0.015, 0.009, 0.012], [0.012, 0.018, 0.015, 0.009], [0.015, 0.009, 0.021, 0.012]
     ranks = pool.run("tests.runtime.jobs.profiler:profile", 2, f=f, b=b, w=w, counts=[1, 3])
     assert ranks[0] == ranks[1]
     for measured, truth in zip(ranks[0], zip(f, b, w, strict=True), strict=True):
-        assert all(true <= got < true * 1.3 + 0.0005 for got, true in zip(measured[:3], truth, strict=True)), (measured, truth)
+        # Loose above, for other processes may hold the cores; not so loose that one op's time could be in another's.
+        assert all(true <= got < true + 0.006 for got, true in zip(measured[:3], truth, strict=True)), (measured, truth)
     # One weight of 4 bytes, its gradient, two moments and a counter; messages of 64 numbers, which W needs and so does its gradient.
     assert [dict(zip(FIELDS[3:], row[3:], strict=True)) for row in ranks[0]] == [
         {
@@ -46,6 +48,7 @@ def test_gathered_costs(pool: Pool) -> None:
             "stash_bytes": 512,
             "output_bytes": 4 if index == 3 else 256,
             "workspace_bytes": 0,  # from shapes alone
+            "copy_bytes": 0,  # a step ends with a barrier
         }
         for index in range(4)
     ]
