@@ -18,9 +18,9 @@ class LayerCost:
     """One layer and one microbatch: seconds of F, B, W, and the bytes it holds.
 
     activation_bytes live from F until B; stash_bytes is the part of them (inputs and output gradients) that W still needs after B;
-    output_bytes is what the layer hands on; workspace_bytes is what one of its ops needs beside all this while it runs; parameters is
-    their number. A layer in a frozen prefix has b = w = 0; a frozen layer above
-    a trainable one has w = 0 only.
+    output_bytes is what the layer hands on; workspace_bytes is what one of its ops needs beside all this while it runs; copy_bytes is what
+    a step without a barrier at its end keeps to be taken back from, until it is final; parameters is their number. A layer in a frozen
+    prefix has b = w = 0; a frozen layer above a trainable one has w = 0 only.
     """
 
     f: float
@@ -34,6 +34,7 @@ class LayerCost:
     stash_bytes: int = 0
     output_bytes: int = 0
     workspace_bytes: int = 0
+    copy_bytes: int = 0
 
     @property
     def seconds(self) -> float:
@@ -41,7 +42,8 @@ class LayerCost:
 
     @property
     def static_bytes(self) -> int:
-        return self.weight_bytes + self.gradient_bytes + self.optimizer_bytes
+        """What is there whatever runs, counted as if it all stayed from step to step."""
+        return self.weight_bytes + self.gradient_bytes + self.optimizer_bytes + self.copy_bytes
 
 
 @dataclass(frozen=True)

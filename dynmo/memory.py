@@ -4,6 +4,8 @@
     bytes(rank)  = sum over its layers of weights and optimizer state + max over its ops of  live + gradients + receives + workspace
 
 where gradients begin with a stage's first W of the step, receives are those posted for messages to come, and the workspace is the op's.
+With post-validation the gradients of the step before are there, too, and copies to take it back from, until the verdict on it: under the
+first forwards.
 
 The pairs come from `simulator.resident`: n_f microbatches of the stage are between F and B, and n_s between B and W, at one time. A
 frozen prefix keeps nothing (ALGORITHMS, section 2): the caller gives its layers with activation_bytes = stash_bytes = 0.
@@ -19,7 +21,7 @@ from itertools import accumulate
 
 from dynmo.costs import LayerCost, stage_costs
 from dynmo.errors import PartitionError
-from dynmo.schedule.lower import fuse
+from dynmo.schedule.lower import Compute, Verdict, fuse, lower
 from dynmo.schedule.op import Kind, Schedule
 
 Pairs = Sequence[tuple[int, int]]
@@ -47,8 +49,12 @@ def stage_memory(layers: Sequence[LayerCost], counts: Sequence[int], resident: S
     return tuple(out)
 
 
-def rank_memory(layers: Sequence[LayerCost], counts: Sequence[int], schedule: Schedule) -> tuple[int, ...]:
+def rank_memory(
+    layers: Sequence[LayerCost], counts: Sequence[int], schedule: Schedule, *, post_validation: bool = False
+) -> tuple[int, ...]:
     """Bytes of each rank at its peak under `schedule`: what its stages hold anyway, and the most they keep alive together.
+
+    post_validation: the step before is not final as a step begins.
 
     Raises PartitionError when the counts are for another number of layers or of stages.
     """
@@ -57,8 +63,9 @@ def rank_memory(layers: Sequence[LayerCost], counts: Sequence[int], schedule: Sc
             f"a placement of {sum(counts)} layers on {len(counts)} stages, for {len(layers)} layers under a schedule of {schedule.stages}"
         )
     fused = fuse(schedule)  # as it runs
-    peaks = (_peak(layers, counts, fused, rank) for rank in range(schedule.ranks))
-    bare = [replace(layer, gradient_bytes=0) for layer in layers]
+    pending = _ops_before_verdict(schedule) if post_validation else (None,) * schedule.ranks
+    peaks = (_peak(layers, counts, fused, rank, pending[rank]) for rank in range(schedule.ranks))
+    bare = [replace(layer, gradient_bytes=0, copy_bytes=0) for layer in layers]
     return tuple(static + peak for static, peak in zip(static_bytes(bare, counts, schedule.placement), peaks, strict=True))
 
 
@@ -72,8 +79,18 @@ def posted(messages: int, size: int, depth: int) -> int:
     return messages if messages <= depth and messages * size <= POSTED_SMALL else min(POSTED_AHEAD, depth - 1)
 
 
-def _peak(layers: Sequence[LayerCost], counts: Sequence[int], schedule: Schedule, rank: int) -> int:
-    """The most that a rank holds beside weights and optimizer state. A stage has gradients from its first W of the step on."""
+def _ops_before_verdict(schedule: Schedule) -> tuple[int, ...]:
+    """Of each rank, how many ops it runs before it knows whether the step before stands."""
+    out: list[int] = []
+    for program in lower(schedule, post_validation=True):
+        verdict = next(at for at, x in enumerate(program.instructions) if isinstance(x, Verdict))
+        out.append(sum(isinstance(x, Compute) for x in program.instructions[:verdict]))
+    return tuple(out)
+
+
+def _peak(layers: Sequence[LayerCost], counts: Sequence[int], schedule: Schedule, rank: int, pending: int | None) -> int:
+    """The most that a rank holds beside weights and optimizer state. A stage has gradients from its first W of the step on. Where the step
+    before is not final, it has its gradients, and copies, under the first `pending` ops."""
     bounds, m = [0, *accumulate(counts)], schedule.microbatches
     stages = {s: layers[bounds[s] : bounds[s + 1]] for s in schedule.stages_of(rank)}
     kept = {s: sum(x.activation_bytes for x in own) for s, own in stages.items()}
@@ -92,8 +109,13 @@ def _peak(layers: Sequence[LayerCost], counts: Sequence[int], schedule: Schedule
     taken = dict.fromkeys(inboxes, 0)
     workspaces = {(s, kind): _workspace(own, kind) for s, own in stages.items() for kind in (Kind.F, Kind.B, Kind.BW)}
     gradients = {s: sum(x.gradient_bytes for x in own) for s, own in stages.items()}
-    live = most = 0
-    for op in schedule.ops[rank]:
+    undecided = 0
+    if pending is not None:
+        undecided = sum(gradients[s] + sum(x.copy_bytes for x in own) for s, own in stages.items() if s >= schedule.first_trainable)
+    live = most = undecided
+    for done, op in enumerate(schedule.ops[rank]):
+        if done == pending:
+            live -= undecided
         s, trains = op.stage, op.stage >= schedule.first_trainable
         if op.kind is Kind.F and trains:
             live += kept[s]

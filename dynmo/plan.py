@@ -97,7 +97,7 @@ def dry_run(config: Config) -> Plan:
     stages = Costs(stage_costs(costs, partition.counts), (0.0,) * (len(placement) - 1))
     caps = live_limits(costs, partition.counts, placement, limit)
     schedule = make(config.pipeline.schedule, config.parallel.pipeline, config.microbatches, costs=stages, chunks=config.chunks, caps=caps)
-    memory = rank_memory(costs, partition.counts, schedule)
+    memory = rank_memory(costs, partition.counts, schedule, post_validation=config.pipeline.post_validation)
     for rank, need in enumerate(memory):
         if limit is not None and need > limit:
             raise PartitionError(
@@ -144,26 +144,25 @@ def _shape_costs(config: Config, model: Model) -> tuple[LayerCost, ...]:
     for microbatch in range(2):
         _shape_microbatch(layers, microbatch, ids, lambda out: model.loss(out, targets))
     out: list[LayerCost] = []
-    # Of the optimizer, per trained weight: its moments, and what must be kept to take a step back.
     moments = optimizer_settings(config.train).moments
-    optimizer = moments + (1 + moments) * (config.pipeline.post_validation and config.pipeline.rollback == "exact")
+    copies = config.pipeline.post_validation and config.pipeline.rollback == "exact"
+    shares = config.parallel.data if config.parallel.zero else 1  # ZeRO-1: a replica keeps its share of the optimizer's state
     for layer in layers:
         parameters = list(layer.module.parameters())
         trained = sum(gradient_bytes(p) for p in parameters if p.requires_grad)
         masters = sum(gradient_bytes(p) for p in parameters if p.dtype in LOW)
-        # ZeRO-1: a replica keeps its share of the optimizer's state.
-        state = (optimizer * trained + masters) // (config.parallel.data if config.parallel.zero else 1)
         out.append(
             LayerCost(
                 *(0.0, 0.0, 0.0),
                 parameters=sum(p.numel() for p in parameters),
                 weight_bytes=weight_bytes(layer.module),
                 gradient_bytes=trained,
-                optimizer_bytes=state,
+                optimizer_bytes=(moments * trained + masters) // shares,
                 activation_bytes=layer.activation_bytes,
                 stash_bytes=layer.stash_bytes,
                 output_bytes=layer.output_bytes,
                 workspace_bytes=layer.workspace_bytes,
+                copy_bytes=(1 + moments) * trained // shares * copies,
             )
         )
     return tuple(out)
@@ -208,7 +207,8 @@ def recompute_for(config: Config, model: Model, device: torch.device) -> Recompu
     def fitting(partition: Partition, schedule: Schedule) -> frozenset[int]:
         # Beside what layers keep: messages, and what an op needs while it runs.
         counts = partition.counts
-        whole, kept = rank_memory(costs, counts, schedule), kept_memory(costs, (), counts, schedule)
+        whole = rank_memory(costs, counts, schedule, post_validation=config.pipeline.post_validation)
+        kept = kept_memory(costs, (), counts, schedule)
         return choose(costs, counts, schedule, [limit - max(0, a - b) for a, b in zip(whole, kept, strict=True)])
 
     return fitting

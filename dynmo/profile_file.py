@@ -38,6 +38,7 @@ SIZES = (
     "stash_bytes",
     "output_bytes",
     "workspace_bytes",
+    "copy_bytes",
 )
 
 Pair = tuple[int, int]
@@ -199,6 +200,7 @@ class _File(BaseModel):
     stash_bytes: _Sizes | None = None
     output_bytes: _Sizes | None = None
     workspace_bytes: _Sizes | None = None
+    copy_bytes: _Sizes | None = None
     links: list[_Link] | None = None
     comm: list[_Time] | None = None
 

@@ -83,7 +83,7 @@ def memory_tables(memory: MemoryLimits | None) -> tuple[Ints, Ints, Ints, Ints]:
     rows = [pairs or ((0, 0),) for pairs in memory.resident]
     flat = [pair for pairs in rows for pair in pairs]
     kinds = [
-        [0, *accumulate(x.weight_bytes + x.gradient_bytes + x.optimizer_bytes for x in memory.layers)],
+        [0, *accumulate(x.static_bytes for x in memory.layers)],
         [0, *accumulate(x.activation_bytes for x in memory.layers)],
         [0, *accumulate(x.stash_bytes for x in memory.layers)],
     ]

@@ -358,7 +358,8 @@ def mesh_profile(profile: Profile, mesh: Mesh, zero: int) -> Profile:
     assert profile.microbatch is not None
     layers = resized(profile.layers, mesh.micro_batch / profile.microbatch)
     if zero:
-        layers = tuple(replace(x, optimizer_bytes=-(-x.optimizer_bytes // mesh.replicas)) for x in layers)
+        parts = ({key: -(-getattr(x, key) // mesh.replicas) for key in ("optimizer_bytes", "copy_bytes")} for x in layers)
+        layers = tuple(replace(x, **part) for x, part in zip(layers, parts, strict=True))
     return replace(profile, layers=layers, microbatch=mesh.micro_batch, microbatches=mesh.microbatches)
 
 

@@ -58,6 +58,7 @@ class _Layers(_Section):
     stash_bytes: _Sizes = 0
     output_bytes: _Sizes = 0
     workspace_bytes: _Sizes = 0
+    copy_bytes: _Sizes = 0
 
 
 class _Policy(_Section):

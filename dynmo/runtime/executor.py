@@ -116,7 +116,7 @@ class Executor:
                         start = mark()
                         y = stage.forward(j, x, step, _at(targets, j) if s == self._last else None, training)
                         if s == self._last:
-                            outcome.losses.append(y[0])
+                            outcome.losses.append(y[0].detach())  # or it would keep its graph until nobody asks for the step any more
                         elif s + 1 in self._stages:
                             arrived[Direction.ACTIVATION, s + 1, j] = y
                             lanes.made((Direction.ACTIVATION, s + 1, j))
@@ -192,4 +192,4 @@ def _at(batch: Tensor | None, microbatch: int) -> Tensor:
 
 def mean_loss(losses: list[Tensor]) -> float:
     """The step's loss: the mean over the microbatches, added in their order; 0 on a rank that has none."""
-    return float(torch.stack([x.detach() for x in losses]).double().mean()) if losses else 0.0
+    return float(torch.stack(losses).double().mean()) if losses else 0.0

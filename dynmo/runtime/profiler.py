@@ -95,11 +95,12 @@ class Profiler:
                     sum(p.numel() for p in layer.module.parameters()),
                     weight_bytes(layer.module),
                     sum(gradient_bytes(p) for p in trains),
-                    optimizer.state_bytes + copies * optimizer.copy_bytes,
+                    optimizer.state_bytes,
                     layer.activation_bytes,
                     layer.stash_bytes,
                     layer.output_bytes,
                     layer.workspace_bytes,
+                    copies * optimizer.copy_bytes,
                 ],
                 dtype=torch.float64,
             )

@@ -85,7 +85,7 @@ class StepTable:
         for index, value in found.items():
             norms[index] = value
         if outcome.losses:
-            losses[world.replica * own :][:own] = torch.stack([x.detach() for x in outcome.losses])
+            losses[world.replica * own :][:own] = torch.stack(outcome.losses)
         for rank in {layout.placement[stage] for stage in holding.own_stages}:
             spent = [s for s in outcome.slices if layout.placement[s.stage] == rank]
             column = rest[:, rank * layout.replicas + world.replica]
