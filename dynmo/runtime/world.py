@@ -97,14 +97,18 @@ class World:
     def join(
         cls, store: dist.Store, rank: int, size: int, *, device: torch.device | None = None, timeout: float = 120.0, generation: int = 0
     ) -> World:
-        """Meets the other ranks of this generation. Raises WaitTimeout naming those that did not come."""
+        """Meets the other ranks of this generation, and returns once all have met. Raises WaitTimeout naming those that did not come."""
         device = device or torch.device("cpu")
         prefixed = dist.PrefixStore(f"gen/{generation}", store)
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         try:
             prefixed.set(f"here/{rank}", "1")
             dist.init_process_group(backend, store=prefixed, rank=rank, world_size=size, timeout=timedelta(seconds=timeout))
+            # A rank that fails at once and leaves would break the connections that others are still making.
+            prefixed.set(f"joined/{rank}", "1")
+            prefixed.wait([f"joined/{other}" for other in range(size)], timedelta(seconds=timeout))
         except RuntimeError as error:
+            _leave()
             absent = _absent(prefixed, size)
             if absent:
                 raise WaitTimeout(
@@ -126,8 +130,7 @@ class World:
             world._channel_groups.clear()
         everyone._views.clear()
         everyone._circles.clear()
-        if dist.is_initialized():
-            dist.destroy_process_group()
+        _leave()
 
     # -- the mesh -----------------------------------------------------------------------------------------------------------
 
@@ -304,6 +307,14 @@ class World:
             return [r for r in range(self.size) if r != self.rank and not self.store.check([f"waiting/{self.address(r)}"])]
         except RuntimeError:
             return []
+
+
+def _leave() -> None:
+    """Ends the group, if there is one. torch names groups by a count, which must be the same on all ranks when they meet again: it starts
+    anew where a group ends, but not where one could not be formed."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    dist.distributed_c10d._world.group_count = 0
 
 
 def _absent(store: dist.Store, size: int) -> list[int]:

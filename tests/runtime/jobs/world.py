@@ -26,6 +26,22 @@ def one_never_comes(world: World) -> list[str]:
     return []
 
 
+def after_a_failed_meeting(world: World) -> list[float]:
+    """Rank 0 waits in vain for a group of two; then all meet."""
+    world.barrier("all to be here")
+    world.close()
+    if world.rank == 0:
+        try:
+            World.join(world.store, 0, 2, timeout=0.5, generation=1)
+        except WaitTimeout:
+            pass
+    again = World.join(world.store, world.rank, world.size, timeout=10, generation=2)
+    try:
+        return again.sum(torch.ones(1), "the sum").tolist()
+    finally:
+        again.close()
+
+
 def one_is_late(world: World, what: str) -> list[str]:
     """Rank 1 stays away from what rank 0 waits for."""
     impatient = _again(world, 2, 20 if what == "gone" else 1.5)
