@@ -100,10 +100,21 @@ def balanced(world: World, pairs: int, steps: int, blocks: int, hidden: int, seq
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     result = run_ranks(
-        "benchmarks.freezing:balanced", 2, pairs=options.pairs, steps=options.steps, blocks=12, hidden=256, sequence=128, microbatches=8
+        "benchmarks.freezing:balanced",
+        2,
+        pairs=options.pairs,
+        steps=options.steps,
+        blocks=12,
+        hidden=256,
+        sequence=128,
+        microbatches=options.microbatches,
     )
     return result | {"share_of_ideal": (result["speedup"] - 1) / (result["ideal"] - 1)}
 
 
 if __name__ == "__main__":
-    main(__doc__ or "", measure, [("pairs", 5, "alternating pairs"), ("steps", 4, "counted steps on each side of a pair")])
+    main(
+        __doc__ or "",
+        measure,
+        [("pairs", 5, "alternating pairs"), ("steps", 4, "counted steps on each side of a pair"), ("microbatches", 16, "of a step")],
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import time
 
@@ -31,10 +32,8 @@ def after_a_failed_meeting(world: World) -> list[float]:
     world.barrier("all to be here")
     world.close()
     if world.rank == 0:
-        try:
+        with contextlib.suppress(WaitTimeout):
             World.join(world.store, 0, 2, timeout=0.5, generation=1)
-        except WaitTimeout:
-            pass
     again = World.join(world.store, world.rank, world.size, timeout=10, generation=2)
     try:
         return again.sum(torch.ones(1), "the sum").tolist()
