@@ -76,6 +76,7 @@ def execute(
     for step in range(2):
         inputs = torch.randint(11, (microbatches, 4), generator=random)
         outcome = executor.run(step, inputs, inputs.flip(0))
+        assert not any(loss.requires_grad for loss in outcome.losses), "a loss keeps its graph, and what that has not saved"
         losses.append(mean_loss(outcome.losses))
         ahead += sum((a.kind, b.kind) == (WAIT, "W") for a, b in pairwise(outcome.slices))
     executor.close()
