@@ -52,7 +52,7 @@ from dynmo.models.model import Model, load_model
 from dynmo.runtime.world import World
 from dynmo.trainer import Trainer
 
-RANKS, MICROBATCHES = 2, 8
+RANKS, MICROBATCHES = 2, 16
 LEAST_IDEAL = 1.03
 CASES = ("freezing", "autofreeze", "egeria", "pruning", "sparse_attention")
 TECHNIQUE = ("uniform", "parameters", "dynmo")  # the same numbers
@@ -68,7 +68,7 @@ def settings(case: str, steps: int, sizes: dict[str, int] | None = None) -> dict
     if case == "pruning":
         model |= {"blocks": 6, "sequence": 256}
     if case == "sparse_attention":
-        model |= {"blocks": 6, "hidden": 64, "heads": 2, "sequence": 1024}
+        model |= {"blocks": 6, "hidden": 64, "heads": 2, "sequence": 2048}
     model |= sizes or {}
     most = model["blocks"] + 1  # of the 2 blocks + 2 layers
     tenth, half = steps // 10, steps // 2
