@@ -45,6 +45,11 @@ class LayerCost:
         """What is there whatever runs, counted as if it all stayed from step to step."""
         return self.weight_bytes + self.gradient_bytes + self.optimizer_bytes + self.copy_bytes
 
+    @property
+    def moved_bytes(self) -> int:
+        """What travels when the layer changes ranks: between steps there are neither gradients nor copies."""
+        return self.weight_bytes + self.optimizer_bytes
+
 
 @dataclass(frozen=True)
 class StageCost:

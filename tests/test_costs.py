@@ -51,9 +51,10 @@ def test_every_layer_has_its_place() -> None:
 
 
 def test_a_layer() -> None:
-    layer = LayerCost(1, 2, 3, weight_bytes=10, gradient_bytes=20, optimizer_bytes=30, activation_bytes=5)
+    layer = LayerCost(1, 2, 3, weight_bytes=10, gradient_bytes=20, optimizer_bytes=30, activation_bytes=5, copy_bytes=40)
     assert layer.seconds == 6
-    assert layer.static_bytes == 60
+    assert layer.static_bytes == 100
+    assert layer.moved_bytes == 40, "weights and the optimizer's state: between steps there is nothing else"
 
 
 def test_a_link_is_a_line() -> None:

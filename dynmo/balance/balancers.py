@@ -101,7 +101,7 @@ def _exact(request: BalanceRequest) -> Partition:
     if request.several:
         found = chunked(request.weights, request.several, memory=request.memory, current=request.current, speeds=request.speeds)
         return found.partition
-    sizes = [layer.static_bytes for layer in request.layers]
+    sizes = [layer.moved_bytes for layer in request.layers]
     return exact(
         request.weights,
         request.current.ranks,

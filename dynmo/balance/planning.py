@@ -132,7 +132,7 @@ class Plan:
 
     @property
     def moved_bytes(self) -> int:
-        return sum(self.job.profile.layers[move.layer].static_bytes for move in self.moves)
+        return sum(self.job.profile.layers[move.layer].moved_bytes for move in self.moves)
 
 
 def plan(job: Job) -> Plan:

@@ -88,7 +88,7 @@ def _as_now(request: MeshRequest, current: Mesh, partition: Partition) -> MeshPl
 def largest_arrival(layers: Sequence[LayerCost], old: Mesh, old_partition: Partition, new: Mesh, new_partition: Partition) -> int:
     """Bytes that the rank that must get most must get: what its new stages hold and its old ones did not."""
     return max(
-        sum(layers[i].static_bytes for i in _held(new, new_partition, rank) - _held(old, old_partition, rank)) for rank in range(new.gpus)
+        sum(layers[i].moved_bytes for i in _held(new, new_partition, rank) - _held(old, old_partition, rank)) for rank in range(new.gpus)
     )
 
 

@@ -144,7 +144,7 @@ class _Search:
         self.current, self.whole, self.ties_only = current, objective is Objective.MAKESPAN, ties_only
         self.stages, self.ranks, self.rates = len(placement), max(placement) + 1, speeds
         self.speeds = None if speeds is None else [speeds[rank] for rank in placement]
-        sizes = [layer.static_bytes for layer in layers]
+        sizes = [layer.moved_bytes for layer in layers]
         self.sizes = sizes if any(sizes) else [1] * len(sizes)
         self.size_sums = [0, *accumulate(self.sizes)]
         # What the replay reads: sums of F, B, W before each layer, on each stage's rank; and each link's time wherever a stage may stop.

@@ -285,7 +285,7 @@ class _Replay:
         rate, layers = self.workload.policy.seconds_per_byte, plan.job.profile.layers
         if rate is not None:
             return rate * plan.moved_bytes
-        return math.fsum(self.workload.link.seconds(layers[move.layer].static_bytes) for move in plan.moves)
+        return math.fsum(self.workload.link.seconds(layers[move.layer].moved_bytes) for move in plan.moves)
 
     # -- how long a step takes -------------------------------------------------------------------------------------------------------
 

@@ -121,7 +121,7 @@ def test_moves_are_between_ranks() -> None:
     made = plan(Job(known, 2, 4, "1f1b", balancer="uniform"))
     assert made.partition.counts == (3, 3)
     assert [tuple(move) for move in made.moves] == [(3, 0, 1)]
-    assert made.moved_bytes == 1600
+    assert made.moved_bytes == 1200, "a layer's weights and the optimizer's state; its gradients are gone between steps"
     # Another number of stages than the file's: from the even placement, where nothing has to move.
     assert plan(Job(known, 3, 4, "1f1b", balancer="uniform")).moves == ()
 

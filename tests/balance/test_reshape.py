@@ -51,7 +51,7 @@ def test_more_layers_on_fewer_stages_are_balanced_where_memory_allows():
     current, partition = Mesh(4, 1, 16, 1, "zb-h1"), Partition((2, 2, 2, 2))
     roomy = reshape(MeshRequest(given, 4, 16, (1,), ("zb-h1",), memory_limit=160), current, partition, horizon_steps=100)
     assert (roomy.plan.mesh.pipeline, roomy.plan.mesh.replicas) == (2, 2)
-    assert roomy.moved_bytes == 80, "two layers of 40 bytes: the copies of a stage are neighbours"
+    assert roomy.moved_bytes == 60, "two layers of 30 bytes: the copies of a stage are neighbours"
     tight = reshape(MeshRequest(given, 4, 16, (1,), ("zb-h1",), memory_limit=120), current, partition, horizon_steps=100)
     assert tight.plan.mesh.pipeline == 4
     assert tight.plan.seconds > roomy.plan.seconds

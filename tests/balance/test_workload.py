@@ -43,9 +43,9 @@ def test_what_a_policy_brings() -> None:
     assert [x.seconds for x in outcome.policy] == [x.seconds for x in outcome.static[:15]] + [seconds(1, move.target)] * 25
     assert seconds(1, move.target) < seconds(1, (4, 4, 4))
     assert outcome.partitions == ((4, 4, 4),) * 15 + (move.target,) * 25
-    # 400 bytes a layer over a link, one after another.
-    assert move.moved_bytes == 400 * move.layers
-    assert move.seconds == pytest.approx(move.layers * (0.5 + 0.4))
+    # 300 bytes a layer (weights and moments) over a link, one after another.
+    assert move.moved_bytes == 300 * move.layers
+    assert move.seconds == pytest.approx(move.layers * (0.5 + 0.3))
     assert outcome.seconds == pytest.approx(sum(x.seconds for x in outcome.policy) + move.seconds)
     first, second = outcome.phases
     assert (first.first, first.last, second.first, second.last) == (0, 9, 10, 39)
