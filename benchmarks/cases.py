@@ -39,8 +39,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from benchmarks.cost_traces import best, timeline
 from benchmarks.harness import machine, run_ranks
-from benchmarks.traces import best, timeline
 from dynmo.api import Pipeline, StepResult
 from dynmo.balance.baselines import deepspeed_balanced
 from dynmo.balance.partition import Partition, uniform

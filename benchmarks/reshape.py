@@ -23,8 +23,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from benchmarks.cost_traces import Layers, bottleneck, in_blocks, in_halves, name_of, perfect, timeline, trace
 from benchmarks.harness import machine, save_picture
-from benchmarks.traces import Layers, bottleneck, in_blocks, in_halves, name_of, perfect, timeline, trace
 from dynmo.balance.mesh import Mesh, MeshPlan, MeshRequest, search
 from dynmo.balance.partition import exact, uniform
 from dynmo.balance.reshape import reshape

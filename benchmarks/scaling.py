@@ -8,7 +8,7 @@ vertical      hash-sparse attention, table 1: so many blocks on 2, 4, 8 ranks, t
 equal_memory  Zero Bubble's rebuttal: ZB-2p against 1F1B and ZB-1p that get the same memory by microbatches of twice the size. Costs of
               table 5; twice the size is taken to cost twice the time, which is kinder to ZB-2p than a GPU that does better on more. The
               published gain over 1F1B at twice the size is 14 % on average (4 to 22 %)
-emulated      (--emulated) the moment 18 of the same traces on real processes whose layers sleep: see `benchmarks.traces`
+emulated      (--emulated) the moment 18 of the same traces on real processes whose layers sleep: see `benchmarks.traces_emulated`
 
 Static and balanced are mean simulated makespans of ZB-H1; decisions are free and know each moment's costs.
 """
@@ -23,8 +23,9 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
+from benchmarks.cost_traces import best, in_blocks, perfect, timeline, trace
 from benchmarks.harness import machine, run_ranks, save_picture
-from benchmarks.traces import best, emulated_table, in_blocks, perfect, timeline, trace
+from benchmarks.traces_emulated import emulated_table
 from dynmo.balance.partition import exact, uniform
 from dynmo.costs import Costs, StageCost, uniform_costs
 from dynmo.schedule.auto import automatic
@@ -145,7 +146,7 @@ def measure(stride: int) -> dict[str, Any]:
 def emulated(ranks: Sequence[int]) -> dict[str, Any]:
     argument: dict[str, Any] = {"case": "pruning", "sequence": 2048, "moment": 18, "pairs": 3, "steps": 2}
     sizes = {n: blocks for blocks, n in WEAK}
-    return {"emulated": [run_ranks("benchmarks.traces:emulated", n, blocks=sizes[n], **argument) for n in ranks]}
+    return {"emulated": [run_ranks("benchmarks.traces_emulated:emulated", n, blocks=sizes[n], **argument) for n in ranks]}
 
 
 def tables(result: dict[str, Any]) -> dict[str, str]:

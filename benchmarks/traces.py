@@ -21,109 +21,22 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import random
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
-from statistics import median
 from typing import Any
 
+from benchmarks.cost_traces import CASES, Layers, best, bottleneck, dense, in_blocks, in_halves, name_of, perfect, timeline, trace
 from benchmarks.harness import machine, run_ranks, save_picture
+from benchmarks.traces_emulated import emulated_table
 from dynmo.balance.diffusion import diffuse
 from dynmo.balance.partition import Cost, Partition, exact, uniform, weigh
-from dynmo.balance.placed import by_name, pipeline_costs
-from dynmo.balance.schedule_aware import search
 from dynmo.balance.workload import Policy, Workload, replay
-from dynmo.costs import Costs, LayerCost, StageCost
-from dynmo.runtime.world import World
-from dynmo.schedule.bound import Objective
-from dynmo.simulator import Timeline, simulate
 
-TRACES = Path(__file__).parent / "data" / "traces"
-CASES = (("freezing", 2048), ("pruning", 2048), ("sparse_attention", 2048), ("sparse_attention", 32768))
 BLOCKS = (24, 32, 40, 48)
 RANKS = (16, 24)
 PUBLISHED = {"freezing": "2.23", "pruning": "3.18", "sparse_attention": "2.71 to 4.02"}
 EVERY, STEPS = 5, 50  # a decision, a moment
-HIDDEN = 1024
-
-Layers = tuple[LayerCost, ...]
-
-
-# -- the traces ------------------------------------------------------------------------------------------------------------------
-
-
-@cache
-def trace(case: str, blocks: int, sequence: int) -> tuple[Layers, ...]:
-    """Every moment's halves. parameters: those that train and are not pruned."""
-    data = json.loads((TRACES / f"{case}-{blocks}-{sequence}.json").read_text())
-    densities = pruned(blocks, sequence, data["seed"], len(data["f"])) if case == "pruning" else None
-    moments: list[Layers] = []
-    for moment, rows in enumerate(zip(data["f"], data["b"], data["w"], strict=True)):
-        layers: list[LayerCost] = []
-        for layer, (f, b, w) in enumerate(zip(*rows, strict=True)):
-            whole = (8 if layer % 2 else 4) * HIDDEN**2
-            left = 1.0 if densities is None else densities[moment][layer]
-            layers.append(LayerCost(f, b, w, parameters=round(whole * left) if w else 0))
-        moments.append(tuple(layers))
-    return tuple(moments)
-
-
-def pruned(blocks: int, sequence: int, seed: int, moments: int) -> list[list[float]]:
-    """The share of weights that the trace's own model leaves in each half: normal weights of layers that differ in scale, cut at one
-    magnitude over all so that 0, 52, 79, 90 % are gone."""
-    draw = random.Random(f"{seed} pruning {blocks} {sequence}")
-    scales = [math.exp(draw.gauss(0, 0.35)) for _ in range(2 * blocks)]
-    shares = [1 / 3 / blocks, 2 / 3 / blocks] * blocks
-    out: list[list[float]] = []
-    for moment in range(moments):
-        wanted = (0.0, 0.52, 0.79, 0.90)[4 * moment // moments]
-        low, high = 0.0, 50.0
-        for _ in range(80):
-            cut = (low + high) / 2
-            gone = sum(share * math.erf(cut / scale / math.sqrt(2)) for share, scale in zip(shares, scales, strict=True))
-            low, high = (cut, high) if gone < wanted else (low, cut)
-        out.append([1 - math.erf(low / scale / math.sqrt(2)) for scale in scales])
-    return out
-
-
-def dense(blocks: int, sequence: int) -> Layers:
-    """F = 2P + A, B = 2P + 2A, W = 2P, in units of a block's F (ALGORITHMS.md, section 2)."""
-    linear, attention = 24 * HIDDEN**2, 2 * sequence * HIDDEN
-    unit = linear + attention
-    first, second, a = linear / 3 / unit, 2 * linear / 3 / unit, attention / unit
-    pair = LayerCost(first + a, first + 2 * a, first, 4 * HIDDEN**2), LayerCost(second, second, second, 8 * HIDDEN**2)
-    return pair * blocks
-
-
-def in_blocks(layers: Sequence[LayerCost]) -> Layers:
-    pairs = zip(layers[::2], layers[1::2], strict=True)
-    return tuple(LayerCost(a.f + b.f, a.b + b.b, a.w + b.w, a.parameters + b.parameters) for a, b in pairs)
-
-
-def in_halves(placement: Partition) -> Partition:
-    """Of whole blocks."""
-    return Partition(tuple(2 * count for count in placement.counts))
-
-
-# -- placements ------------------------------------------------------------------------------------------------------------------
-
-
-def timeline(layers: Layers, placement: Partition, microbatches: int) -> Timeline:
-    costs = pipeline_costs(layers, placement)
-    return simulate(by_name("zb-h1", microbatches)(costs), costs)
-
-
-def perfect(layers: Layers, ranks: int, microbatches: int) -> Timeline:
-    f, b, w = (math.fsum(getattr(x, key) for x in layers) / ranks for key in "fbw")
-    costs = Costs((StageCost(f, b, w),) * ranks, (0.0,) * (ranks - 1))
-    return simulate(by_name("zb-h1", microbatches)(costs), costs)
-
-
-def best(layers: Layers, ranks: int, microbatches: int, current: Partition | None = None) -> Partition:
-    make = by_name("zb-h1", microbatches)
-    return search(layers, ranks, make=make, objective=Objective.MAKESPAN, current=current).partition
 
 
 def static(cost: Cost, moments: Sequence[Layers], ranks: int) -> list[Partition]:
@@ -211,11 +124,6 @@ def row(case: str, sequence: int, blocks: int, ranks: int, stride: int = 1) -> d
     }
 
 
-def bottleneck(layers: Layers, placement: Partition) -> float:
-    """The busiest rank's time for one microbatch."""
-    return max(math.fsum(layers[i].seconds for i in placement.range_of(rank)) for rank in range(placement.ranks))
-
-
 # -- idleness --------------------------------------------------------------------------------------------------------------------
 
 
@@ -244,10 +152,6 @@ def idleness(blocks: int, ranks: int) -> dict[str, Any]:
     return out
 
 
-def name_of(case: str, sequence: int) -> str:
-    return case.replace("_", " ") + (f", {sequence // 1024}k tokens" if case == "sparse_attention" else "")
-
-
 def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
     import matplotlib as mpl
 
@@ -270,83 +174,6 @@ def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
     axes[0].set_ylabel(f"idle on {rows[0]['ranks']} ranks, % of a step")
     axes[0].legend(frameon=False)
     save_picture(figure, path)
-
-
-# -- emulated ranks --------------------------------------------------------------------------------------------------------------
-
-MOMENT = 18  # of 24
-SHORTEST = 0.01  # seconds that the shortest op of any stage sleeps: under that, waking up and the interpreter would count
-
-
-def emulate(world: World, cases: Sequence[tuple[str, int]], pairs: int, steps: int) -> list[dict[str, Any]]:
-    """Runs on each rank."""
-    return [emulated(world, case, sequence, 48, MOMENT, pairs, steps) for case, sequence in cases]
-
-
-def emulated(
-    world: World, case: str, sequence: int, blocks: int, moment: int, pairs: int, steps: int, shortest: float = SHORTEST, size: int = 1024
-) -> dict[str, Any]:
-    """Runs on each rank: the uniform placement and ours in turn, on layers that sleep in proportion to the trace. size: floats of a
-    message."""
-    import time
-
-    import torch
-
-    from dynmo.api import Pipeline
-    from dynmo.models.emulated import make_layers
-
-    ranks, microbatches = world.size, 2 * world.size
-    layers = trace(case, blocks, sequence)[moment]
-    frozen = next((i for i, x in enumerate(layers) if x.b or x.w), 0)
-    full = dense(blocks, sequence)
-    # A frozen layer sleeps in B and W no more, because it is frozen.
-    slept = tuple(replace(x, b=y.b, w=y.w) if i < frozen else x for i, (x, y) in enumerate(zip(layers, full, strict=True)))
-    even = in_halves(uniform(blocks, ranks))
-    target = best(layers, ranks, microbatches, even)
-    stages = [stage for placement in (even, target) for stage in pipeline_costs(layers, placement).stages]
-    ops = [seconds for stage in stages for seconds in (stage.f, stage.b, stage.w) if seconds]
-    unit = shortest / min(ops)  # seconds of a dense block's F
-    model = make_layers(*([unit * getattr(x, key) for x in slept] for key in "fbw"), size=size)
-    pipeline = Pipeline(world, model, even, schedule="zb-h1", microbatches=microbatches)
-    pipeline.freeze(range(frozen))
-    data = torch.zeros(microbatches, 1, dtype=torch.int64)
-    times: dict[Partition, list[float]] = {even: [], target: []}
-    idle: dict[Partition, list[float]] = {even: [], target: []}
-    counter = 0
-    for _ in range(pairs):
-        for placement, taken in times.items():
-            pipeline.move(placement)
-            for turn in range(steps + 1):
-                world.barrier("the step to start")
-                start = time.perf_counter()
-                result = pipeline.step(counter, data, data, lr=0.0)
-                counter += 1
-                if turn:  # the first step after a move opens channels
-                    taken.append(pipeline.largest(time.perf_counter() - start))
-                    idle[placement].append(result.idle_ratio)
-    pipeline.changed(())  # closes its channels
-    simulated = [timeline(layers, placement, microbatches) for placement in (even, target)]
-    expected = [unit * found.makespan for found in simulated]
-    uniform_seconds, our_seconds = (median(times[x]) for x in (even, target))
-    return {
-        "case": case,
-        "sequence": sequence,
-        "blocks": blocks,
-        "ranks": ranks,
-        "microbatches": microbatches,
-        "moment": moment,
-        "frozen_layers": frozen,
-        "uniform_seconds": uniform_seconds,
-        "our_seconds": our_seconds,
-        "gain": uniform_seconds / our_seconds,
-        "simulated_seconds": expected,
-        "simulated_gain": expected[0] / expected[1],
-        "share_of_simulated_gain": (uniform_seconds / our_seconds - 1) / (expected[0] / expected[1] - 1),
-        "op_seconds": {"least": unit * min(ops), "median": unit * median(ops)},
-        "idle_ratio": [median(idle[x]) for x in (even, target)],
-        "simulated_idle_ratio": [found.idle_ratio for found in simulated],
-        "layers": [list(even.counts), list(target.counts)],
-    }
 
 
 # -- telling ---------------------------------------------------------------------------------------------------------------------
@@ -380,25 +207,12 @@ def summary(rows: Sequence[dict[str, Any]], ranks: int = 24) -> str:
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 
 
-def emulated_table(rows: Sequence[dict[str, Any]]) -> str:
-    """In Markdown, as docs/cases.md shows it: measured beside simulated."""
-    head = ["emulated", "ranks", "blocks", "even, s", "simulated", "balanced, s", "simulated", "gain", "simulated", "idle", "simulated"]
-    lines = [head, ["---", *["---:"] * (len(head) - 1)]]
-    for x in rows:
-        times = zip((x["uniform_seconds"], x["our_seconds"]), x["simulated_seconds"], strict=True)
-        idle = [" to ".join(f"{value:.0%}" for value in x[key]) for key in ("idle_ratio", "simulated_idle_ratio")]
-        start = [name_of(x["case"], x["sequence"]), str(x["ranks"]), str(x["blocks"])]
-        seconds = [f"{value:.2f}" for pair in times for value in pair]
-        lines.append([*start, *seconds, f"{x['gain']:.2f}", f"{x['simulated_gain']:.2f}", *idle])
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
-
-
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     if options.emulated:
         # At 2k tokens sparse attention leaves next to nothing to balance.
         cases = [case for case in CASES[: options.cases] if case != ("sparse_attention", 2048)]
         given = {"cases": cases, "pairs": options.pairs, "steps": 2}
-        return {"emulated": [row for ranks in options.ranks for row in run_ranks("benchmarks.traces:emulate", ranks, **given)]}
+        return {"emulated": [row for ranks in options.ranks for row in run_ranks("benchmarks.traces_emulated:emulate", ranks, **given)]}
     cases = CASES[: options.cases]
     rows = [row(case, sequence, blocks, ranks) for case, sequence in cases for blocks in options.blocks for ranks in RANKS]
     by_time = [max(x["gain"]["partition, time"], x["gain"]["diffusion, time"]) for x in rows]

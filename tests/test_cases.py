@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from benchmarks.cases import CASES, MICROBATCHES, judge, model_of, phases, placed_by_parameters, settings, share, sides, simulated, table
-from benchmarks.traces import timeline
+from benchmarks.cost_traces import timeline
 from dynmo.balance.partition import Partition
 from dynmo.config import parse
 from dynmo.costs import LayerCost

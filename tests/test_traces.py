@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.traces import CASES, dense, emulated_table, in_blocks, pruned, row, summary, trace
+from benchmarks.cost_traces import CASES, dense, in_blocks, pruned, trace
+from benchmarks.traces import row, summary
+from benchmarks.traces_emulated import emulated_table
 from tests.pool import Pool
 
 ROOT = Path(__file__).parents[1]
@@ -48,7 +50,7 @@ def test_ours_is_near_the_optimum_and_no_less_than_the_usual(case: str, sequence
 def test_emulated_ranks_in_small(pool: Pool) -> None:
     """Two ranks of a few long ops: a moment with a frozen prefix, measured beside the simulator's."""
     given = {"case": "freezing", "sequence": 2048, "blocks": 24, "moment": 18, "shortest": 0.003, "pairs": 1, "steps": 1, "size": 16}
-    found = pool.run("benchmarks.traces:emulated", 2, **given)[0]
+    found = pool.run("benchmarks.traces_emulated:emulated", 2, **given)[0]
     assert found["frozen_layers"] > 0
     assert found["layers"][0] == [24, 24]
     assert found["layers"][1][0] > 24, "the rank that holds the frozen layers takes more"

@@ -1,0 +1,110 @@
+"""The fixed cost traces that several benchmarks replay, and how they are placed and timed in the simulator: ZB-H1, no link times.
+
+Each trace (benchmarks/data/traces) is a model of cost, per half block, at 24 moments of a training run.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+
+from dynmo.balance.partition import Partition
+from dynmo.balance.placed import by_name, pipeline_costs
+from dynmo.balance.schedule_aware import search
+from dynmo.costs import Costs, LayerCost, StageCost
+from dynmo.schedule.bound import Objective
+from dynmo.simulator import Timeline, simulate
+
+TRACES = Path(__file__).parent / "data" / "traces"
+CASES = (("freezing", 2048), ("pruning", 2048), ("sparse_attention", 2048), ("sparse_attention", 32768))
+HIDDEN = 1024
+
+Layers = tuple[LayerCost, ...]
+
+
+def name_of(case: str, sequence: int) -> str:
+    return case.replace("_", " ") + (f", {sequence // 1024}k tokens" if case == "sparse_attention" else "")
+
+
+# -- the traces ------------------------------------------------------------------------------------------------------------------
+
+
+@cache
+def trace(case: str, blocks: int, sequence: int) -> tuple[Layers, ...]:
+    """Every moment's halves. parameters: those that train and are not pruned."""
+    data = json.loads((TRACES / f"{case}-{blocks}-{sequence}.json").read_text())
+    densities = pruned(blocks, sequence, data["seed"], len(data["f"])) if case == "pruning" else None
+    moments: list[Layers] = []
+    for moment, rows in enumerate(zip(data["f"], data["b"], data["w"], strict=True)):
+        layers: list[LayerCost] = []
+        for layer, (f, b, w) in enumerate(zip(*rows, strict=True)):
+            whole = (8 if layer % 2 else 4) * HIDDEN**2
+            left = 1.0 if densities is None else densities[moment][layer]
+            layers.append(LayerCost(f, b, w, parameters=round(whole * left) if w else 0))
+        moments.append(tuple(layers))
+    return tuple(moments)
+
+
+def pruned(blocks: int, sequence: int, seed: int, moments: int) -> list[list[float]]:
+    """The share of weights that the trace's own model leaves in each half: normal weights of layers that differ in scale, cut at one
+    magnitude over all so that 0, 52, 79, 90 % are gone."""
+    draw = random.Random(f"{seed} pruning {blocks} {sequence}")
+    scales = [math.exp(draw.gauss(0, 0.35)) for _ in range(2 * blocks)]
+    shares = [1 / 3 / blocks, 2 / 3 / blocks] * blocks
+    out: list[list[float]] = []
+    for moment in range(moments):
+        wanted = (0.0, 0.52, 0.79, 0.90)[4 * moment // moments]
+        low, high = 0.0, 50.0
+        for _ in range(80):
+            cut = (low + high) / 2
+            gone = sum(share * math.erf(cut / scale / math.sqrt(2)) for share, scale in zip(shares, scales, strict=True))
+            low, high = (cut, high) if gone < wanted else (low, cut)
+        out.append([1 - math.erf(low / scale / math.sqrt(2)) for scale in scales])
+    return out
+
+
+def dense(blocks: int, sequence: int) -> Layers:
+    """F = 2P + A, B = 2P + 2A, W = 2P, in units of a block's F (ALGORITHMS.md, section 2)."""
+    linear, attention = 24 * HIDDEN**2, 2 * sequence * HIDDEN
+    unit = linear + attention
+    first, second, a = linear / 3 / unit, 2 * linear / 3 / unit, attention / unit
+    pair = LayerCost(first + a, first + 2 * a, first, 4 * HIDDEN**2), LayerCost(second, second, second, 8 * HIDDEN**2)
+    return pair * blocks
+
+
+def in_blocks(layers: Sequence[LayerCost]) -> Layers:
+    pairs = zip(layers[::2], layers[1::2], strict=True)
+    return tuple(LayerCost(a.f + b.f, a.b + b.b, a.w + b.w, a.parameters + b.parameters) for a, b in pairs)
+
+
+def in_halves(placement: Partition) -> Partition:
+    """Of whole blocks."""
+    return Partition(tuple(2 * count for count in placement.counts))
+
+
+# -- placements ------------------------------------------------------------------------------------------------------------------
+
+
+def timeline(layers: Layers, placement: Partition, microbatches: int) -> Timeline:
+    costs = pipeline_costs(layers, placement)
+    return simulate(by_name("zb-h1", microbatches)(costs), costs)
+
+
+def perfect(layers: Layers, ranks: int, microbatches: int) -> Timeline:
+    f, b, w = (math.fsum(getattr(x, key) for x in layers) / ranks for key in "fbw")
+    costs = Costs((StageCost(f, b, w),) * ranks, (0.0,) * (ranks - 1))
+    return simulate(by_name("zb-h1", microbatches)(costs), costs)
+
+
+def best(layers: Layers, ranks: int, microbatches: int, current: Partition | None = None) -> Partition:
+    make = by_name("zb-h1", microbatches)
+    return search(layers, ranks, make=make, objective=Objective.MAKESPAN, current=current).partition
+
+
+def bottleneck(layers: Layers, placement: Partition) -> float:
+    """The busiest rank's time for one microbatch."""
+    return max(math.fsum(layers[i].seconds for i in placement.range_of(rank)) for rank in range(placement.ranks))
