@@ -5,15 +5,20 @@
 
 Each layer's gradients are cut into a share per replica. A share goes to its replica, which adds what comes from all of them as a fixed tree
 (`slots.py`), in the order of replicas: no all-reduce, whose order of sums is its own. Then the sums go back to everyone; or with ZeRO-1
-they stay, the optimizer updates its share of the parameters, and these go to everyone.
+they stay, the optimizer updates its share of the parameters, and these go to everyone. What is on its way at once is a bucket: a part of
+every share, so that a large layer needs no more memory for its reduction than a small one.
+
+    shares of 2 replicas   | 0 0 0 0 0 | 1 1 1 1 1 |
+    buckets                | a a b b c | a a b b c |
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +29,9 @@ from dynmo.runtime.optimizer import NORM_BLOCK, Share, block_sums, cut, fold_blo
 from dynmo.runtime.p2p import Worker
 from dynmo.runtime.slots import Tree
 from dynmo.runtime.world import World
+
+BUCKET = 32 << 20
+"""Bytes of all replicas' parts of a bucket. While it is on its way, a rank holds up to three times as many beside the gradients."""
 
 
 @dataclass(frozen=True)
@@ -102,29 +110,14 @@ class Reducer:
         self._worker.close()
 
 
-def reduce_gradients(peers: World, layer: int, shares: Sequence[Shared], everywhere: bool) -> Callable[[], None]:
+def reduce_gradients(peers: World, layer: int, shares: Sequence[Shared], everywhere: bool, bucket: int = BUCKET) -> Callable[[], None]:
     """Sums one layer's gradients over the peers, in place. everywhere: on all of them, else each its own share, and the rest is left as is.
 
     Returns what is left to do: a gradient that nobody had is to be None again.
     """
     missing: list[tuple[nn.Parameter, Tensor]] = []
-    what = f"the gradients of layer {layer}"
-    for group in _by_dtype(shares):
-        absent = [s.parameter.grad is None for s in group]
-        flats = [_flat_gradient(s.parameter) for s in group]
-        flags = torch.tensor([not x for x in absent], dtype=flats[0].dtype, device=flats[0].device)
-        parts = [torch.cat([*_pieces(group, flats, replica), flags]) for replica in range(peers.size)]
-        tree = Tree()
-        for replica, row in enumerate(peers.exchange(parts, [parts[peers.rank].numel()] * peers.size, what)):
-            tree.put(replica, row)
-        total = tree.total(peers.size)
-        assert total is not None
-        sums, present = total.split([total.numel() - len(group), len(group)])
-        if everywhere:
-            gather_shares(peers, group, flats, sums, what)
-        else:
-            _write(group, flats, peers.rank, sums)
-        missing += [(s.parameter, present[i]) for i, s in enumerate(group) if absent[i]]
+    for group in buckets(shares, bucket):
+        missing += _reduce(peers, group, everywhere, f"the gradients of layer {layer}")
 
     def settle() -> None:
         for parameter, present in missing:
@@ -134,9 +127,30 @@ def reduce_gradients(peers: World, layer: int, shares: Sequence[Shared], everywh
     return settle
 
 
-def gather_parameters(peers: World, layer: int, shares: Sequence[Shared]) -> None:
+def _reduce(peers: World, group: Sequence[Shared], everywhere: bool, what: str) -> list[tuple[nn.Parameter, Tensor]]:
+    """One bucket. Returns the parameters that had no gradient here, and whether anyone had."""
+    absent = [s.parameter.grad is None for s in group]
+    flats = [_flat_gradient(s.parameter) for s in group]
+    flags = torch.tensor([not x for x in absent], dtype=flats[0].dtype, device=flats[0].device)
+    parts = [torch.cat([*_pieces(group, flats, replica), flags]) for replica in range(peers.size)]
+    rows = peers.exchange(parts, [parts[peers.rank].numel()] * peers.size, what)
+    del parts
+    tree = Tree()
+    for replica, row in enumerate(rows):
+        tree.put(replica, row)
+    total = tree.total(peers.size)
+    assert total is not None
+    sums, present = total.split([total.numel() - len(group), len(group)])
+    if everywhere:
+        gather_shares(peers, group, flats, sums, what)
+    else:
+        _write(group, flats, peers.rank, sums)
+    return [(s.parameter, present[i].clone()) for i, s in enumerate(group) if absent[i]]
+
+
+def gather_parameters(peers: World, layer: int, shares: Sequence[Shared], bucket: int = BUCKET) -> None:
     """Every replica's share of one layer's parameters, on all replicas."""
-    for group in _by_dtype(s for s in shares if s.owned):
+    for group in buckets([s for s in shares if s.owned], bucket):
         flats = [s.parameter.detach().view(-1) for s in group]
         gather_shares(peers, group, flats, torch.cat(_pieces(group, flats, peers.rank)), f"the parameters of layer {layer}")
 
@@ -168,13 +182,27 @@ def _blocks(shared: Shared) -> int:
     return 0 if shared.parameter.grad is None else -(-shared.parameter.numel() // NORM_BLOCK)
 
 
-def _by_dtype(shares: Iterable[Shared]) -> list[list[Shared]]:
-    """Those that train, in groups of one dtype."""
+def buckets(shares: Iterable[Shared], size: int) -> Iterator[list[Shared]]:
+    """Those that train, in groups of one dtype, each cut into buckets of up to so many bytes: what they have of every share."""
     groups: dict[torch.dtype, list[Shared]] = {}
     for s in shares:
         if s.parameter.requires_grad:
             groups.setdefault(s.parameter.dtype, []).append(s)
-    return list(groups.values())
+    for dtype, group in groups.items():
+        replicas = len(group[0].ranges)
+        # Where each parameter's part begins in a share; and behind them all, how long the share is.
+        starts = [[0, *accumulate(high - low for low, high in (s.ranges[i] for s in group))] for i in range(replicas)]
+        step = max(1, size // max(4, dtype.itemsize) // replicas)  # gradients are float32 where parameters are less
+        for first in range(0, max(1, *(share[-1] for share in starts)), step):
+            bucket: list[Shared] = []
+            for k, s in enumerate(group):
+                ranges: list[tuple[int, int]] = []
+                for (low, high), share in zip(s.ranges, starts, strict=True):
+                    begin = low + first - share[k]
+                    ranges.append((min(high, max(low, begin)), max(low, min(high, begin + step))))
+                if any(high > low for low, high in ranges) or (first == 0 and not s.parameter.numel()):
+                    bucket.append(replace(s, ranges=tuple(ranges)))
+            yield bucket
 
 
 def _flat_gradient(parameter: nn.Parameter) -> Tensor:

@@ -81,7 +81,7 @@ def _gradients(module: nn.Module, replica: int) -> dict[str, Tensor]:
     return {name: g for name, g in made.items() if name not in left_out}
 
 
-def reduce(world: World, everywhere: bool) -> dict[str, Any]:
+def reduce(world: World, everywhere: bool, bucket: int) -> dict[str, Any]:
     """Against the tree of all replicas' gradients, made here: whole, or the own share; and the norm, and parameters gathered again."""
     here = arrange(world, world.size)
     module, count = _module(), here.replicas
@@ -98,7 +98,7 @@ def reduce(world: World, everywhere: bool) -> dict[str, Any]:
         if whole is not None:
             expected[name] = whole
     reducer = Reducer(here.peers)
-    reducer.submit(lambda: reduce_gradients(here.peers, 0, shares, everywhere))
+    reducer.submit(lambda: reduce_gradients(here.peers, 0, shares, everywhere, bucket))
     reducer.finish("the gradients")
     names = {id(p): name for name, p in module.named_parameters()}
     bad: list[str] = []
@@ -115,7 +115,7 @@ def reduce(world: World, everywhere: bool) -> dict[str, Any]:
     with torch.no_grad():
         for p in module.parameters():
             p.add_(here.replica)
-    gather_parameters(here.peers, 0, shares)
+    gather_parameters(here.peers, 0, shares, bucket)
     for s, own in zip(sorted(shares, key=lambda s: list(names).index(id(s.parameter))), mine, strict=True):
         for replica, (low, high) in enumerate(s.ranges):
             gathered = s.owned and s.parameter.requires_grad

@@ -6,6 +6,7 @@ import pytest
 
 from dynmo.errors import ConfigError
 from dynmo.runtime.mesh import arrange
+from dynmo.runtime.reduce import BUCKET
 from tests.pool import Pool
 from tests.runtime.alone import alone
 
@@ -51,10 +52,11 @@ def test_peers_that_do_not_reduce(pool: Pool) -> None:
     assert seconds < 6.5, "the collective's own limit, which knows more, comes before that of waiting for it"
 
 
+@pytest.mark.parametrize("bucket", [BUCKET, 20_000])
 @pytest.mark.parametrize("everywhere", [True, False])
 @pytest.mark.parametrize("replicas", [2, 3, 4])
-def test_reduction(pool: Pool, replicas: int, everywhere: bool) -> None:
-    for result in pool.run(JOBS + "reduce", replicas, everywhere=everywhere):
+def test_reduction(pool: Pool, replicas: int, everywhere: bool, bucket: int) -> None:
+    for result in pool.run(JOBS + "reduce", replicas, everywhere=everywhere, bucket=bucket):
         assert result["bad"] == []
         assert result["cut"], "no parameter was cut"
         assert result["norm"] == result["expected"]
