@@ -120,10 +120,10 @@ def test_a_move_that_is_soon_wrong_waits(pool: Pool) -> None:
 
 
 def test_auto_decides_when_something_happened(pool: Pool) -> None:
-    """It looks after five steps, where even layers stay, and three steps after the freezing. Then nothing drifts any more."""
+    """It looks after five steps, where even layers stay, and one step after the freezing. Then nothing drifts any more."""
     freezing = {"freezing": {"schedule": [[7, 4]]}}
     events = run(pool, balance={"every": "auto", "hysteresis": 0.05}, dynamism=freezing)
-    assert [(e["step"], e["from"], e["to"]) for e in of(events, "rebalance")] == [(10, [4, 4], [5, 3])]
+    assert [(e["step"], e["from"], e["to"]) for e in of(events, "rebalance")] == [(8, [4, 4], [5, 3])]
 
 
 def test_auto_sees_a_placement_that_was_never_good(pool: Pool) -> None:

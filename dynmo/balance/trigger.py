@@ -171,15 +171,17 @@ def worth_moving_through(
     return Decision(found.move, first, f"{found.reason}{until}")
 
 
-# Steps whose median is taken for what a placement brings, and steps after a change that are measured before anything is decided.
+# Steps whose median is taken for what a placement brings.
 _WINDOW = 5
-_SETTLE = 3
+# So many measured steps after a change it is time to look. A step is the median over its microbatches, so one says much; the look after it
+# was one by chance costs little, where it finds the same.
+_LOOKS = (1, 3)
 
 
 @final
 class Watch:
-    """Is it time to look whether moving pays? After some steps at first; some steps after the work changed; and when the imbalance of the
-    ranks' busy seconds, max / mean, has drifted by more than `drift` from what it was after the last decision.
+    """Is it time to look whether moving pays? After some steps at first; one step after the work changed, and again a few later; and when
+    the imbalance of the ranks' busy seconds, max / mean, has drifted by more than `drift` from what it was after the last decision.
 
     Fed with what all ranks know of a step, so all ranks find the same.
     """
@@ -189,31 +191,35 @@ class Watch:
         self._reference: float | None = None
         self._recent: deque[float] = deque(maxlen=_WINDOW)
         self._first = True
-        self._unsettled: int | None = None
+        # Since the work changed: steps that were measured, and after how many it is time to look.
+        self._measured = 0
+        self._looks: deque[int] = deque()
 
     def observe(self, busy: Sequence[float]) -> None:
         """After a step: each rank's busy seconds."""
         mean = math.fsum(busy) / len(busy)
         self._recent.append(max(busy) / mean if mean else 1.0)
-        if self._unsettled is not None:
-            self._unsettled -= 1
+        self._measured += 1
         if self._reference is None and len(self._recent) == _WINDOW:
             self._reference = median(self._recent)
 
     def changed(self) -> None:
         """The work has changed before the next step. Of changes that follow one upon another the first counts: else none would ever."""
-        if self._unsettled is None:
-            self._unsettled = _SETTLE
+        if not self._looks:
+            self._measured = 0
+            self._looks.extend(_LOOKS)
 
     @property
     def due(self) -> bool:
-        if self._unsettled is not None:
-            return self._unsettled <= 0
+        if self._looks:
+            return self._measured >= self._looks[0]
         if self._reference is None:
             return False
         return self._first or abs(median(self._recent) / self._reference - 1) > self._drift
 
     def decided(self) -> None:
         """Something was decided: what is measured from now on is what the next decision compares with."""
-        self._first, self._reference, self._unsettled = False, None, None
+        self._first, self._reference = False, None
+        while self._looks and self._measured >= self._looks[0]:
+            self._looks.popleft()
         self._recent.clear()

@@ -148,13 +148,15 @@ def test_the_watch():
     watch.decided()
     assert not any(seen(watch, *[(1.0, 1.5)] * 20)), "it was looked at"
     watch.changed()
-    assert seen(watch, *[(1.0, 1.5)] * 3) == [False, False, True], "some steps of the new work are measured first"
+    assert not watch.due, "nothing of the new work is measured"
+    assert seen(watch, (1.0, 1.5)) == [True]
     watch.decided()
-    for _ in range(2):
+    assert seen(watch, *[(1.0, 1.5)] * 3) == [False, True, True], "and once more, should that step have been one by chance"
+    watch.decided()
+    for expected in (True, False, True):
         watch.changed()
-        assert seen(watch, (1.0, 1.5)) == [False]
-    watch.changed()
-    assert seen(watch, (1.0, 1.5)) == [True], "work that changes before every step is looked at too"
-    watch.decided()
+        assert seen(watch, (1.0, 1.5)) == [expected], "work that changes before every step is looked at too"
+        if expected:
+            watch.decided()
     assert not watch.due
     assert not any(seen(watch, *[(0.0, 0.0)] * 9)), "nothing to do is even"
