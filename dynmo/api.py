@@ -357,11 +357,14 @@ class Pipeline:
         holding.tied.join()
         self.profiler.forget(move.layer for move in plan)
         self._programs.relower()
-        switched = before.recomputed ^ layout.recomputed
-        if switched:
-            self._scheduling.forget()  # what a layer costs that computes again, nobody has measured
-            self.changed(switched)
+        self._switched(before.recomputed ^ layout.recomputed)
         return migration
+
+    def _switched(self, layers: frozenset[int]) -> None:
+        """These compute again in B from now on, or no more: what they cost then nobody has measured."""
+        if layers:
+            self._scheduling.forget()
+            self.changed(layers)
 
     def reshape(self, *, pipeline: int, data: int, partition: Partition | None = None) -> Migration:
         """Makes the same ranks a mesh of `data` replicas of a pipeline of `pipeline` ranks; between steps. The batch stays the same, so
@@ -388,6 +391,7 @@ class Pipeline:
         migration = exchange(everyone, plan, lambda i: (holding.modules[i], whole[i]), adopt)
         self.profiler.forget(move.layer for move in plan)
         self._scheduling.links = measure_links(self.world, layout.pairs)
+        self._switched(before.recomputed ^ layout.recomputed)
         return migration
 
     # -- what a dynamic case sees (`dynmo.dynamism.Layers`) ----------------------------------------------------------------------

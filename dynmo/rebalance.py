@@ -20,6 +20,7 @@ from dynmo.balance.reshape import reshape
 from dynmo.balance.trigger import FORCED, Expected, Outlook, Watch, phases, worth_moving_through
 from dynmo.config import Config, shapes
 from dynmo.costs import LayerCost
+from dynmo.errors import PartitionError
 from dynmo.events import Event, RebalanceEvent, RebalanceResultEvent, ScheduleEvent, now
 from dynmo.profiling import profile_of
 from dynmo.schedule.catalogue import entry
@@ -99,7 +100,8 @@ class Rebalancer:
 
     def looks(self, step: int) -> bool:
         """Whether it may do something before this step."""
-        acts = self._config.balance.balancer != "none" or entry(self._config.pipeline.schedule).from_costs
+        config = self._config
+        acts = config.balance.balancer != "none" or entry(config.pipeline.schedule).from_costs or config.elastic.reshape
         every = self._config.balance.every
         return acts and (step % every == 0 if isinstance(every, int) else self._watch is not None and self._watch.due)
 
@@ -182,7 +184,12 @@ class Rebalancer:
         before = median(self._recent)
         source = pipeline.partition
         decided = time.perf_counter()
-        migration = pipeline.move(target)
+        try:
+            migration = pipeline.move(target)
+        except PartitionError:
+            # By what the layers may take at most, not by what was measured, their activations do not fit there ("recompute" is "auto"). All
+            # ranks find so, and nothing has moved.
+            return None
         ended = time.perf_counter()
         self._move_seconds = migration.seconds
         self.overhead.move += ended - decided
@@ -223,5 +230,5 @@ class Rebalancer:
         if self._move_seconds is not None:
             # Measured on one rank only: every rank must decide with the same number.
             return self._pipeline.largest(self._move_seconds)
-        sizes = [costs[move.layer].static_bytes for move in moves_between_ranks(old, new, self._pipeline.placement)]
+        sizes = [costs[move.layer].moved_bytes for move in moves_between_ranks(old, new, self._pipeline.placement)]
         return sum(max((link.seconds(size) for link in self._pipeline.links.values()), default=0.0) for size in sizes)

@@ -352,7 +352,10 @@ class Trainer:
         if problems and self._everyone.rank == 0:
             print(f"dynmo: {problems[0]}; resuming from {path.name}", file=sys.stderr)
         if tuple(manifest.layers) != model.names:
-            raise CheckpointError(f"{path} holds a model of {len(manifest.layers)} layers, the config's has {model.layers} or others")
+            raise CheckpointError(
+                f"{path} is of another model ({len(manifest.layers)} layers, the config's has {model.layers}, or layers of other names); "
+                "resume with the config of that run"
+            )
         return path, manifest
 
     def _shape_of(self, manifest: checkpoint.CheckpointManifest) -> tuple[int, int]:

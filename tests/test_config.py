@@ -278,6 +278,7 @@ PLANNED = {
     "parallel.expert": ["2"],
     "dynamism.cases": ['["freezing", "moe"]', '["early_exit"]', '["mixture_of_depths"]'],
     "elastic.repack": ["true"],
+    "elastic.min_ranks": ["2"],
     "elastic.target_ranks": ["1"],
 }
 
@@ -293,6 +294,7 @@ def test_known_but_not_served(key, value):
     ("key", "value", "hint"),
     [
         ("model.kind", "gtp", 'did you mean "gpt"?'),
+        ("model.kind", "gtp", '"gpt", "emulated", or "python:package.module:function" for your own'),
         ("model.kind", "python:nothing", "python:package.module:function"),
         ("model.kind", "python:a/b:c", "python:package.module:function"),
         ("model.dropout", "1", "less than 1"),
@@ -364,7 +366,7 @@ def test_a_value_refused(key, value, hint):
         (["train.micro_batch=64"], "train.micro_batch = 64 does not divide train.global_batch / parallel.data = 32; nearest that do: 32"),
         (["model.heads=3"], "model.heads = 3 does not divide model.hidden = 256; nearest that do: 2, 4"),
         (["model.hidden=12"], "model.hidden / model.heads = 3 is odd, but rotary positions turn pairs; use hidden = 16, or other heads"),
-        (["parallel.data=5"], "parallel.data = 5 does not divide train.global_batch = 32"),
+        (["parallel.data=5"], "parallel.data = 5 does not divide train.global_batch = 32; nearest that do: 4, 8"),
         (["parallel.data=16"], "train.micro_batch = 4 does not divide train.global_batch / parallel.data = 2; nearest that do: 2"),
         (
             ["train.reduction_slots=3"],
@@ -410,6 +412,7 @@ def test_a_value_refused(key, value, hint):
             ["parallel.pipeline=2", "elastic.reshape=true"],
             "elastic.reshape = true: no other mesh of 2 ranks fits train.reduction_slots = 1; use 2 or 4 or 8",
         ),
+        (["elastic.reshape=true"], "elastic.reshape = true: 1 rank and 8 microbatches allow no other mesh; leave it out"),
         (
             ["parallel.data=2", "elastic.reshape=true", "elastic.reshape_at=[[5, 2, 1]]"],
             "elastic.reshape = true decides when to reshape, and elastic.reshape_at says when; leave one of them out",

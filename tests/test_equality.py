@@ -229,6 +229,15 @@ def test_a_pruned_run_goes_on_elsewhere(pool: Pool, tmp_path: Path, stop: int, b
     assert ended["loss"] == expected["loss"]
 
 
+def test_a_prune_that_drops_nothing(pool: Pool) -> None:
+    """All is gone at the first of three prunes; the last of four ranks has the head alone, which is never pruned."""
+    once = {"cases": ["pruning"], "pruning": {"initial_sparsity": 0.7, "final_sparsity": 0.7, "start": 1, "end": 3, "every": 1}}
+    alone, spread = (config(ranks, "1f1b", BALANCERS["none"], False, True) | {"dynamism": once} for ranks in (1, 4))
+    expected, results = pool.run("train", 1, config=alone)[0], pool.run("train", 4, config=spread)
+    assert results[0]["losses"] == expected["losses"]
+    assert {r["digest"] for r in results} == {expected["digest"]}
+
+
 def test_pruning_changes_the_digest_and_nearly_everything_may_go(pool: Pool) -> None:
     """At the extreme whole matrices are empty, and still move and train."""
     extreme = {"initial_sparsity": 0.999, "final_sparsity": 0.9999, "dense_below": 0.0}

@@ -104,6 +104,13 @@ def test_a_live_reshape(pool: Pool, pipeline: int, data: int, reshape_at: list[l
     assert sizes == [starts[max(s for s in starts if s <= step)] for step in range(STEPS)]
 
 
+def test_masters_in_shares_after_a_reshape(pool: Pool) -> None:
+    """Replicas have got their layers in other orders, and together make the masters whole that the digest is of."""
+    wanted = config(4, 1, zero=1, reshape_at=[[2, 2, 2]])
+    wanted["train"]["precision"] = "bfloat16"
+    assert len({r["digest"] for r in run(pool, wanted)}) == 1
+
+
 def test_a_reshape_after_a_verdict(pool: Pool) -> None:
     """Steps without a barrier, all of them taken back, with shares of the optimizer: the mesh changes between final ones."""
     wanted = config(2, 2, zero=1, balance=RANDOM, reshape_at=[[2, 4, 1], [4, 2, 2]])
@@ -169,13 +176,14 @@ def test_slots_change_the_bits(pool: Pool) -> None:
     assert run(pool, config(2, 2, slots=None))[0]["digest"] == digests[2]
 
 
-def test_a_run_reshapes_itself_where_it_pays(pool: Pool) -> None:
+@pytest.mark.parametrize("balancer", ["exact", "none"])
+def test_a_run_reshapes_itself_where_it_pays(pool: Pool, balancer: str) -> None:
     """One layer is half of the work: two stages can never be even, two replicas are. The bits are those of the run that does not."""
     wanted: dict[str, Any] = {
         "model": {"kind": "emulated", "layers": 3, "f": [0.004, 0.02, 0.004], "b": [0.004, 0.02, 0.004], "w": [0.004, 0.02, 0.004]},
         "train": {"steps": 8, "global_batch": 4, "micro_batch": 1, "reduction_slots": 2, "max_grad_norm": 0.0},
         "parallel": {"pipeline": 2, "timeout": 30.0},
-        "balance": {"every": 2},
+        "balance": {"balancer": balancer, "every": 2},
         "trace": {"steps": 0},
     }
     told = {on: pool.run("events", 2, config=wanted | {"elastic": {"reshape": on}})[0] for on in (False, True)}

@@ -76,6 +76,8 @@ def plan(
     words = [word for word, asked in wanted.items() if asked]
     searched = mesh.Options(gpus, global_batch, micro_batch, zero, bandwidth, ranks, microbatches)
     if searched.wanted():
+        if cost != "time":
+            raise InputError(f"--cost {cost} does not go with --gpus, which compares seconds; leave one of the two out")
         limit = _bytes(memory_limit)
         mesh.run(mesh.request_of(searched, profile, schedule, balancer, chunks, limit, objective, recompute), as_json, words)
         return

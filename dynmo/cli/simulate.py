@@ -180,7 +180,7 @@ def _check_plot(path: Path) -> None:
     if not path.parent.is_dir():
         raise InputError(f"--plot {path}: there is no folder {path.parent}")
     if find_spec("matplotlib") is None:
-        raise InputError("--plot needs matplotlib; install dynmo[plot]")
+        raise InputError("--plot needs matplotlib; pip install matplotlib")
 
 
 def _plot(outcome: Outcome, path: Path) -> None:

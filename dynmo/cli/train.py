@@ -105,7 +105,9 @@ def _prepare(folder: Path, config: Config, resume: bool, overwrite: bool) -> str
         if not overwrite:
             raise ConfigError(f"{folder} exists; go on with --resume, replace it with --overwrite, or choose another name")
         if any(folder.iterdir()) and not (folder / "config.toml").is_file():
-            raise ConfigError(f"{folder} does not look like a run (it has no config.toml); --overwrite would delete it")
+            raise ConfigError(
+                f"{folder} does not look like a run (it has no config.toml); --overwrite would delete it; choose another name"
+            )
         shutil.rmtree(folder)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.toml").write_text(to_toml(config), encoding="utf-8")

@@ -31,7 +31,8 @@ def problems(config: Config) -> Iterator[str]:
                 yield f"model.{key} lists {len(times)} layers, model.layers = {model.layers}; give one number, or one per layer"
 
     if train.global_batch % parallel.data:
-        yield f"parallel.data = {parallel.data} does not divide train.global_batch = {train.global_batch}"
+        near = _nearest_divisors(parallel.data, train.global_batch)
+        yield f"parallel.data = {parallel.data} does not divide train.global_batch = {train.global_batch}; nearest that do: {near}"
     share = train.global_batch // parallel.data
     if share % train.micro_batch:
         near = _nearest_divisors(train.micro_batch, share)
@@ -136,10 +137,17 @@ def _reshape_problems(config: Config) -> Iterator[str]:
             yield "elastic.reshape = true decides when to reshape, and elastic.reshape_at says when; leave one of them out"
         elif len(shapes(config)) == 1:
             counts = [n for n in range(1, config.ranks + 1) if config.ranks % n == 0 and every % n == 0]
-            yield (
-                f"elastic.reshape = true: no other mesh of {config.ranks} ranks fits train.reduction_slots = {config.slots}; use "
-                f"{_fitting(config, counts)}"
-            )
+            if counts == [parallel.data]:
+                ranks = "1 rank" if config.ranks == 1 else f"{config.ranks} ranks"
+                yield (
+                    f"elastic.reshape = true: {ranks} and {every} microbatches allow no other mesh; leave it out, or change "
+                    "parallel.pipeline, parallel.data or train.global_batch"
+                )
+            else:
+                yield (
+                    f"elastic.reshape = true: no other mesh of {config.ranks} ranks fits train.reduction_slots = {config.slots}; use "
+                    f"{_fitting(config, counts)}"
+                )
     replicas = (parallel.data, *(data for _, _, data in config.elastic.reshape_at))
     for step, pipeline, data in config.elastic.reshape_at:
         key = f"elastic.reshape_at: [{step}, {pipeline}, {data}]"

@@ -133,7 +133,11 @@ def _unknown(parts: tuple[str, ...]) -> str:
     return f"unknown key {key}; known at the top are {', '.join(_fields(()) or ())}"
 
 
-_SAY = {"tuple_type": "must be a list, like [1, 2]", "missing": "missing; the list is too short", "too_long": "the list is too long"}
+_SAY = {
+    "tuple_type": 'must be a list, like [1, 2] or ["freezing"]',
+    "missing": "missing; the list is too short",
+    "too_long": "the list is too long",
+}
 
 
 def _explain(problem: dict[str, Any], parts: tuple[str, ...]) -> str:

@@ -161,7 +161,7 @@ BALANCERS = (
 
 class Balance(Section):
     """Who decides where layers live, from which cost, every how many steps ("auto": when the work or the ranks' imbalance has changed).
-    `initial` is the first placement, in layer counts (None: the balancer's). A move must gain `margin` times its cost, and at least
+    `initial` is the first placement, in layer counts (None: as even as can be). A move must gain `margin` times its cost, and at least
     `hysteresis` of the step (a share)."""
 
     balancer: Annotated[str, word(BALANCERS)] = "exact"
@@ -252,7 +252,7 @@ class Elastic(Section):
     repack: Annotated[bool, only(False)] = False
     reshape: bool = False
     reshape_at: ShapesAt = ()
-    min_ranks: Count = 1
+    min_ranks: Annotated[Count, only(1)] = 1
     target_ranks: NothingYet = None
 
 

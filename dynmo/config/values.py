@@ -36,10 +36,12 @@ def _quoted(words: Collection[str]) -> str:
     return ", ".join(f'"{word}"' for word in words)
 
 
-def _check_word(value: str, served: Collection[str], planned: Collection[str]) -> str:
+def _check_word(value: str, served: Collection[str], planned: Collection[str], own: str = "") -> str:
+    """own: how something of one's own is written, where that is served too."""
     if value in served:
         return value
     choices = f"choose one of {_quoted(served)}" if len(served) > 1 else f"use {_quoted(served)}"
+    choices += f', or "{own}" for your own' if own else ""
     if value in planned:
         raise ValueError(f"{NOT_SERVED}; {choices}")
     near = difflib.get_close_matches(value, served, 1) if len(served) > 1 else ()
@@ -77,7 +79,7 @@ def _check_name(value: str) -> str:
 
 def _check_kind(value: str) -> str:
     if not value.startswith("python:"):
-        return _check_word(value, ("gpt", "emulated"), ("moe", "hf"))
+        return _check_word(value, ("gpt", "emulated"), ("moe", "hf"), "python:package.module:function")
     if not re.fullmatch(r"python:[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*", value):
         raise ValueError('a model of your own is written "python:package.module:function"')
     return value
@@ -85,7 +87,7 @@ def _check_kind(value: str) -> str:
 
 def _check_case(value: str) -> str:
     if not value.startswith("python:"):
-        return _check_word(value, CASES, PLANNED_CASES)
+        return _check_word(value, CASES, PLANNED_CASES, "python:package.module:Class")
     if not re.fullmatch(r"python:[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*", value):
         raise ValueError('a case of your own is written "python:package.module:Class"')
     return value

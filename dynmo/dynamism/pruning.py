@@ -192,7 +192,8 @@ class Pruning(Dynamism):
             which = everyone or cut({0: tensors}, round((1 - wanted) * sizes[index]), 1, Alone())
             keeps = which.keep(index if everyone else 0, tensors)
             table[index, 0] = sum(len(x) for x in keeps)
-            self._prune(index, layers, keeps)
+            if not all(bool(kept.all()) for kept in keeps):
+                self._prune(index, layers, keeps)
             now = [linear for _, linear in linears(layers.modules[index])]
             table[index, 1] = sum(len(survivors(x)) for x in now)
             table[index, 2:] = torch.tensor([len(now), sum(isinstance(x, SparseLinear) for x in now)])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -122,14 +122,29 @@ def _what(error: Exception) -> str:
 
 
 def _refuse_sharing(path: str, layers: Sequence[nn.Module]) -> None:
-    owner: dict[int, int] = {}
+    owner: dict[int, tuple[int, str]] = {}
     for index, layer in enumerate(layers):
-        for name, parameter in layer.named_parameters():
-            if owner.setdefault(id(parameter), index) != index:
+        for what, name, tensor in _tensors(layer):
+            first, other = owner.setdefault(id(tensor), (index, name))
+            if first != index:
                 raise ConfigError(
-                    f"model.kind = 'python:{path}': layers {owner[id(parameter)]} and {index} share the parameter {name}; "
+                    f"model.kind = 'python:{path}': layers {first} and {index} share the {what} {name}; "
                     "layers that may sit on different ranks cannot share one"
                 )
+            if other != name:
+                raise ConfigError(
+                    f"model.kind = 'python:{path}': layer {index} has one {what} under two names, {other} and {name}; a layer that moves "
+                    "or is resumed has each once, so let one module keep it, or use one module twice"
+                )
+
+
+def _tensors(layer: nn.Module) -> Iterator[tuple[str, str, Tensor]]:
+    """Parameters and buffers as a layer's modules have them, each module once however often it is used."""
+    for prefix, module in layer.named_modules():
+        for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            yield "parameter", f"{prefix}.{name}".lstrip("."), parameter
+        for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
+            yield "buffer", f"{prefix}.{name}".lstrip("."), buffer
 
 
 def load_model(config: Config) -> Model:

@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 from pydantic import BaseModel, ConfigDict, ValidationError
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from dynmo.errors import CheckpointError
@@ -107,12 +108,22 @@ def _folder(index: int) -> str:
 
 
 def _save_layer(folder: Path, index: int, module: nn.Module, optimizer_state: dict[str, Tensor]) -> tuple[Path, Path]:
-    import torch.distributed.checkpoint as dcp  # takes over a second, which a run shall not begin with
-    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
-
     tensors = {key: t.detach().cpu() for key, t in contents(module, optimizer_state).items() if key[0] != "gradient"}
     folder.mkdir()
     _write(folder / "layer.json", describe(index, module, tensors).model_dump_json())
+    if tensors:
+        _save_tensors(folder, tensors)
+    else:  # an activation by itself, say, for which DCP writes no file
+        save_file({}, folder / _TENSORS)
+    with (folder / _TENSORS).open("rb") as file:
+        os.fsync(file.fileno())
+    return folder / "layer.json", folder / _TENSORS
+
+
+def _save_tensors(folder: Path, tensors: Contents) -> None:
+    import torch.distributed.checkpoint as dcp  # takes over a second, which a run shall not begin with
+    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
+
     with warnings.catch_warnings():
         # Each rank saves its own layers, on purpose without DCP's collectives (which pickle).
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
@@ -123,9 +134,6 @@ def _save_layer(folder: Path, index: int, module: nn.Module, optimizer_state: di
         )
     (written,) = folder.glob("*.safetensors")
     written.rename(folder / _TENSORS)
-    with (folder / _TENSORS).open("rb") as file:
-        os.fsync(file.fileno())
-    return folder / "layer.json", folder / _TENSORS
 
 
 def _name(section: str, name: str) -> str:
@@ -183,6 +191,8 @@ def load_layer(path: Path, index: int, device: torch.device) -> tuple[Contents, 
         tensors = {(r.section, r.name): torch.empty(r.shape, dtype=DTYPES[r.dtype]) for r in manifest.tensors}
     except (OSError, ValidationError, KeyError) as error:
         raise CheckpointError(f"{folder}/layer.json cannot be read: {str(error).splitlines()[0]}") from None
+    if not tensors:
+        return {}, {}
     state: dict[str, Any] = {_name(*key): t for key, t in tensors.items()}
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")

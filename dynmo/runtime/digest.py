@@ -16,7 +16,8 @@ def weights_digest(holding: Holding) -> str:
     every rank. Raises RunError if the replicas' weights are not equal."""
     world = holding.world
     table = torch.zeros(holding.model.layers, 32, dtype=torch.uint8)
-    for index, layer in holding.layers.items():
+    # In one order on all replicas, which make a layer's masters whole together: after a reshape each has got its layers in its own order.
+    for index, layer in sorted(holding.layers.items()):
         digest = hashlib.sha256()
         for _, parameter in dense_parameters(layer.module, holding.masters(index)):
             digest.update(parameter.detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes())

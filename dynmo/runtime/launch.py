@@ -125,12 +125,15 @@ def _signals(ranks: list[subprocess.Popen[bytes]]) -> Iterator[list[float]]:
             signal.signal(number, handler)
 
 
+_STOPPED = 130  # a rank's exit status when it was asked to stop, and did: no failure, and others may still have to write their files
+
+
 def _watch(ranks: list[subprocess.Popen[bytes]], asked: list[float]) -> None:
     """Returns when all ranks have ended, or the grace after a failure or a signal is over."""
     failed_at: float | None = None
     while any(process.poll() is None for process in ranks):
         now = time.monotonic()
-        if failed_at is None and any(process.poll() for process in ranks):
+        if failed_at is None and any(process.poll() not in (None, 0, _STOPPED) for process in ranks):
             failed_at = now
         if failed_at is not None and now - failed_at > _GRACE:
             return

@@ -41,7 +41,7 @@ class LossScaler:
             self.scale, self._good = self.scale / 2, 0
             return
         self._good += 1
-        if self._good == self._window:
+        if self._good >= self._window:  # a resumed run's window may be shorter
             self.scale, self._good = min(2 * self.scale, _LARGEST), 0
 
     def state(self) -> dict[str, float]:

@@ -60,6 +60,8 @@ DTYPES = {
         torch.int8,
         torch.uint8,
         torch.bool,
+        torch.complex64,
+        torch.complex128,
     )
 }
 

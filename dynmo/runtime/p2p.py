@@ -186,9 +186,16 @@ class Inbox:
             self._world.wait(work, self.channel.source, f"the {self.channel.direction} of microbatch {microbatch}")
 
     def _next_posted(self, timeout: float) -> Posted:
-        """Raises queue.Empty if the poster does not post it in time."""
+        """Raises queue.Empty if the poster does not post it in time, or has failed."""
         self._post(1)
-        posted = self._posted.get(timeout=timeout)
+        end = time.perf_counter() + timeout
+        while True:
+            try:
+                posted = self._posted.get(timeout=min(0.05, timeout))
+                break
+            except queue.Empty:
+                if self._poster.error is not None or time.perf_counter() >= end:
+                    raise
         self._open -= 1
         # Before the wait, not after it: what is done here is done while the message is on its way.
         self._post(self._window())

@@ -49,7 +49,7 @@ def cut(device: int, slices: int) -> tuple[SmSlice, ...]:
     try:
         cuda: Any = importlib.import_module("cuda.core")
     except ImportError:
-        raise ConfigError("parallel.slices = true needs cuda-core; pip install 'dynmo[slices]', or set it to false") from None
+        raise ConfigError("parallel.slices = true needs cuda-core; pip install cuda-core, or set it to false") from None
     torch.cuda.init()
     try:
         gpu = cuda.Device(device)

@@ -366,5 +366,5 @@ def _solver():  # the module's type is OR-tools' own
     try:
         from ortools.sat.python import cp_model
     except ImportError:
-        raise ScheduleError("exact schedules need OR-tools, which is not installed: pip install 'dynmo[exact]'") from None
+        raise ScheduleError("exact schedules need OR-tools, which is not installed: pip install ortools") from None
     return cp_model

@@ -57,6 +57,10 @@ def test_initial_weights_do_not_hang_on_the_placement(kind: str) -> None:
     ("name", "match"),
     [
         ("sharing", "layers 1 and 2 share the parameter line.weight; layers that may sit on different ranks cannot share one"),
+        (
+            "sharing_inside",
+            "layer 1 has one parameter under two names, a.weight and b.weight; a layer that moves or is resumed has each once",
+        ),
         ("no_list", r"no_list\(\) must return a list of torch modules, or \(list, loss\)"),
         ("empty", "must return a list of torch modules"),
         ("not_modules", "must return a list of torch modules"),

@@ -10,9 +10,10 @@ from dynmo.models.gpt import FeedForwardHalf
 
 
 class Scaled(nn.Module):
-    """A frozen part, a buffer, a weight without dimensions, and two inputs and outputs."""
+    """A frozen part, buffers, one of them complex, a weight without dimensions, and two inputs and outputs."""
 
     shift: Tensor
+    turn: Tensor
 
     def __init__(self) -> None:
         super().__init__()
@@ -20,9 +21,10 @@ class Scaled(nn.Module):
         self.fixed = nn.Linear(8, 8).requires_grad_(False)
         self.scale = nn.Parameter(torch.tensor(0.5))
         self.register_buffer("shift", torch.randn(8))
+        self.register_buffer("turn", torch.polar(torch.ones(8), torch.randn(8)))
 
     def forward(self, x: Tensor, skip: Tensor) -> tuple[Tensor, Tensor]:
-        return self.fixed(self.line(x)) * self.scale + self.shift, skip
+        return self.fixed(self.line(x)) * self.scale + self.shift * self.turn.real, skip
 
 
 class First(nn.Module):
@@ -60,6 +62,24 @@ def sharing() -> list[nn.Module]:
     made = layers()
     made[2].line = made[1].line
     return made
+
+
+class Aliased(nn.Module):
+    """One weight under two names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.b.weight = self.a.weight
+
+
+def sharing_inside() -> list[nn.Module]:
+    return [nn.Embedding(256, 8), Aliased(), nn.Linear(8, 256)]
+
+
+def bare() -> list[nn.Module]:
+    """A layer without a single tensor."""
+    return [nn.Embedding(256, 8), nn.GELU(), nn.Linear(8, 256)]
 
 
 def no_list() -> dict[str, nn.Module]:

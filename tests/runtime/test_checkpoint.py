@@ -11,10 +11,12 @@ import pytest
 import torch
 
 from dynmo.api import Pipeline
+from dynmo.config import parse
 from dynmo.errors import CheckpointError
+from dynmo.models.model import load_model
 from dynmo.runtime import checkpoint
 from tests.pool import Pool
-from tests.runtime.alone import gpt, tokens
+from tests.runtime.alone import gpt, pipeline, tokens
 from tests.runtime.jobs.migrate import fingerprint
 
 JOBS = "tests.runtime.jobs.checkpoint:"
@@ -154,6 +156,18 @@ def test_a_version_of_tomorrow(tmp_path: Path) -> None:
         checkpoint.verify(path)
 
 
+@pytest.mark.parametrize("function", ["bare", "layers"])
+def test_layers_without_tensors_and_with_complex_ones(tmp_path: Path, function: str) -> None:
+    config = parse({"model": {"kind": f"python:tests.models.user_model:{function}"}})
+    made, other = pipeline(load_model(config)), pipeline(load_model(config))
+    made.step(0, *tokens(0), lr=0.1)
+    path = save(made, tmp_path, 1)
+    checkpoint.verify(path)
+    for index in other.own_layers:
+        other.restore(index, *checkpoint.load_layer(path, index, torch.device("cpu")))
+        assert fingerprint(*other.own_layers[index]) == fingerprint(*made.own_layers[index])
+
+
 def test_tied_weights_stay_tied(tmp_path: Path) -> None:
     """Saved as two, restored as one."""
     made = gpt(tied=True)
@@ -162,9 +176,9 @@ def test_tied_weights_stay_tied(tmp_path: Path) -> None:
     other = gpt(tied=True)
     for index in other.own_layers:
         other.restore(index, *checkpoint.load_layer(path, index, torch.device("cpu")))
-    for pipeline in (made, other):
+    for each in (made, other):
         for step in (1, 2):
-            pipeline.step(step, *tokens(step), lr=0.1)
+            each.step(step, *tokens(step), lr=0.1)
     for index, (module, optimizer) in made.own_layers.items():
         assert fingerprint(*other.own_layers[index]) == fingerprint(module, optimizer)
     modules = other.own_layers

@@ -154,6 +154,24 @@ def test_a_signal_asks_all_ranks_to_stop(go: Launch, tmp_path: Path, number: sig
     assert err == "" or (to_all and number is signal.SIGTERM and err == late)
 
 
+def test_who_stops_last_may_write_its_files(go: Launch, tmp_path: Path) -> None:
+    """A rank that stopped as it was asked has not failed: the others have more than the grace after a failure, here half a second."""
+    process = go("""
+if rank:
+    train()
+up()
+while not heard:
+    time.sleep(0.01)
+time.sleep(1.5)
+Path("trace").write_text("whole")
+sys.exit(130)
+""")
+    up(tmp_path)
+    os.kill(process.pid, signal.SIGINT)
+    assert end(process)[0] == 130
+    assert (tmp_path / "trace").read_text() == "whole"
+
+
 def test_a_second_signal_ends_them_at_once(go: Launch, tmp_path: Path) -> None:
     process = go("up(); [time.sleep(0.01) for _ in range(3000)]")
     up(tmp_path)

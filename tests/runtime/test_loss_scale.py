@@ -29,6 +29,13 @@ def test_halved_and_doubled(steps: list[bool], window: int, stop: int) -> None:
         assert scaler.scale == expected >= 1
 
 
+def test_a_shorter_window_than_what_is_saved() -> None:
+    scaler = LossScaler(INITIAL, 3)
+    scaler.load({"scale": 8.0, "good": 5})
+    scaler.observe(True)
+    assert scaler.scale == 16
+
+
 def test_who_scales() -> None:
     assert make_scaler("float16", None, 7).dynamic
     assert make_scaler("bfloat16", "dynamic", 7).dynamic
