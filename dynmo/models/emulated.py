@@ -46,14 +46,15 @@ class _Scale(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, a: nn.Parameter, b: float, w: float, tape: WeightTape | None) -> Tensor:
         ctx.save_for_backward(x)
         ctx.a, ctx.b, ctx.w, ctx.tape = a, b, w, tape
-        return x * (1 + a.detach() / 1000)
+        # One call: where many ranks share a core, what an emulated op computes holds up the others.
+        return torch.addcmul(x, x, a, value=1e-3)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
         deadline = time.perf_counter() + ctx.b
         x = ctx.saved_tensors[0].detach()
         gy, a = gradients[0], ctx.a
-        gx = gy * (1 + a.detach() / 1000) if ctx.needs_input_grad[0] else None
+        gx = torch.addcmul(gy, gy, a, value=1e-3) if ctx.needs_input_grad[0] else None
         sleep_until(deadline)
         if not a.requires_grad:
             return gx, None, None, None, None
@@ -68,8 +69,10 @@ class _Scale(torch.autograd.Function):
 def _weight_work(a: nn.Parameter, x: Tensor, gy: Tensor, w: float) -> None:
     deadline = time.perf_counter() + w
     with torch.no_grad():
-        gradient = ((gy * x).sum() / 1000).reshape(1)
-        a.grad = gradient if a.grad is None else a.grad.add_(gradient)
+        gradient = (gy * x).sum()
+        if a.grad is None:
+            a.grad = torch.zeros_like(a)
+        a.grad.add_(gradient, alpha=1e-3)
     sleep_until(deadline)
 
 
