@@ -318,6 +318,9 @@ def judge(case: str, rounds: Sequence[dict[str, Any]]) -> dict[str, Any]:
         "program_share": {name: program[name] / late[name] for name in program},
         "same_work_takes": median(work(r["dynmo"]) / work(r["uniform"]) for r in rounds),
         "idle_ratio": {name: median(median(r[name]["idle"][last]) for r in rounds) for name in ("uniform", "dynmo")},
+        "simulated_idle_ratio": {
+            name: timeline(costs[-1], Partition(tuple(first[name]["layers"][-1])), MICROBATCHES).idle_ratio for name in ("uniform", "dynmo")
+        },
         "overhead": overhead | {"share_of_run": sum(overhead.values()) / whole["dynmo"]},
         "layers": {name: first[name]["layers"][-1] for name in names},
         "moves": [r["dynmo"]["moves"] for r in rounds],

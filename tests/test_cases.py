@@ -70,6 +70,7 @@ def test_a_row_compares_every_side_with_dynmo() -> None:
     assert row["by_phase"][-1]["ideal"] > row["by_phase"][-1]["ideal_as_placed"]
     assert row["overhead"]["share_of_run"] == pytest.approx(0.06 / 10)
     assert row["same_work_takes"] == 1.0
+    assert row["simulated_idle_ratio"]["dynmo"] < row["simulated_idle_ratio"]["uniform"]
     assert row["program_share"] == pytest.approx({"uniform": 0.9, "dynmo": 0.9})
     measured = row["measured_over_simulated"]
     assert row["program_over_simulated"] == pytest.approx({name: 0.9 * measured[name] for name in measured})
