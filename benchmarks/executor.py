@@ -160,9 +160,10 @@ def gpt(microbatches: int, blocks: int, hidden: int, sequence: int) -> tuple[Mod
 def real(world: World, microbatches: int, rounds: int, blocks: int, hidden: int, sequence: int) -> dict[str, Any]:
     """Runs on each rank: the same GPT layers, cut the same way, under ours and each of torch's schedules."""
     model, inputs, targets = gpt(microbatches, blocks, hidden, sequence)
+    stages = {name: world.size * chunks_of(name) for name in ("1f1b", "zb-h1", "zb-h2", "zb-auto", "zb-v")}
     pipelines = {
-        name: Pipeline(world, model, uniform(model.layers, world.size), schedule=name, microbatches=microbatches)
-        for name in ("1f1b", "zb-h1", "zb-h2", "zb-auto")
+        name: Pipeline(world, model, uniform(model.layers, count), schedule=name, microbatches=microbatches)
+        for name, count in stages.items()
     }
     # The same cut for all, by measured time.
     first = pipelines["zb-h1"]
@@ -170,10 +171,10 @@ def real(world: World, microbatches: int, rounds: int, blocks: int, hidden: int,
         timed(world, first, inputs, targets)()
     layers = first.costs()
     weights = [cost.seconds for cost in layers]
-    cut = exact(weights, world.size)
+    cuts = {name: exact(weights, count) for name, count in stages.items()}
     sides: dict[str, Callable[[], float]] = {}
     for name, pipeline in pipelines.items():
-        pipeline.move(cut)
+        pipeline.move(cuts[name])
         pipeline.replan(layers)
         sides[f"dynmo {name}"] = timed(world, pipeline, inputs, targets)
     flat_inputs, flat_targets = inputs.flatten(0, 1), targets.flatten(0, 1)
@@ -192,9 +193,9 @@ def real(world: World, microbatches: int, rounds: int, blocks: int, hidden: int,
     costs = first.costs()
     return {
         "microbatches": microbatches,
-        "layers_per_rank": list(cut.counts),
+        "layers_per_rank": list(cuts["zb-h1"].counts),
         "measured": measured,
-        "predicted": {name: pipeline.predict(costs, cut).makespan for name, pipeline in pipelines.items()},
+        "predicted": {name: pipeline.predict(costs, cuts[name]).makespan for name, pipeline in pipelines.items()},
         "best_peer": best,
         "best_own": own,
         "speedup": measured[best] / measured[own],
