@@ -7,9 +7,12 @@ import signal
 from pathlib import Path
 from typing import Any
 
+from dynmo.balance.partition import Partition
 from dynmo.config import Config, parse
+from dynmo.errors import PartitionError
 from dynmo.events import Event, StepEvent, to_json
 from dynmo.models.model import load_model
+from dynmo.runtime.migrate import Migration
 from dynmo.runtime.world import World
 from dynmo.trainer import Trainer
 
@@ -60,9 +63,16 @@ def train_in(world: World, config: dict[str, Any], folder: str, resume: bool = F
     return vars(Trainer(loaded, world, load_model(loaded), Path(folder), resume, listen).run())
 
 
-def events(world: World, config: dict[str, Any]) -> list[dict[str, Any]]:
-    """What a run without a folder tells its listener, as the log would have it."""
+def events(world: World, config: dict[str, Any], fits: bool = True) -> list[dict[str, Any]]:
+    """What a run without a folder tells its listener, as the log would have it. fits: whether any move that is tried finds room."""
     loaded = parsed(config)
     told: list[Event] = []
-    Trainer(loaded, world, load_model(loaded), None, listen=told.append).run()
+    trainer = Trainer(loaded, world, load_model(loaded), None, listen=told.append)
+    if not fits:
+
+        def refuse(partition: Partition) -> Migration:
+            raise PartitionError(f"{partition.counts} does not fit")
+
+        trainer.pipeline.move = refuse
+    trainer.run()
     return [to_json(event) for event in told]

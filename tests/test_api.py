@@ -14,6 +14,7 @@ from dynmo.api import Pipeline
 from dynmo.balance.partition import Partition
 from dynmo.config import parse
 from dynmo.errors import PartitionError, RunError
+from dynmo.models.emulated import make_layers
 from dynmo.models.model import Model, load_model
 from tests.pool import Pool
 from tests.runtime.alone import MICROBATCHES, alone, emulated, gpt, ids, pipeline, tokens
@@ -182,6 +183,24 @@ def _through(layers: list[nn.Module], x: Tensor) -> Tensor:
     for layer in layers:
         x = layer(x)
     return x
+
+
+def test_after_a_reshape_nothing_is_known_of_layers_that_compute_again() -> None:
+    """Which those are is asked anew; here the second layer does from the reshape on."""
+    again: set[int] = set()
+    model = make_layers([1e-3] * 3, [1e-3] * 3, [1e-3] * 3, size=8)
+    made = Pipeline(
+        *(alone(), model, Partition((3,))),
+        schedule="zb-h1",
+        microbatches=MICROBATCHES,
+        recompute=lambda partition, schedule: frozenset(again),
+    )
+    made.step(0, ids(), ids(), lr=0.0)
+    assert all(cost.f > 0 for cost in made.costs())
+    again.add(1)
+    made.reshape(pipeline=1, data=1)
+    assert made.recomputed == {1}
+    assert [cost.f > 0 for cost in made.costs()] == [True, False, True]
 
 
 def test_digest() -> None:

@@ -126,6 +126,13 @@ def test_auto_decides_when_something_happened(pool: Pool) -> None:
     assert [(e["step"], e["from"], e["to"]) for e in of(events, "rebalance")] == [(8, [4, 4], [5, 3])]
 
 
+def test_a_target_that_has_no_room_is_left_alone(pool: Pool) -> None:
+    """What may be computed again is chosen by shapes, and may find less room than the balancer, which goes by what was measured."""
+    (told, _) = pool.run("events", 2, config=CONFIG | {"train": CONFIG["train"] | {"steps": 10}}, fits=False)
+    assert of(told, "rebalance") == []
+    assert [e["layers"] for e in of(told, "step")] == [[4, 4]] * 10
+
+
 def test_auto_sees_a_placement_that_was_never_good(pool: Pool) -> None:
     events = run(pool, balance={"every": "auto", "initial": [6, 2]}, dynamism={"cases": []}, train={"steps": 9})
     assert [(e["step"], e["from"], e["to"]) for e in of(events, "rebalance")] == [(5, [6, 2], [4, 4])]

@@ -173,8 +173,8 @@ def worth_moving_through(
 
 # Steps whose median is taken for what a placement brings.
 _WINDOW = 5
-# So many measured steps after a change it is time to look. A step is the median over its microbatches, so one says much; the look after it
-# was one by chance costs little, where it finds the same.
+# After so many measured steps of changed work it is time to look. A step's figures are medians over its microbatches, so one says much; the
+# second look is for when that one was a freak, and moves nothing where it finds the same.
 _LOOKS = (1, 3)
 
 

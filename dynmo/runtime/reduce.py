@@ -150,7 +150,7 @@ def _reduce(peers: World, group: Sequence[Shared], everywhere: bool, what: str) 
 
 def gather_parameters(peers: World, layer: int, shares: Sequence[Shared], bucket: int = BUCKET) -> None:
     """Every replica's share of one layer's parameters, on all replicas."""
-    for group in buckets([s for s in shares if s.owned], bucket):
+    for group in buckets((s for s in shares if s.owned), bucket):
         flats = [s.parameter.detach().view(-1) for s in group]
         gather_shares(peers, group, flats, torch.cat(_pieces(group, flats, peers.rank)), f"the parameters of layer {layer}")
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
 import torch
 
-from dynmo.errors import RunError
-from dynmo.runtime.p2p import decode, encode
+from dynmo.errors import RankDied, RunError
+from dynmo.runtime.p2p import Inbox, Worker, decode, encode
+from dynmo.schedule.lower import Channel, Direction
 from tests.pool import Pool
+from tests.runtime.alone import alone
 
 JOBS = "tests.runtime.jobs.p2p:"
 PLAIN = [["float32", [2, 3]]]
@@ -90,3 +93,16 @@ def test_a_peer_that_is_gone(pool: Pool, depth: int) -> None:
     assert kind == "RankDied", text
     assert text.startswith("rank 0 lost rank 1 while waiting for room")
     assert seconds < 5
+
+
+def test_a_receive_that_cannot_be_posted() -> None:
+    """Its thread knows why at once; who waits for the message is told so then, and not after the world's 5 s."""
+    poster, watcher = Worker("poster", threaded=True), Worker("watcher", threaded=False)
+    poster.error = RankDied("the peer is gone")
+    inbox = Inbox(alone(), Channel(0, Direction.ACTIVATION, 1, 0), True, 4, poster, watcher)
+    inbox.open(1)
+    start = time.monotonic()
+    with pytest.raises(RankDied, match="the peer is gone"):
+        inbox.take(0)
+    assert time.monotonic() - start < 2
+    poster.close()
