@@ -1,7 +1,9 @@
 """The executor against its own simulator, and against torch.distributed.pipelining, in one run.
 
 Emulated: 8 ranks, 32 microbatches, ops that sleep 10 ms: what is left over is scheduling and messages. The limit is what the simulator
-predicts from the ops' times and the measured links. Real: 2 ranks of one thread, a GPT, 4 and 8 microbatches.
+predicts from the ops' times and the measured links. Real: 2 ranks of one thread, a GPT of 6 blocks and hidden size `--hidden`, 4 and 8
+microbatches of 2 x 128 tokens. Splitting a linear's backward costs some Python, which torch's fused 1F1B does not run: the smaller the
+model, the more it shows (`--hidden 256`).
 
 ZB-2p (zb-auto in twice 1F1B's memory, no barrier: post-validation) is timed per step, over several steps without their first. Its limit is
 the busiest rank's own time in ops, as measured: a schedule without any bubble.
@@ -144,22 +146,23 @@ def emulated(world: World, microbatches: int, milliseconds: int, rounds: int) ->
     }
 
 
-def gpt(microbatches: int, blocks: int, hidden: int, sequence: int) -> tuple[Model, Tensor, Tensor]:
-    """A GPT, and the inputs and targets of one step of it: [microbatches, 4, sequence]."""
+def gpt(microbatches: int, blocks: int, hidden: int, sequence: int, micro_batch: int) -> tuple[Model, Tensor, Tensor]:
+    """A GPT, and the inputs and targets of one step of it: [microbatches, micro_batch, sequence]."""
+    batch = micro_batch * microbatches
     config = parse(
         {
-            "model": {"blocks": blocks, "hidden": hidden, "heads": 4, "sequence": sequence},
-            "train": {"global_batch": 4 * microbatches, "micro_batch": 4},
+            "model": {"blocks": blocks, "hidden": hidden, "heads": hidden // 64, "sequence": sequence},
+            "train": {"global_batch": batch, "micro_batch": micro_batch},
         }
     )
     model = load_model(config)
-    inputs, targets = Batches(open_corpus("stdlib"), sequence, 4 * microbatches, 4, 0).train(0)
+    inputs, targets = Batches(open_corpus("stdlib"), sequence, batch, micro_batch, 0).train(0)
     return model, inputs, targets
 
 
-def real(world: World, microbatches: int, rounds: int, blocks: int, hidden: int, sequence: int) -> dict[str, Any]:
+def real(world: World, microbatches: int, rounds: int, hidden: int) -> dict[str, Any]:
     """Runs on each rank: the same GPT layers, cut the same way, under ours and each of torch's schedules."""
-    model, inputs, targets = gpt(microbatches, blocks, hidden, sequence)
+    model, inputs, targets = gpt(microbatches, blocks=6, hidden=hidden, sequence=128, micro_batch=2)
     stages = {name: world.size * chunks_of(name) for name in ("1f1b", "zb-h1", "zb-h2", "zb-auto", "zb-v")}
     pipelines = {
         name: Pipeline(world, model, uniform(model.layers, count), schedule=name, microbatches=microbatches)
@@ -193,6 +196,7 @@ def real(world: World, microbatches: int, rounds: int, blocks: int, hidden: int,
     costs = first.costs()
     return {
         "microbatches": microbatches,
+        "hidden": hidden,
         "layers_per_rank": list(cuts["zb-h1"].counts),
         "measured": measured,
         "predicted": {name: pipeline.predict(costs, cuts[name]).makespan for name, pipeline in pipelines.items()},
@@ -207,8 +211,7 @@ def real(world: World, microbatches: int, rounds: int, blocks: int, hidden: int,
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     sleeping = run_ranks("benchmarks.executor:emulated", 8, microbatches=32, milliseconds=options.milliseconds, rounds=options.rounds)
     computing = {
-        str(m): run_ranks("benchmarks.executor:real", 2, microbatches=m, rounds=options.real_rounds, blocks=8, hidden=256, sequence=128)
-        for m in (4, 8)
+        str(m): run_ranks("benchmarks.executor:real", 2, microbatches=m, rounds=options.real_rounds, hidden=options.hidden) for m in (4, 8)
     }
     return {
         "measured_over_predicted": sleeping["measured_over_predicted"],
@@ -227,5 +230,10 @@ if __name__ == "__main__":
     main(
         __doc__ or "",
         measure,
-        [("rounds", 5, "emulated rounds"), ("real_rounds", 9, "real rounds"), ("milliseconds", 10, "length of an emulated op")],
+        [
+            ("rounds", 5, "emulated rounds"),
+            ("real_rounds", 9, "real rounds"),
+            ("milliseconds", 10, "length of an emulated op"),
+            ("hidden", 512, "hidden size of the real GPT, a multiple of 64"),
+        ],
     )

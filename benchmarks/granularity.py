@@ -131,7 +131,7 @@ def emulated(world: World, microbatches: int, milliseconds: int, rounds: int) ->
 
 def real(world: World, microbatches: int, rounds: int, blocks: int, hidden: int, sequence: int) -> dict[str, Any]:
     """Runs on each rank."""
-    model, inputs, targets = gpt(microbatches, blocks, hidden, sequence)
+    model, inputs, targets = gpt(microbatches, blocks, hidden, sequence, micro_batch=4)
 
     def make(schedule: str) -> dict[str, Pipeline]:
         cut = uniform(model.layers, world.size)

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 import os
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -21,12 +19,10 @@ import torch
 from dynmo import profile_file
 from dynmo.api import Pipeline, StepResult
 from dynmo.balance.partition import Partition, imbalance
-from dynmo.config import Config, Train, shapes
+from dynmo.config import Config, Train
 from dynmo.dynamism import Dynamism, Signals, make_cases
-from dynmo.errors import CheckpointError
 from dynmo.events import (
     ChangeEvent,
-    CheckpointEvent,
     EndEvent,
     EvalEvent,
     Event,
@@ -44,7 +40,7 @@ from dynmo.plan import recompute_for
 from dynmo.profiling import profile_of
 from dynmo.rebalance import Rebalancer
 from dynmo.report.trace import Tracer
-from dynmo.runtime import checkpoint
+from dynmo.run_checkpoints import RunCheckpoints
 from dynmo.runtime.loss_scale import make_scaler
 from dynmo.runtime.mesh import arrange
 from dynmo.runtime.precision import dtype_for
@@ -116,14 +112,13 @@ class Trainer:
     def __init__(
         self, config: Config, world: World, model: Model, folder: Path | None, resume: bool = False, listen: Listener | None = None
     ) -> None:
-        self.config, self._everyone, self._folder = config, world, folder
-        self._listen = listen
-        self._checkpoints = None if folder is None else folder / "checkpoints"
-        found = self._find(model) if resume else None
-        pipeline, data = config.shape_at(0) if found is None else self._shape_of(found[1])
+        self.config, self._everyone, self._folder, self._listen = config, world, folder, listen
+        self._checkpoints = RunCheckpoints(config, world, None if folder is None else folder / "checkpoints")
+        found = self._checkpoints.find(model) if resume else None
+        pipeline, data = config.shape_at(0) if found is None else found.shape(config)
         partition = first_partition(config, model.layers, pipeline)
-        if found is not None and len(found[1].state["partition"]) == partition.ranks:
-            partition = Partition(tuple(found[1].state["partition"]))
+        if found is not None and len(found.partition) == partition.ranks:
+            partition = Partition(found.partition)
         train = config.train
         self.pipeline = Pipeline(
             arrange(world, data),
@@ -154,8 +149,8 @@ class Trainer:
         self._feed = Feed(config, self.pipeline)
         self.first_step, self._loss, moved = 0, math.nan, 0
         if found is not None:
-            self._restore(*found)
-            self._loss, moved = found[1].state["loss"], found[1].state["moves"]
+            self._checkpoints.restore(found, self.pipeline, self._cases)
+            self.first_step, self._loss, moved = found.step, found.loss, found.moves
         limit = memory_limit(config, world.device)
         self._rebalancer = Rebalancer(config, self.pipeline, moved, lambda step: [case.forecast(step) for case in self._cases], limit)
         slices = self.pipeline.placement if self.pipeline.sliced else None
@@ -195,13 +190,15 @@ class Trainer:
         interrupted = self._step(step, stop) or interrupted
         step += 1
         evaluates = bool(train.eval_every) and step % train.eval_every == 0
-        if evaluates or interrupted or step == train.steps or self._due_checkpoint(step, interrupted):
+        if evaluates or interrupted or step == train.steps or self._checkpoints.due(step, interrupted):
             # A wish to stop may be found in any of the results.
             interrupted = self._drain() or interrupted
         if evaluates:
             self._evaluate(step)
-        if self._due_checkpoint(step, interrupted):
-            self._save(step)
+        if self._checkpoints.due(step, interrupted):
+            saved = self._checkpoints.save(step, self.pipeline, self._cases, self._loss, self._rebalancer.moves)
+            if saved is not None:
+                self._emit(saved)
         return interrupted
 
     def finish(self, step: int, seconds: float, interrupted: bool = False) -> RunResult:
@@ -320,61 +317,6 @@ class Trainer:
         count = self.config.train.eval_batches
         inputs, targets, keys = self._feed.held_out(count)
         self._emit(EvalEvent(step - 1, now(), self.pipeline.evaluate(inputs, targets, count, keys)))
-
-    # -- checkpoints ------------------------------------------------------------------------------------------------------------
-
-    def _due_checkpoint(self, step: int, interrupted: bool) -> bool:
-        every = self.config.checkpoint.every
-        return bool(every) and (step % every == 0 or step == self.config.train.steps or interrupted)
-
-    def _save(self, step: int) -> None:
-        if self._checkpoints is None:
-            return
-        pipeline = self.pipeline
-        state = {
-            "partition": list(pipeline.partition.counts),
-            "frozen": sorted(pipeline.frozen),
-            "loss": self._loss,
-            "moves": self._rebalancer.moves,
-            "loss_scale": pipeline.scaler.state(),
-            "shape": list(self.pipeline.shape),
-            "cases": {case.name: case.state() for case in self._cases},
-        }
-        if self.world.replicas > 1:
-            pipeline.digest()  # the first replica's weights stand for all
-        keep, layers = self.config.checkpoint.keep, pipeline.saved_layers()
-        saved = checkpoint.save(self._everyone, self._checkpoints, step, pipeline.model.names, layers, state, keep)
-        self._emit(CheckpointEvent(step - 1, now(), str(saved.path), saved.bytes, saved.seconds))
-
-    def _find(self, model: Model) -> tuple[Path, checkpoint.CheckpointManifest]:
-        assert self._checkpoints is not None
-        path, manifest, problems = checkpoint.find(self._checkpoints)
-        if problems and self._everyone.rank == 0:
-            print(f"dynmo: {problems[0]}; resuming from {path.name}", file=sys.stderr)
-        if tuple(manifest.layers) != model.names:
-            raise CheckpointError(
-                f"{path} is of another model ({len(manifest.layers)} layers, the config's has {model.layers}, or layers of other names); "
-                "resume with the config of that run"
-            )
-        return path, manifest
-
-    def _shape_of(self, manifest: checkpoint.CheckpointManifest) -> tuple[int, int]:
-        """The mesh to resume in: where the run chooses it, the one that it had, as long as that is one of this config's."""
-        saved = tuple(manifest.state.get("shape", ()))
-        known = self.config.elastic.reshape and saved in shapes(self.config)
-        return (saved[0], saved[1]) if known else self.config.shape_at(manifest.step)
-
-    def _restore(self, path: Path, manifest: checkpoint.CheckpointManifest) -> None:
-        self.world.agree(hashlib.sha256(path.name.encode()).digest(), "which checkpoint to resume from")
-        self.pipeline.freeze(manifest.state["frozen"])
-        for index in self.pipeline.own_layers:
-            self.pipeline.restore(index, *checkpoint.load_layer(path, index, self.world.device))
-        for case in self._cases:
-            if case.name in manifest.state["cases"]:
-                case.load(manifest.state["cases"][case.name])
-        if "loss_scale" in manifest.state:
-            self.pipeline.scaler.load(manifest.state["loss_scale"])
-        self.first_step = manifest.step
 
     def _record_costs(self, steps: int) -> None:
         """What the layers cost at the end, for `dynmo plan runs/<name>`."""

@@ -35,6 +35,7 @@ FLOORS: dict[str, int] = {
     # 5: deciding, acting, reporting.
     "dynmo": 5,
     "dynmo.trainer": 5,
+    "dynmo.run_checkpoints": 5,
     "dynmo.setup": 5,
     "dynmo.feed": 5,
     "dynmo.plan": 5,

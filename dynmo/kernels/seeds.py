@@ -6,6 +6,7 @@ So nothing about randomness has to move with a layer, and any schedule or placem
 from __future__ import annotations
 
 from enum import IntEnum
+from functools import cache
 
 import torch
 
@@ -34,6 +35,7 @@ def seed_forward(device: torch.device, seed: int, step: int, layer: int, microba
     generator_of(device).manual_seed(mix(seed, Purpose.FORWARD, step, layer, microbatch))
 
 
+@cache
 def generator_of(device: torch.device) -> torch.Generator:
     """The one that torch's own operations draw from on the device."""
     return torch.cuda.default_generators[device.index or 0] if device.type == "cuda" else torch.default_generator

@@ -11,6 +11,7 @@ precision (on CUDA of float32), and only the sum over microbatches must not lose
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Protocol, cast, runtime_checkable
 
 import torch
@@ -103,26 +104,25 @@ class _LinearFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: nn.Parameter, bias: nn.Parameter | None, tape: WeightTape) -> Tensor:
         ctx.save_for_backward(x)
-        ctx.weight, ctx.bias, ctx.tape = weight, bias, tape
+        ctx.split = weight, bias, tape
         return functional.linear(x, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, None, None, None]:
         # Without its graph, which would keep the layer's inputs until W has run.
-        x = ctx.saved_tensors[0].detach()
-        gy, weight, bias = gradients[0], ctx.weight, ctx.bias
+        x, gy = ctx.saved_tensors[0].detach(), gradients[0]
+        weight, bias, tape = ctx.split
         gx = torch.matmul(gy, weight) if ctx.needs_input_grad[0] else None
-        ctx.tape.add(lambda: accumulate_linear(weight, bias, x, gy), x, gy)
+        tape.add(partial(accumulate_linear, weight, bias, x, gy), x, gy)
         return gx, None, None, None
 
 
 def accumulate_linear(weight: nn.Parameter, bias: nn.Parameter | None, x: Tensor, gy: Tensor) -> None:
-    """weight.grad += gy^T x and bias.grad += sum of gy, over all leading dimensions. x: [..., in], gy: [..., out]."""
-    x2, gy2 = x.reshape(-1, x.shape[-1]), gy.reshape(-1, gy.shape[-1])
-    with torch.no_grad():
-        add_product(weight, gy2.t(), x2)
-        if bias is not None and bias.requires_grad:
-            add_rows(bias, gy2)
+    """weight.grad += gy^T x and bias.grad += sum of gy, over all leading dimensions. x: [..., in], gy: [..., out]; no graph behind them."""
+    rows = gy.reshape(-1, gy.shape[-1])
+    add_product(weight, rows.t(), x.reshape(-1, x.shape[-1]))
+    if bias is not None and bias.requires_grad:
+        add_rows(bias, rows)
 
 
 class SplitLinear(nn.Linear):
