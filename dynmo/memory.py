@@ -1,11 +1,13 @@
 """What a stage holds: weights, gradients and optimizer state of its layers, and what the schedule keeps alive between F, B and W.
 
     bytes(stage) = sum(static_bytes) + max over (n_f, n_s) of  n_f * sum(activation_bytes) + n_s * sum(stash_bytes)
-    bytes(rank)  = sum over its layers of weights and optimizer state + max over its ops of  live + gradients + receives + workspace
+    bytes(rank)  = sum over its layers of weights and optimizer state
+                 + max over its ops of  live + gradients + receives + workspace + reduction
 
-where gradients begin with a stage's first W of the step, receives are those posted for messages to come, and the workspace is the op's.
-With post-validation the gradients of the step before are there, too, and copies to take it back from, until the verdict on it: under the
-first forwards.
+where gradients begin with a stage's first W of the step, receives are those posted for messages to come, the workspace is the op's, and the
+reduction over replicas of a stage's gradients begins with its last W. With
+post-validation the gradients of the step before are there, too, and copies to take it back from, until the verdict on it: under the first
+forwards.
 
 The pairs come from `simulator.resident`: n_f microbatches of the stage are between F and B, and n_s between B and W, at one time. A
 frozen prefix keeps nothing (ALGORITHMS, section 2): the caller gives its layers with activation_bytes = stash_bytes = 0.
@@ -50,11 +52,11 @@ def stage_memory(layers: Sequence[LayerCost], counts: Sequence[int], resident: S
 
 
 def rank_memory(
-    layers: Sequence[LayerCost], counts: Sequence[int], schedule: Schedule, *, post_validation: bool = False
+    layers: Sequence[LayerCost], counts: Sequence[int], schedule: Schedule, *, post_validation: bool = False, replicas: int = 1
 ) -> tuple[int, ...]:
     """Bytes of each rank at its peak under `schedule`: what its stages hold anyway, and the most they keep alive together.
 
-    post_validation: the step before is not final as a step begins.
+    post_validation: the step before is not final as a step begins. replicas: that sum their gradients.
 
     Raises PartitionError when the counts are for another number of layers or of stages.
     """
@@ -64,7 +66,7 @@ def rank_memory(
         )
     fused = fuse(schedule)  # as it runs
     pending = _ops_before_verdict(schedule) if post_validation else (None,) * schedule.ranks
-    peaks = (_peak(layers, counts, fused, rank, pending[rank]) for rank in range(schedule.ranks))
+    peaks = (_peak(layers, counts, fused, rank, pending[rank], replicas) for rank in range(schedule.ranks))
     bare = [replace(layer, gradient_bytes=0, copy_bytes=0) for layer in layers]
     return tuple(static + peak for static, peak in zip(static_bytes(bare, counts, schedule.placement), peaks, strict=True))
 
@@ -72,6 +74,15 @@ def rank_memory(
 # Receives are posted ahead of what is asked for: so many of a channel, or all of a step's where together they are small.
 POSTED_AHEAD = 8
 POSTED_SMALL = 16 << 20  # bytes
+
+
+REDUCED_AT_ONCE = 32 << 20
+"""Bytes of a layer's gradients whose sum over the replicas is on its way at one time."""
+
+
+def reduction_bytes(layers: Sequence[LayerCost]) -> int:
+    """What summing these layers' gradients over replicas takes at most, one layer after another: cut into shares, joined, received."""
+    return 3 * min(REDUCED_AT_ONCE, max((layer.gradient_bytes for layer in layers), default=0))
 
 
 def posted(messages: int, size: int, depth: int) -> int:
@@ -88,7 +99,7 @@ def _ops_before_verdict(schedule: Schedule) -> tuple[int, ...]:
     return tuple(out)
 
 
-def _peak(layers: Sequence[LayerCost], counts: Sequence[int], schedule: Schedule, rank: int, pending: int | None) -> int:
+def _peak(layers: Sequence[LayerCost], counts: Sequence[int], schedule: Schedule, rank: int, pending: int | None, replicas: int) -> int:
     """The most that a rank holds beside weights and optimizer state. A stage has gradients from its first W of the step on. Where the step
     before is not final, it has its gradients, and copies, under the first `pending` ops."""
     bounds, m = [0, *accumulate(counts)], schedule.microbatches
@@ -112,6 +123,9 @@ def _peak(layers: Sequence[LayerCost], counts: Sequence[int], schedule: Schedule
     undecided = 0
     if pending is not None:
         undecided = sum(gradients[s] + sum(x.copy_bytes for x in own) for s, own in stages.items() if s >= schedule.first_trainable)
+    # Of each stage, the W's still to come; and what the reduction takes of those that have had theirs.
+    left = dict.fromkeys(stages, m)
+    reduction = 0
     live = most = undecided
     for done, op in enumerate(schedule.ops[rank]):
         if done == pending:
@@ -127,11 +141,14 @@ def _peak(layers: Sequence[LayerCost], counts: Sequence[int], schedule: Schedule
                 taken[inbox] += 1
             waiting = sum(size * min(count, m - taken[key]) for key, (size, count) in inboxes.items())
             fresh = op.kind is Kind.BW and s in gradients
-            most = max(most, live + waiting + (_workspace(stages[s], op.kind, fresh) if fresh else workspaces[s, op.kind]))
+            most = max(most, live + reduction + waiting + (_workspace(stages[s], op.kind, fresh) if fresh else workspaces[s, op.kind]))
         if trains:
             live += {Kind.F: 0, Kind.B: stash[s] - kept[s], Kind.W: -stash[s], Kind.BW: -kept[s]}[op.kind]
             live += gradients.pop(s, 0) if op.kind is Kind.BW else 0
-        most = max(most, live)
+            left[s] -= op.kind in (Kind.W, Kind.BW)
+            if replicas > 1 and not left[s]:
+                reduction = max(reduction, reduction_bytes(stages[s]))
+        most = max(most, live + reduction)
     return most
 
 

@@ -97,7 +97,9 @@ def dry_run(config: Config) -> Plan:
     stages = Costs(stage_costs(costs, partition.counts), (0.0,) * (len(placement) - 1))
     caps = live_limits(costs, partition.counts, placement, limit)
     schedule = make(config.pipeline.schedule, config.parallel.pipeline, config.microbatches, costs=stages, chunks=config.chunks, caps=caps)
-    memory = rank_memory(costs, partition.counts, schedule, post_validation=config.pipeline.post_validation)
+    memory = rank_memory(
+        *(costs, partition.counts, schedule), post_validation=config.pipeline.post_validation, replicas=config.parallel.data
+    )
     for rank, need in enumerate(memory):
         if limit is not None and need > limit:
             raise PartitionError(
@@ -207,7 +209,7 @@ def recompute_for(config: Config, model: Model, device: torch.device) -> Recompu
     def fitting(partition: Partition, schedule: Schedule) -> frozenset[int]:
         # Beside what layers keep: messages, and what an op needs while it runs.
         counts = partition.counts
-        whole = rank_memory(costs, counts, schedule, post_validation=config.pipeline.post_validation)
+        whole = rank_memory(costs, counts, schedule, post_validation=config.pipeline.post_validation, replicas=config.parallel.data)
         kept = kept_memory(costs, (), counts, schedule)
         return choose(costs, counts, schedule, [limit - max(0, a - b) for a, b in zip(whole, kept, strict=True)])
 

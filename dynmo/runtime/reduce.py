@@ -6,7 +6,7 @@
 Each layer's gradients are cut into a share per replica. A share goes to its replica, which adds what comes from all of them as a fixed tree
 (`slots.py`), in the order of replicas: no all-reduce, whose order of sums is its own. Then the sums go back to everyone; or with ZeRO-1
 they stay, the optimizer updates its share of the parameters, and these go to everyone. What is on its way at once is a bucket: a part of
-every share, so that a large layer needs no more memory for its reduction than a small one.
+every share (`memory.REDUCED_AT_ONCE` bytes of all shares), so that a large layer needs no more memory for its reduction than a small one.
 
     shares of 2 replicas   | 0 0 0 0 0 | 1 1 1 1 1 |
     buckets                | a a b b c | a a b b c |
@@ -25,13 +25,11 @@ from torch import Tensor, nn
 
 from dynmo.errors import WaitTimeout
 from dynmo.kernels.split import zero_gradient
+from dynmo.memory import REDUCED_AT_ONCE
 from dynmo.runtime.optimizer import NORM_BLOCK, Share, block_sums, cut, fold_blocks
 from dynmo.runtime.p2p import Worker
 from dynmo.runtime.slots import Tree
 from dynmo.runtime.world import World
-
-BUCKET = 32 << 20
-"""Bytes of all replicas' parts of a bucket. While it is on its way, a rank holds up to three times as many beside the gradients."""
 
 
 @dataclass(frozen=True)
@@ -110,7 +108,9 @@ class Reducer:
         self._worker.close()
 
 
-def reduce_gradients(peers: World, layer: int, shares: Sequence[Shared], everywhere: bool, bucket: int = BUCKET) -> Callable[[], None]:
+def reduce_gradients(
+    peers: World, layer: int, shares: Sequence[Shared], everywhere: bool, bucket: int = REDUCED_AT_ONCE
+) -> Callable[[], None]:
     """Sums one layer's gradients over the peers, in place. everywhere: on all of them, else each its own share, and the rest is left as is.
 
     Returns what is left to do: a gradient that nobody had is to be None again.
@@ -148,7 +148,7 @@ def _reduce(peers: World, group: Sequence[Shared], everywhere: bool, what: str) 
     return [(s.parameter, present[i].clone()) for i, s in enumerate(group) if absent[i]]
 
 
-def gather_parameters(peers: World, layer: int, shares: Sequence[Shared], bucket: int = BUCKET) -> None:
+def gather_parameters(peers: World, layer: int, shares: Sequence[Shared], bucket: int = REDUCED_AT_ONCE) -> None:
     """Every replica's share of one layer's parameters, on all replicas."""
     for group in buckets((s for s in shares if s.owned), bucket):
         flats = [s.parameter.detach().view(-1) for s in group]

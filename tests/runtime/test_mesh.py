@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from dynmo.errors import ConfigError
+from dynmo.memory import REDUCED_AT_ONCE
 from dynmo.runtime.mesh import arrange
-from dynmo.runtime.reduce import BUCKET
 from tests.pool import Pool
 from tests.runtime.alone import alone
 
@@ -54,7 +54,14 @@ def test_peers_that_do_not_reduce(pool: Pool) -> None:
 
 @pytest.mark.parametrize(
     ("replicas", "everywhere", "bucket"),
-    [(2, True, BUCKET), (3, True, 20_000), (4, True, BUCKET), (2, False, 20_000), (3, False, BUCKET), (4, False, 20_000)],
+    [
+        (2, True, REDUCED_AT_ONCE),
+        (3, True, 20_000),
+        (4, True, REDUCED_AT_ONCE),
+        (2, False, 20_000),
+        (3, False, REDUCED_AT_ONCE),
+        (4, False, 20_000),
+    ],
 )
 def test_reduction(pool: Pool, replicas: int, everywhere: bool, bucket: int) -> None:
     for result in pool.run(JOBS + "reduce", replicas, everywhere=everywhere, bucket=bucket):
