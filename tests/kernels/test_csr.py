@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from dynmo.kernels.csr import Csr, pack, sddmm_, spmm, sum_tokens, unpack
+from dynmo.kernels.csr_loops import TOKENS
 
 sizes = st.integers(1, 40)
 tokens = st.sampled_from([0, 1, 7, 16, 128, 129, 530])
@@ -47,7 +48,7 @@ def test_panels(count: int, features: int, contiguous: bool) -> None:
     packed = pack(x)
     assert packed.is_contiguous()
     assert packed.shape[1] == features
-    assert packed.shape[2] <= 128
+    assert packed.shape[2] <= TOKENS
     assert not packed.transpose(1, 2).reshape(-1, features)[count:].any(), "what fills up the last panel"
     assert torch.equal(unpack(packed, x.shape), x)
     torch.testing.assert_close(sum_tokens(packed), x.sum(0), rtol=1e-4, atol=1e-4)
@@ -62,6 +63,26 @@ def test_products(rows: int, columns: int, count: int, share: float, seed: int) 
     out = values.clone()
     sddmm_(csr, pack(g), pack(x), out)
     torch.testing.assert_close(out, values + (g.t() @ x).flatten()[csr.positions()])
+
+
+@pytest.mark.parametrize("columns", [511, 512, 513, 1400])
+def test_columns_in_blocks(columns: int) -> None:
+    """Their kept weights are added in their order all the same, in float32 as well: one after another, whatever block they are in."""
+    csr, values, dense = drawn(9, columns, 0.9, columns)
+    x = torch.randn(20, columns, dtype=torch.float64)
+    torch.testing.assert_close(unpack(spmm(csr, values, pack(x)), (20, 9)), x @ dense.t())
+    out = torch.zeros_like(values)
+    g = torch.randn(20, 9, dtype=torch.float64)
+    sddmm_(csr, pack(g), pack(x), out)
+    torch.testing.assert_close(out, (g.t() @ x).flatten()[csr.positions()])
+
+
+@given(st.integers(1, 150), st.integers(1, 150), st.integers(0, 100))
+def test_a_tokens_bits_are_its_own(few: int, more: int, seed: int) -> None:
+    csr, values, _ = drawn(7, 30, 0.5, seed)
+    x = torch.randn(few + more, 30, generator=torch.Generator().manual_seed(seed))
+    whole, part = (unpack(spmm(csr, values.float(), pack(some)), (len(some), 7)) for some in (x, x[:few]))
+    assert torch.equal(whole[:few], part)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
