@@ -1,10 +1,10 @@
 """What the dynamic techniques do to what is learnt: held-out loss of a small GPT on the standard library's sources, by case.
 
-Four blocks, hidden 128, sequences of 128 bytes, 8 of them a step, one process (any ranks give the same bits: tests/test_equality.py). Every
-run sees the same data in the same order and is evaluated on the same held-out windows, with the technique as it is at that moment. The
-distance is the last held-out loss over the dense run's, less 1; its limits were written before the runs. Sparse attention is held against
-the same model with shared queries and keys that leaves no pair out, so that the distance is the sparsity's and not the sharing's; that
-model's own distance to dense is a row too. The dense run under other seeds shows how much chance alone does.
+Four blocks, hidden 128 (`--hidden`), sequences of 128 bytes, 8 of them a step, one process (any ranks give the same bits:
+tests/test_equality.py). Every run sees the same data in the same order and is evaluated on the same held-out windows, with the technique as
+it is at that moment. The distance is the last held-out loss over the dense run's, less 1; its limits were written before the runs. Sparse
+attention is held against the same model with shared queries and keys that leaves no pair out, so that the distance is the sparsity's and not
+the sharing's; that model's own distance to dense is a row too. The dense run under other seeds shows how much chance alone does.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from dynmo.trainer import Trainer
 
 ROOT = Path(__file__).resolve().parents[1]
 PICTURE = ROOT / "docs" / "pictures" / "quality.svg"
-STEPS = 400
+STEPS, HIDDEN = 400, 128
 SHARED = "shared keys, all pairs"
 
 
@@ -64,12 +64,21 @@ def runs(steps: int) -> dict[str, tuple[str, float | None, dict[str, Any]]]:
     }
 
 
-def config_of(steps: int, seed: int, dynamism: dict[str, Any], evaluations: int, batches: int) -> Config:
+def chosen(steps: int, only: Sequence[str]) -> dict[str, tuple[str, float | None, dict[str, Any]]]:
+    """Of `runs`, those named and what they are held against; all, where none is named."""
+    every = runs(steps)
+    wanted = {*only, *(every[name][0] for name in only)} or every.keys()
+    # Shared keys are held against dense, themselves.
+    wanted = {*wanted, *(every[name][0] for name in wanted)}
+    return {name: run for name, run in every.items() if name in wanted}
+
+
+def config_of(steps: int, seed: int, dynamism: dict[str, Any], evaluations: int, batches: int, hidden: int = HIDDEN) -> Config:
     """evaluations: points of a curve. batches: held-out microbatches of 4 windows each."""
     return parse(
         {
             "seed": seed,
-            "model": {"blocks": 4, "hidden": 128, "heads": 4, "sequence": 128},
+            "model": {"blocks": 4, "hidden": hidden, "heads": 4, "sequence": 128},
             "train": {"steps": steps, "global_batch": 8, "micro_batch": 4, "lr": 2e-3, "warmup": steps // 20}
             | {"eval_every": max(1, steps // evaluations), "eval_batches": batches},
             "balance": {"balancer": "none"},
@@ -79,9 +88,11 @@ def config_of(steps: int, seed: int, dynamism: dict[str, Any], evaluations: int,
     )
 
 
-def train(world: World, steps: int, seed: int, dynamism: dict[str, Any], evaluations: int, batches: int) -> dict[str, Any]:
+def train(
+    world: World, steps: int, seed: int, dynamism: dict[str, Any], evaluations: int, batches: int, hidden: int = HIDDEN
+) -> dict[str, Any]:
     """Runs on the one rank: the held-out losses by step, and what the case did."""
-    config = config_of(steps, seed, dynamism, evaluations, batches)
+    config = config_of(steps, seed, dynamism, evaluations, batches, hidden)
     events: list[Event] = []
     result = Trainer(config, world, load_model(config), None, listen=events.append).run()
     return {
@@ -95,6 +106,8 @@ def judge(found: dict[str, dict[str, Any]], steps: int) -> list[dict[str, Any]]:
     """A row per run of `runs`: the last held-out loss and its distance to what it is held against."""
     out: list[dict[str, Any]] = []
     for name, (against, limit, dynamism) in runs(steps).items():
+        if name not in found:
+            continue
         loss, reference = found[name]["curve"][-1][1], found[against]["curve"][-1][1]
         distance = loss / reference - 1
         row = {"name": name, "loss": loss, "against": against, "distance": distance, "limit": limit}
@@ -102,10 +115,12 @@ def judge(found: dict[str, dict[str, Any]], steps: int) -> list[dict[str, Any]]:
     return out
 
 
-def measure(steps: int, seeds: int, jobs: int = 1, evaluations: int = 24, batches: int = 16) -> dict[str, Any]:
-    """jobs: runs at once, each of one thread in a process of its own."""
-    common = {"steps": steps, "evaluations": evaluations, "batches": batches}
-    techniques = runs(steps)
+def measure(
+    steps: int, seeds: int, jobs: int = 1, evaluations: int = 24, batches: int = 16, hidden: int = HIDDEN, only: Sequence[str] = ()
+) -> dict[str, Any]:
+    """jobs: runs at once, each of one thread in a process of its own. only: names of `runs` (and what they are held against), not all."""
+    common = {"steps": steps, "evaluations": evaluations, "batches": batches, "hidden": hidden}
+    techniques = chosen(steps, only)
     asked: list[dict[str, Any]] = [{"seed": 0, "dynamism": dynamism} for _, _, dynamism in techniques.values()]
     asked += [{"seed": seed, "dynamism": {}} for seed in range(1, seeds)]
     with ProcessPoolExecutor(jobs, get_context("spawn")) as pool:
@@ -113,6 +128,7 @@ def measure(steps: int, seeds: int, jobs: int = 1, evaluations: int = 24, batche
     found = dict(zip(techniques, done, strict=False))
     return {
         "steps": steps,
+        "hidden": hidden,
         "rows": judge(found, steps),
         "dense_by_seed": [run["curve"][-1][1] for run in (found["dense"], *done[len(techniques) :])],
     }
@@ -173,9 +189,18 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=STEPS, help=f"of each run (default {STEPS})")
     parser.add_argument("--seeds", type=int, default=3, help="dense runs, one a seed (default 3)")
     parser.add_argument("--jobs", type=int, default=1, help="runs at once, a core each (default 1)")
+    parser.add_argument("--hidden", type=int, default=HIDDEN, help=f"hidden size of the model (default {HIDDEN})")
+    parser.add_argument(
+        "--only", choices=list(runs(STEPS)), action="append", help="this run, beside what it is held against; several times"
+    )
     options = parser.parse_args()
-    result: dict[str, Any] = json.loads(options.read.read_text()) if options.read else measure(options.steps, options.seeds, options.jobs)
-    result = result if options.read else result | {"machine": machine()}
+    if options.only and options.plot:
+        parser.error("--plot draws all runs; leave out --only")
+    if options.read:
+        result: dict[str, Any] = json.loads(options.read.read_text())
+    else:
+        result = measure(options.steps, options.seeds, options.jobs, hidden=options.hidden, only=options.only or ())
+        result |= {"machine": machine()}
     if options.plot:
         draw(result["rows"], PICTURE)
     print(json.dumps(result) if options.json else table(result))

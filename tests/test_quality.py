@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.quality import SHARED, STEPS, config_of, draw, judge, measure, runs, table
+from benchmarks.quality import SHARED, STEPS, chosen, config_of, draw, judge, measure, runs, table
 from tests.pool import Pool
 
 ROOT = Path(__file__).parents[1]
@@ -50,6 +50,14 @@ def test_the_picture(tmp_path: Path) -> None:
     picture = (tmp_path / "a.svg").read_text()
     assert picture == (tmp_path / "b.svg").read_text()
     assert all(title in picture for title in ("freezing", "pruning", "sparse attention", "held-out loss"))
+
+
+def test_some_of_the_runs() -> None:
+    assert chosen(40, ()) == runs(40)
+    assert list(chosen(40, ["pruning, 90 %"])) == ["dense", "pruning, 90 %"]
+    assert list(chosen(40, ["hash, 4 buckets, all blocks"])) == ["dense", SHARED, "hash, 4 buckets, all blocks"]
+    some = {name: run for name, run in found().items() if name in chosen(40, ["pruning, 90 %"])}
+    assert [row["name"] for row in judge(some, 40)] == ["dense", "pruning, 90 %"]
 
 
 def test_a_run_in_small(pool: Pool) -> None:
