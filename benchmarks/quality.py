@@ -1,10 +1,11 @@
 """What the dynamic techniques do to what is learnt: held-out loss of a small GPT on the standard library's sources, by case.
 
 Four blocks, hidden 128 (`--hidden`), sequences of 128 bytes, 8 of them a step, one process (any ranks give the same bits:
-tests/test_equality.py). Every run sees the same data in the same order and is evaluated on the same held-out windows, with the technique as
-it is at that moment. The distance is the last held-out loss over the dense run's, less 1; its limits were written before the runs. Sparse
-attention is held against the same model with shared queries and keys that leaves no pair out, so that the distance is the sparsity's and not
-the sharing's; that model's own distance to dense is a row too. The dense run under other seeds shows how much chance alone does.
+tests/test_equality.py). Every run sees the same data in the same order and is evaluated on the same held-out windows, with the technique
+as it is at that moment. The distance is the last held-out loss over the dense run's, less 1; its limits were written before the runs.
+Sparse attention is held against the same model with shared queries and keys that leaves no pair out, so that the distance is the
+sparsity's and not the sharing's; that model's own distance to dense is a row too. The dense run under other seeds shows how much chance
+alone does.
 """
 
 from __future__ import annotations
