@@ -6,8 +6,8 @@ of the second. Inside, LLVM code of our own keeps 64 tokens of a row in vector r
     _add_columns   y[j : j+64] += values[k] * x[col[k], j : j+64]        for start <= k < end, in this order
     _add_dots      out[k] += g[j : j+64] . x[col[k], j : j+64]           for start <= k < end
 
-numba alone makes vectors of such a loop over tokens too, but asks anew for every few k whether the arrays overlap, and the sums go through
-memory: that takes as long again as the products. The order of every sum is the one written here, on any machine.
+numba alone makes vectors of such a loop over tokens too, but asks anew for every few k whether the arrays overlap, and its sums go through
+memory. The order of every sum is the one written here, on any machine.
 """
 
 # Neither numba nor llvmlite has types.
