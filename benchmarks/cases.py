@@ -49,6 +49,7 @@ from dynmo.costs import LayerCost
 from dynmo.events import ChangeEvent, EndEvent, Event, RebalanceEvent, StepEvent
 from dynmo.kernels.sparse_linear import linears
 from dynmo.models.model import Model, load_model
+from dynmo.runtime.executor import SEND, WAIT
 from dynmo.runtime.world import World
 from dynmo.trainer import Trainer
 
@@ -152,7 +153,7 @@ def race(world: World, case: str, steps: int, rounds: int, sizes: dict[str, int]
             trainers[name] = Trainer(config, world, model_of(case, config), None, listen=events[name].append)
         names = list(trainers)
         seconds: dict[str, list[float]] = {name: [] for name in names}
-        programs = {name: noted(trainers[name].pipeline) for name in names}
+        noted_steps = {name: noted(trainers[name].pipeline) for name in names}
         costs: dict[str, list[tuple[LayerCost, ...]]] = {name: [] for name in names}
         for step in range(steps):
             turn = step % len(names)
@@ -166,21 +167,30 @@ def race(world: World, case: str, steps: int, rounds: int, sizes: dict[str, int]
         for name, trainer in trainers.items():
             trainer.finish(steps, sum(seconds[name]))
             trainer.pipeline.changed(())  # closes its channels
-        slowest = torch.tensor(list(programs.values()), dtype=torch.float64)
+        slowest = torch.tensor([[program for program, _ in noted_steps[name]] for name in names], dtype=torch.float64)
         world.largest(slowest, "what the programs took")
+        ops = torch.tensor([[ops for _, ops in noted_steps[name]] for name in names], dtype=torch.float64)
+        world.sum(ops, "what the ops took")
         if world.rank == 0:
-            ran = dict(zip(names, slowest.tolist(), strict=True))
-            out.append({name: account(seconds[name], costs[name], events[name]) | {"program": ran[name]} for name in names})
+            out.append(
+                {
+                    name: account(seconds[name], costs[name], events[name]) | {"program": slowest[i].tolist(), "ops": ops[i].tolist()}
+                    for i, name in enumerate(names)
+                }
+            )
     return out
 
 
-def noted(pipeline: Pipeline) -> list[float]:
-    """From now on: seconds of each step on this rank, from its program's first op or wait to its last."""
-    advance, seconds = pipeline.advance, list[float]()
+def noted(pipeline: Pipeline) -> list[tuple[float, float]]:
+    """From now on, of each step on this rank: seconds from its program's first op or wait to its last, and of its ops together."""
+    advance, seconds = pipeline.advance, list[tuple[float, float]]()
 
     def noting(*args: Any, **options: Any) -> tuple[StepResult, ...]:
         results = advance(*args, **options)
-        seconds.extend(result.outcome.slices[-1].end - result.outcome.slices[0].start for result in results)
+        for result in results:
+            slices = result.outcome.slices
+            busy = math.fsum(x.end - x.start for x in slices if x.kind not in (WAIT, SEND))
+            seconds.append((slices[-1].end - slices[0].start, busy))
         return results
 
     pipeline.advance = noting
@@ -316,6 +326,10 @@ def judge(case: str, rounds: Sequence[dict[str, Any]]) -> dict[str, Any]:
             "dynmo": program["dynmo"] * length / model["as_placed"][-1],
         },
         "program_share": {name: program[name] / late[name] for name in program},
+        # What the ops took, over what the layers' costs say: these are medians, which know nothing of an op that was held up.
+        "ops_over_costs": {
+            name: median(median(r[name]["ops"][last]) / (MICROBATCHES * work(r[name])) for r in rounds) for name in ("uniform", "dynmo")
+        },
         "same_work_takes": median(work(r["dynmo"]) / work(r["uniform"]) for r in rounds),
         "idle_ratio": {name: median(median(r[name]["idle"][last]) for r in rounds) for name in ("uniform", "dynmo")},
         "simulated_idle_ratio": {

@@ -53,7 +53,9 @@ def side(seconds: list[float], layers: list[list[int]], digest: str = "a") -> di
     costs = [[[x.f, x.b, x.w] for x in trained(frozen)] for frozen in (0, 3)]
     overhead = {"measure": 0.01, "decide": 0.02, "move": 0.03}
     told = {"changes": [2], "what": ["froze"], "costs": costs, "layers": layers, "idle": [0.3] * 6, "moves": [], "overhead": overhead}
-    return {"seconds": seconds, "program": [0.9 * x for x in seconds], **told, "digest": digest, "loss": 1.0}
+    # 6 layers of 1 s forward, of which 3 take 2 s more: for each microbatch.
+    ops = [1.1 * MICROBATCHES * 12.0] * 6
+    return {"seconds": seconds, "program": [0.9 * x for x in seconds], "ops": ops, **told, "digest": digest, "loss": 1.0}
 
 
 def test_a_row_compares_every_side_with_dynmo() -> None:
@@ -70,6 +72,7 @@ def test_a_row_compares_every_side_with_dynmo() -> None:
     assert row["by_phase"][-1]["ideal"] > row["by_phase"][-1]["ideal_as_placed"]
     assert row["overhead"]["share_of_run"] == pytest.approx(0.06 / 10)
     assert row["same_work_takes"] == 1.0
+    assert row["ops_over_costs"] == pytest.approx({"uniform": 1.1, "dynmo": 1.1})
     assert row["simulated_idle_ratio"]["dynmo"] < row["simulated_idle_ratio"]["uniform"]
     assert row["program_share"] == pytest.approx({"uniform": 0.9, "dynmo": 0.9})
     measured = row["measured_over_simulated"]
@@ -102,6 +105,7 @@ def test_the_sides_end_with_the_same_weights(pool: Pool, case: str) -> None:
     assert row["same_weights"]
     assert row["what"], "the technique never acted"
     assert all(len(one["seconds"]) == len(one["program"]) == 20 for one in rounds[0].values())
+    assert all(ratio > 0.5 for ratio in row["ops_over_costs"].values())
     assert all(0 < program < seconds for one in rounds[0].values() for program, seconds in zip(one["program"], one["seconds"], strict=True))
     assert all(layer[0] > 0 for layers in row["costs"] for layer in layers), "a forward pass was not measured"
     if case == "freezing":
