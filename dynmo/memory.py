@@ -5,9 +5,8 @@
                  + max over its ops of  live + gradients + receives + workspace + reduction
 
 where gradients begin with a stage's first W of the step, receives are those posted for messages to come, the workspace is the op's, and the
-reduction over replicas of a stage's gradients begins with its last W. With
-post-validation the gradients of the step before are there, too, and copies to take it back from, until the verdict on it: under the first
-forwards.
+reduction over replicas of a stage's gradients begins with its last W. With post-validation the gradients of the step before are there, too,
+and copies to take it back from, until the verdict on it: under the first forwards.
 
 The pairs come from `simulator.resident`: n_f microbatches of the stage are between F and B, and n_s between B and W, at one time. A
 frozen prefix keeps nothing (ALGORITHMS, section 2): the caller gives its layers with activation_bytes = stash_bytes = 0.
