@@ -279,6 +279,7 @@ class _Search:
             request.objective,
             any_links=True,
             recompute=request.recompute,
+            replicas=mesh.replicas,
         )
 
     def attempt(self, mesh: Mesh, balancer: str, quick: bool) -> MeshPlan | None:
@@ -315,7 +316,7 @@ class _Search:
         # The least that it can be made within: one microbatch.
         caps = tuple(max(0.0, x.mem_f, x.mem_f + x.mem_b) for x in own.stages) if job.schedule == "zb-auto" else None
         made = make(job.schedule, job.ranks, job.microbatches, costs=own, chunks=job.chunks, caps=caps)
-        return memory(job.kept, chosen, even.counts, made)
+        return memory(job.kept, chosen, even.counts, made, job.replicas)
 
     def nothing(self, meshes: Sequence[Mesh]) -> str:
         tried = [x for x in self.refused if x.mesh in set(meshes)]

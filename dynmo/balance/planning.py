@@ -13,13 +13,12 @@ from itertools import product
 from typing import Literal
 
 from dynmo.balance.balancers import BalanceRequest, balancer
-from dynmo.balance.microbatches import resize
 from dynmo.balance.partition import Cost, Move, Partition, imbalance, moves, uniform
 from dynmo.balance.placed import Make, freeze, frozen_stages, pipeline_costs
 from dynmo.balance.recompute import choose, memory, recomputed
 from dynmo.costs import Costs, LayerCost, LinkCost, uniform_costs
 from dynmo.errors import InputError, PartitionError, ScheduleError
-from dynmo.memory import Pairs, live_limits
+from dynmo.memory import Pairs, live_limits, reduction_bytes
 from dynmo.profile_file import Profile
 from dynmo.schedule.bound import Objective
 from dynmo.schedule.catalogue import check_microbatches, entry, make, placement_of
@@ -37,7 +36,8 @@ Recompute = Literal["none", "auto", "all"]
 class Job:
     """What to plan for. memory_limit: bytes of a rank. any_links: take the slowest known link where the file lists other boundaries. cost:
     what the balancer goes by; seed and step: for the balancer that is random. quick: "exact" does not simulate its ties, and a placement
-    that does not fit is not repaired. recomputed: layers that are recomputed whatever `recompute` says."""
+    that does not fit is not repaired. recomputed: layers that are recomputed whatever `recompute` says. replicas: of this pipeline, that
+    sum their gradients, which takes memory; its seconds are `mesh`'s."""
 
     profile: Profile
     ranks: int
@@ -54,6 +54,7 @@ class Job:
     quick: bool = False
     recompute: Recompute = "none"
     recomputed: frozenset[int] = frozenset()
+    replicas: int = 1
 
     def __post_init__(self) -> None:
         if self.ranks < 1:
@@ -72,9 +73,11 @@ class Job:
 
     @cached_property
     def reserve(self) -> int:
-        """The most bytes that recomputing a layer brings back during its B, beside what is live between ops."""
+        """The most bytes that come for a moment, beside what is live between ops: recomputing a layer brings them back during its B, and
+        summing gradients over the replicas takes them."""
         pairs = zip(self.kept, self.layers, strict=True)
-        return max((kept.activation_bytes - left.activation_bytes for kept, left in pairs), default=0)
+        back = max((kept.activation_bytes - left.activation_bytes for kept, left in pairs), default=0)
+        return back + (reduction_bytes(self.kept) if self.replicas > 1 else 0)
 
     @cached_property
     def placement(self) -> tuple[int, ...]:
@@ -135,61 +138,6 @@ class Plan:
         return sum(self.job.profile.layers[move.layer].moved_bytes for move in self.moves)
 
 
-def plan(job: Job) -> Plan:
-    """Raises InputError: what is wrong with the job, or, where it does not fit the memory, which rank needs how much and what would fit."""
-    try:
-        return attempt(job)
-    except (PartitionError, ScheduleError):
-        if job.memory_limit is None:
-            raise
-    free = attempt(replace(job, memory_limit=None))  # what is wrong apart from memory is told as it is
-    over = max(range(job.ranks), key=lambda rank: free.memory[rank])
-    if free.memory[over] > job.memory_limit:
-        where = f"rank {over} (layers {_layers_of(free, over)}) needs {free.memory[over]} bytes under {job.schedule}"
-        where += f" with the placement {'+'.join(map(str, free.partition.counts))}, over the limit of {job.memory_limit}"
-    else:
-        where = f"no placement by {job.balancer!r} was found that keeps every rank under {job.memory_limit} bytes with {job.schedule}"
-    raise PartitionError(f"{where}; {_nearest(job, free)}")
-
-
-def _layers_of(plan: Plan, rank: int) -> str:
-    ranges = [plan.partition.range_of(stage) for stage, holder in enumerate(plan.job.placement) if holder == rank]
-    return " and ".join(f"{own.start} to {own.stop - 1}" if len(own) > 1 else f"{own.start}" for own in ranges)
-
-
-# Where memory is short, those that need the least change first, then those that keep less.
-_BY_MEMORY = ("zb-h1", "zb-auto", "zb-v", "1f1b", "v-half", "v-min")
-
-
-def _nearest(job: Job, free: Plan) -> str:
-    """In words, the first plan that fits: another placement, schedule, size of microbatches, number of ranks."""
-    for what, other in _nearer(job):
-        try:
-            found = attempt(other)
-        except InputError:
-            continue
-        return f"{what} would fit: {max(found.memory)} bytes at most, a step of {found.step:.4g} s instead of {free.step:.4g} s"
-    largest = max(range(len(job.layers)), key=lambda i: job.layers[i].static_bytes + job.layers[i].activation_bytes)
-    held = job.layers[largest].static_bytes + job.layers[largest].activation_bytes
-    return f"nothing that was tried fits (other placements, schedules, microbatches, more ranks); layer {largest} alone needs {held} bytes"
-
-
-def _nearer(job: Job) -> Iterator[tuple[str, Job]]:
-    base = replace(job, balancer="exact", any_links=True, quick=True)
-    if job.balancer not in ("exact", "schedule-aware"):
-        yield "the balancer 'exact'", base
-    schedules = [replace(base, schedule=name, chunks=None) for name in _BY_MEMORY if name != job.schedule]
-    for other in schedules:
-        yield f"the schedule {other.schedule}", other
-    smaller = [replace(base, profile=profile, microbatches=m) for m, profile in resize(base.profile, base.microbatches, (2, 4, 8, 16))]
-    for other in smaller if job.ranks * job.microbatches <= LARGE else smaller[:1]:
-        yield f"{other.microbatches} microbatches for the same global batch", other
-    steps = (*range(1, 5), *(math.ceil(job.ranks * share) for share in (0.25, 0.5, 1, 2, 3)))
-    for ranks in sorted({job.ranks + by for by in steps if job.ranks + by <= len(job.layers)}):
-        for other in (base, *schedules[-1:]):
-            yield f"{ranks} ranks with {other.schedule}", replace(other, ranks=ranks)
-
-
 def attempt(job: Job) -> Plan:
     """The plan for just this job. Raises PartitionError or ScheduleError where it cannot be made or does not fit the memory."""
     if job.recompute == "all":
@@ -209,7 +157,7 @@ def _recomputing(job: Job, limit: int) -> Plan:
         return found[0]
     for _ in range(3):
         try:
-            chosen = choose(job.kept, free.partition.counts, free.schedule, limit)
+            chosen = choose(job.kept, free.partition.counts, free.schedule, limit, job.replicas)
         except PartitionError:
             # This placement does not fit in any way. From one that does with all recomputed, what is not needed is given back.
             every = replace(job, recomputed=frozenset(range(len(job.kept))))
@@ -241,7 +189,7 @@ def _into(found: list[Plan], make: Callable[[], Plan]) -> InputError | None:
 
 
 def _limits(job: Job) -> tuple[int | None, ...]:
-    """What balancers are told. They do not know what recomputing brings back for a moment, so there is a second try with that set aside."""
+    """What balancers are told. They do not know what comes for a moment only, so there is a second try with that set aside."""
     if job.memory_limit is None or not job.reserve:
         return (job.memory_limit,)
     return (job.memory_limit, max(0, job.memory_limit - job.reserve))
@@ -390,7 +338,7 @@ def judge(job: Job, partition: Partition) -> Plan:
     else:
         caps = (2.0 * len(job.placement),) * job.ranks
     made = _make(job, shaped, caps)
-    needs = memory(job.kept, job.recomputed, partition.counts, made)
+    needs = memory(job.kept, job.recomputed, partition.counts, made, job.replicas)
     for rank, need in enumerate(needs):
         if job.memory_limit is not None and need > job.memory_limit:
             raise PartitionError(

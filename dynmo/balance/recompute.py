@@ -20,7 +20,7 @@ from itertools import accumulate
 
 from dynmo.costs import LayerCost
 from dynmo.errors import PartitionError
-from dynmo.memory import static_bytes
+from dynmo.memory import reduction_bytes, static_bytes
 from dynmo.schedule.op import Kind, Schedule
 
 
@@ -42,17 +42,22 @@ def _input_bytes(layers: Sequence[LayerCost], index: int) -> int:
     return layers[max(0, index - 1)].output_bytes
 
 
-def memory(layers: Sequence[LayerCost], chosen: Collection[int], counts: Sequence[int], schedule: Schedule) -> tuple[int, ...]:
+def memory(
+    layers: Sequence[LayerCost], chosen: Collection[int], counts: Sequence[int], schedule: Schedule, replicas: int = 1
+) -> tuple[int, ...]:
     """Bytes of each rank at its peak under `schedule`, as `memory.rank_memory`, when the layers of `chosen` are recomputed.
 
-    layers: as they are without recomputing. Raises PartitionError when the counts are for another number of layers or of stages.
+    layers: as they are without recomputing; replicas: that sum their gradients. Raises PartitionError when the counts are for another
+    number of layers or of stages.
     """
-    ranks = _ranks(layers, counts, schedule)
+    ranks = _ranks(layers, counts, schedule, replicas)
     kept = recomputed(layers, chosen)
     return tuple(rank.need(kept) for rank in ranks)
 
 
-def choose(layers: Sequence[LayerCost], counts: Sequence[int], schedule: Schedule, limit: int | Sequence[int]) -> frozenset[int]:
+def choose(
+    layers: Sequence[LayerCost], counts: Sequence[int], schedule: Schedule, limit: int | Sequence[int], replicas: int = 1
+) -> frozenset[int]:
     """The layers to recompute so that every rank fits `limit` bytes (one number, or one per rank), for this placement and schedule.
 
     On a rank that is too full, the layer that saves the most bytes of the peak per second of F is taken first, until the rank fits; then
@@ -64,7 +69,7 @@ def choose(layers: Sequence[LayerCost], counts: Sequence[int], schedule: Schedul
         raise PartitionError(f"{len(limits)} memory limits for {schedule.ranks} ranks; give one per rank, or one number for all")
     every = recomputed(layers, range(len(layers)))
     chosen: set[int] = set()
-    for rank, (holder, most) in enumerate(zip(_ranks(layers, counts, schedule), limits, strict=True)):
+    for rank, (holder, most) in enumerate(zip(_ranks(layers, counts, schedule, replicas), limits, strict=True)):
         least = holder.need(every)
         if least > most:
             raise PartitionError(
@@ -75,7 +80,7 @@ def choose(layers: Sequence[LayerCost], counts: Sequence[int], schedule: Schedul
     return frozenset(chosen)
 
 
-def _ranks(layers: Sequence[LayerCost], counts: Sequence[int], schedule: Schedule) -> tuple[_Rank, ...]:
+def _ranks(layers: Sequence[LayerCost], counts: Sequence[int], schedule: Schedule, replicas: int) -> tuple[_Rank, ...]:
     if (sum(counts), len(counts)) != (len(layers), schedule.stages):
         raise PartitionError(
             f"a placement of {sum(counts)} layers on {len(counts)} stages, for {len(layers)} layers under a schedule of {schedule.stages}"
@@ -85,25 +90,32 @@ def _ranks(layers: Sequence[LayerCost], counts: Sequence[int], schedule: Schedul
     out: list[_Rank] = []
     for rank, static in enumerate(held):
         stages = {s: range(bounds[s], bounds[s + 1]) for s in schedule.stages_of(rank) if s >= schedule.first_trainable}
-        out.append(_Rank(tuple(layers), stages, static, frozenset(_moments(schedule, rank, tuple(stages)))))
+        summed = tuple(reduction_bytes(layers[own.start : own.stop]) if replicas > 1 else 0 for own in stages.values())
+        out.append(_Rank(tuple(layers), stages, static, frozenset(_moments(schedule, rank, tuple(stages), summed))))
     return tuple(out)
 
 
-_Moment = tuple[tuple[int, ...], tuple[int, ...], int, bool]
-"""Per own stage the microbatches between F and B, and between B and W; which of the stages runs a B now (-1: none); with its W at once?"""
+_Moment = tuple[tuple[int, ...], tuple[int, ...], int, bool, int]
+"""Per own stage the microbatches between F and B, and between B and W; which of the stages runs a B now (-1: none); with its W at once?
+And bytes of reductions over the replicas."""
 
 
-def _moments(schedule: Schedule, rank: int, stages: tuple[int, ...]) -> Iterator[_Moment]:
-    forward, stashed = [0] * len(stages), [0] * len(stages)
+def _moments(schedule: Schedule, rank: int, stages: tuple[int, ...], summed: Sequence[int]) -> Iterator[_Moment]:
+    """summed: per own stage, bytes that its reduction takes from its last W on."""
+    forward, stashed, left = [0] * len(stages), [0] * len(stages), [schedule.microbatches] * len(stages)
+    reduction = 0
     for op in schedule.ops[rank]:
         if op.stage not in stages:
             continue
         own = stages.index(op.stage)
         if op.kind in (Kind.B, Kind.BW):
-            yield tuple(forward), tuple(stashed), own, op.kind is Kind.BW
+            yield tuple(forward), tuple(stashed), own, op.kind is Kind.BW, reduction
+        left[own] -= op.kind in (Kind.W, Kind.BW)
+        if not left[own]:
+            reduction = max(reduction, summed[own])
         forward[own] += (op.kind is Kind.F) - (op.kind in (Kind.B, Kind.BW))
         stashed[own] += (op.kind is Kind.B) - (op.kind is Kind.W)
-        yield tuple(forward), tuple(stashed), -1, False
+        yield tuple(forward), tuple(stashed), -1, False, reduction
 
 
 @dataclass(frozen=True)
@@ -122,9 +134,9 @@ class _Rank:
         stash = [sum(kept[i].stash_bytes for i in stage) for stage in own]
         more = [{fused: self._within(kept, stage, fused) for fused in (False, True)} for stage in own]
         peak = 0
-        for forward, stashed, running, fused in self.moments:
+        for forward, stashed, running, fused, reduction in self.moments:
             live = sum(n * x for n, x in zip(forward, activation, strict=True)) + sum(n * x for n, x in zip(stashed, stash, strict=True))
-            peak = max(peak, live + (more[running][fused] if running >= 0 else 0))
+            peak = max(peak, live + reduction + (more[running][fused] if running >= 0 else 0))
         return self.static + peak
 
     def _within(self, kept: Sequence[LayerCost], stage: range, fused: bool) -> int:

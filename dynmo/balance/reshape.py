@@ -79,6 +79,7 @@ def _as_now(request: MeshRequest, current: Mesh, partition: Partition) -> MeshPl
         chunks=request.chunks,
         objective=request.objective,
         any_links=True,
+        replicas=current.replicas,
     )
     if len(job.placement) != partition.ranks:
         raise PartitionError(f"a placement on {partition.ranks} stages for {current}, which has {len(job.placement)}")

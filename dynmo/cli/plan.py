@@ -62,8 +62,9 @@ def plan(
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
 ) -> None:
     """Plan placement and schedule for measured layer costs."""
-    from dynmo.balance import planning
     from dynmo.balance.alternatives import other_balancers, other_microbatches, other_ranks, other_schedules
+    from dynmo.balance.nearest import plan as planned
+    from dynmo.balance.planning import Job
     from dynmo.cli import mesh
     from dynmo.profile_file import read
 
@@ -81,7 +82,7 @@ def plan(
         limit = _bytes(memory_limit)
         mesh.run(mesh.request_of(searched, profile, schedule, balancer, chunks, limit, objective, recompute), as_json, words)
         return
-    job = planning.Job(
+    job = Job(
         profile,
         _given(ranks, profile.ranks, "--ranks"),
         _given(microbatches, profile.microbatches, "--microbatches"),
@@ -94,7 +95,7 @@ def plan(
         recompute=recompute,
     )
     began = time.perf_counter()
-    made = planning.plan(job)
+    made = planned(job)
     seconds = time.perf_counter() - began
     others: Alternatives = {}
     if alternatives:

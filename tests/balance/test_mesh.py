@@ -83,6 +83,7 @@ def test_the_search_is_brute_force(request: MeshRequest):
                 scaled = mesh_profile(request.profile, mesh, request.zero)
                 for name in request.balancers:
                     job = Job(scaled, pipeline, mesh.microbatches, schedule, name, None, request.memory_limit, request.objective, True)
+                    job = replace(job, replicas=replicas)
                     try:
                         found = finish(mesh, attempt(job), request.bandwidth, request.zero)
                     except InputError:
@@ -152,7 +153,7 @@ def test_recomputing_makes_room():
     best = found.candidates[0]
     job = best.plan.job
     assert job.recomputed
-    assert best.memory == memory(job.kept, job.recomputed, best.plan.partition.counts, best.plan.schedule)
+    assert best.memory == memory(job.kept, job.recomputed, best.plan.partition.counts, best.plan.schedule, job.replicas)
     assert max(best.memory) <= limit
     every = search(MeshRequest(given, 2, 16, (2,), ("1f1b",), memory_limit=limit, recompute="all")).candidates[0]
     assert len(every.plan.job.recomputed) == 8

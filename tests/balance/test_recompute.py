@@ -28,20 +28,27 @@ def cases(draw: st.DrawFn) -> tuple[tuple[LayerCost, ...], tuple[int, ...], Sche
     for _ in range(sum(counts)):
         activation = draw(size)
         layers.append(
-            LayerCost(draw(st.integers(1, 5)), 1.0, 1.0, 0, draw(size), 0, 0, activation, draw(st.integers(0, activation)), draw(size))
+            LayerCost(
+                draw(st.integers(1, 5)), 1.0, 1.0, 0, draw(size), draw(size), 0, activation, draw(st.integers(0, activation)), draw(size)
+            )
         )
     return tuple(layers), counts, make(name, ranks, microbatches)
 
 
-def replayed(layers: tuple[LayerCost, ...], chosen: frozenset[int], counts: tuple[int, ...], schedule: Schedule) -> list[int]:
-    """Layer by layer, what is live, by the definition: the peak of each rank."""
+def replayed(
+    layers: tuple[LayerCost, ...], chosen: frozenset[int], counts: tuple[int, ...], schedule: Schedule, replicas: int = 1
+) -> list[int]:
+    """Layer by layer, what is live, by the definition: the peak of each rank. Between replicas, a layer's gradients are three times there
+    while they are summed: cut into shares, joined, received."""
     bounds = [sum(counts[:s]) for s in range(len(counts) + 1)]
     kept = recomputed(layers, chosen)
     peaks: list[int] = []
     for rank, row in enumerate(schedule.ops):
         own = [i for s in schedule.stages_of(rank) for i in range(bounds[s], bounds[s + 1])]
         live = peak = sum(layers[i].static_bytes for i in own)
-        for op in row:
+        last = {s: max(at for at, op in enumerate(row) if op.stage == s) for s in schedule.stages_of(rank)}
+        summed = 0
+        for at, op in enumerate(row):
             stage = range(bounds[op.stage], bounds[op.stage + 1])
             if op.kind is Kind.F:
                 live += sum(kept[i].activation_bytes for i in stage)
@@ -50,9 +57,11 @@ def replayed(layers: tuple[LayerCost, ...], chosen: frozenset[int], counts: tupl
             else:
                 for i in reversed(stage):
                     live += layers[i].activation_bytes - kept[i].activation_bytes  # its own F again
-                    peak = max(peak, live)
+                    peak = max(peak, live + summed)
                     live -= layers[i].activation_bytes - (kept[i].stash_bytes if op.kind is Kind.B else 0)
-            peak = max(peak, live)
+            if replicas > 1 and at == last[op.stage]:
+                summed = max(summed, *(3 * layers[i].gradient_bytes for i in stage))
+            peak = max(peak, live + summed)
         peaks.append(peak)
     return peaks
 
@@ -61,12 +70,13 @@ def replayed(layers: tuple[LayerCost, ...], chosen: frozenset[int], counts: tupl
 def test_memory_is_what_a_replay_layer_by_layer_finds(case: tuple[tuple[LayerCost, ...], tuple[int, ...], Schedule], data: st.DataObject):
     layers, counts, schedule = case
     chosen = frozenset(data.draw(st.sets(st.integers(0, len(layers) - 1))))
-    found = memory(layers, chosen, counts, schedule)
-    assert list(found) == replayed(layers, chosen, counts, schedule)
+    replicas = data.draw(st.integers(1, 2))
+    found = memory(layers, chosen, counts, schedule, replicas)
+    assert list(found) == replayed(layers, chosen, counts, schedule, replicas)
     # Without messages, as it runs (an adjacent B and W are one), no more is needed.
     silent = [replace(layer, output_bytes=0) for layer in layers]
     assert all(a <= b for a, b in zip(rank_memory(silent, counts, schedule), memory(layers, (), counts, schedule), strict=True))
-    more = memory(layers, {*chosen, data.draw(st.integers(0, len(layers) - 1))}, counts, schedule)
+    more = memory(layers, {*chosen, data.draw(st.integers(0, len(layers) - 1))}, counts, schedule, replicas)
     assert all(a <= b for a, b in zip(more, found, strict=True)), "recomputing one more layer needs more memory"
 
 
