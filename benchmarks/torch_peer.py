@@ -107,11 +107,12 @@ class EmulatedStage(nn.Module):
                               add ── output
         weight ─ _WeightPath ─┘
 
-    `slept` counts the sleeps of each kind.
+    The stage that `ends` the model gives the mean, the loss, within its F. `slept` counts the sleeps of each kind.
     """
 
-    def __init__(self, f: float, b: float, w: float) -> None:
+    def __init__(self, f: float, b: float, w: float, ends: bool = False) -> None:
         super().__init__()
+        self.ends = ends
         self.weight = nn.Parameter(torch.zeros(1))
         self.seconds = {"F": f, "B": b, "W": w}
         self.slept: Counter[str] = Counter()
@@ -121,6 +122,7 @@ class EmulatedStage(nn.Module):
         # A batch needs no gradient, but a first stage of several layers does: all but its first layer pass one on.
         x = x if x.requires_grad else x.detach().requires_grad_()
         y = _InputPath.apply(x, self) + _WeightPath.apply(self.weight, x.shape, self)
+        y = y.mean() if self.ends else y
         self.sleep("F", start)
         return y
 
@@ -165,7 +167,7 @@ def emulated_peer(schedule: str, microbatches: int, f: float, b: float, w: float
     share = 1 / PEERS[schedule].stages_per_rank
     batch = torch.zeros(microbatches, message_bytes // 4)
 
-    def build(_stage: int, _stages: int) -> nn.Module:
-        return EmulatedStage(f * share, b * share, w * share)
+    def build(stage: int, stages: int) -> nn.Module:
+        return EmulatedStage(f * share, b * share, w * share, stage == stages - 1)
 
-    return TorchPeer(schedule, microbatches, build, batch, batch, lambda output, _target: output.mean())
+    return TorchPeer(schedule, microbatches, build, batch, batch, lambda output, _target: output)

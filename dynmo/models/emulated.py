@@ -8,7 +8,7 @@ from __future__ import annotations
 import ctypes
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, cast
 
@@ -40,58 +40,64 @@ def sleep_until(deadline: float) -> None:
 
 
 class _Scale(torch.autograd.Function):
-    """y = x (1 + a / 1000); the backward takes `b` seconds, the weight's part `w` seconds on the tape."""
+    """y = x (1 + a / 1000), or its mean where the model ends; the backward takes `b` seconds, the weight's part `w` seconds on the tape."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, a: nn.Parameter, b: float, w: float, tape: WeightTape | None) -> Tensor:
+    def forward(ctx: Any, x: Tensor, a: nn.Parameter, b: float, w: float, tape: WeightTape | None, ends: bool) -> Tensor:
         ctx.save_for_backward(x)
-        ctx.a, ctx.b, ctx.w, ctx.tape = a, b, w, tape
+        ctx.a, ctx.b, ctx.w, ctx.tape, ctx.ends = a, b, w, tape, ends
         # One call: where many ranks share a core, what an emulated op computes holds up the others.
-        return torch.addcmul(x, x, a, value=1e-3)
+        y = torch.addcmul(x, x, a, value=1e-3)
+        return y.mean() if ends else y
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, None, None, None, None, None]:
         deadline = time.perf_counter() + ctx.b
         x = ctx.saved_tensors[0].detach()
-        gy, a = gradients[0], ctx.a
+        a, tape = ctx.a, ctx.tape
+        gy = (gradients[0] / x.numel()).expand_as(x) if ctx.ends else gradients[0]
         gx = torch.addcmul(gy, gy, a, value=1e-3) if ctx.needs_input_grad[0] else None
+        at_once: Callable[[], None] | None = None
+        if a.requires_grad:
+            work = partial(_weight_work, a, x, gy, ctx.w)
+            if tape is None:
+                at_once = work
+            elif tape.deferred:
+                tape.add(work, x, gy)
+            else:
+                at_once = partial(tape.add, work, x, gy)
         sleep_until(deadline)
-        if not a.requires_grad:
-            return gx, None, None, None, None
-        work = partial(_weight_work, a, x, gy, ctx.w)
-        if ctx.tape is None:
-            work()
-        else:
-            ctx.tape.add(work, x, gy)
-        return gx, None, None, None, None
+        if at_once is not None:
+            at_once()
+        return gx, None, None, None, None, None
 
 
 def _weight_work(a: nn.Parameter, x: Tensor, gy: Tensor, w: float) -> None:
     deadline = time.perf_counter() + w
-    with torch.no_grad():
-        gradient = (gy * x).sum()
-        if a.grad is None:
-            a.grad = torch.zeros_like(a)
-        a.grad.add_(gradient, alpha=1e-3)
+    gradient = (gy * x).sum()
+    if a.grad is None:
+        a.grad = torch.zeros_like(a)
+    a.grad.add_(gradient, alpha=1e-3)
     sleep_until(deadline)
 
 
 class EmulatedLayer(nn.Module):
-    """Sleeps f, b, w seconds for one microbatch. The first layer turns token ids into a message of `size` float32 numbers."""
+    """Sleeps f, b, w seconds for one microbatch. The first layer turns token ids into a message of `size` float32 numbers; the one that
+    `ends` the model gives the mean of its own: the loss, within its seconds."""
 
     tape: WeightTape | None
 
-    def __init__(self, f: float, b: float, w: float, size: int) -> None:
+    def __init__(self, f: float, b: float, w: float, size: int, ends: bool = False) -> None:
         super().__init__()
         self.tape = None
-        self.f, self.b, self.w, self.size = f, b, w, size
+        self.f, self.b, self.w, self.size, self.ends = f, b, w, size, ends
         self.a = nn.Parameter(torch.ones(1))
 
     def forward(self, x: Tensor) -> Tensor:
         deadline = time.perf_counter() + self.f
         if not x.is_floating_point():
             x = ((x.float().mean() + 1) / 256).expand(self.size).contiguous()
-        y = cast(Tensor, _Scale.apply(x, self.a, self.b, self.w, self.tape))
+        y = cast(Tensor, _Scale.apply(x, self.a, self.b, self.w, self.tape, self.ends))
         sleep_until(deadline)
         return y
 
@@ -99,13 +105,13 @@ class EmulatedLayer(nn.Module):
 def mean_loss(output: Tensor, targets: Tensor) -> Tensor:
     """Emulated layers have no vocabulary: the loss is the mean of what comes out."""
     del targets
-    return output.mean()
+    return output.mean() if output.dim() else output
 
 
 def make_layers(f: Sequence[float], b: Sequence[float], w: Sequence[float], size: int, seed: int = 0) -> Model:
     """One layer per entry of the lists (seconds); messages of `size` float32 numbers."""
     precise_timers()
-    factories = [partial(EmulatedLayer, *times, size) for times in zip(f, b, w, strict=True)]
+    factories = [partial(EmulatedLayer, *times, size, i == len(f) - 1) for i, times in enumerate(zip(f, b, w, strict=True))]
     return from_factories([f"emulated.{i}" for i in range(len(factories))], factories, seed, mean_loss)
 
 

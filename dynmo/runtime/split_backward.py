@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._C import _FunctionBase as FunctionBase
 from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
 
 from dynmo.kernels.compiling import compiled
@@ -206,7 +207,17 @@ class Layer:
 
 
 def _roots(outputs: Tensors) -> Roots:
-    return tuple(get_gradient_edge(y) if y.requires_grad else None for y in outputs if y.is_floating_point())
+    return tuple(_edge(y) if y.requires_grad else None for y in outputs if y.is_floating_point())
+
+
+def _edge(output: Tensor) -> GradientEdge:
+    """get_gradient_edge without its checks, which take long after an op that has used the caches."""
+    node = output.grad_fn
+    if node is None:
+        return get_gradient_edge(output)  # an input, handed on
+    # A node written in Python does not live by the object that is at hand; one in C++ behind it keeps it.
+    token = output.view_as(output).grad_fn if isinstance(node, FunctionBase) else None
+    return GradientEdge(node, output.output_nr, token)
 
 
 def _run_graph(roots: Roots, gradients: Tensors) -> None:
