@@ -1,4 +1,5 @@
-"""The fixed cost traces that several benchmarks replay, and how they are placed and timed in the simulator: ZB-H1, no link times.
+"""The fixed cost traces that several benchmarks replay, and how they are placed and timed in the simulator: ZB-H1 if not
+said otherwise, no link times.
 
 Each trace (benchmarks/data/traces) is a model of cost, per half block, at 24 moments of a training run.
 """
@@ -89,9 +90,9 @@ def in_halves(placement: Partition) -> Partition:
 # -- placements ------------------------------------------------------------------------------------------------------------------
 
 
-def timeline(layers: Layers, placement: Partition, microbatches: int) -> Timeline:
+def timeline(layers: Layers, placement: Partition, microbatches: int, schedule: str = "zb-h1") -> Timeline:
     costs = pipeline_costs(layers, placement)
-    return simulate(by_name("zb-h1", microbatches)(costs), costs)
+    return simulate(by_name(schedule, microbatches)(costs), costs)
 
 
 def perfect(layers: Layers, ranks: int, microbatches: int) -> Timeline:
@@ -100,8 +101,8 @@ def perfect(layers: Layers, ranks: int, microbatches: int) -> Timeline:
     return simulate(by_name("zb-h1", microbatches)(costs), costs)
 
 
-def best(layers: Layers, ranks: int, microbatches: int, current: Partition | None = None) -> Partition:
-    make = by_name("zb-h1", microbatches)
+def best(layers: Layers, ranks: int, microbatches: int, current: Partition | None = None, schedule: str = "zb-h1") -> Partition:
+    make = by_name(schedule, microbatches)
     return search(layers, ranks, make=make, objective=Objective.MAKESPAN, current=current).partition
 
 

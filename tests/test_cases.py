@@ -8,7 +8,20 @@ from typing import Any
 
 import pytest
 
-from benchmarks.cases import CASES, MICROBATCHES, judge, model_of, phases, placed_by_parameters, settings, share, sides, simulated, table
+from benchmarks.cases import (
+    CASES,
+    MICROBATCHES,
+    SCHEDULE,
+    judge,
+    model_of,
+    phases,
+    placed_by_parameters,
+    settings,
+    share,
+    sides,
+    simulated,
+    table,
+)
 from benchmarks.cost_traces import timeline
 from dynmo.balance.partition import Partition
 from dynmo.config import parse
@@ -41,7 +54,7 @@ def test_the_ideal_is_of_every_phase() -> None:
     found = simulated(spans, costs, [[3, 3]] * 4 + [[4, 2]] * 2)
 
     def seconds(layers: tuple[LayerCost, ...], *counts: int) -> float:
-        return timeline(layers, Partition(counts), MICROBATCHES).makespan
+        return timeline(layers, Partition(counts), MICROBATCHES, SCHEDULE).makespan
 
     assert found["uniform"] == pytest.approx([2 * seconds(costs[0], 3, 3), 4 * seconds(costs[1], 3, 3)])
     assert found["best"] == pytest.approx([2 * seconds(costs[0], 3, 3), 4 * seconds(costs[1], 4, 2)])
