@@ -8,7 +8,7 @@ model, the more it shows (`--hidden 256`).
 ZB-2p (zb-auto in twice 1F1B's memory, no barrier: post-validation) is timed per step, over several steps without their first. Its limit is
 the busiest rank's own time in ops, as measured: a schedule without any bubble.
 
-The others, ours and torch's, are timed from a barrier to the end of the slowest rank's last op, without an optimizer. The peers are
+The others, ours and torch's, are timed from a start together to the end of the slowest rank's last op, without an optimizer. The peers are
 torch's Schedule1F1B and ScheduleInterleavedZeroBubble, the latter with one and with two stages a rank (torch_peer.py); the fastest of
 them in the same run counts. torch's other schedules are measured beside them.
 """
@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from benchmarks.harness import alternate, main, medians, run_ranks
+from benchmarks.harness import alternate, main, medians, run_ranks, start_together
 from benchmarks.torch_peer import PEERS, TorchPeer, emulated_peer
 from dynmo.api import Pipeline
 from dynmo.balance.partition import exact, uniform
@@ -48,8 +48,7 @@ def timed(world: World, pipeline: Pipeline, inputs: Tensor, targets: Tensor) -> 
     """One step's forward and backward of ours: seconds on the slowest rank."""
 
     def step() -> float:
-        world.barrier("the step to start")
-        start = time.perf_counter()
+        start = start_together()
         pipeline.forward_backward(0, inputs, targets)
         seconds = torch.zeros(world.size, dtype=torch.float64)
         seconds[world.rank] = time.perf_counter() - start

@@ -8,6 +8,7 @@ import json
 import platform
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import median
@@ -36,6 +37,20 @@ def alternate(sides: dict[str, Callable[[], float]], rounds: int, warmup: int) -
             if turn >= warmup:
                 times[name].append(seconds)
     return times
+
+
+def start_together() -> float:
+    """On every rank: waits for the others, and then for a moment that all have agreed on, which it returns (time.perf_counter, the same
+    clock for all processes of a machine). Ranks leave a barrier up to 10 ms apart where they share cores."""
+    import torch
+    import torch.distributed as dist
+
+    from dynmo.models.emulated import sleep_until
+
+    moment = torch.tensor(time.perf_counter() + 0.03, dtype=torch.float64)
+    dist.all_reduce(moment, dist.ReduceOp.MAX)
+    sleep_until(moment.item())
+    return moment.item()
 
 
 def medians(times: dict[str, list[float]]) -> dict[str, float]:

@@ -19,6 +19,7 @@ from torch import nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleavedZeroBubble
 from torch.distributed.pipelining.schedules import ScheduleInterleaved1F1B, ScheduleZBVZeroBubble
 
+from benchmarks.harness import start_together
 from dynmo.models.emulated import precise_timers, sleep_until
 
 
@@ -82,14 +83,13 @@ class TorchPeer:
         self._targets = targets if count - 1 in indices else None
 
     def step(self) -> float:
-        """Seconds of one step on the slowest rank: from a barrier to the end of the rank's last op. All ranks return the same.
+        """Seconds of one step on the slowest rank: from a start together to the end of the rank's last op. All ranks return the same.
 
         Outputs are not gathered (`return_outputs=False`), since nobody asks for them. Zeroing gradients is not timed.
         """
         for module in self.modules:
             module.zero_grad()
-        dist.barrier()
-        start = time.perf_counter()
+        start = start_together()
         self._schedule.step(*self._inputs, target=self._targets, return_outputs=False)
         seconds = torch.tensor(time.perf_counter() - start, dtype=torch.float64)
         dist.all_reduce(seconds, dist.ReduceOp.MAX)
