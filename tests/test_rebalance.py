@@ -82,8 +82,9 @@ def test_forced_moves(pool: Pool) -> None:
 def test_the_memory_limit_is_respected(pool: Pool) -> None:
     """Rank 0's layers are slow, so that one of them should go to rank 1; but in GPipe that holds four microbatches of each."""
     times = (0.003,) * 4 + (0.001,) * 4
-    layer = 20 + 4 * 2 * 4096  # weight, gradient, moments and counter; input and output gradient of the microbatches
-    for room, target in ((5 * layer, [3, 5]), (5 * layer - 1, None)):
+    # Weight, gradient, moments and counter; input and output gradient of the microbatches. The last output is one number.
+    layer, last = 20 + 4 * 2 * 4096, 20 + 4 * (4096 + 4)
+    for room, target in ((4 * layer + last, [3, 5]), (4 * layer + last - 1, None)):
         changes = {"train": {"steps": 10}, "pipeline": {"schedule": "gpipe", "memory_limit": room}, "dynamism": {"cases": []}}
         moves = of(run(pool, model=dict.fromkeys("fbw", times), **changes), "rebalance")
         assert [m["to"] for m in moves] == ([target] if target else [])

@@ -49,7 +49,10 @@ def test_more_layers_on_fewer_stages_are_balanced_where_memory_allows():
     """Alternating heavy and light: on four ranks of two layers each nothing helps but one heavy layer more or less."""
     given = profile([3.0, 1.0, 1.0, 1.0, 3.0, 1.0, 1.0, 1.0])
     current, partition = Mesh(4, 1, 16, 1, "zb-h1"), Partition((2, 2, 2, 2))
-    roomy = reshape(MeshRequest(given, 4, 16, (1,), ("zb-h1",), memory_limit=160), current, partition, horizon_steps=100)
+    # Four layers of 40 bytes, and 30 to sum the gradients of one over two replicas.
+    limits = MeshRequest(given, 4, 16, (1,), ("zb-h1",), memory_limit=189), MeshRequest(given, 4, 16, (1,), ("zb-h1",), memory_limit=190)
+    short, roomy = (reshape(limit, current, partition, horizon_steps=100) for limit in limits)
+    assert short.plan.mesh.pipeline == 4
     assert (roomy.plan.mesh.pipeline, roomy.plan.mesh.replicas) == (2, 2)
     assert roomy.moved_bytes == 60, "two layers of 30 bytes: the copies of a stage are neighbours"
     tight = reshape(MeshRequest(given, 4, 16, (1,), ("zb-h1",), memory_limit=120), current, partition, horizon_steps=100)
