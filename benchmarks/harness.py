@@ -41,7 +41,7 @@ def alternate(sides: dict[str, Callable[[], float]], rounds: int, warmup: int) -
 
 def start_together() -> float:
     """On every rank: waits for the others, and then for a moment that all have agreed on, which it returns (time.perf_counter, the same
-    clock for all processes of a machine). Ranks leave a barrier up to 10 ms apart where they share cores."""
+    clock for all processes of a machine). Ranks leave a barrier apart where they share cores."""
     import torch
     import torch.distributed as dist
 

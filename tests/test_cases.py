@@ -8,20 +8,8 @@ from typing import Any
 
 import pytest
 
-from benchmarks.cases import (
-    CASES,
-    MICROBATCHES,
-    SCHEDULE,
-    judge,
-    model_of,
-    phases,
-    placed_by_parameters,
-    settings,
-    share,
-    sides,
-    simulated,
-    table,
-)
+from benchmarks.cases import judge, share, simulated, table
+from benchmarks.cases_race import CASES, MICROBATCHES, SCHEDULE, model_of, phases, placed_by_parameters, settings, sides
 from benchmarks.cost_traces import timeline
 from dynmo.balance.partition import Partition
 from dynmo.config import parse
@@ -113,7 +101,7 @@ def test_every_side_is_a_valid_run(case: str) -> None:
 @pytest.mark.parametrize("case", ["freezing", "pruning"])
 def test_the_sides_end_with_the_same_weights(pool: Pool, case: str) -> None:
     """On real ranks. Whether layers move is up to the timing, so here only the numbers are certain."""
-    rounds = pool.run("benchmarks.cases:race", 2, timeout=120, case=case, steps=20, rounds=1, sizes=SMALL)[0]
+    rounds = pool.run("benchmarks.cases_race:race", 2, timeout=120, case=case, steps=20, rounds=1, sizes=SMALL)[0]
     row = judge(case, rounds)
     assert row["same_weights"]
     assert row["what"], "the technique never acted"

@@ -1,0 +1,194 @@
+"""What `benchmarks.cases` runs: every side of a case, a step of each in turn, and what each did, as plain JSON."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import nn
+
+from benchmarks.cost_traces import best
+from dynmo.api import Pipeline, StepResult
+from dynmo.balance.baselines import deepspeed_balanced
+from dynmo.balance.partition import Partition, uniform
+from dynmo.config import Config, parse
+from dynmo.costs import LayerCost
+from dynmo.events import ChangeEvent, EndEvent, Event, RebalanceEvent, StepEvent
+from dynmo.kernels.sparse_linear import linears
+from dynmo.models.model import Model, load_model
+from dynmo.runtime.executor import SEND, WAIT
+from dynmo.runtime.world import World
+from dynmo.trainer import Trainer
+
+RANKS, MICROBATCHES = 2, 16
+SCHEDULE = "zb-h2"  # its slack keeps an op that is held up from holding up the other rank
+CASES = ("freezing", "autofreeze", "egeria", "pruning", "sparse_attention")
+TECHNIQUE = ("uniform", "parameters", "dynmo")  # the same numbers
+
+
+def settings(case: str, steps: int, sizes: dict[str, int] | None = None) -> dict[str, Any]:
+    """The config of the side `uniform`. The policies that decide for themselves are hurried, to act within so few steps. sizes: of the
+    model, instead of those that are measured."""
+    model = {"blocks": 8, "hidden": 256, "heads": 4, "sequence": 128}
+    if case == "pruning":
+        model |= {"blocks": 6, "sequence": 256}
+    if case == "sparse_attention":
+        model |= {"blocks": 6, "hidden": 64, "heads": 2, "sequence": 2048}
+    model |= sizes or {}
+    most = model["blocks"] + 1  # of the 2 blocks + 2 layers
+    tenth, half = steps // 10, steps // 2
+    dynamism = {
+        "freezing": {"schedule": [[tenth, most // 2], [4 * tenth, most]]},
+        "autofreeze": {"policy": "autofreeze", "every": max(1, steps // 20), "unit": "block", "max_layers": most},
+        "egeria": {
+            "policy": "egeria",
+            "every": 1,
+            "window": 2,
+            "refresh": 2 * tenth,
+            "tolerance": 0.9,
+            "unit": "block",
+            "max_layers": most,
+        },
+        "pruning": {"start": tenth, "end": half, "every": max(1, (half - tenth) // 4)},
+        "sparse_attention": {"start": 2 * tenth, "blocks": list(range(model["blocks"] // 2))},
+    }[case]
+    section = case if case in ("pruning", "sparse_attention") else "freezing"
+    return {
+        "model": model,
+        "train": {"steps": steps, "global_batch": MICROBATCHES, "micro_batch": 1, "decay": "constant"},
+        "parallel": {"pipeline": RANKS},
+        "pipeline": {"schedule": SCHEDULE},
+        "balance": {"balancer": "none"},
+        "dynamism": {"cases": [section], section: dynamism},
+        "trace": {"steps": 0},
+    }
+
+
+def sides(case: str, steps: int, sizes: dict[str, int] | None = None) -> dict[str, dict[str, Any]]:
+    base = settings(case, steps, sizes)
+    model = model_of(case, parse(base))
+    found = {"uniform": base}
+    by_parameters = placed_by_parameters(model)
+    if by_parameters != uniform(model.layers, RANKS):
+        found["parameters"] = base | {"balance": {"balancer": "none", "initial": list(by_parameters.counts)}}
+    # Sparse attention shares queries and keys, so its dense side must too: there the case is named, and acts in the last step alone.
+    shared = {"cases": ["sparse_attention"], "sparse_attention": {"start": steps - 1, "blocks": [0]}}
+    found["dense"] = base | {"dynamism": shared if case == "sparse_attention" else {}}
+    if case == "pruning":
+        section = base["dynamism"] | {"pruning": base["dynamism"]["pruning"] | {"dense_below": 1.0}}
+        found["mask"] = base | {"dynamism": section}
+    found["dynmo"] = base | {"balance": {"balancer": "schedule-aware", "every": "auto"}}
+    return found
+
+
+def model_of(case: str, config: Config) -> Model:
+    """The config's model. For pruning its linears differ in scale, from 0.6 at the front to 1.6 at the end, so that one threshold for all
+    prunes the front more, as it does trained models (untrained ones are alike everywhere, which hides the case)."""
+    model = load_model(config)
+    if case != "pruning":
+        return model
+
+    def build(owned: Collection[int]) -> list[nn.Module]:
+        layers = model.build(owned)
+        with torch.no_grad():
+            for index in owned:
+                for _, linear in linears(layers[index]):
+                    linear.weight.mul_(0.6 * (1.6 / 0.6) ** (index / (model.layers - 1)))
+        return layers
+
+    return replace(model, build=build)
+
+
+def placed_by_parameters(model: Model) -> Partition:
+    weights = [float(sum(p.numel() for p in layer.parameters())) for layer in model.build(frozenset())]
+    return Partition.from_bounds(deepspeed_balanced(weights, RANKS))
+
+
+def race(world: World, case: str, steps: int, rounds: int, sizes: dict[str, int] | None = None) -> list[dict[str, Any]]:
+    """Runs on each rank: every side trains `steps` steps, a step of each in turn; so many times. Per round and side: what happened."""
+    out: list[dict[str, Any]] = []
+    best((LayerCost(1.0, 1.0, 1.0),) * 2 * RANKS, RANKS, MICROBATCHES, schedule=SCHEDULE)  # loads the planner
+    for _ in range(rounds):
+        trainers: dict[str, Trainer] = {}
+        events: dict[str, list[Event]] = {}
+        for name, given in sides(case, steps, sizes).items():
+            config = parse(given)
+            events[name] = []
+            trainers[name] = Trainer(config, world, model_of(case, config), None, listen=events[name].append)
+        names = list(trainers)
+        seconds: dict[str, list[float]] = {name: [] for name in names}
+        noted_steps = {name: noted(trainers[name].pipeline) for name in names}
+        costs: dict[str, list[tuple[LayerCost, ...]]] = {name: [] for name in names}
+        for step in range(steps):
+            turn = step % len(names)
+            for name in names[turn:] + names[:turn]:
+                world.barrier("the step to start")
+                start = time.perf_counter()
+                trainers[name].advance(step)
+                world.barrier("the step to end")
+                seconds[name].append(time.perf_counter() - start)
+                costs[name].append(trainers[name].pipeline.costs())  # for the ideal alone: nobody's time
+        for name, trainer in trainers.items():
+            trainer.finish(steps, sum(seconds[name]))
+            trainer.pipeline.changed(())  # closes its channels
+        slowest = torch.tensor([[program for program, _ in noted_steps[name]] for name in names], dtype=torch.float64)
+        world.largest(slowest, "what the programs took")
+        ops = torch.tensor([[ops for _, ops in noted_steps[name]] for name in names], dtype=torch.float64)
+        world.sum(ops, "what the ops took")
+        if world.rank == 0:
+            out.append(
+                {
+                    name: account(seconds[name], costs[name], events[name]) | {"program": slowest[i].tolist(), "ops": ops[i].tolist()}
+                    for i, name in enumerate(names)
+                }
+            )
+    return out
+
+
+def phases(changes: Sequence[int], steps: int) -> list[tuple[int, int]]:
+    """[start, stop) of the stretches of steps between the changes."""
+    return list(pairwise(sorted({0, *changes, steps})))
+
+
+def noted(pipeline: Pipeline) -> list[tuple[float, float]]:
+    """From now on, of each step on this rank: seconds from its program's first op or wait to its last, and of its ops together."""
+    advance, seconds = pipeline.advance, list[tuple[float, float]]()
+
+    def noting(*args: Any, **options: Any) -> tuple[StepResult, ...]:
+        results = advance(*args, **options)
+        for result in results:
+            slices = result.outcome.slices
+            busy = math.fsum(x.end - x.start for x in slices if x.kind not in (WAIT, SEND))
+            seconds.append((slices[-1].end - slices[0].start, busy))
+        return results
+
+    pipeline.advance = noting
+    return seconds
+
+
+def account(seconds: list[float], costs: list[tuple[LayerCost, ...]], events: Sequence[Event]) -> dict[str, Any]:
+    """One side of one round as plain JSON. costs: at the end of every phase, f, b, w per layer."""
+    changes = sorted({e.step for e in events if isinstance(e, ChangeEvent)})
+    steps = [e for e in events if isinstance(e, StepEvent)]
+    end = next(e for e in events if isinstance(e, EndEvent))
+    return {
+        "seconds": seconds,
+        "changes": changes,
+        "what": [e.what for e in events if isinstance(e, ChangeEvent)],
+        "costs": [[[x.f, x.b, x.w] for x in costs[stop - 1]] for _, stop in phases(changes, len(seconds))],
+        "layers": [list(e.layers) for e in steps],
+        "idle": [e.idle_ratio for e in steps],
+        "moves": [
+            {"step": e.step, "to": list(e.target), "bytes": e.moved_bytes, "seconds": e.seconds - e.decide_seconds}
+            for e in events
+            if isinstance(e, RebalanceEvent)
+        ],
+        "overhead": {"measure": end.measure_seconds, "decide": end.decide_seconds, "move": end.move_seconds},
+        "digest": end.weights_digest,
+        "loss": end.loss,
+    }
