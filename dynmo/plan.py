@@ -225,3 +225,21 @@ def computed_again(costs: Sequence[LayerCost], chosen: Collection[int]) -> tuple
         again[0] = replace(again[0], activation_bytes=0)
     back = (old.activation_bytes - new.activation_bytes for old, new in zip(layers, again, strict=True))
     return tuple(replace(c, workspace_bytes=c.workspace_bytes + x) for c, x in zip(again, back, strict=True))
+
+
+def shapes_of(config: Config, model: Model) -> tuple[LayerCost, ...] | None:
+    """Costs from shapes; None for a model of one's own whose layers do not run on shapes alone."""
+    try:
+        return shape_costs(config, model)
+    except Exception:
+        return None
+
+
+def with_workspace(costs: tuple[LayerCost, ...], shapes: Sequence[LayerCost] | None, again: Collection[int]) -> tuple[LayerCost, ...]:
+    """Measured costs, and what an op needs beside what it keeps: no run tells that, so it is taken from `shapes`, where they are known.
+
+    again: the layers that compute again."""
+    if shapes is None:
+        return costs
+    shapes = computed_again(shapes, again)
+    return tuple(replace(cost, workspace_bytes=shape.workspace_bytes) for cost, shape in zip(costs, shapes, strict=True))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import fields, replace
+from dataclasses import fields
 from statistics import median
 
 import torch
@@ -19,7 +19,7 @@ from dynmo.costs import LayerCost
 from dynmo.dynamism import make_cases
 from dynmo.feed import Feed
 from dynmo.models.model import Model, load_model
-from dynmo.plan import computed_again, recompute_for, shape_costs
+from dynmo.plan import recompute_for, shapes_of, with_workspace
 from dynmo.profile_file import Profile
 from dynmo.runtime.loss_scale import make_scaler
 from dynmo.runtime.mesh import arrange
@@ -82,16 +82,7 @@ def measure(config: Config, world: World, model: Model, steps: int, listen: List
             if listen is not None:
                 listen(step, time.perf_counter() - start)
     measured = tuple(_median(layer) for layer in zip(*found, strict=True))
-    return profile_of(config, pipeline, _with_workspace(config, model, pipeline, measured), steps)
-
-
-def _with_workspace(config: Config, model: Model, pipeline: Pipeline, costs: tuple[LayerCost, ...]) -> tuple[LayerCost, ...]:
-    """What an op needs beside what it keeps, a run does not tell: shapes do, but not every model of one's own runs on shapes alone."""
-    try:
-        shapes = computed_again(shape_costs(config, model), pipeline.recomputed)
-    except Exception:
-        return costs
-    return tuple(replace(cost, workspace_bytes=shape.workspace_bytes) for cost, shape in zip(costs, shapes, strict=True))
+    return profile_of(config, pipeline, with_workspace(measured, shapes_of(config, model), pipeline.recomputed), steps)
 
 
 def profile_of(config: Config, pipeline: Pipeline, costs: tuple[LayerCost, ...], steps: int | None = None) -> Profile:

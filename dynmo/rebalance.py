@@ -58,10 +58,17 @@ class Rebalancer:
     """
 
     def __init__(
-        self, config: Config, pipeline: Pipeline, moves: int = 0, forecasts: Forecasts | None = None, memory_limit: int | None = None
+        self,
+        config: Config,
+        pipeline: Pipeline,
+        costs: Callable[[], tuple[LayerCost, ...]],
+        moves: int = 0,
+        forecasts: Forecasts | None = None,
+        memory_limit: int | None = None,
     ) -> None:
-        """moves: how many an earlier part of the run has made, so that ids go on. memory_limit: bytes of a rank."""
-        self._config, self._pipeline, self._memory_limit = config, pipeline, memory_limit
+        """costs: all layers', as measured so far, called on every rank alike. moves: how many an earlier part of the run has made, so that
+        ids go on. memory_limit: bytes of a rank."""
+        self._config, self._pipeline, self._costs, self._memory_limit = config, pipeline, costs, memory_limit
         # Whether the work has changed since another mesh was last thought of.
         self._unshaped = config.elastic.reshape
         self._forecasts: Forecasts = forecasts or (lambda step: ())
@@ -116,7 +123,7 @@ class Rebalancer:
         self._unshaped = False
         config, pipeline, world = self._config, self._pipeline, self._pipeline.world
         gathering = time.perf_counter()
-        costs, start = pipeline.costs(), time.perf_counter()
+        costs, start = self._costs(), time.perf_counter()
         self.overhead.measure += start - gathering
         # Between replicas as between stages: the slowest of the links that were measured.
         slowest = min((link.bytes_per_second for link in pipeline.links.values()), default=math.inf)
@@ -159,7 +166,7 @@ class Rebalancer:
         if self._watch is not None:
             self._watch.decided()
         overhead, start = self.overhead, time.perf_counter()
-        costs = self._pipeline.costs()
+        costs = self._costs()
         measured, moved = time.perf_counter(), overhead.move
         overhead.measure += measured - start
         move = self._move(step, costs, measured - start) if self._config.balance.balancer != "none" else None

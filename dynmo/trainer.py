@@ -20,6 +20,7 @@ from dynmo import profile_file
 from dynmo.api import Pipeline, StepResult
 from dynmo.balance.partition import Partition, imbalance
 from dynmo.config import Config, Train
+from dynmo.costs import LayerCost
 from dynmo.dynamism import Dynamism, Signals, make_cases
 from dynmo.events import (
     ChangeEvent,
@@ -36,7 +37,7 @@ from dynmo.events import (
 )
 from dynmo.feed import Feed
 from dynmo.models.model import Model, load_model
-from dynmo.plan import recompute_for
+from dynmo.plan import recompute_for, shapes_of, with_workspace
 from dynmo.profiling import profile_of
 from dynmo.rebalance import Rebalancer
 from dynmo.report.trace import Tracer
@@ -152,7 +153,11 @@ class Trainer:
             self._checkpoints.restore(found, self.pipeline, self._cases)
             self.first_step, self._loss, moved = found.step, found.loss, found.moves
         limit = memory_limit(config, world.device)
-        self._rebalancer = Rebalancer(config, self.pipeline, moved, lambda step: [case.forecast(step) for case in self._cases], limit)
+        # What decisions need that have to fit a memory.
+        self._shapes = None if limit is None else shapes_of(config, model)
+        self._rebalancer = Rebalancer(
+            config, self.pipeline, self._costs, moved, lambda step: [case.forecast(step) for case in self._cases], limit
+        )
         slices = self.pipeline.placement if self.pipeline.sliced else None
         self._tracer = Tracer(world.everyone, self.pipeline.clock, config.trace.steps, slices)
         # Last: what was wrong until here leaves no log.
@@ -318,10 +323,16 @@ class Trainer:
         inputs, targets, keys = self._feed.held_out(count)
         self._emit(EvalEvent(step - 1, now(), self.pipeline.evaluate(inputs, targets, count, keys)))
 
+    def _costs(self) -> tuple[LayerCost, ...]:
+        return with_workspace(self.pipeline.costs(), self._shapes, self.pipeline.recomputed)
+
     def _record_costs(self, steps: int) -> None:
         """What the layers cost at the end, for `dynmo plan runs/<name>`."""
-        profile = profile_of(self.config, self.pipeline, self.pipeline.costs(), steps)
+        costs = self._costs()
         if self._log is not None and self._folder is not None:
+            if self._shapes is None:
+                costs = with_workspace(costs, shapes_of(self.config, self.pipeline.model), self.pipeline.recomputed)
+            profile = profile_of(self.config, self.pipeline, costs, steps)
             profile_file.write(self._folder / profile_file.IN_RUN, profile)
 
     # -- telling ----------------------------------------------------------------------------------------------------------------

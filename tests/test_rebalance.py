@@ -84,7 +84,9 @@ def test_the_memory_limit_is_respected(pool: Pool) -> None:
     times = (0.003,) * 4 + (0.001,) * 4
     # Weight, gradient, moments and counter; input and output gradient of the microbatches. The last output is one number.
     layer, last = 20 + 4 * 2 * 4096, 20 + 4 * (4096 + 4)
-    for room, target in ((4 * layer + last, [3, 5]), (4 * layer + last - 1, None)):
+    # Beside them, while a B runs: the gradient that it was given, and the one it makes.
+    enough = 4 * layer + last + 2 * 4096
+    for room, target in ((enough, [3, 5]), (enough - 1, None)):
         changes = {"train": {"steps": 10}, "pipeline": {"schedule": "gpipe", "memory_limit": room}, "dynamism": {"cases": []}}
         moves = of(run(pool, model=dict.fromkeys("fbw", times), **changes), "rebalance")
         assert [m["to"] for m in moves] == ([target] if target else [])

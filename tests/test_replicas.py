@@ -166,6 +166,7 @@ def test_a_reshaped_run_resumes_in_its_shape(pool: Pool, tmp_path: Path) -> None
     assert [(e.step, e.source, e.target) for e in told if isinstance(e, ReshapeEvent)] == [(2, (4, 1), (2, 2)), (5, (2, 2), (1, 4))]
     written = profile_file.read(tmp_path / profile_file.IN_RUN)  # of the mesh that it ended in
     assert (written.ranks, written.microbatches) == (1, 2)
+    assert all(layer.workspace_bytes > 0 for layer in written.layers), "no run tells it, but shapes do"
 
 
 def test_slots_change_the_bits(pool: Pool) -> None:

@@ -55,7 +55,7 @@ class Layer:
         self.marks: list[tuple[Kind, Any, Any, list[tuple[Any, Any]]]] = []
         self._inside: list[tuple[Any, Any]] = []
         self.activation_bytes = self.stash_bytes = self.output_bytes = 0
-        self.workspace_bytes = 0  # not measured here: `plan.shape_costs` finds it, without a run
+        self.workspace_bytes = 0  # not measured in a run: `plan.shape_costs` finds it
         self._measured = False
         self.tape = WeightTape()
         self.tape.run = self._timed
