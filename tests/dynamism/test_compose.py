@@ -1,4 +1,4 @@
-"""Cases compose: all at once, in a fixed order, with the same numbers on any ranks under moves."""
+"""Cases compose: all at once, in a fixed order, with the same numbers on any ranks, and on slices, under moves."""
 
 from __future__ import annotations
 
@@ -43,3 +43,7 @@ def test_all_at_once(pool: Pool) -> None:
         results = pool.run("train", ranks, config=config(ranks, schedule, CASES))
         assert results[0]["losses"] == alone["losses"]
         assert {r["digest"] for r in results} == {alone["digest"]}
+    sliced = config(3, "zb-h2", CASES)
+    sliced["parallel"] |= {"slices": True, "device": "cpu"}
+    result = pool.run("train", 1, config=sliced)[0]
+    assert (result["losses"], result["digest"]) == (alone["losses"], alone["digest"])
