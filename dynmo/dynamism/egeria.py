@@ -227,11 +227,11 @@ def plasticity(module: nn.Module, reference: dict[str, Tensor], inputs: tuple[An
 
 
 def quantised(module: nn.Module) -> dict[str, Tensor]:
-    """A layer's weights on the CPU: matrices in int8 with a scale per row, the rest (norms, biases) as they are."""
+    """A layer's weights on the CPU: matrices in int8 with a scale per row, the rest (norms, biases, what is pruned away) as they are."""
     out: dict[str, Tensor] = {}
     for name, parameter in module.named_parameters():
         weight = parameter.detach().cpu()
-        if weight.dim() < 2 or not weight.is_floating_point():
+        if weight.dim() < 2 or not weight.numel() or not weight.is_floating_point():
             out[f"{_KEPT}{name}/as_is"] = weight.clone()
             continue
         scale = weight.abs().amax(dim=tuple(range(1, weight.dim())), keepdim=True).float() / 127

@@ -104,6 +104,12 @@ def test_reference_is_int8_with_a_scale_per_row() -> None:
             assert (error <= parameter.abs().amax(1, keepdim=True) / 127 * 0.501).all()
 
 
+def test_a_weight_of_which_pruning_has_left_nothing() -> None:
+    module = nn.Module()
+    module.register_parameter("weight", nn.Parameter(torch.empty(1, 0)))
+    assert dequantised(quantised(module))["weight"].shape == (1, 0)
+
+
 def test_no_number_where_the_reference_is_of_another_shape() -> None:
     x = torch.ones(2, 3)
     assert np.isnan(plasticity(nn.Linear(3, 3), quantised(nn.Linear(3, 4)), (x,), relations(x), (0, 0, 0)))
