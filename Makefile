@@ -8,12 +8,13 @@ READY := .venv/.ready
 
 .PHONY: demo test check format clean
 
-# The planner's inner loops are compiled once and kept: at set-up, so that no first run waits for it.
+# The inner loops of the planner and of sparse layers are compiled once and kept: at set-up, so that no first run waits for it.
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "dynmo needs Python 3.11 or newer: make PYTHON=python3.11 ...")'
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	$(BIN)/python -c 'import dynmo.balance.balancers, dynmo.schedule.auto, dynmo.schedule.vshape'
+	$(BIN)/python -m dynmo.kernels.prepare
 	touch $@
 
 # The same config twice: static (layers stay where they started) and balanced. Then the two side by side.
