@@ -79,7 +79,7 @@ def dry_run(config: Config) -> Plan:
         check_vocab(config.model.vocab)
     open_corpus(config.data.source)
     make_cases(config, model.layers)
-    partition = first_partition(config, model.layers)
+    first_partition(config, model.layers)
     try:
         costs = shape_costs(config, model)
     except Exception as error:
@@ -87,7 +87,12 @@ def dry_run(config: Config) -> Plan:
             raise
         what = f"{type(error).__name__}: {error}{place(error)}"
         raise ConfigError(f"model.kind = '{config.model.kind}': on shapes alone, its layers raised {what}") from error
-    device = torch.device("cpu")
+    return first_plan(config, model, costs, torch.device("cpu"))
+
+
+def first_plan(config: Config, model: Model, costs: tuple[LayerCost, ...], device: torch.device) -> Plan:
+    """What runs from the first step on. costs: from shapes. Raises PartitionError where a rank's memory is over the limit."""
+    partition = first_partition(config, model.layers)
     limit = memory_limit(config, device)
     wanted = recompute_for(config, model, device)
     name, ranks = config.pipeline.schedule, config.parallel.pipeline

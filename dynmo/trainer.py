@@ -21,7 +21,7 @@ from dynmo.api import Pipeline, StepResult
 from dynmo.balance.partition import Partition, imbalance
 from dynmo.config import Config, Train
 from dynmo.costs import LayerCost
-from dynmo.dynamism import Dynamism, Signals, make_cases
+from dynmo.dynamism import Dynamism, Signals, checked, make_cases
 from dynmo.events import (
     ChangeEvent,
     EndEvent,
@@ -37,7 +37,7 @@ from dynmo.events import (
 )
 from dynmo.feed import Feed
 from dynmo.models.model import Model, load_model
-from dynmo.plan import recompute_for, shapes_of, with_workspace
+from dynmo.plan import first_plan, recompute_for, shapes_of, with_workspace
 from dynmo.profiling import profile_of
 from dynmo.rebalance import Rebalancer
 from dynmo.report.trace import Tracer
@@ -120,6 +120,11 @@ class Trainer:
         partition = first_partition(config, model.layers, pipeline)
         if found is not None and len(found.partition) == partition.ranks:
             partition = Partition(found.partition)
+        # What decisions need that have to fit a memory.
+        limit = memory_limit(config, world.device)
+        self._shapes = None if limit is None else shapes_of(config, model)
+        if found is None and config.pipeline.memory_limit is not None and self._shapes is not None:
+            first_plan(config, model, self._shapes, world.device)
         train = config.train
         self.pipeline = Pipeline(
             arrange(world, data),
@@ -129,7 +134,7 @@ class Trainer:
             microbatches=config.all_microbatches // data,
             chunks=config.chunks,
             slices=config.slices,
-            memory_limit=memory_limit(config, world.device),
+            memory_limit=limit,
             seed=config.seed,
             optimizer=optimizer_settings(train),
             compiles=train.compile,
@@ -152,9 +157,6 @@ class Trainer:
         if found is not None:
             self._checkpoints.restore(found, self.pipeline, self._cases)
             self.first_step, self._loss, moved = found.step, found.loss, found.moves
-        limit = memory_limit(config, world.device)
-        # What decisions need that have to fit a memory.
-        self._shapes = None if limit is None else shapes_of(config, model)
         self._rebalancer = Rebalancer(
             config, self.pipeline, self._costs, moved, lambda step: [case.forecast(step) for case in self._cases], limit
         )
@@ -241,7 +243,7 @@ class Trainer:
                 self._emit(event)
                 self._tracer.keep_around()
         for case in self._cases:
-            change = case.act(step, self.pipeline)
+            change = checked(case, case.act(step, self.pipeline), self.pipeline.count)
             if change is not None:
                 self.pipeline.changed(change.layers)
                 self._rebalancer.changed()

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.pool import Pool
+from tests.pool import JobFailed, Pool
 
 # Eight layers of 4 ms each way; the first four freeze at step 1, which leaves rank 0 a third of its work.
 CONFIG: dict[str, Any] = {
@@ -90,6 +90,11 @@ def test_the_memory_limit_is_respected(pool: Pool) -> None:
         changes = {"train": {"steps": 10}, "pipeline": {"schedule": "gpipe", "memory_limit": room}, "dynamism": {"cases": []}}
         moves = of(run(pool, model=dict.fromkeys("fbw", times), **changes), "rebalance")
         assert [m["to"] for m in moves] == ([target] if target else [])
+
+
+def test_a_memory_limit_that_is_too_small_from_the_start(pool: Pool) -> None:
+    with pytest.raises(JobFailed, match=r"rank 0 needs \d+ bytes at the peak of zb-h1, over pipeline.memory_limit = 1000"):
+        run(pool, pipeline={"memory_limit": 1000})
 
 
 def test_a_schedule_is_made_anew_from_live_costs(pool: Pool) -> None:

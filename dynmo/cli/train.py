@@ -17,6 +17,7 @@ from dynmo.errors import ConfigError, DynmoError, InputError, Interrupted, RunEr
 
 if TYPE_CHECKING:
     from dynmo.config import Config
+    from dynmo.events import Event
     from dynmo.runtime.rendezvous import Rendezvous
 
 RUNS = Path("runs")
@@ -70,12 +71,12 @@ def _check_input(config: Config) -> None:
 def _run_folder(config: Config, resume: bool, overwrite: bool) -> Iterator[Path]:
     """runs/NAME, made ready. Raises ConfigError rather than lose anything.
 
-    Where the ranks find the input wrong, or are interrupted, before anything has happened, the folder is left as it was found (but what
-    --overwrite replaced is gone), so that it does not stand in the way of the next attempt.
+    Where the ranks find the input wrong, or are interrupted, before anything has happened, the folder is left as it was found, so that it
+    does not stand in the way of the next attempt: what --overwrite replaces is gone only once the new run has written its first event.
     """
     folder = RUNS / config.name
     try:
-        found = _prepare(folder, config, resume, overwrite)
+        found, replaced = _prepare(folder, config, resume, overwrite)
     except OSError as error:
         raise ConfigError(f"{folder} cannot be made ready: {error}") from None
     events = _size(folder / "events.jsonl")
@@ -83,18 +84,23 @@ def _run_folder(config: Config, resume: bool, overwrite: bool) -> Iterator[Path]
         yield folder
     except (InputError, Interrupted, KeyboardInterrupt):
         if _size(folder / "events.jsonl") == events:
-            if found is None:
-                shutil.rmtree(folder)
-            else:
+            if found is not None:
                 (folder / "config.toml").write_text(found, encoding="utf-8")
+            else:
+                shutil.rmtree(folder)
+            if replaced is not None:
+                replaced.rename(folder)
         raise
+    finally:
+        if replaced is not None and replaced.exists():
+            shutil.rmtree(replaced)
 
 
-def _prepare(folder: Path, config: Config, resume: bool, overwrite: bool) -> str | None:
-    """Returns the config of the run that is resumed, None for a new one."""
+def _prepare(folder: Path, config: Config, resume: bool, overwrite: bool) -> tuple[str | None, Path | None]:
+    """Returns the config of the run that is resumed, and where the run that is replaced was put."""
     from dynmo.config import to_toml
 
-    found = None
+    found = replaced = None
     if resume:
         if not folder.is_dir():
             raise ConfigError(f"{folder} does not exist, so there is nothing to resume; leave out --resume")
@@ -108,10 +114,19 @@ def _prepare(folder: Path, config: Config, resume: bool, overwrite: bool) -> str
             raise ConfigError(
                 f"{folder} does not look like a run (it has no config.toml); --overwrite would delete it; choose another name"
             )
-        shutil.rmtree(folder)
+        if folder.is_symlink():
+            raise OSError("it is a symbolic link")
+        replaced = _aside(folder)
+        shutil.rmtree(replaced, ignore_errors=True)  # of an attempt that was killed
+        folder.rename(replaced)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.toml").write_text(to_toml(config), encoding="utf-8")
-    return found
+    return found, replaced
+
+
+def _aside(folder: Path) -> Path:
+    """Where a run waits that is being replaced: no run can have this name."""
+    return folder.with_name(f".{folder.name}.replaced")
 
 
 def _size(path: Path) -> int:
@@ -174,7 +189,12 @@ def _rank(config: Config, rendezvous: Rendezvous, folder: Path, resume: bool, as
     if warning:
         print(f"dynmo: {warning}", file=sys.stderr)
     with _stdout_for_json(as_json), ProgressLine(config.name, config.train.steps) as progress:
-        result = run(config, rendezvous, folder, resume, progress)
+
+        def listen(event: Event) -> None:
+            shutil.rmtree(_aside(folder), ignore_errors=True)  # the run has begun
+            progress(event)
+
+        result = run(config, rendezvous, folder, resume, listen)
     summary: dict[str, Any] = {"name": config.name, "folder": str(folder), **vars(result)}
     if as_json:
         print(json.dumps(summary))

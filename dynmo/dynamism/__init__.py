@@ -20,7 +20,7 @@ from typing import Any, Protocol, cast
 
 from torch import Tensor, nn
 
-from dynmo.errors import ConfigError, place
+from dynmo.errors import ConfigError, RunError, place
 
 
 @dataclass(frozen=True)
@@ -163,7 +163,8 @@ def from_class(path: str) -> Dynamism:
     where = f"dynamism.cases: 'python:{path}'"
     module_name, _, class_name = path.partition(":")
     try:
-        made = getattr(importlib.import_module(module_name), class_name)()
+        kind = getattr(importlib.import_module(module_name), class_name)
+        made = None if getattr(kind, "__abstractmethods__", ()) else kind()
     except ImportError as error:
         raise ConfigError(f"{where}: cannot import {module_name}: {error}; run from its folder or install it") from error
     except AttributeError as error:
@@ -177,3 +178,16 @@ def from_class(path: str) -> Dynamism:
     if missing:
         raise ConfigError(f"{where}: has no {missing[0]}; inherit from dynmo.dynamism.Dynamism, give it a name and write act")
     return cast(Dynamism, made)
+
+
+def checked(case: Dynamism, change: object, layers: int) -> Change | None:
+    """What `act` returned. Raises RunError where that is none of what it may return."""
+    if change is None:
+        return None
+    if not isinstance(change, Change):
+        what = f"case {case.name!r}: act returned a {type(change).__name__}"
+        raise RunError(f"{what}; return dynmo.dynamism.Change(layers, text), or None where nothing changed")
+    outside = [index for index in change.layers if not 0 <= index < layers]
+    if outside:
+        raise RunError(f"case {case.name!r}: act changed layer {outside[0]}, but the model has {layers}, from 0 to {layers - 1}")
+    return change

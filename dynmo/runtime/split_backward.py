@@ -109,9 +109,13 @@ class Layer:
         return not torch.equal(after, generator.get_state())
 
     def _call(self, inputs: Tensors, finish: Callable[[Tensor], Tensor] | None) -> Tensors:
-        out = self._run(*inputs)
-        if finish is not None:
-            out = finish(out)
+        try:
+            out = self._run(*inputs)
+            if finish is not None:
+                out = finish(out)
+        except Exception as error:
+            error.add_note(f"in F of layer {self.index}")
+            raise
         return (out,) if isinstance(out, Tensor) else tuple(out)
 
     def _again(self, microbatch: int, inputs: Tensors, step: int, finish: Callable[[Tensor], Tensor] | None) -> Tensors:
@@ -147,7 +151,11 @@ class Layer:
             roots = _roots(roots())
         slots = self.slots
         self.tape.deferred = deferred or not self._measured or (slots is not None and slots.watching)
-        _run_graph(roots, gradients)
+        try:
+            _run_graph(roots, gradients)
+        except Exception as error:
+            error.add_note(f"in B of layer {self.index}")
+            raise
         del roots
         work = self.tape.take()
         if slots is not None:

@@ -62,7 +62,10 @@ def test_a_rank_that_raises(work: Path, run: Run) -> None:
     """The cause is told, not what followed from it on the other rank; the traceback is in its log; the next attempt must choose."""
     done = end(train(work, "--json", sets=("model.kind=python:models:tires", "dynamism.cases=[]", "checkpoint.every=0")))
     assert (done.status, done.out) == (1, "")
-    assert done.line == "dynmo: rank 1: ArithmeticError: tired of this (models.py:13); the traceback is in runs/main/rank-1.log"
+    assert (
+        done.line
+        == "dynmo: rank 1: ArithmeticError: tired of this (models.py:13), in F of layer 2; the traceback is in runs/main/rank-1.log"
+    )
     assert 'models.py", line 13, in forward' in (work / "runs/main/rank-1.log").read_text()
     assert steps(work, "main") == 2
     assert run(work, "run.toml").line.startswith("dynmo: runs/main exists; go on with --resume, replace it with --overwrite")
@@ -140,12 +143,16 @@ def test_a_joined_rank_that_raises(tmp_path: Path, run: Run, monkeypatch: pytest
     sets = ("model.kind=python:models:tires", "dynamism.cases=[]", "parallel.pipeline=1")
     done = run(tmp_path, "run.toml", "--overwrite", sets=sets)
     assert (done.status, done.out.count("\n")) == (1, 2)
-    assert done.line == "dynmo: rank 0: ArithmeticError: tired of this (models.py:13) (DYNMO_TRACEBACK=1 shows more)"
+    assert done.line == "dynmo: rank 0: ArithmeticError: tired of this (models.py:13), in F of layer 2 (DYNMO_TRACEBACK=1 shows more)"
     assert set(tree(tmp_path / "runs/main")) == {"config.toml", "events.jsonl"}
-    # Wrong input leaves nothing.
+    # Wrong input leaves what was there.
+    before = tree(tmp_path)
     done = run(tmp_path, "run.toml", "--overwrite", sets=("model.kind=python:models:raises", *sets[1:]))
     assert (done.status, done.err.count("\n")) == (2, 1)
-    assert not (tmp_path / "runs/main").exists()
+    assert tree(tmp_path) == before
+    assert [path.name for path in (tmp_path / "runs").iterdir()] == ["main"]
+    done = run(tmp_path, "run.toml", sets=("name=new", "model.kind=python:models:raises", *sets[1:]))
+    assert not (tmp_path / "runs/new").exists()
 
 
 def test_slurm_and_its_signals(work: Path) -> None:

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from dynmo.config import parse
-from dynmo.dynamism import Dynamism, Signals, from_class, make_cases
+from dynmo.dynamism import Change, Dynamism, Signals, checked, from_class, make_cases
 from dynmo.dynamism.freezing import ScheduledFreezing
-from dynmo.errors import ConfigError
+from dynmo.errors import ConfigError, RunError
 from tests.dynamism.own_case import LayerDrop
 from tests.pool import Pool
 
@@ -102,7 +102,7 @@ def broken() -> None:
         ("tests.dynamism.own_case:Layerdrop", "tests.dynamism.own_case has no class Layerdrop"),
         ("tests.dynamism.test_own_case:Nameless", "has no observe; inherit from dynmo.dynamism.Dynamism"),
         ("tests.dynamism.test_own_case:broken", "raised RuntimeError: no such thing (test_own_case.py:"),
-        ("dynmo.dynamism:Dynamism", "raised TypeError"),
+        ("dynmo.dynamism:Dynamism", "has no act; inherit from dynmo.dynamism.Dynamism"),
     ],
 )
 def test_wrong_ones(path: str, words: str) -> None:
@@ -110,6 +110,17 @@ def test_wrong_ones(path: str, words: str) -> None:
         from_class(path)
     assert words in str(error.value)
     assert str(error.value).startswith(f"dynamism.cases: 'python:{path}'")
+
+
+def test_what_act_returns() -> None:
+    case = Freezing()
+    right = Change((0, 5), "text")
+    assert checked(case, None, 6) is None
+    assert checked(case, right, 6) is right
+    with pytest.raises(RunError, match=r"case 'freezing': act returned a list; return dynmo\.dynamism\.Change\(layers, text\), or None"):
+        checked(case, [1, 2], 6)
+    with pytest.raises(RunError, match="case 'freezing': act changed layer 6, but the model has 6, from 0 to 5"):
+        checked(case, Change((6,), "text"), 6)
 
 
 @pytest.mark.parametrize("word", ["python:", "python:a", "python:a:b:c", "python:a.b:1"])

@@ -7,6 +7,7 @@ import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any, cast
 
 import pytest
 import torch
@@ -379,6 +380,27 @@ def test_forward_without_training_keeps_what_was_measured() -> None:
     assert (layer.activation_bytes, layer.stash_bytes) == before
     layer.forget_sizes()
     assert (layer.activation_bytes, layer.stash_bytes) == (0, 0)
+
+
+class Broken(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        raise ArithmeticError("no gradient today")
+
+
+def test_an_error_says_in_which_layer() -> None:
+    layer = layer_of(nn.Linear(6, 4))
+    with pytest.raises(RuntimeError) as wrong:
+        layer.forward(0, (torch.randn(3, 5),), 0, graph=True, need_input=True, finish=None)
+    assert wrong.value.__notes__ == ["in F of layer 3"]
+    (y,) = layer.forward(1, (torch.randn(3, 6),), 0, graph=True, need_input=True, finish=lambda out: cast(Any, Broken).apply(out))
+    with pytest.raises(ArithmeticError) as wrong:
+        layer.backward_input(1, (torch.ones_like(y),), deferred=True)
+    assert wrong.value.__notes__ == ["in B of layer 3"]
 
 
 def test_a_loss_at_the_end() -> None:
