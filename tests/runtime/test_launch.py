@@ -204,7 +204,7 @@ def test_a_second_signal_ends_them_at_once(go: Launch, tmp_path: Path) -> None:
 
 def test_a_signal_while_ranks_are_starting(go: Launch, tmp_path: Path) -> None:
     """Ctrl-C does not break into their imports: no traceback."""
-    process = go("train()", before="Path(f'up-{rank}').touch(); time.sleep(0.5)")
+    process = go("train()", before="Path(f'up-{rank}').touch(); time.sleep(1)")
     up(tmp_path)
     os.killpg(process.pid, signal.SIGINT)
     assert end(process) == (130, "", "Interrupted: interrupted while starting or finishing\n")
