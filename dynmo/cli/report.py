@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tomllib
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -17,43 +18,68 @@ if TYPE_CHECKING:
 
 
 def report(
-    runs: Annotated[list[Path], typer.Argument(help="Run folders, such as runs/quickstart.", show_default=False)],
+    runs: Annotated[list[Path], typer.Argument(help="Run folders, such as runs/demo-balanced.", show_default=False)],
     json_: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
 ) -> None:
     """Show what was measured in a run; compare several runs against the first."""
-    from dynmo.report.summary import comparison_table, console_for_tables, phase_table, rebalance_lines, summarize, verdict
+    from dynmo.report.summary import (
+        comparison_table,
+        console_for_tables,
+        difference_line,
+        differences,
+        event_lines,
+        phase_table,
+        summarize,
+        verdict,
+    )
 
     summaries: list[tuple[str, Summary]] = []
     for folder in runs:
         log = folder / "events.jsonl"
         if not log.is_file():
-            raise InputError(f"{folder} is not a run: it has no events.jsonl")
+            what = f"is a file; give the run's folder, {folder.parent}" if folder.is_file() else "is not a run: it has no events.jsonl"
+            raise InputError(f"{folder} {what}")
         try:
             summary = summarize(read(log))
-        except (OSError, UnicodeDecodeError) as error:
+        except UnicodeDecodeError:
+            raise InputError(f"{log} cannot be read: not text in UTF-8") from None
+        except OSError as error:
             raise InputError(f"{log} cannot be read: {error}") from None
         if not summary.phases:
             raise InputError(f"{log} has no steps yet")
         summaries.append((folder.resolve().name, summary))
     said = verdict(summaries) if len(summaries) > 1 else None
+    configs = [_config(folder) for folder in runs]
+    differ = differences([config for config in configs if config is not None]) if len(runs) > 1 and None not in configs else None
     if json_:
-        print(json.dumps({"runs": [{"name": name, **_to_json(summary)} for name, summary in summaries], "verdict": said}))
+        told = {"runs": [{"name": name, **_to_json(summary)} for name, summary in summaries], "verdict": said, "differences": differ}
+        print(json.dumps(told))
         return
     console = console_for_tables()
     if len(summaries) == 1:
         console.print(phase_table(summaries[0][1]))
-        for line in rebalance_lines(summaries[0][1]):
-            console.print(line, highlight=False)
+        for line in event_lines(summaries[0][1]):
+            console.print(line, highlight=False, markup=False)
         return
     for name, summary in summaries:
         console.print(name, style="bold", highlight=False, markup=False)
         console.print(phase_table(summary))
-        for line in rebalance_lines(summary):
-            console.print(line, highlight=False)
+        for line in event_lines(summary):
+            console.print(line, highlight=False, markup=False)
     console.print(comparison_table(summaries))
+    if differ is not None:
+        console.print(difference_line(differ), highlight=False, markup=False)
     console.print(said, highlight=False)
+
+
+def _config(folder: Path) -> dict[str, Any] | None:
+    """The run's config as it was written down; None where it cannot be read (a report needs it not)."""
+    try:
+        return tomllib.loads((folder / "config.toml").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
 
 
 def _to_json(summary: Summary) -> dict[str, Any]:
     """The events in it have the words of events.jsonl."""
-    return asdict(summary) | {key: [to_json(event) for event in getattr(summary, key)] for key in ("rebalances", "results")}
+    return asdict(summary) | {key: [to_json(event) for event in getattr(summary, key)] for key in ("rebalances", "results", "changes")}

@@ -210,13 +210,13 @@ def _stdout_for_json(as_json: bool) -> contextlib.AbstractContextManager[object]
 
 def _print_summary(folder: Path) -> None:
     from dynmo.events import read
-    from dynmo.report.summary import console_for_tables, phase_table, rebalance_lines, summarize
+    from dynmo.report.summary import console_for_tables, event_lines, phase_table, summarize
 
     console = console_for_tables()
     summary = summarize(read(folder / "events.jsonl"))
     console.print(phase_table(summary))
-    for line in rebalance_lines(summary):
-        console.print(line, highlight=False)
+    for line in event_lines(summary):
+        console.print(line, highlight=False, markup=False)
     loss = "" if summary.loss is None else f"loss {summary.loss:.6f}, "
     digest = summary.digest or ""
     console.print(

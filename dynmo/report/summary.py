@@ -2,14 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-from dynmo.events import EndEvent, EvalEvent, Event, RebalanceEvent, RebalanceResultEvent, StepEvent
+from dynmo.events import (
+    ChangeEvent,
+    EndEvent,
+    EvalEvent,
+    Event,
+    RebalanceEvent,
+    RebalanceResultEvent,
+    ReshapeEvent,
+    RollbackEvent,
+    SkippedEvent,
+    StepEvent,
+)
+
+Changes = ChangeEvent | ReshapeEvent | SkippedEvent | RollbackEvent
 
 
 @dataclass(frozen=True)
@@ -28,11 +42,12 @@ class Phase:
 
 @dataclass(frozen=True)
 class Summary:
-    """A run in figures. seconds: of all steps; losses as the events have them."""
+    """A run in figures. seconds: of all steps; losses as the events have them; changes: what cases, reshaping and step ends did."""
 
     phases: tuple[Phase, ...]
     rebalances: tuple[RebalanceEvent, ...]
     results: tuple[RebalanceResultEvent, ...]
+    changes: tuple[Changes, ...]
     steps: int
     seconds: float
     loss: float | None
@@ -46,13 +61,16 @@ def summarize(events: Iterable[Event]) -> Summary:
     steps: list[StepEvent] = []
     rebalances: list[RebalanceEvent] = []
     results: list[RebalanceResultEvent] = []
+    changes: list[Changes] = []
     held_out: float | None = None
     end: EndEvent | None = None
     for event in events:
-        if isinstance(event, StepEvent | RebalanceEvent) and steps and steps[-1].step >= event.step:
+        again = isinstance(event, StepEvent | RebalanceEvent | ChangeEvent | ReshapeEvent)
+        if again and steps and steps[-1].step >= event.step:
             steps = [s for s in steps if s.step < event.step]
             rebalances = [r for r in rebalances if r.step < event.step]
             results = [r for r in results if r.step < event.step]
+            changes = [c for c in changes if c.step < event.step]
         match event:
             case StepEvent():
                 steps.append(event)
@@ -62,6 +80,8 @@ def summarize(events: Iterable[Event]) -> Summary:
                 rebalances.append(event)
             case RebalanceResultEvent():
                 results.append(event)
+            case ChangeEvent() | ReshapeEvent() | SkippedEvent() | RollbackEvent():
+                changes.append(event)
             case EvalEvent():
                 held_out = event.loss
             case EndEvent():
@@ -78,6 +98,7 @@ def summarize(events: Iterable[Event]) -> Summary:
         tuple(_phase(group) for group in groups),
         tuple(rebalances),
         tuple(results),
+        tuple(changes),
         len(steps),
         sum(s.seconds for s in steps),
         steps[-1].loss if steps else None,
@@ -119,6 +140,35 @@ def phase_table(summary: Summary) -> Table:
     return table
 
 
+_SHOWN = 12  # events of a case that are told one by one
+
+
+def event_lines(summary: Summary) -> list[str]:
+    """What happened between the steps, in order: what the cases changed, where the layers went, which steps did not count."""
+    lines = [*zip((event.step for event in summary.rebalances), rebalance_lines(summary), strict=True)]
+    by_kind: dict[str, list[tuple[int, str]]] = {}
+    for event in summary.changes:
+        match event:
+            case ChangeEvent():
+                kind, what = event.case, f"{event.case}: {event.what}"
+            case ReshapeEvent():
+                kind, what = "reshape", f"reshaped {_mesh(event.source)} to {_mesh(event.target)}, layers {layers_text(event.layers)}"
+            case SkippedEvent():
+                kind, what = "skipped", f"skipped: gradients overflowed at a loss scale of {event.loss_scale:g}"
+            case RollbackEvent():
+                kind, what = "rollback", f"taken back: {event.what}"
+        by_kind.setdefault(kind, []).append((event.step, f"step {event.step}: {what}"))
+    for kind, found in by_kind.items():
+        lines += found[:_SHOWN]
+        if len(found) > _SHOWN:
+            lines.append((found[_SHOWN][0], f"step {found[_SHOWN][0]} on: {kind} {len(found) - _SHOWN} times more (events.jsonl)"))
+    return [line for _, line in sorted(lines, key=lambda pair: pair[0])]
+
+
+def _mesh(shape: Sequence[int]) -> str:
+    return f"{shape[0]} x {shape[1]}"
+
+
 def rebalance_lines(summary: Summary) -> list[str]:
     """One line per move: predicted against measured."""
     measured = {result.id: result.measured_gain for result in summary.results}
@@ -140,11 +190,12 @@ def comparison_table(runs: Sequence[tuple[str, Summary]]) -> Table:
     for name, _ in runs:
         table.add_column(name, justify="right", overflow="fold")
     summaries = [run for _, run in runs]
-    total, last = summaries[0].seconds, summaries[0].phases[-1].seconds
+    first, last = summaries[0], summaries[0].phases[-1].seconds
+    even = len({run.steps for run in summaries}) == 1
     rows: dict[str, Callable[[Summary], str]] = {
         "steps": lambda run: str(run.steps),
         "seconds": lambda run: f"{run.seconds:.1f}",
-        "speed-up": lambda run: f"x{total / run.seconds:.2f}",
+        "speed-up" if even else "speed-up, per step": lambda run: f"x{first.seconds / first.steps * run.steps / run.seconds:.2f}",
         "last phase: s/step": lambda run: f"{run.phases[-1].seconds:.3f}",
         "last phase: speed-up": lambda run: f"x{last / run.phases[-1].seconds:.2f}",
         "last phase: idle": lambda run: f"{run.phases[-1].idle_ratio:.1%}",
@@ -164,6 +215,27 @@ def verdict(runs: Sequence[tuple[str, Summary]]) -> str:
         return "a run has not ended: its weights cannot be compared"
     same = len(digests) == 1 and len({run.loss for _, run in runs}) == 1
     return "same loss and same weights, to the last bit" if same else "the runs ended with different weights"
+
+
+def differences(configs: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
+    """Keys, as SECTION.KEY, in which the configs of runs differ, with the value of each (None: not set). The name is a run's own."""
+    flat = [_flat(config) for config in configs]
+    keys = sorted({key for config in flat for key in config} - {"name"})
+    values = {key: [config.get(key) for config in flat] for key in keys}
+    return {key: found for key, found in values.items() if any(value != found[0] for value in found)}
+
+
+def _flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    out: dict[str, Any] = {}
+    for key, value in config.items():
+        out |= _flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
+    return out
+
+
+def difference_line(found: Mapping[str, Sequence[Any]]) -> str:
+    shown = [f"{key} ({', '.join('not set' if value is None else str(value) for value in values)})" for key, values in found.items()]
+    more = f" and {len(shown) - _SHOWN} more" if len(shown) > _SHOWN else ""
+    return f"the configs differ in {', '.join(shown[:_SHOWN])}{more}" if shown else "the configs are the same"
 
 
 def layers_text(layers: Sequence[int]) -> str:

@@ -168,7 +168,7 @@ def test_a_resumed_run(run: Run) -> None:
         (b"[1]\n", "a/events.jsonl:1: not an event"),
         (b'{"event": "party", "step": 1, "time": 1.0}\n', "a/events.jsonl:1: unknown event 'party'"),
         (b'{"event": "step", "step": 1, "time": 1.0}\n', "a/events.jsonl:1: event 'step' lacks 'loss'"),
-        (b"\xff\xfe\n", "a/events.jsonl cannot be read"),
+        (b"\xff\xfe\n", "a/events.jsonl cannot be read: not text in UTF-8"),
     ],
     ids=["none", "empty", "torn", "no steps", "broken", "no object", "unknown", "lacking", "binary"],
 )
@@ -181,6 +181,19 @@ def test_what_is_no_run(run: Run, content: bytes | None, says: str) -> None:
         status, out, err = run(*arguments)
         assert (status, out, err.count("\n")) == (2, "", 1)
         assert err.startswith(f"dynmo: {says}")
+
+
+def test_the_configs_beside_the_numbers(run: Run) -> None:
+    for name, steps in (("a", 4), ("b", 6)):
+        log(name, a_run(0.5))
+        (Path(name) / "config.toml").write_text(f'name = "{name}"\n[train]\nsteps = {steps}\n')
+    assert "the configs differ in train.steps (4, 6)\n" in run("a", "b")[1]
+    assert json.loads(run("a", "b", "--json")[1])["differences"] == {"train.steps": [4, 6]}
+
+
+def test_a_file_in_the_run_is_given(run: Run) -> None:
+    log("a", a_run(0.5))
+    assert run("a/events.jsonl") == (2, "", "dynmo: a/events.jsonl is a file; give the run's folder, a\n")
 
 
 def test_a_run_that_is_missing(run: Run) -> None:

@@ -3,9 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from io import StringIO
 
-from dynmo.events import EndEvent, EvalEvent, Event, RebalanceEvent, RebalanceResultEvent, StepEvent
-from dynmo.report.summary import layers_text, rebalance_lines, summarize, verdict
+from rich.console import Console
+
+from dynmo.events import (
+    ChangeEvent,
+    EndEvent,
+    EvalEvent,
+    Event,
+    RebalanceEvent,
+    RebalanceResultEvent,
+    ReshapeEvent,
+    RollbackEvent,
+    SkippedEvent,
+    StepEvent,
+)
+from dynmo.report.summary import (
+    comparison_table,
+    difference_line,
+    differences,
+    event_lines,
+    layers_text,
+    rebalance_lines,
+    summarize,
+    verdict,
+)
 
 
 def step(number: int, seconds: float = 1.0, layers: tuple[int, ...] = (2, 2), frozen: int = 0, loss: float = 3.0) -> StepEvent:
@@ -62,6 +85,45 @@ def test_rebalance_lines() -> None:
         "step 1: moved 2+2 to 3+1 (1.0 MiB in 10 ms): static to balanced x1.25 predicted, x1.11 measured",
         "step 2: moved 2+2 to 3+1 (1.0 MiB in 10 ms): static to balanced x2.00 predicted",
     ]
+
+
+def change(number: int, case: str = "pruning") -> ChangeEvent:
+    return ChangeEvent(number, 0.0, case, (0, 1), f"what it did at {number}")
+
+
+def test_what_happened_is_told_in_order() -> None:
+    events: list[Event] = [step(0), change(1), move(1, 1, 0.5), step(1), SkippedEvent(1, 0.0, 1024.0, 512.0), step(2)]
+    events += [ReshapeEvent(3, 0.0, (4, 1), (2, 2), (3, 5), 8, 0.1), step(3), RollbackEvent(3, 0.0, "clipped", 0.2)]
+    assert event_lines(summarize(events)) == [
+        "step 1: moved 2+2 to 3+1 (1.0 MiB in 10 ms): static to balanced x2.00 predicted",
+        "step 1: pruning: what it did at 1",
+        "step 1: skipped: gradients overflowed at a loss scale of 1024",
+        "step 3: reshaped 4 x 1 to 2 x 2, layers 3+5",
+        "step 3: taken back: clipped",
+    ]
+    many = event_lines(summarize([e for i in range(30) for e in (change(i, "layer_drop"), step(i))]))
+    assert len(many) == 13
+    assert many[-1] == "step 12 on: layer_drop 18 times more (events.jsonl)"
+    # Resumed from the checkpoint after step 1: what was done again is told once.
+    again = [step(0), change(1), step(1), change(2), step(2), change(2), step(2)]
+    assert len(event_lines(summarize(again))) == 2
+
+
+def test_runs_of_unequal_length_are_compared_per_step() -> None:
+    runs = [(name, summarize([step(i, seconds) for i in range(count)])) for name, seconds, count in (("a", 1.0, 10), ("b", 0.5, 4))]
+    screen = StringIO()
+    Console(file=screen, width=100).print(comparison_table(runs))
+    (row,) = [line for line in screen.getvalue().splitlines() if "speed-up, per step" in line]
+    assert [cell.strip() for cell in row.split("│")[2:4]] == ["x1.00", "x2.00"]
+
+
+def test_what_configs_differ_in() -> None:
+    one = {"name": "a", "train": {"steps": 6, "lr": 0.1}, "balance": {"balancer": "none"}}
+    other = {"name": "b", "train": {"steps": 4, "lr": 0.1}, "balance": {"balancer": "none", "initial": [2, 4]}}
+    found = differences([one, other])
+    assert found == {"balance.initial": [None, [2, 4]], "train.steps": [6, 4]}
+    assert difference_line(found) == "the configs differ in balance.initial (not set, [2, 4]), train.steps (6, 4)"
+    assert difference_line(differences([one, one | {"name": "c"}])) == "the configs are the same"
 
 
 def test_verdict() -> None:
