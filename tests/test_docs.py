@@ -16,15 +16,19 @@ import os
 import re
 import shlex
 import tempfile
+import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import pairwise, product
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from benchmarks.sweeps import tables
 from dynmo.cli import main
+from dynmo.config import parse
 from dynmo.costs import split_costs, uniform_costs
 from dynmo.schedule.catalogue import SCHEDULES, make, placement_of
 from dynmo.simulator import Timeline, simulate
@@ -253,6 +257,24 @@ def write_anew(path: Path) -> None:
         text[lines.start : lines.stop] = fresh
     if edits:
         path.write_text("\n".join(text) + "\n")
+
+
+def test_the_model_of_the_guide_sees_no_token_before_its_time() -> None:
+    text = (ROOT / "docs" / "guide.md").read_text()
+    code, config = (
+        re.search(rf"```{kind}\n(# {name}.*?)```", text, re.DOTALL) for kind, name in (("python", "my_model.py"), ("toml", "run.toml"))
+    )
+    assert code is not None
+    assert config is not None
+    parsed = parse(tomllib.loads(config[1]))
+    made: dict[str, Any] = {}
+    exec(code[1], made)
+    model = torch.nn.Sequential(*made["layers"]()).eval()
+    ids = torch.arange(parsed.model.sequence)[None]
+    other = ids.clone()
+    other[0, 9:] += 100
+    assert torch.equal(model(ids)[0, :9], model(other)[0, :9])
+    assert not torch.equal(model(ids)[0, 9], model(other)[0, 9])
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import sys
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -107,6 +108,7 @@ def _prepare(folder: Path, config: Config, resume: bool, overwrite: bool) -> tup
         if not any((folder / "checkpoints").glob("step-*[0-9]/manifest.json")):
             raise ConfigError(f"{folder} has no checkpoint to resume from; start anew with --overwrite")
         found = (folder / "config.toml").read_text(encoding="utf-8")
+        _tell_changes(found, to_toml(config))
     elif folder.exists():
         if not overwrite:
             raise ConfigError(f"{folder} exists; go on with --resume, replace it with --overwrite, or choose another name")
@@ -122,6 +124,16 @@ def _prepare(folder: Path, config: Config, resume: bool, overwrite: bool) -> tup
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.toml").write_text(to_toml(config), encoding="utf-8")
     return found, replaced
+
+
+def _tell_changes(before: str, after: str) -> None:
+    """A run that goes on with other values goes another way: nobody should do that by mistake."""
+    from dynmo.report.summary import difference_line, differences
+
+    with contextlib.suppress(tomllib.TOMLDecodeError):  # the run's own copy, edited by hand
+        found = differences([tomllib.loads(before), tomllib.loads(after)])
+        if found:
+            print(f"dynmo: resumed; {difference_line(found)}", file=sys.stderr)
 
 
 def _aside(folder: Path) -> Path:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from dynmo.cli import main
-from dynmo.config import load
+from dynmo.config import load, to_toml
 from tests.cli.runs import GPT, Base, Run, end, fill, train, tree
 from tests.processes import gone
 
@@ -113,6 +113,17 @@ def test_a_run_is_not_lost(base: Base, run: Run) -> None:
         assert (done.status, done.out) == (2, "")
         assert done.line.startswith(f"dynmo: {text}")
         assert tree(base.folder) == before
+
+
+def test_what_a_resumed_run_has_otherwise(tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    fill(tmp_path)
+    (tmp_path / "runs/main/checkpoints/step-000005").mkdir(parents=True)
+    (tmp_path / "runs/main/checkpoints/step-000005/manifest.json").write_text("")
+    (tmp_path / "runs/main/config.toml").write_text(to_toml(load(tmp_path / "run.toml")))
+    monkeypatch.setattr("dynmo.runtime.launch.spawn", lambda *arguments: 0)
+    assert run(tmp_path, "run.toml", "--resume") == (0, "", "")
+    told = "dynmo: resumed; the configs differ in parallel.timeout (30.0, 9.0), train.lr (0.01, 0.5)\n"
+    assert run(tmp_path, "run.toml", "--resume", sets=("train.lr=0.5", "parallel.timeout=9.0")) == (0, "", told)
 
 
 def test_what_is_no_run_is_not_lost(tmp_path: Path, run: Run) -> None:
