@@ -204,8 +204,9 @@ def _check_lengths(moments: Sequence[tuple[int, _Times]], where: str) -> None:
 
 
 def _read_trace(path: Path) -> list[_Times]:
+    text = _text(path)
     try:
-        data: object = json.loads(_text(path))
+        data: object = json.loads(text)
     except json.JSONDecodeError as error:
         raise InputError(f"trace {path}: not JSON: {error.msg} at line {error.lineno}, column {error.colno}") from None
     except (ValueError, RecursionError) as error:

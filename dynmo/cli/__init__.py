@@ -5,6 +5,7 @@ A command's file imports what it needs inside its function, so that `dynmo --hel
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 import traceback
@@ -82,6 +83,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except Exception as error:
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+            return _fail(f"no space left to write to: {error}", 1)
         if os.environ.get("DYNMO_TRACEBACK") == "1":
             traceback.print_exc()
         return _fail(

@@ -30,7 +30,9 @@ _BAR = 60  # columns of the longest rank's bar
 
 
 def plan(
-    costs: Annotated[Path, typer.Option(metavar="FILE", help="Costs of the layers (dynmo profile writes them), or a run's folder.")],
+    costs: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Costs of the layers (dynmo profile writes them), or a run's folder. Needed.")
+    ] = None,
     ranks: Annotated[int | None, typer.Option(metavar="P", help="Pipeline ranks (default: FILE's).")] = None,
     microbatches: Annotated[int | None, typer.Option(metavar="M", help="Microbatches of a step (default: FILE's).")] = None,
     gpus: Annotated[
@@ -69,7 +71,9 @@ def plan(
     from dynmo.profile_file import read
 
     if cost not in ("time", "parameters"):
-        raise InputError(f"--cost {cost}: choose one of time, parameters")
+        raise InputError(f"--cost {cost}: choose one of time, parameters (a file of costs goes to --costs)")
+    if costs is None:
+        raise InputError("--costs is missing: a file of costs (dynmo profile writes one), or a run's folder")
     if recompute not in ("none", "auto", "all"):
         raise InputError(f"--recompute {recompute}: choose one of none, auto, all")
     profile = read(costs)
@@ -259,6 +263,9 @@ def _print_text(made: Plan, seconds: float, others: Alternatives, words: list[st
         if found:
             console.print()
             console.print(_table_of(titles[kind], found, made))
+            for other in found:
+                if other.plan is None:
+                    console.print(f"  {other.choice}: {other.problem}", style="dim", highlight=False, markup=False, soft_wrap=True)
     for name in words:
         print_words(console, name, made)
 
@@ -337,7 +344,7 @@ def _table_of(title: str, found: list[Alternative], made: Plan) -> Table:
     table.add_column("layers", overflow="fold")
     for other in found:
         if other.plan is None:
-            table.add_row(str(other.choice), *["-"] * len(headings), other.problem, style="dim")
+            table.add_row(str(other.choice), *["-"] * len(headings), "not possible", style="dim")
             continue
         plan, timeline = other.plan, other.plan.timeline
         row = [show_time(plan.step), f"{plan.step / made.step - 1:+.1%}" if made.step else "-"]

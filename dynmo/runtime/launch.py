@@ -214,7 +214,7 @@ def _verdict(ranks: list[subprocess.Popen[bytes]], folder: Path, log_folder: Pat
             "interrupted twice, so the ranks were ended at once; --resume goes on from the newest checkpoint, if there is one"
         )
     if None in codes:
-        raise Interrupted("interrupted; not every rank finished its step in time, so they were ended")
+        raise Interrupted("interrupted; not every rank came to a stop in time, so they were ended")
     raise Interrupted("interrupted while starting or finishing")
 
 

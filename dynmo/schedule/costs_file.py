@@ -51,6 +51,9 @@ class CostsFile:
         return next(i for i, stage in enumerate(self.costs.stages) if stage.b or stage.w)
 
 
+_OF_LAYERS = "here one number per stage is wanted; dynmo plan --costs takes the costs of layers, or a run's folder"
+
+
 def read_costs(path: Path, stages: int, w_memory: float = 0.5, or_stages: int | None = None) -> CostsFile:
     """Reads and checks the file for a pipeline of `stages` stages; of `or_stages` where its list f has so many.
 
@@ -58,6 +61,8 @@ def read_costs(path: Path, stages: int, w_memory: float = 0.5, or_stages: int | 
     list and the stage.
     """
     try:
+        if path.is_dir():
+            raise InputError(f"costs file {path}: a folder; {_OF_LAYERS}")
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not text in UTF-8"
@@ -69,6 +74,8 @@ def read_costs(path: Path, stages: int, w_memory: float = 0.5, or_stages: int | 
     except (ValueError, RecursionError) as error:
         raise InputError(f"costs file {path}: not JSON that can be read: {error}") from None
     try:
+        if isinstance(data, dict) and cast("dict[str, object]", data).get("kind") == "dynmo-costs":
+            raise InputError(f"it has the costs of layers; {_OF_LAYERS}")
         given: object = cast("dict[str, object]", data).get("f") if isinstance(data, dict) else None
         if or_stages is not None and isinstance(given, list) and len(cast("list[object]", given)) == or_stages:
             stages = or_stages

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -78,6 +79,15 @@ def test_the_contract(run: Run, file: Path) -> None:
     assert set(made["alternatives"]) == {"balancers", "schedules", "microbatches", "ranks"}
     best = made["alternatives"]["schedules"][0]
     assert best["gain"] == pytest.approx(1 - best["span"] / made["span"])
+
+
+def test_cost_is_not_costs(run: Run, file: Path) -> None:
+    status, out, err = run("--cost", file, "--ranks", 4)
+    assert (status, out) == (2, "")
+    assert err == f"dynmo: --cost {file}: choose one of time, parameters (a file of costs goes to --costs)\n"
+    status, out, err = run("--ranks", 4)
+    assert (status, out, err.count("\n")) == (2, "", 1)
+    assert err.startswith("dynmo: --costs is missing")
 
 
 def test_what_the_file_says_need_not_be_said(run: Run, file: Path) -> None:
@@ -232,3 +242,10 @@ def test_a_mesh_that_cannot_be(run: Run, file: Path, arguments: tuple[str, ...],
     assert (status, out) == (2, "")
     assert message in err
     assert err.count("\n") == 1
+
+
+def test_why_a_choice_is_not_possible_stands_below_its_table(run: Run, file: Path) -> None:
+    """Reasons in a column would make every row of it as high as they are long."""
+    out = run("--costs", file, "--ranks", 4, "--microbatches", 6)[1]
+    assert re.search(r"│ interleaved-1f1b .*│ not possible", out)
+    assert re.search(r"(?m)^  interleaved-1f1b: .*microbatches", out)

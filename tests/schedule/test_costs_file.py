@@ -119,8 +119,14 @@ def test_every_message_names_the_file(content: bytes, message: str, tmp_path: Pa
     assert "\n" not in str(caught.value)
 
 
+def test_costs_of_layers_are_for_dynmo_plan(tmp_path: Path) -> None:
+    (tmp_path / "costs.json").write_text('{"version": 1, "kind": "dynmo-costs", "f": [1], "b": [1], "w": [1]}')
+    with pytest.raises(InputError, match=r"costs\.json: it has the costs of layers; here one number per stage is wanted"):
+        read_costs(tmp_path / "costs.json", 1)
+
+
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"none.json: cannot be read: No such file"):
         read_costs(tmp_path / "none.json", 2)
-    with pytest.raises(InputError, match=r"cannot be read: Is a directory"):
+    with pytest.raises(InputError, match=r"a folder; here one number per stage is wanted; dynmo plan --costs takes the costs of layers"):
         read_costs(tmp_path, 2)
