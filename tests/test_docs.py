@@ -15,6 +15,7 @@ import json
 import os
 import re
 import shlex
+import sys
 import tempfile
 import tomllib
 from collections.abc import Iterator
@@ -30,6 +31,7 @@ from benchmarks.sweeps import tables
 from dynmo.cli import main
 from dynmo.config import parse
 from dynmo.costs import split_costs, uniform_costs
+from dynmo.runtime.launch import spawn
 from dynmo.schedule.catalogue import SCHEDULES, make, placement_of
 from dynmo.simulator import Timeline, simulate
 
@@ -257,6 +259,13 @@ def write_anew(path: Path) -> None:
         text[lines.start : lines.stop] = fresh
     if edits:
         path.write_text("\n".join(text) + "\n")
+
+
+def test_the_loop_of_the_guide(tmp_path: Path) -> None:
+    code = re.search(r"```python\n(# loop.py.*?)```", (ROOT / "docs" / "guide.md").read_text(), re.DOTALL)
+    assert code is not None
+    (tmp_path / "loop.py").write_text(code[1])
+    assert spawn([sys.executable, str(tmp_path / "loop.py")], 2, 1, tmp_path) == 0
 
 
 def test_the_model_of_the_guide_sees_no_token_before_its_time() -> None:
