@@ -62,7 +62,7 @@ def test_some_of_the_runs() -> None:
 
 def test_a_run_in_small(pool: Pool) -> None:
     dynamism = {"cases": ["freezing"], "freezing": {"schedule": [[1, 5]]}}
-    (row,) = pool.run("benchmarks.quality:train", 1, steps=4, seed=0, dynamism=dynamism, evaluations=2, batches=1)
+    (row,) = pool.run("benchmarks.quality:train", 1, steps=4, seed=0, dynamism=dynamism, evaluations=2, batches=1, hidden=64)
     assert [step for step, _ in row["curve"]] == [2, 4]
     assert [step for step, _ in row["changes"]] == [1]
 
@@ -76,7 +76,7 @@ def test_several_runs_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each in a process of its own, and told in the order in which they were asked for."""
     few = {"dense": runs(2)["dense"]}
     monkeypatch.setattr("benchmarks.quality.runs", lambda steps: few)
-    result = measure(steps=2, seeds=2, jobs=2, evaluations=2, batches=1)
+    result = measure(steps=2, seeds=2, jobs=2, evaluations=2, batches=1, hidden=64)
     (row,) = result["rows"]
     dense, other = result["dense_by_seed"]
     assert dense == row["loss"] != other
