@@ -5,6 +5,7 @@ The trainer, the profiler and the plan all begin with it.
 
 from __future__ import annotations
 
+import os
 from typing import Literal, cast
 
 import torch
@@ -12,7 +13,6 @@ import torch
 from dynmo.balance.partition import Partition, uniform
 from dynmo.config import Config, Train
 from dynmo.errors import ConfigError
-from dynmo.runtime.launch import cores
 from dynmo.runtime.optimizer import OptimizerSettings
 from dynmo.runtime.rendezvous import Rendezvous
 
@@ -76,7 +76,8 @@ def optimizer_settings(train: Train) -> OptimizerSettings:
 
 def warn_of_cores(config: Config) -> str | None:
     """A line when the ranks cannot all compute at once on this machine."""
-    needed, there = config.ranks * config.parallel.threads, cores()
-    if config.model.kind == "emulated" or needed <= there:
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    needed = config.ranks * config.parallel.threads
+    if config.model.kind == "emulated" or needed <= cores:
         return None
-    return f"{config.ranks} ranks of {config.parallel.threads} threads on {there} cores: ranks take turns, so timings say little"
+    return f"{config.ranks} ranks of {config.parallel.threads} threads on {cores} cores: ranks take turns, so timings say little"

@@ -261,6 +261,7 @@ def write_anew(path: Path) -> None:
         path.write_text("\n".join(text) + "\n")
 
 
+@pytest.mark.matrix  # two processes that import torch, for what the tests of the pipeline cover
 def test_the_loop_of_the_guide(tmp_path: Path) -> None:
     code = re.search(r"```python\n(# loop.py.*?)```", (ROOT / "docs" / "guide.md").read_text(), re.DOTALL)
     assert code is not None

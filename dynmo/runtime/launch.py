@@ -21,7 +21,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -58,7 +58,6 @@ def rank_environment(rank: int, size: int, folder: Path, threads: int) -> dict[s
         LOCAL_RANK=str(rank),
         DYNMO_RENDEZVOUS=str(folder),
         DYNMO_LAUNCHER=str(os.getpid()),
-        DYNMO_CORES=str(cores()),
         OMP_NUM_THREADS=str(threads),
         MKL_NUM_THREADS=str(threads),
         MALLOC_MMAP_THRESHOLD_=str(32 << 20),
@@ -69,25 +68,6 @@ def rank_environment(rank: int, size: int, folder: Path, threads: int) -> dict[s
     if sys.platform == "linux":
         env["GLOO_SOCKET_IFNAME"] = "lo"
     return env
-
-
-def cores() -> int:
-    """On how many cores of this machine the ranks may run, all together."""
-    if "DYNMO_CORES" in os.environ:  # a rank has its share only
-        return int(os.environ["DYNMO_CORES"])
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def cores_of(rank: int, size: int, whole: Sequence[int]) -> Sequence[int]:
-    """Which cores a rank of this machine runs on: an equal share, so that the system does not move ranks from core to core, or put two on
-    one while another idles. All of them where the shares would not be equal.
-
-    4 ranks, 8 cores: 0 1 | 2 3 | 4 5 | 6 7    4 ranks, 2 cores: 0 | 0 | 1 | 1    3 ranks, 4 cores: 0 1 2 3 for each
-    """
-    if size % len(whole) and len(whole) % size:
-        return whole
-    first = rank * len(whole) // size
-    return whole[first : first + max(1, len(whole) // size)]
 
 
 def spawn(command: Sequence[str], size: int, threads: int, log_folder: Path) -> int:
@@ -118,26 +98,12 @@ def _start(ranks: list[subprocess.Popen[bytes]], asked: list[float], command: Se
     try:
         if asked:
             return
-        with contextlib.nullcontext() if log is None else log.open("ab") as out, _on_its_cores(env):
+        with contextlib.nullcontext() if log is None else log.open("ab") as out:
             ranks.append(subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=out, stderr=out, env=env))
     except OSError as error:
         raise RunError(f"rank {env['RANK']} could not be started: {error}") from None
     finally:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOP_SIGNALS)
-
-
-@contextlib.contextmanager
-def _on_its_cores(env: Mapping[str, str]) -> Iterator[None]:
-    """While open, what this thread starts runs on the rank's cores."""
-    if not hasattr(os, "sched_setaffinity"):  # not on Linux
-        yield
-        return
-    whole = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, cores_of(int(env["RANK"]), int(env["WORLD_SIZE"]), sorted(whole)))
-    try:
-        yield
-    finally:
-        os.sched_setaffinity(0, whole)
 
 
 @contextlib.contextmanager

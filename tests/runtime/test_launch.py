@@ -92,39 +92,22 @@ def up(folder: Path, ranks: int = 2) -> None:
 
 
 def test_what_a_rank_is_given(go: Launch, tmp_path: Path) -> None:
-    """Its place in the world, its threads, its cores, a folder to meet in that only this user can read; rank 0 speaks, the others log."""
+    """Its place in the world, its threads, a folder to meet in that only this user can read; rank 0 speaks, the others log."""
     body = """
 folder = Path(os.environ["DYNMO_RENDEZVOUS"])
 keys = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "GLOO_SOCKET_IFNAME")
 import json
-own = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else None
-print(json.dumps([folder.stat().st_mode, sys.stdin.read(), signal.getsignal(signal.SIGINT) == signal.SIG_IGN, own]
+print(json.dumps([folder.stat().st_mode, sys.stdin.read(), signal.getsignal(signal.SIGINT) == signal.SIG_IGN]
     + [os.environ.get(key) for key in keys]))
 """
     status, out, err = end(go(body))
     assert (status, err) == (0, "")
     interface = "lo" if sys.platform == "linux" else None
     for rank, text in enumerate((out, (tmp_path / "rank-1.log").read_text())):
-        mode, stdin, ignores, own, *given = json.loads(text)
+        mode, stdin, ignores, *given = json.loads(text)
         assert stat.S_IMODE(mode) == 0o700
         assert (stdin, ignores) == ("", True)
         assert given == [str(rank), "2", str(rank), "2", "2", interface]
-        assert own is None or own == list(launch.cores_of(rank, 2, sorted(os.sched_getaffinity(0))))
-
-
-@pytest.mark.parametrize(
-    ("ranks", "cores", "expected"),
-    [
-        (1, 3, [[0, 1, 2]]),
-        (2, 4, [[0, 1], [2, 3]]),
-        (4, 2, [[0], [0], [1], [1]]),
-        (2, 2, [[0], [1]]),
-        (3, 4, [[0, 1, 2, 3]] * 3),  # no equal shares
-        (3, 2, [[0, 1]] * 3),
-    ],
-)
-def test_cores_in_equal_shares(ranks: int, cores: int, expected: list[list[int]]) -> None:
-    assert [list(launch.cores_of(rank, ranks, range(cores))) for rank in range(ranks)] == expected
 
 
 @pytest.mark.parametrize(
