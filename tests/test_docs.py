@@ -15,7 +15,6 @@ import json
 import os
 import re
 import shlex
-import sys
 import tempfile
 import tomllib
 from collections.abc import Iterator
@@ -31,9 +30,9 @@ from benchmarks.sweeps import tables
 from dynmo.cli import main
 from dynmo.config import parse
 from dynmo.costs import split_costs, uniform_costs
-from dynmo.runtime.launch import spawn
 from dynmo.schedule.catalogue import SCHEDULES, make, placement_of
 from dynmo.simulator import Timeline, simulate
+from tests.cli.runs import free_port
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -261,12 +260,16 @@ def write_anew(path: Path) -> None:
         path.write_text("\n".join(text) + "\n")
 
 
-@pytest.mark.matrix  # two processes that import torch, for what the tests of the pipeline cover
-def test_the_loop_of_the_guide(tmp_path: Path) -> None:
+def test_the_loop_of_the_guide(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """On one rank, in this process."""
     code = re.search(r"```python\n(# loop.py.*?)```", (ROOT / "docs" / "guide.md").read_text(), re.DOTALL)
     assert code is not None
-    (tmp_path / "loop.py").write_text(code[1])
-    assert spawn([sys.executable, str(tmp_path / "loop.py")], 2, 1, tmp_path) == 0
+    world = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+    for key, value in (world | {"GLOO_SOCKET_IFNAME": "lo"}).items():
+        monkeypatch.setenv(key, value)
+    assert "Partition((6, 2))" in code[1]
+    exec(code[1].replace("Partition((6, 2))", "Partition((8,))"), {})
+    assert re.fullmatch(r"loss \d\.\d{4}, layers \(8,\), weights [0-9a-f]{16}\n", capsys.readouterr().out)
 
 
 def test_the_model_of_the_guide_sees_no_token_before_its_time() -> None:

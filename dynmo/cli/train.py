@@ -92,9 +92,6 @@ def _run_folder(config: Config, resume: bool, overwrite: bool) -> Iterator[Path]
             if replaced is not None:
                 replaced.rename(folder)
         raise
-    finally:
-        if replaced is not None and replaced.exists():
-            shutil.rmtree(replaced)
 
 
 def _prepare(folder: Path, config: Config, resume: bool, overwrite: bool) -> tuple[str | None, Path | None]:
@@ -102,6 +99,9 @@ def _prepare(folder: Path, config: Config, resume: bool, overwrite: bool) -> tup
     from dynmo.config import to_toml
 
     found = replaced = None
+    if _aside(folder).exists() and not _size(folder / "events.jsonl"):  # an attempt to replace it failed before its first event
+        shutil.rmtree(folder, ignore_errors=True)
+        _aside(folder).rename(folder)
     if resume:
         if not folder.is_dir():
             raise ConfigError(f"{folder} does not exist, so there is nothing to resume; leave out --resume")
@@ -119,7 +119,6 @@ def _prepare(folder: Path, config: Config, resume: bool, overwrite: bool) -> tup
         if folder.is_symlink():
             raise OSError("it is a symbolic link")
         replaced = _aside(folder)
-        shutil.rmtree(replaced, ignore_errors=True)  # of an attempt that was killed
         folder.rename(replaced)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.toml").write_text(to_toml(config), encoding="utf-8")

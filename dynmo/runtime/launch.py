@@ -231,5 +231,5 @@ def report_failure(error: BaseException, log: Path | None = None) -> int:
 
 def describe(error: BaseException, rank: int) -> str:
     """One line for an error that is not dynmo's own: rank, what, where (in which layer, where its note says so)."""
-    notes = "".join(f", {note}" for note in getattr(error, "__notes__", ()))
+    notes = "".join(f", {' '.join(note.split())}" for note in getattr(error, "__notes__", ()))
     return f"rank {rank}: {type(error).__name__}: {' '.join(str(error).split())}{place(error)}{notes}"

@@ -11,6 +11,7 @@ import pytest
 
 from dynmo.cli import main
 from dynmo.config import load, to_toml
+from dynmo.errors import RunError
 from tests.cli.runs import GPT, Base, Run, end, fill, train, tree
 from tests.processes import gone
 
@@ -124,6 +125,25 @@ def test_what_a_resumed_run_has_otherwise(tmp_path: Path, run: Run, monkeypatch:
     assert run(tmp_path, "run.toml", "--resume") == (0, "", "")
     told = "dynmo: resumed; the configs differ in parallel.timeout (30.0, 9.0), train.lr (0.01, 0.5)\n"
     assert run(tmp_path, "run.toml", "--resume", sets=("train.lr=0.5", "parallel.timeout=9.0")) == (0, "", told)
+
+
+def test_a_run_is_back_after_a_failed_attempt_to_replace_it(tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The attempt's own log stays until the next one; what it was to replace is there again, for --resume or another --overwrite."""
+    fill(tmp_path)
+    (tmp_path / "runs/main").mkdir(parents=True)
+    (tmp_path / "runs/main/config.toml").write_text("")
+    (tmp_path / "runs/main/events.jsonl").write_text("of weeks")
+
+    def fail(*arguments: object) -> int:
+        (tmp_path / "runs/main/rank-0.log").write_text("why")
+        raise RunError("rank 0 was ended by SIGKILL")
+
+    monkeypatch.setattr("dynmo.runtime.launch.spawn", fail)
+    for _ in range(2):
+        assert run(tmp_path, "run.toml", "--overwrite").status == 1
+        assert set(tree(tmp_path / "runs/main")) == {"config.toml", "rank-0.log"}
+    assert run(tmp_path, "run.toml").line.startswith("dynmo: runs/main exists")
+    assert tree(tmp_path / "runs") == {"main/config.toml": b"", "main/events.jsonl": b"of weeks"}
 
 
 def test_what_is_no_run_is_not_lost(tmp_path: Path, run: Run) -> None:
