@@ -119,6 +119,7 @@ def _prepare(folder: Path, config: Config, resume: bool, overwrite: bool) -> tup
         if folder.is_symlink():
             raise OSError("it is a symbolic link")
         replaced = _aside(folder)
+        shutil.rmtree(replaced, ignore_errors=True)  # of one that was killed as it began
         folder.rename(replaced)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.toml").write_text(to_toml(config), encoding="utf-8")

@@ -26,8 +26,9 @@ def precise_timers() -> None:
         ctypes.CDLL(None).prctl(29, 1, 0, 0, 0)  # PR_SET_TIMERSLACK, nanoseconds
 
 
-# Waking up takes some 50 to 100 microseconds; the end of a sleep is spun away instead.
-_SPIN = 1e-4
+# Waking up takes some 50 to 100 microseconds; the end of a sleep is spun away instead. Not all of it: where ranks share cores, who spins
+# holds up who should wake.
+_SPIN = 5e-5
 
 
 def sleep_until(deadline: float) -> None:
