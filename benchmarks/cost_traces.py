@@ -69,7 +69,7 @@ def pruned(blocks: int, sequence: int, seed: int, moments: int) -> list[list[flo
 
 
 def dense(blocks: int, sequence: int) -> Layers:
-    """F = 2P + A, B = 2P + 2A, W = 2P, in units of a block's F (ALGORITHMS.md, section 2)."""
+    """F = 2P + A, B = 2P + 2A, W = 2P, in units of a block's F: products with the P weights, and the A of the attention's pairs."""
     linear, attention = 24 * HIDDEN**2, 2 * sequence * HIDDEN
     unit = linear + attention
     first, second, a = linear / 3 / unit, 2 * linear / 3 / unit, attention / unit

@@ -1,6 +1,6 @@
 """A barrier at every step's end against post-validation (Zero Bubble, section 4): time per step over many steps, emulated.
 
-8 ranks whose ops sleep four times as long as the paper's 28.3B model needs (facts/zero_bubble_table5.json: F 10.4, B 10.2, W 7.7 ms):
+8 ranks whose ops sleep four times as long as the paper's 28.3B model needs (tests/facts/zero_bubble_table5.json: F 10.4, B 10.2, W 7.7 ms):
 between eight processes on two cores a message takes far longer than between GPUs, and this is about the ends of steps. 3p microbatches,
 under zb-auto in twice the memory of 1F1B (ZB-2p) and under ZB-H2. Sides take turns, a run of several steps each; a side's figure is the
 median of its runs. A run's time per step is counted from the end of its first step to the end of its last, on the slowest rank, so

@@ -3,7 +3,7 @@
 Layer: `SharedAttentionHalf`, hidden 256, 4 heads, microbatches of 2, one thread, in the runtime's own `Layer` and a rank's environment. The
 sides take turns; medians. Seconds are the thread's own, so that what else runs on the machine counts little.
 
-The ideal (ALGORITHMS.md 2) takes from the dense half the part of its attention's own seconds, measured alone, that the pairs left out are
+The ideal takes from the dense half the part of its attention's own seconds, measured alone, that the pairs left out are
 of all pairs:
 
     ideal = dense - attention (1 - pairs)        share_of_ideal = (dense - sparse) / (dense - ideal)

@@ -1,7 +1,7 @@
 """What layer freezing saves: F, B and W of a layer against one that trains; and what watching it costs.
 
 Layers: both halves of a GPT block at DynMo's width (hidden 1024, 32 heads), one microbatch of one sequence, one thread, in the runtime's
-own `Layer`. The sides take turns; medians. The ideal (ALGORITHMS.md 2):
+own `Layer`. The sides take turns; medians. The ideal:
 
     prefix   nothing trainable before it: F alone      share_of_ideal = (trains - frozen) / (trains - ideal), over F + B + W
     above    a trainable layer before it: F and B

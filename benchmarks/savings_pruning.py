@@ -1,7 +1,7 @@
 """What gradual pruning saves: F, B and W of a layer against dense, and from which sparsity the sparse kernels win.
 
 Layers: both halves of a GPT block at DynMo's width (hidden 1024, 32 heads, sequence 2048), one microbatch of one sequence, one thread, in
-the runtime's own `Layer`. The sides take turns; medians. The ideal is the FLOP count of ALGORITHMS.md 2 at the dense layer's own speed:
+the runtime's own `Layer`. The sides take turns; medians. The ideal is the count of products at the dense layer's own speed:
 
     F  2P + A -> 2P (1-s) + A        B  2P + 2A -> 2P (1-s) + 2A        W  2P -> 2P (1-s)
 
@@ -11,8 +11,8 @@ where the linears' dense time is measured and A's is the rest. share_of_ideal = 
 linears' time: they do fewer products a second), `packing` (tokens to panels and back, values to their transposed order), `elsewhere`
 (the rest: autograd, allocation, caches). `bounded_by` names the largest where the share is under 85 %.
 
-`crossover`: one matrix, sparse over dense time of F + B + W at each sparsity; the first at which sparse wins. `--plot` draws it into
-docs/pictures/sparse_crossover.svg. DynMo's figure 6 has 75 % on an H100 (4096 x 4096 x 4096).
+`crossover`: one matrix, sparse over dense time of F + B + W at each sparsity; and from where on sparse wins, by bisection apart from them.
+`--plot` draws it into docs/pictures/sparse_crossover.svg. DynMo's figure 6 has 75 % on an H100 (4096 x 4096 x 4096).
 """
 
 from __future__ import annotations

@@ -27,7 +27,8 @@ def check_world(config: Config, rendezvous: Rendezvous) -> None:
 
 
 def device_for(config: Config, local_rank: int) -> torch.device:
-    """The CUDA device of this local rank if there is one, else the CPU. Raises ConfigError if CUDA is asked for and missing."""
+    """The CUDA device of this local rank if there is one, else the CPU, set up as the config asks. Raises ConfigError if CUDA is
+    asked for and missing."""
     wanted = config.parallel.device
     available = torch.cuda.is_available()
     if wanted == "cuda" and not available:
@@ -44,6 +45,10 @@ def device_for(config: Config, local_rank: int) -> torch.device:
             "parallel.slices = true, which puts a pipeline on one device"
         )
     torch.cuda.set_device(local_rank)
+    if config.train.deterministic:
+        # Before the first product: cuBLAS reads it once. On CPU, with a fixed number of threads, all that runs here is deterministic.
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
     return torch.device("cuda", local_rank)
 
 

@@ -328,7 +328,7 @@ def _figures(made: Plan, seconds: float) -> Table:
 
 
 def _gap(made: Plan) -> float:
-    return made.step / made.lower_bound - 1 if made.lower_bound else 0.0
+    return 1 - made.lower_bound / made.step if made.step else 0.0
 
 
 def _table_of(title: str, found: list[Alternative], made: Plan) -> Table:

@@ -1,7 +1,7 @@
 """Layer freezing: a prefix of the model stops training (DynMo 2.2 and F.4): by schedule, by AutoFreeze, or by Egeria (`egeria.py`).
 
 A frozen prefix starts at the embedding. It runs no B and no W, keeps no activations and sends no gradients; its optimizer state stays, for
-unfreezing. Forward work remains (ALGORITHMS: "where the work falls"), so freezing makes early stages cheap, not free.
+unfreezing. Forward work remains, so freezing makes early stages cheap, not free.
 """
 
 from __future__ import annotations

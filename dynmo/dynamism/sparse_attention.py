@@ -1,7 +1,7 @@
 """Sparse attention: from a step on, the attention of some blocks computes only a part of its pairs (DynMo 2.2 and F.5).
 
 Which pairs, the kernel says: those in one hash bucket (`hash_attention`), or those of the queries and keys that are not dropped
-(`drop_attention`). F and B of the attention fall, W does not (ALGORITHMS: "where the work falls"). Blocks differ: by schedule, and by how
+(`drop_attention`). F and B of the attention fall, W does not. Blocks differ: by schedule, and by how
 evenly their buckets fill.
 
 Directions (or what is dropped) are drawn anew each step from a stream keyed by seed, layer and step. Every rank tells all layers, those of

@@ -1,4 +1,4 @@
-"""Marks in time on the device that does the work: host clock on CPU, CUDA events on a GPU (so that measuring never synchronises)."""
+"""Marks in time on the device that does the work: host clock on CPU, CUDA events on a GPU (read once a step, when its loss is known)."""
 
 from __future__ import annotations
 

@@ -14,6 +14,7 @@ from dynmo.events import EndEvent, Event, StepEvent
 from dynmo.models.model import load_model
 from dynmo.runtime.slices import cut
 from dynmo.runtime.world import World
+from dynmo.setup import device_for
 from dynmo.trainer import Trainer
 
 SHAPE = {"blocks": 4, "hidden": 128, "heads": 4, "sequence": 64, "dropout": 0.1}
@@ -32,7 +33,7 @@ def run(parallel: dict[str, Any], schedule: str) -> tuple[list[float], str]:
         }
     )
     events: list[Event] = []
-    world = World(0, 1, torch.device("cuda", 0), 120.0, 0, dist.HashStore())
+    world = World(0, 1, device_for(config, 0), 120.0, 0, dist.HashStore())
     Trainer(config, world, load_model(config), None, listen=events.append).run()
     (end,) = [event for event in events if isinstance(event, EndEvent)]
     return [event.loss for event in events if isinstance(event, StepEvent)], end.weights_digest
