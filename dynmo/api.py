@@ -434,7 +434,7 @@ class Pipeline:
     def costs(self) -> tuple[LayerCost, ...]:
         """Measured costs of all layers: seconds per microbatch, bytes."""
         pairs = [(layer, self._holding.optimizers[index]) for index, layer in self._holding.layers.items()]
-        return self.profiler.gather(self.world, pairs, self.count, copies=self._pending.copies)
+        return self.profiler.gather(self.world, pairs, self.count, copies=self._pending.copies, slots=self._layouts.slots)
 
     def predict(self, layers: tuple[LayerCost, ...], partition: Partition) -> Timeline:
         """What the simulator says of one step under these costs and this placement, with the schedule made for them."""

@@ -13,14 +13,21 @@ from itertools import pairwise
 from dynmo.errors import InputError
 
 
+def most_aside(slots: int) -> int:
+    """How many gradients of a parameter are set aside at one time, at most, while those of the next slot are summed: slots fold as a binary
+    tree (`runtime/slots.py`), in which a finished slot waits for its neighbour."""
+    return max(finished.bit_count() for finished in range(slots))
+
+
 @dataclass(frozen=True)
 class LayerCost:
     """One layer and one microbatch: seconds of F, B, W, and the bytes it holds.
 
     activation_bytes live from F until B; stash_bytes is the part of them (inputs and output gradients) that W still needs after B;
     output_bytes is what the layer hands on; workspace_bytes is what one of its ops needs beside all this while it runs; copy_bytes is what
-    a step without a barrier at its end keeps to be taken back from, until it is final; parameters is their number. A layer in a frozen
-    prefix has b = w = 0; a frozen layer above a trainable one has w = 0 only.
+    a step without a barrier at its end keeps to be taken back from, until it is final; aside_bytes are gradients of finished reduction
+    slots that wait to be summed; parameters is their number. A layer in a frozen prefix has b = w = 0; a frozen layer above a trainable one
+    has w = 0 only.
     """
 
     f: float
@@ -35,6 +42,7 @@ class LayerCost:
     output_bytes: int = 0
     workspace_bytes: int = 0
     copy_bytes: int = 0
+    aside_bytes: int = 0
 
     @property
     def seconds(self) -> float:
@@ -43,12 +51,20 @@ class LayerCost:
     @property
     def static_bytes(self) -> int:
         """What is there whatever runs, counted as if it all stayed from step to step."""
-        return self.weight_bytes + self.gradient_bytes + self.optimizer_bytes + self.copy_bytes
+        return self.weight_bytes + self.gradient_bytes + self.optimizer_bytes + self.copy_bytes + self.aside_bytes
 
     @property
     def moved_bytes(self) -> int:
         """What travels when the layer changes ranks: between steps there are neither gradients nor copies."""
         return self.weight_bytes + self.optimizer_bytes
+
+    def shared(self, replicas: int) -> LayerCost:
+        """With ZeRO-1, on a replica: its share of the optimizer's state and of what is kept to take that back."""
+        return replace(self, optimizer_bytes=-(-self.optimizer_bytes // replicas), copy_bytes=-(-self.copy_bytes // replicas))
+
+    def in_slots(self, slots: int) -> LayerCost:
+        """Where a replica sums its gradients in so many slots."""
+        return replace(self, aside_bytes=most_aside(slots) * self.gradient_bytes)
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,8 @@
     ├── InputError(ValueError)     the input is wrong: exit status 2
     │   ├── ConfigError            a key or value of the configuration
     │   ├── ScheduleError          a schedule that cannot be made or does not hold together
-    │   ├── PartitionError         a placement that cannot be made (too few layers, too little memory)
+    │   ├── PartitionError         a placement that cannot be made (too few layers, say)
+    │   │   └── NoRoomError        its memory does not suffice
     │   └── CheckpointError        a checkpoint that is missing, damaged or of another model
     └── RunError(RuntimeError)     the run failed: exit status 1
         ├── WaitTimeout            a rank waited too long; the message names who waits for whom
@@ -41,6 +42,10 @@ class ScheduleError(InputError):
 
 class PartitionError(InputError):
     """No placement of the layers satisfies the request."""
+
+
+class NoRoomError(PartitionError):
+    """No placement that was looked for fits the memory."""
 
 
 class CheckpointError(InputError):

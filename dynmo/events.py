@@ -58,7 +58,8 @@ class EvalEvent(Event):
 
 @dataclass(frozen=True)
 class ChangeEvent(Event):
-    """A dynamic case changed layers: which case, which global layer indices, in words what happened."""
+    """A dynamic case changed layers: which case, which global layer indices, in words what happened. The case "balance", and no layers:
+    why the balancer can do nothing."""
 
     event: ClassVar[str] = "change"
     case: str
@@ -126,7 +127,8 @@ class RollbackEvent(Event):
 
 @dataclass(frozen=True)
 class PostValidationEvent(Event):
-    """From the step after this one on, steps end without a barrier (`on`), or with one again, as too many were taken back."""
+    """From the step after this one on, steps end without a barrier (`on`), or with one: too many were taken back, or what the model is asks
+    for it (then from this step on)."""
 
     event: ClassVar[str] = "post_validation"
     on: bool

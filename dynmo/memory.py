@@ -9,7 +9,7 @@ reduction over replicas of a stage's gradients begins with its last W. With post
 and copies to take it back from, until the verdict on it: under the first forwards.
 
 The pairs come from `simulator.resident`: n_f microbatches of the stage are between F and B, and n_s between B and W, at one time. A
-frozen prefix keeps nothing (ALGORITHMS, section 2): the caller gives its layers with activation_bytes = stash_bytes = 0.
+frozen prefix keeps nothing: the caller gives its layers with activation_bytes = stash_bytes = 0.
 """
 
 from __future__ import annotations
@@ -51,11 +51,17 @@ def stage_memory(layers: Sequence[LayerCost], counts: Sequence[int], resident: S
 
 
 def rank_memory(
-    layers: Sequence[LayerCost], counts: Sequence[int], schedule: Schedule, *, post_validation: bool = False, replicas: int = 1
+    layers: Sequence[LayerCost],
+    counts: Sequence[int],
+    schedule: Schedule,
+    *,
+    post_validation: bool = False,
+    replicas: int = 1,
+    slots: int = 1,
 ) -> tuple[int, ...]:
     """Bytes of each rank at its peak under `schedule`: what its stages hold anyway, and the most they keep alive together.
 
-    post_validation: the step before is not final as a step begins. replicas: that sum their gradients.
+    post_validation: the step before is not final as a step begins. replicas: that sum their gradients, each in so many slots.
 
     Raises PartitionError when the counts are for another number of layers or of stages.
     """
@@ -65,8 +71,8 @@ def rank_memory(
         )
     fused = fuse(schedule)  # as it runs
     pending = _ops_before_verdict(schedule) if post_validation else (None,) * schedule.ranks
-    peaks = (_peak(layers, counts, fused, rank, pending[rank], replicas) for rank in range(schedule.ranks))
-    bare = [replace(layer, gradient_bytes=0, copy_bytes=0) for layer in layers]
+    peaks = (_peak(layers, counts, fused, rank, pending[rank], replicas, slots) for rank in range(schedule.ranks))
+    bare = [replace(layer, gradient_bytes=0, copy_bytes=0, aside_bytes=0) for layer in layers]
     return tuple(static + peak for static, peak in zip(static_bytes(bare, counts, schedule.placement), peaks, strict=True))
 
 
@@ -98,9 +104,12 @@ def _ops_before_verdict(schedule: Schedule) -> tuple[int, ...]:
     return tuple(out)
 
 
-def _peak(layers: Sequence[LayerCost], counts: Sequence[int], schedule: Schedule, rank: int, pending: int | None, replicas: int) -> int:
-    """The most that a rank holds beside weights and optimizer state. A stage has gradients from its first W of the step on. Where the step
-    before is not final, it has its gradients, and copies, under the first `pending` ops."""
+def _peak(
+    layers: Sequence[LayerCost], counts: Sequence[int], schedule: Schedule, rank: int, pending: int | None, replicas: int, slots: int
+) -> int:
+    """The most that a rank holds beside weights and optimizer state. A stage has gradients from its first W of the step on, and more from
+    the first W of a slot on, until the slot is summed with others. Where the step before is not final, it has its gradients, and copies,
+    under the first `pending` ops."""
     bounds, m = [0, *accumulate(counts)], schedule.microbatches
     stages = {s: layers[bounds[s] : bounds[s + 1]] for s in schedule.stages_of(rank)}
     kept = {s: sum(x.activation_bytes for x in own) for s, own in stages.items()}
@@ -126,29 +135,43 @@ def _peak(layers: Sequence[LayerCost], counts: Sequence[int], schedule: Schedule
     left = dict.fromkeys(stages, m)
     reduction = 0
     live = most = undecided
+    each = m // slots
     for done, op in enumerate(schedule.ops[rank]):
         if done == pending:
             live -= undecided
         s, trains = op.stage, op.stage >= schedule.first_trainable
         if op.kind is Kind.F and trains:
             live += kept[s]
-        if op.kind is Kind.W:
-            live += gradients.pop(s, 0)
+        fresh = trains and op.kind in (Kind.W, Kind.BW) and (m - left[s]) % each == 0  # a slot's first: its gradients are made
+        folded = _folded((m - left[s]) // each + 1, slots)
+        # A slot of one microbatch is made and folded layer by layer: not all of its gradients are there at one time.
+        spared = gradients[s] - max(x.gradient_bytes for x in stages[s]) if fresh and folded and each == 1 else 0
+        if fresh and op.kind is Kind.W:
+            live += gradients[s]
         if op.kind is not Kind.W:
             inbox = (s, op.kind is not Kind.F)
             if inbox in taken:
                 taken[inbox] += 1
             waiting = sum(size * min(count, m - taken[key]) for key, (size, count) in inboxes.items())
-            fresh = op.kind is Kind.BW and s in gradients
-            most = max(most, live + reduction + waiting + (_workspace(stages[s], op.kind, fresh) if fresh else workspaces[s, op.kind]))
+            workspace = _workspace(stages[s], op.kind, fresh) - spared if fresh else workspaces[s, op.kind]
+            most = max(most, live + reduction + waiting + workspace)
         if trains:
             live += {Kind.F: 0, Kind.B: stash[s] - kept[s], Kind.W: -stash[s], Kind.BW: -kept[s]}[op.kind]
-            live += gradients.pop(s, 0) if op.kind is Kind.BW else 0
+            live += gradients[s] if fresh and op.kind is Kind.BW else 0
             left[s] -= op.kind in (Kind.W, Kind.BW)
+            if op.kind in (Kind.W, Kind.BW) and (m - left[s]) % each == 0:
+                most = max(most, live - spared)
+                live -= gradients[s] * folded
             if replicas > 1 and not left[s]:
                 reduction = max(reduction, reduction_bytes(stages[s]))
         most = max(most, live + reduction)
     return most
+
+
+def _folded(slot: int, slots: int) -> int:
+    """How many gradients fewer there are once the `slot`-th of a step's slots is in the tree."""
+    merged = (slot & -slot).bit_length() - 1
+    return merged + (slot.bit_count() - 1 if slot == slots else 0)
 
 
 def _workspace(layers: Sequence[LayerCost], kind: Kind, fresh: bool = False) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from dynmo.config import Config
 from dynmo.costs import Costs, LayerCost, stage_costs
 from dynmo.data.corpus import check_vocab, open_corpus
 from dynmo.dynamism import make_cases
-from dynmo.errors import ConfigError, PartitionError, place
+from dynmo.errors import ConfigError, NoRoomError, place
 from dynmo.kernels.split import LOW, gradient_bytes
 from dynmo.memory import live_limits, rank_memory
 from dynmo.models.emulated import EmulatedLayer
@@ -73,7 +74,7 @@ class Plan:
 
 
 def dry_run(config: Config) -> Plan:
-    """Raises PartitionError if a rank's memory at the schedule's peak is over the limit, ConfigError as a run would."""
+    """Raises NoRoomError if a rank's memory at the schedule's peak is over the limit, ConfigError as a run would."""
     model = load_model(config)
     if config.model.kind != "emulated":
         check_vocab(config.model.vocab)
@@ -91,23 +92,22 @@ def dry_run(config: Config) -> Plan:
 
 
 def first_plan(config: Config, model: Model, costs: tuple[LayerCost, ...], device: torch.device) -> Plan:
-    """What runs from the first step on. costs: from shapes. Raises PartitionError where a rank's memory is over the limit."""
+    """What runs from the first step on. costs: from shapes. Raises NoRoomError where a rank's memory is over the limit."""
     partition = first_partition(config, model.layers)
     limit = memory_limit(config, device)
     wanted = recompute_for(config, model, device)
     name, ranks = config.pipeline.schedule, config.parallel.pipeline
-    again = frozenset(wanted(partition, full_schedule(name, ranks, config.microbatches, config.chunks)) if callable(wanted) else wanted)
+    full, replicas = full_schedule(name, ranks, config.microbatches, config.chunks), config.parallel.data
+    again = frozenset(wanted(partition, full, replicas) if callable(wanted) else wanted)
     costs = computed_again(costs, again)
     placement = placement_of(name, ranks, config.chunks)
     stages = Costs(stage_costs(costs, partition.counts), (0.0,) * (len(placement) - 1))
     caps = live_limits(costs, partition.counts, placement, limit)
     schedule = make(config.pipeline.schedule, config.parallel.pipeline, config.microbatches, costs=stages, chunks=config.chunks, caps=caps)
-    memory = rank_memory(
-        *(costs, partition.counts, schedule), post_validation=config.pipeline.post_validation, replicas=config.parallel.data
-    )
+    memory = _memory(config, costs, partition, schedule, replicas)
     for rank, need in enumerate(memory):
         if limit is not None and need > limit:
-            raise PartitionError(
+            raise NoRoomError(
                 f"rank {rank} needs {need} bytes at the peak of {schedule.name}, over pipeline.memory_limit = {limit}; "
                 "use more ranks, smaller microbatches, train.recompute = 'auto', or a schedule that keeps fewer in flight"
             )
@@ -126,15 +126,24 @@ def first_plan(config: Config, model: Model, costs: tuple[LayerCost, ...], devic
     )
 
 
-def shape_costs(config: Config, model: Model) -> tuple[LayerCost, ...]:
-    """Bytes of every layer, by running one microbatch on fake tensors: shapes without memory. Seconds are 0.
+def _memory(config: Config, costs: Sequence[LayerCost], partition: Partition, schedule: Schedule, replicas: int) -> tuple[int, ...]:
+    """Per rank, in a mesh of so many replicas."""
+    slots, pending = config.slots // replicas, config.pipeline.post_validation
+    return rank_memory(costs, partition.counts, schedule, post_validation=pending, replicas=replicas, slots=slots)
+
+
+def shape_costs(config: Config, model: Model, replicas: int | None = None) -> tuple[LayerCost, ...]:
+    """Bytes of every layer, by running one microbatch on fake tensors: shapes without memory. Seconds are 0. replicas: of the mesh, if not
+    the config's.
 
     Not on the meta device: there, attention would run (and save) the plain product of all positions with all, which no real device does.
     """
     # What a layer raises is told in one line; torch would print a traceback first.
     logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)
+    replicas = replicas or config.parallel.data
     with FakeTensorMode():
-        return _shape_costs(config, model)
+        costs = _shape_costs(config, model)
+    return tuple(c.in_slots(config.slots // replicas).shared(replicas if config.parallel.zero else 1) for c in costs)
 
 
 def _shape_costs(config: Config, model: Model) -> tuple[LayerCost, ...]:
@@ -153,7 +162,6 @@ def _shape_costs(config: Config, model: Model) -> tuple[LayerCost, ...]:
     out: list[LayerCost] = []
     moments = optimizer_settings(config.train).moments
     copies = config.pipeline.post_validation and config.pipeline.rollback == "exact"
-    shares = config.parallel.data if config.parallel.zero else 1  # ZeRO-1: a replica keeps its share of the optimizer's state
     for layer in layers:
         parameters = list(layer.module.parameters())
         trained = sum(gradient_bytes(p) for p in parameters if p.requires_grad)
@@ -164,12 +172,12 @@ def _shape_costs(config: Config, model: Model) -> tuple[LayerCost, ...]:
                 parameters=sum(p.numel() for p in parameters),
                 weight_bytes=weight_bytes(layer.module),
                 gradient_bytes=trained,
-                optimizer_bytes=(moments * trained + masters) // shares,
+                optimizer_bytes=moments * trained + masters,
                 activation_bytes=layer.activation_bytes,
                 stash_bytes=layer.stash_bytes,
                 output_bytes=layer.output_bytes,
                 workspace_bytes=layer.workspace_bytes,
-                copy_bytes=(1 + moments) * trained // shares * copies,
+                copy_bytes=(1 + moments) * trained * copies,
             )
         )
     return tuple(out)
@@ -199,7 +207,7 @@ def _shape_microbatch(layers: Sequence[Layer], microbatch: int, ids: Tensor, los
 def recompute_for(config: Config, model: Model, device: torch.device) -> Recompute:
     """`train.recompute`, as a pipeline takes it. "auto" goes by shapes alone, so that every rank chooses alike, whatever is measured.
 
-    Raises ConfigError for a layer that the model has not; what it returns raises PartitionError where not even computing all again fits.
+    Raises ConfigError for a layer that the model has not; what it returns raises NoRoomError where not even computing all again fits.
     """
     wanted = config.train.recompute
     if isinstance(wanted, tuple):
@@ -209,12 +217,15 @@ def recompute_for(config: Config, model: Model, device: torch.device) -> Recompu
     limit = memory_limit(config, device)
     if wanted != "auto" or limit is None:
         return range(model.layers) if wanted == "all" else ()
-    costs = computed_again(shape_costs(config, model), ())
 
-    def fitting(partition: Partition, schedule: Schedule) -> frozenset[int]:
+    @cache
+    def costs_for(replicas: int) -> tuple[LayerCost, ...]:
+        return computed_again(shape_costs(config, model, replicas), ())
+
+    def fitting(partition: Partition, schedule: Schedule, replicas: int) -> frozenset[int]:
         # Beside what layers keep: messages, and what an op needs while it runs.
-        counts = partition.counts
-        whole = rank_memory(costs, counts, schedule, post_validation=config.pipeline.post_validation, replicas=config.parallel.data)
+        costs, counts = costs_for(replicas), partition.counts
+        whole = _memory(config, costs, partition, schedule, replicas)
         kept = kept_memory(costs, (), counts, schedule)
         return choose(costs, counts, schedule, [limit - max(0, a - b) for a, b in zip(whole, kept, strict=True)])
 

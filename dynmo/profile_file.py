@@ -39,6 +39,7 @@ SIZES = (
     "output_bytes",
     "workspace_bytes",
     "copy_bytes",
+    "aside_bytes",
 )
 
 Pair = tuple[int, int]
@@ -201,6 +202,7 @@ class _File(BaseModel):
     output_bytes: _Sizes | None = None
     workspace_bytes: _Sizes | None = None
     copy_bytes: _Sizes | None = None
+    aside_bytes: _Sizes | None = None
     links: list[_Link] | None = None
     comm: list[_Time] | None = None
 

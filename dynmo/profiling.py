@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from statistics import median
+from typing import Literal, cast
 
 import torch
 
@@ -26,7 +27,7 @@ from dynmo.runtime.mesh import arrange
 from dynmo.runtime.precision import dtype_for
 from dynmo.runtime.rendezvous import Rendezvous
 from dynmo.runtime.world import World, open_store
-from dynmo.setup import check_world, device_for, first_partition, memory_limit
+from dynmo.setup import check_world, device_for, first_partition, memory_limit, optimizer_settings
 
 Listener = Callable[[int, float], None]
 """Told of every step that was measured: how many so far, and the seconds it took."""
@@ -59,8 +60,13 @@ def measure(config: Config, world: World, model: Model, steps: int, listen: List
         slices=config.slices,
         memory_limit=memory_limit(config, world.device),
         seed=config.seed,
+        optimizer=optimizer_settings(config.train),
+        compiles=config.train.compile,
         slots=config.slots,
         zero=config.parallel.zero,
+        w_granularity=cast(Literal["whole", "linear"], config.pipeline.w_granularity),
+        post_validation=config.pipeline.post_validation,
+        rollback=cast(Literal["exact", "in-place"], config.pipeline.rollback),
         dtype=dtype_for(config.train.precision, world.device),
         recompute=recompute_for(config, model, world.device),
         scaler=make_scaler(config.train.precision, config.train.loss_scale, config.train.loss_scale_window),
@@ -86,9 +92,10 @@ def measure(config: Config, world: World, model: Model, steps: int, listen: List
 
 
 def profile_of(config: Config, pipeline: Pipeline, costs: tuple[LayerCost, ...], steps: int | None = None) -> Profile:
-    """What is known of a pipeline's layers, for a costs file. costs: as `Pipeline.costs` gathers them; steps: how many were measured."""
+    """What is known of a pipeline's layers, for a costs file: with a whole replica's optimizer state, whatever part of it ZeRO leaves here.
+    costs: as `Pipeline.costs` gathers them; steps: how many were measured."""
     return Profile(
-        layers=costs,
+        layers=tuple(_whole(config, pipeline, cost) for cost in costs) if config.parallel.zero else costs,
         names=pipeline.model.names,
         first_trainable=pipeline.first_trainable,
         links=tuple(pipeline.links.items()),
@@ -100,6 +107,15 @@ def profile_of(config: Config, pipeline: Pipeline, costs: tuple[LayerCost, ...],
         schedule=config.pipeline.schedule,
         steps=steps,
     )
+
+
+def _whole(config: Config, pipeline: Pipeline, cost: LayerCost) -> LayerCost:
+    """The layer with all replicas' shares of its optimizer state. Of a frozen one no more is known than that no share is larger."""
+    moments, masters = optimizer_settings(config.train).moments, config.train.precision != "float32"
+    if not cost.gradient_bytes:
+        return replace(cost, optimizer_bytes=pipeline.world.replicas * cost.optimizer_bytes)
+    copies = (1 + moments) * cost.gradient_bytes if cost.copy_bytes else 0
+    return replace(cost, optimizer_bytes=(moments + masters) * cost.gradient_bytes, copy_bytes=copies)
 
 
 def _median(costs: Sequence[LayerCost]) -> LayerCost:

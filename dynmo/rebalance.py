@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import math
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -20,9 +19,10 @@ from dynmo.balance.reshape import reshape
 from dynmo.balance.trigger import FORCED, Expected, Outlook, Watch, phases, worth_moving_through
 from dynmo.config import Config, shapes
 from dynmo.costs import LayerCost
-from dynmo.errors import PartitionError
-from dynmo.events import Event, RebalanceEvent, RebalanceResultEvent, ScheduleEvent, now
+from dynmo.errors import NoRoomError
+from dynmo.events import ChangeEvent, Event, RebalanceEvent, RebalanceResultEvent, ScheduleEvent, now
 from dynmo.profiling import profile_of
+from dynmo.runtime.profiler import measure_links
 from dynmo.schedule.catalogue import entry
 from dynmo.simulator import simulate
 
@@ -55,6 +55,9 @@ class Rebalancer:
     says that it pays, as far as what the dynamic cases expect to do lets a gain last.
 
     Every rank holds one and calls it alike; costs are the same on all, so the decision is too.
+
+    Balancers count more than a run may hold at one time (gradients at every moment, say). Where by their account nothing fits the memory, a
+    run stays as it is and says so once: it does train.
     """
 
     def __init__(
@@ -77,6 +80,7 @@ class Rebalancer:
         self._pending: _Pending | None = None
         self.moves = moves
         self._move_seconds: float | None = None
+        self._told = False  # that the memory allows no decision
         self.overhead = Overhead()
 
     def observe(self, step: int, seconds: float, busy: Sequence[float]) -> RebalanceResultEvent | None:
@@ -125,8 +129,9 @@ class Rebalancer:
         gathering = time.perf_counter()
         costs, start = self._costs(), time.perf_counter()
         self.overhead.measure += start - gathering
-        # Between replicas as between stages: the slowest of the links that were measured.
-        slowest = min((link.bytes_per_second for link in pipeline.links.values()), default=math.inf)
+        # Between replicas as between stages: the slowest of the links that were measured. A pipeline of one rank has none.
+        links = pipeline.links or measure_links(world.everyone, [(0, 1)])
+        slowest = min(link.bytes_per_second for link in links.values())
         current = Mesh(
             world.size,
             world.replicas,
@@ -146,16 +151,21 @@ class Rebalancer:
             bandwidth=slowest,
             objective=pipeline.objective,
             replicas=tuple(data for _, data in shapes(config)),
+            slots=config.slots,
         )
         left, balance = config.train.steps - step, config.balance
-        found = reshape(
-            *(request, current, pipeline.partition),
-            horizon_steps=left,
-            seconds_per_byte=1 / slowest,
-            margin=balance.margin,
-            hysteresis=balance.hysteresis,
-        )
-        self.overhead.decide += time.perf_counter() - start
+        try:
+            found = reshape(
+                *(request, current, pipeline.partition),
+                horizon_steps=left,
+                seconds_per_byte=1 / slowest,
+                margin=balance.margin,
+                hysteresis=balance.hysteresis,
+            )
+        except NoRoomError:
+            return None
+        finally:
+            self.overhead.decide += time.perf_counter() - start
         made = found.plan.mesh
         chosen = (made.pipeline, made.replicas, found.plan.plan.partition)
         world.everyone.agree(hashlib.sha256(repr((found.decision.move, chosen)).encode()).digest(), "whether to reshape")
@@ -175,12 +185,16 @@ class Rebalancer:
         done: list[Event] = [] if move is None else [move]
         return [*done, ScheduleEvent(step, now(), self._config.pipeline.schedule, gain)] if gain else done
 
-    def _move(self, step: int, costs: tuple[LayerCost, ...], measuring: float) -> RebalanceEvent | None:
-        """measuring: seconds that it took to gather the costs."""
+    def _move(self, step: int, costs: tuple[LayerCost, ...], measuring: float) -> Event | None:
+        """measuring: seconds that it took to gather the costs. Returns what was done, or why nothing can be."""
         balance, pipeline = self._config.balance, self._pipeline
         start = time.perf_counter()
         request = pipeline.request(costs, cost=cast(Cost, balance.cost), seed=self._config.seed, step=step)
-        target = balancer(balance.balancer)(request)
+        try:
+            target = balancer(balance.balancer)(request)
+        except NoRoomError as error:
+            told, self._told = self._told, True
+            return None if told else ChangeEvent(step, now(), "balance", (), f"layers stay where they are: {error}")
         if target == pipeline.partition:
             return None
         price = self._price(costs, pipeline.partition, target)
@@ -193,7 +207,7 @@ class Rebalancer:
         decided = time.perf_counter()
         try:
             migration = pipeline.move(target)
-        except PartitionError:
+        except NoRoomError:
             # By what the layers may take at most, not by what was measured, their activations do not fit there ("recompute" is "auto"). All
             # ranks find so, and nothing has moved.
             return None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import signal
 import threading
 import time
@@ -22,6 +21,7 @@ from dynmo.balance.partition import Partition, imbalance
 from dynmo.config import Config, Train
 from dynmo.costs import LayerCost
 from dynmo.dynamism import Dynamism, Signals, checked, make_cases
+from dynmo.errors import NoRoomError
 from dynmo.events import (
     ChangeEvent,
     EndEvent,
@@ -47,6 +47,7 @@ from dynmo.runtime.mesh import arrange
 from dynmo.runtime.precision import dtype_for
 from dynmo.runtime.rendezvous import Rendezvous
 from dynmo.runtime.world import World, open_store
+from dynmo.schedule.bound import Objective
 from dynmo.setup import check_world, device_for, first_partition, memory_limit, optimizer_settings
 
 Listener = Callable[[Event], None]
@@ -93,10 +94,6 @@ def run(config: Config, rendezvous: Rendezvous, folder: Path | None, resume: boo
     check_world(config, rendezvous)
     torch.set_num_threads(config.parallel.threads)
     device = device_for(config, rendezvous.local_rank)
-    if config.train.deterministic and device.type == "cuda":
-        # Before the first product: cuBLAS reads it once. On CPU, with a fixed number of threads, all that runs here is deterministic.
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        torch.use_deterministic_algorithms(True)
     model = load_model(config)
     world = World.join(
         open_store(rendezvous, config.parallel.timeout), rendezvous.rank, rendezvous.size, device=device, timeout=config.parallel.timeout
@@ -149,6 +146,7 @@ class Trainer:
             scaler=make_scaler(train.precision, train.loss_scale, train.loss_scale_window),
             cache_bytes=config.dynamism.freezing.cache_bytes if "freezing" in config.dynamism.cases else 0,
         )
+        self._barrier_stays = False  # although there is to be none
         # Steps that have run and whose results are still out.
         self._started: dict[int, _Started] = {}
         self._cases: list[Dynamism] = make_cases(config, model.layers)
@@ -184,6 +182,7 @@ class Trainer:
     def _run(self, stopping: Callable[[], bool]) -> RunResult:
         train, start = self.config.train, time.perf_counter()
         interrupted, step = False, self.first_step
+        self._tell_barrier(step)
         while step < train.steps and not interrupted:
             interrupted = self.advance(step, stopping())
             step += 1
@@ -256,13 +255,28 @@ class Trainer:
         settled = self._rebalancer.settle(step)
         if settled is not None:
             self._emit(settled)
-        migration = self.pipeline.reshape(pipeline=pipeline, data=data, partition=partition)
+        try:
+            migration = self.pipeline.reshape(pipeline=pipeline, data=data, partition=partition)
+        except NoRoomError:
+            if not self.config.elastic.reshape:
+                raise
+            return  # by what layers may take at most it does not fit ("recompute" is "auto"); all ranks find so, and nothing has moved
         self._feed = Feed(self.config, self.pipeline)
         self._rebalancer.changed()
         self._tracer.keep_around()
         seconds = time.perf_counter() - start
         self._rebalancer.overhead.move += seconds
         self._emit(ReshapeEvent(step, now(), before, (pipeline, data), partition.counts, migration.moved_bytes, seconds))
+        self._tell_barrier(step)
+
+    def _tell_barrier(self, step: int) -> None:
+        """Post-validation that is asked for and cannot be: a weight tied over two ranks gets its gradient from both. That ends in a mesh
+        that has it on one."""
+        stays = self.config.pipeline.post_validation and self.pipeline.objective is Objective.MAKESPAN
+        if stays != self._barrier_stays:
+            self._barrier_stays = stays
+            reason = f"the tied weight of embedding and head is on {'two ranks' if stays else 'one rank'}"
+            self._emit(PostValidationEvent(step, now(), not stays, reason))
 
     def _step(self, step: int, stop: bool) -> bool:
         """Runs a step, and tells of those that are final by now. Returns whether a rank wished to stop."""

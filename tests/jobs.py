@@ -9,8 +9,9 @@ from typing import Any
 
 from dynmo.balance.partition import Partition
 from dynmo.config import Config, parse
-from dynmo.errors import PartitionError
+from dynmo.errors import NoRoomError
 from dynmo.events import Event, StepEvent, to_json
+from dynmo.models.emulated import EmulatedLayer
 from dynmo.models.model import load_model
 from dynmo.runtime.migrate import Migration
 from dynmo.runtime.world import World
@@ -71,8 +72,21 @@ def events(world: World, config: dict[str, Any], fits: bool = True) -> list[dict
     if not fits:
 
         def refuse(partition: Partition) -> Migration:
-            raise PartitionError(f"{partition.counts} does not fit")
+            raise NoRoomError(f"{partition.counts} does not fit")
 
         trainer.pipeline.move = refuse
     trainer.run()
     return [to_json(event) for event in told]
+
+
+def costs_beside_a_slow_replica(world: World, config: dict[str, Any]) -> list[float]:
+    """Seconds of each layer's F, as all ranks know them, where the last rank's first emulated layer takes three times as long."""
+    loaded = parsed(config)
+    trainer = Trainer(loaded, world, load_model(loaded), None)
+    if world.rank == world.size - 1:
+        (module, _), *_ = trainer.pipeline.own_layers.values()
+        assert isinstance(module, EmulatedLayer)
+        module.f *= 3
+    for step in range(3):
+        trainer.advance(step)
+    return [cost.f for cost in trainer.pipeline.costs()]

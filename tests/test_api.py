@@ -193,7 +193,7 @@ def test_after_a_reshape_nothing_is_known_of_layers_that_compute_again() -> None
         *(alone(), model, Partition((3,))),
         schedule="zb-h1",
         microbatches=MICROBATCHES,
-        recompute=lambda partition, schedule: frozenset(again),
+        recompute=lambda partition, schedule, replicas: frozenset(again),
     )
     made.step(0, ids(), ids(), lr=0.0)
     assert all(cost.f > 0 for cost in made.costs())

@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+from dynmo.config import parse
+from dynmo.plan import dry_run
 from tests.pool import JobFailed, Pool
 
 # Eight layers of 4 ms each way; the first four freeze at step 1, which leaves rank 0 a third of its work.
@@ -139,6 +141,32 @@ def test_a_target_that_has_no_room_is_left_alone(pool: Pool) -> None:
     (told, _) = pool.run("events", 2, config=CONFIG | {"train": CONFIG["train"] | {"steps": 10}}, fits=False)
     assert of(told, "rebalance") == []
     assert [e["layers"] for e in of(told, "step")] == [[4, 4]] * 10
+
+
+def test_where_nothing_fits_by_the_balancers_account_a_run_goes_on(pool: Pool) -> None:
+    """It counts gradients at every moment, and the largest workspace on every rank: more than what the ranks hold at their peaks."""
+    wanted: dict[str, Any] = {
+        "model": {"blocks": 2, "hidden": 32, "heads": 2, "sequence": 16},
+        "train": {"steps": 6, "global_batch": 4, "micro_batch": 1},
+        "parallel": {"pipeline": 2, "timeout": 20.0},
+        "pipeline": {"schedule": "gpipe"},
+        "balance": {"balancer": "exact", "every": 2},
+        "trace": {"steps": 0},
+    }
+    wanted["pipeline"]["memory_limit"] = max(dry_run(parse(wanted)).memory)
+    events = pool.run("events", 2, config=wanted)[0]
+    (told,) = of(events, "change")
+    assert (told["step"], told["case"], told["layers"]) == (2, "balance", [])
+    assert told["what"].startswith("layers stay where they are: ")
+    assert "bytes" in told["what"]
+    assert of(events, "rebalance") == []
+    assert of(events, "end")[0]["reason"] == "done"
+    # Nor for another mesh, where that is asked for.
+    wanted["train"] = wanted["train"] | {"reduction_slots": 2}
+    wanted["pipeline"]["memory_limit"] = max(dry_run(parse(wanted)).memory)
+    events = pool.run("events", 2, config=wanted | {"elastic": {"reshape": True}})[0]
+    assert of(events, "reshape") == []
+    assert of(events, "end")[0]["reason"] == "done"
 
 
 def test_auto_sees_a_placement_that_was_never_good(pool: Pool) -> None:

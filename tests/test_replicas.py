@@ -75,6 +75,17 @@ def test_one_digest(pool: Pool, pipeline: int, data: int, zero: int, balance: di
         assert all(a != b for a, b in pairwise(results[0]["layers"])), "the layers did not move at every step"
 
 
+@pytest.mark.matrix  # eight processes
+@pytest.mark.parametrize("zero", [0, 1])
+def test_one_digest_of_eight_ranks(pool: Pool, zero: int) -> None:
+    larger = Pool(8)
+    try:
+        same(run(larger, config(4, 2, zero=zero, balance=RANDOM)), reference(pool, 4))
+        same(run(larger, config(4, 2, zero=zero, balance=RANDOM, reshape_at=[[2, 2, 4], [4, 4, 2]])), reference(pool, 4))
+    finally:
+        larger.close()
+
+
 @pytest.mark.parametrize(
     ("pipeline", "data", "zero", "schedule", "changes"),
     [(2, 2, 0, "interleaved-1f1b", {}), (2, 2, 1, "gpipe", {"tied": True})],
@@ -202,3 +213,40 @@ def test_a_reduction_hides_behind_the_layers_that_are_still_to_come() -> None:
     # The second starts late: the first is still under way.
     assert could_hide([1.0, 1.0], [2.0, 2.0]) == pytest.approx(1 / 4)
     assert could_hide([1.0], [3.0]) == 0
+
+
+def test_the_slowest_replica_is_planned_for(pool: Pool) -> None:
+    """One placement serves all: a layer counts as long as it takes where it takes longest, on whichever replica that is."""
+    wanted: dict[str, Any] = {
+        "model": {"kind": "emulated", "layers": 2, "f": 0.004, "b": 0.004, "w": 0.004},
+        "train": {"steps": 3, "global_batch": 4, "micro_batch": 1},
+        "parallel": {"pipeline": 1, "data": 2, "timeout": 20.0},
+        "trace": {"steps": 0},
+    }
+    slow, other = zip(*pool.run("costs_beside_a_slow_replica", 2, config=wanted), strict=True)
+    assert slow[0] == slow[1] >= 0.012
+    assert other[0] == other[1] < 0.012
+
+
+def test_what_a_costs_file_says_of_optimizer_state(pool: Pool, tmp_path: Path) -> None:
+    """A whole replica's, also where each keeps a share: who plans another mesh divides it by its replicas. And what waits in slots."""
+    found: dict[int, profile_file.Profile] = {}
+    for zero in (0, 1):
+        folder = tmp_path / str(zero)
+        folder.mkdir()
+        pool.run("train_in", 2, config=config(1, 2, zero=zero, slots=8), folder=str(folder))
+        found[zero] = profile_file.read(folder / profile_file.IN_RUN)
+    for whole, shared in zip(found[0].layers, found[1].layers, strict=True):
+        if whole.gradient_bytes:
+            assert 0 <= whole.optimizer_bytes - shared.optimizer_bytes < 100, "but for AdamW's counters"
+        assert shared.optimizer_bytes >= 0.9 * whole.optimizer_bytes
+        assert whole.aside_bytes == 2 * whole.gradient_bytes, "of four slots on a replica two wait while the last is summed"
+
+
+def test_a_tied_weight_keeps_the_barrier_and_says_so(pool: Pool) -> None:
+    wanted = config(2, 1, reshape_at=[[3, 1, 2]], tied=True)
+    wanted["pipeline"]["post_validation"] = True
+    told = pool.run("events", 2, config=wanted)[0]
+    switches = [(e["step"], e["on"], e["reason"]) for e in told if e["event"] == "post_validation"]
+    where = "the tied weight of embedding and head is on"
+    assert switches[:2] == [(0, False, f"{where} two ranks"), (3, True, f"{where} one rank")]

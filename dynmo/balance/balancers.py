@@ -15,7 +15,7 @@ from dynmo.balance.partition import Cost, Partition, exact, uniform, weigh
 from dynmo.balance.placed import Make
 from dynmo.balance.schedule_aware import schedule_aware
 from dynmo.costs import LayerCost, LinkCost
-from dynmo.errors import PartitionError
+from dynmo.errors import NoRoomError, PartitionError
 from dynmo.memory import MemoryLimits, Pairs
 from dynmo.schedule.bound import Objective
 
@@ -216,7 +216,7 @@ def _random(request: BalanceRequest) -> Partition:
 
 
 def _fitting(request: BalanceRequest, partition: Partition) -> Partition:
-    """`partition`, or PartitionError naming its first stage that does not fit."""
+    """`partition`, or NoRoomError naming its first stage that does not fit."""
     memory = request.memory
     if memory is None:
         return partition
@@ -224,7 +224,7 @@ def _fitting(request: BalanceRequest, partition: Partition) -> Partition:
         span = partition.range_of(stage)
         need, limit = memory.need(stage, span.start, span.stop), memory.limits[stage]
         if need > limit:
-            raise PartitionError(
+            raise NoRoomError(
                 f"stage {stage} of the placement {partition.counts} needs {need} bytes, its limit is {limit}; "
                 "take the balancer 'exact', which looks for a placement that fits"
             )

@@ -22,7 +22,7 @@ import numpy as np
 from dynmo.balance import _kernels as kernels
 from dynmo.balance._kernels import FOUND, STUCK, Ints
 from dynmo.costs import LinkCost
-from dynmo.errors import PartitionError
+from dynmo.errors import NoRoomError, PartitionError
 from dynmo.memory import MemoryLimits
 
 Time = int | Fraction
@@ -211,7 +211,7 @@ class Problem:
             high += max(map(max, self.sends))
         found, value = self.probe(high)
         if not found:
-            raise PartitionError(self.no_memory())
+            raise NoRoomError(self.no_memory())
         high = value
         trial = min(high, low + (self.heaviest if self.speeds is None else self.heaviest / min(self.speeds)))
         while low < high:

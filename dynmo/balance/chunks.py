@@ -23,7 +23,7 @@ from dynmo.balance import _chunk_kernels as kernels
 from dynmo.balance._kernels import Ints
 from dynmo.balance.chains import enough, integer_sums, memory_tables, rank_speeds, same_layers
 from dynmo.balance.partition import Partition, exact, stage_loads
-from dynmo.errors import PartitionError
+from dynmo.errors import NoRoomError, PartitionError
 from dynmo.memory import MemoryLimits
 
 NODES = 2_000_000  # of branch and bound: some hundredths of a second
@@ -112,7 +112,7 @@ class _Chunks:
                 best, over = kernels.wander(*self.what, bounds, min(1000, max(20, _KICKS // self.stages**3)), floor)
                 best = math.inf if over else best
         if best == math.inf:
-            raise PartitionError(self.no_memory(proven))
+            raise NoRoomError(self.no_memory(proven))
         if current is not None and current.ranks == self.stages:
             largest, _, over = self.judge(current.bounds)
             if largest <= best and not over:

@@ -20,8 +20,9 @@ from dynmo.errors import ConfigError, PartitionError
 from dynmo.schedule.catalogue import check_microbatches, full_schedule, placement_of
 from dynmo.schedule.op import Schedule
 
-Recompute = Collection[int] | Callable[[Partition, Schedule], Collection[int]]
-"""The layers whose activations are computed again in B, or a pure function of a placement and the schedule with every stage training."""
+Recompute = Collection[int] | Callable[[Partition, Schedule, int], Collection[int]]
+"""The layers whose activations are computed again in B, or a pure function of a placement, the schedule with every stage training, and the
+number of replicas."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +80,7 @@ class Layouts:
         self._check(partition, placement)
         recompute = self.recompute
         if callable(recompute):
-            recompute = recompute(partition, full_schedule(self.schedule, ranks, microbatches, self.chunks))
+            recompute = recompute(partition, full_schedule(self.schedule, ranks, microbatches, self.chunks), replicas)
         return Layout(ranks, replicas, microbatches, partition, placement, frozenset(recompute), self.sliced)
 
     def moved(self, layout: Layout, partition: Partition) -> Layout:

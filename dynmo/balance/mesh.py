@@ -37,7 +37,7 @@ from dynmo.balance.placed import freeze, pipeline_costs
 from dynmo.balance.planning import Job, Plan, Recompute, attempt
 from dynmo.balance.recompute import memory
 from dynmo.costs import LayerCost
-from dynmo.errors import InputError, PartitionError, ScheduleError
+from dynmo.errors import InputError, NoRoomError, PartitionError, ScheduleError
 from dynmo.profile_file import Profile
 from dynmo.schedule.bound import Objective
 from dynmo.schedule.catalogue import check_microbatches, chunks_of, make
@@ -122,7 +122,7 @@ class MeshRequest:
     micro_batches: sizes to try; empty: the measured one, its halves and its doubles. schedules: empty: those of SCHEDULES, and where memory
     is limited FRUGAL. chunks: stages a rank, for the schedule that lets one choose. memory_limit: bytes of a rank. bandwidth: bytes per
     second between replicas; inf: reductions take no time. keep: how many candidates are wanted. replicas: the numbers of them that
-    may be; empty: any.
+    may be; empty: any. slots: reduction slots of the whole mesh; None: what the profile says of them, in any mesh.
     """
 
     profile: Profile
@@ -139,6 +139,7 @@ class MeshRequest:
     objective: Objective = Objective.SPAN
     keep: int = 10
     replicas: tuple[int, ...] = ()
+    slots: int | None = None
 
     def __post_init__(self) -> None:
         for what, value in (("GPUs", self.gpus), ("sequences in a global batch", self.global_batch), ("candidates", self.keep)):
@@ -205,7 +206,8 @@ class _Search:
             if found is not None:
                 quick.append(found)
         if not quick:
-            raise PartitionError(self.nothing(meshes))
+            kind = PartitionError if request.memory_limit is None else NoRoomError
+            raise kind(self.nothing(meshes))
         quick.sort(key=lambda x: x.seconds)
         ops = accumulate(3 * x.mesh.microbatches * len(x.plan.job.placement) for x in quick)
         best = [self.refine(x) if done <= _REFINED or not i else x for i, (x, done) in enumerate(zip(quick, ops, strict=True))]
@@ -269,7 +271,7 @@ class _Search:
     def job(self, mesh: Mesh) -> Job:
         request = self.request
         return Job(
-            mesh_profile(request.profile, mesh, request.zero),
+            mesh_profile(request.profile, mesh, request.zero, request.slots),
             mesh.pipeline,
             mesh.microbatches,
             mesh.schedule,
@@ -354,13 +356,15 @@ class _Search:
         return self.loads[ranks, contiguous]
 
 
-def mesh_profile(profile: Profile, mesh: Mesh, zero: int) -> Profile:
-    """The costs of one replica: of the mesh's microbatches, and with the optimizer state that ZeRO leaves on a rank."""
+def mesh_profile(profile: Profile, mesh: Mesh, zero: int, slots: int | None = None) -> Profile:
+    """The costs of one replica: of the mesh's microbatches, with the optimizer state that ZeRO leaves on a rank and the gradients that wait
+    in reduction slots."""
     assert profile.microbatch is not None
     layers = resized(profile.layers, mesh.micro_batch / profile.microbatch)
     if zero:
-        parts = ({key: -(-getattr(x, key) // mesh.replicas) for key in ("optimizer_bytes", "copy_bytes")} for x in layers)
-        layers = tuple(replace(x, **part) for x, part in zip(layers, parts, strict=True))
+        layers = tuple(layer.shared(mesh.replicas) for layer in layers)
+    if slots is not None:
+        layers = tuple(layer.in_slots(slots // mesh.replicas) for layer in layers)
     return replace(profile, layers=layers, microbatch=mesh.micro_batch, microbatches=mesh.microbatches)
 
 

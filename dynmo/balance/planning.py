@@ -17,7 +17,7 @@ from dynmo.balance.partition import Cost, Move, Partition, imbalance, moves, uni
 from dynmo.balance.placed import Make, freeze, frozen_stages, pipeline_costs
 from dynmo.balance.recompute import choose, memory, recomputed
 from dynmo.costs import Costs, LayerCost, LinkCost, uniform_costs
-from dynmo.errors import InputError, PartitionError, ScheduleError
+from dynmo.errors import InputError, NoRoomError, PartitionError, ScheduleError
 from dynmo.memory import Pairs, live_limits, reduction_bytes
 from dynmo.profile_file import Profile
 from dynmo.schedule.bound import Objective
@@ -329,7 +329,7 @@ def _with_memory(costs: Costs) -> Costs:
 
 
 def judge(job: Job, partition: Partition) -> Plan:
-    """What this placement would take, by the simulator, with the schedule made for it. Raises PartitionError where it does not fit."""
+    """What this placement would take, by the simulator, with the schedule made for it. Raises NoRoomError where it does not fit."""
     costs = pipeline_costs(job.layers, partition, links=job.links)
     shaped = _with_memory(costs)
     if shaped is costs:
@@ -341,7 +341,7 @@ def judge(job: Job, partition: Partition) -> Plan:
     needs = memory(job.kept, job.recomputed, partition.counts, made, job.replicas)
     for rank, need in enumerate(needs):
         if job.memory_limit is not None and need > job.memory_limit:
-            raise PartitionError(
+            raise NoRoomError(
                 f"rank {rank} needs {need} bytes under {job.schedule} with the placement {'+'.join(map(str, partition.counts))}, over the "
                 f"limit of {job.memory_limit}; use more ranks, a larger limit, smaller microbatches or a schedule that keeps less"
             )

@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 
 from dynmo.costs import LayerCost
-from dynmo.errors import PartitionError
+from dynmo.errors import NoRoomError, PartitionError
 from dynmo.memory import reduction_bytes, static_bytes
 from dynmo.schedule.op import Kind, Schedule
 
@@ -62,7 +62,7 @@ def choose(
 
     On a rank that is too full, the layer that saves the most bytes of the peak per second of F is taken first, until the rank fits; then
     those that turn out not to be needed are given back, the most expensive first. So no chosen layer could be left out. Recomputing one
-    more layer never needs more memory. Raises PartitionError where not even recomputing everything fits, saying by how much.
+    more layer never needs more memory. Raises NoRoomError where not even recomputing everything fits, saying by how much.
     """
     limits = (limit,) * schedule.ranks if isinstance(limit, int) else tuple(limit)
     if len(limits) != schedule.ranks:
@@ -72,7 +72,7 @@ def choose(
     for rank, (holder, most) in enumerate(zip(_ranks(layers, counts, schedule, replicas), limits, strict=True)):
         least = holder.need(every)
         if least > most:
-            raise PartitionError(
+            raise NoRoomError(
                 f"rank {rank} needs {least} bytes under {schedule.name} even when all its layers are recomputed, {least - most} over the "
                 f"limit of {most}; use more ranks, smaller microbatches, or a schedule that keeps fewer in flight"
             )

@@ -59,6 +59,7 @@ class _Layers(_Section):
     output_bytes: _Sizes = 0
     workspace_bytes: _Sizes = 0
     copy_bytes: _Sizes = 0
+    aside_bytes: _Sizes = 0
 
 
 class _Policy(_Section):

@@ -15,6 +15,7 @@ from dynmo.events import (
     EndEvent,
     EvalEvent,
     Event,
+    PostValidationEvent,
     RebalanceEvent,
     RebalanceResultEvent,
     ReshapeEvent,
@@ -23,7 +24,7 @@ from dynmo.events import (
     StepEvent,
 )
 
-Changes = ChangeEvent | ReshapeEvent | SkippedEvent | RollbackEvent
+Changes = ChangeEvent | ReshapeEvent | SkippedEvent | RollbackEvent | PostValidationEvent
 
 
 @dataclass(frozen=True)
@@ -80,7 +81,7 @@ def summarize(events: Iterable[Event]) -> Summary:
                 rebalances.append(event)
             case RebalanceResultEvent():
                 results.append(event)
-            case ChangeEvent() | ReshapeEvent() | SkippedEvent() | RollbackEvent():
+            case ChangeEvent() | ReshapeEvent() | SkippedEvent() | RollbackEvent() | PostValidationEvent():
                 changes.append(event)
             case EvalEvent():
                 held_out = event.loss
@@ -157,6 +158,8 @@ def event_lines(summary: Summary) -> list[str]:
                 kind, what = "skipped", f"skipped: gradients overflowed at a loss scale of {event.loss_scale:g}"
             case RollbackEvent():
                 kind, what = "rollback", f"taken back: {event.what}"
+            case PostValidationEvent():
+                kind, what = "post-validation", f"post-validation {'on' if event.on else 'off'}: {event.reason}"
         by_kind.setdefault(kind, []).append((event.step, f"step {event.step}: {what}"))
     for kind, found in by_kind.items():
         lines += found[:_SHOWN]

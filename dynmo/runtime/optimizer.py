@@ -21,6 +21,7 @@ from torch.optim.sgd import sgd
 
 # A squared norm is summed over blocks of this many elements, then over blocks in order: the same bits however a weight is sharded.
 NORM_BLOCK = 1 << 14
+_BLOCKS_AT_ONCE = 1 << 8
 _MASTER = "master"
 
 
@@ -288,7 +289,8 @@ def block_sums(gradient: Tensor) -> list[float]:
     """The sum of squares of each norm block of a gradient, or of a part of one that begins at a block."""
     flat = gradient.detach().reshape(-1).float()
     whole = flat.numel() // NORM_BLOCK * NORM_BLOCK
-    sums = [flat[:whole].view(-1, NORM_BLOCK).square().sum(1)] if whole else []
+    # Not all at once: the squares of a large gradient would take as much memory as it does.
+    sums = [blocks.square().sum(1) for blocks in flat[:whole].view(-1, NORM_BLOCK).split(_BLOCKS_AT_ONCE)] if whole else []
     if whole < flat.numel():
         sums.append(flat[whole:].square().sum().reshape(1))
     return torch.cat(sums).tolist() if sums else []

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from dynmo.costs import LayerCost, LinkCost
+from dynmo.costs import LayerCost, LinkCost, most_aside
 from dynmo.kernels.split import gradient_bytes
 from dynmo.runtime.clock import Clock
 from dynmo.runtime.optimizer import LayerOptimizer
@@ -80,11 +80,11 @@ class Profiler:
         return median(f), median(b), median(w)
 
     def gather(
-        self, world: World, layers: Iterable[tuple[Layer, LayerOptimizer]], count: int, copies: bool = False
+        self, world: World, layers: Iterable[tuple[Layer, LayerOptimizer]], count: int, copies: bool = False, slots: int = 1
     ) -> tuple[LayerCost, ...]:
         """Every layer's cost, the same on every rank: where there are replicas, of the one that takes longest.
 
-        copies: the optimizers keep some, to take steps back.
+        copies: the optimizers keep some, to take steps back. slots: reduction slots of the whole mesh.
         """
         table = torch.zeros(count, len(fields(LayerCost)), dtype=torch.float64)
         for layer, optimizer in layers:
@@ -101,6 +101,7 @@ class Profiler:
                     layer.output_bytes,
                     layer.workspace_bytes,
                     copies * optimizer.copy_bytes,
+                    most_aside(slots // world.replicas) * sum(gradient_bytes(p) for p in trains),
                 ],
                 dtype=torch.float64,
             )

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from dynmo.runtime.optimizer import (
+    _BLOCKS_AT_ONCE,
     NORM_BLOCK,
     LayerOptimizer,
     OptimizerSettings,
@@ -25,6 +26,7 @@ from dynmo.runtime.optimizer import (
     fold_blocks,
     squared_norm,
 )
+from dynmo.runtime.watch import Watch
 
 SETTINGS = OptimizerSettings(weight_decay=0.2, betas=(0.8, 0.9), eps=1e-6)
 
@@ -362,3 +364,12 @@ def test_in_place_over_two_hundred_rollbacks() -> None:
         other.step(1e-3, 0.5)
     for a, b in zip(exact.parameters(), near.parameters(), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4)
+
+
+def test_a_norm_takes_little_memory() -> None:
+    """Of a large gradient a part of the squares is there at one time, and the sums are those of all at once."""
+    gradient = torch.randn(40 * _BLOCKS_AT_ONCE // 16, NORM_BLOCK, generator=torch.Generator().manual_seed(0))
+    with Watch() as watch:
+        sums = block_sums(gradient)
+    assert watch.excess(0) < 1.1 * _BLOCKS_AT_ONCE * NORM_BLOCK * 4 < gradient.nbytes
+    assert sums == gradient.square().sum(1).tolist()

@@ -27,6 +27,7 @@ FIELDS = (
     "output_bytes",
     "workspace_bytes",
     "copy_bytes",
+    "aside_bytes",
 )
 
 
@@ -50,6 +51,7 @@ def test_gathered_costs(pool: Pool) -> None:
             "output_bytes": 4 if index == 3 else 256,
             "workspace_bytes": 0,  # from shapes alone
             "copy_bytes": 0,  # a step ends with a barrier
+            "aside_bytes": 0,  # one slot a replica
         }
         for index in range(4)
     ]

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from dynmo.config import slots_fit
+from dynmo.costs import most_aside
 from dynmo.runtime.clock import HostClock
 from dynmo.runtime.slots import Slots, Tree
 from dynmo.runtime.split_backward import Layer
@@ -48,6 +49,17 @@ def test_the_tree_is_the_one_drawn(count: int, seed: int) -> None:
     got = total(rows(count, seed))
     assert got is not None
     assert torch.equal(got, written_out(rows(count, seed)))
+
+
+@given(st.integers(1, 40))
+def test_what_waits_in_the_tree(count: int) -> None:
+    """While the gradients of one slot more are summed; at most as many as the account says."""
+    waiting: list[int] = []
+    tree = Tree()
+    for place in range(count):
+        waiting.append(len(tree._parts))
+        tree.put(place, torch.ones(1))
+    assert max(waiting) == most_aside(count)
 
 
 @given(st.integers(1, 6), st.integers(0, 3), st.integers(0, 99))
