@@ -45,6 +45,7 @@ def peak(
     rollback: Literal["exact", "in-place"] | None = None,
     replicas: int = 1,
     slots: int = 1,
+    zero: int = 0,
     sizes: Mapping[str, int] | None = None,
 ) -> dict[str, float]:
     """Bytes that this rank held at the peak of one step, and what was predicted. Weights, masters and moments are counted one by one;
@@ -56,6 +57,7 @@ def peak(
             "model": MODEL | dict(sizes or {}),
             "train": {"global_batch": 2 * MICROBATCHES, "micro_batch": 2, "precision": precision},
             "pipeline": {"schedule": schedule, **pipelined},
+            "parallel": {"data": replicas, "zero": zero},
         }
     )
     model = load_model(config)
@@ -71,6 +73,7 @@ def peak(
             "dtype": PRECISIONS[precision],
             "recompute": again,
             "slots": slots * replicas,
+            "zero": zero,
             **pipelined,
         },
     )
@@ -126,6 +129,7 @@ def peak(
 
 CASES = [(schedule, "float32", False, None) for schedule in SCHEDULES]
 CASES += [(*case, None) for case in product(("zb-h2",), PRECISIONS, (False, True))]
+CASES += [("1f1b", "float16", False, None), ("zb-v", "bfloat16", True, None), ("zb-h1", "bfloat16", False, "exact")]
 # Where a rank runs ahead of its peer while the peer waits for a verdict, sends in place (see above) would wait for each other: not zb-h2.
 AFTERWARDS = ("gpipe", "1f1b", "zb-h1", "zb-v", "zb-auto")
 CASES += [(schedule, "float32", False, rollback) for schedule in AFTERWARDS for rollback in ("exact", "in-place")]
@@ -139,11 +143,11 @@ def test_peaks_are_as_predicted(pool: Pool, schedule: str, precision: str, again
         assert row["predicted"] == pytest.approx(row["measured"], rel=0.05), (rank, row)
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zb-v"])
-def test_the_reduction_over_replicas_is_part_of_it(pool: Pool, schedule: str) -> None:
-    """Of a model whose weights are most of what it holds."""
-    sizes = {"hidden": 64, "sequence": 4}
-    for rank, row in enumerate(pool.run("tests.test_memory_measured:peak", 4, schedule=schedule, replicas=2, sizes=sizes)):
+@pytest.mark.parametrize(("schedule", "zero"), [("1f1b", 0), ("zb-v", 0), ("zb-h1", 1)])
+def test_the_reduction_over_replicas_is_part_of_it(pool: Pool, schedule: str, zero: int) -> None:
+    """Of a model whose weights are most of what it holds. With ZeRO-1 a share is of whole norm blocks, of which a layer needs several."""
+    sizes = {"hidden": 256 if zero else 64, "sequence": 4}
+    for rank, row in enumerate(pool.run("tests.test_memory_measured:peak", 4, schedule=schedule, replicas=2, zero=zero, sizes=sizes)):
         assert row["predicted"] == pytest.approx(row["measured"], rel=0.05), (rank, row)
 
 

@@ -98,6 +98,20 @@ def test_an_overflow_skips_its_step_and_the_run_goes_on(pool: Pool) -> None:
     assert again[-1]["weights_digest"] == told[-1]["weights_digest"]
 
 
+def test_replicas_skip_together(pool: Pool) -> None:
+    """With shares of the optimizer's state, and without a barrier: the steps that one process of as many slots skips."""
+    found: dict[tuple[int, int, bool], tuple[list[tuple[int, float]], str]] = {}
+    for pipeline, data, later in ((1, 1, False), (1, 2, False), (2, 2, True)):
+        made = wanted(pipeline, "zb-h1", "float16", steps=12, loss_scale_window=1, reduction_slots=2)
+        made["parallel"] |= {"data": data, "zero": int(data > 1)}
+        made["pipeline"]["post_validation"] = later
+        told = pool.run("events", pipeline * data, config=made)[0]
+        skipped = [(e["step"], e["loss_scale"]) for e in told if e["event"] == "skipped"]
+        found[pipeline, data, later] = skipped, told[-1]["weights_digest"]
+    assert found[1, 1, False][0], "nothing overflowed"
+    assert len({str(what) for what in found.values()}) == 1, found
+
+
 def test_the_scale_goes_on_after_a_restart(pool: Pool, tmp_path: Path) -> None:
     """Stopped in the middle of what doubles and halves it, resumed on other ranks: the same as in one go."""
     expected = pool.run("train", 1, config=wanted(1, "1f1b", "float16", steps=10, loss_scale_window=1))[0]
