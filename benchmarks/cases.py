@@ -20,7 +20,7 @@ run over those in the uniform one, in the last phase: the same work, but on core
 machines, their arithmetic; the simulator knows nothing of that. share_of_ideal = (speedup - 1) / (ideal - 1), not
 given where the ideal is under 1.03. Overhead is what the run's own account (the `end` event) says.
 
-Aims, written before measuring: 95 % of the ideal in the last phase; overhead under 1 % of the run. A round of all cases takes over half an
+Aims, written before measuring: 95 % of the ideal in the last phase; overhead under 1 % of the run. A round of all cases takes about half an
 hour.
 """
 

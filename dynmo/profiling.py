@@ -10,24 +10,22 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
 from statistics import median
-from typing import Literal, cast
 
 import torch
 
 from dynmo.api import Pipeline
+from dynmo.assembly import pipeline_for
 from dynmo.config import Config
 from dynmo.costs import LayerCost
 from dynmo.dynamism import make_cases
 from dynmo.feed import Feed
 from dynmo.models.model import Model, load_model
-from dynmo.plan import recompute_for, shapes_of, with_workspace
+from dynmo.plan import shapes_of, with_workspace
 from dynmo.profile_file import Profile
-from dynmo.runtime.loss_scale import make_scaler
 from dynmo.runtime.mesh import arrange
-from dynmo.runtime.precision import dtype_for
 from dynmo.runtime.rendezvous import Rendezvous
 from dynmo.runtime.world import World, open_store
-from dynmo.setup import check_world, device_for, first_partition, memory_limit, optimizer_settings
+from dynmo.setup import check_world, device_for, first_partition, optimizer_settings
 
 Listener = Callable[[int, float], None]
 """Told of every step that was measured: how many so far, and the seconds it took."""
@@ -50,27 +48,7 @@ def run(config: Config, rendezvous: Rendezvous, steps: int, listen: Listener | N
 def measure(config: Config, world: World, model: Model, steps: int, listen: Listener | None = None) -> Profile:
     """What the dynamic cases do before the first step is done (a prefix that is frozen from the start, say); nothing changes later."""
     world = arrange(world, config.parallel.data)
-    pipeline = Pipeline(
-        world,
-        model,
-        first_partition(config, model.layers),
-        schedule=config.pipeline.schedule,
-        microbatches=config.microbatches,
-        chunks=config.chunks,
-        slices=config.slices,
-        memory_limit=memory_limit(config, world.device),
-        seed=config.seed,
-        optimizer=optimizer_settings(config.train),
-        compiles=config.train.compile,
-        slots=config.slots,
-        zero=config.parallel.zero,
-        w_granularity=cast(Literal["whole", "linear"], config.pipeline.w_granularity),
-        post_validation=config.pipeline.post_validation,
-        rollback=cast(Literal["exact", "in-place"], config.pipeline.rollback),
-        dtype=dtype_for(config.train.precision, world.device),
-        recompute=recompute_for(config, model, world.device),
-        scaler=make_scaler(config.train.precision, config.train.loss_scale, config.train.loss_scale_window),
-    )
+    pipeline = pipeline_for(config, world, model, first_partition(config, model.layers))
     for case in make_cases(config, model.layers):
         change = case.act(0, pipeline)
         if change is not None:

@@ -6,7 +6,7 @@ import hashlib
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 from typing import cast
 
@@ -140,7 +140,7 @@ class Rebalancer:
             config.pipeline.schedule,
         )
         request = MeshRequest(
-            profile_of(config, pipeline, costs),
+            replace(profile_of(config, pipeline, costs), links=tuple(links.items())),
             gpus=world.everyone.size,
             global_batch=config.train.global_batch,
             micro_batches=(config.train.micro_batch,),

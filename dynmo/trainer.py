@@ -11,12 +11,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Literal, cast
 
 import torch
 
 from dynmo import profile_file
-from dynmo.api import Pipeline, StepResult
+from dynmo.api import StepResult
+from dynmo.assembly import pipeline_for
 from dynmo.balance.partition import Partition, imbalance
 from dynmo.config import Config, Train
 from dynmo.costs import LayerCost
@@ -37,18 +37,16 @@ from dynmo.events import (
 )
 from dynmo.feed import Feed
 from dynmo.models.model import Model, load_model
-from dynmo.plan import first_plan, recompute_for, shapes_of, with_workspace
+from dynmo.plan import first_plan, shapes_of, with_workspace
 from dynmo.profiling import profile_of
 from dynmo.rebalance import Rebalancer
 from dynmo.report.trace import Tracer
 from dynmo.run_checkpoints import RunCheckpoints
-from dynmo.runtime.loss_scale import make_scaler
 from dynmo.runtime.mesh import arrange
-from dynmo.runtime.precision import dtype_for
 from dynmo.runtime.rendezvous import Rendezvous
 from dynmo.runtime.world import World, open_store
 from dynmo.schedule.bound import Objective
-from dynmo.setup import check_world, device_for, first_partition, memory_limit, optimizer_settings
+from dynmo.setup import check_world, device_for, first_partition, memory_limit
 
 Listener = Callable[[Event], None]
 
@@ -122,30 +120,8 @@ class Trainer:
         self._shapes = None if limit is None else shapes_of(config, model)
         if found is None and config.pipeline.memory_limit is not None and self._shapes is not None:
             first_plan(config, model, self._shapes, world.device)
-        train = config.train
-        self.pipeline = Pipeline(
-            arrange(world, data),
-            model,
-            partition,
-            schedule=config.pipeline.schedule,
-            microbatches=config.all_microbatches // data,
-            chunks=config.chunks,
-            slices=config.slices,
-            memory_limit=limit,
-            seed=config.seed,
-            optimizer=optimizer_settings(train),
-            compiles=train.compile,
-            slots=config.slots,
-            zero=config.parallel.zero,
-            w_granularity=cast(Literal["whole", "linear"], config.pipeline.w_granularity),
-            post_validation=config.pipeline.post_validation,
-            rollback=cast(Literal["exact", "in-place"], config.pipeline.rollback),
-            clip_scope=cast(Literal["global", "local"], train.clip_scope),
-            dtype=dtype_for(train.precision, world.device),
-            recompute=recompute_for(config, model, world.device),
-            scaler=make_scaler(train.precision, train.loss_scale, train.loss_scale_window),
-            cache_bytes=config.dynamism.freezing.cache_bytes if "freezing" in config.dynamism.cases else 0,
-        )
+        cached = config.dynamism.freezing.cache_bytes if "freezing" in config.dynamism.cases else 0
+        self.pipeline = pipeline_for(config, arrange(world, data), model, partition, cached)
         self._barrier_stays = False  # although there is to be none
         # Steps that have run and whose results are still out.
         self._started: dict[int, _Started] = {}

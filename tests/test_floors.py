@@ -42,6 +42,7 @@ FLOORS: dict[str, int] = {
     "dynmo.rebalance": 5,
     "dynmo.scheduling": 5,
     "dynmo.api": 5,
+    "dynmo.assembly": 5,
     "dynmo.profiling": 5,
     "dynmo.report": 5,
     # 6: the command line.

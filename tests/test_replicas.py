@@ -208,6 +208,20 @@ def test_a_run_reshapes_itself_where_it_pays(pool: Pool, balancer: str) -> None:
     assert losses[True] == losses[False]
 
 
+def test_a_run_of_one_rank_pipelines_weighs_another_mesh_by_a_link_that_it_measures(pool: Pool) -> None:
+    """It has none between stages. Gradients of 4 bytes cost nothing, so replicas of an even model stay; and the bits do."""
+    wanted: dict[str, Any] = {
+        "model": {"kind": "emulated", "layers": 4, "f": 0.002, "b": 0.002, "w": 0.002},
+        "train": {"steps": 5, "global_batch": 4, "micro_batch": 1, "reduction_slots": 2},
+        "parallel": {"pipeline": 1, "data": 2, "timeout": 20.0},
+        "balance": {"balancer": "none", "every": 2},
+        "trace": {"steps": 0},
+    }
+    told = {on: pool.run("events", 2, config=wanted | {"elastic": {"reshape": on}})[0] for on in (False, True)}
+    assert not [e for e in told[True] if e["event"] == "reshape"]
+    assert told[True][-1]["weights_digest"] == told[False][-1]["weights_digest"]
+
+
 def test_a_reduction_hides_behind_the_layers_that_are_still_to_come() -> None:
     assert could_hide([1.0, 1.0, 1.0], [1.0, 1.0, 1.0]) == pytest.approx(2 / 3)
     # The second starts late: the first is still under way.

@@ -1,0 +1,43 @@
+"""The pipeline that a config asks for, made in one place: what is profiled is what is trained."""
+
+from __future__ import annotations
+
+from typing import Literal, cast
+
+from dynmo.api import Pipeline
+from dynmo.balance.partition import Partition
+from dynmo.config import Config
+from dynmo.models.model import Model
+from dynmo.plan import recompute_for
+from dynmo.runtime.loss_scale import make_scaler
+from dynmo.runtime.precision import dtype_for
+from dynmo.runtime.world import World
+from dynmo.setup import memory_limit, optimizer_settings
+
+
+def pipeline_for(config: Config, world: World, model: Model, partition: Partition, cache_bytes: int = 0) -> Pipeline:
+    """world: one pipeline of the mesh (`mesh.arrange`), which need not be the config's first. cache_bytes: for outputs of frozen layers."""
+    train, pipeline = config.train, config.pipeline
+    return Pipeline(
+        world,
+        model,
+        partition,
+        schedule=pipeline.schedule,
+        microbatches=config.all_microbatches // world.replicas,
+        chunks=config.chunks,
+        slices=config.slices,
+        memory_limit=memory_limit(config, world.device),
+        seed=config.seed,
+        optimizer=optimizer_settings(train),
+        compiles=train.compile,
+        slots=config.slots,
+        zero=config.parallel.zero,
+        w_granularity=cast(Literal["whole", "linear"], pipeline.w_granularity),
+        post_validation=pipeline.post_validation,
+        rollback=cast(Literal["exact", "in-place"], pipeline.rollback),
+        clip_scope=cast(Literal["global", "local"], train.clip_scope),
+        dtype=dtype_for(train.precision, world.device),
+        recompute=recompute_for(config, model, world.device),
+        scaler=make_scaler(train.precision, train.loss_scale, train.loss_scale_window),
+        cache_bytes=cache_bytes,
+    )
