@@ -30,7 +30,7 @@ from dynmo.runtime.digest import weights_digest
 from dynmo.runtime.executor import Executor, Outcome
 from dynmo.runtime.holding import Holding
 from dynmo.runtime.lanes import OneLane
-from dynmo.runtime.loss_scale import LossScaler
+from dynmo.runtime.loss_scale import LossScaler, make_scaler
 from dynmo.runtime.mesh import FirstReplica
 from dynmo.runtime.migrate import Arrival, Migration, exchange
 from dynmo.runtime.optimizer import LayerOptimizer, OptimizerSettings
@@ -56,9 +56,9 @@ class Pipeline:
     Every method is called on every rank, with the same arguments. `partition` counts the layers of each stage; which rank holds which stage
     is the schedule's: one each, or several (`chunks`). memory_limit: bytes per rank, for schedules that are made within one.
     compiles: torch.compile runs the layers (`kernels/compiling.py`). dtype: what the model computes in (`runtime/precision.py`); scaler: of
-    the loss. recompute: the layers whose activations are computed again in B rather than kept, or a pure function that says which, of a
-    placement and the schedule with every stage training. cache_bytes: of host memory on each rank, for the outputs of a frozen prefix
-    (`runtime/output_cache.py`), where steps and evaluations are given the keys of their microbatches.
+    the loss (None: dynamic in float16, else none). recompute: the layers whose activations are computed again in B rather than kept, or a
+    pure function that says which, of a placement and the schedule with every stage training. cache_bytes: of host memory on each rank, for
+    the outputs of a frozen prefix (`runtime/output_cache.py`), where steps and evaluations are given the keys of their microbatches.
 
     slices: the pipeline's ranks are so many slices of this process's GPU, which a world of one rank then holds (`runtime/slices.py`; None:
     the ranks of the world). Layers move between them as between ranks, but nothing travels.
@@ -129,7 +129,7 @@ class Pipeline:
         self._scheduling = Scheduling(self._holding, schedule, chunks, memory_limit, links, post_validation=post_validation)
         self._programs = Programs(self._holding, self.clock, lanes, post_validation=post_validation)
         self._by_pieces = w_granularity == "linear"
-        self._step_end = StepEnd(self._holding, StepTable(self._holding, self.clock), self.profiler, scaler or LossScaler(), clip_scope)
+        self._step_end = StepEnd(self._holding, StepTable(self._holding, self.clock), self.profiler, scaler or make_scaler(dtype), clip_scope)
         self._pending = PendingStep(self._holding, self._step_end, validates=post_validation, copies=rollback == "exact")
 
     @staticmethod

@@ -18,6 +18,7 @@ from dynmo.setup import memory_limit, optimizer_settings
 def pipeline_for(config: Config, world: World, model: Model, partition: Partition, cache_bytes: int = 0) -> Pipeline:
     """world: one pipeline of the mesh (`mesh.arrange`), which need not be the config's first. cache_bytes: for outputs of frozen layers."""
     train, pipeline = config.train, config.pipeline
+    dtype = dtype_for(train.precision, world.device)
     return Pipeline(
         world,
         model,
@@ -36,8 +37,8 @@ def pipeline_for(config: Config, world: World, model: Model, partition: Partitio
         post_validation=pipeline.post_validation,
         rollback=cast(Literal["exact", "in-place"], pipeline.rollback),
         clip_scope=cast(Literal["global", "local"], train.clip_scope),
-        dtype=dtype_for(train.precision, world.device),
+        dtype=dtype,
         recompute=recompute_for(config, model, world.device),
-        scaler=make_scaler(train.precision, train.loss_scale, train.loss_scale_window),
+        scaler=make_scaler(dtype, train.loss_scale, train.loss_scale_window),
         cache_bytes=cache_bytes,
     )

@@ -51,6 +51,13 @@ def test_a_step() -> None:
     assert result.busy[0] <= result.spans[0]
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_float16_is_scaled_unless_told_otherwise(dtype: torch.dtype) -> None:
+    model = make_layers([0.0], [0.0], [0.0], size=4)
+    made = Pipeline(alone(), model, Partition((1,)), schedule="zb-h1", microbatches=MICROBATCHES, dtype=dtype)
+    assert made.scaler.dynamic == (dtype == torch.float16)
+
+
 def test_tied_embedding() -> None:
     """Its gradient is the head's sum plus the embedding's sum: what torch's own tying gives."""
     made = gpt(tied=True)

@@ -11,7 +11,10 @@ from __future__ import annotations
 
 import math
 
+import torch
+
 INITIAL = 2.0**16
+WINDOW = 2000  # good steps until a dynamic scale doubles
 _LARGEST = 2.0**64  # float32 gradients times this are still far from its end
 
 
@@ -54,8 +57,8 @@ class LossScaler:
             self.scale, self._good = float(state["scale"]), int(state["good"])
 
 
-def make_scaler(precision: str, loss_scale: float | str | None, window: int) -> LossScaler:
-    """loss_scale: as in `[train]`; None is "dynamic" for float16, and no scaling for others."""
-    if loss_scale == "dynamic" or (loss_scale is None and precision == "float16"):
+def make_scaler(dtype: torch.dtype, loss_scale: float | str | None = None, window: int = WINDOW) -> LossScaler:
+    """dtype: what the model computes in. loss_scale: as in `[train]`; None is "dynamic" for float16, and no scaling for others."""
+    if loss_scale == "dynamic" or (loss_scale is None and dtype == torch.float16):
         return LossScaler(INITIAL, window)
     return LossScaler(1.0 if loss_scale is None else float(loss_scale))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -37,9 +38,9 @@ def test_a_shorter_window_than_what_is_saved() -> None:
 
 
 def test_who_scales() -> None:
-    assert make_scaler("float16", None, 7).dynamic
-    assert make_scaler("bfloat16", "dynamic", 7).dynamic
-    for scaler, scale in ((make_scaler("float32", None, 7), 1), (make_scaler("float16", 1024.0, 7), 1024)):
+    assert make_scaler(torch.float16, None, 7).dynamic
+    assert make_scaler(torch.bfloat16, "dynamic", 7).dynamic
+    for scaler, scale in ((make_scaler(torch.float32, None, 7), 1), (make_scaler(torch.float16, 1024.0, 7), 1024)):
         assert not scaler.dynamic
         assert not scaler.skips
         scaler.observe(True)
