@@ -125,6 +125,20 @@ def accumulate_linear(weight: nn.Parameter, bias: nn.Parameter | None, x: Tensor
         add_rows(bias, rows)
 
 
+def may_split(module: nn.Module, device: torch.device) -> bool:
+    """Whether the gradients of the module's weight and bias may come from here and not from autograd. Not where they are made from other
+    parameters (weight_norm, say), where somebody listens for them, or where autocast chooses what the product computes in."""
+    if not torch.is_grad_enabled() or torch.is_autocast_enabled(device.type):
+        return False
+    for name in ("weight", "bias") if isinstance(module, nn.Linear) else ("weight",):
+        if name not in module._parameters:
+            return False
+        parameter = module._parameters[name]
+        if parameter is not None and (parameter._backward_hooks or parameter._post_accumulate_grad_hooks):
+            return False
+    return True
+
+
 class SplitLinear(nn.Linear):
     """nn.Linear whose weight gradient can be deferred."""
 
@@ -132,7 +146,7 @@ class SplitLinear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         weight, bias = cast(nn.Parameter, self.weight), cast("nn.Parameter | None", self.bias)
-        if self.tape is None or not weight.requires_grad or not torch.is_grad_enabled():
+        if self.tape is None or not weight.requires_grad or not may_split(self, input.device):
             return super().forward(input)
         return cast(Tensor, _LinearFunction.apply(input, weight, bias, self.tape))
 
@@ -167,7 +181,7 @@ class SplitEmbedding(nn.Embedding):
 
     def forward(self, input: Tensor) -> Tensor:
         weight = cast(nn.Parameter, self.weight)
-        if self.tape is None or not weight.requires_grad or not torch.is_grad_enabled():
+        if self.tape is None or not weight.requires_grad or not may_split(self, input.device):
             return super().forward(input)
         return cast(Tensor, _EmbeddingFunction.apply(input, weight, self.tape))
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.utils.prune import l1_unstructured
 
 from dynmo.kernels.split import SplitEmbedding, SplitLinear, WeightTape, install
 
@@ -159,3 +160,67 @@ def test_what_the_tape_holds() -> None:
         assert all(ref.expired() for ref in refs)
     finally:
         gc.enable()
+
+
+def _halve(gradient: Tensor) -> Tensor:
+    return gradient / 2
+
+
+def _double(parameter: Tensor) -> None:
+    assert parameter.grad is not None
+    parameter.grad.mul_(2)
+
+
+def _listened() -> nn.Module:
+    made = linear(bias=True)
+    made.weight.register_hook(_halve)
+    return made
+
+
+def _listened_later() -> nn.Module:
+    made = linear(bias=True)
+    assert made.bias is not None
+    made.bias.register_post_accumulate_grad_hook(_double)
+    return made
+
+
+def _pruned(name: str) -> nn.Module:
+    return l1_unstructured(linear(bias=True), name, 0.5)
+
+
+OTHERS = {
+    "spectral norm": lambda: nn.utils.spectral_norm(linear(bias=True)).eval(),
+    "pruned by torch": lambda: _pruned("weight"),
+    "bias pruned by torch": lambda: _pruned("bias"),
+    "hook": _listened,
+    "later hook": _listened_later,
+}
+
+
+@pytest.mark.parametrize("kind", OTHERS)
+def test_what_is_made_from_other_parameters_or_listened_to_is_autograds(kind: str) -> None:
+    """torch makes the weight of a module of the same class from others, before each forward: those must get their gradients."""
+    plain, ours, x = OTHERS[kind](), OTHERS[kind](), torch.randn(4, 5)
+    tape = split(ours, deferred=True)
+    assert type(ours) is SplitLinear
+    for module in (plain, ours):
+        module(x).square().sum().backward()
+    assert run(tape) == 0
+    assert {n for n, _ in ours.named_parameters()} == {n for n, _ in plain.named_parameters()}
+    for got, expected in zip(gradients(ours), gradients(plain), strict=True):
+        assert torch.equal(got, expected)
+        assert got.any()
+
+
+def test_autocast_chooses_what_it_computes_in() -> None:
+    plain, ours, x = linear(True), linear(True), torch.randn(4, 5)
+    tape = split(ours, deferred=True)
+    for module in (plain, ours):
+        leaf = x.clone().requires_grad_()
+        with torch.autocast("cpu", torch.bfloat16):
+            y = module(leaf)
+        assert y.dtype == torch.bfloat16
+        y.float().sum().backward()
+        run(tape)
+    for got, expected in zip(gradients(ours), gradients(plain), strict=True):
+        assert torch.equal(got, expected)
