@@ -1,4 +1,4 @@
-"""What `import dynmo` gives for one's own training loop: `Pipeline`, one model over the ranks of a world.
+"""For one's own training loop: `Pipeline`, one model over the ranks of a world.
 
 world = World.join(store, rank, size)
 pipeline = Pipeline(world, model, Partition((9, 9)), schedule="zb-h1", microbatches=8)
@@ -22,7 +22,7 @@ from dynmo.balance.balancers import BalanceRequest
 from dynmo.balance.layout import Layouts, Recompute, moves_between_ranks
 from dynmo.balance.partition import Cost, Partition
 from dynmo.costs import Costs, LayerCost, LinkCost
-from dynmo.errors import ConfigError, PartitionError
+from dynmo.errors import ConfigError, InputError, PartitionError
 from dynmo.models.model import Model
 from dynmo.runtime import checkpoint
 from dynmo.runtime.clock import clock_for
@@ -129,7 +129,8 @@ class Pipeline:
         self._scheduling = Scheduling(self._holding, schedule, chunks, memory_limit, links, post_validation=post_validation)
         self._programs = Programs(self._holding, self.clock, lanes, post_validation=post_validation)
         self._by_pieces = w_granularity == "linear"
-        self._step_end = StepEnd(self._holding, StepTable(self._holding, self.clock), self.profiler, scaler or make_scaler(dtype), clip_scope)
+        table = StepTable(self._holding, self.clock)
+        self._step_end = StepEnd(self._holding, table, self.profiler, scaler or make_scaler(dtype), clip_scope)
         self._pending = PendingStep(self._holding, self._step_end, validates=post_validation, copies=rollback == "exact")
 
     @staticmethod
@@ -274,6 +275,7 @@ class Pipeline:
 
     def evaluate(self, inputs: Tensor | None, targets: Tensor | None, microbatches: int, keys: Keys | None = None) -> float:
         """The mean loss over so many microbatches, without training. inputs, targets, keys as in `step`."""
+        self._check_count(inputs, targets, microbatches)
         self._pending.settle()
         table = torch.tensor([self._programs.evaluate(inputs, targets, microbatches, keys)], dtype=torch.float64)
         return float(self.collective.sum(table, "the evaluation to end"))
@@ -303,6 +305,7 @@ class Pipeline:
         stands: Callable[[], bool] | None = None,
     ) -> Outcome:
         """Runs the program that trains, until this rank's gradients are complete."""
+        self._check_count(inputs, targets, self._holding.layout.microbatches)
         for layer in self._holding.layers.values():
             layer.module.train()
         executor.scale_loss(self.scaler.scale)
@@ -310,7 +313,21 @@ class Pipeline:
         outcome = executor.run(step, inputs, targets, stands=stands)
         self._holding.replicas.await_gradients()
         self.clock.settle()
+        if self.world.replicas > 1 and executor.writes:
+            raise ConfigError(
+                f"a layer's forward writes to its buffer {executor.writes[0]!r} (running statistics, say), of which every replica would "
+                "have its own; use parallel.data = 1, or a layer that keeps none"
+            )
         return outcome
+
+    def _check_count(self, inputs: Tensor | None, targets: Tensor | None, microbatches: int) -> None:
+        for what, batch in (("inputs", inputs), ("targets", targets)):
+            if batch is not None and len(batch) != microbatches:
+                own = " of this replica's own" if self.world.replicas > 1 else ""
+                raise InputError(
+                    f"{what}: {len(batch)} microbatches, shape {list(batch.shape)}, where {microbatches}{own} are expected; the first "
+                    "dimension counts microbatches"
+                )
 
     # -- what changes ---------------------------------------------------------------------------------------------------------
 

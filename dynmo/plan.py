@@ -79,7 +79,10 @@ def dry_run(config: Config) -> Plan:
     if config.model.kind != "emulated":
         check_vocab(config.model.vocab)
     open_corpus(config.data.source)
-    make_cases(config, model.layers)
+    cases = make_cases(config, model.layers)
+    modules = model.build(frozenset()) if cases else []
+    for case in cases:
+        case.check(modules)
     first_partition(config, model.layers)
     try:
         costs = shape_costs(config, model)

@@ -50,6 +50,7 @@ def measure(config: Config, world: World, model: Model, steps: int, listen: List
     world = arrange(world, config.parallel.data)
     pipeline = pipeline_for(config, world, model, first_partition(config, model.layers))
     for case in make_cases(config, model.layers):
+        case.check(pipeline.modules)
         change = case.act(0, pipeline)
         if change is not None:
             pipeline.changed(change.layers)

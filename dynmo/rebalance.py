@@ -19,7 +19,7 @@ from dynmo.balance.reshape import reshape
 from dynmo.balance.trigger import FORCED, Expected, Outlook, Watch, phases, worth_moving_through
 from dynmo.config import Config, shapes
 from dynmo.costs import LayerCost
-from dynmo.errors import NoRoomError
+from dynmo.errors import NoRoomError, PartitionError
 from dynmo.events import ChangeEvent, Event, RebalanceEvent, RebalanceResultEvent, ScheduleEvent, now
 from dynmo.profiling import profile_of
 from dynmo.runtime.profiler import measure_links
@@ -192,7 +192,7 @@ class Rebalancer:
         request = pipeline.request(costs, cost=cast(Cost, balance.cost), seed=self._config.seed, step=step)
         try:
             target = balancer(balance.balancer)(request)
-        except NoRoomError as error:
+        except PartitionError as error:  # no room; or a baseline that has no placement for such layers
             told, self._told = self._told, True
             return None if told else ChangeEvent(step, now(), "balance", (), f"layers stay where they are: {error}")
         if target == pipeline.partition:

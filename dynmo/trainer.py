@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -21,7 +22,7 @@ from dynmo.balance.partition import Partition, imbalance
 from dynmo.config import Config, Train
 from dynmo.costs import LayerCost
 from dynmo.dynamism import Dynamism, Signals, checked, make_cases
-from dynmo.errors import NoRoomError
+from dynmo.errors import InputError, NoRoomError
 from dynmo.events import (
     ChangeEvent,
     EndEvent,
@@ -126,6 +127,8 @@ class Trainer:
         # Steps that have run and whose results are still out.
         self._started: dict[int, _Started] = {}
         self._cases: list[Dynamism] = make_cases(config, model.layers)
+        for case in self._cases:
+            case.check(self.pipeline.modules)
         self._feed = Feed(config, self.pipeline)
         self.first_step, self._loss, moved = 0, math.nan, 0
         if found is not None:
@@ -325,7 +328,10 @@ class Trainer:
             if self._shapes is None:
                 costs = with_workspace(costs, shapes_of(self.config, self.pipeline.model), self.pipeline.recomputed)
             profile = profile_of(self.config, self.pipeline, costs, steps)
-            profile_file.write(self._folder / profile_file.IN_RUN, profile)
+            try:
+                profile_file.write(self._folder / profile_file.IN_RUN, profile)
+            except InputError as error:  # what has been trained is not lost for that
+                print(f"dynmo: {error}", file=sys.stderr)
 
     # -- telling ----------------------------------------------------------------------------------------------------------------
 

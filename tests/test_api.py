@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,9 +14,9 @@ from torch.nn import functional
 from dynmo.api import Pipeline
 from dynmo.balance.partition import Partition
 from dynmo.config import parse
-from dynmo.errors import PartitionError, RunError
+from dynmo.errors import ConfigError, InputError, PartitionError, RunError
 from dynmo.models.emulated import make_layers
-from dynmo.models.model import Model, load_model
+from dynmo.models.model import Model, from_factories, load_model, next_token_loss
 from tests.pool import Pool
 from tests.runtime.alone import MICROBATCHES, alone, emulated, gpt, ids, pipeline, tokens
 
@@ -56,6 +57,54 @@ def test_float16_is_scaled_unless_told_otherwise(dtype: torch.dtype) -> None:
     model = make_layers([0.0], [0.0], [0.0], size=4)
     made = Pipeline(alone(), model, Partition((1,)), schedule="zb-h1", microbatches=MICROBATCHES, dtype=dtype)
     assert made.scaler.dynamic == (dtype == torch.float16)
+
+
+def test_a_batch_of_another_count() -> None:
+    """Half of it would be left out, unnoticed."""
+    made, (inputs, targets) = gpt(), tokens(0)
+    for given in ((inputs.repeat(2, 1, 1), targets), (inputs, targets[:2])):
+        with pytest.raises(InputError, match=r"s: \d microbatches, shape \[\d, 2, 8\], where 3 are expected; the first dimension counts"):
+            made.step(0, *given, lr=0.1)
+        with pytest.raises(InputError, match="where 3 are expected"):
+            made.evaluate(*given, 3)
+    made.step(0, inputs, targets, lr=0.1)
+
+
+def test_a_weight_that_is_not_in_rows() -> None:
+    """As an import from another layout leaves it: the same bits as of one that is."""
+
+    def model(turned: bool) -> Model:
+        def weight() -> nn.Module:
+            made = nn.Linear(8, 8)
+            if turned:
+                made.weight = nn.Parameter(made.weight.detach().t().contiguous().t())
+            return made
+
+        factories = [partial(nn.Embedding, 256, 8), weight, partial(nn.Linear, 8, 256)]
+        return from_factories(["tokens", "middle", "head"], factories, 0, next_token_loss)
+
+    assert not model(True).build(range(3))[1].get_parameter("weight").is_contiguous()
+    digests = set[str]()
+    for turned in (False, True):
+        made = pipeline(model(turned))
+        for step in range(3):
+            made.step(step, *tokens(step), lr=0.1)
+        digests.add(made.digest())
+    assert len(digests) == 1
+
+
+def test_layers_share_nothing() -> None:
+    one = nn.Linear(8, 8)
+    factories = [partial(nn.Embedding, 256, 8), lambda: one, lambda: one, partial(nn.Linear, 8, 256)]
+    with pytest.raises(ConfigError, match="layers 1 and 2 share the parameter weight"):
+        pipeline(from_factories(list("abcd"), factories, 0, next_token_loss))
+
+
+def test_evaluation_without_gradients() -> None:
+    made, batch = gpt(), tokens(0)
+    with torch.no_grad():
+        loss = made.evaluate(*batch, MICROBATCHES)
+    assert loss == made.evaluate(*batch, MICROBATCHES)
 
 
 def test_tied_embedding() -> None:

@@ -169,6 +169,20 @@ def test_where_nothing_fits_by_the_balancers_account_a_run_goes_on(pool: Pool) -
     assert of(events, "end")[0]["reason"] == "done"
 
 
+def test_where_a_baseline_has_no_placement_a_run_goes_on(pool: Pool) -> None:
+    wanted: dict[str, Any] = {
+        "model": {"blocks": 3, "hidden": 16, "heads": 2, "sequence": 8},
+        "train": {"steps": 6, "global_batch": 4, "micro_batch": 1},
+        "parallel": {"pipeline": 2, "timeout": 20.0},
+        "balance": {"balancer": "megatron-uniform", "every": 2},
+        "trace": {"steps": 0},
+    }
+    events = pool.run("events", 2, config=wanted)[0]
+    (told,) = of(events, "change")
+    assert told["what"].startswith("layers stay where they are: Megatron's uniform placement needs a multiple of 2 blocks")
+    assert of(events, "end")[0]["reason"] == "done"
+
+
 def test_auto_sees_a_placement_that_was_never_good(pool: Pool) -> None:
     events = run(pool, balance={"every": "auto", "initial": [6, 2]}, dynamism={"cases": []}, train={"steps": 9})
     assert [(e["step"], e["from"], e["to"]) for e in of(events, "rebalance")] == [(5, [6, 2], [4, 4])]

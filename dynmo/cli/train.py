@@ -10,7 +10,7 @@ import sys
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
 import typer
 
@@ -76,22 +76,62 @@ def _run_folder(config: Config, resume: bool, overwrite: bool) -> Iterator[Path]
     does not stand in the way of the next attempt: what --overwrite replaces is gone only once the new run has written its first event.
     """
     folder = RUNS / config.name
+    with _alone(folder):
+        try:
+            found, replaced = _prepare(folder, config, resume, overwrite)
+        except OSError as error:
+            raise ConfigError(f"{folder} cannot be made ready: {error}") from None
+        events = _size(folder / "events.jsonl")
+        try:
+            yield folder
+        except (InputError, Interrupted, KeyboardInterrupt):
+            if _size(folder / "events.jsonl") == events:
+                if found is not None:
+                    (folder / "config.toml").write_text(found, encoding="utf-8")
+                else:
+                    shutil.rmtree(folder)
+                if replaced is not None:
+                    replaced.rename(folder)
+            raise
+
+
+@contextlib.contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """For as long as it is open no other process trains this run. Raises ConfigError where one does."""
+    path = folder.with_name(f".{folder.name}.lock")
     try:
-        found, replaced = _prepare(folder, config, resume, overwrite)
+        file = _locked(path)
     except OSError as error:
         raise ConfigError(f"{folder} cannot be made ready: {error}") from None
-    events = _size(folder / "events.jsonl")
-    try:
-        yield folder
-    except (InputError, Interrupted, KeyboardInterrupt):
-        if _size(folder / "events.jsonl") == events:
-            if found is not None:
-                (folder / "config.toml").write_text(found, encoding="utf-8")
-            else:
-                shutil.rmtree(folder)
-            if replaced is not None:
-                replaced.rename(folder)
-        raise
+    if file is None:
+        raise ConfigError(f"{folder} is being trained by another process; wait until it ends, or choose another name")
+    with file:
+        try:
+            yield
+        finally:
+            path.unlink(missing_ok=True)
+
+
+def _locked(path: Path) -> TextIO | None:
+    """The file, open and locked; None where another process has it."""
+    import fcntl
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    while True:
+        file = path.open("a", encoding="utf-8")
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # Who had it before removes it, perhaps between the two lines above.
+            if os.path.samestat(os.fstat(file.fileno()), path.stat()):
+                return file
+            file.close()
+        except BlockingIOError:
+            file.close()
+            return None
+        except FileNotFoundError:
+            file.close()
+        except OSError:  # a file system without locks
+            return file
 
 
 def _prepare(folder: Path, config: Config, resume: bool, overwrite: bool) -> tuple[str | None, Path | None]:

@@ -1,5 +1,6 @@
 """The protocol of a dynamic case: something that changes the model's work while it trains.
 
+    before a run         check(modules)           refuses a model that lacks what the case needs
     before each step     act(step, layers)        changes layers, says which; acts(step) tells beforehand whether it may
     after each step      observe(signals)         loss, gradient norms, learning rate
     at any time          forecast(step)           what it expects to change, for a balancer that acts only where it pays
@@ -113,6 +114,11 @@ class Dynamism(Protocol):
     def act(self, step: int, layers: Layers) -> Change | None:
         """Before `step`."""
         ...
+
+    def check(self, modules: Sequence[nn.Module]) -> None:
+        """Before a run, and in a dry run: raises ConfigError where the model lacks what the case needs. modules: all layers as they were
+        built; they may be on the meta device."""
+        return
 
     def acts(self, step: int) -> bool:
         """Whether `act` may do something before `step`, or `observe` did not only take its signals after the step before it. Asked with

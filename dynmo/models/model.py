@@ -64,6 +64,7 @@ def from_factories(names: Sequence[str], factories: Sequence[Callable[[], nn.Mod
             else:
                 with torch.device("meta"), _Uninitialised():
                     layers.append(factory())
+        _refuse_sharing("from_factories", layers)
         return layers
 
     return Model(tuple(names), build, loss, tied)
@@ -105,7 +106,7 @@ def from_function(path: str, seed: int) -> Model:
         ):
             raise ConfigError(f"model.kind = 'python:{path}': {function_name}() must return a list of torch modules, or (list, loss)")
         layers = list(layers)
-        _refuse_sharing(path, layers)
+        _refuse_sharing(f"model.kind = 'python:{path}'", layers)
         return layers, cast(Loss, loss)
 
     with torch.device("meta"):
@@ -121,19 +122,18 @@ def _what(error: Exception) -> str:
     return f"{type(error).__name__}: {error}{place(error)}"
 
 
-def _refuse_sharing(path: str, layers: Sequence[nn.Module]) -> None:
+def _refuse_sharing(where: str, layers: Sequence[nn.Module]) -> None:
     owner: dict[int, tuple[int, str]] = {}
     for index, layer in enumerate(layers):
         for what, name, tensor in _tensors(layer):
             first, other = owner.setdefault(id(tensor), (index, name))
             if first != index:
                 raise ConfigError(
-                    f"model.kind = 'python:{path}': layers {first} and {index} share the {what} {name}; "
-                    "layers that may sit on different ranks cannot share one"
+                    f"{where}: layers {first} and {index} share the {what} {name}; layers that may sit on different ranks cannot share one"
                 )
             if other != name:
                 raise ConfigError(
-                    f"model.kind = 'python:{path}': layer {index} has one {what} under two names, {other} and {name}; a layer that moves "
+                    f"{where}: layer {index} has one {what} under two names, {other} and {name}; a layer that moves "
                     "or is resumed has each once, so let one module keep it, or use one module twice"
                 )
 

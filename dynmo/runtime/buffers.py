@@ -18,7 +18,9 @@ class WrittenBuffers:
     """The buffers of some modules, for as long as these keep their submodules."""
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
-        self._owners = [part._buffers for module in modules for part in module.modules() if part._buffers]
+        parts = [part for module in modules for part in module.modules() if part._buffers]
+        self._owners = [part._buffers for part in parts]
+        self._remade = [part._non_persistent_buffers_set for part in parts]
         self._seen: dict[tuple[int, str], tuple[Tensor, int]] = {}
         self._written: set[tuple[int, str]] = set()
         self._copies: dict[tuple[int, str], Tensor] = {}
@@ -38,6 +40,11 @@ class WrittenBuffers:
         """After a step: which of them it wrote to."""
         self._written.update(self._changed())
         self._copies.clear()
+
+    @property
+    def written(self) -> tuple[str, ...]:
+        """By name, of those that are part of the model's state (persistent)."""
+        return tuple(name for place, name in sorted(self._written) if name not in self._remade[place])
 
     def _changed(self) -> list[tuple[int, str]]:
         """In place, or by putting another tensor there."""

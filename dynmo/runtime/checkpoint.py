@@ -108,7 +108,9 @@ def _folder(index: int) -> str:
 
 
 def _save_layer(folder: Path, index: int, module: nn.Module, optimizer_state: dict[str, Tensor]) -> tuple[Path, Path]:
-    tensors = {key: t.detach().cpu() for key, t in contents(module, optimizer_state).items() if key[0] != "gradient"}
+    left_out = _remade(module)
+    every = contents(module, optimizer_state).items()
+    tensors = {key: t.detach().cpu() for key, t in every if key[0] != "gradient" and key not in left_out}
     folder.mkdir()
     _write(folder / "layer.json", describe(index, module, tensors).model_dump_json())
     if tensors:
@@ -118,6 +120,12 @@ def _save_layer(folder: Path, index: int, module: nn.Module, optimizer_state: di
     with (folder / _TENSORS).open("rb") as file:
         os.fsync(file.fileno())
     return folder / "layer.json", folder / _TENSORS
+
+
+def _remade(module: nn.Module) -> set[tuple[str, str]]:
+    """Buffers that a module makes for itself (not `persistent`), as `migrate.contents` calls them."""
+    each = ((prefix, name) for prefix, part in module.named_modules() for name in part._non_persistent_buffers_set)
+    return {("buffer", f"{prefix}.{name}".lstrip(".")) for prefix, name in each}
 
 
 def _save_tensors(folder: Path, tensors: Contents) -> None:
@@ -218,6 +226,14 @@ def fit(index: int, name: str, module: nn.Module, tensors: Contents) -> None:
                 f"layer {index} ({name}): {key} is {saved.get(key)} in the checkpoint, {shapes.get(key)} in the "
                 "config's model; resume with the config that the run was started with"
             )
+    needed = {("buffer", key) for key, _ in module.named_buffers()} - _remade(module)
+    there = {key for key in tensors if key[0] == "buffer"} - _remade(module)
+    for _, key in sorted(needed ^ there):
+        where, other = ("config's model", "checkpoint") if ("buffer", key) in needed else ("checkpoint", "config's model")
+        raise CheckpointError(
+            f"layer {index} ({name}): the {where} has the buffer {key}, the {other} has not; resume with the config that the run was "
+            "started with"
+        )
     for key, parameter in module.named_parameters():
         then = tensors["parameter", key].dtype
         if then != parameter.dtype:

@@ -172,6 +172,11 @@ class Executor:
                 slices.append(Slice(op.kind, op.stage, op.microbatch, began, start))
         return start
 
+    @property
+    def writes(self) -> tuple[str, ...]:
+        """The buffers that forwards of this rank's layers have written to, of those that are saved."""
+        return self._buffers.written
+
     def scale_loss(self, scale: float) -> None:
         """From the next run on, gradients are those of `scale` times the loss."""
         for stage in self._stages.values():

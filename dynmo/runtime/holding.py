@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from dynmo.balance.layout import Layout
 from dynmo.balance.partition import Move
+from dynmo.errors import CheckpointError
 from dynmo.models.model import Model
 from dynmo.runtime.clock import Clock
 from dynmo.runtime.frozen import Frozen
@@ -71,6 +72,7 @@ class Holding:
         self.replicas = Replicas(world, model.tied, zero)
         for index in own:
             module = self.modules[index].to(world.device)
+            _contiguous(module)
             self._adopt(index, module, {}, masters=lower_precision(module, dtype))
         self.tied = TiedWeights(world, model.tied, self.rank_of, self.modules)
         self.tied.join()
@@ -97,6 +99,7 @@ class Holding:
         """whole: the optimizer's state is the whole layer's, of which this replica may keep a share only. masters: float32 weights of a
         layer that is new, by parameter."""
         shared = frozenset(name for _, (layer, name) in self.model.tied if layer == index)
+        _contiguous(module)
         self.modules[index] = module
         self.layers[index] = Layer(index, module, self._clock, self._seed, self._compiles)
         self.layers[index].recompute = index in self.layout.recomputed
@@ -129,7 +132,15 @@ class Holding:
         self.tied.join()
 
     def replace(self, index: int, tensors: dict[tuple[str, str], Tensor], flags: dict[str, bool]) -> None:
-        """One of this rank's layers becomes what was saved of it, whole."""
+        """One of this rank's layers becomes what was saved of it, whole. Raises CheckpointError where that has optimizer state which is not
+        this optimizer's."""
+        state = (name for section, name in tensors if section == "optimizer" and not name.startswith(_KEPT))
+        unknown = next((name for name in state if not self.optimizers[index].knows(name)), None)
+        if unknown is not None:
+            raise CheckpointError(
+                f"layer {index} ({self.model.names[index]}): the checkpoint has {unknown} of the optimizer, which the config's has not; "
+                "resume with the train.optimizer and model.tied that the run was started with"
+            )
         self.outputs.forget([index])
         self._adopt(index, self.modules[index], fill(self.modules[index], tensors, flags), whole=True)
         self.tied.join()
@@ -180,3 +191,10 @@ class Holding:
             return {}
         state = self.optimizers[index].state() if self.optimizers[index].whole else self.state(index, whole=True)
         return {key.removesuffix("/master"): value for key, value in state.items() if key.endswith("/master")}
+
+
+def _contiguous(module: nn.Module) -> None:
+    """Gradients and moments are made row by row, as a layer that arrives has its parameters too."""
+    for parameter in module.parameters():
+        if not parameter.is_contiguous():
+            parameter.data = parameter.data.contiguous()

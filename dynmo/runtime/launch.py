@@ -30,8 +30,6 @@ from dynmo.errors import DynmoError, InputError, Interrupted, RankDied, RunError
 
 # After one rank has failed, the others get so many seconds to find out for themselves and say why.
 _GRACE = 3.0
-# After Ctrl-C, ranks get so many seconds to finish their step and save.
-_STOP_GRACE = 60.0
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
@@ -129,15 +127,14 @@ _STOPPED = 130  # a rank's exit status when it was asked to stop, and did: no fa
 
 
 def _watch(ranks: list[subprocess.Popen[bytes]], asked: list[float]) -> None:
-    """Returns when all ranks have ended, or the grace after a failure or a signal is over."""
+    """Returns when all ranks have ended, or the grace after a failure is over. After a signal they take as long as their step and what
+    they save takes: a second signal kills them."""
     failed_at: float | None = None
     while any(process.poll() is None for process in ranks):
         now = time.monotonic()
         if failed_at is None and any(process.poll() not in (None, 0, _STOPPED) for process in ranks):
             failed_at = now
         if failed_at is not None and now - failed_at > _GRACE:
-            return
-        if asked and now - asked[0] > _STOP_GRACE:
             return
         time.sleep(0.02)
 

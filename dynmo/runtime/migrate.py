@@ -93,7 +93,8 @@ def fill(module: nn.Module, tensors: Contents, flags: dict[str, bool]) -> dict[s
         setattr(owner, key, parameter)
     for name in [n for n, _ in module.named_buffers()]:
         owner, key = _owner(module, name)
-        owner._buffers[key] = tensors["buffer", name]
+        if ("buffer", name) in tensors:  # a checkpoint leaves out what the module makes for itself
+            owner._buffers[key] = tensors["buffer", name]
     return {name: t for (section, name), t in tensors.items() if section == "optimizer"}
 
 

@@ -246,6 +246,11 @@ class LayerOptimizer:
         """What `state` may hold of a parameter."""
         return (*(("momentum_buffer",) if self._settings.name == "sgd" else ("step", "exp_avg", "exp_avg_sq")), _MASTER)
 
+    def knows(self, key: str) -> bool:
+        """Whether `load` can take `parameter/moment`."""
+        name, _, moment = key.rpartition("/")
+        return name in (self._masters if moment == _MASTER else self._named) and moment in self.moments
+
     def moment_dtype(self, name: str) -> torch.dtype:
         return self._pieces[name].dtype
 

@@ -300,7 +300,7 @@ class Outbox:
         elif spec != self._spec:
             raise RunError(
                 f"{describe(self.channel)} changed shape from {self._spec} to {spec} at microbatch {microbatch}; "
-                "a model whose messages vary must say so (varying)"
+                "every microbatch must hand on tensors of the same shapes; pad them"
             )
         self._acquire(microbatch)
         self.worker.submit(lambda: self._send(microbatch, header, tensors))

@@ -5,6 +5,7 @@ They are lowered when they are first needed, and again after layers have moved, 
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from dynmo.runtime.clock import Clock
@@ -51,7 +52,8 @@ class Programs:
         for layer in holding.layers.values():
             layer.module.eval()
         holding.outputs.begin(keys, training=False)
-        outcome = self._evaluators[microbatches].run(0, inputs, targets, training=False)
+        with torch.enable_grad():  # a stage chooses for itself what keeps a graph; here nothing does
+            outcome = self._evaluators[microbatches].run(0, inputs, targets, training=False)
         for layer in holding.layers.values():
             layer.marks.clear()
         return mean_loss(outcome.losses)

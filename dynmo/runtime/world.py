@@ -295,7 +295,8 @@ class World:
         if _LATE.search(text):
             late = self._not_waiting(what) if peers is None else list(peers)
             addresses = [self.address(rank) for rank in late]
-            raise WaitTimeout(f"{me} waited {self.timeout:g} s for {self._named(late)}: {what}", addresses) from error
+            waited = f"{me} waited {self.timeout:g} s for {self._named(late)}: {what}"
+            raise WaitTimeout(f"{waited}; where it only takes longer, raise parallel.timeout", addresses) from error
         whom = self._named(peers) if peers else "a peer"
         raise RankDied(f"{me} lost {whom} while waiting for {what} ({_reason(error)})") from error
 

@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import json
 import zipfile
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from dynmo.api import Pipeline
+from dynmo.balance.partition import Partition
 from dynmo.config import parse
 from dynmo.errors import CheckpointError
-from dynmo.models.model import load_model
+from dynmo.models.model import from_factories, load_model, next_token_loss
 from dynmo.runtime import checkpoint
+from dynmo.runtime.optimizer import OptimizerSettings
 from tests.pool import Pool
-from tests.runtime.alone import gpt, pipeline, tokens
+from tests.runtime.alone import MICROBATCHES, alone, gpt, pipeline, tokens
 from tests.runtime.jobs.migrate import fingerprint
 
 JOBS = "tests.runtime.jobs.checkpoint:"
@@ -183,3 +187,59 @@ def test_tied_weights_stay_tied(tmp_path: Path) -> None:
         assert fingerprint(*other.own_layers[index]) == fingerprint(module, optimizer)
     modules = other.own_layers
     assert torch.equal(modules[0][0].get_parameter("tokens.weight"), modules[5][0].get_parameter("logits.weight"))
+
+
+@pytest.mark.parametrize(("saved", "resumed"), [("adamw", "sgd"), ("sgd", "adamw")])
+def test_another_optimizer_is_refused(tmp_path: Path, saved: str, resumed: str) -> None:
+    """Its moments would be dropped, or missed in the middle of a step."""
+
+    def made(name: Any) -> Pipeline:
+        settings = OptimizerSettings(name, momentum=0.9)
+        model = load_model(parse({"model": {"blocks": 1, "hidden": 16, "heads": 2, "sequence": 8}}))
+        return Pipeline(alone(), model, Partition((4,)), schedule="zb-h1", microbatches=MICROBATCHES, optimizer=settings)
+
+    first = made(saved)
+    first.step(0, *tokens(0), lr=0.1)
+    path = save(first, tmp_path, 1)
+    with pytest.raises(
+        CheckpointError, match=r"layer 0 \(embedding\): the checkpoint has tokens.weight/.* of the optimizer, which the con"
+    ):
+        made(resumed).restore(0, *checkpoint.load_layer(path, 0, torch.device("cpu")))
+
+
+def test_a_weight_tied_since_is_refused(tmp_path: Path) -> None:
+    first = gpt()
+    first.step(0, *tokens(0), lr=0.1)
+    path = save(first, tmp_path, 1)
+    with pytest.raises(CheckpointError, match=r"layer 5 .* has logits.weight/step of the optimizer, .* train.optimizer and model.tied"):
+        gpt(tied=True).restore(5, *checkpoint.load_layer(path, 5, torch.device("cpu")))
+
+
+def test_what_a_module_makes_for_itself_is_not_saved(tmp_path: Path) -> None:
+    """Rotary tables belong to the sequence's length, which a resumed run may have otherwise."""
+    path = save(gpt(), tmp_path, 1)
+    tensors, flags = checkpoint.load_layer(path, 1, torch.device("cpu"))
+    assert {section for section, _ in tensors} == {"parameter"}
+    longer = gpt(sequence=16)
+    longer.restore(1, tensors, flags)
+    longer.step(0, *tokens(0, sequence=16), lr=0.1)
+
+
+def test_a_model_with_another_buffer_is_refused(tmp_path: Path) -> None:
+    def made(names: list[str]) -> Pipeline:
+        def middle() -> nn.Module:
+            layer = nn.Linear(8, 8)
+            for name in names:
+                layer.register_buffer(name, torch.ones(8))
+            return layer
+
+        factories = [partial(nn.Embedding, 256, 8), middle, partial(nn.Linear, 8, 256)]
+        return pipeline(from_factories(["tokens", "middle", "head"], factories, 0, next_token_loss))
+
+    path = save(made(["mean"]), tmp_path, 1)
+    layer = checkpoint.load_layer(path, 1, torch.device("cpu"))
+    made(["mean"]).restore(1, *layer)
+    with pytest.raises(CheckpointError, match="the checkpoint has the buffer mean, the config's model has not; resume with the config"):
+        made([]).restore(1, *layer)
+    with pytest.raises(CheckpointError, match="the config's model has the buffer scale, the checkpoint has not"):
+        made(["mean", "scale"]).restore(1, *layer)
