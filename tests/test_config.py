@@ -434,6 +434,10 @@ def test_a_value_refused(key, value, hint):
             ["dynamism.cases=['freezing']", "dynamism.freezing.schedule=[[1, 18]]"],
             "dynamism.freezing.schedule freezes 18 of the model's 18 layers",
         ),
+        (
+            ["dynamism.cases=['freezing']", "dynamism.freezing.schedule=[[5, 1], [100, 3]]"],
+            "dynamism.freezing.schedule: nothing freezes at step 100, for the run has 100 steps; freeze sooner",
+        ),
         (["dynamism.cases=['freezing']", "dynamism.freezing.max_layers=18"], "dynamism.freezing.max_layers freezes 18"),
         (
             ["dynamism.cases=['freezing']", "dynamism.freezing.cache_bytes=4096", "model.dropout=0.1"],

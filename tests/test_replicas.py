@@ -12,7 +12,7 @@ import pytest
 from benchmarks.replicas import could_hide
 from dynmo import profile_file
 from dynmo.events import ReshapeEvent, read
-from tests.pool import Pool
+from tests.pool import JobFailed, Pool
 
 STEPS = 6
 RANDOM = {"balancer": "random", "every": 1}
@@ -143,13 +143,18 @@ def test_cases_decide_alike(pool: Pool) -> None:
     for cases in (
         {"cases": ["pruning"], "pruning": {"initial_sparsity": 0.5, "start": 1, "end": 5, "every": 2}},
         {"cases": ["pruning"], "pruning": {"final_sparsity": 0.7, "start": 1, "end": 3, "every": 2, "dense_below": "measured"}},
-        {"cases": ["freezing"], "freezing": {"policy": "egeria", "every": 1, "window": 2, "refresh": 2, "tolerance": 0.99}},
+        {"cases": ["freezing"], "freezing": {"policy": "egeria", "every": 1, "window": 2, "refresh": 100, "tolerance": 0.99}},
     ):
-        wanted = config(2, 2, zero=1, balance=RANDOM, cases=False) | {"dynamism": cases}
+        wanted, alone = (config(*mesh, cases=False) | {"dynamism": cases} for mesh in ((2, 2), (1, 1)))
+        wanted |= {"balance": RANDOM, "elastic": {"reshape_at": [[7, 1, 4], [10, 2, 2]]}}
+        wanted["parallel"]["zero"], alone["pipeline"]["schedule"] = 1, "1f1b"
+        wanted["train"]["steps"] = alone["train"]["steps"] = 14
         results = run(pool, wanted)
         assert len({r["digest"] for r in results}) == 1
+        if "egeria" in str(cases):
+            assert 0 < results[0]["frozen"][6] < results[0]["frozen"][-1], "something froze before the reshape and behind it"
         if "measured" not in str(cases):  # where the threshold is timed, another run may prune otherwise
-            same(results, run(pool, config(1, 1, schedule="1f1b", cases=False) | {"dynamism": cases})[0])
+            same(results, run(pool, alone)[0])
 
 
 @pytest.mark.parametrize(
@@ -178,6 +183,16 @@ def test_a_reshaped_run_resumes_in_its_shape(pool: Pool, tmp_path: Path) -> None
     written = profile_file.read(tmp_path / profile_file.IN_RUN)  # of the mesh that it ended in
     assert (written.ranks, written.microbatches) == (1, 2)
     assert all(layer.workspace_bytes > 0 for layer in written.layers), "no run tells it, but shapes do"
+
+
+def test_what_replicas_would_each_have_of_their_own_is_refused(pool: Pool) -> None:
+    wanted = config(1, 2, slots=2, cases=False) | {"model": {"kind": "python:tests.runtime.written:layers", "sequence": 8}}
+    with pytest.raises(
+        JobFailed, match=r"writes to its buffer 'mean' .*, of which every replica would have its own; use "
+    ):
+        run(pool, wanted)
+    wanted["parallel"]["data"] = 1
+    run(pool, wanted)
 
 
 def test_slots_change_the_bits(pool: Pool) -> None:

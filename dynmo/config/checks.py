@@ -81,6 +81,9 @@ def problems(config: Config) -> Iterator[str]:
         if freezing.policy == "schedule" and not freezing.schedule:
             yield 'dynamism.freezing.schedule is empty, so nothing would freeze; give [[step, layers], ...] or policy = "autofreeze"'
         by_schedule = freezing.policy == "schedule"
+        late = [at for at, _ in freezing.schedule if at >= train.steps]
+        if by_schedule and late:
+            yield f"dynamism.freezing.schedule: nothing freezes at step {late[0]}, for the run has {train.steps} steps; freeze sooner"
         most = max((count for _, count in freezing.schedule), default=0) if by_schedule else freezing.max_layers or 0
         if layers is not None and most >= layers:
             key = "dynamism.freezing.schedule" if by_schedule else "dynamism.freezing.max_layers"
@@ -196,7 +199,9 @@ def _sparse_attention_problems(config: Config) -> Iterator[str]:
     first = sparse.schedule[0][0] if sparse.schedule else sparse.start
     if first >= steps:
         yield f"{key} starts at step {first}, but the run has {steps} steps, so all attention would stay dense; start sooner"
-    if known and sparse.kind == "hash" and sparse.buckets > model.sequence:
+    elif sparse.schedule and sparse.schedule[-1][0] >= steps:
+        yield f"{key}.schedule: nothing changes at step {sparse.schedule[-1][0]}, for the run has {steps} steps; change sooner"
+    if sparse.kind == "hash" and sparse.buckets > model.sequence:
         most = model.sequence // 2 * 2
         yield f"{key}.buckets = {sparse.buckets} is more than model.sequence = {model.sequence} tokens; use {most} or fewer"
 
@@ -231,11 +236,27 @@ def _freezing_problems(freezing: Freezing, steps: int) -> Iterator[str]:
                 f"{key}.refresh = {freezing.refresh}: a reference must last a window of {window} readings, one each {every} steps; use "
                 f"refresh = {window * every} or more"
             )
-        if freezing.start + (2 * window - 1) * every >= steps:
+        elif _first_stale(freezing, steps) >= steps:
             yield (
-                f"{key}.window = {window}: two windows of readings, one each {every} steps from step {freezing.start} on, are longer than "
-                f"the run of {steps} steps, so nothing would freeze; lower window, every or start"
+                f"{key}.window = {window}: with a reading each {every} steps from step {freezing.start} on, and a new reference each "
+                f"{freezing.refresh}, no module can have been stale for a window within the run's {steps} steps, so nothing would freeze; "
+                "lower window, every or start, or refresh later"
             )
+
+
+def _first_stale(freezing: Freezing, steps: int) -> int:
+    """The first step before which Egeria may freeze something: it has `window` slopes after the first, which is what they are held
+    against. A reading's reference is the last one taken before its step; each begins a new curve, whose first window has no slope."""
+    every, window, refresh = freezing.every, freezing.window, freezing.refresh
+    slopes = readings = reference = 0
+    for offset in range(every, steps - freezing.start, every):
+        latest = (offset - 1) // refresh
+        readings = 1 if latest != reference else readings + 1
+        reference = latest
+        slopes += readings >= window
+        if slopes > window:
+            return freezing.start + offset + 1
+    return steps
 
 
 def _cache_problems(config: Config) -> Iterator[str]:

@@ -30,7 +30,7 @@ from torch.func import functional_call
 from torch.utils.hooks import RemovableHandle
 
 from dynmo.dynamism import Change, Dynamism, Layers, Signals
-from dynmo.dynamism.freezing import freeze_prefix, front, units
+from dynmo.dynamism.freezing import freeze_prefix, front, last_to_learn, learns, units
 from dynmo.kernels.seeds import seed_forward
 
 _TOKENS = 64  # so many rows have their similarities compared
@@ -63,6 +63,9 @@ class Egeria(Dynamism):
 
     # -- deciding ---------------------------------------------------------------------------------------------------------------------
 
+    def check(self, modules: Sequence[nn.Module]) -> None:
+        self._most = min(self._most, last_to_learn(modules))
+
     def act(self, step: int, layers: Layers) -> Change | None:
         self._layers = layers
         thaws = 0 < self._rate <= self._thaw * self._frozen_at
@@ -76,10 +79,10 @@ class Egeria(Dynamism):
         return self._reads(step) or self._reads(step - 1) or self._refers(step - 1) or self._frozen_at > 0
 
     def _freeze(self, layers: Layers) -> Change | None:
-        """The front module, if it is stale, and those right behind it that are as well."""
+        """The front module, if it is stale, and those right behind it that are as well. One with nothing to train freezes with the next."""
         stop = front(layers)
         for module in units(layers.names, self._unit):
-            if module.start >= stop:
+            if module.start >= stop and learns(layers.modules, module):
                 if module.stop > self._most or self._stale.get(module.start, 0) < self._window:
                     break
                 stop = module.stop
@@ -177,6 +180,7 @@ class Egeria(Dynamism):
 
     def state(self) -> dict[str, Any]:
         return {
+            "unit": self._unit,
             "readings": [[k, v] for k, v in self._readings.items()],
             "first_slopes": [[k, v] for k, v in self._first_slopes.items()],
             "stale": [[k, v] for k, v in self._stale.items()],
@@ -186,6 +190,8 @@ class Egeria(Dynamism):
         }
 
     def load(self, state: dict[str, Any]) -> None:
+        if "readings" not in state or state.get("unit") != self._unit:
+            return  # of another policy or other modules: it begins anew
         self._readings = {int(k): list(v) for k, v in state["readings"]}
         self._first_slopes = {int(k): list(v) for k, v in state["first_slopes"]}
         self._stale = {int(k): int(v) for k, v in state["stale"]}

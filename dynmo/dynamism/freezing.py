@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import groupby
 from statistics import median
 from typing import Any, final
+
+from torch import nn
 
 from dynmo.dynamism import Change, Dynamism, Forecast, Layers, Signals
 from dynmo.errors import ConfigError
@@ -25,6 +27,14 @@ class ScheduledFreezing(Dynamism):
 
     def __init__(self, schedule: Sequence[tuple[int, int]]) -> None:
         self._schedule = tuple(schedule)
+
+    def check(self, modules: Sequence[nn.Module]) -> None:
+        most, last = max(count for _, count in self._schedule), last_to_learn(modules)
+        if most > last:
+            raise ConfigError(
+                f"dynamism.freezing.schedule freezes {most} layers, but behind its first {last + 1} the model has nothing to train, and "
+                f"the last of those must; freeze at most {last}"
+            )
 
     def act(self, step: int, layers: Layers) -> Change | None:
         return freeze_prefix(layers, self._due(step), f"schedule, step {step}")
@@ -49,7 +59,8 @@ class AutoFreeze(Dynamism):
 
     Per interval, G_l is the norm of module l's gradient added up over the interval's steps, and eta_l = |G_prev - G_l| / G_prev. The
     prefix up to the first module whose eta is at or over the median of the unfrozen ones freezes. (The original adds up the gradients
-    themselves, which costs another copy of the weights; norms are at hand from clipping.)
+    themselves, which costs another copy of the weights; norms are at hand from clipping.) Modules with nothing to train have no eta: they
+    freeze with those behind them. Steps without a gradient anywhere, which overflow has skipped, do not count.
     """
 
     name = "freezing"
@@ -61,8 +72,11 @@ class AutoFreeze(Dynamism):
         self._previous: list[float] = []
         self._steps = 0
 
+    def check(self, modules: Sequence[nn.Module]) -> None:
+        self._most = min(self._most, last_to_learn(modules))
+
     def observe(self, signals: Signals) -> None:
-        if signals.step < self._start:
+        if signals.step < self._start or not any(signals.squared_norms):
             return
         assert self._modules, "a case acts before it observes"
         norms = [math.sqrt(math.fsum(signals.squared_norms[i] for i in module)) for module in self._modules]
@@ -80,6 +94,7 @@ class AutoFreeze(Dynamism):
         changes = [abs(p - c) / p if p > 0 else math.inf for p, c in zip(previous, current, strict=True)]
         stop = front(layers)
         unfrozen = [(module, change) for module, change in zip(modules, changes, strict=True) if module.start >= stop]
+        unfrozen = [(module, change) for module, change in unfrozen if learns(layers.modules, module)]
         middle = median(change for _, change in unfrozen)
         for module, change in unfrozen:
             if module.stop > self._most or change >= middle:
@@ -92,9 +107,11 @@ class AutoFreeze(Dynamism):
         return self._steps + 1 >= self._every
 
     def state(self) -> dict[str, Any]:
-        return {"sums": self._sums, "previous": self._previous, "steps": self._steps}
+        return {"unit": self._unit, "sums": self._sums, "previous": self._previous, "steps": self._steps}
 
     def load(self, state: dict[str, Any]) -> None:
+        if "sums" not in state or state.get("unit") != self._unit:
+            return  # of another policy or other modules: it begins anew
         self._sums, self._previous, self._steps = list(state["sums"]), list(state["previous"]), int(state["steps"])
 
 
@@ -110,6 +127,16 @@ def units(names: Sequence[str], unit: str) -> tuple[range, ...]:
 
     groups = [tuple(group) for _, group in groupby(range(len(names)), module)]
     return tuple(range(group[0], group[-1] + 1) for group in groups)
+
+
+def learns(modules: Sequence[nn.Module], layers: Iterable[int]) -> bool:
+    """Whether any of these layers has something to train."""
+    return any(parameter.requires_grad for layer in layers for parameter in modules[layer].parameters())
+
+
+def last_to_learn(modules: Sequence[nn.Module]) -> int:
+    """The last layer with something to train: it must not freeze."""
+    return max((layer for layer in range(len(modules)) if learns(modules, (layer,))), default=0)
 
 
 def front(layers: Layers) -> int:

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from dynmo.dynamism import Change, Collective, Dynamism, Forecast, Layers
 from dynmo.errors import ConfigError
 from dynmo.kernels.sparse_linear import SparseLinear, crossover, dense_size, linears, prune, survivors
+from dynmo.kernels.split import LOW
 
 
 @dataclass(frozen=True)
@@ -58,14 +59,21 @@ Parts = Mapping[int, "Sequence[Tensor] | Candidates"]
 
 @dataclass(frozen=True)
 class Candidates:
-    """A layer's, made one at a time: of a linear under a mask they are a copy. Where weights have float32 masters (among the moments),
-    those are compared: rounded, too many would be equal."""
+    """A layer's, made one at a time: of a linear under a mask they are a copy. Where weights have float32 masters, those are compared:
+    rounded, too many would be equal."""
 
     module: nn.Module
-    moments: Mapping[str, Tensor]
+    masters: Mapping[str, Tensor]
 
     def __iter__(self) -> Iterator[Tensor]:
-        return (survivors(x, self.moments.get(f"{name}.weight/master" if name else "weight/master")) for name, x in linears(self.module))
+        return (survivors(x, self.masters.get(f"{name}.weight/master" if name else "weight/master")) for name, x in linears(self.module))
+
+
+def masters(layer: int, layers: Layers) -> dict[str, Tensor]:
+    """The float32 masters among a layer's moments. The rest, which the replicas may have to put together, is not kept."""
+    if not any(linear.weight.dtype in LOW for _, linear in linears(layers.modules[layer])):
+        return {}
+    return {key: moment for key, moment in layers.moments(layer).items() if key.endswith("/master")}
 
 
 class Alone:
@@ -168,9 +176,11 @@ class Pruning(Dynamism):
         self._sparsity = 0.0
         self._targets: tuple[int, ...] | None = None
 
+    def check(self, modules: Sequence[nn.Module]) -> None:
+        self._targets = _targets(modules)
+
     def act(self, step: int, layers: Layers) -> Change | None:
-        if self._targets is None:
-            self._targets = _targets(layers)
+        self._targets = self._targets or _targets(layers.modules)
         if step not in self._schedule.steps:
             return None
         targets = tuple(i for i in self._targets if i not in layers.frozen)
@@ -178,7 +188,7 @@ class Pruning(Dynamism):
         if not targets or wanted <= 0:
             return None
         measured = self._measure(targets, layers)
-        parts = {i: Candidates(layers.modules[i], layers.moments(i)) for i in layers.own if i in targets}
+        parts = {i: Candidates(layers.modules[i], masters(i, layers)) for i in layers.own if i in targets}
         sizes = {i: sum(dense_size(linear) for _, linear in linears(layers.modules[i])) for i in targets}
         if self._criterion == "global":
             keep = round((1 - wanted) * sum(sizes.values()))
@@ -268,8 +278,8 @@ def _shape(linear: nn.Linear) -> str:
     return f"{linear.out_features}x{linear.in_features}"
 
 
-def _targets(layers: Layers) -> tuple[int, ...]:
-    found = tuple(i for i in range(1, layers.count - 1) if any(True for _ in linears(layers.modules[i])))
+def _targets(modules: Sequence[nn.Module]) -> tuple[int, ...]:
+    found = tuple(i for i in range(1, len(modules) - 1) if any(True for _ in linears(modules[i])))
     if not found:
         raise ConfigError("dynamism.pruning: no layer but the first and the last has an nn.Linear to prune; leave the case out")
     return found

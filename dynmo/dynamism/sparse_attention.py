@@ -11,8 +11,10 @@ other ranks too, what they compute at this step; so a layer that moves knows alr
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from importlib.util import find_spec
 from typing import Any
 
+import torch
 from torch import nn
 
 from dynmo.dynamism import Change, Dynamism, Forecast, Layers
@@ -43,6 +45,15 @@ class SparseAttentionCase(Dynamism):
         self._halves: list[int] = []
         self._sparse: frozenset[int] = frozenset()
 
+    def check(self, modules: Sequence[nn.Module]) -> None:
+        halves = halves_of(modules)
+        named = max((block for _, blocks in self._schedule for block in blocks or ()), default=0)
+        if named >= len(halves):
+            raise ConfigError(
+                f"dynamism.sparse_attention names block {named}, but the model has {len(halves)} attention halves, from 0 to "
+                f"{len(halves) - 1}"
+            )
+
     def act(self, step: int, layers: Layers) -> Change | None:
         self._halves = halves_of(layers.modules)
         before, self._sparse = self._sparse, self._wanted(step)
@@ -66,10 +77,6 @@ class SparseAttentionCase(Dynamism):
         blocks = due[-1]
         if blocks is None:
             return frozenset(self._halves)
-        if max(blocks, default=0) >= len(self._halves):
-            raise ConfigError(
-                f"dynamism.sparse_attention names block {max(blocks)}, but the model has {len(self._halves)} attention halves"
-            )
         return frozenset(self._halves[block] for block in blocks)
 
     def forecast(self, step: int) -> Sequence[Forecast]:
@@ -114,9 +121,19 @@ def expected_ratio(hidden: int, sequence: int, share: float) -> tuple[float, flo
     return (linear + share * attention) / (linear + attention), (linear + 2.5 * share * attention) / (linear + 2.5 * attention)
 
 
+def _check_kernels(kind: str) -> None:
+    """Raises ConfigError where there is none for CUDA."""
+    if kind == "drop":
+        raise ConfigError('dynamism.sparse_attention.kind = "drop" has no CUDA kernel; use "hash", or parallel.device = "cpu"')
+    if find_spec("triton") is None:
+        raise ConfigError('dynamism.sparse_attention.kind = "hash" needs triton on CUDA; install it, or use parallel.device = "cpu"')
+
+
 def make(config: Any, layers: int) -> Dynamism:
     """From `[dynamism.sparse_attention]`."""
     options, model = config.dynamism.sparse_attention, config.model
+    if config.parallel.device != "cpu" and torch.cuda.is_available():
+        _check_kernels(options.kind)
     schedule = options.schedule or ((options.start, options.blocks),)
 
     def kind(seed: int) -> SparseAttention:

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import json
 from copy import deepcopy
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import nn
 
 from dynmo.config import parse
+from dynmo.config.checks import _first_stale
 from dynmo.dynamism import Signals
 from dynmo.dynamism.egeria import Egeria, dequantised, plasticity, quantised, relations, slope
 from dynmo.errors import ConfigError
@@ -128,7 +132,7 @@ class Moving(Kept):
 
     def __init__(self, times: list[int]) -> None:
         torch.manual_seed(1)
-        self.linears = [nn.Linear(6, 6) for _ in range(4)]
+        self.linears: list[nn.Module] = [nn.Linear(6, 6) for _ in range(4)]
         super().__init__(4, modules=self.linears)
         self.times = times
 
@@ -140,6 +144,7 @@ class Moving(Kept):
             with torch.no_grad():
                 if step < self.times[layer]:
                     fresh = torch.randn(6, 6, generator=torch.Generator().manual_seed(10 * step + layer))
+                    assert isinstance(module, nn.Linear)
                     module.weight.mul_(0.9).add_(fresh, alpha=0.2)
                 x = module(x)
         case.observe(Signals(step, 1.0, (1.0,) * 4, rate))
@@ -159,6 +164,37 @@ def test_front_modules_freeze_as_they_settle() -> None:
     assert 30 < frozen[1] == frozen[2] < 40
     assert not layers.tensors[0], "a frozen layer needs no reference"
     assert layers.tensors[3] == {}, "what may never freeze needs none either"
+
+
+@settings(max_examples=60)
+@given(st.integers(1, 4), st.integers(2, 4), st.integers(0, 12), st.integers(0, 5))
+def test_the_first_step_at_which_something_can_freeze(every: int, window: int, longer: int, start: int) -> None:
+    """A plasticity that swings less and less is stale as soon as can be: what the config's check says is just possible."""
+    refresh, layers, readings = window * every + longer, Moving([0] * 4), count()
+    case = egeria(every=every, window=window, refresh=refresh, start=start, tolerance=0.99)
+    freezing = parse(config(1) | {"dynamism": {}}).dynamism.freezing.model_copy(
+        update={"every": every, "window": window, "refresh": refresh, "start": start}
+    )
+    possible = _first_stale(freezing, 1000)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("dynmo.dynamism.egeria.plasticity", lambda *_: (-0.5) ** (next(readings) // 3))
+        for step in range(possible + 1):
+            assert not layers.frozen
+            layers.step(case, step)
+    assert layers.frozen
+    assert _first_stale(freezing, possible + 1) == possible
+    assert _first_stale(freezing, possible) == possible, "too short a run: as long as it"
+
+
+def test_what_has_nothing_to_train_freezes_with_what_follows() -> None:
+    """An activation has no plasticity: it must not stand in the way. What is behind the last weight does not count as what must train."""
+    for last, frozen in ((nn.Linear(6, 6), {0, 1, 2}), (nn.Identity(), {0})):
+        layers, case = Moving([10, 0, 10, 0]), egeria(most=3)
+        layers.modules = layers.linears = [layers.linears[0], nn.Identity(), layers.linears[2], last]
+        case.check(layers.modules)
+        for step in range(40):
+            layers.step(case, step)
+        assert layers.frozen == frozen
 
 
 def test_nothing_freezes_while_all_change() -> None:
@@ -206,8 +242,10 @@ def test_goes_on_from_its_state() -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"window": 30}, ["dynamism.freezing.window = 30", "longer than the run of 40 steps"]),
-        ({"start": 36}, ["longer than the run of 40 steps", "lower window, every or start"]),
+        ({"window": 30}, ["dynamism.freezing.window = 30", "within the run's 40 steps"]),
+        ({"start": 36}, ["within the run's 40 steps", "lower window, every or start"]),
+        ({"window": 5, "every": 4, "refresh": 20}, ["dynamism.freezing.window = 5", "nothing would freeze"]),
+        ({"window": 1}, ["dynamism.freezing.window"]),
         ({"refresh": 2}, ["dynamism.freezing.refresh = 2", "refresh = 3 or more"]),
         ({"tolerance": 1.5}, ["dynamism.freezing.tolerance"]),
         ({"thaw": 1.0}, ["dynamism.freezing.thaw"]),

@@ -8,9 +8,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
+from torch import nn
 
 from dynmo.config import parse
 from dynmo.dynamism import Change, Dynamism, Forecast, Signals, make_cases
+from dynmo.dynamism.egeria import Egeria
 from dynmo.dynamism.freezing import AutoFreeze, ScheduledFreezing, freeze_prefix, units
 from dynmo.errors import ConfigError
 from tests.dynamism.kept import Kept
@@ -103,6 +105,53 @@ def test_autofreeze_without_gradients() -> None:
     layers, case = Kept(3), AutoFreeze(every=1, start=0, most=2)
     feed(case, layers, [(0, 0, 0)] * 4)
     assert not layers.frozen
+
+
+def test_autofreeze_passes_over_what_has_nothing_to_train() -> None:
+    """Neither an activation in the middle nor one at the end has a gradient, so neither has stopped changing: they do not count."""
+    modules = [nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2), nn.Linear(2, 2), nn.ReLU()]
+    layers, case = Kept(5, modules=modules), AutoFreeze(every=1, start=0, most=4)
+    case.check(modules)
+    feed(case, layers, [(1, 0, 10, 10, 0), (1, 0, 9, 8, 0)])
+    assert layers.frozen == {0}
+    feed(case, layers, [(0, 0, 9, 5, 0), (0, 0, 9, 2, 0), (0, 0, 9, 1, 0)], first=2)
+    assert layers.frozen == {0, 1, 2}, "the last that trains stays, and what is behind it with it"
+
+
+def test_a_schedule_leaves_the_last_that_trains() -> None:
+    modules = [nn.Linear(2, 2), nn.Linear(2, 2), nn.ReLU()]
+    ScheduledFreezing([(1, 1)]).check(modules)
+    with pytest.raises(ConfigError, match=r"freezes 2 layers, but behind its first 2 the model has nothing to train.*at most 1"):
+        ScheduledFreezing([(1, 2)]).check(modules)
+
+
+def test_a_step_that_overflow_has_skipped_does_not_count() -> None:
+    """It has no gradients, so layer 0 would seem to have changed most."""
+    for skipped in ([], [(0, 0, 0)]):
+        layers, case = Kept(3), AutoFreeze(every=2, start=0, most=2)
+        feed(case, layers, [(10, 10, 10), *skipped, (10, 10, 10), (10, 8, 5), *skipped, (10, 8, 5)])
+        assert layers.frozen == {0}
+        feed(case, layers, [(10, 8, 4), *skipped, (10, 8, 4)], first=6)
+        assert layers.frozen == {0, 1}
+
+
+@pytest.mark.parametrize("unit", ["half", "block"])
+def test_what_another_policy_left_is_not_gone_on_from(unit: str) -> None:
+    case = AutoFreeze(1, 0, 2, unit)
+    fresh = case.state()
+    egeria: dict[str, Any] = {
+        "unit": unit,
+        "readings": [],
+        "first_slopes": [],
+        "stale": [],
+        "referenced": [],
+        "rate": 0.1,
+        "frozen_at": 0.0,
+    }
+    for other in ({}, egeria, AutoFreeze(1, 0, 2, "half" if unit == "block" else "block").state() | {"sums": [1.0]}):
+        case.load(other)
+        assert case.state() == fresh
+    Egeria(unit=unit, every=1, start=0, window=2, tolerance=0.5, refresh=4, thaw=0.1, most=2, seed=0).load(fresh)
 
 
 def test_autofreeze_goes_on_from_its_state() -> None:

@@ -12,11 +12,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from dynmo.api import Pipeline
+from dynmo.balance.partition import Partition
 from dynmo.config import parse
 from dynmo.dynamism import Change, Layers, make_cases
-from dynmo.dynamism.pruning import Alone, Cubic, Pruning, algorithm_2, cut
+from dynmo.dynamism.pruning import Alone, Cubic, Pruning, algorithm_2, cut, masters
 from dynmo.errors import CheckpointError, ConfigError
 from dynmo.kernels.sparse_linear import MaskedLinear, SparseLinear, dense_weight, linears
+from dynmo.models.model import load_model
 from dynmo.runtime import checkpoint
 from dynmo.runtime.migrate import contents
 from tests.dynamism.kept import Kept
@@ -266,6 +269,31 @@ def test_a_model_with_nothing_to_prune() -> None:
     layers: Layers = Kept(3, modules=[nn.Linear(2, 2), nn.RMSNorm(2), nn.Linear(2, 2)])
     with pytest.raises(ConfigError, match=r"no layer but the first and the last has an nn\.Linear to prune"):
         case().act(0, layers)
+    with pytest.raises(ConfigError, match=r"no layer but the first and the last has an nn\.Linear to prune"):
+        case().check(layers.modules)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_of_the_optimizers_state_only_masters_are_kept(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With ZeRO-1 to ask for a layer's state is to have the replicas put it together."""
+    model = load_model(parse({"model": {"blocks": 2, "hidden": 16, "heads": 2, "sequence": 8}}))
+    made = Pipeline(alone.alone(), model, Partition((6,)), schedule="zb-h1", microbatches=alone.MICROBATCHES, dtype=dtype)
+    made.step(0, *alone.tokens(0), lr=0.1)
+    asked: list[int] = []
+    whole = made.moments
+
+    def moments(layer: int) -> dict[str, Tensor]:
+        asked.append(layer)
+        return whole(layer)
+
+    monkeypatch.setattr(made, "moments", moments)
+    kept = masters(2, made)
+    if dtype == torch.float32:
+        assert not kept
+        assert not asked
+    else:
+        assert asked == [2]
+        assert {key.rpartition("/")[2] for key in kept} == {"master"}
 
 
 def test_a_checkpoint_of_another_model_is_refused() -> None:

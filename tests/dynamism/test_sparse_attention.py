@@ -89,9 +89,19 @@ def test_forecast() -> None:
 def test_a_model_without_attention_halves_is_refused() -> None:
     model = Kept(2, modules=[nn.Embedding(4, 4), nn.Linear(4, 4)])
     with pytest.raises(ConfigError, match="no layer of the model has attention that can be sparse"):
-        SparseAttentionCase([(5, None)], hashed, 0).act(0, model)
-    with pytest.raises(ConfigError, match="names block 3, but the model has 3 attention halves"):
-        SparseAttentionCase([(0, (3,))], hashed, 0).act(0, layers())
+        SparseAttentionCase([(5, None)], hashed, 0).check(model.modules)
+    with pytest.raises(ConfigError, match="names block 3, but the model has 3 attention halves, from 0 to 2"):
+        SparseAttentionCase([(0, (1,)), (9, (3,))], hashed, 0).check(layers().modules)
+
+
+def test_on_cuda_there_must_be_a_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    with pytest.raises(ConfigError, match='kind = "drop" has no CUDA kernel; use "hash"'):
+        make_cases(config(kind="drop"), 18)
+    monkeypatch.setattr("dynmo.dynamism.sparse_attention.find_spec", lambda _: None)
+    with pytest.raises(ConfigError, match='kind = "hash" needs triton on CUDA'):
+        make_cases(config(), 18)
+    assert make_cases(parse({"parallel": {"device": "cpu"}, "dynamism": {"cases": ["sparse_attention"]}}), 18)
 
 
 def config(**options: Any) -> Any:
@@ -115,6 +125,7 @@ def config(**options: Any) -> Any:
         ({"blocks": []}, "names no block"),
         ({"schedule": [[3, [0]]], "start": 2}, "leave them out"),
         ({"start": 100}, "starts at step 100, but the run has 100 steps"),
+        ({"schedule": [[0, [1]], [100, [0]]]}, "schedule: nothing changes at step 100, for the run has 100 steps; change sooner"),
         ({"bucket": 4}, "did you mean dynamism.sparse_attention.buckets?"),
     ],
 )
@@ -123,6 +134,16 @@ def test_what_does_not_fit_is_refused(options: dict[str, Any], message: str) -> 
         config(**options)
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_more_buckets_than_tokens_in_a_model_of_ones_own() -> None:
+    with pytest.raises(ConfigError, match=r"buckets = 64 is more than model.sequence = 32 tokens"):
+        parse(
+            {
+                "model": {"kind": "python:a:b", "sequence": 32},
+                "dynamism": {"cases": ["sparse_attention"], "sparse_attention": {"buckets": 64}},
+            }
+        )
 
 
 def test_emulated_layers_have_no_attention() -> None:
