@@ -187,9 +187,7 @@ def test_a_reshaped_run_resumes_in_its_shape(pool: Pool, tmp_path: Path) -> None
 
 def test_what_replicas_would_each_have_of_their_own_is_refused(pool: Pool) -> None:
     wanted = config(1, 2, slots=2, cases=False) | {"model": {"kind": "python:tests.runtime.written:layers", "sequence": 8}}
-    with pytest.raises(
-        JobFailed, match=r"writes to its buffer 'mean' .*, of which every replica would have its own; use "
-    ):
+    with pytest.raises(JobFailed, match=r"writes to its buffer 'mean' .*, of which every replica would have its own; use "):
         run(pool, wanted)
     wanted["parallel"]["data"] = 1
     run(pool, wanted)
