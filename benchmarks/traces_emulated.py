@@ -12,7 +12,7 @@ import torch
 
 from benchmarks.cost_traces import best, dense, in_halves, name_of, timeline, trace
 from dynmo.api import Pipeline
-from dynmo.balance.partition import Partition, uniform
+from dynmo.balance.partition import uniform
 from dynmo.balance.placed import pipeline_costs
 from dynmo.models.emulated import make_layers
 from dynmo.runtime.world import World
@@ -23,14 +23,23 @@ SHORTEST = 0.01  # seconds that the shortest op of any stage sleeps: under that,
 
 def emulate(world: World, cases: Sequence[tuple[str, int]], pairs: int, steps: int) -> list[dict[str, Any]]:
     """Runs on each rank."""
-    return [emulated(world, case, sequence, 48, MOMENT, pairs, steps) for case, sequence in cases]
+    return [emulated(world, case, sequence, 48, MOMENT, pairs, steps, beside_dense=True) for case, sequence in cases]
 
 
 def emulated(
-    world: World, case: str, sequence: int, blocks: int, moment: int, pairs: int, steps: int, shortest: float = SHORTEST, size: int = 1024
+    world: World,
+    case: str,
+    sequence: int,
+    blocks: int,
+    moment: int,
+    pairs: int,
+    steps: int,
+    shortest: float = SHORTEST,
+    size: int = 1024,
+    beside_dense: bool = False,
 ) -> dict[str, Any]:
-    """Runs on each rank: the uniform placement and ours in turn, on layers that sleep in proportion to the trace. size: floats of a
-    message."""
+    """Runs on each rank: the uniform placement and ours in turn, on layers that sleep in proportion to the trace, and the model without the
+    technique, placed evenly, if it shall be `beside_dense`. size: floats of a message."""
     ranks, microbatches = world.size, 2 * world.size
     layers = trace(case, blocks, sequence)[moment]
     frozen = next((i for i, x in enumerate(layers) if x.b or x.w), 0)
@@ -45,12 +54,16 @@ def emulated(
     model = make_layers(*([unit * getattr(x, key) for x in slept] for key in "fbw"), size=size)
     pipeline = Pipeline(world, model, even, schedule="zb-h1", microbatches=microbatches)
     pipeline.freeze(range(frozen))
+    sides = {"uniform": (pipeline, even), "ours": (pipeline, target)}
+    if beside_dense:
+        whole = make_layers(*([unit * getattr(x, key) for x in full] for key in "fbw"), size=size)
+        sides["dense"] = Pipeline(world, whole, even, schedule="zb-h1", microbatches=microbatches), even
     data = torch.zeros(microbatches, 1, dtype=torch.int64)
-    times: dict[Partition, list[float]] = {even: [], target: []}
-    idle: dict[Partition, list[float]] = {even: [], target: []}
+    times: dict[str, list[float]] = {name: [] for name in sides}
+    idle: dict[str, list[float]] = {name: [] for name in sides}
     counter = 0
     for _ in range(pairs):
-        for placement, taken in times.items():
+        for name, (pipeline, placement) in sides.items():
             pipeline.move(placement)
             for turn in range(steps + 1):
                 world.barrier("the step to start")
@@ -58,12 +71,21 @@ def emulated(
                 result = pipeline.step(counter, data, data, lr=0.0)
                 counter += 1
                 if turn:  # the first step after a move opens channels
-                    taken.append(pipeline.largest(time.perf_counter() - start))
-                    idle[placement].append(result.idle_ratio)
-    pipeline.changed(())  # closes its channels
+                    times[name].append(pipeline.largest(time.perf_counter() - start))
+                    idle[name].append(result.idle_ratio)
+    for pipeline, _ in sides.values():
+        pipeline.changed(())  # closes its channels
     simulated = [timeline(layers, placement, microbatches) for placement in (even, target)]
     expected = [unit * found.makespan for found in simulated]
-    uniform_seconds, our_seconds = (median(times[x]) for x in (even, target))
+    uniform_seconds, our_seconds = (median(times[x]) for x in ("uniform", "ours"))
+    without: dict[str, float] = {}
+    if beside_dense:
+        without["dense_seconds"], without["simulated_dense_seconds"] = (
+            median(times["dense"]),
+            unit * timeline(full, even, microbatches).makespan,
+        )
+        without["over_dense"] = without["dense_seconds"] / our_seconds
+        without["simulated_over_dense"] = without["simulated_dense_seconds"] / expected[1]
     return {
         "case": case,
         "sequence": sequence,
@@ -79,20 +101,24 @@ def emulated(
         "simulated_gain": expected[0] / expected[1],
         "share_of_simulated_gain": (uniform_seconds / our_seconds - 1) / (expected[0] / expected[1] - 1),
         "op_seconds": {"least": unit * min(ops), "median": unit * median(ops)},
-        "idle_ratio": [median(idle[x]) for x in (even, target)],
+        "idle_ratio": [median(idle[x]) for x in ("uniform", "ours")],
         "simulated_idle_ratio": [found.idle_ratio for found in simulated],
         "layers": [list(even.counts), list(target.counts)],
+        **without,
     }
 
 
 def emulated_table(rows: Sequence[dict[str, Any]]) -> str:
     """In Markdown, as the documents show it: measured beside simulated."""
     head = ["emulated", "ranks", "blocks", "even, s", "simulated", "balanced, s", "simulated", "gain", "simulated", "idle", "simulated"]
+    beside_dense = all("over_dense" in x for x in rows)
+    head += ["over dense", "simulated"] * beside_dense
     lines = [head, ["---", *["---:"] * (len(head) - 1)]]
     for x in rows:
         times = zip((x["uniform_seconds"], x["our_seconds"]), x["simulated_seconds"], strict=True)
         idle = [" to ".join(f"{value:.0%}" for value in x[key]) for key in ("idle_ratio", "simulated_idle_ratio")]
         start = [name_of(x["case"], x["sequence"]), str(x["ranks"]), str(x["blocks"])]
         seconds = [f"{value:.2f}" for pair in times for value in pair]
-        lines.append([*start, *seconds, f"{x['gain']:.2f}", f"{x['simulated_gain']:.2f}", *idle])
+        dense_too = [f"{x[key]:.2f}" for key in ("over_dense", "simulated_over_dense") if beside_dense]
+        lines.append([*start, *seconds, f"{x['gain']:.2f}", f"{x['simulated_gain']:.2f}", *idle, *dense_too])
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)

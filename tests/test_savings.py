@@ -21,6 +21,10 @@ def test_what_pruning_loses_adds_up() -> None:
         over = sum(row["pruned"].values()) - sum(row["ideal"].values())
         assert sum(row["lost"].values()) == pytest.approx(over)
         assert set(row["lost"]) == {"kernel", "packing", "elsewhere"}
+        assert row["lost"]["packing"] > 0
+        assert row["bounded_by"] == (None if row["share_of_ideal"] >= 0.85 else max(row["lost"], key=row["lost"].__getitem__))
+        ideal = {key: row["dense"][key] - row["ideal"][key] for key in "fbw"}  # at most all of the linears' time goes
+        assert all(0 < ideal[key] <= row["sparsity"] * row["dense"][key] for key in "fbw")
 
 
 def test_a_dense_half_has_no_sparse_kernel() -> None:
@@ -34,6 +38,10 @@ def test_what_sparse_attention_loses_adds_up() -> None:
         over = sum(kind[key] - kind["ideal"][key] for key in "fb")
         assert sum(kind["lost"].values()) == pytest.approx(over)
         assert set(kind["lost"]) == ({"elsewhere"} if name.startswith("drop") else {"around", "padding", "rate", "elsewhere"})
+        assert 0 < kind["pairs"] <= kind["computed"] <= 1
+        if not name.startswith("drop"):
+            assert kind["lost"]["around"] > 0, "hashing and gathering take their time"
+            assert (kind["lost"]["padding"] > 0) == (kind["computed"] > kind["pairs"])
 
 
 def test_what_the_cache_of_a_frozen_block_holds() -> None:

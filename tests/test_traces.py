@@ -50,6 +50,7 @@ def test_ours_is_near_the_optimum_and_no_less_than_the_usual(case: str, sequence
 def test_emulated_ranks_in_small(pool: Pool) -> None:
     """Two ranks of a few long ops: a moment with a frozen prefix, measured beside the simulator's."""
     given = {"case": "freezing", "sequence": 2048, "blocks": 24, "moment": 18, "shortest": 0.003, "pairs": 1, "steps": 1, "size": 16}
+    given["beside_dense"] = True
     found = pool.run("benchmarks.traces_emulated:emulated", 2, **given)[0]
     assert found["frozen_layers"] > 0
     assert found["layers"][0] == [24, 24]
@@ -60,6 +61,8 @@ def test_emulated_ranks_in_small(pool: Pool) -> None:
     assert found["op_seconds"]["least"] == pytest.approx(0.003)
     assert found["op_seconds"]["least"] <= found["op_seconds"]["median"]
     assert "| freezing | 2 | 24 |" in emulated_table([found])
+    assert found["dense_seconds"] > 0.98 * found["simulated_dense_seconds"] > found["simulated_seconds"][0]
+    assert found["over_dense"] > 1.3
 
 
 def test_the_document_shows_the_result_file() -> None:
