@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
+import os
+import shutil
 import signal
+import tempfile
 from collections.abc import Iterator
 
 import pytest
@@ -13,6 +17,10 @@ from tests.pool import Pool
 # Runs share their machine, so a slow example says nothing about the code.
 settings.register_profile("dynmo", deadline=None, max_examples=60)
 settings.load_profile("dynmo")
+
+# What is measured on this machine and kept for later runs would be somebody's: the pool's ranks inherit it too.
+os.environ["DYNMO_CACHE"] = tempfile.mkdtemp(prefix="dynmo-test-cache-")
+atexit.register(shutil.rmtree, os.environ["DYNMO_CACHE"], ignore_errors=True)
 
 # A shell's background job ignores Ctrl-C, and so would every run that a test starts from one.
 signal.signal(signal.SIGINT, signal.default_int_handler)

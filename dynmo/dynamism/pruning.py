@@ -24,7 +24,8 @@ from torch import Tensor, nn
 
 from dynmo.dynamism import Change, Collective, Dynamism, Forecast, Layers
 from dynmo.errors import ConfigError
-from dynmo.kernels.sparse_linear import SparseLinear, crossover, dense_size, linears, prune, survivors
+from dynmo.kernels.crossover import known_crossover
+from dynmo.kernels.sparse_linear import SparseLinear, dense_size, linears, prune, survivors
 from dynmo.kernels.split import LOW
 
 
@@ -164,7 +165,7 @@ class Pruning(Dynamism):
     """criterion: "global" (the largest of all layers stay) or "local" (the largest of each layer).
 
     dense_below: a linear that has lost less than this share of its weights stays dense under a mask, which saves nothing; None: measured
-    once per shape, by whoever holds the first layer that has it, for `tokens` of a microbatch, and kept in the state.
+    once per machine and shape, where the first layer is that has it, for `tokens` of a microbatch, and kept in the state.
     """
 
     name = "pruning"
@@ -247,7 +248,7 @@ class Pruning(Dynamism):
         for place, shape in enumerate(new):
             index, linear = first[shape]
             if index in layers.own:
-                table[place] = crossover(linear.out_features, linear.in_features, self._tokens, linear.weight.device, linear.weight.dtype)
+                table[place] = known_crossover(linear, self._tokens)
         if new:
             layers.collective.sum(table, "the sparse kernels to be measured")
         self._measured |= dict(zip(new, table.tolist(), strict=True))

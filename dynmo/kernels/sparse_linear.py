@@ -316,7 +316,7 @@ def make_pruned(
 def crossover(rows: int, columns: int, tokens: int, device: torch.device | None = None, dtype: torch.dtype = torch.float32) -> float:
     """The sparsity from which F + B + W of the CSR form takes less time than dense: both timed here, to 1/64 by bisection; 1.0 if never.
 
-    A measurement: it differs from run to run and from rank to rank, so one rank's must be everyone's, and a run that goes on must use
+    A measurement: it differs from time to time and from rank to rank, so one rank's must be everyone's, and a run that goes on must use
     the one it began with.
     """
 

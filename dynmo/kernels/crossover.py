@@ -1,0 +1,77 @@
+"""From which sparsity on the CSR kernels pay: measured once per machine and shape, and kept among this user's files.
+
+    ~/.cache/dynmo/crossover/1f0c9a....json     {"measured_on": "AMD EPYC, 2 cores, 1 threads, torch 2.13.0, float32, 1024x256, 512 tokens",
+                                                 "sparsity": 0.6875}
+
+A measurement differs from time to time: who asks for it twice gets one answer, and two runs of one machine the same bits. `DYNMO_CACHE` in
+the environment is another folder.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import platform
+from pathlib import Path
+from typing import cast
+
+import torch
+from torch import nn
+
+from dynmo.kernels.sparse_linear import crossover
+
+# Kernels of another speed are another number: what was measured of the old ones holds no more.
+_KERNELS = 1
+
+
+def known_crossover(linear: nn.Linear, tokens: int) -> float:
+    """For so many tokens of a microbatch: as it was measured here, else measured now, which takes a second or so."""
+    weight = cast(nn.Parameter, linear.weight)
+    shape = f"{str(weight.dtype).removeprefix('torch.')}, {linear.out_features}x{linear.in_features}, {tokens} tokens"
+    where = f"{_machine(weight.device)}, torch {torch.__version__}, kernels {_KERNELS}, {shape}"
+    path = _folder() / f"{hashlib.sha256(where.encode()).hexdigest()[:32]}.json"
+    found = _read(path, where)
+    if found is None:
+        found = crossover(linear.out_features, linear.in_features, tokens, weight.device, weight.dtype)
+        _write(path, where, found)
+    return found
+
+
+def _folder() -> Path:
+    own = os.environ.get("DYNMO_CACHE")
+    return (Path(own) if own else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dynmo") / "crossover"
+
+
+def _machine(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    try:
+        told = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        told = []
+    names = [line.partition(":")[2].strip() for line in told if line.startswith("model name")]
+    return f"{names[0] if names else platform.machine()}, {os.cpu_count()} cores, {torch.get_num_threads()} threads"
+
+
+def _read(path: Path, where: str) -> float | None:
+    """None where there is none, or none that holds."""
+    try:
+        kept = json.loads(path.read_text(encoding="utf-8"))
+        found = float(kept["sparsity"])
+    except (OSError, ValueError, TypeError, KeyError):
+        return None
+    return found if kept.get("measured_on") == where and 0 <= found <= 1 else None
+
+
+def _write(path: Path, where: str, found: float) -> None:
+    """Whole or not at all; where it cannot be written, the next run measures again."""
+    partial = path.with_suffix(f".{os.getpid()}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial.write_text(json.dumps({"measured_on": where, "sparsity": found}) + "\n", encoding="utf-8")
+        partial.replace(path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            partial.unlink()
