@@ -65,6 +65,7 @@ class Pipeline:
 
     The world may be one pipeline of several in a mesh (`mesh.arrange`): `microbatches` are those of one. slots: in how many parts the
     gradients of all their microbatches are added up (default: one per replica). zero: 1 shards the optimizer's state over the replicas.
+    replicates: a reshape may make replicas later.
 
     w_granularity: a W runs "whole", where the schedule has it; or a "linear" of it at a time may run earlier, while a message is late.
     post_validation: steps without a barrier at their end (`advance`). A step that must be taken back is, rollback "exact": from copies,
@@ -100,8 +101,10 @@ class Pipeline:
         scaler: LossScaler | None = None,
         recompute: Recompute = (),
         cache_bytes: int = 0,
+        replicates: bool = False,
     ) -> None:
         self.model = model
+        self._replicates = replicates or world.replicas > 1
         slots = slots or world.replicas
         if slices is not None and (world.size > 1 or post_validation):
             raise ConfigError(
@@ -242,6 +245,7 @@ class Pipeline:
         of the step before. RunError, too, is then raised a step late; nothing was updated. `drain` waits for the last one, and so does
         every method that looks at the model or changes it.
         """
+        self._check_count(inputs, targets, self._holding.layout.microbatches)
         pending = self._pending
         if self.post_validates:
             executor = self._executor()
@@ -313,10 +317,10 @@ class Pipeline:
         outcome = executor.run(step, inputs, targets, stands=stands)
         self._holding.replicas.await_gradients()
         self.clock.settle()
-        if self.world.replicas > 1 and executor.writes:
+        if self._replicates and executor.writes:
             raise ConfigError(
                 f"a layer's forward writes to its buffer {executor.writes[0]!r} (running statistics, say), of which every replica would "
-                "have its own; use parallel.data = 1, or a layer that keeps none"
+                "have its own; use parallel.data = 1 without [elastic] reshape, or a layer that keeps none"
             )
         return outcome
 
@@ -530,7 +534,7 @@ class Pipeline:
     def restore(self, index: int, tensors: dict[tuple[str, str], Tensor], flags: dict[str, bool]) -> None:
         """Replaces one of this rank's layers by what a checkpoint holds of it. Raises CheckpointError if it is of another shape."""
         self._pending.assert_final()
-        checkpoint.fit(index, self.model.names[index], self.modules[index], tensors)
+        tensors = checkpoint.fit(index, self.model.names[index], self.modules[index], tensors)
         self._holding.replace(index, tensors, flags)
         self._programs.relower()
 

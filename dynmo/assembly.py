@@ -41,4 +41,5 @@ def pipeline_for(config: Config, world: World, model: Model, partition: Partitio
         recompute=recompute_for(config, model, world.device),
         scaler=make_scaler(dtype, train.loss_scale, train.loss_scale_window),
         cache_bytes=cache_bytes,
+        replicates=config.elastic.reshape or any(data > 1 for _, _, data in config.elastic.reshape_at),
     )

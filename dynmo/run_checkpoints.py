@@ -69,6 +69,7 @@ class RunCheckpoints:
             "loss_scale": pipeline.scaler.state(),
             "shape": list(pipeline.shape),
             "cases": {case.name: case.state() for case in cases},
+            **self._fixed(pipeline.model),
         }
         if pipeline.world.replicas > 1:
             pipeline.digest()  # the first replica's weights stand for all
@@ -87,7 +88,17 @@ class RunCheckpoints:
                 f"{path} is of another model ({len(manifest.layers)} layers, the config's has {model.layers}, or layers of other names); "
                 "resume with the config of that run"
             )
+        for key, value in self._fixed(model).items():
+            then = manifest.state.get(key, value)
+            if then != value:
+                raise CheckpointError(
+                    f"{path} is of a run with {key} = {then!r}, the config has {value!r}; resume with that, or start anew"
+                )
         return Found(path, manifest.step, manifest.state)
+
+    def _fixed(self, model: Model) -> dict[str, Any]:
+        """What a run keeps to its end, for its optimizer's state is of these weights."""
+        return {"train.optimizer": self._config.train.optimizer, "model.tied": bool(model.tied)}
 
     def restore(self, found: Found, pipeline: Pipeline, cases: Sequence[Dynamism]) -> None:
         """Puts the layers of this rank, the cases and the loss scale back as they were. All ranks call it together."""

@@ -102,9 +102,12 @@ def test_resuming_with_another_model_is_refused(pool: Pool, tmp_path: Path) -> N
     for change, match in (
         ({"hidden": 24}, "resume with the config that the run was started with"),
         ({"blocks": 3}, r"is of another model \(6 layers"),
+        ({"tied": True}, "is of a run with model.tied = False, the config has True; resume with that, or start anew"),
     ):
         with pytest.raises(JobFailed, match=match):
             pool.run("train_in", 2, config=other | {"model": other["model"] | change}, folder=str(folder), resume=True)
+    with pytest.raises(JobFailed, match=r"is of a run with train.optimizer = 'adamw', the config has 'sgd'"):
+        pool.run("train_in", 2, config=other | {"train": other["train"] | {"optimizer": "sgd"}}, folder=str(folder), resume=True)
     shutil.rmtree(folder / "checkpoints")
     with pytest.raises(JobFailed, match="there is no checkpoint to resume from"):
         pool.run("train_in", 2, config=other, folder=str(folder), resume=True)

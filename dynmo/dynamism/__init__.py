@@ -179,7 +179,7 @@ def from_class(path: str) -> Dynamism:
         raise ConfigError(f"{where}: {module_name} has no class {class_name}") from None
     except Exception as error:  # whatever its own code raises
         raise ConfigError(f"{where}: raised {type(error).__name__}: {error}{place(error)}") from error
-    missing = [x for x in ("act", "observe", "forecast", "state", "load", "acts") if not callable(getattr(made, x, None))]
+    missing = [x for x in ("act", "check", "observe", "forecast", "state", "load", "acts") if not callable(getattr(made, x, None))]
     missing += [] if isinstance(getattr(made, "name", None), str) else ["name"]
     if missing:
         raise ConfigError(f"{where}: has no {missing[0]}; inherit from dynmo.dynamism.Dynamism, give it a name and write act")

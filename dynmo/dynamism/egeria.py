@@ -190,13 +190,13 @@ class Egeria(Dynamism):
         }
 
     def load(self, state: dict[str, Any]) -> None:
-        if "readings" not in state or state.get("unit") != self._unit:
+        self._rate, self._frozen_at = float(state.get("rate", 0.0)), float(state.get("frozen_at", 0.0))
+        if "readings" not in state or state.get("unit", self._unit) != self._unit:
             return  # of another policy or other modules: it begins anew
         self._readings = {int(k): list(v) for k, v in state["readings"]}
         self._first_slopes = {int(k): list(v) for k, v in state["first_slopes"]}
         self._stale = {int(k): int(v) for k, v in state["stale"]}
         self._referenced = set(state["referenced"])
-        self._rate, self._frozen_at = float(state["rate"]), float(state["frozen_at"])
 
 
 def slope(values: Sequence[float]) -> float:

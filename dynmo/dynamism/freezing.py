@@ -110,7 +110,7 @@ class AutoFreeze(Dynamism):
         return {"unit": self._unit, "sums": self._sums, "previous": self._previous, "steps": self._steps}
 
     def load(self, state: dict[str, Any]) -> None:
-        if "sums" not in state or state.get("unit") != self._unit:
+        if "sums" not in state or state.get("unit", self._unit) != self._unit:
             return  # of another policy or other modules: it begins anew
         self._sums, self._previous, self._steps = list(state["sums"]), list(state["previous"]), int(state["steps"])
 

@@ -35,13 +35,17 @@ def known_crossover(linear: nn.Linear, tokens: int) -> float:
     found = _read(path, where)
     if found is None:
         found = crossover(linear.out_features, linear.in_features, tokens, weight.device, weight.dtype)
-        _write(path, where, found)
+        found = _keep(path, where, found)
     return found
 
 
 def _folder() -> Path:
     own = os.environ.get("DYNMO_CACHE")
-    return (Path(own) if own else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dynmo") / "crossover"
+    try:
+        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    except RuntimeError:  # a user without a home: nothing is kept
+        cache = Path(os.devnull)
+    return (Path(own) if own else cache / "dynmo") / "crossover"
 
 
 def _machine(device: torch.device) -> str:
@@ -65,13 +69,20 @@ def _read(path: Path, where: str) -> float | None:
     return found if kept.get("measured_on") == where and 0 <= found <= 1 else None
 
 
-def _write(path: Path, where: str, found: float) -> None:
-    """Whole or not at all; where it cannot be written, the next run measures again."""
+def _keep(path: Path, where: str, found: float) -> float:
+    """Returns what is kept: the first number, should several processes have measured at once. Where nothing can be written, the next run
+    measures again."""
     partial = path.with_suffix(f".{os.getpid()}")
-    try:
+    with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
         partial.write_text(json.dumps({"measured_on": where, "sparsity": found}) + "\n", encoding="utf-8")
-        partial.replace(path)
-    except OSError:
-        with contextlib.suppress(OSError):
-            partial.unlink()
+        with contextlib.suppress(FileExistsError):
+            os.link(partial, path)
+        kept = _read(path, where)
+        if kept is None:  # there is one that does not hold
+            partial.replace(path)
+        else:
+            found = kept
+    with contextlib.suppress(OSError):
+        partial.unlink()
+    return found

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from dynmo.kernels.csr import Csr, pack, sddmm_, spmm, sum_tokens, unpack
-from dynmo.kernels.split import SplitLinear, WeightTape, accumulate_linear, add_to_gradient, float32_gradients, zero_gradient
+from dynmo.kernels.split import SplitLinear, WeightTape, accumulate_linear, add_to_gradient, float32_gradients, may_split, zero_gradient
 
 
 class _SparseFunction(torch.autograd.Function):
@@ -139,20 +139,22 @@ class MaskedLinear(SplitLinear):
         weight = cast(nn.Parameter, self.weight)
         if not weight.requires_grad or not torch.is_grad_enabled():
             return functional.linear(input, weight, self.bias)
+        if not may_split(self, input.device):
+            return functional.linear(input, weight * self.kept_mask, self.bias)
         return cast(Tensor, _MaskedFunction.apply(input, weight, self.bias, self))
 
 
 # -- pruning ------------------------------------------------------------------------------------------------------------------
 
 
-# Exact types only: a subclass may mean something else by its weight.
+# Exact types only: a subclass may mean something else by its weight. And the weight must be a parameter, not made from others.
 _PRUNABLE = (nn.Linear, SplitLinear, MaskedLinear, SparseLinear)
 
 
 def linears(module: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
     """The linear layers of a module that can be pruned, in order of their names in the tree. Also on the meta device."""
     for name, child in module.named_modules():
-        if type(child) in _PRUNABLE:
+        if type(child) in _PRUNABLE and "weight" in child._parameters:
             yield name, cast(nn.Linear, child)
 
 

@@ -127,16 +127,10 @@ def accumulate_linear(weight: nn.Parameter, bias: nn.Parameter | None, x: Tensor
 
 def may_split(module: nn.Module, device: torch.device) -> bool:
     """Whether the gradients of the module's weight and bias may come from here and not from autograd. Not where they are made from other
-    parameters (weight_norm, say), where somebody listens for them, or where autocast chooses what the product computes in."""
+    parameters (weight_norm, say), or where autocast chooses what the product computes in."""
     if not torch.is_grad_enabled() or torch.is_autocast_enabled(device.type):
         return False
-    for name in ("weight", "bias") if isinstance(module, nn.Linear) else ("weight",):
-        if name not in module._parameters:
-            return False
-        parameter = module._parameters[name]
-        if parameter is not None and (parameter._backward_hooks or parameter._post_accumulate_grad_hooks):
-            return False
-    return True
+    return all(name in module._parameters for name in (("weight", "bias") if isinstance(module, nn.Linear) else ("weight",)))
 
 
 class SplitLinear(nn.Linear):

@@ -64,7 +64,7 @@ def from_factories(names: Sequence[str], factories: Sequence[Callable[[], nn.Mod
             else:
                 with torch.device("meta"), _Uninitialised():
                     layers.append(factory())
-        _refuse_sharing("from_factories", layers)
+        _check("from_factories", layers)
         return layers
 
     return Model(tuple(names), build, loss, tied)
@@ -106,7 +106,7 @@ def from_function(path: str, seed: int) -> Model:
         ):
             raise ConfigError(f"model.kind = 'python:{path}': {function_name}() must return a list of torch modules, or (list, loss)")
         layers = list(layers)
-        _refuse_sharing(f"model.kind = 'python:{path}'", layers)
+        _check(f"model.kind = 'python:{path}'", layers)
         return layers, cast(Loss, loss)
 
     with torch.device("meta"):
@@ -122,10 +122,16 @@ def _what(error: Exception) -> str:
     return f"{type(error).__name__}: {error}{place(error)}"
 
 
-def _refuse_sharing(where: str, layers: Sequence[nn.Module]) -> None:
+def _check(where: str, layers: Sequence[nn.Module]) -> None:
+    """Raises ConfigError for what would be lost when a layer moves."""
     owner: dict[int, tuple[int, str]] = {}
     for index, layer in enumerate(layers):
         for what, name, tensor in _tensors(layer):
+            if tensor._backward_hooks or tensor._post_accumulate_grad_hooks:
+                raise ConfigError(
+                    f"{where}: the {what} {name} of layer {index} has a hook, which would not move with it; let a module's forward or the "
+                    "loss do what it does"
+                )
             first, other = owner.setdefault(id(tensor), (index, name))
             if first != index:
                 raise ConfigError(

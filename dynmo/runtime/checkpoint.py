@@ -108,9 +108,7 @@ def _folder(index: int) -> str:
 
 
 def _save_layer(folder: Path, index: int, module: nn.Module, optimizer_state: dict[str, Tensor]) -> tuple[Path, Path]:
-    left_out = _remade(module)
-    every = contents(module, optimizer_state).items()
-    tensors = {key: t.detach().cpu() for key, t in every if key[0] != "gradient" and key not in left_out}
+    tensors = {key: t.detach().cpu() for key, t in contents(module, optimizer_state).items() if key[0] != "gradient"}
     folder.mkdir()
     _write(folder / "layer.json", describe(index, module, tensors).model_dump_json())
     if tensors:
@@ -120,12 +118,6 @@ def _save_layer(folder: Path, index: int, module: nn.Module, optimizer_state: di
     with (folder / _TENSORS).open("rb") as file:
         os.fsync(file.fileno())
     return folder / "layer.json", folder / _TENSORS
-
-
-def _remade(module: nn.Module) -> set[tuple[str, str]]:
-    """Buffers that a module makes for itself (not `persistent`), as `migrate.contents` calls them."""
-    each = ((prefix, name) for prefix, part in module.named_modules() for name in part._non_persistent_buffers_set)
-    return {("buffer", f"{prefix}.{name}".lstrip(".")) for prefix, name in each}
 
 
 def _save_tensors(folder: Path, tensors: Contents) -> None:
@@ -212,8 +204,9 @@ def load_layer(path: Path, index: int, device: torch.device) -> tuple[Contents, 
     return moved, {r.name: r.requires_grad for r in manifest.tensors if r.section == "parameter"}
 
 
-def fit(index: int, name: str, module: nn.Module, tensors: Contents) -> None:
-    """Gives a layer's module the form that a checkpoint has of it. Raises CheckpointError if it is of another shape or dtype."""
+def fit(index: int, name: str, module: nn.Module, tensors: Contents) -> Contents:
+    """Gives a layer's module the form that a checkpoint has of it. Returns what of the checkpoint it is to take: of buffers that it makes
+    for itself (not `persistent`), those of its own shape. Raises CheckpointError if it is of another shape or dtype."""
     try:
         pruned = conform(module, {key: t for (section, key), t in tensors.items() if section == "buffer"})
     except ValueError as error:
@@ -226,14 +219,17 @@ def fit(index: int, name: str, module: nn.Module, tensors: Contents) -> None:
                 f"layer {index} ({name}): {key} is {saved.get(key)} in the checkpoint, {shapes.get(key)} in the "
                 "config's model; resume with the config that the run was started with"
             )
-    needed = {("buffer", key) for key, _ in module.named_buffers()} - _remade(module)
-    there = {key for key in tensors if key[0] == "buffer"} - _remade(module)
-    for _, key in sorted(needed ^ there):
-        where, other = ("config's model", "checkpoint") if ("buffer", key) in needed else ("checkpoint", "config's model")
-        raise CheckpointError(
-            f"layer {index} ({name}): the {where} has the buffer {key}, the {other} has not; resume with the config that the run was "
-            "started with"
-        )
+    remade = {f"{prefix}.{key}".lstrip(".") for prefix, part in module.named_modules() for key in part._non_persistent_buffers_set}
+    left_out: set[tuple[str, str]] = set()
+    for key, buffer in module.named_buffers():
+        then = tensors.get(("buffer", key))
+        if then is None and key not in remade:
+            raise CheckpointError(
+                f"layer {index} ({name}): the config's model has the buffer {key}, the checkpoint has not; resume with the config that the "
+                "run was started with"
+            )
+        if then is not None and key in remade and then.shape != buffer.shape:
+            left_out.add(("buffer", key))
     for key, parameter in module.named_parameters():
         then = tensors["parameter", key].dtype
         if then != parameter.dtype:
@@ -242,6 +238,7 @@ def fit(index: int, name: str, module: nn.Module, tensors: Contents) -> None:
                 f"layer {index} ({name}): {key} is {was} in the checkpoint, {now} in the config's model; resume "
                 "with the train.precision that the run was started with"
             )
+    return {key: tensor for key, tensor in tensors.items() if key not in left_out}
 
 
 def _sha256(path: Path) -> bytes:

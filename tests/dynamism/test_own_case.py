@@ -100,7 +100,7 @@ def broken() -> None:
     [
         ("no_such_module:X", "cannot import no_such_module"),
         ("tests.dynamism.own_case:Layerdrop", "tests.dynamism.own_case has no class Layerdrop"),
-        ("tests.dynamism.test_own_case:Nameless", "has no observe; inherit from dynmo.dynamism.Dynamism"),
+        ("tests.dynamism.test_own_case:Nameless", "has no check; inherit from dynmo.dynamism.Dynamism"),
         ("tests.dynamism.test_own_case:broken", "raised RuntimeError: no such thing (test_own_case.py:"),
         ("dynmo.dynamism:Dynamism", "has no act; inherit from dynmo.dynamism.Dynamism"),
     ],

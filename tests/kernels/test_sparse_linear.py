@@ -197,6 +197,21 @@ def test_which_linears() -> None:
     module = nn.Sequential(nn.Linear(2, 2), nn.Embedding(3, 2), nn.Sequential(Own(2, 2), nn.Linear(2, 3)), nn.RMSNorm(3))
     assert [name for name, _ in linears(module)] == ["0", "2.1"]
     assert [name for name, _ in linears(nn.Linear(2, 2))] == [""]
+    assert not list(linears(nn.utils.spectral_norm(nn.Linear(2, 2)))), "what its weight is made from is not pruned"
+
+
+def test_autocast_chooses_what_a_masked_layer_computes_in() -> None:
+    torch.manual_seed(0)
+    masked, x = nn.Linear(6, 4), torch.randn(3, 6, requires_grad=True)
+    prune(masked, torch.arange(24) % 3 > 0, False, {})
+    install(masked, WeightTape())
+    assert type(masked) is MaskedLinear
+    with torch.autocast("cpu", torch.bfloat16):
+        y = masked(x)
+    assert y.dtype == torch.bfloat16
+    y.float().sum().backward()
+    assert masked.weight.grad is not None
+    assert torch.equal(masked.weight.grad != 0, masked.kept_mask)
 
 
 def test_conform_takes_the_form_of_others() -> None:

@@ -162,28 +162,6 @@ def test_what_the_tape_holds() -> None:
         gc.enable()
 
 
-def _halve(gradient: Tensor) -> Tensor:
-    return gradient / 2
-
-
-def _double(parameter: Tensor) -> None:
-    assert parameter.grad is not None
-    parameter.grad.mul_(2)
-
-
-def _listened() -> nn.Module:
-    made = linear(bias=True)
-    made.weight.register_hook(_halve)
-    return made
-
-
-def _listened_later() -> nn.Module:
-    made = linear(bias=True)
-    assert made.bias is not None
-    made.bias.register_post_accumulate_grad_hook(_double)
-    return made
-
-
 def _pruned(name: str) -> nn.Module:
     return l1_unstructured(linear(bias=True), name, 0.5)
 
@@ -192,13 +170,11 @@ OTHERS = {
     "spectral norm": lambda: nn.utils.spectral_norm(linear(bias=True)).eval(),
     "pruned by torch": lambda: _pruned("weight"),
     "bias pruned by torch": lambda: _pruned("bias"),
-    "hook": _listened,
-    "later hook": _listened_later,
 }
 
 
 @pytest.mark.parametrize("kind", OTHERS)
-def test_what_is_made_from_other_parameters_or_listened_to_is_autograds(kind: str) -> None:
+def test_what_is_made_from_other_parameters_is_autograds(kind: str) -> None:
     """torch makes the weight of a module of the same class from others, before each forward: those must get their gradients."""
     plain, ours, x = OTHERS[kind](), OTHERS[kind](), torch.randn(4, 5)
     tape = split(ours, deferred=True)

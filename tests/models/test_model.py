@@ -61,6 +61,7 @@ def test_initial_weights_do_not_hang_on_the_placement(kind: str) -> None:
             "sharing_inside",
             "layer 1 has one parameter under two names, a.weight and b.weight; a layer that moves or is resumed has each once",
         ),
+        ("hooked", "the parameter weight of layer 1 has a hook, which would not move with it"),
         ("no_list", r"no_list\(\) must return a list of torch modules, or \(list, loss\)"),
         ("empty", "must return a list of torch modules"),
         ("not_modules", "must return a list of torch modules"),

@@ -82,6 +82,12 @@ def bare() -> list[nn.Module]:
     return [nn.Embedding(256, 8), nn.GELU(), nn.Linear(8, 256)]
 
 
+def hooked() -> list[nn.Module]:
+    made = nn.Linear(8, 8)
+    made.weight.register_hook(torch.neg)
+    return [nn.Embedding(256, 8), made, nn.Linear(8, 256)]
+
+
 def no_list() -> dict[str, nn.Module]:
     return {"a": nn.Linear(1, 1)}
 

@@ -215,31 +215,32 @@ def test_a_weight_tied_since_is_refused(tmp_path: Path) -> None:
         gpt(tied=True).restore(5, *checkpoint.load_layer(path, 5, torch.device("cpu")))
 
 
-def test_what_a_module_makes_for_itself_is_not_saved(tmp_path: Path) -> None:
+def test_what_a_module_makes_for_itself_is_its_own_where_the_shape_is_another(tmp_path: Path) -> None:
     """Rotary tables belong to the sequence's length, which a resumed run may have otherwise."""
     path = save(gpt(), tmp_path, 1)
-    tensors, flags = checkpoint.load_layer(path, 1, torch.device("cpu"))
-    assert {section for section, _ in tensors} == {"parameter"}
     longer = gpt(sequence=16)
-    longer.restore(1, tensors, flags)
+    longer.restore(1, *checkpoint.load_layer(path, 1, torch.device("cpu")))
     longer.step(0, *tokens(0, sequence=16), lr=0.1)
 
 
-def test_a_model_with_another_buffer_is_refused(tmp_path: Path) -> None:
-    def made(names: list[str]) -> Pipeline:
+def test_buffers_of_a_checkpoint(tmp_path: Path) -> None:
+    """Those that the model has are taken, also what a module makes for itself; one that the model lacks it may make in a forward."""
+
+    def made(names: list[str], value: float = 1.0) -> Pipeline:
         def middle() -> nn.Module:
             layer = nn.Linear(8, 8)
             for name in names:
-                layer.register_buffer(name, torch.ones(8))
+                layer.register_buffer(name, torch.full((8,), value), persistent=name != "own")
             return layer
 
         factories = [partial(nn.Embedding, 256, 8), middle, partial(nn.Linear, 8, 256)]
         return pipeline(from_factories(["tokens", "middle", "head"], factories, 0, next_token_loss))
 
-    path = save(made(["mean"]), tmp_path, 1)
+    path = save(made(["mean", "own"], 3.0), tmp_path, 1)
     layer = checkpoint.load_layer(path, 1, torch.device("cpu"))
-    made(["mean"]).restore(1, *layer)
-    with pytest.raises(CheckpointError, match="the checkpoint has the buffer mean, the config's model has not; resume with the config"):
-        made([]).restore(1, *layer)
-    with pytest.raises(CheckpointError, match="the config's model has the buffer scale, the checkpoint has not"):
+    same = made(["mean", "own"])
+    same.restore(1, *layer)
+    assert all((buffer == 3).all() for buffer in same.modules[1].buffers())
+    made([]).restore(1, *layer)
+    with pytest.raises(CheckpointError, match="the config's model has the buffer scale, the checkpoint has not; resume with the config"):
         made(["mean", "scale"]).restore(1, *layer)
