@@ -435,8 +435,8 @@ def test_a_value_refused(key, value, hint):
             "dynamism.freezing.schedule freezes 18 of the model's 18 layers",
         ),
         (
-            ["dynamism.cases=['freezing']", "dynamism.freezing.schedule=[[5, 1], [100, 3]]"],
-            "dynamism.freezing.schedule: nothing freezes at step 100, for the run has 100 steps; freeze sooner",
+            ["dynamism.cases=['freezing']", "dynamism.freezing.schedule=[[100, 1], [200, 3]]"],
+            "dynamism.freezing.schedule starts at step 100, but the run has 100 steps, so nothing would freeze; start sooner",
         ),
         (["dynamism.cases=['freezing']", "dynamism.freezing.max_layers=18"], "dynamism.freezing.max_layers freezes 18"),
         (
@@ -478,6 +478,7 @@ def test_an_initial_entry_is_at_least_one_layer():
         ["model.kind=emulated", "model.heads=3"],  # no heads there
         ["dynamism.cases=['freezing']"],
         ["dynamism.cases=['freezing']", "dynamism.freezing.schedule=[[1, 17]]"],
+        ["dynamism.cases=['freezing']", "dynamism.freezing.schedule=[[5, 1], [200, 3]]"],  # a run may be cut short
         ["train.reduction_slots=1"],
     ],
 )

@@ -124,9 +124,9 @@ def test_the_scale_goes_on_after_a_restart(pool: Pool, tmp_path: Path) -> None:
 
 
 def test_another_precision_is_not_resumed(pool: Pool, tmp_path: Path) -> None:
-    made = wanted(1, "1f1b", "bfloat16", steps=2) | {"checkpoint": {"every": 1}}
+    made = wanted(1, "1f1b", "bfloat16", steps=3) | {"checkpoint": {"every": 1}}
     pool.run("train_in", 1, config=made, folder=str(tmp_path))
-    made["train"] |= {"precision": "float32", "steps": 3}
+    made["train"] |= {"precision": "float32", "steps": 4}
     with pytest.raises(Exception, match=r"is bfloat16 in the checkpoint, float32 in the config's model; resume with the train.precision"):
         pool.run("train_in", 1, config=made, folder=str(tmp_path), resume=True)
 

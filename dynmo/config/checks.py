@@ -81,9 +81,10 @@ def problems(config: Config) -> Iterator[str]:
         if freezing.policy == "schedule" and not freezing.schedule:
             yield 'dynamism.freezing.schedule is empty, so nothing would freeze; give [[step, layers], ...] or policy = "autofreeze"'
         by_schedule = freezing.policy == "schedule"
-        late = [at for at, _ in freezing.schedule if at >= train.steps]
-        if by_schedule and late:
-            yield f"dynamism.freezing.schedule: nothing freezes at step {late[0]}, for the run has {train.steps} steps; freeze sooner"
+        if by_schedule and freezing.schedule and freezing.schedule[0][0] >= train.steps:
+            at = freezing.schedule[0][0]
+            late = f"dynamism.freezing.schedule starts at step {at}, but the run has {train.steps} steps"
+            yield f"{late}, so nothing would freeze; start sooner"
         most = max((count for _, count in freezing.schedule), default=0) if by_schedule else freezing.max_layers or 0
         if layers is not None and most >= layers:
             key = "dynamism.freezing.schedule" if by_schedule else "dynamism.freezing.max_layers"
@@ -199,8 +200,6 @@ def _sparse_attention_problems(config: Config) -> Iterator[str]:
     first = sparse.schedule[0][0] if sparse.schedule else sparse.start
     if first >= steps:
         yield f"{key} starts at step {first}, but the run has {steps} steps, so all attention would stay dense; start sooner"
-    elif sparse.schedule and sparse.schedule[-1][0] >= steps:
-        yield f"{key}.schedule: nothing changes at step {sparse.schedule[-1][0]}, for the run has {steps} steps; change sooner"
     if sparse.kind == "hash" and sparse.buckets > model.sequence:
         most = model.sequence // 2 * 2
         yield f"{key}.buckets = {sparse.buckets} is more than model.sequence = {model.sequence} tokens; use {most} or fewer"

@@ -29,7 +29,7 @@ def test_a_rank_that_never_comes(pool: Pool) -> None:
 )
 def test_a_rank_that_stays_away(pool: Pool, what: str, text: str) -> None:
     waiting, away = pool.run(JOBS + "one_is_late", 2, what=what)
-    assert waiting == ["WaitTimeout", text]
+    assert waiting == ["WaitTimeout", f"{text}; where it only takes longer, raise parallel.timeout"]
     assert away == []
 
 
