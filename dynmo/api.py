@@ -245,9 +245,9 @@ class Pipeline:
         of the step before. RunError, too, is then raised a step late; nothing was updated. `drain` waits for the last one, and so does
         every method that looks at the model or changes it.
         """
-        self._check_count(inputs, targets, self._holding.layout.microbatches)
         pending = self._pending
         if self.post_validates:
+            self._check_count(inputs, targets, self._holding.layout.microbatches)
             executor = self._executor()
             pending.begin()
             stands = partial(pending.stands, executor) if pending.is_out else None
@@ -266,6 +266,7 @@ class Pipeline:
 
     def forward_backward(self, step: int, inputs: Tensor | None, targets: Tensor | None, keys: Keys | None = None) -> Outcome:
         """The first half of `step`: runs the program; gradients are left on the parameters."""
+        self._check_count(inputs, targets, self._holding.layout.microbatches)
         self._pending.settle()
         return self._run(self._executor(), step, inputs, targets, keys)
 
@@ -309,7 +310,6 @@ class Pipeline:
         stands: Callable[[], bool] | None = None,
     ) -> Outcome:
         """Runs the program that trains, until this rank's gradients are complete."""
-        self._check_count(inputs, targets, self._holding.layout.microbatches)
         for layer in self._holding.layers.values():
             layer.module.train()
         executor.scale_loss(self.scaler.scale)

@@ -95,6 +95,15 @@ def test_resuming_a_finished_run(pool: Pool, tmp_path: Path) -> None:
     json.loads((folder / "events.jsonl").read_text().splitlines()[-1], parse_constant=pytest.fail)
 
 
+def test_costs_that_cannot_be_written_cost_nothing_else(pool: Pool, tmp_path: Path) -> None:
+    folder = _made(tmp_path / "run")
+    (folder / "costs.json.tmp").mkdir()
+    done = pool.run("train_in", 2, config=config(2, {}), folder=str(folder))
+    last = json.loads((folder / "events.jsonl").read_text().splitlines()[-1])
+    assert (last["event"], last["weights_digest"]) == ("end", done[0]["weights_digest"])
+    assert not (folder / "costs.json").exists()
+
+
 def test_resuming_with_another_model_is_refused(pool: Pool, tmp_path: Path) -> None:
     folder = _made(tmp_path / "run")
     pool.run("train_in", 2, config=config(2, {}), folder=str(folder))

@@ -81,10 +81,6 @@ def problems(config: Config) -> Iterator[str]:
         if freezing.policy == "schedule" and not freezing.schedule:
             yield 'dynamism.freezing.schedule is empty, so nothing would freeze; give [[step, layers], ...] or policy = "autofreeze"'
         by_schedule = freezing.policy == "schedule"
-        if by_schedule and freezing.schedule and freezing.schedule[0][0] >= train.steps:
-            at = freezing.schedule[0][0]
-            late = f"dynamism.freezing.schedule starts at step {at}, but the run has {train.steps} steps"
-            yield f"{late}, so nothing would freeze; start sooner"
         most = max((count for _, count in freezing.schedule), default=0) if by_schedule else freezing.max_layers or 0
         if layers is not None and most >= layers:
             key = "dynamism.freezing.schedule" if by_schedule else "dynamism.freezing.max_layers"
@@ -226,6 +222,9 @@ def _pruning_problems(config: Config) -> Iterator[str]:
 
 def _freezing_problems(freezing: Freezing, steps: int) -> Iterator[str]:
     key, every, window = "dynamism.freezing", freezing.every, freezing.window
+    first = freezing.schedule[0][0] if freezing.schedule else 0
+    if freezing.policy == "schedule" and first >= steps:
+        yield f"{key}.schedule starts at step {first}, but the run has {steps} steps, so nothing would freeze; start sooner"
     if freezing.policy == "autofreeze" and freezing.start + 2 * every >= steps:
         needs = f"{freezing.start} + 2 x {every}"
         yield f"{key}: two intervals end at step {needs}, but the run has {steps} steps, so nothing would freeze; lower start or every"

@@ -130,7 +130,8 @@ def may_split(module: nn.Module, device: torch.device) -> bool:
     parameters (weight_norm, say), or where autocast chooses what the product computes in."""
     if not torch.is_grad_enabled() or torch.is_autocast_enabled(device.type):
         return False
-    return all(name in module._parameters for name in (("weight", "bias") if isinstance(module, nn.Linear) else ("weight",)))
+    own = module._parameters
+    return "weight" in own and ("bias" in own or not isinstance(module, nn.Linear))
 
 
 class SplitLinear(nn.Linear):

@@ -72,7 +72,6 @@ class Holding:
         self.replicas = Replicas(world, model.tied, zero)
         for index in own:
             module = self.modules[index].to(world.device)
-            _contiguous(module)
             self._adopt(index, module, {}, masters=lower_precision(module, dtype))
         self.tied = TiedWeights(world, model.tied, self.rank_of, self.modules)
         self.tied.join()

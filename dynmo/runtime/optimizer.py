@@ -96,7 +96,7 @@ class LayerOptimizer:
                 self._pieces[name] = p if self.whole else self._slice(name, p.detach())
             else:
                 given = (masters or {}).get(name, p).detach().to(p.device, torch.float32)
-                self._masters[name] = self._pieces[name] = self._slice(name, given).clone()
+                self._masters[name] = self._pieces[name] = self._slice(name, given.contiguous()).clone()
         # Those whose state the last step made: to take that step back is to have none.
         self._fresh: frozenset[str] = frozenset()
         self._kept: dict[str, tuple[Tensor, dict[str, Tensor] | None]] | None = None

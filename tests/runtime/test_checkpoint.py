@@ -219,7 +219,14 @@ def test_what_a_module_makes_for_itself_is_its_own_where_the_shape_is_another(tm
     """Rotary tables belong to the sequence's length, which a resumed run may have otherwise."""
     path = save(gpt(), tmp_path, 1)
     longer = gpt(sequence=16)
-    longer.restore(1, *checkpoint.load_layer(path, 1, torch.device("cpu")))
+    tables = {name: buffer.clone() for name, buffer in longer.modules[1].named_buffers()}
+    layer = checkpoint.load_layer(path, 1, torch.device("cpu"))
+    longer.restore(1, *layer)
+    for name, buffer in longer.modules[1].named_buffers():
+        assert torch.equal(buffer, tables[name])
+        assert buffer.shape != layer[0]["buffer", name].shape, "the saved one is shorter"
+    for name, parameter in longer.modules[1].named_parameters():
+        assert torch.equal(parameter, layer[0]["parameter", name])
     longer.step(0, *tokens(0, sequence=16), lr=0.1)
 
 
