@@ -24,10 +24,10 @@ class LayerCost:
     """One layer and one microbatch: seconds of F, B, W, and the bytes it holds.
 
     activation_bytes live from F until B; stash_bytes is the part of them (inputs and output gradients) that W still needs after B;
-    output_bytes is what the layer hands on; workspace_bytes is what one of its ops needs beside all this while it runs; copy_bytes is what
-    a step without a barrier at its end keeps to be taken back from, until it is final; aside_bytes are gradients of finished reduction
-    slots that wait to be summed; parameters is their number. A layer in a frozen prefix has b = w = 0; a frozen layer above a trainable one
-    has w = 0 only.
+    output_bytes is what the layer hands on; workspace_bytes is what one of its ops needs beside all this while it runs, and
+    forward_workspace_bytes and weight_workspace_bytes what F (where it keeps what B needs) and W do; copy_bytes is what a step without a
+    barrier at its end keeps to be taken back from, until it is final; aside_bytes are gradients of finished reduction slots that wait to
+    be summed; parameters is their number. A layer in a frozen prefix has b = w = 0; a frozen layer above a trainable one has w = 0 only.
     """
 
     f: float
@@ -41,6 +41,8 @@ class LayerCost:
     stash_bytes: int = 0
     output_bytes: int = 0
     workspace_bytes: int = 0
+    forward_workspace_bytes: int = 0
+    weight_workspace_bytes: int = 0
     copy_bytes: int = 0
     aside_bytes: int = 0
 

@@ -126,7 +126,7 @@ def _peak(
             size = layers[bounds[s + 1] - 1].output_bytes
             inboxes[s, True] = size, posted(m, size, m)
     taken = dict.fromkeys(inboxes, 0)
-    workspaces = {(s, kind): _workspace(own, kind) for s, own in stages.items() for kind in (Kind.F, Kind.B, Kind.BW)}
+    workspaces = {(s, kind): _workspace(own, kind) for s, own in stages.items() for kind in Kind}
     gradients = {s: sum(x.gradient_bytes for x in own) for s, own in stages.items()}
     undecided = 0
     if pending is not None:
@@ -148,13 +148,13 @@ def _peak(
         spared = gradients[s] - max(x.gradient_bytes for x in stages[s]) if fresh and folded and each == 1 else 0
         if fresh and op.kind is Kind.W:
             live += gradients[s]
-        if op.kind is not Kind.W:
-            inbox = (s, op.kind is not Kind.F)
-            if inbox in taken:
-                taken[inbox] += 1
-            waiting = sum(size * min(count, m - taken[key]) for key, (size, count) in inboxes.items())
-            workspace = _workspace(stages[s], op.kind, fresh) - spared if fresh else workspaces[s, op.kind]
-            most = max(most, live + reduction + waiting + workspace)
+        inbox = (s, op.kind is not Kind.F)
+        if inbox in taken and op.kind is not Kind.W:
+            taken[inbox] += 1
+        waiting = sum(size * min(count, m - taken[key]) for key, (size, count) in inboxes.items())
+        makes = fresh and op.kind is Kind.BW
+        workspace = _workspace(stages[s], op.kind, fresh=True) if makes else workspaces[s, op.kind]
+        most = max(most, live + reduction + waiting + workspace - spared)
         if trains:
             live += {Kind.F: 0, Kind.B: stash[s] - kept[s], Kind.W: -stash[s], Kind.BW: -kept[s]}[op.kind]
             live += gradients[s] if fresh and op.kind is Kind.BW else 0
@@ -175,13 +175,18 @@ def _folded(slot: int, slots: int) -> int:
 
 
 def _workspace(layers: Sequence[LayerCost], kind: Kind, fresh: bool = False) -> int:
-    """Bytes that an op of a stage needs at most, beside what is alive: in F those above hold nothing yet, in B no more than W needs.
-    fresh: gradients are made as it goes."""
+    """Bytes that an op of a stage needs at most, beside what is alive: in F those above hold nothing yet, in B no more than W needs, in W
+    nothing more. fresh: gradients are made as it goes."""
     most = above = 0
     for layer in reversed(layers):
         above -= layer.gradient_bytes * fresh
-        most = max(most, layer.workspace_bytes - above)
-        above += layer.activation_bytes - (layer.stash_bytes if kind is Kind.B else 0)
+        needed = layer.workspace_bytes
+        if kind is Kind.F and layer.activation_bytes:  # with nothing to keep it makes no graph: shapes do not tell what that needs
+            needed = layer.forward_workspace_bytes
+        elif kind is Kind.W:
+            needed = layer.weight_workspace_bytes
+        most = max(most, needed - above)
+        above += {Kind.B: layer.activation_bytes - layer.stash_bytes, Kind.W: layer.stash_bytes}.get(kind, layer.activation_bytes)
     return most
 
 

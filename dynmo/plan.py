@@ -181,6 +181,8 @@ def _shape_costs(config: Config, model: Model) -> tuple[LayerCost, ...]:
                 stash_bytes=layer.stash_bytes,
                 output_bytes=layer.output_bytes,
                 workspace_bytes=layer.workspace_bytes,
+                forward_workspace_bytes=layer.forward_workspace_bytes,
+                weight_workspace_bytes=layer.weight_workspace_bytes,
                 copy_bytes=(1 + moments) * trained * copies,
             )
         )
@@ -194,7 +196,7 @@ def _shape_microbatch(layers: Sequence[Layer], microbatch: int, ids: Tensor, los
         with watch:
             finish = loss if layer is layers[-1] else None
             tensors = layer.forward(microbatch, tensors, 0, graph=True, need_input=layer.index > 0, finish=finish)
-        layer.workspace_bytes = watch.excess(watch.live)
+        layer.workspace_bytes = layer.forward_workspace_bytes = watch.excess(watch.live)
     gradients: Tensors = (torch.ones(()),)
     for layer, watch in zip(reversed(layers), reversed(watches), strict=True):
         before, given = watch.restart(), sum(g.nbytes for g in gradients)
@@ -205,7 +207,8 @@ def _shape_microbatch(layers: Sequence[Layer], microbatch: int, ids: Tensor, los
         before = watch.restart()
         with watch:
             layer.backward_weight(microbatch)
-        layer.workspace_bytes = max(layer.workspace_bytes, watch.excess(before))
+        layer.weight_workspace_bytes = watch.excess(before)
+        layer.workspace_bytes = max(layer.workspace_bytes, layer.weight_workspace_bytes)
 
 
 def recompute_for(config: Config, model: Model, device: torch.device) -> Recompute:
@@ -237,14 +240,17 @@ def recompute_for(config: Config, model: Model, device: torch.device) -> Recompu
 
 
 def computed_again(costs: Sequence[LayerCost], chosen: Collection[int]) -> tuple[LayerCost, ...]:
-    """Costs from shapes, where these layers compute again: what that brings back for a moment is workspace of their B. Shapes alone tell no
-    times: every layer counts the same."""
+    """Costs from shapes, where these layers compute again: what that brings back for a moment is workspace of their F and B. Shapes
+    alone tell no times: every layer counts the same."""
     layers = [replace(c, f=1.0, b=1.0, w=1.0) for c in costs]
     again = list(recomputed(layers, chosen))
     if 0 in chosen:  # what the first layer keeps is a part of the batch, which is there anyway
         again[0] = replace(again[0], activation_bytes=0)
     back = (old.activation_bytes - new.activation_bytes for old, new in zip(layers, again, strict=True))
-    return tuple(replace(c, workspace_bytes=c.workspace_bytes + x) for c, x in zip(again, back, strict=True))
+    return tuple(
+        replace(c, workspace_bytes=c.workspace_bytes + x, forward_workspace_bytes=c.forward_workspace_bytes + x)
+        for c, x in zip(again, back, strict=True)
+    )
 
 
 def shapes_of(config: Config, model: Model) -> tuple[LayerCost, ...] | None:
@@ -262,4 +268,12 @@ def with_workspace(costs: tuple[LayerCost, ...], shapes: Sequence[LayerCost] | N
     if shapes is None:
         return costs
     shapes = computed_again(shapes, again)
-    return tuple(replace(cost, workspace_bytes=shape.workspace_bytes) for cost, shape in zip(costs, shapes, strict=True))
+    return tuple(
+        replace(
+            cost,
+            workspace_bytes=shape.workspace_bytes,
+            forward_workspace_bytes=shape.forward_workspace_bytes,
+            weight_workspace_bytes=shape.weight_workspace_bytes,
+        )
+        for cost, shape in zip(costs, shapes, strict=True)
+    )

@@ -38,9 +38,14 @@ SIZES = (
     "stash_bytes",
     "output_bytes",
     "workspace_bytes",
+    "forward_workspace_bytes",
+    "weight_workspace_bytes",
     "copy_bytes",
     "aside_bytes",
 )
+
+AT_MOST = {"forward_workspace_bytes": "workspace_bytes", "weight_workspace_bytes": "workspace_bytes"}
+"""Of sizes that are not given, those which they are at most."""
 
 Pair = tuple[int, int]
 
@@ -201,6 +206,8 @@ class _File(BaseModel):
     stash_bytes: _Sizes | None = None
     output_bytes: _Sizes | None = None
     workspace_bytes: _Sizes | None = None
+    forward_workspace_bytes: _Sizes | None = None
+    weight_workspace_bytes: _Sizes | None = None
     copy_bytes: _Sizes | None = None
     aside_bytes: _Sizes | None = None
     links: list[_Link] | None = None
@@ -226,7 +233,7 @@ def parse(data: object) -> Profile:
         raise InputError(_explain(error)) from None
     count = _check_lengths(file)
     first = _first_trainable(file, count)
-    sizes = [getattr(file, key) or [0] * count for key in SIZES]
+    sizes = [getattr(file, AT_MOST.get(key, key) if getattr(file, key) is None else key) or [0] * count for key in SIZES]
     layers = tuple(LayerCost(*row) for row in zip(file.f, file.b, file.w, *sizes, strict=True))
     if file.links is not None and comm is not None:
         raise InputError("links and comm both say what a message takes; use one of them")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import tempfile
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Literal
@@ -25,12 +26,17 @@ from dynmo.plan import computed_again, shape_costs
 from dynmo.runtime.mesh import arrange
 from dynmo.runtime.precision import PRECISIONS
 from dynmo.runtime.world import World
-from dynmo.schedule.catalogue import SCHEDULES
+from dynmo.schedule.catalogue import SCHEDULES, entry
 from tests.jobs import SOURCE
 from tests.pool import Pool
 
 MICROBATCHES = 8
 MODEL = {"blocks": 4, "hidden": 32, "heads": 2, "sequence": 32}
+
+
+Seconds = tuple[Sequence[float], Sequence[float], Sequence[float]]
+"""Of F, B and W, of one layer after another, and from the first again."""
+EVEN: Seconds = (1.0,), (1.0,), (1.0,)
 
 
 def unsent(*given: object, **options: object) -> None:
@@ -47,10 +53,11 @@ def peak(
     slots: int = 1,
     zero: int = 0,
     sizes: Mapping[str, int] | None = None,
+    seconds: Seconds = EVEN,
 ) -> dict[str, float]:
     """Bytes that this rank held at the peak of one step, and what was predicted. Weights, masters and moments are counted one by one;
     gradients, activations, messages and what ops need for themselves as torch's allocator tells them. rollback: with post-validation, two
-    steps, of which the first is final in the middle of the second."""
+    steps, of which the first is final in the middle of the second. seconds: that schedules made from costs are made for."""
     pipelined = {"post_validation": rollback is not None} | ({"rollback": rollback} if rollback else {})
     config = parse(
         {
@@ -79,7 +86,9 @@ def peak(
     )
     for step in range(2):
         pipeline.step(step, inputs, targets, lr=1e-3)
-    pipeline.replan(pipeline.costs())
+    layers = pipeline.costs()
+    f, b, w = seconds
+    pipeline.replan(tuple(replace(c, f=f[i % len(f)], b=b[i % len(b)], w=w[i % len(w)]) for i, c in enumerate(layers)))
     pipeline.step(2, inputs, targets, lr=1e-3)
     # The allocator tells of this thread alone, so what messages take is made and dropped here, at the same moments.
     executor = pipeline._programs.training
@@ -123,7 +132,6 @@ def peak(
         ],
         "held": held,
         "rest": most,
-        "left": now,
     }
 
 
@@ -140,6 +148,16 @@ def test_peaks_are_as_predicted(pool: Pool, schedule: str, precision: str, again
     layers = list(range(2 * MODEL["blocks"] + 2)) if again else []
     rows = pool.run("tests.test_memory_measured:peak", 2, schedule=schedule, precision=precision, again=layers, rollback=rollback)
     for rank, row in enumerate(rows):
+        assert row["predicted"] == pytest.approx(row["measured"], rel=0.05), (rank, row)
+
+
+@pytest.mark.parametrize("schedule", [name for name in SCHEDULES if entry(name).from_costs])
+@pytest.mark.parametrize(
+    "seconds", [((1.0,), (1.0,), (0.01, 1.0)), ((0.01, 0.87, 1.0), (0.01,), (1.0, 0.01, 1.0)), ((0.5,), (1.0,), (2.0, 0.2, 0.2, 0.2, 1.0))]
+)
+def test_peaks_of_schedules_made_from_uneven_costs(pool: Pool, schedule: str, seconds: Seconds) -> None:
+    """Each has its peak in another op."""
+    for rank, row in enumerate(pool.run("tests.test_memory_measured:peak", 2, schedule=schedule, seconds=seconds)):
         assert row["predicted"] == pytest.approx(row["measured"], rel=0.05), (rank, row)
 
 

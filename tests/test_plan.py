@@ -62,9 +62,9 @@ def test_memory_by_hand() -> None:
     assert plan.parameters == (EMBEDDING + ATTENTION, FEED_FORWARD + HEAD)
     for rank, in_flight in enumerate((2, 1)):
         own = costs[2 * rank : 2 * rank + 2]
-        # A step's five messages, small as they are, are all posted at once. Each rank holds most in the F after the first W, when there are
-        # gradients: the first has then taken one gradient, the last two activations. (The last as much in the B after it.)
-        messages = (4 - rank) * costs[1].output_bytes
+        # A step's five messages, small as they are, are all posted at once. Each rank holds most in the B after the first W, when there are
+        # gradients: it has then taken two messages. (The last as much in the F before it.)
+        messages = 3 * costs[1].output_bytes
         workspace = max(own[1].workspace_bytes, own[0].workspace_bytes - own[1].activation_bytes + own[1].stash_bytes * rank)
         expected = sum(16 * c.parameters + in_flight * c.activation_bytes for c in own) + messages + workspace
         expected += sum(TABLES[2 * rank : 2 * rank + 2])

@@ -11,19 +11,24 @@ from hypothesis import strategies as st
 
 from dynmo.costs import LayerCost, LinkCost
 from dynmo.errors import InputError
-from dynmo.profile_file import Profile, parse, read, to_json, write
+from dynmo.profile_file import SIZES, Profile, parse, read, to_json, write
 
 TWO: dict[str, Any] = {"f": [1, 2], "b": [3, 4], "w": [5, 6]}
 
 times = st.floats(0, 1e6)
 sizes = st.integers(0, 1 << 50)
-layers = st.builds(LayerCost, times, st.floats(1e-9, 1e6), times, *[sizes] * 7)
+layers = st.builds(LayerCost, times, st.floats(1e-9, 1e6), times, *[sizes] * len(SIZES))
 
 
 def test_the_least_a_file_can_say() -> None:
     profile = parse(TWO)
     assert profile == Profile((LayerCost(1, 3, 5), LayerCost(2, 4, 6)), ("layer 0", "layer 1"))
     assert profile.boundaries((0, 1)) == (LinkCost(0.0, math.inf),)
+
+
+def test_what_an_op_of_any_kind_needs_is_enough_for_each() -> None:
+    (layer, _) = parse(TWO | {"workspace_bytes": [7, 8], "weight_workspace_bytes": [0, 0]}).layers
+    assert (layer.workspace_bytes, layer.forward_workspace_bytes, layer.weight_workspace_bytes) == (7, 7, 0)
 
 
 @given(st.lists(layers, min_size=1, max_size=4), st.lists(st.tuples(times, st.floats(1, 1e12)), max_size=3))

@@ -35,6 +35,8 @@ def resized(layers: Iterable[LayerCost], share: float) -> tuple[LayerCost, ...]:
             stash_bytes=math.ceil(x.stash_bytes * share),
             output_bytes=math.ceil(x.output_bytes * share),
             workspace_bytes=math.ceil(x.workspace_bytes * share),
+            forward_workspace_bytes=math.ceil(x.forward_workspace_bytes * share),
+            weight_workspace_bytes=math.ceil(x.weight_workspace_bytes * share),
         )
         for x in layers
     )

@@ -16,7 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from dynmo.balance.workload import Policy, Workload
 from dynmo.costs import LayerCost, LinkCost
 from dynmo.errors import InputError
-from dynmo.profile_file import SIZES, TIMES
+from dynmo.profile_file import AT_MOST, SIZES, TIMES
 from dynmo.schedule.bound import Objective
 
 _Time = Annotated[float, Field(ge=0, le=1e30, allow_inf_nan=False)]
@@ -58,6 +58,8 @@ class _Layers(_Section):
     stash_bytes: _Sizes = 0
     output_bytes: _Sizes = 0
     workspace_bytes: _Sizes = 0
+    forward_workspace_bytes: _Sizes | None = None
+    weight_workspace_bytes: _Sizes | None = None
     copy_bytes: _Sizes = 0
     aside_bytes: _Sizes = 0
 
@@ -119,7 +121,7 @@ def parse(data: dict[str, Any], folder: Path, name: str = "workload") -> Workloa
         raise InputError(_explain(error)) from None
     moments = _moments(file, folder)
     count = len(moments[0][1][0])
-    sizes = [_sizes(file.layers, key, count) for key in SIZES]
+    sizes = [_sizes(file.layers, AT_MOST.get(key, key) if getattr(file.layers, key) is None else key, count) for key in SIZES]
     unit, names = file.layers.unit, file.layers.names
     if names is not None and len(names) != count:
         raise InputError(f"layers.names has {len(names)} entries, but there are {count} layers; give one per layer, or none")

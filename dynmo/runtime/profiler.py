@@ -100,6 +100,8 @@ class Profiler:
                     layer.stash_bytes,
                     layer.output_bytes,
                     layer.workspace_bytes,
+                    layer.forward_workspace_bytes,
+                    layer.weight_workspace_bytes,
                     copies * optimizer.copy_bytes,
                     most_aside(slots // world.replicas) * sum(gradient_bytes(p) for p in trains),
                 ],

@@ -55,7 +55,8 @@ class Layer:
         self.marks: list[tuple[Kind, Any, Any, list[tuple[Any, Any]]]] = []
         self._inside: list[tuple[Any, Any]] = []
         self.activation_bytes = self.stash_bytes = self.output_bytes = 0
-        self.workspace_bytes = 0  # not measured in a run: `plan.shape_costs` finds it
+        # Not measured in a run: `plan.shape_costs` finds them.
+        self.workspace_bytes = self.forward_workspace_bytes = self.weight_workspace_bytes = 0
         self._measured = False
         self.tape = WeightTape()
         self.tape.run = self._timed

@@ -29,6 +29,11 @@ def test_the_least_a_file_can_say() -> None:
     assert replay(made).moves == ()
 
 
+def test_what_an_op_of_any_kind_needs_is_enough_for_each() -> None:
+    made = parse(LEAST | {"layers": {"moments": [MOMENT], "workspace_bytes": [7, 8], "forward_workspace_bytes": 0}}, Path())
+    assert [(c.workspace_bytes, c.forward_workspace_bytes, c.weight_workspace_bytes) for c in made.moments[0][1]] == [(7, 0, 7), (8, 0, 8)]
+
+
 def test_the_example() -> None:
     made = read(EXAMPLE)
     assert (made.name, made.layers, made.ranks, made.replicas, made.steps) == ("freezing", 48, 8, 2, 480)

@@ -26,6 +26,8 @@ FIELDS = (
     "stash_bytes",
     "output_bytes",
     "workspace_bytes",
+    "forward_workspace_bytes",
+    "weight_workspace_bytes",
     "copy_bytes",
     "aside_bytes",
 )
@@ -49,7 +51,9 @@ def test_gathered_costs(pool: Pool) -> None:
             "activation_bytes": 260 if index == 3 else 512,
             "stash_bytes": 260 if index == 3 else 512,
             "output_bytes": 4 if index == 3 else 256,
-            "workspace_bytes": 0,  # from shapes alone
+            "workspace_bytes": 0,  # these three from shapes alone
+            "forward_workspace_bytes": 0,
+            "weight_workspace_bytes": 0,
             "copy_bytes": 0,  # a step ends with a barrier
             "aside_bytes": 0,  # one slot a replica
         }
