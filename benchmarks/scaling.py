@@ -8,7 +8,7 @@ vertical      hash-sparse attention, table 1: so many blocks on 2, 4, 8 ranks, t
 equal_memory  Zero Bubble's rebuttal: ZB-2p against 1F1B and ZB-1p that get the same memory by microbatches of twice the size. Costs of
               table 5; twice the size is taken to cost twice the time, which is kinder to ZB-2p than a GPU that does better on more. The
               published gain over 1F1B at twice the size is 14 % on average (4 to 22 %)
-emulated      (--emulated) the moment 18 of the same traces on real processes whose layers sleep: see `benchmarks.traces_emulated`
+emulated      the moment 18 of the same traces on real processes whose layers sleep: see `benchmarks.traces_emulated`
 
 Static and balanced are mean simulated makespans of ZB-H1; decisions are free and know each moment's costs.
 """
@@ -209,16 +209,18 @@ def main() -> None:
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw it, like docs/pictures/scaling.svg")
     parser.add_argument("--read", type=Path, metavar="FILE", help="figures of an earlier --json, instead of measuring")
     parser.add_argument("--stride", type=int, default=1, help="of the 24 moments, every so many-th (default 1)")
-    parser.add_argument("--emulated", type=int, nargs="*", metavar="RANKS", help="instead: on so many real processes (12, 16, 20, 24)")
+    parser.add_argument("--only", choices=("simulated", "emulated"), help="not both: the simulator's tables, or real processes")
+    sizes = [ranks for _, ranks in WEAK]
+    parser.add_argument("--ranks", type=int, nargs="+", choices=sizes, default=sizes, help="real processes of the emulated runs")
     options = parser.parse_args()
     result: dict[str, Any]
     if options.read:
         result = json.loads(options.read.read_text())
-    elif options.emulated is not None:
-        result = emulated(options.emulated or [24]) | {"machine": machine()}
     else:
-        result = measure(options.stride) | {"machine": machine()}
-    if options.plot:
+        result = measure(options.stride) if options.only != "emulated" else {}
+        result |= emulated(options.ranks) if options.only != "simulated" else {}
+        result["machine"] = machine()
+    if options.plot and "weak" in result:
         draw(result, options.plot)
     print(json.dumps(result) if options.json else "\n\n".join(tables(result).values()))
 

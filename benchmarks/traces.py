@@ -207,12 +207,14 @@ def summary(rows: Sequence[dict[str, Any]], ranks: int = 24) -> str:
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 
 
-def measure(options: argparse.Namespace) -> dict[str, Any]:
-    if options.emulated:
-        # At 2k tokens sparse attention leaves next to nothing to balance.
-        cases = [case for case in CASES[: options.cases] if case != ("sparse_attention", 2048)]
-        given = {"cases": cases, "pairs": options.pairs, "steps": 2}
-        return {"emulated": [row for ranks in options.ranks for row in run_ranks("benchmarks.traces_emulated:emulate", ranks, **given)]}
+def emulated(options: argparse.Namespace) -> dict[str, Any]:
+    # At 2k tokens sparse attention leaves next to nothing to balance.
+    cases = [case for case in CASES[: options.cases] if case != ("sparse_attention", 2048)]
+    given = {"cases": cases, "pairs": options.pairs, "steps": 2}
+    return {"emulated": [row for ranks in options.ranks for row in run_ranks("benchmarks.traces_emulated:emulate", ranks, **given)]}
+
+
+def simulated(options: argparse.Namespace) -> dict[str, Any]:
     cases = CASES[: options.cases]
     rows = [row(case, sequence, blocks, ranks) for case, sequence in cases for blocks in options.blocks for ranks in RANKS]
     by_time = [max(x["gain"]["partition, time"], x["gain"]["diffusion, time"]) for x in rows]
@@ -236,11 +238,17 @@ def main() -> None:
     parser.add_argument("--read", type=Path, metavar="FILE", help="figures of an earlier --json, instead of measuring")
     parser.add_argument("--blocks", type=int, nargs="+", choices=BLOCKS, default=BLOCKS, help="depths of the model")
     parser.add_argument("--cases", type=int, default=len(CASES), help="so many of the cases")
-    parser.add_argument("--emulated", action="store_true", help="instead: 48 blocks on real ranks whose layers sleep")
-    parser.add_argument("--ranks", type=int, nargs="+", choices=RANKS, default=RANKS, help="of --emulated")
-    parser.add_argument("--pairs", type=int, default=3, help="of --emulated: how often each placement takes its turn (default 3)")
+    parser.add_argument("--only", choices=("simulated", "emulated"), help="not both: the simulator, or 48 blocks on real ranks that sleep")
+    parser.add_argument("--ranks", type=int, nargs="+", choices=RANKS, default=RANKS, help="of the emulated runs")
+    parser.add_argument("--pairs", type=int, default=3, help="of the emulated runs: how often each placement takes its turn (default 3)")
     options = parser.parse_args()
-    result: dict[str, Any] = json.loads(options.read.read_text()) if options.read else measure(options) | {"machine": machine()}
+    result: dict[str, Any]
+    if options.read:
+        result = json.loads(options.read.read_text())
+    else:
+        result = simulated(options) if options.only != "emulated" else {}
+        result |= emulated(options) if options.only != "simulated" else {}
+        result["machine"] = machine()
     if options.plot and "idleness" in result:
         draw(result["idleness"], options.plot)
     if options.json:
