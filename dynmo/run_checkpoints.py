@@ -78,9 +78,10 @@ class RunCheckpoints:
         return CheckpointEvent(step - 1, now(), str(saved.path), saved.bytes, saved.seconds)
 
     def find(self, model: Model) -> Found:
-        """The newest that is whole. Raises CheckpointError where there is none, or where it is of another model."""
+        """The newest that is whole. All ranks call it together. Raises CheckpointError where there is none, or where it is of another
+        model."""
         assert self._folder is not None, "only a run with a folder resumes"
-        path, manifest, problems = checkpoint.find(self._folder)
+        path, manifest, problems = checkpoint.find(self._folder, self._world)
         if problems and self._world.rank == 0:
             print(f"dynmo: {problems[0]}; resuming from {path.name}", file=sys.stderr)
         if tuple(manifest.layers) != model.names:

@@ -7,11 +7,12 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 import torch
 
@@ -19,7 +20,7 @@ from dynmo import profile_file
 from dynmo.api import StepResult
 from dynmo.assembly import pipeline_for
 from dynmo.balance.partition import Partition, imbalance
-from dynmo.config import Config, Train
+from dynmo.config import Config, Train, to_toml, with_options
 from dynmo.costs import LayerCost
 from dynmo.dynamism import Dynamism, Signals, checked, make_cases
 from dynmo.errors import InputError, NoRoomError
@@ -110,6 +111,7 @@ class Trainer:
         self, config: Config, world: World, model: Model, folder: Path | None, resume: bool = False, listen: Listener | None = None
     ) -> None:
         self.config, self._everyone, self._folder, self._listen = config, world, folder, listen
+        self._recorded = config  # with what cases have found out
         self._checkpoints = RunCheckpoints(config, world, None if folder is None else folder / "checkpoints")
         found = self._checkpoints.find(model) if resume else None
         pipeline, data = config.shape_at(0) if found is None else found.shape(config)
@@ -227,6 +229,8 @@ class Trainer:
                 self._rebalancer.changed()
                 self._tracer.keep_around()
                 self._emit(ChangeEvent(step, now(), case.name, change.layers, change.what))
+                if change.found and case.name in self.config.dynamism.cases:
+                    self._record_found(case.name, change.found)
 
     def _reshape(self, step: int, pipeline: int, data: int, partition: Partition) -> None:
         """The same ranks go on as `data` replicas of a pipeline of `pipeline` ranks."""
@@ -332,6 +336,17 @@ class Trainer:
                 profile_file.write(self._folder / profile_file.IN_RUN, profile)
             except InputError as error:  # what has been trained is not lost for that
                 print(f"dynmo: {error}", file=sys.stderr)
+
+    def _record_found(self, case: str, found: Mapping[str, Any]) -> None:
+        """What a case has found out by itself becomes part of the run's own config."""
+        self._recorded = with_options(self._recorded, ("dynamism", case), found)
+        if self._log is not None and self._folder is not None:
+            path = self._folder / "config.toml"
+            try:
+                path.with_suffix(".tmp").write_text(to_toml(self._recorded), encoding="utf-8")
+                path.with_suffix(".tmp").replace(path)
+            except OSError as error:  # the checkpoints have it, too
+                print(f"dynmo: {path} cannot be written: {error.strerror}; it does not say {', '.join(found)} as found", file=sys.stderr)
 
     # -- telling ----------------------------------------------------------------------------------------------------------------
 

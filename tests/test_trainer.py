@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from dynmo.config import Train
+from dynmo.config import Train, load
 from dynmo.events import ChangeEvent, CheckpointEvent, EndEvent, RebalanceEvent, StepEvent, read
 from dynmo.trainer import learning_rate
 from tests.pool import JobFailed, Pool
@@ -102,6 +102,20 @@ def test_costs_that_cannot_be_written_cost_nothing_else(pool: Pool, tmp_path: Pa
     last = json.loads((folder / "events.jsonl").read_text().splitlines()[-1])
     assert (last["event"], last["weights_digest"]) == ("end", done[0]["weights_digest"])
     assert not (folder / "costs.json").exists()
+
+
+def test_a_threshold_that_was_measured_is_in_the_runs_own_config(pool: Pool, tmp_path: Path) -> None:
+    """So that the same bits come from it, without a measurement and wherever it is trained."""
+    pruning = {"cases": ["pruning"], "pruning": {"start": 1, "end": 9, "every": 2, "dense_below": "measured"}}
+    first = pool.run("train_in", 2, config=config(2, pruning), folder=str(_made(tmp_path / "first")))
+    recorded = load(tmp_path / "first" / "config.toml").model_dump(mode="json")
+    table = recorded["dynamism"]["pruning"]["dense_below"]
+    assert sorted(table) == ["128x16", "16x16", "16x64", "48x16"]
+    assert all(0 <= share <= 1 for share in table.values())
+    (tmp_path / "first" / "config.toml").unlink()
+    again = pool.run("train_in", 2, config=recorded, folder=str(_made(tmp_path / "again")))
+    assert [r["weights_digest"] for r in again] == [r["weights_digest"] for r in first]
+    assert not (tmp_path / "again" / "config.toml").exists(), "it says it already"
 
 
 def test_resuming_with_another_model_is_refused(pool: Pool, tmp_path: Path) -> None:

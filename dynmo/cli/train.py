@@ -148,6 +148,7 @@ def _prepare(folder: Path, config: Config, resume: bool, overwrite: bool) -> tup
         if not any((folder / "checkpoints").glob("step-*[0-9]/manifest.json")):
             raise ConfigError(f"{folder} has no checkpoint to resume from; start anew with --overwrite")
         found = (folder / "config.toml").read_text(encoding="utf-8")
+        config = _with_found(config, found)
         _tell_changes(found, to_toml(config))
     elif folder.exists():
         if not overwrite:
@@ -164,6 +165,17 @@ def _prepare(folder: Path, config: Config, resume: bool, overwrite: bool) -> tup
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.toml").write_text(to_toml(config), encoding="utf-8")
     return found, replaced
+
+
+def _with_found(config: Config, before: str) -> Config:
+    """What the run has found out by itself it keeps to (`Pruning.dense_below`)."""
+    from dynmo.config import parse, with_options
+
+    with contextlib.suppress(tomllib.TOMLDecodeError, ConfigError):  # the run's own copy, edited by hand
+        then = parse(tomllib.loads(before)).dynamism.pruning.dense_below
+        if config.dynamism.pruning.dense_below == "measured" and isinstance(then, dict):
+            return with_options(config, ("dynamism", "pruning"), {"dense_below": then})
+    return config
 
 
 def _tell_changes(before: str, after: str) -> None:

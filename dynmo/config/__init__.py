@@ -8,9 +8,22 @@ writing.py   Config -> TOML
 """
 
 from dynmo.config.checks import shapes, slots_fit
-from dynmo.config.reading import load, parse
+from dynmo.config.reading import load, parse, with_options
 from dynmo.config.sections import BALANCERS, Balance, Config, Model, Train
 from dynmo.config.values import parse_bytes
 from dynmo.config.writing import to_toml
 
-__all__ = ["BALANCERS", "Balance", "Config", "Model", "Train", "load", "parse", "parse_bytes", "shapes", "slots_fit", "to_toml"]
+__all__ = [
+    "BALANCERS",
+    "Balance",
+    "Config",
+    "Model",
+    "Train",
+    "load",
+    "parse",
+    "parse_bytes",
+    "shapes",
+    "slots_fit",
+    "to_toml",
+    "with_options",
+]

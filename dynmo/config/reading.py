@@ -49,6 +49,16 @@ def parse(data: Mapping[str, Any], where: str = "config", overridden: Collection
         raise _error(f"{where}: {_explain(dict(problem), parts)}{more}") from None
 
 
+def with_options(config: Config, section: tuple[str, ...], options: Mapping[str, Any]) -> Config:
+    """The same config with these keys of a section replaced."""
+    data = config.model_dump()
+    table = data
+    for name in section:
+        table = table[name]
+    table |= options
+    return parse(data)
+
+
 def _error(message: str) -> ConfigError:
     """One printable line, whatever keys and values it quotes."""
     return ConfigError("".join(c if c.isprintable() else "?" for c in " ".join(message.split())))

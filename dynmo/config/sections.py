@@ -204,7 +204,8 @@ class Pruning(Section):
     """Weights of least magnitude leave, until `final_sparsity` of them are gone: at step `start`, every `every` steps, and at `end`, by a
     cubic schedule (where not given: from 30 % to 70 % of the run, in four intervals). criterion "global" compares the weights of all
     layers, "local" those of each. A matrix that has lost less than the share `dense_below` stays dense, which saves nothing; "measured":
-    timed once per machine and shape as a run first prunes, and kept in the run's checkpoints (another machine may round differently)."""
+    timed once per machine and shape as a run first prunes, and kept in the run's checkpoints and its config (as a table by shape; another
+    machine may find others, and so round differently)."""
 
     criterion: Annotated[str, word(("global", "local"))] = "global"
     initial_sparsity: BelowOne = 0.0

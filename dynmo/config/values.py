@@ -114,11 +114,21 @@ def _check_one_time(value: object) -> float:
     return float(value)
 
 
-def _check_dense_below(value: object) -> float | str:
+def _check_dense_below(value: object) -> float | str | dict[str, float]:
     if value == "measured":
         return "measured"
+    if isinstance(value, dict):
+        shapes = cast("dict[str, object]", value)
+        wrong = next((shape for shape in shapes if not re.fullmatch(r"[1-9]\d*x[1-9]\d*", shape)), None)
+        if wrong is not None:
+            raise ValueError(f'has the key {wrong!r}; a table says shapes of weights, such as "256x1024" = 0.6 (rows x columns)')
+        return {shape: _check_share(share) for shape, share in shapes.items()}
+    return _check_share(value)
+
+
+def _check_share(value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
-        raise ValueError('must be a share from 0 to 1, or "measured"')
+        raise ValueError('must be a share from 0 to 1, a table of shares by shape, or "measured"')
     return float(value)
 
 
@@ -202,7 +212,7 @@ DataSource: TypeAlias = Annotated[str, AfterValidator(_check_source)]
 LossScale: TypeAlias = Annotated[float | str | None, PlainValidator(_check_loss_scale)]
 Recompute: TypeAlias = Annotated[str | tuple[int, ...], PlainValidator(_check_recompute)]
 Every: TypeAlias = Annotated[int | str, PlainValidator(_check_every)]
-DenseBelow: TypeAlias = Annotated[float | str, PlainValidator(_check_dense_below)]
+DenseBelow: TypeAlias = Annotated[float | str | dict[str, float], PlainValidator(_check_dense_below)]
 Buckets: TypeAlias = Annotated[Count, AfterValidator(_check_even)]
 Blocks: TypeAlias = Annotated[tuple[Whole, ...], Lax]
 Cases: TypeAlias = Annotated[tuple[Annotated[str, AfterValidator(_check_case)], ...], Lax, AfterValidator(_check_unique)]

@@ -16,7 +16,7 @@ from __future__ import annotations
 import importlib
 from abc import abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol, cast
 
 from torch import Tensor, nn
@@ -87,10 +87,12 @@ class Layers(Protocol):
 @dataclass(frozen=True)
 class Change:
     """What a case did: the global indices of the layers whose cost is no longer what was measured, or whose output is another now, and a
-    line for the log."""
+    line for the log. found: options of `[dynamism.NAME]` that the case has found out by itself; the run's own config will say them, so
+    that a run from it need not. (Of one's own case there is no such section.)"""
 
     layers: tuple[int, ...]
     what: str
+    found: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
 
 @dataclass(frozen=True)

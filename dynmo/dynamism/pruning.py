@@ -165,15 +165,19 @@ class Pruning(Dynamism):
     """criterion: "global" (the largest of all layers stay) or "local" (the largest of each layer).
 
     dense_below: a linear that has lost less than this share of its weights stays dense under a mask, which saves nothing; None: measured
-    once per machine and shape, where the first layer is that has it, for `tokens` of a microbatch, and kept in the state.
+    once per machine and shape, where the first layer is that has it, for `tokens` of a microbatch, and kept in the state. known: of shapes
+    of which the config says it.
     """
 
     name = "pruning"
 
-    def __init__(self, schedule: Cubic, criterion: str, dense_below: float | None, tokens: int) -> None:
+    def __init__(
+        self, schedule: Cubic, criterion: str, dense_below: float | None, tokens: int, known: Mapping[str, float] | None = None
+    ) -> None:
         self._schedule, self._criterion, self._tokens = schedule, criterion, tokens
         self._dense_below = dense_below
-        self._measured: dict[str, float] = {}
+        self._known = dict(known or {})
+        self._measured = dict(self._known)
         self._sparsity = 0.0
         self._targets: tuple[int, ...] | None = None
 
@@ -218,7 +222,8 @@ class Pruning(Dynamism):
             f"pruned to sparsity {1 - after / sum(sizes.values()):.4f} ({self._criterion} magnitude; layers {min(shares):.3f} to "
             f"{max(shares):.3f}): {after} of {sum(sizes.values())} weights; {sparse} of {count} linears run sparse{measured}"
         )
-        return Change(targets, what)
+        found = {} if self._measured == self._known else {"dense_below": dict(self._measured)}
+        return Change(targets, what, found)
 
     def acts(self, step: int) -> bool:
         return step in self._schedule.steps
@@ -272,7 +277,7 @@ class Pruning(Dynamism):
         return {"sparsity": self._sparsity, "measured": self._measured}
 
     def load(self, state: dict[str, Any]) -> None:
-        self._sparsity, self._measured = float(state["sparsity"]), dict(state["measured"])
+        self._sparsity, self._measured = float(state["sparsity"]), {**state["measured"], **self._known}
 
 
 def _shape(linear: nn.Linear) -> str:
@@ -291,5 +296,6 @@ def make(config: Any, layers: int) -> Dynamism:
     options = config.dynamism.pruning
     start, end, every = options.steps_of(config.train.steps)
     schedule = Cubic(options.initial_sparsity, options.final_sparsity, start, end, every)
-    dense_below = None if options.dense_below == "measured" else options.dense_below
-    return Pruning(schedule, options.criterion, dense_below, config.train.micro_batch * config.model.sequence)
+    known = options.dense_below if isinstance(options.dense_below, dict) else {}
+    dense_below = options.dense_below if isinstance(options.dense_below, float) else None
+    return Pruning(schedule, options.criterion, dense_below, config.train.micro_batch * config.model.sequence, known)

@@ -4,9 +4,9 @@
     checkpoints/step-000120/manifest.json        step, model's layer names, run state, SHA-256 of every file
                             layer-0007/          layer.json (names, dtypes, shapes) and DCP's safetensors
 
-A save goes to `step-N.tmp`, is hashed and synced, then renamed; only then does `latest` move. A load verifies every hash, and falls back
-one checkpoint if the newest is damaged. Layers are keyed by global index, so any placement can load any checkpoint. The ranks
-share the file system.
+A save goes to `step-N.tmp`, is hashed and synced, then renamed; only then does `latest` move. A load verifies every hash (each rank those
+of some layers), and falls back one checkpoint if the newest is damaged. Layers are keyed by global index, so any placement can load any
+checkpoint. The ranks share the file system.
 """
 
 from __future__ import annotations
@@ -150,12 +150,15 @@ def _step(path: Path) -> int:
     return int(path.name.removeprefix("step-"))
 
 
-def find(folder: Path) -> tuple[Path, CheckpointManifest, list[str]]:
-    """The newest checkpoint that is whole, and what was wrong with those newer than it. Raises CheckpointError when there is none."""
+def find(folder: Path, world: World | None = None) -> tuple[Path, CheckpointManifest, list[str]]:
+    """The newest checkpoint that is whole, and what was wrong with those newer than it. Raises CheckpointError when there is none.
+
+    world: ranks that look for it together, each of which reads a part.
+    """
     problems: list[str] = []
     for path in _complete(folder):
         try:
-            return path, verify(path), problems
+            return path, verify(path, world), problems
         except CheckpointError as error:
             problems.append(str(error))
     if problems:
@@ -163,21 +166,32 @@ def find(folder: Path) -> tuple[Path, CheckpointManifest, list[str]]:
     raise CheckpointError(f"{folder}: there is no checkpoint to resume from; start anew with --overwrite")
 
 
-def verify(path: Path) -> CheckpointManifest:
-    """Checks every file of a checkpoint against its manifest. Raises CheckpointError naming the first that differs."""
+def verify(path: Path, world: World | None = None) -> CheckpointManifest:
+    """Checks every file of a checkpoint against its manifest; where ranks of a world do so together, each those of some layers.
+
+    Raises CheckpointError naming the first that differs, on every rank.
+    """
     try:
         manifest = CheckpointManifest.model_validate_json((path / "manifest.json").read_bytes())
     except (OSError, ValidationError) as error:
         raise CheckpointError(f"{path}/manifest.json cannot be read: {str(error).splitlines()[0]}") from None
     if manifest.version != _VERSION:
         raise CheckpointError(f"{path} has version {manifest.version}; this dynmo reads version {_VERSION}")
-    for name, digest in manifest.files.items():
-        file = path / name
-        if not file.is_file():
-            raise CheckpointError(f"{file} is missing")
-        if _sha256(file).hex() != digest:
-            raise CheckpointError(f"{file} is damaged: its SHA-256 is not the manifest's")
+    files = [path / name for name in manifest.files]
+    rank, ranks = (0, 1) if world is None else (world.rank, world.size)
+    mine = set(list(dict.fromkeys(file.parent for file in files))[rank::ranks])
+    whole = (file.parent not in mine or _is_whole(file, digest) for file, digest in zip(files, manifest.files.values(), strict=True))
+    good = next((at for at, fine in enumerate(whole) if not fine), len(files))
+    if world is not None:
+        good = -int(world.largest(torch.tensor([-good]), "its part of the checkpoint to be read"))
+    if good < len(files):
+        said = "is damaged: its SHA-256 is not the manifest's" if files[good].is_file() else "is missing"
+        raise CheckpointError(f"{files[good]} {said}")
     return manifest
+
+
+def _is_whole(file: Path, digest: str) -> bool:
+    return file.is_file() and _sha256(file).hex() == digest
 
 
 def load_layer(path: Path, index: int, device: torch.device) -> tuple[Contents, dict[str, bool]]:

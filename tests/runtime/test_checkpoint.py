@@ -90,6 +90,21 @@ def test_a_flipped_bit_is_noticed(tmp_path: Path) -> None:
     assert checkpoint.find(tmp_path)[1].step == 2
 
 
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_ranks_read_a_part_each(pool: Pool, ranks: int, tmp_path: Path) -> None:
+    """And all know what any of them has found."""
+    made = gpt()
+    first, second = save(made, tmp_path, 1), save(made, tmp_path, 2)
+    files = sorted(str(p.relative_to(tmp_path)) for p in second.glob("layer-*/*"))
+    rows = pool.run("tests.runtime.jobs.checkpoint:look_together", ranks, folder=str(tmp_path))
+    assert sorted(name for row in rows for name in row["read"]) == files, "each file once"
+    assert all({Path(name).name for name in row["read"]} == {"layer.json", "tensors.safetensors"} for row in rows)
+    flip(tmp_path / files[-1])
+    for row in pool.run("tests.runtime.jobs.checkpoint:look_together", ranks, folder=str(tmp_path)):
+        assert row["path"] == first.name
+        assert row["problems"] == [f"{tmp_path / files[-1]} is damaged: its SHA-256 is not the manifest's"]
+
+
 def test_what_is_missing_or_torn(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="there is no checkpoint to resume from; start anew with --overwrite"):
         checkpoint.find(tmp_path / "nowhere")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any, Literal
+from unittest import mock
 
 import torch
 
@@ -44,13 +45,27 @@ def save_and_go_on(world: World, folder: str, counts: list[int]) -> dict[str, An
 
 
 def load_and_go_on(world: World, folder: str, counts: list[int]) -> dict[str, Any]:
-    path, manifest, _ = checkpoint.find(Path(folder))
+    path, manifest, _ = checkpoint.find(Path(folder), world)
     made = pipeline(world, counts)
     made.freeze(manifest.state["frozen"])
     for index in made.own_layers:
         made.restore(index, *checkpoint.load_layer(path, index, world.device))
     layers = {i: fingerprint(m, o, gradients=False) for i, (m, o) in made.own_layers.items()}
     return {"layers": layers, "losses": steps(made, manifest.step, 4), "digest": made.digest()}
+
+
+def look_together(world: World, folder: str) -> dict[str, Any]:
+    """What is found, and the files that this rank has read to the end."""
+    read: list[str] = []
+    sha256 = checkpoint._sha256
+
+    def watched(path: Path) -> bytes:
+        read.append(str(path.relative_to(folder)))
+        return sha256(path)
+
+    with mock.patch.object(checkpoint, "_sha256", watched):
+        path, _, problems = checkpoint.find(Path(folder), world)
+    return {"path": path.name, "problems": problems, "read": read}
 
 
 def moving(world: World, config: dict[str, Any], placements: list[list[int]]) -> dict[str, Any]:
