@@ -46,7 +46,7 @@ from dynmo.runtime.world import World
 from dynmo.schedule.bound import Objective
 from dynmo.schedule.catalogue import placement_of
 from dynmo.schedule.op import Schedule
-from dynmo.scheduling import Scheduling
+from dynmo.scheduling import Scheduling, Shapes
 from dynmo.simulator import Timeline
 
 
@@ -65,7 +65,7 @@ class Pipeline:
 
     The world may be one pipeline of several in a mesh (`mesh.arrange`): `microbatches` are those of one. slots: in how many parts the
     gradients of all their microbatches are added up (default: one per replica). zero: 1 shards the optimizer's state over the replicas.
-    replicates: a reshape may make replicas later.
+    replicates: a reshape may make replicas later. shapes: what schedules are made from within `memory_limit` before costs are measured.
 
     w_granularity: a W runs "whole", where the schedule has it; or a "linear" of it at a time may run earlier, while a message is late.
     post_validation: steps without a barrier at their end (`advance`). A step that must be taken back is, rollback "exact": from copies,
@@ -102,6 +102,7 @@ class Pipeline:
         recompute: Recompute = (),
         cache_bytes: int = 0,
         replicates: bool = False,
+        shapes: Shapes | None = None,
     ) -> None:
         self.model = model
         self._replicates = replicates or world.replicas > 1
@@ -129,7 +130,9 @@ class Pipeline:
             cache_bytes=cache_bytes,
         )
         links = measure_links(world, layout.pairs)
-        self._scheduling = Scheduling(self._holding, schedule, chunks, memory_limit, links, post_validation=post_validation)
+        self._scheduling = Scheduling(
+            *(self._holding, schedule, chunks, memory_limit, links), post_validation=post_validation, slots=slots, shapes=shapes
+        )
         self._programs = Programs(self._holding, self.clock, lanes, post_validation=post_validation)
         self._by_pieces = w_granularity == "linear"
         table = StepTable(self._holding, self.clock)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from functools import cache, partial
 from typing import Literal, cast
 
 from dynmo.api import Pipeline
 from dynmo.balance.partition import Partition
 from dynmo.config import Config
 from dynmo.models.model import Model
-from dynmo.plan import recompute_for
+from dynmo.plan import recompute_for, shapes_of
 from dynmo.runtime.loss_scale import make_scaler
 from dynmo.runtime.precision import dtype_for
 from dynmo.runtime.world import World
@@ -18,7 +19,7 @@ from dynmo.setup import memory_limit, optimizer_settings
 def pipeline_for(config: Config, world: World, model: Model, partition: Partition, cache_bytes: int = 0) -> Pipeline:
     """world: one pipeline of the mesh (`mesh.arrange`), which need not be the config's first. cache_bytes: for outputs of frozen layers."""
     train, pipeline = config.train, config.pipeline
-    dtype = dtype_for(train.precision, world.device)
+    dtype, limit = dtype_for(train.precision, world.device), memory_limit(config, world.device)
     return Pipeline(
         world,
         model,
@@ -27,7 +28,7 @@ def pipeline_for(config: Config, world: World, model: Model, partition: Partitio
         microbatches=config.all_microbatches // world.replicas,
         chunks=config.chunks,
         slices=config.slices,
-        memory_limit=memory_limit(config, world.device),
+        memory_limit=limit,
         seed=config.seed,
         optimizer=optimizer_settings(train),
         compiles=train.compile,
@@ -41,5 +42,6 @@ def pipeline_for(config: Config, world: World, model: Model, partition: Partitio
         recompute=recompute_for(config, model, world.device),
         scaler=make_scaler(dtype, train.loss_scale, train.loss_scale_window),
         cache_bytes=cache_bytes,
+        shapes=cache(partial(shapes_of, config, model)) if limit is not None else None,
         replicates=config.elastic.reshape or any(data > 1 for _, _, data in config.elastic.reshape_at),
     )

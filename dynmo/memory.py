@@ -72,8 +72,12 @@ def rank_memory(
     fused = fuse(schedule)  # as it runs
     pending = _ops_before_verdict(schedule) if post_validation else (None,) * schedule.ranks
     peaks = (_peak(layers, counts, fused, rank, pending[rank], replicas, slots) for rank in range(schedule.ranks))
-    bare = [replace(layer, gradient_bytes=0, copy_bytes=0, aside_bytes=0) for layer in layers]
-    return tuple(static + peak for static, peak in zip(static_bytes(bare, counts, schedule.placement), peaks, strict=True))
+    return tuple(static + peak for static, peak in zip(static_bytes(bare(layers), counts, schedule.placement), peaks, strict=True))
+
+
+def bare(layers: Sequence[LayerCost]) -> list[LayerCost]:
+    """The layers as they are between steps: weights and optimizer state."""
+    return [replace(layer, gradient_bytes=0, copy_bytes=0, aside_bytes=0) for layer in layers]
 
 
 # Receives are posted ahead of what is asked for: so many of a channel, or all of a step's where together they are small.

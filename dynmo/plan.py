@@ -15,15 +15,16 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from dynmo.balance.layout import Recompute
 from dynmo.balance.partition import Partition
-from dynmo.balance.recompute import choose, recomputed
+from dynmo.balance.recompute import choose, computed_again
 from dynmo.balance.recompute import memory as kept_memory
+from dynmo.balance.within import made_within
 from dynmo.config import Config
 from dynmo.costs import Costs, LayerCost, stage_costs
 from dynmo.data.corpus import check_vocab, open_corpus
 from dynmo.dynamism import make_cases
 from dynmo.errors import ConfigError, NoRoomError, place
 from dynmo.kernels.split import LOW, gradient_bytes
-from dynmo.memory import live_limits, rank_memory
+from dynmo.memory import rank_memory
 from dynmo.models.emulated import EmulatedLayer
 from dynmo.models.model import Model, load_model
 from dynmo.runtime.clock import HostClock
@@ -106,8 +107,11 @@ def first_plan(config: Config, model: Model, costs: tuple[LayerCost, ...], devic
     costs = computed_again(costs, again)
     placement = placement_of(name, ranks, config.chunks)
     stages = Costs(stage_costs(costs, partition.counts), (0.0,) * (len(placement) - 1))
-    caps = live_limits(costs, partition.counts, placement, limit)
-    schedule = make(config.pipeline.schedule, config.parallel.pipeline, config.microbatches, costs=stages, chunks=config.chunks, caps=caps)
+
+    def made(caps: Sequence[float]) -> Schedule:
+        return make(name, ranks, config.microbatches, costs=stages, chunks=config.chunks, caps=caps)
+
+    schedule = made_within(limit, made, costs, partition.counts, stages, placement, **_beside(config, replicas))
     memory = _memory(config, costs, partition, schedule, replicas)
     for rank, need in enumerate(memory):
         if limit is not None and need > limit:
@@ -132,8 +136,12 @@ def first_plan(config: Config, model: Model, costs: tuple[LayerCost, ...], devic
 
 def _memory(config: Config, costs: Sequence[LayerCost], partition: Partition, schedule: Schedule, replicas: int) -> tuple[int, ...]:
     """Per rank, in a mesh of so many replicas."""
-    slots, pending = config.slots // replicas, config.pipeline.post_validation
-    return rank_memory(costs, partition.counts, schedule, post_validation=pending, replicas=replicas, slots=slots)
+    return rank_memory(costs, partition.counts, schedule, **_beside(config, replicas))
+
+
+def _beside(config: Config, replicas: int) -> dict[str, Any]:
+    """What the memory of a rank depends on beside layers and schedule."""
+    return {"post_validation": config.pipeline.post_validation, "replicas": replicas, "slots": config.slots // replicas}
 
 
 def shape_costs(config: Config, model: Model, replicas: int | None = None) -> tuple[LayerCost, ...]:
@@ -239,24 +247,10 @@ def recompute_for(config: Config, model: Model, device: torch.device) -> Recompu
     return fitting
 
 
-def computed_again(costs: Sequence[LayerCost], chosen: Collection[int]) -> tuple[LayerCost, ...]:
-    """Costs from shapes, where these layers compute again: what that brings back for a moment is workspace of their F and B. Shapes
-    alone tell no times: every layer counts the same."""
-    layers = [replace(c, f=1.0, b=1.0, w=1.0) for c in costs]
-    again = list(recomputed(layers, chosen))
-    if 0 in chosen:  # what the first layer keeps is a part of the batch, which is there anyway
-        again[0] = replace(again[0], activation_bytes=0)
-    back = (old.activation_bytes - new.activation_bytes for old, new in zip(layers, again, strict=True))
-    return tuple(
-        replace(c, workspace_bytes=c.workspace_bytes + x, forward_workspace_bytes=c.forward_workspace_bytes + x)
-        for c, x in zip(again, back, strict=True)
-    )
-
-
-def shapes_of(config: Config, model: Model) -> tuple[LayerCost, ...] | None:
-    """Costs from shapes; None for a model of one's own whose layers do not run on shapes alone."""
+def shapes_of(config: Config, model: Model, replicas: int | None = None) -> tuple[LayerCost, ...] | None:
+    """Costs from shapes; None for a model of one's own whose layers do not run on shapes alone. replicas: as `shape_costs` takes them."""
     try:
-        return shape_costs(config, model)
+        return shape_costs(config, model, replicas)
     except Exception:
         return None
 

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 
 from dynmo.balance.balancers import BalanceRequest
 from dynmo.balance.partition import Cost, Partition
 from dynmo.balance.placed import Make, frozen_stages
+from dynmo.balance.recompute import computed_again
+from dynmo.balance.within import made_within
 from dynmo.costs import Costs, LayerCost, LinkCost, elide, stage_costs
-from dynmo.memory import live_limits
 from dynmo.runtime.holding import Holding
 from dynmo.schedule.bound import Objective
 from dynmo.schedule.catalogue import entry, full_schedule, make
@@ -24,16 +26,29 @@ from dynmo.simulator import Timeline, resident, simulate
 Links = dict[tuple[int, int], LinkCost]
 """Between the ranks of a pair, the lower first, that hold neighbouring stages."""
 
+Shapes = Callable[[int], tuple[LayerCost, ...] | None]
+"""What the layers hold, from shapes alone, on one of so many replicas; None where shapes do not tell."""
+
 
 class Scheduling:
     """Of the layers that `holding` knows, under the schedule of this name. memory_limit: bytes per rank, for schedules that are made within
-    one. post_validation: steps may have no barrier at their end."""
+    one. post_validation: steps may have no barrier at their end. slots: reduction slots of the whole mesh. shapes: what schedules are
+    made from while nothing is measured."""
 
     def __init__(
-        self, holding: Holding, name: str, chunks: int | None, memory_limit: int | None, links: Links, *, post_validation: bool
+        self,
+        holding: Holding,
+        name: str,
+        chunks: int | None,
+        memory_limit: int | None,
+        links: Links,
+        *,
+        post_validation: bool,
+        slots: int,
+        shapes: Shapes | None = None,
     ) -> None:
         self._holding, self._name, self._chunks, self._memory_limit = holding, name, chunks, memory_limit
-        self.links, self._post_validation = links, post_validation
+        self.links, self._post_validation, self._slots, self._shapes = links, post_validation, slots, shapes
         # What the next schedule is made from; None until something is measured.
         self.known: tuple[LayerCost, ...] | None = None
 
@@ -53,20 +68,41 @@ class Scheduling:
 
     def on(self, partition: Partition, layers: tuple[LayerCost, ...] | None = None) -> Schedule:
         """The schedule that would run on this placement, with what is frozen now, made for these costs where it is made for any."""
-        layout, costs, caps = self._holding.layout, None, None
-        if layers is not None and entry(self._name).from_costs:
-            costs = self.stage_costs(layers, partition)
-            caps = live_limits(layers, partition.counts, layout.placement, self._memory_limit)
-        return make(
-            self._name,
-            layout.ranks,
-            layout.microbatches,
-            costs=costs,
-            chunks=self._chunks,
-            caps=caps,
-            first_trainable=partition.owner(self._holding.frozen.first_trainable),
-            objective=self.objective,
+        layout, from_costs = self._holding.layout, entry(self._name).from_costs
+        layers = layers or (self._guess() if from_costs else None)
+        costs = self.stage_costs(layers, partition) if from_costs and layers is not None else None
+
+        def made(caps: Sequence[float]) -> Schedule:
+            return make(
+                self._name,
+                layout.ranks,
+                layout.microbatches,
+                costs=costs,
+                chunks=self._chunks,
+                caps=caps,
+                first_trainable=partition.owner(self._holding.frozen.first_trainable),
+                objective=self.objective,
+            )
+
+        if layers is None or costs is None:  # all stages count as alike, their activations 1: at most twice as many as 1F1B keeps
+            return made((2.0 * len(layout.placement),) * layout.ranks)
+        return made_within(
+            self._memory_limit,
+            made,
+            layers,
+            partition.counts,
+            costs,
+            layout.placement,
+            post_validation=self._post_validation,
+            replicas=layout.replicas,
+            slots=self._slots // layout.replicas,
         )
+
+    def _guess(self) -> tuple[LayerCost, ...] | None:
+        """Costs before any are measured: bytes by shape, and every layer's times alike."""
+        layout, frozen = self._holding.layout, self._holding.frozen
+        shapes = None if self._shapes is None else self._shapes(layout.replicas)
+        return None if shapes is None else elide(computed_again(shapes, layout.recomputed), frozen.first_trainable, frozen.layers)
 
     def full(self) -> Schedule:
         """The schedule with every stage training: an upper bound of what any frozen prefix keeps in memory."""

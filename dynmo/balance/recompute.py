@@ -38,6 +38,20 @@ def recomputed(layers: Sequence[LayerCost], chosen: Collection[int]) -> tuple[La
     return tuple(out)
 
 
+def computed_again(costs: Sequence[LayerCost], chosen: Collection[int]) -> tuple[LayerCost, ...]:
+    """Costs from shapes, where these layers compute again: what that brings back for a moment is workspace of their F and B. Shapes alone
+    tell no times: every layer counts the same."""
+    layers = [replace(c, f=1.0, b=1.0, w=1.0) for c in costs]
+    again = list(recomputed(layers, chosen))
+    if 0 in chosen:  # what the first layer keeps is a part of the batch, which is there anyway
+        again[0] = replace(again[0], activation_bytes=0)
+    back = (old.activation_bytes - new.activation_bytes for old, new in zip(layers, again, strict=True))
+    return tuple(
+        replace(c, workspace_bytes=c.workspace_bytes + x, forward_workspace_bytes=c.forward_workspace_bytes + x)
+        for c, x in zip(again, back, strict=True)
+    )
+
+
 def _input_bytes(layers: Sequence[LayerCost], index: int) -> int:
     return layers[max(0, index - 1)].output_bytes
 

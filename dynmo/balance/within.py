@@ -1,0 +1,65 @@
+"""A schedule that is made from costs, within the memory of its ranks.
+
+    caps --make--> schedule --memory--> bytes of each rank at its peak
+
+A schedule is made to keep no more alive than its caps; messages that wait, what an op needs for itself, and sums over the replicas come
+beside that, and how much they are is known of a whole schedule only. So where it needs more than there is, the caps are lowered by as much,
+and it is made again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from dynmo.costs import Costs, LayerCost
+from dynmo.errors import ScheduleError
+from dynmo.memory import bare, live_limits, rank_memory, static_bytes
+from dynmo.schedule.op import Schedule
+from dynmo.simulator import peak_memory
+
+_ROUNDS = 8
+
+
+def made_within(
+    limit: int | None,
+    make: Callable[[Sequence[float]], Schedule],
+    layers: Sequence[LayerCost],
+    counts: Sequence[int],
+    costs: Costs,
+    placement: Sequence[int],
+    *,
+    post_validation: bool = False,
+    replicas: int = 1,
+    slots: int = 1,
+) -> Schedule:
+    """limit: bytes of a rank; None: twice what 1F1B keeps. make: the schedule for so much live memory of each rank, in the unit of `costs`,
+    which are the stages'. post_validation, replicas, slots: as `rank_memory` takes them.
+
+    Where none fits, the one that needs least is returned: who calls looks. Raises ScheduleError where not even the first can be made.
+    """
+    if limit is None:
+        return make(live_limits(layers, counts, placement, None))
+    # A rank must find room for one microbatch.
+    least = [0.0] * (max(placement) + 1)
+    for stage, rank in zip(costs.stages, placement, strict=True):
+        least[rank] += stage.held
+    always = static_bytes(bare(layers), counts, placement)
+    caps = [max(one, float(limit - held)) for one, held in zip(least, always, strict=True)]
+    best, most = make(caps), float("inf")
+    made = best
+    for _ in range(_ROUNDS):
+        needs = rank_memory(layers, counts, made, post_validation=post_validation, replicas=replicas, slots=slots)
+        if max(needs) < most:
+            best, most = made, max(needs)
+        if most <= limit:
+            break
+        alive = peak_memory(made, costs)
+        over = [max(0, need - limit) for need in needs]
+        lower = [max(one, min(a, b) - more) for one, a, b, more in zip(least, caps, alive, over, strict=True)]
+        if lower == caps:
+            break
+        try:
+            caps, made = lower, make(lower)
+        except ScheduleError:
+            break
+    return best
