@@ -414,7 +414,9 @@ class Pipeline:
 
         migration = exchange(everyone, plan, lambda i: (holding.modules[i], whole[i]), adopt)
         self.profiler.forget(move.layer for move in plan)
+        self._replicates = self._replicates or data > 1
         self._scheduling.links = measure_links(self.world, layout.pairs)
+        self._scheduling.reshaped()
         self._switched(before.recomputed ^ layout.recomputed)
         return migration
 

@@ -34,7 +34,7 @@ from dynmo.runtime.split_backward import Layer, Tensors
 from dynmo.runtime.watch import Watch
 from dynmo.schedule.catalogue import full_schedule, make, placement_of
 from dynmo.schedule.op import Schedule
-from dynmo.setup import first_partition, memory_limit, optimizer_settings
+from dynmo.setup import check_meshes, first_partition, memory_limit, optimizer_settings
 
 
 @dataclass(frozen=True)
@@ -86,6 +86,7 @@ def dry_run(config: Config) -> Plan:
     for case in cases:
         case.check(modules)
     first_partition(config, model.layers)
+    check_meshes(config, model.layers)
     try:
         costs = shape_costs(config, model)
     except Exception as error:

@@ -102,12 +102,15 @@ class Rebalancer:
             return None
         return RebalanceResultEvent(step, now(), pending.id, 1 - median(pending.after[1:]) / pending.before)
 
-    def changed(self) -> None:
-        """The model's work changed: earlier step times do not compare with later ones."""
+    def changed(self, step: int) -> RebalanceResultEvent | None:
+        """Before `step` the model's work changed: earlier step times do not compare with later ones. Returns what the last move brought
+        until then, where that is not told yet."""
+        settled = self.settle(step)
         self._recent.clear()
         self._unshaped = self._config.elastic.reshape
         if self._watch is not None:
             self._watch.changed()
+        return settled
 
     def looks(self, step: int) -> bool:
         """Whether it may do something before this step."""
@@ -179,14 +182,17 @@ class Rebalancer:
         costs = self._costs()
         measured, moved = time.perf_counter(), overhead.move
         overhead.measure += measured - start
-        move = self._move(step, costs, measured - start) if self._config.balance.balancer != "none" else None
-        gain = self._pipeline.replan(costs, self._config.balance.hysteresis / 4)
+        done, recomputed = list[Event](), self._pipeline.recomputed
+        if self._config.balance.balancer != "none":
+            done = self._move(step, costs, measured - start)
+        # Where the move has switched recomputation, the costs are no longer those that were measured.
+        gain = self._pipeline.replan(costs, self._config.balance.hysteresis / 4) if self._pipeline.recomputed == recomputed else 0.0
         overhead.decide += time.perf_counter() - measured - (overhead.move - moved)
-        done: list[Event] = [] if move is None else [move]
         return [*done, ScheduleEvent(step, now(), self._config.pipeline.schedule, gain)] if gain else done
 
-    def _move(self, step: int, costs: tuple[LayerCost, ...], measuring: float) -> Event | None:
-        """measuring: seconds that it took to gather the costs. Returns what was done, or why nothing can be."""
+    def _move(self, step: int, costs: tuple[LayerCost, ...], measuring: float) -> list[Event]:
+        """measuring: seconds that it took to gather the costs. Returns what was done, or why nothing can be; and before it what the move
+        before has brought, if that is not told yet."""
         balance, pipeline = self._config.balance, self._pipeline
         start = time.perf_counter()
         request = pipeline.request(costs, cost=cast(Cost, balance.cost), seed=self._config.seed, step=step)
@@ -194,14 +200,14 @@ class Rebalancer:
             target = balancer(balance.balancer)(request)
         except PartitionError as error:  # no room; or a baseline that has no placement for such layers
             told, self._told = self._told, True
-            return None if told else ChangeEvent(step, now(), "balance", (), f"layers stay where they are: {error}")
+            return [] if told else [ChangeEvent(step, now(), "balance", (), f"layers stay where they are: {error}")]
         if target == pipeline.partition:
-            return None
+            return []
         price = self._price(costs, pipeline.partition, target)
         decision = worth_moving_through(self._outlook(step, request, target), price, balance.margin, balance.hysteresis)
         forced = balance.balancer in FORCED
         if not decision.move and not forced:
-            return None
+            return []
         before = median(self._recent)
         source = pipeline.partition
         decided = time.perf_counter()
@@ -210,14 +216,14 @@ class Rebalancer:
         except NoRoomError:
             # By what the layers may take at most, not by what was measured, their activations do not fit there ("recompute" is "auto"). All
             # ranks find so, and nothing has moved.
-            return None
+            return []
         ended = time.perf_counter()
         self._move_seconds = migration.seconds
         self.overhead.move += ended - decided
         self.moves += 1
-        self._pending = _Pending(self.moves, before, [])
+        settled, self._pending = self.settle(step), _Pending(self.moves, before, [])
         self._recent.clear()
-        return RebalanceEvent(
+        done = RebalanceEvent(
             step,
             now(),
             self.moves,
@@ -230,6 +236,7 @@ class Rebalancer:
             measuring,
             decided - start,
         )
+        return [done] if settled is None else [settled, done]
 
     def _outlook(self, step: int, request: BalanceRequest, target: Partition) -> list[Outlook]:
         """What a step takes on the placement now and on `target`, from `step` to the run's end. What the cases do before `step` itself is

@@ -129,6 +129,11 @@ class Scheduling:
         self.known = layers
         return max(0.0, gain)
 
+    def reshaped(self) -> None:
+        """Of a rank of another mesh bytes are no longer what was measured: shares of the optimizer's state, slots."""
+        if self._memory_limit is not None:
+            self.forget()
+
     def forget(self) -> None:
         """Some layer does what nobody has measured."""
         self.known = None

@@ -60,6 +60,12 @@ def memory_limit(config: Config, device: torch.device) -> int | None:
     return torch.cuda.get_device_properties(device).total_memory // parts if device.type == "cuda" else None
 
 
+def check_meshes(config: Config, layers: int) -> None:
+    """Raises ConfigError where a mesh that the run comes to at some step cannot hold so many layers."""
+    for _, pipeline, _ in config.elastic.reshape_at:
+        first_partition(config, layers, pipeline)
+
+
 def first_partition(config: Config, layers: int, pipeline: int | None = None) -> Partition:
     """`balance.initial`, else uniform: before anything is measured nothing is better to go by. pipeline: ranks, if not the config's."""
     stages = (pipeline or config.parallel.pipeline) * config.chunks

@@ -48,7 +48,7 @@ from dynmo.runtime.mesh import arrange
 from dynmo.runtime.rendezvous import Rendezvous
 from dynmo.runtime.world import World, open_store
 from dynmo.schedule.bound import Objective
-from dynmo.setup import check_world, device_for, first_partition, memory_limit
+from dynmo.setup import check_meshes, check_world, device_for, first_partition, memory_limit
 
 Listener = Callable[[Event], None]
 
@@ -116,6 +116,7 @@ class Trainer:
         found = self._checkpoints.find(model) if resume else None
         pipeline, data = config.shape_at(0) if found is None else found.shape(config)
         partition = first_partition(config, model.layers, pipeline)
+        check_meshes(config, model.layers)
         if found is not None and len(found.partition) == partition.ranks:
             partition = Partition(found.partition)
         # What decisions need that have to fit a memory.
@@ -226,7 +227,9 @@ class Trainer:
             change = checked(case, case.act(step, self.pipeline), self.pipeline.count)
             if change is not None:
                 self.pipeline.changed(change.layers)
-                self._rebalancer.changed()
+                settled = self._rebalancer.changed(step)
+                if settled is not None:
+                    self._emit(settled)
                 self._tracer.keep_around()
                 self._emit(ChangeEvent(step, now(), case.name, change.layers, change.what))
                 if change.found and case.name in self.config.dynamism.cases:
@@ -245,7 +248,7 @@ class Trainer:
                 raise
             return  # by what layers may take at most it does not fit ("recompute" is "auto"); all ranks find so, and nothing has moved
         self._feed = Feed(self.config, self.pipeline)
-        self._rebalancer.changed()
+        self._rebalancer.changed(step)
         self._tracer.keep_around()
         seconds = time.perf_counter() - start
         self._rebalancer.overhead.move += seconds

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from functools import partial
-from typing import Any
+from typing import Any, Literal, cast
 
 import pytest
 import torch
@@ -17,6 +17,7 @@ from dynmo.config import parse
 from dynmo.errors import ConfigError, InputError, PartitionError, RunError
 from dynmo.models.emulated import make_layers
 from dynmo.models.model import Model, from_factories, load_model, next_token_loss
+from dynmo.runtime.optimizer import OptimizerSettings
 from tests.pool import Pool
 from tests.runtime.alone import MICROBATCHES, alone, emulated, gpt, ids, pipeline, tokens
 
@@ -94,6 +95,97 @@ def test_a_weight_that_is_not_in_rows() -> None:
         assert len(digests) == 1
 
 
+class Twice(nn.Module):
+    """Uses a weight through its module, and by itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.linear = nn.Embedding(16, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.embedding((x[..., 0] > 0).long())
+        return functional.linear(torch.tanh(self.linear(x)), self.linear.weight) + functional.linear(x, self.embedding.weight)[..., :8]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_weight_used_twice_in_its_layer(dtype: torch.dtype) -> None:
+    """Not by another layer: its gradient is whole, in one order, whether W is apart from B or not and however it is summed."""
+    names = ["tokens", "first", "second", "head"]
+    model = from_factories(names, [partial(nn.Embedding, 256, 8), Twice, Twice, partial(nn.Linear, 8, 256)], 0, next_token_loss)
+
+    def gradients(made: Pipeline) -> dict[str, Tensor]:
+        modules = {i: module for i, (module, _) in made.own_layers.items()}
+        return {f"{i}.{n}": p.grad.clone() for i, m in modules.items() for n, p in m.named_parameters() if p.grad is not None}
+
+    text = torch.randint(256, (4, 2, 9), generator=torch.Generator().manual_seed(0))
+    inputs, targets = text[..., :-1], text[..., 1:]
+    found: dict[tuple[str, int], dict[str, Tensor]] = {}
+    for schedule in ("1f1b", "zb-h2", "zb-v"):
+        for slots in (1, 2, 4):
+            counts = (2, 2) if schedule == "zb-v" else (4,)
+            made = Pipeline(alone(), model, Partition(counts), schedule=schedule, microbatches=4, slots=slots, dtype=dtype)
+            made.forward_backward(0, inputs, targets)
+            found[schedule, slots] = gradients(made)
+    plain = nn.Sequential(*(m.float() for m in model.build(range(4))))
+    loss = torch.stack([next_token_loss(plain(x), y) for x, y in zip(inputs, targets, strict=True)]).mean()
+    loss.backward()
+    wanted = {f"{i}.{n}": p.grad for i, m in enumerate(plain) for n, p in m.named_parameters()}
+    for slots in (1, 2, 4):
+        for schedule in ("1f1b", "zb-h2", "zb-v"):
+            got = found[schedule, slots]
+            assert got.keys() == wanted.keys()
+            assert all(torch.equal(g, found["1f1b", slots][key]) for key, g in got.items()), (schedule, slots)
+            if dtype == torch.float32:
+                for key, g in got.items():
+                    torch.testing.assert_close(g, wanted[key], rtol=1e-5, atol=1e-7, msg=lambda m, k=key: f"{k}: {m}")
+
+
+class Turned(nn.Linear):
+    """A linear of one's own that defers, and leaves its gradient as columns."""
+
+    tape = None
+
+    def forward(self, input: Tensor) -> Tensor:
+        return cast(Tensor, _Turn.apply(input, self.weight, self))
+
+
+class _Turn(torch.autograd.Function):
+    columns = True
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: nn.Parameter, layer: Turned) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.layer = layer
+        return functional.linear(x, weight)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        (x,), layer, (gy,) = ctx.saved_tensors, ctx.layer, gradients
+
+        def work() -> None:
+            gradient = x.reshape(-1, x.shape[-1]).t().mm(gy.reshape(-1, gy.shape[-1])).t()
+            gradient = gradient if _Turn.columns else gradient.contiguous()
+            layer.weight.grad = gradient if layer.weight.grad is None else layer.weight.grad + gradient
+
+        layer.tape.add(work, x, gy)
+        return gy.matmul(layer.weight), None, None
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
+def test_a_gradient_that_is_not_in_rows(optimizer: Literal["adamw", "sgd"], monkeypatch: pytest.MonkeyPatch) -> None:
+    digests = set[str]()
+    for columns in (True, False):
+        monkeypatch.setattr(_Turn, "columns", columns)
+        factories = [partial(nn.Embedding, 256, 8), partial(Turned, 8, 8, bias=False), partial(nn.Linear, 8, 256)]
+        model = from_factories(["tokens", "turned", "head"], factories, 0, next_token_loss)
+        settings = OptimizerSettings(optimizer, momentum=0.9)
+        made = Pipeline(alone(), model, Partition((3,)), schedule="zb-h1", microbatches=MICROBATCHES, optimizer=settings)
+        for step in range(3):
+            made.step(step, *tokens(step), lr=0.1)
+        digests.add(made.digest())
+    assert len(digests) == 1
+
+
 def test_layers_share_nothing() -> None:
     one = nn.Linear(8, 8)
     factories = [partial(nn.Embedding, 256, 8), lambda: one, lambda: one, partial(nn.Linear, 8, 256)]
@@ -133,6 +225,23 @@ def test_tied_embedding() -> None:
     first, last = (made.own_layers[i][0] for i in (0, 5))
     assert torch.equal(first.get_parameter("tokens.weight"), last.get_parameter("logits.weight"))
     torch.testing.assert_close(first.get_parameter("tokens.weight"), owner.weight, rtol=1e-4, atol=1e-5)
+
+
+def test_a_tied_weight_that_never_trains() -> None:
+    """Its owner says so; its other use has no gradient that would pile up and clip the rest."""
+
+    def head() -> nn.Module:
+        return nn.Linear(8, 256, bias=False)
+
+    def fixed() -> nn.Module:
+        return nn.Embedding(256, 8).requires_grad_(False)
+
+    factories = [fixed, partial(nn.Linear, 8, 8), head]
+    tied = [((0, "weight"), (2, "weight"))]
+    made = pipeline(from_factories(["tokens", "middle", "head"], factories, 0, next_token_loss, tied=tied))
+    norms = {made.step(step, *tokens(0), lr=0.0).norm for step in range(3)}
+    assert len(norms) == 1
+    assert not made.own_layers[2][0].get_parameter("weight").requires_grad
 
 
 def test_a_tied_weight_freezes_with_its_owner() -> None:

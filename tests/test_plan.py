@@ -156,6 +156,13 @@ def test_input_errors_are_those_of_a_run() -> None:
         dry_run(
             parse({"model": {"kind": "python:tests.models.user_model:layers"}, "parallel": {"pipeline": 2}, "balance": {"initial": [1, 2]}})
         )
+    meshes = {
+        "parallel": {"data": 6},
+        "elastic": {"reshape_at": [[3, 6, 1]]},
+        "train": {"global_batch": 48, "micro_batch": 1, "reduction_slots": 24},
+    }
+    with pytest.raises(ConfigError, match=r"parallel.pipeline = 6 is more than the model's 5 layers"):
+        dry_run(parse({"model": {"kind": "python:tests.models.user_model:layers"}} | meshes))
     plan = dry_run(
         parse({"model": {"kind": "python:tests.models.user_model:layers"}, "parallel": {"pipeline": 2}, "train": {"micro_batch": 4}})
     )

@@ -58,6 +58,16 @@ def test_the_gain_is_predicted_and_measured(pool: Pool) -> None:
     assert end["measure_seconds"] + end["decide_seconds"] + end["move_seconds"] < end["seconds"]
 
 
+def test_what_a_move_brought_ends_where_the_work_changes(pool: Pool) -> None:
+    """After step 8's move there are four steps, and then the next layers freeze: faster, but not for the move."""
+    events = run(pool, dynamism={"freezing": {"schedule": [[1, 4], [12, 6]]}}, train={"steps": 16})
+    (move,) = of(events, "rebalance")
+    (result,) = of(events, "rebalance_result")
+    seconds = [s["seconds"] for s in of(events, "step")]
+    assert (move["step"], result["step"]) == (8, 12)
+    assert result["measured_gain"] == pytest.approx(1 - median(seconds[9:12]) / median(seconds[3:8]))
+
+
 def test_hysteresis_holds_back(pool: Pool) -> None:
     events = run(pool, balance={"hysteresis": 0.5}, train={"steps": 10})
     assert of(events, "rebalance") == []
@@ -73,12 +83,12 @@ def test_a_move_must_repay_itself(pool: Pool) -> None:
 
 
 def test_forced_moves(pool: Pool) -> None:
-    """`uniform` and `random` ask nobody; a result needs enough steps, or the end of the run."""
+    """`uniform` and `random` ask nobody; a result needs two steps, and comes at the next move or the run's end if not before."""
     events = run(pool, balance={"balancer": "random", "every": 3}, train={"steps": 9}, model={"f": 0.0, "b": 0.0, "w": 0.0})
     moves, results = of(events, "rebalance"), of(events, "rebalance_result")
     assert [m["step"] for m in moves] == [3, 6]
     assert all(m["reason"] == "random: forced" for m in moves)
-    assert [r["id"] for r in results] == [2], "the second move came before the first could be judged"
+    assert [r["id"] for r in results] == [1, 2], "of three steps two are counted, then the next move comes"
 
 
 def test_the_memory_limit_is_respected(pool: Pool) -> None:

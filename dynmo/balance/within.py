@@ -47,19 +47,19 @@ def made_within(
     caps = [max(one, float(limit - held)) for one, held in zip(least, always, strict=True)]
     best, most = make(caps), float("inf")
     made = best
-    for _ in range(_ROUNDS):
+    for turn in range(_ROUNDS):
         needs = rank_memory(layers, counts, made, post_validation=post_validation, replicas=replicas, slots=slots)
         if max(needs) < most:
             best, most = made, max(needs)
-        if most <= limit:
+        if most <= limit or caps == least:
             break
         alive = peak_memory(made, costs)
         over = [max(0, need - limit) for need in needs]
         lower = [max(one, min(a, b) - more) for one, a, b, more in zip(least, caps, alive, over, strict=True)]
-        if lower == caps:
-            break
+        # One microbatch at a time is the last that there is to try.
+        caps = least if lower == caps or turn == _ROUNDS - 2 else lower
         try:
-            caps, made = lower, make(lower)
+            made = make(caps)
         except ScheduleError:
             break
     return best

@@ -117,7 +117,7 @@ class _MaskedFunction(torch.autograd.Function):
         x = ctx.saved_tensors[0].detach()
         gy, weight, bias, mask = gradients[0], ctx.weight, ctx.bias, ctx.mask
         gx = torch.matmul(gy, weight) if ctx.needs_input_grad[0] else None
-        if ctx.tape is None:
+        if ctx.tape is None or weight in ctx.tape.whole:
             x2, gy2 = x.reshape(-1, x.shape[-1]), gy.reshape(-1, gy.shape[-1])
             return gx, torch.mm(gy2.t(), x2) * mask, None if bias is None else gy2.sum(0), None
         ctx.tape.add(lambda: _accumulate_masked(weight, bias, mask, x, gy), x, gy)

@@ -10,7 +10,7 @@ precision (on CUDA of float32), and only the sum over microbatches must not lose
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, Protocol, cast, runtime_checkable
 
@@ -68,15 +68,18 @@ def add_rows(bias: nn.Parameter, rows: Tensor) -> None:
 class WeightTape:
     """Takes the weight-gradient work of one layer while its backward runs.
 
-    `run` is called for work that is not deferred; the layer sets it to time the work.
+    `run` is called for work that is not deferred; the layer sets it to time the work. whole: parameters that the layer also uses by itself,
+    not through their module (`used_twice`): their gradient comes from autograd, all of it in B, or the order of its parts, and so the bits,
+    would depend on where W runs.
     """
 
-    __slots__ = ("deferred", "pending", "run")
+    __slots__ = ("deferred", "pending", "run", "whole")
 
     def __init__(self) -> None:
         self.deferred = False
         self.pending: list[tuple[WeightWork, tuple[Tensor, ...]]] = []
         self.run: Callable[[WeightWork], None] = lambda work: work()
+        self.whole: frozenset[Tensor] = frozenset()
 
     def add(self, work: WeightWork, *holds: Tensor) -> None:
         """`holds`: the tensors that stay alive until the work has run (for the memory account)."""
@@ -104,15 +107,19 @@ class _LinearFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: nn.Parameter, bias: nn.Parameter | None, tape: WeightTape) -> Tensor:
         ctx.save_for_backward(x)
-        ctx.split = weight, bias, tape
+        ctx.weight, ctx.bias, ctx.tape = weight, bias, tape
         return functional.linear(x, weight, bias)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, None, None, None]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
         # Without its graph, which would keep the layer's inputs until W has run.
         x, gy = ctx.saved_tensors[0].detach(), gradients[0]
-        weight, bias, tape = ctx.split
+        weight, bias, tape = ctx.weight, ctx.bias, ctx.tape
         gx = torch.matmul(gy, weight) if ctx.needs_input_grad[0] else None
+        if weight in tape.whole or bias in tape.whole:
+            rows = gy.reshape(-1, gy.shape[-1])
+            gw = torch.mm(rows.t(), x.reshape(-1, x.shape[-1]))
+            return gx, gw, rows.sum(0) if ctx.needs_input_grad[2] else None, None
         tape.add(partial(accumulate_linear, weight, bias, x, gy), x, gy)
         return gx, None, None, None
 
@@ -154,11 +161,34 @@ class _EmbeddingFunction(torch.autograd.Function):
         return functional.embedding(ids, weight)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[None, None, None]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[None, Tensor | None, None]:
         (ids,) = ctx.saved_tensors
         gy, weight = gradients[0], ctx.weight
+        if weight in ctx.tape.whole:
+            gradient = zero_gradient(weight)
+            gradient.index_add_(0, ids.reshape(-1), gy.reshape(-1, gy.shape[-1]).to(gradient.dtype))
+            return None, gradient.to(weight.dtype), None
         ctx.tape.add(lambda: accumulate_embedding(weight, ids, gy), ids, gy)
         return None, None, None
+
+
+def used_twice(outputs: Iterable[Tensor]) -> frozenset[Tensor]:
+    """Of a layer's outputs with their graph: the parameters that it has from a module that splits and, besides, without it."""
+    by_module, by_itself = set[Tensor](), set[Tensor]()
+    nodes = [y.grad_fn for y in outputs if y.grad_fn is not None]
+    seen = set(nodes)
+    while nodes:
+        node = nodes.pop()
+        # The function of a module that splits has its tape at hand.
+        into = by_module if getattr(node, "tape", None) is not None else by_itself
+        for below, _ in node.next_functions:
+            variable = getattr(below, "variable", None)
+            if variable is not None:
+                into.add(variable)
+            elif below is not None and below not in seen:
+                seen.add(below)
+                nodes.append(below)
+    return frozenset(by_module & by_itself)
 
 
 def accumulate_embedding(weight: nn.Parameter, ids: Tensor, gy: Tensor) -> None:

@@ -185,13 +185,16 @@ def verify(path: Path, world: World | None = None) -> CheckpointManifest:
     if world is not None:
         good = -int(world.largest(torch.tensor([-good]), "its part of the checkpoint to be read"))
     if good < len(files):
-        said = "is damaged: its SHA-256 is not the manifest's" if files[good].is_file() else "is missing"
+        said = "is damaged or cannot be read: its SHA-256 is not the manifest's" if files[good].is_file() else "is missing"
         raise CheckpointError(f"{files[good]} {said}")
     return manifest
 
 
 def _is_whole(file: Path, digest: str) -> bool:
-    return file.is_file() and _sha256(file).hex() == digest
+    try:
+        return file.is_file() and _sha256(file).hex() == digest
+    except OSError:  # that it cannot be read
+        return False
 
 
 def load_layer(path: Path, index: int, device: torch.device) -> tuple[Contents, dict[str, bool]]:
@@ -234,6 +237,14 @@ def fit(index: int, name: str, module: nn.Module, tensors: Contents) -> Contents
                 "config's model; resume with the config that the run was started with"
             )
     remade = {f"{prefix}.{key}".lstrip(".") for prefix, part in module.named_modules() for key in part._non_persistent_buffers_set}
+    # A forward may make a buffer, but no module for it.
+    parts = dict(module.named_modules())
+    lost = sorted(key for section, key in tensors if section == "buffer" and key.rpartition(".")[0] not in parts)
+    if lost:
+        raise CheckpointError(
+            f"layer {index} ({name}): the checkpoint has the buffer {lost[0]}, the config's model has not; resume with the config that the "
+            "run was started with"
+        )
     left_out: set[tuple[str, str]] = set()
     for key, buffer in module.named_buffers():
         then = tensors.get(("buffer", key))

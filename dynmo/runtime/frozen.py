@@ -17,6 +17,7 @@ class Frozen:
         self._modules, self._tied = modules, tied
         # Which parameters of a frozen layer trained before, so that it can thaw.
         self._thawed: dict[int, list[str]] = {}
+        self._freeze_tied()
 
     @property
     def layers(self) -> frozenset[int]:
@@ -54,5 +55,6 @@ class Frozen:
 
     def _freeze_tied(self) -> None:
         """A tied weight is one weight: frozen with its owner, in every use."""
-        for (owner, _), (user, name) in self._tied:
-            self._modules[user].get_parameter(name).requires_grad_(owner not in self._thawed)
+        for (owner, owner_name), (user, name) in self._tied:
+            trains = self._modules[owner].get_parameter(owner_name).requires_grad
+            self._modules[user].get_parameter(name).requires_grad_(trains)

@@ -91,10 +91,11 @@ def fill(module: nn.Module, tensors: Contents, flags: dict[str, bool]) -> dict[s
             parameter.grad_dtype = gradient.dtype
         parameter.grad = gradient
         setattr(owner, key, parameter)
-    for name in [n for n, _ in module.named_buffers()]:
-        owner, key = _owner(module, name)
-        if ("buffer", name) in tensors:  # a checkpoint leaves out what the module makes for itself
-            owner._buffers[key] = tensors["buffer", name]
+    # A checkpoint leaves out what the module makes for itself; what it has and this module lacks, a forward made.
+    for section, name in tensors:
+        if section == "buffer":
+            owner, key = _owner(module, name)
+            owner._buffers[key] = tensors[section, name]
     return {name: t for (section, name), t in tensors.items() if section == "optimizer"}
 
 

@@ -197,7 +197,7 @@ class LayerOptimizer:
         copy (Zero Bubble, in-place rollback).
 
             AdamW  u = lr (m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + eps);  p = (p + u) / (1 - lr wd)
-                   v = (v - (1 - b2) g^2) / b2;  m = (m - (1 - b1) g) / b1;  t = t - 1
+                   v = (v - (1 - b2) g^2) / b2;  m = (m - (1 - b1) g) / b1;  t = t - 1   (where b is 0 a moment has no past: 0)
             SGD    p = p + lr b;  b = (b - g - wd p) / momentum
         """
         done = self._gradients()
@@ -223,8 +223,8 @@ class LayerOptimizer:
             root = (second / (1 - b2**count)).sqrt_().add_(s.eps)
             piece.addcdiv_(first, root, value=lr / (1 - b1**count)).div_(1 - lr * decay)
             # Rounding may leave less than nothing of a square.
-            second.addcmul_(g, g, value=b2 - 1).div_(b2).clamp_(min=0)
-            first.sub_(g, alpha=1 - b1).div_(b1)
+            second = second.addcmul_(g, g, value=b2 - 1).div_(b2).clamp_(min=0) if b2 else second.zero_()
+            first = first.sub_(g, alpha=1 - b1).div_(b1) if b1 else first.zero_()
             t.sub_(1)
         if name in self._fresh:
             self._state.pop(name)

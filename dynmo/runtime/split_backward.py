@@ -22,7 +22,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_
 
 from dynmo.kernels.compiling import compiled
 from dynmo.kernels.seeds import generator_of, seed_forward
-from dynmo.kernels.split import WeightTape, WeightWork, install
+from dynmo.kernels.split import WeightTape, WeightWork, install, used_twice
 from dynmo.runtime.clock import Clock
 from dynmo.runtime.slots import Slots
 from dynmo.schedule.op import Kind
@@ -139,6 +139,7 @@ class Layer:
 
         with saved_tensors_hooks(pack, lambda tensor: tensor):
             outputs = self._call(inputs, finish)
+        self.tape.whole = used_twice(outputs)
         self.activation_bytes = _storage_bytes(inputs if self.recompute else kept, inputs)
         self.output_bytes = sum(y.nbytes for y in outputs)
         return outputs

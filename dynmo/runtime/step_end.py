@@ -55,6 +55,11 @@ class StepEnd:
     def prepare(self) -> None:
         """Before anyone looks at the gradients: those of tied weights are summed, and the loss scale is divided out."""
         self._holding.tied.merge()
+        for layer in self._holding.layers.values():
+            for parameter in layer.module.parameters():
+                # Fused optimizers read memory as it lies; the tape of a module of one's own may leave a gradient in another order.
+                if parameter.grad is not None and not parameter.grad.is_contiguous():
+                    parameter.grad = parameter.grad.contiguous()
         self._unscale()
 
     def _unscale(self) -> None:

@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from dynmo.api import Pipeline
 from dynmo.balance.partition import Partition
 from dynmo.config import parse
 from dynmo.errors import CheckpointError
-from dynmo.models.model import from_factories, load_model, next_token_loss
+from dynmo.models.model import Model, from_factories, load_model, next_token_loss
 from dynmo.runtime import checkpoint
 from dynmo.runtime.optimizer import OptimizerSettings
 from tests.pool import Pool
@@ -102,7 +102,7 @@ def test_ranks_read_a_part_each(pool: Pool, ranks: int, tmp_path: Path) -> None:
     flip(tmp_path / files[-1])
     for row in pool.run("tests.runtime.jobs.checkpoint:look_together", ranks, folder=str(tmp_path)):
         assert row["path"] == first.name
-        assert row["problems"] == [f"{tmp_path / files[-1]} is damaged: its SHA-256 is not the manifest's"]
+        assert row["problems"] == [f"{tmp_path / files[-1]} is damaged or cannot be read: its SHA-256 is not the manifest's"]
 
 
 def test_what_is_missing_or_torn(tmp_path: Path) -> None:
@@ -165,6 +165,36 @@ def test_another_model_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"layer 0 \(embedding\): tokens.weight is \(256, 16\) in the checkpoint, \(256, 24\) in the"):
         other.restore(0, *checkpoint.load_layer(path, 0, torch.device("cpu")))
     assert other.digest() == before
+
+
+def test_a_buffer_that_a_forward_has_made(tmp_path: Path) -> None:
+    """It comes back; but not to a model without the module that has it."""
+
+    class Counting(nn.Linear):
+        def forward(self, input: Tensor) -> Tensor:
+            self._buffers["seen"] = torch.ones(1)
+            return super().forward(input)
+
+    def model(inside: bool, registers: bool = True) -> Model:
+        def middle() -> nn.Module:
+            made = Counting(8, 8, bias=False)
+            if registers:
+                made.register_buffer("seen", None)
+            return nn.Sequential(nn.Identity(), made) if inside else made
+
+        factories = [partial(nn.Embedding, 256, 8), middle, partial(nn.Linear, 8, 256)]
+        return from_factories(["tokens", "middle", "head"], factories, 0, next_token_loss)
+
+    made = pipeline(model(True))
+    made.step(0, *tokens(0), lr=0.1)
+    arrived = checkpoint.load_layer(save(made, tmp_path, 1), 1, torch.device("cpu"))
+    for registers in (True, False):
+        other = pipeline(model(True, registers))
+        other.restore(1, *arrived)
+        assert dict(other.own_layers[1][0].named_buffers())["1.seen"].tolist() == [1.0]
+    tensors = {(section, key.removeprefix("1.") if section == "parameter" else key): t for (section, key), t in arrived[0].items()}
+    with pytest.raises(CheckpointError, match=r"layer 1 \(middle\): the checkpoint has the buffer 1.seen, the config's model has not; "):
+        checkpoint.fit(1, "middle", model(False).build([1])[1], tensors)
 
 
 def test_a_version_of_tomorrow(tmp_path: Path) -> None:
@@ -263,6 +293,8 @@ def test_buffers_of_a_checkpoint(tmp_path: Path) -> None:
     same = made(["mean", "own"])
     same.restore(1, *layer)
     assert all((buffer == 3).all() for buffer in same.modules[1].buffers())
-    made([]).restore(1, *layer)
+    less = made([])
+    less.restore(1, *layer)
+    assert dict(less.modules[1].named_buffers())["mean"].tolist() == [3.0] * 8
     with pytest.raises(CheckpointError, match="the config's model has the buffer scale, the checkpoint has not; resume with the config"):
         made(["mean", "scale"]).restore(1, *layer)

@@ -87,6 +87,29 @@ def test_a_torn_manifest_is_refused() -> None:
         unpack(pack(2, nn.Linear(3, 2), {})[0][:-5], MOVE, CPU)
 
 
+class Counting(nn.Module):
+    """Has a buffer from its first forward on."""
+
+    seen: torch.Tensor | None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(2, 2)
+        self.register_buffer("seen", None)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen = torch.ones(2) if self.seen is None else self.seen + 1
+        return self.linear(x)
+
+
+def test_a_buffer_that_a_forward_has_made() -> None:
+    here, there = Counting(), Counting().to("meta")
+    here(here(torch.zeros(1, 2)))
+    fill(there, contents(here, {}), dict.fromkeys(("linear.weight", "linear.bias"), True))
+    assert there.seen is not None
+    assert there.seen.tolist() == [2.0, 2.0]
+
+
 def test_pack_and_unpack() -> None:
     """Room for exactly what is sent, in the same order; then `fill` makes the module of it."""
     module = nn.BatchNorm1d(4)

@@ -294,7 +294,10 @@ def test_shares_leave_the_bits_of_the_whole(settings: OptimizerSettings, count: 
     assert max(part.state_bytes for part in parts) < one.state_bytes
 
 
-@pytest.mark.parametrize("settings", [*BOTH, PLAIN_SGD])
+NO_PAST = [OptimizerSettings(weight_decay=0.2, betas=betas, eps=1e-6) for betas in ((0.0, 0.9), (0.8, 0.0))]
+
+
+@pytest.mark.parametrize("settings", [*BOTH, PLAIN_SGD, *NO_PAST])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("first", [True, False])
 def test_restore_is_exact_and_invert_is_near(settings: OptimizerSettings, dtype: torch.dtype, first: bool) -> None:
