@@ -28,6 +28,7 @@ def report(
         difference_line,
         differences,
         event_lines,
+        noise,
         phase_table,
         summarize,
         verdict,
@@ -69,6 +70,9 @@ def report(
     console.print(comparison_table(summaries))
     if differ is not None:
         console.print(difference_line(differ), highlight=False, markup=False)
+    doubt = noise(summaries, differ)
+    if doubt is not None:
+        console.print(doubt, highlight=False, markup=False)
     console.print(said, highlight=False)
 
 

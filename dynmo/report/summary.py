@@ -24,6 +24,9 @@ from dynmo.events import (
     StepEvent,
 )
 
+# Steps after the first of a run that are enough for a median, and by what share such medians differ on a quiet machine at most.
+_ENOUGH, _NOISE = 4, 0.1
+
 Changes = ChangeEvent | ReshapeEvent | SkippedEvent | RollbackEvent | PostValidationEvent
 
 
@@ -209,6 +212,23 @@ def comparison_table(runs: Sequence[tuple[str, Summary]]) -> Table:
     for heading, cell in rows.items():
         table.add_row(heading, *map(cell, summaries))
     return table
+
+
+def noise(runs: Sequence[tuple[str, Summary]], differ: Mapping[str, Sequence[Any]] | None) -> str | None:
+    """A line where the machine was not as fast for each run, as far as work tells that is the same in all: of configs that differ in their
+    balancing only, the first steps."""
+    first = [run.phases[0] for _, run in runs]
+    same = len({(phase.first, phase.layers, phase.frozen) for phase in first}) == 1 and min(x.last - x.first for x in first) >= _ENOUGH
+    if not same or differ is None or any(not key.startswith("balance.") for key in differ):
+        return None
+    seconds = [phase.seconds for phase in first]
+    if max(seconds) <= (1 + _NOISE) * min(seconds):
+        return None
+    took = " and ".join(f"{x:.3f}" for x in seconds)
+    return (
+        f"from step {first[0].first} to {min(x.last for x in first)} all did the same work, at {took} s a step: the machine was not alike, "
+        "and nor are the speed-ups; compare runs of a quieter one"
+    )
 
 
 def verdict(runs: Sequence[tuple[str, Summary]]) -> str:

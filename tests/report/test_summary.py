@@ -20,11 +20,13 @@ from dynmo.events import (
     StepEvent,
 )
 from dynmo.report.summary import (
+    Summary,
     comparison_table,
     difference_line,
     differences,
     event_lines,
     layers_text,
+    noise,
     rebalance_lines,
     summarize,
     verdict,
@@ -132,6 +134,22 @@ def test_verdict() -> None:
     assert verdict([("a", one), ("b", same)]) == "same loss and same weights, to the last bit"
     assert "different weights" in verdict([("a", one), ("b", other)])
     assert "has not ended" in verdict([("a", one), ("b", cut)])
+
+
+def test_a_machine_that_was_not_alike() -> None:
+    """Told by the first steps, which are the same work as long as nothing has moved."""
+
+    def made(seconds: float, count: int = 6, layers: tuple[int, ...] = (2, 2)) -> list[tuple[str, Summary]]:
+        return [(str(s), summarize([step(i, s, layers if s != 1.0 else (2, 2)) for i in range(count)])) for s in (1.0, seconds)]
+
+    balancing = {"balance.balancer": ["none", "exact"]}
+    told = "from step 0 to 5 all did the same work, at 1.000 and 1.200 s a step: the machine was not alike, and nor are the speed-ups; "
+    assert noise(made(1.2), balancing) == told + "compare runs of a quieter one"
+    assert noise(made(1.05), balancing) is None
+    assert noise(made(1.2, count=4), balancing) is None, "too few to say"
+    assert noise(made(1.2, layers=(3, 1)), balancing) is None, "other work"
+    assert noise(made(1.2), balancing | {"pipeline.schedule": ["1f1b", "zb-h1"]}) is None
+    assert noise(made(1.2), None) is None
 
 
 def test_layers_text() -> None:
