@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from statistics import median
 from typing import Any
 
 import pytest
 
+from dynmo.balance.partition import Partition
 from dynmo.config import parse
+from dynmo.events import Event, to_json
+from dynmo.models.model import load_model
 from dynmo.plan import dry_run
+from dynmo.runtime.world import World
+from dynmo.schedule.op import Schedule
+from dynmo.trainer import Trainer
 from tests.pool import JobFailed, Pool
 
 # Eight layers of 4 ms each way; the first four freeze at step 1, which leaves rank 0 a third of its work.
@@ -109,12 +116,15 @@ def test_a_memory_limit_that_is_too_small_from_the_start(pool: Pool) -> None:
         run(pool, pipeline={"memory_limit": 1000})
 
 
+# Of two ranks with four layers each the second takes twice as long, and for W next to nothing.
+_UNEVEN = {"f": [4e-3] * 4 + [8e-3] * 4, "b": [4e-3] * 4 + [8e-3] * 4, "w": [8e-3] * 4 + [1e-3] * 4}
+
+
 def test_a_schedule_is_made_anew_from_live_costs(pool: Pool) -> None:
-    """zb-auto starts with equal stages in mind; the second rank takes twice as long, and for W next to nothing."""
-    uneven = {"f": [4e-3] * 4 + [8e-3] * 4, "b": [4e-3] * 4 + [8e-3] * 4, "w": [8e-3] * 4 + [1e-3] * 4}
+    """zb-auto starts with equal stages in mind."""
     still = {"cases": []}
     balance = {"balancer": "none"}
-    events = run(pool, model=uneven, pipeline={"schedule": "zb-auto"}, balance=balance, dynamism=still, train={"steps": 18})
+    events = run(pool, model=_UNEVEN, pipeline={"schedule": "zb-auto"}, balance=balance, dynamism=still, train={"steps": 18})
     remade = of(events, "schedule")
     assert remade, "the schedule was never made anew"
     assert remade[0]["name"] == "zb-auto"
@@ -123,6 +133,30 @@ def test_a_schedule_is_made_anew_from_live_costs(pool: Pool) -> None:
     assert of(events, "rebalance") == []
     steps = of(events, "step")
     assert all(s["layers"] == [4, 4] for s in steps)
+
+
+def switching(world: World, config: dict[str, Any]) -> list[dict[str, Any]]:
+    """A run whose layers 1 and 2 compute again in B where each rank has four."""
+    loaded = parse(config)
+    told: list[Event] = []
+    trainer = Trainer(loaded, world, load_model(loaded), None, listen=told.append)
+
+    def recompute(partition: Partition, schedule: Schedule, replicas: int) -> frozenset[int]:
+        return frozenset({1, 2} if partition.counts == (4, 4) else ())
+
+    trainer.pipeline._layouts = replace(trainer.pipeline._layouts, recompute=recompute)
+    trainer.run()
+    return [to_json(event) for event in told]
+
+
+def test_no_schedule_is_made_from_costs_that_a_move_has_changed(pool: Pool) -> None:
+    """Layers that compute again from a move on cost what nobody has measured: it is made anew once they are."""
+    changes = {"model": _UNEVEN, "train": {"steps": 10}, "balance": {"initial": [3, 5]}}
+    config = CONFIG | {section: CONFIG[section] | keys for section, keys in changes.items()}
+    config |= {"pipeline": {"schedule": "zb-auto"}, "dynamism": {}}
+    told = pool.run("tests.test_rebalance:switching", 2, config=config)[0]
+    assert [(e["step"], e["from"], e["to"]) for e in of(told, "rebalance")] == [(8, [3, 5], [4, 4])]
+    assert of(told, "schedule") == []
 
 
 # Rank 0's layers take twice as long, until the first four freeze: from then on rank 1 is the busier one.

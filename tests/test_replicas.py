@@ -8,10 +8,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from benchmarks.replicas import could_hide
 from dynmo import profile_file
+from dynmo.api import Pipeline
+from dynmo.balance.partition import uniform
+from dynmo.config import parse
 from dynmo.events import ReshapeEvent, read
+from dynmo.models.model import load_model
+from dynmo.runtime.world import World
 from tests.pool import JobFailed, Pool
 
 STEPS = 6
@@ -191,6 +197,22 @@ def test_what_replicas_would_each_have_of_their_own_is_refused(pool: Pool) -> No
         run(pool, wanted)
     wanted["parallel"]["data"] = 1
     run(pool, wanted)
+
+
+def after_a_reshape(world: World, data: int) -> None:
+    """A loop of one's own, whose pipeline was not told that it may become replicas."""
+    model = load_model(parse({"model": {"kind": "python:tests.runtime.written:layers", "sequence": 8}}))
+    made = Pipeline(world, model, uniform(model.layers, world.size), schedule="zb-h1", microbatches=4, slots=2)
+    ids = torch.zeros(4, 1, 8, dtype=torch.int64)
+    made.step(0, ids, ids, lr=0.0)
+    made.reshape(pipeline=2 // data, data=data)
+    made.step(1, ids[::data], ids[::data], lr=0.0)
+
+
+def test_a_reshape_makes_replicas_that_would_have_their_own(pool: Pool) -> None:
+    pool.run("tests.test_replicas:after_a_reshape", 2, data=1)
+    with pytest.raises(JobFailed, match=r"writes to its buffer 'mean' .*, of which every replica would have its own; use "):
+        pool.run("tests.test_replicas:after_a_reshape", 2, data=2)
 
 
 def test_slots_change_the_bits(pool: Pool) -> None:

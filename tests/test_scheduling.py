@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -65,3 +66,29 @@ def test_without_a_limit_it_keeps_at_most_twice_what_1f1b_does(pool: Pool) -> No
     most = max(alive for pairs in resident(make("1f1b", 2, 32)) for alive, _ in pairs)
     # A microbatch between B and W counts half.
     assert max(alive + stashed / 2 for pairs in first[0] for alive, stashed in pairs) <= 2 * most
+
+
+def reshaped(world: World, config: dict[str, Any]) -> list[str]:
+    """The schedule after a reshape of a pipeline that has measured nothing, and of one that knows its layers' costs."""
+    loaded = parse(config)
+    model = load_model(loaded)
+    out: list[str] = []
+    for measured in (False, True):
+        pipeline = pipeline_for(loaded, world, model, uniform(model.layers, world.size))
+        if measured:
+            shapes = computed_again(shape_costs(loaded, model), ())
+            pipeline.replan(tuple(replace(layer, activation_bytes=2 * layer.activation_bytes) for layer in shapes))
+            out.append(str(pipeline._scheduling.agreed()))
+        pipeline.reshape(pipeline=2, data=2)
+        out.append(str(pipeline._scheduling.agreed()))
+    return out
+
+
+def test_after_a_reshape_bytes_are_those_of_its_mesh(pool: Pool) -> None:
+    """What was measured on four ranks with all of a layer's optimizer state is not what two hold that share it."""
+    config = CONFIG | {"train": CONFIG["train"] | {"reduction_slots": 2}, "parallel": {"pipeline": 4, "zero": 1}}
+    after = {"parallel": {"pipeline": 2, "data": 2, "zero": 1}, "pipeline": {"schedule": "1f1b"}}
+    least = max(dry_run(parse(config | after)).memory)
+    config["pipeline"] = {"schedule": "zb-auto", "memory_limit": int(1.3 * least)}
+    for unmeasured, before, after in pool.run("tests.test_scheduling:reshaped", 4, config=config):
+        assert after == unmeasured != before

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import zipfile
 from functools import partial
 from pathlib import Path
@@ -117,6 +118,18 @@ def test_what_is_missing_or_torn(tmp_path: Path) -> None:
     (first / "layer-0003" / "layer.json").unlink()
     with pytest.raises(CheckpointError, match=r"no checkpoint is whole; the newest: .*layer-0003/layer.json is missing"):
         checkpoint.find(tmp_path)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs a file whose every read fails")
+def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
+    made = gpt()
+    first, second = save(made, tmp_path, 1), save(made, tmp_path, 2)
+    file = second / "layer-0003" / "tensors.safetensors"
+    file.unlink()
+    file.symlink_to("/proc/self/mem")  # of this process's memory nothing is at address 0
+    path, _, problems = checkpoint.find(tmp_path)
+    assert path == first
+    assert [f"{file} is damaged or cannot be read" in problem for problem in problems] == [True]
 
 
 def test_only_the_last_are_kept(tmp_path: Path) -> None:
