@@ -467,7 +467,8 @@ class Pipeline:
         return self._scheduling.predict(layers, partition)
 
     def schedule_for(self, partition: Partition, layers: tuple[LayerCost, ...] | None = None) -> Schedule:
-        """The schedule that would run on this placement, with what is frozen now, made for these costs where it is made for any."""
+        """The schedule that would run on this placement, with what is frozen now, made for these costs (default: for what is known of
+        them) where it is made for any."""
         return self._scheduling.on(partition, layers)
 
     def full_schedule(self) -> Schedule:

@@ -61,15 +61,16 @@ class Scheduling:
 
     def agreed(self) -> Schedule:
         """The schedule of the next steps, which all ranks have compared."""
-        schedule = self.on(self._holding.layout.partition, self.known)
+        schedule = self.on(self._holding.layout.partition)
         if entry(self._name).from_costs:
             self._holding.world.agree(hashlib.sha256(str(schedule).encode()).digest(), "the schedule")
         return schedule
 
     def on(self, partition: Partition, layers: tuple[LayerCost, ...] | None = None) -> Schedule:
-        """The schedule that would run on this placement, with what is frozen now, made for these costs where it is made for any."""
+        """The schedule that would run on this placement, with what is frozen now, made for these costs (default: for what is known of
+        them) where it is made for any."""
         layout, from_costs = self._holding.layout, entry(self._name).from_costs
-        layers = layers or (self._guess() if from_costs else None)
+        layers = layers or self.known or (self._guess() if from_costs else None)
         costs = self.stage_costs(layers, partition) if from_costs and layers is not None else None
 
         def made(caps: Sequence[float]) -> Schedule:
@@ -121,7 +122,7 @@ class Scheduling:
             return None
         partition = self._holding.layout.partition
         costs = self.stage_costs(layers, partition)
-        before = simulate(self.on(partition, self.known), costs).length(self.objective)
+        before = simulate(self.on(partition), costs).length(self.objective)
         after = simulate(self.on(partition, layers), costs).length(self.objective)
         gain = 1 - after / before if before else 0.0
         if self.known is not None and gain <= least:

@@ -124,7 +124,7 @@ def peak(
         most = max(most, now)
     held = sum(t.nbytes for module, optimizer in pipeline.own_layers.values() for t in (*module.parameters(), *optimizer.state().values()))
     layers = computed_again(shape_costs(config, model), again)
-    made = pipeline.schedule_for(partition, pipeline._scheduling.known)  # as it ran
+    made = pipeline.schedule_for(partition)  # as it ran
     return {
         "measured": held + most,
         "predicted": rank_memory(*(layers, partition.counts, made), post_validation=rollback is not None, replicas=replicas, slots=slots)[

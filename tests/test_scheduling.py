@@ -78,9 +78,9 @@ def reshaped(world: World, config: dict[str, Any]) -> list[str]:
         if measured:
             shapes = computed_again(shape_costs(loaded, model), ())
             pipeline.replan(tuple(replace(layer, activation_bytes=2 * layer.activation_bytes) for layer in shapes))
-            out.append(str(pipeline._scheduling.agreed()))
+            out.append(str(pipeline.schedule_for(pipeline.partition)))
         pipeline.reshape(pipeline=2, data=2)
-        out.append(str(pipeline._scheduling.agreed()))
+        out.append(str(pipeline.schedule_for(pipeline.partition)))
     return out
 
 
