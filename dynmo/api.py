@@ -22,7 +22,8 @@ from dynmo.balance.balancers import BalanceRequest
 from dynmo.balance.layout import Layouts, Recompute, moves_between_ranks
 from dynmo.balance.partition import Cost, Partition
 from dynmo.costs import Costs, LayerCost, LinkCost
-from dynmo.errors import ConfigError, InputError, PartitionError
+from dynmo.errors import ConfigError, InputError, PartitionError, RunError
+from dynmo.kernels.seeds import generators_kept
 from dynmo.models.model import Model
 from dynmo.runtime import checkpoint
 from dynmo.runtime.clock import clock_for
@@ -104,6 +105,13 @@ class Pipeline:
         replicates: bool = False,
         shapes: Shapes | None = None,
     ) -> None:
+        for what, word, words in (
+            ("w_granularity", w_granularity, ("whole", "linear")),
+            ("rollback", rollback, ("exact", "in-place")),
+            ("clip_scope", clip_scope, ("global", "local")),
+        ):
+            if word not in words:
+                raise ConfigError(f"{what} = {word!r}; choose from {', '.join(words)}")
         self.model = model
         self._replicates = replicates or world.replicas > 1
         slots = slots or world.replicas
@@ -135,6 +143,8 @@ class Pipeline:
         )
         self._programs = Programs(self._holding, self.clock, lanes, post_validation=post_validation)
         self._by_pieces = w_granularity == "linear"
+        # Gradients wait for `update` or `discard`.
+        self._halfway = False
         table = StepTable(self._holding, self.clock)
         self._step_end = StepEnd(self._holding, table, self.profiler, scaler or make_scaler(dtype), clip_scope)
         self._pending = PendingStep(self._holding, self._step_end, validates=post_validation, copies=rollback == "exact")
@@ -271,21 +281,28 @@ class Pipeline:
         """The first half of `step`: runs the program; gradients are left on the parameters."""
         self._check_count(inputs, targets, self._holding.layout.microbatches)
         self._pending.settle()
+        if self._halfway:
+            raise RunError("forward_backward was called again before update or discard; a step's microbatches are given all at once")
+        self._halfway = True
         return self._run(self._executor(), step, inputs, targets, keys)
 
     def update(self, step: int, outcome: Outcome, *, lr: float, max_norm: float = 0.0, flag: bool = False) -> StepResult:
         """The second half of `step`: what the ranks must agree on, clipping, the optimizer."""
+        self._halfway = False
         return self._pending.observed(*self._step_end.update(step, outcome, lr, max_norm, flag))
 
     def discard(self) -> None:
         """Instead of `update`: drops the gradients and keeps the measurements."""
+        self._halfway = False
         self._step_end.discard()
 
     def evaluate(self, inputs: Tensor | None, targets: Tensor | None, microbatches: int, keys: Keys | None = None) -> float:
         """The mean loss over so many microbatches, without training. inputs, targets, keys as in `step`."""
         self._check_count(inputs, targets, microbatches)
         self._pending.settle()
-        table = torch.tensor([self._programs.evaluate(inputs, targets, microbatches, keys)], dtype=torch.float64)
+        with generators_kept(self.world.device):
+            loss = self._programs.evaluate(inputs, targets, microbatches, keys)
+        table = torch.tensor([loss], dtype=torch.float64)
         return float(self.collective.sum(table, "the evaluation to end"))
 
     @property
@@ -317,7 +334,8 @@ class Pipeline:
             layer.module.train()
         executor.scale_loss(self.scaler.scale)
         self._holding.outputs.begin(keys, training=True)
-        outcome = executor.run(step, inputs, targets, stands=stands)
+        with generators_kept(self.world.device):
+            outcome = executor.run(step, inputs, targets, stands=stands)
         self._holding.replicas.await_gradients()
         self.clock.settle()
         if self._replicates and executor.writes:

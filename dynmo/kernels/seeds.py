@@ -5,6 +5,8 @@ So nothing about randomness has to move with a layer, and any schedule or placem
 
 from __future__ import annotations
 
+from collections.abc import Generator
+from contextlib import contextmanager
 from enum import IntEnum
 from functools import cache
 
@@ -33,6 +35,18 @@ def mix(*keys: int) -> int:
 def seed_forward(device: torch.device, seed: int, step: int, layer: int, microbatch: int) -> None:
     """Points torch's generator of `device` at the stream of one layer and one microbatch, so that dropout draws the same anywhere."""
     generator_of(device).manual_seed(mix(seed, Purpose.FORWARD, step, layer, microbatch))
+
+
+@contextmanager
+def generators_kept(device: torch.device) -> Generator[None]:
+    """Whatever is seeded within, torch's generators of the CPU and of `device` are behind it as they were: they are the caller's."""
+    generators = {generator_of(torch.device("cpu")), generator_of(device)}
+    states = [(generator, generator.get_state()) for generator in generators]
+    try:
+        yield
+    finally:
+        for generator, state in states:
+            generator.set_state(state)
 
 
 @cache

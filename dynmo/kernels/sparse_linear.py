@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from dynmo.errors import RunError
 from dynmo.kernels.csr import Csr, pack, sddmm_, spmm, sum_tokens, unpack
 from dynmo.kernels.split import SplitLinear, WeightTape, accumulate_linear, add_to_gradient, float32_gradients, may_split, zero_gradient
 
@@ -42,6 +43,8 @@ class _SparseFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
         weight, bias, layer, gy = ctx.weight, ctx.bias, ctx.layer, gradients[0]
+        if torch.is_grad_enabled():
+            raise RunError("a pruned layer's gradient cannot be differentiated again (create_graph); prune other layers")
         rows = pack(gy)
         gx = None
         if ctx.needs_input_grad[0]:
@@ -51,7 +54,7 @@ class _SparseFunction(torch.autograd.Function):
             return gx, None, None if bias is None or not bias.requires_grad else sum_tokens(rows), None
         (columns,) = ctx.saved_tensors
         csr, tape = layer.csr, layer.tape
-        if tape is None:
+        if tape is None or not tape.taking:
             gradient = zero_gradient(weight)
             sddmm_(csr, rows, columns, gradient[0])
             return gx, gradient, None if bias is None else sum_tokens(rows), None
@@ -114,12 +117,13 @@ class _MaskedFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
-        x = ctx.saved_tensors[0].detach()
+        (x,) = ctx.saved_tensors
         gy, weight, bias, mask = gradients[0], ctx.weight, ctx.bias, ctx.mask
         gx = torch.matmul(gy, weight) if ctx.needs_input_grad[0] else None
-        if ctx.tape is None or weight in ctx.tape.whole:
+        if ctx.tape is None or not ctx.tape.takes(weight):
             x2, gy2 = x.reshape(-1, x.shape[-1]), gy.reshape(-1, gy.shape[-1])
             return gx, torch.mm(gy2.t(), x2) * mask, None if bias is None else gy2.sum(0), None
+        x = x.detach()
         ctx.tape.add(lambda: _accumulate_masked(weight, bias, mask, x, gy), x, gy)
         return gx, None, None, None
 

@@ -68,15 +68,16 @@ def add_rows(bias: nn.Parameter, rows: Tensor) -> None:
 class WeightTape:
     """Takes the weight-gradient work of one layer while its backward runs.
 
-    `run` is called for work that is not deferred; the layer sets it to time the work. whole: parameters that the layer also uses by itself,
-    not through their module (`used_twice`): their gradient comes from autograd, all of it in B, or the order of its parts, and so the bits,
-    would depend on where W runs.
+    `run` is called for work that is not deferred; the layer sets it to time the work. taking: it takes work now. The layer has it do so in
+    its B alone: a backward that its F runs (`torch.autograd.grad`) is no part of that, and gives gradients as autograd does. whole:
+    parameters that the layer also uses by itself, not through their module (`used_twice`): their gradient comes from autograd, all of it in
+    B, or the order of its parts, and so the bits, would depend on where W runs.
     """
 
-    __slots__ = ("deferred", "pending", "run", "whole")
+    __slots__ = ("deferred", "pending", "run", "taking", "whole")
 
     def __init__(self) -> None:
-        self.deferred = False
+        self.deferred, self.taking = False, True
         self.pending: list[tuple[WeightWork, tuple[Tensor, ...]]] = []
         self.run: Callable[[WeightWork], None] = lambda work: work()
         self.whole: frozenset[Tensor] = frozenset()
@@ -87,6 +88,10 @@ class WeightTape:
             self.pending.append((work, holds))
         else:
             self.run(work)
+
+    def takes(self, *parameters: Tensor | None) -> bool:
+        """Whether it takes the gradients of these."""
+        return self.taking and self.whole.isdisjoint(parameters)
 
     def take(self) -> list[tuple[WeightWork, tuple[Tensor, ...]]]:
         pending, self.pending = self.pending, []
@@ -112,14 +117,14 @@ class _LinearFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
-        # Without its graph, which would keep the layer's inputs until W has run.
-        x, gy = ctx.saved_tensors[0].detach(), gradients[0]
+        (x,), gy = ctx.saved_tensors, gradients[0]
         weight, bias, tape = ctx.weight, ctx.bias, ctx.tape
         gx = torch.matmul(gy, weight) if ctx.needs_input_grad[0] else None
-        if weight in tape.whole or bias in tape.whole:
+        if not tape.takes(weight, bias):
             rows = gy.reshape(-1, gy.shape[-1])
             gw = torch.mm(rows.t(), x.reshape(-1, x.shape[-1]))
             return gx, gw, rows.sum(0) if ctx.needs_input_grad[2] else None, None
+        x = x.detach()  # its graph would keep the layer's inputs until W has run
         tape.add(partial(accumulate_linear, weight, bias, x, gy), x, gy)
         return gx, None, None, None
 
@@ -164,7 +169,7 @@ class _EmbeddingFunction(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[None, Tensor | None, None]:
         (ids,) = ctx.saved_tensors
         gy, weight = gradients[0], ctx.weight
-        if weight in ctx.tape.whole:
+        if not ctx.tape.takes(weight):
             gradient = zero_gradient(weight)
             gradient.index_add_(0, ids.reshape(-1), gy.reshape(-1, gy.shape[-1]).to(gradient.dtype))
             return None, gradient.to(weight.dtype), None

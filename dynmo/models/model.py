@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 
 from dynmo.config import Config
 from dynmo.errors import ConfigError, place
-from dynmo.kernels.seeds import Purpose, mix
+from dynmo.kernels.seeds import Purpose, generators_kept, mix
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 
@@ -67,7 +67,11 @@ def from_factories(names: Sequence[str], factories: Sequence[Callable[[], nn.Mod
         _check("from_factories", layers)
         return layers
 
-    return Model(tuple(names), build, loss, tied)
+    def build_aside(owned: Collection[int]) -> list[nn.Module]:
+        with generators_kept(torch.device("cpu")):
+            return build(owned)
+
+    return Model(tuple(names), build_aside, loss, tied)
 
 
 def from_function(path: str, seed: int) -> Model:
@@ -92,9 +96,10 @@ def from_function(path: str, seed: int) -> Model:
         raise ConfigError(f"model.kind = 'python:{path}': {module_name} has no function {function_name}")
 
     def make() -> tuple[list[nn.Module], Loss]:
-        torch.manual_seed(mix(seed, Purpose.INITIAL, 0))
         try:
-            made = function()
+            with generators_kept(torch.device("cpu")):
+                torch.manual_seed(mix(seed, Purpose.INITIAL, 0))
+                made = function()
         except Exception as error:
             raise ConfigError(f"model.kind = 'python:{path}': {function_name}() raised {_what(error)}") from error
         layers, loss = made if isinstance(made, tuple) and len(made) == 2 else (made, next_token_loss)
@@ -107,15 +112,35 @@ def from_function(path: str, seed: int) -> Model:
             raise ConfigError(f"model.kind = 'python:{path}': {function_name}() must return a list of torch modules, or (list, loss)")
         layers = list(layers)
         _check(f"model.kind = 'python:{path}'", layers)
+        if isinstance(loss, nn.Module) and any(p.requires_grad for p in loss.parameters()):
+            raise ConfigError(f"model.kind = 'python:{path}': the loss has parameters that train; make them part of the last layer")
         return layers, cast(Loss, loss)
 
-    with torch.device("meta"):
-        layers, loss = make()
+    try:
+        with torch.device("meta"):
+            layers, given = make()
+    except ConfigError:  # a number asked of a tensor, say, which shapes alone do not tell
+        layers, given = make()
+    # What the loss holds is made with the layers: tensors, or fake ones where only shapes are run.
+    losses: dict[type[Tensor], Loss] = {}
 
     def build(owned: Collection[int]) -> list[nn.Module]:
-        return [layer if index in owned else layer.to("meta") for index, layer in enumerate(make()[0])]
+        layers, losses[_kind()] = make()
+        return [layer if index in owned else layer.to("meta") for index, layer in enumerate(layers)]
 
-    return Model(tuple(f"{i}.{type(x).__name__}" for i, x in enumerate(layers)), build, loss)
+    def loss(output: Tensor, targets: Tensor) -> Tensor:
+        own = losses.get(_kind()) or make()[1]
+        if isinstance(own, nn.Module):
+            own.to(output.device)
+        return own(output, targets)
+
+    names = tuple(f"{i}.{type(x).__name__}" for i, x in enumerate(layers))
+    return Model(names, build, next_token_loss if given is next_token_loss else loss)
+
+
+def _kind() -> type[Tensor]:
+    """Of the tensors that are made now."""
+    return type(torch.empty(0))
 
 
 def _what(error: Exception) -> str:
@@ -126,7 +151,18 @@ def _check(where: str, layers: Sequence[nn.Module]) -> None:
     """Raises ConfigError for what would be lost when a layer moves."""
     owner: dict[int, tuple[int, str]] = {}
     for index, layer in enumerate(layers):
+        sparse = next((name for name, x in layer.named_modules() if isinstance(x, nn.Embedding) and x.sparse), None)
+        if sparse is not None:
+            raise ConfigError(
+                f"{where}: the embedding {sparse or 'itself'} of layer {index} has sparse gradients; make it with sparse=False"
+            )
         for what, name, tensor in _tensors(layer):
+            if isinstance(tensor, nn.parameter.UninitializedParameter | nn.parameter.UninitializedBuffer):
+                raise ConfigError(f"{where}: the {what} {name} of layer {index} has no shape yet (a lazy module); give its size")
+            if tensor.requires_grad and not tensor.is_floating_point():
+                raise ConfigError(
+                    f"{where}: the {what} {name} of layer {index} is {tensor.dtype} and trains; use torch.view_as_real and train that"
+                )
             if tensor._backward_hooks or tensor._post_accumulate_grad_hooks:
                 raise ConfigError(
                     f"{where}: the {what} {name} of layer {index} has a hook, which would not move with it; let a module's forward or the "

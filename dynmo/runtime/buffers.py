@@ -1,12 +1,14 @@
 """Buffers that a forward writes to (running statistics, say): a forward that is run again must find them as it did at first.
 
 Most buffers are never written to, and some are large (the indices of sparse weights). So which ones are is learnt as steps run, and only
-those are copied before a step that may have to begin again.
+those are copied: before a step that may have to begin again (`WrittenBuffers`), before the F of a layer that computes again in B
+(`FoundBuffers`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Generator, Iterable, Mapping
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -65,5 +67,55 @@ class WrittenBuffers:
         with torch.no_grad():
             for (place, name), copy in self._copies.items():
                 buffer = self._owners[place][name]
-                assert buffer is not None
-                buffer.copy_(copy)
+                if buffer is not None and buffer.shape == copy.shape:
+                    buffer.copy_(copy)
+                else:
+                    self._owners[place][name] = copy
+
+
+Found = Mapping[tuple[int, str], Tensor | None]
+"""What a forward found in the buffers that it writes to; None where it has made one."""
+
+
+class FoundBuffers:
+    """Of one layer: what an F found, so that it can be run again on that, and leaves the buffers as they are by then."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._owners = [part._buffers for part in module.modules() if part._buffers]
+        self._written: set[tuple[int, str]] | None = None  # not known before the first F
+
+    def _each(self) -> dict[tuple[int, str], Tensor]:
+        return {(place, name): b for place, owner in enumerate(self._owners) for name, b in owner.items() if b is not None}
+
+    def watch(self) -> Callable[[], Found]:
+        """Before F; what it returns is called behind it. That raises RunError if F wrote to a buffer that it did not write to at first."""
+        before = {key: (b, b._version) for key, b in self._each().items()}
+        copies = {key: b.clone() for key, (b, _) in before.items() if self._written is None or key in self._written}
+
+        def found() -> Found:
+            changed = {
+                key for key, b in self._each().items() if key not in before or before[key][0] is not b or before[key][1] != b._version
+            }
+            if self._written is None:
+                self._written = changed
+            unknown = next(iter(sorted(changed - self._written)), None)
+            if unknown is not None:
+                raise RunError(
+                    f"it has written to the buffer {unknown[1]!r}, which it did not in its first microbatch, and it must run again; leave "
+                    "the layer out of train.recompute"
+                )
+            return {key: copies.get(key) for key in self._written}
+
+        return found
+
+    @contextmanager
+    def put_back(self, found: Found) -> Generator[None]:
+        """Within, the buffers are what F found. Other tensors take the places of those that are there: these may be in use."""
+        now = {(place, name): self._owners[place][name] for place, name in found}
+        try:
+            for (place, name), buffer in found.items():
+                self._owners[place][name] = buffer
+            yield
+        finally:
+            for (place, name), buffer in now.items():
+                self._owners[place][name] = buffer

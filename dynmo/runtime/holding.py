@@ -16,12 +16,12 @@ from torch import Tensor, nn
 
 from dynmo.balance.layout import Layout
 from dynmo.balance.partition import Move
-from dynmo.errors import CheckpointError
+from dynmo.errors import CheckpointError, ConfigError
 from dynmo.models.model import Model
 from dynmo.runtime.clock import Clock
 from dynmo.runtime.frozen import Frozen
 from dynmo.runtime.mesh import arrange
-from dynmo.runtime.migrate import Arrival, fill
+from dynmo.runtime.migrate import DTYPES, Arrival, fill
 from dynmo.runtime.optimizer import LayerOptimizer, OptimizerSettings
 from dynmo.runtime.output_cache import OutputCache
 from dynmo.runtime.precision import lower as lower_precision
@@ -98,6 +98,7 @@ class Holding:
         """whole: the optimizer's state is the whole layer's, of which this replica may keep a share only. masters: float32 weights of a
         layer that is new, by parameter."""
         shared = frozenset(name for _, (layer, name) in self.model.tied if layer == index)
+        _check(index, module, self.world.replicas)
         _contiguous(module)
         self.modules[index] = module
         self.layers[index] = Layer(index, module, self._clock, self._seed, self._compiles)
@@ -192,8 +193,27 @@ class Holding:
         return {key.removesuffix("/master"): value for key, value in state.items() if key.endswith("/master")}
 
 
+def _check(index: int, module: nn.Module, replicas: int) -> None:
+    """Raises ConfigError for what could not move, or would not stay the same on all replicas."""
+    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+        if str(tensor.dtype).removeprefix("torch.") not in DTYPES:
+            raise ConfigError(
+                f"layer {index}: {name} is of {tensor.dtype}, which can neither move nor be saved; known are {', '.join(DTYPES)}"
+            )
+    renormalised = next((name for name, x in module.named_modules() if isinstance(x, nn.Embedding) and x.max_norm is not None), None)
+    if replicas > 1 and renormalised is not None:
+        raise ConfigError(
+            f"layer {index}: the embedding {renormalised or 'itself'} has max_norm, so its forward writes to its weight, of which every "
+            "replica would have its own; use parallel.data = 1 without [elastic] reshape, or no max_norm"
+        )
+
+
 def _contiguous(module: nn.Module) -> None:
-    """Gradients and moments are made row by row, as a layer that arrives has its parameters too."""
+    """Gradients and moments are made row by row, as a layer that arrives has its parameters and buffers too."""
     for parameter in module.parameters():
         if not parameter.is_contiguous():
             parameter.data = parameter.data.contiguous()
+    for part in module.modules():
+        for name, buffer in part._buffers.items():
+            if buffer is not None and buffer.layout == torch.strided and not buffer.is_contiguous():
+                part._buffers[name] = buffer.contiguous()

@@ -141,7 +141,8 @@ class LayerOptimizer:
         common: dict[str, Any] = {"fused": True, "lr": lr, "weight_decay": weight_decay, "maximize": False}
         with torch.no_grad():
             if s.name == "sgd":
-                buffers = [self._state.get(name, {}).get("momentum_buffer") for name in names]
+                # Where there is no momentum, what a run with one has left is dropped.
+                buffers = [self._state.get(name, {}).get("momentum_buffer") if s.momentum else None for name in names]
                 sgd(pieces, given, buffers, momentum=s.momentum, dampening=0.0, nesterov=False, **common)
                 for name, buffer in zip(names, buffers, strict=True):
                     self._state[name] = {} if buffer is None else {"momentum_buffer": buffer}

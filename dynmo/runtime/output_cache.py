@@ -18,7 +18,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Hashable, Iterable, Sequence
 
-import torch
 from torch import Tensor
 
 from dynmo.errors import RunError
@@ -52,7 +51,7 @@ class OutputCache:
             start = self._clock.mark()
             done, found = self._find(layers, key)
             if found is not None:
-                tensors = tuple(_copy(y, inputs[0].device) for y in found)
+                tensors = tuple(y.to(inputs[0].device, copy=True) for y in found)
                 self.spared += done
                 self._mark(layers[:done], start)
         for layer in layers[done:]:
@@ -82,10 +81,10 @@ class OutputCache:
         """In place of what is kept of the layers in front, if it fits."""
         before = [at for layer in layers if (at := (layer.index, key)) in self._entries]
         freed = sum(_size(self._entries[at]) for at in before)
-        if self.bytes - freed + _size(outputs) > self.limit or any(_repeats(y) for y in outputs):
+        if self.bytes - freed + _size(outputs) > self.limit:
             return
         self._drop(before)
-        copies = self._entries[layers[-1].index, key] = tuple(_copy(y, torch.device("cpu")) for y in outputs)
+        copies = self._entries[layers[-1].index, key] = tuple(y.to("cpu", copy=True) for y in outputs)
         self.bytes += _size(copies)
 
     # -- what holds no longer ---------------------------------------------------------------------------------------------------------
@@ -106,18 +105,7 @@ class OutputCache:
 
 
 def _size(tensors: Tensors) -> int:
-    """Of what they span, if they are views: a copy does too."""
-    return sum((1 + sum((n - 1) * s for n, s in zip(y.shape, y.stride(), strict=True))) * y.element_size() for y in tensors if y.numel())
-
-
-def _copy(tensor: Tensor, device: torch.device) -> Tensor:
-    """With its strides, by which kernels are chosen."""
-    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device).copy_(tensor)
-
-
-def _repeats(tensor: Tensor) -> bool:
-    """Whether it is an expanded view, of which there is no copy with the same strides."""
-    return any(n > 1 and not s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+    return sum(y.nbytes for y in tensors)
 
 
 def _forward(layer: Layer, microbatch: int, inputs: Tensors, step: int, drawing: bool) -> Tensors:

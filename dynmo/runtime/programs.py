@@ -1,4 +1,5 @@
-"""The programs that this rank runs, over its layers as they are: one that trains, and one for each number of microbatches to evaluate.
+"""The programs that this rank runs, over its layers as they are: one that trains, and those that evaluated last, by their number of
+microbatches.
 
 They are lowered when they are first needed, and again after layers have moved, frozen or changed.
 """
@@ -18,6 +19,8 @@ from dynmo.runtime.stage import Stage
 from dynmo.schedule.fold import fold
 from dynmo.schedule.lower import Program, lower, lower_forward
 from dynmo.schedule.op import Schedule
+
+_EVALUATORS = 2
 
 
 class Programs:
@@ -47,6 +50,8 @@ class Programs:
         """The mean loss, on the rank of the last stage; 0 elsewhere. keys: as `Pipeline.advance` has them."""
         holding = self._holding
         if microbatches not in self._evaluators:
+            while len(self._evaluators) >= _EVALUATORS:  # the oldest; each has channels and threads of its own
+                self._evaluators.pop(next(iter(self._evaluators))).close()
             programs = lower_forward(holding.layout.processes, holding.world.size, microbatches)
             self._evaluators[microbatches] = self._execute(programs, holding.model.layers, microbatches)
         for layer in holding.layers.values():

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
@@ -64,6 +65,8 @@ class Reducer:
         self._settle: list[Callable[[], None]] = []
         # Seconds of all collectives so far (on CPU), and of waiting for them at a step's end: what the rank's own work did not hide.
         self.worked = self.waited = 0.0
+        # The thread ends with the reducer, also where nobody closes it.
+        self._finish = weakref.finalize(self, self._worker.close)
         peers.everyone.channels.add(self)
 
     def submit(self, work: Callable[[], Callable[[], None] | None]) -> None:
@@ -105,7 +108,7 @@ class Reducer:
             rest()
 
     def close(self) -> None:
-        self._worker.close()
+        self._finish()
 
 
 def reduce_gradients(

@@ -13,16 +13,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch._C import _FunctionBase as FunctionBase
 from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
 
+from dynmo.errors import RunError
 from dynmo.kernels.compiling import compiled
 from dynmo.kernels.seeds import generator_of, seed_forward
 from dynmo.kernels.split import WeightTape, WeightWork, install, used_twice
+from dynmo.runtime.buffers import Found, FoundBuffers
 from dynmo.runtime.clock import Clock
 from dynmo.runtime.slots import Slots
 from dynmo.schedule.op import Kind
@@ -48,6 +50,7 @@ class Layer:
         # Inputs, and where the graph begins, or what makes it again.
         self._saved: dict[int, tuple[Tensors, Roots | Callable[[], Tensors]]] = {}
         self.recompute = False
+        self._buffers = FoundBuffers(module)
         self._weight_work: dict[int, list[tuple[WeightWork, Tensors]]] = {}
         # Of W's that have begun ahead of time: when their pieces ran.
         self._ahead: dict[int, list[tuple[Any, Any]]] = {}
@@ -59,7 +62,7 @@ class Layer:
         self.workspace_bytes = self.forward_workspace_bytes = self.weight_workspace_bytes = 0
         self._measured = False
         self.tape = WeightTape()
-        self.tape.run = self._timed
+        self.tape.run, self.tape.taking = self._timed, False
         install(module, self.tape)
         self._run: Callable[..., Any] = compiled(module) if compiles else module
 
@@ -79,12 +82,15 @@ class Layer:
         """Runs F. graph: keep what B needs; need_input: B must yield input gradients; finish: the loss, on the last layer."""
         start = self._clock.mark()
         seed_forward(_device_of(inputs), self._seed, step, self.index, self.first_microbatch + microbatch)
+        # What a layer is given by another, autograd guards; the batch, and what F is run on again, nobody else.
+        versions = [x._version for x in inputs] if self.index == 0 or self.recompute else []
         if graph:
             inputs = tuple(x.detach().requires_grad_(need_input and x.is_floating_point()) for x in inputs)
             if self.recompute:
+                found = self._buffers.watch()
                 with torch.no_grad():
                     outputs = self._call(inputs, finish)
-                self._saved[microbatch] = (inputs, partial(self._again, microbatch, inputs, step, finish))
+                self._saved[microbatch] = (inputs, partial(self._again, microbatch, inputs, step, finish, found()))
             else:
                 outputs = self._call_to_keep(inputs, finish)
                 # Outputs keep their graph: who takes them detaches (the next layer) or only reads (a channel, the loss account). Here the
@@ -95,6 +101,8 @@ class Layer:
                 outputs = self._call(inputs, finish)
             if not self.output_bytes:
                 self.output_bytes = sum(y.nbytes for y in outputs)
+        if versions and versions != [x._version for x in inputs]:
+            raise RunError(f"layer {self.index} writes to its input in place, which is needed as it was; let it compute with a copy")
         self.marks.append((Kind.F, start, self._clock.mark(), []))
         return outputs
 
@@ -114,15 +122,16 @@ class Layer:
             out = self._run(*inputs)
             if finish is not None:
                 out = finish(out)
+            return _handed_on(out)
         except Exception as error:
             error.add_note(f"in F of layer {self.index}")
             raise
-        return (out,) if isinstance(out, Tensor) else tuple(out)
 
-    def _again(self, microbatch: int, inputs: Tensors, step: int, finish: Callable[[Tensor], Tensor] | None) -> Tensors:
-        """F again, now with its graph."""
+    def _again(self, microbatch: int, inputs: Tensors, step: int, finish: Callable[[Tensor], Tensor] | None, found: Found) -> Tensors:
+        """F again, now with its graph. found: in its buffers at first."""
         seed_forward(_device_of(inputs), self._seed, step, self.index, self.first_microbatch + microbatch)
-        return self._call_to_keep(inputs, finish)
+        with self._buffers.put_back(found):
+            return self._call_to_keep(inputs, finish)
 
     def _call_to_keep(self, inputs: Tensors, finish: Callable[[Tensor], Tensor] | None) -> Tensors:
         return self._call(inputs, finish) if self._measured else self._call_measured(inputs, finish)
@@ -153,11 +162,14 @@ class Layer:
             roots = _roots(roots())
         slots = self.slots
         self.tape.deferred = deferred or not self._measured or (slots is not None and slots.watching)
+        self.tape.taking = True
         try:
             _run_graph(roots, gradients)
         except Exception as error:
             error.add_note(f"in B of layer {self.index}")
             raise
+        finally:
+            self.tape.taking = False
         del roots
         work = self.tape.take()
         if slots is not None:
@@ -214,6 +226,18 @@ class Layer:
         if self.slots is not None:
             self.slots.clear()
         self.marks.clear()
+
+
+def _handed_on(out: object) -> Tensors:
+    """What a layer's forward returned, as it goes to the next: a message that travels loses its strides, so they all do."""
+    outputs: tuple[object, ...] = tuple(out) if isinstance(out, tuple | list) else (out,)
+    for y in outputs:
+        if not isinstance(y, Tensor):
+            among = "" if isinstance(out, Tensor) or y is out else f" among its {len(outputs)} outputs"
+            raise RunError(f"it returned a {type(y).__name__}{among}; a layer hands on a tensor, or a tuple of tensors")
+        if y.is_complex():
+            raise RunError(f"it returned a tensor of {y.dtype}, which cannot travel; hand on torch.view_as_real of it")
+    return tuple(y.contiguous() for y in cast(Tensors, outputs))
 
 
 def _roots(outputs: Tensors) -> Roots:

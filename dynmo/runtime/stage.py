@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -57,9 +58,12 @@ class Stage:
     def _finish(self, targets: Tensor | None, output: Tensor) -> Tensor:
         assert self._loss is not None
         assert targets is not None
-        loss = self._loss(output, targets)
-        if loss.dim():
-            raise RunError(f"the loss function returned a tensor of shape {tuple(loss.shape)}; it must return a scalar, the mean")
+        loss = cast(object, self._loss(output, targets))
+        if not isinstance(loss, Tensor) or loss.dim():
+            what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
+            raise RunError(f"the loss function returned {what}; it must return a scalar tensor, the mean")
+        if output.requires_grad and not loss.requires_grad:
+            raise RunError("the loss does not depend on the model's output in a way that autograd follows, so nothing would train")
         return loss.float() if loss.dtype in LOW else loss
 
     def backward_input(self, microbatch: int, gradients: Tensors | None, deferred: bool) -> Tensors:

@@ -50,12 +50,11 @@ class TiedWeights:
                 continue
             given = used.grad
             if source != target and here == source:
-                assert given is not None, "a weight that trains has a gradient"
-                self._pass(given, source, target, index, "gradient")
+                self._pass(zero_gradient(used) if given is None else given, source, target, index, "gradient")
             elif source != target and here == target:
                 given = self._pass(zero_gradient(owned), source, target, index, "gradient")
-            if here == target and given is not None and owned.grad is not None:
-                owned.grad = given + owned.grad
+            if here == target and given is not None:
+                owned.grad = given if owned.grad is None else given + owned.grad
             used.grad = None
 
     def publish(self, frozen: Collection[int]) -> None:

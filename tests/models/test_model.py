@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
 
 from dynmo.config import parse
@@ -30,8 +31,35 @@ def test_a_list_of_ones_own() -> None:
 
 def test_a_loss_of_ones_own() -> None:
     model = load(HERE + "with_a_loss")
-    assert model.loss is user_model.squared
     assert model.layers == 2
+    logits, targets = torch.randn(3, 256), torch.randint(256, (3,))
+    assert torch.equal(model.loss(logits, targets), user_model.squared(logits, targets))
+
+
+def test_what_is_computed_to_make_it_is_computed() -> None:
+    """Shapes alone tell neither the numbers of a tensor nor what a loss weighs with. And the caller's random numbers are its own."""
+    torch.manual_seed(1)
+    before = torch.get_rng_state()
+    model = load(HERE + "weighted")
+    built = model.build([1])
+    assert model.names == ("0.Embedding", "1.Linear", "2.Dropout", "3.Dropout")
+    assert [x.p for x in built[2:] if isinstance(x, nn.Dropout)] == [0.0, 0.25]
+    logits, targets = torch.randn(3, 256), torch.tensor([0, 5, 200])
+    expected = functional.cross_entropy(logits, targets, weight=torch.arange(256.0))
+    assert torch.equal(model.loss(logits, targets), expected)
+    torch.set_rng_state(before)
+    load_model(parse({"model": {"blocks": 2, "hidden": 16, "heads": 2, "sequence": 8}})).build(range(6))
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_loss_with_tensors_where_only_shapes_are_run() -> None:
+    model = load(HERE + "with_weights")
+    model.build([1])
+    logits, targets = torch.randn(3, 256), torch.tensor([0, 5, 200])
+    with FakeTensorMode():
+        model.build([0, 1])
+        assert model.loss(torch.randn(3, 256), torch.zeros(3, dtype=torch.int64)).shape == ()
+    assert torch.equal(model.loss(logits, targets), functional.cross_entropy(logits, targets, weight=torch.arange(256.0)))
 
 
 @pytest.mark.parametrize("kind", ["gpt", HERE + "layers"])
@@ -66,6 +94,10 @@ def test_initial_weights_do_not_hang_on_the_placement(kind: str) -> None:
         ("empty", "must return a list of torch modules"),
         ("not_modules", "must return a list of torch modules"),
         ("broken", r"broken\(\) raised KeyError: 'nothing here'"),
+        ("complex_weight", "the parameter 0 of layer 1 is torch.complex64 and trains; use torch.view_as_real and train that"),
+        ("lazy", "the parameter weight of layer 1 has no shape yet"),
+        ("sparse", "the embedding 0 of layer 0 has sparse gradients; make it with sparse=False"),
+        ("trained_loss", "the loss has parameters that train; make them part of the last layer"),
         ("number", "tests.models.user_model has no function number"),
         ("missing", "tests.models.user_model has no function missing"),
     ],

@@ -58,6 +58,32 @@ def with_a_loss() -> tuple[nn.Sequential, object]:
     return nn.Sequential(nn.Embedding(256, 8), nn.Linear(8, 256)), squared
 
 
+def weighted() -> tuple[list[nn.Module], nn.Module]:
+    drops = [x.item() for x in torch.linspace(0, 0.25, 2)]
+    loss = nn.CrossEntropyLoss(weight=torch.arange(256.0))
+    return [nn.Embedding(256, 8), nn.Linear(8, 256), *map(nn.Dropout, drops)], loss
+
+
+def with_weights() -> tuple[list[nn.Module], nn.Module]:
+    return [nn.Embedding(256, 8), nn.Linear(8, 256)], nn.CrossEntropyLoss(weight=torch.arange(256.0))
+
+
+def trained_loss() -> tuple[list[nn.Module], nn.Module]:
+    return [nn.Embedding(256, 8), nn.Linear(8, 256)], nn.AdaptiveLogSoftmaxWithLoss(256, 256, [16])
+
+
+def complex_weight() -> list[nn.Module]:
+    return [nn.Embedding(256, 8), nn.ParameterList([nn.Parameter(torch.ones(2, dtype=torch.complex64))])]
+
+
+def lazy() -> list[nn.Module]:
+    return [nn.Embedding(256, 8), nn.LazyLinear(8)]
+
+
+def sparse() -> list[nn.Module]:
+    return [nn.Sequential(nn.Embedding(256, 8, sparse=True)), nn.Linear(8, 256)]
+
+
 def sharing() -> list[nn.Module]:
     made = layers()
     made[2].line = made[1].line

@@ -42,7 +42,7 @@ def test_random_moves(pool: Pool, kind: str, ranks: int, seed: int) -> None:
     ("how", "rank", "reason"),
     [
         ("source", 0, "layer 2 will not go"),
-        ("dtype", 1, "layer 2: buffer odd is of uint16, which cannot travel; known are float32"),
+        ("dtype", 1, "layer 2: buffer odd is of float8_e5m2, which cannot travel; known are float32"),
         ("memory", 1, "allocate"),
     ],
 )

@@ -118,7 +118,7 @@ def migrate_fails(world: World, how: str) -> dict[str, Any]:
         module, state = held.leaving(index)
         if index == 2 and how == "dtype":
             module = nn.Linear(2, 2)
-            module.register_buffer("odd", torch.zeros(2, dtype=torch.uint16))
+            module.register_buffer("odd", torch.zeros(2).to(torch.float8_e5m2))
         if index == 3 and how == "memory":
             state = {"huge": torch.zeros(1).expand(1 << 50)}
         return module, state
