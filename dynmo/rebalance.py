@@ -37,6 +37,7 @@ Forecasts = Callable[[int], Sequence[Sequence[Expected]]]
 @dataclass
 class _Pending:
     id: int
+    predicted: float  # share of a step that it saves
     before: float
     after: list[float]
 
@@ -55,6 +56,9 @@ class Rebalancer:
     says that it pays, as far as what the dynamic cases expect to do lets a gain last.
 
     Every rank holds one and calls it alike; costs are the same on all, so the decision is too.
+
+    A move that brings less than half of what was predicted makes it doubt: the next prediction must be twice as large, until one comes true
+    or the work changes. So two placements that noise takes for better in turn do not follow each other for ever.
 
     Balancers count more than a run may hold at one time (gradients at every moment, say). Where by their account nothing fits the memory, a
     run stays as it is and says so once: it does train.
@@ -79,7 +83,8 @@ class Rebalancer:
         self._recent: deque[float] = deque(maxlen=_WINDOW)
         self._pending: _Pending | None = None
         self.moves = moves
-        self._move_seconds: float | None = None
+        # What the last move took beyond its layers' way over the links; and how much more than usual a gain has to be.
+        self._fixed, self._doubt = 0.0, 1.0
         self._told = False  # that the memory allows no decision
         self.overhead = Overhead()
 
@@ -100,13 +105,16 @@ class Rebalancer:
         pending, self._pending = self._pending, None
         if pending is None or len(pending.after) < 2:
             return None
-        return RebalanceResultEvent(step, now(), pending.id, 1 - median(pending.after[1:]) / pending.before)
+        gain = 1 - median(pending.after[1:]) / pending.before
+        self._doubt = 1.0 if gain >= pending.predicted / 2 else 2 * self._doubt
+        return RebalanceResultEvent(step, now(), pending.id, gain)
 
     def changed(self, step: int) -> RebalanceResultEvent | None:
         """Before `step` the model's work changed: earlier step times do not compare with later ones. Returns what the last move brought
         until then, where that is not told yet."""
         settled = self.settle(step)
         self._recent.clear()
+        self._doubt = 1.0
         self._unshaped = self._config.elastic.reshape
         if self._watch is not None:
             self._watch.changed()
@@ -203,8 +211,10 @@ class Rebalancer:
             return [] if told else [ChangeEvent(step, now(), "balance", (), f"layers stay where they are: {error}")]
         if target == pipeline.partition:
             return []
-        price = self._price(costs, pipeline.partition, target)
-        decision = worth_moving_through(self._outlook(step, request, target), price, balance.margin, balance.hysteresis)
+        on_the_way = self._on_the_way(costs, pipeline.partition, target)
+        # What is measured on one rank only, every rank must take alike.
+        price, hysteresis = on_the_way + pipeline.largest(self._fixed), balance.hysteresis * pipeline.largest(self._doubt)
+        decision = worth_moving_through(self._outlook(step, request, target), price, balance.margin, hysteresis)
         forced = balance.balancer in FORCED
         if not decision.move and not forced:
             return []
@@ -218,10 +228,10 @@ class Rebalancer:
             # ranks find so, and nothing has moved.
             return []
         ended = time.perf_counter()
-        self._move_seconds = migration.seconds
+        self._fixed = max(0.0, migration.seconds - on_the_way)
         self.overhead.move += ended - decided
         self.moves += 1
-        settled, self._pending = self.settle(step), _Pending(self.moves, before, [])
+        settled, self._pending = self.settle(step), _Pending(self.moves, decision.predicted_gain, before, [])
         self._recent.clear()
         done = RebalanceEvent(
             step,
@@ -253,10 +263,7 @@ class Rebalancer:
         both = (pipeline.partition, target)
         return [Outlook(x.start, x.stop, *(seconds(x.layers, placement) for placement in both)) for x in ahead]
 
-    def _price(self, costs: tuple[LayerCost, ...], old: Partition, new: Partition) -> float:
-        """Seconds of a move: as the last one, else as long as its layers, one after another, take over the slowest link."""
-        if self._move_seconds is not None:
-            # Measured on one rank only: every rank must decide with the same number.
-            return self._pipeline.largest(self._move_seconds)
+    def _on_the_way(self, costs: tuple[LayerCost, ...], old: Partition, new: Partition) -> float:
+        """Seconds that the layers of a move take, one after another, over the slowest link."""
         sizes = [costs[move.layer].moved_bytes for move in moves_between_ranks(old, new, self._pipeline.placement)]
         return sum(max((link.seconds(size) for link in self._pipeline.links.values()), default=0.0) for size in sizes)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import cycle
 from statistics import median
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 
 from dynmo.balance.partition import Partition
 from dynmo.config import parse
+from dynmo.costs import LayerCost
 from dynmo.events import Event, to_json
 from dynmo.models.model import load_model
 from dynmo.plan import dry_run
@@ -157,6 +159,35 @@ def test_no_schedule_is_made_from_costs_that_a_move_has_changed(pool: Pool) -> N
     told = pool.run("tests.test_rebalance:switching", 2, config=config)[0]
     assert [(e["step"], e["from"], e["to"]) for e in of(told, "rebalance")] == [(8, [3, 5], [4, 4])]
     assert of(told, "schedule") == []
+
+
+def misled(world: World, config: dict[str, Any]) -> list[dict[str, Any]]:
+    """A run of even layers. Every other decision takes the first rank's for slower than they are, the rest the second's. Every step
+    counts as equally long."""
+    loaded = parse(config)
+    told: list[Event] = []
+    trainer = Trainer(loaded, world, load_model(loaded), None, listen=told.append)
+    rebalancer, slow = trainer._rebalancer, cycle([range(4), range(4, 8)])
+    known, observe = rebalancer._costs, rebalancer.observe
+
+    def costs() -> tuple[LayerCost, ...]:
+        layers = next(slow)
+        return tuple(replace(cost, f=2.5 * cost.f) if i in layers else cost for i, cost in enumerate(known()))
+
+    rebalancer._costs = costs
+    rebalancer.observe = lambda step, seconds, busy: observe(step, 0.1, busy)
+    trainer.run()
+    return [to_json(event) for event in told]
+
+
+def test_predictions_that_do_not_come_true_are_doubted(pool: Pool) -> None:
+    changes = {"model": dict.fromkeys("fbw", 0.001), "train": {"steps": 44}, "balance": {"every": 4}}
+    config = CONFIG | {section: CONFIG[section] | keys for section, keys in changes.items()} | {"dynamism": {}}
+    told = pool.run("tests.test_rebalance:misled", 2, config=config)[0]
+    moves, results = of(told, "rebalance"), of(told, "rebalance_result")
+    assert all(0.05 < e["predicted_gain"] < 0.3 for e in moves)
+    assert {e["measured_gain"] for e in results} == {0.0}
+    assert 2 <= len(moves) <= 5, "of ten that noise asks for"
 
 
 # Rank 0's layers take twice as long, until the first four freeze: from then on rank 1 is the busier one.
