@@ -283,8 +283,9 @@ class Pipeline:
         self._pending.settle()
         if self._halfway:
             raise RunError("forward_backward was called again before update or discard; a step's microbatches are given all at once")
+        outcome = self._run(self._executor(), step, inputs, targets, keys)
         self._halfway = True
-        return self._run(self._executor(), step, inputs, targets, keys)
+        return outcome
 
     def update(self, step: int, outcome: Outcome, *, lr: float, max_norm: float = 0.0, flag: bool = False) -> StepResult:
         """The second half of `step`: what the ranks must agree on, clipping, the optimizer."""
@@ -359,6 +360,7 @@ class Pipeline:
     def freeze(self, layers: Collection[int]) -> None:
         """These layers train no more. Their optimizer state stays; a leading run of frozen layers is elided from the backward."""
         self._pending.settle()
+        self._check_layers(layers)
         before, after = self.first_trainable, self.first_trainable_after(layers)
         if after is None:
             raise PartitionError(f"freezing layers {sorted(layers)} would leave nothing to train")
@@ -366,9 +368,15 @@ class Pipeline:
         self._holding.frozen.freeze(layers)
         self.changed({*new, *range(before, after + 1)})
 
+    def _check_layers(self, layers: Collection[int]) -> None:
+        outside = next((index for index in layers if not 0 <= index < self.count), None)
+        if outside is not None:
+            raise PartitionError(f"there is no layer {outside}; the model has {self.count}, from 0 to {self.count - 1}")
+
     def unfreeze(self, layers: Collection[int]) -> None:
         """Frozen layers train again, from the optimizer state that they had."""
         self._pending.settle()
+        self._check_layers(layers)
         before = self.first_trainable
         self._scheduling.forget()  # what a layer costs that trains again, nobody has measured
         self._holding.frozen.thaw(layers)

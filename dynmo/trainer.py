@@ -22,7 +22,7 @@ from dynmo.assembly import pipeline_for
 from dynmo.balance.partition import Partition, imbalance
 from dynmo.config import Config, Train, to_toml, with_options
 from dynmo.costs import LayerCost
-from dynmo.dynamism import Dynamism, Signals, checked, make_cases
+from dynmo.dynamism import Dynamism, Signals, checked, make_cases, named
 from dynmo.errors import InputError, NoRoomError
 from dynmo.events import (
     ChangeEvent,
@@ -224,7 +224,8 @@ class Trainer:
                 self._emit(event)
                 self._tracer.keep_around()
         for case in self._cases:
-            change = checked(case, case.act(step, self.pipeline), self.pipeline.count)
+            with named(case, "act", step):
+                change = checked(case, case.act(step, self.pipeline), self.pipeline.count)
             if change is not None:
                 self.pipeline.changed(change.layers)
                 settled = self._rebalancer.changed(step)
@@ -292,7 +293,8 @@ class Trainer:
         step, seconds = result.step, started.seconds
         self._loss = result.loss
         for case in self._cases:
-            case.observe(Signals(step, result.loss, result.squared_norms, started.rate))
+            with named(case, "observe", step):
+                case.observe(Signals(step, result.loss, result.squared_norms, started.rate))
         self._tracer.observe(step, result.outcome.slices)
         settled = self._rebalancer.observe(step, seconds, result.busy)
         if settled is not None:

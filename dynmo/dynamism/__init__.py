@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import importlib
 from abc import abstractmethod
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol, cast
 
@@ -186,6 +187,16 @@ def from_class(path: str) -> Dynamism:
     if missing:
         raise ConfigError(f"{where}: has no {missing[0]}; inherit from dynmo.dynamism.Dynamism, give it a name and write act")
     return cast(Dynamism, made)
+
+
+@contextmanager
+def named(case: Dynamism, what: str, step: int) -> Generator[None]:
+    """What the case raises within is told with its name."""
+    try:
+        yield
+    except Exception as error:
+        error.add_note(f"in {what} of case {case.name!r} at step {step}")
+        raise
 
 
 def checked(case: Dynamism, change: object, layers: int) -> Change | None:

@@ -78,13 +78,13 @@ def pack(x: Tensor) -> Tensor:
 
 
 def unpack(packed: Tensor, shape: Sequence[int]) -> Tensor:
-    """The inverse of `pack`, to [..., features] of this shape, contiguous."""
+    """The inverse of `pack`, to [..., features] of this shape, contiguous, no view."""
     if packed.is_cuda:
-        return packed.t().contiguous().view(shape)
+        return torch.ops.aten._unsafe_view.default(packed.t().contiguous(), shape)
     x = torch.empty(math.prod(shape[:-1]), shape[-1], dtype=packed.dtype)
     for panel, part in zip(packed, x.split(packed.shape[2]), strict=False):
         part.copy_(panel[:, : len(part)].t())
-    return x.view(shape)
+    return torch.ops.aten._unsafe_view.default(x, shape)
 
 
 def _panel(tokens: int) -> int:

@@ -25,7 +25,16 @@ from torch.nn import functional
 
 from dynmo.errors import RunError
 from dynmo.kernels.csr import Csr, pack, sddmm_, spmm, sum_tokens, unpack
-from dynmo.kernels.split import SplitLinear, WeightTape, accumulate_linear, add_to_gradient, float32_gradients, may_split, zero_gradient
+from dynmo.kernels.split import (
+    SplitLinear,
+    WeightTape,
+    accumulate_linear,
+    add_to_gradient,
+    float32_gradients,
+    may_split,
+    product,
+    zero_gradient,
+)
 
 
 class _SparseFunction(torch.autograd.Function):
@@ -113,7 +122,7 @@ class _MaskedFunction(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: nn.Parameter, bias: nn.Parameter | None, layer: MaskedLinear) -> Tensor:
         ctx.save_for_backward(x)
         ctx.weight, ctx.bias, ctx.mask, ctx.tape = weight, bias, layer.kept_mask, layer.tape
-        return functional.linear(x, weight, bias)
+        return product(x, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:

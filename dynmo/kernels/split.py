@@ -108,12 +108,20 @@ class Split(Protocol):
     tape: WeightTape | None
 
 
+def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """functional.linear, for a function of its own: what that returns must be no view, or nobody may work on it in place."""
+    if x.dim() == 2:
+        return functional.linear(x, weight, bias)
+    y = functional.linear(x.reshape(-1, x.shape[-1]), weight, bias)
+    return torch.ops.aten._unsafe_view.default(y, (*x.shape[:-1], weight.shape[0]))
+
+
 class _LinearFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: nn.Parameter, bias: nn.Parameter | None, tape: WeightTape) -> Tensor:
         ctx.save_for_backward(x)
         ctx.weight, ctx.bias, ctx.tape = weight, bias, tape
-        return functional.linear(x, weight, bias)
+        return product(x, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from functools import partial
+from typing import Any, TypeGuard, cast
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +18,7 @@ from dynmo.errors import ConfigError, place
 from dynmo.kernels.seeds import Purpose, generators_kept, mix
 
 Loss = Callable[[Tensor, Tensor], Tensor]
+Factory = Callable[[], nn.Module]
 
 
 @dataclass(frozen=True)
@@ -52,7 +54,7 @@ class _Uninitialised(TorchFunctionMode):
         return func(*args, **given)
 
 
-def from_factories(names: Sequence[str], factories: Sequence[Callable[[], nn.Module]], seed: int, loss: Loss, tied: Any = ()) -> Model:
+def from_factories(names: Sequence[str], factories: Sequence[Factory], seed: int, loss: Loss, tied: Any = ()) -> Model:
     """A model whose layers can be built one by one."""
 
     def build(owned: Collection[int]) -> list[nn.Module]:
@@ -75,46 +77,48 @@ def from_factories(names: Sequence[str], factories: Sequence[Callable[[], nn.Mod
 
 
 def from_function(path: str, seed: int) -> Model:
-    """`package.module:function`, called without arguments: returns a list of modules, or (list of modules, loss function).
+    """`package.module:function`, called without arguments: returns a list of layers, or (list of layers, loss function).
 
-    Called under a fixed seed on every rank; the layers of other ranks are dropped at once. Raises ConfigError if the path does not
-    lead to such a function.
+    Layers are modules: all are made on every rank under a fixed seed, and those of other ranks are dropped at once. Or they are functions
+    without arguments that make a module each: then a rank makes its own only. Raises ConfigError if the path leads to no such function.
     """
+    where = f"model.kind = 'python:{path}'"
     module_name, _, function_name = path.partition(":")
     if not module_name or not function_name:
-        raise ConfigError(f"model.kind = 'python:{path}': expected python:package.module:function")
+        raise ConfigError(f"{where}: expected python:package.module:function")
     try:
         module = importlib.import_module(module_name)
     except ImportError as error:
-        raise ConfigError(
-            f"model.kind = 'python:{path}': cannot import {module_name}: {error}; run from its folder or install it"
-        ) from error
+        raise ConfigError(f"{where}: cannot import {module_name}: {error}; run from its folder or install it") from error
     except Exception as error:  # whatever its own code raises, a slip of the pen too
-        raise ConfigError(f"model.kind = 'python:{path}': importing {module_name} raised {_what(error)}") from error
+        raise ConfigError(f"{where}: importing {module_name} raised {_what(error)}") from error
     function = getattr(module, function_name, None)
     if not callable(function):
-        raise ConfigError(f"model.kind = 'python:{path}': {module_name} has no function {function_name}")
+        raise ConfigError(f"{where}: {module_name} has no function {function_name}")
 
-    def make() -> tuple[list[nn.Module], Loss]:
+    def make() -> tuple[list[nn.Module] | list[Factory], Loss]:
         try:
             with generators_kept(torch.device("cpu")):
                 torch.manual_seed(mix(seed, Purpose.INITIAL, 0))
                 made = function()
         except Exception as error:
-            raise ConfigError(f"model.kind = 'python:{path}': {function_name}() raised {_what(error)}") from error
+            raise ConfigError(f"{where}: {function_name}() raised {_what(error)}") from error
         layers, loss = made if isinstance(made, tuple) and len(made) == 2 else (made, next_token_loss)
         if (
             not isinstance(layers, list | nn.ModuleList | nn.Sequential)
-            or not all(isinstance(x, nn.Module) for x in layers)
-            or not len(layers)
+            or not all(callable(x) for x in layers)
+            or len({isinstance(x, nn.Module) for x in layers}) != 1
             or not callable(loss)
         ):
-            raise ConfigError(f"model.kind = 'python:{path}': {function_name}() must return a list of torch modules, or (list, loss)")
-        layers = list(layers)
-        _check(f"model.kind = 'python:{path}'", layers)
+            raise ConfigError(
+                f"{where}: {function_name}() must return a list of torch modules or of functions that make one each, or (list, loss)"
+            )
         if isinstance(loss, nn.Module) and any(p.requires_grad for p in loss.parameters()):
-            raise ConfigError(f"model.kind = 'python:{path}': the loss has parameters that train; make them part of the last layer")
-        return layers, cast(Loss, loss)
+            raise ConfigError(f"{where}: the loss has parameters that train; make them part of the last layer")
+        if isinstance(layers[0], nn.Module):
+            _check(where, list(layers))
+            return list(layers), cast(Loss, loss)
+        return [partial(_made, where, index, factory) for index, factory in enumerate(layers)], cast(Loss, loss)
 
     try:
         with torch.device("meta"):
@@ -126,6 +130,8 @@ def from_function(path: str, seed: int) -> Model:
 
     def build(owned: Collection[int]) -> list[nn.Module]:
         layers, losses[_kind()] = make()
+        if not _are_modules(layers):
+            return from_factories(names, layers, seed, loss).build(owned)
         return [layer if index in owned else layer.to("meta") for index, layer in enumerate(layers)]
 
     def loss(output: Tensor, targets: Tensor) -> Tensor:
@@ -134,8 +140,25 @@ def from_function(path: str, seed: int) -> Model:
             own.to(output.device)
         return own(output, targets)
 
+    if not _are_modules(layers):
+        with torch.device("meta"), _Uninitialised():
+            layers = [factory() for factory in layers]
     names = tuple(f"{i}.{type(x).__name__}" for i, x in enumerate(layers))
     return Model(names, build, next_token_loss if given is next_token_loss else loss)
+
+
+def _are_modules(layers: list[nn.Module] | list[Factory]) -> TypeGuard[list[nn.Module]]:
+    return isinstance(layers[0], nn.Module)
+
+
+def _made(where: str, index: int, factory: Callable[[], object]) -> nn.Module:
+    try:
+        made = factory()
+    except Exception as error:
+        raise ConfigError(f"{where}: making layer {index} raised {_what(error)}") from error
+    if not isinstance(made, nn.Module):
+        raise ConfigError(f"{where}: what should make layer {index} returned a {type(made).__name__}, not a torch module")
+    return made
 
 
 def _kind() -> type[Tensor]:

@@ -80,7 +80,8 @@ Found = Mapping[tuple[int, str], Tensor | None]
 class FoundBuffers:
     """Of one layer: what an F found, so that it can be run again on that, and leaves the buffers as they are by then."""
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, index: int) -> None:
+        self._index = index
         self._owners = [part._buffers for part in module.modules() if part._buffers]
         self._written: set[tuple[int, str]] | None = None  # not known before the first F
 
@@ -101,8 +102,8 @@ class FoundBuffers:
             unknown = next(iter(sorted(changed - self._written)), None)
             if unknown is not None:
                 raise RunError(
-                    f"it has written to the buffer {unknown[1]!r}, which it did not in its first microbatch, and it must run again; leave "
-                    "the layer out of train.recompute"
+                    f"layer {self._index} has written to the buffer {unknown[1]!r}, which it did not in its first microbatch, and it must "
+                    "run again; leave it out of train.recompute"
                 )
             return {key: copies.get(key) for key in self._written}
 

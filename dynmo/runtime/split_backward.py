@@ -50,7 +50,7 @@ class Layer:
         # Inputs, and where the graph begins, or what makes it again.
         self._saved: dict[int, tuple[Tensors, Roots | Callable[[], Tensors]]] = {}
         self.recompute = False
-        self._buffers = FoundBuffers(module)
+        self._buffers = FoundBuffers(module, index)
         self._weight_work: dict[int, list[tuple[WeightWork, Tensors]]] = {}
         # Of W's that have begun ahead of time: when their pieces ran.
         self._ahead: dict[int, list[tuple[Any, Any]]] = {}
@@ -122,10 +122,22 @@ class Layer:
             out = self._run(*inputs)
             if finish is not None:
                 out = finish(out)
-            return _handed_on(out)
+            return self._handed_on(out)
         except Exception as error:
             error.add_note(f"in F of layer {self.index}")
             raise
+
+    def _handed_on(self, out: object) -> Tensors:
+        """What the module returned, as it goes to the next layer. A message that travels loses its strides, so they all do."""
+        outputs = cast("tuple[object, ...]", tuple(out) if isinstance(out, tuple | list) else (out,))
+        for y in outputs:
+            what = f"layer {self.index} ({type(self.module).__name__}) returned"
+            if not isinstance(y, Tensor):
+                among = "" if y is out else f" among its {len(outputs)} outputs"
+                raise RunError(f"{what} a {type(y).__name__}{among}; a layer hands on a tensor, or a tuple of tensors")
+            if y.is_complex():
+                raise RunError(f"{what} a tensor of {y.dtype}, which cannot travel; let it hand on torch.view_as_real of that")
+        return tuple(y.contiguous() for y in cast(Tensors, outputs))
 
     def _again(self, microbatch: int, inputs: Tensors, step: int, finish: Callable[[Tensor], Tensor] | None, found: Found) -> Tensors:
         """F again, now with its graph. found: in its buffers at first."""
@@ -226,18 +238,6 @@ class Layer:
         if self.slots is not None:
             self.slots.clear()
         self.marks.clear()
-
-
-def _handed_on(out: object) -> Tensors:
-    """What a layer's forward returned, as it goes to the next: a message that travels loses its strides, so they all do."""
-    outputs: tuple[object, ...] = tuple(out) if isinstance(out, tuple | list) else (out,)
-    for y in outputs:
-        if not isinstance(y, Tensor):
-            among = "" if isinstance(out, Tensor) or y is out else f" among its {len(outputs)} outputs"
-            raise RunError(f"it returned a {type(y).__name__}{among}; a layer hands on a tensor, or a tuple of tensors")
-        if y.is_complex():
-            raise RunError(f"it returned a tensor of {y.dtype}, which cannot travel; hand on torch.view_as_real of it")
-    return tuple(y.contiguous() for y in cast(Tensors, outputs))
 
 
 def _roots(outputs: Tensors) -> Roots:

@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 
 from dynmo.config import parse
-from dynmo.dynamism import Change, Dynamism, Signals, checked, from_class, make_cases
+from dynmo.dynamism import Change, Dynamism, Signals, checked, from_class, make_cases, named
 from dynmo.dynamism.freezing import ScheduledFreezing
 from dynmo.errors import ConfigError, RunError
+from dynmo.runtime.launch import describe
 from tests.dynamism.own_case import LayerDrop
 from tests.pool import Pool
 
@@ -121,6 +122,13 @@ def test_what_act_returns() -> None:
         checked(case, [1, 2], 6)
     with pytest.raises(RunError, match="case 'freezing': act changed layer 6, but the model has 6, from 0 to 5"):
         checked(case, Change((6,), "text"), 6)
+
+
+def test_what_it_raises_is_told_with_its_name() -> None:
+    with pytest.raises(KeyError) as error, named(Freezing(), "act", 3):
+        raise KeyError("oops")
+    assert error.value.__notes__ == ["in act of case 'freezing' at step 3"]
+    assert describe(error.value, 0).endswith(", in act of case 'freezing' at step 3")
 
 
 @pytest.mark.parametrize("word", ["python:", "python:a", "python:a:b:c", "python:a.b:1"])

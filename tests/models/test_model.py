@@ -36,6 +36,19 @@ def test_a_loss_of_ones_own() -> None:
     assert torch.equal(model.loss(logits, targets), user_model.squared(logits, targets))
 
 
+def test_of_factories_a_rank_runs_its_own() -> None:
+    """The others make shapes only; and initial weights hang on the seed and the layer, not on what else was made."""
+    model = load(HERE + "factories")
+    assert model.names == ("0.Embedding", "1.Counted", "2.Counted", "3.Linear")
+    user_model.Counted.made.clear()
+    built = model.build([2])
+    assert [next(x.parameters()).is_meta for x in built] == [True, True, False, True]
+    assert user_model.Counted.made == ["meta", "cpu"]
+    assert torch.equal(built[2].get_parameter("weight"), model.build([1, 2])[2].get_parameter("weight"))
+    logits, targets = torch.randn(3, 256), torch.tensor([0, 5, 200])
+    assert torch.equal(model.loss(logits, targets), functional.cross_entropy(logits, targets, weight=torch.arange(256.0)))
+
+
 def test_what_is_computed_to_make_it_is_computed() -> None:
     """Shapes alone tell neither the numbers of a tensor nor what a loss weighs with. And the caller's random numbers are its own."""
     torch.manual_seed(1)
@@ -90,7 +103,10 @@ def test_initial_weights_do_not_hang_on_the_placement(kind: str) -> None:
             "layer 1 has one parameter under two names, a.weight and b.weight; a layer that moves or is resumed has each once",
         ),
         ("hooked", "the parameter weight of layer 1 has a hook, which would not move with it"),
-        ("no_list", r"no_list\(\) must return a list of torch modules, or \(list, loss\)"),
+        ("no_list", r"no_list\(\) must return a list of torch modules or of functions that make one each, or \(list, loss\)"),
+        ("mixed", "must return a list of torch modules or of functions that make one each"),
+        ("broken_factory", r"making layer 1 raised ValueError: no such width \(user_model.py:\d+\)"),
+        ("odd_factory", "what should make layer 1 returned a int, not a torch module"),
         ("empty", "must return a list of torch modules"),
         ("not_modules", "must return a list of torch modules"),
         ("broken", r"broken\(\) raised KeyError: 'nothing here'"),

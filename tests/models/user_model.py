@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+from typing import ClassVar
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -66,6 +70,36 @@ def weighted() -> tuple[list[nn.Module], nn.Module]:
 
 def with_weights() -> tuple[list[nn.Module], nn.Module]:
     return [nn.Embedding(256, 8), nn.Linear(8, 256)], nn.CrossEntropyLoss(weight=torch.arange(256.0))
+
+
+class Counted(nn.Linear):
+    """Says on which device it was made."""
+
+    made: ClassVar[list[str]] = []
+
+    def __init__(self) -> None:
+        super().__init__(8, 8)
+        self.made.append(self.weight.device.type)
+
+
+def factories() -> tuple[list[Callable[[], nn.Module]], nn.Module]:
+    loss = nn.CrossEntropyLoss(weight=torch.arange(256.0))
+    return [partial(nn.Embedding, 256, 8), Counted, Counted, lambda: nn.Linear(8, 256)], loss
+
+
+def mixed() -> list[object]:
+    return [nn.Embedding(256, 8), Counted]
+
+
+def broken_factory() -> list[Callable[[], nn.Module]]:
+    def broken() -> nn.Module:
+        raise ValueError("no such width")
+
+    return [partial(nn.Embedding, 256, 8), broken]
+
+
+def odd_factory() -> list[Callable[[], object]]:
+    return [partial(nn.Embedding, 256, 8), lambda: 3]
 
 
 def trained_loss() -> tuple[list[nn.Module], nn.Module]:

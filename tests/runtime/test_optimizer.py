@@ -353,6 +353,21 @@ def test_a_master_takes_steps_too_small_for_its_parameter() -> None:
     assert torch.equal(again.state()["weight/master"], optimizer.state()["weight/master"])
 
 
+def test_momentum_that_a_run_without_one_finds() -> None:
+    """It is dropped, or in-place rollback would divide by a momentum of 0."""
+    settings = OptimizerSettings("sgd", momentum=0.0)
+    module = nn.Linear(4, 4)
+    made = LayerOptimizer(module, settings)
+    made.load({f"{name}/momentum_buffer": torch.ones_like(p) for name, p in module.named_parameters()})
+    for _ in range(3):
+        before = module.weight.detach().clone()
+        for p in module.parameters():
+            p.grad = torch.full_like(p, 0.5)
+        made.step(0.1)
+        made.invert(0.1)
+        torch.testing.assert_close(module.weight.detach(), before)
+
+
 def test_in_place_over_two_hundred_rollbacks() -> None:
     """Each step is first made, taken back by arithmetic, and made again clipped: the drift stays at rounding."""
     settings = OptimizerSettings(weight_decay=0.1)

@@ -1,0 +1,108 @@
+"""What a loop of one's own may get wrong, or leave behind."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from dynmo.api import Pipeline
+from dynmo.balance.partition import Partition
+from dynmo.errors import ConfigError, PartitionError, RunError
+from dynmo.models.model import from_factories, next_token_loss
+from dynmo.runtime.mesh import arrange
+from dynmo.runtime.world import World
+from tests.pool import Pool
+from tests.runtime.alone import MICROBATCHES, alone, gpt, pipeline, tokens
+
+
+def test_a_step_has_its_microbatches_at_once() -> None:
+    """A second forward_backward would add up what replicas have summed already."""
+    made, twin = gpt(), gpt()
+    made.forward_backward(0, *tokens(0))
+    with pytest.raises(RunError, match="forward_backward was called again before update or discard"):
+        made.forward_backward(0, *tokens(1))
+    made.discard()
+    made.step(0, *tokens(0), lr=0.1)
+    twin.step(0, *tokens(0), lr=0.1)
+    assert made.digest() == twin.digest()
+
+
+@pytest.mark.parametrize("layers", [[99], [-1], [0, 6]])
+def test_there_is_no_such_layer(layers: list[int]) -> None:
+    made = gpt()
+    with pytest.raises(PartitionError, match=r"there is no layer -?\d+; the model has 6, from 0 to 5"):
+        made.freeze(layers)
+    with pytest.raises(PartitionError, match="there is no layer"):
+        made.unfreeze(layers)
+    assert made.frozen == frozenset()
+
+
+@pytest.mark.parametrize("word", ["w_granularity", "rollback", "clip_scope"])
+def test_words(word: str) -> None:
+    wrong: dict[str, Any] = {word: "Global"}
+    with pytest.raises(ConfigError, match=f"{word} = 'Global'; choose from"):
+        Pipeline(alone(), gpt().model, Partition((6,)), schedule="1f1b", microbatches=2, **wrong)
+
+
+def test_a_tied_weight_that_its_owner_does_not_use() -> None:
+    """It trains through its other use all the same."""
+
+    class Unused(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.Parameter(torch.randn(256, 8))
+            self.tokens = nn.Embedding(256, 8)
+
+        def forward(self, ids: Tensor) -> Tensor:
+            return self.tokens(ids)
+
+    factories = [Unused, partial(nn.Linear, 8, 256, bias=False)]
+    made = pipeline(from_factories(["tokens", "head"], factories, 0, next_token_loss, tied=[((0, "table"), (1, "weight"))]))
+    before = made.own_layers[0][0].get_parameter("table").detach().clone()
+    for step in range(2):
+        made.step(step, *tokens(step), lr=0.1)
+    table = made.own_layers[0][0].get_parameter("table")
+    assert not torch.equal(table, before)
+    assert torch.equal(table, made.own_layers[1][0].get_parameter("weight"))
+
+
+def threads(world: World, times: int) -> list[int]:
+    """After each of so many pipelines with replicas, made and dropped, and evaluated by as many numbers of microbatches."""
+    model, mesh = gpt().model, arrange(world, world.size)
+    out: list[int] = []
+    for count in range(1, times + 1):
+        made = Pipeline(mesh, model, Partition((6,)), schedule="1f1b", microbatches=MICROBATCHES)
+        inputs, targets = tokens(0)
+        for microbatches in range(1, 1 + count % 4):
+            made.evaluate(inputs[:1].repeat(microbatches, 1, 1), targets[:1].repeat(microbatches, 1, 1), microbatches)
+        del made
+        gc.collect()
+        out.append(threading.active_count())
+    return out
+
+
+def test_threads_end_with_their_pipeline(pool: Pool) -> None:
+    for counts in pool.run("tests.test_api_misuse:threads", 2, times=8):
+        assert max(counts[4:]) <= max(counts[:4])
+
+
+def evaluated(world: World) -> list[int]:
+    """Threads after evaluations of more and more microbatches, on a pipeline of two."""
+    made = Pipeline(world, gpt().model, Partition((3, 3)), schedule="1f1b", microbatches=MICROBATCHES)
+    inputs, targets = tokens(0)
+    out: list[int] = []
+    for count in range(1, 9):
+        made.evaluate(inputs[:1].repeat(count, 1, 1), targets[:1].repeat(count, 1, 1), count)
+        out.append(threading.active_count())
+    return out
+
+
+def test_threads_do_not_grow_with_evaluations(pool: Pool) -> None:
+    for counts in pool.run("tests.test_api_misuse:evaluated", 2):
+        assert counts[-1] == counts[2]

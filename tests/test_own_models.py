@@ -1,0 +1,116 @@
+"""Models of one's own, whatever their layers do: the same bits anywhere, or one line that says what cannot be."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from dynmo.balance.partition import Partition
+from dynmo.config import parse
+from dynmo.models.model import load_model
+from tests.pool import JobFailed, Pool
+from tests.runtime.alone import MICROBATCHES, alone, pipeline
+
+STEPS = 4
+
+
+def config(function: str, ranks: int = 1, **changes: dict[str, Any]) -> dict[str, Any]:
+    """Layers move at each step where there are ranks to move between."""
+    made: dict[str, dict[str, Any]] = {
+        "model": {"kind": f"python:tests.models.odd_models:{function}", "sequence": 8},
+        "train": {"steps": STEPS, "global_batch": 8, "micro_batch": 2, "lr": 0.05, "decay": "constant", "warmup": 0},
+        "parallel": {"pipeline": ranks, "timeout": 20.0},
+        "balance": {"balancer": "random", "every": 1} if ranks > 1 else {"balancer": "none"},
+        "trace": {"steps": 0},
+    }
+    return {section: made.get(section, {}) | changes.get(section, {}) for section in made | changes}
+
+
+def run(pool: Pool, function: str, ranks: int = 1, **changes: dict[str, Any]) -> dict[str, Any]:
+    ended = pool.run("train", ranks, config=config(function, ranks, **changes))
+    assert len({x["digest"] for x in ended}) == 1
+    return ended[0]
+
+
+def plain_losses(function: str) -> list[float]:
+    """Of the same steps without dynmo, but for the modules: no clipping, one learning rate."""
+    from dynmo.data.batches import Batches
+    from dynmo.data.corpus import open_corpus
+    from tests.jobs import SOURCE
+
+    loaded = parse(config(function) | {"data": {"source": SOURCE}})
+    model = load_model(loaded)
+    layers = nn.Sequential(*model.build(range(model.layers)))
+    batches = Batches(open_corpus(SOURCE), 8, 8, 2, loaded.seed)
+    groups = [
+        {"params": [p for p in layers.parameters() if (p.dim() > 1) == decays], "weight_decay": 0.1 * decays} for decays in (True, False)
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=0.05, betas=(0.9, 0.95))
+    out: list[float] = []
+    for step in range(STEPS):
+        inputs, targets = batches.train(step)
+        loss = torch.stack([model.loss(layers(x), y) for x, y in zip(inputs, targets, strict=True)]).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        out.append(loss.item())
+    return out
+
+
+@pytest.mark.parametrize("function", ["columns", "table", "energy", "spectral", "in_place", "narrow"])
+def test_the_same_bits_anywhere(pool: Pool, function: str) -> None:
+    """Outputs and buffers in columns, backwards within F, buffers that F writes to, work in place, a dtype that few have."""
+    first = run(pool, function, train={"max_grad_norm": 0.0})
+    assert first["losses"] == pytest.approx(plain_losses(function), rel=1e-5)
+    for ranks, schedule in ((2, "zb-h1"), (3, "gpipe")):
+        again = run(pool, function, ranks, train={"max_grad_norm": 0.0}, pipeline={"schedule": schedule})
+        assert (again["losses"], again["digest"]) == (first["losses"], first["digest"])
+    assert run(pool, function, 2, train={"max_grad_norm": 0.0, "recompute": "all"})["digest"] == first["digest"]
+
+
+def test_work_in_place_changes_nothing(pool: Pool) -> None:
+    """torch gives what functions of one's own return to nobody to work on in place, if it is a view."""
+    assert run(pool, "in_place")["losses"] == run(pool, "not_in_place")["losses"]
+
+
+@pytest.mark.parametrize(
+    ("function", "reason"),
+    [
+        ("a_dict", r"layer 1 \(Do\) returned a dict; a layer hands on a tensor, or a tuple of tensors"),
+        ("with_none", r"layer 1 \(Do\) returned a NoneType among its 2 outputs; a layer hands on a tensor"),
+        ("complex_between", r"layer 1 \(Do\) returned a tensor of torch.complex64, which cannot travel; let it hand on torch.view_as_real"),
+        ("writes_to_the_batch", "layer 0 writes to its input in place, which is needed as it was; let it compute with a copy"),
+        ("no_graph", "the loss does not depend on the model's output in a way that autograd follows, so nothing would train"),
+        ("no_tensor", "the loss function returned a float; it must return a scalar tensor, the mean"),
+        ("eighths", "layer 1: seen is of torch.float8_e5m2, which can neither move nor be saved; known are float32"),
+    ],
+)
+def test_refused(pool: Pool, function: str, reason: str) -> None:
+    with pytest.raises(JobFailed, match=reason):
+        run(pool, function)
+
+
+def test_what_each_replica_would_renormalise(pool: Pool) -> None:
+    run(pool, "renormalised", 2)
+    with pytest.raises(
+        JobFailed, match="layer 0: the embedding itself has max_norm, so its forward writes to its weight, of which every replica"
+    ):
+        pool.run("train", 2, config=config("renormalised", 1, parallel={"data": 2}))
+
+
+def test_random_numbers_of_the_caller_are_its_own() -> None:
+    made = pipeline(load_model(parse({"model": {"blocks": 2, "hidden": 16, "heads": 2, "sequence": 8, "dropout": 0.2}})))
+    ids = torch.zeros(MICROBATCHES, 2, 8, dtype=torch.int64)
+    torch.manual_seed(5)
+    expected, drawn = torch.rand(3), list[Tensor]()
+    torch.manual_seed(5)
+    for step in range(3):
+        made.step(step, ids, ids, lr=0.1)
+        drawn.append(torch.rand(1))
+        made.evaluate(ids, ids, MICROBATCHES)
+        made.move(Partition((made.count,)))
+    assert torch.equal(torch.cat(drawn), expected)
+    assert alone().size == 1
