@@ -129,6 +129,8 @@ class Layer:
 
     def _handed_on(self, out: object) -> Tensors:
         """What the module returned, as it goes to the next layer. A message that travels loses its strides, so they all do."""
+        if isinstance(out, Tensor) and out.is_contiguous() and not out.is_complex():
+            return (out,)
         outputs = cast("tuple[object, ...]", tuple(out) if isinstance(out, tuple | list) else (out,))
         for y in outputs:
             what = f"layer {self.index} ({type(self.module).__name__}) returned"
