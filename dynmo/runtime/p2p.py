@@ -11,7 +11,7 @@ posted ahead.
 
 On CPU gloo writes to the socket within the call that sends, and posting a receive tells the peer: threads of their own take both off
 the ops' path. On CUDA both only enqueue, on the current stream, and are done in place. That a message has arrived gloo tells only who
-waits for it, hence the watcher; on CUDA it can be asked.
+waits for it, hence the watcher; on CUDA it can be asked. Headers are gloo's there, too.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable
 from functools import partial
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -31,6 +32,8 @@ from torch import Tensor
 
 from dynmo.errors import DynmoError, RunError, WaitTimeout
 from dynmo.memory import POSTED_AHEAD, posted
+from dynmo.runtime.device_waits import POLL, Patience
+from dynmo.runtime.headers import HEADER, Spec, decode, encode, spec_of
 from dynmo.runtime.world import World
 from dynmo.schedule.lower import Begun, Channel, Direction, Program, describe
 
@@ -44,41 +47,13 @@ TAG_TIED = 1 << 23
 TAG_PREFIX = 1 << 24
 TAG_VERDICT = 1 << 25
 
-_HEADER = 64  # int64 numbers: count, then per tensor dtype, dimensions, sizes
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32, torch.uint8, torch.bool, torch.int8)
-
-Spec = tuple[tuple[torch.dtype, tuple[int, ...]], ...]
+# On CUDA a receive that is posted is a kernel that turns on the device until its message is there.
+_POSTED_ON_CUDA = 1
 
 
-def encode(spec: Spec) -> Tensor:
-    numbers = [len(spec)]
-    for dtype, shape in spec:
-        if dtype not in _DTYPES:
-            raise RunError(f"a layer hands on a tensor of {dtype}, which cannot travel; known are {', '.join(map(str, _DTYPES))}")
-        numbers += [_DTYPES.index(dtype), len(shape), *shape]
-    if len(numbers) > _HEADER:
-        raise RunError(f"a message of {len(spec)} tensors with so many dimensions does not fit the channel's header")
-    return torch.tensor(numbers + [0] * (_HEADER - len(numbers)), dtype=torch.int64)
-
-
-def decode(header: Tensor) -> Spec:
-    numbers = header.tolist()
-    spec: list[tuple[torch.dtype, tuple[int, ...]]] = []
-    at = 1
-    for _ in range(numbers[0]):
-        dtype, dimensions = _DTYPES[numbers[at]], numbers[at + 1]
-        spec.append((dtype, tuple(numbers[at + 2 : at + 2 + dimensions])))
-        at += 2 + dimensions
-    return tuple(spec)
-
-
-def spec_of(tensors: tuple[Tensor, ...]) -> Spec:
-    return tuple((t.dtype, tuple(t.shape)) for t in tensors)
-
-
-def _ahead(depth: int, varying: bool) -> int:
+def _ahead(device: torch.device, depth: int, varying: bool) -> int:
     """How many of the `depth` messages on their way may land before they are asked for. Varying ones land when they are taken."""
-    return 0 if varying else min(POSTED_AHEAD, depth - 1)
+    return 0 if varying else min(_POSTED_ON_CUDA if device.type == "cuda" else POSTED_AHEAD, depth - 1)
 
 
 def _tag(channel: Channel) -> int:
@@ -132,7 +107,7 @@ class Inbox:
     def __init__(self, world: World, channel: Channel, varying: bool, depth: int, poster: Worker, watcher: Worker) -> None:
         self._world, self.channel, self._varying, self._poster, self._watcher = world, channel, varying, poster, watcher
         # A header that has landed is no message that has.
-        self._ahead = POSTED_AHEAD if varying else _ahead(depth, varying)
+        self._ahead = POSTED_AHEAD if varying else _ahead(world.device, depth, varying)
         self._depth = depth
         self._spec: Spec | None = None
         self._unposted = self._open = self._messages = 0
@@ -156,7 +131,7 @@ class Inbox:
 
     def _window(self) -> int:
         """How many receives to keep posted: all of a step's where nothing limits them and they are small, so that none is posted later."""
-        if self._spec is None or self._varying:
+        if self._spec is None or self._varying or self._world.device.type == "cuda":
             return self._ahead
         return posted(self._messages, sum(dtype.itemsize * math.prod(shape) for dtype, shape in self._spec), self._depth)
 
@@ -171,7 +146,7 @@ class Inbox:
 
     def _post_one(self) -> None:
         if self._varying:
-            buffers: tuple[Tensor, ...] = (torch.zeros(_HEADER, dtype=torch.int64),)
+            buffers: tuple[Tensor, ...] = (torch.zeros(HEADER, dtype=torch.int64),)
         else:
             assert self._spec is not None
             buffers = tuple(torch.empty(shape, dtype=dtype, device=self._world.device) for dtype, shape in self._spec)
@@ -232,12 +207,12 @@ class Inbox:
                 self._due = self._next_posted(patience)
             except queue.Empty:
                 return False
-            if self._world.device.type != "cuda":
+            if self._world.device.type != "cuda" or self._varying:
                 self._here = threading.Event()
                 self._watcher.submit(partial(self._watch, self._due[1], microbatch, self._here))
         if self._here is not None:
             return self._here.wait(patience)
-        return _filled(self._due[1], torch.cuda.current_stream(self._world.device), patience)
+        return _filled(self._world, self._due[1], patience)
 
     def _watch(self, works: list[dist.Work], microbatch: int, here: threading.Event) -> None:
         try:
@@ -257,23 +232,30 @@ class Inbox:
             self._wait(self._receive(buffers), microbatch)
         else:
             if self._spec is None:
-                header = torch.zeros(_HEADER, dtype=torch.int64)
+                header = torch.zeros(HEADER, dtype=torch.int64)
                 self._wait(self._receive((header,), header=True), microbatch)
                 self._spec = decode(header)
             buffers = self._land(microbatch)
         return buffers
 
 
-def _filled(works: list[dist.Work], stream: torch.cuda.Stream, patience: float) -> bool:
-    """Whether the receives are, `patience` seconds after the stream has run dry. Only asks: nothing is held up on the device."""
-    dry: float | None = None
+def _filled(world: World, works: list[dist.Work], seconds: float) -> bool:
+    """Whether the receives are, so many seconds after the stream has run dry. Only asks: nothing is held up on the device."""
+    patience = Patience(world.device, seconds)
     while not all(work.is_completed() for work in works):
-        if dry is None and stream.query():
-            dry = time.perf_counter()
-        if dry is not None and time.perf_counter() - dry >= patience:
+        if patience.over():
             return False
-        time.sleep(1e-5)
+        world.look()
+        time.sleep(POLL)
     return True
+
+
+class Enqueued(NamedTuple):
+    """CUDA: a message on its way. Its header, if it has one, is gloo's, who says of none that it is completed before it is waited for."""
+
+    header: dist.Work | None
+    works: list[dist.Work]
+    tensors: list[Tensor]
 
 
 class Outbox:
@@ -284,10 +266,10 @@ class Outbox:
         self._spec: Spec | None = None
         threaded = world.device.type != "cuda"
         self.worker = Worker(f"outbox {channel.source}-{channel.target}", threaded)
-        # CUDA: sends that are enqueued; waiting for one in place would hold up the compute stream.
-        self._enqueued: deque[tuple[list[dist.Work], list[Tensor]]] = deque()
+        # CUDA: waiting for a send in place would hold up the compute stream.
+        self._enqueued: deque[Enqueued] = deque()
         # How many messages may be here and not yet with the peer; the rest of the depth is what the peer has posted.
-        self._depth = depth - _ahead(depth, varying)
+        self._depth = depth - _ahead(world.device, depth, varying)
         self._room = threading.BoundedSemaphore(self._depth)
         self._threaded = threaded
 
@@ -309,39 +291,55 @@ class Outbox:
         channel = self.channel
         parts = [tensor if tensor.is_contiguous() else tensor.detach().contiguous() for tensor in tensors]
         try:
-            works = [] if header is None else [self._world.send(header, channel.target, _tag(channel) + TAG_HEADERS, _key(channel))]
-            works += [self._world.send(part, channel.target, _tag(channel), _key(channel)) for part in parts]
-            for work in works if self._threaded else ():
+            head = None if header is None else self._world.send(header, channel.target, _tag(channel) + TAG_HEADERS, _key(channel))
+            works = [self._world.send(part, channel.target, _tag(channel), _key(channel)) for part in parts]
+            if not self._threaded:
+                self._enqueued.append(Enqueued(head, works, parts if header is None else [*parts, header]))
+                self._release_done()
+                return
+            for work in works if head is None else (head, *works):
                 self._world.wait(work, channel.target, f"room to send the {channel.direction} of microbatch {microbatch}")
         except DynmoError as error:
             self.worker.error = error  # before the place is free, so that who takes it sees it
             self._room.release()
             raise
-        if self._threaded:
-            self._room.release()
-        else:
-            self._enqueued.append((works, parts if header is None else [*parts, header]))
-            self._release_done()
+        self._room.release()
 
-    def _release_done(self) -> None:
-        while self._enqueued and all(work.is_completed() for work in self._enqueued[0][0]):
-            self._enqueued.popleft()
+    def _release_done(self) -> bool:
+        """CUDA: frees the places of the messages that the peer has. Whether there were any."""
+        before = len(self._enqueued)
+        while self._enqueued and all(work.is_completed() for work in self._enqueued[0].works):
+            header = self._enqueued.popleft().header
+            if header is not None:  # the peer read it before it could receive what came behind
+                self._world.wait(header, self.channel.target, f"the header of the {self.channel.direction} to be read")
             self._room.release()
+        return len(self._enqueued) < before
 
     def _acquire(self, microbatch: int) -> None:
         """Waits for a place in the channel's depth. The worker's own wait has a shorter limit and says more: it speaks first."""
-        deadline = time.monotonic() + self._world.timeout + 5
         taken = False
-        while not taken and self.worker.error is None and time.monotonic() < deadline:
-            self._release_done()
-            # CUDA: nobody but this thread finds out that a send is done, so it looks again and again.
-            taken = self._room.acquire(timeout=0.0005 if self._enqueued else max(0.0, deadline - time.monotonic()))
+        if self.worker.error is None:
+            taken = self._room.acquire(timeout=self._world.timeout + 5) if self._threaded else self._acquire_enqueued()
         if not taken or self.worker.error is not None:
             raise self.worker.error or WaitTimeout(
                 f"{self._world.called(self._world.rank)} waited {self._world.timeout:g} s for {self._world.called(self.channel.target)}: "
                 f"room to send the {self.channel.direction} of microbatch {microbatch}",
                 [self._world.address(self.channel.target)],
             )
+
+    def _acquire_enqueued(self) -> bool:
+        """CUDA: nobody but this thread finds out that a send is done, so it looks again and again. The host may be a step ahead of the
+        device, so time counts only while that has nothing to do and nothing comes through."""
+        patience = Patience(self._world.device, self._world.timeout)
+        while not self._room.acquire(blocking=False):
+            if self._release_done():
+                patience.renew()
+            elif patience.over():
+                return False
+            else:
+                self._world.look()
+                time.sleep(POLL)
+        return True
 
     def flush(self) -> None:
         """Waits until the peer has taken everything."""
@@ -357,9 +355,9 @@ class Transport:
     def __init__(self, world: World, programs: tuple[Program, ...], varying: bool = False) -> None:
         own = programs[world.rank]
         world.open_channels(sorted({_key(c) for p in programs for c in p.depth}))
-        self._messages = own.microbatches
+        self._world, self._messages = world, own.microbatches
         self._poster = Worker("poster", bool(own.incoming) and world.device.type != "cuda")
-        self._watcher = Worker("watcher", bool(own.incoming) and world.device.type != "cuda")
+        self._watcher = Worker("watcher", bool(own.incoming) and (varying or world.device.type != "cuda"))
         self._inboxes = {c: Inbox(world, c, varying, own.depth[c], self._poster, self._watcher) for c in own.incoming}
         self._outboxes = {c: Outbox(world, c, varying, own.depth[c]) for c in own.outgoing}
         # The threads end with the transport, also where nobody closes it.
@@ -389,6 +387,7 @@ class Transport:
     def flush(self) -> None:
         for outbox in self._outboxes.values():
             outbox.flush()
+        self._world.settle()
 
     def close(self) -> None:
         """Ends the threads. Nothing may be under way."""

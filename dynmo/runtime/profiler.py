@@ -131,7 +131,7 @@ def measure_links(world: World, pairs: Sequence[Pair], sizes: Pair = (1 << 10, 1
             if world.rank == low:
                 per_byte = max(0.0, (times[1] - times[0]) / (sizes[1] - sizes[0]))
                 table[pairs.index((low, high))] = torch.tensor([max(0.0, times[0] - per_byte * sizes[0]), per_byte])
-        world.barrier("the links to be measured")
+        world.barrier(_LINKS)
     world.everyone.largest(table, "the link times")
     links = (LinkCost(latency, 1 / per_byte if per_byte else float("inf")) for latency, per_byte in table.tolist())
     return dict(zip(pairs, links, strict=True))
@@ -151,13 +151,15 @@ def _rounds(pairs: Sequence[Pair]) -> list[list[Pair]]:
 
 
 PAUSE = 0.005  # seconds
+_LINKS = "the links to be measured"
 
 
 def _ping(world: World, peer: int, key: tuple[int, ...], size: int, repeats: int) -> float:
     """Seconds one way, sent and received as channels do: from a thread, into a receive that is posted. The first exchange opens the
     connection and is not counted."""
-    what = "the links to be measured"
-    sender = Worker("links", threaded=world.device.type != "cuda")
+    if world.device.type == "cuda":
+        return _ping_on_device(world, peer, key, size, repeats)
+    sender = Worker("links", threaded=True)
     buffer = torch.zeros(size, dtype=torch.uint8, device=world.device)
     times: list[float] = []
     for _ in range(repeats + 1):
@@ -165,12 +167,25 @@ def _ping(world: World, peer: int, key: tuple[int, ...], size: int, repeats: int
         time.sleep(PAUSE)
         start = time.perf_counter()
         if world.rank > peer:
-            world.wait(incoming, peer, what)
-        sender.submit(lambda: world.wait(world.send(buffer, peer, TAG_LINKS, key), peer, what))
+            world.wait(incoming, peer, _LINKS)
+        sender.submit(lambda: world.wait(world.send(buffer, peer, TAG_LINKS, key), peer, _LINKS))
         if world.rank < peer:
-            world.wait(incoming, peer, what)
-        if world.device.type == "cuda":
-            torch.cuda.synchronize(world.device)
+            world.wait(incoming, peer, _LINKS)
         times.append((time.perf_counter() - start) / 2)
     sender.close()
+    return median(times[1:])
+
+
+def _ping_on_device(world: World, peer: int, key: tuple[int, ...], size: int, repeats: int) -> float:
+    """A communicator has one stream for both directions, so a receive that is posted first would hold up the send that it waits for."""
+    buffer = torch.zeros(size, dtype=torch.uint8, device=world.device)
+    both = [world.send, world.receive] if world.rank < peer else [world.receive, world.send]
+    times: list[float] = []
+    for _ in range(repeats + 1):
+        time.sleep(PAUSE)
+        start = time.perf_counter()
+        for act in both:
+            world.wait(act(buffer, peer, TAG_LINKS, key), peer, _LINKS)
+        world.settle()
+        times.append((time.perf_counter() - start) / 2)
     return median(times[1:])

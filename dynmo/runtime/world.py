@@ -26,10 +26,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dynmo.errors import RankDied, RunError, WaitTimeout
+from dynmo.runtime.device_waits import POLL, DeviceWaits
 from dynmo.runtime.rendezvous import Rendezvous
 
 # FileStore and gloo give no reason codes: the words of their messages are all there is to tell a late peer from a dead one.
 _LATE = re.compile(r"timed? ?out|timeout", re.IGNORECASE)
+
+# NCCL counts its limit from when work is enqueued, which may be a step ahead of the device, and then ends the process. `World.look` tells.
+_NEVER = timedelta(days=30)
 
 
 def open_store(rendezvous: Rendezvous, timeout: float) -> dist.Store:
@@ -91,7 +95,10 @@ class World:
     _views: list[World] = field(default_factory=list["World"], repr=False, compare=False)
     _circles: dict[tuple[int, ...], Any] = field(default_factory=dict[tuple[int, ...], Any], repr=False, compare=False)
     _shape: int = 1
-    _channel_groups: dict[tuple[int, ...], Any] = field(default_factory=dict[tuple[int, ...], Any])
+    # NCCL's communicators, by tag and global ranks.
+    _channel_groups: dict[tuple[int, ...], Any] = field(default_factory=dict[tuple[int, ...], Any], repr=False, compare=False)
+    # CUDA: where the stream waits for others.
+    waits: DeviceWaits = field(default_factory=DeviceWaits, repr=False, compare=False)
 
     @classmethod
     def join(
@@ -116,20 +123,25 @@ class World:
                 ) from None
             # All came, and one is gone again.
             raise RankDied(f"rank {rank} could not form a group of {size}: {_reason(error)}") from None
-        return cls(rank, size, device, timeout, generation, prefixed, dist.group.WORLD)
+        made = cls(rank, size, device, timeout, generation, prefixed, dist.group.WORLD)
+        made._lift_limit(made.group)
+        return made
 
-    def close(self) -> None:
-        """Of all ranks: the views of a generation end with it."""
+    def close(self, failed: bool = False) -> None:
+        """Of all ranks: the views of a generation end with it. failed: messages may be under way that nobody will send."""
         everyone = self.everyone
         # Their threads must not be inside the backend when it goes.
         for channels in list(self.channels):
             channels.close()
+        if failed and self.device.type == "cuda" and dist.is_initialized():
+            # Communicators end in order once their work is done, which would be never: the failure could not be told.
+            dist.distributed_c10d._abort_process_group()
         # A group ends, and its peers are told, when the last reference to it goes.
         for world in (everyone, *everyone._views):
             world.group = world.circle = None
-            world._channel_groups.clear()
         everyone._views.clear()
         everyone._circles.clear()
+        everyone._channel_groups.clear()
         _leave()
 
     # -- the mesh -----------------------------------------------------------------------------------------------------------
@@ -185,6 +197,7 @@ class World:
                 if 1 < len(members) < everyone.size and members not in everyone._circles:
                     made = dist.new_group(list(members), timeout=timedelta(seconds=self.timeout))
                     everyone._circles[members] = made if ranks == members else None
+                    self._lift_limit(everyone._circles[members])
         except RuntimeError as error:
             everyone.fail(error, None, what)
         made = World(ranks.index(everyone.rank), len(ranks), self.device, self.timeout, self.generation, self.store, everyone.group)
@@ -196,19 +209,43 @@ class World:
     # -- point to point ---------------------------------------------------------------------------------------------------
 
     def open_channels(self, pairs: Sequence[tuple[int, ...]]) -> None:
-        """NCCL: one communicator per channel key (..., source, target), in the same order on all ranks. gloo needs none: it has tags."""
+        """NCCL: one communicator per channel key (tag, source, target), in the same order on all ranks; one that was made for another mesh
+        is used again. gloo needs none: it has tags."""
         if self.device.type != "cuda":
             return
+        groups, opened = self.everyone._channel_groups, list[tuple[int, ...]]()
         for key in pairs:
-            if key not in self._channel_groups:
-                made = [
-                    dist.new_group(ranks=sorted({line[rank] for rank in key[-2:]}), backend="nccl")
-                    for line in self.lines or (range(self.size),)
-                ]
-                self._channel_groups[key] = made[self.line]
+            for line in self.lines or (tuple(range(self.size)),):
+                tag, *ends = key[0], *(line[rank] for rank in key[1:])
+                if (tag, *ends) in groups:
+                    continue
+                try:
+                    made = dist.new_group(sorted(set(ends)), timeout=timedelta(seconds=self.timeout), backend="nccl")
+                except RuntimeError as error:
+                    self.everyone.fail(error, None, "the channels to open")
+                groups[tag, *ends] = made
+                if self.everyone.rank in ends:
+                    self._lift_limit(made)
+                    opened.append(key)
+        # A communicator is made at its first message, and its sender's thread stands until its receiver's is there, too: all in one order
+        # now, or two ranks that both send first would wait for each other for ever.
+        for key in opened:
+            _, source, target = key
+            mark, what = torch.ones(1, device=self.device), f"the channel from {self.called(source)} to {self.called(target)} to open"
+            if self.rank == source:
+                self.wait(self.send(mark, target, 0, key), target, what)
+            else:
+                self.wait(self.receive(mark, source, 0, key), source, what)
+            self.settle()
+
+    def _channel(self, key: tuple[int, ...] | None, tensor: Tensor) -> Any:
+        """The communicator of a message; None where it has none of its own."""
+        if key is None or not tensor.is_cuda:
+            return None
+        return self.everyone._channel_groups.get((key[0], *(self.address(rank) for rank in key[1:])))
 
     def send(self, tensor: Tensor, target: int, tag: int, key: tuple[int, ...] | None = None) -> dist.Work:
-        group = self._channel_groups.get(key) if key is not None and tensor.is_cuda else None
+        group = self._channel(key, tensor)
         assert self.group is not None
         try:
             # dist.isend looks up the group and checks the tensor anew: on a small message that is half of the time it takes.
@@ -220,7 +257,7 @@ class World:
         return work
 
     def receive(self, tensor: Tensor, source: int, tag: int, key: tuple[int, ...] | None = None) -> dist.Work:
-        group = self._channel_groups.get(key) if key is not None and tensor.is_cuda else None
+        group = self._channel(key, tensor)
         assert self.group is not None
         try:
             address = self.address(source)
@@ -231,11 +268,33 @@ class World:
         return work
 
     def wait(self, work: dist.Work, peer: int, what: str) -> None:
-        """Waits for a message; `what` is said when it does not come: `the activations of microbatch 3`."""
+        """Waits for a message; `what` is said when it does not come: `the activations of microbatch 3`. On CUDA the stream waits, without
+        a limit: `look` and `settle` have one."""
         try:
-            work.wait()
+            if self.device.type == "cuda":
+                with self.waits.around([peer], what):
+                    work.wait()
+            else:
+                work.wait()
         except RuntimeError as error:
             self.fail(error, [peer], what)
+
+    def look(self) -> None:
+        """CUDA: raises WaitTimeout if the stream has stood at one of its waits for as long as any may."""
+        standing = self.waits.standing()
+        if standing is not None and standing[0] >= self.timeout:
+            raise self._late(standing[1].peers, standing[1].what)
+
+    def settle(self) -> None:
+        """CUDA: stands still until the stream has passed all its waits. Whoever asks the device for numbers would wait without a limit."""
+        while self.waits.any:
+            self.look()
+            time.sleep(POLL)
+
+    def _lift_limit(self, group: Any) -> None:
+        """Of NCCL alone; gloo's waits keep theirs."""
+        if self.device.type == "cuda" and group is not None:
+            group._get_backend(self.device)._set_default_timeout(_NEVER)
 
     # -- collectives: fixed-schema tensors, never objects ---------------------------------------------------------------------
 
@@ -293,12 +352,14 @@ class World:
         """Turns a backend's exception into one line that names who waits for whom."""
         text, me = first_line(error), self.called(self.rank)
         if _LATE.search(text):
-            late = self._not_waiting(what) if peers is None else list(peers)
-            addresses = [self.address(rank) for rank in late]
-            waited = f"{me} waited {self.timeout:g} s for {self._named(late)}: {what}"
-            raise WaitTimeout(f"{waited}; where it only takes longer, raise parallel.timeout", addresses) from error
+            raise self._late(peers, what) from error
         whom = self._named(peers) if peers else "a peer"
         raise RankDied(f"{me} lost {whom} while waiting for {what} ({_reason(error)})") from error
+
+    def _late(self, peers: Sequence[int] | None, what: str) -> WaitTimeout:
+        late = self._not_waiting(what) if peers is None else list(peers)
+        waited = f"{self.called(self.rank)} waited {self.timeout:g} s for {self._named(late)}: {what}"
+        return WaitTimeout(f"{waited}; where it only takes longer, raise parallel.timeout", [self.address(rank) for rank in late])
 
     def _not_waiting(self, what: str) -> list[int]:
         """Who is not in this collective: every rank that gives up says so in the store; those that do not are the ones waited for."""

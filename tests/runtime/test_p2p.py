@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from dynmo.errors import RankDied, RunError
-from dynmo.runtime.p2p import Inbox, Worker, decode, encode
+from dynmo.runtime.headers import decode, encode
+from dynmo.runtime.p2p import Inbox, Worker
 from dynmo.schedule.lower import Channel, Direction
 from tests.pool import Pool
 from tests.runtime.alone import alone

@@ -1,0 +1,76 @@
+"""Waits of a CUDA device, seen from the host. There a wait for a message holds up the stream and not the host, and never raises.
+
+host     take 0   take 1   put 0 ...                          asks: how long has the stream stood there?
+stream            F0 ..... [reached | message 1 ... | passed] F1
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import torch
+
+POLL = 5e-5  # seconds between two looks at the device
+
+
+class Wait(NamedTuple):
+    """For `peers` (None: all others of the world), between two marks of one stream."""
+
+    reached: torch.cuda.Event
+    passed: torch.cuda.Event
+    peers: Sequence[int] | None
+    what: str
+
+
+class DeviceWaits:
+    """Those of one stream, in its order."""
+
+    def __init__(self) -> None:
+        self._open: deque[Wait] = deque()
+        self._since: float | None = None  # the host saw the stream stand at the first of them
+
+    @contextmanager
+    def around(self, peers: Sequence[int] | None, what: str) -> Iterator[None]:
+        """What is enqueued inside holds up the current stream until the peers do their part."""
+        wait = Wait(torch.cuda.Event(), torch.cuda.Event(), peers, what)
+        wait.reached.record()
+        yield
+        wait.passed.record()
+        self._open.append(wait)
+
+    def standing(self) -> tuple[float, Wait] | None:
+        """The wait at which the stream stands, and since how many seconds; None where it stands at none. Forgets those it has passed."""
+        while self._open and self._open[0].passed.query():
+            self._open.popleft()
+            self._since = None
+        if not self._open or not self._open[0].reached.query():
+            return None
+        now = time.perf_counter()
+        self._since = now if self._since is None else self._since
+        return now - self._since, self._open[0]
+
+    @property
+    def any(self) -> bool:
+        """Whether there are some that the stream had not passed when `standing` was asked last."""
+        return bool(self._open)
+
+
+class Patience:
+    """Seconds for which a host waits that asks a device again and again. They count while the stream is dry: until then nobody waits."""
+
+    def __init__(self, device: torch.device, seconds: float) -> None:
+        self._stream, self._seconds = torch.cuda.current_stream(device), seconds
+        self._dry: float | None = None
+
+    def over(self) -> bool:
+        if self._dry is None and self._stream.query():
+            self._dry = time.perf_counter()
+        return self._dry is not None and time.perf_counter() - self._dry >= self._seconds
+
+    def renew(self) -> None:
+        """Something came."""
+        self._dry = None
