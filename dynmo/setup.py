@@ -13,6 +13,7 @@ import torch
 from dynmo.balance.partition import Partition, uniform
 from dynmo.config import Config, Train
 from dynmo.errors import ConfigError
+from dynmo.runtime.launch import FOR_RANKS_ON_CUDA
 from dynmo.runtime.optimizer import OptimizerSettings
 from dynmo.runtime.rendezvous import Rendezvous
 
@@ -30,6 +31,11 @@ def device_for(config: Config, local_rank: int) -> torch.device:
     """The CUDA device of this local rank if there is one, else the CPU, set up as the config asks. Raises ConfigError if CUDA is
     asked for and missing."""
     wanted = config.parallel.device
+    if wanted != "cpu":
+        # Before anything asks CUDA, which reads them once in a process. So does cuBLAS, whose workspaces must be of one size for the same
+        # bits: a run that asks for these may not be the first of its process.
+        for name, value in {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", **(FOR_RANKS_ON_CUDA if config.ranks > 1 else {})}.items():
+            os.environ.setdefault(name, value)
     available = torch.cuda.is_available()
     if wanted == "cuda" and not available:
         raise ConfigError("parallel.device = 'cuda', but torch sees no CUDA device; use 'auto' or 'cpu'")
@@ -45,19 +51,24 @@ def device_for(config: Config, local_rank: int) -> torch.device:
             "parallel.slices = true, which puts a pipeline on one device"
         )
     torch.cuda.set_device(local_rank)
-    if config.train.deterministic:
-        # Before the first product: cuBLAS reads it once. On CPU, with a fixed number of threads, all that runs here is deterministic.
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    if config.train.deterministic:  # on CPU, with a fixed number of threads, all that runs here is deterministic
         torch.use_deterministic_algorithms(True)
     return torch.device("cuda", local_rank)
 
 
 def memory_limit(config: Config, device: torch.device) -> int | None:
-    """Bytes per rank: as configured, else the CUDA device's, in equal parts for its slices; None (no limit) on CPU."""
+    """Bytes per rank: as configured, else what tensors may have of the CUDA device's, in equal parts for its slices; None (no limit) on
+    CPU.
+
+    The rest is for what no account of tensors has: the context and its kernels, NCCL's buffers, cuBLAS's workspaces, what the allocator
+    rounds up. By the device's size alone, so that equal devices have equal limits.
+    """
     if config.pipeline.memory_limit is not None:
         return config.pipeline.memory_limit
+    if device.type != "cuda":
+        return None
     parts = config.parallel.pipeline if config.parallel.slices else 1
-    return torch.cuda.get_device_properties(device).total_memory // parts if device.type == "cuda" else None
+    return max(1, torch.cuda.get_device_properties(device).total_memory * 92 // 100 - (1 << 30)) // parts
 
 
 def check_meshes(config: Config, layers: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -39,3 +40,34 @@ def test_cores() -> None:
     assert warn_of_cores(load(overrides=[f"parallel.threads={cores}"])) is None
     assert warn_of_cores(load(overrides=[f"parallel.threads={cores + 1}"])) is not None
     assert warn_of_cores(load(overrides=[f"parallel.threads={cores + 1}", "model.kind=emulated"])) is None, "sleep needs no core"
+
+
+def test_what_cuda_reads_as_it_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Set before anything asks whether there is a device; what the user has set stays."""
+    names = ("CUBLAS_WORKSPACE_CONFIG", "CUDA_MODULE_LOADING", "CUDA_DEVICE_MAX_CONNECTIONS")
+    seen: list[list[str | None]] = []
+
+    def is_available() -> bool:
+        seen.append([os.environ.get(name) for name in names])
+        return False
+
+    monkeypatch.setattr(torch.cuda, "is_available", is_available)
+    for parallel in ({"pipeline": 1}, {"pipeline": 2}, {"pipeline": 2, "device": "cpu"}):
+        for name in names:
+            monkeypatch.setenv(name, "")
+            monkeypatch.delenv(name)
+        device_for(parse({"parallel": parallel}), 0)
+    assert seen == [[":4096:8", None, None], [":4096:8", "EAGER", "32"], [None, None, None]]
+    monkeypatch.setenv("CUDA_MODULE_LOADING", "LAZY")
+    device_for(parse({"parallel": {"pipeline": 2}}), 0)
+    assert seen[-1][1] == "LAZY"
+
+
+def test_a_device_keeps_a_reserve(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=80 << 30))
+    cuda = torch.device("cuda", 0)
+    whole = memory_limit(parse({}), cuda)
+    assert whole is not None
+    assert 72 << 30 < whole < 73 << 30
+    assert memory_limit(parse({"parallel": {"pipeline": 4, "slices": True}}), cuda) == whole // 4
+    assert memory_limit(parse({"pipeline": {"memory_limit": "80GiB"}}), cuda) == 80 << 30

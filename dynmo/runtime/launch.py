@@ -32,6 +32,10 @@ from dynmo.errors import DynmoError, InputError, Interrupted, RankDied, RunError
 _GRACE = 3.0
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
+# A receive that is posted is a kernel that turns until its message is there. A kernel that is loaded at its first launch may wait for the
+# device to run dry, which such a one prevents; and streams that share a connection wait for each other. CUDA reads both as it starts.
+FOR_RANKS_ON_CUDA = {"CUDA_MODULE_LOADING": "EAGER", "CUDA_DEVICE_MAX_CONNECTIONS": "32"}
+
 
 @dataclass(frozen=True)
 class Failure:
@@ -63,6 +67,9 @@ def rank_environment(rank: int, size: int, folder: Path, threads: int) -> dict[s
         MALLOC_TOP_PAD_=str(64 << 20),
         PYTHONUNBUFFERED="1",
     )
+    if size > 1:
+        for name, value in FOR_RANKS_ON_CUDA.items():
+            env.setdefault(name, value)
     if sys.platform == "linux":
         env["GLOO_SOCKET_IFNAME"] = "lo"
     return env

@@ -225,3 +225,13 @@ def test_a_signal_before_the_first_rank(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(launch, "rank_environment", interrupted)
     with pytest.raises(Interrupted, match="while starting"):
         launch.spawn([sys.executable, "-c", RANK, "train()", ""], 2, 1, tmp_path)
+
+
+def test_what_cuda_reads_as_it_starts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Of several ranks; what the user has set stays."""
+    for name in launch.FOR_RANKS_ON_CUDA:
+        monkeypatch.delenv(name, raising=False)
+    assert not launch.FOR_RANKS_ON_CUDA.keys() & launch.rank_environment(0, 1, tmp_path, 1).keys()
+    assert launch.FOR_RANKS_ON_CUDA.items() <= launch.rank_environment(0, 2, tmp_path, 1).items()
+    monkeypatch.setenv("CUDA_MODULE_LOADING", "LAZY")
+    assert launch.rank_environment(0, 2, tmp_path, 1)["CUDA_MODULE_LOADING"] == "LAZY"
