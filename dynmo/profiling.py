@@ -39,10 +39,8 @@ def run(config: Config, rendezvous: Rendezvous, steps: int, listen: Listener | N
     model = load_model(config)
     timeout = config.parallel.timeout
     world = World.join(open_store(rendezvous, timeout), rendezvous.rank, rendezvous.size, device=device, timeout=timeout)
-    try:
+    with world:
         return measure(config, world, model, steps, listen)
-    finally:
-        world.close()
 
 
 def measure(config: Config, world: World, model: Model, steps: int, listen: Listener | None = None) -> Profile:

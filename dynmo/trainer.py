@@ -98,10 +98,8 @@ def run(config: Config, rendezvous: Rendezvous, folder: Path | None, resume: boo
     world = World.join(
         open_store(rendezvous, config.parallel.timeout), rendezvous.rank, rendezvous.size, device=device, timeout=config.parallel.timeout
     )
-    try:
+    with world:
         return Trainer(config, world, model, folder, resume, listen).run()
-    finally:
-        world.close()
 
 
 class Trainer:

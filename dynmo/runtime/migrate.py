@@ -174,6 +174,7 @@ def exchange(
             _take(world, move, tensor)
     for work, _, move in works:
         world.wait(work, move.target, f"room to send layer {move.layer}")
+    world.settle()
     moved = torch.tensor([sum(t.nbytes for _, arrival in arrivals for t in arrival.tensors.values())], dtype=torch.float64)
     everyone.sum(moved, "all layers to arrive")
     adopt([arrival for _, arrival in arrivals])
@@ -219,15 +220,25 @@ def unpack(text: bytes, move: Move, device: torch.device) -> Arrival:
     return Arrival(move.layer, tensors, {r.name: r.requires_grad for r in manifest.tensors if r.section == "parameter"})
 
 
+def _on_wire(tensor: Tensor) -> Tensor:
+    """As it is sent and received: NCCL does not know every dtype."""
+    return _bytes(tensor) if tensor.is_cuda else tensor
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    """The same memory, which lies in one piece."""
+    return tensor.reshape(-1).view(torch.uint8)
+
+
 def _send(world: World, move: Move, tensors: Sequence[Tensor | None]) -> list[tuple[dist.Work, Tensor, Move]]:
     key = (TAG_MIGRATE, move.source, move.target)
-    return [(world.send(t, move.target, TAG_MIGRATE, key), t, move) for t in tensors if t is not None and t.numel()]
+    return [(world.send(_on_wire(t), move.target, TAG_MIGRATE, key), t, move) for t in tensors if t is not None and t.numel()]
 
 
 def _take(world: World, move: Move, tensor: Tensor) -> Tensor:
     if tensor.numel():
         key = (TAG_MIGRATE, move.source, move.target)
-        world.wait(world.receive(tensor, move.source, TAG_MIGRATE, key), move.source, f"layer {move.layer} to arrive")
+        world.wait(world.receive(_on_wire(tensor), move.source, TAG_MIGRATE, key), move.source, f"layer {move.layer} to arrive")
     return tensor
 
 

@@ -144,6 +144,12 @@ class World:
         everyone._channel_groups.clear()
         _leave()
 
+    def __enter__(self) -> World:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self.close(failed=kind is not None)
+
     # -- the mesh -----------------------------------------------------------------------------------------------------------
 
     @property

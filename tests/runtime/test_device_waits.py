@@ -5,16 +5,18 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from dynmo.errors import WaitTimeout
-from dynmo.runtime import p2p, profiler
+from dynmo.errors import RunError, WaitTimeout
+from dynmo.runtime import migrate, p2p, profiler
 from dynmo.runtime.mesh import arrange
 from dynmo.runtime.p2p import Inbox, Outbox, Transport, Worker
+from dynmo.runtime.world import World
 from dynmo.schedule.lower import Channel, Direction, Program
 from tests.runtime.fake_device import FakeCudaWorld, FakeDevice, FakeWork, fake_world, install
 
@@ -190,3 +192,30 @@ def test_links_are_measured_in_turns(device: FakeDevice, monkeypatch: pytest.Mon
     monkeypatch.setattr(torch, "zeros", lambda *shape, **options: real(*shape))
     assert profiler._ping(world, 1 - rank, (p2p.TAG_LINKS, 0, 1), 8, 2) >= 0
     assert [work.what for work in world.works] == order * 3
+
+
+# -- ends -------------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("failed", "cuda", "aborts"), [(True, True, 1), (False, True, 0), (True, False, 0)])
+def test_a_failed_run_does_not_wait_for_messages(failed: bool, cuda: bool, aborts: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its communicators would end only after all that was enqueued, and what ended the run would never be told."""
+    done: list[str] = []
+    monkeypatch.setattr(dist, "is_initialized", lambda: not done)
+    monkeypatch.setattr(dist, "destroy_process_group", lambda: done.append("destroyed"))
+    monkeypatch.setattr(dist.distributed_c10d, "_abort_process_group", lambda: done.append("aborted"))
+    world = fake_world() if cuda else World(0, 2, torch.device("cpu"), 1.0, 0, dist.HashStore())
+    with pytest.raises(RunError) if failed else nullcontext(), world:
+        if failed:
+            raise RunError("the cause")
+    assert done == (["aborted"] if aborts else ["destroyed"])
+
+
+def test_what_nccl_cannot_send_travels_as_bytes() -> None:
+    """Any dtype, and in the memory it lies in."""
+    for dtype in migrate.DTYPES.values():
+        tensor = torch.zeros(3, 2, dtype=dtype)
+        assert migrate._on_wire(tensor) is tensor, "gloo takes them all"
+        flat = migrate._bytes(tensor)
+        assert (flat.dtype, flat.numel(), flat.data_ptr()) == (torch.uint8, tensor.nbytes, tensor.data_ptr())
+        assert migrate._bytes(torch.zeros((), dtype=dtype)).numel() == dtype.itemsize
