@@ -84,7 +84,7 @@ class Reducer:
             self._worker.submit(run)
         else:
             self._stream.wait_stream(torch.cuda.current_stream(self.peers.device))
-            with torch.cuda.stream(self._stream):
+            with torch.cuda.stream(self._stream), self.peers.waits.around(None, "the sums over the replicas"):
                 run()
 
     def finish(self, what: str) -> None:
@@ -92,6 +92,7 @@ class Reducer:
         start = time.perf_counter()
         if self._stream is not None:
             torch.cuda.current_stream(self.peers.device).wait_stream(self._stream)
+            self.peers.settle()
         else:
             done = threading.Event()
             self._worker.submit(done.set)
@@ -134,7 +135,10 @@ def _reduce(peers: World, group: Sequence[Shared], everywhere: bool, what: str) 
     """One bucket. Returns the parameters that had no gradient here, and whether anyone had."""
     absent = [s.parameter.grad is None for s in group]
     flats = [_flat_gradient(s.parameter) for s in group]
-    flags = torch.tensor([not x for x in absent], dtype=flats[0].dtype, device=flats[0].device)
+    flags = flats[0].new_ones(len(group))  # not from a list, which on CUDA the host would wait for
+    for i, none in enumerate(absent):
+        if none:
+            flags[i].zero_()
     parts = [torch.cat([*_pieces(group, flats, replica), flags]) for replica in range(peers.size)]
     rows = peers.exchange(parts, [parts[peers.rank].numel()] * peers.size, what)
     del parts
@@ -213,7 +217,9 @@ def _flat_gradient(parameter: nn.Parameter) -> Tensor:
     if parameter.grad is None:
         parameter.grad = zero_gradient(parameter)
     if not parameter.grad.is_contiguous():
-        parameter.grad = parameter.grad.contiguous()
+        old, parameter.grad = parameter.grad, parameter.grad.contiguous()
+        if old.is_cuda:  # this stream still reads it, and its own, where it was made, would take it back at once
+            old.record_stream(torch.cuda.current_stream(old.device))
     return parameter.grad.view(-1)
 
 
