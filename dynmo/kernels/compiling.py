@@ -28,7 +28,8 @@ _MOST = 64
 
 def compiled(module: nn.Module) -> Callable[..., Any]:
     """What to call in the module's place. Raises ConfigError where this machine has nothing to compile with."""
-    _check(next((p.device for p in module.parameters()), torch.device("cpu")))
+    device = next((p.device for p in module.parameters()), torch.device("cpu"))
+    _check(device)
     for kind in {type(child) for child in module.modules() if isinstance(child, Split)}:
         _leave_out(kind, "forward")
     for kind in (Hashed, Dropped):
@@ -43,6 +44,9 @@ def compiled(module: nn.Module) -> Callable[..., Any]:
     dynamo.recompile_limit, dynamo.fail_on_recompile_limit_hit = _MOST, True  # pyright: ignore[reportAttributeAccessIssue]
     inductor.compile_threads = torch.get_num_threads()  # a rank's own cores, not the machine's
     inductor.fallback_random = True  # dropout draws from torch's own streams, which are keyed by layer and microbatch
+    if device.type == "cuda":
+        # Otherwise how a sum is split is chosen by timing, on each rank for itself, and bits with it.
+        inductor.deterministic = True
     return torch.compile(module, dynamic=False)
 
 

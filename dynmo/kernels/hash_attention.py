@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -41,6 +42,10 @@ def draw_directions(heads: int, size: int, buckets: int, seed: int, device: torc
     """R: [heads, size, buckets / 2] of unit columns, a function of the seed alone."""
     generator = torch.Generator().manual_seed(seed)
     return functional.normalize(torch.randn(heads, size, buckets // 2, generator=generator), dim=1).to(device)
+
+
+# On CUDA a copy from host memory makes the host wait for the device. As many as one rank may have of layers.
+_directions_on_device = lru_cache(maxsize=128)(draw_directions)
 
 
 def hash_buckets(x: Tensor, directions: Tensor) -> Tensor:
@@ -258,12 +263,13 @@ def hash_attention(x: Tensor, v: Tensor, buckets: Tensor, count: int, tile: int 
 
 @dataclass(frozen=True)
 class Hashed:
-    """The directions are drawn anew from the seed at each call, so nothing has to be kept or moved."""
+    """The directions follow from the seed, so nothing of it has to be moved; on CPU they are drawn anew at each call."""
 
     buckets: int
     tile: int
     seed: int
 
     def __call__(self, x: Tensor, v: Tensor) -> Tensor:
-        directions = draw_directions(x.shape[2], x.shape[3], self.buckets, self.seed, x.device)
+        draw = _directions_on_device if x.device.type == "cuda" else draw_directions
+        directions = draw(x.shape[2], x.shape[3], self.buckets, self.seed, x.device)
         return hash_attention(x, v, hash_buckets(x, directions), self.buckets, self.tile)

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Hashable, Iterable, Sequence
 
+import torch
 from torch import Tensor
 
 from dynmo.errors import RunError
@@ -36,7 +37,7 @@ class OutputCache:
     def __init__(self, limit: int, clock: Clock) -> None:
         self.limit, self._clock = limit, clock
         self.bytes = self.spared = 0
-        self._entries: dict[tuple[int, Hashable], Tensors] = {}
+        self._entries: dict[tuple[int, Hashable], _Kept] = {}
         self._keys: Keys | None = None
 
     def begin(self, keys: Keys | None, training: bool) -> None:
@@ -51,7 +52,7 @@ class OutputCache:
             start = self._clock.mark()
             done, found = self._find(layers, key)
             if found is not None:
-                tensors = tuple(y.to(inputs[0].device, copy=True) for y in found)
+                tensors = found.copies(inputs[0].device)
                 self.spared += done
                 self._mark(layers[:done], start)
         for layer in layers[done:]:
@@ -60,7 +61,7 @@ class OutputCache:
             self._keep(layers, key, tensors)
         return tensors
 
-    def _find(self, layers: Sequence[Layer], key: Hashable) -> tuple[int, Tensors | None]:
+    def _find(self, layers: Sequence[Layer], key: Hashable) -> tuple[int, _Kept | None]:
         """How many of the layers need not run, and the output of the last of these. A layer whose sizes are not known yet, as it has just
         come, runs."""
         known = next((i for i, layer in enumerate(layers) if not layer.output_bytes), len(layers))
@@ -80,12 +81,12 @@ class OutputCache:
     def _keep(self, layers: Sequence[Layer], key: Hashable, outputs: Tensors) -> None:
         """In place of what is kept of the layers in front, if it fits."""
         before = [at for layer in layers if (at := (layer.index, key)) in self._entries]
-        freed = sum(_size(self._entries[at]) for at in before)
+        freed = sum(self._entries[at].bytes for at in before)
         if self.bytes - freed + _size(outputs) > self.limit:
             return
         self._drop(before)
-        copies = self._entries[layers[-1].index, key] = tuple(y.to("cpu", copy=True) for y in outputs)
-        self.bytes += _size(copies)
+        kept = self._entries[layers[-1].index, key] = _Kept(outputs)
+        self.bytes += kept.bytes
 
     # -- what holds no longer ---------------------------------------------------------------------------------------------------------
 
@@ -101,11 +102,31 @@ class OutputCache:
 
     def _drop(self, gone: Iterable[tuple[int, Hashable]]) -> None:
         for at in gone:
-            self.bytes -= _size(self._entries.pop(at))
+            self.bytes -= self._entries.pop(at).bytes
+
+
+class _Kept:
+    """Copies in host memory. From a CUDA device and to it only the stream waits for them, which needs memory that is pinned."""
+
+    def __init__(self, outputs: Tensors) -> None:
+        self.bytes = _size(outputs)
+        self._ready: torch.cuda.Event | None = None
+        if not any(y.is_cuda for y in outputs):
+            self.tensors = tuple(y.to("cpu", copy=True) for y in outputs)
+            return
+        self.tensors = tuple(torch.empty_like(y, device="cpu", pin_memory=True).copy_(y, non_blocking=True) for y in outputs)
+        self._ready = torch.cuda.Event()
+        self._ready.record()
+
+    def copies(self, device: torch.device) -> Tensors:
+        if self._ready is not None:  # the stream may be another by now
+            torch.cuda.current_stream(device).wait_event(self._ready)
+        return tuple(y.to(device, copy=True, non_blocking=self._ready is not None) for y in self.tensors)
 
 
 def _size(tensors: Tensors) -> int:
-    return sum(y.nbytes for y in tensors)
+    """Bytes of host memory: torch takes pinned memory in powers of two."""
+    return sum(1 << (y.nbytes - 1).bit_length() if y.is_cuda and y.nbytes else y.nbytes for y in tensors)
 
 
 def _forward(layer: Layer, microbatch: int, inputs: Tensors, step: int, drawing: bool) -> Tensors:

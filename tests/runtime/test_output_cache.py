@@ -195,7 +195,7 @@ def test_of_a_view_what_it_shows_is_kept() -> None:
         first, again = run(cache, made, 1), run(cache, made, 1)
         assert torch.equal(first, again)
         assert cache.spared == 2
-        assert sum(y.untyped_storage().nbytes() for kept in cache._entries.values() for y in kept) == cache.bytes == 4 * size
+        assert sum(y.untyped_storage().nbytes() for kept in cache._entries.values() for y in kept.tensors) == cache.bytes == 4 * size
 
 
 def test_what_differs_each_time_ends_the_run() -> None:
