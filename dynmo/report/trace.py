@@ -56,7 +56,8 @@ class Tracer:
         table = torch.zeros(world.size, _BARRIERS, dtype=torch.float64)
         table[world.rank] = torch.tensor([clock.seconds(marks[0], mark) for mark in marks])
         world.sum(table, "the trace's time zero")
-        self._origin, self._shift = marks[0], float((table[0] - table[world.rank]).median())
+        # A mark, and its seconds since the common origin.
+        self._anchor, self._since = marks[0], float((table[0] - table[world.rank]).median())
 
     def keep_around(self) -> None:
         """Something changes now: keep the steps before and the next ones."""
@@ -66,11 +67,21 @@ class Tracer:
 
     def observe(self, step: int, slices: Sequence[Slice]) -> None:
         """One finished step. The clock must be settled."""
-        if not self._steps:
+        if not self._steps or not slices:
             return
-        seconds, origin, shift = self._clock.seconds, self._origin, self._shift
+        seconds = self._clock.seconds
+        # From step to step: CUDA tells the time between two marks in milliseconds of float32, which over an hour are coarser than an op.
+        self._since += seconds(self._anchor, slices[0].start)
+        self._anchor = anchor = slices[0].start
         rows: list[Row] = [
-            (step, _KINDS.index(s.kind), s.stage, s.microbatch, seconds(origin, s.start) + shift, seconds(origin, s.end) + shift)
+            (
+                step,
+                _KINDS.index(s.kind),
+                s.stage,
+                s.microbatch,
+                self._since + seconds(anchor, s.start),
+                self._since + seconds(anchor, s.end),
+            )
             for s in slices
         ]
         if self._coming:

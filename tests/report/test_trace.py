@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import time
 from collections import Counter
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from dynmo.report.trace import Tracer, chrome_trace
 from dynmo.runtime.clock import HostClock
@@ -107,3 +109,22 @@ def test_many_changes_do_not_fill_the_memory(tmp_path: Path) -> None:
     kept = [e["args"]["step"] for e in events if e["ph"] == "X"]
     assert len(kept) <= 64 + 3
     assert kept[-1] == 499
+
+
+class CoarseClock(HostClock):
+    """As CUDA tells the time between two marks: milliseconds, in float32. Its marks are seconds."""
+
+    @staticmethod
+    def seconds(start: float, end: float) -> float:
+        return float(torch.tensor((end - start) * 1000, dtype=torch.float32)) / 1000
+
+
+def test_a_long_run_keeps_its_resolution(tmp_path: Path) -> None:
+    """After a day float32 would tell 8 ms apart."""
+    tracer = Tracer(alone(), CoarseClock(), 1)
+    day = time.perf_counter() + 86400
+    for step in range(2):
+        tracer.observe(step, [Slice("F", 0, j, day + step + j * 1e-4, day + step + (j + 1) * 1e-4) for j in range(5)])
+    tracer.finish(tmp_path / "trace.json")
+    lengths = [e["dur"] for e in json.loads((tmp_path / "trace.json").read_text())["traceEvents"] if e["ph"] == "X"]
+    assert lengths == pytest.approx([100.0] * 5, abs=0.2)
