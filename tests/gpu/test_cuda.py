@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -10,10 +11,13 @@ import torch
 import torch.distributed as dist
 
 from dynmo.config import parse
+from dynmo.errors import WaitTimeout
 from dynmo.events import Event, StepEvent
+from dynmo.kernels.hash_attention import Hashed
 from dynmo.models.model import load_model
 from dynmo.runtime.clock import clock_for
 from dynmo.runtime.output_cache import OutputCache
+from dynmo.runtime.reduce import reduce_gradients, shares_of
 from dynmo.runtime.split_backward import Layer
 from dynmo.runtime.world import World
 from dynmo.trainer import Trainer
@@ -58,3 +62,77 @@ def test_an_output_that_is_kept_comes_back_the_same() -> None:
     assert cache.spared == 1
     assert kept.device == made.device
     assert torch.equal(kept, made)
+
+
+@pytest.fixture
+def without_syncs() -> Iterator[None]:
+    """Whatever makes the host wait for the device raises."""
+    torch.cuda.synchronize()
+    yield
+    torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("without_syncs")
+def test_a_kept_output_does_not_hold_up_the_host() -> None:
+    """On its way out and back, also from another stream."""
+    device = torch.device("cuda:0")
+    layer = Layer(0, torch.nn.Linear(2048, 2048).to(device), clock_for(device), 0)
+    cache, x = OutputCache(1 << 30, clock_for(device)), (torch.randn(2048, 2048, device=device),)
+    cache.begin(["a", "b"], training=True)
+    cache.forward([layer], 0, x, 0)  # the first of its size looks at shapes
+    torch.cuda.set_sync_debug_mode("error")
+    (made,) = cache.forward([layer], 1, x, 0)
+    with torch.cuda.stream(torch.cuda.Stream()):
+        (kept,) = cache.forward([layer], 1, x, 1)
+    torch.cuda.set_sync_debug_mode("default")
+    torch.cuda.synchronize()
+    assert torch.equal(kept, made)
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("without_syncs")
+def test_directions_do_not_hold_up_the_host() -> None:
+    x, v = (torch.randn(2, 256, 4, 32, device="cuda") for _ in range(2))
+    hashed = Hashed(8, 32, 1)
+    first = hashed(x, v)
+    torch.cuda.set_sync_debug_mode("error")
+    again = hashed(x, v)
+    torch.cuda.set_sync_debug_mode("default")
+    assert torch.equal(first, again)
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("without_syncs")
+def test_a_reduction_does_not_hold_up_the_host() -> None:
+    """Of gradients two of which are missing, and one is not contiguous."""
+    module = torch.nn.ModuleList(torch.nn.Linear(64, 32) for _ in range(2)).cuda()
+    first, *_ = parameters = list(module.parameters())
+    first.grad = torch.randn(64, 32, device="cuda").t()
+    parameters[1].grad = torch.randn(32, device="cuda")
+    expected = first.grad.clone()
+    peers = World(0, 1, torch.device("cuda", 0), 5.0, 0, dist.HashStore())
+    torch.cuda.set_sync_debug_mode("error")
+    with torch.no_grad():
+        settle = reduce_gradients(peers, 0, shares_of(module, frozenset(), 1), everywhere=True)
+    torch.cuda.set_sync_debug_mode("default")
+    settle()
+    assert torch.equal(first.grad, expected)
+    assert all(p.grad is not None for p in parameters[:2])
+
+
+@pytest.mark.gpu
+def test_a_stream_that_stands() -> None:
+    """At a wait for as long as any may take: told. Before it, at work: not."""
+    world = World(0, 2, torch.device("cuda", 0), 0.2, 0, dist.HashStore())
+    second = 2 * 10**9  # of a device's cycles, about
+    torch.cuda._sleep(second)
+    with world.waits.around([1], "a message"):
+        pass
+    world.settle()
+    with world.waits.around([1], "a message"):
+        torch.cuda._sleep(second)
+    with pytest.raises(WaitTimeout, match=r"rank 0 waited 0.2 s for rank 1: a message; where it only takes longer"):
+        world.settle()
+    torch.cuda.synchronize()
+    world.settle()

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -11,7 +14,7 @@ import pytest
 import torch
 
 from dynmo.config import parse, to_toml
-from tests.processes import start
+from tests.processes import gone, ranks, start, wait_until
 
 DEVICE = "cuda"
 CONFIG = {
@@ -22,13 +25,17 @@ CONFIG = {
 }
 
 
-def digest(folder: Path, schedule: str, pipeline: int, data: int, **options: Any) -> str:
-    """Of the weights. Layers move at every step and freeze; options: more of `[parallel]`."""
-    name = f"{schedule}-{pipeline}x{data}"
-    parallel = {"device": DEVICE, "pipeline": pipeline, "data": data, "timeout": 120.0, **options}
-    config = parse(CONFIG | {"name": name, "parallel": parallel, "pipeline": {"schedule": schedule}})
+def begin(folder: Path, name: str, options: dict[str, Any], parallel: dict[str, Any]) -> subprocess.Popen[str]:
+    config = parse(CONFIG | options | {"name": name, "parallel": {"device": DEVICE, "timeout": 120.0} | parallel})
     (folder / f"{name}.toml").write_text(to_toml(config))
-    process = start([sys.executable, "-m", "dynmo", "train", f"{name}.toml"], folder)
+    return start([sys.executable, "-m", "dynmo", "train", f"{name}.toml"], folder)
+
+
+def digest(folder: Path, schedule: str, pipeline: int, data: int, zero: int = 0, **options: Any) -> str:
+    """Of the weights. Layers move at every step and freeze; options: other sections."""
+    name = f"{schedule}-{pipeline}x{data}"
+    parallel = {"pipeline": pipeline, "data": data, "zero": zero}
+    process = begin(folder, name, {"pipeline": {"schedule": schedule}} | options, parallel)
     _, errors = process.communicate(timeout=300)
     assert process.returncode == 0, errors
     last = (folder / "runs" / name / "events.jsonl").read_text().splitlines()[-1]
@@ -53,3 +60,31 @@ def test_a_pipeline_trains_the_same(gpus: int, tmp_path: Path, schedule: str) ->
 def test_replicas_train_the_same(gpus: int, tmp_path: Path) -> None:
     """With an optimizer that they share."""
     assert digest(tmp_path, "zb-h1", gpus // 2, 2, zero=1) == digest(tmp_path, "1f1b", 1, 1)
+
+
+@pytest.mark.gpu
+def test_compiled_ranks_train_the_same(gpus: int, tmp_path: Path) -> None:
+    """No rank chooses for itself how a sum is split."""
+    train = CONFIG["train"] | {"compile": True}
+    assert digest(tmp_path, "zb-h1", gpus, 1, train=train) == digest(tmp_path, "1f1b", 1, 1, train=train)
+
+
+@pytest.mark.gpu
+def test_a_mesh_that_comes_and_goes_trains_the_same(gpus: int, tmp_path: Path) -> None:
+    """The first shape twice, the second time over the channels it had."""
+    elastic = {"reshape_at": [[3, gpus // 2, 2], [5, gpus, 1]]}
+    assert digest(tmp_path, "zb-h1", gpus, 1, elastic=elastic) == digest(tmp_path, "1f1b", 1, 1)
+
+
+@pytest.mark.gpu
+def test_a_rank_that_hangs(gpus: int, tmp_path: Path) -> None:
+    """Who waits says for whom, though no wait of a stream ever raises, and everyone ends."""
+    train = CONFIG["train"] | {"steps": 100_000}
+    process = begin(tmp_path, "hangs", {"train": train, "dynamism": {}}, {"pipeline": 2, "timeout": 10.0})
+    log = tmp_path / "runs" / "hangs" / "events.jsonl"
+    wait_until(lambda: log.exists() and log.read_text().count('"step"') > 3, 120)
+    os.kill(ranks(tmp_path)[1], signal.SIGSTOP)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert "rank 0 waited 10 s for rank 1: " in errors
+    wait_until(lambda: gone(tmp_path), 10)
