@@ -34,12 +34,13 @@ class DeviceWaits:
         self._since: float | None = None  # the host saw the stream stand at the first of them
 
     @contextmanager
-    def around(self, peers: Sequence[int] | None, what: str) -> Iterator[None]:
-        """What is enqueued inside holds up the current stream until the peers do their part."""
+    def around(self, device: torch.device, peers: Sequence[int] | None, what: str) -> Iterator[None]:
+        """What is enqueued inside holds up the device's current stream until the peers do their part."""
+        stream = torch.cuda.current_stream(device)  # a thread's own current device may be another
         wait = Wait(torch.cuda.Event(), torch.cuda.Event(), peers, what)
-        wait.reached.record()
+        wait.reached.record(stream)
         yield
-        wait.passed.record()
+        wait.passed.record(stream)
         self._open.append(wait)
 
     def standing(self) -> tuple[float, Wait] | None:

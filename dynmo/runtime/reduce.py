@@ -84,7 +84,7 @@ class Reducer:
             self._worker.submit(run)
         else:
             self._stream.wait_stream(torch.cuda.current_stream(self.peers.device))
-            with torch.cuda.stream(self._stream), self.peers.waits.around(None, "the sums over the replicas"):
+            with torch.cuda.stream(self._stream), self.peers.waits.around(self.peers.device, None, "sums over the replicas"):
                 run()
 
     def finish(self, what: str) -> None:

@@ -278,7 +278,7 @@ class World:
         a limit: `look` and `settle` have one."""
         try:
             if self.device.type == "cuda":
-                with self.waits.around([peer], what):
+                with self.waits.around(self.device, [peer], what):
                     work.wait()
             else:
                 work.wait()

@@ -127,10 +127,10 @@ def test_a_stream_that_stands() -> None:
     world = World(0, 2, torch.device("cuda", 0), 0.2, 0, dist.HashStore())
     second = 2 * 10**9  # of a device's cycles, about
     torch.cuda._sleep(second)
-    with world.waits.around([1], "a message"):
+    with world.waits.around(world.device, [1], "a message"):
         pass
     world.settle()
-    with world.waits.around([1], "a message"):
+    with world.waits.around(world.device, [1], "a message"):
         torch.cuda._sleep(second)
     with pytest.raises(WaitTimeout, match=r"rank 0 waited 0.2 s for rank 1: a message; where it only takes longer"):
         world.settle()

@@ -32,7 +32,7 @@ class FakeEvent:
     def __init__(self, device: FakeDevice) -> None:
         self._device, self._at = device, 0
 
-    def record(self) -> None:
+    def record(self, stream: FakeDevice) -> None:
         self._device.given += 1
         self._at = self._device.given
 
