@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import tomllib
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -23,6 +23,7 @@ def report(
 ) -> None:
     """Show what was measured in a run; compare several runs against the first."""
     from dynmo.report.summary import (
+        aligned,
         comparison_table,
         console_for_tables,
         difference_line,
@@ -49,6 +50,8 @@ def report(
         if not summary.phases:
             raise InputError(f"{log} has no steps yet")
         summaries.append((folder.resolve().name, summary))
+    phased = aligned([summary for _, summary in summaries])
+    summaries = [(name, summary) for (name, _), summary in zip(summaries, phased, strict=True)]
     said = verdict(summaries) if len(summaries) > 1 else None
     configs = [_config(folder) for folder in runs]
     differ = differences([config for config in configs if config is not None]) if len(runs) > 1 and None not in configs else None
@@ -85,5 +88,7 @@ def _config(folder: Path) -> dict[str, Any] | None:
 
 
 def _to_json(summary: Summary) -> dict[str, Any]:
-    """The events in it have the words of events.jsonl."""
-    return asdict(summary) | {key: [to_json(event) for event in getattr(summary, key)] for key in ("rebalances", "results", "changes")}
+    """The events in it have the words of events.jsonl, which has the steps one by one."""
+    told = asdict(replace(summary, done=()))
+    del told["done"]
+    return told | {key: [to_json(event) for event in getattr(summary, key)] for key in ("rebalances", "results", "changes")}

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
 from statistics import median
 from typing import Any
 
@@ -27,12 +28,14 @@ from dynmo.events import (
 # Steps after the first of a run that are enough for a median, and by what share such medians differ on a quiet machine at most.
 _ENOUGH, _NOISE = 4, 0.1
 
+_SHOWN = 12  # events of a case that are told one by one, and phases at either end
+
 Changes = ChangeEvent | ReshapeEvent | SkippedEvent | RollbackEvent | PostValidationEvent
 
 
 @dataclass(frozen=True)
 class Phase:
-    """Steps first..last with one placement and one set of frozen layers. Medians over its steps; the first one warms up and is left out."""
+    """Steps first..last of the same work in one placement. Medians over its steps; the first one warms up and is left out."""
 
     first: int
     last: int
@@ -46,7 +49,10 @@ class Phase:
 
 @dataclass(frozen=True)
 class Summary:
-    """A run in figures. seconds: of all steps; losses as the events have them; changes: what cases, reshaping and step ends did."""
+    """A run in figures. seconds: of all steps; losses as the events have them; changes: what cases, reshaping and step ends did.
+
+    changed: the steps before which the work changed. done: the steps, for phases cut anew.
+    """
 
     phases: tuple[Phase, ...]
     rebalances: tuple[RebalanceEvent, ...]
@@ -58,6 +64,8 @@ class Summary:
     held_out: float | None
     digest: str | None
     reason: str | None
+    changed: tuple[int, ...]
+    done: tuple[StepEvent, ...]
 
 
 def summarize(events: Iterable[Event]) -> Summary:
@@ -92,14 +100,9 @@ def summarize(events: Iterable[Event]) -> Summary:
                 end = event
             case _:
                 pass
-    groups: list[list[StepEvent]] = []
-    for step in steps:
-        if groups and (groups[-1][-1].layers, groups[-1][-1].frozen) == (step.layers, step.frozen):
-            groups[-1].append(step)
-        else:
-            groups.append([step])
+    changed = _changed(steps, changes)
     return Summary(
-        tuple(_phase(group) for group in groups),
+        _phases(steps, changed),
         tuple(rebalances),
         tuple(results),
         tuple(changes),
@@ -109,7 +112,32 @@ def summarize(events: Iterable[Event]) -> Summary:
         held_out,
         end.weights_digest if end else None,
         end.reason if end else None,
+        tuple(sorted(changed)),
+        tuple(steps),
     )
+
+
+def aligned(runs: Sequence[Summary]) -> list[Summary]:
+    """For a comparison: the phases of each cut wherever the work of any of them changed, so that what is compared are the same steps."""
+    changed = {step for run in runs for step in run.changed}
+    return [replace(run, phases=_phases(run.done, changed)) for run in runs]
+
+
+def _changed(steps: Sequence[StepEvent], changes: Sequence[Changes]) -> set[int]:
+    """The steps before which the work changed, but the first: that is how the run began."""
+    told = {c.step for c in changes if isinstance(c, ReshapeEvent) or (isinstance(c, ChangeEvent) and c.layers)}
+    told |= {after.step for before, after in pairwise(steps) if after.frozen != before.frozen}
+    return {step for step in told if steps and step > steps[0].step}
+
+
+def _phases(steps: Sequence[StepEvent], changed: Collection[int]) -> tuple[Phase, ...]:
+    groups: list[list[StepEvent]] = []
+    for step in steps:
+        if groups and step.step not in changed and groups[-1][-1].layers == step.layers:
+            groups[-1].append(step)
+        else:
+            groups.append([step])
+    return tuple(_phase(group) for group in groups)
 
 
 def _phase(group: Sequence[StepEvent]) -> Phase:
@@ -131,7 +159,12 @@ def phase_table(summary: Summary) -> Table:
     table = Table(title="Measured, phase by phase (medians)", title_justify="left")
     for heading in ("steps", "layers per rank", "frozen", "s/step", "tokens/s", "idle", "imbalance"):
         table.add_column(heading, justify="left" if heading in ("steps", "layers per rank") else "right", overflow="fold")
-    for phase in summary.phases:
+    left_out = len(summary.phases) - 2 * _SHOWN
+    for number, phase in enumerate(summary.phases):
+        if number == _SHOWN and left_out > 0:
+            table.add_row("...", f"{left_out} phases more (--json)", *[""] * 5)
+        if _SHOWN <= number < _SHOWN + left_out:
+            continue
         table.add_row(
             f"{phase.first}-{phase.last}",
             layers_text(phase.layers),
@@ -142,9 +175,6 @@ def phase_table(summary: Summary) -> Table:
             f"{phase.imbalance:.2f}",
         )
     return table
-
-
-_SHOWN = 12  # events of a case that are told one by one
 
 
 def event_lines(summary: Summary) -> list[str]:
@@ -190,7 +220,7 @@ def rebalance_lines(summary: Summary) -> list[str]:
 
 
 def comparison_table(runs: Sequence[tuple[str, Summary]]) -> Table:
-    """A column per run, each against the first."""
+    """A column per run, each against the first. runs: aligned."""
     table = Table(title="Runs compared", title_justify="left")
     table.add_column("")
     for name, _ in runs:
@@ -198,12 +228,19 @@ def comparison_table(runs: Sequence[tuple[str, Summary]]) -> Table:
     summaries = [run for _, run in runs]
     first, last = summaries[0], summaries[0].phases[-1].seconds
     even = len({run.steps for run in summaries}) == 1
+    changed = {step for run in summaries for step in run.changed}
+
+    def since(run: Summary) -> int:
+        """The step from which on the work was what it was in the end."""
+        return max((step for step in changed if step <= run.done[-1].step), default=run.done[0].step)
+
     rows: dict[str, Callable[[Summary], str]] = {
         "steps": lambda run: str(run.steps),
         "seconds": lambda run: f"{run.seconds:.1f}",
         "speed-up" if even else "speed-up, per step": lambda run: f"x{first.seconds / first.steps * run.steps / run.seconds:.2f}",
         "last phase: s/step": lambda run: f"{run.phases[-1].seconds:.3f}",
-        "last phase: speed-up": lambda run: f"x{last / run.phases[-1].seconds:.2f}",
+        # Of runs of unequal length the last phases may be of other work.
+        "last phase: speed-up": lambda run: f"x{last / run.phases[-1].seconds:.2f}" if since(run) == since(first) else "-",
         "last phase: idle": lambda run: f"{run.phases[-1].idle_ratio:.1%}",
         "loss": lambda run: "-" if run.loss is None else f"{run.loss:.6f}",
         "held-out loss": lambda run: "-" if run.held_out is None else f"{run.held_out:.6f}",
@@ -216,17 +253,17 @@ def comparison_table(runs: Sequence[tuple[str, Summary]]) -> Table:
 
 def noise(runs: Sequence[tuple[str, Summary]], differ: Mapping[str, Sequence[Any]] | None) -> str | None:
     """A line where the machine was not as fast for each run, as far as work tells that is the same in all: of configs that differ in their
-    balancing only, the first steps."""
-    first = [run.phases[0] for _, run in runs]
-    same = len({(phase.first, phase.layers, phase.frozen) for phase in first}) == 1 and min(x.last - x.first for x in first) >= _ENOUGH
-    if not same or differ is None or any(not key.startswith("balance.") for key in differ):
+    balancing only, the steps before the work or the placement of any changed; but the first, which warms up."""
+    starts = {(run.done[0].step, run.done[0].layers, run.done[0].frozen) for _, run in runs}
+    first, last = runs[0][1].done[0].step, min(run.phases[0].last for _, run in runs)
+    if len(starts) > 1 or last - first < _ENOUGH or differ is None or any(not key.startswith("balance.") for key in differ):
         return None
-    seconds = [phase.seconds for phase in first]
+    seconds = [median(step.seconds for step in run.done if first < step.step <= last) for _, run in runs]
     if max(seconds) <= (1 + _NOISE) * min(seconds):
         return None
     took = " and ".join(f"{x:.3f}" for x in seconds)
     return (
-        f"from step {first[0].first} to {min(x.last for x in first)} all did the same work, at {took} s a step: the machine was not alike, "
+        f"from step {first + 1} to {last} all did the same work, at {took} s a step: the machine was not alike, "
         "and nor are the speed-ups; compare runs of a quieter one"
     )
 

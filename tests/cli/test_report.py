@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from dynmo.cli import main
-from dynmo.events import EndEvent, EvalEvent, Event, EventLog, RebalanceEvent, RebalanceResultEvent, StepEvent
+from dynmo.events import ChangeEvent, EndEvent, EvalEvent, Event, EventLog, RebalanceEvent, RebalanceResultEvent, StepEvent
 from dynmo.report.summary import comparison_table, summarize
 
 Run = Callable[..., tuple[int, str, str]]
@@ -137,6 +137,19 @@ def test_json(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir("a")
     alone = json.loads(run(".", "--json")[1])
     assert (alone["runs"][0]["name"], alone["verdict"]) == ("a", None)
+
+
+def test_phases_of_runs_that_are_compared(run: Run) -> None:
+    """One run alone has the phases of its own work; beside another, those of both."""
+    log("a", [step(i) for i in range(10)])
+    log("b", [*(step(i) for i in range(6)), ChangeEvent(6, 0.0, "sparse_attention", (1, 3), "sparse"), *(step(i) for i in range(6, 10))])
+
+    def phases(*names: str) -> list[list[tuple[int, int]]]:
+        return [[(p["first"], p["last"]) for p in got["phases"]] for got in json.loads(run(*names, "--json")[1])["runs"]]
+
+    assert phases("a") == [[(0, 9)]]
+    assert phases("a", "b") == [[(0, 5), (6, 9)]] * 2
+    assert [got["changed"] for got in json.loads(run("a", "b", "--json")[1])["runs"]] == [[], [6]]
 
 
 def test_a_resumed_run(run: Run) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from io import StringIO
 
 from rich.console import Console
+from rich.table import Table
 
 from dynmo.events import (
     ChangeEvent,
@@ -21,12 +22,14 @@ from dynmo.events import (
 )
 from dynmo.report.summary import (
     Summary,
+    aligned,
     comparison_table,
     difference_line,
     differences,
     event_lines,
     layers_text,
     noise,
+    phase_table,
     rebalance_lines,
     summarize,
     verdict,
@@ -63,6 +66,51 @@ def test_phases() -> None:
     assert (summary.digest, summary.reason) == ("aa", "done")
 
 
+def cells(table: Table) -> dict[str, list[str]]:
+    """By the first cell of each row: the others."""
+    screen = StringIO()
+    Console(file=screen, width=150).print(table)
+    rows = [[cell.strip() for cell in line.strip("│ ").split("│")] for line in screen.getvalue().splitlines() if line.startswith("│")]
+    return {row[0]: row[1:] for row in rows}
+
+
+def test_phases_end_where_the_work_changes() -> None:
+    """Whatever changes it: a case that freezes nothing too, and a reshape to the same layers. What changed no layer is no other work."""
+    events: list[Event] = [change(0), step(0), step(1), change(2, "sparse_attention"), step(2), step(3)]
+    events += [ReshapeEvent(4, 0.0, (2, 1), (1, 2), (2, 2), 8, 0.1), step(4), ChangeEvent(5, 0.0, "balance", (), "layers stay"), step(5)]
+    summary = summarize(events)
+    assert [(p.first, p.last) for p in summary.phases] == [(0, 1), (2, 3), (4, 5)]
+    assert summary.changed == (2, 4)
+    # Done again after a checkpoint, without the reshape.
+    assert summarize([*events, step(3), step(4)]).changed == (2,)
+
+
+def test_runs_are_compared_over_the_same_steps() -> None:
+    """From step 6 on the work is another; in the second run layers move, and in the third the case is missing."""
+    steady = [step(i, 4.0 if i < 6 else 2.0) for i in range(12)]
+    moving = [step(i, 4.0 if i < 6 else 1.0, (2, 2) if i < 8 else (3, 1)) for i in range(12)]
+    one, two, without = summarize(changed(6, steady)), summarize(changed(6, moving)), summarize(steady)
+    assert [(p.first, p.last) for p in without.phases] == [(0, 11)]
+    runs = aligned([without, one, two])
+    assert [[(p.first, p.last) for p in run.phases] for run in runs] == [[(0, 5), (6, 11)], [(0, 5), (6, 11)], [(0, 5), (6, 7), (8, 11)]]
+    table = cells(comparison_table([("a", runs[0]), ("b", runs[1]), ("c", runs[2])]))
+    assert table["last phase: s/step"] == ["2.000", "2.000", "1.000"]
+    assert table["last phase: speed-up"] == ["x1.00", "x1.00", "x2.00"]
+    # A run that ended before is not held against what came after.
+    short = aligned([one, summarize(steady[:5])])
+    assert cells(comparison_table([("a", short[0]), ("b", short[1])]))["last phase: speed-up"] == ["x1.00", "-"]
+
+
+def test_a_case_that_never_rests_fills_no_screen() -> None:
+    summary = summarize([e for i in range(30) for e in (change(i), step(i))])
+    assert len(summary.phases) == 30
+    rows = cells(phase_table(summary))
+    assert len(rows) == 25
+    assert rows["..."][0] == "6 phases more (--json)"
+    assert {"0-0", "11-11", "18-18", "29-29"} <= rows.keys()
+    assert len(cells(phase_table(summarize([e for i in range(24) for e in (change(i), step(i))])))) == 24
+
+
 def test_an_empty_or_unfinished_run() -> None:
     empty = summarize([])
     assert (empty.phases, empty.loss, empty.digest, empty.reason) == ((), None, None, None)
@@ -91,6 +139,11 @@ def test_rebalance_lines() -> None:
 
 def change(number: int, case: str = "pruning") -> ChangeEvent:
     return ChangeEvent(number, 0.0, case, (0, 1), f"what it did at {number}")
+
+
+def changed(at: int, steps: Sequence[StepEvent]) -> list[Event]:
+    """These steps, and before step `at` of them a change of the work."""
+    return [*steps[:at], change(at), *steps[at:]]
 
 
 def test_what_happened_is_told_in_order() -> None:
@@ -143,13 +196,33 @@ def test_a_machine_that_was_not_alike() -> None:
         return [(str(s), summarize([step(i, s, layers if s != 1.0 else (2, 2)) for i in range(count)])) for s in (1.0, seconds)]
 
     balancing = {"balance.balancer": ["none", "exact"]}
-    told = "from step 0 to 5 all did the same work, at 1.000 and 1.200 s a step: the machine was not alike, and nor are the speed-ups; "
+    told = "from step 1 to 5 all did the same work, at 1.000 and 1.200 s a step: the machine was not alike, and nor are the speed-ups; "
     assert noise(made(1.2), balancing) == told + "compare runs of a quieter one"
     assert noise(made(1.05), balancing) is None
     assert noise(made(1.2, count=4), balancing) is None, "too few to say"
     assert noise(made(1.2, layers=(3, 1)), balancing) is None, "other work"
     assert noise(made(1.2), balancing | {"pipeline.schedule": ["1f1b", "zb-h1"]}) is None
     assert noise(made(1.2), None) is None
+
+
+def test_noise_is_told_by_the_same_work_only() -> None:
+    """Two runs in which attention gets sparse at step 6; layers move in the second alone. Steps after either say nothing of the machine."""
+    balancing = {"balance.balancer": ["none", "exact"]}
+
+    def runs(early: float, at: int) -> list[tuple[str, Summary]]:
+        static = [step(i, 2.0 if i < at else 1.0) for i in range(24)]
+        moved = [step(i, early if i < at else 0.7, (2, 2) if i < at else (3, 1)) for i in range(24)]
+        return [(name, summarize(changed(at, steps))) for name, steps in (("a", static), ("b", moved))]
+
+    assert noise(runs(2.0, 6), balancing) is None
+    told = noise(runs(3.0, 6), balancing)
+    assert told is not None
+    assert told.startswith("from step 1 to 5 all did the same work, at 2.000 and 3.000 s a step")
+    assert noise(runs(3.0, 4), balancing) is None, "too few to say"
+    # The work is the same, but one run has moved: its steps from there on are not counted, nor those of the other.
+    static = summarize([step(i, 2.0 if i < 8 else 9.0) for i in range(24)])
+    moved = summarize([step(i, 2.0, (2, 2) if i < 8 else (3, 1)) for i in range(24)])
+    assert noise([("a", static), ("b", moved)], balancing) is None
 
 
 def test_layers_text() -> None:
