@@ -51,7 +51,9 @@ class Phase:
 class Summary:
     """A run in figures. seconds: of all steps; losses as the events have them; changes: what cases, reshaping and step ends did.
 
-    changed: the steps before which the work changed. done: the steps, for phases cut anew.
+    changed: the steps before which the work changed. done: the steps, for phases cut anew. run_seconds: of all that the run did, steps
+    and what is between them; measure_seconds, decide_seconds and move_seconds of these went to balancing. The four are None where no one
+    process did all steps: a run that has not ended, or was resumed.
     """
 
     phases: tuple[Phase, ...]
@@ -66,6 +68,10 @@ class Summary:
     reason: str | None
     changed: tuple[int, ...]
     done: tuple[StepEvent, ...]
+    run_seconds: float | None
+    measure_seconds: float | None
+    decide_seconds: float | None
+    move_seconds: float | None
 
 
 def summarize(events: Iterable[Event]) -> Summary:
@@ -76,15 +82,18 @@ def summarize(events: Iterable[Event]) -> Summary:
     changes: list[Changes] = []
     held_out: float | None = None
     end: EndEvent | None = None
+    resumed = False
     for event in events:
-        again = isinstance(event, StepEvent | RebalanceEvent | ChangeEvent | ReshapeEvent)
-        if again and steps and steps[-1].step >= event.step:
+        acts = isinstance(event, StepEvent | RebalanceEvent | ChangeEvent | ReshapeEvent)
+        if acts and steps and steps[-1].step >= event.step:
+            resumed = True
             steps = [s for s in steps if s.step < event.step]
             rebalances = [r for r in rebalances if r.step < event.step]
             results = [r for r in results if r.step < event.step]
             changes = [c for c in changes if c.step < event.step]
         match event:
             case StepEvent():
+                resumed = resumed or end is not None
                 steps.append(event)
                 end = None
             case RebalanceEvent():
@@ -101,19 +110,26 @@ def summarize(events: Iterable[Event]) -> Summary:
             case _:
                 pass
     changed = _changed(steps, changes)
+    seconds = sum(s.seconds for s in steps)
+    # One that was cut off right behind a checkpoint and resumed repeats no step: its last process took less than all steps.
+    whole = end if end is not None and not resumed and end.seconds >= seconds else None
     return Summary(
         _phases(steps, changed),
         tuple(rebalances),
         tuple(results),
         tuple(changes),
         len(steps),
-        sum(s.seconds for s in steps),
+        seconds,
         steps[-1].loss if steps else None,
         held_out,
         end.weights_digest if end else None,
         end.reason if end else None,
         tuple(sorted(changed)),
         tuple(steps),
+        whole.seconds if whole else None,
+        whole.measure_seconds if whole else None,
+        whole.decide_seconds if whole else None,
+        whole.move_seconds if whole else None,
     )
 
 
@@ -236,8 +252,10 @@ def comparison_table(runs: Sequence[tuple[str, Summary]]) -> Table:
 
     rows: dict[str, Callable[[Summary], str]] = {
         "steps": lambda run: str(run.steps),
-        "seconds": lambda run: f"{run.seconds:.1f}",
-        "speed-up" if even else "speed-up, per step": lambda run: f"x{first.seconds / first.steps * run.steps / run.seconds:.2f}",
+        "seconds, all steps": lambda run: f"{run.seconds:.1f}",
+        "seconds, whole run": lambda run: "-" if run.run_seconds is None else f"{run.run_seconds:.1f}",
+        "measure + decide + move": lambda run: "-" if (balancing := _balancing(run)) is None else f"{balancing:.2f}",
+        "speed-up" if even else "speed-up, per step": lambda run: _speed_up(first, run),
         "last phase: s/step": lambda run: f"{run.phases[-1].seconds:.3f}",
         # Of runs of unequal length the last phases may be of other work.
         "last phase: speed-up": lambda run: f"x{last / run.phases[-1].seconds:.2f}" if since(run) == since(first) else "-",
@@ -249,6 +267,19 @@ def comparison_table(runs: Sequence[tuple[str, Summary]]) -> Table:
     for heading, cell in rows.items():
         table.add_row(heading, *map(cell, summaries))
     return table
+
+
+def _balancing(run: Summary) -> float | None:
+    """Seconds that went to balancing, moves or not."""
+    parts = [x for x in (run.measure_seconds, run.decide_seconds, run.move_seconds) if x is not None]
+    return sum(parts) if parts else None
+
+
+def _speed_up(first: Summary, run: Summary) -> str:
+    """Of the whole runs; of their steps, and said so, where one of the two does not tell more."""
+    if first.run_seconds is None or run.run_seconds is None:
+        return f"x{first.seconds / first.steps * run.steps / run.seconds:.2f} (steps)"
+    return f"x{first.run_seconds / first.steps * run.steps / run.run_seconds:.2f}"
 
 
 def noise(runs: Sequence[tuple[str, Summary]], differ: Mapping[str, Sequence[Any]] | None) -> str | None:

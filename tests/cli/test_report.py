@@ -50,11 +50,12 @@ def log(folder: str, events: Sequence[Event]) -> Path:
 
 
 def a_run(seconds: float, digest: str = "0123456789abcdef" * 4) -> list[Event]:
-    """Ten steps; a move after five, which halves the step."""
+    """Ten steps; a move after five, which halves the step. Half a second is between the steps."""
     before = [step(i, 0.5 - i / 100, seconds) for i in range(5)]
     after = [step(i, 0.5 - i / 100, seconds / 2, (6, 2), 3) for i in range(5, 10)]
     held_out = EvalEvent(9, 0.0, 0.31415926)
-    return [*before, moved(5, 1), *after, RebalanceResultEvent(9, 0.0, 1, 0.5), held_out, EndEvent(10, 0.0, 0.41, digest, 9.0, "done")]
+    end = EndEvent(10, 0.0, 0.41, digest, 7.5 * seconds + 0.5, "done", 0.05, 0.1, 0.2)
+    return [*before, moved(5, 1), *after, RebalanceResultEvent(9, 0.0, 1, 0.5), held_out, end]
 
 
 def test_one_run(run: Run) -> None:
@@ -81,8 +82,10 @@ def test_several_runs(run: Run) -> None:
     cells = {row[0]: row[1:] for line in table.splitlines() if (row := re.split(r"\s*[│┃]\s*", line.strip("│┃ ")))}
     assert cells[names[0]] == names[1:]
     assert cells["steps"] == ["10"] * 5
-    assert cells["seconds"] == ["3.8", "7.5", "11.2", "15.0", "18.8"]
-    assert cells["speed-up"] == ["x1.00", "x0.50", "x0.33", "x0.25", "x0.20"]
+    assert cells["seconds, all steps"] == ["3.8", "7.5", "11.2", "15.0", "18.8"]
+    assert cells["seconds, whole run"] == ["4.2", "8.0", "11.8", "15.5", "19.2"]
+    assert cells["measure + decide + move"] == ["0.35"] * 5
+    assert cells["speed-up"] == ["x1.00", "x0.53", "x0.36", "x0.27", "x0.22"]
     assert cells["last phase: s/step"] == ["0.250", "0.500", "0.750", "1.000", "1.250"]
     assert cells["last phase: idle"] == ["25.0%"] * 5
     assert cells["loss"] == ["0.410000"] * 5
@@ -118,6 +121,8 @@ def test_json(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     assert out.count("\n") == 1
     assert result["verdict"] == "same loss and same weights, to the last bit"
     a, b = result["runs"]
+    assert (a["seconds"], a["run_seconds"], a["measure_seconds"], a["decide_seconds"], a["move_seconds"]) == (3.75, 4.25, 0.05, 0.1, 0.2)
+    assert "done" not in a
     assert (a["name"], a["steps"], a["loss"], a["held_out"], a["reason"]) == ("a", 10, 0.5 - 9 / 100, 0.31415926, "done")
     assert b["phases"][0]["seconds"] == 1 / 3, "read back exactly"
     assert a["phases"][1] == {

@@ -48,8 +48,8 @@ def result(number: int, id: int, gain: float) -> RebalanceResultEvent:
     return RebalanceResultEvent(number, 0.0, id, gain)
 
 
-def end(digest: str = "aa", loss: float = 1.0) -> EndEvent:
-    return EndEvent(9, 0.0, loss, digest, 9.0, "done")
+def end(digest: str = "aa", loss: float = 1.0, seconds: float = 9.0) -> EndEvent:
+    return EndEvent(9, 0.0, loss, digest, seconds, "done", 0.25, 0.5, 1.0)
 
 
 def test_phases() -> None:
@@ -169,7 +169,36 @@ def test_runs_of_unequal_length_are_compared_per_step() -> None:
     screen = StringIO()
     Console(file=screen, width=100).print(comparison_table(runs))
     (row,) = [line for line in screen.getvalue().splitlines() if "speed-up, per step" in line]
-    assert [cell.strip() for cell in row.split("│")[2:4]] == ["x1.00", "x2.00"]
+    assert [cell.strip() for cell in row.split("│")[2:4]] == ["x1.00 (steps)", "x2.00 (steps)"]
+
+
+def test_what_balancing_takes_counts() -> None:
+    """The second run's steps are twice as fast, and what is between them takes as long again."""
+    one, two = summarize([*map(step, range(10)), end(seconds=10.5)]), summarize([*(step(i, 0.5) for i in range(10)), end(seconds=10.0)])
+    assert (two.seconds, two.run_seconds, two.measure_seconds, two.decide_seconds, two.move_seconds) == (5.0, 10.0, 0.25, 0.5, 1.0)
+    table = cells(comparison_table([("a", one), ("b", two)]))
+    assert table["seconds, all steps"] == ["10.0", "5.0"]
+    assert table["seconds, whole run"] == ["10.5", "10.0"]
+    assert table["measure + decide + move"] == ["1.75", "1.75"]
+    assert table["speed-up"] == ["x1.00", "x1.05"]
+    # One that still runs has its steps only.
+    table = cells(comparison_table([("a", one), ("b", summarize([step(i, 0.5) for i in range(10)]))]))
+    assert table["seconds, whole run"] == ["10.5", "-"]
+    assert table["measure + decide + move"] == ["1.75", "-"]
+    assert table["speed-up"] == ["x1.00", "x2.00 (steps)"]
+
+
+def test_the_end_of_a_resumed_run_tells_of_its_last_part() -> None:
+    whole = [*map(step, range(4)), end(seconds=5.0)]
+    assert summarize(whole).run_seconds == 5.0
+    for events in (
+        [step(0), step(1), step(1), step(2), end(seconds=5.0)],  # cut off, and resumed from a checkpoint
+        [*whole, step(4), step(5), end(seconds=9.0)],  # ended, and trained on
+        [step(0), step(1), step(2), end(seconds=2.5)],  # cut off right behind a checkpoint
+        [*whole, end(seconds=0.1)],  # ended, and resumed with nothing to do
+    ):
+        resumed = summarize(events)
+        assert (resumed.reason, resumed.run_seconds, resumed.move_seconds) == ("done", None, None)
 
 
 def test_what_configs_differ_in() -> None:
