@@ -15,6 +15,8 @@ import json
 import os
 import re
 import shlex
+import subprocess
+import sys
 import tempfile
 import tomllib
 from collections.abc import Iterator
@@ -260,34 +262,51 @@ def write_anew(path: Path) -> None:
         path.write_text("\n".join(text) + "\n")
 
 
-def test_the_loop_of_the_guide(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """On one rank, in this process."""
-    code = re.search(r"```python\n(# loop.py.*?)```", (ROOT / "docs" / "guide.md").read_text(), re.DOTALL)
+def guide(kind: str, name: str) -> str:
+    """The block of code in the guide that begins with this name of a file."""
+    code = re.search(rf"```{kind}\n(# {name}.*?)```", (ROOT / "docs" / "guide.md").read_text(), re.DOTALL)
     assert code is not None
+    return code[1]
+
+
+@pytest.mark.parametrize("launched", [False, True], ids=["alone", "torchrun"])
+def test_the_loop_of_the_guide(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], launched: bool) -> None:
+    """On one rank, in this process."""
     world = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
-    for key, value in (world | {"GLOO_SOCKET_IFNAME": "lo"}).items():
-        monkeypatch.setenv(key, value)
-    assert "Partition((6, 2))" in code[1]
-    exec(code[1].replace("Partition((6, 2))", "Partition((8,))"), {})
+    for key, value in world.items():
+        if launched:
+            monkeypatch.setenv(key, value)
+        else:
+            monkeypatch.delenv(key, raising=False)
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    exec(guide("python", "loop.py"), {})
     assert re.fullmatch(r"loss \d\.\d{4}, layers \(8,\), weights [0-9a-f]{16}\n", capsys.readouterr().out)
 
 
 def test_the_model_of_the_guide_sees_no_token_before_its_time() -> None:
-    text = (ROOT / "docs" / "guide.md").read_text()
-    code, config = (
-        re.search(rf"```{kind}\n(# {name}.*?)```", text, re.DOTALL) for kind, name in (("python", "my_model.py"), ("toml", "run.toml"))
-    )
-    assert code is not None
-    assert config is not None
-    parsed = parse(tomllib.loads(config[1]))
+    parsed = parse(tomllib.loads(guide("toml", "run.toml")))
     made: dict[str, Any] = {}
-    exec(code[1], made)
+    exec(guide("python", "my_model.py"), made)
     model = torch.nn.Sequential(*made["layers"]()).eval()
     ids = torch.arange(parsed.model.sequence)[None]
     other = ids.clone()
     other[0, 9:] += 100
     assert torch.equal(model(ids)[0, :9], model(other)[0, :9])
     assert not torch.equal(model(ids)[0, 9], model(other)[0, 9])
+
+
+@pytest.mark.matrix  # two processes of its own
+def test_the_loop_of_the_guide_moves_layers(tmp_path: Path) -> None:
+    (tmp_path / "loop.py").write_text(guide("python", "loop.py"))
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "loop.py"]
+    env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    match = re.fullmatch(r"loss \d\.\d{4}, layers \((\d), (\d)\), weights [0-9a-f]{16}\n", done.stdout)
+    assert match is not None, done.stdout
+    first, second = int(match[1]), int(match[2])
+    assert first + second == 8
+    assert first > 4, "the last layer, with the loss, takes as long as several of the others"
 
 
 if __name__ == "__main__":

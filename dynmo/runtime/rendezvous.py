@@ -12,7 +12,8 @@ from dynmo.errors import ConfigError
 
 @dataclass(frozen=True)
 class Rendezvous:
-    """Where the ranks of a run find each other: a folder that only this user can read (local ranks), or an address (torchrun, Slurm)."""
+    """Where the ranks of a run find each other: a folder that only this user can read (local ranks), or an address (torchrun, Slurm).
+    Neither: one rank, which need not find any other."""
 
     rank: int
     size: int
@@ -26,6 +27,9 @@ class Rendezvous:
     def __post_init__(self) -> None:
         if not 0 <= self.rank < self.size:
             raise ConfigError(f"rank {self.rank} of {self.size}: ranks count from 0; what the launcher set does not hold together")
+
+
+ALONE = Rendezvous(rank=0, size=1, local_rank=0)
 
 
 def from_environment(environ: Mapping[str, str] = os.environ) -> Rendezvous | None:

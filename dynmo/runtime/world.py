@@ -27,7 +27,7 @@ from torch import Tensor
 
 from dynmo.errors import RankDied, RunError, WaitTimeout
 from dynmo.runtime.device_waits import POLL, DeviceWaits
-from dynmo.runtime.rendezvous import Rendezvous
+from dynmo.runtime.rendezvous import ALONE, Rendezvous
 
 # FileStore and gloo give no reason codes: the words of their messages are all there is to tell a late peer from a dead one.
 _LATE = re.compile(r"timed? ?out|timeout", re.IGNORECASE)
@@ -36,8 +36,16 @@ _LATE = re.compile(r"timed? ?out|timeout", re.IGNORECASE)
 _NEVER = timedelta(days=30)
 
 
-def open_store(rendezvous: Rendezvous, timeout: float) -> dist.Store:
-    """The key-value store through which the ranks of `rendezvous` meet. timeout: seconds."""
+def open_store(rendezvous: Rendezvous | None, timeout: float) -> dist.Store:
+    """The key-value store through which the ranks of `rendezvous` meet. timeout: seconds. Raises RunError for None, which is what
+    `from_environment` finds where no launcher started this process, and where no store can be made."""
+    if rendezvous is None:
+        raise RunError(
+            "this process was started alone, in no world of ranks: start it with torchrun, or take a world of one rank, "
+            "`from_environment() or ALONE` (dynmo.runtime.rendezvous)"
+        )
+    if rendezvous == ALONE:
+        return dist.HashStore()
     limit = timedelta(seconds=timeout)
     if rendezvous.folder is not None:
         store: dist.Store = dist.FileStore(str(Path(rendezvous.folder) / "store"), rendezvous.size)

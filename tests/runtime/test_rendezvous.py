@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from dynmo.errors import ConfigError
-from dynmo.runtime.rendezvous import first_host, from_environment
+from dynmo.runtime.rendezvous import ALONE, first_host, from_environment
 
 TORCHRUN = {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "MASTER_ADDR": "host", "MASTER_PORT": "29500"}
 SLURM = {"SLURM_PROCID": "2", "SLURM_NTASKS": "4", "SLURM_LOCALID": "0", "SLURM_JOB_ID": "60123", "SLURM_JOB_NODELIST": "gpu[07-09]"}
@@ -23,6 +23,7 @@ def test_alone() -> None:
     assert from_environment({"SLURM_PROCID": "0"}) is None
     assert from_environment({"SLURM_PROCID": "0", "SLURM_NTASKS": "1"}) is None
     assert from_environment({"MASTER_ADDR": "host", "MASTER_PORT": "1"}) is None
+    assert (ALONE.rank, ALONE.size) == (0, 1)
 
 
 def test_dynmos_own() -> None:

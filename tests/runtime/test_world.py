@@ -8,6 +8,8 @@ import pytest
 import torch
 
 from dynmo.errors import RunError
+from dynmo.runtime.rendezvous import ALONE
+from dynmo.runtime.world import World, open_store
 from tests.pool import Pool
 from tests.runtime.alone import alone
 
@@ -60,6 +62,19 @@ def test_agree(pool: Pool, said: list[str | None], text: str) -> None:
     results = pool.run(JOBS + "agree", 3, said=said)
     assert len(set(results)) == 1
     assert results[0].split(";")[0] == text
+
+
+def test_a_process_that_no_launcher_started() -> None:
+    with pytest.raises(
+        RunError, match=r"started alone, in no world of ranks: start it with torchrun, or .*`from_environment\(\) or ALONE`"
+    ):
+        open_store(None, 5)
+    store = open_store(ALONE, 5)
+    world = World.join(store, ALONE.rank, ALONE.size, timeout=5)
+    try:
+        assert world.sum(torch.ones(2), "nothing").tolist() == [1, 1]
+    finally:
+        world.close()
 
 
 def test_a_world_of_one() -> None:
