@@ -449,6 +449,14 @@ def test_a_value_refused(key, value, hint):
             ["dynamism.cases=['freezing', 'sparse_attention']", "dynamism.freezing.cache_bytes=4096"],
             'dynamism.freezing.cache_bytes = 4096 with the case "sparse_attention", which draws anew at each step',
         ),
+        (
+            ["dynamism.cases=['freezing']", "dynamism.freezing.cache_bytes=4096", "train.eval_every=101"],
+            "dynamism.freezing.cache_bytes = 4096: train.eval_every = 101 gives no evaluation in 100 steps, and no microbatch comes again",
+        ),
+        (
+            ["dynamism.cases=['freezing']", "dynamism.freezing.cache_bytes=4096", "train.eval_every=51"],
+            "dynamism.freezing.cache_bytes = 4096: train.eval_every = 51 gives one evaluation in 100 steps, and no microbatch comes again",
+        ),
         (["dynamism.cases=['pruning']", "model.kind=emulated"], "dynamism.pruning: an emulated model has no weights to prune"),
         (["dynamism.cases=['pruning']", "dynamism.pruning.end=100"], "dynamism.pruning.end = 100: the run has 100 steps"),
         (["dynamism.cases=['pruning']", "dynamism.pruning.start=200"], "dynamism.pruning.start = 200: the run has 100 steps"),
@@ -482,6 +490,14 @@ def test_an_initial_entry_is_at_least_one_layer():
         ["dynamism.cases=['freezing']", "dynamism.freezing.schedule=[[1, 17]]"],
         ["dynamism.cases=['freezing']", "dynamism.freezing.schedule=[[5, 1], [200, 3]]"],  # a run may be cut short
         ["train.reduction_slots=1"],
+        ["dynamism.cases=['freezing']", "dynamism.freezing.cache_bytes=4096", "train.eval_every=50"],
+        [
+            "dynamism.cases=['freezing']",
+            "dynamism.freezing.cache_bytes=4096",
+            "train.eval_every=51",
+            "data.shuffle=batches",
+        ],  # the data tells how long an epoch is
+        ["dynamism.cases=['freezing']", "dynamism.freezing.cache_bytes=4096", "train.eval_every=51", "train.micro_batch=1"],
     ],
 )
 def test_keys_that_do_go_together(overrides):

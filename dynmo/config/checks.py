@@ -264,6 +264,14 @@ def _cache_problems(config: Config) -> Iterator[str]:
         yield f"{key} with model.dropout = {config.model.dropout}: what is dropped is another each time; use cache_bytes = 0 or dropout = 0"
     if "sparse_attention" in config.dynamism.cases:
         yield f'{key} with the case "sparse_attention", which draws anew at each step; use cache_bytes = 0, or leave the case out'
+    # Whether training itself has something come again may hang on the data (`Feed`); here it has not, however long that is.
+    train = config.train
+    if train.eval_every and train.steps // train.eval_every < 2 and config.data.shuffle == "windows" and train.micro_batch > 1:
+        found = f"train.eval_every = {train.eval_every} gives {'one evaluation' if train.steps >= train.eval_every else 'no evaluation'}"
+        yield (
+            f"{key}: {found} in {train.steps} steps, and no microbatch comes again, so nothing would be cached; evaluate at least twice, "
+            'or use data.shuffle = "batches" for more than an epoch'
+        )
 
 
 def _nearest_divisors(value: int, total: int) -> str:
