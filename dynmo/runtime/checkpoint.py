@@ -174,7 +174,7 @@ def verify(path: Path, world: World | None = None) -> CheckpointManifest:
     try:
         manifest = CheckpointManifest.model_validate_json((path / "manifest.json").read_bytes())
     except (OSError, ValidationError) as error:
-        raise CheckpointError(f"{path}/manifest.json cannot be read: {str(error).splitlines()[0]}") from None
+        raise CheckpointError(f"{path}/manifest.json {_unread(error)}") from None
     if manifest.version != _VERSION:
         raise CheckpointError(f"{path} has version {manifest.version}; this dynmo reads version {_VERSION}")
     files = [path / name for name in manifest.files]
@@ -188,6 +188,20 @@ def verify(path: Path, world: World | None = None) -> CheckpointManifest:
         said = "is damaged or cannot be read: its SHA-256 is not the manifest's" if files[good].is_file() else "is missing"
         raise CheckpointError(f"{files[good]} {said}")
     return manifest
+
+
+def _unread(error: OSError | ValidationError | KeyError) -> str:
+    """Why a file of JSON cannot be used, in words that follow its name."""
+    if isinstance(error, OSError):
+        return f"cannot be read: {error.strerror}"
+    if isinstance(error, KeyError):
+        return f"is damaged: it has the dtype {error}, which this dynmo does not know"
+    first = error.errors(include_url=False)[0]
+    if first["type"] == "json_invalid":
+        return "is damaged: it is not valid JSON"
+    field = ".".join(map(str, first["loc"]))
+    said = {"missing": "is missing", "extra_forbidden": "is not one that this dynmo knows"}.get(first["type"], "has a wrong value")
+    return f"is damaged: {f'its field {field} {said}' if field else 'it holds no object'}"
 
 
 def _is_whole(file: Path, digest: str) -> bool:
@@ -207,7 +221,7 @@ def load_layer(path: Path, index: int, device: torch.device) -> tuple[Contents, 
         manifest = Manifest.model_validate_json((folder / "layer.json").read_bytes())
         tensors = {(r.section, r.name): torch.empty(r.shape, dtype=DTYPES[r.dtype]) for r in manifest.tensors}
     except (OSError, ValidationError, KeyError) as error:
-        raise CheckpointError(f"{folder}/layer.json cannot be read: {str(error).splitlines()[0]}") from None
+        raise CheckpointError(f"{folder}/layer.json {_unread(error)}") from None
     if not tensors:
         return {}, {}
     state: dict[str, Any] = {_name(*key): t for key, t in tensors.items()}

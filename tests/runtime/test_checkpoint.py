@@ -218,6 +218,47 @@ def test_a_version_of_tomorrow(tmp_path: Path) -> None:
         checkpoint.verify(path)
 
 
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ('{"version": 1', "it is not valid JSON"),
+        ("", "it is not valid JSON"),
+        ("[]", "it holds no object"),
+        ('{"version": 1, "step": 1, "layers": [], "state": {}}', "its field files is missing"),
+        ('{"version": "1", "step": 1, "layers": [], "files": {}, "state": {}}', "its field version has a wrong value"),
+        ('{"version": 1, "step": 1, "layers": ["a", 2], "files": {}, "state": {}}', "its field layers.1 has a wrong value"),
+        ('{"version": 1, "step": 1, "layers": [], "files": {}, "state": {}, "a": 1}', "its field a is not one that this dynmo knows"),
+    ],
+)
+def test_a_damaged_manifest_is_told_in_plain_words(tmp_path: Path, text: str, says: str) -> None:
+    path = save(gpt(), tmp_path, 1)
+    (path / "manifest.json").write_text(text)
+    with pytest.raises(CheckpointError) as caught:
+        checkpoint.verify(path)
+    assert str(caught.value) == f"{path}/manifest.json is damaged: {says}"
+    (path / "manifest.json").unlink()
+    with pytest.raises(CheckpointError, match=r"manifest.json cannot be read: No such file or directory$"):
+        checkpoint.verify(path)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "says"),
+    [
+        ("{", "", "it is not valid JSON"),
+        ('"float32"', '"float33"', "it has the dtype 'float33', which this dynmo does not know"),
+        ('"layer":0', '"layer":"a"', "its field layer has a wrong value"),
+    ],
+)
+def test_so_is_what_a_layer_says_of_itself(tmp_path: Path, old: str, new: str, says: str) -> None:
+    file = save(gpt(), tmp_path, 1) / "layer-0000" / "layer.json"
+    text = file.read_text()
+    assert old in text
+    file.write_text(text.replace(old, new))
+    with pytest.raises(CheckpointError) as caught:
+        checkpoint.load_layer(file.parents[1], 0, torch.device("cpu"))
+    assert str(caught.value) == f"{file} is damaged: {says}"
+
+
 @pytest.mark.parametrize("function", ["bare", "layers"])
 def test_layers_without_tensors_and_with_complex_ones(tmp_path: Path, function: str) -> None:
     config = parse({"model": {"kind": f"python:tests.models.user_model:{function}"}})
