@@ -19,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 import tomllib
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import pairwise, product
@@ -32,9 +33,13 @@ from benchmarks.sweeps import tables
 from dynmo.cli import main
 from dynmo.config import parse
 from dynmo.costs import split_costs, uniform_costs
+from dynmo.models.model import load_model
+from dynmo.plan import dry_run
+from dynmo.runtime import checkpoint
 from dynmo.schedule.catalogue import SCHEDULES, make, placement_of
 from dynmo.simulator import Timeline, simulate
 from tests.cli.runs import free_port
+from tests.runtime.alone import pipeline, tokens
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -293,6 +298,28 @@ def test_the_model_of_the_guide_sees_no_token_before_its_time() -> None:
     other[0, 9:] += 100
     assert torch.equal(model(ids)[0, :9], model(other)[0, :9])
     assert not torch.equal(model(ids)[0, 9], model(other)[0, 9])
+
+
+def test_the_weights_of_the_guide_go_out_and_in(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A run's checkpoint as a state_dict, and a model that begins with it; on shapes alone too, and without a warning."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    for name in ("my_model", "my_start"):
+        (tmp_path / f"{name}.py").write_text(guide("python", rf"{name}\.py"))
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    given = tomllib.loads(guide("toml", r"run\.toml"))
+    config, again = parse(given), parse(given | {"model": given["model"] | {"kind": "python:my_start:layers"}})
+    trained = pipeline(load_model(config))
+    trained.step(0, *tokens(0, sequence=64), lr=0.1)
+    layers = [(i, (module, optimizer.state())) for i, (module, optimizer) in trained.own_layers.items()]
+    checkpoint.save(trained.world, Path("runs/my-run/checkpoints"), 1, trained.model.names, layers, {}, keep=1)
+    wanted = torch.nn.Sequential(*trained.modules).state_dict()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        made = torch.nn.Sequential(*load_model(again).build(range(8))).state_dict()
+        dry_run(again)
+    assert made.keys() == wanted.keys()
+    assert all(torch.equal(made[key], wanted[key]) for key in wanted)
 
 
 @pytest.mark.matrix  # two processes of its own
