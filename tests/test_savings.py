@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import json
+import re
+from pathlib import Path
+
 import pytest
 
 from benchmarks.harness import bound_of
 from benchmarks.savings_attention import length
 from benchmarks.savings_freezing import cache
 from benchmarks.savings_pruning import half, layers, pruned_half, sparse_seconds
+
+ROOT = Path(__file__).parents[1]
 
 
 def test_a_bound_is_named_where_the_share_is_small() -> None:
@@ -42,6 +48,19 @@ def test_what_sparse_attention_loses_adds_up() -> None:
         if not name.startswith("drop"):
             assert kind["lost"]["around"] > 0, "hashing and gathering take their time"
             assert (kind["lost"]["padding"] > 0) == (kind["computed"] > kind["pairs"])
+
+
+def test_the_document_says_what_sparse_attention_was_measured_to_gain() -> None:
+    rows = json.loads((ROOT / "benchmarks/results/savings.json").read_text())["sparse_attention"]
+    gains = {
+        row["sequence"]: [sum(row["dense"][x] / sum(k[y] for y in "fbw") for x in "fbw") for k in row["kinds"].values()] for row in rows
+    }
+    said = re.search(
+        r"At 512, .* are ([\d.]+) to ([\d.]+) times as fast as dense, .* at 4,096 ([\d.]+) to ([\d.]+) times",
+        " ".join((ROOT / "docs/cases.md").read_text().split()),
+    )
+    assert said is not None
+    assert list(said.groups()) == [f"{end(gains[length]):.1f}" for length in (512, 4096) for end in (min, max)]
 
 
 def test_what_the_cache_of_a_frozen_block_holds() -> None:
