@@ -18,6 +18,7 @@ import shlex
 import subprocess
 import sys
 import tempfile
+import textwrap
 import tomllib
 import warnings
 from collections.abc import Iterator
@@ -33,7 +34,7 @@ from benchmarks.sweeps import tables
 from dynmo.cli import main
 from dynmo.config import parse
 from dynmo.costs import split_costs, uniform_costs
-from dynmo.models.model import load_model
+from dynmo.models.model import from_factories, load_model, next_token_loss
 from dynmo.plan import dry_run
 from dynmo.runtime import checkpoint
 from dynmo.schedule.catalogue import SCHEDULES, make, placement_of
@@ -320,6 +321,31 @@ def test_the_weights_of_the_guide_go_out_and_in(monkeypatch: pytest.MonkeyPatch,
         dry_run(again)
     assert made.keys() == wanted.keys()
     assert all(torch.equal(made[key], wanted[key]) for key in wanted)
+
+
+def test_the_loss_of_the_guide_takes_an_auxiliary_one() -> None:
+    """As the last layer's second output; both reach every layer."""
+
+    class Part(torch.nn.Module):
+        def __init__(self, ids: int, out: int) -> None:
+            super().__init__()
+            self.line = torch.nn.Embedding(ids, out) if ids else torch.nn.Linear(8, out)
+
+        def forward(self, x: torch.Tensor, auxiliary: torch.Tensor | float = 0.0) -> tuple[torch.Tensor, torch.Tensor]:
+            y = self.line(x)
+            return y, y.square().mean() + auxiliary
+
+    found = re.search(r"```python\n(  def loss.*?)```", (ROOT / "docs" / "guide.md").read_text(), re.DOTALL)
+    assert found is not None
+    made: dict[str, Any] = {"next_token_loss": next_token_loss}
+    exec(textwrap.dedent(found[1]), made)
+    model = from_factories("abc", [lambda: Part(256, 8), lambda: Part(0, 8), lambda: Part(0, 256)], 0, made["loss"])
+    layers, (inputs, targets) = torch.nn.Sequential(*model.build(range(3))), tokens(0)
+    wanted = 0.0
+    for x, y in zip(inputs, targets, strict=True):
+        out = layers[2](*layers[1](*layers[0](x)))
+        wanted += made["loss"](out, y).item() / len(inputs)
+    assert pipeline(model).step(0, inputs, targets, lr=0.1).loss == pytest.approx(wanted)
 
 
 @pytest.mark.matrix  # two processes of its own
