@@ -45,10 +45,11 @@ class Feed:
             digest = hashlib.sha256(f"{length} ".encode() + ends).digest()
         world.agree(digest, "the data (data.source)")
         self._order = Order(int(pipeline.largest(length)), *order) if pipeline.caches else None
-        if self._order is not None and not train.eval_every and not self._order.repeats(train.steps):
+        evaluates_again = train.eval_every and train.steps // train.eval_every > 1
+        if self._order is not None and not evaluates_again and not self._order.repeats(train.steps):
             raise ConfigError(
                 f"dynamism.freezing.cache_bytes = {config.dynamism.freezing.cache_bytes}: no microbatch comes again within {train.steps} "
-                "steps, so nothing would be cached; evaluate (train.eval_every), or train for more than an epoch, which has "
+                "steps, so nothing would be cached; evaluate at least twice (train.eval_every), or train for more than an epoch, which has "
                 f'{self._order.windows} sequences, with data.shuffle = "batches"'
             )
 

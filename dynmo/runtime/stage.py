@@ -62,7 +62,9 @@ class Stage:
         if not isinstance(loss, Tensor) or loss.dim():
             what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
             raise RunError(f"the loss function returned {what}; it must return a scalar tensor, the mean")
-        if output.requires_grad and not loss.requires_grad:
+        outputs = cast("Tensor | tuple[object, ...]", output)  # of a last layer that returns several
+        several = outputs if isinstance(outputs, tuple | list) else (outputs,)
+        if not loss.requires_grad and any(isinstance(y, Tensor) and y.requires_grad for y in several):
             raise RunError("the loss does not depend on the model's output in a way that autograd follows, so nothing would train")
         return loss.float() if loss.dtype in LOW else loss
 
