@@ -51,6 +51,8 @@ def deepspeed_balanced(weights: Sequence[float], parts: int, *, tolerance: float
     low, high = sums[-1] / parts, sums[-1]
     while high > low + tolerance:
         middle = low + (high - low) / 2
+        if not low < middle < high:  # of large loads the tolerance is less than a rounding error: as published, it never ends
+            break
         _, enough = deepspeed_probe(sums, parts, middle)
         low, high = (low, middle) if enough else (middle + tolerance, high)
     bounds, enough = deepspeed_probe(sums, parts, high)

@@ -5,7 +5,8 @@
 
 A decision is what a run would do: the balancer proposes, the simulator predicts, and layers move if that is worth it (`trigger`). Beside
 the policy run two others: `static`, which leaves the layers where they started, evenly spread; and `perfect`, in which every stage has
-the same part of every F, B and W, as if layers could be cut anywhere.
+the same part of every F, B and W, as if layers could be cut anywhere (or the shorter of the other two, where that takes less: a frozen
+prefix by itself needs no backward of its stages).
 
 Replicas. After its last op a rank reduces the gradients of its layers with its r - 1 copies, on a ring:
 
@@ -194,7 +195,6 @@ class _Replay:
         self.plans: dict[tuple[int, tuple[int, ...]], Plan] = {}
         self.proposals: dict[tuple[int, tuple[int, ...]], Plan] = {}
         self.known: dict[tuple[int, int, tuple[int, ...]], Step] = {}
-        self.move_seconds: float | None = None
 
     def run(self, listen: Callable[[int], None] | None) -> Outcome:
         workload, policy = self.workload, self.workload.policy
@@ -212,10 +212,12 @@ class _Replay:
                 if found is not None:
                     considered.append(found)
                     if found.moved:
-                        current, self.move_seconds = Partition(found.target), found.seconds
-            steps["policy"].append(self.step(moment, measured, current))
-            steps["static"].append(self.step(moment, measured, self.even))
-            steps["perfect"].append(perfect[moment])
+                        current = Partition(found.target)
+            had = self.step(moment, measured, current), self.step(moment, measured, self.even)
+            steps["policy"].append(had[0])
+            steps["static"].append(had[1])
+            # Even stages share a frozen prefix's work, so that all of them run backwards: a placement may do better than that.
+            steps["perfect"].append(min(perfect[moment], *had, key=lambda x: x.seconds))
             partitions.append(current.counts)
             if listen is not None:
                 listen(step + 1)
@@ -256,9 +258,8 @@ class _Replay:
         before = self.plan(measured, current)
         left = self.workload.steps - step
         price = self.price(proposed)
-        expected = price if self.move_seconds is None else self.move_seconds
         now, then = (self.finish(x.timeline, x).seconds for x in (before, proposed))
-        decision: Decision = worth_moving(now, then, left, expected, policy.margin, policy.hysteresis)
+        decision: Decision = worth_moving(now, then, left, price, policy.margin, policy.hysteresis)
         forced = policy.balancer in FORCED
         return Rebalance(
             step,

@@ -177,11 +177,13 @@ def _print_best(console: Console, request: MeshRequest, best: MeshPlan) -> None:
     rate = f"{best.samples_per_second:,.4g} sequences a second" if math.isfinite(best.samples_per_second) else ""
     exposed = f", {show_time(best.exposed)} of it reductions after the last op" if best.exposed else ""
     console.print(
-        f"best: {best.mesh}, placed by {best.plan.job.balancer}: a step of {show_time(best.seconds)}{exposed}; {rate}", highlight=False
+        f"best: {best.mesh}, placed by {best.plan.job.balancer}: a step of {show_time(best.seconds)}{exposed}; {rate}",
+        highlight=False,
+        markup=False,
     )
     if best.plan.job.recomputed:
         names = [best.plan.job.profile.names[i] for i in sorted(best.plan.job.recomputed)]
-        console.print(f"recomputed in the backward: {len(names)} layers: {', '.join(names)}", highlight=False, soft_wrap=True)
+        console.print(f"recomputed in the backward: {len(names)} layers: {', '.join(names)}", highlight=False, markup=False, soft_wrap=True)
 
 
 def _candidates(found: Found) -> Table:

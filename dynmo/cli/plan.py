@@ -247,6 +247,7 @@ def _print_text(made: Plan, seconds: float, others: Alternatives, words: list[st
     console.print(
         f"{job.schedule} by {job.balancer}: {len(job.layers)} layers, {job.ranks} ranks, {job.microbatches} microbatches{limit}",
         highlight=False,
+        markup=False,
     )
     console.print()
     for line in picture(made):
@@ -304,6 +305,7 @@ def _range(first: str, last: str) -> str:
 
 
 def _figures(made: Plan, seconds: float) -> Table:
+    from rich.markup import escape
     from rich.table import Table
 
     timeline, job = made.timeline, made.job
@@ -321,7 +323,7 @@ def _figures(made: Plan, seconds: float) -> Table:
         table.add_row("memory", show_size(most), f"on rank {made.memory.index(most)}{limit}")
     since = "the recorded placement" if made.job.profile.partition == job.current.counts else "the even placement"
     if job.recomputed:
-        table.add_row("recomputed", str(len(job.recomputed)), ", ".join(job.profile.names[i] for i in sorted(job.recomputed)))
+        table.add_row("recomputed", str(len(job.recomputed)), escape(", ".join(job.profile.names[i] for i in sorted(job.recomputed))))
     table.add_row("moves", str(len(made.moves)), f"{show_size(made.moved_bytes)} from {since} {'+'.join(map(str, job.current.counts))}")
     table.add_row("planned in", show_time(seconds), "")
     return table

@@ -142,7 +142,7 @@ def _rank(config: Config, rendezvous: Rendezvous, steps: int, out: Path, as_json
     if warning:
         print(f"dynmo: {warning}", file=sys.stderr)
     console = Console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(bar_width=20), TextColumn("{task.completed}/{task.total} steps"))
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(bar_width=20), TextColumn("{task.completed}/{task.total} steps"))
     with _stdout_for_json(as_json), Progress(*columns, console=console, disable=not console.is_terminal) as progress:
         task = progress.add_task(f"measuring {config.name}", total=steps)
 
@@ -161,12 +161,13 @@ def _rank(config: Config, rendezvous: Rendezvous, steps: int, out: Path, as_json
     for (low, high), link in measured.links:
         rate = f"{link.bytes_per_second / 1e9:.2f} GB/s" if link.bytes_per_second < 1e15 else "no measurable time per byte"
         tables.print(f"rank {low} - rank {high}: {link.latency * 1e6:.0f} us, {rate}", highlight=False)
-    tables.print(f"{out}: plan with it: dynmo plan --costs {out}", highlight=False, soft_wrap=True)
+    tables.print(f"{out}: plan with it: dynmo plan --costs {out}", highlight=False, markup=False, soft_wrap=True)
     return 0
 
 
 def table(measured: Profile) -> Table:
     """A row per layer: milliseconds and sizes of one microbatch."""
+    from rich.markup import escape
     from rich.table import Table
 
     made = Table(
@@ -180,5 +181,5 @@ def table(measured: Profile) -> Table:
     for name, layer in zip(measured.names, measured.layers, strict=True):
         sizes = (layer.static_bytes, layer.activation_bytes, layer.stash_bytes, layer.output_bytes)
         row = [f"{seconds * 1e3:.3f}" for seconds in (layer.f, layer.b, layer.w)] + [f"{layer.seconds / whole:.1%}"]
-        made.add_row(name, *row, f"{layer.parameters:,}", *(f"{size / 2**20:,.2f}" for size in sizes))
+        made.add_row(escape(name), *row, f"{layer.parameters:,}", *(f"{size / 2**20:,.2f}" for size in sizes))
     return made

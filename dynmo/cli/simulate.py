@@ -101,6 +101,7 @@ def _print_text(outcome: Outcome, seconds: float) -> None:
         f"{workload.name}: {workload.layers} layers on {workload.ranks} ranks{copies}, {workload.microbatches} microbatches of "
         f"{workload.schedule}, {workload.steps} steps; {workload.policy.balancer} every {workload.policy.every} steps",
         highlight=False,
+        markup=False,
     )
     console.print()
     console.print(_phases(outcome))

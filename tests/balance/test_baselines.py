@@ -69,6 +69,10 @@ def test_deepspeed_with_fewer_layers_than_stages_would_never_end():
         deepspeed_probe([1.0, 2.0, 3.0], 5, 1.0)
 
 
+def test_deepspeed_ends_where_its_tolerance_is_less_than_a_rounding_error():
+    assert deepspeed_balanced([1e20, 3e20, 2e20, 1e20], 2) == [0, 2, 4]
+
+
 def test_deepspeed_by_type():
     assert deepspeed_type(NAMES, "attention", 4) == [0, 5, 9, 13, 18]
     with pytest.raises(PartitionError, match="type:conv is found in no layer's name"):

@@ -100,6 +100,23 @@ def test_the_price_by_the_byte() -> None:
     assert move.seconds == pytest.approx(1e-3 * move.moved_bytes)
 
 
+def test_a_move_is_weighed_at_its_own_price() -> None:
+    """The first move is of one byte; the second would take longer than it saves."""
+    ends = tuple(LayerCost(t, t, t, weight_bytes=size) for t, size in ((1.0, 1), (1.0, 10**9), (1.0, 1), (3.0, 1)))
+    turned = tuple(LayerCost(t, t, t, weight_bytes=layer.weight_bytes) for t, layer in zip((3.0, 1.0, 1.0, 1.0), ends, strict=True))
+    outcome = replay(
+        Workload("w", ((0, ends), (20, turned)), ("a", "b", "c", "d"), 40, 2, 4, schedule="1f1b", policy=Policy(seconds_per_byte=1e-6))
+    )
+    assert [(x.step, x.moved, x.moved_bytes) for x in outcome.rebalances] == [(10, True, 1), (30, False, 10**9 + 1)]
+
+
+def test_perfect_is_no_slower_than_what_is_had() -> None:
+    """Beside a frozen prefix whole layers may do better than even stages, which all run backwards."""
+    outcome = replay(workload(moments=((0, (FROZEN,) * 2 + (ONE,) * 10),), microbatches=2))
+    pairs = zip(outcome.perfect, outcome.policy, outcome.static, strict=True)
+    assert all(perfect.seconds <= min(policy.seconds, static.seconds) for perfect, policy, static in pairs)
+
+
 def test_replicas_reduce_their_gradients() -> None:
     """On a ring: 2 (r - 1) latencies, 2 (r - 1) / r of the bytes; the ranks of 1F1B all end with rank 0's last backward at the latest."""
     alone = replay(workload(moments=((0, (ONE,) * 12),)))

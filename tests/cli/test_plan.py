@@ -222,6 +222,22 @@ def test_the_mesh_as_text(run: Run, file: Path) -> None:
     assert "pipeline_model_parallel_layout" in out
 
 
+def test_names_are_no_markup(run: Run, tmp_path: Path) -> None:
+    path = tmp_path / "costs.json"
+    names, size = [f"[bold]{i}[/x]" for i in range(4)], [1 << 20] * 4
+    path.write_text(
+        json.dumps(
+            {"f": [1] * 4, "b": [1] * 4, "w": [1] * 4, "names": names, "microbatch": 1, "activation_bytes": size, "output_bytes": [1] * 4}
+        )
+    )
+    arguments = ("--costs", path, "--recompute", "all", "--balancer", "deepspeed-type:[/x]")
+    for mesh in (("--ranks", 2, "--microbatches", 4, "--no-alternatives"), ("--gpus", 2, "--global-batch", 4)):
+        status, out, err = run(*arguments, *mesh)
+        assert (status, err) == (0, "")
+        assert "deepspeed-type:[/x]" in out
+        assert "[bold]0[/x]" in out
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

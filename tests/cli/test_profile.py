@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import subprocess
 import sys
@@ -9,8 +10,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+from rich.console import Console
 
 from dynmo.cli import main
+from dynmo.cli.profile import table
+from dynmo.costs import LayerCost
 from dynmo.profile_file import Profile, read
 from tests.processes import gone, start
 
@@ -132,3 +136,9 @@ def test_bad_input_is_told_at_once(
     assert out.out == ""
     assert message in out.err
     assert out.err.count("\n") == 1
+
+
+def test_a_layer_s_name_is_no_markup() -> None:
+    screen = io.StringIO()
+    Console(file=screen, width=200).print(table(Profile((LayerCost(1.0, 1.0, 1.0),), ("[bold]a[/x]",))))
+    assert "[bold]a[/x]" in screen.getvalue()

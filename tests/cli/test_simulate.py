@@ -77,6 +77,13 @@ def test_the_text(run: Run, small: Path) -> None:
     assert "*" in out
 
 
+def test_a_name_is_no_markup(run: Run, small: Path) -> None:
+    small.write_text('name = "[bold]small[/x]"\n' + SMALL.replace('name = "small"\n', ""))
+    status, out, err = run(small)
+    assert (status, err) == (0, "")
+    assert out.startswith("[bold]small[/x]: 4 layers")
+
+
 def test_the_plot(run: Run, small: Path) -> None:
     picture = small.with_suffix(".svg")
     status, out, _ = run(small, "--plot", picture, "--json")
