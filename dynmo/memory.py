@@ -129,8 +129,11 @@ def _peak(
         if above and s >= schedule.first_trainable:
             size = layers[bounds[s + 1] - 1].output_bytes
             inboxes[s, True] = size, posted(m, size, m)
-    taken = dict.fromkeys(inboxes, 0)
+    left_of = dict.fromkeys(inboxes, m)  # messages still to be taken
+    waiting = sum(size * min(count, m) for size, count in inboxes.values())
     workspaces = {(s, kind): _workspace(own, kind) for s, own in stages.items() for kind in Kind}
+    # What an op's end changes; what F keeps is there from its start.
+    ends = {s: {Kind.F: 0, Kind.B: stash[s] - kept[s], Kind.W: -stash[s], Kind.BW: -kept[s]} for s in stages}
     gradients = {s: sum(x.gradient_bytes for x in own) for s, own in stages.items()}
     undecided = 0
     if pending is not None:
@@ -146,24 +149,26 @@ def _peak(
         s, trains = op.stage, op.stage >= schedule.first_trainable
         if op.kind is Kind.F and trains:
             live += kept[s]
-        fresh = trains and op.kind in (Kind.W, Kind.BW) and (m - left[s]) % each == 0  # a slot's first: its gradients are made
-        folded = _folded((m - left[s]) // each + 1, slots)
+        weighs = op.kind is Kind.W or op.kind is Kind.BW
+        fresh = trains and weighs and (m - left[s]) % each == 0  # a slot's first: its gradients are made
+        folded = _folded((m - left[s]) // each + 1, slots) if weighs else 0
         # A slot of one microbatch is made and folded layer by layer: not all of its gradients are there at one time.
         spared = gradients[s] - max(x.gradient_bytes for x in stages[s]) if fresh and folded and each == 1 else 0
         if fresh and op.kind is Kind.W:
             live += gradients[s]
         inbox = (s, op.kind is not Kind.F)
-        if inbox in taken and op.kind is not Kind.W:
-            taken[inbox] += 1
-        waiting = sum(size * min(count, m - taken[key]) for key, (size, count) in inboxes.items())
+        if inbox in inboxes and op.kind is not Kind.W:
+            size, count = inboxes[inbox]
+            left_of[inbox] -= 1
+            waiting -= size * (left_of[inbox] < count)
         makes = fresh and op.kind is Kind.BW
         workspace = _workspace(stages[s], op.kind, fresh=True) if makes else workspaces[s, op.kind]
         most = max(most, live + reduction + waiting + workspace - spared)
         if trains:
-            live += {Kind.F: 0, Kind.B: stash[s] - kept[s], Kind.W: -stash[s], Kind.BW: -kept[s]}[op.kind]
+            live += ends[s][op.kind]
             live += gradients[s] if fresh and op.kind is Kind.BW else 0
-            left[s] -= op.kind in (Kind.W, Kind.BW)
-            if op.kind in (Kind.W, Kind.BW) and (m - left[s]) % each == 0:
+            left[s] -= weighs
+            if weighs and (m - left[s]) % each == 0:
                 most = max(most, live - spared)
                 live -= gradients[s] * folded
             if replicas > 1 and not left[s]:

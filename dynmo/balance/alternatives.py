@@ -7,8 +7,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from dynmo.balance.balancers import BALANCERS
+from dynmo.balance.judging import Job, Plan
 from dynmo.balance.microbatches import resize
-from dynmo.balance.planning import LARGE, Job, Plan, attempt
+from dynmo.balance.planning import LARGE, attempt
 from dynmo.errors import InputError
 from dynmo.schedule.catalogue import SCHEDULES, chunks_of
 

@@ -31,11 +31,12 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import final
 
+from dynmo.balance.judging import Job, Plan, Recompute
 from dynmo.balance.microbatches import resized
 from dynmo.balance.partition import exact, stage_loads, uniform
 from dynmo.balance.placed import freeze, pipeline_costs
-from dynmo.balance.planning import Job, Plan, Recompute, attempt
-from dynmo.balance.recompute import memory
+from dynmo.balance.planning import attempt
+from dynmo.balance.recompute import whole_memory
 from dynmo.costs import LayerCost
 from dynmo.errors import InputError, NoRoomError, PartitionError, ScheduleError
 from dynmo.profile_file import Profile
@@ -318,7 +319,7 @@ class _Search:
         # The least that it can be made within: one microbatch.
         caps = tuple(max(0.0, x.mem_f, x.mem_f + x.mem_b) for x in own.stages) if job.schedule == "zb-auto" else None
         made = make(job.schedule, job.ranks, job.microbatches, costs=own, chunks=job.chunks, caps=caps)
-        return memory(job.kept, chosen, even.counts, made, job.replicas)
+        return whole_memory(job.kept, chosen, even.counts, made, job.replicas)
 
     def nothing(self, meshes: Sequence[Mesh]) -> str:
         tried = [x for x in self.refused if x.mesh in set(meshes)]

@@ -6,8 +6,9 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 
+from dynmo.balance.judging import Job, Plan
 from dynmo.balance.microbatches import resize
-from dynmo.balance.planning import LARGE, Job, Plan, attempt
+from dynmo.balance.planning import LARGE, attempt
 from dynmo.errors import InputError, PartitionError, ScheduleError
 
 

@@ -5,137 +5,23 @@ costs of layers -> balancer -> placement -> costs of stages -> schedule -> simul
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import replace
 from itertools import product
-from typing import Literal
 
 from dynmo.balance.balancers import BalanceRequest, balancer
-from dynmo.balance.partition import Cost, Move, Partition, imbalance, moves, uniform
-from dynmo.balance.placed import Make, freeze, frozen_stages, pipeline_costs
-from dynmo.balance.recompute import choose, memory, recomputed
-from dynmo.costs import Costs, LayerCost, LinkCost, uniform_costs
-from dynmo.errors import InputError, NoRoomError, PartitionError, ScheduleError
-from dynmo.memory import Pairs, live_limits, reduction_bytes
-from dynmo.profile_file import Profile
-from dynmo.schedule.bound import Objective
-from dynmo.schedule.catalogue import check_microbatches, entry, make, placement_of
-from dynmo.schedule.chunk_bound import lower_bound_on
+from dynmo.balance.judging import Job, Plan, TooFullError, judge, made_for, make_for, needs_of, with_memory
+from dynmo.balance.partition import Partition, exact
+from dynmo.balance.placed import Make, pipeline_costs
+from dynmo.balance.recompute import choose, memory, whole_memory
+from dynmo.costs import Costs, uniform_costs
+from dynmo.errors import InputError, PartitionError, ScheduleError
+from dynmo.memory import MemoryLimits, Pairs, stage_memory
+from dynmo.schedule.catalogue import check_microbatches, entry, make
 from dynmo.schedule.op import Schedule
-from dynmo.simulator import Timeline, resident, simulate
+from dynmo.simulator import resident
 
 LARGE = 6000  # ops of a kind: a simulation takes a tenth of a second
-
-Recompute = Literal["none", "auto", "all"]
-"""Which layers keep only their input and run F again in B: none, those that must so that all fits, or all."""
-
-
-@dataclass(frozen=True)
-class Job:
-    """What to plan for. memory_limit: bytes of a rank. any_links: take the slowest known link where the file lists other boundaries. cost:
-    what the balancer goes by; seed and step: for the balancer that is random. quick: "exact" does not simulate its ties, and a placement
-    that does not fit is not repaired. recomputed: layers that are recomputed whatever `recompute` says. replicas: of this pipeline, that
-    sum their gradients, which takes memory; its seconds are `mesh`'s."""
-
-    profile: Profile
-    ranks: int
-    microbatches: int
-    schedule: str = "zb-h1"
-    balancer: str = "exact"
-    chunks: int | None = None
-    memory_limit: int | None = None
-    objective: Objective = Objective.SPAN
-    any_links: bool = False
-    cost: Cost = "time"
-    seed: int = 0
-    step: int = 0
-    quick: bool = False
-    recompute: Recompute = "none"
-    recomputed: frozenset[int] = frozenset()
-    replicas: int = 1
-
-    def __post_init__(self) -> None:
-        if self.ranks < 1:
-            raise PartitionError(f"{self.ranks} ranks; at least 1 is needed")
-        if self.memory_limit is not None and not any(x.static_bytes or x.activation_bytes for x in self.profile.layers):
-            raise PartitionError("a memory limit, but the costs have no sizes; give weight_bytes, activation_bytes, ... (one per layer)")
-
-    @cached_property
-    def kept(self) -> tuple[LayerCost, ...]:
-        """The layers' costs without recomputing."""
-        return freeze(self.profile.layers, self.profile.first_trainable)
-
-    @cached_property
-    def layers(self) -> tuple[LayerCost, ...]:
-        return recomputed(self.kept, self.recomputed)
-
-    @cached_property
-    def reserve(self) -> int:
-        """The most bytes that come for a moment, beside what is live between ops: recomputing a layer brings them back during its B, and
-        summing gradients over the replicas takes them."""
-        pairs = zip(self.kept, self.layers, strict=True)
-        back = max((kept.activation_bytes - left.activation_bytes for kept, left in pairs), default=0)
-        return back + (reduction_bytes(self.kept) if self.replicas > 1 else 0)
-
-    @cached_property
-    def placement(self) -> tuple[int, ...]:
-        return placement_of(self.schedule, self.ranks, self.chunks)
-
-    @cached_property
-    def links(self) -> tuple[LinkCost, ...]:
-        return self.profile.boundaries(self.placement, not self.any_links)
-
-    @cached_property
-    def current(self) -> Partition:
-        """Where the layers are: as the file says, if that was for as many stages; else evenly spread."""
-        known, stages = self.profile.partition, len(self.placement)
-        fits = known is not None and len(known) == stages and self.profile.ranks in (None, self.ranks)
-        return Partition(known) if known is not None and fits else uniform(len(self.layers), stages)
-
-
-@dataclass(frozen=True)
-class Plan:
-    """`partition` has a count per stage, `memory` bytes per rank, `stage_cost` seconds of one microbatch's F, B and W per stage."""
-
-    job: Job
-    partition: Partition
-    costs: Costs
-    schedule: Schedule
-    timeline: Timeline
-    lower_bound: float
-    memory: tuple[int, ...]
-
-    @property
-    def step(self) -> float:
-        """Predicted seconds of a step, by the objective."""
-        return self.timeline.makespan if self.job.objective is Objective.MAKESPAN else self.timeline.span
-
-    @property
-    def stage_cost(self) -> tuple[float, ...]:
-        return tuple(stage.seconds for stage in self.costs.stages)
-
-    @property
-    def rank_cost(self) -> tuple[float, ...]:
-        """The same of each rank's stages together."""
-        pairs = list(zip(self.stage_cost, self.job.placement, strict=True))
-        return tuple(math.fsum(cost for cost, holder in pairs if holder == rank) for rank in range(self.job.ranks))
-
-    @property
-    def imbalance(self) -> float:
-        return imbalance(self.rank_cost)
-
-    @cached_property
-    def moves(self) -> tuple[Move, ...]:
-        """The layers that change ranks, from the placement as it is; source and target are ranks."""
-        placement = self.job.placement
-        across = (Move(layer, placement[a], placement[b]) for layer, a, b in moves(self.job.current, self.partition))
-        return tuple(move for move in across if move.source != move.target)
-
-    @property
-    def moved_bytes(self) -> int:
-        return sum(self.job.profile.layers[move.layer].moved_bytes for move in self.moves)
 
 
 def attempt(job: Job) -> Plan:
@@ -157,7 +43,7 @@ def _recomputing(job: Job, limit: int) -> Plan:
         return found[0]
     for _ in range(3):
         try:
-            chosen = choose(job.kept, free.partition.counts, free.schedule, limit, job.replicas)
+            chosen = _chosen(job, free, limit)
         except PartitionError:
             # This placement does not fit in any way. From one that does with all recomputed, what is not needed is given back.
             every = replace(job, recomputed=frozenset(range(len(job.kept))))
@@ -175,9 +61,26 @@ def _recomputing(job: Job, limit: int) -> Plan:
             break
         free = nearer
     if not found:
+        every = replace(job, recomputed=frozenset(range(len(job.kept))))
+        _into(found, lambda: _attempt(every))
+    if not found:
         assert failed is not None
         raise failed
     return min(found, key=lambda plan: plan.step)
+
+
+def _chosen(job: Job, free: Plan, limit: int) -> frozenset[int]:
+    """The layers to recompute for this placement and schedule. What waits, and ops need beside, comes on top of what `choose` knows of."""
+    counts, limits = free.partition.counts, [limit] * job.ranks
+    chosen = choose(job.kept, counts, free.schedule, limits, job.replicas)
+    for _ in range(_ROUNDS):
+        needs, known = (account(job.kept, chosen, counts, free.schedule, job.replicas) for account in (whole_memory, memory))
+        if max(needs) <= limit:
+            break
+        each = zip(limits, needs, known, strict=True)
+        limits = [min(own - max(0, need - limit), limit - (need - told)) for own, need, told in each]
+        chosen = choose(job.kept, counts, free.schedule, limits, job.replicas)
+    return chosen
 
 
 def _into(found: list[Plan], make: Callable[[], Plan]) -> InputError | None:
@@ -189,7 +92,7 @@ def _into(found: list[Plan], make: Callable[[], Plan]) -> InputError | None:
 
 
 def _limits(job: Job) -> tuple[int | None, ...]:
-    """What balancers are told. They do not know what comes for a moment only, so there is a second try with that set aside."""
+    """What balancers are told at first. They do not know what comes for a moment only, so there is a second try with that set aside."""
     if job.memory_limit is None or not job.reserve:
         return (job.memory_limit,)
     return (job.memory_limit, max(0, job.memory_limit - job.reserve))
@@ -200,23 +103,8 @@ def _attempt(job: Job) -> Plan:
     best: Plan | None = None
     failed: InputError | None = None
     for pairs, limit in product(_residents(job), _limits(job)):
-        request = BalanceRequest(
-            job.layers,
-            job.current,
-            job.cost,
-            resident=pairs,
-            memory_limit=None if limit is None else (limit,) * len(job.placement),
-            seed=job.seed,
-            step=job.step,
-            names=job.profile.names,
-            make=None if job.quick and job.balancer == "exact" else _maker(job),
-            links=job.links,
-            objective=job.objective,
-            first_trainable_layer=job.profile.first_trainable,
-            placement=job.placement,
-        )
         try:
-            found = judge(job, balancer(job.balancer)(request))
+            found = _placed(job, pairs, limit)
         except (PartitionError, ScheduleError) as error:
             failed = failed or error
             continue
@@ -224,12 +112,59 @@ def _attempt(job: Job) -> Plan:
             best = found
         if job.schedule != "zb-auto":
             break
-    if best is None and job.memory_limit is not None and not job.quick:
-        best = _repaired(job)
+    if best is None and job.memory_limit is not None:
+        best = _repaired(job, failed.partition if isinstance(failed, TooFullError) else None)
     if best is None:
         assert failed is not None
         raise failed
     return best
+
+
+_ROUNDS = 4  # of asking a balancer anew
+
+
+def _placed(job: Job, pairs: tuple[Pairs, ...] | None, limit: int | None) -> Plan:
+    """By the balancer, and judged. Balancers do not know of messages that wait: where a rank is too full, they are told of less room there,
+    and asked again."""
+    told = None if limit is None else (limit,) * len(job.placement)
+    request = BalanceRequest(
+        job.layers,
+        job.current,
+        job.cost,
+        resident=pairs,
+        seed=job.seed,
+        step=job.step,
+        names=job.profile.names,
+        make=None if job.quick and job.balancer == "exact" else _maker(job),
+        links=job.links,
+        objective=job.objective,
+        first_trainable_layer=job.profile.first_trainable,
+        placement=job.placement,
+    )
+    failed: InputError | None = None
+    for _ in range(_ROUNDS if job.balancer in _CHOOSING else 1):
+        try:
+            return judge(job, balancer(job.balancer)(replace(request, memory_limit=told)))
+        except (PartitionError, ScheduleError) as error:
+            failed = failed or error
+            if told is None or pairs is None or not isinstance(error, TooFullError):
+                break
+            told = _less(job, pairs, told, error)
+    assert failed is not None
+    raise failed
+
+
+def _less(job: Job, pairs: tuple[Pairs, ...], told: tuple[int, ...], refused: TooFullError) -> tuple[int, ...]:
+    """Per stage, the limit to tell a balancer that was told this much and filled some rank beyond the memory."""
+    limit, needs = job.memory_limit, refused.needs
+    assert limit is not None
+    known = [max((layer.workspace_bytes for layer in job.layers), default=0)] * job.ranks
+    for need, rank in zip(stage_memory(job.layers, refused.partition.counts, pairs), job.placement, strict=True):
+        known[rank] += need
+    return tuple(
+        max(0, min(own - max(0, needs[rank] - limit), limit - max(0, needs[rank] - known[rank])))
+        for own, rank in zip(told, job.placement, strict=True)
+    )
 
 
 def _residents(job: Job) -> Iterator[tuple[Pairs, ...] | None]:
@@ -239,8 +174,9 @@ def _residents(job: Job) -> Iterator[tuple[Pairs, ...] | None]:
         return
     stages = len(job.placement)
     costs = uniform_costs(stages, 1.0, 1.0, 1.0)
-    made = make(job.schedule, job.ranks, job.microbatches, costs=costs, chunks=job.chunks, caps=(float(job.ranks),) * job.ranks)
-    yield resident(made)
+    # One activation of a stage is 1 here: 1F1B's memory, and in any case that of one microbatch.
+    caps = (float(max(job.ranks, stages // job.ranks)),) * job.ranks
+    yield resident(make(job.schedule, job.ranks, job.microbatches, costs=costs, chunks=job.chunks, caps=caps))
     if job.schedule == "zb-auto" and job.ranks > 1:
         yield (((1, 0), (0, 1)),) * stages
     elif not entry(job.schedule).from_costs and job.profile.first_trainable:
@@ -249,38 +185,62 @@ def _residents(job: Job) -> Iterator[tuple[Pairs, ...] | None]:
             yield resident(make(job.schedule, job.ranks, job.microbatches, chunks=job.chunks, first_trainable=frozen))
 
 
-_TRIES = 600_000  # ops of the plans that are looked at
+_TRIES, _QUICK_TRIES = 600_000, 60_000  # ops of the plans that are looked at
+_CHOOSING = ("exact", "schedule-aware")
 
 
-def _repaired(job: Job) -> Plan | None:
-    """What a rank keeps is less than its stages' peaks together, so the balancers may refuse what fits: from the placement without a limit,
-    one boundary at a time, as long as the fullest rank gets emptier. For balancers that choose; a baseline's placement is what it is."""
-    if job.balancer not in ("exact", "schedule-aware") or job.schedule == "zb-auto":
-        return None
-    if len(job.placement) == job.ranks and not job.profile.first_trainable:
-        return None  # here a stage's peaks are all there is, and nothing fits that was refused
-    free, limit = replace(job, memory_limit=None, quick=True), job.memory_limit
+def _repaired(job: Job, refused: Partition | None) -> Plan | None:
+    """What a rank needs is less than its stages' peaks and the largest workspace together, so the balancers may refuse what fits: from the
+    placement that was `refused` as it was judged, and that without a limit, one boundary at a time, as long as the fullest rank gets
+    emptier. For balancers that choose; a baseline's placement is what it is."""
+    limit = job.memory_limit
     assert limit is not None
-    try:
-        starts = [_attempt(free).partition, job.current]
-    except InputError:
+    if job.balancer not in _CHOOSING or not _may_fit(job, limit):
         return None
-    tries = min(300, _TRIES // (3 * len(job.placement) * job.microbatches))
+    free = replace(job, memory_limit=None, quick=True)
+    starts = [] if refused is None else [refused]
+    if not job.quick:
+        try:
+            starts += [_attempt(free).partition, job.current]
+        except InputError:
+            return None
+
+    def fullest(counts: tuple[int, ...]) -> int:
+        partition = Partition(counts)
+        costs = with_memory(pipeline_costs(job.layers, partition, links=job.links))
+        if job.schedule == "zb-auto":  # within whatever there is: with one microbatch at a time at the least
+            return max(needs_of(job, partition, make_for(job, costs, tuple(stage.held for stage in costs.stages))))
+        return max(needs_of(job, partition, made_for(free, partition, costs)[2]))
+
+    tries = min(300, (_QUICK_TRIES if job.quick else _TRIES) // (3 * len(job.placement) * job.microbatches))
     for start in starts:
-        plan = judge(free, start)
-        while max(plan.memory) > limit and tries > 0:
-            nearer: Plan | None = None
-            for counts in _neighbours(plan.partition.counts):
-                other = judge(free, Partition(counts))
-                tries -= 1
-                if max(other.memory) < max((nearer or plan).memory):
-                    nearer = other
-            if nearer is None:
+        counts, most = start.counts, fullest(start.counts)
+        while most > limit and tries > 0:
+            others = {other: fullest(other) for other in _neighbours(counts)}
+            tries -= len(others)
+            nearer = min(others, key=lambda other: others[other], default=counts)
+            if others.get(nearer, most) >= most:
                 break
-            plan = nearer
-        if max(plan.memory) <= limit:
-            return judge(job, plan.partition)
+            counts, most = nearer, others[nearer]
+        if most <= limit:
+            try:
+                return judge(job, Partition(counts))
+            except (PartitionError, ScheduleError):
+                continue
     return None
+
+
+def _may_fit(job: Job, limit: int) -> bool:
+    """No where it is certain that no placement fits. Only of one stage a rank, without a frozen prefix, are a stage's peaks known before
+    there is a placement."""
+    if len(job.placement) > job.ranks or job.profile.first_trainable or entry(job.schedule).from_costs:
+        return True
+    known = resident(make(job.schedule, job.ranks, job.microbatches))
+    try:
+        exact([layer.seconds for layer in job.layers], job.ranks, memory=MemoryLimits(job.layers, known, (limit,) * job.ranks))
+    except PartitionError:
+        return False
+    return True
 
 
 def _neighbours(counts: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
@@ -296,60 +256,13 @@ def _maker(job: Job) -> Make:
     held = sum(layer.static_bytes for layer in job.layers) / job.ranks
 
     def scheduled(costs: Costs) -> Schedule:
-        costs, kept = _with_memory(costs), [0.0] * job.ranks
+        costs, kept = with_memory(costs), [0.0] * job.ranks
         for stage, rank in zip(costs.stages, job.placement, strict=True):
             kept[rank] += stage.held
         if job.memory_limit is None:
             caps = (2.0 * job.ranks * max(kept),) * job.ranks
         else:
             caps = tuple(max(own, job.memory_limit - job.reserve - held) for own in kept)
-        return _make(job, costs, caps)
+        return make_for(job, costs, caps)
 
     return scheduled
-
-
-def _make(job: Job, costs: Costs, caps: tuple[float, ...]) -> Schedule:
-    return make(
-        job.schedule,
-        job.ranks,
-        job.microbatches,
-        costs=costs,
-        chunks=job.chunks,
-        caps=caps,
-        first_trainable=frozen_stages(costs),
-        objective=job.objective,
-    )
-
-
-def _with_memory(costs: Costs) -> Costs:
-    """Where no sizes are known, every stage's activations count 1: a schedule should not take memory for free."""
-    if any(stage.mem_f for stage in costs.stages):
-        return costs
-    return Costs(tuple(replace(stage, mem_f=1.0, mem_b=-0.5, mem_w=-0.5) for stage in costs.stages), costs.links)
-
-
-def judge(job: Job, partition: Partition) -> Plan:
-    """What this placement would take, by the simulator, with the schedule made for it. Raises NoRoomError where it does not fit."""
-    costs = pipeline_costs(job.layers, partition, links=job.links)
-    shaped = _with_memory(costs)
-    if shaped is costs:
-        limit = None if job.memory_limit is None else job.memory_limit - job.reserve
-        caps = live_limits(job.layers, partition.counts, job.placement, limit)
-    else:
-        caps = (2.0 * len(job.placement),) * job.ranks
-    made = _make(job, shaped, caps)
-    needs = memory(job.kept, job.recomputed, partition.counts, made, job.replicas)
-    for rank, need in enumerate(needs):
-        if job.memory_limit is not None and need > job.memory_limit:
-            raise NoRoomError(
-                f"rank {rank} needs {need} bytes under {job.schedule} with the placement {'+'.join(map(str, partition.counts))}, over the "
-                f"limit of {job.memory_limit}; use more ranks, a larger limit, smaller microbatches or a schedule that keeps less"
-            )
-    timeline = simulate(made, costs)
-    if not math.isfinite(timeline.makespan):
-        raise InputError("the times are so large that their sum is not a number any more; choose a larger unit")
-    reached = timeline.makespan if job.objective is Objective.MAKESPAN else timeline.span
-    limits = None if job.memory_limit is None else caps
-    bound = lower_bound_on(job.placement, shaped, job.microbatches, frozen_stages(costs), job.objective, limits)
-    # A bound that is reached may come out a rounding error above what reached it, since it is summed in another order.
-    return Plan(job, partition, costs, made, timeline, min(bound, reached), needs)

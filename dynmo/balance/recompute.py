@@ -20,7 +20,7 @@ from itertools import accumulate
 
 from dynmo.costs import LayerCost
 from dynmo.errors import NoRoomError, PartitionError
-from dynmo.memory import reduction_bytes, static_bytes
+from dynmo.memory import rank_memory, reduction_bytes, static_bytes
 from dynmo.schedule.op import Kind, Schedule
 
 
@@ -67,6 +67,22 @@ def memory(
     ranks = _ranks(layers, counts, schedule, replicas)
     kept = recomputed(layers, chosen)
     return tuple(rank.need(kept) for rank in ranks)
+
+
+def whole_memory(
+    layers: Sequence[LayerCost], chosen: Collection[int], counts: Sequence[int], schedule: Schedule, replicas: int = 1
+) -> tuple[int, ...]:
+    """Bytes of each rank at its peak, by whichever of the two accounts says more; arguments and errors as for `memory`.
+
+    `memory` follows a backward layer by layer and takes gradients as always there; `rank_memory`, by which a run is refused, knows what an
+    op needs beside, and which receives wait. Copies to take a step back from are in a file of costs where its steps had no barrier.
+    """
+    kept = memory(layers, chosen, counts, schedule, replicas)
+    # How many reduction slots there are, costs do not say; what their gradients take counts as always there.
+    costs = [replace(x, weight_bytes=x.weight_bytes + x.aside_bytes) if x.aside_bytes else x for x in computed_again(layers, chosen)]
+    copies = any(x.copy_bytes for x in costs)
+    run = rank_memory(costs, counts, schedule, post_validation=copies, replicas=replicas)
+    return tuple(map(max, kept, run))
 
 
 def choose(

@@ -15,9 +15,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from dynmo.balance.judging import Job, judge
 from dynmo.balance.mesh import Mesh, MeshPlan, MeshRequest, finish, mesh_profile, search
 from dynmo.balance.partition import Partition
-from dynmo.balance.planning import Job, judge
 from dynmo.balance.trigger import Decision, worth_moving
 from dynmo.costs import LayerCost
 from dynmo.errors import PartitionError

@@ -39,22 +39,38 @@ def made_within(
     """
     if limit is None:
         return make(live_limits(layers, counts, placement, None))
+    always = static_bytes(bare(layers), counts, placement)
+
+    def needs(made: Schedule) -> tuple[int, ...]:
+        return rank_memory(layers, counts, made, post_validation=post_validation, replicas=replicas, slots=slots)
+
+    return lowered(limit, make, needs, [float(limit - held) for held in always], costs, placement)
+
+
+def lowered(
+    limit: int,
+    make: Callable[[Sequence[float]], Schedule],
+    needs: Callable[[Schedule], Sequence[int]],
+    caps: Sequence[float],
+    costs: Costs,
+    placement: Sequence[int],
+) -> Schedule:
+    """The same, made within `caps` at first. needs: bytes of each rank under a schedule."""
     # A rank must find room for one microbatch.
     least = [0.0] * (max(placement) + 1)
     for stage, rank in zip(costs.stages, placement, strict=True):
         least[rank] += stage.held
-    always = static_bytes(bare(layers), counts, placement)
-    caps = [max(one, float(limit - held)) for one, held in zip(least, always, strict=True)]
+    caps = [max(one, cap) for one, cap in zip(least, caps, strict=True)]
     best, most = make(caps), float("inf")
     made = best
     for turn in range(_ROUNDS):
-        needs = rank_memory(layers, counts, made, post_validation=post_validation, replicas=replicas, slots=slots)
-        if max(needs) < most:
-            best, most = made, max(needs)
+        needed = needs(made)
+        if max(needed) < most:
+            best, most = made, max(needed)
         if most <= limit or caps == least:
             break
         alive = peak_memory(made, costs)
-        over = [max(0, need - limit) for need in needs]
+        over = [max(0, need - limit) for need in needed]
         lower = [max(one, min(a, b) - more) for one, a, b, more in zip(least, caps, alive, over, strict=True)]
         # One microbatch at a time is the last that there is to try.
         caps = least if lower == caps or turn == _ROUNDS - 2 else lower

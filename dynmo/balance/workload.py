@@ -21,9 +21,10 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import final
 
+from dynmo.balance.judging import Job, Plan, judge
 from dynmo.balance.partition import Cost, Partition, uniform
 from dynmo.balance.placed import frozen_stages
-from dynmo.balance.planning import Job, Plan, attempt, judge
+from dynmo.balance.planning import attempt
 from dynmo.balance.trigger import FORCED, Decision, worth_moving
 from dynmo.costs import Costs, LayerCost, LinkCost, StageCost
 from dynmo.errors import InputError

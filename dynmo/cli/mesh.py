@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
+    from dynmo.balance.judging import Recompute
     from dynmo.balance.mesh import Found, MeshPlan, MeshRequest
-    from dynmo.balance.planning import Recompute
     from dynmo.profile_file import Profile
 
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from rich.text import Text
 
     from dynmo.balance.alternatives import Alternative
-    from dynmo.balance.planning import Plan
+    from dynmo.balance.judging import Plan
 
 Alternatives = dict[str, "list[Alternative]"]
 
@@ -65,8 +65,8 @@ def plan(
 ) -> None:
     """Plan placement and schedule for measured layer costs."""
     from dynmo.balance.alternatives import other_balancers, other_microbatches, other_ranks, other_schedules
+    from dynmo.balance.judging import Job
     from dynmo.balance.nearest import plan as planned
-    from dynmo.balance.planning import Job
     from dynmo.cli import mesh
     from dynmo.profile_file import read
 

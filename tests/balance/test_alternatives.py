@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dynmo.balance.alternatives import other_balancers, other_microbatches, other_ranks, other_schedules
-from dynmo.balance.planning import Job
+from dynmo.balance.judging import Job
 from dynmo.schedule.catalogue import SCHEDULES
 from tests.balance.test_planning import profile, replayed
 

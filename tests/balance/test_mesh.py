@@ -9,10 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dynmo.balance.judging import Job, judge
 from dynmo.balance.mesh import Mesh, MeshPlan, MeshRequest, finish, mesh_profile, search
 from dynmo.balance.partition import Partition
-from dynmo.balance.planning import Job, attempt, judge
-from dynmo.balance.recompute import memory
+from dynmo.balance.planning import attempt
+from dynmo.balance.recompute import whole_memory
 from dynmo.costs import LayerCost, LinkCost
 from dynmo.errors import InputError, PartitionError
 from dynmo.profile_file import Profile
@@ -153,7 +154,7 @@ def test_recomputing_makes_room():
     best = found.candidates[0]
     job = best.plan.job
     assert job.recomputed
-    assert best.memory == memory(job.kept, job.recomputed, best.plan.partition.counts, best.plan.schedule, job.replicas)
+    assert best.memory == whole_memory(job.kept, job.recomputed, best.plan.partition.counts, best.plan.schedule, job.replicas)
     assert max(best.memory) <= limit
     every = search(MeshRequest(given, 2, 16, (2,), ("1f1b",), memory_limit=limit, recompute="all")).candidates[0]
     assert len(every.plan.job.recomputed) == 8
@@ -176,7 +177,7 @@ def test_recomputing_makes_room():
         ),
         ({"schedules": ("zb-h9",)}, "unknown schedule 'zb-h9'"),
         ({"balancers": ("best",)}, "unknown balancer 'best'"),
-        ({"memory_limit": 100}, r"none of \d+ meshes fits; the least, 4 ranks x 1 replicas, .*: memory: rank 0 needs \d+ bytes"),
+        ({"memory_limit": 100}, r"none of \d+ meshes fits; the least, 2 ranks x 2 replicas, .*: memory: rank 0 needs \d+ bytes"),
     ],
 )
 def test_what_cannot_be_asked(changes: dict[str, object], message: str):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dynmo.balance.alternatives import other_microbatches
-from dynmo.balance.planning import Job
+from dynmo.balance.judging import Job
 from tests.balance.test_planning import profile
 
 

@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
+from dynmo.balance.judging import Job
 from dynmo.balance.nearest import plan
-from dynmo.balance.planning import Job
 from dynmo.errors import InputError, PartitionError
 from tests.balance.test_planning import profile, replayed
 

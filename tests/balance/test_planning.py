@@ -6,11 +6,14 @@ from itertools import combinations, pairwise
 
 import pytest
 
+from dynmo.balance.judging import Job, Plan, judge
 from dynmo.balance.partition import Partition
-from dynmo.balance.planning import Job, Plan, attempt, judge
+from dynmo.balance.placed import frozen_stages, pipeline_costs
+from dynmo.balance.planning import attempt
+from dynmo.balance.recompute import computed_again, whole_memory
 from dynmo.costs import LayerCost, LinkCost, stage_costs
 from dynmo.errors import InputError, PartitionError
-from dynmo.memory import stage_memory
+from dynmo.memory import rank_memory, stage_memory
 from dynmo.profile_file import Profile
 from dynmo.schedule.bound import Objective
 from dynmo.schedule.catalogue import SCHEDULES, make
@@ -47,7 +50,10 @@ def replayed(made: Plan) -> None:
     static = [0] * job.ranks
     for layer, x in enumerate(job.layers):
         static[job.placement[made.partition.owner(layer)]] += x.static_bytes
-    assert list(made.memory) == [s + round(peak) for s, peak in zip(static, peak_memory(made.schedule, made.costs), strict=True)]
+    kept = [s + round(peak) for s, peak in zip(static, peak_memory(made.schedule, made.costs), strict=True)]
+    # A run refuses by what waits and what ops need beside, too.
+    run = rank_memory(job.layers, made.partition.counts, made.schedule)
+    assert list(made.memory) == list(map(max, kept, run))
     assert all(job.memory_limit is None or need <= job.memory_limit for need in made.memory)
 
 
@@ -66,8 +72,11 @@ def test_exact_is_the_least_bottleneck_that_fits(seed: int) -> None:
     """Against all placements, with the memory of 1F1B's stages."""
     rng, known = random.Random(seed), profile(9, seed)
     ranks, microbatches = rng.randint(2, 4), rng.randint(1, 8)
-    pairs = resident(make("1f1b", ranks, microbatches))
-    needs = {counts: max(stage_memory(known.layers, counts, pairs)) for counts in every(9, ranks)}
+    schedule = make("1f1b", ranks, microbatches)
+    pairs = resident(schedule)
+    needs = {
+        counts: max(*stage_memory(known.layers, counts, pairs), *rank_memory(known.layers, counts, schedule)) for counts in every(9, ranks)
+    }
     limit = sorted(needs.values())[len(needs) // rng.choice([20, 5, 2])]
     loads = {counts: max(x.seconds for x in stage_costs(known.layers, counts)) for counts in needs if needs[counts] <= limit}
     made = attempt(Job(known, ranks, microbatches, "1f1b", memory_limit=limit))
@@ -89,7 +98,8 @@ def test_automatic_schedules_keep_within_the_limit(seed: int) -> None:
     made = attempt(Job(known, 3, 6, "zb-auto", memory_limit=least))
     replayed(made)
     # There is room for one microbatch at a time where 1F1B's three would not fit.
-    tight = max(attempt(Job(known, 3, 1, "1f1b")).memory)
+    more = 2 * 5 * 10  # of the other five, messages of 10 bytes wait on both sides
+    tight = max(attempt(Job(known, 3, 1, "1f1b")).memory) + more
     assert tight < least
     replayed(attempt(Job(known, 3, 6, "zb-auto", memory_limit=tight)))
 
@@ -111,9 +121,14 @@ def test_what_fits_is_not_refused(schedule: str) -> None:
 def test_the_automatic_schedule_fits_wherever_one_microbatch_does(seed: int) -> None:
     rng, known = random.Random(seed), profile(8, seed, frozen=seed % 4)
     job = Job(known, rng.randint(1, 4), rng.randint(1, 9), "zb-auto", rng.choice(["exact", "schedule-aware"]))
-    one = (((1, 0), (0, 1)),) * job.ranks
-    least = min(max(stage_memory(job.layers, counts, one)) for counts in every(8, job.ranks))
-    replayed(attempt(replace(job, memory_limit=least)))
+
+    def need(counts: tuple[int, ...]) -> int:
+        stages = pipeline_costs(job.layers, Partition(counts))
+        caps, first = [stage.held for stage in stages.stages], frozen_stages(stages)
+        made = make("zb-auto", job.ranks, job.microbatches, costs=stages, caps=caps, first_trainable=first)
+        return max(whole_memory(job.layers, (), counts, made))
+
+    replayed(attempt(replace(job, memory_limit=min(map(need, every(8, job.ranks))))))
 
 
 def test_moves_are_between_ranks() -> None:
@@ -134,3 +149,40 @@ def test_the_file_without_sizes() -> None:
     assert made.memory == (0, 0, 0, 0)
     with pytest.raises(PartitionError, match="a memory limit, but the costs have no sizes"):
         attempt(Job(known, 4, 40, memory_limit=100))
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "zb-auto", "zb-v"])
+def test_what_fits_a_plan_fits_a_run(schedule: str) -> None:
+    """A run counts what ops need beside, and messages that wait: here half as much as the activations."""
+    known = profile(12)
+    layers = tuple(
+        replace(x, output_bytes=40, workspace_bytes=60, forward_workspace_bytes=60, weight_workspace_bytes=30) for x in known.layers
+    )
+    job = Job(replace(known, layers=layers), 3, 6, schedule)
+    roomy = max(attempt(job).memory)
+    fitting = 0
+    for limit in range(roomy, roomy * 3 // 4, -roomy // 40):
+        for recompute in ("none", "auto"):
+            try:
+                made = attempt(replace(job, memory_limit=limit, recompute=recompute))
+            except InputError:
+                continue
+            counted = computed_again(made.job.kept, made.job.recomputed)
+            assert max(rank_memory(counted, made.partition.counts, made.schedule)) <= max(made.memory) <= limit
+            fitting += 1
+    assert fitting >= 4
+
+
+def test_recomputing_all_looks_as_far_as_recomputing_none() -> None:
+    """Balancers set the largest layer's activations aside on every rank; where not every rank needs them, a placement may still fit."""
+    rng, found = random.Random(5), 0
+    for _ in range(20):
+        layers = tuple(LayerCost(1, 1, 1, 0, 10, 10, 20, rng.randint(10, 400), 5, rng.randint(1, 9)) for _ in range(7))
+        job = Job(Profile(layers, tuple(map(str, range(7)))), 3, 4, "1f1b", recompute="all")
+        all_of_them = replace(job, recompute="none", recomputed=frozenset(range(7)))
+        least = min(max(judge(all_of_them, Partition(counts)).memory) for counts in every(7, 3))
+        try:
+            found += max(attempt(replace(job, memory_limit=least)).memory) == least
+        except InputError:
+            continue
+    assert found >= 15, "one boundary at a time is no search through all"

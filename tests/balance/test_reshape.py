@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dynmo.balance.judging import Job, judge
 from dynmo.balance.mesh import Mesh, MeshRequest, finish, mesh_profile
 from dynmo.balance.partition import Partition, uniform
-from dynmo.balance.planning import Job, judge
 from dynmo.balance.reshape import largest_arrival, reshape
 from dynmo.costs import LayerCost
 from dynmo.errors import PartitionError

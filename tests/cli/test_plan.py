@@ -194,6 +194,12 @@ def test_recomputing_where_memory_is_short(run: Run, file: Path) -> None:
     assert roomy["recompute"] == []
 
 
+@pytest.mark.parametrize("schedule", ["zb-v", "v-half", "v-min"])
+def test_a_v_on_one_rank_within_a_limit(run: Run, file: Path, schedule: str) -> None:
+    made = answer(run, "--costs", file, "--ranks", 1, "--schedule", schedule, "--memory-limit", "1GiB", "--no-alternatives")
+    assert len(made["partition"]) == 2
+
+
 def test_the_mesh(run: Run, file: Path) -> None:
     arguments = ("--costs", file, "--gpus", 4, "--global-batch", 32, "--schedule", "zb-h1", "--bandwidth", "1GB")
     made = answer(run, *arguments, "--micro-batch", "1,2", "--zero", 1)
@@ -218,7 +224,7 @@ def test_the_mesh_as_text(run: Run, file: Path) -> None:
     for word in ("6 GPUs, a global batch of 24, at most 120.0 MiB a rank", "best: ", "candidates", "against best", "sequences a second"):
         assert word in out
     assert "refused, such as " in out
-    assert "memory: rank 1 needs 134217728 bytes, 8388608 over the limit" in out
+    assert "needs 128974848 bytes, 3145728 over the limit" in out
     assert "pipeline_model_parallel_layout" in out
 
 
