@@ -292,6 +292,8 @@ def _links(links: Sequence[_Link]) -> tuple[tuple[Pair, LinkCost], ...]:
 def _explain(error: ValidationError) -> str:
     """Pydantic's first finding in this file's words; a mistyped key before the key that is missing for it."""
     first = min(error.errors(include_url=False), key=lambda found: found["type"] != "extra_forbidden")
+    if not first["loc"]:
+        return f"a key is no text that can be written as UTF-8: {first['msg']}"
     key, *rest = (str(part) if isinstance(part, str) else part for part in first["loc"])
     if key == "links" and rest:
         inner = "" if len(rest) < 2 else f"{rest[1]} is {_short(first['input'])}; "

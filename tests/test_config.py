@@ -431,6 +431,10 @@ def test_a_value_refused(key, value, hint):
         (["train.recompute=[3, 18]"], "train.recompute names layer 18, but the model has 18, from 0 to 17"),
         (["model.kind=python:a:b", "balance.initial=[9, 8]"], "balance.initial has 2 entries, parallel.pipeline = 1"),
         (["model.kind=emulated", "model.w=[1, 2]"], "model.w lists 2 layers, model.layers = 8"),
+        (
+            ["model.kind=emulated", "train.precision=bfloat16"],
+            'train.precision = "bfloat16", but emulated layers compute nothing but float32; leave it out',
+        ),
         (["dynamism.cases=['freezing']", "dynamism.freezing.policy=schedule"], "dynamism.freezing.schedule is empty"),
         (
             ["dynamism.cases=['freezing']", "dynamism.freezing.schedule=[[1, 18]]"],

@@ -118,6 +118,7 @@ def test_a_prefix_without_backward_is_frozen(b: list[float], w: list[float], sai
         ({"links": [{"between": [1, 1]}]}, "link 0: (1, 1) is between a rank and itself"),
         ({"links": [{"latency": -1}]}, "link 0: latency is -1; a link has latency (seconds)"),
         ({"links": [{}], "comm": 1}, "links and comm both say"),
+        ({"\ud800": 1}, "a key is no text that can be written as UTF-8"),
     ],
 )
 def test_what_is_wrong_is_named(change: dict[str, Any], message: str) -> None:

@@ -277,7 +277,8 @@ class Problem:
             both = min(self.ranks, len(current) - 1)
             own[:both, 0], own[:both, 1] = current[:both], current[1 : both + 1]
         loads, extra, slowness = self._rounded(limits, bottleneck)
-        sizes = np.array([0, *accumulate(move_bytes)], np.int64)
+        unit = -(-sum(move_bytes) // (1 << 62)) or 1  # as large as an int64 takes
+        sizes = np.array([0, *accumulate(size // unit for size in move_bytes)], np.int64)
         bounds = np.zeros(self.ranks + 1, np.int64)
         found = kernels.best_tie(
             *(self.table, limits, self.classes, *self.bytes),

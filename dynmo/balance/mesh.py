@@ -46,7 +46,7 @@ from dynmo.schedule.op import Kind
 from dynmo.simulator import Span
 
 SCHEDULES = ("zb-h1", "1f1b", "zb-h2", "zb-auto", "zb-v")
-FRUGAL = ("v-half", "v-min")  # never faster than zb-v, so only where memory is limited
+FRUGAL = ("v-half", "v-min")  # with less memory than zb-v, and hardly ever faster: only where memory is limited
 BALANCERS = ("exact", "schedule-aware")
 
 
@@ -116,6 +116,9 @@ class Found:
     slower: int
 
 
+_MOST = 1 << 53  # whole numbers of so much are exact as floats
+
+
 @dataclass(frozen=True)
 class MeshRequest:
     """What is searched.
@@ -144,8 +147,8 @@ class MeshRequest:
 
     def __post_init__(self) -> None:
         for what, value in (("GPUs", self.gpus), ("sequences in a global batch", self.global_batch), ("candidates", self.keep)):
-            if value < 1:
-                raise PartitionError(f"{value} {what}; at least 1 is needed")
+            if not 1 <= value <= _MOST:
+                raise PartitionError(f"{value} {what}; at least 1 is needed" + f", and at most {_MOST}" * (value > _MOST))
         if self.zero not in (0, 1):
             raise PartitionError(f"zero = {self.zero}; it is 0 or 1")
         if not self.bandwidth > 0:
@@ -211,7 +214,7 @@ class _Search:
             raise kind(self.nothing(meshes))
         quick.sort(key=lambda x: x.seconds)
         ops = accumulate(3 * x.mesh.microbatches * len(x.plan.job.placement) for x in quick)
-        best = [self.refine(x) if done <= _REFINED or not i else x for i, (x, done) in enumerate(zip(quick, ops, strict=True))]
+        best = [self.refine(x) if done <= _REFINED or i < 3 else x for i, (x, done) in enumerate(zip(quick, ops, strict=True))]
         best.sort(key=lambda x: (x.seconds, x.mesh.pipeline, x.mesh.microbatches, request.names.index(x.mesh.schedule)))
         return Found(tuple(best[: request.keep]), tuple(self.refused), slower + max(0, len(best) - request.keep))
 
@@ -386,6 +389,8 @@ def finish(mesh: Mesh, plan: Plan, bandwidth: float, zero: int = 0) -> MeshPlan:
         seconds = max(ends) + max(gathers) - min(begins)
     else:
         seconds = max(end + gather - begin for end, gather, begin in zip(ends, gathers, begins, strict=True))
+    if not math.isfinite(seconds):
+        raise PartitionError(f"at {bandwidth} bytes per second a step takes longer than a number can say; give a bandwidth that there is")
     return MeshPlan(mesh, plan, seconds, max(0.0, seconds - plan.step))
 
 

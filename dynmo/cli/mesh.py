@@ -181,6 +181,8 @@ def _print_best(console: Console, request: MeshRequest, best: MeshPlan) -> None:
         highlight=False,
         markup=False,
     )
+    if math.isinf(request.bandwidth):
+        console.print("no bandwidth was measured: what replicas sum takes no time here; --bandwidth says how fast it is", soft_wrap=True)
     if best.plan.job.recomputed:
         names = [best.plan.job.profile.names[i] for i in sorted(best.plan.job.recomputed)]
         console.print(f"recomputed in the backward: {len(names)} layers: {', '.join(names)}", highlight=False, markup=False, soft_wrap=True)

@@ -123,6 +123,8 @@ def schedule(
         proven=None if proof is None else proof.proven,
         every_message={"span": plain.span, "makespan": plain.makespan, "bubble_ratio": plain.bubble_ratio} if published else None,
     )
+    if not all(map(math.isfinite, (*timeline.peak_memory, timeline.span, timeline.idle_ratio, result.lower_bound, plain.makespan))):
+        raise InputError("the times or the memory are so large that their sum is not a number any more; choose a larger unit")
     if as_json:
         _print_json(result, made, timeline, grid, ops)
     else:

@@ -29,6 +29,8 @@ def problems(config: Config) -> Iterator[str]:
         for key, times in (("f", model.f), ("b", model.b), ("w", model.w)):
             if isinstance(times, tuple) and len(times) != model.layers:
                 yield f"model.{key} lists {len(times)} layers, model.layers = {model.layers}; give one number, or one per layer"
+        if train.precision != "float32":
+            yield f'train.precision = "{train.precision}", but emulated layers compute nothing but float32; leave it out'
 
     if train.global_batch % parallel.data:
         near = _nearest_divisors(parallel.data, train.global_batch)

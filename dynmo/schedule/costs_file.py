@@ -133,6 +133,8 @@ def _memory(file: _File, stages: int, w_memory: float) -> list[tuple[float, floa
 def _explain(error: ValidationError) -> str:
     """Pydantic's first finding in this file's words; a mistyped key before the key that is missing for it."""
     first = min(error.errors(include_url=False), key=lambda found: found["type"] != "extra_forbidden")
+    if not first["loc"]:
+        return f"a key is no text that can be written as UTF-8: {first['msg']}"
     key, *rest = first["loc"]
     if first["type"] == "extra_forbidden":
         near = get_close_matches(str(key).lower(), _File.model_fields, n=1)

@@ -49,6 +49,8 @@ _TURNS = ((0, 0, 0), (2, 0, 2), (0, 0, 1))
 _STEPS = (1.0, 0.5, 0.25)
 # The interval is in multiples of that work. It is doubled until memory holds the block, then halved back so many times.
 _HALVINGS = 5
+# Times up to core.NEVER are times, and a block takes some multiple of all work.
+_LARGEST = core.NEVER / 1e6
 _SERIAL = ((0.0,) * 7, 0.0)
 # How many ops may be placed in all while looking for the best order, and how often they may be placed at least and at most.
 _BUDGET = 8_000_000
@@ -112,6 +114,8 @@ def _make(
         raise ScheduleError(f"{name}: {microbatches} microbatches; at least 1 is needed")
     if not 0 <= first_trainable < stages:
         raise ScheduleError(f"{name}: first trainable stage {first_trainable} of {stages} stages; at least the last stage must train")
+    if not microbatches * (sum(stage.seconds for stage in costs.stages) + 2 * sum(costs.links)) < _LARGEST:
+        raise ScheduleError(f"{name}: the times are so large that their sum is no time any more; choose a larger unit")
     case = _case(name, most, costs, microbatches, caps, first_trainable, objective)
     order, share, patient = _search(case)
     time = case.run(order, share, patient)
@@ -186,8 +190,8 @@ def _case(
     trains = np.arange(n) >= first_trainable
     stages = costs.stages
     # An F takes at once what its microbatch will hold at most, so a B that adds to it never finds too little memory.
-    hold = np.array([max(s.mem_f, s.mem_f + s.mem_b, 0.0) for s in stages]) * trains
-    stash = np.array([max(s.mem_f + s.mem_b, 0.0) for s in stages]) * trains
+    hold = np.array([max(s.mem_f, s.mem_f + s.mem_b, 0.0) for s in stages], np.float64) * trains
+    stash = np.array([max(s.mem_f + s.mem_b, 0.0) for s in stages], np.float64) * trains
     both = hold[:ranks] + hold[: ranks - 1 : -1]
     cap = most * both
     if caps is not None:
@@ -198,7 +202,7 @@ def _case(
                 f"{name}: the memory limit of rank {rank} is {cap[rank]:.10g}, but one microbatch of its stages {rank} and {n - 1 - rank}"
                 f" takes {both[rank]:.10g}; give it that much, or fewer layers"
             )
-    link = np.array([*costs.links, 0.0])
+    link = np.array([*costs.links, 0.0], np.float64)
     link[ranks - 1] = 0.0
     return _Case(
         microbatches,

@@ -145,6 +145,19 @@ def test_zero_and_the_link_decide_between_replicas_and_ranks():
     assert max(whole.memory) <= 1500
 
 
+def test_the_three_best_are_refined_however_large(monkeypatch: pytest.MonkeyPatch):
+    refined: list[Mesh] = []
+
+    def refine(_: object, found: MeshPlan) -> MeshPlan:
+        refined.append(found.mesh)
+        return found
+
+    monkeypatch.setattr("dynmo.balance.mesh._REFINED", 0)
+    monkeypatch.setattr("dynmo.balance.mesh._Search.refine", refine)
+    found = search(MeshRequest(profile(8, 1), 4, 16, (1,)))
+    assert refined == [x.mesh for x in found.candidates[:3]]
+
+
 def test_recomputing_makes_room():
     given = profile(8, 2)
     limit = 1250
@@ -166,6 +179,7 @@ def test_recomputing_makes_room():
     [
         ({"gpus": 0}, "0 GPUs; at least 1"),
         ({"global_batch": 0}, "0 sequences in a global batch"),
+        ({"global_batch": 10**400}, "0 sequences in a global batch; at least 1 is needed, and at most 9007199254740992"),
         ({"zero": 2}, "zero = 2; it is 0 or 1"),
         ({"bandwidth": 0.0}, "a bandwidth of 0.0 bytes per second"),
         ({"micro_batches": (0,)}, "a microbatch of 0 sequences"),

@@ -244,6 +244,32 @@ def test_names_are_no_markup(run: Run, tmp_path: Path) -> None:
         assert "[bold]0[/x]" in out
 
 
+def test_reductions_that_take_no_time_are_told(run: Run, tmp_path: Path, file: Path) -> None:
+    path = tmp_path / "hand.json"
+    path.write_text('{"f": [1, 1], "b": [1, 1], "w": [1, 1], "microbatch": 1}')
+    said = "no bandwidth was measured: what replicas sum takes no time here; --bandwidth says"
+    assert said in run("--costs", path, "--gpus", 2, "--global-batch", 4)[1]
+    assert said not in run("--costs", path, "--gpus", 2, "--global-batch", 4, "--bandwidth", "1GB")[1]
+    assert said not in run("--costs", file, "--gpus", 2, "--global-batch", 4)[1]
+    assert answer(run, "--costs", path, "--gpus", 2, "--global-batch", 4)["bandwidth"] is None
+
+
+def test_numbers_beyond_any_machine(run: Run, file: Path, tmp_path: Path) -> None:
+    """One line, or an answer."""
+    status, out, err = run("--costs", file, "--gpus", 2, "--global-batch", 4, "--micro-batch", 2, "--bandwidth", "1e-320", "--json")
+    assert (status, err) == (0, "")
+    assert {x["replicas"] for x in json.loads(out)["candidates"]} == {1}
+    status, out, err = run("--costs", file, "--gpus", 11, "--global-batch", 22, "--bandwidth", "1e-320", "--json")
+    assert (status, out, err.count("\n")) == (2, "", 1)
+    assert "at 1e-320 bytes per second a step takes longer than a number can say" in err
+    path = tmp_path / "large.json"
+    path.write_text(json.dumps({"f": [1] * 8, "b": [1] * 8, "w": [1] * 8, "weight_bytes": [1 << 60] * 8}))
+    assert answer(run, "--costs", path, "--ranks", 2, "--microbatches", 4, "--no-alternatives")["partition"] == [4, 4]
+    status, out, err = run("--costs", path, "--ranks", 2, "--microbatches", 4, "--memory-limit", "1GiB")
+    assert (status, out, err.count("\n")) == (2, "", 1)
+    assert "over the limit of 1073741824" in err
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -236,6 +236,13 @@ def test_wrong_input(run: Run, arguments: tuple[object, ...], message: str) -> N
     assert err.count("\n") == 1
 
 
+def test_memory_that_sums_to_no_number(run: Run, costs: Callable[..., Path]) -> None:
+    path = costs(f=[1, 1], b=[1, 1], w=[1, 1], mem_f=[1e308, 1], mem_b=[0, -1], mem_w=[-1e308, 0])
+    status, out, err = run(*asked("1f1b", 2, 4), "--costs", path, "--json")
+    assert (status, out) == (2, "")
+    assert err == "dynmo: the times or the memory are so large that their sum is not a number any more; choose a larger unit\n"
+
+
 def test_a_file_that_gives_memory_leaves_no_share_to_give(run: Run, costs: Callable[..., Path]) -> None:
     path = costs(f=[1], b=[1], w=[1], mem_f=[2], mem_b=[-1], mem_w=[-1])
     assert answer(run, *asked("1f1b", 1, 4), "--costs", path)["peak_memory"] == [2]

@@ -69,6 +69,7 @@ def test_a_prefix_without_backward_is_frozen(b: list[float], w: list[float], fir
         ({"mem_F": [1, 1]}, "unknown key 'mem_F'; did you mean 'mem_f'?"),
         ({"colour": 1}, "unknown key 'colour'; the keys are f, b, w, comm, mem_f, mem_b, mem_w, cap"),
         ({"b": [0, 0], "w": [0, 0]}, "b and w are 0 on every stage"),
+        ({"\ud800": 1}, "a key is no text that can be written as UTF-8"),
     ],
 )
 def test_what_a_file_cannot_say(change: dict[str, Any], message: str) -> None:

@@ -135,6 +135,11 @@ def test_uneven_costs_shape_the_schedule() -> None:
         assert simulate(make(slow, 12), slow).span <= simulate(make(costs, 12), slow).span * (1 + 1e-9)
 
 
+def test_memory_in_whole_numbers() -> None:
+    whole = Costs((StageCost(1, 1, 1, 2, -1, -1),) * 4, (0, 0, 0))
+    assert zb_v(whole, 4) == zb_v(halves(2, 2, 2, 2), 4)
+
+
 def test_the_same_every_time() -> None:
     costs = of_row(TABLE_5[3])
     assert v_half(costs, 24) == v_half(costs, 24)
@@ -158,6 +163,8 @@ def test_a_frozen_prefix_is_short_and_holds_nothing() -> None:
         (halves(2, 1, 1, 1), {"caps": [1]}, "1 memory limits for 2 ranks"),
         (halves(2, 1, 1, 1), {"caps": [1, 0.9]}, "limit of rank 1 is 0.9, but one microbatch of its stages 1 and 2 takes 1; give it"),
         (halves(2, 1, 1, 1), {"caps": [float("nan"), 1]}, "limit of rank 0 is nan"),
+        (halves(2, 1e300, 1, 1), {}, "zb-v: the times are so large that their sum is no time any more; choose a larger unit"),
+        (halves(2, 1e308, 1e308, 1e308), {}, "zb-v: the times are so large"),
     ],
 )
 def test_what_cannot_be_made(costs: Costs, options: dict[str, Any], message: str) -> None:
