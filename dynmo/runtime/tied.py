@@ -75,4 +75,5 @@ class TiedWeights:
             world.wait(world.send(tensor.contiguous(), target, TAG_TIED, key), target, f"room to send {what}")
         else:
             world.wait(world.receive(tensor, source, TAG_TIED, key), source, what)
+        world.settle()
         return tensor
