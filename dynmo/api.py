@@ -11,7 +11,8 @@ for step in range(steps):
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Literal
 
@@ -301,7 +302,7 @@ class Pipeline:
         """The mean loss over so many microbatches, without training. inputs, targets, keys as in `step`."""
         self._check_count(inputs, targets, microbatches)
         self._pending.settle()
-        with generators_kept(self.world.device):
+        with generators_kept(self.world.device), self._buffers_as_they_were():
             loss = self._programs.evaluate(inputs, targets, microbatches, keys)
         table = torch.tensor([loss], dtype=torch.float64)
         return float(self.collective.sum(table, "the evaluation to end"))
@@ -335,16 +336,26 @@ class Pipeline:
             layer.module.train()
         executor.scale_loss(self.scaler.scale)
         self._holding.outputs.begin(keys, training=True)
-        with generators_kept(self.world.device):
+        with generators_kept(self.world.device), self._buffers_as_they_were():
             outcome = executor.run(step, inputs, targets, stands=stands)
         self._holding.replicas.await_gradients()
         self.clock.settle()
-        if self._replicates and executor.writes:
-            raise ConfigError(
-                f"a layer's forward writes to its buffer {executor.writes[0]!r} (running statistics, say), of which every replica would "
-                "have its own; use parallel.data = 1 without [elastic] reshape, or a layer that keeps none"
-            )
         return outcome
+
+    @contextmanager
+    def _buffers_as_they_were(self) -> Generator[None]:
+        """Raises ConfigError if a forward within the context writes to a persistent buffer, and there are or may be replicas."""
+        layers = sorted(self._holding.layers.items()) if self._replicates else []
+        before = [layer.buffers.copies(persistent=True) for _, layer in layers]
+        yield
+        for (index, layer), copies in zip(layers, before, strict=True):
+            name = layer.buffers.first_persistent(layer.buffers.written(copies))
+            if name is not None:
+                raise ConfigError(
+                    f"layer {index} ({type(layer.module).__name__}): its forward writes to its buffer {name!r} (running statistics, "
+                    "say), of which every replica would have its own; use parallel.data = 1 without [elastic] reshape, or a layer "
+                    "that keeps none"
+                )
 
     def _check_count(self, inputs: Tensor | None, targets: Tensor | None, microbatches: int) -> None:
         for what, batch in (("inputs", inputs), ("targets", targets)):

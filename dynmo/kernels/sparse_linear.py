@@ -233,6 +233,11 @@ def _become(linear: nn.Linear, kind: type[nn.Linear], buffers: dict[str, Tensor]
         linear.register_buffer(name, tensor)
 
 
+def encodes_sparsity(module: nn.Module, name: str) -> bool:
+    """Whether the module's own buffer of this name says where a pruned weight's values are. Forwards never write to it."""
+    return (isinstance(module, SparseLinear) and name in ("crow", "col")) or (isinstance(module, MaskedLinear) and name == "kept_mask")
+
+
 def conform(module: nn.Module, buffers: dict[str, Tensor]) -> frozenset[str]:
     """Gives the linears of `module` (on any device) the form, not the contents, that a layer with these buffers by name has.
 

@@ -1,122 +1,114 @@
-"""Buffers that a forward writes to (running statistics, say): a forward that is run again must find them as it did at first.
+"""Copies of the buffers that forwards write to, so that a forward can run again from the same values.
 
-Most buffers are never written to, and some are large (the indices of sparse weights). So which ones are is learnt as steps run, and only
-those are copied: before a step that may have to begin again (`WrittenBuffers`), before the F of a layer that computes again in B
-(`FoundBuffers`).
+Buffers are copied and compared by value. A tensor's `_version` does not tell: torch's batch norm leaves it as it is, and
+so do writes through `.data` or numpy. Buffers that encode the sparsity of a pruned weight are left out. Forwards only
+read them, and they are large.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Mapping
+from collections.abc import Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from dynmo.errors import RunError
+from dynmo.kernels.sparse_linear import encodes_sparsity
+
+# Integers of an element's size, in bytes. A complex number of 16 bytes is two of 8.
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
 
 
-class WrittenBuffers:
-    """The buffers of some modules, for as long as these keep their submodules."""
+class BufferKey(NamedTuple):
+    """Which buffer of a `BufferSet`: the place of its owner among the modules, and its name there."""
+
+    owner: int
+    name: str
+
+
+Copies = Mapping[BufferKey, Tensor | None]
+"""Values of buffers at some time; None for one that did not exist then."""
+
+
+class BufferSet:
+    """The buffers of some modules, for as long as these modules keep their submodules."""
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
-        parts = [part for module in modules for part in module.modules() if part._buffers]
-        self._owners = [part._buffers for part in parts]
-        self._remade = [part._non_persistent_buffers_set for part in parts]
-        self._seen: dict[tuple[int, str], tuple[Tensor, int]] = {}
-        self._written: set[tuple[int, str]] = set()
-        self._copies: dict[tuple[int, str], Tensor] = {}
+        self._owners = [part for module in modules for part in module.modules()]
 
-    def _each(self) -> Iterable[tuple[tuple[int, str], Tensor]]:
+    def __iter__(self) -> Iterator[tuple[BufferKey, Tensor]]:
         for place, owner in enumerate(self._owners):
-            for name, buffer in owner.items():
-                if buffer is not None:
-                    yield (place, name), buffer
+            for name, buffer in owner._buffers.items():
+                if buffer is not None and not encodes_sparsity(owner, name):
+                    yield BufferKey(place, name), buffer
 
-    def note(self, keep: bool) -> None:
-        """Before a step. keep: it may have to begin again."""
-        self._seen = {key: (buffer, buffer._version) for key, buffer in self._each()}
-        self._copies = {key: self._seen[key][0].clone() for key in self._written} if keep else {}
+    def copies(self, persistent: bool = False) -> Copies:
+        """Returns the values of all buffers, or of the persistent ones only."""
+        return {key: b.detach().clone() for key, b in self if not persistent or self._is_persistent(key)}
 
-    def learn(self) -> None:
-        """After a step: which of them it wrote to."""
-        self._written.update(self._changed())
-        self._copies.clear()
+    def _is_persistent(self, key: BufferKey) -> bool:
+        return key.name not in self._owners[key.owner]._non_persistent_buffers_set
 
-    @property
-    def written(self) -> tuple[str, ...]:
-        """By name, of those that are part of the model's state (persistent)."""
-        return tuple(name for place, name in sorted(self._written) if name not in self._remade[place])
+    def written(self, before: Copies) -> Copies:
+        """Returns the earlier values of the buffers that have other values now.
 
-    def _changed(self) -> list[tuple[int, str]]:
-        """In place, or by putting another tensor there."""
-        return [
-            key
-            for key, buffer in self._each()
-            if (known := self._seen.get(key)) is None or known[0] is not buffer or known[1] != buffer._version
-        ]
+        Args:
+            before: What `copies` returned.
+        """
+        return {key: before.get(key) for key, now in self._pairs(before) if not _is_same(before.get(key), now)}
 
-    def put_back(self) -> None:
-        """The step begins again. Raises RunError if a buffer was written to that no step before has written to."""
-        for key in self._changed():
-            if key not in self._copies:
-                raise RunError(
-                    f"a forward has written to the buffer {key[1]!r}, which it did not in earlier steps, and it must run again; "
-                    "use pipeline.post_validation = false with this model"
-                )
+    def maybe_written(self, before: Copies) -> Copies:
+        """Like `written`, but without waiting for a device: buffers that are not on the CPU count as written."""
+        pairs = self._pairs(before)
+        return {key: before.get(key) for key, now in pairs if now is None or not now.is_cpu or not _is_same(before.get(key), now)}
+
+    def _pairs(self, before: Copies) -> Iterable[tuple[BufferKey, Tensor | None]]:
+        """The buffers that exist, and None for those that existed before only."""
+        return (dict.fromkeys(before) | dict(self)).items()
+
+    def first_persistent(self, keys: Iterable[BufferKey]) -> str | None:
+        """Returns the name of the first of these buffers that is part of the model's state, or None."""
+        return next((key.name for key in sorted(keys) if self._is_persistent(key)), None)
+
+    def restore(self, copies: Copies) -> None:
+        """Gives every buffer the value that it had when `copies` were made, and removes newer ones."""
         with torch.no_grad():
-            for (place, name), copy in self._copies.items():
-                buffer = self._owners[place][name]
-                if buffer is not None and buffer.shape == copy.shape:
+            for key, buffer in self._pairs(copies):
+                copy = copies.get(key)
+                if copy is not None and buffer is not None and copy.shape == buffer.shape and copy.dtype == buffer.dtype:
                     buffer.copy_(copy)
                 else:
-                    self._owners[place][name] = copy
-
-
-Found = Mapping[tuple[int, str], Tensor | None]
-"""What a forward found in the buffers that it writes to; None where it has made one."""
-
-
-class FoundBuffers:
-    """Of one layer: what an F found, so that it can be run again on that, and leaves the buffers as they are by then."""
-
-    def __init__(self, module: nn.Module, index: int) -> None:
-        self._index = index
-        self._owners = [part._buffers for part in module.modules() if part._buffers]
-        self._written: set[tuple[int, str]] | None = None  # not known before the first F
-
-    def _each(self) -> dict[tuple[int, str], Tensor]:
-        return {(place, name): b for place, owner in enumerate(self._owners) for name, b in owner.items() if b is not None}
-
-    def watch(self) -> Callable[[], Found]:
-        """Before F; what it returns is called behind it. That raises RunError if F wrote to a buffer that it did not write to at first."""
-        before = {key: (b, b._version) for key, b in self._each().items()}
-        copies = {key: b.clone() for key, (b, _) in before.items() if self._written is None or key in self._written}
-
-        def found() -> Found:
-            changed = {
-                key for key, b in self._each().items() if key not in before or before[key][0] is not b or before[key][1] != b._version
-            }
-            if self._written is None:
-                self._written = changed
-            unknown = next(iter(sorted(changed - self._written)), None)
-            if unknown is not None:
-                raise RunError(
-                    f"layer {self._index} has written to the buffer {unknown[1]!r}, which it did not in its first microbatch, and it must "
-                    "run again; leave it out of train.recompute"
-                )
-            return {key: copies.get(key) for key in self._written}
-
-        return found
+                    self._owners[key.owner]._buffers[key.name] = copy
 
     @contextmanager
-    def put_back(self, found: Found) -> Generator[None]:
-        """Within, the buffers are what F found. Other tensors take the places of those that are there: these may be in use."""
-        now = {(place, name): self._owners[place][name] for place, name in found}
+    def replaced(self, copies: Copies) -> Generator[None]:
+        """Within the context, fresh tensors with these values take the places of the buffers.
+
+        What is written within the context is lost. The buffers themselves stay as they are, since autograd may need them.
+        """
+        now = {key: self._owners[key.owner]._buffers.get(key.name) for key in copies}
         try:
-            for (place, name), buffer in found.items():
-                self._owners[place][name] = buffer
+            for key, copy in copies.items():
+                self._owners[key.owner]._buffers[key.name] = None if copy is None else copy.clone()
             yield
         finally:
-            for (place, name), buffer in now.items():
-                self._owners[place][name] = buffer
+            for key, buffer in now.items():
+                self._owners[key.owner]._buffers[key.name] = buffer
+
+
+def _is_same(before: Tensor | None, now: Tensor | None) -> bool:
+    return before is not None and now is not None and has_same_bits(before, now)
+
+
+def has_same_bits(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors are equal bit for bit, so that NaN equals NaN. A CUDA device is waited for.
+
+    Tensors of subclasses (fake tensors, say) and sparse tensors cannot be compared and count as different.
+    """
+    plain = type(a) is Tensor and type(b) is Tensor and a.layout == b.layout == torch.strided
+    return plain and a.shape == b.shape and a.dtype == b.dtype and torch.equal(_bits(a), _bits(b))
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    return tensor.detach().resolve_conj().resolve_neg().reshape(-1).view(_INTEGERS[tensor.element_size()])

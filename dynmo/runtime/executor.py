@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from dynmo.runtime.buffers import WrittenBuffers
+from dynmo.runtime.buffers import BufferSet
 from dynmo.runtime.clock import Clock
 from dynmo.runtime.lanes import Key, Lanes
 from dynmo.runtime.p2p import Transport
@@ -62,7 +62,7 @@ class Executor:
     ) -> None:
         self._program, self._stages, self._last = program, stages, last_stage
         self._transport, self._clock, self._lanes, self._patience = transport, clock, lanes, patience
-        self._buffers = WrittenBuffers(layer.module for stage in stages.values() for layer in stage.layers)
+        self._buffers = BufferSet(layer.module for stage in stages.values() for layer in stage.layers)
 
     def run(
         self,
@@ -81,15 +81,16 @@ class Executor:
         gc.disable()
         try:
             self._transport.open()
-            self._buffers.note(keep=stands is not None)
+            before = None if stands is None else self._buffers.copies()
             self._lanes.fork()
             outcome = self._run(step, inputs, targets, training, stands)
             if outcome is None:
+                assert before is not None
+                self._buffers.restore(before)
                 outcome = self._run(step, inputs, targets, training, None)
                 assert outcome is not None
             self._lanes.join()
             self._transport.flush()
-            self._buffers.learn()
             return outcome
         finally:
             if collecting:
@@ -98,7 +99,7 @@ class Executor:
     def _run(
         self, step: int, inputs: Tensor | None, targets: Tensor | None, training: bool, stands: Callable[[], bool] | None
     ) -> Outcome | None:
-        """None: it must begin again, and all is as it was at its start."""
+        """None: it must begin again, and all but the buffers is as it was at its start."""
         outcome = Outcome()
         mark, slices, lanes = self._clock.mark, outcome.slices, self._lanes
         pieces = Pieces(self._program.instructions, self._stages)
@@ -145,7 +146,6 @@ class Executor:
                     continue
                 if not stands():
                     self.clear()
-                    self._buffers.put_back()
                     self._transport.rewind(instruction.begun)
                     return None
                 slices.append(Slice(WAIT, self._program.stages[0], 0, start, mark()))
@@ -171,11 +171,6 @@ class Executor:
                 start = mark()
                 slices.append(Slice(op.kind, op.stage, op.microbatch, began, start))
         return start
-
-    @property
-    def writes(self) -> tuple[str, ...]:
-        """The buffers that forwards of this rank's layers have written to, of those that are saved."""
-        return self._buffers.written
 
     def scale_loss(self, scale: float) -> None:
         """From the next run on, gradients are those of `scale` times the loss."""

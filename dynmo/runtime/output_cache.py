@@ -19,7 +19,6 @@ from __future__ import annotations
 from collections.abc import Collection, Hashable, Iterable, Sequence
 
 import torch
-from torch import Tensor
 
 from dynmo.errors import RunError
 from dynmo.runtime.clock import Clock
@@ -132,20 +131,15 @@ def _size(tensors: Tensors) -> int:
 def _forward(layer: Layer, microbatch: int, inputs: Tensors, step: int, drawing: bool) -> Tensors:
     """drawing: it may draw random numbers, for its output is not kept. Buffers it may never write to: outputs that are kept of evaluations,
     here or on ranks behind, know the ones before."""
-    before = _buffers(layer)
+    before = layer.buffers.copies()
     outputs = layer.forward(microbatch, inputs, step, False, False, None)
     wrong = None if drawing or not layer.drew(microbatch, inputs[0].device, step) else "draws random numbers"
-    for name, buffer, version in _buffers(layer):
-        if (name, id(buffer), version) not in {(n, id(b), v) for n, b, v in before}:
-            wrong = f"writes to its buffer {name!r}"
+    written = next(iter(layer.buffers.written(before)), None)
+    if written is not None:
+        wrong = f"writes to its buffer {written.name!r}"
     if wrong is not None:
         raise RunError(
             f"layer {layer.index} ({type(layer.module).__name__}) is frozen and its forward {wrong}, so outputs from there on differ each "
             "time and cannot be cached; use dynamism.freezing.cache_bytes = 0 with this model"
         )
     return outputs
-
-
-def _buffers(layer: Layer) -> list[tuple[str, Tensor, int]]:
-    """With their versions, which count what is written in place."""
-    return [(name, buffer, buffer._version) for name, buffer in layer.module.named_buffers()]

@@ -4,6 +4,7 @@ A layer's inputs are detached, so that its graph ends at its own boundary. B run
 tape has collected meanwhile is W. Small parameters (norms) and modules that cannot be split take their weight gradient in B.
 
 With `recompute` (activation checkpointing) F keeps its inputs only, and B begins with F again, from the same seed: the same bits.
+Both F's build a graph, since some kernels (torch's LSTM on the CPU) compute other bits without one. The first graph is dropped at once.
 
     kept         F ----------- activations -----------> B -- stash --> W
     recomputed   F -- inputs --> (F again: activations) B -- stash --> W
@@ -13,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +25,7 @@ from dynmo.errors import RunError
 from dynmo.kernels.compiling import compiled
 from dynmo.kernels.seeds import generator_of, seed_forward
 from dynmo.kernels.split import WeightTape, WeightWork, install, used_twice
-from dynmo.runtime.buffers import Found, FoundBuffers
+from dynmo.runtime.buffers import BufferSet, Copies, has_same_bits
 from dynmo.runtime.clock import Clock
 from dynmo.runtime.slots import Slots
 from dynmo.schedule.op import Kind
@@ -32,6 +33,17 @@ from dynmo.schedule.op import Kind
 Tensors = tuple[Tensor, ...]
 Roots = tuple[GradientEdge | None, ...]
 """Where a graph begins, for each floating-point output; None for one without."""
+
+
+class _Saved(NamedTuple):
+    """What a microbatch keeps from F to B.
+
+    graph: Where the graph begins, or what builds it again. buffers: The values that F found in the buffers that it wrote to.
+    """
+
+    inputs: Tensors
+    graph: Roots | Callable[[], Tensors]
+    buffers: Copies
 
 
 class Layer:
@@ -47,10 +59,13 @@ class Layer:
         # The global index of this replica's first microbatch, for the streams; and who is told when gradients are there.
         self.first_microbatch = 0
         self.slots: Slots | None = None
-        # Inputs, and where the graph begins, or what makes it again.
-        self._saved: dict[int, tuple[Tensors, Roots | Callable[[], Tensors]]] = {}
+        self._saved: dict[int, _Saved] = {}
         self.recompute = False
-        self._buffers = FoundBuffers(module, index)
+        self.buffers = BufferSet([module])
+        # Whether B writes to buffers, since it runs parts of the module again (torch.utils.checkpoint).
+        self._writes_in_backward = False
+        # Whether F writes to its inputs in place, by (keeps a graph, training). It may differ, and a layer's first F of each finds out.
+        self._writes_inputs: dict[tuple[bool, bool], bool] = {}
         self._weight_work: dict[int, list[tuple[WeightWork, Tensors]]] = {}
         # Of W's that have begun ahead of time: when their pieces ran.
         self._ahead: dict[int, list[tuple[Any, Any]]] = {}
@@ -75,6 +90,7 @@ class Layer:
         """The layer has changed: measure its bytes again at the next microbatch that trains it (a frozen prefix keeps none)."""
         self._measured = False
         self.activation_bytes = self.stash_bytes = 0
+        self._writes_inputs.clear()
 
     def forward(
         self, microbatch: int, inputs: Tensors, step: int, graph: bool, need_input: bool, finish: Callable[[Tensor], Tensor] | None
@@ -82,27 +98,24 @@ class Layer:
         """Runs F. graph: keep what B needs; need_input: B must yield input gradients; finish: the loss, on the last layer."""
         start = self._clock.mark()
         seed_forward(_device_of(inputs), self._seed, step, self.index, self.first_microbatch + microbatch)
-        # What a layer is given by another, autograd guards; the batch, and what F is run on again, nobody else.
-        versions = [x._version for x in inputs] if self.index == 0 or self.recompute else []
-        if graph:
-            inputs = tuple(x.detach().requires_grad_(need_input and x.is_floating_point()) for x in inputs)
-            if self.recompute:
-                found = self._buffers.watch()
-                with torch.no_grad():
-                    outputs = self._call(inputs, finish)
-                self._saved[microbatch] = (inputs, partial(self._again, microbatch, inputs, step, finish, found()))
-            else:
-                outputs = self._call_to_keep(inputs, finish)
-                # Outputs keep their graph: who takes them detaches (the next layer) or only reads (a channel, the loss account). Here the
-                # graph alone is kept: what it has not saved may go.
-                self._saved[microbatch] = (inputs, _roots(outputs))
-        else:
+        if not graph:
             with torch.no_grad():
-                outputs = self._call(inputs, finish)
+                outputs = self._call(inputs, finish, False)
             if not self.output_bytes:
                 self.output_bytes = sum(y.nbytes for y in outputs)
-        if versions and versions != [x._version for x in inputs]:
-            raise RunError(f"layer {self.index} writes to its input in place, which is needed as it was; let it compute with a copy")
+        else:
+            inputs = tuple(x.detach().requires_grad_(need_input and x.is_floating_point()) for x in inputs)
+            # Until the first B has shown whether it writes to buffers, what F finds there is kept.
+            keeps = self.recompute or self._writes_in_backward or not self._measured
+            before = self.buffers.copies() if keeps else {}
+            outputs = self._call(inputs, finish, True) if self.recompute else self._call_to_keep(inputs, finish)
+            buffers = self.buffers.maybe_written(before) if keeps else {}
+            # The graph alone is kept: what it has not saved may go.
+            again = partial(self._again, microbatch, inputs, step, finish, buffers)
+            self._saved[microbatch] = _Saved(inputs, again if self.recompute else _roots(outputs), buffers)
+            # With recompute the graph goes with this detach. Without it, outputs keep their graph: who takes them detaches (the next
+            # layer) or only reads (a channel, the loss account).
+            outputs = tuple(y.detach() for y in outputs) if self.recompute else outputs
         self.marks.append((Kind.F, start, self._clock.mark(), []))
         return outputs
 
@@ -117,7 +130,23 @@ class Layer:
         seed_forward(device, self._seed, step, self.index, self.first_microbatch + microbatch)
         return not torch.equal(after, generator.get_state())
 
-    def _call(self, inputs: Tensors, finish: Callable[[Tensor], Tensor] | None) -> Tensors:
+    def _call(self, inputs: Tensors, finish: Callable[[Tensor], Tensor] | None, graph: bool) -> Tensors:
+        """Runs the module, on copies of its inputs where it writes to them, so that they stay as they are."""
+        mode = (graph, self.module.training)
+        copies = self._writes_inputs.get(mode, True)
+        given = tuple(x.clone() for x in inputs) if copies else inputs
+        versions = [x._version for x in given]
+        outputs = self._outputs(given, finish)
+        if mode not in self._writes_inputs:
+            self._writes_inputs[mode] = any(map(_differs, inputs, given))
+        elif not copies and versions != [x._version for x in given]:
+            raise RunError(
+                f"layer {self.index} ({type(self.module).__name__}) writes to its input in place, which it did not in its first "
+                "microbatch, and which is needed as it was; let it compute with a copy"
+            )
+        return outputs
+
+    def _outputs(self, inputs: Tensors, finish: Callable[[Tensor], Tensor] | None) -> Tensors:
         try:
             out = self._run(*inputs)
             if finish is not None:
@@ -141,14 +170,14 @@ class Layer:
                 raise RunError(f"{what} a tensor of {y.dtype}, which cannot travel; let it hand on torch.view_as_real of that")
         return tuple(y.contiguous() for y in cast(Tensors, outputs))
 
-    def _again(self, microbatch: int, inputs: Tensors, step: int, finish: Callable[[Tensor], Tensor] | None, found: Found) -> Tensors:
-        """F again, now with its graph. found: in its buffers at first."""
+    def _again(self, microbatch: int, inputs: Tensors, step: int, finish: Callable[[Tensor], Tensor] | None, buffers: Copies) -> Tensors:
+        """F again, with these values in the buffers that it writes to."""
         seed_forward(_device_of(inputs), self._seed, step, self.index, self.first_microbatch + microbatch)
-        with self._buffers.put_back(found):
+        with self.buffers.replaced(buffers):
             return self._call_to_keep(inputs, finish)
 
     def _call_to_keep(self, inputs: Tensors, finish: Callable[[Tensor], Tensor] | None) -> Tensors:
-        return self._call(inputs, finish) if self._measured else self._call_measured(inputs, finish)
+        return self._call(inputs, finish, True) if self._measured else self._call_measured(inputs, finish)
 
     def _call_measured(self, inputs: Tensors, finish: Callable[[Tensor], Tensor] | None) -> Tensors:
         """As `_call`, counting the bytes that autograd keeps. Weights are not activations."""
@@ -161,7 +190,7 @@ class Layer:
             return tensor
 
         with saved_tensors_hooks(pack, lambda tensor: tensor):
-            outputs = self._call(inputs, finish)
+            outputs = self._call(inputs, finish, True)
         self.tape.whole = used_twice(outputs)
         self.activation_bytes = _storage_bytes(inputs if self.recompute else kept, inputs)
         self.output_bytes = sum(y.nbytes for y in outputs)
@@ -171,14 +200,18 @@ class Layer:
         """Runs B, and W too unless `deferred`. gradients: one per floating-point output; yields one per floating-point input (zeros
         where an input has no influence)."""
         start = self._clock.mark()
-        inputs, roots = self._saved.pop(microbatch)
+        inputs, roots, buffers = self._saved.pop(microbatch)
         if callable(roots):
             roots = _roots(roots())
         slots = self.slots
         self.tape.deferred = deferred or not self._measured or (slots is not None and slots.watching)
         self.tape.taking = True
         try:
-            _run_graph(roots, gradients)
+            with self.buffers.replaced(buffers):
+                before = {} if self._measured else self.buffers.copies()
+                _run_graph(roots, gradients)
+                if not self._measured:
+                    self._writes_in_backward = bool(self.buffers.written(before))
         except Exception as error:
             error.add_note(f"in B of layer {self.index}")
             raise
@@ -270,6 +303,11 @@ def _run_graph(roots: Roots, gradients: Tensors) -> None:
 def _gradient(x: Tensor) -> Tensor:
     gradient = x.grad
     return torch.zeros_like(x) if gradient is None else gradient
+
+
+def _differs(original: Tensor, copy: Tensor) -> bool:
+    """Whether a fresh copy has been written to; through `.data`, say, that does not raise its version."""
+    return copy._version > 0 or (type(copy) is Tensor and not has_same_bits(original, copy))
 
 
 def _device_of(tensors: Tensors) -> torch.device:

@@ -58,7 +58,8 @@ class Stage:
     def _finish(self, targets: Tensor | None, output: Tensor) -> Tensor:
         assert self._loss is not None
         assert targets is not None
-        loss = cast(object, self._loss(output, targets))
+        # A loss may write to its targets (to mask some, say). They may be a view of the batch, and recompute needs them again.
+        loss = cast(object, self._loss(output, targets.clone()))
         if not isinstance(loss, Tensor) or loss.dim():
             what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
             raise RunError(f"the loss function returned {what}; it must return a scalar tensor, the mean")
