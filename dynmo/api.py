@@ -28,7 +28,7 @@ from dynmo.kernels.seeds import generators_kept
 from dynmo.models.model import Model
 from dynmo.runtime import checkpoint
 from dynmo.runtime.clock import clock_for
-from dynmo.runtime.digest import weights_digest
+from dynmo.runtime.digest import buffers_digest, weights_digest
 from dynmo.runtime.executor import Executor, Outcome
 from dynmo.runtime.holding import Holding
 from dynmo.runtime.lanes import OneLane
@@ -587,3 +587,8 @@ class Pipeline:
         RunError if the replicas' weights are not equal."""
         self._pending.settle()
         return weights_digest(self._holding)
+
+    def buffers_digest(self) -> str:
+        """Like `digest`, of the persistent buffers (running statistics, say), but for those that encode the sparsity of pruned weights."""
+        self._pending.settle()
+        return buffers_digest(self._holding)

@@ -70,6 +70,7 @@ class RunResult:
 
     loss: float
     weights_digest: str
+    buffers_digest: str
     seconds: float
     interrupted: bool
     steps: int
@@ -193,15 +194,16 @@ class Trainer:
         settled = self._rebalancer.settle(step)
         if settled is not None:
             self._emit(settled)
-        digest = self.pipeline.digest()
+        digest, buffers = self.pipeline.digest(), self.pipeline.buffers_digest()
         if step > self.first_step:
             self._record_costs(step - self.first_step)
         self._tracer.finish(None if self._folder is None else self._folder / "trace.json")
         overhead, reason = self._rebalancer.overhead, "interrupted" if interrupted else "done"
         measuring = self.pipeline.profiler.spent + overhead.measure
         cached = self.pipeline.cached() if self.pipeline.caches else (0, 0)
-        self._emit(EndEvent(step, now(), self._loss, digest, seconds, reason, measuring, overhead.decide, overhead.move, *cached))
-        return RunResult(self._loss, digest, seconds, interrupted, step, self.pipeline.partition.counts)
+        balancing = (measuring, overhead.decide, overhead.move)
+        self._emit(EndEvent(step, now(), self._loss, digest, seconds, reason, *balancing, *cached, buffers))
+        return RunResult(self._loss, digest, buffers, seconds, interrupted, step, self.pipeline.partition.counts)
 
     def _looks(self, step: int) -> bool:
         """Whether something before this step may look at the model or the last signals, or change it: the step before must be final."""

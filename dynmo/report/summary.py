@@ -65,6 +65,7 @@ class Summary:
     loss: float | None
     held_out: float | None
     digest: str | None
+    buffers_digest: str | None
     reason: str | None
     changed: tuple[int, ...]
     done: tuple[StepEvent, ...]
@@ -123,6 +124,7 @@ def summarize(events: Iterable[Event]) -> Summary:
         steps[-1].loss if steps else None,
         held_out,
         end.weights_digest if end else None,
+        end.buffers_digest if end else None,
         end.reason if end else None,
         tuple(sorted(changed)),
         tuple(steps),
@@ -263,6 +265,7 @@ def comparison_table(runs: Sequence[tuple[str, Summary]]) -> Table:
         "loss": lambda run: "-" if run.loss is None else f"{run.loss:.6f}",
         "held-out loss": lambda run: "-" if run.held_out is None else f"{run.held_out:.6f}",
         "weights": lambda run: "-" if run.digest is None else run.digest[:12],
+        "buffers": lambda run: "-" if run.buffers_digest is None else run.buffers_digest[:12],
     }
     for heading, cell in rows.items():
         table.add_row(heading, *map(cell, summaries))
@@ -304,8 +307,13 @@ def verdict(runs: Sequence[tuple[str, Summary]]) -> str:
     digests = {run.digest for _, run in runs}
     if None in digests:
         return "a run has not ended: its weights cannot be compared"
-    same = len(digests) == 1 and len({run.loss for _, run in runs}) == 1
-    return "same loss and same weights, to the last bit" if same else "the runs ended with different weights"
+    if len(digests) > 1 or len({run.loss for _, run in runs}) > 1:
+        return "the runs ended with different weights"
+    buffers = {run.buffers_digest for _, run in runs}
+    if len(buffers - {None}) > 1:
+        return "same loss and same weights, but different buffers (running statistics, say): held-out losses may differ"
+    same = "same loss and same weights, to the last bit"
+    return same if None in buffers else f"{same}, buffers included"
 
 
 def differences(configs: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:

@@ -35,7 +35,8 @@ class BufferSet:
     """The buffers of some modules, for as long as these modules keep their submodules."""
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
-        self._owners = [part for module in modules for part in module.modules()]
+        named = [pair for module in modules for pair in module.named_modules()]
+        self._owners, self._prefixes = [part for _, part in named], [prefix for prefix, _ in named]
 
     def __iter__(self) -> Iterator[tuple[BufferKey, Tensor]]:
         for place, owner in enumerate(self._owners):
@@ -45,7 +46,9 @@ class BufferSet:
 
     def copies(self, persistent: bool = False) -> Copies:
         """Returns the values of all buffers, or of the persistent ones only."""
-        return {key: b.detach().clone() for key, b in self if not persistent or self._is_persistent(key)}
+        buffers = {key: b for key, b in self if not persistent or self._is_persistent(key)}
+        clones = {id(b): b.detach().clone() for b in buffers.values()}  # a buffer of two owners is one
+        return {key: clones[id(b)] for key, b in buffers.items()}
 
     def _is_persistent(self, key: BufferKey) -> bool:
         return key.name not in self._owners[key.owner]._non_persistent_buffers_set
@@ -67,9 +70,17 @@ class BufferSet:
         """The buffers that exist, and None for those that existed before only."""
         return (dict.fromkeys(before) | dict(self)).items()
 
+    def persistent(self) -> Iterator[tuple[str, Tensor]]:
+        """The buffers that are part of the model's state, by their names in the module, in its order."""
+        return ((self.name_of(key), b) for key, b in self if self._is_persistent(key))
+
     def first_persistent(self, keys: Iterable[BufferKey]) -> str | None:
         """Returns the name of the first of these buffers that is part of the model's state, or None."""
-        return next((key.name for key in sorted(keys) if self._is_persistent(key)), None)
+        return next((self.name_of(key) for key in sorted(keys) if self._is_persistent(key)), None)
+
+    def name_of(self, key: BufferKey) -> str:
+        """The buffer's name in the module, as `named_buffers` has it."""
+        return f"{self._prefixes[key.owner]}.{key.name}".lstrip(".")
 
     def restore(self, copies: Copies) -> None:
         """Gives every buffer the value that it had when `copies` were made, and removes newer ones."""
@@ -88,9 +99,10 @@ class BufferSet:
         What is written within the context is lost. The buffers themselves stay as they are, since autograd may need them.
         """
         now = {key: self._owners[key.owner]._buffers.get(key.name) for key in copies}
+        clones = {id(copy): copy if copy is None else copy.clone() for copy in copies.values()}
         try:
             for key, copy in copies.items():
-                self._owners[key.owner]._buffers[key.name] = None if copy is None else copy.clone()
+                self._owners[key.owner]._buffers[key.name] = clones[id(copy)]
             yield
         finally:
             for key, buffer in now.items():

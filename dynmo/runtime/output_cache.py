@@ -136,7 +136,7 @@ def _forward(layer: Layer, microbatch: int, inputs: Tensors, step: int, drawing:
     wrong = None if drawing or not layer.drew(microbatch, inputs[0].device, step) else "draws random numbers"
     written = next(iter(layer.buffers.written(before)), None)
     if written is not None:
-        wrong = f"writes to its buffer {written.name!r}"
+        wrong = f"writes to its buffer {layer.buffers.name_of(written)!r}"
     if wrong is not None:
         raise RunError(
             f"layer {layer.index} ({type(layer.module).__name__}) is frozen and its forward {wrong}, so outputs from there on differ each "
