@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from dynmo.balance.partition import Partition
 from dynmo.config import parse
 from dynmo.models.model import load_model
+from dynmo.schedule.catalogue import SCHEDULES
 from tests.pool import JobFailed, Pool
 from tests.runtime.alone import MICROBATCHES, alone, pipeline
 
@@ -76,13 +77,63 @@ def test_work_in_place_changes_nothing(pool: Pool) -> None:
     assert run(pool, "in_place")["losses"] == run(pool, "not_in_place")["losses"]
 
 
+NO_CLIPPING: dict[str, Any] = {"max_grad_norm": 0.0, "eval_every": 2, "eval_batches": 2}
+
+
+def numbers(pool: Pool, function: str, ranks: int = 1, **changes: dict[str, Any]) -> tuple[list[float], list[float], dict[str, Any]]:
+    """All losses, held-out losses, and the digests of weights and buffers."""
+    changes["train"] = NO_CLIPPING | changes.get("train", {})
+    told = pool.run("events", ranks, config=config(function, ranks, **changes))[0]
+    digests = {key: value for key, value in told[-1].items() if key.endswith("digest")}
+    return *([e["loss"] for e in told if e["event"] == kind] for kind in ("step", "eval")), digests
+
+
+@pytest.mark.parametrize("function", ["statistics", "checkpointed"])
+def test_running_statistics(pool: Pool, function: str) -> None:
+    """Weights, buffers and held-out losses are those of one rank, under recompute and every schedule; layers move at each step."""
+    expected = numbers(pool, function)
+    assert expected[2].keys() >= {"weights_digest", "buffers_digest"}
+    assert numbers(pool, function, train={"recompute": "all"}) == expected
+    assert numbers(pool, function, 2, train={"recompute": "all"}) == expected
+    for schedule in SCHEDULES if function == "statistics" else ("gpipe", "zb-v"):
+        assert numbers(pool, function, 2, pipeline={"schedule": schedule}) == expected, schedule
+
+
+def test_running_statistics_of_steps_that_are_taken_back(pool: Pool) -> None:
+    clipped = {"max_grad_norm": 0.3}
+    expected = numbers(pool, "statistics", train=clipped)
+    for ranks, recompute in ((1, "none"), (2, "all")):
+        changes = {"train": clipped | {"recompute": recompute}, "pipeline": {"post_validation": True}}
+        assert numbers(pool, "statistics", ranks, **changes) == expected
+    near = numbers(pool, "statistics", train=clipped, pipeline={"post_validation": True, "rollback": "in-place"})
+    assert near[1] == pytest.approx(expected[1], rel=1e-4)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_recurrent_layers_computed_again(pool: Pool, ranks: int) -> None:
+    """torch's LSTM computes other bits on the CPU where it keeps no graph."""
+    assert numbers(pool, "recurrent", ranks, train={"recompute": "all"}) == numbers(pool, "recurrent")
+
+
+@pytest.mark.parametrize(("function", "twin"), [("rewriting", "copying"), ("rectified", "rectified"), ("writes_to_the_batch",) * 2])
+def test_a_layer_that_writes_to_its_inputs_works_on_copies(pool: Pool, function: str, twin: str) -> None:
+    """And a loss on copies of its targets: nobody else has an input changed."""
+    expected = numbers(pool, twin)
+    assert numbers(pool, function) == expected
+    assert numbers(pool, function, train={"recompute": "all"}) == expected
+    assert numbers(pool, function, 2, pipeline={"schedule": "zb-h1"}) == expected
+
+
 @pytest.mark.parametrize(
     ("function", "reason"),
     [
         ("a_dict", r"layer 1 \(Do\) returned a dict; a layer hands on a tensor, or a tuple of tensors"),
         ("with_none", r"layer 1 \(Do\) returned a NoneType among its 2 outputs; a layer hands on a tensor"),
         ("complex_between", r"layer 1 \(Do\) returned a tensor of torch.complex64, which cannot travel; let it hand on torch.view_as_real"),
-        ("writes_to_the_batch", "layer 0 writes to its input in place, which is needed as it was; let it compute with a copy"),
+        (
+            "writes_late",
+            r"layer 1 \(Late\) writes to its input in place, which it did not in its first microbatch, .*; let it compute with",
+        ),
         ("no_graph", "the loss does not depend on the model's output in a way that autograd follows, so nothing would train"),
         ("no_tensor", "the loss function returned a float; it must return a scalar tensor, the mean"),
         ("eighths", "layer 1: seen is of torch.float8_e5m2, which can neither move nor be saved; known are float32"),
@@ -99,6 +150,13 @@ def test_what_each_replica_would_renormalise(pool: Pool) -> None:
         JobFailed, match="layer 0: the embedding itself has max_norm, so its forward writes to its weight, of which every replica"
     ):
         pool.run("train", 2, config=config("renormalised", 1, parallel={"data": 2}))
+
+
+def test_running_statistics_of_replicas_are_refused(pool: Pool) -> None:
+    with pytest.raises(
+        JobFailed, match=r"layer 1 \(Normed\): its forward writes to its buffer 'norm.mean' .*, of which every replica would"
+    ):
+        numbers(pool, "own_norm", 2, parallel={"pipeline": 1, "data": 2})
 
 
 def test_random_numbers_of_the_caller_are_its_own() -> None:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 
 class Do(nn.Module):
@@ -75,6 +76,95 @@ class InPlace(nn.Module):
         return functional.relu(self.second(functional.relu(self.first(x), inplace=self._inplace)), inplace=self._inplace)
 
 
+class OwnNorm(nn.Module):
+    """torch's batch norm on buffers of its own; torch does not raise their version."""
+
+    mean: Tensor
+    variance: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(8))
+        self.register_buffer("variance", torch.ones(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return functional.batch_norm(x, self.mean, self.variance, training=self.training)
+
+
+class Unversioned(nn.Module):
+    """Counts its calls through numpy and `.data`, now and then, and reads the count."""
+
+    count: Tensor
+    sometimes: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.zeros(1))
+        self.register_buffer("sometimes", torch.zeros(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count.numpy()[0] += 1
+        if int(self.count) % 3 == 0:
+            self.sometimes.data += self.count
+        return x * (1 + 0.01 * self.count + 0.1 * self.sometimes.clone())
+
+
+class Normed(nn.Module):
+    """A residual block around a norm that takes [tokens, features], or images of them."""
+
+    def __init__(self, norm: nn.Module, image: bool = False, checkpointed: bool = False) -> None:
+        super().__init__()
+        self.linear, self.norm, self._image, self._checkpointed = nn.Linear(8, 8), norm, image, checkpointed
+
+    def _normed(self, x: Tensor) -> Tensor:
+        return self.norm(x.reshape(-1, 8, 2, 2) if self._image else x.reshape(-1, 8)).reshape(x.shape)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x)
+        return x + torch.tanh(checkpoint(self._normed, y, use_reentrant=False) if self._checkpointed else self._normed(y))
+
+
+class Recurrent(nn.Module):
+    def __init__(self, kind: Callable[..., nn.Module]) -> None:
+        super().__init__()
+        self.rnn = kind(8, 8, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.rnn(x)[0]
+
+
+class Rewriting(nn.Module):
+    """Writes to all of its inputs: an integer one in place, a float one in place and through `.data`."""
+
+    def __init__(self, writes: bool) -> None:
+        super().__init__()
+        self.linear, self._writes = nn.Linear(8, 8), writes
+
+    def forward(self, ids: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+        if not self._writes:
+            ids, x = ids.clone(), x.clone()
+        ids.add_(1).remainder_(256)
+        x.mul_(0.5)
+        x.data.add_(0.25)
+        return ids, x + torch.tanh(self.linear(x)) * (1 + ids.unsqueeze(-1) / 256)
+
+
+class Entry(nn.Module):
+    """Hands the token ids on, beside their embeddings."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(256, 8)
+
+    def forward(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        return ids, torch.tanh(self.tokens(ids))
+
+
+class Exit(nn.Linear):
+    def forward(self, ids: Tensor, x: Tensor) -> Tensor:
+        return super().forward(x)
+
+
 def _model(*middle: nn.Module) -> list[nn.Module]:
     return [nn.Embedding(256, 8), *middle, nn.Linear(8, 256)]
 
@@ -95,6 +185,44 @@ def spectral() -> list[nn.Module]:
     """Buffers that each forward writes to, and reads: power iterations; running statistics."""
     norms = [nn.utils.parametrizations.spectral_norm(nn.Linear(8, 8)) for _ in range(2)]
     return _model(*norms, nn.Sequential(nn.Flatten(0, 1), nn.BatchNorm1d(8), nn.Unflatten(0, (2, 8))), nn.Linear(8, 8))
+
+
+def statistics() -> list[nn.Module]:
+    """All kinds of running statistics."""
+    norms = [Normed(nn.BatchNorm1d(8)), Normed(nn.BatchNorm2d(8), image=True), Normed(OwnNorm()), Normed(nn.BatchNorm1d(8, momentum=None))]
+    return _model(*norms, Unversioned())
+
+
+def own_norm() -> list[nn.Module]:
+    return _model(Normed(OwnNorm()))
+
+
+def checkpointed() -> list[nn.Module]:
+    """Layers whose backward runs parts of them again, which write to buffers."""
+    spectral_norm = nn.utils.parametrizations.spectral_norm
+    return _model(*(Normed(norm, checkpointed=True) for norm in (nn.BatchNorm1d(8), spectral_norm(nn.Linear(8, 8)), OwnNorm())))
+
+
+def recurrent() -> list[nn.Module]:
+    return _model(*map(Recurrent, (nn.LSTM, nn.GRU, nn.RNN)))
+
+
+def _masked(logits: Tensor, targets: Tensor) -> Tensor:
+    """Writes to the targets, and otherwise each time."""
+    return functional.cross_entropy(logits.flatten(0, 1), targets.sub_(1).clamp_(min=0).flatten())
+
+
+def rewriting() -> tuple[list[nn.Module], object]:
+    return [Entry(), *(Rewriting(True) for _ in range(3)), Exit(8, 256)], _masked
+
+
+def copying() -> tuple[list[nn.Module], object]:
+    return [Entry(), *(Rewriting(False) for _ in range(3)), Exit(8, 256)], lambda y, targets: _masked(y, targets.clone())
+
+
+def rectified() -> list[nn.Module]:
+    """Layers that only work in place."""
+    return _model(nn.Linear(8, 8), nn.ReLU(inplace=True), nn.Linear(8, 8), nn.Dropout(0.1, inplace=True), nn.Hardtanh(inplace=True))
 
 
 def in_place() -> list[nn.Module]:
@@ -123,6 +251,21 @@ def writes_to_the_batch() -> list[nn.Module]:
             return super().forward(input.clamp_(max=100))
 
     return [Clamped(256, 8), nn.Linear(8, 256)]
+
+
+def writes_late() -> list[nn.Module]:
+    """Layer 1 writes to the ids that it is given, but not in its first microbatch."""
+
+    class Late(Rewriting):
+        calls = 0
+
+        def forward(self, ids: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+            self.calls += 1
+            if self.calls > 1:
+                ids.add_(1)
+            return ids, self.linear(x)
+
+    return [Entry(), Late(True), Exit(8, 256)]
 
 
 def no_graph() -> tuple[list[nn.Module], object]:
