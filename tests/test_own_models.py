@@ -85,7 +85,8 @@ def numbers(pool: Pool, function: str, ranks: int = 1, **changes: dict[str, Any]
     changes["train"] = NO_CLIPPING | changes.get("train", {})
     told = pool.run("events", ranks, config=config(function, ranks, **changes))[0]
     digests = {key: value for key, value in told[-1].items() if key.endswith("digest")}
-    return *([e["loss"] for e in told if e["event"] == kind] for kind in ("step", "eval")), digests
+    losses, held_out = ([e["loss"] for e in told if e["event"] == kind] for kind in ("step", "eval"))
+    return losses, held_out, digests
 
 
 @pytest.mark.parametrize("function", ["statistics", "checkpointed"])
@@ -115,6 +116,12 @@ def test_recurrent_layers_computed_again(pool: Pool, ranks: int) -> None:
     assert numbers(pool, "recurrent", ranks, train={"recompute": "all"}) == numbers(pool, "recurrent")
 
 
+def test_attributes_that_change_no_output_are_anybodys(pool: Pool) -> None:
+    expected = numbers(pool, "caching")
+    assert numbers(pool, "caching", train={"recompute": "all"}) == expected
+    assert numbers(pool, "caching", 2) == expected
+
+
 @pytest.mark.parametrize(("function", "twin"), [("rewriting", "copying"), ("rectified", "rectified"), ("writes_to_the_batch",) * 2])
 def test_a_layer_that_writes_to_its_inputs_works_on_copies(pool: Pool, function: str, twin: str) -> None:
     """And a loss on copies of its targets: nobody else has an input changed."""
@@ -134,6 +141,7 @@ def test_a_layer_that_writes_to_its_inputs_works_on_copies(pool: Pool, function:
             "writes_late",
             r"layer 1 \(Late\) writes to its input in place, which it did not in its first microbatch, .*; let it compute with",
         ),
+        ("counting", r"layer 1 \(Counting\): its forward writes to its attribute 'calls' and has another output when it runs again\. Such"),
         ("no_graph", "the loss does not depend on the model's output in a way that autograd follows, so nothing would train"),
         ("no_tensor", "the loss function returned a float; it must return a scalar tensor, the mean"),
         ("eighths", "layer 1: seen is of torch.float8_e5m2, which can neither move nor be saved; known are float32"),

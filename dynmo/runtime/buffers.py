@@ -46,9 +46,7 @@ class BufferSet:
 
     def copies(self, persistent: bool = False) -> Copies:
         """Returns the values of all buffers, or of the persistent ones only."""
-        buffers = {key: b for key, b in self if not persistent or self._is_persistent(key)}
-        clones = {id(b): b.detach().clone() for b in buffers.values()}  # a buffer of two owners is one
-        return {key: clones[id(b)] for key, b in buffers.items()}
+        return {key: b.detach().clone() for key, b in self if not persistent or self._is_persistent(key)}
 
     def _is_persistent(self, key: BufferKey) -> bool:
         return key.name not in self._owners[key.owner]._non_persistent_buffers_set
@@ -99,10 +97,9 @@ class BufferSet:
         What is written within the context is lost. The buffers themselves stay as they are, since autograd may need them.
         """
         now = {key: self._owners[key.owner]._buffers.get(key.name) for key in copies}
-        clones = {id(copy): copy if copy is None else copy.clone() for copy in copies.values()}
         try:
             for key, copy in copies.items():
-                self._owners[key.owner]._buffers[key.name] = clones[id(copy)]
+                self._owners[key.owner]._buffers[key.name] = None if copy is None else copy.clone()
             yield
         finally:
             for key, buffer in now.items():

@@ -21,12 +21,13 @@ from torch import Tensor, nn
 from torch._C import _FunctionBase as FunctionBase
 from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
 
-from dynmo.errors import RunError
+from dynmo.errors import ConfigError, RunError
 from dynmo.kernels.compiling import compiled
 from dynmo.kernels.seeds import generator_of, seed_forward
 from dynmo.kernels.split import WeightTape, WeightWork, install, used_twice
 from dynmo.runtime.buffers import BufferSet, Copies, has_same_bits
 from dynmo.runtime.clock import Clock
+from dynmo.runtime.plain_state import PlainState
 from dynmo.runtime.slots import Slots
 from dynmo.schedule.op import Kind
 
@@ -108,10 +109,14 @@ class Layer:
             # Until the first B has shown whether it writes to buffers, what F finds there is kept.
             keeps = self.recompute or self._writes_in_backward or not self._measured
             before = self.buffers.copies() if keeps else {}
+            state = None if self._measured else PlainState(self.module)
             outputs = self._call(inputs, finish, True) if self.recompute else self._call_to_keep(inputs, finish)
             buffers = self.buffers.maybe_written(before) if keeps else {}
-            # The graph alone is kept: what it has not saved may go.
             again = partial(self._again, microbatch, inputs, step, finish, buffers)
+            written = None if state is None else state.written()
+            if written is not None:
+                self._check_repeats(written, outputs, again)
+            # The graph alone is kept: what it has not saved may go.
             self._saved[microbatch] = _Saved(inputs, again if self.recompute else _roots(outputs), buffers)
             # With recompute the graph goes with this detach. Without it, outputs keep their graph: who takes them detaches (the next
             # layer) or only reads (a channel, the loss account).
@@ -175,6 +180,18 @@ class Layer:
         seed_forward(_device_of(inputs), self._seed, step, self.index, self.first_microbatch + microbatch)
         with self.buffers.replaced(buffers):
             return self._call_to_keep(inputs, finish)
+
+    def _check_repeats(self, written: str, outputs: Tensors, again: Callable[[], Tensors]) -> None:
+        """Raises ConfigError if F has another output when it runs again, since it has written to the plain attribute `written`."""
+        if not all(type(y) is Tensor and y.is_cpu for y in outputs):
+            return  # fake tensors have no values, and kernels of a GPU may round otherwise each time
+        state = PlainState(self.module)
+        if not all(map(has_same_bits, outputs, again())):
+            raise ConfigError(
+                f"layer {self.index} ({type(self.module).__name__}): its forward writes to its attribute {written!r} and has another "
+                "output when it runs again. Such state is neither moved, saved nor put back; keep it in a buffer (register_buffer)"
+            )
+        state.restore()
 
     def _call_to_keep(self, inputs: Tensors, finish: Callable[[Tensor], Tensor] | None) -> Tensors:
         return self._call(inputs, finish, True) if self._measured else self._call_measured(inputs, finish)

@@ -109,6 +109,25 @@ class Unversioned(nn.Module):
         return x * (1 + 0.01 * self.count + 0.1 * self.sometimes.clone())
 
 
+class Counting(nn.Module):
+    """Counts its calls in a plain attribute, and keeps its last output and a mask. `reads`: its output depends on the count."""
+
+    def __init__(self, reads: bool) -> None:
+        super().__init__()
+        self.linear, self._reads = nn.Linear(8, 8), reads
+        self.calls = 0
+        self.mask: Tensor | None = None
+        self.last: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        if self.mask is None:
+            self.mask = torch.ones(x.shape[1], 1)
+        y = torch.tanh(self.linear(x)) * self.mask
+        self.last[:] = [y.detach()]
+        return x + y * (1 + 0.1 * self.calls * self._reads)
+
+
 class Normed(nn.Module):
     """A residual block around a norm that takes [tokens, features], or images of them."""
 
@@ -201,6 +220,14 @@ def checkpointed() -> list[nn.Module]:
     """Layers whose backward runs parts of them again, which write to buffers."""
     spectral_norm = nn.utils.parametrizations.spectral_norm
     return _model(*(Normed(norm, checkpointed=True) for norm in (nn.BatchNorm1d(8), spectral_norm(nn.Linear(8, 8)), OwnNorm())))
+
+
+def counting() -> list[nn.Module]:
+    return _model(Counting(True))
+
+
+def caching() -> list[nn.Module]:
+    return _model(Counting(False), Counting(False))
 
 
 def recurrent() -> list[nn.Module]:
