@@ -179,9 +179,13 @@ class Entry(nn.Module):
         return ids, torch.tanh(self.tokens(ids))
 
 
-class Exit(nn.Linear):
+class Exit(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.logits = nn.Linear(8, 256)
+
     def forward(self, ids: Tensor, x: Tensor) -> Tensor:
-        return super().forward(x)
+        return self.logits(x)
 
 
 def _model(*middle: nn.Module) -> list[nn.Module]:
@@ -240,11 +244,11 @@ def _masked(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 def rewriting() -> tuple[list[nn.Module], object]:
-    return [Entry(), *(Rewriting(True) for _ in range(3)), Exit(8, 256)], _masked
+    return [Entry(), *(Rewriting(True) for _ in range(3)), Exit()], _masked
 
 
 def copying() -> tuple[list[nn.Module], object]:
-    return [Entry(), *(Rewriting(False) for _ in range(3)), Exit(8, 256)], lambda y, targets: _masked(y, targets.clone())
+    return [Entry(), *(Rewriting(False) for _ in range(3)), Exit()], lambda y, targets: _masked(y, targets.clone())
 
 
 def rectified() -> list[nn.Module]:
@@ -292,7 +296,7 @@ def writes_late() -> list[nn.Module]:
                 ids.add_(1)
             return ids, self.linear(x)
 
-    return [Entry(), Late(True), Exit(8, 256)]
+    return [Entry(), Late(True), Exit()]
 
 
 def no_graph() -> tuple[list[nn.Module], object]:
