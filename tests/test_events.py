@@ -6,6 +6,7 @@ import dataclasses
 import json
 import math
 from pathlib import Path
+from typing import cast
 
 import pytest
 from hypothesis import given
@@ -45,7 +46,7 @@ ALL: list[Event] = [
     RollbackEvent(7, 3.75, "clipped", 0.1 / 3),
     PostValidationEvent(7, 3.75, False, "6 of the last 20 steps were taken back"),
     CheckpointEvent(7, 4.0, "runs/a/checkpoints/step-000008", 1 << 40, 0.5),
-    EndEvent(8, 5.0, 1.7976931348623157e308, "ab" * 32, 60.0, "done", 0.1, 1 / 3, 5e-324),
+    EndEvent(8, 5.0, 1.7976931348623157e308, "ab" * 32, 60.0, "done", 0.1, 1 / 3, 5e-324, buffers_digest="cd" * 32),
 ]
 
 
@@ -78,6 +79,13 @@ def test_round_trip(tmp_path: Path) -> None:
     moved = json.loads(lines[4])
     assert (moved["from"], moved["to"]) == ([4, 4], [6, 2]), "the words of the contract"
     assert "source" not in moved
+
+
+def test_an_end_of_an_older_log() -> None:
+    """It has no digest of the buffers."""
+    record = to_json(ALL[-1])
+    del record["buffers_digest"]
+    assert from_json(record) == dataclasses.replace(cast(EndEvent, ALL[-1]), buffers_digest=None)
 
 
 @given(st.floats(allow_nan=False, allow_infinity=False), st.floats(allow_nan=False, allow_infinity=False))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from io import StringIO
 
 from rich.console import Console
@@ -215,6 +216,12 @@ def test_verdict() -> None:
     other, cut = summarize([step(0), end("bb")]), summarize([step(0)])
     assert verdict([("a", one), ("b", same)]) == "same loss and same weights, to the last bit"
     assert "different weights" in verdict([("a", one), ("b", other)])
+    buffers = [(name, replace(one, buffers_digest=name)) for name in "cd"]
+    assert verdict([buffers[0], buffers[0]]) == "same loss and same weights, to the last bit, buffers included"
+    assert verdict([("a", one), buffers[0]]) == "same loss and same weights, to the last bit", "an old log does not tell"
+    assert verdict(buffers).startswith("same loss and same weights, but different buffers")
+    rows = cells(comparison_table([("a", one), *buffers]))
+    assert rows["buffers"] == ["-", "c", "d"]
     assert "has not ended" in verdict([("a", one), ("b", cut)])
 
 
