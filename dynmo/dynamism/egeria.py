@@ -223,11 +223,11 @@ def plasticity(module: nn.Module, reference: dict[str, Tensor], inputs: tuple[An
     if {name: p.shape for name, p in module.named_parameters()} != {name: w.shape for name, w in weights.items()}:
         return math.nan
     device = live.device
-    # Buffers are copied: a module in training may write to them.
+    # Buffers and inputs are copied, since a module may write to them.
     tensors = {name: w.to(device) for name, w in weights.items()} | {name: b.clone() for name, b in module.named_buffers()}
     seed_forward(device, *key, microbatch=0)
     with torch.no_grad():
-        output = functional_call(module, tensors, inputs)
+        output = functional_call(module, tensors, tuple(x.clone() if isinstance(x, Tensor) else x for x in inputs))
     difference = live - relations(output)
     return float(difference.square().sum()) / live.shape[0] ** 2
 
