@@ -227,7 +227,10 @@ def plasticity(module: nn.Module, reference: dict[str, Tensor], inputs: tuple[An
     tensors = {name: w.to(device) for name, w in weights.items()} | {name: b.clone() for name, b in module.named_buffers()}
     seed_forward(device, *key, microbatch=0)
     with torch.no_grad():
-        output = functional_call(module, tensors, tuple(x.clone() if isinstance(x, Tensor) else x for x in inputs))
+        copies = tuple(x.clone() if isinstance(x, Tensor) else x for x in inputs)
+        # torch's own tying would put a parameter of a submodule that is used twice back in the wrong order, and lose it. It is not needed:
+        # a layer has each parameter under one name.
+        output = functional_call(module, tensors, copies, tie_weights=False)
     difference = live - relations(output)
     return float(difference.square().sum()) / live.shape[0] ** 2
 

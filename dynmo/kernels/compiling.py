@@ -20,7 +20,7 @@ from torch import nn
 from dynmo.errors import ConfigError
 from dynmo.kernels.drop_attention import Dropped
 from dynmo.kernels.hash_attention import Hashed
-from dynmo.kernels.split import Split
+from dynmo.kernels.split import splits
 
 # A layer's code is compiled anew for each dtype, for training and evaluation, and with parts of it frozen: a dozen or two.
 _MOST = 64
@@ -30,7 +30,7 @@ def compiled(module: nn.Module) -> Callable[..., Any]:
     """What to call in the module's place. Raises ConfigError where this machine has nothing to compile with."""
     device = next((p.device for p in module.parameters()), torch.device("cpu"))
     _check(device)
-    for kind in {type(child) for child in module.modules() if isinstance(child, Split)}:
+    for kind in {type(child) for child in module.modules() if splits(child)}:
         _leave_out(kind, "forward")
     for kind in (Hashed, Dropped):
         _leave_out(kind, "__call__")

@@ -171,6 +171,32 @@ def linears(module: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
             yield name, cast(nn.Linear, child)
 
 
+def around_fast_paths(module: nn.Module, run: Callable[..., Any]) -> Callable[..., Any]:
+    """Keeps torch's fused evaluation away from sparse weights.
+
+    In evaluation `nn.TransformerEncoderLayer` reads the weights of its linears itself, as dense ones, and calls no linear.
+
+    Args:
+        module: A layer of the model.
+        run: What is called in the layer's place: the module, or what a compiler made of it.
+
+    Returns:
+        `run`, or, if a linear of the layer is sparse, a function that calls it with torch's fused paths switched off.
+    """
+    if not any(isinstance(linear, SparseLinear) for _, linear in linears(module)):
+        return run
+
+    def run_without(*inputs: Tensor) -> Any:
+        enabled = torch.backends.mha.get_fastpath_enabled()
+        torch.backends.mha.set_fastpath_enabled(False)
+        try:
+            return run(*inputs)
+        finally:
+            torch.backends.mha.set_fastpath_enabled(enabled)
+
+    return run_without
+
+
 def dense_size(linear: nn.Linear) -> int:
     return linear.out_features * linear.in_features
 

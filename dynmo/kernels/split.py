@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any, Protocol, cast, runtime_checkable
+from typing import Any, Protocol, TypeGuard, cast
 
 import torch
 from torch import Tensor, nn
@@ -98,14 +98,23 @@ class WeightTape:
         return pending
 
 
-@runtime_checkable
 class Split(Protocol):
     """A module that leaves its weight gradient on a tape. With tape None it behaves as any module does.
 
-    A module of one's own joins by having this attribute: dynmo sets it.
+    The class of a user's module opts in with the attribute `tape = None`. dynmo sets it on the instance.
     """
 
     tape: WeightTape | None
+
+
+def splits(module: nn.Module) -> TypeGuard[Split]:
+    """Whether the module has opted in to a tape. An attribute `tape` of another kind is the module's own affair."""
+    registered = (module._parameters, module._buffers, module._modules)
+    return (
+        getattr(type(module), "tape", module) is None
+        and not any("tape" in names for names in registered)
+        and isinstance(vars(module).get("tape"), WeightTape | None)
+    )
 
 
 def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -244,7 +253,7 @@ def install(module: nn.Module, tape: WeightTape | None) -> None:
     float32_gradients(module)
     for child in module.modules():
         known = _SPLIT.get(type(child))
-        if known is not None and known[1](child):
+        if known is not None and known[1](child) and not hasattr(child, "tape"):
             child.__class__ = known[0]
-        if isinstance(child, Split):
+        if splits(child):
             child.tape = tape

@@ -86,11 +86,10 @@ class EmulatedLayer(nn.Module):
     """Sleeps f, b, w seconds for one microbatch. The first layer turns token ids into a message of `size` float32 numbers; the one that
     `ends` the model gives the mean of its own: the loss, within its seconds."""
 
-    tape: WeightTape | None
+    tape: WeightTape | None = None
 
     def __init__(self, f: float, b: float, w: float, size: int, ends: bool = False) -> None:
         super().__init__()
-        self.tape = None
         self.f, self.b, self.w, self.size, self.ends = f, b, w, size, ends
         self.a = nn.Parameter(torch.ones(1))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -45,27 +46,46 @@ def next_token_loss(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 class _Uninitialised(TorchFunctionMode):
-    """Leaves initial values out: what is on the meta device has none, and pretending takes milliseconds a weight."""
+    """Leaves initial values out: what is on the meta device has none, and pretending takes milliseconds a weight.
+
+    Remembers which tensors were made, for `keeps_others`.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._tensors: list[weakref.ref[Tensor]] = []
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given: dict[str, Any] = kwargs or {}
         if getattr(func, "__module__", None) == "torch.nn.init":
             return args[0] if args else given["tensor"]
-        return func(*args, **given)
+        out = func(*args, **given)
+        if isinstance(out, Tensor):
+            self._tensors.append(weakref.ref(out))
+        return out
+
+    def keeps_others(self, layer: nn.Module) -> bool:
+        """Whether a tensor lives on that is no parameter or buffer: an attribute of a module, say. Nothing would ever fill it."""
+        own = {id(tensor) for _, _, tensor in _tensors(layer)}
+        return any((tensor := each()) is not None and tensor.is_meta and id(tensor) not in own for each in self._tensors)
 
 
 def from_factories(names: Sequence[str], factories: Sequence[Factory], seed: int, loss: Loss, tied: Any = ()) -> Model:
     """A model whose layers can be built one by one."""
 
+    def initialised(index: int) -> nn.Module:
+        torch.manual_seed(mix(seed, Purpose.INITIAL, index))
+        return factories[index]()
+
+    def shapes(index: int) -> nn.Module:
+        with torch.device("meta"), _Uninitialised() as made:
+            layer = factories[index]()
+            others = made.keeps_others(layer)
+        # A move brings parameters and buffers. Whatever else the layer keeps must be there before.
+        return initialised(index).to("meta") if others else layer
+
     def build(owned: Collection[int]) -> list[nn.Module]:
-        layers: list[nn.Module] = []
-        for index, factory in enumerate(factories):
-            if index in owned:
-                torch.manual_seed(mix(seed, Purpose.INITIAL, index))
-                layers.append(factory())
-            else:
-                with torch.device("meta"), _Uninitialised():
-                    layers.append(factory())
+        layers = [initialised(i) if i in owned else shapes(i) for i in range(len(factories))]
         _check("from_factories", layers)
         return layers
 

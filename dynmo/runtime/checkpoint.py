@@ -29,7 +29,8 @@ from torch import Tensor, nn
 
 from dynmo.errors import CheckpointError
 from dynmo.kernels.sparse_linear import conform
-from dynmo.runtime.migrate import DTYPES, Contents, Manifest, contents, describe
+from dynmo.runtime.headers import DTYPES
+from dynmo.runtime.migrate import Contents, Manifest, contents, describe
 from dynmo.runtime.world import World
 
 _VERSION = 1

@@ -1,39 +1,144 @@
-"""The header of a message: what tells its receiver how many tensors come, of which dtypes and shapes. Of fixed size, so it needs none."""
+"""How tensors travel: the dtypes that may, and the header that announces a message's dtypes and shapes.
+
+A header is a lead of fixed size, which needs no announcement itself. The lead holds the numbers of a usual message. The numbers that do not
+fit follow in a second tensor, whose length the lead states.
+
+    lead    [n, number 1, ..., number 63]       n: how many numbers there are in all
+    rest    [number 64, ..., number n]          only where n > 63
+    numbers, for each tensor: dtype, dimensions, size of each dimension
+"""
 
 from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
 from dynmo.errors import RunError
 
-HEADER = 64  # int64 numbers: count, then per tensor dtype, dimensions, sizes
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32, torch.uint8, torch.bool, torch.int8)
+# The dtypes that may travel, by name. A peer's word for a dtype is looked up here and nowhere else.
+DTYPES = {
+    str(d).removeprefix("torch."): d
+    for d in (
+        torch.float32,
+        torch.float64,
+        torch.bfloat16,
+        torch.float16,
+        torch.int64,
+        torch.int32,
+        torch.int16,
+        torch.int8,
+        torch.uint8,
+        torch.uint16,
+        torch.uint32,
+        torch.uint64,
+        torch.bool,
+        torch.complex64,
+        torch.complex128,
+    )
+}
+_CODES = {dtype: code for code, dtype in enumerate(DTYPES.values())}
+_BY_CODE = tuple(DTYPES.values())
+# NCCL sends the other dtypes as bytes.
+_KNOWN_TO_NCCL = frozenset(
+    {torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.int8, torch.uint8, torch.bool}
+)
+
+LEAD = 64
+MOST_TENSORS = 4096
+MOST_DIMENSIONS = 64
+# No message of a real model comes near. A damaged header must not make its receiver ask for all memory.
+MOST_BYTES = 1 << 40
 
 Spec = tuple[tuple[torch.dtype, tuple[int, ...]], ...]
 
 
-def encode(spec: Spec) -> Tensor:
-    numbers = [len(spec)]
-    for dtype, shape in spec:
-        if dtype not in _DTYPES:
-            raise RunError(f"a layer hands on a tensor of {dtype}, which cannot travel; known are {', '.join(map(str, _DTYPES))}")
-        numbers += [_DTYPES.index(dtype), len(shape), *shape]
-    if len(numbers) > HEADER:
-        raise RunError(f"a message of {len(spec)} tensors with so many dimensions does not fit the channel's header")
-    return torch.tensor(numbers + [0] * (HEADER - len(numbers)), dtype=torch.int64)
-
-
-def decode(header: Tensor) -> Spec:
-    numbers = header.tolist()
-    spec: list[tuple[torch.dtype, tuple[int, ...]]] = []
-    at = 1
-    for _ in range(numbers[0]):
-        dtype, dimensions = _DTYPES[numbers[at]], numbers[at + 1]
-        spec.append((dtype, tuple(numbers[at + 2 : at + 2 + dimensions])))
-        at += 2 + dimensions
-    return tuple(spec)
-
-
 def spec_of(tensors: tuple[Tensor, ...]) -> Spec:
     return tuple((t.dtype, tuple(t.shape)) for t in tensors)
+
+
+def obstacle(tensor: Tensor) -> str | None:
+    """Returns why a layer cannot hand on this tensor, with what to do instead, or None if it can.
+
+    Backward passes know no complex gradients, so a complex tensor cannot go from layer to layer. It may be a parameter or a buffer.
+    """
+    if tensor.is_complex():
+        return f"a tensor of {tensor.dtype}, which cannot travel; let it hand on torch.view_as_real of that"
+    if tensor.dtype not in _CODES:
+        return f"a tensor of {tensor.dtype}, which cannot travel; known are {', '.join(DTYPES)}"
+    if tensor.is_nested or tensor.layout is not torch.strided:
+        return f"a {'nested' if tensor.is_nested else str(tensor.layout)} tensor, which cannot travel; let it hand on a dense one"
+    if tensor.dim() > MOST_DIMENSIONS:
+        return f"a tensor of {tensor.dim()} dimensions, which cannot travel; at most {MOST_DIMENSIONS} can"
+    return None
+
+
+def on_wire(tensor: Tensor) -> Tensor:
+    """The same memory as the backend takes it. The tensor must be contiguous."""
+    return tensor.reshape(-1).view(torch.uint8) if tensor.is_cuda and tensor.dtype not in _KNOWN_TO_NCCL else tensor
+
+
+def encode(spec: Spec) -> tuple[Tensor, ...]:
+    """Returns the lead, and the rest if there is one. Layers check that what they hand on can be announced (`obstacle`)."""
+    assert len(spec) <= MOST_TENSORS, "the layer checks this"
+    numbers = [n for dtype, shape in spec for n in (_CODES[dtype], len(shape), *shape)]
+    numbers = [len(numbers), *numbers]
+    lead = torch.tensor(numbers[:LEAD] + [0] * (LEAD - len(numbers)), dtype=torch.int64)
+    return (lead,) if len(numbers) <= LEAD else (lead, torch.tensor(numbers[LEAD:], dtype=torch.int64))
+
+
+def rest_of(lead: Tensor, what: str) -> Tensor | None:
+    """Makes room for the rest of a header, if the lead announces one.
+
+    Args:
+        lead: The first part of the header, [LEAD].
+        what: The message, as an error names it: "the activations from rank 0 to rank 1".
+
+    Raises:
+        RunError: No header is as long as the lead says.
+    """
+    count = int(lead[0])
+    if not 0 <= count <= MOST_TENSORS * (2 + MOST_DIMENSIONS):
+        raise _damaged(what, f"it announces {count} numbers")
+    missing = count + 1 - LEAD
+    return torch.zeros(missing, dtype=torch.int64) if missing > 0 else None
+
+
+def decode(header: Sequence[Tensor], what: str) -> Spec:
+    """Reads a header that has arrived.
+
+    Args:
+        header: The lead, and the rest if the lead announces one.
+        what: The message, as an error names it.
+
+    Returns:
+        Dtype and shape of each tensor of the message, in order.
+
+    Raises:
+        RunError: The header is damaged, or of another version of dynmo.
+    """
+    numbers = [n for part in header for n in part.tolist()]
+    if not 0 <= numbers[0] < len(numbers):
+        raise _damaged(what, f"it announces {numbers[0]} numbers and has {len(numbers) - 1}")
+    spec = tuple(_tensors(numbers[1 : numbers[0] + 1], what))
+    size = sum(dtype.itemsize * math.prod(shape) for dtype, shape in spec)
+    if size > MOST_BYTES:
+        raise _damaged(what, f"it announces {size} bytes")
+    return spec
+
+
+def _tensors(numbers: list[int], what: str) -> Iterator[tuple[torch.dtype, tuple[int, ...]]]:
+    at = 0
+    while at < len(numbers):
+        code, dimensions = numbers[at], numbers[at + 1] if at + 1 < len(numbers) else -1
+        shape = tuple(numbers[at + 2 : at + 2 + max(0, dimensions)])
+        if not 0 <= code < len(_BY_CODE) or len(shape) != dimensions or min(shape, default=0) < 0:
+            raise _damaged(what, f"it announces a tensor of dtype {code} and {dimensions} dimensions, {shape}")
+        yield _BY_CODE[code], shape
+        at += 2 + dimensions
+
+
+def _damaged(what: str, how: str) -> RunError:
+    return RunError(f"{what}: the header cannot be read, for {how}; do all ranks run the same dynmo?")

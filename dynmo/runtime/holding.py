@@ -20,8 +20,9 @@ from dynmo.errors import CheckpointError, ConfigError
 from dynmo.models.model import Model
 from dynmo.runtime.clock import Clock
 from dynmo.runtime.frozen import Frozen
+from dynmo.runtime.headers import DTYPES
 from dynmo.runtime.mesh import arrange
-from dynmo.runtime.migrate import DTYPES, Arrival, fill
+from dynmo.runtime.migrate import Arrival, fill
 from dynmo.runtime.optimizer import LayerOptimizer, OptimizerSettings
 from dynmo.runtime.output_cache import OutputCache
 from dynmo.runtime.precision import lower as lower_precision

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from dynmo.balance.partition import Move
 from dynmo.errors import RunError
 from dynmo.kernels.sparse_linear import conform
+from dynmo.runtime.headers import DTYPES, on_wire
 from dynmo.runtime.p2p import TAG_MIGRATE
 from dynmo.runtime.world import World
 
@@ -45,28 +46,6 @@ class Manifest(BaseModel):
     layer: int
     tensors: list[TensorRecord]
 
-
-# The dtypes that may travel; a name that is not here is refused rather than looked up.
-DTYPES = {
-    str(d).removeprefix("torch."): d
-    for d in (
-        torch.float32,
-        torch.float64,
-        torch.bfloat16,
-        torch.float16,
-        torch.int64,
-        torch.int32,
-        torch.int16,
-        torch.int8,
-        torch.uint8,
-        torch.uint16,
-        torch.uint32,
-        torch.uint64,
-        torch.bool,
-        torch.complex64,
-        torch.complex128,
-    )
-}
 
 Contents = dict[tuple[str, str], Tensor]
 
@@ -220,25 +199,15 @@ def unpack(text: bytes, move: Move, device: torch.device) -> Arrival:
     return Arrival(move.layer, tensors, {r.name: r.requires_grad for r in manifest.tensors if r.section == "parameter"})
 
 
-def _on_wire(tensor: Tensor) -> Tensor:
-    """As it is sent and received: NCCL does not know every dtype."""
-    return _bytes(tensor) if tensor.is_cuda else tensor
-
-
-def _bytes(tensor: Tensor) -> Tensor:
-    """The same memory, which lies in one piece."""
-    return tensor.reshape(-1).view(torch.uint8)
-
-
 def _send(world: World, move: Move, tensors: Sequence[Tensor | None]) -> list[tuple[dist.Work, Tensor, Move]]:
     key = (TAG_MIGRATE, move.source, move.target)
-    return [(world.send(_on_wire(t), move.target, TAG_MIGRATE, key), t, move) for t in tensors if t is not None and t.numel()]
+    return [(world.send(on_wire(t), move.target, TAG_MIGRATE, key), t, move) for t in tensors if t is not None and t.numel()]
 
 
 def _take(world: World, move: Move, tensor: Tensor) -> Tensor:
     if tensor.numel():
         key = (TAG_MIGRATE, move.source, move.target)
-        world.wait(world.receive(_on_wire(tensor), move.source, TAG_MIGRATE, key), move.source, f"layer {move.layer} to arrive")
+        world.wait(world.receive(on_wire(tensor), move.source, TAG_MIGRATE, key), move.source, f"layer {move.layer} to arrive")
     return tensor
 
 

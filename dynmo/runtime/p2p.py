@@ -1,7 +1,7 @@
 """Channels: one per stage boundary and direction, carrying tuples of tensors in microbatch order.
 
-The first message of a channel is preceded by a fixed-size header that tells dtypes and shapes; from then on receives are posted ahead, so
-that a message lands while the receiver computes. Where shapes vary (`varying`), every message has its header, and the headers are
+The first message of a channel is preceded by a header that tells dtypes and shapes (`headers.py`); from then on receives are posted ahead,
+so that a message lands while the receiver computes. Where shapes vary (`varying`), every message has its header, and the headers' leads are
 posted ahead.
 
     the rank's thread   F0 ───────── F1 ─────────      puts a message into an outbox: microseconds
@@ -33,7 +33,7 @@ from torch import Tensor
 from dynmo.errors import DynmoError, RunError, WaitTimeout
 from dynmo.memory import POSTED_AHEAD, posted
 from dynmo.runtime.device_waits import POLL, Patience
-from dynmo.runtime.headers import HEADER, Spec, decode, encode, spec_of
+from dynmo.runtime.headers import LEAD, Spec, decode, encode, on_wire, rest_of, spec_of
 from dynmo.runtime.world import World
 from dynmo.schedule.lower import Begun, Channel, Direction, Program, describe
 
@@ -146,7 +146,7 @@ class Inbox:
 
     def _post_one(self) -> None:
         if self._varying:
-            buffers: tuple[Tensor, ...] = (torch.zeros(HEADER, dtype=torch.int64),)
+            buffers: tuple[Tensor, ...] = (torch.zeros(LEAD, dtype=torch.int64),)
         else:
             assert self._spec is not None
             buffers = tuple(torch.empty(shape, dtype=dtype, device=self._world.device) for dtype, shape in self._spec)
@@ -154,7 +154,8 @@ class Inbox:
 
     def _receive(self, buffers: tuple[Tensor, ...], header: bool = False) -> list[dist.Work]:
         channel = self.channel
-        return [self._world.receive(b, channel.source, _tag(channel) + header * TAG_HEADERS, _key(channel)) for b in buffers]
+        tag = _tag(channel) + header * TAG_HEADERS
+        return [self._world.receive(on_wire(b), channel.source, tag, _key(channel)) for b in buffers]
 
     def _wait(self, works: list[dist.Work], microbatch: int) -> None:
         for work in works:
@@ -227,16 +228,25 @@ class Inbox:
     def take(self, microbatch: int) -> tuple[Tensor, ...]:
         """The next message, which is the one of `microbatch`."""
         if self._varying:
-            (header,) = self._land(microbatch)
-            buffers = tuple(torch.empty(shape, dtype=dtype, device=self._world.device) for dtype, shape in decode(header))
+            (lead,) = self._land(microbatch)
+            buffers = tuple(torch.empty(shape, dtype=dtype, device=self._world.device) for dtype, shape in self._read(lead, microbatch))
             self._wait(self._receive(buffers), microbatch)
         else:
             if self._spec is None:
-                header = torch.zeros(HEADER, dtype=torch.int64)
-                self._wait(self._receive((header,), header=True), microbatch)
-                self._spec = decode(header)
+                lead = torch.zeros(LEAD, dtype=torch.int64)
+                self._wait(self._receive((lead,), header=True), microbatch)
+                self._spec = self._read(lead, microbatch)
             buffers = self._land(microbatch)
         return buffers
+
+    def _read(self, lead: Tensor, microbatch: int) -> Spec:
+        """What the header announces. Its rest, if it has one, comes before the message's tensors, in one line with them."""
+        what = describe(self.channel)
+        rest = rest_of(lead, what)
+        if rest is None:
+            return decode((lead,), what)
+        self._wait(self._receive((rest,)), microbatch)
+        return decode((lead, rest), what)
 
 
 def _filled(world: World, works: list[dist.Work], seconds: float) -> bool:
@@ -253,7 +263,7 @@ def _filled(world: World, works: list[dist.Work], seconds: float) -> bool:
 class Enqueued(NamedTuple):
     """CUDA: a message on its way. Its header, if it has one, is gloo's, who says of none that it is completed before it is waited for."""
 
-    header: dist.Work | None
+    header: list[dist.Work]
     works: list[dist.Work]
     tensors: list[Tensor]
 
@@ -275,7 +285,7 @@ class Outbox:
 
     def put(self, microbatch: int, tensors: tuple[Tensor, ...]) -> None:
         spec = spec_of(tensors)
-        header = None
+        header: tuple[Tensor, ...] = ()
         if self._varying or self._spec is None:
             header = encode(spec)
             self._spec = spec
@@ -287,17 +297,18 @@ class Outbox:
         self._acquire(microbatch)
         self.worker.submit(lambda: self._send(microbatch, header, tensors))
 
-    def _send(self, microbatch: int, header: Tensor | None, tensors: tuple[Tensor, ...]) -> None:
-        channel = self.channel
-        parts = [tensor if tensor.is_contiguous() else tensor.detach().contiguous() for tensor in tensors]
+    def _send(self, microbatch: int, header: tuple[Tensor, ...], tensors: tuple[Tensor, ...]) -> None:
+        channel, tag, key = self.channel, _tag(self.channel), _key(self.channel)
+        parts = [on_wire(tensor if tensor.is_contiguous() else tensor.detach().contiguous()) for tensor in tensors]
         try:
-            head = None if header is None else self._world.send(header, channel.target, _tag(channel) + TAG_HEADERS, _key(channel))
-            works = [self._world.send(part, channel.target, _tag(channel), _key(channel)) for part in parts]
+            head = [self._world.send(lead, channel.target, tag + TAG_HEADERS, key) for lead in header[:1]]
+            head += [self._world.send(rest, channel.target, tag, key) for rest in header[1:]]
+            works = [self._world.send(part, channel.target, tag, key) for part in parts]
             if not self._threaded:
-                self._enqueued.append(Enqueued(head, works, parts if header is None else [*parts, header]))
+                self._enqueued.append(Enqueued(head, works, [*parts, *header]))
                 self._release_done()
                 return
-            for work in works if head is None else (head, *works):
+            for work in (*head, *works):
                 self._world.wait(work, channel.target, f"room to send the {channel.direction} of microbatch {microbatch}")
         except DynmoError as error:
             self.worker.error = error  # before the place is free, so that who takes it sees it
@@ -309,8 +320,7 @@ class Outbox:
         """CUDA: frees the places of the messages that the peer has. Whether there were any."""
         before = len(self._enqueued)
         while self._enqueued and all(work.is_completed() for work in self._enqueued[0].works):
-            header = self._enqueued.popleft().header
-            if header is not None:  # the peer read it before it could receive what came behind
+            for header in self._enqueued.popleft().header:  # the peer read it before it could receive what came behind
                 self._world.wait(header, self.channel.target, f"the header of the {self.channel.direction} to be read")
             self._room.release()
         return len(self._enqueued) < before

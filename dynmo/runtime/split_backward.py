@@ -24,9 +24,11 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_
 from dynmo.errors import ConfigError, RunError
 from dynmo.kernels.compiling import compiled
 from dynmo.kernels.seeds import generator_of, seed_forward
+from dynmo.kernels.sparse_linear import around_fast_paths
 from dynmo.kernels.split import WeightTape, WeightWork, install, used_twice
 from dynmo.runtime.buffers import BufferSet, Copies, has_same_bits
 from dynmo.runtime.clock import Clock
+from dynmo.runtime.headers import MOST_TENSORS, obstacle
 from dynmo.runtime.plain_state import PlainState
 from dynmo.runtime.slots import Slots
 from dynmo.schedule.op import Kind
@@ -80,7 +82,7 @@ class Layer:
         self.tape = WeightTape()
         self.tape.run, self.tape.taking = self._timed, False
         install(module, self.tape)
-        self._run: Callable[..., Any] = compiled(module) if compiles else module
+        self._run = around_fast_paths(module, compiled(module) if compiles else module)
 
     def _timed(self, work: WeightWork) -> None:
         start = self._clock.mark()
@@ -163,16 +165,17 @@ class Layer:
 
     def _handed_on(self, out: object) -> Tensors:
         """What the module returned, as it goes to the next layer. A message that travels loses its strides, so they all do."""
-        if isinstance(out, Tensor) and out.is_contiguous() and not out.is_complex():
-            return (out,)
         outputs = cast("tuple[object, ...]", tuple(out) if isinstance(out, tuple | list) else (out,))
+        what = f"layer {self.index} ({type(self.module).__name__}) returned"
+        if len(outputs) > MOST_TENSORS:
+            raise RunError(f"{what} {len(outputs)} tensors; a layer hands on at most {MOST_TENSORS}, so let it stack them")
         for y in outputs:
-            what = f"layer {self.index} ({type(self.module).__name__}) returned"
             if not isinstance(y, Tensor):
                 among = "" if y is out else f" among its {len(outputs)} outputs"
                 raise RunError(f"{what} a {type(y).__name__}{among}; a layer hands on a tensor, or a tuple of tensors")
-            if y.is_complex():
-                raise RunError(f"{what} a tensor of {y.dtype}, which cannot travel; let it hand on torch.view_as_real of that")
+            reason = obstacle(y)
+            if reason is not None:
+                raise RunError(f"{what} {reason}")
         return tuple(y.contiguous() for y in cast(Tensors, outputs))
 
     def _again(self, microbatch: int, inputs: Tensors, step: int, finish: Callable[[Tensor], Tensor] | None, buffers: Copies) -> Tensors:

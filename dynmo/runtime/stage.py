@@ -65,7 +65,8 @@ class Stage:
             raise RunError(f"the loss function returned {what}; it must return a scalar tensor, the mean")
         outputs = cast("Tensor | tuple[object, ...]", output)  # of a last layer that returns several
         several = outputs if isinstance(outputs, tuple | list) else (outputs,)
-        if not loss.requires_grad and any(isinstance(y, Tensor) and y.requires_grad for y in several):
+        # Where F runs without its graph, to run again in B, an input that is handed on still says that it requires a gradient.
+        if torch.is_grad_enabled() and not loss.requires_grad and any(isinstance(y, Tensor) and y.requires_grad for y in several):
             raise RunError("the loss does not depend on the model's output in a way that autograd follows, so nothing would train")
         return loss.float() if loss.dtype in LOW else loss
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from dynmo.errors import RankDied, RunError
-from dynmo.runtime.headers import decode, encode
+from dynmo.runtime.headers import DTYPES, LEAD, decode, encode, obstacle, rest_of
 from dynmo.runtime.p2p import Inbox, Worker
 from dynmo.schedule.lower import Channel, Direction
 from tests.pool import Pool
@@ -18,20 +18,46 @@ from tests.runtime.alone import alone
 JOBS = "tests.runtime.jobs.p2p:"
 PLAIN = [["float32", [2, 3]]]
 SEVERAL = [["float32", [2, 3]], ["int64", [4]], ["bool", [2]], ["bfloat16", [1, 2]], ["float64", []], ["uint8", [0, 3]]]
+MANY = [[name, [1, place % 3]] for place, name in enumerate([*DTYPES] * 20)]
+WHAT = "the activations from rank 0 to rank 1"
 
 
 def test_header() -> None:
     spec = ((torch.float32, (2, 3)), (torch.int64, ()), (torch.bool, (0, 5)))
-    assert decode(encode(spec)) == spec
-    assert decode(encode(())) == ()
-    with pytest.raises(RunError, match="does not fit the channel's header"):
-        encode(((torch.float32, (1, 1)),) * 16)
-    with pytest.raises(RunError, match=r"torch.complex64, which cannot travel; known are torch.float32"):
-        encode(((torch.complex64, (1,)),))
+    assert decode(encode(spec), WHAT) == spec
+    assert decode(encode(()), WHAT) == ()
+    every = tuple((dtype, (1, place)) for place, dtype in enumerate(DTYPES.values())) * 20
+    lead, rest = encode(every)
+    room = rest_of(lead, WHAT)
+    assert room is not None
+    assert (len(lead), room.shape) == (LEAD, rest.shape)
+    assert decode((lead, rest), WHAT) == every
+    for damaged, reason in (
+        ([-1], "it announces -1 numbers"),
+        ([2**40], "it announces 1099511627776 numbers"),
+        ([3, 0, 2, 5], r"it announces a tensor of dtype 0 and 2 dimensions, \(5,\)"),
+        ([3, 99, 1, 5], "dtype 99 and 1 dimensions"),
+        ([3, 0, 1, -5], r"dtype 0 and 1 dimensions, \(-5,\)"),
+        ([4, 0, 2, 2**30, 2**30], f"it announces {2**62} bytes"),
+    ):
+        lead = torch.tensor(damaged + [0] * (LEAD - len(damaged)))
+        with pytest.raises(RunError, match=f"{WHAT}: the header cannot be read, for .*{reason}"):
+            decode((lead,) if rest_of(lead, WHAT) is None else (lead, rest), WHAT)
+
+
+def test_what_cannot_be_handed_on() -> None:
+    assert obstacle(torch.zeros(2)) is None
+    for tensor, reason in (
+        (torch.zeros(1, dtype=torch.complex64), "torch.complex64, which cannot travel; let it hand on torch.view_as_real"),
+        (torch.zeros(1).to(torch.float8_e5m2), "torch.float8_e5m2, which cannot travel; known are float32"),
+        (torch.zeros(1, 1).to_sparse(), "a torch.sparse_coo tensor, which cannot travel"),
+        (torch.zeros((1,) * 65), "65 dimensions, which cannot travel; at most 64 can"),
+    ):
+        assert reason in (obstacle(tensor) or "")
 
 
 @pytest.mark.parametrize("depth", [1, 2, 20])
-@pytest.mark.parametrize("shapes", [PLAIN, SEVERAL], ids=["one tensor", "several"])
+@pytest.mark.parametrize("shapes", [PLAIN, SEVERAL, MANY], ids=["one tensor", "several", "more than a lead announces"])
 @pytest.mark.parametrize("varying", [False, True])
 def test_fixed_shapes(pool: Pool, shapes: list[Any], varying: bool, depth: int) -> None:
     done = pool.run(JOBS + "channel", 2, steps=[[shapes] * 10] * 3, varying=varying, depth=depth)
