@@ -63,7 +63,7 @@ class _SparseFunction(torch.autograd.Function):
             return gx, None, None if bias is None or not bias.requires_grad else sum_tokens(rows), None
         (columns,) = ctx.saved_tensors
         csr, tape = layer.csr, layer.tape
-        if tape is None or not tape.taking:
+        if tape is None or not tape.taking or not isinstance(weight, nn.Parameter):
             gradient = zero_gradient(weight)
             sddmm_(csr, rows, columns, gradient[0])
             return gx, gradient, None if bias is None else sum_tokens(rows), None
@@ -81,7 +81,22 @@ def accumulate_sparse(csr: Csr, weight: nn.Parameter, bias: nn.Parameter | None,
             add_to_gradient(bias, sum_tokens(rows))
 
 
-class SparseLinear(nn.Linear):
+class _Pruned(nn.Linear):
+    """A linear whose weight has meaning for itself alone. guard: what to say of whoever asks for it now."""
+
+    guard: str | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "weight" and self.guard is not None:
+            raise RunError(f"{self.guard}; let it call the linear, or leave dynamism.pruning out")
+        return super().__getattr__(name)
+
+    @property
+    def own_weight(self) -> nn.Parameter:
+        return cast(nn.Parameter, self._parameters["weight"])
+
+
+class SparseLinear(_Pruned):
     """nn.Linear whose `weight` is [1, kept]: the kept values in row order (a matrix still, so that it decays as one does). `crow` and `col`
     say where they are. Made by `prune`, never by its constructor."""
 
@@ -93,7 +108,7 @@ class SparseLinear(nn.Linear):
     _flipped: tuple[Csr, Tensor] | None = None
 
     def forward(self, input: Tensor) -> Tensor:
-        return cast(Tensor, _SparseFunction.apply(input, self.weight, self.bias, self))
+        return cast(Tensor, _SparseFunction.apply(input, self.own_weight, self.bias, self))
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, kept={self.weight.numel()}"
@@ -143,13 +158,13 @@ def _accumulate_masked(weight: nn.Parameter, bias: nn.Parameter | None, mask: Te
     weight.grad.mul_(mask)
 
 
-class MaskedLinear(SplitLinear):
+class MaskedLinear(SplitLinear, _Pruned):
     """A pruned nn.Linear that stays dense: dropped weights are 0 and get no gradient. Saves nothing; for sparsities below the crossover."""
 
     kept_mask: Tensor
 
     def forward(self, input: Tensor) -> Tensor:
-        weight = cast(nn.Parameter, self.weight)
+        weight = self.own_weight
         if not weight.requires_grad or not torch.is_grad_enabled():
             return functional.linear(input, weight, self.bias)
         if not may_split(self, input.device):
@@ -171,30 +186,38 @@ def linears(module: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
             yield name, cast(nn.Linear, child)
 
 
-def around_fast_paths(module: nn.Module, run: Callable[..., Any]) -> Callable[..., Any]:
-    """Keeps torch's fused evaluation away from sparse weights.
+def guarded(index: int, module: nn.Module, run: Callable[..., Any]) -> Callable[..., Any]:
+    """Keeps a layer from using a pruned weight other than through its linear.
 
-    In evaluation `nn.TransformerEncoderLayer` reads the weights of its linears itself, as dense ones, and calls no linear.
+    The values of a sparse weight mean nothing without their places, and a weight under a mask would
+    get gradients where it is pruned. torch's fused evaluation of `nn.TransformerEncoderLayer` reads
+    the weights of its linears itself, so it is switched off in F of such a layer.
 
     Args:
-        module: A layer of the model.
+        index: The layer's global index.
+        module: The layer.
         run: What is called in the layer's place: the module, or what a compiler made of it.
 
     Returns:
-        `run`, or, if a linear of the layer is sparse, a function that calls it with torch's fused paths switched off.
+        `run` itself if nothing in the layer is pruned.
     """
-    if not any(isinstance(linear, SparseLinear) for _, linear in linears(module)):
+    pruned = [(name, linear) for name, linear in linears(module) if isinstance(linear, _Pruned)]
+    if not pruned:
         return run
 
-    def run_without(*inputs: Tensor) -> Any:
-        enabled = torch.backends.mha.get_fastpath_enabled()
+    def run_guarded(*inputs: Tensor) -> Any:
+        fused = torch.backends.mha.get_fastpath_enabled()
         torch.backends.mha.set_fastpath_enabled(False)
+        for name, linear in pruned:
+            linear.guard = f"layer {index} uses the weight of its pruned linear {name or 'itself'!r} by itself"
         try:
             return run(*inputs)
         finally:
-            torch.backends.mha.set_fastpath_enabled(enabled)
+            torch.backends.mha.set_fastpath_enabled(fused)
+            for _, linear in pruned:
+                linear.guard = None
 
-    return run_without
+    return run_guarded
 
 
 def dense_size(linear: nn.Linear) -> int:

@@ -109,12 +109,7 @@ class Split(Protocol):
 
 def splits(module: nn.Module) -> TypeGuard[Split]:
     """Whether the module has opted in to a tape. An attribute `tape` of another kind is the module's own affair."""
-    registered = (module._parameters, module._buffers, module._modules)
-    return (
-        getattr(type(module), "tape", module) is None
-        and not any("tape" in names for names in registered)
-        and isinstance(vars(module).get("tape"), WeightTape | None)
-    )
+    return getattr(type(module), "tape", module) is None and isinstance(vars(module).get("tape"), WeightTape | None)
 
 
 def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -155,12 +150,18 @@ def accumulate_linear(weight: nn.Parameter, bias: nn.Parameter | None, x: Tensor
 
 
 def may_split(module: nn.Module, device: torch.device) -> bool:
-    """Whether the gradients of the module's weight and bias may come from here and not from autograd. Not where they are made from other
-    parameters (weight_norm, say), or where autocast chooses what the product computes in."""
-    if not torch.is_grad_enabled() or torch.is_autocast_enabled(device.type):
+    """Whether the gradients of the module's weight and bias may come from here and not from autograd.
+
+    They may not where they are made from other parameters (weight_norm, functional_call), where
+    torch.func transforms the call, or where autocast chooses what the product computes in.
+    """
+    if not torch.is_grad_enabled() or torch.is_autocast_enabled(device.type) or torch._C._are_functorch_transforms_active():
         return False
     own = module._parameters
-    return "weight" in own and ("bias" in own or not isinstance(module, nn.Linear))
+    bias = own.get("bias")
+    if not isinstance(own.get("weight"), nn.Parameter) or not (bias is None or isinstance(bias, nn.Parameter)):
+        return False
+    return "bias" in own or not isinstance(module, nn.Linear)
 
 
 class SplitLinear(nn.Linear):

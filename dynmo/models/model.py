@@ -70,6 +70,18 @@ class _Uninitialised(TorchFunctionMode):
         return any((tensor := each()) is not None and tensor.is_meta and id(tensor) not in own for each in self._tensors)
 
 
+def _on_meta(factory: Factory) -> nn.Module:
+    """A layer whose parameters and buffers are on the meta device; what else it keeps is real, since no move would bring it."""
+    try:
+        with torch.device("meta"), _Uninitialised() as made:
+            layer = factory()
+            if not made.keeps_others(layer):
+                return layer
+    except Exception:  # it asks for the value of a tensor, which only real ones have
+        pass
+    return factory().to("meta")
+
+
 def from_factories(names: Sequence[str], factories: Sequence[Factory], seed: int, loss: Loss, tied: Any = ()) -> Model:
     """A model whose layers can be built one by one."""
 
@@ -77,15 +89,8 @@ def from_factories(names: Sequence[str], factories: Sequence[Factory], seed: int
         torch.manual_seed(mix(seed, Purpose.INITIAL, index))
         return factories[index]()
 
-    def shapes(index: int) -> nn.Module:
-        with torch.device("meta"), _Uninitialised() as made:
-            layer = factories[index]()
-            others = made.keeps_others(layer)
-        # A move brings parameters and buffers. Whatever else the layer keeps must be there before.
-        return initialised(index).to("meta") if others else layer
-
     def build(owned: Collection[int]) -> list[nn.Module]:
-        layers = [initialised(i) if i in owned else shapes(i) for i in range(len(factories))]
+        layers = [initialised(i) if i in owned else _on_meta(partial(initialised, i)) for i in range(len(factories))]
         _check("from_factories", layers)
         return layers
 
@@ -161,8 +166,8 @@ def from_function(path: str, seed: int) -> Model:
         return own(output, targets)
 
     if not _are_modules(layers):
-        with torch.device("meta"), _Uninitialised():
-            layers = [factory() for factory in layers]
+        with generators_kept(torch.device("cpu")):
+            layers = [_on_meta(factory) for factory in layers]
     names = tuple(f"{i}.{type(x).__name__}" for i, x in enumerate(layers))
     return Model(names, build, next_token_loss if given is next_token_loss else loss)
 
@@ -194,6 +199,12 @@ def _check(where: str, layers: Sequence[nn.Module]) -> None:
     """Raises ConfigError for what would be lost when a layer moves."""
     owner: dict[int, tuple[int, str]] = {}
     for index, layer in enumerate(layers):
+        scripted = next((name for name, x in layer.named_modules() if isinstance(x, torch.jit.ScriptModule)), None)
+        if scripted is not None:
+            raise ConfigError(
+                f"{where}: the module {scripted or 'itself'} of layer {index} is a ScriptModule, whose parameters cannot be "
+                "exchanged when it moves; use the module that it was scripted from"
+            )
         sparse = next((name for name, x in layer.named_modules() if isinstance(x, nn.Embedding) and x.sparse), None)
         if sparse is not None:
             raise ConfigError(

@@ -24,7 +24,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_
 from dynmo.errors import ConfigError, RunError
 from dynmo.kernels.compiling import compiled
 from dynmo.kernels.seeds import generator_of, seed_forward
-from dynmo.kernels.sparse_linear import around_fast_paths
+from dynmo.kernels.sparse_linear import guarded
 from dynmo.kernels.split import WeightTape, WeightWork, install, used_twice
 from dynmo.runtime.buffers import BufferSet, Copies, has_same_bits
 from dynmo.runtime.clock import Clock
@@ -82,7 +82,7 @@ class Layer:
         self.tape = WeightTape()
         self.tape.run, self.tape.taking = self._timed, False
         install(module, self.tape)
-        self._run = around_fast_paths(module, compiled(module) if compiles else module)
+        self._run = guarded(index, module, compiled(module) if compiles else module)
 
     def _timed(self, work: WeightWork) -> None:
         start = self._clock.mark()
