@@ -20,8 +20,9 @@ STEPS = 4
 
 def config(function: str, ranks: int = 1, **changes: dict[str, Any]) -> dict[str, Any]:
     """Layers move at each step where there are ranks to move between."""
+    path = function if ":" in function else f"tests.models.odd_models:{function}"
     made: dict[str, dict[str, Any]] = {
-        "model": {"kind": f"python:tests.models.odd_models:{function}", "sequence": 8},
+        "model": {"kind": f"python:{path}", "sequence": 8},
         "train": {"steps": STEPS, "global_batch": 8, "micro_batch": 2, "lr": 0.05, "decay": "constant", "warmup": 0},
         "parallel": {"pipeline": ranks, "timeout": 20.0},
         "balance": {"balancer": "random", "every": 1} if ranks > 1 else {"balancer": "none"},

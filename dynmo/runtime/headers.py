@@ -77,7 +77,12 @@ def obstacle(tensor: Tensor) -> str | None:
 
 def on_wire(tensor: Tensor) -> Tensor:
     """The same memory as the backend takes it. The tensor must be contiguous."""
-    return tensor.reshape(-1).view(torch.uint8) if tensor.is_cuda and tensor.dtype not in _KNOWN_TO_NCCL else tensor
+    return as_bytes(tensor) if tensor.is_cuda and tensor.dtype not in _KNOWN_TO_NCCL else tensor
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    """The same memory, which lies in one piece."""
+    return tensor.reshape(-1).view(torch.uint8)
 
 
 def encode(spec: Spec) -> tuple[Tensor, ...]:

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from dynmo.errors import RunError, WaitTimeout
-from dynmo.runtime import migrate, p2p, profiler
+from dynmo.runtime import headers, p2p, profiler
 from dynmo.runtime.mesh import arrange
 from dynmo.runtime.p2p import Inbox, Outbox, Transport, Worker
 from dynmo.runtime.world import World
@@ -45,9 +45,9 @@ def test_a_place_is_free_once_the_peer_has_the_message(varying: bool) -> None:
         box.put(j, (torch.zeros(2, 3),))
         world.works[-1].completed = True
     box.flush()
-    headers = [work for work in world.works if work.host]
-    assert len(headers) == (4 if varying else 1)
-    assert all(work.completed for work in headers)
+    leads = [work for work in world.works if work.host]
+    assert len(leads) == (4 if varying else 1)
+    assert all(work.completed for work in leads)
 
 
 @pytest.mark.usefixtures("device")
@@ -213,9 +213,9 @@ def test_a_failed_run_does_not_wait_for_messages(failed: bool, cuda: bool, abort
 
 def test_what_nccl_cannot_send_travels_as_bytes() -> None:
     """Any dtype, and in the memory it lies in."""
-    for dtype in migrate.DTYPES.values():
+    for dtype in headers.DTYPES.values():
         tensor = torch.zeros(3, 2, dtype=dtype)
-        assert migrate._on_wire(tensor) is tensor, "gloo takes them all"
-        flat = migrate._bytes(tensor)
+        assert headers.on_wire(tensor) is tensor, "gloo takes them all"
+        flat = headers.as_bytes(tensor)
         assert (flat.dtype, flat.numel(), flat.data_ptr()) == (torch.uint8, tensor.nbytes, tensor.data_ptr())
-        assert migrate._bytes(torch.zeros((), dtype=dtype)).numel() == dtype.itemsize
+        assert headers.as_bytes(torch.zeros((), dtype=dtype)).numel() == dtype.itemsize

@@ -1,0 +1,94 @@
+"""Layers of one's own, however they are built and whatever they hand on: the same bits anywhere, or one line that says why not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from dynmo.config import parse
+from dynmo.dynamism.egeria import plasticity, quantised, relations
+from dynmo.errors import ConfigError
+from dynmo.models.model import load_model
+from tests.models.odd_layers import Shared
+from tests.pool import JobFailed, Pool
+from tests.test_own_models import config, plain_losses, run
+
+HERE = "tests.models.odd_layers:"
+
+
+@pytest.mark.parametrize("function", ["attributes", "shared", "tapes", "transformed", "containers"])
+def test_as_torch_alone_trains_it(pool: Pool, function: str) -> None:
+    first = run(pool, HERE + function, train={"max_grad_norm": 0.0})
+    assert first["losses"] == pytest.approx(plain_losses(HERE + function), rel=1e-5)
+    assert run(pool, HERE + function, 2, train={"max_grad_norm": 0.0})["digest"] == first["digest"]
+
+
+@pytest.mark.parametrize("function", ["aux", "many", "kinds"])
+def test_several_tensors_between_layers(pool: Pool, function: str) -> None:
+    digest = run(pool, HERE + function)["digest"]
+    assert run(pool, HERE + function, 2)["digest"] == digest
+    assert run(pool, HERE + function, 3, pipeline={"schedule": "gpipe"}, train={"recompute": "all"})["digest"] == digest
+
+
+@pytest.mark.parametrize(
+    ("function", "reason"),
+    [
+        ("too_many", r"layer 1 \(Spread\) returned 5001 tensors; a layer hands on at most 4096, so let it stack them"),
+        ("eighths", r"layer 1 \(Low\) returned a tensor of torch.float8_e5m2, which cannot travel; known are float32"),
+        ("sparse", r"layer 1 \(Sparse\) returned a torch.sparse_coo tensor, which cannot travel; let it hand on a dense one"),
+        (
+            "counting",
+            r"layer 1 \(Counting\): its forward writes to its attribute 'count' and has another output when it runs again",
+        ),
+    ],
+)
+def test_refused(pool: Pool, function: str, reason: str) -> None:
+    with pytest.raises(JobFailed, match=reason):
+        run(pool, HERE + function)
+
+
+def test_a_scripted_module_is_refused() -> None:
+    with pytest.raises(ConfigError, match="the module itself of layer 1 is a ScriptModule, whose parameters cannot be exchanged"):
+        load_model(parse(config(HERE + "scripted"))).build(range(3))
+
+
+# -- cases ------------------------------------------------------------------------------------------------------------------------
+
+
+def test_a_reference_leaves_a_module_that_is_used_twice_alone() -> None:
+    module, x = Shared(), torch.randn(2, 8)
+    reference, before = quantised(module), list(module.parameters())
+    assert plasticity(module, reference, (x,), relations(module(x)), (0, 0, 1)) > 0
+    assert all(p is q for p, q in zip(module.parameters(), before, strict=True))
+
+
+def test_watching_changes_no_weights(pool: Pool) -> None:
+    """Egeria compares layers with their references while they move, and with this tolerance freezes none."""
+    watched = {"cases": ["freezing"], "freezing": {"policy": "egeria", "every": 1, "window": 2, "tolerance": 1e-9}}
+    digest = run(pool, HERE + "shared", train={"steps": 8})["digest"]
+    assert run(pool, HERE + "shared", 2, train={"steps": 8}, dynamism=watched, pipeline={"schedule": "v-min"})["digest"] == digest
+
+
+def pruning(dense_below: float) -> dict[str, Any]:
+    options = {"final_sparsity": 0.8, "start": 1, "end": 2, "every": 1, "dense_below": dense_below}
+    return {"dynamism": {"cases": ["pruning"], "pruning": options}, "train": {"eval_every": 1}}
+
+
+def held_out(pool: Pool, function: str, ranks: int, **changes: Any) -> list[float]:
+    told = pool.run("events", ranks, config=config(function, ranks, **changes))[0]
+    return [event["loss"] for event in told if event["event"] == "eval"]
+
+
+def test_pruned_encoder_layers_are_evaluated(pool: Pool) -> None:
+    """In evaluation torch's own encoder layer would read sparse weights as dense ones."""
+    sparse = held_out(pool, HERE + "encoders", 1, **pruning(0.5))
+    assert held_out(pool, HERE + "encoders", 2, **pruning(0.5)) == sparse
+    assert held_out(pool, HERE + "encoders", 1, **pruning(0.99)) == pytest.approx(sparse, rel=1e-5)
+
+
+@pytest.mark.parametrize("dense_below", [0.5, 0.99], ids=["sparse", "under a mask"])
+def test_a_pruned_weight_is_its_linears_alone(pool: Pool, dense_below: float) -> None:
+    with pytest.raises(JobFailed, match="layer 1 uses the weight of its pruned linear 'linear' by itself; let it call the linear"):
+        run(pool, HERE + "by_itself", **pruning(dense_below))
