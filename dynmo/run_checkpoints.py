@@ -16,7 +16,11 @@ from dynmo.errors import CheckpointError
 from dynmo.events import CheckpointEvent, now
 from dynmo.models.model import Model
 from dynmo.runtime import checkpoint
+from dynmo.runtime.checkpoint_manifest import MANIFEST, UNSEALED
 from dynmo.runtime.world import World
+
+# What every checkpoint of a run has in its state.
+_STATE = {"partition", "frozen", "loss", "moves", "cases"}
 
 
 @dataclass(frozen=True)
@@ -82,13 +86,19 @@ class RunCheckpoints:
         model."""
         assert self._folder is not None, "only a run with a folder resumes"
         path, manifest, problems = checkpoint.find(self._folder, self._world)
-        if problems and self._world.rank == 0:
-            print(f"dynmo: {problems[0]}; resuming from {path.name}", file=sys.stderr)
+        if manifest.version == UNSEALED:
+            lack = "its manifest has no hash of its own, so damage to that goes unnoticed"
+            problems.append(f"{path} was written by an earlier version of dynmo: {lack}")
+        for problem in problems if self._world.rank == 0 else ():
+            print(f"dynmo: {problem}; resuming from {path.name}", file=sys.stderr)
         if tuple(manifest.layers) != model.names:
             raise CheckpointError(
                 f"{path} is of another model ({len(manifest.layers)} layers, the config's has {model.layers}, or layers of other names); "
                 "resume with the config of that run"
             )
+        lacking = _STATE - manifest.state.keys()
+        if lacking:
+            raise CheckpointError(f"{path}/{MANIFEST} is damaged: its state lacks {min(lacking)!r}")
         for key, value in self._fixed(model).items():
             then = manifest.state.get(key, value)
             if then != value:

@@ -23,6 +23,7 @@ FLOORS: dict[str, int] = {
     "dynmo.simulator": 1,
     "dynmo.config": 1,
     "dynmo.profile_file": 1,
+    "dynmo.files": 1,
     # 2: pure.
     "dynmo.balance": 2,
     # 3: torch, no torch.distributed.

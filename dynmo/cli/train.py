@@ -145,7 +145,7 @@ def _prepare(folder: Path, config: Config, resume: bool, overwrite: bool) -> tup
     if resume:
         if not folder.is_dir():
             raise ConfigError(f"{folder} does not exist, so there is nothing to resume; leave out --resume")
-        if not any((folder / "checkpoints").glob("step-*[0-9]/manifest.json")):
+        if not any((folder / "checkpoints").glob("step-*[0-9]")):
             raise ConfigError(f"{folder} has no checkpoint to resume from; start anew with --overwrite")
         found = (folder / "config.toml").read_text(encoding="utf-8")
         config = _with_found(config, found)

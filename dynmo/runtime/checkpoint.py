@@ -1,7 +1,7 @@
 """Checkpoints: torch DCP over safetensors, a folder per global layer, and a manifest of our own. No pickles are written or read.
 
     checkpoints/latest                  the name of the newest complete checkpoint
-    checkpoints/step-000120/manifest.json        step, model's layer names, run state, SHA-256 of every file
+    checkpoints/step-000120/manifest.json        step, layer names, state, SHA-256 of every file and itself
                             layer-0007/          layer.json (names, dtypes, shapes) and DCP's safetensors
 
 A save goes to `step-N.tmp`, is hashed and synced, then renamed; only then does `latest` move. A load verifies every hash (each rank those
@@ -15,36 +15,34 @@ import hashlib
 import os
 import re
 import shutil
+import sys
 import time
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from pydantic import BaseModel, ConfigDict, ValidationError
-from safetensors.torch import save_file
+from pydantic import ValidationError
+from safetensors.torch import save as save_safetensors
 from torch import Tensor, nn
 
-from dynmo.errors import CheckpointError
+from dynmo.errors import CheckpointError, RunError
+from dynmo.files import write_whole
 from dynmo.kernels.sparse_linear import conform
+from dynmo.runtime.checkpoint_manifest import (
+    MANIFEST,
+    VERSION,
+    CheckpointManifest,
+    read,
+    sealed,
+    unread,
+)
 from dynmo.runtime.headers import DTYPES
 from dynmo.runtime.migrate import Contents, Manifest, contents, describe
 from dynmo.runtime.world import World
-
-_VERSION = 1
-
-
-class CheckpointManifest(BaseModel):
-    """What a checkpoint says of itself. files: path inside the checkpoint -> SHA-256."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
-    version: int
-    step: int
-    layers: list[str]
-    files: dict[str, str]
-    state: dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -63,42 +61,123 @@ def save(
     state: dict[str, Any],
     keep: int,
 ) -> Saved:
-    """Saves after `step` steps. layers: those that this rank writes, as global index and (module, optimizer state); state: JSON, the
-    same on every rank."""
+    """Save a checkpoint after `step` steps. All ranks call it together.
+
+    Args:
+        world: The ranks that share `folder`.
+        folder: Where checkpoints are.
+        step: Number of steps that are done.
+        names: Names of the model's layers, in order.
+        layers: Those that this rank writes: global index and (module, optimizer state).
+        state: The run's own part, as JSON. The same on every rank.
+        keep: How many checkpoints stay, this one included.
+
+    Returns:
+        Where it is, and what it cost.
+
+    Raises:
+        RunError: Some rank could not write its part. Every rank raises it, and the checkpoints
+            that were there before are untouched.
+    """
     start = time.perf_counter()
     final = folder / f"step-{step:06d}"
     partial = final.with_suffix(".tmp")
-    if world.rank == 0:
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-    world.barrier("the checkpoint's folder")
+    attempt = _Attempt(world, partial)
+    with attempt.part():
+        if world.rank == 0:
+            _remove(partial)
+            partial.mkdir(parents=True)
+    attempt.agree("the checkpoint's folder")
     table = torch.zeros(len(names), 2, 32, dtype=torch.uint8)
     size = torch.zeros(1, dtype=torch.float64)
+    # To the end, whatever fails: with ZeRO-1 the replicas gather each layer's state together.
     for index, (module, optimizer_state) in layers:
-        for which, path in enumerate(_save_layer(partial / _folder(index), index, module, optimizer_state)):
-            table[index, which] = torch.frombuffer(bytearray(_sha256(path)), dtype=torch.uint8)
-            size += path.stat().st_size
+        with attempt.part():
+            paths = _save_layer(partial / _folder(index), index, module, optimizer_state)
+            for which, path in enumerate(paths):
+                table[index, which] = torch.frombuffer(bytearray(_sha256(path)), dtype=torch.uint8)
+                size += path.stat().st_size
+    attempt.agree("the checkpoint's layers to be written")
     world.sum(table, "the checkpoint's layers to be written")
     world.sum(size, "the checkpoint's layers to be written")
+    with attempt.part():
+        if world.rank == 0:
+            hashes = (row.numpy().tobytes().hex() for row in table.flatten(0, 1))
+            files = dict(zip(_files(len(names)), hashes, strict=True))
+            manifest = CheckpointManifest(
+                version=VERSION,
+                step=step,
+                layers=list(names),
+                files=files,
+                state=state,
+            )
+            write_whole(partial / MANIFEST, sealed(manifest))
+            _sync(partial)
+            _put_in_place(partial, final)
+            write_whole(folder / "latest", final.name)
+    attempt.agree("the checkpoint to be complete")
     if world.rank == 0:
-        files = {
-            f"{_folder(i)}/{name}": table[i, which].numpy().tobytes().hex()
-            for i in range(len(names))
-            for which, name in enumerate(("layer.json", _TENSORS))
-        }
-        manifest = CheckpointManifest(version=_VERSION, step=step, layers=list(names), files=files, state=state)
-        _write(partial / "manifest.json", manifest.model_dump_json(indent=1))
-        shutil.rmtree(final, ignore_errors=True)
-        partial.rename(final)
-        _sync(folder)
-        _write(folder / "latest.tmp", final.name)
-        (folder / "latest.tmp").replace(folder / "latest")
-        # What is newer than this one was damaged, or it would have been resumed from: it must not count among those to keep.
-        kept = [p for p in _complete(folder) if _step(p) <= step][:keep]
-        for old in [*(p for p in _complete(folder) if p not in kept), *folder.glob("step-*.tmp")]:
-            shutil.rmtree(old)
-    world.barrier("the checkpoint to be complete")
+        _remove_old(folder, step, keep)
     return Saved(final, int(size), time.perf_counter() - start)
+
+
+class _Attempt:
+    """The parts that the ranks write of one checkpoint. If one fails, all ranks stop together."""
+
+    def __init__(self, world: World, partial: Path) -> None:
+        self._world, self._partial = world, partial
+        self._failure: Exception | None = None
+
+    @contextmanager
+    def part(self) -> Iterator[None]:
+        """One part. What is raised in it is kept for `agree`; later parts may fail as well."""
+        try:
+            yield
+        except Exception as error:
+            self._failure = self._failure or error
+
+    def agree(self, what: str) -> None:
+        """Raises RunError on every rank if a part failed on any."""
+        failures = self._world.failures(self._failure, what)
+        if not failures:
+            return
+        if self._world.rank == 0:
+            shutil.rmtree(self._partial, ignore_errors=True)
+        why = "; ".join(f"rank {rank}: {reason}" for rank, reason in failures.items())
+        advice = "earlier checkpoints are untouched: mend this and go on with --resume"
+        raise RunError(f"{self._partial} could not be written ({why}); {advice}") from self._failure
+
+
+def _put_in_place(partial: Path, final: Path) -> None:
+    """Renames a complete checkpoint. One of the same step makes room only now."""
+    replaced = final.with_suffix(".replaced.tmp")
+    if final.exists():
+        _remove(replaced)
+        final.rename(replaced)
+    partial.rename(final)
+    _sync(final.parent)
+
+
+def _remove_old(folder: Path, step: int, keep: int) -> None:
+    """Leaves the last `keep` checkpoints up to `step`, and nothing of earlier attempts.
+
+    Newer ones were damaged, or the run would have gone on from them.
+    """
+    complete = [path for path in _named(folder) if (path / MANIFEST).is_file()]
+    kept = [path for path in complete if _step(path) <= step][:keep]
+    for old in [*(path for path in complete if path not in kept), *folder.glob("step-*.tmp")]:
+        try:
+            _remove(old)
+        except OSError as error:
+            print(f"dynmo: {old} cannot be removed: {error.strerror}", file=sys.stderr)
+
+
+def _remove(path: Path) -> None:
+    """A folder with all that is in it, or a file, if there is one."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 _TENSORS = "tensors.safetensors"
@@ -108,16 +187,23 @@ def _folder(index: int) -> str:
     return f"layer-{index:04d}"
 
 
+def _files(layers: int) -> list[str]:
+    """Every file of a checkpoint of so many layers, but for the manifest."""
+    return [f"{_folder(i)}/{name}" for i in range(layers) for name in ("layer.json", _TENSORS)]
+
+
 def _save_layer(folder: Path, index: int, module: nn.Module, optimizer_state: dict[str, Tensor]) -> tuple[Path, Path]:
-    tensors = {key: t.detach().cpu() for key, t in contents(module, optimizer_state).items() if key[0] != "gradient"}
+    every = contents(module, optimizer_state).items()
+    tensors = {key: t.detach().cpu() for key, t in every if key[0] != "gradient"}
     folder.mkdir()
-    _write(folder / "layer.json", describe(index, module, tensors).model_dump_json())
+    write_whole(folder / "layer.json", describe(index, module, tensors).model_dump_json())
     if tensors:
         _save_tensors(folder, tensors)
     else:  # an activation by itself, say, for which DCP writes no file
-        save_file({}, folder / _TENSORS)
+        (folder / _TENSORS).write_bytes(save_safetensors({}))
     with (folder / _TENSORS).open("rb") as file:
         os.fsync(file.fileno())
+    _sync(folder)
     return folder / "layer.json", folder / _TENSORS
 
 
@@ -128,11 +214,15 @@ def _save_tensors(folder: Path, tensors: Contents) -> None:
     with warnings.catch_warnings():
         # Each rank saves its own layers, on purpose without DCP's collectives (which pickle).
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        dcp.save(
-            {_name(*key): t for key, t in tensors.items()},
-            storage_writer=HuggingFaceStorageWriter(str(folder), save_distributed=True),
-            no_dist=True,
-        )
+        try:
+            dcp.save(
+                {_name(*key): t for key, t in tensors.items()},
+                storage_writer=HuggingFaceStorageWriter(str(folder), save_distributed=True),
+                no_dist=True,
+            )
+        except dcp.CheckpointException as error:  # no Exception: it would pass every handler
+            (cause, _), *_ = error.failures.values()
+            raise cause from None
     (written,) = folder.glob("*.safetensors")
     written.rename(folder / _TENSORS)
 
@@ -141,9 +231,9 @@ def _name(section: str, name: str) -> str:
     return f"{section}:{name}"
 
 
-def _complete(folder: Path) -> list[Path]:
-    """Complete checkpoints, newest first."""
-    named = [p for p in folder.glob("step-*") if re.fullmatch(r"step-\d+", p.name) and (p / "manifest.json").is_file()]
+def _named(folder: Path) -> list[Path]:
+    """What has the name of a complete checkpoint, newest first. The name is given last."""
+    named = [path for path in folder.glob("step-*") if re.fullmatch(r"step-\d+", path.name)]
     return sorted(named, key=_step, reverse=True)
 
 
@@ -152,14 +242,22 @@ def _step(path: Path) -> int:
 
 
 def find(folder: Path, world: World | None = None) -> tuple[Path, CheckpointManifest, list[str]]:
-    """The newest checkpoint that is whole, and what was wrong with those newer than it. Raises CheckpointError when there is none.
+    """Find the newest checkpoint that is whole.
 
-    world: ranks that look for it together, each of which reads a part.
+    Args:
+        folder: Where checkpoints are.
+        world: Ranks that look for it together, each of which reads a part.
+
+    Returns:
+        The checkpoint, its manifest, and what was wrong with newer ones.
+
+    Raises:
+        CheckpointError: There is none.
     """
     problems: list[str] = []
-    for path in _complete(folder):
+    for path in _named(folder):
         try:
-            return path, verify(path, world), problems
+            return path, verify(path, world), [*problems, *_missing_latest(folder)]
         except CheckpointError as error:
             problems.append(str(error))
     if problems:
@@ -167,42 +265,53 @@ def find(folder: Path, world: World | None = None) -> tuple[Path, CheckpointMani
     raise CheckpointError(f"{folder}: there is no checkpoint to resume from; start anew with --overwrite")
 
 
-def verify(path: Path, world: World | None = None) -> CheckpointManifest:
-    """Checks every file of a checkpoint against its manifest; where ranks of a world do so together, each those of some layers.
-
-    Raises CheckpointError naming the first that differs, on every rank.
-    """
+def _missing_latest(folder: Path) -> list[str]:
+    """A line if `latest` names a checkpoint that is not there."""
     try:
-        manifest = CheckpointManifest.model_validate_json((path / "manifest.json").read_bytes())
-    except (OSError, ValidationError) as error:
-        raise CheckpointError(f"{path}/manifest.json {_unread(error)}") from None
-    if manifest.version != _VERSION:
-        raise CheckpointError(f"{path} has version {manifest.version}; this dynmo reads version {_VERSION}")
-    files = [path / name for name in manifest.files]
+        name = (folder / "latest").read_text(encoding="utf-8", errors="replace").strip()
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        return [f"{folder}/latest cannot be read: {error.strerror}"]
+    if any(path.name == name for path in _named(folder)):
+        return []
+    return [f"{folder}/latest names {name!r}, which is missing"]
+
+
+def verify(path: Path, world: World | None = None) -> CheckpointManifest:
+    """Check every file of a checkpoint against its manifest, and the manifest against itself.
+
+    Args:
+        path: The checkpoint's folder.
+        world: Ranks that check it together, each the files of some layers.
+
+    Returns:
+        The manifest.
+
+    Raises:
+        CheckpointError: Something is damaged or missing. Every rank names the first such file.
+    """
+    manifest = read(path)
+    if path.name != f"step-{manifest.step:06d}":
+        raise CheckpointError(f"{path} has the manifest of step {manifest.step}")
+    names = _files(len(manifest.layers))
+    if list(manifest.files) != names:
+        odd = next(iter({*names} ^ {*manifest.files}), "another order")
+        why = f"its files are not those of its layers ({odd})"
+        raise CheckpointError(f"{path}/{MANIFEST} is damaged: {why}")
+    files = [path / name for name in names]
     rank, ranks = (0, 1) if world is None else (world.rank, world.size)
     mine = set(list(dict.fromkeys(file.parent for file in files))[rank::ranks])
-    whole = (file.parent not in mine or _is_whole(file, digest) for file, digest in zip(files, manifest.files.values(), strict=True))
+    hashes = zip(files, manifest.files.values(), strict=True)
+    whole = (file.parent not in mine or _is_whole(file, digest) for file, digest in hashes)
     good = next((at for at, fine in enumerate(whole) if not fine), len(files))
     if world is not None:
-        good = -int(world.largest(torch.tensor([-good]), "its part of the checkpoint to be read"))
+        first = torch.tensor([-good])
+        good = -int(world.largest(first, "its part of the checkpoint to be read"))
     if good < len(files):
-        said = "is damaged or cannot be read: its SHA-256 is not the manifest's" if files[good].is_file() else "is missing"
-        raise CheckpointError(f"{files[good]} {said}")
+        damaged = "is damaged or cannot be read: its SHA-256 is not the manifest's"
+        raise CheckpointError(f"{files[good]} {damaged if files[good].is_file() else 'is missing'}")
     return manifest
-
-
-def _unread(error: OSError | ValidationError | KeyError) -> str:
-    """Why a file of JSON cannot be used, in words that follow its name."""
-    if isinstance(error, OSError):
-        return f"cannot be read: {error.strerror}"
-    if isinstance(error, KeyError):
-        return f"is damaged: it has the dtype {error}, which this dynmo does not know"
-    first = error.errors(include_url=False)[0]
-    if first["type"] == "json_invalid":
-        return "is damaged: it is not valid JSON"
-    field = ".".join(map(str, first["loc"]))
-    said = {"missing": "is missing", "extra_forbidden": "is not one that this dynmo knows"}.get(first["type"], "has a wrong value")
-    return f"is damaged: {f'its field {field} {said}' if field else 'it holds no object'}"
 
 
 def _is_whole(file: Path, digest: str) -> bool:
@@ -222,7 +331,7 @@ def load_layer(path: Path, index: int, device: torch.device) -> tuple[Contents, 
         manifest = Manifest.model_validate_json((folder / "layer.json").read_bytes())
         tensors = {(r.section, r.name): torch.empty(r.shape, dtype=DTYPES[r.dtype]) for r in manifest.tensors}
     except (OSError, ValidationError, KeyError) as error:
-        raise CheckpointError(f"{folder}/layer.json {_unread(error)}") from None
+        raise CheckpointError(f"{folder}/layer.json {unread(error)}") from None
     if not tensors:
         return {}, {}
     state: dict[str, Any] = {_name(*key): t for key, t in tensors.items()}
@@ -284,13 +393,6 @@ def fit(index: int, name: str, module: nn.Module, tensors: Contents) -> Contents
 def _sha256(path: Path) -> bytes:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").digest()
-
-
-def _write(path: Path, text: str) -> None:
-    with path.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
 
 
 def _sync(folder: Path) -> None:

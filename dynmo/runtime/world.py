@@ -35,6 +35,9 @@ _LATE = re.compile(r"timed? ?out|timeout", re.IGNORECASE)
 # NCCL counts its limit from when work is enqueued, which may be a step ahead of the device, and then ends the process. `World.look` tells.
 _NEVER = timedelta(days=30)
 
+# Of a rank's reason for a failure, as it is told to the others.
+_REASON_BYTES = 200
+
 
 def open_store(rendezvous: Rendezvous | None, timeout: float) -> dist.Store:
     """The key-value store through which the ranks of `rendezvous` meet. timeout: seconds. Raises RunError for None, which is what
@@ -359,6 +362,26 @@ class World:
             raise RunError(
                 f"{everyone.called(first)} and {everyone._named(other)} disagree on {what}; do all run the same dynmo, config and data?"
             )
+
+    def failures(self, error: BaseException | None, what: str) -> dict[int, str]:
+        """Tell all ranks of all replicas what went wrong here, and hear what did elsewhere.
+
+        Args:
+            error: What this rank could not do. None if all went well.
+            what: What the ranks wait for here, for messages.
+
+        Returns:
+            The reason of each rank that failed, by global rank. The same on every rank.
+        """
+        everyone = self.everyone
+        table = torch.zeros(everyone.size, _REASON_BYTES, dtype=torch.uint8)
+        if error is not None:
+            reason = error.strerror if isinstance(error, OSError) else None
+            text = (reason or first_line(error) or type(error).__name__).encode()[:_REASON_BYTES]
+            table[everyone.rank, : len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+        everyone.sum(table, what)
+        rows = (row.numpy().tobytes().rstrip(b"\0").decode(errors="replace") for row in table)
+        return {rank: text for rank, text in enumerate(rows) if text}
 
     # -- failures ---------------------------------------------------------------------------------------------------------
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 import zipfile
@@ -111,12 +112,16 @@ def test_what_is_missing_or_torn(tmp_path: Path) -> None:
         checkpoint.find(tmp_path / "nowhere")
     made = gpt()
     first, second, third = (save(made, tmp_path, step) for step in (1, 2, 3))
-    # A save that was cut off, and one whose manifest was not yet written.
+    # A save that was cut off, one that lost its manifest, and what `latest` names is not there.
     third.rename(third.with_suffix(".tmp"))
     (second / "manifest.json").unlink()
-    assert checkpoint.find(tmp_path)[::2] == (first, [])
+    lost = f"{second}/manifest.json cannot be read: No such file or directory"
+    missing = f"{tmp_path}/latest names 'step-000003', which is missing"
+    assert checkpoint.find(tmp_path)[::2] == (first, [lost, missing])
     (first / "layer-0003" / "layer.json").unlink()
-    with pytest.raises(CheckpointError, match=r"no checkpoint is whole; the newest: .*layer-0003/layer.json is missing"):
+    with pytest.raises(CheckpointError, match=r"/layer-0003/layer.json is missing$"):
+        checkpoint.verify(first)
+    with pytest.raises(CheckpointError, match=r"no checkpoint is whole; the newest: .*step-000002"):
         checkpoint.find(tmp_path)
 
 
@@ -212,10 +217,51 @@ def test_a_buffer_that_a_forward_has_made(tmp_path: Path) -> None:
 
 def test_a_version_of_tomorrow(tmp_path: Path) -> None:
     path = save(gpt(), tmp_path, 1)
-    text = (path / "manifest.json").read_text()
-    (path / "manifest.json").write_text(text.replace('"version": 1', '"version": 2'))
-    with pytest.raises(CheckpointError, match="has version 2; this dynmo reads version 1"):
+    manifest = json.loads((path / "manifest.json").read_text()) | {"version": 3}
+    (path / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(CheckpointError, match="has version 3; this dynmo reads versions 1 and 2"):
         checkpoint.verify(path)
+
+
+def unsealed(path: Path, **changes: object) -> None:
+    """Gives a checkpoint the manifest that version 1 had."""
+    manifest = json.loads((path / "manifest.json").read_text())
+    manifest.pop("sha256", None)
+    (path / "manifest.json").write_text(json.dumps(manifest | {"version": 1} | changes, indent=1))
+
+
+def test_every_flipped_bit_of_a_manifest_is_noticed(tmp_path: Path) -> None:
+    """Also in white space, in the hash itself, and in the version."""
+    file = save(gpt(), tmp_path, 1, state={"partition": [6], "loss": 0.5}) / "manifest.json"
+    text = bytearray(file.read_bytes())
+    unnoticed: list[int] = []
+    with file.open("r+b", buffering=0) as handle:
+        for bit in range(8 * len(text)):
+            at = bit // 8
+            for byte in (text[at] ^ 1 << bit % 8, text[at]):
+                handle.seek(at)
+                handle.write(bytes([byte]))
+                if byte != text[at]:
+                    with contextlib.suppress(CheckpointError):
+                        checkpoint.verify(file.parent)
+                        unnoticed.append(bit)
+    assert unnoticed == []
+    assert checkpoint.verify(file.parent).step == 1
+
+
+def test_a_manifest_that_does_not_fit_its_folder(tmp_path: Path) -> None:
+    """Also without a hash of its own it must be that of this folder, and list all files."""
+    path = save(gpt(), tmp_path, 1)
+    files = json.loads((path / "manifest.json").read_text())["files"]
+    unsealed(path)
+    assert checkpoint.verify(path).step == 1
+    unsealed(path, step=2)
+    with pytest.raises(CheckpointError, match="step-000001 has the manifest of step 2"):
+        checkpoint.verify(path)
+    for wrong in ({}, dict(list(files.items())[:-1]), files | {"layer-0009/layer.json": ""}):
+        unsealed(path, step=1, files=wrong)
+        with pytest.raises(CheckpointError, match="its files are not those of its layers"):
+            checkpoint.verify(path)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,30 @@
+"""Files that are replaced whole or not at all."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write `text` to `path` without ever leaving a half-written file there.
+
+    The text goes to `path` + `.tmp`, is synced to the disk and renamed.
+
+    Args:
+        path: The file to create or to replace.
+        text: The new content. Written as UTF-8.
+
+    Raises:
+        OSError: The file cannot be written. What `path` held before is unchanged.
+    """
+    partial = path.with_name(path.name + ".tmp")
+    try:
+        with partial.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(path)
+    except OSError:
+        partial.unlink(missing_ok=True)
+        raise
