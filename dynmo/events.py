@@ -13,7 +13,7 @@ from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import Any, ClassVar, cast
 
-from dynmo.errors import InputError
+from dynmo.errors import InputError, RunError
 
 
 @dataclass(frozen=True)
@@ -213,14 +213,26 @@ class EventLog:
     """
 
     def __init__(self, path: Path) -> None:
-        if path.exists():
-            whole = path.read_bytes().rfind(b"\n") + 1
-            os.truncate(path, whole)
-        self._file = path.open("a", encoding="utf-8")
+        """Raises InputError if the file cannot be opened."""
+        self._path = path
+        try:
+            if path.exists():
+                whole = path.read_bytes().rfind(b"\n") + 1
+                os.truncate(path, whole)
+            # Without a buffer: on a full disk, `close` would try to write its content again.
+            self._file = path.open("ab", buffering=0)
+        except OSError as error:
+            raise InputError(f"{path} cannot be written: {error.strerror}") from None
 
     def write(self, event: Event) -> None:
-        self._file.write(json.dumps(to_json(event)) + "\n")
-        self._file.flush()
+        """Raises RunError if the file cannot be written."""
+        line = (json.dumps(to_json(event)) + "\n").encode()
+        try:
+            while line:
+                line = line[self._file.write(line) :]
+        except OSError as error:
+            advice = "mend this; --resume goes on from the newest checkpoint"
+            raise RunError(f"{self._path} cannot be written: {error.strerror}; {advice}") from None
 
     def close(self) -> None:
         self._file.close()

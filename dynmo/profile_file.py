@@ -23,6 +23,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 
 from dynmo.costs import LayerCost, LinkCost
 from dynmo.errors import InputError
+from dynmo.files import write_whole
 
 VERSION = 1
 KIND = "dynmo-costs"
@@ -132,10 +133,8 @@ def _in_run(folder: Path) -> Path:
 
 def write(path: Path, profile: Profile) -> None:
     """Writes the file whole or not at all."""
-    partial = path.with_name(path.name + ".tmp")
     try:
-        partial.write_text(json.dumps(to_json(profile), indent=1, allow_nan=False) + "\n", encoding="utf-8")
-        partial.replace(path)
+        write_whole(path, json.dumps(to_json(profile), indent=1, allow_nan=False) + "\n")
     except OSError as error:
         raise InputError(f"costs file {path} cannot be written: {error.strerror}") from None
 

@@ -38,6 +38,7 @@ from dynmo.events import (
     now,
 )
 from dynmo.feed import Feed
+from dynmo.files import write_whole
 from dynmo.models.model import Model, load_model
 from dynmo.plan import first_plan, shapes_of, with_workspace
 from dynmo.profiling import profile_of
@@ -348,8 +349,7 @@ class Trainer:
         if self._log is not None and self._folder is not None:
             path = self._folder / "config.toml"
             try:
-                path.with_suffix(".tmp").write_text(to_toml(self._recorded), encoding="utf-8")
-                path.with_suffix(".tmp").replace(path)
+                write_whole(path, to_toml(self._recorded))
             except OSError as error:  # the checkpoints have it, too
                 print(f"dynmo: {path} cannot be written: {error.strerror}; it does not say {', '.join(found)} as found", file=sys.stderr)
 

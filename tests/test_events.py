@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dynmo.errors import InputError
+from dynmo.errors import InputError, RunError
 from dynmo.events import (
     ChangeEvent,
     CheckpointEvent,
@@ -33,6 +33,7 @@ from dynmo.events import (
     read,
     to_json,
 )
+from tests.full_disk import files_up_to
 
 ALL: list[Event] = [
     StepEvent(0, 1.5, 0.1 + 0.2, 1e5 / 3, 0.25, math.pi, 1e-300, None, 3e-4, (4, 4), 2),
@@ -160,3 +161,17 @@ def test_flushed_at_once(tmp_path: Path) -> None:
     log.write(ALL[0])
     assert list(read(tmp_path / "events.jsonl")) == ALL[:1]
     log.close()
+
+
+def test_a_full_disk(tmp_path: Path) -> None:
+    """What was written before reads back, and closing the log is no second error."""
+    path = tmp_path / "events.jsonl"
+    log = EventLog(path)
+    log.write(ALL[0])
+    with files_up_to(path.stat().st_size + 10), pytest.raises(RunError) as caught:
+        log.write(ALL[1])
+    log.close()
+    assert str(caught.value).startswith(f"{path} cannot be written: File too large; mend this")
+    assert list(read(path)) == ALL[:1]
+    with pytest.raises(InputError, match="cannot be written: Is a directory"):
+        EventLog(tmp_path)

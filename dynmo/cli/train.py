@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TextIO
 import typer
 
 from dynmo.errors import ConfigError, DynmoError, InputError, Interrupted, RunError
+from dynmo.files import write_whole
 
 if TYPE_CHECKING:
     from dynmo.config import Config
@@ -87,7 +88,7 @@ def _run_folder(config: Config, resume: bool, overwrite: bool) -> Iterator[Path]
         except (InputError, Interrupted, KeyboardInterrupt):
             if _size(folder / "events.jsonl") == events:
                 if found is not None:
-                    (folder / "config.toml").write_text(found, encoding="utf-8")
+                    write_whole(folder / "config.toml", found)
                 else:
                     shutil.rmtree(folder)
                 if replaced is not None:
@@ -162,8 +163,15 @@ def _prepare(folder: Path, config: Config, resume: bool, overwrite: bool) -> tup
         replaced = _aside(folder)
         shutil.rmtree(replaced, ignore_errors=True)  # of one that was killed as it began
         folder.rename(replaced)
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.toml").write_text(to_toml(config), encoding="utf-8")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        write_whole(folder / "config.toml", to_toml(config))
+    except OSError:
+        if not resume:
+            shutil.rmtree(folder, ignore_errors=True)
+        if replaced is not None:
+            replaced.rename(folder)
+        raise
     return found, replaced
 
 

@@ -6,6 +6,7 @@ Kept are the last steps before, and the first after, every change of the model o
 from __future__ import annotations
 
 import json
+import sys
 from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any
 
 import torch
 
+from dynmo.files import write_whole
 from dynmo.runtime.clock import Clock
 from dynmo.runtime.executor import SEND, WAIT, Slice
 from dynmo.runtime.p2p import TAG_TRACE
@@ -109,7 +111,11 @@ class Tracer:
                 world.wait(world.receive(table, rank, TAG_TRACE), rank, "its trace")
             tables.append(table)
         if path is not None and self._steps:
-            path.write_text(json.dumps(chrome_trace(self._rows([table.tolist() for table in tables]))))
+            rows = self._rows([table.tolist() for table in tables])
+            try:
+                write_whole(path, json.dumps(chrome_trace(rows)))
+            except OSError as error:  # what has been trained is not lost for that
+                print(f"dynmo: {path} cannot be written: {error.strerror}", file=sys.stderr)
 
     def _rows(self, tables: list[list[list[float]]]) -> list[list[list[float]]]:
         """Of each rank; of each slice in the place of its rank, which is slice * replicas + replica."""

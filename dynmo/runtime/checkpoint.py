@@ -1,7 +1,7 @@
 """Checkpoints: torch DCP over safetensors, a folder per global layer, and a manifest of our own. No pickles are written or read.
 
     checkpoints/latest                  the name of the newest complete checkpoint
-    checkpoints/step-000120/manifest.json        step, layer names, state, SHA-256 of every file and itself
+    checkpoints/step-000120/manifest.json        step, layer names, state, SHA-256 of every file
                             layer-0007/          layer.json (names, dtypes, shapes) and DCP's safetensors
 
 A save goes to `step-N.tmp`, is hashed and synced, then renamed; only then does `latest` move. A load verifies every hash (each rank those

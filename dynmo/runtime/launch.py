@@ -27,6 +27,7 @@ from pathlib import Path
 from types import FrameType
 
 from dynmo.errors import DynmoError, InputError, Interrupted, RankDied, RunError, WaitTimeout, place
+from dynmo.files import write_whole
 
 # After one rank has failed, the others get so many seconds to find out for themselves and say why.
 _GRACE = 3.0
@@ -216,21 +217,31 @@ def enter_rank() -> None:
 def report_failure(error: BaseException, log: Path | None = None) -> int:
     """Leaves the reason for the launcher; returns the exit status. log: where the traceback is written."""
     rank = int(os.environ["RANK"])
-    if log is not None:
-        with log.open("a", encoding="utf-8") as file:
-            traceback.print_exception(error, file=file)
+    logged = log is not None and _log_traceback(error, log)
     if isinstance(error, DynmoError):
         # A rank that lost a peer, or waited in vain, suffers from a failure elsewhere.
         weight = 3 if isinstance(error, RankDied) else 2 if isinstance(error, WaitTimeout) else 0
         waits_for = error.ranks if isinstance(error, WaitTimeout) else ()
         failure = Failure(weight, error.exit_status, " ".join(str(error).split()), waits_for)
     else:
-        failure = Failure(0, 1, describe(error, rank) + ("" if log is None else f"; the traceback is in {log}"))
+        where = f"; the traceback is in {log}" if logged else ""
+        failure = Failure(0, 1, describe(error, rank) + where)
     path = Path(os.environ["DYNMO_RENDEZVOUS"]) / f"failed-{rank}.json"
-    partial = path.with_suffix(".tmp")
-    partial.write_text(json.dumps(vars(failure)))
-    partial.replace(path)
+    try:
+        write_whole(path, json.dumps(vars(failure)))
+    except OSError:  # the launcher then knows the status only
+        print("dynmo:", failure.message, file=sys.stderr)
     return failure.status
+
+
+def _log_traceback(error: BaseException, log: Path) -> bool:
+    """Whether it could be written: the disk may be full, which is why the rank ends."""
+    try:
+        with log.open("a", encoding="utf-8") as file:
+            traceback.print_exception(error, file=file)
+    except OSError:
+        return False
+    return True
 
 
 def describe(error: BaseException, rank: int) -> str:

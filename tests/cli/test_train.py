@@ -13,6 +13,7 @@ from dynmo.cli import main
 from dynmo.config import load, to_toml
 from dynmo.errors import RunError
 from tests.cli.runs import GPT, Base, Run, end, fill, train, tree
+from tests.full_disk import files_up_to
 from tests.processes import gone
 
 STEP = {"loss", "tokens_per_s", "idle_ratio", "imbalance"}
@@ -130,6 +131,22 @@ def test_what_a_resumed_run_has_otherwise(tmp_path: Path, run: Run, monkeypatch:
     (tmp_path / "runs/main/config.toml").write_text(to_toml(load(tmp_path / "run.toml", [found])))
     assert run(tmp_path, "run.toml", "--resume", sets=(sought,)) == (0, "", "")
     assert load(tmp_path / "runs/main/config.toml").dynamism.pruning.dense_below == {"8x8": 0.5}
+
+
+def test_a_full_disk_before_the_ranks_start(tmp_path: Path, run: Run) -> None:
+    """The run's own files stay as they were, and a new run leaves nothing in the way."""
+    fill(tmp_path)
+    (tmp_path / "runs/main/checkpoints/step-000005").mkdir(parents=True)
+    (tmp_path / "runs/main/config.toml").write_text(to_toml(load(tmp_path / "run.toml")))
+    before = tree(tmp_path)
+    for flags in (("--resume",), ("--overwrite",), ("--set", "name=new")):
+        with files_up_to(10):
+            done = run(tmp_path, "run.toml", *flags)
+        assert (done.status, done.out, done.err.count("\n")) == (2, "", 1)
+        told = r"dynmo: runs/(main|new) cannot be made ready: .*File too large"
+        assert re.fullmatch(told, done.line)
+        assert tree(tmp_path) == before
+        assert [path.name for path in (tmp_path / "runs").iterdir()] == ["main"]
 
 
 def test_a_run_is_back_after_a_failed_attempt_to_replace_it(tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import sys
 import zipfile
 from functools import partial
@@ -17,10 +18,11 @@ from torch import Tensor, nn
 from dynmo.api import Pipeline
 from dynmo.balance.partition import Partition
 from dynmo.config import parse
-from dynmo.errors import CheckpointError
+from dynmo.errors import CheckpointError, RunError
 from dynmo.models.model import Model, from_factories, load_model, next_token_loss
 from dynmo.runtime import checkpoint
 from dynmo.runtime.optimizer import OptimizerSettings
+from tests.full_disk import full_at
 from tests.pool import Pool
 from tests.runtime.alone import MICROBATCHES, alone, gpt, pipeline, tokens
 from tests.runtime.jobs.migrate import fingerprint
@@ -156,6 +158,34 @@ def test_a_damaged_newer_one_does_not_push_out_the_only_good(tmp_path: Path) -> 
     assert checkpoint.find(tmp_path)[1].step == 4  # so the run went on from there
     save(made, tmp_path, 6, keep=1)
     assert names(tmp_path) == ["latest", "step-000006"]
+
+
+def test_a_full_disk_at_any_file(tmp_path: Path) -> None:
+    """One line, whichever file it is. What was there before is whole, and the next save works."""
+    made = gpt(blocks=1)
+    with full_at(-1) as synced:
+        save(made, tmp_path, 1, keep=2)
+    assert len(synced) >= 4 * 3 + 4, "layers (description, tensors, folder), manifest, latest"
+    for number in range(len(synced)):
+        with full_at(number), pytest.raises(RunError) as caught:
+            save(made, tmp_path, 2, keep=2)
+        assert re.fullmatch(
+            r"\S+/step-000002.tmp could not be written \(rank 0: No space left on device\); "
+            "earlier checkpoints are untouched: mend this and go on with --resume",
+            str(caught.value),
+        )
+        assert checkpoint.verify(tmp_path / "step-000001").step == 1
+        assert checkpoint.find(tmp_path)[2] == []
+    save(made, tmp_path, 2, keep=2)
+    assert names(tmp_path) == ["latest", "step-000001", "step-000002"]
+
+
+def test_a_full_disk_on_one_rank(pool: Pool, tmp_path: Path) -> None:
+    """All ranks say the same, and none waits for the one that could not write."""
+    said = pool.run(JOBS + "save_on_a_full_disk", 2, folder=str(tmp_path), full=1)
+    why = "could not be written (rank 1: No space left on device)"
+    assert said == [f"{tmp_path}/step-000001.tmp {why}"] * 2
+    assert names(tmp_path) == []
 
 
 def test_saving_a_step_again_replaces_it(tmp_path: Path) -> None:

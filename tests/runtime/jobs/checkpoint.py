@@ -11,9 +11,11 @@ import torch
 from dynmo.api import Pipeline
 from dynmo.balance.partition import Partition, uniform
 from dynmo.config import parse
+from dynmo.errors import RunError
 from dynmo.models.model import load_model
 from dynmo.runtime import checkpoint
 from dynmo.runtime.world import World
+from tests.full_disk import full_at
 from tests.runtime.jobs.migrate import fingerprint
 
 GPT = {"blocks": 2, "hidden": 16, "heads": 2, "sequence": 8}
@@ -42,6 +44,18 @@ def save_and_go_on(world: World, folder: str, counts: list[int]) -> dict[str, An
     saved = checkpoint.save(world, Path(folder), 2, made.model.names, held, {"frozen": sorted(made.frozen)}, keep=2)
     layers = {i: fingerprint(m, o, gradients=False) for i, (m, o) in made.own_layers.items()}
     return {"layers": layers, "losses": steps(made, 2, 4), "digest": made.digest(), "bytes": saved.bytes}
+
+
+def save_on_a_full_disk(world: World, folder: str, full: int) -> str:
+    """What is said where one rank can write nothing."""
+    made = pipeline(world, [3, 3])
+    held = [(i, (m, o.state())) for i, (m, o) in made.own_layers.items()]
+    try:
+        with full_at(0 if world.rank == full else -1):
+            checkpoint.save(world, Path(folder), 1, made.model.names, held, {}, keep=2)
+    except RunError as error:
+        return str(error).split(";")[0]
+    return ""
 
 
 def load_and_go_on(world: World, folder: str, counts: list[int]) -> dict[str, Any]:
