@@ -51,8 +51,10 @@ def from_environment(environ: Mapping[str, str] = os.environ) -> Rendezvous | No
         if "MASTER_ADDR" not in environ:
             raise ConfigError("RANK and WORLD_SIZE are set but MASTER_ADDR is not; start the ranks with torchrun, or unset RANK")
         address = environ["MASTER_ADDR"]
-        # The address alone does not tell: on Kubernetes the first pod may be given "localhost", and the others its name.
-        loopback = _is_loopback(address) and environ.get("LOCAL_WORLD_SIZE") == environ["WORLD_SIZE"]
+        # The name alone does not tell: on Kubernetes the first pod may be given "localhost", and
+        # the others its name. A literal 127.x address cannot be reached from elsewhere.
+        here = environ.get("LOCAL_WORLD_SIZE") == environ["WORLD_SIZE"]
+        loopback = _is_loopback(address) and (here or address != "localhost")
         return Rendezvous(rank, size, local, address=address, port=number("MASTER_PORT"), loopback=loopback)
     # A single interactive Slurm shell also has SLURM_PROCID; only several tasks are a world to join.
     if "SLURM_PROCID" in environ and "SLURM_NTASKS" in environ and number("SLURM_NTASKS") > 1:

@@ -15,7 +15,8 @@ import re
 import socket
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -26,6 +27,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dynmo.errors import RankDied, RunError, WaitTimeout
+from dynmo.runtime.deadline import within
 from dynmo.runtime.device_waits import POLL, DeviceWaits
 from dynmo.runtime.rendezvous import ALONE, Rendezvous
 
@@ -34,6 +36,9 @@ _LATE = re.compile(r"timed? ?out|timeout", re.IGNORECASE)
 
 # NCCL counts its limit from when work is enqueued, which may be a step ahead of the device, and then ends the process. `World.look` tells.
 _NEVER = timedelta(days=30)
+
+# How much longer than `parallel.timeout` a wait may take whose own limit is that.
+_SLACK = 2.0
 
 # Of a rank's reason for a failure, as it is told to the others.
 _REASON_BYTES = 200
@@ -54,28 +59,62 @@ def open_store(rendezvous: Rendezvous | None, timeout: float) -> dist.Store:
         store: dist.Store = dist.FileStore(str(Path(rendezvous.folder) / "store"), rendezvous.size)
         store.set_timeout(limit)
         return store
+    where = f"{rendezvous.address}:{rendezvous.port}"
+    try:
+        with _native_stderr_dropped():
+            store = within(timeout + _SLACK, lambda: _tcp_store(rendezvous, limit))
+    except TimeoutError:
+        raise WaitTimeout(
+            f"rank {rendezvous.rank} waited {timeout:g} s for the store of rank 0 at {where}: "
+            "what listens there does not answer; choose another MASTER_PORT",
+            [0],
+        ) from None
+    except (OSError, RuntimeError, ValueError) as error:
+        me, why = f"rank {rendezvous.rank}", first_line(error)
+        raise RunError(f"{me} could not meet the others at {where}: {why}") from None
+    # torchrun's store outlives the ranks that it restarts: what those left there is not for these.
+    return dist.PrefixStore(f"attempt/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+
+
+def _tcp_store(rendezvous: Rendezvous, limit: timedelta) -> dist.Store:
     assert rendezvous.address is not None
     assert rendezvous.port is not None
     # torchrun's agent may already serve this port; otherwise rank 0 does.
-    serve = rendezvous.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE", "False") != "True"
+    agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE", "False") == "True"
+    serve = rendezvous.rank == 0 and not agent
+    # The store would listen on every interface, which nobody needs if all ranks are here.
+    listener = None
+    if serve and rendezvous.loopback:
+        listener = socket.create_server((rendezvous.address, rendezvous.port)).detach()
+    return dist.TCPStore(
+        rendezvous.address,
+        rendezvous.port,
+        rendezvous.size,
+        serve,
+        timeout=limit,
+        wait_for_workers=False,  # `World.join` waits, and names those that are absent
+        multi_tenant=True,
+        master_listen_fd=listener,
+    )
+
+
+@contextmanager
+def _native_stderr_dropped() -> Iterator[None]:
+    """While it is open, what torch's C++ writes to stderr is lost.
+
+    It writes some 40 lines about every connection that fails. Our error is one line.
+    """
+    if os.environ.get("DYNMO_TRACEBACK") == "1":
+        yield
+        return
+    kept, null = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, 2)
     try:
-        # The store would listen on every interface. Where all ranks are on this machine, nobody else needs to reach it.
-        listener = None
-        if serve and rendezvous.loopback:
-            listener = socket.create_server((rendezvous.address, rendezvous.port)).detach()
-        return dist.TCPStore(
-            rendezvous.address,
-            rendezvous.port,
-            rendezvous.size,
-            serve,
-            timeout=limit,
-            multi_tenant=True,
-            master_listen_fd=listener,
-        )
-    except (OSError, RuntimeError, ValueError) as error:
-        raise RunError(
-            f"rank {rendezvous.rank} could not meet the others at {rendezvous.address}:{rendezvous.port}: {first_line(error)}"
-        ) from None
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+        os.close(null)
 
 
 def first_line(error: BaseException) -> str:
@@ -119,15 +158,15 @@ class World:
         device = device or torch.device("cpu")
         prefixed = dist.PrefixStore(f"gen/{generation}", store)
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+        _claim(prefixed, rank, timeout)
         try:
-            prefixed.set(f"here/{rank}", "1")
             dist.init_process_group(backend, store=prefixed, rank=rank, world_size=size, timeout=timedelta(seconds=timeout))
             # A rank that fails at once and leaves would break the connections that others are still making.
             prefixed.set(f"joined/{rank}", "1")
             prefixed.wait([f"joined/{other}" for other in range(size)], timedelta(seconds=timeout))
         except RuntimeError as error:
             _leave()
-            absent = _absent(prefixed, size)
+            absent = _lacking(prefixed, [f"here/{other}" for other in range(size)])
             if absent:
                 raise WaitTimeout(
                     f"rank {rank} waited {timeout:g} s for {_ranks(absent)} to join; started with too few ranks?", absent
@@ -400,12 +439,15 @@ class World:
 
     def _not_waiting(self, what: str) -> list[int]:
         """Who is not in this collective: every rank that gives up says so in the store; those that do not are the ones waited for."""
+        key = f"waiting/{self.address(self.rank)}"
         try:
-            self.store.set(f"waiting/{self.address(self.rank)}", json.dumps({"host": socket.gethostname(), "what": what}))
-            time.sleep(min(1.0, self.timeout / 2))
-            return [r for r in range(self.size) if r != self.rank and not self.store.check([f"waiting/{self.address(r)}"])]
-        except RuntimeError:
+            self.store.set(key, json.dumps({"host": socket.gethostname(), "what": what}))
+        except RuntimeError:  # the rank that serves it is gone
             return []
+        time.sleep(min(1.0, self.timeout / 2))
+        others = [rank for rank in range(self.size) if rank != self.rank]
+        lacking = _lacking(self.store, [f"waiting/{self.address(rank)}" for rank in others])
+        return [others[at] for at in lacking]
 
 
 def _leave() -> None:
@@ -416,10 +458,30 @@ def _leave() -> None:
     dist.distributed_c10d._world.group_count = 0
 
 
-def _absent(store: dist.Store, size: int) -> list[int]:
+def _claim(store: dist.Store, rank: int, timeout: float) -> None:
+    """Says in the store that this rank is here. Raises RunError if another process has said so."""
     try:
-        return [r for r in range(size) if not store.check([f"here/{r}"])]
-    except RuntimeError:  # the store's own rank is gone
+        claims = within(timeout + _SLACK, lambda: store.add(f"here/{rank}", 1))
+    except TimeoutError:
+        late = f"rank {rank} waited {timeout:g} s for the store of rank 0, which does not answer"
+        raise WaitTimeout(late, [0]) from None
+    except RuntimeError as error:
+        why = _reason(error)
+        raise RankDied(f"rank {rank} lost the store of rank 0 as it joined ({why})") from None
+    if claims > 1:
+        advice = "give each process a RANK of its own, and each run a MASTER_PORT of its own"
+        raise RunError(f"another process is rank {rank} of this run, too; {advice}")
+
+
+def _lacking(store: dist.Store, keys: Sequence[str]) -> list[int]:
+    """Which of the keys are not in the store, by position. None if the store does not answer."""
+
+    def ask() -> list[int]:
+        return [at for at, key in enumerate(keys) if not store.check([key])]
+
+    try:
+        return within(_SLACK, ask)
+    except (RuntimeError, TimeoutError):  # the rank that serves it is gone, or hangs
         return []
 
 

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import signal
+import socket
 import sys
 import time
 from pathlib import Path
@@ -153,6 +154,18 @@ def test_a_joined_rank_that_raises(tmp_path: Path, run: Run, monkeypatch: pytest
     assert [path.name for path in (tmp_path / "runs").iterdir()] == ["main"]
     done = run(tmp_path, "run.toml", sets=("name=new", "model.kind=python:models:raises", *sets[1:]))
     assert not (tmp_path / "runs/new").exists()
+
+
+def test_a_silent_listener_at_the_port(work: Path) -> None:
+    """Something else has MASTER_PORT and never answers: one line, and no endless wait."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        world = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+        world["MASTER_PORT"] = str(server.getsockname()[1])
+        done = end(train(work, sets=("parallel.timeout=1.0",), env=world), 30)
+    told = "dynmo: rank 1 waited 1 s for the store of rank 0 at 127.0.0.1:"
+    assert (done.status, done.out, done.err.count("\n")) == (1, "", 1)
+    assert done.line.startswith(told)
+    assert not (work / "runs").exists()
 
 
 def test_slurm_and_its_signals(work: Path) -> None:

@@ -44,7 +44,9 @@ def test_loopback() -> None:
     """Only where every rank is surely on this machine."""
     local = TORCHRUN | {"MASTER_ADDR": "localhost", "LOCAL_WORLD_SIZE": "8"}
     assert seen(local)["loopback"]
-    assert seen(local | {"MASTER_ADDR": "127.0.0.1"})["loopback"]
+    literal = local | {"MASTER_ADDR": "127.0.0.1"}
+    assert seen(literal)["loopback"]
+    assert seen({k: v for k, v in literal.items() if k != "LOCAL_WORLD_SIZE"})["loopback"]
     for other in ({"MASTER_ADDR": "host"}, {"MASTER_ADDR": "127.example.org"}, {"LOCAL_WORLD_SIZE": "4"}):
         assert "loopback" not in seen(local | other)
 

@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import re
+import socket
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
 
 import pytest
 import torch
 
 from dynmo.errors import RunError
-from dynmo.runtime.rendezvous import ALONE
+from dynmo.runtime.rendezvous import ALONE, Rendezvous, from_environment
 from dynmo.runtime.world import World, open_store
+from tests.cli.runs import free_port
 from tests.pool import Pool
 from tests.runtime.alone import alone
 
@@ -75,6 +82,60 @@ def test_a_process_that_no_launcher_started() -> None:
         assert world.sum(torch.ones(2), "nothing").tolist() == [1, 1]
     finally:
         world.close()
+
+
+@contextmanager
+def listener(answer: bytes) -> Iterator[int]:
+    """The port of something on this machine that is no store."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def serve() -> None:
+            with suppress(OSError):
+                while True:
+                    connection, _ = server.accept()
+                    with connection:
+                        connection.sendall(answer)
+
+        threading.Thread(target=serve, daemon=True).start()
+        try:
+            yield server.getsockname()[1]
+        finally:
+            server.shutdown(socket.SHUT_RDWR)
+
+
+@pytest.mark.parametrize("answer", [b"", b"HTTP/1.1 400 Bad Request\r\n\r\n"])
+def test_a_foreign_listener(capfd: pytest.CaptureFixture[str], answer: bytes) -> None:
+    """One line after the limit, and nothing of torch's own. One that is silent: tests/cli."""
+    told = "rank 1 could not meet the others at 127.0.0.1:"
+    with listener(answer) as port, pytest.raises(RunError, match=told):
+        open_store(Rendezvous(1, 2, 1, address="127.0.0.1", port=port), 0.5)
+    assert capfd.readouterr().err == ""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/net")
+def test_where_the_store_listens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At a literal 127.x nobody else can reach it. What `localhost` is depends on the machine."""
+    environ = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+    environ["MASTER_PORT"] = free_port()
+    rendezvous = from_environment(environ)
+    assert rendezvous is not None
+    store = open_store(rendezvous, 5)
+    store.set("a", "b")
+    port = f"{rendezvous.port:04X}"
+    tables = (Path("/proc/net", name).read_text() for name in ("tcp", "tcp6"))
+    rows = [row.split() for table in tables for row in table.splitlines()[1:]]
+    listening = {local for _, local, _, state, *_ in rows if state == "0A" and local.endswith(port)}
+    assert listening == {f"0100007F:{port}"}
+    named = from_environment(environ | {"MASTER_ADDR": "localhost"})
+    assert named is not None
+    assert not named.loopback
+
+
+def test_two_processes_of_one_rank(pool: Pool) -> None:
+    """The second is told, whether its RANK is wrong or its MASTER_PORT is another run's."""
+    said = pool.run(JOBS + "all_are_rank_0", 2)
+    assert sum("another process is rank 0 of this run, too" in text for text in said) == 1
+    assert sum("waited 1 s for rank 1 to join" in text for text in said) == 1
 
 
 def test_a_world_of_one() -> None:

@@ -27,6 +27,17 @@ def one_never_comes(world: World) -> list[str]:
     return []
 
 
+def all_are_rank_0(world: World) -> str:
+    """They meet anew, each as rank 0 of two."""
+    world.barrier("all to be here")
+    world.close()
+    try:
+        World.join(world.store, 0, 2, timeout=1, generation=1)
+    except DynmoError as error:
+        return str(error)
+    return ""
+
+
 def after_a_failed_meeting(world: World) -> list[float]:
     """Rank 0 waits in vain for a group of two; then all meet."""
     world.barrier("all to be here")

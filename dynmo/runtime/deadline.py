@@ -1,0 +1,41 @@
+"""A limit for calls that have none of their own."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import TypeVar
+
+Result = TypeVar("Result")
+
+
+def within(seconds: float, call: Callable[[], Result]) -> Result:
+    """Return what `call` returns, but wait for it only so long.
+
+    torch's stores wait for their server without a limit. A call that is late goes on in a thread
+    that ends with the process.
+
+    Args:
+        seconds: The limit.
+        call: Runs in a thread of its own. It must not keep Python's lock while it waits.
+
+    Raises:
+        TimeoutError: The call is late.
+    """
+    results: list[Result] = []
+    errors: list[Exception] = []
+
+    def run() -> None:
+        try:
+            results.append(call())
+        except Exception as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if errors:
+        raise errors[0]
+    if not results:
+        raise TimeoutError
+    return results[0]
