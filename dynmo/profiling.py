@@ -24,8 +24,8 @@ from dynmo.plan import shapes_of, with_workspace
 from dynmo.profile_file import Profile
 from dynmo.runtime.mesh import arrange
 from dynmo.runtime.rendezvous import Rendezvous
-from dynmo.runtime.world import World, open_store
-from dynmo.setup import check_world, device_for, first_partition, optimizer_settings
+from dynmo.runtime.world import World
+from dynmo.setup import check_world, device_for, first_partition, join_world, optimizer_settings
 
 Listener = Callable[[int, float], None]
 """Told of every step that was measured: how many so far, and the seconds it took."""
@@ -37,9 +37,7 @@ def run(config: Config, rendezvous: Rendezvous, steps: int, listen: Listener | N
     torch.set_num_threads(config.parallel.threads)
     device = device_for(config, rendezvous.local_rank)
     model = load_model(config)
-    timeout = config.parallel.timeout
-    world = World.join(open_store(rendezvous, timeout), rendezvous.rank, rendezvous.size, device=device, timeout=timeout)
-    with world:
+    with join_world(config, rendezvous, device) as world:
         return measure(config, world, model, steps, listen)
 
 

@@ -6,16 +6,19 @@ The trainer, the profiler and the plan all begin with it.
 from __future__ import annotations
 
 import os
-from typing import Literal, cast
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal, cast
 
 import torch
 
 from dynmo.balance.partition import Partition, uniform
 from dynmo.config import Config, Train
+from dynmo.config.writing import value_text
 from dynmo.errors import ConfigError
 from dynmo.runtime.launch import FOR_RANKS_ON_CUDA
 from dynmo.runtime.optimizer import OptimizerSettings
 from dynmo.runtime.rendezvous import Rendezvous
+from dynmo.runtime.world import World, open_store, ranks_text
 
 
 def check_world(config: Config, rendezvous: Rendezvous) -> None:
@@ -25,6 +28,57 @@ def check_world(config: Config, rendezvous: Rendezvous) -> None:
         raise ConfigError(
             f"the launcher started {rendezvous.size} ranks, but parallel.{sizes} = {config.ranks}; start as many as the config says"
         )
+
+
+# What may differ from rank to rank. The data itself is compared where it is read.
+_OWN = {"data.source", "parallel.threads", "parallel.timeout"}
+
+
+def join_world(config: Config, rendezvous: Rendezvous, device: torch.device) -> World:
+    """Meet the other ranks of the run.
+
+    Args:
+        config: The run, which must be the same on every rank.
+        rendezvous: Where the ranks meet.
+        device: Where this rank computes.
+
+    Returns:
+        The world of all ranks.
+
+    Raises:
+        ConfigError: The ranks have different configs. The message names the first such key.
+        RunError: The ranks do not meet.
+    """
+    timeout = config.parallel.timeout
+    store = open_store(rendezvous, timeout)
+    rank, size = rendezvous.rank, rendezvous.size
+    world = World.join(store, rank, size, device=device, timeout=timeout)
+    try:
+        _check_same(world, config)
+    except BaseException:
+        world.close(failed=True)
+        raise
+    return world
+
+
+def _check_same(world: World, config: Config) -> None:
+    values = {key: value for key, value in _flat(config.model_dump()) if key not in _OWN}
+    parts = [f"{key} = {value_text(value)}" for key, value in values.items()]
+    difference = world.first_difference(parts, "the configs of all ranks to be compared")
+    if difference is not None:
+        index, others = difference
+        here = f" ({parts[index]} on rank {world.rank})" if index < len(parts) else ""
+        advice = "start all ranks with the same config and version of dynmo"
+        raise ConfigError(f"rank 0 and {ranks_text(others)} have different configs{here}; {advice}")
+
+
+def _flat(table: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
+    """(`section.key`, value) of every key."""
+    for key, value in table.items():
+        if isinstance(value, dict):
+            yield from _flat(cast(dict[str, Any], value), f"{path}{key}.")
+        else:
+            yield f"{path}{key}", value
 
 
 def device_for(config: Config, local_rank: int) -> torch.device:

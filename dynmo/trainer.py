@@ -47,9 +47,16 @@ from dynmo.report.trace import Tracer
 from dynmo.run_checkpoints import RunCheckpoints
 from dynmo.runtime.mesh import arrange
 from dynmo.runtime.rendezvous import Rendezvous
-from dynmo.runtime.world import World, open_store
+from dynmo.runtime.world import World
 from dynmo.schedule.bound import Objective
-from dynmo.setup import check_meshes, check_world, device_for, first_partition, memory_limit
+from dynmo.setup import (
+    check_meshes,
+    check_world,
+    device_for,
+    first_partition,
+    join_world,
+    memory_limit,
+)
 
 Listener = Callable[[Event], None]
 
@@ -97,10 +104,7 @@ def run(config: Config, rendezvous: Rendezvous, folder: Path | None, resume: boo
     torch.set_num_threads(config.parallel.threads)
     device = device_for(config, rendezvous.local_rank)
     model = load_model(config)
-    world = World.join(
-        open_store(rendezvous, config.parallel.timeout), rendezvous.rank, rendezvous.size, device=device, timeout=config.parallel.timeout
-    )
-    with world:
+    with join_world(config, rendezvous, device) as world:
         return Trainer(config, world, model, folder, resume, listen).run()
 
 

@@ -30,7 +30,7 @@ from dynmo.runtime.replicas import Replicas
 from dynmo.runtime.slots import Slots
 from dynmo.runtime.split_backward import Layer
 from dynmo.runtime.tied import TiedWeights
-from dynmo.runtime.world import World
+from dynmo.runtime.world import World, ranks_text
 from dynmo.runtime.zero import cut_state, whole_state
 
 # Names what a case keeps with a layer, among the layer's optimizer state.
@@ -63,6 +63,7 @@ class Holding:
         self._slots, self._zero = slots, zero
         own = [index for stage in self.own_stages for index in layout.partition.range_of(stage)]
         self.modules = model.build(frozenset(own))
+        _check_same(world, model, self.modules)
         self.frozen = Frozen(self.modules, model.tied)
         # What the frozen leading layers here made of earlier microbatches.
         self.outputs = OutputCache(cache_bytes, clock)
@@ -192,6 +193,27 @@ class Holding:
             return {}
         state = self.optimizers[index].state() if self.optimizers[index].whole else self.state(index, whole=True)
         return {key.removesuffix("/master"): value for key, value in state.items() if key.endswith("/master")}
+
+
+def _check_same(world: World, model: Model, modules: Sequence[nn.Module]) -> None:
+    """Raises ConfigError on every rank if the ranks have built different models."""
+
+    def describe(name: str, module: nn.Module) -> str:
+        tensors = (*module.named_parameters(), *module.named_buffers())
+        shapes = sorted((key, str(t.dtype), tuple(t.shape)) for key, t in tensors)
+        return repr((name, shapes))
+
+    parts = [describe(name, module) for name, module in zip(model.names, modules, strict=True)]
+    difference = world.first_difference(parts, "the models of all ranks to be compared")
+    if difference is None:
+        return
+    index, others = difference
+    mine = model.names[index] if index < model.layers else "none"
+    here = f"on rank {world.everyone.rank}: {mine}, of {model.layers} layers"
+    raise ConfigError(
+        f"layer {index} is not the same on rank 0 and {ranks_text(others)} ({here}): its name, or its "
+        "tensors' names, dtypes or shapes, differ; build the same model on every rank"
+    )
 
 
 def _check(index: int, module: nn.Module, replicas: int) -> None:

@@ -9,6 +9,7 @@ world too, in which ranks count from 0, so whoever works in one pipeline need no
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
@@ -117,6 +118,11 @@ def _native_stderr_dropped() -> Iterator[None]:
         os.close(null)
 
 
+def _short_digest(text: str) -> int:
+    """Seven bytes of a hash, which fit into an int64."""
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7])
+
+
 def first_line(error: BaseException) -> str:
     return str(error).strip().split("\n")[0]
 
@@ -169,7 +175,8 @@ class World:
             absent = _lacking(prefixed, [f"here/{other}" for other in range(size)])
             if absent:
                 raise WaitTimeout(
-                    f"rank {rank} waited {timeout:g} s for {_ranks(absent)} to join; started with too few ranks?", absent
+                    f"rank {rank} waited {timeout:g} s for {ranks_text(absent)} to join; started with too few ranks?",
+                    absent,
                 ) from None
             # All came, and one is gone again.
             raise RankDied(f"rank {rank} could not form a group of {size}: {_reason(error)}") from None
@@ -233,7 +240,7 @@ class World:
         return f"{address} (replica {address % replicas})" if replicas > 1 else str(address)
 
     def _named(self, ranks: Sequence[int]) -> str:
-        return _ranks([self._called(self.address(rank)) for rank in ranks])
+        return ranks_text([self._called(self.address(rank)) for rank in ranks])
 
     def reshaped(self, replicas: int) -> None:
         """From now on the ranks are so many replicas: for the names of ranks in messages, and earlier views are no more."""
@@ -402,6 +409,34 @@ class World:
                 f"{everyone.called(first)} and {everyone._named(other)} disagree on {what}; do all run the same dynmo, config and data?"
             )
 
+    def first_difference(self, parts: Sequence[str], what: str) -> tuple[int, list[int]] | None:
+        """Compare a list over all ranks of all replicas. Its length may differ, too.
+
+        Args:
+            parts: This rank's list.
+            what: What is compared, for messages.
+
+        Returns:
+            None if all lists are equal. Otherwise the index of the first part that is not, and the
+            ranks that have another part there than rank 0, or none. The same on every rank.
+        """
+        everyone = self.everyone
+        digests = torch.tensor([_short_digest(part) for part in parts], dtype=torch.int64)
+        whole = torch.zeros(everyone.size, 2, dtype=torch.int64)
+        whole[everyone.rank] = torch.tensor([len(parts), _short_digest("\0".join(parts))])
+        everyone.sum(whole, what)
+        if bool((whole == whole[0]).all()):
+            return None
+        shared = int(whole[:, 0].min())
+        table = torch.zeros(everyone.size, shared, dtype=torch.int64)
+        table[everyone.rank] = digests[:shared]
+        everyone.sum(table, what)
+        other = table != table[0]
+        differing = other.any(0).nonzero().flatten().tolist()
+        if differing:
+            return differing[0], other[:, differing[0]].nonzero().flatten().tolist()
+        return shared, (whole[:, 0] != whole[0, 0]).nonzero().flatten().tolist()
+
     def failures(self, error: BaseException | None, what: str) -> dict[int, str]:
         """Tell all ranks of all replicas what went wrong here, and hear what did elsewhere.
 
@@ -490,7 +525,7 @@ def _reason(error: RuntimeError) -> str:
     return re.sub(r"^\[\S*\] ", "", first_line(error)).split(". ")[0]
 
 
-def _ranks(ranks: Sequence[int | str]) -> str:
+def ranks_text(ranks: Sequence[int | str]) -> str:
     if not ranks:
         return "the other ranks"
     return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))

@@ -81,6 +81,18 @@ def empty():
     return []
 
 constant = [nn.Linear(8, 8)]
+
+def longer():
+    return [nn.Embedding(256, 8), *(nn.Linear(8, 8) for _ in range(1 + rank())), nn.Linear(8, 256)]
+
+def wider():
+    width = 8 + rank()
+    middle = nn.Sequential(nn.Linear(8, width), nn.Linear(width, 8))
+    return [nn.Embedding(256, 8), middle, nn.Linear(8, 256)]
+
+def rank():
+    import os
+    return int(os.environ.get("RANK", "0"))
 """
 GPT = ("model.kind=gpt", "model.blocks=1", "model.hidden=32", "model.heads=2", "dynamism.cases=[]", "checkpoint.every=0")
 LONG = ("train.steps=100000", "checkpoint.every=0", "train.eval_every=0")

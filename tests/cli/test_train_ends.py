@@ -156,6 +156,28 @@ def test_a_joined_rank_that_raises(tmp_path: Path, run: Run, monkeypatch: pytest
     assert not (tmp_path / "runs/new").exists()
 
 
+@pytest.mark.parametrize(("function", "layer"), [("longer", 2), ("wider", 1)])
+def test_a_model_that_differs_by_rank(work: Path, function: str, layer: int) -> None:
+    """The first layer that differs is named before anything else is exchanged."""
+    sets = (f"model.kind=python:models:{function}", "dynamism.cases=[]", "parallel.timeout=6.0")
+    done = end(train(work, sets=sets))
+    assert (done.status, done.out, done.err.count("\n")) == (2, "", 1)
+    assert done.line.startswith(f"dynmo: layer {layer} is not the same on rank 0 and rank 1 (on rank")
+    assert not list((work / "runs").iterdir())
+
+
+def test_configs_that_differ_by_rank(work: Path) -> None:
+    """Every rank says so, each with its own value. The limit of a wait is each rank's own."""
+    world = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+    sets = [("train.lr=0.5", "parallel.timeout=20"), ("train.lr=0.25", "parallel.timeout=30")]
+    ranks = [train(work, sets=sets[r], env=world | {"RANK": str(r)}) for r in range(2)]
+    for rank, done in enumerate(map(end, ranks)):
+        mine = f"train.{sets[rank][0][6:].replace('=', ' = ')} on rank {rank}"
+        assert (done.status, done.out, done.err.count("\n")) == (2, "", 1)
+        assert done.line.startswith(f"dynmo: rank 0 and rank 1 have different configs ({mine});")
+    assert not list((work / "runs").iterdir())
+
+
 def test_a_silent_listener_at_the_port(work: Path) -> None:
     """Something else has MASTER_PORT and never answers: one line, and no endless wait."""
     with socket.create_server(("127.0.0.1", 0)) as server:

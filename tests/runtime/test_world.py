@@ -71,6 +71,20 @@ def test_agree(pool: Pool, said: list[str | None], text: str) -> None:
     assert results[0].split(";")[0] == text
 
 
+@pytest.mark.parametrize(
+    ("lists", "difference"),
+    [
+        (["ab", "ab", "ab"], None),
+        (["abc", "axc", "abx"], [1, [1]]),
+        (["abc", "abx", "aby"], [2, [1, 2]]),
+        (["ab", "abc", "ab"], [2, [1]]),
+        (["", "a", ""], [0, [1]]),
+    ],
+)
+def test_first_difference(pool: Pool, lists: list[str], difference: list[object] | None) -> None:
+    assert pool.run(JOBS + "compare", 3, lists=lists) == [difference] * 3
+
+
 def test_a_process_that_no_launcher_started() -> None:
     with pytest.raises(
         RunError, match=r"started alone, in no world of ranks: start it with torchrun, or .*`from_environment\(\) or ALONE`"

@@ -77,3 +77,7 @@ def agree(world: World, said: list[str | None]) -> str:
     except DynmoError as error:
         return str(error)
     return ""
+
+
+def compare(world: World, lists: list[str]) -> tuple[int, list[int]] | None:
+    return world.first_difference(list(lists[world.rank]), "the lists")
