@@ -23,7 +23,7 @@ from dynmo.balance.partition import Partition, imbalance
 from dynmo.config import Config, Train, to_toml, with_options
 from dynmo.costs import LayerCost
 from dynmo.dynamism import Dynamism, Signals, checked, make_cases, named
-from dynmo.errors import InputError, NoRoomError
+from dynmo.errors import InputError, NoRoomError, RunError
 from dynmo.events import (
     ChangeEvent,
     EndEvent,
@@ -130,6 +130,7 @@ class Trainer:
             first_plan(config, model, self._shapes, world.device)
         cached = config.dynamism.freezing.cache_bytes if "freezing" in config.dynamism.cases else 0
         self.pipeline = pipeline_for(config, arrange(world, data), model, partition, cached)
+        self._stepped = False  # whether a step is done
         self._barrier_stays = False  # although there is to be none
         # Steps that have run and whose results are still out.
         self._started: dict[int, _Started] = {}
@@ -170,7 +171,12 @@ class Trainer:
         interrupted, step = False, self.first_step
         self._tell_barrier(step)
         while step < train.steps and not interrupted:
-            interrupted = self.advance(step, stopping())
+            try:
+                interrupted = self.advance(step, stopping())
+            except InputError as error:
+                if not self._stepped:
+                    raise
+                raise RunError(str(error)) from error  # no wrong input: something has trained
             step += 1
         return self.finish(step, time.perf_counter() - start, interrupted)
 
@@ -296,6 +302,7 @@ class Trainer:
     def _tell(self, result: StepResult, started: _Started) -> None:
         """What follows from a step's result, for cases, balancer and log."""
         step, seconds = result.step, started.seconds
+        self._stepped = True
         self._loss = result.loss
         for case in self._cases:
             with named(case, "observe", step):

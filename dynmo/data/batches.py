@@ -37,8 +37,10 @@ class Batches:
         return _split(self._rows(self._order.held_out(index), shift=1))
 
     def _rows(self, windows: NDArray[np.int64], shift: int) -> NDArray[np.int64]:
-        at = windows[..., None] * self._sequence + np.arange(shift, self._sequence + 1 + shift)
-        return self._corpus[at].astype(np.int64)
+        length = self._sequence + 1
+        starts = (windows * self._sequence + shift).ravel().tolist()
+        rows = np.stack([self._corpus[start : start + length] for start in starts])
+        return rows.reshape(*windows.shape, length).astype(np.int64)
 
 
 def _split(rows: NDArray[np.int64]) -> tuple[Tensor, Tensor]:

@@ -1,7 +1,7 @@
 """A corpus is one array of bytes, and a byte is a token: nothing to download, nothing to train first.
 
-"stdlib" is the running Python's own standard library, so every machine has some megabytes of text; "file:PATH" is any file, mapped and
-not read, so it may be larger than memory.
+"stdlib" is the running Python's own standard library, so every machine has some megabytes of text;
+"file:PATH" is any file, read a window at a time, so it may be larger than memory.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import stat
 import sysconfig
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -25,7 +26,43 @@ SEPARATOR = b"\0"  # between files: no source text holds it
 _SKIPPED_FOLDERS = {"site-packages", "dist-packages", "test", "tests", "idlelib", "__pycache__"}
 _MACHINE = ("config-", "_sysconfigdata", "sitecustomize", "usercustomize")
 
-Corpus = NDArray[np.uint8]
+
+class FileCorpus:
+    """The bytes of a file. A slice of it is read when it is asked for.
+
+    The file is not mapped: a mapped file that is cut off ends the process with SIGBUS.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Raises OSError if the file cannot be opened."""
+        self._path = path
+        self._file = os.open(path, os.O_RDONLY)
+        weakref.finalize(self, os.close, self._file)
+        self._length = os.fstat(self._file).st_size
+
+    def __len__(self) -> int:
+        """The bytes that the file had when it was opened."""
+        return self._length
+
+    def __getitem__(self, part: slice) -> NDArray[np.uint8]:
+        """Raises ConfigError if the file has become shorter, or cannot be read any more."""
+        start, stop, _ = part.indices(self._length)
+        text = bytearray()
+        try:
+            while len(text) < stop - start:
+                at = start + len(text)
+                piece = os.pread(self._file, stop - at, at)
+                if not piece:
+                    now = os.fstat(self._file).st_size
+                    sizes = f"it had {self._length} bytes when it was opened, and has {now} now"
+                    raise ConfigError(f"{_named(self._path)} has been cut off: {sizes}")
+                text += piece
+        except OSError as error:
+            raise ConfigError(f"{_named(self._path)} cannot be read ({error.strerror})") from None
+        return np.frombuffer(text, dtype=np.uint8)
+
+
+Corpus = NDArray[np.uint8] | FileCorpus
 
 
 def check_vocab(vocab: int) -> None:
@@ -44,7 +81,7 @@ def open_corpus(source: str) -> Corpus:
     return file(Path(path))
 
 
-def stdlib(folder: Path, limit: int = STDLIB_LIMIT) -> Corpus:
+def stdlib(folder: Path, limit: int = STDLIB_LIMIT) -> NDArray[np.uint8]:
     """The .py files under `folder`, each followed by a separator, in the order of their relative paths; at most `limit` bytes."""
     text = bytearray()
     for _, path in sorted((path.relative_to(folder).as_posix(), path) for path in _sources(folder)):
@@ -63,8 +100,15 @@ def _sources(folder: Path) -> Iterator[Path]:
         yield from (Path(where, name) for name in names if name.endswith(".py") and not name.startswith(_MACHINE))
 
 
-def file(path: Path) -> Corpus:
-    """The bytes of the file at `path`, mapped. Raises ConfigError if it is missing, no regular file, unreadable or empty."""
+def _named(path: Path) -> str:
+    return f'data.source = "file:{path}":'
+
+
+def file(path: Path) -> FileCorpus:
+    """The bytes of the file at `path`.
+
+    Raises ConfigError if it is missing, no regular file, unreadable or empty.
+    """
     problem = None
     try:
         info = path.stat()
@@ -73,7 +117,7 @@ def file(path: Path) -> Corpus:
         elif not info.st_size:
             problem = "the file is empty"
         else:
-            return np.memmap(path, dtype=np.uint8, mode="r").view(np.ndarray)
+            return FileCorpus(path)
     except OSError as error:
         problem = f"cannot be read ({error.strerror})"
-    raise ConfigError(f'data.source = "file:{path}": {problem}; give a file of text')
+    raise ConfigError(f"{_named(path)} {problem}; give a file of text")

@@ -211,8 +211,8 @@ def _check_same(world: World, model: Model, modules: Sequence[nn.Module]) -> Non
     mine = model.names[index] if index < model.layers else "none"
     here = f"on rank {world.everyone.rank}: {mine}, of {model.layers} layers"
     raise ConfigError(
-        f"layer {index} is not the same on rank 0 and {ranks_text(others)} ({here}): its name, or its "
-        "tensors' names, dtypes or shapes, differ; build the same model on every rank"
+        f"layer {index} is not the same on rank 0 and {ranks_text(others)} ({here}): its name, "
+        "or its tensors' names, dtypes or shapes, differ; build the same model on every rank"
     )
 
 

@@ -156,13 +156,26 @@ def test_a_joined_rank_that_raises(tmp_path: Path, run: Run, monkeypatch: pytest
     assert not (tmp_path / "runs/new").exists()
 
 
+def test_a_text_that_is_cut_off(work: Path) -> None:
+    """While it is trained on: the reason, and no signal."""
+    process = train(work, sets=(*LONG, "parallel.timeout=6.0"))
+    wait_until(lambda: steps(work, "main") >= 3)
+    os.truncate(work / "text", 0)
+    done = end(process, 15)
+    assert (done.status, done.out) == (1, "")
+    told = 'dynmo: data.source = "file:text": has been cut off: it had 19000 bytes'
+    assert done.line.startswith(told)
+    assert "SIGBUS" not in done.err
+
+
 @pytest.mark.parametrize(("function", "layer"), [("longer", 2), ("wider", 1)])
 def test_a_model_that_differs_by_rank(work: Path, function: str, layer: int) -> None:
     """The first layer that differs is named before anything else is exchanged."""
     sets = (f"model.kind=python:models:{function}", "dynamism.cases=[]", "parallel.timeout=6.0")
     done = end(train(work, sets=sets))
     assert (done.status, done.out, done.err.count("\n")) == (2, "", 1)
-    assert done.line.startswith(f"dynmo: layer {layer} is not the same on rank 0 and rank 1 (on rank")
+    told = f"dynmo: layer {layer} is not the same on rank 0 and rank 1 (on rank"
+    assert done.line.startswith(told)
     assert not list((work / "runs").iterdir())
 
 

@@ -189,13 +189,24 @@ def test_a_python_without_sources_says_so(tmp_path):
         stdlib(tmp_path)
 
 
-def test_a_file_is_mapped_as_it_is(tmp_path):
+def test_a_file_is_read_as_it_is(tmp_path):
     (tmp_path / "text").write_bytes(b"a\x00\xff\n")
     corpus = open_corpus(f"file:{tmp_path / 'text'}")
-    assert corpus.tobytes() == b"a\x00\xff\n"
-    assert isinstance(corpus.base, np.memmap)
-    with pytest.raises(ValueError, match="read-only"):
-        corpus[0] = 1
+    assert len(corpus) == 4
+    assert corpus[:].tobytes() == b"a\x00\xff\n"
+    assert corpus[-2:].tobytes() == corpus[2:9].tobytes() == b"\xff\n"
+
+
+def test_a_file_that_is_cut_off(tmp_path):
+    """It is an error and no signal. What is there still is read."""
+    (tmp_path / "text").write_bytes(bytes(range(100)))
+    batches = Batches(open_corpus(f"file:{tmp_path / 'text'}"), SEQUENCE, 2, 1, 0)
+    before = batches.held_out(0)
+    os.truncate(tmp_path / "text", 99)
+    assert torch.equal(batches.held_out(0)[0], before[0])
+    os.truncate(tmp_path / "text", 50)
+    with pytest.raises(ConfigError, match=r'"file:.*text": .* had 100 bytes .*, and has 50 now'):
+        batches.held_out(0)
 
 
 def test_files_refused(tmp_path):
