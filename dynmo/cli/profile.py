@@ -100,7 +100,8 @@ def _local_rank(path: Path, steps: int, out: Path, as_json: bool) -> int:
     """A rank that this machine's launcher started: errors go to the launcher, which tells the cause."""
     from dynmo.runtime.launch import enter_rank, report_failure
 
-    enter_rank()
+    log = path.parent / f"rank-{os.environ['RANK']}.log"
+    enter_rank(log)
     try:
         from dynmo.config import load
         from dynmo.runtime.rendezvous import from_environment
@@ -109,7 +110,7 @@ def _local_rank(path: Path, steps: int, out: Path, as_json: bool) -> int:
         assert rendezvous is not None
         return _rank(load(path), rendezvous, steps, out, as_json)
     except Exception as error:
-        return report_failure(error, path.parent / f"rank-{os.environ['RANK']}.log")
+        return report_failure(error, log)
 
 
 def _joined_rank(config: Config, rendezvous: Rendezvous, steps: int, out: Path, as_json: bool) -> int:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from dynmo.files import write_whole
+from dynmo.runtime.announced import check_announced
 from dynmo.runtime.clock import Clock
 from dynmo.runtime.executor import SEND, WAIT, Slice
 from dynmo.runtime.p2p import TAG_TRACE
@@ -106,7 +107,9 @@ class Tracer:
             return
         tables = [mine]
         for rank in range(1, world.size):
-            table = torch.zeros(int(counts[rank]), 6, dtype=torch.float64)
+            rows = int(counts[rank])
+            check_announced(rows * 6 * 8, torch.device("cpu"), f"the trace of rank {rank}")
+            table = torch.zeros(rows, 6, dtype=torch.float64)
             if len(table):
                 world.wait(world.receive(table, rank, TAG_TRACE), rank, "its trace")
             tables.append(table)

@@ -1,6 +1,6 @@
 """Starts the ranks of a run on this machine and looks after them: logs, signals, orphans, and one line when it fails.
 
-    dynmo train ── rank 0 ── (terminal: progress, result)
+    dynmo train ── rank 0 ── (terminal: progress, result)  runs/<name>/rank-0.log (crashes)
              ├──── rank 1 ── runs/<name>/rank-1.log
              └──── rank 2 ── runs/<name>/rank-2.log
 
@@ -94,6 +94,9 @@ def spawn(command: Sequence[str], size: int, threads: int, log_folder: Path) -> 
             return _verdict(ranks, folder, log_folder, asked)
         finally:
             _end(ranks)
+            log = log_folder / "rank-0.log"  # of crashes only; all else went to the terminal
+            if log.is_file() and not log.stat().st_size:
+                log.unlink()
 
 
 def _start(ranks: list[subprocess.Popen[bytes]], asked: list[float], command: Sequence[str], env: dict[str, str], log: Path | None) -> None:
@@ -170,7 +173,9 @@ def _verdict(ranks: list[subprocess.Popen[bytes]], folder: Path, log_folder: Pat
             if not (ended and failure.weight > 1):
                 failures[rank] = failure
         elif code is not None and code < 0 and code not in ours:
-            hint = "; out of memory?" if code == -signal.SIGKILL else ""
+            log = log_folder / f"rank-{rank}.log"
+            hint = f"; see {log}" if log.is_file() and log.stat().st_size else ""
+            hint = "; out of memory?" if code == -signal.SIGKILL else hint
             failures[rank] = Failure(1, 1, f"rank {rank} was ended by {signal.Signals(-code).name}{hint}")
         elif code not in (None, 0, 130) and code not in ours:
             where = f"; see {log_folder / f'rank-{rank}.log'}" if rank else ""
@@ -203,15 +208,33 @@ def is_local_rank() -> bool:
     return "DYNMO_RENDEZVOUS" in os.environ
 
 
-def enter_rank() -> None:
-    """Called first in a rank that `spawn` started: it dies with its launcher, leaves Ctrl-C to it, and tells where it crashed."""
-    faulthandler.enable()
+def enter_rank(log: Path | None = None) -> None:
+    """Called first in a rank that `spawn` started.
+
+    The rank dies with its launcher, leaves Ctrl-C to it, and tells where it crashed.
+
+    Args:
+        log: Takes the stack of a crash, and what torch's C++ writes to stderr. None: stderr.
+    """
+    if log is not None:
+        with contextlib.suppress(OSError):  # as on a full disk: the terminal has it then
+            _native_stderr_to(log)
+    faulthandler.enable(2)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOP_SIGNALS)
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)  # PR_SET_PDEATHSIG
         if os.getppid() != int(os.environ["DYNMO_LAUNCHER"]):  # it died before we asked
             os._exit(1)
+
+
+def _native_stderr_to(log: Path) -> None:
+    """Everything but Python's own `sys.stderr`, which stays where it is."""
+    with log.open("ab") as file:
+        terminal = os.dup(2)
+        os.dup2(file.fileno(), 2)
+    own = open(terminal, "w", buffering=1, errors="backslashreplace", closefd=False)  # noqa: SIM115
+    sys.stderr = own
 
 
 def report_failure(error: BaseException, log: Path | None = None) -> int:

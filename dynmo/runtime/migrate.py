@@ -11,6 +11,7 @@ not travel: streams are keyed by the layer's global index (`kernels/seeds.py`).
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ from torch import Tensor, nn
 from dynmo.balance.partition import Move
 from dynmo.errors import RunError
 from dynmo.kernels.sparse_linear import conform
+from dynmo.runtime.announced import check_announced
 from dynmo.runtime.headers import DTYPES, on_wire
 from dynmo.runtime.p2p import TAG_MIGRATE
 from dynmo.runtime.world import World
@@ -46,6 +48,9 @@ class Manifest(BaseModel):
     layer: int
     tensors: list[TensorRecord]
 
+
+# No manifest comes near: a tensor takes some 100 bytes of it.
+_MOST_TEXT = 64 << 20
 
 Contents = dict[tuple[str, str], Tensor]
 
@@ -126,6 +131,8 @@ def exchange(
             text = b""
             try:
                 text, tensors = pack(move.layer, *leaving(move.layer))
+                if len(text) > _MOST_TEXT:
+                    raise RunError(f"layer {move.layer} has too many tensors to move")
                 parcels.append((move, tensors))
             except Exception as error:
                 failure = failure or error
@@ -139,13 +146,11 @@ def exchange(
                 failure = failure or error
     # Of all replicas: none may go on without the others.
     everyone = world.everyone
-    failed = torch.zeros(everyone.size)
-    failed[everyone.rank] = failure is not None
-    everyone.sum(failed, "all ranks to be ready to move layers")
-    if failed.any():
-        ranks = ", ".join(str(r) for r in range(everyone.size) if failed[r])
-        reason = f": {failure}".split("\n")[0] if failure is not None else ""
-        raise RunError(f"layers could not be moved (rank {ranks}){reason}; all stay where they were") from failure
+    failures = everyone.failures(failure, "all ranks to be ready to move layers")
+    if failures:
+        ranks, reason = ", ".join(map(str, failures)), next(iter(failures.values()))
+        told = f"layers could not be moved (rank {ranks}): {reason}; all stay where they were"
+        raise RunError(told) from failure
     for move, tensors in parcels:
         works += _send(world, move, tensors)
     for move, arrival in arrivals:
@@ -191,10 +196,15 @@ def unpack(text: bytes, move: Move, device: torch.device) -> Arrival:
         raise RunError(f"the manifest of layer {move.layer} from rank {move.source} cannot be read: {error}".split("\n")[0]) from None
     if manifest.layer != move.layer:
         raise RunError(f"layer {move.layer} was expected from rank {move.source}, which sends layer {manifest.layer}")
-    tensors: Contents = {}
     for r in manifest.tensors:
         if r.dtype not in DTYPES:
             raise RunError(f"layer {move.layer}: {r.section} {r.name} is of {r.dtype}, which cannot travel; known are {', '.join(DTYPES)}")
+        if min(r.shape, default=0) < 0:
+            raise RunError(f"layer {move.layer}: {r.section} {r.name} has the shape {r.shape}")
+    size = sum(DTYPES[r.dtype].itemsize * math.prod(r.shape) for r in manifest.tensors)
+    check_announced(size, device, f"layer {move.layer} from rank {move.source}")
+    tensors: Contents = {}
+    for r in manifest.tensors:
         tensors[r.section, r.name] = torch.empty(r.shape, dtype=DTYPES[r.dtype], device=device)
     return Arrival(move.layer, tensors, {r.name: r.requires_grad for r in manifest.tensors if r.section == "parameter"})
 
@@ -214,4 +224,10 @@ def _take(world: World, move: Move, tensor: Tensor) -> Tensor:
 def _receive_text(world: World, move: Move) -> bytes:
     """A manifest; empty if the source could not make one."""
     length = int(_take(world, move, torch.zeros(1, dtype=torch.int64)))
+    if not 0 <= length <= _MOST_TEXT:
+        raise RunError(
+            f"the manifest of layer {move.layer} from {world.called(move.source)} has {length} "
+            f"bytes by its own account, and at most {_MOST_TEXT} are possible; "
+            "do all ranks run the same dynmo?"
+        )
     return _take(world, move, torch.empty(length, dtype=torch.uint8)).numpy().tobytes()

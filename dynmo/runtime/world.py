@@ -174,10 +174,8 @@ class World:
             _leave()
             absent = _lacking(prefixed, [f"here/{other}" for other in range(size)])
             if absent:
-                raise WaitTimeout(
-                    f"rank {rank} waited {timeout:g} s for {ranks_text(absent)} to join; started with too few ranks?",
-                    absent,
-                ) from None
+                waited = f"rank {rank} waited {timeout:g} s for {ranks_text(absent)} to join"
+                raise WaitTimeout(f"{waited}; started with too few ranks?", absent) from None
             # All came, and one is gone again.
             raise RankDied(f"rank {rank} could not form a group of {size}: {_reason(error)}") from None
         made = cls(rank, size, device, timeout, generation, prefixed, dist.group.WORLD)

@@ -75,11 +75,20 @@ def edited(change: Any) -> bytes:
         (lambda m: m["tensors"][0].update(shape="12"), "the manifest of layer 2 from rank 0 cannot be read"),
         (lambda m: m["tensors"][0].update(extra=1), "cannot be read"),
         (lambda m: m["tensors"][0].pop("name"), "cannot be read"),
+        (lambda m: m["tensors"][0].update(shape=[1 << 44]), r"from rank 0: it announces \d+"),
+        (lambda m: m["tensors"][0].update(shape=[-2, -3]), r"weight has the shape \[-2, -3\]"),
     ],
 )
 def test_bad_manifests_are_refused(change: Any, match: str) -> None:
     with pytest.raises(RunError, match=match):
         unpack(edited(change), MOVE, CPU)
+
+
+@pytest.mark.parametrize("length", [-1, 1 << 50])
+def test_the_length_of_a_manifest_is_bounded(pool: Pool, length: int) -> None:
+    """Nothing is allocated by a peer's word."""
+    _, told = pool.run(JOBS + "announces", 2, length=length)
+    assert told.startswith(f"the manifest of layer 2 from rank 0 has {length} bytes by its own")
 
 
 def test_a_torn_manifest_is_refused() -> None:

@@ -10,13 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dynmo.balance.partition import Partition, moves
+from dynmo.balance.partition import Move, Partition, moves
 from dynmo.config import parse
 from dynmo.errors import RunError
 from dynmo.kernels.seeds import mix
 from dynmo.models.model import load_model
-from dynmo.runtime.migrate import Arrival, contents, exchange, fill
+from dynmo.runtime.migrate import Arrival, _receive_text, contents, exchange, fill
 from dynmo.runtime.optimizer import LayerOptimizer, OptimizerSettings
+from dynmo.runtime.p2p import TAG_MIGRATE
 from dynmo.runtime.world import World
 from tests.runtime.jobs.executor import bits_of
 
@@ -133,3 +134,15 @@ def migrate_fails(world: World, how: str) -> dict[str, Any]:
     untouched = held.fingerprints() == before and held.partition == Partition((3, 1, 2))
     held.move(Partition((1, 2, 3)))  # and the world is as good as before
     return {"error": error, "seconds": seconds, "untouched": untouched, "after": sorted(held.optimizers)}
+
+
+def announces(world: World, length: int) -> str:
+    """Rank 0 announces a manifest of this length to rank 1. Returns what that says."""
+    if world.rank == 0:
+        world.wait(world.send(torch.tensor([length]), 1, TAG_MIGRATE), 1, "room to send")
+        return ""
+    try:
+        _receive_text(world, Move(2, 0, 1))
+    except RunError as error:
+        return str(error)
+    return ""
