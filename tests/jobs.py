@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
 import signal
 from pathlib import Path
@@ -62,6 +64,13 @@ def train_in(world: World, config: dict[str, Any], folder: str, resume: bool = F
 
     loaded = parsed(config)
     return vars(Trainer(loaded, world, load_model(loaded), Path(folder), resume, listen).run())
+
+
+def resume_and_listen(world: World, config: dict[str, Any], folder: str) -> dict[str, Any]:
+    """A run that goes on; `said` is what it prints on stderr."""
+    with contextlib.redirect_stderr(io.StringIO()) as said:
+        result = train_in(world, config, folder, resume=True)
+    return {**result, "said": said.getvalue()}
 
 
 def events(world: World, config: dict[str, Any], fits: bool = True) -> list[dict[str, Any]]:

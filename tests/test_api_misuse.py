@@ -87,6 +87,14 @@ def threads(world: World, times: int) -> list[int]:
     return out
 
 
+def test_ranks_that_build_different_models(pool: Pool) -> None:
+    """All are told before they exchange anything else."""
+    told = pool.run("tests.runtime.jobs.checkpoint:builds_another", 3, other=1)
+    for rank, text in enumerate(told):
+        mine = f"on rank {rank}: c, of 4 layers"
+        assert text.startswith(f"layer 2 is not the same on rank 0 and rank 1 ({mine})")
+
+
 def test_threads_end_with_their_pipeline(pool: Pool) -> None:
     for counts in pool.run("tests.test_api_misuse:threads", 2, times=8):
         assert max(counts[4:]) <= max(counts[:4])

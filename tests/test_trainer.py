@@ -84,6 +84,29 @@ def test_a_damaged_checkpoint_is_passed_over(pool: Pool, tmp_path: Path) -> None
     assert [e.step for e in read(folder / "events.jsonl") if isinstance(e, StepEvent)] == [*range(12), 8, 9, 10, 11]
 
 
+def test_a_checkpoint_of_an_earlier_version(pool: Pool, tmp_path: Path) -> None:
+    """Its manifest has no hash of its own. It loads, and the run says so."""
+    folder = _made(tmp_path / "run")
+    whole = pool.run("train_in", 1, config=config(1, {}), folder=str(folder))
+    shutil.rmtree(folder / "checkpoints/step-000012")
+    file = folder / "checkpoints/step-000008/manifest.json"
+    manifest = json.loads(file.read_text())
+    manifest.pop("sha256", None)
+    file.write_text(json.dumps(manifest | {"version": 1}, indent=1))
+    (again,) = pool.run("resume_and_listen", 1, config=config(1, {}), folder=str(folder))
+    assert again["weights_digest"] == whole[0]["weights_digest"]
+    missing, earlier = again["said"].splitlines()
+    assert "latest names 'step-000012', which is missing; resuming from step-0" in missing
+    told = "was written by an earlier version of dynmo: its manifest has no hash of its own"
+    assert told in earlier
+    # What its state lacks is told, too.
+    del manifest["state"]["moves"]
+    file.write_text(json.dumps(manifest | {"version": 1}, indent=1))
+    shutil.rmtree(folder / "checkpoints/step-000012")
+    with pytest.raises(JobFailed, match="its state lacks 'moves'"):
+        pool.run("train_in", 1, config=config(1, {}), folder=str(folder), resume=True)
+
+
 def test_resuming_a_finished_run(pool: Pool, tmp_path: Path) -> None:
     """Nothing is left to do, and its loss is still known: no NaN in the log."""
     folder = _made(tmp_path / "run")

@@ -115,8 +115,9 @@ def _local_rank(path: Path, steps: int, out: Path, as_json: bool) -> int:
 
 def _joined_rank(config: Config, rendezvous: Rendezvous, steps: int, out: Path, as_json: bool) -> int:
     """A rank that torchrun or Slurm started: it tells its errors itself."""
-    from dynmo.runtime.launch import describe
+    from dynmo.runtime.launch import describe, quiet_torch
 
+    quiet_torch()
     if rendezvous.loopback and sys.platform == "linux":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     try:

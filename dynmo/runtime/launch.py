@@ -257,6 +257,15 @@ def report_failure(error: BaseException, log: Path | None = None) -> int:
     return failure.status
 
 
+def quiet_torch() -> None:
+    """Leaves out the warnings of torch's C++ about every connection that is lost.
+
+    For a rank that tells its errors itself, in one line. Works before torch is imported.
+    """
+    if os.environ.get("DYNMO_TRACEBACK") != "1":
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+
+
 def _log_traceback(error: BaseException, log: Path) -> bool:
     """Whether it could be written: the disk may be full, which is why the rank ends."""
     try:

@@ -55,15 +55,14 @@ def open_store(rendezvous: Rendezvous | None, timeout: float) -> dist.Store:
         )
     if rendezvous == ALONE:
         return dist.HashStore()
-    limit = timedelta(seconds=timeout)
     if rendezvous.folder is not None:
         store: dist.Store = dist.FileStore(str(Path(rendezvous.folder) / "store"), rendezvous.size)
-        store.set_timeout(limit)
+        store.set_timeout(timedelta(seconds=timeout))
         return store
     where = f"{rendezvous.address}:{rendezvous.port}"
     try:
         with _native_stderr_dropped():
-            store = within(timeout + _SLACK, lambda: _tcp_store(rendezvous, limit))
+            store = within(timeout + _SLACK, lambda: _tcp_store(rendezvous, timeout))
     except TimeoutError:
         raise WaitTimeout(
             f"rank {rendezvous.rank} waited {timeout:g} s for the store of rank 0 at {where}: "
@@ -77,9 +76,10 @@ def open_store(rendezvous: Rendezvous | None, timeout: float) -> dist.Store:
     return dist.PrefixStore(f"attempt/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 
 
-def _tcp_store(rendezvous: Rendezvous, limit: timedelta) -> dist.Store:
+def _tcp_store(rendezvous: Rendezvous, timeout: float) -> dist.Store:
     assert rendezvous.address is not None
     assert rendezvous.port is not None
+    _resolve(rendezvous.address, timeout)
     # torchrun's agent may already serve this port; otherwise rank 0 does.
     agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE", "False") == "True"
     serve = rendezvous.rank == 0 and not agent
@@ -92,11 +92,28 @@ def _tcp_store(rendezvous: Rendezvous, limit: timedelta) -> dist.Store:
         rendezvous.port,
         rendezvous.size,
         serve,
-        timeout=limit,
+        timeout=timedelta(seconds=timeout),
         wait_for_workers=False,  # `World.join` waits, and names those that are absent
         multi_tenant=True,
         master_listen_fd=listener,
     )
+
+
+def _resolve(address: str, timeout: float) -> None:
+    """Waits until a host has an address: it may be starting, too. Raises OSError if it gets none.
+
+    TCPStore would go on asking well beyond its limit.
+    """
+    end = time.monotonic() + timeout
+    while True:
+        try:
+            socket.getaddrinfo(address, None)
+        except OSError:
+            if time.monotonic() >= end:
+                raise
+            time.sleep(min(0.5, timeout))
+        else:
+            return
 
 
 @contextmanager
@@ -173,7 +190,7 @@ class World:
         except RuntimeError as error:
             _leave()
             absent = _lacking(prefixed, [f"here/{other}" for other in range(size)])
-            if absent:
+            if absent or _LATE.search(first_line(error)):
                 waited = f"rank {rank} waited {timeout:g} s for {ranks_text(absent)} to join"
                 raise WaitTimeout(f"{waited}; started with too few ranks?", absent) from None
             # All came, and one is gone again.

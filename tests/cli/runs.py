@@ -85,10 +85,9 @@ constant = [nn.Linear(8, 8)]
 def longer():
     return [nn.Embedding(256, 8), *(nn.Linear(8, 8) for _ in range(1 + rank())), nn.Linear(8, 256)]
 
-def wider():
-    width = 8 + rank()
-    middle = nn.Sequential(nn.Linear(8, width), nn.Linear(width, 8))
-    return [nn.Embedding(256, 8), middle, nn.Linear(8, 256)]
+def crashes():
+    import ctypes
+    ctypes.string_at(0)
 
 def rank():
     import os

@@ -168,13 +168,21 @@ def test_a_text_that_is_cut_off(work: Path) -> None:
     assert "SIGBUS" not in done.err
 
 
-@pytest.mark.parametrize(("function", "layer"), [("longer", 2), ("wider", 1)])
-def test_a_model_that_differs_by_rank(work: Path, function: str, layer: int) -> None:
+def test_a_crash(work: Path) -> None:
+    """The terminal has one line; the stack is in the rank's log."""
+    done = end(train(work, sets=("model.kind=python:models:crashes", "dynamism.cases=[]")))
+    assert (done.status, done.out, done.err.count("\n")) == (1, "", 1)
+    told = re.fullmatch(r"dynmo: rank \d was ended by SIGSEGV; see (\S+/rank-\d.log)", done.line)
+    assert told is not None
+    assert "in crashes" in (work / told[1]).read_text()
+
+
+def test_a_model_that_differs_by_rank(work: Path) -> None:
     """The first layer that differs is named before anything else is exchanged."""
-    sets = (f"model.kind=python:models:{function}", "dynamism.cases=[]", "parallel.timeout=6.0")
+    sets = ("model.kind=python:models:longer", "dynamism.cases=[]", "parallel.timeout=6.0")
     done = end(train(work, sets=sets))
     assert (done.status, done.out, done.err.count("\n")) == (2, "", 1)
-    told = f"dynmo: layer {layer} is not the same on rank 0 and rank 1 (on rank"
+    told = "dynmo: layer 2 is not the same on rank 0 and rank 1 (on rank"
     assert done.line.startswith(told)
     assert not list((work / "runs").iterdir())
 

@@ -126,6 +126,13 @@ def test_a_foreign_listener(capfd: pytest.CaptureFixture[str], answer: bytes) ->
     assert capfd.readouterr().err == ""
 
 
+def test_a_host_without_an_address(capfd: pytest.CaptureFixture[str]) -> None:
+    place = Rendezvous(1, 2, 1, address="no-such-host.invalid", port=12345)
+    with pytest.raises(RunError, match=r"rank 1 could not meet the others at no-such-host.invalid"):
+        open_store(place, 0.3)
+    assert capfd.readouterr().err == ""
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/net")
 def test_where_the_store_listens(monkeypatch: pytest.MonkeyPatch) -> None:
     """At a literal 127.x nobody else can reach it. What `localhost` is depends on the machine."""

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 from unittest import mock
 
 import torch
+from torch import nn
 
 from dynmo.api import Pipeline
 from dynmo.balance.partition import Partition, uniform
 from dynmo.config import parse
-from dynmo.errors import RunError
-from dynmo.models.model import load_model
+from dynmo.errors import ConfigError, RunError
+from dynmo.models.model import from_factories, load_model, next_token_loss
 from dynmo.runtime import checkpoint
 from dynmo.runtime.world import World
 from tests.full_disk import full_at
@@ -102,3 +104,16 @@ def patience(world: World, w_granularity: Literal["whole", "linear"]) -> list[An
     waits = made._executor()._patience
     made.changed(())  # closes its channels
     return [waits, [link.latency for link in made.links.values()]]
+
+
+def builds_another(world: World, other: int) -> str:
+    """One rank makes layer 2 of four wider than the others. Returns what is said."""
+    width = 9 if world.rank == other else 8
+    sizes = [(8, 8), (8, 8), (8, width), (width, 8)]
+    factories = [partial(nn.Linear, *size) for size in sizes]
+    model = from_factories(list("abcd"), factories, 0, next_token_loss)
+    try:
+        Pipeline(world, model, uniform(4, world.size), schedule="zb-h1", microbatches=2)
+    except ConfigError as error:
+        return str(error)
+    return ""
