@@ -31,6 +31,7 @@ from dynmo.files import write_whole
 
 # After one rank has failed, the others get so many seconds to find out for themselves and say why.
 _GRACE = 3.0
+_GRACE_WHEN_HUNG = 0.3
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 # A receive that is posted is a kernel that turns until its message is there. A kernel that is loaded at its first launch may wait for the
@@ -90,7 +91,7 @@ def spawn(command: Sequence[str], size: int, threads: int, log_folder: Path) -> 
                 env = rank_environment(rank, size, folder, threads)
                 # Rank 0 speaks for the run; the others write to a log.
                 _start(ranks, asked, command, env, log_folder / f"rank-{rank}.log" if rank else None)
-            _watch(ranks, asked)
+            _watch(ranks, folder)
             return _verdict(ranks, folder, log_folder, asked)
         finally:
             _end(ranks)
@@ -137,16 +138,22 @@ def _signals(ranks: list[subprocess.Popen[bytes]]) -> Iterator[list[float]]:
 _STOPPED = 130  # a rank's exit status when it was asked to stop, and did: no failure, and others may still have to write their files
 
 
-def _watch(ranks: list[subprocess.Popen[bytes]], asked: list[float]) -> None:
+def _watch(ranks: list[subprocess.Popen[bytes]], folder: Path) -> None:
     """Returns when all ranks have ended, or the grace after a failure is over. After a signal they take as long as their step and what
-    they save takes: a second signal kills them."""
+    they save takes: a second signal kills them.
+
+    Ranks that others have waited for in vain get the short grace: they hang, and will not say why.
+    """
     failed_at: float | None = None
     while any(process.poll() is None for process in ranks):
         now = time.monotonic()
         if failed_at is None and any(process.poll() not in (None, 0, _STOPPED) for process in ranks):
             failed_at = now
-        if failed_at is not None and now - failed_at > _GRACE:
-            return
+        if failed_at is not None and now - failed_at > _GRACE_WHEN_HUNG:
+            living = {rank for rank, process in enumerate(ranks) if process.poll() is None}
+            blamed = {rank for failure in _failures(folder).values() for rank in failure.waits_for}
+            if now - failed_at > _GRACE or living <= blamed:
+                return
         time.sleep(0.02)
 
 
@@ -159,6 +166,12 @@ def _end(ranks: list[subprocess.Popen[bytes]]) -> None:
         process.wait()
 
 
+def _failures(folder: Path) -> dict[int, Failure]:
+    """What the ranks have said of why they ended, by rank."""
+    reports = {int(path.stem.removeprefix("failed-")): path for path in folder.glob("failed-*.json")}
+    return {rank: Failure(**json.loads(path.read_text())) for rank, path in reports.items()}
+
+
 def _verdict(ranks: list[subprocess.Popen[bytes]], folder: Path, log_folder: Path, asked: list[float]) -> int:
     codes = [process.poll() for process in ranks]
     # A rank that we ended on request (it was not training, or was asked twice) has not failed, and what its peers say is a consequence.
@@ -166,12 +179,11 @@ def _verdict(ranks: list[subprocess.Popen[bytes]], folder: Path, log_folder: Pat
     ours = (None, -signal.SIGTERM, -signal.SIGKILL) if asked else ()
     ended = 130 not in codes and (not codes or any(code in ours for code in codes))
     failures: dict[int, Failure] = {}
+    reports = _failures(folder)
     for rank, code in enumerate(codes):
-        report = folder / f"failed-{rank}.json"
-        if report.is_file():
-            failure = Failure(**json.loads(report.read_text()))
-            if not (ended and failure.weight > 1):
-                failures[rank] = failure
+        if rank in reports:
+            if not (ended and reports[rank].weight > 1):
+                failures[rank] = reports[rank]
         elif code is not None and code < 0 and code not in ours:
             log = log_folder / f"rank-{rank}.log"
             hint = f"; see {log}" if log.is_file() and log.stat().st_size else ""
