@@ -51,8 +51,8 @@ def join_world(config: Config, rendezvous: Rendezvous, device: torch.device) -> 
     """
     timeout = config.parallel.timeout
     store = open_store(rendezvous, timeout)
-    rank, size = rendezvous.rank, rendezvous.size
-    world = World.join(store, rank, size, device=device, timeout=timeout)
+    rank, size, staged = rendezvous.rank, rendezvous.size, config.parallel.staged
+    world = World.join(store, rank, size, device=device, timeout=timeout, staged=staged)
     try:
         _check_same(world, config)
     except BaseException:
@@ -99,20 +99,22 @@ def device_for(config: Config, local_rank: int) -> torch.device:
         )
     if wanted == "cpu" or not available:
         return torch.device("cpu")
-    if local_rank >= torch.cuda.device_count():
+    devices = torch.cuda.device_count()
+    if local_rank >= devices and not config.parallel.staged:
         raise ConfigError(
-            f"local rank {local_rank} has no CUDA device ({torch.cuda.device_count()} here); use fewer ranks, device = 'cpu', or "
-            "parallel.slices = true, which puts a pipeline on one device"
+            f"local rank {local_rank} has no CUDA device ({devices} here); use fewer ranks, device = 'cpu', parallel.slices = true, which "
+            "puts a pipeline on one device, or parallel.backend = 'gloo', which lets ranks share one"
         )
-    torch.cuda.set_device(local_rank)
+    index = local_rank % devices
+    torch.cuda.set_device(index)
     if config.train.deterministic:  # on CPU, with a fixed number of threads, all that runs here is deterministic
         torch.use_deterministic_algorithms(True)
-    return torch.device("cuda", local_rank)
+    return torch.device("cuda", index)
 
 
 def memory_limit(config: Config, device: torch.device) -> int | None:
-    """Bytes per rank: as configured, else what tensors may have of the CUDA device's, in equal parts for its slices; None (no limit) on
-    CPU.
+    """Bytes per rank: as configured, else what tensors may have of the CUDA device's, in equal parts for its slices and for the ranks that
+    share it; None (no limit) on CPU.
 
     The rest is for what no account of tensors has: the context and its kernels, NCCL's buffers, cuBLAS's workspaces, what the allocator
     rounds up. By the device's size alone, so that equal devices have equal limits.
@@ -122,6 +124,9 @@ def memory_limit(config: Config, device: torch.device) -> int | None:
     if device.type != "cuda":
         return None
     parts = config.parallel.pipeline if config.parallel.slices else 1
+    if config.parallel.staged:
+        ranks = int(os.environ.get("LOCAL_WORLD_SIZE", config.ranks))
+        parts *= -(-ranks // torch.cuda.device_count())
     return max(1, torch.cuda.get_device_properties(device).total_memory * 92 // 100 - (1 << 30)) // parts
 
 

@@ -116,7 +116,8 @@ class Train(Section):
 class Parallel(Section):
     """Sizes of the mesh: `data` replicas of a pipeline of `pipeline` ranks; `zero` 1 shards the optimizer's state over the replicas;
     `slices`: the ranks of a pipeline are slices of one GPU, in one process; `threads` of one rank on CPU; `timeout` in seconds is the limit
-    of every wait."""
+    of every wait. `backend`: "auto" is NCCL between CUDA ranks and gloo between CPU ranks. "gloo" sends CUDA tensors through host memory:
+    slower, but ranks may share a GPU."""
 
     pipeline: Count = 1
     data: Count = 1
@@ -126,6 +127,12 @@ class Parallel(Section):
     threads: Count = 1
     timeout: Positive = 120.0
     device: Annotated[str, word(("auto", "cpu", "cuda"))] = "auto"
+    backend: Annotated[str, word(("auto", "gloo"))] = "auto"
+
+    @property
+    def staged(self) -> bool:
+        """Whether all messages pass through host memory."""
+        return self.backend == "gloo"
 
 
 class Pipeline(Section):

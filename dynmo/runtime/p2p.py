@@ -51,9 +51,9 @@ TAG_VERDICT = 1 << 25
 _POSTED_ON_CUDA = 1
 
 
-def _ahead(device: torch.device, depth: int, varying: bool) -> int:
+def _ahead(world: World, depth: int, varying: bool) -> int:
     """How many of the `depth` messages on their way may land before they are asked for. Varying ones land when they are taken."""
-    return 0 if varying else min(_POSTED_ON_CUDA if device.type == "cuda" else POSTED_AHEAD, depth - 1)
+    return 0 if varying else min(_POSTED_ON_CUDA if world.enqueues else POSTED_AHEAD, depth - 1)
 
 
 def _tag(channel: Channel) -> int:
@@ -107,7 +107,7 @@ class Inbox:
     def __init__(self, world: World, channel: Channel, varying: bool, depth: int, poster: Worker, watcher: Worker) -> None:
         self._world, self.channel, self._varying, self._poster, self._watcher = world, channel, varying, poster, watcher
         # A header that has landed is no message that has.
-        self._ahead = POSTED_AHEAD if varying else _ahead(world.device, depth, varying)
+        self._ahead = POSTED_AHEAD if varying else _ahead(world, depth, varying)
         self._depth = depth
         self._spec: Spec | None = None
         self._unposted = self._open = self._messages = 0
@@ -131,7 +131,7 @@ class Inbox:
 
     def _window(self) -> int:
         """How many receives to keep posted: all of a step's where nothing limits them and they are small, so that none is posted later."""
-        if self._spec is None or self._varying or self._world.device.type == "cuda":
+        if self._spec is None or self._varying or self._world.enqueues:
             return self._ahead
         return posted(self._messages, sum(dtype.itemsize * math.prod(shape) for dtype, shape in self._spec), self._depth)
 
@@ -208,7 +208,7 @@ class Inbox:
                 self._due = self._next_posted(patience)
             except queue.Empty:
                 return False
-            if self._world.device.type != "cuda" or self._varying:
+            if not self._world.enqueues or self._varying:
                 self._here = threading.Event()
                 self._watcher.submit(partial(self._watch, self._due[1], microbatch, self._here))
         if self._here is not None:
@@ -274,12 +274,12 @@ class Outbox:
     def __init__(self, world: World, channel: Channel, varying: bool, depth: int) -> None:
         self._world, self.channel, self._varying = world, channel, varying
         self._spec: Spec | None = None
-        threaded = world.device.type != "cuda"
+        threaded = not world.enqueues
         self.worker = Worker(f"outbox {channel.source}-{channel.target}", threaded)
         # CUDA: waiting for a send in place would hold up the compute stream.
         self._enqueued: deque[Enqueued] = deque()
         # How many messages may be here and not yet with the peer; the rest of the depth is what the peer has posted.
-        self._depth = depth - _ahead(world.device, depth, varying)
+        self._depth = depth - _ahead(world, depth, varying)
         self._room = threading.BoundedSemaphore(self._depth)
         self._threaded = threaded
 
@@ -366,8 +366,8 @@ class Transport:
         own = programs[world.rank]
         world.open_channels(sorted({_key(c) for p in programs for c in p.depth}))
         self._world, self._messages = world, own.microbatches
-        self._poster = Worker("poster", bool(own.incoming) and world.device.type != "cuda")
-        self._watcher = Worker("watcher", bool(own.incoming) and (varying or world.device.type != "cuda"))
+        self._poster = Worker("poster", bool(own.incoming) and not world.enqueues)
+        self._watcher = Worker("watcher", bool(own.incoming) and (varying or not world.enqueues))
         self._inboxes = {c: Inbox(world, c, varying, own.depth[c], self._poster, self._watcher) for c in own.incoming}
         self._outboxes = {c: Outbox(world, c, varying, own.depth[c]) for c in own.outgoing}
         # The threads end with the transport, also where nobody closes it.

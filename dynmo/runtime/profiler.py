@@ -157,7 +157,7 @@ _LINKS = "the links to be measured"
 def _ping(world: World, peer: int, key: tuple[int, ...], size: int, repeats: int) -> float:
     """Seconds one way, sent and received as channels do: from a thread, into a receive that is posted. The first exchange opens the
     connection and is not counted."""
-    if world.device.type == "cuda":
+    if world.enqueues:
         return _ping_on_device(world, peer, key, size, repeats)
     sender = Worker("links", threaded=True)
     buffer = torch.zeros(size, dtype=torch.uint8, device=world.device)

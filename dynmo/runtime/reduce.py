@@ -54,13 +54,12 @@ def shares_of(module: nn.Module, shared: frozenset[str], replicas: int) -> list[
 
 
 class Reducer:
-    """Runs collectives over the peers in the order in which they are given. On CPU in a thread of its own, on CUDA in a stream."""
+    """Runs collectives over the peers in the order in which they are given. With gloo in a thread of its own, with NCCL in a stream."""
 
     def __init__(self, peers: World) -> None:
         self.peers = peers
-        cuda = peers.device.type == "cuda"
-        self._worker = Worker("reducer", threaded=not cuda)
-        self._stream = torch.cuda.Stream(peers.device) if cuda else None
+        self._worker = Worker("reducer", threaded=not peers.enqueues)
+        self._stream = torch.cuda.Stream(peers.device) if peers.enqueues else None
         # Told once the work that was given before it is done.
         self._settle: list[Callable[[], None]] = []
         # Seconds of all collectives so far (on CPU), and of waiting for them at a step's end: what the rank's own work did not hide.

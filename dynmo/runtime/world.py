@@ -1,7 +1,8 @@
 """The ranks that train together: one generation of process groups, passed explicitly.
 
 A generation is one `init_process_group` over a prefixed store (`gen/<k>`), so that a planned change of the world is milliseconds and no
-restart. CPU tensors travel by gloo; CUDA tensors by NCCL, with a communicator per channel.
+restart. CPU tensors travel by gloo. CUDA tensors travel by NCCL, with a communicator per channel. In a `staged` world gloo carries them
+through host memory (`staging.py`).
 
 All ranks of a generation are one world. `mesh.arrange` gives views of it for pipelines that train side by side (replicas): a view is a
 world too, in which ranks count from 0, so whoever works in one pipeline need not know that there are others.
@@ -31,6 +32,7 @@ from dynmo.errors import RankDied, RunError, WaitTimeout
 from dynmo.runtime.deadline import within
 from dynmo.runtime.device_waits import POLL, DeviceWaits
 from dynmo.runtime.rendezvous import ALONE, Rendezvous
+from dynmo.runtime.staging import StagedReceive
 
 # FileStore and gloo give no reason codes: the words of their messages are all there is to tell a late peer from a dead one.
 _LATE = re.compile(r"timed? ?out|timeout", re.IGNORECASE)
@@ -156,6 +158,8 @@ class World:
     store: dist.Store
     # Where messages travel that have no communicator of their own; None in a world of one rank that needs no messages.
     group: dist.ProcessGroup | None = None
+    # All messages travel by gloo, through host memory. Ranks may then share a GPU.
+    staged: bool = False
     channels: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet[Any])
     # Of a view: all the worlds that it is one of, as the global ranks of each; which one it is; its group (None: the one of all ranks).
     lines: tuple[tuple[int, ...], ...] = ()
@@ -175,12 +179,20 @@ class World:
 
     @classmethod
     def join(
-        cls, store: dist.Store, rank: int, size: int, *, device: torch.device | None = None, timeout: float = 120.0, generation: int = 0
+        cls,
+        store: dist.Store,
+        rank: int,
+        size: int,
+        *,
+        device: torch.device | None = None,
+        timeout: float = 120.0,
+        generation: int = 0,
+        staged: bool = False,
     ) -> World:
         """Meets the other ranks of this generation, and returns once all have met. Raises WaitTimeout naming those that did not come."""
         device = device or torch.device("cpu")
         prefixed = dist.PrefixStore(f"gen/{generation}", store)
-        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" and not staged else "gloo"
         _claim(prefixed, rank, timeout)
         try:
             dist.init_process_group(backend, store=prefixed, rank=rank, world_size=size, timeout=timedelta(seconds=timeout))
@@ -195,7 +207,7 @@ class World:
                 raise WaitTimeout(f"{waited}; started with too few ranks?", absent) from None
             # All came, and one is gone again.
             raise RankDied(f"rank {rank} could not form a group of {size}: {_reason(error)}") from None
-        made = cls(rank, size, device, timeout, generation, prefixed, dist.group.WORLD)
+        made = cls(rank, size, device, timeout, generation, prefixed, dist.group.WORLD, staged)
         made._lift_limit(made.group)
         return made
 
@@ -205,7 +217,7 @@ class World:
         # Their threads must not be inside the backend when it goes.
         for channels in list(self.channels):
             channels.close()
-        if failed and self.device.type == "cuda" and dist.is_initialized():
+        if failed and self.enqueues and dist.is_initialized():
             # Communicators end in order once their work is done, which would be never: the failure could not be told.
             dist.distributed_c10d._abort_process_group()
         # A group ends, and its peers are told, when the last reference to it goes.
@@ -221,6 +233,11 @@ class World:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self.close(failed=kind is not None)
+
+    @property
+    def enqueues(self) -> bool:
+        """Whether messages are enqueued on the device's stream (NCCL). Otherwise the host waits for them (gloo)."""
+        return self.device.type == "cuda" and not self.staged
 
     # -- the mesh -----------------------------------------------------------------------------------------------------------
 
@@ -278,7 +295,7 @@ class World:
                     self._lift_limit(everyone._circles[members])
         except RuntimeError as error:
             everyone.fail(error, None, what)
-        made = World(ranks.index(everyone.rank), len(ranks), self.device, self.timeout, self.generation, self.store, everyone.group)
+        made = World(ranks.index(everyone.rank), len(ranks), self.device, self.timeout, self.generation, self.store, everyone.group, self.staged)
         made.lines, made.line, made.circle = tuple(lines), line, everyone._circles.get(ranks)
         made.channels, made._everyone = everyone.channels, everyone
         everyone._views.append(made)
@@ -289,7 +306,7 @@ class World:
     def open_channels(self, pairs: Sequence[tuple[int, ...]]) -> None:
         """NCCL: one communicator per channel key (tag, source, target), in the same order on all ranks; one that was made for another mesh
         is used again. gloo needs none: it has tags."""
-        if self.device.type != "cuda":
+        if not self.enqueues:
             return
         groups, opened = self.everyone._channel_groups, list[tuple[int, ...]]()
         for key in pairs:
@@ -325,6 +342,7 @@ class World:
     def send(self, tensor: Tensor, target: int, tag: int, key: tuple[int, ...] | None = None) -> dist.Work:
         group = self._channel(key, tensor)
         assert self.group is not None
+        tensor = tensor.cpu() if self.staged else tensor
         try:
             # dist.isend looks up the group and checks the tensor anew: on a small message that is half of the time it takes.
             address = self.address(target)
@@ -339,6 +357,9 @@ class World:
         assert self.group is not None
         try:
             address = self.address(source)
+            if self.staged:
+                host = torch.empty_like(tensor, device="cpu")
+                return StagedReceive(self.group.recv([host], address, tag), host, tensor)
             work = dist.irecv(tensor, address, group=group) if group else self.group.recv([tensor], address, tag)
         except RuntimeError as error:
             self.fail(error, [source], "a message")
@@ -349,7 +370,7 @@ class World:
         """Waits for a message; `what` is said when it does not come: `the activations of microbatch 3`. On CUDA the stream waits, without
         a limit: `look` and `settle` have one."""
         try:
-            if self.device.type == "cuda":
+            if self.enqueues:
                 with self.waits.around(self.device, [peer], what):
                     work.wait()
             else:
@@ -371,7 +392,7 @@ class World:
 
     def _lift_limit(self, group: Any) -> None:
         """Of NCCL alone; gloo's waits keep theirs."""
-        if self.device.type == "cuda" and group is not None:
+        if self.enqueues and group is not None:
             group._get_backend(self.device)._set_default_timeout(_NEVER)
 
     # -- collectives: fixed-schema tensors, never objects ---------------------------------------------------------------------
@@ -386,22 +407,27 @@ class World:
 
     def _all_reduce(self, tensor: Tensor, operation: Any, what: str) -> Tensor:
         if self.size > 1 and tensor.numel():
+            host = tensor.cpu() if self.staged else tensor
             try:
-                dist.all_reduce(tensor, operation, group=self.circle)
+                dist.all_reduce(host, operation, group=self.circle)
             except RuntimeError as error:
                 self.fail(error, None, what)
+            if host is not tensor:
+                tensor.copy_(host)
         return tensor
 
     def exchange(self, parts: Sequence[Tensor], sizes: Sequence[int], what: str) -> list[Tensor]:
         """Sends parts[r] to rank r, and returns what each rank sent here. parts: flat, of one dtype; sizes: elements that each sends."""
         if self.size == 1:
             return list(parts)
-        out = parts[0].new_empty(sum(sizes))
+        own = torch.cat(list(parts))
+        own = own.cpu() if self.staged else own
+        out = own.new_empty(sum(sizes))
         try:
-            dist.all_to_all_single(out, torch.cat(list(parts)), list(sizes), [part.numel() for part in parts], group=self.circle)
+            dist.all_to_all_single(out, own, list(sizes), [part.numel() for part in parts], group=self.circle)
         except RuntimeError as error:
             self.fail(error, None, what)
-        return list(out.split(list(sizes)))
+        return list(out.to(parts[0].device).split(list(sizes)))
 
     def barrier(self, what: str) -> None:
         """Of all ranks of all replicas."""

@@ -29,11 +29,11 @@ CONFIG = {
 }
 
 
-def losses(device: str) -> list[float]:
+def losses(device: torch.device) -> list[float]:
     config = parse(CONFIG)
     events: list[Event] = []
     with tempfile.TemporaryDirectory() as folder:
-        world = World.join(dist.FileStore(str(Path(folder) / "store"), 1), 0, 1, device=torch.device(device))
+        world = World.join(dist.FileStore(str(Path(folder) / "store"), 1), 0, 1, device=device)
         try:
             Trainer(config, world, load_model(config), None, listen=events.append).run()
         finally:
@@ -42,19 +42,36 @@ def losses(device: str) -> list[float]:
 
 
 @pytest.mark.gpu
-def test_a_cuda_run_agrees_with_the_cpu() -> None:
-    assert losses("cuda:0") == pytest.approx(losses("cpu"), rel=1e-3)
+def test_a_cuda_run_agrees_with_the_cpu(device: torch.device) -> None:
+    assert losses(device) == pytest.approx(losses(torch.device("cpu")), rel=1e-3)
 
 
 @pytest.mark.gpu
-def test_two_cuda_runs_agree() -> None:
-    assert losses("cuda:0") == pytest.approx(losses("cuda:0"), rel=1e-5)
+def test_two_cuda_runs_agree(device: torch.device) -> None:
+    assert losses(device) == pytest.approx(losses(device), rel=1e-5)
 
 
 @pytest.mark.gpu
-def test_an_output_that_is_kept_comes_back_the_same() -> None:
+def test_nccl_with_one_rank(cuda: torch.device, tmp_path: Path) -> None:
+    """What a world asks of NCCL: collectives, a group of its own with its limit lifted, an end in order, and one after a failure."""
+    store = dist.FileStore(str(tmp_path / "store"), 1)
+    for generation, failed in enumerate((False, True, False)):
+        world = World.join(store, 0, 1, device=cuda, generation=generation)
+        x = torch.arange(8.0, device=cuda)
+        group = dist.new_group([0], backend="nccl")
+        world._lift_limit(group)
+        dist.all_reduce(x)
+        dist.broadcast(x, 0, group=group)
+        out = torch.empty_like(x)
+        dist.all_to_all_single(out, x)
+        assert out.tolist() == list(range(8))
+        world.close(failed=failed)
+        assert not dist.is_initialized()
+
+
+@pytest.mark.gpu
+def test_an_output_that_is_kept_comes_back_the_same(device: torch.device) -> None:
     """It lies in host memory meanwhile."""
-    device = torch.device("cuda:0")
     layer = Layer(0, torch.nn.Linear(64, 64).to(device), clock_for(device), 0)
     cache, x = OutputCache(1 << 20, clock_for(device)), (torch.randn(8, 64, device=device),)
     cache.begin(["a"], training=True)
@@ -65,7 +82,7 @@ def test_an_output_that_is_kept_comes_back_the_same() -> None:
 
 
 @pytest.fixture
-def without_syncs() -> Iterator[None]:
+def without_syncs(cuda: torch.device) -> Iterator[None]:
     """Whatever makes the host wait for the device raises."""
     torch.cuda.synchronize()
     yield
@@ -122,6 +139,7 @@ def test_a_reduction_does_not_hold_up_the_host() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.usefixtures("cuda")
 def test_a_stream_that_stands() -> None:
     """At a wait for as long as any may take: told. Before it, at work: not."""
     world = World(0, 2, torch.device("cuda", 0), 0.2, 0, dist.HashStore())

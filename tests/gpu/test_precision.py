@@ -22,12 +22,12 @@ from dynmo.trainer import Trainer
 MODEL = {"blocks": 2, "hidden": 64, "heads": 4, "sequence": 32, "dropout": 0.1}
 
 
-def run(device: str, **train: Any) -> tuple[list[float], str]:
+def run(device: torch.device, **train: Any) -> tuple[list[float], str]:
     """The losses, and the digest of the weights."""
     config = parse({"model": MODEL, "train": {"steps": 6, "global_batch": 8, "micro_batch": 2, "lr": 1e-3} | train})
     events: list[Event] = []
     with tempfile.TemporaryDirectory() as folder:
-        world = World.join(dist.FileStore(str(Path(folder) / "store"), 1), 0, 1, device=torch.device(device))
+        world = World.join(dist.FileStore(str(Path(folder) / "store"), 1), 0, 1, device=device)
         try:
             Trainer(config, world, load_model(config), None, listen=events.append).run()
         finally:
@@ -38,17 +38,18 @@ def run(device: str, **train: Any) -> tuple[list[float], str]:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("precision", ["bfloat16", "float16"])
-def test_low_precision_is_near_float32(precision: str) -> None:
-    assert run("cuda:0", precision=precision)[0] == pytest.approx(run("cuda:0")[0], rel=1e-2)
+def test_low_precision_is_near_float32(device: torch.device, precision: str) -> None:
+    assert run(device, precision=precision)[0] == pytest.approx(run(device)[0], rel=1e-2)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("precision", ["float32", "bfloat16", "float16"])
-def test_computed_again_is_the_same(precision: str) -> None:
-    assert run("cuda:0", precision=precision, recompute="all")[0] == pytest.approx(run("cuda:0", precision=precision)[0], rel=1e-5)
+def test_computed_again_is_the_same(device: torch.device, precision: str) -> None:
+    assert run(device, precision=precision, recompute="all")[0] == pytest.approx(run(device, precision=precision)[0], rel=1e-5)
 
 
 @pytest.mark.gpu
+@pytest.mark.usefixtures("cuda")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_w_sums_in_float32(dtype: torch.dtype) -> None:
     """torch.mm with out_dtype: the product itself is not rounded to the lower precision."""

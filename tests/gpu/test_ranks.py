@@ -1,4 +1,4 @@
-"""Ranks of one GPU each, over NCCL: what one GPU trains by itself, to the last bit."""
+"""Ranks that are processes train what one GPU trains by itself, to the last bit: over NCCL on several GPUs, over gloo on one."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -16,73 +16,109 @@ import torch
 from dynmo.config import parse, to_toml
 from tests.processes import gone, ranks, start, wait_until
 
-DEVICE = "cuda"
 CONFIG = {
     "model": {"blocks": 4, "hidden": 128, "heads": 4, "sequence": 64, "dropout": 0.1},
     "train": {"steps": 8, "global_batch": 16, "micro_batch": 2, "lr": 1e-3, "deterministic": True, "reduction_slots": 2},
     "balance": {"balancer": "random", "every": 1},
     "dynamism": {"cases": ["freezing"], "freezing": {"schedule": [[3, 3]]}},
 }
+# Another machine's packages may warn. Ranks that share a GPU have no kernels that wait, so modules may be loaded late.
+ENVIRONMENT = {"PYTHONWARNINGS": "default", "CUDA_MODULE_LOADING": "LAZY"}
 
 
-def begin(folder: Path, name: str, options: dict[str, Any], parallel: dict[str, Any]) -> subprocess.Popen[str]:
-    config = parse(CONFIG | options | {"name": name, "parallel": {"device": DEVICE, "timeout": 120.0} | parallel})
+class Ranks(NamedTuple):
+    """How many processes a test may have, and how their messages travel."""
+
+    device: str
+    backend: str
+    count: int
+
+
+def begin(folder: Path, name: str, options: dict[str, Any], on: Ranks, pipeline: int, **parallel: Any) -> subprocess.Popen[str]:
+    mesh = {"device": on.device, "backend": on.backend, "timeout": 60.0, "pipeline": pipeline} | parallel
+    config = parse(CONFIG | options | {"name": name, "parallel": mesh})
     (folder / f"{name}.toml").write_text(to_toml(config))
-    return start([sys.executable, "-m", "dynmo", "train", f"{name}.toml"], folder)
+    environment = ENVIRONMENT if on.backend == "gloo" else {"PYTHONWARNINGS": "default"}
+    return start([sys.executable, "-m", "dynmo", "train", f"{name}.toml"], folder, environment)
 
 
-def digest(folder: Path, schedule: str, pipeline: int, data: int, zero: int = 0, **options: Any) -> str:
-    """Of the weights. Layers move at every step and freeze; options: other sections."""
+def digest(folder: Path, schedule: str, on: Ranks, pipeline: int, data: int, zero: int = 0, **options: Any) -> str:
+    """Trains, and returns the digest of the weights. Layers move at every step and freeze.
+
+    Args:
+        folder: Where the run works.
+        schedule: Name of the schedule.
+        on: The device and the backend.
+        pipeline: Ranks of a pipeline.
+        data: Number of replicas.
+        zero: 1 shards the optimizer's state.
+        **options: Other sections of the configuration.
+
+    Returns:
+        The SHA-256 of all weights.
+    """
     name = f"{schedule}-{pipeline}x{data}"
-    parallel = {"pipeline": pipeline, "data": data, "zero": zero}
-    process = begin(folder, name, {"pipeline": {"schedule": schedule}} | options, parallel)
-    _, errors = process.communicate(timeout=300)
+    process = begin(folder, name, {"pipeline": {"schedule": schedule}} | options, on, pipeline, data=data, zero=zero)
+    _, errors = process.communicate(timeout=120)
     assert process.returncode == 0, errors
     last = (folder / "runs" / name / "events.jsonl").read_text().splitlines()[-1]
     return json.loads(last)["weights_digest"]
 
 
-@pytest.fixture
-def gpus() -> int:
-    """As many ranks as a test may have: two at least, four at most."""
-    if DEVICE == "cuda" and torch.cuda.device_count() < 2:
-        pytest.skip("needs two GPUs: NCCL refuses two ranks on one")
-    return min(4, torch.cuda.device_count()) if DEVICE == "cuda" else 4
+@pytest.fixture(params=["nccl", "gloo"])
+def on(request: pytest.FixtureRequest, device: torch.device) -> Ranks:
+    """Two ranks at least, four at most."""
+    if device.type == "cpu":
+        if request.param == "nccl":
+            pytest.skip("NCCL has no ranks on CPU")
+        return Ranks("cpu", "gloo", 2)
+    if request.param == "gloo":
+        return Ranks("cuda", "gloo", 4)
+    if torch.cuda.device_count() < 2:
+        pytest.skip("NCCL refuses two ranks on one GPU")
+    return Ranks("cuda", "auto", min(4, torch.cuda.device_count()))
+
+
+@pytest.fixture(scope="module")
+def alone(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The digest of one rank."""
+    return digest(tmp_path_factory.mktemp("alone"), "1f1b", Ranks(pytestconfig.getoption("--gpu-device"), "auto", 1), 1, 1)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "zb-v"])
-def test_a_pipeline_trains_the_same(gpus: int, tmp_path: Path, schedule: str) -> None:
-    assert digest(tmp_path, schedule, gpus, 1) == digest(tmp_path, "1f1b", 1, 1)
+def test_a_pipeline_trains_the_same(on: Ranks, alone: str, tmp_path: Path, schedule: str) -> None:
+    assert digest(tmp_path, schedule, on, on.count, 1) == alone
 
 
 @pytest.mark.gpu
-def test_replicas_train_the_same(gpus: int, tmp_path: Path) -> None:
+def test_replicas_train_the_same(on: Ranks, alone: str, tmp_path: Path) -> None:
     """With an optimizer that they share."""
-    assert digest(tmp_path, "zb-h1", gpus // 2, 2, zero=1) == digest(tmp_path, "1f1b", 1, 1)
+    assert digest(tmp_path, "zb-h1", on, on.count // 2, 2, zero=1) == alone
 
 
 @pytest.mark.gpu
-def test_compiled_ranks_train_the_same(gpus: int, tmp_path: Path) -> None:
+@pytest.mark.usefixtures("cuda")
+def test_compiled_ranks_train_the_same(on: Ranks, tmp_path: Path) -> None:
     """No rank chooses for itself how a sum is split."""
     train = CONFIG["train"] | {"compile": True}
-    assert digest(tmp_path, "zb-h1", gpus, 1, train=train) == digest(tmp_path, "1f1b", 1, 1, train=train)
+    assert digest(tmp_path, "zb-h1", on, on.count, 1, train=train) == digest(tmp_path, "1f1b", on, 1, 1, train=train)
 
 
 @pytest.mark.gpu
-def test_a_mesh_that_comes_and_goes_trains_the_same(gpus: int, tmp_path: Path) -> None:
+def test_a_mesh_that_comes_and_goes_trains_the_same(on: Ranks, alone: str, tmp_path: Path) -> None:
     """The first shape twice, the second time over the channels it had."""
-    elastic = {"reshape_at": [[3, gpus // 2, 2], [5, gpus, 1]]}
-    assert digest(tmp_path, "zb-h1", gpus, 1, elastic=elastic) == digest(tmp_path, "1f1b", 1, 1)
+    elastic = {"reshape_at": [[3, on.count // 2, 2], [5, on.count, 1]]}
+    assert digest(tmp_path, "zb-h1", on, on.count, 1, elastic=elastic) == alone
 
 
 @pytest.mark.gpu
-def test_a_rank_that_hangs(gpus: int, tmp_path: Path) -> None:
-    """Who waits says for whom, though no wait of a stream ever raises, and everyone ends."""
+def test_a_rank_that_hangs(on: Ranks, tmp_path: Path) -> None:
+    """A rank that waits names the rank that it waits for, though no wait of a stream ever raises, and all ranks end."""
     train = CONFIG["train"] | {"steps": 100_000}
-    process = begin(tmp_path, "hangs", {"train": train, "dynamism": {}}, {"pipeline": 2, "timeout": 10.0})
+    process = begin(tmp_path, "hangs", {"train": train, "dynamism": {}}, on, 2, timeout=10.0)
     log = tmp_path / "runs" / "hangs" / "events.jsonl"
-    wait_until(lambda: log.exists() and log.read_text().count('"step"') > 3, 120)
+    wait_until(lambda: log.exists() and log.read_text().count('"step"') > 3, 60)
     os.kill(ranks(tmp_path)[1], signal.SIGSTOP)
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 1
