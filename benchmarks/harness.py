@@ -17,11 +17,14 @@ from typing import Any
 from dynmo.runtime.launch import enter_rank, report_failure, spawn
 
 
-def run_ranks(function: str, ranks: int, **arguments: Any) -> Any:
-    """`function` is "module:name", called as name(world, **arguments) on every rank, one thread each."""
+def run_ranks(function: str, ranks: int, device: str = "cpu", **arguments: Any) -> Any:
+    """`function` is "module:name", called as name(world, **arguments) on every rank, one thread each.
+
+    Ranks on a CUDA device share it: their messages pass through host memory.
+    """
     with tempfile.TemporaryDirectory() as name:
         out = Path(name) / "result.json"
-        command = [sys.executable, "-m", "benchmarks.harness", function, json.dumps(arguments), str(out)]
+        command = [sys.executable, "-m", "benchmarks.harness", function, json.dumps(arguments), str(out), device]
         status = spawn(command, ranks, 1, Path(name))
         if status:
             sys.exit(status)
@@ -95,8 +98,12 @@ def main(about: str, measure: Callable[[argparse.Namespace], dict[str, Any]], op
     for name, default, text in options:
         parser.add_argument(f"--{name}", type=int, default=default, help=f"{text} (default {default})")
     parsed = parser.parse_args()
-    result = measure(parsed) | {"machine": machine()}
-    if parsed.json:
+    report(measure(parsed) | {"machine": machine()}, parsed.json)
+
+
+def report(result: dict[str, Any], as_json: bool) -> None:
+    """Prints the figures: as one JSON object, or as a table."""
+    if as_json:
         print(json.dumps(result))
         return
     from rich.console import Console
@@ -117,7 +124,8 @@ def _rank() -> int:
         rendezvous = from_environment()
         assert rendezvous is not None
         torch.set_num_threads(1)
-        world = World.join(open_store(rendezvous, 120), rendezvous.rank, rendezvous.size, timeout=120)
+        store, device = open_store(rendezvous, 120), torch.device(sys.argv[4])
+        world = World.join(store, rendezvous.rank, rendezvous.size, device=device, timeout=120, staged=device.type == "cuda")
         result = getattr(importlib.import_module(module), name)(world, **json.loads(sys.argv[2]))
         world.close()
     except Exception as error:

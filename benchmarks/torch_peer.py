@@ -63,24 +63,34 @@ class TorchPeer:
 
     def __init__(
         self,
-        schedule: str,
+        schedule: str | PeerSchedule,
         microbatches: int,
         build_stage: Callable[[int, int], nn.Module],
         inputs: torch.Tensor,
         targets: torch.Tensor,
         loss_fn: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
     ) -> None:
-        """`build_stage(stage, stages)` makes one stage of so many; `inputs` and `targets` are a whole batch, `loss_fn` a mean."""
-        kind = PEERS[schedule]
+        """Makes this rank's part, on the device of `inputs`.
+
+        Args:
+            schedule: A name in `PEERS`, or another of torch's schedules.
+            microbatches: Microbatches of a step.
+            build_stage: Called with (stage, stages), makes one stage of so many.
+            inputs: A whole batch.
+            targets: A whole batch.
+            loss_fn: Called with (output, targets) of a microbatch, gives their mean.
+        """
+        kind = PEERS[schedule] if isinstance(schedule, str) else schedule
         ranks, rank = dist.get_world_size(), dist.get_rank()
         count = ranks * kind.stages_per_rank
         indices = kind.stages(ranks, rank)
         self.modules = [build_stage(index, count) for index in indices]
-        stages = [PipelineStage(module, index, count, torch.device("cpu")) for module, index in zip(self.modules, indices, strict=True)]
+        stages = [PipelineStage(module, index, count, inputs.device) for module, index in zip(self.modules, indices, strict=True)]
         held = stages[0] if kind.make is Schedule1F1B else stages
         self._schedule = kind.make(held, microbatches, loss_fn=loss_fn)
         self._inputs = (inputs,) if 0 in indices else ()
         self._targets = targets if count - 1 in indices else None
+        self._device = inputs.device
 
     def step(self) -> float:
         """Seconds of one step on the slowest rank: from a start together to the end of the rank's last op. All ranks return the same.
@@ -89,11 +99,17 @@ class TorchPeer:
         """
         for module in self.modules:
             module.zero_grad()
+        self._settle()
         start = start_together()
         self._schedule.step(*self._inputs, target=self._targets, return_outputs=False)
+        self._settle()
         seconds = torch.tensor(time.perf_counter() - start, dtype=torch.float64)
         dist.all_reduce(seconds, dist.ReduceOp.MAX)
         return seconds.item()
+
+    def _settle(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
 
 
 class EmulatedStage(nn.Module):

@@ -1,7 +1,12 @@
-"""Benchmarks for a machine with a CUDA device: `python -m benchmarks.gpu.NAME [--json]`. UNPROVEN: none has run on a device yet.
+"""Everything that needs a GPU, in one command: `python -m benchmarks.gpu` (`make gpu`). UNPROVEN: none has run on a device yet.
 
-split        a GPT stage: the backward in two parts against one, and against plain torch; eager and compiled
-attention    hash-sparse attention (Triton) against torch's SDPA, by length: what it takes, and from which length it wins
+Each part is also a command of its own: `python -m benchmarks.gpu.NAME [--json] [--dry]`.
+
+split        the backward in two parts against one, and against plain torch, eager and compiled
+slices       schedules on slices of one GPU, beside torch's orders on the same slices and torch's runtime on the whole GPU
 sparse       pruned linears (CSR) against dense ones: from which sparsity they win
-slices       a pipeline on slices of one GPU: schedules against each other, the simulator, and the whole GPU without a pipeline
+attention    hash-sparse attention (Triton) against torch's SDPA, by length
+cases        a large GPT on slices: freezing, sparse attention and pruning, static against balanced
+memory       two ranks that share the GPU: peak memory beside the account, and a move of layers in mid-training
+profile      `dynmo profile` on slices, and `dynmo plan` on what it measured
 """

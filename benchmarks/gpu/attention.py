@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.gpu.device import PRECISIONS, main, turns
+from benchmarks.gpu.device import PRECISIONS, Option, Verdict, main, turns
 from dynmo.kernels.hash_attention import Hashed, draw_directions, hash_buckets
 from dynmo.kernels.shared_qk import dense_attention
 
@@ -70,20 +70,24 @@ def wins_from(rows: Sequence[dict[str, Any]]) -> dict[str, int | None]:
 
 def measure(device: torch.device, options: argparse.Namespace) -> dict[str, Any]:
     shape = {key: getattr(options, key) for key in ("heads", "size", "batch", "rounds")}
-    lengths = [2**i for i in range(10, 16) if 2**i <= options.longest]
-    found = {name: [length(device, PRECISIONS[name], n, **shape) for n in lengths] for name in ("float32", "bfloat16")}
+    lengths = [2**i for i in range(10, 16) if 2**i <= options.longest] or [options.longest]
+    found = {name: [length(device, PRECISIONS[name], n, **shape) for n in lengths] for name in ("bfloat16", "float32")}
     return {**shape, "lengths": found, "wins_from": {name: wins_from(rows) for name, rows in found.items()}}
 
 
+def judge(result: dict[str, Any]) -> Verdict:
+    starts = {f"{name} {kind}": first for name, kinds in result["wins_from"].items() for kind, first in kinds.items()}
+    told = ", ".join(f"{name} {'never' if first is None else f'from {first}'}" for name, first in starts.items())
+    return Verdict(any(first is not None for name, first in starts.items() if name.startswith("bfloat16")), told)
+
+
+OPTIONS = (
+    Option("heads", 16, 2, "heads"),
+    Option("size", 64, 16, "width of a head"),
+    Option("batch", 2, 1, "sequences"),
+    Option("longest", 16384, 64, "longest sequence, from 1024 on by doubling, at most 32768"),
+    Option("rounds", 5, 1, "counted turns"),
+)
+
 if __name__ == "__main__":
-    main(
-        __doc__ or "",
-        measure,
-        [
-            ("heads", 16, "heads"),
-            ("size", 64, "width of a head"),
-            ("batch", 2, "sequences"),
-            ("longest", 16384, "longest sequence, from 1024 on by doubling, at most 32768"),
-            ("rounds", 7, "counted turns"),
-        ],
-    )
+    main(__doc__ or "", measure, judge, OPTIONS)

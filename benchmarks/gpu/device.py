@@ -1,4 +1,4 @@
-"""What the benchmarks of this package share: the device, or a refusal without one, and seconds on it."""
+"""What the benchmarks of this package share: the device (or a refusal without one), a dry run on CPU, seconds and bytes on the device."""
 
 from __future__ import annotations
 
@@ -6,31 +6,70 @@ import argparse
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from benchmarks import harness
 
-PRECISIONS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+PRECISIONS = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float16": torch.float16}
 
 
-def main(
-    about: str, measure: Callable[[torch.device, argparse.Namespace], dict[str, Any]], options: Sequence[tuple[str, int, str]] = ()
-) -> None:
-    """As `harness.main`, on the first CUDA device; without one, one line and status 2."""
+class Option(NamedTuple):
+    """A size that can be given on the command line: its default, and its default in a dry run on CPU."""
 
-    def checked(parsed: argparse.Namespace) -> dict[str, Any]:
-        if not torch.cuda.is_available():
-            print("benchmarks.gpu: torch sees no CUDA device; run this on a machine that has one", file=sys.stderr)
-            sys.exit(2)
-        device = torch.device("cuda", 0)
-        return measure(device, parsed) | {"device": about_device(device)}
+    name: str
+    default: int
+    dry: int
+    text: str
 
-    harness.main(about, checked, options)
+
+class Verdict(NamedTuple):
+    """Whether the figures are as expected, and what they are in one line."""
+
+    met: bool
+    came: str
+
+
+Measure = Callable[[torch.device, argparse.Namespace], dict[str, Any]]
+
+
+def main(about: str, measure: Measure, judge: Callable[[dict[str, Any]], Verdict], options: Sequence[Option] = ()) -> None:
+    """`python -m benchmarks.gpu.NAME [--json] [--dry]`: prints the figures on the first CUDA device, or on CPU with `--dry`.
+
+    Ends with one line and status 2 without a CUDA device. A dry run says nothing about time, so only its end is judged.
+
+    Args:
+        about: The command's description.
+        measure: Returns the figures. Raises if a result is wrong.
+        judge: Says what the figures show.
+        options: The sizes.
+    """
+    parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
+    parser.add_argument("--dry", action="store_true", help="on CPU, with tiny sizes")
+    parser.add_argument("--out", help="a file that the benchmark leaves, if it leaves one")
+    for option in options:
+        parser.add_argument(f"--{option.name}", type=int, help=f"{option.text} (default {option.default}, dry {option.dry})")
+    parsed = parser.parse_args()
+    for option in options:
+        if getattr(parsed, option.name) is None:
+            setattr(parsed, option.name, option.dry if parsed.dry else option.default)
+    if parsed.dry:
+        torch.set_num_threads(1)
+    elif not torch.cuda.is_available():
+        print("benchmarks.gpu: torch sees no CUDA device; run this on a machine that has one, or with --dry on CPU", file=sys.stderr)
+        sys.exit(2)
+    device = torch.device("cpu") if parsed.dry else torch.device("cuda", 0)
+    result = measure(device, parsed)
+    met, came = judge(result)
+    harness.report(result | {"met": met or parsed.dry, "came": came, "machine": harness.machine(), "device": about_device(device)}, parsed.json)
 
 
 def about_device(device: torch.device) -> dict[str, Any]:
+    """Name, size and capability of a CUDA device."""
+    if device.type != "cuda":
+        return {"name": device.type}
     known = torch.cuda.get_device_properties(device)
     return {
         "name": known.name,

@@ -1,49 +1,123 @@
-"""A pipeline on slices of one GPU: 2 to 4 stages, zb-h1 against 1f1b and what the simulator says, and the whole GPU without a pipeline.
+"""Schedules on slices of one GPU, beside torch's orders on the same slices, and both runtimes on the whole GPU.
 
-The sides take turns; a step is forward and backward without an optimizer. Of each number of slices and schedule:
+The sides take turns; a step is forward and backward without an optimizer. For each schedule on slices:
 
     measured_over_predicted   against the simulator's makespan for the layers' costs as measured on the slices
     overlap                   the slices' busy seconds over the step's: how many compute at once (1: they only take turns)
     over_whole                the step over that of the same model and microbatches as one stage on all SMs
+    gain                      1f1b's step over this one's
 
-`zb_h1_gain` is 1f1b's step over zb-h1's. Overlap on slices is not several GPUs: slices share memory bandwidth, and the SMs that a split
-leaves over idle; `over_whole` says what that costs. `sms`: of each slice.
+torch's own runtime needs a process and a GPU for each rank, so it cannot run on slices. Two comparisons stand in for that:
+
+    torch zero-bubble, torch zbv   the orders that torch's schedules make, on dynmo's executor and the same slices
+    whole                          one rank that holds all stages, on all SMs: torch's interleaved zero-bubble schedule in torch's runtime
+                                   and the same order in dynmo's executor, which may fuse a B with the W behind it
+
+torch's stages are in the low precision and sum gradients in it; dynmo sums them in float32. Overlap on slices is not several GPUs: slices
+share memory bandwidth, and the SMs that a split leaves over idle; `over_whole` says what that costs. `sms`: of each slice.
 """
 
 from __future__ import annotations
 
 import argparse
+import tempfile
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.pipelining import ScheduleInterleavedZeroBubble
 
-from benchmarks.gpu.device import main, turns
+from benchmarks.gpu.device import Option, Verdict, main, seconds
+from benchmarks.harness import alternate, medians
+from benchmarks.torch_orders import torch_order
+from benchmarks.torch_peer import PEERS, PeerSchedule, TorchPeer
 from dynmo.api import Pipeline
-from dynmo.balance.partition import uniform
+from dynmo.balance.partition import Partition, uniform
 from dynmo.config import parse
-from dynmo.models.model import load_model
+from dynmo.models.model import Model, load_model, next_token_loss
 from dynmo.runtime.slices import cut
 from dynmo.runtime.world import World
-from dynmo.simulator import Timeline
+from dynmo.schedule.catalogue import make
+from dynmo.schedule.op import Schedule
+from dynmo.simulator import simulate
 
-SCHEDULES = ("1f1b", "zb-h1")
+FLAT = ("1f1b", "zb-h1", "zb-auto", "torch zero-bubble")  # one stage a slice
+V_SHAPED = ("zb-v", "torch zbv")  # two stages a slice
 
 
-def step(pipeline: Pipeline, inputs: Tensor, targets: Tensor) -> Callable[[], None]:
-    def run() -> None:
-        pipeline.forward_backward(0, inputs, targets)
+class Sides:
+    """Pipelines on the same slices, each with several schedules: weights are held once for each placement."""
+
+    def __init__(self, device: torch.device, inputs: Tensor, targets: Tensor) -> None:
+        self._device, self._inputs, self._targets = device, inputs, targets
+        self.steps: dict[str, Callable[[], float]] = {}
+
+    def add(self, name: str, pipeline: Pipeline, schedule: Schedule | None = None) -> None:
+        """Adds a side. schedule: runs in place of the pipeline's own."""
+
+        def step() -> float:
+            if schedule is not None:
+                pipeline._programs.relower()
+                pipeline._programs.lower(schedule, None)
+            return seconds(self._device, lambda: self.run(pipeline))
+
+        self.steps[name] = step
+
+    def run(self, pipeline: Pipeline) -> None:
+        pipeline.forward_backward(0, self._inputs, self._targets)
         pipeline.discard()
 
-    return run
+
+def on_slices(sides: Sides, world: World, model: Model, count: int, microbatches: int, dtype: torch.dtype) -> dict[str, Any]:
+    """Adds the schedules on so many slices to `sides`.
+
+    Args:
+        sides: Takes the schedules.
+        world: One rank.
+        model: The model.
+        count: Number of slices.
+        microbatches: Microbatches of a step.
+        dtype: What the model computes in.
+
+    Returns:
+        For each schedule, the pipeline that runs it and the schedule.
+    """
+    rows: dict[str, Any] = {}
+    for own, stages, names in (("zb-auto", count, FLAT), ("zb-v", 2 * count, V_SHAPED)):
+        placed = uniform(model.layers, stages)
+        pipeline = Pipeline(world, model, placed, schedule=own, microbatches=microbatches, slices=count, dtype=dtype)
+        for _ in range(2):  # the first loads kernels
+            sides.run(pipeline)
+        pipeline.replan(pipeline.costs())
+        for name in names:
+            if name.startswith("torch "):
+                schedule = torch_order(PEERS[name.removeprefix("torch ")], count, microbatches, name)
+            elif name == own:
+                schedule = pipeline.schedule_for(placed)
+            else:
+                schedule = make(name, count, microbatches)
+            rows[name] = (pipeline, schedule)
+            sides.add(f"{count} {name}", pipeline, schedule)
+    return rows
+
+
+def torch_stages(model: Model, device: torch.device, dtype: torch.dtype) -> Callable[[int, int], nn.Module]:
+    """Makes torch's stages: the same layers, placed evenly."""
+
+    def build(stage: int, stages: int) -> nn.Module:
+        own = uniform(model.layers, stages).range_of(stage)
+        return nn.Sequential(*(layer.to(device, dtype) for index, layer in enumerate(model.build(own)) if index in own))
+
+    return build
 
 
 def pipelines(
     device: torch.device,
     dtype: torch.dtype,
-    slices: tuple[int, ...],
+    slices: int,
     *,
     blocks: int,
     hidden: int,
@@ -54,52 +128,66 @@ def pipelines(
 ) -> dict[str, Any]:
     shape = {"blocks": blocks, "hidden": hidden, "heads": max(1, hidden // 64), "sequence": sequence}
     model = load_model(parse({"model": shape}))
-    world = World(0, 1, device, 120.0, 0, dist.HashStore())
     tokens = torch.randint(0, 256, (2, microbatches, batch, sequence), generator=torch.Generator().manual_seed(0)).to(device)
-    made = {"whole": Pipeline(world, model, uniform(model.layers, 1), schedule="1f1b", microbatches=microbatches, dtype=dtype)}
-    for count in slices:
-        for name in SCHEDULES:
-            placed = uniform(model.layers, count)
-            made[f"{count} {name}"] = Pipeline(world, model, placed, schedule=name, microbatches=microbatches, slices=count, dtype=dtype)
-    found = turns(device, {name: step(pipeline, tokens[0], tokens[1]) for name, pipeline in made.items()}, rounds)
-    out: dict[str, Any] = {"whole_seconds": found["whole"]}
-    for count in slices:
-        both: dict[str, Any] = {}
-        for name in SCHEDULES:
-            taken, said = found[f"{count} {name}"], predicted(made[f"{count} {name}"])
-            both[name] = {
-                "seconds": taken,
-                "measured_over_predicted": taken / said.makespan,
-                "overlap": sum(said.busy) / taken,
-                "over_whole": taken / found["whole"],
+    sides = Sides(device, tokens[0], tokens[1])
+    with tempfile.TemporaryDirectory() as folder:
+        store = dist.FileStore(str(Path(folder) / "store"), 1)
+        with World.join(store, 0, 1, device=device) as world:
+            rows = on_slices(sides, world, model, slices, microbatches, dtype)
+            sides.add("whole", Pipeline(world, model, Partition((model.layers,)), schedule="1f1b", microbatches=microbatches, dtype=dtype))
+            # One rank with all stages, in both runtimes.
+            kind = PeerSchedule(ScheduleInterleavedZeroBubble, stages_per_rank=slices)
+            placed = uniform(model.layers, slices)
+            chunked = Pipeline(
+                world, model, placed, schedule="interleaved-1f1b", chunks=slices, microbatches=microbatches, dtype=dtype
+            )
+            sides.add("whole dynmo zero-bubble", chunked, torch_order(kind, 1, microbatches, "torch zero-bubble"))
+            flat = [part.flatten(0, 1) for part in tokens]
+            peer = TorchPeer(kind, microbatches, torch_stages(model, device, dtype), flat[0], flat[1], next_token_loss)
+            sides.steps["whole torch zero-bubble"] = peer.step
+            measured = medians(alternate(sides.steps, rounds, warmup=1))
+            out: dict[str, Any] = {
+                "whole_seconds": measured["whole"],
+                "runtime_gain": measured["whole torch zero-bubble"] / measured["whole dynmo zero-bubble"],
+                "sms": [each.sms for each in cut(device.index or 0, slices)] if device.type == "cuda" else [],
+                "schedules": {},
             }
-        both["zb_h1_gain"] = both["1f1b"]["seconds"] / both["zb-h1"]["seconds"]
-        both["sms"] = [each.sms for each in cut(device.index or 0, count)] if device.type == "cuda" else []
-        out[f"{count} slices"] = both
+            for name, (pipeline, schedule) in rows.items():
+                said = simulate(schedule, pipeline.stage_costs(pipeline.costs(), pipeline.partition))
+                taken = measured[f"{slices} {name}"]
+                out["schedules"][name] = {
+                    "seconds": taken,
+                    "measured_over_predicted": taken / said.makespan,
+                    "overlap": sum(said.busy) / taken,
+                    "over_whole": taken / measured["whole"],
+                    "gain": measured[f"{slices} 1f1b"] / taken,
+                }
     return out
 
 
-def predicted(pipeline: Pipeline) -> Timeline:
-    """`busy` is of the layers' measured costs: what every slice has computed."""
-    return pipeline.predict(pipeline.costs(), pipeline.partition)
-
-
 def measure(device: torch.device, options: argparse.Namespace) -> dict[str, Any]:
-    shape = {key: getattr(options, key) for key in ("blocks", "hidden", "sequence", "batch", "microbatches", "rounds")}
-    return {**shape, **pipelines(device, torch.bfloat16, tuple(range(2, options.slices + 1)), **shape)}
+    shape = {key: getattr(options, key) for key in ("slices", "blocks", "hidden", "sequence", "batch", "microbatches", "rounds")}
+    return {**shape, **pipelines(device, torch.bfloat16, **shape)}
 
+
+def judge(result: dict[str, Any]) -> Verdict:
+    """Ours must gain over 1f1b, and be no slower than torch's order of the same placement or torch's runtime (2 % for noise)."""
+    gains = {name: row["gain"] for name, row in result["schedules"].items()}
+    ours, torchs = (max(gain for name, gain in gains.items() if name.startswith("torch") == theirs) for theirs in (False, True))
+    told = ", ".join(f"{name} x{gain:.3f}" for name, gain in gains.items() if name != "1f1b")
+    told = f"over 1f1b: {told}; over torch's runtime x{result['runtime_gain']:.3f}"
+    return Verdict(ours > 1 and ours >= 0.98 * torchs and result["runtime_gain"] >= 0.98, told)
+
+
+OPTIONS = (
+    Option("slices", 4, 2, "slices"),
+    Option("blocks", 8, 3, "blocks"),
+    Option("hidden", 2048, 64, "width"),
+    Option("sequence", 2048, 16, "tokens"),
+    Option("batch", 4, 1, "sequences of a microbatch"),
+    Option("microbatches", 8, 4, "microbatches of a step"),
+    Option("rounds", 5, 1, "counted turns"),
+)
 
 if __name__ == "__main__":
-    main(
-        __doc__ or "",
-        measure,
-        [
-            ("slices", 4, "most slices"),
-            ("blocks", 12, "blocks"),
-            ("hidden", 1024, "width"),
-            ("sequence", 2048, "tokens"),
-            ("batch", 2, "sequences of a microbatch"),
-            ("microbatches", 8, "microbatches of a step"),
-            ("rounds", 7, "counted turns"),
-        ],
-    )
+    main(__doc__ or "", measure, judge, OPTIONS)

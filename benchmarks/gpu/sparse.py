@@ -13,37 +13,42 @@ from typing import Any
 
 import torch
 
-from benchmarks.gpu.device import PRECISIONS, main
+from benchmarks.gpu.device import PRECISIONS, Option, Verdict, main
 from dynmo.kernels.sparse_linear import crossover, make_pruned, seconds
 
 SPARSITIES = (0.5, 0.75, 0.9, 0.95, 0.99)
 
 
-def matrix(device: torch.device, dtype: torch.dtype, rows: int, columns: int, tokens: int, rounds: int) -> dict[str, Any]:
+def matrix(device: torch.device, dtype: torch.dtype, rows: int, columns: int, tokens: int, rounds: int, bisections: int = 1) -> dict[str, Any]:
     dense = seconds(make_pruned(rows, columns, 0.0, False, device, dtype), tokens, rounds)
     points: list[dict[str, float]] = []
     for sparsity in SPARSITIES:
         sparse = seconds(make_pruned(rows, columns, sparsity, True, device, dtype), tokens, rounds)
         ratios = {kind: s / d for kind, s, d in zip("fbw", sparse, dense, strict=True)}
         points.append({"sparsity": sparsity, "all": sum(sparse) / sum(dense)} | ratios)
-    found = median(crossover(rows, columns, tokens, device, dtype) for _ in range(3))
+    found = median(crossover(rows, columns, tokens, device, dtype) for _ in range(bisections))
     return {"rows": rows, "columns": columns, "tokens": tokens, "dense_seconds": dense, "crossover": found, "points": points}
 
 
 def measure(device: torch.device, options: argparse.Namespace) -> dict[str, Any]:
-    sizes = [n for n in (1024, 2048, 4096) if n <= options.largest]
+    sizes = [n for n in (1024, 4096) if n <= options.largest] or [options.largest]
     return {
-        name: [matrix(device, PRECISIONS[name], n, n, options.tokens, options.rounds) for n in sizes] for name in ("float32", "bfloat16")
+        name: [matrix(device, PRECISIONS[name], n, n, options.tokens, options.rounds, options.bisections) for n in sizes]
+        for name in ("bfloat16", "float32")
     }
 
 
+def judge(result: dict[str, Any]) -> Verdict:
+    crossovers = {f"{name} {row['rows']}": row["crossover"] for name in ("bfloat16", "float32") for row in result[name]}
+    return Verdict(min(crossovers.values()) < 1, ", ".join(f"{name} from {share:.2f}" for name, share in crossovers.items()))
+
+
+OPTIONS = (
+    Option("largest", 4096, 64, "rows and columns of the largest matrix"),
+    Option("tokens", 4096, 32, "tokens of a microbatch"),
+    Option("rounds", 3, 1, "counted turns"),
+    Option("bisections", 1, 1, "how often the crossover is looked for"),
+)
+
 if __name__ == "__main__":
-    main(
-        __doc__ or "",
-        measure,
-        [
-            ("largest", 4096, "rows and columns of the largest matrix"),
-            ("tokens", 4096, "tokens of a microbatch"),
-            ("rounds", 5, "counted turns"),
-        ],
-    )
+    main(__doc__ or "", measure, judge, OPTIONS)

@@ -375,9 +375,10 @@ def make_pruned(
     generator = torch.Generator().manual_seed(1)
     linear = SplitLinear(columns, rows, bias=False, device="meta")
     linear.weight = nn.Parameter(torch.randn(rows, columns, generator=generator).to(device or "cpu", dtype))
-    keep = torch.rand(rows * columns, generator=generator).argsort() >= round(sparsity * rows * columns)
+    order = torch.rand(rows * columns, generator=generator).to(linear.weight.device).argsort()
+    keep = order >= round(sparsity * rows * columns)
     if sparsity > 0 or sparse:
-        prune(linear, keep.to(linear.weight.device), sparse, {})
+        prune(linear, keep, sparse, {})
     float32_gradients(linear)
     return linear
 

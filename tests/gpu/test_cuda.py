@@ -21,8 +21,10 @@ from dynmo.runtime.reduce import reduce_gradients, shares_of
 from dynmo.runtime.split_backward import Layer
 from dynmo.runtime.world import World
 from dynmo.trainer import Trainer
+from tests.jobs import SOURCE
 
 CONFIG = {
+    "data": {"source": SOURCE},
     "model": {"blocks": 2, "hidden": 64, "heads": 4, "sequence": 32},
     "train": {"steps": 6, "global_batch": 8, "micro_batch": 2, "lr": 1e-3},
     "dynamism": {"cases": ["freezing"], "freezing": {"schedule": [[3, 3]]}},

@@ -18,13 +18,15 @@ from dynmo.models.model import load_model
 from dynmo.runtime.precision import lower
 from dynmo.runtime.world import World
 from dynmo.trainer import Trainer
+from tests.jobs import SOURCE
 
 MODEL = {"blocks": 2, "hidden": 64, "heads": 4, "sequence": 32, "dropout": 0.1}
 
 
 def run(device: torch.device, **train: Any) -> tuple[list[float], str]:
     """The losses, and the digest of the weights."""
-    config = parse({"model": MODEL, "train": {"steps": 6, "global_batch": 8, "micro_batch": 2, "lr": 1e-3} | train})
+    train = {"steps": 6, "global_batch": 8, "micro_batch": 2, "lr": 1e-3} | train
+    config = parse({"data": {"source": SOURCE}, "model": MODEL, "train": train})
     events: list[Event] = []
     with tempfile.TemporaryDirectory() as folder:
         world = World.join(dist.FileStore(str(Path(folder) / "store"), 1), 0, 1, device=device)

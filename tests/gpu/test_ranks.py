@@ -14,9 +14,11 @@ import pytest
 import torch
 
 from dynmo.config import parse, to_toml
+from tests.jobs import SOURCE
 from tests.processes import gone, ranks, start, wait_until
 
 CONFIG = {
+    "data": {"source": SOURCE},
     "model": {"blocks": 4, "hidden": 128, "heads": 4, "sequence": 64, "dropout": 0.1},
     "train": {"steps": 8, "global_batch": 16, "micro_batch": 2, "lr": 1e-3, "deterministic": True, "reduction_slots": 2},
     "balance": {"balancer": "random", "every": 1},

@@ -16,6 +16,7 @@ from dynmo.runtime.slices import cut
 from dynmo.runtime.world import World
 from dynmo.setup import device_for
 from dynmo.trainer import Trainer
+from tests.jobs import SOURCE
 
 SHAPE = {"blocks": 4, "hidden": 128, "heads": 4, "sequence": 64, "dropout": 0.1}
 
@@ -24,6 +25,7 @@ def run(device: torch.device, parallel: dict[str, Any], schedule: str) -> tuple[
     """The losses, and the digest of the weights. Layers move at every step and freeze, where there is more than one stage."""
     config = parse(
         {
+            "data": {"source": SOURCE},
             "model": SHAPE,
             "train": {"steps": 8, "global_batch": 16, "micro_batch": 2, "lr": 1e-3, "deterministic": True},
             "parallel": {"device": device.type} | parallel,

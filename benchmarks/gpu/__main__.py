@@ -1,0 +1,135 @@
+"""`make gpu`: runs every part that needs a GPU, one after another, and prints one table.
+
+A part that fails or takes too long ends alone. Each writes its result file as soon as it has ended, and its output to a log.
+
+Exit status: 0 if every part came out as expected, 1 if one did not, 2 if the machine lacks a package or a GPU, 130 if interrupted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from benchmarks.gpu.checks import Unfit, check_packages, installed, probe
+from benchmarks.gpu.parts import PARTS, Part
+from benchmarks.gpu.running import LOGS, ROOT, Ended, run, write
+
+RESULTS = ROOT / "benchmarks" / "results" / "gpu"
+
+
+def chosen(parts: Sequence[Part], only: str | None) -> list[Part]:
+    """The parts named in `only`, in their own order. Raises Unfit for an unknown name."""
+    names = None if only is None else only.split(",")
+    unknown = next((name for name in names or () if name not in {part.name for part in parts}), None)
+    if unknown is not None:
+        raise Unfit(f"--only: there is no part {unknown!r}; choose from {', '.join(part.name for part in parts)}")
+    return [part for part in parts if names is None or part.name in names]
+
+
+def run_all(parts: Sequence[Part], out: Path, about: Mapping[str, Any], dry: bool, seconds: float) -> list[tuple[Part, Ended]]:
+    """Runs the parts in turn and tells of each.
+
+    Args:
+        parts: What to run.
+        out: Folder of the result files and of the logs.
+        about: The machine, for the result files.
+        dry: Whether the parts run on CPU with tiny sizes.
+        seconds: Limit of all parts together.
+
+    Returns:
+        How each part ended. It is shorter than `parts` if the user interrupted.
+    """
+    (out / LOGS).mkdir(parents=True, exist_ok=True)
+    deadline = time.monotonic() + seconds
+    rows: list[tuple[Part, Ended]] = []
+    for number, part in enumerate(parts, 1):
+        head = f"[{number}/{len(parts)}] {part.name}"
+        lacking = [] if dry else [name for name in part.needs if not installed(name)]
+        limit = min(part.limit, deadline - time.monotonic())
+        print(f"{head}: starts, limit {max(0.0, limit):.0f} s", flush=True)
+        try:
+            if lacking:
+                ended = Ended("left out", f"missing package: {', '.join(lacking)}")
+            elif limit <= 0:
+                ended = Ended("left out", f"the {seconds:.0f} s of all parts are over")
+            else:
+                command = [word.format(out=out) for word in (part.dry if dry else part.command)]
+                ended = run(command, limit, out / LOGS / f"{part.name}.log")
+        except KeyboardInterrupt:
+            print(f"{head}: interrupted", flush=True)
+            break
+        write(out, part, ended, about, dry)
+        rows.append((part, ended))
+        print(f"{head}: {ended.status} in {ended.seconds:.1f} s: {ended.came}", flush=True)
+    return rows
+
+
+def show(rows: Sequence[tuple[Part, Ended]]) -> None:
+    """Prints the table of all parts."""
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table()
+    for heading in ("part", "expected", "what came", "seconds", "status"):
+        table.add_column(heading, justify="right" if heading == "seconds" else "left")
+    for part, ended in rows:
+        table.add_row(part.name, part.expected, Text(ended.came), f"{ended.seconds:.1f}", ended.status)
+    console = Console()
+    console = console if console.is_terminal else Console(width=160)
+    console.print(table)
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    raise KeyboardInterrupt
+
+
+def main() -> int:
+    """Runs the command and returns its exit status."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.gpu", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--dry", action="store_true", help="every part on CPU with tiny sizes; results go to a temporary folder")
+    parser.add_argument("--only", metavar="NAME[,NAME]", help="these parts only")
+    parser.add_argument("--list", action="store_true", help="list the parts and stop")
+    parser.add_argument("--seconds", type=float, default=530.0, help="limit of all parts together (default 530)")
+    parser.add_argument("--out", type=Path, help=f"folder of the results (default {RESULTS.relative_to(ROOT)})")
+    options = parser.parse_args()
+    if options.list:
+        for part in PARTS:
+            print(f"{part.name:<10} {part.limit:>4.0f} s  {part.expected}")
+        return 0
+    try:
+        parts = chosen(PARTS, options.only)
+        check_packages()
+        about = probe(needs_gpu=not options.dry)
+    except Unfit as error:
+        print(f"benchmarks.gpu: {error}", file=sys.stderr)
+        return 2
+    signal.signal(signal.SIGTERM, _interrupt)
+    signal.signal(signal.SIGINT, _interrupt)
+    temporary = Path(tempfile.mkdtemp(prefix="dynmo-gpu-")) if options.dry and options.out is None else None
+    out = (temporary or options.out or RESULTS).resolve()
+    print(f"{about.get('gpu', 'CPU')}, torch {about['torch']}, CUDA {about['cuda']}, driver {about['driver']}, Python {about['python']}")
+    rows = run_all(parts, out, about, options.dry, options.seconds)
+    show(rows)
+    passed = all(ended.status == "ok" for _, ended in rows)
+    if temporary is not None and passed:
+        shutil.rmtree(temporary)
+    else:
+        print(f"results in {out}, logs in {out / LOGS}")
+    if len(rows) < len(parts):
+        return 130
+    return 0 if passed else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

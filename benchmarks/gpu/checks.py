@@ -1,0 +1,96 @@
+"""What `make gpu` needs before its first part. Imports the standard library only: torch itself may be missing."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
+from typing import Any
+
+TORCH = (2, 10)
+
+# By the name under which pip knows a package: the module that is imported.
+PACKAGES: Mapping[str, str] = {
+    "torch": "torch",
+    "numpy": "numpy",
+    "numba": "numba",
+    "llvmlite": "llvmlite",
+    "pydantic": "pydantic",
+    "rich": "rich",
+    "safetensors": "safetensors",
+    "typer": "typer",
+    "pytest": "pytest",
+    "pytest-timeout": "pytest_timeout",
+    "hypothesis": "hypothesis",
+}
+
+# Runs in a process of its own: this one loads no torch, and keeps no context on the device.
+_PROBE = """
+import json, torch
+found = {"torch": torch.__version__, "cuda": torch.version.cuda, "available": torch.cuda.is_available()}
+if found["available"]:
+    gpu = torch.cuda.get_device_properties(0)
+    found |= {"gpu": gpu.name, "memory": gpu.total_memory, "sms": gpu.multi_processor_count, "gpus": torch.cuda.device_count()}
+    found |= {"capability": f"{gpu.major}.{gpu.minor}", "nccl": ".".join(map(str, torch.cuda.nccl.version()))}
+print(json.dumps(found))
+"""
+
+
+class Unfit(Exception):
+    """This machine cannot run the parts. The message is one line."""
+
+
+def installed(module: str) -> bool:
+    """Whether the module can be imported, by its files alone."""
+    try:
+        return find_spec(module) is not None
+    except (ImportError, ValueError):
+        return False
+
+
+def missing() -> list[str]:
+    """The packages that are needed and not installed, by pip's names."""
+    return [name for name, module in PACKAGES.items() if not installed(module)]
+
+
+def check_packages() -> None:
+    """Raises Unfit naming all missing packages, or a torch that is too old."""
+    names = missing()
+    if names:
+        raise Unfit(f"missing packages: {', '.join(names)}; docs/gpu.md says how to bring them along")
+    version = importlib.metadata.version("torch")
+    numbers = re.match(r"(\d+)\.(\d+)", version)
+    if numbers is None or tuple(map(int, numbers.groups())) < TORCH:
+        raise Unfit(f"torch {version} is too old; {'.'.join(map(str, TORCH))} or newer is needed")
+
+
+def probe(needs_gpu: bool) -> dict[str, Any]:
+    """Describes this machine's torch and GPU. Raises Unfit without a GPU if one is needed."""
+    done = subprocess.run([sys.executable, "-c", _PROBE], capture_output=True, text=True, timeout=120)
+    if done.returncode:
+        reason = (done.stderr.strip().splitlines() or ["no reason given"])[-1]
+        raise Unfit(f"torch cannot be used here: {reason}")
+    about: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    if needs_gpu and not about["available"]:
+        raise Unfit("torch sees no CUDA device; run this on a machine that has one, or make gpu DRY=1 for a dry run on CPU")
+    driver = output_of(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"])
+    commit = output_of(["git", "rev-parse", "HEAD"])
+    changed = output_of(["git", "status", "--porcelain", "--untracked-files=no"])
+    return about | {
+        "driver": driver.splitlines()[0] if driver else None,
+        "python": sys.version.split()[0],
+        "commit": commit and commit + (" with changes" if changed else ""),
+    }
+
+
+def output_of(command: Sequence[str]) -> str | None:
+    """What a command prints; None if it cannot run or fails."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None
