@@ -5,12 +5,15 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 
 from benchmarks import harness
+from dynmo.models.model import Model
 
 PRECISIONS = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float16": torch.float16}
 
@@ -78,6 +81,16 @@ def about_device(device: torch.device) -> dict[str, Any]:
         "capability": f"{known.major}.{known.minor}",
         "cuda": torch.version.cuda,
     }
+
+
+def built_on(device: torch.device, model: Model) -> Model:
+    """The model with weights drawn on the device: the CPU takes seconds for each billion. They are not the CPU's."""
+
+    def build(owned: Collection[int]) -> list[nn.Module]:
+        with device:
+            return model.build(owned)
+
+    return replace(model, build=build)
 
 
 def seconds(device: torch.device, work: Callable[[], object]) -> float:

@@ -30,7 +30,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import ScheduleInterleavedZeroBubble
 
-from benchmarks.gpu.device import Option, Verdict, main, seconds
+from benchmarks.gpu.device import Option, Verdict, built_on, main, seconds
 from benchmarks.harness import alternate, medians
 from benchmarks.torch_orders import torch_order
 from benchmarks.torch_peer import PEERS, PeerSchedule, TorchPeer
@@ -127,7 +127,7 @@ def pipelines(
     rounds: int,
 ) -> dict[str, Any]:
     shape = {"blocks": blocks, "hidden": hidden, "heads": max(1, hidden // 64), "sequence": sequence}
-    model = load_model(parse({"model": shape}))
+    model = built_on(device, load_model(parse({"model": shape})))
     tokens = torch.randint(0, 256, (2, microbatches, batch, sequence), generator=torch.Generator().manual_seed(0)).to(device)
     sides = Sides(device, tokens[0], tokens[1])
     with tempfile.TemporaryDirectory() as folder:

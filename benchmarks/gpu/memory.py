@@ -1,0 +1,114 @@
+"""Two ranks that are processes and share the GPU: what each allocates at its peak beside the account, and a move in mid-training.
+
+Each process has its own allocator, so `torch.cuda.max_memory_allocated` is a rank's own peak. Of one process with slices it would be the
+peak of all. The account (`dynmo.memory.rank_memory`) knows tensors only: cuBLAS's workspace and what the allocator rounds up come on top.
+
+After some steps a quarter of the layers moves from rank 0 to rank 1 with weights and optimizer state, through host memory, and training
+goes on. The digest of all weights must be the same before and after the move.
+
+A dry run has no allocator to ask: there `peak_bytes` is weights and optimizer state alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from typing import Any
+
+import torch
+
+from benchmarks.gpu.device import Option, Verdict, built_on, main, settle
+from benchmarks.harness import run_ranks
+from dynmo.api import Pipeline
+from dynmo.balance.partition import Partition, uniform
+from dynmo.balance.recompute import computed_again
+from dynmo.config import parse
+from dynmo.memory import rank_memory
+from dynmo.models.model import load_model
+from dynmo.plan import shape_costs
+from dynmo.runtime.precision import PRECISIONS
+from dynmo.runtime.world import World
+
+SCHEDULE = "zb-h1"
+
+
+def on_a_rank(world: World, blocks: int, hidden: int, sequence: int, batch: int, microbatches: int) -> dict[str, Any]:
+    """Runs on each rank. Returns what both ranks found."""
+    device = world.device
+    config = parse(
+        {
+            "model": {"blocks": blocks, "hidden": hidden, "heads": max(1, hidden // 64), "sequence": sequence},
+            "train": {"global_batch": batch * microbatches, "micro_batch": batch, "precision": "bfloat16"},
+            "parallel": {"pipeline": world.size},
+            "pipeline": {"schedule": SCHEDULE},
+        }
+    )
+    model = load_model(config)
+    placed = uniform(model.layers, world.size)
+    dtype = PRECISIONS[config.train.precision]
+    pipeline = Pipeline(world, built_on(device, model), placed, schedule=SCHEDULE, microbatches=microbatches, dtype=dtype)
+    tokens = torch.randint(0, 256, (2, microbatches, batch, sequence), generator=torch.Generator().manual_seed(0)).to(device)
+    count = 0
+
+    def steps(number: int) -> float:
+        """Seconds of the last of so many steps."""
+        nonlocal count
+        taken = 0.0
+        for _ in range(number):
+            world.barrier("the step to start")
+            start = time.perf_counter()
+            pipeline.step(count, tokens[0], tokens[1], lr=1e-5, max_norm=1.0)
+            settle(device)
+            taken, count = time.perf_counter() - start, count + 1
+        return pipeline.largest(taken)
+
+    steps(2)
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    before = steps(2)
+    held = sum(t.nbytes for module, optimizer in pipeline.own_layers.values() for t in (*module.parameters(), *optimizer.state().values()))
+    peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else held
+    account = rank_memory(computed_again(shape_costs(config, model), ()), placed.counts, pipeline.schedule_for(placed))
+    table = torch.zeros(world.size, dtype=torch.float64)
+    table[world.rank] = peak
+    world.sum(table, "the peaks of all ranks")
+
+    digest, quarter = pipeline.digest(), max(1, model.layers // 4)
+    migration = pipeline.move(Partition((placed.counts[0] - quarter, placed.counts[1] + quarter)))
+    after = pipeline.digest()
+    if digest != after:
+        raise RuntimeError(f"the move changed the weights: {digest} before, {after} after")
+    return {
+        "peak_bytes": table.tolist(),
+        "account_bytes": list(account),
+        "peak_over_account": [peak / said for peak, said in zip(table.tolist(), account, strict=True)],
+        "moved_layers": quarter,
+        "moved_bytes": migration.moved_bytes,
+        "move_seconds": migration.seconds,
+        "step_seconds": {"before": before, "after": steps(2)},
+        "parameters": sum(cost.parameters for cost in pipeline.costs()),
+    }
+
+
+def measure(device: torch.device, options: argparse.Namespace) -> dict[str, Any]:
+    shape = {key: getattr(options, key) for key in ("blocks", "hidden", "sequence", "batch", "microbatches")}
+    return {**shape, **run_ranks("benchmarks.gpu.memory:on_a_rank", 2, str(device), **shape)}
+
+
+def judge(result: dict[str, Any]) -> Verdict:
+    ratios = result["peak_over_account"]
+    told = ", ".join(f"rank {rank} {ratio:.3f} of the account" for rank, ratio in enumerate(ratios))
+    move = f"moved {result['moved_bytes'] / 1e9:.2f} GB in {result['move_seconds']:.2f} s, same weights"
+    return Verdict(all(0.9 <= ratio <= 1.1 for ratio in ratios), f"{told}; {move}")
+
+
+OPTIONS = (
+    Option("blocks", 12, 3, "blocks"),
+    Option("hidden", 2048, 32, "width"),
+    Option("sequence", 2048, 16, "tokens"),
+    Option("batch", 2, 1, "sequences of a microbatch"),
+    Option("microbatches", 8, 4, "microbatches of a step"),
+)
+
+if __name__ == "__main__":
+    main(__doc__ or "", measure, judge, OPTIONS)

@@ -1,0 +1,78 @@
+"""`dynmo profile` on slices of the GPU, and `dynmo plan` on the costs file that it leaves, for eight ranks.
+
+`--out FILE` keeps the costs file: `dynmo plan --costs FILE` then plans for this GPU on any machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.gpu.device import Option, Verdict, main
+from dynmo.config import parse, to_toml
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def command(*words: str) -> dict[str, Any]:
+    """Runs a dynmo command and returns the object that it prints. Raises RuntimeError with its last line if it fails."""
+    done = subprocess.run([sys.executable, "-m", "dynmo", *words, "--json"], cwd=ROOT, capture_output=True, text=True)
+    sys.stderr.write(done.stderr)
+    if done.returncode:
+        raise RuntimeError(f"dynmo {words[0]} ended with status {done.returncode}: {(done.stderr.splitlines() or ['no output'])[-1]}")
+    return json.loads(done.stdout)
+
+
+def measure(device: torch.device, options: argparse.Namespace) -> dict[str, Any]:
+    config = parse(
+        {
+            "name": "gpu-profile",
+            "data": {"source": "stdlib" if device.type == "cuda" else f"file:{ROOT / 'LICENSE'}"},
+            "model": {
+                "blocks": options.blocks,
+                "hidden": options.hidden,
+                "heads": max(1, options.hidden // 64),
+                "sequence": options.sequence,
+            },
+            "train": {
+                "global_batch": options.batch * options.microbatches,
+                "micro_batch": options.batch,
+                "precision": "bfloat16",
+            },
+            "parallel": {"pipeline": options.slices, "slices": True, "device": device.type},
+        }
+    )
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        (folder / "run.toml").write_text(to_toml(config), encoding="utf-8")
+        costs = Path(options.out) if options.out else folder / "costs.json"
+        profile = command("profile", str(folder / "run.toml"), "--steps", str(options.steps), "--out", str(costs))
+        plan = command("plan", "--costs", str(costs), "--ranks", "8")
+    seconds = {op: sum(profile[op]) for op in "fbw"}
+    return {"layers": len(profile["names"]), "microbatch_seconds": seconds, "plan": plan}
+
+
+def judge(result: dict[str, Any]) -> Verdict:
+    f, b, w = (1e3 * result["microbatch_seconds"][op] for op in "fbw")
+    return Verdict(min(f, b, w) > 0, f"{result['layers']} layers, F {f:.2f} B {b:.2f} W {w:.2f} ms a microbatch, planned for 8 ranks")
+
+
+OPTIONS = (
+    Option("slices", 4, 2, "slices"),
+    Option("blocks", 6, 4, "blocks"),
+    Option("hidden", 2048, 32, "width"),
+    Option("sequence", 2048, 16, "tokens"),
+    Option("batch", 2, 1, "sequences of a microbatch"),
+    Option("microbatches", 8, 4, "microbatches of a step"),
+    Option("steps", 3, 1, "measured steps"),
+)
+
+if __name__ == "__main__":
+    main(__doc__ or "", measure, judge, OPTIONS)
