@@ -33,6 +33,6 @@ def torch_order(kind: PeerSchedule, ranks: int, microbatches: int, name: str) ->
     stages = [mock.create_autospec(PipelineStage, instance=True) for _ in range(kind.stages_per_rank)]
     for stage in stages:
         stage.group_rank, stage.group_size, stage.num_stages, stage.submod = 0, ranks, ranks * kind.stages_per_rank, None
-    order = kind.make(stages, microbatches).pipeline_order
+    order = kind.build(stages, microbatches).pipeline_order
     rows = [",".join("" if action is None else str(action) for action in order[rank]) for rank in range(ranks)]
     return from_torch_csv("\n".join(rows), name=name)

@@ -40,6 +40,10 @@ class PeerSchedule:
             return [rank, 2 * ranks - 1 - rank]
         return [rank + chunk * ranks for chunk in range(self.stages_per_rank)]
 
+    def build(self, stages: list[Any], microbatches: int, **options: Any) -> Any:
+        """Makes torch's schedule over this rank's stages."""
+        return self.make(stages[0] if self.make is Schedule1F1B else stages, microbatches, **options)
+
 
 # Each schedule at its defaults; who compares takes the fastest of a kind, measured in the same run. Fewer stages on a rank cost less
 # Python and fewer messages, more leave a smaller bubble: which wins depends on how long an op is. Ideal step time over work, at 8
@@ -86,8 +90,7 @@ class TorchPeer:
         indices = kind.stages(ranks, rank)
         self.modules = [build_stage(index, count) for index in indices]
         stages = [PipelineStage(module, index, count, inputs.device) for module, index in zip(self.modules, indices, strict=True)]
-        held = stages[0] if kind.make is Schedule1F1B else stages
-        self._schedule = kind.make(held, microbatches, loss_fn=loss_fn)
+        self._schedule = kind.build(stages, microbatches, loss_fn=loss_fn)
         self._inputs = (inputs,) if 0 in indices else ()
         self._targets = targets if count - 1 in indices else None
         self._device = inputs.device

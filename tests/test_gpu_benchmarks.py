@@ -1,38 +1,184 @@
-"""benchmarks/gpu: refused without a device; on a small model on CPU every one of them runs to its end and its figures hang together."""
+"""`make gpu` without a GPU: refusals, the runner with parts that fail, hang and pass, and the benchmarks on small models on CPU."""
 
 from __future__ import annotations
 
 import importlib
+import importlib.metadata
+import json
 import subprocess
 import sys
+import time
+import tomllib
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from benchmarks.gpu import attention, slices, sparse, split
+from benchmarks.gpu import __main__ as command
+from benchmarks.gpu import attention, checks, memory, running, sparse, split
+from benchmarks.gpu.parts import PARTS, Part
+from benchmarks.torch_orders import torch_order
+from benchmarks.torch_peer import PEERS
+from dynmo.schedule.catalogue import placement_of
 
 ROOT = Path(__file__).parents[1]
 CPU = torch.device("cpu")
-NAMES = sorted(path.stem for path in (ROOT / "benchmarks" / "gpu").glob("*.py") if path.stem not in ("__init__", "device"))
+NAMES = ["attention", "cases", "memory", "profile", "slices", "sparse", "split"]
+WITHOUT_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="of machines without a GPU")
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="of machines without a GPU")
-def test_refused_without_a_device() -> None:
-    done = subprocess.run([sys.executable, "-m", "benchmarks.gpu.split", "--json"], cwd=ROOT, capture_output=True, text=True, timeout=120)
+def python(*words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, *words], cwd=ROOT, capture_output=True, text=True, timeout=120)
+
+
+# -- the command --------------------------------------------------------------------------------------------------------------
+
+
+@WITHOUT_GPU
+def test_one_line_without_a_gpu() -> None:
+    done = subprocess.run(["make", "--silent", "gpu", f"PYTHON={sys.executable}"], cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == "benchmarks.gpu: torch sees no CUDA device; run this on a machine that has one\n"
+    first, *rest = done.stderr.splitlines()
+    assert first.startswith("benchmarks.gpu: torch sees no CUDA device; ")
+    assert all(line.startswith("make: ") for line in rest)
 
 
-def test_the_package_names_them_all() -> None:
+@WITHOUT_GPU
+def test_a_benchmark_alone_is_refused_too() -> None:
+    done = python("-m", "benchmarks.gpu.split", "--json")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("benchmarks.gpu: torch sees no CUDA device; ")
+    assert done.stderr.count("\n") == 1
+
+
+def test_missing_packages_are_named_in_one_line() -> None:
+    """-S leaves out all that pip has installed: torch and rich are missing as well."""
+    done = python("-S", "-m", "benchmarks.gpu")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == f"benchmarks.gpu: missing packages: {', '.join(checks.PACKAGES)}; docs/gpu.md says how to bring them along\n"
+
+
+@pytest.mark.parametrize(("version", "fits"), [("2.9.1", False), ("2.10.0", True), ("2.11.0+cu130", True), ("3.0", True), ("new", False)])
+def test_the_version_of_torch(monkeypatch: pytest.MonkeyPatch, version: str, fits: bool) -> None:
+    monkeypatch.setattr(importlib.metadata, "version", lambda _: version)
+    if fits:
+        checks.check_packages()
+        return
+    with pytest.raises(checks.Unfit, match=r"too old; 2\.10 or newer is needed"):
+        checks.check_packages()
+
+
+def test_packages_are_those_of_the_project() -> None:
+    """All that dynmo depends on, and what its tests need."""
+    needed = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    assert {word.split(">=")[0] for word in needed} | {"pytest", "pytest-timeout", "hypothesis"} == set(checks.PACKAGES)
+
+
+def test_an_unknown_part() -> None:
+    done = python("-m", "benchmarks.gpu", "--only", "splits")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "there is no part 'splits'; choose from equality, ranks, split, " in done.stderr
+
+
+def test_the_parts_fit_their_time_and_are_named() -> None:
+    """All limits, a second for each process to end, and the probe: under 9 minutes."""
+    assert sum(part.limit for part in PARTS) + len(PARTS) + 5 < 9 * 60
+    assert [part.name for part in PARTS] == ["equality", "ranks", "split", "slices", "sparse", "attention", "cases", "memory", "profile"]
     text = importlib.import_module("benchmarks.gpu").__doc__ or ""
-    assert sorted(line.split()[0] for line in text.splitlines()[2:]) == NAMES == ["attention", "slices", "sparse", "split"]
+    assert sorted(line.split()[0] for line in text.splitlines()[4:]) == NAMES
+    files = {path.stem for path in (ROOT / "benchmarks" / "gpu").glob("*.py")}
+    assert files == {*NAMES, "__init__", "__main__", "checks", "device", "parts", "running"}
+
+
+def test_it_begins_without_torch() -> None:
+    """The checks must work where torch or rich is missing."""
+    code = "import sys, benchmarks.gpu.__main__; print({'torch', 'rich', 'numpy'} & set(sys.modules))"
+    assert python("-c", code).stdout == "set()\n"
+
+
+# -- the runner ---------------------------------------------------------------------------------------------------------------
+
+
+def part(name: str, code: str, limit: float = 30.0, needs: Sequence[str] = ()) -> Part:
+    return Part(name, f"what {name} shows", limit, ("timeit", "-n1", "-r1", code), (), tuple(needs))
+
+
+# It leaves a process in a session of its own, as a test that starts a run does.
+HANGS = (
+    "import subprocess, time; p = subprocess.Popen(['sleep', '1000'], start_new_session=True); print(p.pid, flush=True); time.sleep(1000)"
+)
+PRINTS = "import atexit, json; atexit.register(print, json.dumps(dict({})))"
+
+
+def test_parts_fail_hang_and_go_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = command.run_all(
+        [
+            part("fails", "raise ValueError('a wrong figure')"),
+            part("hangs", HANGS, limit=1.5),
+            part("lacks", "pass", needs=["no_such_package"]),
+            part("misses", PRINTS.format("met=False, came='1.05', figure=1.05")),
+            part("passes", PRINTS.format("met=True, came='1.01'")),
+        ],
+        tmp_path,
+        {"torch": "2.11.0"},
+        dry=False,
+        seconds=60,
+    )
+    assert [ended.status for _, ended in rows] == ["failed", "timeout", "left out", "missed", "ok"]
+    assert [ended.came for _, ended in rows[2:]] == ["missing package: no_such_package", "1.05", "1.01"]
+    assert "ValueError: a wrong figure" in rows[0][1].came
+    assert "Traceback" in (tmp_path / "logs" / "fails.log").read_text()
+    record = json.loads((tmp_path / "misses.json").read_text())
+    assert record["machine"] == {"torch": "2.11.0"}
+    assert (record["status"], record["expected"], record["result"]["figure"]) == ("missed", "what misses shows", 1.05)
+    assert sorted(path.stem for path in tmp_path.glob("*.json")) == ["fails", "hangs", "lacks", "misses", "passes"]
+    # Each was told as it began and as it ended.
+    assert capsys.readouterr().out.count("[4/5] misses: ") == 2
+    pid = int((tmp_path / "logs" / "hangs.log").read_text().split()[0])
+    deadline = time.monotonic() + 10
+    while Path(f"/proc/{pid}/cmdline").exists() and Path(f"/proc/{pid}/cmdline").read_bytes():
+        assert time.monotonic() < deadline, "a process of the part outlived it"
+        time.sleep(0.02)
+
+
+def test_the_limit_of_all_parts(tmp_path: Path) -> None:
+    rows = command.run_all([part("late", "pass")], tmp_path, {}, dry=False, seconds=0)
+    assert [(ended.status, ended.came) for _, ended in rows] == [("left out", "the 0 s of all parts are over")]
+
+
+def test_what_pytest_says_last_is_what_came(tmp_path: Path) -> None:
+    (tmp_path / "x.log").write_text("")
+    assert running.judge(0, "..s\n3 passed, 1 skipped in 0.10s\n", tmp_path / "x.log", 1.0).came == "3 passed, 1 skipped in 0.10s"
+    assert running.judge(-9, "", tmp_path / "x.log", 1.0).came == "ended by SIGKILL: no output"
+
+
+def test_a_dry_run_of_two_parts(tmp_path: Path) -> None:
+    """The real command, with the parts that start fewest processes. It writes where it is told to."""
+    done = python("-m", "benchmarks.gpu", "--dry", "--only", "split,sparse", "--out", str(tmp_path))
+    assert done.returncode == 0, done.stdout + done.stderr
+    records = {name: json.loads((tmp_path / f"{name}.json").read_text()) for name in ("split", "sparse")}
+    assert all((record["status"], record["dry"]) == ("ok", True) for record in records.values())
+    assert records["split"]["machine"]["torch"] == torch.__version__
+    assert {path.name for path in (tmp_path / "logs").iterdir()} == {"split.log", "sparse.log"}
+    table = done.stdout[done.stdout.index("what came") :]
+    assert table.index("split") < table.index("sparse")
+
+
+# -- the benchmarks -----------------------------------------------------------------------------------------------------------
 
 
 def test_split() -> None:
-    found = split.stage(CPU, torch.float32, False, blocks=1, hidden=64, sequence=16, batch=1, microbatches=2, rounds=1)
-    assert set(found["seconds"]) == {"plain", "fused", "split", "deferred"}
-    assert found["tokens_per_second"]["plain"] == 32 / found["seconds"]["plain"]
+    figures = split.stage(CPU, torch.float32, False, blocks=1, hidden=64, sequence=16, batch=1, microbatches=2, rounds=1)
+    assert set(figures["seconds"]) == {"plain", "fused", "split", "deferred"}
+    assert figures["tokens_per_second"]["plain"] == 32 / figures["seconds"]["plain"]
+
+
+@pytest.mark.parametrize(("ratio", "met"), [(1.01, True), (1.03, False)])
+def test_the_goal_of_split(ratio: float, met: bool) -> None:
+    rows = {"bfloat16": {"eager": {"split_over_fused": ratio}}, "float32": {"eager": {"split_over_fused": 1.5}}}
+    assert split.judge({"stage": rows}) == (met, f"bfloat16 eager {ratio:.3f}, float32 eager 1.500")
 
 
 def test_attention() -> None:
@@ -52,14 +198,30 @@ def test_the_share_of_pairs() -> None:
 
 
 def test_sparse() -> None:
-    found = sparse.matrix(CPU, torch.float32, 32, 32, 16, 1)
-    assert [point["sparsity"] for point in found["points"]] == list(sparse.SPARSITIES)
-    assert 0 < found["crossover"] <= 1
+    figures = sparse.matrix(CPU, torch.float32, 32, 32, 16, 1)
+    assert [point["sparsity"] for point in figures["points"]] == list(sparse.SPARSITIES)
+    assert 0 < figures["crossover"] <= 1
 
 
 def test_slices() -> None:
-    shape = {"blocks": 2, "hidden": 64, "sequence": 16, "batch": 1, "microbatches": 4, "rounds": 1}
-    found = slices.pipelines(CPU, torch.float32, (2, 3), **shape)
-    assert [set(found[f"{n} slices"]) for n in (2, 3)] == [{"1f1b", "zb-h1", "zb_h1_gain", "sms"}] * 2
+    """In a process of its own: torch's runtime takes the process's default group."""
+    done = python("-m", "benchmarks.gpu.slices", "--dry", "--json", "--hidden", "32")
+    assert done.returncode == 0, done.stderr
+    figures = json.loads(done.stdout)
+    assert set(figures["schedules"]) == {"1f1b", "zb-h1", "zb-auto", "torch zero-bubble", "zb-v", "torch zbv"}
     # How much overlaps is a ratio of two timings: on a busy CPU it says nothing.
-    assert all(found[f"{n} slices"][name]["overlap"] > 0 for n in (2, 3) for name in slices.SCHEDULES)
+    assert all(row["overlap"] > 0 for row in figures["schedules"].values())
+    assert figures["runtime_gain"] > 0
+
+
+@pytest.mark.parametrize(("name", "own"), [("zero-bubble", "zb-h1"), ("zbv", "zb-v")])
+def test_torchs_orders_fit_our_placements(name: str, own: str) -> None:
+    order = torch_order(PEERS[name], 4, 8, name)
+    assert (order.name, order.microbatches, order.placement) == (name, 8, placement_of(own, 4))
+
+
+@pytest.mark.parametrize(("ratios", "met"), [([0.95, 1.05], True), ([0.5, 1.0], False), ([1.0, 1.2], False)])
+def test_the_account_is_judged(ratios: list[float], met: bool) -> None:
+    result: dict[str, Any] = {"peak_over_account": ratios, "moved_bytes": 2e9, "move_seconds": 0.5}
+    assert memory.judge(result).met == met
+    assert memory.judge(result).came.endswith("moved 2.00 GB in 0.50 s, same weights")

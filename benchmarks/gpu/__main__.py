@@ -62,7 +62,7 @@ def run_all(parts: Sequence[Part], out: Path, about: Mapping[str, Any], dry: boo
                 ended = Ended("left out", f"the {seconds:.0f} s of all parts are over")
             else:
                 command = [word.format(out=out) for word in (part.dry if dry else part.command)]
-                ended = run(command, limit, out / LOGS / f"{part.name}.log")
+                ended = run(command, limit, out / LOGS / f"{part.name}.log", {"OMP_NUM_THREADS": "1"} if dry else None)
         except KeyboardInterrupt:
             print(f"{head}: interrupted", flush=True)
             break

@@ -66,7 +66,9 @@ def main(about: str, measure: Measure, judge: Callable[[dict[str, Any]], Verdict
     device = torch.device("cpu") if parsed.dry else torch.device("cuda", 0)
     result = measure(device, parsed)
     met, came = judge(result)
-    harness.report(result | {"met": met or parsed.dry, "came": came, "machine": harness.machine(), "device": about_device(device)}, parsed.json)
+    harness.report(
+        result | {"met": met or parsed.dry, "came": came, "machine": harness.machine(), "device": about_device(device)}, parsed.json
+    )
 
 
 def about_device(device: torch.device) -> dict[str, Any]:

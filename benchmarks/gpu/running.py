@@ -38,24 +38,25 @@ class Ended:
     result: Mapping[str, Any] | None = None
 
 
-def run(command: Sequence[str], limit: float, log: Path) -> Ended:
+def run(command: Sequence[str], limit: float, log: Path, environment: Mapping[str, str] | None = None) -> Ended:
     """Runs `python -m COMMAND` and judges what it printed.
 
     Args:
         command: A module and its options.
         limit: Seconds after which the process and all its descendants are killed.
         log: Takes the whole output, with a traceback if there is one.
+        environment: Variables that the process gets on top of this one's.
 
     Returns:
         How the command ended.
     """
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))}
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     start = time.monotonic()
     with log.open("wb") as errors, log.with_suffix(".out").open("w+b") as output:
         process = subprocess.Popen(
             [sys.executable, "-m", *command],
             cwd=ROOT,
-            env=environment,
+            env={**os.environ, "PYTHONPATH": path, **(environment or {})},
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=errors,

@@ -138,9 +138,7 @@ def pipelines(
             # One rank with all stages, in both runtimes.
             kind = PeerSchedule(ScheduleInterleavedZeroBubble, stages_per_rank=slices)
             placed = uniform(model.layers, slices)
-            chunked = Pipeline(
-                world, model, placed, schedule="interleaved-1f1b", chunks=slices, microbatches=microbatches, dtype=dtype
-            )
+            chunked = Pipeline(world, model, placed, schedule="interleaved-1f1b", chunks=slices, microbatches=microbatches, dtype=dtype)
             sides.add("whole dynmo zero-bubble", chunked, torch_order(kind, 1, microbatches, "torch zero-bubble"))
             flat = [part.flatten(0, 1) for part in tokens]
             peer = TorchPeer(kind, microbatches, torch_stages(model, device, dtype), flat[0], flat[1], next_token_loss)

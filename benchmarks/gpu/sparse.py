@@ -19,7 +19,9 @@ from dynmo.kernels.sparse_linear import crossover, make_pruned, seconds
 SPARSITIES = (0.5, 0.75, 0.9, 0.95, 0.99)
 
 
-def matrix(device: torch.device, dtype: torch.dtype, rows: int, columns: int, tokens: int, rounds: int, bisections: int = 1) -> dict[str, Any]:
+def matrix(
+    device: torch.device, dtype: torch.dtype, rows: int, columns: int, tokens: int, rounds: int, bisections: int = 1
+) -> dict[str, Any]:
     dense = seconds(make_pruned(rows, columns, 0.0, False, device, dtype), tokens, rounds)
     points: list[dict[str, float]] = []
     for sparsity in SPARSITIES:

@@ -295,7 +295,9 @@ class World:
                     self._lift_limit(everyone._circles[members])
         except RuntimeError as error:
             everyone.fail(error, None, what)
-        made = World(ranks.index(everyone.rank), len(ranks), self.device, self.timeout, self.generation, self.store, everyone.group, self.staged)
+        made = World(
+            ranks.index(everyone.rank), len(ranks), self.device, self.timeout, self.generation, self.store, everyone.group, self.staged
+        )
         made.lines, made.line, made.circle = tuple(lines), line, everyone._circles.get(ranks)
         made.channels, made._everyone = everyone.channels, everyone
         everyone._views.append(made)
