@@ -42,6 +42,12 @@ def train(world: World, config: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def train_staged(world: World, config: dict[str, Any]) -> dict[str, Any]:
+    """As `train`, with messages that are received into other memory first, as between CUDA ranks over gloo."""
+    world.staged = True
+    return train(world, config)
+
+
 def train_and_weights(world: World, config: dict[str, Any]) -> dict[str, Any]:
     """As `train`, and this rank's weights by layer, flat, in parameter order."""
     loaded = parsed(config)

@@ -77,6 +77,17 @@ def test_one_digest(pool: Pool, ranks: int, schedule: str, balancer: str, freezi
         assert all(a != b for a, b in pairwise(placements)), "the layers did not move at every step"
 
 
+def test_staged_messages_change_nothing(pool: Pool) -> None:
+    """Activations, gradients, moved layers, the sums of replicas and the optimizer's shares."""
+    base = config(1, "zb-h1", BALANCERS["random"], freezing=True, clipping=True)
+    base["train"] |= {"global_batch": 12, "reduction_slots": 2}
+    alone = pool.run("train", 1, config=base)[0]
+    mesh = base | {"parallel": base["parallel"] | {"pipeline": 2, "data": 2, "zero": 1}}
+    results = pool.run("train_staged", 4, config=mesh)
+    assert results[0]["losses"] == alone["losses"]
+    assert {r["digest"] for r in results} == {alone["digest"]}
+
+
 @pytest.mark.parametrize(("freezing", "clipping"), [(False, False), (True, True)])
 @pytest.mark.parametrize("schedule", GENERATORS)
 def test_one_digest_of_one_rank(pool: Pool, schedule: str, freezing: bool, clipping: bool) -> None:

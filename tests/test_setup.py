@@ -63,6 +63,27 @@ def test_what_cuda_reads_as_it_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     assert seen[-1][1] == "LAZY"
 
 
+def test_ranks_share_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Five ranks over gloo on two GPUs: in turn, and each with a third of the memory. NCCL refuses that."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    chosen: list[int] = []
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=80 << 30))
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    monkeypatch.setenv("CUDA_MODULE_LOADING", "LAZY")
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+    shared = parse({"model": {"blocks": 3}, "parallel": {"pipeline": 5, "backend": "gloo"}})
+    assert [device_for(shared, rank).index for rank in range(5)] == chosen == [0, 1, 0, 1, 0]
+    whole = memory_limit(parse({}), torch.device("cuda", 0))
+    assert whole is not None
+    assert memory_limit(shared, torch.device("cuda", 0)) == whole // 3
+    with pytest.raises(
+        ConfigError, match=r"local rank 2 has no CUDA device \(2 here\).* parallel.backend = 'gloo', which lets ranks share one"
+    ):
+        device_for(parse({"model": {"blocks": 3}, "parallel": {"pipeline": 5}}), 2)
+
+
 def test_a_device_keeps_a_reserve(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=80 << 30))
     cuda = torch.device("cuda", 0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-PYTEST = ("pytest", "-q", "-rs", "-W", "default", "-p", "no:cacheprovider")
+PYTEST = ("pytest", "-rs", "-W", "default", "-p", "no:cacheprovider")
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,8 @@ The copies are on the current stream. The host waits for the first copy and for 
 
 from __future__ import annotations
 
+from datetime import timedelta
+
 import torch.distributed as dist
 from torch import Tensor
 
@@ -21,7 +23,7 @@ class StagedReceive(dist.Work):
     def is_completed(self) -> bool:
         return self._work.is_completed()
 
-    def wait(self, *timeout: object) -> bool:
-        self._work.wait()
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        self._work.wait() if timeout is None else self._work.wait(timeout)
         self._target.copy_(self._host)
         return True

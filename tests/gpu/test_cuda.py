@@ -61,6 +61,7 @@ def test_nccl_with_one_rank(cuda: torch.device, tmp_path: Path) -> None:
         world = World.join(store, 0, 1, device=cuda, generation=generation)
         x = torch.arange(8.0, device=cuda)
         group = dist.new_group([0], backend="nccl")
+        assert isinstance(group, dist.ProcessGroup)
         world._lift_limit(group)
         dist.all_reduce(x)
         dist.broadcast(x, 0, group=group)

@@ -33,7 +33,7 @@ class Ranks(NamedTuple):
 
     device: str
     backend: str
-    count: int
+    size: int
 
 
 def begin(folder: Path, name: str, options: dict[str, Any], on: Ranks, pipeline: int, **parallel: Any) -> subprocess.Popen[str]:
@@ -84,19 +84,20 @@ def on(request: pytest.FixtureRequest, device: torch.device) -> Ranks:
 @pytest.fixture(scope="module")
 def alone(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory) -> str:
     """The digest of one rank."""
-    return digest(tmp_path_factory.mktemp("alone"), "1f1b", Ranks(pytestconfig.getoption("--gpu-device"), "auto", 1), 1, 1)
+    device = str(pytestconfig.getoption("--gpu-device"))
+    return digest(tmp_path_factory.mktemp("alone"), "1f1b", Ranks(device, "auto", 1), 1, 1)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "zb-v"])
 def test_a_pipeline_trains_the_same(on: Ranks, alone: str, tmp_path: Path, schedule: str) -> None:
-    assert digest(tmp_path, schedule, on, on.count, 1) == alone
+    assert digest(tmp_path, schedule, on, on.size, 1) == alone
 
 
 @pytest.mark.gpu
 def test_replicas_train_the_same(on: Ranks, alone: str, tmp_path: Path) -> None:
     """With an optimizer that they share."""
-    assert digest(tmp_path, "zb-h1", on, on.count // 2, 2, zero=1) == alone
+    assert digest(tmp_path, "zb-h1", on, on.size // 2, 2, zero=1) == alone
 
 
 @pytest.mark.gpu
@@ -104,14 +105,14 @@ def test_replicas_train_the_same(on: Ranks, alone: str, tmp_path: Path) -> None:
 def test_compiled_ranks_train_the_same(on: Ranks, tmp_path: Path) -> None:
     """No rank chooses for itself how a sum is split."""
     train = CONFIG["train"] | {"compile": True}
-    assert digest(tmp_path, "zb-h1", on, on.count, 1, train=train) == digest(tmp_path, "1f1b", on, 1, 1, train=train)
+    assert digest(tmp_path, "zb-h1", on, on.size, 1, train=train) == digest(tmp_path, "1f1b", on, 1, 1, train=train)
 
 
 @pytest.mark.gpu
 def test_a_mesh_that_comes_and_goes_trains_the_same(on: Ranks, alone: str, tmp_path: Path) -> None:
     """The first shape twice, the second time over the channels it had."""
-    elastic = {"reshape_at": [[3, on.count // 2, 2], [5, on.count, 1]]}
-    assert digest(tmp_path, "zb-h1", on, on.count, 1, elastic=elastic) == alone
+    elastic = {"reshape_at": [[3, on.size // 2, 2], [5, on.size, 1]]}
+    assert digest(tmp_path, "zb-h1", on, on.size, 1, elastic=elastic) == alone
 
 
 @pytest.mark.gpu

@@ -211,6 +211,18 @@ def test_a_failed_run_does_not_wait_for_messages(failed: bool, cuda: bool, abort
     assert done == (["aborted"] if aborts else ["destroyed"])
 
 
+def test_a_staged_world_waits_on_the_host(device: FakeDevice) -> None:
+    """Its messages are gloo's, although it computes on a GPU: nothing is enqueued, and threads send and post."""
+    world = fake_world()
+    world.staged = True
+    assert not world.enqueues
+    world.open_channels([(0, 0, 1)])
+    world.wait(world.receive(torch.zeros(1), 1, 0), 1, "a message")
+    assert (device.given, [work.what for work in world.works]) == (0, ["receive 1"])
+    assert p2p._ahead(world, 32, varying=False) == p2p.POSTED_AHEAD
+    assert p2p._ahead(fake_world(), 32, varying=False) == 1
+
+
 def test_what_nccl_cannot_send_travels_as_bytes() -> None:
     """Any dtype, and in the memory it lies in."""
     for dtype in headers.DTYPES.values():
