@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
+import os
 import platform
 import sys
 import tempfile
@@ -22,6 +23,9 @@ def run_ranks(function: str, ranks: int, device: str = "cpu", **arguments: Any) 
 
     Ranks on a CUDA device share it: their messages pass through host memory.
     """
+    if device != "cpu":
+        # No kernel of theirs waits on the device, so modules may be loaded late. To load all takes long.
+        os.environ.setdefault("CUDA_MODULE_LOADING", "LAZY")
     with tempfile.TemporaryDirectory() as name:
         out = Path(name) / "result.json"
         command = [sys.executable, "-m", "benchmarks.harness", function, json.dumps(arguments), str(out), device]
@@ -79,8 +83,6 @@ def save_picture(figure: Any, path: Path) -> None:
 
 def machine() -> dict[str, Any]:
     """What the figures were measured on, in kind."""
-    import os
-
     import torch
 
     return {

@@ -101,7 +101,7 @@ def main() -> int:
     parser.add_argument("--dry", action="store_true", help="every part on CPU with tiny sizes; results go to a temporary folder")
     parser.add_argument("--only", metavar="NAME[,NAME]", help="these parts only")
     parser.add_argument("--list", action="store_true", help="list the parts and stop")
-    parser.add_argument("--seconds", type=float, default=530.0, help="limit of all parts together (default 530)")
+    parser.add_argument("--seconds", type=float, default=525.0, help="limit of all parts together (default 525)")
     parser.add_argument("--out", type=Path, help=f"folder of the results (default {RESULTS.relative_to(ROOT)})")
     options = parser.parse_args()
     if options.list:

@@ -172,7 +172,7 @@ OPTIONS = (
     Option("batch", 2, 1, "sequences of a microbatch"),
     Option("microbatches", 8, 4, "microbatches of a step"),
     Option("pairs", 2, 1, "turns of both placements"),
-    Option("steps", 3, 1, "counted steps of each placement in a turn"),
+    Option("steps", 2, 1, "counted steps of each placement in a turn"),
 )
 
 if __name__ == "__main__":

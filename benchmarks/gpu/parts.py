@@ -28,35 +28,48 @@ class Part:
     needs: tuple[str, ...] = ()
 
 
-def benchmark(name: str, expected: str, limit: float, *options: str, needs: tuple[str, ...] = ()) -> Part:
-    """A part that is a module of this package, which has small sizes for `--dry` itself."""
-    command = (f"benchmarks.gpu.{name}", "--json", *options)
+def benchmark(name: str, expected: str, limit: float, *options: str, module: str = "", needs: tuple[str, ...] = ()) -> Part:
+    """A part that is a module of this package (by default the one of its name), which has small sizes for `--dry` itself."""
+    command = (f"benchmarks.gpu.{module or name}", "--json", *options)
     return Part(name, expected, limit, command, (*command, "--dry"), needs)
 
 
-DRY_TESTS = (*PYTEST, "--gpu-device", "cpu", "--timeout", "60")
+PREPARE = ("dynmo.kernels.prepare",)
+TESTS = (*PYTEST, "--timeout", "60")
+DRY_TESTS = (*TESTS, "--gpu-device", "cpu")
+ALONE = ("tests/gpu", "--ignore", "tests/gpu/test_ranks.py")
+RANKS = ("tests/gpu/test_ranks.py",)
 
-# The limits add up to less than 9 minutes, with some seconds for each process to start and end.
+# The limits add up to less than 9 minutes, with a second for each process to end.
 PARTS: tuple[Part, ...] = (
+    Part("prepare", "the loops of the planner compile, or were compiled before", 40, PREPARE, PREPARE),
     Part(
         "equality",
         "one GPU, its slices and NCCL with one rank train what the CPU trains",
-        75,
-        (*PYTEST, "--timeout", "60", "tests/gpu", "--ignore", "tests/gpu/test_ranks.py"),
-        (*DRY_TESTS, "tests/gpu", "--ignore", "tests/gpu/test_ranks.py", "-k", "agree or kept or zb-v or bfloat16"),
+        65,
+        (*TESTS, *ALONE),
+        (*DRY_TESTS, *ALONE, "-k", "agree or kept or zb-v or bfloat16"),
     ),
     Part(
         "ranks",
         "processes that share the GPU over gloo have one rank's weights, to the last bit",
-        105,
-        (*PYTEST, "--timeout", "60", "tests/gpu/test_ranks.py", "-k", "not compiled"),
-        (*DRY_TESTS, "tests/gpu/test_ranks.py", "-k", "zb-v or replicas"),
+        90,
+        (*TESTS, *RANKS, "-k", "not compiled"),
+        (*DRY_TESTS, *RANKS, "-k", "zb-v or replicas"),
     ),
-    benchmark("split", "split backward over fused, eager bfloat16: at most 1.02", 70),
-    benchmark("slices", "zb-h1, zb-auto, zb-v over 1f1b, beside torch's orders and runtime", 65, needs=("cuda.core",)),
-    benchmark("sparse", "pruned linears win from some sparsity below 1", 40),
-    benchmark("attention", "hash attention wins from some length", 30, needs=("triton",)),
-    benchmark("cases", "balanced at least as fast as static, losses finite", 80, needs=("cuda.core", "triton")),
-    benchmark("memory", "peak of each rank 0.9 to 1.1 of the account, same weights after a move", 35),
-    benchmark("profile", "dynmo plan reads what dynmo profile measured", 25, "--out", "{out}/profile-costs.json", needs=("cuda.core",)),
+    benchmark("split", "split backward over fused, eager bfloat16: at most 1.02", 40),
+    benchmark("slices", "zb-h1, zb-auto or zb-v gains over 1f1b, and torch's orders and runtime do not beat it", 60, needs=("cuda.core",)),
+    benchmark("sparse", "pruned linears win from some sparsity below 1", 35),
+    benchmark("attention", "hash attention wins from some length", 25, needs=("triton",)),
+    benchmark("cases", "balanced at least as fast as even, losses finite", 70, needs=("cuda.core", "triton")),
+    benchmark("memory", "peak of each rank 0.9 to 1.1 of the account, same weights after a move", 30),
+    benchmark("profile", "dynmo plan reads what dynmo profile measured", 20, "--out", "{out}/profile-costs.json", needs=("cuda.core",)),
+    benchmark(
+        "compiled",
+        "torch.compile: split backward over fused at most 1.02",
+        45,
+        *("--precisions", "0", "--compiled", "1"),
+        module="split",
+        needs=("triton",),
+    ),
 )
