@@ -1,7 +1,7 @@
 """The orders of torch.distributed.pipelining's schedules, as schedules that dynmo runs.
-
-torch's own class makes the order, from stages that are stand-ins; `dynmo.schedule.interop` reads it as it reads torch's CSV. So two orders
-can be compared on one executor. torch's runtime has no part in it.
+ torch's own class makes the order, from stages that are stand-ins; `dynmo.schedule.interop` reads
+it as it reads torch's CSV. So two orders can be compared on one executor. torch's runtime has no
+part in it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,12 @@ def torch_order(kind: PeerSchedule, ranks: int, microbatches: int, name: str) ->
     """
     stages = [mock.create_autospec(PipelineStage, instance=True) for _ in range(kind.stages_per_rank)]
     for stage in stages:
-        stage.group_rank, stage.group_size, stage.num_stages, stage.submod = 0, ranks, ranks * kind.stages_per_rank, None
+        stage.group_rank, stage.group_size, stage.num_stages, stage.submod = (
+            0,
+            ranks,
+            ranks * kind.stages_per_rank,
+            None,
+        )
     order = kind.build(stages, microbatches).pipeline_order
     rows = [",".join("" if action is None else str(action) for action in order[rank]) for rank in range(ranks)]
     return from_torch_csv("\n".join(rows), name=name)

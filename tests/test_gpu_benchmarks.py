@@ -1,4 +1,4 @@
-"""`make gpu` without a GPU: refusals, the runner with parts that fail, hang and pass, and the benchmarks on small models on CPU."""
+"""`make gpu` without a GPU: its refusals, its runner, and the benchmarks on small models on CPU."""
 
 from __future__ import annotations
 
@@ -33,12 +33,18 @@ def python(*words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, *words], cwd=ROOT, capture_output=True, text=True, timeout=120)
 
 
-# -- the command --------------------------------------------------------------------------------------------------------------
+# -- the command ------------------------------------------------------------------------------
 
 
 @WITHOUT_GPU
 def test_one_line_without_a_gpu() -> None:
-    done = subprocess.run(["make", "--silent", "gpu", f"PYTHON={sys.executable}"], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        ["make", "--silent", "gpu", f"PYTHON={sys.executable}"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
     assert (done.returncode, done.stdout) == (2, "")
     first, *rest = done.stderr.splitlines()
     assert first.startswith("benchmarks.gpu: torch sees no CUDA device; ")
@@ -60,7 +66,10 @@ def test_missing_packages_are_named_in_one_line() -> None:
     assert done.stderr == f"benchmarks.gpu: missing packages: {', '.join(checks.PACKAGES)}; docs/gpu.md says how to bring them along\n"
 
 
-@pytest.mark.parametrize(("version", "fits"), [("2.9.1", False), ("2.10.0", True), ("2.11.0+cu130", True), ("3.0", True), ("new", False)])
+@pytest.mark.parametrize(
+    ("version", "fits"),
+    [("2.9.1", False), ("2.10.0", True), ("2.11.0+cu130", True), ("3.0", True), ("new", False)],
+)
 def test_the_version_of_torch(monkeypatch: pytest.MonkeyPatch, version: str, fits: bool) -> None:
     monkeypatch.setattr(importlib.metadata, "version", lambda _: version)
     if fits:
@@ -73,7 +82,11 @@ def test_the_version_of_torch(monkeypatch: pytest.MonkeyPatch, version: str, fit
 def test_packages_are_those_of_the_project() -> None:
     """All that dynmo depends on, and what its tests need."""
     needed = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
-    assert {word.split(">=")[0] for word in needed} | {"pytest", "pytest-timeout", "hypothesis"} == set(checks.PACKAGES)
+    assert {word.split(">=")[0] for word in needed} | {
+        "pytest",
+        "pytest-timeout",
+        "hypothesis",
+    } == set(checks.PACKAGES)
 
 
 def test_an_unknown_part() -> None:
@@ -86,10 +99,22 @@ def test_the_parts_fit_their_time_and_are_named() -> None:
     """All limits, a second for each process to end, and the probe: under 9 minutes."""
     assert sum(part.limit for part in PARTS) + len(PARTS) + 5 <= 9 * 60
     assert [part.name for part in PARTS] == [
-        *("prepare", "equality", "ranks", "split", "slices", "sparse", "attention", "cases", "memory", "profile", "compiled")
+        *(
+            "prepare",
+            "equality",
+            "ranks",
+            "split",
+            "slices",
+            "sparse",
+            "attention",
+            "cases",
+            "memory",
+            "profile",
+            "compiled",
+        )
     ]
     text = importlib.import_module("benchmarks.gpu").__doc__ or ""
-    assert sorted(line.split()[0] for line in text.splitlines()[4:]) == NAMES
+    assert sorted(line.split()[0] for line in text.splitlines()[6:]) == NAMES
     files = {path.stem for path in (ROOT / "benchmarks" / "gpu").glob("*.py")}
     assert files == {*NAMES, "__init__", "__main__", "checks", "device", "parts", "running"}
 
@@ -100,7 +125,7 @@ def test_it_begins_without_torch() -> None:
     assert python("-c", code).stdout == "set()\n"
 
 
-# -- the runner ---------------------------------------------------------------------------------------------------------------
+# -- the runner -------------------------------------------------------------------------------
 
 
 def part(name: str, code: str, limit: float = 30.0, needs: Sequence[str] = ()) -> Part:
@@ -129,13 +154,27 @@ def test_parts_fail_hang_and_go_on(tmp_path: Path, capsys: pytest.CaptureFixture
         seconds=60,
     )
     assert [ended.status for _, ended in rows] == ["failed", "timeout", "left out", "missed", "ok"]
-    assert [ended.came for _, ended in rows[2:]] == ["missing package: no_such_package", "1.05", "1.01"]
+    assert [ended.came for _, ended in rows[2:]] == [
+        "missing package: no_such_package",
+        "1.05",
+        "1.01",
+    ]
     assert "ValueError: a wrong figure" in rows[0][1].came
     assert "Traceback" in (tmp_path / "logs" / "fails.log").read_text()
     record = json.loads((tmp_path / "misses.json").read_text())
     assert record["machine"] == {"torch": "2.11.0"}
-    assert (record["status"], record["expected"], record["result"]["figure"]) == ("missed", "what misses shows", 1.05)
-    assert sorted(path.stem for path in tmp_path.glob("*.json")) == ["fails", "hangs", "lacks", "misses", "passes"]
+    assert (record["status"], record["expected"], record["result"]["figure"]) == (
+        "missed",
+        "what misses shows",
+        1.05,
+    )
+    assert sorted(path.stem for path in tmp_path.glob("*.json")) == [
+        "fails",
+        "hangs",
+        "lacks",
+        "misses",
+        "passes",
+    ]
     # Each was told as it began and as it ended.
     assert capsys.readouterr().out.count("[4/5] misses: ") == 2
     pid = int((tmp_path / "logs" / "hangs.log").read_text().split()[0])
@@ -157,7 +196,7 @@ def test_what_pytest_says_last_is_what_came(tmp_path: Path) -> None:
 
 
 def test_a_dry_run_of_two_parts(tmp_path: Path) -> None:
-    """The real command, with the parts that start fewest processes. It writes where it is told to."""
+    """The real command, with the parts that start fewest processes, writes where it is told to."""
     done = python("-m", "benchmarks.gpu", "--dry", "--only", "split,sparse", "--out", str(tmp_path))
     assert done.returncode == 0, done.stdout + done.stderr
     records = {name: json.loads((tmp_path / f"{name}.json").read_text()) for name in ("split", "sparse")}
@@ -168,24 +207,40 @@ def test_a_dry_run_of_two_parts(tmp_path: Path) -> None:
     assert table.index("split") < table.index("sparse")
 
 
-# -- the benchmarks -----------------------------------------------------------------------------------------------------------
+# -- the benchmarks ---------------------------------------------------------------------------
 
 
 def test_split() -> None:
-    figures = split.stage(CPU, torch.float32, False, blocks=1, hidden=64, sequence=16, batch=1, microbatches=2, rounds=1)
+    figures = split.stage(
+        CPU,
+        torch.float32,
+        False,
+        blocks=1,
+        hidden=64,
+        sequence=16,
+        batch=1,
+        microbatches=2,
+        rounds=1,
+    )
     assert set(figures["seconds"]) == {"plain", "fused", "split", "deferred"}
     assert figures["tokens_per_second"]["plain"] == 32 / figures["seconds"]["plain"]
 
 
 @pytest.mark.parametrize(("ratio", "met"), [(1.01, True), (1.03, False)])
 def test_the_goal_of_split(ratio: float, met: bool) -> None:
-    rows = {"bfloat16": {"eager": {"split_over_fused": ratio}}, "float32": {"eager": {"split_over_fused": 1.5}}}
+    rows = {
+        "bfloat16": {"eager": {"split_over_fused": ratio}},
+        "float32": {"eager": {"split_over_fused": 1.5}},
+    }
     assert split.judge({"stage": rows}) == (met, f"bfloat16 eager {ratio:.3f}, float32 eager 1.500")
 
 
 def test_attention() -> None:
     rows = [attention.length(CPU, torch.float32, n, heads=2, size=16, batch=1, rounds=1) for n in (32, 128)]
-    assert [set(row["kinds"]) for row in rows] == [{"hash, 16 buckets"}, {"hash, 16 buckets", "hash, 64 buckets"}]
+    assert [set(row["kinds"]) for row in rows] == [
+        {"hash, 16 buckets"},
+        {"hash, 16 buckets", "hash, 64 buckets"},
+    ]
     assert all(0 < kind["pairs"] < 1 for row in rows for kind in row["kinds"].values())
     fake = [{"sequence": n, "kinds": {"hash, 16 buckets": {"speedup": speedup}}} for n, speedup in ((1, 0.5), (2, 1.5), (4, 3.0))]
     assert attention.wins_from(fake) == {"hash, 16 buckets": 2, "hash, 64 buckets": None}
@@ -210,7 +265,14 @@ def test_slices() -> None:
     done = python("-m", "benchmarks.gpu.slices", "--dry", "--json", "--hidden", "32")
     assert done.returncode == 0, done.stderr
     figures = json.loads(done.stdout)
-    assert set(figures["schedules"]) == {"1f1b", "zb-h1", "zb-auto", "torch zero-bubble", "zb-v", "torch zbv"}
+    assert set(figures["schedules"]) == {
+        "1f1b",
+        "zb-h1",
+        "zb-auto",
+        "torch zero-bubble",
+        "zb-v",
+        "torch zbv",
+    }
     # How much overlaps is a ratio of two timings: on a busy CPU it says nothing.
     assert all(row["overlap"] > 0 for row in figures["schedules"].values())
     assert figures["runtime_gain"] > 0

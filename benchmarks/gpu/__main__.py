@@ -1,8 +1,8 @@
 """`make gpu`: runs every part that needs a GPU, one after another, and prints one table.
-
-A part that fails or takes too long ends alone. Each writes its result file as soon as it has ended, and its output to a log.
-
-Exit status: 0 if every part came out as expected, 1 if one did not, 2 if the machine lacks a package or a GPU, 130 if interrupted.
+ A part that fails or takes too long ends alone. Each writes its result file as soon as it has
+ended, and its output to a log.
+ Exit status: 0 if every part came out as expected, 1 if one did not, 2 if the machine lacks a
+package or a GPU, 130 if interrupted.
 """
 
 from __future__ import annotations
@@ -63,7 +63,12 @@ def run_all(parts: Sequence[Part], out: Path, about: Mapping[str, Any], dry: boo
                 ended = Ended("left out", f"the {seconds:.0f} s of all parts are over")
             else:
                 command = [word.format(out=out) for word in (part.dry if dry else part.command)]
-                ended = run(command, limit, out / LOGS / f"{part.name}.log", {"OMP_NUM_THREADS": "1"} if dry else None)
+                ended = run(
+                    command,
+                    limit,
+                    out / LOGS / f"{part.name}.log",
+                    {"OMP_NUM_THREADS": "1"} if dry else None,
+                )
         except KeyboardInterrupt:
             print(f"{head}: interrupted", flush=True)
             break
@@ -96,9 +101,15 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
 def main() -> int:
     """Runs the command and returns its exit status."""
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.gpu", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m benchmarks.gpu",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--dry", action="store_true", help="every part on CPU with tiny sizes; results go to a temporary folder")
+    parser.add_argument(
+        "--dry",
+        action="store_true",
+        help="every part on CPU with tiny sizes; results go to a temporary folder",
+    )
     parser.add_argument("--only", metavar="NAME[,NAME]", help="these parts only")
     parser.add_argument("--list", action="store_true", help="list the parts and stop")
     parser.add_argument("--seconds", type=float, default=525.0, help="limit of all parts together (default 525)")

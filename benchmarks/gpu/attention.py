@@ -1,8 +1,8 @@
-"""Hash-sparse attention (`kernels/hash_attention_triton.py`) against torch's SDPA at several lengths: F and F + B of the attention alone.
-
-`pairs` is the share of all causal pairs that share a bucket; so `ideal` is SDPA's seconds times it, and `share_of_ideal` what of the
-possible saving is there. `hashing` (drawing directions, buckets) counts. `wins_from`: the first of the lengths at which F + B takes less
-than SDPA's, None where none does.
+"""Hash-sparse attention (Triton) against torch's SDPA: F, and F + B, of the attention alone.
+ `pairs` is the share of all causal pairs that share a bucket; so `ideal` is SDPA's seconds times
+it, and `share_of_ideal` what of the possible saving is there. `hashing` (drawing directions,
+buckets) counts. `wins_from`: the first of the lengths at which F + B takes less than SDPA's, None
+where none does.
 """
 
 from __future__ import annotations
@@ -45,7 +45,16 @@ def share_of_pairs(x: Tensor, hashed: Hashed) -> float:
     return float((counts * (counts - 1)).sum() / (batch * heads * sequence * (sequence - 1)))
 
 
-def length(device: torch.device, dtype: torch.dtype, sequence: int, *, heads: int, size: int, batch: int, rounds: int) -> dict[str, Any]:
+def length(
+    device: torch.device,
+    dtype: torch.dtype,
+    sequence: int,
+    *,
+    heads: int,
+    size: int,
+    batch: int,
+    rounds: int,
+) -> dict[str, Any]:
     generator = torch.Generator().manual_seed(0)
     x, v, g = (torch.randn(batch, sequence, heads, size, generator=generator).to(device, dtype) for _ in range(3))
     kinds = {f"hash, {n} buckets": Hashed(n, 32, 1) for n in BUCKETS if n <= sequence}
@@ -57,13 +66,20 @@ def length(device: torch.device, dtype: torch.dtype, sequence: int, *, heads: in
     out: dict[str, Any] = {"sequence": sequence, "seconds": found, "kinds": {}}
     for name, hashed in kinds.items():
         pairs, mine = share_of_pairs(x, hashed), found[f"{name}: f+b"]
-        out["kinds"][name] = {"pairs": pairs, "speedup": dense / mine, "share_of_ideal": (dense - mine) / (dense * (1 - pairs))}
+        out["kinds"][name] = {
+            "pairs": pairs,
+            "speedup": dense / mine,
+            "share_of_ideal": (dense - mine) / (dense * (1 - pairs)),
+        }
     return out
 
 
 def wins_from(rows: Sequence[dict[str, Any]]) -> dict[str, int | None]:
     return {
-        f"hash, {n} buckets": next((r["sequence"] for r in rows if r["kinds"].get(f"hash, {n} buckets", {}).get("speedup", 0) > 1), None)
+        f"hash, {n} buckets": next(
+            (r["sequence"] for r in rows if r["kinds"].get(f"hash, {n} buckets", {}).get("speedup", 0) > 1),
+            None,
+        )
         for n in BUCKETS
     }
 
@@ -72,13 +88,20 @@ def measure(device: torch.device, options: argparse.Namespace) -> dict[str, Any]
     shape = {key: getattr(options, key) for key in ("heads", "size", "batch", "rounds")}
     lengths = [2**i for i in range(10, 16) if 2**i <= options.longest] or [options.longest]
     found = {name: [length(device, PRECISIONS[name], n, **shape) for n in lengths] for name in ("bfloat16", "float32")}
-    return {**shape, "lengths": found, "wins_from": {name: wins_from(rows) for name, rows in found.items()}}
+    return {
+        **shape,
+        "lengths": found,
+        "wins_from": {name: wins_from(rows) for name, rows in found.items()},
+    }
 
 
 def judge(result: dict[str, Any]) -> Verdict:
     starts = {f"{name} {kind}": first for name, kinds in result["wins_from"].items() for kind, first in kinds.items()}
     told = ", ".join(f"{name} {'never' if first is None else f'from {first}'}" for name, first in starts.items())
-    return Verdict(any(first is not None for name, first in starts.items() if name.startswith("bfloat16")), told)
+    return Verdict(
+        any(first is not None for name, first in starts.items() if name.startswith("bfloat16")),
+        told,
+    )
 
 
 OPTIONS = (

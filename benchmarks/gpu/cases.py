@@ -1,14 +1,15 @@
-"""A large GPT on slices of one GPU, in bfloat16: freezing, sparse attention and pruning, each placed evenly and by measured cost.
-
-One pipeline holds the weights once. For each case the work changes, and the layers move to and fro between the even and the balanced
-placement, some steps on each (between slices a move sends nothing). Steps are whole: forward, backward, clipping, AdamW. The frozen layers
-thaw and attention is dense again before the next case; pruned weights are gone for good, so pruning is last.
+"""A large GPT on slices of one GPU, in bfloat16, placed evenly and by measured cost, in three cases.
+ One pipeline holds the weights once. For each case the work changes, and the layers move to and fro
+between the even and the balanced placement, some steps on each (between slices a move sends
+nothing). Steps are whole: forward, backward, clipping, AdamW. The frozen layers thaw and attention
+is dense again before the next case; pruned weights are gone for good, so pruning is last.
 
     freezing           the first half of the layers
     sparse attention   hashed, in the first half of the blocks
-    pruning            the smallest weights of all layers. The layers differ in scale, so that the front loses more.
-
-`speedup` is the even placement's step over the balanced one's; `ideal` is the simulator's, from the layers' measured costs.
+    pruning            the smallest weights of all layers. The layers differ in scale: the front
+                       loses more.
+ `speedup` is the even placement's step over the balanced one's; `ideal` is the simulator's, from
+the layers' measured costs.
 """
 
 from __future__ import annotations
@@ -56,15 +57,25 @@ def config_of(options: argparse.Namespace, blocks: int) -> Config:
             "parallel": {"pipeline": options.slices, "slices": True},
             "dynamism": {
                 "cases": ["pruning", "sparse_attention"],
-                "pruning": {"final_sparsity": 0.55, "start": PRUNE, "end": PRUNE, "every": 1, "dense_below": 0.9},
-                "sparse_attention": {"kind": "hash", "schedule": sparse, "buckets": min(16, options.sequence)},
+                "pruning": {
+                    "final_sparsity": 0.55,
+                    "start": PRUNE,
+                    "end": PRUNE,
+                    "every": 1,
+                    "dense_below": 0.9,
+                },
+                "sparse_attention": {
+                    "kind": "hash",
+                    "schedule": sparse,
+                    "buckets": min(16, options.sequence),
+                },
             },
         }
     )
 
 
 def blocks_for(device: torch.device, options: argparse.Namespace) -> int:
-    """As many blocks as asked for, or as many as leave half of the device's memory to activations."""
+    """As many blocks as asked for, or as leave half of the device's memory to activations."""
     if device.type != "cuda":
         return options.blocks
     room = torch.cuda.get_device_properties(device).total_memory // 2
@@ -152,7 +163,14 @@ def measure(device: torch.device, options: argparse.Namespace) -> dict[str, Any]
     if not all(map(math.isfinite, run.losses)):
         raise RuntimeError(f"losses that are not finite: {run.losses}")
     peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
-    return {"parameters": parameters, "blocks": blocks, "steps": len(run.losses), "losses": run.losses, "peak_bytes": peak, "cases": rows}
+    return {
+        "parameters": parameters,
+        "blocks": blocks,
+        "steps": len(run.losses),
+        "losses": run.losses,
+        "peak_bytes": peak,
+        "cases": rows,
+    }
 
 
 def judge(result: dict[str, Any]) -> Verdict:

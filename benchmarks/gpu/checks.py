@@ -1,4 +1,7 @@
-"""What `make gpu` needs before its first part. Imports the standard library only: torch itself may be missing."""
+"""What `make gpu` needs before its first part.
+
+Imports the standard library only, because torch itself may be missing.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,7 @@ from importlib.util import find_spec
 from typing import Any
 
 TORCH = (2, 10)
+NO_GPU = "torch sees no CUDA device; run this on a machine that has one"
 
 # By the name under which pip knows a package: the module that is imported.
 PACKAGES: Mapping[str, str] = {
@@ -30,12 +34,11 @@ PACKAGES: Mapping[str, str] = {
 
 # Runs in a process of its own: this one loads no torch, and keeps no context on the device.
 _PROBE = """
-import json, torch
-found = {"torch": torch.__version__, "cuda": torch.version.cuda, "available": torch.cuda.is_available()}
-if found["available"]:
-    gpu = torch.cuda.get_device_properties(0)
-    found |= {"gpu": gpu.name, "memory": gpu.total_memory, "sms": gpu.multi_processor_count, "gpus": torch.cuda.device_count()}
-    found |= {"capability": f"{gpu.major}.{gpu.minor}", "nccl": ".".join(map(str, torch.cuda.nccl.version()))}
+import json, torch found = {"torch": torch.__version__, "cuda": torch.version.cuda, "available":
+torch.cuda.is_available()} if found["available"]:
+    gpu = torch.cuda.get_device_properties(0) found |= {"gpu": gpu.name, "memory": gpu.total_memory,
+    "sms": gpu.multi_processor_count, "gpus": torch.cuda.device_count()} found |= {"capability":
+    f"{gpu.major}.{gpu.minor}", "nccl": ".".join(map(str, torch.cuda.nccl.version()))}
 print(json.dumps(found))
 """
 
@@ -76,7 +79,7 @@ def probe(needs_gpu: bool) -> dict[str, Any]:
         raise Unfit(f"torch cannot be used here: {reason}")
     about: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     if needs_gpu and not about["available"]:
-        raise Unfit("torch sees no CUDA device; run this on a machine that has one, or make gpu DRY=1 for a dry run on CPU")
+        raise Unfit(f"{NO_GPU}, or make gpu DRY=1 for a dry run on CPU")
     driver = output_of(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"])
     commit = output_of(["git", "rev-parse", "HEAD"])
     changed = output_of(["git", "status", "--porcelain", "--untracked-files=no"])

@@ -1,4 +1,4 @@
-"""What the benchmarks of this package share: the device (or a refusal without one), a dry run on CPU, seconds and bytes on the device."""
+"""What the benchmarks of this package share: the device or the CPU of a dry run, and seconds on it."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ import torch
 from torch import nn
 
 from benchmarks import harness
+from benchmarks.gpu.checks import NO_GPU
 from dynmo.models.model import Model
 
 PRECISIONS = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float16": torch.float16}
 
 
 class Option(NamedTuple):
-    """A size that can be given on the command line: its default, and its default in a dry run on CPU."""
+    """A size that can be given on the command line, with its default and that of a dry run."""
 
     name: str
     default: int
@@ -37,10 +38,15 @@ class Verdict(NamedTuple):
 Measure = Callable[[torch.device, argparse.Namespace], dict[str, Any]]
 
 
-def main(about: str, measure: Measure, judge: Callable[[dict[str, Any]], Verdict], options: Sequence[Option] = ()) -> None:
-    """`python -m benchmarks.gpu.NAME [--json] [--dry]`: prints the figures on the first CUDA device, or on CPU with `--dry`.
-
-    Ends with one line and status 2 without a CUDA device. A dry run says nothing about time, so only its end is judged.
+def main(
+    about: str,
+    measure: Measure,
+    judge: Callable[[dict[str, Any]], Verdict],
+    options: Sequence[Option] = (),
+) -> None:
+    """Prints the figures on the first CUDA device, or on CPU with `--dry`.
+    Ends with one line and status 2 without a CUDA device. A dry run says nothing about time, so
+    only its end is judged.
 
     Args:
         about: The command's description.
@@ -53,7 +59,11 @@ def main(about: str, measure: Measure, judge: Callable[[dict[str, Any]], Verdict
     parser.add_argument("--dry", action="store_true", help="on CPU, with tiny sizes")
     parser.add_argument("--out", help="a file that the benchmark leaves, if it leaves one")
     for option in options:
-        parser.add_argument(f"--{option.name}", type=int, help=f"{option.text} (default {option.default}, dry {option.dry})")
+        parser.add_argument(
+            f"--{option.name}",
+            type=int,
+            help=f"{option.text} (default {option.default}, dry {option.dry})",
+        )
     parsed = parser.parse_args()
     for option in options:
         if getattr(parsed, option.name) is None:
@@ -61,13 +71,20 @@ def main(about: str, measure: Measure, judge: Callable[[dict[str, Any]], Verdict
     if parsed.dry:
         torch.set_num_threads(1)
     elif not torch.cuda.is_available():
-        print("benchmarks.gpu: torch sees no CUDA device; run this on a machine that has one, or with --dry on CPU", file=sys.stderr)
+        print(f"benchmarks.gpu: {NO_GPU}, or with --dry on CPU", file=sys.stderr)
         sys.exit(2)
     device = torch.device("cpu") if parsed.dry else torch.device("cuda", 0)
     result = measure(device, parsed)
     met, came = judge(result)
     harness.report(
-        result | {"met": met or parsed.dry, "came": came, "machine": harness.machine(), "device": about_device(device)}, parsed.json
+        result
+        | {
+            "met": met or parsed.dry,
+            "came": came,
+            "machine": harness.machine(),
+            "device": about_device(device),
+        },
+        parsed.json,
     )
 
 
@@ -86,7 +103,7 @@ def about_device(device: torch.device) -> dict[str, Any]:
 
 
 def built_on(device: torch.device, model: Model) -> Model:
-    """The model with weights drawn on the device: the CPU takes seconds for each billion. They are not the CPU's."""
+    """The model with weights drawn on the device, which is faster. They are not the CPU's."""
 
     def build(owned: Collection[int]) -> list[nn.Module]:
         with device:
@@ -110,6 +127,6 @@ def settle(device: torch.device) -> None:
 
 
 def turns(device: torch.device, sides: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, float]:
-    """Median seconds of each side, in turn; the first two of each are not counted (compilers, caches, memory)."""
+    """Median seconds of each side, in turn. The first two of each are not counted: compilers, caches."""
     timed = {name: lambda work=work: seconds(device, work) for name, work in sides.items()}
     return harness.medians(harness.alternate(timed, rounds, warmup=2))

@@ -1,10 +1,10 @@
-"""Two ranks that are processes and share the GPU: what each allocates at its peak beside the account, and a move in mid-training.
-
-Each process has its own allocator, so `torch.cuda.max_memory_allocated` is a rank's own peak. Of one process with slices it would be the
-peak of all. The account (`dynmo.memory.rank_memory`) knows tensors only: cuBLAS's workspace and what the allocator rounds up come on top.
-
-After some steps a quarter of the layers moves from rank 0 to rank 1 with weights and optimizer state, through host memory, and training
-goes on. The digest of all weights must be the same before and after the move.
+"""Two processes that share the GPU: peak memory beside the account, and a move in mid-training.
+ Each process has its own allocator, so `torch.cuda.max_memory_allocated` is a rank's own peak. Of
+one process with slices it would be the peak of all. The account (`dynmo.memory.rank_memory`) knows
+tensors only: cuBLAS's workspace and what the allocator rounds up come on top.
+ After some steps a quarter of the layers moves from rank 0 to rank 1 with weights and optimizer
+state, through host memory, and training goes on. The digest of all weights must be the same before
+and after the move.
 
 A dry run has no allocator to ask: there `peak_bytes` is weights and optimizer state alone.
 """
@@ -37,8 +37,17 @@ def on_a_rank(world: World, blocks: int, hidden: int, sequence: int, batch: int,
     device = world.device
     config = parse(
         {
-            "model": {"blocks": blocks, "hidden": hidden, "heads": max(1, hidden // 64), "sequence": sequence},
-            "train": {"global_batch": batch * microbatches, "micro_batch": batch, "precision": "bfloat16"},
+            "model": {
+                "blocks": blocks,
+                "hidden": hidden,
+                "heads": max(1, hidden // 64),
+                "sequence": sequence,
+            },
+            "train": {
+                "global_batch": batch * microbatches,
+                "micro_batch": batch,
+                "precision": "bfloat16",
+            },
             "parallel": {"pipeline": world.size},
             "pipeline": {"schedule": SCHEDULE},
         }
@@ -46,7 +55,14 @@ def on_a_rank(world: World, blocks: int, hidden: int, sequence: int, batch: int,
     model = load_model(config)
     placed = uniform(model.layers, world.size)
     dtype = PRECISIONS[config.train.precision]
-    pipeline = Pipeline(world, built_on(device, model), placed, schedule=SCHEDULE, microbatches=microbatches, dtype=dtype)
+    pipeline = Pipeline(
+        world,
+        built_on(device, model),
+        placed,
+        schedule=SCHEDULE,
+        microbatches=microbatches,
+        dtype=dtype,
+    )
     tokens = torch.randint(0, 256, (2, microbatches, batch, sequence), generator=torch.Generator().manual_seed(0)).to(device)
     count = 0
 

@@ -28,8 +28,15 @@ class Part:
     needs: tuple[str, ...] = ()
 
 
-def benchmark(name: str, expected: str, limit: float, *options: str, module: str = "", needs: tuple[str, ...] = ()) -> Part:
-    """A part that is a module of this package (by default the one of its name), which has small sizes for `--dry` itself."""
+def benchmark(
+    name: str,
+    expected: str,
+    limit: float,
+    *options: str,
+    module: str = "",
+    needs: tuple[str, ...] = (),
+) -> Part:
+    """A part that is a module of this package, by default the one of its name."""
     command = (f"benchmarks.gpu.{module or name}", "--json", *options)
     return Part(name, expected, limit, command, (*command, "--dry"), needs)
 
@@ -58,12 +65,29 @@ PARTS: tuple[Part, ...] = (
         (*DRY_TESTS, *RANKS, "-k", "zb-v or replicas"),
     ),
     benchmark("split", "split backward over fused, eager bfloat16: at most 1.02", 40),
-    benchmark("slices", "zb-h1, zb-auto or zb-v gains over 1f1b, and torch's orders and runtime do not beat it", 60, needs=("cuda.core",)),
+    benchmark(
+        "slices",
+        "zb-h1, zb-auto or zb-v gains over 1f1b, and torch's orders and runtime do not beat it",
+        60,
+        needs=("cuda.core",),
+    ),
     benchmark("sparse", "pruned linears win from some sparsity below 1", 35),
     benchmark("attention", "hash attention wins from some length", 25, needs=("triton",)),
-    benchmark("cases", "balanced at least as fast as even, losses finite", 70, needs=("cuda.core", "triton")),
+    benchmark(
+        "cases",
+        "balanced at least as fast as even, losses finite",
+        70,
+        needs=("cuda.core", "triton"),
+    ),
     benchmark("memory", "peak of each rank 0.9 to 1.1 of the account, same weights after a move", 30),
-    benchmark("profile", "dynmo plan reads what dynmo profile measured", 20, "--out", "{out}/profile-costs.json", needs=("cuda.core",)),
+    benchmark(
+        "profile",
+        "dynmo plan reads what dynmo profile measured",
+        20,
+        "--out",
+        "{out}/profile-costs.json",
+        needs=("cuda.core",),
+    ),
     benchmark(
         "compiled",
         "torch.compile: split backward over fused at most 1.02",

@@ -1,4 +1,4 @@
-"""`dynmo profile` on slices of the GPU, and `dynmo plan` on the costs file that it leaves, for eight ranks.
+"""`dynmo profile` on slices of the GPU, and `dynmo plan` on its costs file, for eight ranks.
 
 `--out FILE` keeps the costs file: `dynmo plan --costs FILE` then plans for this GPU on any machine.
 """
@@ -22,11 +22,12 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def command(*words: str) -> dict[str, Any]:
-    """Runs a dynmo command and returns the object that it prints. Raises RuntimeError with its last line if it fails."""
+    """Runs a dynmo command and returns the object that it prints. Raises RuntimeError if it fails."""
     done = subprocess.run([sys.executable, "-m", "dynmo", *words, "--json"], cwd=ROOT, capture_output=True, text=True)
     sys.stderr.write(done.stderr)
     if done.returncode:
-        raise RuntimeError(f"dynmo {words[0]} ended with status {done.returncode}: {(done.stderr.splitlines() or ['no output'])[-1]}")
+        last = (done.stderr.splitlines() or ["no output"])[-1]
+        raise RuntimeError(f"dynmo {words[0]} ended with status {done.returncode}: {last}")
     return json.loads(done.stdout)
 
 
@@ -61,7 +62,10 @@ def measure(device: torch.device, options: argparse.Namespace) -> dict[str, Any]
 
 def judge(result: dict[str, Any]) -> Verdict:
     f, b, w = (1e3 * result["microbatch_seconds"][op] for op in "fbw")
-    return Verdict(min(f, b, w) > 0, f"{result['layers']} layers, F {f:.2f} B {b:.2f} W {w:.2f} ms a microbatch, planned for 8 ranks")
+    return Verdict(
+        min(f, b, w) > 0,
+        f"{result['layers']} layers, F {f:.2f} B {b:.2f} W {w:.2f} ms a microbatch, planned for 8 ranks",
+    )
 
 
 OPTIONS = (

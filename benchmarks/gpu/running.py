@@ -1,4 +1,4 @@
-"""Runs one part of `make gpu` in a process of its own, within its time limit. Imports the standard library only."""
+"""Runs one part of `make gpu` in a process of its own. Imports the standard library only."""
 
 from __future__ import annotations
 
@@ -26,10 +26,9 @@ class Ended:
     """How a part ended.
 
     Attributes:
-        status: "ok"; "missed" (it ran, its figures are not as expected); "failed"; "timeout"; or "left out" (it did not start).
-        came: What the part showed, or why it showed nothing.
-        seconds: How long it ran.
-        result: The object that the part printed, if it printed one.
+        status: "ok"; "missed" (it ran, its figures are not as expected); "failed"; "timeout"; or
+        "left out" (it did not start). came: What the part showed, or why it showed nothing.
+        seconds: How long it ran. result: The object that the part printed, if it printed one.
     """
 
     status: Status
@@ -95,7 +94,7 @@ def judge(code: int, printed: str, log: Path, seconds: float) -> Ended:
 
 
 def kill_tree(process: subprocess.Popen[bytes]) -> None:
-    """Kills a process and its descendants, those in sessions of their own too. Does nothing once all have ended."""
+    """Kills a process and its descendants, those in sessions of their own too."""
     for pid in (*descendants(process.pid), *([process.pid] if process.poll() is None else [])):
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
@@ -123,7 +122,14 @@ def descendants(pid: int) -> list[int]:
 
 def write(out: Path, part: Part, ended: Ended, about: Mapping[str, Any], dry: bool) -> None:
     """Writes a part's result file, whole or not at all."""
-    record = {"part": part.name, "expected": part.expected, **asdict(ended), "limit": part.limit, "dry": dry, "machine": dict(about)}
+    record = {
+        "part": part.name,
+        "expected": part.expected,
+        **asdict(ended),
+        "limit": part.limit,
+        "dry": dry,
+        "machine": dict(about),
+    }
     path = out / f"{part.name}.json"
     partial = path.with_suffix(".tmp")
     partial.write_text(json.dumps(record, indent=1) + "\n")

@@ -1,20 +1,24 @@
-"""Schedules on slices of one GPU, beside torch's orders on the same slices, and both runtimes on the whole GPU.
+"""Schedules on slices of one GPU, beside torch's orders on the same slices, and both runtimes.
 
-The sides take turns; a step is forward and backward without an optimizer. For each schedule on slices:
+The sides take turns. A step is forward and backward without an optimizer. For each schedule:
 
-    measured_over_predicted   against the simulator's makespan for the layers' costs as measured on the slices
-    overlap                   the slices' busy seconds over the step's: how many compute at once (1: they only take turns)
-    over_whole                the step over that of the same model and microbatches as one stage on all SMs
+    measured_over_predicted   against the simulator's makespan for the layers' costs on the slices
+    overlap                   the slices' busy seconds over the step's: how many compute at once
+    over_whole                the step over that of the same model as one stage on all SMs
     gain                      1f1b's step over this one's
 
-torch's own runtime needs a process and a GPU for each rank, so it cannot run on slices. Two comparisons stand in for that:
+torch's own runtime needs a process and a GPU for each rank, so it cannot run on slices. Two
+comparisons stand in for that:
 
-    torch zero-bubble, torch zbv   the orders that torch's schedules make, on dynmo's executor and the same slices
-    whole                          one rank that holds all stages, on all SMs: torch's interleaved zero-bubble schedule in torch's runtime
-                                   and the same order in dynmo's executor, which may fuse a B with the W behind it
+    torch zero-bubble, torch zbv   the orders of torch's schedules, on dynmo's executor and the same
+                                   slices
+    whole                          one rank holds all stages, on all SMs: torch's interleaved
+                                   zero-bubble schedule in torch's runtime, and the same order in
+                                   dynmo's executor, which may fuse a B with the W behind it
 
-torch's stages are in the low precision and sum gradients in it; dynmo sums them in float32. Overlap on slices is not several GPUs: slices
-share memory bandwidth, and the SMs that a split leaves over idle; `over_whole` says what that costs. `sms`: of each slice.
+torch's stages are in the low precision and sum gradients in it. dynmo sums them in float32. Overlap
+on slices is not several GPUs: slices share memory bandwidth, and the SMs that a split leaves over
+are idle. `over_whole` says what that costs. `sms`: of each slice.
 """
 
 from __future__ import annotations
@@ -49,7 +53,7 @@ V_SHAPED = ("zb-v", "torch zbv")  # two stages a slice
 
 
 class Sides:
-    """Pipelines on the same slices, each with several schedules: weights are held once for each placement."""
+    """Pipelines on the same slices, each with several schedules. A placement holds weights once."""
 
     def __init__(self, device: torch.device, inputs: Tensor, targets: Tensor) -> None:
         self._device, self._inputs, self._targets = device, inputs, targets
@@ -126,7 +130,12 @@ def pipelines(
     microbatches: int,
     rounds: int,
 ) -> dict[str, Any]:
-    shape = {"blocks": blocks, "hidden": hidden, "heads": max(1, hidden // 64), "sequence": sequence}
+    shape = {
+        "blocks": blocks,
+        "hidden": hidden,
+        "heads": max(1, hidden // 64),
+        "sequence": sequence,
+    }
     model = built_on(device, load_model(parse({"model": shape})))
     tokens = torch.randint(0, 256, (2, microbatches, batch, sequence), generator=torch.Generator().manual_seed(0)).to(device)
     sides = Sides(device, tokens[0], tokens[1])
@@ -134,14 +143,43 @@ def pipelines(
         store = dist.FileStore(str(Path(folder) / "store"), 1)
         with World.join(store, 0, 1, device=device) as world:
             rows = on_slices(sides, world, model, slices, microbatches, dtype)
-            sides.add("whole", Pipeline(world, model, Partition((model.layers,)), schedule="1f1b", microbatches=microbatches, dtype=dtype))
+            sides.add(
+                "whole",
+                Pipeline(
+                    world,
+                    model,
+                    Partition((model.layers,)),
+                    schedule="1f1b",
+                    microbatches=microbatches,
+                    dtype=dtype,
+                ),
+            )
             # One rank with all stages, in both runtimes.
             kind = PeerSchedule(ScheduleInterleavedZeroBubble, stages_per_rank=slices)
             placed = uniform(model.layers, slices)
-            chunked = Pipeline(world, model, placed, schedule="interleaved-1f1b", chunks=slices, microbatches=microbatches, dtype=dtype)
-            sides.add("whole dynmo zero-bubble", chunked, torch_order(kind, 1, microbatches, "torch zero-bubble"))
+            chunked = Pipeline(
+                world,
+                model,
+                placed,
+                schedule="interleaved-1f1b",
+                chunks=slices,
+                microbatches=microbatches,
+                dtype=dtype,
+            )
+            sides.add(
+                "whole dynmo zero-bubble",
+                chunked,
+                torch_order(kind, 1, microbatches, "torch zero-bubble"),
+            )
             flat = [part.flatten(0, 1) for part in tokens]
-            peer = TorchPeer(kind, microbatches, torch_stages(model, device, dtype), flat[0], flat[1], next_token_loss)
+            peer = TorchPeer(
+                kind,
+                microbatches,
+                torch_stages(model, device, dtype),
+                flat[0],
+                flat[1],
+                next_token_loss,
+            )
             sides.steps["whole torch zero-bubble"] = peer.step
             measured = medians(alternate(sides.steps, rounds, warmup=1))
             out: dict[str, Any] = {
@@ -169,9 +207,10 @@ def measure(device: torch.device, options: argparse.Namespace) -> dict[str, Any]
 
 
 def judge(result: dict[str, Any]) -> Verdict:
-    """Ours must gain over 1f1b, and be no slower than torch's order of the same placement or torch's runtime (2 % for noise)."""
+    """Ours must gain over 1f1b. torch's orders and runtime must not be faster (2 % for noise)."""
     gains = {name: row["gain"] for name, row in result["schedules"].items()}
-    ours, torchs = (max(gain for name, gain in gains.items() if name.startswith("torch") == theirs) for theirs in (False, True))
+    torchs = max(gain for name, gain in gains.items() if name.startswith("torch "))
+    ours = max(gain for name, gain in gains.items() if name in ("zb-h1", "zb-auto", "zb-v"))
     told = ", ".join(f"{name} x{gain:.3f}" for name, gain in gains.items() if name != "1f1b")
     told = f"over 1f1b: {told}; over torch's runtime x{result['runtime_gain']:.3f}"
     return Verdict(ours > 1 and ours >= 0.98 * torchs and result["runtime_gain"] >= 0.98, told)

@@ -1,8 +1,8 @@
-"""From which sparsity a pruned linear in CSR form takes less time than a dense one, F + B + W, on this device.
-
-DynMo's figure 6 has 75 % on an H100 (4096 x 4096 x 4096). `crossover` is found by bisection to 1/64 (1.0: never), the median of several;
-`points` are sparse over dense seconds of F, B and W at some sparsities. A run finds the same number for itself with
-`dynamism.pruning.dense_below = "measured"`.
+"""From which sparsity a pruned linear in CSR form takes less time than a dense one, F + B + W.
+ DynMo's figure 6 has 75 % on an H100 (4096 x 4096 x 4096). `crossover` is found by bisection to
+1/64 (1.0: never), the median of several; `points` are sparse over dense seconds of F, B and W at
+some sparsities. A run finds the same number for itself with `dynamism.pruning.dense_below =
+"measured"`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,13 @@ SPARSITIES = (0.5, 0.75, 0.9, 0.95, 0.99)
 
 
 def matrix(
-    device: torch.device, dtype: torch.dtype, rows: int, columns: int, tokens: int, rounds: int, bisections: int = 1
+    device: torch.device,
+    dtype: torch.dtype,
+    rows: int,
+    columns: int,
+    tokens: int,
+    rounds: int,
+    bisections: int = 1,
 ) -> dict[str, Any]:
     dense = seconds(make_pruned(rows, columns, 0.0, False, device, dtype), tokens, rounds)
     points: list[dict[str, float]] = []
@@ -29,7 +35,14 @@ def matrix(
         ratios = {kind: s / d for kind, s, d in zip("fbw", sparse, dense, strict=True)}
         points.append({"sparsity": sparsity, "all": sum(sparse) / sum(dense)} | ratios)
     found = median(crossover(rows, columns, tokens, device, dtype) for _ in range(bisections))
-    return {"rows": rows, "columns": columns, "tokens": tokens, "dense_seconds": dense, "crossover": found, "points": points}
+    return {
+        "rows": rows,
+        "columns": columns,
+        "tokens": tokens,
+        "dense_seconds": dense,
+        "crossover": found,
+        "points": points,
+    }
 
 
 def measure(device: torch.device, options: argparse.Namespace) -> dict[str, Any]:
@@ -42,7 +55,10 @@ def measure(device: torch.device, options: argparse.Namespace) -> dict[str, Any]
 
 def judge(result: dict[str, Any]) -> Verdict:
     crossovers = {f"{name} {row['rows']}": row["crossover"] for name in ("bfloat16", "float32") for row in result[name]}
-    return Verdict(min(crossovers.values()) < 1, ", ".join(f"{name} from {share:.2f}" for name, share in crossovers.items()))
+    return Verdict(
+        min(crossovers.values()) < 1,
+        ", ".join(f"{name} from {share:.2f}" for name, share in crossovers.items()),
+    )
 
 
 OPTIONS = (

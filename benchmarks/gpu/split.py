@@ -1,13 +1,13 @@
-"""What it costs to split the backward: a stage of GPT blocks, several microbatches of F and a backward, four ways.
+"""What it costs to split the backward: a stage of GPT blocks, several microbatches, four ways.
 
     plain       torch's own: the modules, y.backward(g)
     fused       dynmo's layers, BW: input and weight gradient in one op
     split       dynmo's layers, B then W of each microbatch
     deferred    dynmo's layers, all B's, then all W's: what a zero-bubble schedule may do at most
-
-each eager and under torch.compile (dynmo's layers between their linears, plain as a whole). `split_over_fused` is what splitting costs,
-`fused_over_plain` what dynmo's layers cost beside it. In low precision plain sums its gradients in that precision and dynmo in float32,
-which is a part of its cost.
+ each eager and under torch.compile (dynmo's layers between their linears, plain as a whole).
+`split_over_fused` is what splitting costs, `fused_over_plain` what dynmo's layers cost beside it.
+In low precision plain sums its gradients in that precision and dynmo in float32, which is a part of
+its cost.
 """
 
 from __future__ import annotations
@@ -95,7 +95,13 @@ def stage(
         own = [copy.deepcopy(m).to(device) for m in modules]
         for module in own:
             lower(module, dtype)
-        sides[how] = ours([Layer(i, m, clock_for(device), 0, compiles) for i, m in enumerate(own)], x, gy, microbatches, how)
+        sides[how] = ours(
+            [Layer(i, m, clock_for(device), 0, compiles) for i, m in enumerate(own)],
+            x,
+            gy,
+            microbatches,
+            how,
+        )
     found = turns(device, sides, rounds)
     return {
         "seconds": found,

@@ -1,4 +1,4 @@
-"""The device of these tests. A process reads cuBLAS's setting once, and deterministic kernels are the process's."""
+"""The device of these tests, and settings that belong to the process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ranks that are processes train what one GPU trains by itself, to the last bit: over NCCL on several GPUs, over gloo on one."""
+"""Ranks that are processes train what one trains, bit for bit: NCCL on several GPUs, gloo on one."""
 
 from __future__ import annotations
 
@@ -20,11 +20,19 @@ from tests.processes import gone, ranks, start, wait_until
 CONFIG = {
     "data": {"source": SOURCE},
     "model": {"blocks": 4, "hidden": 128, "heads": 4, "sequence": 64, "dropout": 0.1},
-    "train": {"steps": 8, "global_batch": 16, "micro_batch": 2, "lr": 1e-3, "deterministic": True, "reduction_slots": 2},
+    "train": {
+        "steps": 8,
+        "global_batch": 16,
+        "micro_batch": 2,
+        "lr": 1e-3,
+        "deterministic": True,
+        "reduction_slots": 2,
+    },
     "balance": {"balancer": "random", "every": 1},
     "dynamism": {"cases": ["freezing"], "freezing": {"schedule": [[3, 3]]}},
 }
-# Another machine's packages may warn. Ranks that share a GPU have no kernels that wait, so modules may be loaded late.
+# Another machine's packages may warn. No kernel of ranks over gloo waits on the device, so modules may
+# be loaded late.
 ENVIRONMENT = {"PYTHONWARNINGS": "default", "CUDA_MODULE_LOADING": "LAZY"}
 
 
@@ -37,7 +45,12 @@ class Ranks(NamedTuple):
 
 
 def begin(folder: Path, name: str, options: dict[str, Any], on: Ranks, pipeline: int, **parallel: Any) -> subprocess.Popen[str]:
-    mesh = {"device": on.device, "backend": on.backend, "timeout": 60.0, "pipeline": pipeline} | parallel
+    mesh = {
+        "device": on.device,
+        "backend": on.backend,
+        "timeout": 60.0,
+        "pipeline": pipeline,
+    } | parallel
     config = parse(CONFIG | options | {"name": name, "parallel": mesh})
     (folder / f"{name}.toml").write_text(to_toml(config))
     environment = ENVIRONMENT if on.backend == "gloo" else {"PYTHONWARNINGS": "default"}
@@ -60,7 +73,15 @@ def digest(folder: Path, schedule: str, on: Ranks, pipeline: int, data: int, zer
         The SHA-256 of all weights.
     """
     name = f"{schedule}-{pipeline}x{data}"
-    process = begin(folder, name, {"pipeline": {"schedule": schedule}} | options, on, pipeline, data=data, zero=zero)
+    process = begin(
+        folder,
+        name,
+        {"pipeline": {"schedule": schedule}} | options,
+        on,
+        pipeline,
+        data=data,
+        zero=zero,
+    )
     _, errors = process.communicate(timeout=120)
     assert process.returncode == 0, errors
     last = (folder / "runs" / name / "events.jsonl").read_text().splitlines()[-1]
@@ -117,7 +138,7 @@ def test_a_mesh_that_comes_and_goes_trains_the_same(on: Ranks, alone: str, tmp_p
 
 @pytest.mark.gpu
 def test_a_rank_that_hangs(on: Ranks, tmp_path: Path) -> None:
-    """A rank that waits names the rank that it waits for, though no wait of a stream ever raises, and all ranks end."""
+    """A rank that waits names the rank that it waits for, and all ranks end."""
     train = CONFIG["train"] | {"steps": 100_000}
     process = begin(tmp_path, "hangs", {"train": train, "dynamism": {}}, on, 2, timeout=10.0)
     log = tmp_path / "runs" / "hangs" / "events.jsonl"
