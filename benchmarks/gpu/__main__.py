@@ -1,7 +1,9 @@
 """`make gpu`: runs every part that needs a GPU, one after another, and prints one table.
- A part that fails or takes too long ends alone. Each writes its result file as soon as it has
+
+A part that fails or takes too long ends alone. Each writes its result file as soon as it has
 ended, and its output to a log.
- Exit status: 0 if every part came out as expected, 1 if one did not, 2 if the machine lacks a
+
+Exit status: 0 if every part came out as expected, 1 if one did not, 2 if the machine lacks a
 package or a GPU, 130 if interrupted.
 """
 

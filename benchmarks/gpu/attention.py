@@ -1,5 +1,6 @@
 """Hash-sparse attention (Triton) against torch's SDPA: F, and F + B, of the attention alone.
- `pairs` is the share of all causal pairs that share a bucket; so `ideal` is SDPA's seconds times
+
+`pairs` is the share of all causal pairs that share a bucket; so `ideal` is SDPA's seconds times
 it, and `share_of_ideal` what of the possible saving is there. `hashing` (drawing directions,
 buckets) counts. `wins_from`: the first of the lengths at which F + B takes less than SDPA's, None
 where none does.

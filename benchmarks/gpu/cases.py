@@ -1,5 +1,6 @@
-"""A large GPT on slices of one GPU, in bfloat16, placed evenly and by measured cost, in three cases.
- One pipeline holds the weights once. For each case the work changes, and the layers move to and fro
+"""A large GPT on slices of one GPU, in bfloat16, placed evenly and by measured cost.
+
+One pipeline holds the weights once. For each case the work changes, and the layers move to and fro
 between the even and the balanced placement, some steps on each (between slices a move sends
 nothing). Steps are whole: forward, backward, clipping, AdamW. The frozen layers thaw and attention
 is dense again before the next case; pruned weights are gone for good, so pruning is last.
@@ -8,7 +9,8 @@ is dense again before the next case; pruned weights are gone for good, so prunin
     sparse attention   hashed, in the first half of the blocks
     pruning            the smallest weights of all layers. The layers differ in scale: the front
                        loses more.
- `speedup` is the even placement's step over the balanced one's; `ideal` is the simulator's, from
+
+`speedup` is the even placement's step over the balanced one's; `ideal` is the simulator's, from
 the layers' measured costs.
 """
 

@@ -34,12 +34,15 @@ PACKAGES: Mapping[str, str] = {
 
 # Runs in a process of its own: this one loads no torch, and keeps no context on the device.
 _PROBE = """
-import json, torch found = {"torch": torch.__version__, "cuda": torch.version.cuda, "available":
-torch.cuda.is_available()} if found["available"]:
-    gpu = torch.cuda.get_device_properties(0) found |= {"gpu": gpu.name, "memory": gpu.total_memory,
-    "sms": gpu.multi_processor_count, "gpus": torch.cuda.device_count()} found |= {"capability":
-    f"{gpu.major}.{gpu.minor}", "nccl": ".".join(map(str, torch.cuda.nccl.version()))}
-print(json.dumps(found))
+import json, torch
+about = {"torch": torch.__version__, "cuda": torch.version.cuda}
+about["available"] = torch.cuda.is_available()
+if about["available"]:
+    gpu = torch.cuda.get_device_properties(0)
+    about |= {"gpu": gpu.name, "memory": gpu.total_memory, "sms": gpu.multi_processor_count}
+    about |= {"gpus": torch.cuda.device_count(), "capability": f"{gpu.major}.{gpu.minor}"}
+    about["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+print(json.dumps(about))
 """
 
 

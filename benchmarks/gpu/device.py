@@ -1,4 +1,4 @@
-"""What the benchmarks of this package share: the device or the CPU of a dry run, and seconds on it."""
+"""What the benchmarks of this package share: the device (in a dry run the CPU) and its clock."""
 
 from __future__ import annotations
 
@@ -45,6 +45,7 @@ def main(
     options: Sequence[Option] = (),
 ) -> None:
     """Prints the figures on the first CUDA device, or on CPU with `--dry`.
+
     Ends with one line and status 2 without a CUDA device. A dry run says nothing about time, so
     only its end is judged.
 
@@ -127,6 +128,6 @@ def settle(device: torch.device) -> None:
 
 
 def turns(device: torch.device, sides: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, float]:
-    """Median seconds of each side, in turn. The first two of each are not counted: compilers, caches."""
+    """Median seconds of each side, in turn. The first two of each are not counted."""
     timed = {name: lambda work=work: seconds(device, work) for name, work in sides.items()}
     return harness.medians(harness.alternate(timed, rounds, warmup=2))

@@ -1,8 +1,10 @@
 """Two processes that share the GPU: peak memory beside the account, and a move in mid-training.
- Each process has its own allocator, so `torch.cuda.max_memory_allocated` is a rank's own peak. Of
+
+Each process has its own allocator, so `torch.cuda.max_memory_allocated` is a rank's own peak. Of
 one process with slices it would be the peak of all. The account (`dynmo.memory.rank_memory`) knows
 tensors only: cuBLAS's workspace and what the allocator rounds up come on top.
- After some steps a quarter of the layers moves from rank 0 to rank 1 with weights and optimizer
+
+After some steps a quarter of the layers moves from rank 0 to rank 1 with weights and optimizer
 state, through host memory, and training goes on. The digest of all weights must be the same before
 and after the move.
 

@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def command(*words: str) -> dict[str, Any]:
-    """Runs a dynmo command and returns the object that it prints. Raises RuntimeError if it fails."""
+    """Runs a dynmo command and returns the object it prints. Raises RuntimeError if it fails."""
     done = subprocess.run([sys.executable, "-m", "dynmo", *words, "--json"], cwd=ROOT, capture_output=True, text=True)
     sys.stderr.write(done.stderr)
     if done.returncode:

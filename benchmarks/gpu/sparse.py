@@ -1,5 +1,6 @@
 """From which sparsity a pruned linear in CSR form takes less time than a dense one, F + B + W.
- DynMo's figure 6 has 75 % on an H100 (4096 x 4096 x 4096). `crossover` is found by bisection to
+
+DynMo's figure 6 has 75 % on an H100 (4096 x 4096 x 4096). `crossover` is found by bisection to
 1/64 (1.0: never), the median of several; `points` are sparse over dense seconds of F, B and W at
 some sparsities. A run finds the same number for itself with `dynamism.pruning.dense_below =
 "measured"`.

@@ -4,7 +4,8 @@
     fused       dynmo's layers, BW: input and weight gradient in one op
     split       dynmo's layers, B then W of each microbatch
     deferred    dynmo's layers, all B's, then all W's: what a zero-bubble schedule may do at most
- each eager and under torch.compile (dynmo's layers between their linears, plain as a whole).
+
+each eager and under torch.compile (dynmo's layers between their linears, plain as a whole).
 `split_over_fused` is what splitting costs, `fused_over_plain` what dynmo's layers cost beside it.
 In low precision plain sums its gradients in that precision and dynmo in float32, which is a part of
 its cost.
