@@ -340,6 +340,7 @@ class Pipeline:
             outcome = executor.run(step, inputs, targets, stands=stands)
         self._holding.replicas.await_gradients()
         self.clock.settle()
+        self.profiler.observe_ops(outcome.slices)
         return outcome
 
     @contextmanager
@@ -498,6 +499,14 @@ class Pipeline:
         """Measured costs of all layers: seconds per microbatch, bytes."""
         pairs = [(layer, self._holding.optimizers[index]) for index, layer in self._holding.layers.items()]
         return self.profiler.gather(self.world, pairs, self.count, copies=self._pending.copies, slots=self._layouts.slots)
+
+    def cost_halves(self, costs: tuple[LayerCost, ...]) -> tuple[tuple[LayerCost, ...], ...]:
+        """`costs`, once by the earlier and once by the later readings alone; nothing if some time has one reading only."""
+        return self.profiler.gather_halves(self.world, self._holding.layers, costs)
+
+    def preempted(self) -> float:
+        """The share of its ops' time for which a rank lost its core to other processes: of the rank that lost most."""
+        return self.largest(self.profiler.preempted)
 
     def predict(self, layers: tuple[LayerCost, ...], partition: Partition) -> Timeline:
         """What the simulator says of one step under these costs and this placement, with the schedule made for them."""

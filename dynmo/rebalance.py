@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 from typing import cast
@@ -15,12 +15,13 @@ from dynmo.balance.balancers import BalanceRequest, balancer
 from dynmo.balance.layout import moves_between_ranks
 from dynmo.balance.mesh import Mesh, MeshRequest
 from dynmo.balance.partition import Cost, Partition
-from dynmo.balance.reshape import reshape
-from dynmo.balance.trigger import FORCED, Expected, Outlook, Watch, phases, worth_moving_through
+from dynmo.balance.reshape import Reshape, reshape
+from dynmo.balance.trigger import FORCED, Decision, Expected, Outlook, Watch, confirmed, phases, worth_moving_through
 from dynmo.config import Config, shapes
-from dynmo.costs import LayerCost
+from dynmo.costs import LayerCost, LinkCost
 from dynmo.errors import NoRoomError, PartitionError
 from dynmo.events import ChangeEvent, Event, RebalanceEvent, RebalanceResultEvent, ScheduleEvent, now
+from dynmo.profile_file import Profile
 from dynmo.profiling import profile_of
 from dynmo.runtime.profiler import measure_links
 from dynmo.schedule.catalogue import entry
@@ -138,7 +139,8 @@ class Rebalancer:
         self._unshaped = False
         config, pipeline, world = self._config, self._pipeline, self._pipeline.world
         gathering = time.perf_counter()
-        costs, start = self._costs(), time.perf_counter()
+        costs = self._costs()
+        halves, start = pipeline.cost_halves(costs), time.perf_counter()
         self.overhead.measure += start - gathering
         # Between replicas as between stages: the slowest of the links that were measured. A pipeline of one rank has none.
         links = pipeline.links or measure_links(world.everyone, [(0, 1)])
@@ -151,7 +153,7 @@ class Rebalancer:
             config.pipeline.schedule,
         )
         request = MeshRequest(
-            replace(profile_of(config, pipeline, costs), links=tuple(links.items())),
+            self._profile(costs, links),
             gpus=world.everyone.size,
             global_batch=config.train.global_batch,
             micro_batches=(config.train.micro_batch,),
@@ -165,22 +167,33 @@ class Rebalancer:
             slots=config.slots,
         )
         left, balance = config.train.steps - step, config.balance
-        try:
-            found = reshape(
-                *(request, current, pipeline.partition),
+
+        def decide(layers: tuple[LayerCost, ...]) -> Reshape:
+            return reshape(
+                *(replace(request, profile=self._profile(layers, links)), current, pipeline.partition),
                 horizon_steps=left,
                 seconds_per_byte=1 / slowest,
                 margin=balance.margin,
                 hysteresis=balance.hysteresis,
             )
+
+        try:
+            found = decide(costs)
+            decision = found.decision
+            if decision.move and found.plan.mesh != current:
+                decision = self._confirmed(decision, (decide(layers).decision for layers in halves))
+            self._unshaped = decision.uncertain
         except NoRoomError:
             return None
         finally:
             self.overhead.decide += time.perf_counter() - start
         made = found.plan.mesh
         chosen = (made.pipeline, made.replicas, found.plan.plan.partition)
-        world.everyone.agree(hashlib.sha256(repr((found.decision.move, chosen)).encode()).digest(), "whether to reshape")
-        return chosen if found.decision.move and made != current else None
+        world.everyone.agree(hashlib.sha256(repr((decision.move, chosen)).encode()).digest(), "whether to reshape")
+        return chosen if decision.move and made != current else None
+
+    def _profile(self, costs: tuple[LayerCost, ...], links: dict[tuple[int, int], LinkCost]) -> Profile:
+        return replace(profile_of(self._config, self._pipeline, costs), links=tuple(links.items()))
 
     def consider(self, step: int) -> list[Event]:
         """Before `step`: decides, and acts where it pays. First where the layers live, then in which order the ranks work."""
@@ -188,19 +201,30 @@ class Rebalancer:
             self._watch.decided()
         overhead, start = self.overhead, time.perf_counter()
         costs = self._costs()
+        halves = self._pipeline.cost_halves(costs)
         measured, moved = time.perf_counter(), overhead.move
         overhead.measure += measured - start
         done, recomputed = list[Event](), self._pipeline.recomputed
         if self._config.balance.balancer != "none":
-            done = self._move(step, costs, measured - start)
-        # Where the move has switched recomputation, the costs are no longer those that were measured.
-        gain = self._pipeline.replan(costs, self._config.balance.hysteresis / 4) if self._pipeline.recomputed == recomputed else 0.0
+            done = self._move(step, costs, halves, measured - start)
+        # Where the move has switched recomputation, the costs are no longer those that were measured. Nor does one reading tell any.
+        steady = bool(halves) and self._pipeline.recomputed == recomputed
+        gain = self._pipeline.replan(costs, self._config.balance.hysteresis / 4) if steady else 0.0
         overhead.decide += time.perf_counter() - measured - (overhead.move - moved)
         return [*done, ScheduleEvent(step, now(), self._config.pipeline.schedule, gain)] if gain else done
 
-    def _move(self, step: int, costs: tuple[LayerCost, ...], measuring: float) -> list[Event]:
-        """measuring: seconds that it took to gather the costs. Returns what was done, or why nothing can be; and before it what the move
-        before has brought, if that is not told yet."""
+    def _move(self, step: int, costs: tuple[LayerCost, ...], halves: tuple[tuple[LayerCost, ...], ...], measuring: float) -> list[Event]:
+        """Moves layers where that pays.
+
+        Args:
+            step: Before which it is asked.
+            costs: By all readings.
+            halves: The costs by the earlier and by the later readings alone. Both must support a move.
+            measuring: Seconds that it took to gather the costs.
+
+        Returns:
+            What was done, or why nothing can be; and before it what the move before has brought, if that is not told yet.
+        """
         balance, pipeline = self._config.balance, self._pipeline
         start = time.perf_counter()
         request = pipeline.request(costs, cost=cast(Cost, balance.cost), seed=self._config.seed, step=step)
@@ -214,8 +238,14 @@ class Rebalancer:
         on_the_way = self._on_the_way(costs, pipeline.partition, target)
         # What is measured on one rank only, every rank must take alike.
         price, hysteresis = on_the_way + pipeline.largest(self._fixed), balance.hysteresis * pipeline.largest(self._doubt)
-        decision = worth_moving_through(self._outlook(step, request, target), price, balance.margin, hysteresis)
-        forced = balance.balancer in FORCED
+
+        def decide(layers: tuple[LayerCost, ...]) -> Decision:
+            outlook = self._outlook(step, replace(request, layers=layers), target)
+            return worth_moving_through(outlook, price, balance.margin, hysteresis)
+
+        decision, forced = decide(costs), balance.balancer in FORCED
+        if decision.move and not forced:
+            decision = self._confirmed(decision, map(decide, halves))
         if not decision.move and not forced:
             return []
         before = median(self._recent)
@@ -247,6 +277,13 @@ class Rebalancer:
             decided - start,
         )
         return [done] if settled is None else [settled, done]
+
+    def _confirmed(self, decision: Decision, parts: Iterable[Decision]) -> Decision:
+        """The decision to move, if it is certain enough. If not, it is time to look again when there are other readings."""
+        decision = confirmed(decision, list(parts), self._pipeline.preempted())
+        if decision.uncertain and self._watch is not None:
+            self._watch.again()
+        return decision
 
     def _outlook(self, step: int, request: BalanceRequest, target: Partition) -> list[Outlook]:
         """What a step takes on the placement now and on `target`, from `step` to the run's end. What the cases do before `step` itself is

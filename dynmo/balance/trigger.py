@@ -8,6 +8,9 @@ Where it is known what will change (a forecast), the steps left are cut into pha
                     step                                                turn                      end of the run
     believed         saved: 0.2 s a step        and 0.1 s a step        | from here on it is wrong: the move back is paid too
 
+A gain that rests on measured times must be certain, too (`confirmed`): the earlier and the later half of the readings must each support it,
+and on a machine that is busy with other processes it must stand out from what they disturb.
+
 `Watch` is `balance.every = "auto"`: it sees after every step, from what the step measured anyway, whether there is something to decide.
 """
 
@@ -20,6 +23,7 @@ from dataclasses import dataclass, replace
 from statistics import median
 from typing import Protocol, final
 
+from dynmo.balance.readings import WINDOW
 from dynmo.costs import LayerCost
 from dynmo.errors import PartitionError
 
@@ -29,11 +33,13 @@ FORCED = ("uniform", "random", "deepspeed-uniform", "megatron-uniform", "megatro
 
 @dataclass(frozen=True)
 class Decision:
-    """Whether to move; the share of a step's time that the move is predicted to save (negative where it loses); one line that says why."""
+    """Whether to move; the share of a step's time that the move is predicted to save (negative where it loses); one line that says why.
+    uncertain: more readings may confirm a gain that is not acted on yet."""
 
     move: bool
     predicted_gain: float
     reason: str
+    uncertain: bool = False
 
 
 def worth_moving(
@@ -171,8 +177,37 @@ def worth_moving_through(
     return Decision(found.move, first, f"{found.reason}{until}")
 
 
-# Steps whose median is taken for what a placement brings.
-_WINDOW = 5
+# A gain must be more than this times the share of the ops' time that other processes take. Measured on two busy cores, what a move brings
+# scatters by about half of that from one time to the next.
+_PREEMPTED_COUNTS = 0.5
+
+
+def confirmed(decision: Decision, parts: Sequence[Decision], preempted: float = 0.0) -> Decision:
+    """The decision, if what was measured is certain enough to act on.
+
+    Args:
+        decision: By all readings.
+        parts: The same question answered by disjoint parts of the readings. None: there is one reading only, which proves nothing.
+        preempted: The share of its ops' time for which a rank lost its core to other processes.
+
+    Returns:
+        `decision` if it is to stay, or if every part would move, too, and the gain stands out from the disturbance. Otherwise to stay,
+        as an uncertain decision.
+    """
+    if not decision.move:
+        return decision
+    gain, least = decision.predicted_gain, _PREEMPTED_COUNTS * preempted
+    if gain < least:
+        why = f"other processes take {preempted:.0%} of the ops' time, and a gain of {gain:.2%} is under the {least:.2%} that counts then"
+    elif not parts:
+        why = f"a gain of {gain:.2%} rests on one reading"
+    elif not all(part.move for part in parts):
+        why = f"a gain of {gain:.2%} is not what all parts of the readings say"
+    else:
+        return decision
+    return Decision(False, gain, f"stay: {why}", uncertain=True)
+
+
 # After so many measured steps of changed work it is time to look. A step's figures are medians over its microbatches, so one says much; the
 # second look is for when that one was a freak, and moves nothing where it finds the same.
 _LOOKS = (1, 3)
@@ -189,7 +224,7 @@ class Watch:
     def __init__(self, drift: float) -> None:
         self._drift = drift
         self._reference: float | None = None
-        self._recent: deque[float] = deque(maxlen=_WINDOW)
+        self._recent: deque[float] = deque(maxlen=WINDOW)
         self._first = True
         # Since the work changed: steps that were measured, and after how many it is time to look.
         self._measured = 0
@@ -200,7 +235,7 @@ class Watch:
         mean = math.fsum(busy) / len(busy)
         self._recent.append(max(busy) / mean if mean else 1.0)
         self._measured += 1
-        if self._reference is None and len(self._recent) == _WINDOW:
+        if self._reference is None and len(self._recent) == WINDOW:
             self._reference = median(self._recent)
 
     def changed(self) -> None:
@@ -208,6 +243,12 @@ class Watch:
         if not self._looks:
             self._measured = 0
             self._looks.extend(_LOOKS)
+
+    def again(self) -> None:
+        """What was decided is not certain yet. Looks once more when the readings that it was decided by have been replaced."""
+        if not self._looks:
+            self._measured = 0
+            self._looks.append(WINDOW)
 
     @property
     def due(self) -> bool:

@@ -57,7 +57,7 @@ class Tracer:
             marks.append(clock.mark())
         clock.settle()
         table = torch.zeros(world.size, _BARRIERS, dtype=torch.float64)
-        table[world.rank] = torch.tensor([clock.seconds(marks[0], mark) for mark in marks])
+        table[world.rank] = torch.tensor([clock.elapsed(marks[0], mark) for mark in marks])
         world.sum(table, "the trace's time zero")
         # A mark, and its seconds since the common origin.
         self._anchor, self._since = marks[0], float((table[0] - table[world.rank]).median())
@@ -72,9 +72,9 @@ class Tracer:
         """One finished step. The clock must be settled."""
         if not self._steps or not slices:
             return
-        seconds = self._clock.seconds
+        elapsed = self._clock.elapsed
         # From step to step: CUDA tells the time between two marks in milliseconds of float32, which over an hour are coarser than an op.
-        self._since += seconds(self._anchor, slices[0].start)
+        self._since += elapsed(self._anchor, slices[0].start)
         self._anchor = anchor = slices[0].start
         rows: list[Row] = [
             (
@@ -82,8 +82,8 @@ class Tracer:
                 _KINDS.index(s.kind),
                 s.stage,
                 s.microbatch,
-                self._since + seconds(anchor, s.start),
-                self._since + seconds(anchor, s.end),
+                self._since + elapsed(anchor, s.start),
+                self._since + elapsed(anchor, s.end),
             )
             for s in slices
         ]

@@ -1,31 +1,32 @@
 """Measured costs of every layer, continuously: the F, B and W seconds of each microbatch are timed as they run, and condensed once a step.
 
-Robust to noise: a step's figure is the median over its microbatches, a layer's the median over its last steps since it last changed or
-moved. Gathered as one fixed vector in which every layer is filled in by the rank that holds it.
+Robust to noise: the clock leaves out what other processes took (`clock.py`), and medians leave out single readings
+(`balance/readings.py`). Gathered as one fixed vector in which every layer is filled in by the rank that holds it.
 """
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from statistics import median
 from typing import Any
 
 import torch
 from torch import nn
 
+from dynmo.balance.readings import WINDOW, Readings, Times
 from dynmo.costs import LayerCost, LinkCost, most_aside
 from dynmo.kernels.split import gradient_bytes
 from dynmo.runtime.clock import Clock
+from dynmo.runtime.executor import SEND, WAIT, Slice
 from dynmo.runtime.optimizer import LayerOptimizer
 from dynmo.runtime.p2p import TAG_LINKS, Worker
 from dynmo.runtime.split_backward import Layer
 from dynmo.runtime.world import World
 from dynmo.schedule.op import Kind
-
-_WINDOW = 8  # steps
 
 
 def weight_bytes(module: nn.Module) -> int:
@@ -38,23 +39,35 @@ class Profiler:
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
-        self._windows: dict[int, deque[tuple[float, float, float]]] = {}
+        self._readings: dict[int, Readings] = {}
+        self._preempted: deque[float] = deque(maxlen=WINDOW)
         self.spent = 0.0  # seconds of observing
 
     def forget(self, layers: Iterable[int]) -> None:
         """These layers have changed: what was measured of them no longer holds."""
         for index in layers:
-            self._windows.pop(index, None)
+            self._readings.pop(index, None)
 
     def observe(self, layers: Iterable[Layer]) -> None:
         """Takes the marks of one finished step. The clock must be settled."""
         start = time.perf_counter()
         for layer in layers:
-            self._windows.setdefault(layer.index, deque(maxlen=_WINDOW)).append(self._condense(layer.marks))
+            self._readings.setdefault(layer.index, Readings()).add(*self._read(layer.marks))
             layer.marks.clear()
         self.spent += time.perf_counter() - start
 
-    def _condense(self, marks: list[tuple[Kind, Any, Any, list[tuple[Any, Any]]]]) -> tuple[float, float, float]:
+    def observe_ops(self, slices: Iterable[Slice]) -> None:
+        """Notes which share of the time of one step's ops other processes took. The clock must be settled."""
+        ops = [(s.start, s.end) for s in slices if s.kind not in (WAIT, SEND)]
+        elapsed = sum(self._clock.elapsed(*op) for op in ops)
+        self._preempted.append(1 - sum(self._clock.seconds(*op) for op in ops) / elapsed if elapsed else 0.0)
+
+    @property
+    def preempted(self) -> float:
+        """The share of its ops' time for which this rank lost its core to other processes: median of the newest steps."""
+        return median(self._preempted) if self._preempted else 0.0
+
+    def _read(self, marks: list[tuple[Kind, Any, Any, list[tuple[Any, Any]]]]) -> tuple[list[float], list[float], list[float]]:
         f, b, w = list[float](), list[float](), list[float]()
         seconds = self._clock.seconds
         for kind, start, end, inside in marks:
@@ -69,15 +82,12 @@ class Profiler:
                 weight = sum(seconds(*pair) for pair in inside)
                 w.append(weight)
                 b.append(whole - weight)
-        return tuple(median(x) if x else 0.0 for x in (f, b, w))  # pyright: ignore[reportReturnType]
+        return f, b, w
 
-    def seconds(self, index: int) -> tuple[float, float, float]:
+    def seconds(self, index: int) -> Times:
         """F, B, W of one of this rank's layers."""
-        window = self._windows.get(index)
-        if not window:
-            return (0.0, 0.0, 0.0)
-        f, b, w = zip(*window, strict=True)
-        return median(f), median(b), median(w)
+        readings = self._readings.get(index)
+        return Times() if readings is None else readings.seconds
 
     def gather(
         self, world: World, layers: Iterable[tuple[Layer, LayerOptimizer]], count: int, copies: bool = False, slots: int = 1
@@ -110,6 +120,42 @@ class Profiler:
         world.everyone.largest(table, "everyone's layer costs")
         rows: list[list[float]] = table.tolist()
         return tuple(LayerCost(row[0], row[1], row[2], *map(int, row[3:])) for row in rows)
+
+    def gather_halves(self, world: World, own: Iterable[int], costs: Sequence[LayerCost]) -> tuple[tuple[LayerCost, ...], ...]:
+        """The costs as half of the readings alone tell them, the same on every rank.
+
+        Only times differ: bytes and parameters are counted, and one count is exact.
+
+        Args:
+            world: Every rank of it must call.
+            own: This rank's layers.
+            costs: All layers', by all readings. They may be scaled: the halves are told in proportion.
+
+        Returns:
+            The costs by the earlier readings and by the later ones; nothing if some layer has a time of one reading only.
+        """
+        unknown = Times(math.inf, math.inf, math.inf)
+        table = torch.zeros(len(costs), 3, len(unknown), dtype=torch.float64)
+        for index in own:
+            readings = self._readings.get(index, Readings())
+            table[index] = torch.tensor([readings.seconds, *(readings.halves or (unknown, unknown))], dtype=torch.float64)
+        world.everyone.largest(table, "everyone's readings")
+        if not table.isfinite().all():
+            return ()
+        return tuple(
+            tuple(_in_proportion(cost, *layer[0], *layer[half]) for cost, layer in zip(costs, table.tolist(), strict=True))
+            for half in (1, 2)
+        )
+
+
+def _in_proportion(cost: LayerCost, f: float, b: float, w: float, half_f: float, half_b: float, half_w: float) -> LayerCost:
+    """A cost for which F, B and W are known as f, b and w by all readings, as half of the readings tell it."""
+    return replace(
+        cost,
+        f=cost.f * half_f / f if f else half_f,
+        b=cost.b * half_b / b if b else half_b,
+        w=cost.w * half_w / w if w else half_w,
+    )
 
 
 Pair = tuple[int, int]

@@ -75,7 +75,7 @@ class StepTable:
 
     def own(self, outcome: Outcome, flag: bool) -> Tensor:
         """This rank's entries; its gradients must be complete."""
-        holding, world, layout, seconds = self._holding, self._holding.world, self._holding.layout, self._clock.seconds
+        holding, world, layout, clock = self._holding, self._holding.world, self._holding.layout, self._clock
         own = layout.microbatches
         table = torch.zeros(self.length, dtype=torch.float64)
         norms, losses, rest = self._parts(table)
@@ -89,8 +89,8 @@ class StepTable:
         for rank in {layout.placement[stage] for stage in holding.own_stages}:
             spent = [s for s in outcome.slices if layout.placement[s.stage] == rank]
             column = rest[:, rank * layout.replicas + world.replica]
-            column[0] = sum(seconds(s.start, s.end) for s in spent if s.kind not in (WAIT, SEND))
-            column[1] = seconds(spent[0].start, spent[-1].end)
+            column[0] = sum(clock.seconds(s.start, s.end) for s in spent if s.kind not in (WAIT, SEND))
+            column[1] = clock.elapsed(spent[0].start, spent[-1].end)
             column[2] = float(flag)
         return table
 

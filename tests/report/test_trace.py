@@ -115,7 +115,7 @@ class CoarseClock(HostClock):
     """As CUDA tells the time between two marks: milliseconds, in float32. Its marks are seconds."""
 
     @staticmethod
-    def seconds(start: float, end: float) -> float:
+    def elapsed(start: float, end: float) -> float:
         return float(torch.tensor((end - start) * 1000, dtype=torch.float32)) / 1000
 
 

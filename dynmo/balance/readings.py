@@ -1,0 +1,76 @@
+"""Readings of one layer's times, condensed so that no single reading decides anything.
+
+    step        | 1        2        3        4        5      |   the newest `WINDOW` steps
+    microbatch    0 1 2 3  0 1 2 3  0 1 2 3  0 1 2 3  0 1 2 3    one reading each, of F, B and W
+    seconds     | median over the steps of each step's median |
+    halves      | earlier steps    |        | later steps     |   of one step: its earlier and its later microbatches
+
+The two halves share no reading. A difference between layers that both halves show is a difference that two independent measurements show.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from statistics import median
+from typing import NamedTuple, final
+
+WINDOW = 5  # steps
+
+
+class Times(NamedTuple):
+    """Seconds of F, B and W of one microbatch."""
+
+    f: float = 0.0
+    b: float = 0.0
+    w: float = 0.0
+
+
+class _Step(NamedTuple):
+    whole: Times
+    halves: tuple[Times, Times] | None
+
+
+@final
+class Readings:
+    """The newest steps' readings of one layer, since it last changed or moved."""
+
+    def __init__(self) -> None:
+        self._steps: deque[_Step] = deque(maxlen=WINDOW)
+
+    def add(self, f: Sequence[float], b: Sequence[float], w: Sequence[float]) -> None:
+        """Takes the readings of one step, in the order in which they were taken: seconds, one per microbatch.
+
+        Args:
+            f: Of the forwards.
+            b: Of the backwards of the input. Empty if the layer has none, as in a frozen prefix.
+            w: Of the backwards of the weights. Likewise.
+        """
+        kinds = (f, b, w)
+        halves = None
+        if all(len(kind) != 1 for kind in kinds):
+            first = Times(*(_median(kind[: len(kind) // 2]) for kind in kinds))
+            halves = first, Times(*(_median(kind[len(kind) - len(kind) // 2 :]) for kind in kinds))
+        self._steps.append(_Step(Times(*map(_median, kinds)), halves))
+
+    @property
+    def seconds(self) -> Times:
+        """The layer's times by all readings; 0 where there is none."""
+        return _over(self._steps)
+
+    @property
+    def halves(self) -> tuple[Times, Times] | None:
+        """The layer's times by the earlier readings alone, and by the later ones; None if some time has one reading only."""
+        steps = list(self._steps)
+        count = len(steps) // 2
+        if count:
+            return _over(steps[:count]), _over(steps[-count:])
+        return steps[0].halves if steps else None
+
+
+def _over(steps: Sequence[_Step]) -> Times:
+    return Times(*map(_median, zip(*(step.whole for step in steps), strict=True)))
+
+
+def _median(values: Sequence[float]) -> float:
+    return median(values) if values else 0.0
