@@ -56,6 +56,8 @@ class ThreadClock:
     def seconds(start: float, end: float) -> float:
         return end - start
 
+    elapsed = seconds
+
     def settle(self) -> None:
         pass
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from itertools import cycle
+from itertools import count, cycle
 from statistics import median
 from typing import Any
 
@@ -12,11 +13,14 @@ import pytest
 from dynmo.balance.partition import Partition
 from dynmo.config import parse
 from dynmo.costs import LayerCost
-from dynmo.events import Event, to_json
+from dynmo.dynamism import Change, Dynamism, Layers
+from dynmo.events import Event, RebalanceResultEvent, to_json
 from dynmo.models.model import load_model
 from dynmo.plan import dry_run
+from dynmo.runtime.clock import HostClock
+from dynmo.runtime.split_backward import Layer
 from dynmo.runtime.world import World
-from dynmo.schedule.op import Schedule
+from dynmo.schedule.op import Kind, Schedule
 from dynmo.trainer import Trainer
 from tests.pool import JobFailed, Pool
 
@@ -188,6 +192,75 @@ def test_predictions_that_do_not_come_true_are_doubted(pool: Pool) -> None:
     assert all(0.05 < e["predicted_gain"] < 0.3 for e in moves)
     assert {e["measured_gain"] for e in results} == {0.0}
     assert 2 <= len(moves) <= 5, "of ten that noise asks for"
+
+
+class Told(Dynamism):
+    """Says before one step that every layer's work has changed."""
+
+    name = "told"
+
+    def __init__(self, step: int) -> None:
+        self._step = step
+
+    def act(self, step: int, layers: Layers) -> Change | None:
+        return Change(tuple(range(layers.count)), "other work") if step == self._step else None
+
+
+class Numbers(HostClock):
+    """Marks are plain numbers of seconds."""
+
+    @staticmethod
+    def seconds(start: float, end: float) -> float:
+        return end - start
+
+
+def read(world: World, config: dict[str, Any], first: int, last: int, told: bool) -> list[dict[str, Any]]:
+    """A run with made-up readings: a microbatch takes 1 ms in F and B of each layer and 10 ms in W, but 30 ms in layer 5's W in the steps
+    `first` to `last`. told: a case says so before the first of them. Every step counts as equally long."""
+    loaded = parse(config)
+    events: list[Event] = []
+    trainer = Trainer(loaded, world, load_model(loaded), None, listen=events.append)
+    if told:
+        trainer._cases.append(Told(first))
+    pipeline, rebalancer = trainer.pipeline, trainer._rebalancer
+    profiler, seen, steps = pipeline.profiler, rebalancer.observe, count()
+    profiler._clock, take = Numbers(), profiler.observe
+
+    def weight(step: int, layer: int) -> float:
+        return 0.03 if layer == 5 and first <= step <= last else 0.01
+
+    def observe(layers: Iterable[Layer]) -> None:
+        layers, step = list(layers), next(steps)
+        for layer in layers:
+            layer.marks = [(Kind.F, 0.0, 0.001, []), (Kind.B, 0.0, 0.001, []), (Kind.W, 0.0, weight(step, layer.index), [])]
+        take(layers)
+
+    def finish(step: int, seconds: float, busy: Sequence[float]) -> RebalanceResultEvent | None:
+        stages = [pipeline.partition.range_of(stage) for stage in range(2)]
+        return seen(step, 0.1, [sum(0.002 + weight(step, layer) for layer in stage) for stage in stages])
+
+    profiler.observe, rebalancer.observe = observe, finish
+    trainer.run()
+    return [to_json(event) for event in events]
+
+
+@pytest.mark.parametrize(
+    ("first", "last", "told", "moves"),
+    [
+        (6, 6, True, []),  # one step, of one microbatch: one reading
+        (6, 99, True, [9]),  # two more readings say the same
+        (11, 99, False, [19]),  # noticed after three steps, and believed when only such steps are in the window
+    ],
+)
+def test_no_move_rests_on_one_reading(pool: Pool, first: int, last: int, told: bool, moves: list[int]) -> None:
+    changes = {
+        "model": CONFIG["model"] | dict.fromkeys("fbw", 0.0),
+        "train": {"steps": first + 14, "global_batch": 1, "micro_batch": 1},
+        "balance": {"every": "auto"},
+        "dynamism": {},
+    }
+    events = pool.run("tests.test_rebalance:read", 2, config=CONFIG | changes, first=first, last=last, told=told)[0]
+    assert [e["step"] for e in of(events, "rebalance")] == moves
 
 
 # Rank 0's layers take twice as long, until the first four freeze: from then on rank 1 is the busier one.

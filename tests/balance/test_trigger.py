@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dynmo.balance.trigger import Outlook, Watch, phases, worth_moving, worth_moving_through
+from dynmo.balance.trigger import Decision, Outlook, Watch, confirmed, phases, worth_moving, worth_moving_through
 from dynmo.costs import LayerCost
 from dynmo.dynamism import Forecast
 from dynmo.errors import PartitionError
@@ -127,6 +127,29 @@ def test_a_move_is_never_made_at_a_loss(parts: list[tuple[int, float, float]], p
         assert again.move == found.move or close or math.isclose(gain, hysteresis, rel_tol=1e-9, abs_tol=1e-12)
 
 
+# -- what is certain ------------------------------------------------------------------------------------------------------------
+
+
+MOVE, STAY = Decision(True, 0.1, "move: it pays"), Decision(False, 0.0, "stay: no gain")
+
+
+def test_a_move_needs_the_support_of_all_parts_of_the_readings():
+    assert confirmed(MOVE, [MOVE, MOVE]) == MOVE
+    found = confirmed(MOVE, [MOVE, STAY])
+    assert (found.move, found.predicted_gain, found.uncertain) == (False, 0.1, True)
+    assert found.reason == "stay: a gain of 10.00% is not what all parts of the readings say"
+    alone = confirmed(MOVE, [])
+    assert (alone.move, alone.uncertain, alone.reason) == (False, True, "stay: a gain of 10.00% rests on one reading")
+    assert confirmed(STAY, [MOVE, MOVE]) == STAY, "to stay needs no support"
+
+
+def test_a_move_must_stand_out_from_what_other_processes_disturb():
+    assert confirmed(MOVE, [MOVE, MOVE], preempted=0.2) == MOVE
+    found = confirmed(MOVE, [MOVE, MOVE], preempted=0.5)
+    assert (found.move, found.uncertain) == (False, True)
+    assert found.reason.startswith("stay: other processes take 50% of the ops' time")
+
+
 # -- every = "auto" ---------------------------------------------------------------------------------------------------------------
 
 
@@ -160,3 +183,18 @@ def test_the_watch():
             watch.decided()
     assert not watch.due
     assert not any(seen(watch, *[(0.0, 0.0)] * 9)), "nothing to do is even"
+
+
+def test_the_watch_looks_again_where_nothing_was_certain():
+    watch = Watch(0.02)
+    assert seen(watch, *[(1.0, 1.0)] * 5)[-1]
+    watch.decided()
+    watch.again()
+    assert seen(watch, *[(1.0, 1.0)] * 5) == [False] * 4 + [True]
+    watch.decided()
+    assert not any(seen(watch, *[(1.0, 1.0)] * 9))
+    watch.changed()
+    assert seen(watch, (1.0, 1.0)) == [True]
+    watch.decided()
+    watch.again()
+    assert seen(watch, *[(1.0, 1.0)] * 2) == [False, True], "the second look after a change comes sooner"

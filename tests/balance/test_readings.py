@@ -1,0 +1,65 @@
+"""No single reading decides: medians, and two halves that share none."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dynmo.balance.readings import WINDOW, Readings, Times
+
+
+def layer(*steps: tuple[list[float], list[float], list[float]]) -> Readings:
+    readings = Readings()
+    for step in steps:
+        readings.add(*step)
+    return readings
+
+
+def test_nothing_is_known_at_first() -> None:
+    readings = Readings()
+    assert readings.seconds == (0.0, 0.0, 0.0)
+    assert readings.halves is None
+
+
+def test_one_step_is_halved_by_microbatches() -> None:
+    readings = layer(([1.0, 2.0, 8.0, 9.0, 9.0], [4.0, 6.0], []))
+    assert readings.seconds == (8.0, 5.0, 0.0)
+    assert readings.halves == (Times(1.5, 4.0, 0.0), Times(9.0, 6.0, 0.0)), "the one in the middle is in neither"
+
+
+@pytest.mark.parametrize("step", [([1.0], [1.0], [1.0]), ([1.0, 1.0], [1.0, 1.0], [1.0]), ([1.0], [], [])])
+def test_one_reading_has_no_halves(step: tuple[list[float], list[float], list[float]]) -> None:
+    assert layer(step).halves is None
+    assert layer(step, step).halves is not None, "two steps are two readings"
+
+
+def test_steps_are_halved_by_time_and_only_the_newest_count() -> None:
+    readings = layer(*(([seconds], [], []) for seconds in (9.0, 1.0, 2.0, 50.0, 3.0, 4.0)))
+    assert readings.seconds.f == 3.0
+    assert readings.halves == (Times(f=1.5), Times(f=3.5))
+
+
+SECONDS = st.floats(0.5, 2.0)
+
+
+@given(st.lists(SECONDS, min_size=2, max_size=20), st.floats(10, 1e6), st.data())
+def test_one_outlier_is_in_one_half_at_most(readings: list[float], outlier: float, data: st.DataObject) -> None:
+    """Whether its readings are microbatches of one step or steps of one microbatch."""
+    at = data.draw(st.integers(0, len(readings) - 1))
+    readings = [*readings[:at], outlier, *readings[at + 1 :]]
+    newest = readings[-WINDOW:]
+    for made in (layer((readings, [], [])), layer(*(([x], [], []) for x in readings))):
+        halves = made.halves
+        assert halves is None or sum(half.f > 2.0 for half in halves) <= 1
+    if len(newest) > 2:
+        assert layer(*(([x], [], []) for x in readings)).seconds.f <= 2.0
+
+
+def test_a_change_that_stays_is_in_both_halves_after_a_window() -> None:
+    readings = layer(*(([1.0], [], []) for _ in range(WINDOW)), *(([3.0], [], []) for _ in range(WINDOW - 2)))
+    assert readings.seconds.f == 3.0
+    assert readings.halves == (Times(f=1.0), Times(f=3.0))
+    for _ in range(2):
+        readings.add([3.0], [], [])
+    assert readings.halves == (Times(f=3.0), Times(f=3.0))
