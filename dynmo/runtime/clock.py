@@ -5,7 +5,8 @@ On a busy machine another process may take the core away in the middle of an op.
     elapsed     |#####---------#####|     # the thread runs    - another process has its core
     seconds     |#####         #####|     its CPU time: it lost the core and never waited by itself
 
-An op that waits by itself (an emulated layer sleeps, a kernel waits for its helper threads) takes all the time that elapses.
+An op that waits by itself (an emulated layer sleeps, a kernel waits for its helper threads) takes all the time that elapses. If such an
+op also loses its core, nobody knows which of the two took how long.
 """
 
 from __future__ import annotations
@@ -23,11 +24,11 @@ if sys.platform == "linux":
 class Clock(Protocol):
     """`mark()` notes now, in the order of the device's work; the rest is asked after `settle()`.
 
-    seconds: of work between two marks. elapsed: all of the time between them.
+    seconds: of work between two marks; None if nobody can tell. elapsed: all of the time between them.
     """
 
     def mark(self) -> Any: ...
-    def seconds(self, start: Any, end: Any) -> float: ...
+    def seconds(self, start: Any, end: Any) -> float | None: ...
     def elapsed(self, start: Any, end: Any) -> float: ...
     def settle(self) -> None: ...
 
@@ -62,11 +63,11 @@ class HostClock:
         return mark
 
     @staticmethod
-    def seconds(start: Mark, end: Mark) -> float:
-        """The thread's CPU time if it lost its core and never waited by itself; otherwise the elapsed time."""
-        if end.preempted > start.preempted and end.waited == start.waited:
-            return end.cpu - start.cpu
-        return end - start
+    def seconds(start: Mark, end: Mark) -> float | None:
+        """The elapsed time if the thread kept its core, its CPU time if it lost that and never waited, None if it did both."""
+        if end.preempted == start.preempted:
+            return end - start
+        return end.cpu - start.cpu if end.waited == start.waited else None
 
     @staticmethod
     def elapsed(start: float, end: float) -> float:
@@ -98,3 +99,9 @@ class CudaClock:
 
 def clock_for(device: torch.device) -> Clock:
     return CudaClock(device) if device.type == "cuda" else HostClock()
+
+
+def seconds_or_elapsed(clock: Clock, start: Any, end: Any) -> float:
+    """The seconds of work between two marks; all of the time between them if nobody can tell."""
+    seconds = clock.seconds(start, end)
+    return clock.elapsed(start, end) if seconds is None else seconds

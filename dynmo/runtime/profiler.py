@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import fields, replace
 from statistics import median
 from typing import Any
@@ -32,6 +32,10 @@ from dynmo.schedule.op import Kind
 def weight_bytes(module: nn.Module) -> int:
     """Parameters, and the buffers that are held with them: a pruned weight's indices are more than its values."""
     return sum(t.nbytes for t in (*module.parameters(), *module.buffers()))
+
+
+OpMark = tuple[Kind, Any, Any, list[tuple[Any, Any]]]
+"""Of a layer's op: kind, start, end, and the parts of W inside a BW, or ahead of a W (`Layer.marks`)."""
 
 
 class Profiler:
@@ -58,31 +62,28 @@ class Profiler:
 
     def observe_ops(self, slices: Iterable[Slice]) -> None:
         """Notes which share of the time of one step's ops other processes took. The clock must be settled."""
-        ops = [(s.start, s.end) for s in slices if s.kind not in (WAIT, SEND)]
-        elapsed = sum(self._clock.elapsed(*op) for op in ops)
-        self._preempted.append(1 - sum(self._clock.seconds(*op) for op in ops) / elapsed if elapsed else 0.0)
+        seconds = elapsed = 0.0
+        for s in slices:
+            known = None if s.kind in (WAIT, SEND) else self._clock.seconds(s.start, s.end)
+            if known is not None:
+                seconds += known
+                elapsed += self._clock.elapsed(s.start, s.end)
+        self._preempted.append(1 - seconds / elapsed if elapsed else 0.0)
 
     @property
     def preempted(self) -> float:
         """The share of its ops' time for which this rank lost its core to other processes: median of the newest steps."""
         return median(self._preempted) if self._preempted else 0.0
 
-    def _read(self, marks: list[tuple[Kind, Any, Any, list[tuple[Any, Any]]]]) -> tuple[list[float], list[float], list[float]]:
-        f, b, w = list[float](), list[float](), list[float]()
-        seconds = self._clock.seconds
-        for kind, start, end, inside in marks:
-            whole = seconds(start, end)
-            if kind is Kind.F:
-                f.append(whole)
-            elif kind is Kind.W:
-                w.append(whole + sum(seconds(*pair) for pair in inside))
-            elif kind is Kind.B:
-                b.append(whole)
-            else:
-                weight = sum(seconds(*pair) for pair in inside)
-                w.append(weight)
-                b.append(whole - weight)
-        return f, b, w
+    def _read(self, marks: Sequence[OpMark]) -> list[list[float]]:
+        """A step's readings of F, B and W. A doubtful one counts only where there is no other of its kind."""
+        readings = list[list[float]]()
+        for which, kind in enumerate(_by_kind(marks, self._clock.seconds)):
+            known = [seconds for seconds in kind if seconds is not None]
+            if kind and not known:
+                known = [seconds for seconds in _by_kind(marks, self._clock.elapsed)[which] if seconds is not None]
+            readings.append(known)
+        return readings
 
     def seconds(self, index: int) -> Times:
         """F, B, W of one of this rank's layers."""
@@ -156,6 +157,29 @@ def _in_proportion(cost: LayerCost, f: float, b: float, w: float, half_f: float,
         b=cost.b * half_b / b if b else half_b,
         w=cost.w * half_w / w if w else half_w,
     )
+
+
+def _by_kind(marks: Sequence[OpMark], seconds: Callable[[Any, Any], float | None]) -> tuple[list[float | None], ...]:
+    """Readings of F, B and W in the order of the marks; None where `seconds` knows none."""
+    f, b, w = list[float | None](), list[float | None](), list[float | None]()
+    for kind, start, end, inside in marks:
+        whole, parts = seconds(start, end), [seconds(*pair) for pair in inside]
+        if kind is Kind.F:
+            f.append(whole)
+        elif kind is Kind.W:
+            w.append(_total(whole, *parts))
+        elif kind is Kind.B:
+            b.append(whole)
+        else:
+            weight = _total(*parts)
+            w.append(weight)
+            b.append(None if whole is None or weight is None else whole - weight)
+    return f, b, w
+
+
+def _total(*seconds: float | None) -> float | None:
+    known = [x for x in seconds if x is not None]
+    return sum(known) if len(known) == len(seconds) else None
 
 
 Pair = tuple[int, int]

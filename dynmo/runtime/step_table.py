@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dynmo.runtime.clock import Clock
+from dynmo.runtime.clock import Clock, seconds_or_elapsed
 from dynmo.runtime.executor import SEND, WAIT, Outcome
 from dynmo.runtime.holding import Holding
 from dynmo.runtime.optimizer import squared_norm
@@ -89,7 +89,7 @@ class StepTable:
         for rank in {layout.placement[stage] for stage in holding.own_stages}:
             spent = [s for s in outcome.slices if layout.placement[s.stage] == rank]
             column = rest[:, rank * layout.replicas + world.replica]
-            column[0] = sum(clock.seconds(s.start, s.end) for s in spent if s.kind not in (WAIT, SEND))
+            column[0] = sum(seconds_or_elapsed(clock, s.start, s.end) for s in spent if s.kind not in (WAIT, SEND))
             column[1] = clock.elapsed(spent[0].start, spent[-1].end)
             column[2] = float(flag)
         return table

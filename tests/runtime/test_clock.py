@@ -20,10 +20,10 @@ from dynmo.runtime.clock import HostClock, Mark
         (0, 0, 10.0),  # on its core all the time
         (0, 3, 10.0),  # slept
         (2, 0, 1.5),  # lost its core
-        (2, 3, 10.0),  # both: which of them took how long, nobody knows
+        (2, 3, None),  # both: which of them took how long, nobody knows
     ],
 )
-def test_seconds_without_other_processes(monkeypatch: pytest.MonkeyPatch, preempted: int, waited: int, seconds: float) -> None:
+def test_seconds_without_other_processes(monkeypatch: pytest.MonkeyPatch, preempted: int, waited: int, seconds: float | None) -> None:
     def at(wall: float, cpu: float, involuntary: int, voluntary: int) -> Mark:
         usage = SimpleNamespace(ru_nivcsw=involuntary, ru_nvcsw=voluntary)
         monkeypatch.setattr(time, "perf_counter", lambda: wall)

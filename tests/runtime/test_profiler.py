@@ -73,7 +73,7 @@ class Tape:
     def settle(self) -> None:
         pass
 
-    def seconds(self, start: float, end: float) -> float:
+    def seconds(self, start: float, end: float) -> float | None:
         self.asked += 1
         return end - start
 
@@ -113,6 +113,25 @@ def test_medians_and_windows() -> None:
     assert profiler.seconds(3) == (7.0, 0.0, 0.0)
     profiler.forget([3, 4])
     assert profiler.seconds(3) == (0.0, 0.0, 0.0)
+
+
+class Doubting(Tape):
+    """Readings of more than 100 s are doubtful."""
+
+    def seconds(self, start: float, end: float) -> float | None:
+        return end - start if end - start <= 100 else None
+
+
+def test_doubtful_readings_count_only_where_there_is_no_other() -> None:
+    clock = Doubting()
+    profiler = Profiler(clock)
+    f = [(Kind.F, 0.0, seconds, []) for seconds in (3.0, 900.0, 900.0)]
+    bw = [(Kind.BW, 0.0, 300.0, [(1.0, 3.0)]), (Kind.BW, 0.0, 50.0, [(1.0, 5.0)]), (Kind.BW, 0.0, 400.0, [(1.0, 300.0)])]
+    profiler.observe([marked(clock, f + bw)])
+    assert profiler.seconds(3) == (3.0, 46.0, 3.0)
+    alone = Profiler(clock)
+    alone.observe([marked(clock, [(Kind.W, 0.0, 200.0, []), (Kind.W, 0.0, 1.0, [(0.0, 300.0)])])])
+    assert alone.seconds(3) == (0.0, 0.0, 250.5)
 
 
 def test_observing_costs_a_few_reads_a_mark() -> None:
@@ -182,7 +201,7 @@ def test_a_clock() -> None:
     clock = HostClock()
     start = clock.mark()
     torch.ones(10).sum()
-    assert 0 < clock.seconds(start, clock.mark()) < 1
+    assert 0 < clock.elapsed(start, clock.mark()) < 1
 
 
 def test_buffers_are_held_too() -> None:
