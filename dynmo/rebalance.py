@@ -61,6 +61,8 @@ class Rebalancer:
     A move that brings less than half of what was predicted makes it doubt: the next prediction must be twice as large, until one comes true
     or the work changes. So two placements that noise takes for better in turn do not follow each other for ever.
 
+    Nothing is done that rests on one reading of a time, or that one half of the readings does not support (`trigger.confirmed`).
+
     Balancers count more than a run may hold at one time (gradients at every moment, say). Where by their account nothing fits the memory, a
     run stays as it is and says so once: it does train.
     """

@@ -177,9 +177,9 @@ def worth_moving_through(
     return Decision(found.move, first, f"{found.reason}{until}")
 
 
-# A gain must be more than this times the share of the ops' time that other processes take. Measured on two busy cores, what a move brings
-# scatters by about half of that from one time to the next.
-_PREEMPTED_COUNTS = 0.5
+# A gain must be at least this times the share of the ops' time that other processes take: the steps' own lengths scatter with that share
+# (`benchmarks.steadiness` shows by how much), so a smaller gain would come out as a loss now and then.
+_PREEMPTED_COUNTS = 1 / 3
 
 
 def confirmed(decision: Decision, parts: Sequence[Decision], preempted: float = 0.0) -> Decision:
