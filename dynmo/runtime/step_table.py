@@ -24,8 +24,8 @@ from dynmo.runtime.post_validation import Rollback, Switch
 @dataclass(frozen=True)
 class StepResult:
     """One step, the same on every rank. busy, spans, flags: of each global rank (or slice), in seconds; busy counts no time in which other
-    processes had a rank's core. squared_norms: per layer, before
-    clipping, 0 where the step was skipped: gradients overflowed, nothing was updated, and the loss scale falls.
+    processes had a rank's core. squared_norms: per layer, before clipping, 0 where the step was skipped: gradients overflowed, nothing was
+    updated, and the loss scale falls.
 
     rollback: with post-validation, where the step was taken back first. switch: where that makes the pipeline change its mode.
     """

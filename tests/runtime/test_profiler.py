@@ -7,12 +7,14 @@ from typing import Any
 import torch
 from torch import nn
 
+from dynmo.costs import LayerCost
 from dynmo.runtime.clock import HostClock
+from dynmo.runtime.executor import Slice
 from dynmo.runtime.profiler import Profiler
 from dynmo.runtime.split_backward import Layer
 from dynmo.schedule.op import Kind
 from tests.pool import Pool
-from tests.runtime.alone import emulated, ids
+from tests.runtime.alone import alone, emulated, ids
 
 FIELDS = (
     "f",
@@ -132,6 +134,36 @@ def test_doubtful_readings_count_only_where_there_is_no_other() -> None:
     alone = Profiler(clock)
     alone.observe([marked(clock, [(Kind.W, 0.0, 200.0, []), (Kind.W, 0.0, 1.0, [(0.0, 300.0)])])])
     assert alone.seconds(3) == (0.0, 0.0, 250.5)
+
+
+def test_costs_by_half_of_the_readings() -> None:
+    """In proportion to costs that may be scaled. One reading of a time has no halves; one count of bytes is exact."""
+    clock = Tape()
+    profiler = Profiler(clock)
+    costs = (LayerCost(0, 0, 0), LayerCost(0, 0, 0), LayerCost(0, 0, 0), LayerCost(f=4.0, b=0.0, w=6.0, weight_bytes=7))
+    for f in (1.0, 2.0, 9.0):
+        profiler.observe([marked(clock, [(Kind.F, 0.0, f, []), (Kind.W, 0.0, 3.0, [])])])
+        halves = profiler.gather_halves(alone(), [3], costs)
+        assert bool(halves) == (f > 1.0)
+    assert [half[3] for half in halves] == [
+        LayerCost(f=2.0, b=0.0, w=6.0, weight_bytes=7),
+        LayerCost(f=18.0, b=0.0, w=6.0, weight_bytes=7),
+    ]
+    assert profiler.gather_halves(alone(), [2, 3], costs) == (), "nothing is known of layer 2"
+
+
+def test_the_share_that_other_processes_take() -> None:
+    profiler = Profiler(Halving())
+    assert profiler.preempted == 0.0
+    profiler.observe_ops([Slice("F", 0, 0, 0.0, 2.0), Slice("wait", 0, 0, 2.0, 50.0), Slice("B", 0, 0, 50.0, 54.0)])
+    assert profiler.preempted == 0.5
+
+
+class Halving(Tape):
+    """Other processes take half of all time."""
+
+    def seconds(self, start: float, end: float) -> float | None:
+        return (end - start) / 2
 
 
 def test_observing_costs_a_few_reads_a_mark() -> None:
