@@ -15,6 +15,7 @@
 Every message is one line: what was wrong, where, and what to do.
 """
 
+import sysconfig
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
@@ -74,10 +75,34 @@ class Interrupted(RunError):
     exit_status = 130
 
 
-def place(error: BaseException) -> str:
-    """` (model.py:12)`: where the error was raised, in the innermost file that is not torch's or Python's own importer."""
+def place(error: BaseException, own: bool = False) -> str:
+    """Name the user's line that an error came through.
+
+    That is the innermost frame outside dynmo, torch, Python and installed packages. If there is
+    none, it is the innermost frame outside dynmo and torch.
+
+    Args:
+        error: What was raised.
+        own: If there is neither, take dynmo's own line. It tells only those who mend dynmo.
+
+    Returns:
+        ` (model.py:12)`, or an empty string.
+    """
     if isinstance(error, SyntaxError):  # says so itself
         return ""
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if not {"torch", "importlib"} & set(Path(f.filename).parts)]
-    frames = [f for f in frames if not f.filename.startswith("<frozen")]
-    return f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith("<frozen")]
+    files = [Path(f.filename) for f in frames]
+    users = [f for f, file in zip(frames, files, strict=True) if not _is_installed(file)]
+    others = [f for f, file in zip(frames, files, strict=True) if not {"torch", "importlib"} & set(file.parts)]
+    foreign = [f for f in others if not Path(f.filename).is_relative_to(_DYNMO)]
+    nearest = users or foreign or (others if own else [])
+    return f" ({Path(nearest[-1].filename).name}:{nearest[-1].lineno})" if nearest else ""
+
+
+_DYNMO = Path(__file__).parent
+_STDLIB = Path(sysconfig.get_path("stdlib"))
+
+
+def _is_installed(file: Path) -> bool:
+    """Whether the file belongs to dynmo, to Python or to an installed package."""
+    return file.is_relative_to(_DYNMO) or file.is_relative_to(_STDLIB) or bool({"site-packages", "dist-packages"} & set(file.parts))

@@ -40,7 +40,7 @@ from dynmo.events import (
 from dynmo.feed import Feed
 from dynmo.files import write_whole
 from dynmo.models.model import Model, load_model
-from dynmo.plan import first_plan, shapes_of, with_workspace
+from dynmo.plan import first_plan, known_costs, shapes_of, with_workspace
 from dynmo.profiling import profile_of
 from dynmo.rebalance import Rebalancer
 from dynmo.report.trace import Tracer
@@ -125,9 +125,14 @@ class Trainer:
             partition = Partition(found.partition)
         # What decisions need that have to fit a memory.
         limit = memory_limit(config, world.device)
-        self._shapes = None if limit is None else shapes_of(config, model)
-        if found is None and config.pipeline.memory_limit is not None and self._shapes is not None:
-            first_plan(config, model, self._shapes, world.device)
+        self._shapes = None
+        if limit is not None:
+            costs, unknown = known_costs(config, model)
+            self._shapes = costs if unknown is None else None
+            if unknown is not None and world.rank == 0:
+                print(f"dynmo: {unknown}", file=sys.stderr)
+            if found is None and config.pipeline.memory_limit is not None:
+                first_plan(config, model, costs, world.device, unknown)
         cached = config.dynamism.freezing.cache_bytes if "freezing" in config.dynamism.cases else 0
         self.pipeline = pipeline_for(config, arrange(world, data), model, partition, cached)
         self._stepped = False  # whether a step is done

@@ -15,6 +15,8 @@ import typer
 from dynmo.cli.train import (
     _check_input,  # pyright: ignore[reportPrivateUsage]
     _stdout_for_json,  # pyright: ignore[reportPrivateUsage]
+    import_from_working_folder,
+    rank_command,
 )
 from dynmo.errors import DynmoError, InputError, RunError
 
@@ -37,9 +39,7 @@ def profile(
     from dynmo.config import load
     from dynmo.runtime.launch import is_local_rank
 
-    # `python -m dynmo` imports from the working folder, the `dynmo` script does not; a model of one's own may be there.
-    if sys.path[:1] not in ([""], [str(Path.cwd())]):
-        sys.path.insert(0, str(Path.cwd()))
+    import_from_working_folder()
     if is_local_rank():
         assert out is not None
         raise typer.Exit(_local_rank(config, steps, out, json_))
@@ -84,7 +84,7 @@ def _spawn(config: Config, steps: int, out: Path, as_json: bool) -> int:
     folder = Path(tempfile.mkdtemp(prefix="dynmo-profile-"))
     try:
         (folder / "config.toml").write_text(to_toml(config), encoding="utf-8")
-        command = [sys.executable, "-m", "dynmo", "profile", str(folder / "config.toml"), "--steps", str(steps), "--out", str(out)]
+        command = rank_command("profile", str(folder / "config.toml"), "--steps", str(steps), "--out", str(out))
         command += ["--json"] * as_json
         status = spawn(command, config.ranks, config.parallel.threads, folder)
     except BaseException as error:

@@ -36,9 +36,7 @@ def train(
     """Train a model over pipeline ranks, rebalancing as it changes."""
     from dynmo.runtime.launch import is_local_rank
 
-    # `python -m dynmo` imports from the working folder, the `dynmo` script does not; a model of one's own may be there.
-    if sys.path[:1] not in ([""], [str(Path.cwd())]):
-        sys.path.insert(0, str(Path.cwd()))
+    import_from_working_folder()
     if is_local_rank():
         raise typer.Exit(_local_rank(config, resume, json_))
 
@@ -57,6 +55,24 @@ def train(
         with _run_folder(loaded, resume, overwrite) as folder:
             raise typer.Exit(_spawn(loaded, folder, resume, json_))
     raise typer.Exit(_joined_rank(loaded, rendezvous, resume, overwrite, json_))
+
+
+def import_from_working_folder() -> None:
+    """Let the user's modules be imported from the working folder, after all installed ones.
+
+    The folder comes last in `sys.path`. A file there that is called like a module of Python or of
+    a package, such as `types.py`, therefore hides nothing.
+    """
+    here = str(Path.cwd())
+    if sys.path[:1] in ([""], [here]):  # `python -m dynmo` puts it first
+        del sys.path[0]
+    if here not in sys.path:
+        sys.path.append(here)
+
+
+def rank_command(*arguments: str) -> list[str]:
+    """The command line of a local rank. With -P, Python does not put the working folder first in `sys.path`."""
+    return [sys.executable, "-P", "-m", "dynmo", *arguments]
 
 
 def _check_input(config: Config) -> None:
@@ -208,8 +224,7 @@ def _size(path: Path) -> int:
 def _spawn(config: Config, folder: Path, resume: bool, as_json: bool) -> int:
     from dynmo.runtime.launch import spawn
 
-    command = [sys.executable, "-m", "dynmo", "train", str(folder / "config.toml")]
-    command += ["--resume"] * resume + ["--json"] * as_json
+    command = rank_command("train", str(folder / "config.toml"), *["--resume"] * resume, *["--json"] * as_json)
     try:
         return spawn(command, config.ranks, config.parallel.threads, folder)
     finally:
@@ -305,6 +320,8 @@ def _dry_run(config: Config, as_json: bool) -> None:
 
     with _stdout_for_json(as_json):
         plan = dry_run(config)
+    if plan.activations_unknown is not None:
+        print(f"dynmo: {plan.activations_unknown}", file=sys.stderr)
     if as_json:
         print(json.dumps(plan.to_json()))
         return

@@ -30,6 +30,8 @@ from dynmo.config.values import (
     Seconds,
     ShapesAt,
     Share,
+    Threads,
+    Timeout,
     Whole,
     only,
     word,
@@ -115,17 +117,17 @@ class Train(Section):
 
 class Parallel(Section):
     """Sizes of the mesh: `data` replicas of a pipeline of `pipeline` ranks; `zero` 1 shards the optimizer's state over the replicas;
-    `slices`: the ranks of a pipeline are slices of one GPU, in one process; `threads` of one rank on CPU; `timeout` in seconds is the limit
-    of every wait. `backend`: "auto" is NCCL between CUDA ranks and gloo between CPU ranks. "gloo" sends CUDA tensors through host memory:
-    slower, but ranks may share a GPU."""
+    `slices`: the ranks of a pipeline are slices of one GPU, in one process; `threads` of one rank on CPU (at most 1024); `timeout` in
+    seconds is the limit of every wait (at most 1e9). `backend`: "auto" is NCCL between CUDA ranks and gloo between CPU ranks. "gloo" sends
+    CUDA tensors through host memory: slower, but ranks may share a GPU."""
 
     pipeline: Count = 1
     data: Count = 1
     expert: Annotated[Count, only(1)] = 1
     zero: Annotated[int, Field(ge=0, le=1)] = 0
     slices: bool = False
-    threads: Count = 1
-    timeout: Positive = 120.0
+    threads: Threads = 1
+    timeout: Timeout = 120.0
     device: Annotated[str, word(("auto", "cpu", "cuda"))] = "auto"
     backend: Annotated[str, word(("auto", "gloo"))] = "auto"
 

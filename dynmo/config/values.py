@@ -198,6 +198,9 @@ Count: TypeAlias = Annotated[int, Field(ge=1, le=_LARGEST)]
 Whole: TypeAlias = Annotated[int, Field(ge=0, le=_LARGEST)]
 NonNegative: TypeAlias = Annotated[float, Field(ge=0)]
 Positive: TypeAlias = Annotated[float, Field(gt=0)]
+# A longer wait overflows what the system takes; more threads take long to start and gain nothing.
+Timeout: TypeAlias = Annotated[float, Field(gt=0, le=1e9)]
+Threads: TypeAlias = Annotated[int, Field(ge=1, le=1024)]
 Share: TypeAlias = Annotated[float, Field(ge=0, le=1)]
 BelowOne: TypeAlias = Annotated[float, Field(ge=0, lt=1)]
 # TOML has lists only, and strict pydantic takes no list for a tuple: so tuples (frozen, hashable) are lax, their items are not.

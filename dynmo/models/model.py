@@ -7,6 +7,8 @@ import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
+from types import ModuleType
 from typing import Any, TypeGuard, cast
 
 import torch
@@ -115,18 +117,18 @@ def from_function(path: str, seed: int) -> Model:
         module = importlib.import_module(module_name)
     except ImportError as error:
         raise ConfigError(f"{where}: cannot import {module_name}: {error}; run from its folder or install it") from error
-    except Exception as error:  # whatever its own code raises, a slip of the pen too
+    except (Exception, SystemExit) as error:  # whatever its own code raises, a slip of the pen too
         raise ConfigError(f"{where}: importing {module_name} raised {_what(error)}") from error
     function = getattr(module, function_name, None)
     if not callable(function):
-        raise ConfigError(f"{where}: {module_name} has no function {function_name}")
+        raise ConfigError(f"{where}: {module_name} has no function {function_name}{_elsewhere(module)}")
 
     def make() -> tuple[list[nn.Module] | list[Factory], Loss]:
         try:
             with generators_kept(torch.device("cpu")):
                 torch.manual_seed(mix(seed, Purpose.INITIAL, 0))
                 made = function()
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise ConfigError(f"{where}: {function_name}() raised {_what(error)}") from error
         layers, loss = made if isinstance(made, tuple) and len(made) == 2 else (made, next_token_loss)
         if (
@@ -172,6 +174,15 @@ def from_function(path: str, seed: int) -> Model:
     return Model(names, build, next_token_loss if given is next_token_loss else loss)
 
 
+def _elsewhere(module: ModuleType) -> str:
+    """A hint if an installed module hides the user's own of the same name."""
+    own = Path(f"{module.__name__.replace('.', '/')}.py")
+    file = getattr(module, "__file__", None)
+    if file is None or not own.is_file() or own.resolve() == Path(file).resolve():
+        return ""
+    return f"; it was imported from {file}, so rename {own}"
+
+
 def _are_modules(layers: list[nn.Module] | list[Factory]) -> TypeGuard[list[nn.Module]]:
     return isinstance(layers[0], nn.Module)
 
@@ -179,7 +190,7 @@ def _are_modules(layers: list[nn.Module] | list[Factory]) -> TypeGuard[list[nn.M
 def _made(where: str, index: int, factory: Callable[[], object]) -> nn.Module:
     try:
         made = factory()
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise ConfigError(f"{where}: making layer {index} raised {_what(error)}") from error
     if not isinstance(made, nn.Module):
         raise ConfigError(f"{where}: what should make layer {index} returned a {type(made).__name__}, not a torch module")
@@ -191,7 +202,7 @@ def _kind() -> type[Tensor]:
     return type(torch.empty(0))
 
 
-def _what(error: Exception) -> str:
+def _what(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}{place(error)}"
 
 

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
-from dynmo.errors import DynmoError, InputError, Interrupted, RankDied, RunError, WaitTimeout, place
+from dynmo.errors import ConfigError, DynmoError, InputError, Interrupted, RankDied, RunError, WaitTimeout, place
 from dynmo.files import write_whole
 
 # After one rank has failed, the others get so many seconds to find out for themselves and say why.
@@ -41,12 +41,19 @@ FOR_RANKS_ON_CUDA = {"CUDA_MODULE_LOADING": "EAGER", "CUDA_DEVICE_MAX_CONNECTION
 
 @dataclass(frozen=True)
 class Failure:
-    """Why a rank ended. weight: causes come before consequences (lower is closer to the cause). waits_for: ranks that did not come."""
+    """Why a rank ended. weight: causes come before consequences (lower is closer to the cause). waits_for: ranks that did not come.
+    trace: the traceback, for DYNMO_TRACEBACK=1."""
 
     weight: int
     status: int
     message: str
     waits_for: tuple[int, ...] = ()
+    trace: str = ""
+
+
+def most_local_ranks() -> int:
+    """The number of ranks that one machine may start. A process of torch takes some 200 MB, and many ranks share a core poorly."""
+    return max(64, 4 * (os.cpu_count() or 1))
 
 
 def rank_environment(rank: int, size: int, folder: Path, threads: int) -> dict[str, str]:
@@ -81,8 +88,13 @@ def spawn(command: Sequence[str], size: int, threads: int, log_folder: Path) -> 
     """Runs `command` (an argument list) as `size` ranks until all have ended. Returns 0, or 130 when all stopped as a signal asked.
 
     The command calls `enter_rank` first. Raises RunError or InputError with the cause if a rank fails, Interrupted if a signal ended
-    ranks that were not training; no process is left behind.
+    ranks that were not training; no process is left behind. Raises ConfigError before any rank starts if they are too many.
     """
+    if size > most_local_ranks():
+        raise ConfigError(
+            f"parallel.pipeline x parallel.data = {size} ranks, but at most {most_local_ranks()} start on this machine; "
+            "use fewer, or start them on several machines with torchrun or Slurm"
+        )
     ranks: list[subprocess.Popen[bytes]] = []
     with tempfile.TemporaryDirectory(prefix="dynmo-") as name, _signals(ranks) as asked:
         folder = Path(name)
@@ -194,7 +206,10 @@ def _verdict(ranks: list[subprocess.Popen[bytes]], folder: Path, log_folder: Pat
             failures[rank] = Failure(1, 1, f"rank {rank} ended with status {code}{where}")
     if failures:
         cause = failures[min(failures, key=lambda rank: _distance(rank, failures))]
-        raise (InputError if cause.status == 2 else RunError)(cause.message)
+        error = (InputError if cause.status == 2 else RunError)(cause.message)
+        if cause.trace:
+            error.add_note(f"The rank's own traceback:\n{cause.trace}")
+        raise error
     if not ended:
         return 130 if 130 in codes else 0
     if len(asked) > 1:
@@ -251,16 +266,16 @@ def _native_stderr_to(log: Path) -> None:
 
 def report_failure(error: BaseException, log: Path | None = None) -> int:
     """Leaves the reason for the launcher; returns the exit status. log: where the traceback is written."""
-    rank = int(os.environ["RANK"])
+    rank, trace = int(os.environ["RANK"]), "".join(traceback.format_exception(error))
     logged = log is not None and _log_traceback(error, log)
     if isinstance(error, DynmoError):
         # A rank that lost a peer, or waited in vain, suffers from a failure elsewhere.
         weight = 3 if isinstance(error, RankDied) else 2 if isinstance(error, WaitTimeout) else 0
         waits_for = error.ranks if isinstance(error, WaitTimeout) else ()
-        failure = Failure(weight, error.exit_status, " ".join(str(error).split()), waits_for)
+        failure = Failure(weight, error.exit_status, " ".join(str(error).split()), waits_for, trace)
     else:
         where = f"; the traceback is in {log}" if logged else ""
-        failure = Failure(0, 1, describe(error, rank) + where)
+        failure = Failure(0, 1, describe(error, rank) + where, trace=trace)
     path = Path(os.environ["DYNMO_RENDEZVOUS"]) / f"failed-{rank}.json"
     try:
         write_whole(path, json.dumps(vars(failure)))
@@ -291,4 +306,4 @@ def _log_traceback(error: BaseException, log: Path) -> bool:
 def describe(error: BaseException, rank: int) -> str:
     """One line for an error that is not dynmo's own: rank, what, where (in which layer, where its note says so)."""
     notes = "".join(f", {' '.join(note.split())}" for note in getattr(error, "__notes__", ()))
-    return f"rank {rank}: {type(error).__name__}: {' '.join(str(error).split())}{place(error)}{notes}"
+    return f"rank {rank}: {type(error).__name__}: {' '.join(str(error).split())}{place(error, own=True)}{notes}"
