@@ -1,5 +1,6 @@
 """The configuration: what it takes, what it refuses, and that every refusal is one line that names the key."""
 
+import re
 import tomllib
 from operator import attrgetter
 from pathlib import Path
@@ -11,6 +12,7 @@ from pydantic import ValidationError
 
 from dynmo.balance import balancers
 from dynmo.config import BALANCERS, Balance, Config, Model, load, parse, parse_bytes, to_toml
+from dynmo.config.writing import value_text
 from dynmo.errors import ConfigError
 
 
@@ -76,7 +78,8 @@ def test_defaults_then_file_then_set_the_last_winning(write):
     ],
 )
 def test_an_override_is_toml_or_a_bare_string(text, section, value):
-    config = load(None, [text])
+    emulated = ["model.kind=emulated", "model.layers=2"] if text.startswith(("model.f", "model.b")) else []
+    config = load(None, [*emulated, text])
     key = text.partition("=")[0].split(".")[-1]
     assert getattr(attrgetter(section)(config) if section else config, key) == value
 
@@ -164,6 +167,58 @@ def test_the_written_form_names_every_key():
     written = tomllib.loads(to_toml(Config()))
     dumped = Config().model_dump(mode="json", exclude_none=True)
     assert written == dumped
+
+
+# Keys of another kind of model.
+
+GPT_KEYS = {"blocks": 8, "hidden": 256, "heads": 4, "dropout": 0.0, "tied": False, "init_std": 0.02}
+EMULATED_KEYS = {"layers": 8, "f": 0.01, "b": 0.01, "w": 0.01, "bytes": 65536}
+
+
+@pytest.mark.parametrize(
+    ("kind", "keys"),
+    [("python:a:b", GPT_KEYS | EMULATED_KEYS), ("gpt", EMULATED_KEYS), ("emulated", GPT_KEYS)],
+)
+def test_a_key_of_another_kind_is_refused(write, kind, keys):
+    """Also at its default value: whoever writes it expects something of it."""
+    for key, value in keys.items():
+        owner = "gpt" if key in GPT_KEYS else "emulated"
+        says = f'model.{key} is a key of kind = "{owner}", which model.kind = "{kind}" has not; leave it out'
+        with pytest.raises(ConfigError, match=re.escape(says)):
+            parse({"model": {"kind": kind, key: value}})
+        path = write(f'model.kind = "{kind}"')
+        with pytest.raises(ConfigError, match=re.escape(f"--set: {says}")):
+            load(path, [f"model.{key}={value_text(value)}"])
+    with pytest.raises(ConfigError, match=r"\(and 1 more\)"):
+        parse({"model": {"kind": kind, **dict(list(keys.items())[:2])}})
+
+
+@pytest.mark.parametrize(("kind", "own"), [("python:a:b", {}), ("gpt", GPT_KEYS), ("emulated", EMULATED_KEYS)])
+def test_a_saved_config_has_the_keys_of_its_kind_alone(write, kind, own):
+    config = parse({"model": {"kind": kind}})
+    assert tomllib.loads(to_toml(config))["model"].keys() == {"kind", "vocab", "sequence", *own}
+    assert load(write(to_toml(config))) == config
+    # A run of an earlier version wrote every key, whatever it was.
+    common = {"kind": kind, "vocab": 256, "sequence": 256}
+    text = "[model]\n" + "\n".join(
+        f"{k} = {value_text(v)}" for k, v in (common | GPT_KEYS | EMULATED_KEYS | {"hidden": 64, "layers": 9}).items()
+    )
+    then = load(write(text), ["train.steps=7"])
+    assert (then.model.kind, then.train.steps) == (kind, 7)
+    assert then.model.hidden == (64 if kind == "gpt" else 256)
+    assert then.model.layers == (9 if kind == "emulated" else 8)
+    for key in (GPT_KEYS | EMULATED_KEYS).keys() - own.keys():
+        with pytest.raises(ConfigError, match=f"--set: model.{key} is a key of kind"):
+            load(write(text), [f"model.{key}={value_text((GPT_KEYS | EMULATED_KEYS)[key])}"])
+
+
+def test_set_changes_the_kind_of_a_file(write):
+    """What only the file's own kind has goes with that kind."""
+    path = write('[model]\nkind = "emulated"\nlayers = 5\nf = 0.5\nsequence = 16')
+    config = load(path, ["model.kind=gpt", "model.blocks=2"])
+    assert config == parse({"model": {"kind": "gpt", "blocks": 2, "sequence": 16}})
+    with pytest.raises(ConfigError, match=r'--set: model.f is a key of kind = "emulated"'):
+        load(path, ["model.kind=gpt", "model.f=0.5"])
 
 
 # What it refuses: one line, with the place and what to do.
@@ -489,7 +544,6 @@ def test_an_initial_entry_is_at_least_one_layer():
         ["parallel.pipeline=18"],
         ["balance.initial=[10, 8]", "parallel.pipeline=2"],
         ["model.kind=python:a:b", "parallel.pipeline=99"],  # only the function knows
-        ["model.kind=emulated", "model.heads=3"],  # no heads there
         ["dynamism.cases=['freezing']"],
         ["dynamism.cases=['freezing']", "dynamism.freezing.schedule=[[1, 17]]"],
         ["dynamism.cases=['freezing']", "dynamism.freezing.schedule=[[5, 1], [200, 3]]"],  # a run may be cut short

@@ -81,8 +81,10 @@ def report(
 
 def _config(folder: Path) -> dict[str, Any] | None:
     """The run's config as it was written down; None where it cannot be read (a report needs it not)."""
+    from dynmo.config import without_unused_keys
+
     try:
-        return tomllib.loads((folder / "config.toml").read_text(encoding="utf-8"))
+        return without_unused_keys(tomllib.loads((folder / "config.toml").read_text(encoding="utf-8")))
     except (OSError, ValueError):
         return None
 

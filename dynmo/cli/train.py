@@ -164,7 +164,12 @@ def _prepare(folder: Path, config: Config, resume: bool, overwrite: bool) -> tup
             raise ConfigError(f"{folder} does not exist, so there is nothing to resume; leave out --resume")
         if not any((folder / "checkpoints").glob("step-*[0-9]")):
             raise ConfigError(f"{folder} has no checkpoint to resume from; start anew with --overwrite")
-        found = (folder / "config.toml").read_text(encoding="utf-8")
+        try:
+            found = (folder / "config.toml").read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise ConfigError(
+                f"{folder}/config.toml: not UTF-8 text (byte {error.start}); save it as UTF-8, or start anew with --overwrite"
+            ) from None
         config = _with_found(config, found)
         _tell_changes(found, to_toml(config))
     elif folder.exists():
@@ -204,10 +209,11 @@ def _with_found(config: Config, before: str) -> Config:
 
 def _tell_changes(before: str, after: str) -> None:
     """A run that goes on with other values goes another way: nobody should do that by mistake."""
+    from dynmo.config import without_unused_keys
     from dynmo.report.summary import difference_line, differences
 
     with contextlib.suppress(tomllib.TOMLDecodeError):  # the run's own copy, edited by hand
-        found = differences([tomllib.loads(before), tomllib.loads(after)])
+        found = differences([without_unused_keys(tomllib.loads(text)) for text in (before, after)])
         if found:
             print(f"dynmo: resumed; {difference_line(found)}", file=sys.stderr)
 

@@ -8,7 +8,7 @@ writing.py   Config -> TOML
 """
 
 from dynmo.config.checks import shapes, slots_fit
-from dynmo.config.reading import load, parse, with_options
+from dynmo.config.reading import load, parse, with_options, without_unused_keys
 from dynmo.config.sections import BALANCERS, Balance, Config, Model, Train
 from dynmo.config.values import parse_bytes
 from dynmo.config.writing import to_toml
@@ -26,4 +26,5 @@ __all__ = [
     "slots_fit",
     "to_toml",
     "with_options",
+    "without_unused_keys",
 ]

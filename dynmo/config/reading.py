@@ -14,7 +14,7 @@ from typing import Any, cast
 
 from pydantic import ValidationError
 
-from dynmo.config.sections import Config, Section
+from dynmo.config.sections import KEYS_OF_KIND, Config, Model, Section, keys_of_other_kinds
 from dynmo.config.values import CASES, NOT_SERVED, PLANNED_CASES
 from dynmo.config.writing import value_text
 from dynmo.errors import ConfigError
@@ -25,17 +25,22 @@ def load(path: str | Path | None = None, overrides: Sequence[str] = ()) -> Confi
 
     A value is in TOML syntax; a string may go without quotes. Raises ConfigError, one line: file, key, what was wrong, what to do.
     """
-    data = {} if path is None else _read(Path(path))
+    data = {} if path is None else without_unused_keys(_read(Path(path)))
+    before = _kind_of(data)
     for text in overrides:
         _override(data, text)
+    if _kind_of(data) != before:  # what only the file's own kind has goes with it
+        keys = {text.partition("=")[0].strip() for text in overrides}
+        _drop(data, {key for key in KEYS_OF_KIND.get(before, ()) if f"model.{key}" not in keys})
     where = "defaults" if path is None else str(path)
     return parse(data, where, frozenset(text.partition("=")[0].strip() for text in overrides))
 
 
 def parse(data: Mapping[str, Any], where: str = "config", overridden: Collection[str] = ()) -> Config:
     """The config of nested dicts. `where` is named in errors, but for the `overridden` keys `--set` is. Raises ConfigError."""
+    data = without_unused_keys(data)
     try:
-        return Config.model_validate(dict(data))
+        config = Config.model_validate(data)
     except ValidationError as error:
         problems = error.errors(include_url=False)
         # One line tells one problem, and of several the one most likely at the root: a key that nobody knows.
@@ -47,6 +52,51 @@ def parse(data: Mapping[str, Any], where: str = "config", overridden: Collection
             where = "--set"
         more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
         raise _error(f"{where}: {_explain(dict(problem), parts)}{more}") from None
+    _check_kind(data, where, overridden)
+    return config
+
+
+def _kind_of(data: Mapping[str, Any]) -> str:
+    """`model.kind`, or "" if it is not text."""
+    model: object = data.get("model", {})
+    kind: object = cast(Mapping[str, object], model).get("kind", Model().kind) if isinstance(model, Mapping) else ""
+    return kind if isinstance(kind, str) else ""
+
+
+def _drop(data: dict[str, Any], keys: Collection[str]) -> None:
+    """Remove keys of [model] in place."""
+    model: object = data.get("model")
+    if isinstance(model, Mapping):
+        data["model"] = {key: value for key, value in cast(Mapping[str, Any], model).items() if key not in keys}
+
+
+def without_unused_keys(data: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy without the keys of [model] that its kind does not have, if the run of an earlier version wrote it.
+
+    Such a file lists every key there is, also those that were ignored.
+    """
+    copy = dict(data)
+    model: object = copy.get("model")
+    if isinstance(model, Mapping) and Model.model_fields.keys() <= cast(Mapping[str, Any], model).keys():
+        _drop(copy, keys_of_other_kinds(_kind_of(copy)))
+    return copy
+
+
+def _check_kind(data: Mapping[str, Any], where: str, overridden: Collection[str]) -> None:
+    """Raise ConfigError for a key of [model] that its kind would ignore."""
+    kind = _kind_of(data)
+    others = keys_of_other_kinds(kind)
+    unused = [key for key in data.get("model", {}) if key in others]
+    if not unused:
+        return
+    owner = next(kind for kind, keys in KEYS_OF_KIND.items() if unused[0] in keys)
+    place = "--set" if f"model.{unused[0]}" in overridden else where
+    more = f" (and {len(unused) - 1} more)" if len(unused) > 1 else ""
+    hint = f", or use kind = {value_text(owner)}" if not kind.startswith("python:") else ": the function makes the layers"
+    raise _error(
+        f"{place}: model.{unused[0]} is a key of kind = {value_text(owner)}, which model.kind = {value_text(kind)} "
+        f"has not; leave it out{hint}{more}"
+    )
 
 
 def with_options(config: Config, section: tuple[str, ...], options: Mapping[str, Any]) -> Config:

@@ -4,7 +4,14 @@ from __future__ import annotations
 
 from typing import Annotated, cast
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    SerializerFunctionWrapHandler,
+    model_serializer,
+    model_validator,
+)
 
 from dynmo.config.checks import problems
 from dynmo.config.values import (
@@ -45,9 +52,22 @@ class Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
 
+# Keys of [model] that only one kind has. All kinds have the others.
+KEYS_OF_KIND = {
+    "gpt": ("blocks", "hidden", "heads", "dropout", "tied", "init_std"),
+    "emulated": ("layers", "f", "b", "w", "bytes"),
+}
+
+
+def keys_of_other_kinds(kind: str) -> frozenset[str]:
+    """The keys of [model] that a model of this kind does not have."""
+    return frozenset(key for owner, keys in KEYS_OF_KIND.items() if owner != kind for key in keys)
+
+
 class Model(Section):
     """What is trained. `sequence` counts tokens. `layers`, `f`, `b`, `w` (seconds, one number or one per layer) and `bytes` (of an
-    activation message) belong to the emulated kind, `blocks` to `init_std` to the gpt."""
+    activation message) belong to the emulated kind, `blocks` to `init_std` to the gpt (`KEYS_OF_KIND`). `reading.parse` refuses
+    keys of another kind, and a model that is written down leaves them out."""
 
     kind: ModelKind = "gpt"
     blocks: Count = 8
@@ -63,6 +83,11 @@ class Model(Section):
     b: Seconds = 0.01
     w: Seconds = 0.01
     bytes: Count = 65536
+
+    @model_serializer(mode="wrap")
+    def _without_other_kinds(self, write: SerializerFunctionWrapHandler) -> dict[str, object]:
+        others = keys_of_other_kinds(self.kind)
+        return {key: value for key, value in write(self).items() if key not in others}
 
     @property
     def layer_count(self) -> int | None:
