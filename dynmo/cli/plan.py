@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from dynmo.balance.balancers import BALANCERS
+from dynmo.cli.compiling import compilation_told
 from dynmo.errors import InputError, PartitionError
 from dynmo.schedule.bound import Objective
 from dynmo.schedule.catalogue import SCHEDULES
@@ -29,6 +30,7 @@ Alternatives = dict[str, "list[Alternative]"]
 _BAR = 60  # columns of the longest rank's bar
 
 
+@compilation_told()
 def plan(
     costs: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Costs of the layers (dynmo profile writes them), or a run's folder. Needed.")

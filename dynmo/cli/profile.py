@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from dynmo.cli.compiling import compilation_told
 from dynmo.cli.train import (
     _check_input,  # pyright: ignore[reportPrivateUsage]
     _stdout_for_json,  # pyright: ignore[reportPrivateUsage]
@@ -145,7 +146,7 @@ def _rank(config: Config, rendezvous: Rendezvous, steps: int, out: Path, as_json
         print(f"dynmo: {warning}", file=sys.stderr)
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}", markup=False), BarColumn(bar_width=20), TextColumn("{task.completed}/{task.total} steps"))
-    with _stdout_for_json(as_json), Progress(*columns, console=console, disable=not console.is_terminal) as progress:
+    with compilation_told(), _stdout_for_json(as_json), Progress(*columns, console=console, disable=not console.is_terminal) as progress:
         task = progress.add_task(f"measuring {config.name}", total=steps)
 
         def listen(step: int, seconds: float) -> None:

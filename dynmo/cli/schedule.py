@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import shutil
@@ -13,10 +14,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from dynmo.cli.compiling import compilation_told
 from dynmo.costs import Costs, split_costs, uniform_costs
 from dynmo.errors import InputError, ScheduleError
 from dynmo.schedule.bound import Objective
-from dynmo.schedule.catalogue import SCHEDULES, make, placement_of
+from dynmo.schedule.catalogue import SCHEDULES, entry, make, placement_of
 from dynmo.schedule.chunk_bound import lower_bound_on
 from dynmo.schedule.op import Schedule, to_text
 from dynmo.simulator import Timeline, peak_memory, simulate
@@ -92,7 +94,9 @@ def schedule(
 
     began = time.perf_counter()
     wanted = _Wanted(ranks, microbatches, stage_costs, chunks, caps, first_trainable, objective)
-    made = wanted.make(name)
+    # A schedule made by hand needs no numba, which takes a while to import.
+    with compilation_told() if entry(name).from_costs else contextlib.nullcontext():
+        made = wanted.make(name)
     seconds = time.perf_counter() - began
     _check_memory(made, wanted)
     proof = None if exact is None else _prove(made, wanted, exact)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from dynmo.cli.compiling import compilation_told
 from dynmo.errors import InputError
 
 if TYPE_CHECKING:
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 _ROWS, _COLUMNS = 12, 72
 
 
+@compilation_told()
 def simulate(
     workload: Annotated[Path, typer.Argument(help="The workload and the policy, as TOML.", show_default=False)],
     plot: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw the step times (.svg, .png, .pdf; needs matplotlib).")] = None,

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
 import typer
 
+from dynmo.cli.compiling import compilation_told
 from dynmo.errors import ConfigError, DynmoError, InputError, Interrupted, RunError
 from dynmo.files import write_whole
 
@@ -283,7 +284,7 @@ def _rank(config: Config, rendezvous: Rendezvous, folder: Path, resume: bool, as
     warning = warn_of_cores(config)
     if warning:
         print(f"dynmo: {warning}", file=sys.stderr)
-    with _stdout_for_json(as_json), ProgressLine(config.name, config.train.steps) as progress:
+    with compilation_told(), _stdout_for_json(as_json), ProgressLine(config.name, config.train.steps) as progress:
 
         def listen(event: Event) -> None:
             shutil.rmtree(_aside(folder), ignore_errors=True)  # the run has begun
