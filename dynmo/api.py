@@ -11,10 +11,12 @@ for step in range(steps):
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Literal
+from numbers import Real
+from typing import Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -113,6 +115,10 @@ class Pipeline:
         ):
             if word not in words:
                 raise ConfigError(f"{what} = {word!r}; choose from {', '.join(words)}")
+        if not isinstance(cast(object, model), Model):
+            raise ConfigError(f"model is a {type(model).__name__}; make a Model of it with dynmo.models.model.from_factories")
+        _check_partition(partition)
+        _check_recompute(recompute, model.layers)
         self.model = model
         self._replicates = replicates or world.replicas > 1
         slots = slots or world.replicas
@@ -259,9 +265,10 @@ class Pipeline:
         of the step before. RunError, too, is then raised a step late; nothing was updated. `drain` waits for the last one, and so does
         every method that looks at the model or changes it.
         """
+        _check_rates(lr, max_norm)
         pending = self._pending
         if self.post_validates:
-            self._check_count(inputs, targets, self._holding.layout.microbatches)
+            self._check_batch(inputs, targets, self._holding.layout.microbatches)
             executor = self._executor()
             pending.begin()
             stands = partial(pending.stands, executor) if pending.is_out else None
@@ -280,7 +287,7 @@ class Pipeline:
 
     def forward_backward(self, step: int, inputs: Tensor | None, targets: Tensor | None, keys: Keys | None = None) -> Outcome:
         """The first half of `step`: runs the program; gradients are left on the parameters."""
-        self._check_count(inputs, targets, self._holding.layout.microbatches)
+        self._check_batch(inputs, targets, self._holding.layout.microbatches)
         self._pending.settle()
         if self._halfway:
             raise RunError("forward_backward was called again before update or discard; a step's microbatches are given all at once")
@@ -290,6 +297,7 @@ class Pipeline:
 
     def update(self, step: int, outcome: Outcome, *, lr: float, max_norm: float = 0.0, flag: bool = False) -> StepResult:
         """The second half of `step`: what the ranks must agree on, clipping, the optimizer."""
+        _check_rates(lr, max_norm)
         self._halfway = False
         return self._pending.observed(*self._step_end.update(step, outcome, lr, max_norm, flag))
 
@@ -300,7 +308,9 @@ class Pipeline:
 
     def evaluate(self, inputs: Tensor | None, targets: Tensor | None, microbatches: int, keys: Keys | None = None) -> float:
         """The mean loss over so many microbatches, without training. inputs, targets, keys as in `step`."""
-        self._check_count(inputs, targets, microbatches)
+        if microbatches < 1:
+            raise InputError(f"microbatches = {microbatches}: an evaluation needs at least 1")
+        self._check_batch(inputs, targets, microbatches)
         self._pending.settle()
         with generators_kept(self.world.device), self._buffers_as_they_were():
             loss = self._programs.evaluate(inputs, targets, microbatches, keys)
@@ -359,12 +369,23 @@ class Pipeline:
                     "that keeps none"
                 )
 
-    def _check_count(self, inputs: Tensor | None, targets: Tensor | None, microbatches: int) -> None:
-        for what, batch in (("inputs", inputs), ("targets", targets)):
-            if batch is not None and len(batch) != microbatches:
+    def _check_batch(self, inputs: Tensor | None, targets: Tensor | None, microbatches: int) -> None:
+        stages = self._holding.own_stages
+        last = len(self.placement) - 1
+        for name, batch, stage, holder in (("inputs", inputs, 0, "first"), ("targets", targets, last, "last")):
+            if batch is None:
+                if stage in stages:
+                    raise InputError(
+                        f"{name} is None, but rank {self.world.rank} holds the {holder} stage; give it a tensor [microbatches, ...]"
+                    )
+                continue
+            if not isinstance(cast(object, batch), Tensor):
+                raise InputError(f"{name} is a {type(batch).__name__}; give one tensor [microbatches, ...] (torch.stack, torch.as_tensor)")
+            if batch.dim() == 0 or len(batch) != microbatches:
                 own = " of this replica's own" if self.world.replicas > 1 else ""
+                count = len(batch) if batch.dim() else "no"
                 raise InputError(
-                    f"{what}: {len(batch)} microbatches, shape {list(batch.shape)}, where {microbatches}{own} are expected; the first "
+                    f"{name}: {count} microbatches, shape {list(batch.shape)}, where {microbatches}{own} are expected; the first "
                     "dimension counts microbatches"
                 )
 
@@ -410,6 +431,7 @@ class Pipeline:
 
     def move(self, partition: Partition) -> Migration:
         """Puts the layers where `partition` says, with weights, gradients, optimizer state and flags. All or nothing."""
+        _check_partition(partition)
         self._pending.settle()
         holding, world, before = self._holding, self.world, self._holding.layout
         layout = self._layouts.moved(before, partition)
@@ -602,3 +624,24 @@ class Pipeline:
         """Like `digest`, of the persistent buffers (running statistics, say), but for those that encode the sparsity of pruned weights."""
         self._pending.settle()
         return buffers_digest(self._holding)
+
+def _check_partition(partition: object) -> None:
+    if not isinstance(partition, Partition):
+        raise ConfigError(f"partition is a {type(partition).__name__}; give a Partition, such as Partition((4, 4))")
+
+
+def _check_recompute(recompute: object, layers: int) -> None:
+    if callable(recompute):
+        return
+    if isinstance(recompute, str) or not isinstance(recompute, Collection):
+        raise ConfigError(f"recompute = {recompute!r}; give the indices of layers, range({layers}) for all, or a function")
+    outside = [index for index in cast(Collection[object], recompute) if index not in range(layers)]
+    if outside:
+        raise ConfigError(f"recompute names layer {outside[0]!r}, but the model has {layers}, from 0 to {layers - 1}")
+
+
+def _check_rates(lr: object, max_norm: object) -> None:
+    if not isinstance(lr, Real) or not 0 <= lr < math.inf:
+        raise InputError(f"lr = {lr!r}; give a finite number of at least 0")
+    if not isinstance(max_norm, Real) or not max_norm >= 0:
+        raise InputError(f"max_norm = {max_norm!r}; give a number of at least 0, where 0 clips nothing")
