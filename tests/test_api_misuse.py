@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import threading
 from functools import partial
 from typing import Any
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 
 from dynmo.api import Pipeline
 from dynmo.balance.partition import Partition
-from dynmo.errors import ConfigError, PartitionError, RunError
+from dynmo.errors import ConfigError, InputError, PartitionError, RunError
 from dynmo.models.model import from_factories, next_token_loss
 from dynmo.runtime.mesh import arrange
 from dynmo.runtime.world import World
@@ -41,6 +42,48 @@ def test_there_is_no_such_layer(layers: list[int]) -> None:
     with pytest.raises(PartitionError, match="there is no layer"):
         made.unfreeze(layers)
     assert made.frozen == frozenset()
+
+
+def test_batches_that_are_no_tensors() -> None:
+    """One line that names the argument, before anything has run."""
+    made, twin = gpt(), gpt()
+    inputs, targets = tokens(0)
+    wrong: list[tuple[Any, Any, str]] = [
+        ((inputs,), targets, "inputs is a tuple; give one tensor"),
+        (inputs, targets.numpy(), "targets is a ndarray; give one tensor"),
+        (None, targets, "inputs is None, but rank 0 holds the first stage"),
+        (inputs, None, "targets is None, but rank 0 holds the last stage"),
+        (torch.tensor(3), targets, "inputs: no microbatches, shape"),
+    ]
+    for x, y, says in wrong:
+        with pytest.raises(InputError, match=says):
+            made.step(0, x, y, lr=0.1)
+        with pytest.raises(InputError, match=says):
+            made.evaluate(x, y, MICROBATCHES)
+    for rates in ({"lr": math.nan}, {"lr": -1.0}, {"lr": 0.1, "max_norm": math.nan}):
+        with pytest.raises(InputError, match=r"(lr|max_norm) = (nan|-1.0); give a"):
+            made.step(0, inputs, targets, **rates)
+    with pytest.raises(InputError, match="an evaluation needs at least 1"):
+        made.evaluate(inputs[:0], targets[:0], 0)
+    made.step(0, inputs, targets, lr=0.1)
+    twin.step(0, inputs, targets, lr=0.1)
+    assert made.digest() == twin.digest()
+
+
+def test_arguments_of_a_pipeline() -> None:
+    model = gpt().model
+    wrong: list[tuple[Any, Any, dict[str, Any], str]] = [
+        ([nn.Linear(2, 2)], Partition((1,)), {}, "model is a list; make a Model of it"),
+        (model, (6,), {}, "partition is a tuple; give a Partition"),
+        (model, Partition((6,)), {"recompute": "all"}, "recompute = 'all'; give the indices of layers"),
+        (model, Partition((6,)), {"recompute": (99,)}, "recompute names layer 99, but the model has 6"),
+    ]
+    for model_, partition, options, says in wrong:
+        with pytest.raises(ConfigError, match=says):
+            Pipeline(alone(), model_, partition, schedule="1f1b", microbatches=2, **options)
+    unplaced: Any = (6,)
+    with pytest.raises(ConfigError, match="partition is a tuple"):
+        gpt().move(unplaced)
 
 
 @pytest.mark.parametrize("word", ["w_granularity", "rollback", "clip_scope"])

@@ -61,6 +61,14 @@ def test_any_placement_reads_it(pool: Pool, tmp_path: Path, saved: list[int], lo
     assert all(result["bytes"] == written for result in before)
 
 
+def test_files_in_place_of_partial_checkpoints(tmp_path: Path) -> None:
+    """They are removed like the folders that an interrupted save leaves."""
+    for name in ("step-000001.tmp", "step-000099.tmp", "step-notes.tmp"):
+        (tmp_path / name).write_text("no folder")
+    save(gpt(), tmp_path, 1)
+    assert names(tmp_path) == ["latest", "step-000001"]
+
+
 def test_no_pickles(tmp_path: Path) -> None:
     path = save(gpt(), tmp_path, 1)
     files = [p for p in tmp_path.rglob("*") if p.is_file()]
