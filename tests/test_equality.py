@@ -180,7 +180,7 @@ def test_compiled_layers(pool: Pool) -> None:
     results: dict[tuple[int, bool], dict[str, Any]] = {}
     for ranks, compiles in ((1, False), (1, True), (2, True)):
         wanted = config(ranks, "zb-h1", BALANCERS["random"], False, False)
-        wanted["model"] |= {"kind": "python:tests.models.user_model:halves", "sequence": 16}
+        wanted["model"] = {"kind": "python:tests.models.user_model:halves", "sequence": 16}
         wanted["train"] |= {"compile": compiles, "steps": 3}
         wanted["parallel"]["timeout"] = 200.0  # the first step waits for the compiler
         results[ranks, compiles] = pool.run("train", ranks, config=wanted, timeout=400.0)[0]

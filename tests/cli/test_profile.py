@@ -106,8 +106,8 @@ def test_it_is_planned_with(done: Done, capsys: pytest.CaptureFixture[str]) -> N
 
 def test_what_fails_is_one_line(tmp_path: Path) -> None:
     """A model that cannot be loaded, in the ranks: nothing is written, and no log is left."""
-    fill(tmp_path, CONFIG.replace('"emulated"', '"python:nowhere:layers"'))
-    found = measure(tmp_path)
+    fill(tmp_path, CONFIG)
+    found = measure(tmp_path, "--set", "model.kind=python:nowhere:layers")
     assert found.status == 2
     (line,) = [line for line in found.err.splitlines() if line.startswith("dynmo:")]
     assert "nowhere" in line

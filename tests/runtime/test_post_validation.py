@@ -97,7 +97,8 @@ def test_in_place_is_close(pool: Pool) -> None:
 
 
 def made(settings: OptimizerSettings | None = None, kind: str = "gpt", **options: Any) -> Pipeline:
-    model = load_model(parse({"model": {"kind": kind, "blocks": 1, "hidden": 16, "heads": 2, "sequence": 4}}))
+    sizes = {"blocks": 1, "hidden": 16, "heads": 2} if kind == "gpt" else {}
+    model = load_model(parse({"model": {"kind": kind, "sequence": 4, **sizes}}))
     return Pipeline(alone(), model, Partition((model.layers,)), schedule="zb-h1", microbatches=MICROBATCHES, optimizer=settings, **options)
 
 
