@@ -6,6 +6,7 @@ back what each returned.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
 import os
@@ -27,8 +28,14 @@ class JobFailed(Exception):
     """At least one rank raised; the message holds each rank's traceback."""
 
 
+class PoolLost(JobFailed):
+    """A rank died or did not answer; the pool serves no more jobs."""
+
+
 class Pool:
-    def __init__(self, size: int) -> None:
+    """Rank processes that wait for jobs. log: a file for what they write to stderr, else this process's own."""
+
+    def __init__(self, size: int, log: Path | None = None) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="dynmo-pool-")
         self._generation = 0
         self._ranks: list[subprocess.Popen[str]] = []
@@ -36,7 +43,18 @@ class Pool:
             env = rank_environment(rank, size, Path(self._folder.name), threads=1)
             env["PYTHONWARNINGS"] = "error"
             command = [sys.executable, "-m", "tests.pool"]
-            self._ranks.append(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env, cwd=ROOT))
+            with contextlib.nullcontext() if log is None else log.open("a") as stderr:
+                self._ranks.append(
+                    subprocess.Popen(
+                        command,
+                        stdin=subprocess.PIPE,
+                        stdout=subprocess.PIPE,
+                        stderr=stderr,
+                        text=True,
+                        env=env,
+                        cwd=ROOT,
+                    )
+                )
 
     def run(self, function: str, ranks: int, timeout: float = 60.0, **arguments: Any) -> list[Any]:
         """Runs `function(world, **arguments)` on so many ranks; arguments and results are JSON."""
@@ -58,10 +76,10 @@ class Pool:
             selector.register(process.stdout, selectors.EVENT_READ)
             if not selector.select(max(0.0, deadline - time.monotonic())):
                 self.close()
-                raise JobFailed("a rank did not answer in time; the pool was ended")
+                raise PoolLost("a rank did not answer in time; the pool was ended")
         line = process.stdout.readline()
         if not line:
-            raise JobFailed(f"a rank of the pool died (status {process.wait()})")
+            raise PoolLost(f"a rank of the pool died (status {process.wait()})")
         return json.loads(line)
 
     def close(self) -> None:

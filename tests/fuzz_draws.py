@@ -1,0 +1,378 @@
+"""What the random test draws: configurations that hold together, each from one integer.
+
+The draw avoids impossible combinations by construction: a schedule that needs more stages than the
+model has layers is not among the choices, and so on. What dynmo refuses all the same is counted.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from random import Random
+from typing import Any
+
+from dynmo.config.sections import BALANCERS
+from dynmo.config.writing import value_text
+from dynmo.schedule.catalogue import SCHEDULES, chunks_of
+from tests.fuzz_models import FORMS, LAYERS, LOSSES
+
+Tables = dict[str, Any]
+
+STOP = "python:tests.fuzz_models:StopAfter_"
+SOURCE = "file:LICENSE"  # from the repository's root
+FLOAT16_SCALES = ("dynamic", 128.0, 1024.0)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One case of the random test.
+
+    Attributes:
+        number: Which one of its seed.
+        config: The run under test, as nested tables.
+        resumed: The configuration that goes on after `stop`, or None for a run in one go.
+        stop: The step after which the first part is asked to stop.
+    """
+
+    number: int
+    config: Tables
+    resumed: Tables | None = None
+    stop: int | None = None
+
+    @property
+    def reference(self) -> Tables:
+        """The same training on one rank with an ordinary backward, where nothing moves."""
+        return reference_of(self.config)
+
+    @property
+    def plain(self) -> bool:
+        """Whether a plain PyTorch loop trains the same: no cases, nothing drawn at random, float32."""
+        model = self.config["model"]
+        train = self.config["train"]
+        return (
+            model["kind"].startswith("python:")
+            and not self.reference["dynamism"].get("cases")
+            and not any(kind.draws for kind in _kinds(model["kind"]))
+            and train["precision"] == "float32"
+            and train["clip_scope"] == "global"
+        )
+
+
+def reference_of(config: Tables) -> Tables:
+    """The one-rank configuration with the same bits.
+
+    Removes all that may not show in losses, weights and buffers. The reduction slots stay.
+    """
+    dynamism = {**config["dynamism"]}
+    if "cases" in dynamism:
+        dynamism["cases"] = [case for case in dynamism["cases"] if not case.startswith(STOP)]
+    if "freezing" in dynamism:
+        dynamism["freezing"] = {**dynamism["freezing"], "cache_bytes": 0}
+    return {
+        "seed": config["seed"],
+        "model": config["model"],
+        "data": config["data"],
+        "train": {**config["train"], "recompute": "none"},
+        "parallel": {"timeout": config["parallel"]["timeout"]},
+        "pipeline": {"schedule": "1f1b"},
+        "balance": {"balancer": "none"},
+        "dynamism": dynamism,
+        "trace": {"steps": 0},
+    }
+
+
+def to_text(tables: Tables) -> str:
+    """TOML of nested tables."""
+    lines: list[str] = []
+
+    def write(table: Tables, path: tuple[str, ...]) -> None:
+        values = {key: value for key, value in table.items() if not isinstance(value, dict)}
+        if path and values:
+            lines.append(f"[{'.'.join(path)}]")
+        lines.extend(f"{key} = {value_text(value)}" for key, value in values.items())
+        for key, value in table.items():
+            if isinstance(value, dict):
+                write(value, (*path, key))
+
+    write(tables, ())
+    return "\n".join(lines) + "\n"
+
+
+def draw(seed: int, number: int) -> Case:
+    """Draw a case.
+
+    Args:
+        seed: Of the whole test.
+        number: Which of its cases.
+
+    Returns:
+        The same case for the same two numbers.
+    """
+    return _Draw(Random(seed * 1_000_003 + number), number).case()
+
+
+def _kinds(kind: str) -> list[Any]:
+    words = kind.rpartition(":")[2].split("__")[1:]
+    return [LAYERS[word] for word in words if word in LAYERS]
+
+
+class _Draw:
+    """Draws the sections in the order in which they restrict each other."""
+
+    def __init__(self, random: Random, number: int) -> None:
+        self._random, self._number = random, number
+
+    def case(self) -> Case:
+        random = self._random
+        model, layers = self._model()
+        self._low = all(kind.low for kind in _kinds(model["kind"])) and model["kind"] != "emulated"
+        self._writes = any(kind.writes for kind in _kinds(model["kind"]))
+        draws = any(kind.draws for kind in _kinds(model["kind"])) or bool(model.get("dropout"))
+        steps = random.choice([4, 5, 6, 6, 7, 8, 10, 12])
+        dynamism = self._dynamism(model, layers, steps)
+        freezing = dynamism.get("freezing", {})
+        data = 1 if self._writes else random.choice([1, 1, 1, 2, 2, 3, 4])
+        mesh = self._mesh(layers, data)
+        total, slots = self._microbatches(*mesh[:3])
+        micro = random.choice([1, 1, 2, 3])
+        train = self._train(steps, total * micro, micro, slots, layers)
+        if freezing and self._can_cache(dynamism, draws) and self._chance(0.5):
+            freezing["cache_bytes"] = random.choice([3000, 1 << 20])
+            train["eval_every"] = random.choice([1, 2])
+        config: Tables = {
+            "name": f"fuzz-{self._number}",
+            "seed": random.randrange(1000),
+            "model": model,
+            "data": {"source": SOURCE, "shuffle": random.choice(["windows", "batches"])},
+            "train": train,
+            "dynamism": dynamism,
+            "trace": {"steps": random.choice([0, 0, 3])},
+            **self._runs_on(mesh, layers, total, slots, train),
+        }
+        if not self._chance(0.3):
+            return Case(self._number, config)
+        # The second part is another run of the same training.
+        data = 1 if self._writes else random.choice([d for d in (1, 2, 3, 4) if fits(slots, d, total)])
+        mesh = self._mesh(layers, data, total // data)
+        stop = random.randrange(steps - 2)
+        resumed = {**config, **self._runs_on(mesh, layers, total, slots, train)}
+        recompute = {"recompute": self._recompute(layers)}
+        resumed |= {"train": {**train, **recompute}, "checkpoint": {"every": 100}}
+        config |= {"checkpoint": {"every": random.choice([1, 2, 100])}}
+        cases = [*dynamism.get("cases", []), f"{STOP}{stop}"]
+        config["dynamism"] = {**dynamism, "cases": cases}
+        return Case(self._number, config, resumed, stop)
+
+    # -- sections ------------------------------------------------------------------------------------------
+
+    def _model(self) -> tuple[Tables, int]:
+        """The section, and how many layers it makes."""
+        random, kind = self._random, self._random.random()
+        if kind < 0.03:
+            layers = random.randrange(2, 9)
+            times = {key: random.choice([0.0, 0.0005]) for key in ("f", "b", "w")}
+            return {"kind": "emulated", "layers": layers, "bytes": random.choice([4, 512]), **times}, layers
+        sequence = random.choice([4, 8, 8, 16])
+        if kind < 0.45:
+            heads = random.choice([1, 2])
+            blocks = random.choice([1, 1, 2, 2, 3, 4])
+            sizes = {"blocks": blocks, "hidden": heads * random.choice([4, 6, 8, 16]), "heads": heads}
+            chances = {"dropout": random.choice([0.0, 0.0, 0.1]), "tied": self._chance(0.25)}
+            return {"kind": "gpt", **sizes, "sequence": sequence, **chances}, 2 * blocks + 2
+        words = [random.choice(list(LAYERS)) for _ in range(random.randrange(1, 8))]
+        loss = random.choice([*LOSSES, "", ""])
+        if self._chance(0.25):
+            at = random.randrange(len(words))
+            words = [*words[:at], f"fan_{random.choice([1, 2, 3, 5, 9])}", *words[at:]]
+            words = [w if i <= at or not self._chance(0.3) else "mix" for i, w in enumerate(words)]
+        form = random.choice([FORMS[0], *FORMS]) + (f"_{loss}" if loss else "")
+        name = "__".join((form, *words))
+        return {"kind": f"python:tests.fuzz_models:{name}", "sequence": sequence}, len(words) + 2
+
+    def _mesh(self, layers: int, data: int, each: int | None = None) -> tuple[int, int, str, int | None]:
+        """Ranks of a pipeline, replicas, schedule, chunks. each: microbatches of a replica, if that is given."""
+        random = self._random
+        pipeline = random.choice([1, 2, 2, 3, 4, 4]) if data == 1 else random.randrange(1, 4 // data + 1)
+        pipeline = min(pipeline, layers)
+        choices: list[tuple[str, int | None]] = []
+        for name in SCHEDULES:
+            for chunks in (None, 3) if name == "interleaved-1f1b" else (None,):
+                if name == "interleaved-1f1b" and each is not None and each % pipeline:
+                    continue
+                if pipeline * chunks_of(name, chunks) <= layers:
+                    choices.append((name, chunks))
+        return pipeline, data, *random.choice(choices)
+
+    def _microbatches(self, pipeline: int, data: int, schedule: str) -> tuple[int, int]:
+        """Microbatches of a step over all replicas, and reduction slots."""
+        random = self._random
+        each = random.choice([1, 2, 3, 4, 4, 5, 6])
+        if schedule == "interleaved-1f1b":
+            each = pipeline * random.choice([1, 2])
+        total = each * data
+        return total, random.choice([n for n in range(1, total + 1) if fits(n, data, total)])
+
+    def _train(self, steps: int, batch: int, micro: int, slots: int, layers: int) -> Tables:
+        random = self._random
+        precision = random.choice(["float32"] * 6 + ["bfloat16", "float16"]) if self._low else "float32"
+        train: Tables = {
+            "steps": steps,
+            "global_batch": batch,
+            "micro_batch": micro,
+            "optimizer": random.choice(["adamw", "adamw", "sgd"]),
+            "lr": random.choice([1e-3, 1e-2]),
+            "warmup": random.choice([0, 2]),
+            "decay": random.choice(["cosine", "linear", "constant"]),
+            "weight_decay": random.choice([0.0, 0.1]),
+            "momentum": random.choice([0.0, 0.9]),
+            "max_grad_norm": random.choice([0.0, 0.3, 1.0, 3.0]),
+            "clip_scope": random.choice(["global", "global", "local"]),
+            "precision": precision,
+            "recompute": self._recompute(layers),
+            "reduction_slots": slots,
+            "eval_every": random.choice([0, 1, 2, 3]),
+            "eval_batches": random.choice([1, 3]),
+        }
+        if precision == "float16":
+            train["loss_scale"] = random.choice(FLOAT16_SCALES)
+        elif self._chance(0.1):
+            train["loss_scale"] = random.choice(["dynamic", 4.0])
+        if train.get("loss_scale") == "dynamic":
+            train["loss_scale_window"] = random.choice([1, 2, 2000])
+        return train
+
+    def _recompute(self, layers: int) -> str | list[int]:
+        some = sorted(self._random.sample(range(layers), self._random.randrange(1, layers + 1)))
+        return self._random.choice(["none", "none", "none", "all", "auto", some])
+
+    def _runs_on(
+        self, mesh: tuple[int, int, str, int | None], layers: int, total: int, slots: int, train: Tables
+    ) -> Tables:
+        """The sections that may not show in the bits."""
+        random, (pipeline, data, schedule, chunks) = self._random, mesh
+        stages = pipeline * chunks_of(schedule, chunks)
+        parallel: Tables = {"pipeline": pipeline, "data": data, "device": "cpu", "timeout": 20.0}
+        if data > 1:
+            parallel["zero"] = random.choice([0, 1])
+        sliced = pipeline > 1 and self._chance(0.05)
+        if sliced:
+            parallel["slices"] = True
+        pipe: Tables = {"schedule": schedule, "w_granularity": random.choice(["whole", "whole", "linear"])}
+        if chunks is not None:
+            pipe["chunks"] = chunks
+        if not sliced and self._chance(0.35):
+            pipe["post_validation"] = True
+            # Undone by arithmetic, a step that is taken back differs in the last bits. Here none is.
+            peaceful = train["max_grad_norm"] == 0 or train["clip_scope"] == "local"
+            if peaceful and train["precision"] != "float16" and self._chance(0.5):
+                pipe["rollback"] = "in-place"
+        balancer = random.choice(["random", "random", "exact", "diffusion", "none", *BALANCERS])
+        balance: Tables = {"balancer": balancer, "cost": random.choice(["time", "parameters"])}
+        balance["every"] = random.choice([1, 1, 2, 3, "auto"])
+        balance |= random.choice([{}, {"margin": 0.0, "hysteresis": 0.0}])
+        if self._chance(0.3):
+            balance["initial"] = self._composition(layers, stages)
+        elastic: Tables = {}
+        if not sliced and not self._writes and self._chance(0.25):
+            elastic = self._elastic(mesh, layers, total, slots, train["steps"])
+        return {"parallel": parallel, "pipeline": pipe, "balance": balance, "elastic": elastic}
+
+    def _elastic(
+        self, mesh: tuple[int, int, str, int | None], layers: int, total: int, slots: int, steps: int
+    ) -> Tables:
+        random, (pipeline, data, schedule, chunks) = self._random, mesh
+        ranks, others = pipeline * data, list[tuple[int, int]]()
+        for replicas in range(1, ranks + 1):
+            length = ranks // replicas
+            held = length * chunks_of(schedule, chunks) <= layers
+            whole = ranks % replicas == 0 and held and fits(slots, replicas, total)
+            if whole and (schedule != "interleaved-1f1b" or total // replicas % length == 0):
+                others.append((length, replicas))
+        if len(others) < 2:
+            return {}
+        if self._chance(0.3):
+            return {"reshape": True}
+        at = sorted(random.sample(range(1, steps), min(steps - 1, random.randrange(1, 4))))
+        return {"reshape_at": [[step, *random.choice(others)] for step in at]}
+
+    def _composition(self, layers: int, stages: int) -> list[int]:
+        cuts = sorted(self._random.sample(range(1, layers), stages - 1))
+        return [b - a for a, b in zip([0, *cuts], [*cuts, layers], strict=True)]
+
+    def _dynamism(self, model: Tables, layers: int, steps: int) -> Tables:
+        random, cases = self._random, list[str]()
+        tables: Tables = {}
+        gpt, emulated = model["kind"] == "gpt", model["kind"] == "emulated"
+        if self._chance(0.45):
+            cases.append("freezing")
+            tables["freezing"] = self._freezing(layers, steps)
+        if not emulated and layers > 2 and self._chance(0.25):
+            cases.append("pruning")
+            tables["pruning"] = self._pruning(steps)
+        if gpt and self._chance(0.25):
+            cases.append("sparse_attention")
+            tables["sparse_attention"] = self._sparse_attention(model, steps)
+        if gpt and self._chance(0.1):
+            cases.append("python:tests.dynamism.own_case:LayerDrop")
+        if "freezing" in cases and self._chance(0.15):
+            cases.append("python:tests.dynamism.thawing:Thawing")
+        random.shuffle(cases)
+        return {"cases": cases, **tables} if cases else {}
+
+    def _freezing(self, layers: int, steps: int) -> Tables:
+        random = self._random
+        policies = ["schedule", "autofreeze", *["egeria"] * 3] if steps >= 10 else ["schedule", "autofreeze"]
+        policy = random.choice(policies)
+        if policy == "schedule":
+            at = sorted(random.sample(range(steps), random.randrange(1, 4)))
+            frozen = sorted(random.randrange(layers) for _ in at)
+            return {"policy": policy, "schedule": [list(pair) for pair in zip(at, frozen, strict=True)]}
+        options: Tables = {"policy": policy, "every": 1, "unit": random.choice(["half", "block"])}
+        if self._chance(0.5) and layers > 2:
+            options["max_layers"] = random.randrange(1, layers)
+        if policy == "egeria":
+            window = random.choice([2, 3])
+            options |= {"window": window, "refresh": 200, "tolerance": random.choice([0.5, 0.99])}
+            options["thaw"] = random.choice([0.1, 0.6])
+        return options
+
+    def _pruning(self, steps: int) -> Tables:
+        random = self._random
+        start = random.randrange(steps - 1)
+        end = random.randrange(start, steps)
+        final = random.choice([0.5, 0.9, 0.99])
+        return {
+            "criterion": random.choice(["global", "local"]),
+            "initial_sparsity": random.choice([0.0, 0.4]),
+            "final_sparsity": final,
+            "start": start,
+            "end": end,
+            "every": random.randrange(1, max(1, end - start) + 1),
+            "dense_below": random.choice([0.0, 0.6, 0.6]),
+        }
+
+    def _sparse_attention(self, model: Tables, steps: int) -> Tables:
+        random, blocks = self._random, range(model["blocks"])
+        kind = random.choice(["hash", "drop"])
+        options: Tables = {"kind": kind, "tile": random.choice([2, 32])}
+        options |= {"buckets": random.choice([2, 4])} if kind == "hash" else {"drop": random.choice([0.3, 0.5])}
+        some = [sorted(random.sample(blocks, random.randrange(1, len(blocks) + 1))) for _ in range(2)]
+        if self._chance(0.5):
+            at = sorted(random.sample(range(steps), 2))
+            return {**options, "schedule": [list(pair) for pair in zip(at, some, strict=True)]}
+        return {**options, "start": random.randrange(steps), "blocks": some[0]}
+
+    # -- conditions ------------------------------------------------------------------------------------------
+
+    def _can_cache(self, dynamism: Tables, draws: bool) -> bool:
+        return not draws and not self._writes and "sparse_attention" not in dynamism
+
+    def _chance(self, share: float) -> bool:
+        return self._random.random() < share
+
+
+def fits(slots: int, replicas: int, microbatches: int) -> bool:
+    """Whether so many reduction slots fit so many replicas and microbatches of a step."""
+    each, rest = divmod(slots, replicas)
+    split = microbatches % slots == 0 and microbatches % replicas == 0
+    return split and not rest and (replicas == 1 or each & (each - 1) == 0)
+

@@ -1,0 +1,96 @@
+"""What the ranks of the random test run. Each function takes the job's world first."""
+
+from __future__ import annotations
+
+import traceback
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dynmo.config import parse
+from dynmo.data.batches import Batches
+from dynmo.data.corpus import open_corpus
+from dynmo.errors import DynmoError
+from dynmo.events import Event, to_json
+from dynmo.models.model import load_model
+from dynmo.runtime.world import World
+from dynmo.trainer import Trainer, learning_rate
+
+
+def train(world: World, config: dict[str, Any], folder: str | None = None, resume: bool = False) -> dict[str, Any]:
+    """Train as one rank and say how it ended.
+
+    Args:
+        world: Of all ranks.
+        config: The run.
+        folder: Where the run saves, if it does.
+        resume: Whether to go on from the newest checkpoint there.
+
+    Returns:
+        `events`, which only rank 0 sees, and the result, or the `error` that ended the run: its
+        class, `status`, `text`.
+    """
+    events: list[Event] = []
+    try:
+        loaded = parse(config)
+        path = None if folder is None else Path(folder)
+        trainer = Trainer(loaded, world, load_model(loaded), path, resume, listen=events.append)
+        result = vars(trainer.run())
+    except DynmoError as error:
+        return _ended(events, error=type(error).__name__, status=error.exit_status, text=str(error))
+    except Exception as error:
+        return _ended(events, error=type(error).__name__, status=None, text=traceback.format_exc())
+    return _ended(events, **result)
+
+
+def _ended(events: list[Event], **how: Any) -> dict[str, Any]:
+    return {"events": [to_json(event) for event in events], **how}
+
+
+def train_plainly(world: World, config: dict[str, Any]) -> list[float]:
+    """The losses of the same training in a plain PyTorch loop, which uses no more of dynmo than the model."""
+    loaded = parse(config)
+    train, model = loaded.train, load_model(loaded)
+    layers = nn.ModuleList(model.build(range(model.layers)))
+    batches = Batches(
+        open_corpus(loaded.data.source),
+        loaded.model.sequence,
+        train.global_batch,
+        train.micro_batch,
+        loaded.seed,
+        loaded.data.shuffle,
+    )
+    groups = [
+        {
+            "params": [p for p in layers.parameters() if p.requires_grad and (p.dim() > 1) == decays],
+            "weight_decay": train.weight_decay * decays,
+        }
+        for decays in (True, False)
+    ]
+    if train.optimizer == "adamw":
+        optimizer: torch.optim.Optimizer = torch.optim.AdamW(groups, lr=0.0, betas=train.betas, eps=train.eps)
+    else:
+        optimizer = torch.optim.SGD(groups, lr=0.0, momentum=train.momentum)
+    losses: list[float] = []
+    for step in range(train.steps):
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(train, step)
+        inputs, targets = batches.train(step)
+        loss = torch.stack(
+            [_loss(layers, x, model.loss, y) for x, y in zip(inputs, targets, strict=True)]
+        ).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        if train.max_grad_norm:
+            nn.utils.clip_grad_norm_(layers.parameters(), train.max_grad_norm)
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def _loss(layers: nn.ModuleList, x: Any, loss: Any, targets: Tensor) -> Tensor:
+    for layer in layers:
+        x = layer(*x) if isinstance(x, tuple) else layer(x)
+    return loss(x, targets)

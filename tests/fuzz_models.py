@@ -1,0 +1,565 @@
+"""Models and a dynamic case of one's own for the random test (`tests/fuzz.py`).
+
+A model's name says what it is made of, so that a configuration alone replays it:
+
+    model.kind = "python:tests.fuzz_models:modules__lstm__batch_norm"
+
+is an embedding, an LSTM layer, a batch norm layer and a head. The words before the layers are in
+`FORMS`, those of the layers in `LAYERS`.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+from dynmo.dynamism import Change, Dynamism, Layers, Signals
+from dynmo.models.model import next_token_loss
+
+WIDTH = 8
+VOCAB = 256
+
+
+# -- layers: [microbatch, sequence, WIDTH] in and out -------------------------------------------------
+
+
+class Apply(nn.Module):
+    """x + function(modules, x). The function is any code that a forward may have."""
+
+    def __init__(self, function: Callable[[nn.ModuleDict, Tensor], Tensor], **modules: nn.Module) -> None:
+        super().__init__()
+        self.parts = nn.ModuleDict(modules)
+        self._function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self._function(self.parts, x)
+
+
+def _linear() -> nn.Linear:
+    return nn.Linear(WIDTH, WIDTH)
+
+
+class Channels(nn.Module):
+    """Runs a module that wants its channels in dimension 1: [microbatch, WIDTH, sequence, ...]."""
+
+    def __init__(self, module: nn.Module, dimensions: int = 1) -> None:
+        super().__init__()
+        self.linear, self.module, self._dimensions = _linear(), module, dimensions
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x).transpose(1, 2)
+        if self._dimensions == 2:
+            return x + self.module(y.unsqueeze(-1)).squeeze(-1).transpose(1, 2)
+        return x + self.module(y).transpose(1, 2)
+
+
+class OwnBatchNorm(nn.Module):
+    """`functional.batch_norm` on buffers of its own, which torch updates in place."""
+
+    mean: Tensor
+    variance: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = _linear()
+        self.register_buffer("mean", torch.zeros(WIDTH))
+        self.register_buffer("variance", torch.ones(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x).transpose(1, 2)
+        y = functional.batch_norm(y, self.mean, self.variance, training=self.training)
+        return x + y.transpose(1, 2)
+
+
+class Counted(nn.Module):
+    """Buffers that change: a count of forwards, and a mean that is replaced by a new tensor."""
+
+    count: Tensor
+    mean: Tensor
+
+    def __init__(self, persistent: bool) -> None:
+        super().__init__()
+        self.linear = _linear()
+        self.register_buffer("count", torch.zeros((), dtype=torch.int64), persistent=persistent)
+        self.register_buffer("mean", torch.zeros(WIDTH), persistent=persistent)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x)
+        if self.training:
+            self.count += 1
+            self.mean = 0.9 * self.mean + 0.1 * y.detach().float().mean((0, 1))
+        return x + torch.tanh(y - self.mean.to(y.dtype)) / (1 + 0.01 * self.count.to(y.dtype))
+
+
+class Recurrent(nn.Module):
+    """A recurrent module, without the state that it also returns."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.module(x)[0][..., :WIDTH]
+
+
+class Block(nn.TransformerEncoderLayer):
+    """A position sees itself and those before it."""
+
+    def forward(self, x: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        mask = nn.Transformer.generate_square_subsequent_mask(x.shape[1], x.device, x.dtype)
+        return super().forward(x, src_mask=mask, is_causal=True)
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(WIDTH, 2, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.attention(x, x, x, need_weights=False)[0]
+
+
+class Shared(nn.Module):
+    """One linear used by itself and within a sequence."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = _linear()
+        self.b = nn.Sequential(self.a, nn.GELU(), self.a)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.b(self.a(x))
+
+
+class Square(torch.autograd.Function):
+    """x^2 with a backward of its own."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx.save_for_backward(x)
+        return x * x
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        (x,) = ctx.saved_tensors
+        return 2 * x * gradient
+
+
+class Halve(torch.autograd.Function):
+    """Halves its input in place."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx.mark_dirty(x)
+        return x.mul_(0.5)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return gradient * 0.5
+
+
+class OwnMatmul(torch.autograd.Function):
+    """A product whose weight gradient is computed in its own backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx.save_for_backward(x, weight)
+        return x @ weight
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        x, weight = ctx.saved_tensors
+        return gradient @ weight.t(), x.flatten(0, -2).t() @ gradient.flatten(0, -2)
+
+
+class OwnWeight(nn.Module):
+    """A weight of the layer's own, without dimensions another, and a part that never trains."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH) / math.sqrt(WIDTH))
+        self.scale = nn.Parameter(torch.tensor(0.5))
+        self.fixed = _linear().requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.scale * OwnMatmul.apply(self.fixed(x), self.weight)
+
+
+class Plain(nn.Module):
+    """A tensor that is neither parameter nor buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.table = _linear(), torch.linspace(0.5, 1.5, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.linear(x) * self.table.to(x.dtype)
+
+
+class Energy(nn.Module):
+    """Adds the slope of an energy, by a backward of its own within F."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = _linear()
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.enable_grad():
+            z = x if x.requires_grad else x.detach().requires_grad_()
+            energy = torch.tanh(self.linear(z)).square().sum()
+            (slope,) = torch.autograd.grad(energy, z, create_graph=True)
+        return x + 0.1 * slope
+
+
+class Routed(nn.Module):
+    """Each token goes to one of two linears, one of which may get none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(WIDTH, 2)
+        self.experts = nn.ModuleList(_linear() for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights = self.gate(x).softmax(-1)
+        choice, out = weights.argmax(-1), torch.zeros_like(x)
+        for index, expert in enumerate(self.experts):
+            chosen = choice == index
+            if chosen.any():
+                out[chosen] = expert(x[chosen]) * weights[chosen][:, index, None]
+        return x + out
+
+
+class Skipped(nn.Module):
+    """Is left out now and then, by torch's random numbers, as in stochastic depth."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = _linear()
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training and float(torch.rand(())) < 0.3:
+            return x
+        return x + self.linear(x)
+
+
+class Tokens(nn.Module):
+    """Looks up what its input rounds to: integers within a layer, and a second embedding."""
+
+    def __init__(self, padding: int | None = None) -> None:
+        super().__init__()
+        self.table = nn.Embedding(4, WIDTH, padding_idx=padding)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.table((x.detach().float().sum(-1) * 2).long() % 4)
+
+
+class Columns(nn.Module):
+    """Hands on a tensor that lies in memory by columns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = _linear()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.linear(x).transpose(1, 2).contiguous().transpose(1, 2)
+
+
+class Hooked(nn.Module):
+    """A forward hook changes the output of a module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = _linear()
+        self.linear.register_forward_hook(_double)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.linear(x)
+
+
+def _double(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
+    return 2 * output
+
+
+class Wide(nn.Module):
+    """Computes in float64."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH, dtype=torch.float64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.linear(x.double()).to(x.dtype)
+
+
+def _in_place(parts: nn.ModuleDict, x: Tensor) -> Tensor:
+    y = functional.relu(parts["first"](x), inplace=True)
+    y = parts["second"](y)
+    y += x
+    return y.mul_(0.5).clamp_(-3, 3)
+
+
+def _checkpointed(parts: nn.ModuleDict, x: Tensor, reentrant: bool) -> Tensor:
+    result = checkpoint(parts["inner"], x, use_reentrant=reentrant)
+    assert isinstance(result, Tensor)
+    return result
+
+
+def _bounded(parts: nn.ModuleDict, x: Tensor) -> Tensor:
+    return torch.tanh(parts["linear"](x))
+
+
+def _spectrum(parts: nn.ModuleDict, x: Tensor) -> Tensor:
+    return torch.fft.irfft(torch.fft.rfft(parts["linear"](x).float(), dim=-1) * 0.5, n=WIDTH).to(x.dtype)
+
+
+def _branch(parts: nn.ModuleDict, x: Tensor) -> Tensor:
+    return parts["first"](x) if float(x.detach().sum()) > 0 else parts["second"](x)
+
+
+def _mlp(dropout: float = 0.0) -> nn.Sequential:
+    parts = [nn.Linear(WIDTH, 2 * WIDTH), nn.GELU(), nn.Dropout(dropout), nn.Linear(2 * WIDTH, WIDTH)]
+    return nn.Sequential(*parts)
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of layer.
+
+    Attributes:
+        make: Makes one.
+        writes: Its forward writes to buffers, so replicas refuse it and frozen outputs are not kept.
+        draws: Its forward draws random numbers.
+        low: It computes in bfloat16 and float16 as well.
+        shapes: Its shapes are known without data, as a memory limit needs them.
+    """
+
+    make: Callable[[], nn.Module]
+    writes: bool = False
+    draws: bool = False
+    low: bool = True
+    shapes: bool = True
+
+
+_norms = nn.utils.parametrizations
+
+LAYERS: dict[str, Kind] = {
+    "linear": Kind(_linear),
+    "mlp": Kind(_mlp),
+    "bare": Kind(nn.GELU),
+    "identity": Kind(nn.Identity),
+    "layer_norm": Kind(partial(nn.LayerNorm, WIDTH)),
+    "rms_norm": Kind(partial(nn.RMSNorm, WIDTH)),
+    "group_norm": Kind(lambda: Channels(nn.GroupNorm(2, WIDTH))),
+    "batch_norm": Kind(lambda: Channels(nn.BatchNorm1d(WIDTH)), writes=True),
+    "batch_norm_2d": Kind(lambda: Channels(nn.BatchNorm2d(WIDTH), dimensions=2), writes=True),
+    "batch_norm_mean": Kind(lambda: Channels(nn.BatchNorm1d(WIDTH, momentum=None)), writes=True),
+    "batch_norm_own": Kind(OwnBatchNorm, writes=True),
+    "instance_norm": Kind(
+        lambda: Channels(nn.InstanceNorm1d(WIDTH, affine=True, track_running_stats=True)), writes=True
+    ),
+    "counted": Kind(lambda: Counted(True), writes=True),
+    "counted_aside": Kind(lambda: Counted(False), writes=True),
+    "lstm": Kind(lambda: Recurrent(nn.LSTM(WIDTH, WIDTH, batch_first=True))),
+    "lstm_deep": Kind(lambda: Recurrent(nn.LSTM(WIDTH, WIDTH, 2, batch_first=True, bidirectional=True))),
+    "gru": Kind(lambda: Recurrent(nn.GRU(WIDTH, WIDTH, batch_first=True))),
+    "rnn": Kind(lambda: Recurrent(nn.RNN(WIDTH, WIDTH, batch_first=True))),
+    "weight_norm": Kind(lambda: Apply(_bounded, linear=_norms.weight_norm(_linear()))),
+    "spectral_norm": Kind(lambda: Apply(_bounded, linear=_norms.spectral_norm(_linear())), writes=True),
+    "in_place": Kind(lambda: Apply(_in_place, first=_linear(), second=_linear())),
+    "halved": Kind(lambda: Apply(lambda p, x: Halve.apply(p["linear"](x)), linear=_linear())),
+    "square": Kind(lambda: Apply(lambda p, x: Square.apply(torch.tanh(p["linear"](x))), linear=_linear())),
+    "own_weight": Kind(OwnWeight),
+    "shared": Kind(Shared),
+    "checkpointed": Kind(lambda: Apply(partial(_checkpointed, reentrant=False), inner=_mlp())),
+    "checkpointed_dropout": Kind(
+        lambda: Apply(partial(_checkpointed, reentrant=False), inner=_mlp(0.1)), draws=True
+    ),
+    "checkpointed_reentrant": Kind(lambda: Apply(partial(_checkpointed, reentrant=True), inner=_mlp())),
+    "transformer": Kind(lambda: Block(WIDTH, 2, 16, dropout=0.0, batch_first=True)),
+    "transformer_dropout": Kind(lambda: Block(WIDTH, 2, 16, batch_first=True, norm_first=True), draws=True),
+    "attention": Kind(Attention),
+    "plain": Kind(Plain),
+    "energy": Kind(Energy),
+    "routed": Kind(Routed, shapes=False),
+    "branch": Kind(lambda: Apply(_branch, first=_linear(), second=_linear()), shapes=False),
+    "dropout": Kind(lambda: nn.Dropout(0.1), draws=True),
+    "skipped": Kind(Skipped, draws=True, shapes=False),
+    "tokens": Kind(Tokens),
+    "tokens_padded": Kind(lambda: Tokens(padding=1)),
+    "columns": Kind(Columns),
+    "hooked": Kind(Hooked),
+    "wide": Kind(Wide, low=False),
+    "spectrum": Kind(lambda: Apply(_spectrum, linear=_linear())),
+    "convolution": Kind(lambda: Channels(nn.Conv1d(WIDTH, WIDTH, 3, padding=1))),
+}
+
+
+# -- several tensors between layers --------------------------------------------------------------------
+
+
+class Fan(nn.Module):
+    """Hands on its input and more tensors: floats that train, integers, booleans, constants."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.linear, self._count = _linear(), count
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        y = self.linear(x)
+        kinds: tuple[Callable[[], Tensor], ...] = (
+            lambda: torch.tanh(y),
+            lambda: y.detach().argmax(-1),
+            lambda: y.detach() > 0,
+            lambda: y.detach().float().mean(),
+            lambda: y[..., 0],
+            lambda: y.detach().argmin(-1).to(torch.int32),
+        )
+        return x, *(kinds[i % len(kinds)]() for i in range(self._count))
+
+
+class Carrying(nn.Module):
+    """Runs a module on the first of several tensors and hands on the others as they are."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, x: Tensor, *others: Tensor) -> tuple[Tensor, ...]:
+        return self.module(x), *others
+
+
+class Mix(nn.Module):
+    """Adds the other tensors that have its input's shape, and changes them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = _linear()
+
+    def forward(self, x: Tensor, *others: Tensor) -> tuple[Tensor, ...]:
+        floats = [y for y in others if y.is_floating_point() and y.shape == x.shape]
+        x = x + self.linear(sum(floats, x))
+        return x, *(0.5 * y + x if y.is_floating_point() and y.shape == x.shape else y for y in others)
+
+
+class Head(nn.Module):
+    """Logits; of several tensors, all floats count. auxiliary: a second number goes to the loss."""
+
+    def __init__(self, auxiliary: bool) -> None:
+        super().__init__()
+        self.linear, self._auxiliary = nn.Linear(WIDTH, VOCAB), auxiliary
+
+    def forward(self, x: Tensor, *others: Tensor) -> Tensor | tuple[Tensor, Tensor]:
+        for other in others:
+            if other.is_floating_point():
+                x = x + 0.1 * (other if other.dim() != 2 else other.unsqueeze(-1))
+        logits = self.linear(x)
+        return (logits, x.float().square().mean()) if self._auxiliary else logits
+
+
+def _smooth(logits: Tensor, targets: Tensor) -> Tensor:
+    return functional.cross_entropy(logits.float().flatten(0, -2), targets.flatten(), label_smoothing=0.1)
+
+
+def _with_auxiliary(output: tuple[Tensor, Tensor], targets: Tensor) -> Tensor:
+    return next_token_loss(output[0], targets) + 0.01 * output[1]
+
+
+class FlatLoss(nn.CrossEntropyLoss):
+    """A loss that is a module with a tensor of its own."""
+
+    def __init__(self) -> None:
+        super().__init__(weight=torch.linspace(0.5, 1.5, VOCAB))
+
+    def forward(self, input: Tensor, target: Tensor) -> Tensor:
+        return super().forward(input.float().flatten(0, -2), target.flatten())
+
+
+LOSSES: dict[str, Callable[[], Any]] = {
+    "": lambda: None,
+    "smooth": lambda: _smooth,
+    "auxiliary": lambda: _with_auxiliary,
+    "module": FlatLoss,
+}
+FORMS = ("modules", "factories")
+
+
+def model_of(name: str) -> Callable[[], Any]:
+    """The function that makes the model called so.
+
+    Args:
+        name: A form, and a loss behind an underscore if it is not the default one; the layers, each
+            behind two underscores. `fan_N` hands on N more tensors from there on, and `mix` uses them.
+
+    Returns:
+        A function as `model.kind = "python:..."` wants it.
+
+    Raises:
+        AttributeError: A word of the name is not known.
+    """
+    head, *words = name.split("__")
+    form, _, loss = head.partition("_")
+    known = form in FORMS and loss in LOSSES
+    if not known or not all(w in LAYERS or w == "mix" or w.removeprefix("fan_").isdigit() for w in words):
+        raise AttributeError(name)
+    makers: list[Callable[[], nn.Module]] = [partial(nn.Embedding, VOCAB, WIDTH)]
+    several = False
+    for word in words:
+        if word in LAYERS:
+            make = LAYERS[word].make
+            makers.append(partial(_carrying, make) if several else make)
+        elif word == "mix":
+            makers.append(Mix)
+        else:
+            makers.append(partial(Fan, int(word.removeprefix("fan_"))))
+            several = True
+    makers.append(partial(Head, loss == "auxiliary"))
+
+    def make_model() -> Any:
+        layers = makers if form == "factories" else [make() for make in makers]
+        return (layers, LOSSES[loss]()) if loss else layers
+
+    return make_model
+
+
+def _carrying(make: Callable[[], nn.Module]) -> nn.Module:
+    return Carrying(make())
+
+
+# -- a case that stops the run -------------------------------------------------------------------------
+
+
+class StopAfter(Dynamism):
+    """Asks for a stop after a step, by the signal that a launcher sends, on the first rank only."""
+
+    name = "stop"
+
+    def __init__(self, step: int) -> None:
+        self._step = step
+
+    def act(self, step: int, layers: Layers) -> Change | None:
+        return None
+
+    def acts(self, step: int) -> bool:
+        return False
+
+    def observe(self, signals: Signals) -> None:
+        if signals.step == self._step and os.environ.get("RANK", "0") == "0":
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def __getattr__(name: str) -> Callable[[], Any]:
+    """`StopAfter_3` is the case that stops after step 3; every other name is a model's."""
+    prefix, _, step = name.partition("_")
+    if prefix == "StopAfter" and step.isdigit():
+        return partial(StopAfter, int(step))
+    return model_of(name)
