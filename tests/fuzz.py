@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from dynmo.config import parse
+from dynmo.config.values import CASES
 from dynmo.errors import ConfigError
 from tests.fuzz_draws import Case, Tables, draw, to_text
 from tests.pool import JobFailed, Pool, PoolLost
@@ -79,7 +80,7 @@ class Observed:
                 _add(self.steps, step, values)
             elif event["event"] == "eval":
                 _add(self.evaluations, step, event["loss"])
-            elif event["event"] == "change" and event["case"] != "balance":
+            elif event["event"] == "change" and event["case"] in CASES:
                 _add(self.changes, (step, event["case"]), [event["layers"], event["what"]])
             elif event["event"] == "skipped":
                 _add(self.skipped, step, [event["loss_scale"], event["next_scale"]])

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from random import Random
 from typing import Any
 
+from dynmo.config import parse
 from dynmo.config.sections import BALANCERS
 from dynmo.config.writing import value_text
 from dynmo.schedule.catalogue import SCHEDULES, chunks_of
@@ -130,7 +131,8 @@ class _Draw:
         steps = random.choice([4, 5, 6, 6, 7, 8, 10, 12])
         dynamism = self._dynamism(model, layers, steps)
         freezing = dynamism.get("freezing", {})
-        data = 1 if self._writes else random.choice([1, 1, 1, 2, 2, 3, 4])
+        # Replicas refuse layers that write to their buffers, which is drawn now and then.
+        data = 1 if self._writes and not self._chance(0.03) else random.choice([1, 1, 1, 2, 2, 3, 4])
         mesh = self._mesh(layers, data)
         total, slots = self._microbatches(*mesh[:3])
         micro = random.choice([1, 1, 2, 3])
@@ -148,6 +150,8 @@ class _Draw:
             "trace": {"steps": random.choice([0, 0, 3])},
             **self._runs_on(mesh, layers, total, slots, train),
         }
+        if model["kind"] == "gpt" and self._chance(0.15):
+            config["pipeline"]["memory_limit"] = self._limit(config)
         if not self._chance(0.3):
             return Case(self._number, config)
         # The second part is another run of the same training.
@@ -175,7 +179,7 @@ class _Draw:
         if kind < 0.45:
             heads = random.choice([1, 2])
             blocks = random.choice([1, 1, 2, 2, 3, 4])
-            sizes = {"blocks": blocks, "hidden": heads * random.choice([4, 6, 8, 16]), "heads": heads}
+            sizes = {"blocks": blocks, "hidden": heads * random.choice([4, 6, 8, 16, 48]), "heads": heads}
             chances = {"dropout": random.choice([0.0, 0.0, 0.1]), "tied": self._chance(0.25)}
             return {"kind": "gpt", **sizes, "sequence": sequence, **chances}, 2 * blocks + 2
         words = [random.choice(list(LAYERS)) for _ in range(random.randrange(1, 8))]
@@ -276,6 +280,12 @@ class _Draw:
             elastic = self._elastic(mesh, layers, total, slots, train["steps"])
         return {"parallel": parallel, "pipeline": pipe, "balance": balance, "elastic": elastic}
 
+    def _limit(self, config: Tables) -> int:
+        """A memory limit that the first placement fits."""
+        from dynmo.plan import dry_run
+
+        return int(max(dry_run(parse(config)).memory) * self._random.choice([1.0, 1.3, 3.0]))
+
     def _elastic(
         self, mesh: tuple[int, int, str, int | None], layers: int, total: int, slots: int, steps: int
     ) -> Tables:
@@ -305,7 +315,9 @@ class _Draw:
         if self._chance(0.45):
             cases.append("freezing")
             tables["freezing"] = self._freezing(layers, steps)
-        if not emulated and layers > 2 and self._chance(0.25):
+        # What CSR computes cannot be differentiated twice.
+        prunes = not emulated and layers > 2 and "energy" not in model["kind"].split("__")
+        if prunes and self._chance(0.25):
             cases.append("pruning")
             tables["pruning"] = self._pruning(steps)
         if gpt and self._chance(0.25):

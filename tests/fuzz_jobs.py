@@ -78,15 +78,16 @@ def train_plainly(world: World, config: dict[str, Any]) -> list[float]:
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(train, step)
         inputs, targets = batches.train(step)
-        loss = torch.stack(
-            [_loss(layers, x, model.loss, y) for x, y in zip(inputs, targets, strict=True)]
-        ).mean()
         optimizer.zero_grad()
-        loss.backward()
+        total = 0.0
+        for x, y in zip(inputs, targets, strict=True):
+            loss = _loss(layers, x, model.loss, y) / len(inputs)
+            loss.backward()
+            total += loss.item()
         if train.max_grad_norm:
             nn.utils.clip_grad_norm_(layers.parameters(), train.max_grad_norm)
         optimizer.step()
-        losses.append(loss.item())
+        losses.append(total)
     return losses
 
 

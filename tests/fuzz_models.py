@@ -301,6 +301,85 @@ class Wide(nn.Module):
         return x + self.linear(x.double()).to(x.dtype)
 
 
+class Renormalised(nn.Module):
+    """An embedding whose forward writes to its weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(4, WIDTH, max_norm=1.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.table((x.detach().float().sum(-1) * 2).long() % 4)
+
+
+class Averaged(nn.Module):
+    """A buffer follows the layer's weight, and its output is part of the layer's."""
+
+    average: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = _linear()
+        self.register_buffer("average", self.linear.weight.detach().clone())
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.average.lerp_(self.linear.weight.detach().to(self.average.dtype), 0.1)
+        return x + self.linear(x) + 0.1 * functional.linear(x, self.average.to(x.dtype))
+
+
+class Cells(nn.Module):
+    """A recurrent cell in a loop of Python."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell = nn.GRUCell(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        state, states = torch.zeros_like(x[:, 0]), list[Tensor]()
+        for position in x.unbind(1):
+            state = self.cell(position, state)
+            states.append(state)
+        return x + torch.stack(states, 1)
+
+
+class Doubled(nn.Linear):
+    """A subclass of a linear."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return 2 * super().forward(input)
+
+
+class BackwardHooked(nn.Module):
+    """A hook changes a gradient on its way back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = _linear()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.tanh(self.linear(x))
+        if y.requires_grad:
+            y.register_hook(_halve)
+        return x + y
+
+
+def _halve(gradient: Tensor) -> Tensor:
+    return 0.5 * gradient
+
+
+def _reused(parts: nn.ModuleDict, x: Tensor) -> Tensor:
+    linear = parts["linear"]
+    assert isinstance(linear, nn.Linear)
+    return linear(torch.tanh(linear(x))) + x @ linear.weight
+
+
+def _aside(parts: nn.ModuleDict, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        scale = torch.sigmoid(parts["linear"](x)).mean(-1, keepdim=True)
+    return parts["linear"](x.detach()) * scale + parts["other"](x)
+
+
 def _in_place(parts: nn.ModuleDict, x: Tensor) -> Tensor:
     y = functional.relu(parts["first"](x), inplace=True)
     y = parts["second"](y)
@@ -309,6 +388,8 @@ def _in_place(parts: nn.ModuleDict, x: Tensor) -> Tensor:
 
 
 def _checkpointed(parts: nn.ModuleDict, x: Tensor, reentrant: bool) -> Tensor:
+    if reentrant and not x.requires_grad:  # torch warns that there is nothing to compute gradients for
+        return parts["inner"](x)
     result = checkpoint(parts["inner"], x, use_reentrant=reentrant)
     assert isinstance(result, Tensor)
     return result
@@ -360,9 +441,9 @@ LAYERS: dict[str, Kind] = {
     "layer_norm": Kind(partial(nn.LayerNorm, WIDTH)),
     "rms_norm": Kind(partial(nn.RMSNorm, WIDTH)),
     "group_norm": Kind(lambda: Channels(nn.GroupNorm(2, WIDTH))),
-    "batch_norm": Kind(lambda: Channels(nn.BatchNorm1d(WIDTH)), writes=True),
-    "batch_norm_2d": Kind(lambda: Channels(nn.BatchNorm2d(WIDTH), dimensions=2), writes=True),
-    "batch_norm_mean": Kind(lambda: Channels(nn.BatchNorm1d(WIDTH, momentum=None)), writes=True),
+    "batch_norm": Kind(lambda: Channels(nn.BatchNorm1d(WIDTH)), writes=True, low=False),
+    "batch_norm_2d": Kind(lambda: Channels(nn.BatchNorm2d(WIDTH), dimensions=2), writes=True, low=False),
+    "batch_norm_mean": Kind(lambda: Channels(nn.BatchNorm1d(WIDTH, momentum=None)), writes=True, low=False),
     "batch_norm_own": Kind(OwnBatchNorm, writes=True),
     "instance_norm": Kind(
         lambda: Channels(nn.InstanceNorm1d(WIDTH, affine=True, track_running_stats=True)), writes=True
@@ -374,8 +455,11 @@ LAYERS: dict[str, Kind] = {
     "gru": Kind(lambda: Recurrent(nn.GRU(WIDTH, WIDTH, batch_first=True))),
     "rnn": Kind(lambda: Recurrent(nn.RNN(WIDTH, WIDTH, batch_first=True))),
     "weight_norm": Kind(lambda: Apply(_bounded, linear=_norms.weight_norm(_linear()))),
-    "spectral_norm": Kind(lambda: Apply(_bounded, linear=_norms.spectral_norm(_linear())), writes=True),
+    "spectral_norm": Kind(lambda: Apply(_bounded, linear=_norms.spectral_norm(_linear())), writes=True, low=False),
     "in_place": Kind(lambda: Apply(_in_place, first=_linear(), second=_linear())),
+    "dropout_in_place": Kind(
+        lambda: nn.Sequential(_linear(), nn.Dropout(0.1, inplace=True)), draws=True
+    ),
     "halved": Kind(lambda: Apply(lambda p, x: Halve.apply(p["linear"](x)), linear=_linear())),
     "square": Kind(lambda: Apply(lambda p, x: Square.apply(torch.tanh(p["linear"](x))), linear=_linear())),
     "own_weight": Kind(OwnWeight),
@@ -395,6 +479,21 @@ LAYERS: dict[str, Kind] = {
     "dropout": Kind(lambda: nn.Dropout(0.1), draws=True),
     "skipped": Kind(Skipped, draws=True, shapes=False),
     "tokens": Kind(Tokens),
+    "renormalised": Kind(Renormalised, writes=True),
+    "averaged": Kind(Averaged, writes=True),
+    "cells": Kind(Cells),
+    "lstm_dropout": Kind(
+        lambda: Recurrent(nn.LSTM(WIDTH, WIDTH, 2, batch_first=True, dropout=0.1)), draws=True
+    ),
+    "subclass": Kind(lambda: Apply(_bounded, linear=Doubled(WIDTH, WIDTH))),
+    "backward_hook": Kind(BackwardHooked),
+    "reused": Kind(lambda: Apply(_reused, linear=_linear())),
+    "aside": Kind(lambda: Apply(_aside, linear=_linear(), other=_linear())),
+    "orthogonal": Kind(lambda: Apply(_bounded, linear=_norms.orthogonal(_linear())), low=False),
+    "prelu": Kind(lambda: Channels(nn.PReLU(WIDTH))),
+    "bilinear": Kind(
+        lambda: Apply(lambda p, x: torch.tanh(p["product"](x, x)), product=nn.Bilinear(WIDTH, WIDTH, WIDTH))
+    ),
     "tokens_padded": Kind(lambda: Tokens(padding=1)),
     "columns": Kind(Columns),
     "hooked": Kind(Hooked),
