@@ -105,16 +105,21 @@ def difference(ours: Observed, theirs: Observed) -> str | None:
     return None
 
 
-class Runner:
-    """Runs cases one after another on a pool of its own, which is replaced when a rank hangs or dies."""
+def _make_pool(log: Path) -> Pool:
+    return Pool(RANKS, log)
 
-    def __init__(self, pool: Pool | None = None) -> None:
+
+class Runner:
+    """Runs cases one after another on a pool of ranks, which is replaced when a rank hangs or dies."""
+
+    def __init__(self, make_pool: Callable[[Path], Pool] = _make_pool) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="dynmo-fuzz-")
         self._log = Path(self._folder.name, "stderr")
-        self._pool, self._own = pool, pool is None
+        self._make_pool = make_pool
+        self._pool: Pool | None = None
 
     def close(self) -> None:
-        if self._pool is not None and self._own:
+        if self._pool is not None:
             self._pool.close()
         self._folder.cleanup()
 
@@ -127,7 +132,7 @@ class Runner:
                 parse(case.resumed or case.config)
             except ConfigError as error:
                 raise Refusal(str(error)) from None
-            expected = self._reference(case)
+            expected = self.reference(case)
             ours = self._under_test(case)
             unlike = difference(ours, expected)
             if unlike:
@@ -148,7 +153,8 @@ class Runner:
             return Outcome(case, FAILED, "crash outside of the run", str(error))
         return Outcome(case, EQUAL)
 
-    def _reference(self, case: Case) -> Observed:
+    def reference(self, case: Case) -> Observed:
+        """What the case shows on one rank. Raises Failure where a plain PyTorch loop disagrees."""
         expected = Observed()
         expected.read(self._train(case.reference))
         if case.plain:
@@ -196,7 +202,7 @@ class Runner:
 
     def _job(self, function: str, ranks: int, **arguments: Any) -> list[Any]:
         if self._pool is None:
-            self._pool, self._own = Pool(RANKS, self._log), True
+            self._pool = self._make_pool(self._log)
         return self._pool.run(function, ranks, timeout=TIMEOUT, **arguments)
 
 
@@ -226,9 +232,7 @@ def replay(outcome: Outcome, folder: Path) -> str:
     return "\n".join([*(f"    {command}" for command in commands), *texts])
 
 
-def run_all(
-    cases: Sequence[Case], jobs: int, tell: Callable[[Outcome], None], runner: Callable[[], Runner] = Runner
-) -> list[Outcome]:
+def run_all(cases: Sequence[Case], jobs: int, tell: Callable[[Outcome], None], runner: Callable[[], Runner] = Runner) -> list[Outcome]:
     """Run cases on several pools side by side.
 
     Args:

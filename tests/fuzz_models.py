@@ -445,9 +445,7 @@ LAYERS: dict[str, Kind] = {
     "batch_norm_2d": Kind(lambda: Channels(nn.BatchNorm2d(WIDTH), dimensions=2), writes=True, low=False),
     "batch_norm_mean": Kind(lambda: Channels(nn.BatchNorm1d(WIDTH, momentum=None)), writes=True, low=False),
     "batch_norm_own": Kind(OwnBatchNorm, writes=True),
-    "instance_norm": Kind(
-        lambda: Channels(nn.InstanceNorm1d(WIDTH, affine=True, track_running_stats=True)), writes=True
-    ),
+    "instance_norm": Kind(lambda: Channels(nn.InstanceNorm1d(WIDTH, affine=True, track_running_stats=True)), writes=True),
     "counted": Kind(lambda: Counted(True), writes=True),
     "counted_aside": Kind(lambda: Counted(False), writes=True),
     "lstm": Kind(lambda: Recurrent(nn.LSTM(WIDTH, WIDTH, batch_first=True))),
@@ -457,17 +455,13 @@ LAYERS: dict[str, Kind] = {
     "weight_norm": Kind(lambda: Apply(_bounded, linear=_norms.weight_norm(_linear()))),
     "spectral_norm": Kind(lambda: Apply(_bounded, linear=_norms.spectral_norm(_linear())), writes=True, low=False),
     "in_place": Kind(lambda: Apply(_in_place, first=_linear(), second=_linear())),
-    "dropout_in_place": Kind(
-        lambda: nn.Sequential(_linear(), nn.Dropout(0.1, inplace=True)), draws=True
-    ),
+    "dropout_in_place": Kind(lambda: nn.Sequential(_linear(), nn.Dropout(0.1, inplace=True)), draws=True),
     "halved": Kind(lambda: Apply(lambda p, x: Halve.apply(p["linear"](x)), linear=_linear())),
     "square": Kind(lambda: Apply(lambda p, x: Square.apply(torch.tanh(p["linear"](x))), linear=_linear())),
     "own_weight": Kind(OwnWeight),
     "shared": Kind(Shared),
     "checkpointed": Kind(lambda: Apply(partial(_checkpointed, reentrant=False), inner=_mlp())),
-    "checkpointed_dropout": Kind(
-        lambda: Apply(partial(_checkpointed, reentrant=False), inner=_mlp(0.1)), draws=True
-    ),
+    "checkpointed_dropout": Kind(lambda: Apply(partial(_checkpointed, reentrant=False), inner=_mlp(0.1)), draws=True),
     "checkpointed_reentrant": Kind(lambda: Apply(partial(_checkpointed, reentrant=True), inner=_mlp())),
     "transformer": Kind(lambda: Block(WIDTH, 2, 16, dropout=0.0, batch_first=True)),
     "transformer_dropout": Kind(lambda: Block(WIDTH, 2, 16, batch_first=True, norm_first=True), draws=True),
@@ -482,18 +476,14 @@ LAYERS: dict[str, Kind] = {
     "renormalised": Kind(Renormalised, writes=True),
     "averaged": Kind(Averaged, writes=True),
     "cells": Kind(Cells),
-    "lstm_dropout": Kind(
-        lambda: Recurrent(nn.LSTM(WIDTH, WIDTH, 2, batch_first=True, dropout=0.1)), draws=True
-    ),
+    "lstm_dropout": Kind(lambda: Recurrent(nn.LSTM(WIDTH, WIDTH, 2, batch_first=True, dropout=0.1)), draws=True),
     "subclass": Kind(lambda: Apply(_bounded, linear=Doubled(WIDTH, WIDTH))),
     "backward_hook": Kind(BackwardHooked),
     "reused": Kind(lambda: Apply(_reused, linear=_linear())),
     "aside": Kind(lambda: Apply(_aside, linear=_linear(), other=_linear())),
     "orthogonal": Kind(lambda: Apply(_bounded, linear=_norms.orthogonal(_linear())), low=False),
     "prelu": Kind(lambda: Channels(nn.PReLU(WIDTH))),
-    "bilinear": Kind(
-        lambda: Apply(lambda p, x: torch.tanh(p["product"](x, x)), product=nn.Bilinear(WIDTH, WIDTH, WIDTH))
-    ),
+    "bilinear": Kind(lambda: Apply(lambda p, x: torch.tanh(p["product"](x, x)), product=nn.Bilinear(WIDTH, WIDTH, WIDTH))),
     "tokens_padded": Kind(lambda: Tokens(padding=1)),
     "columns": Kind(Columns),
     "hooked": Kind(Hooked),

@@ -1,0 +1,234 @@
+"""The random test: a short run of it, and that it sees what it is there to see."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import Tensor, nn
+
+from dynmo.config import load, parse
+from dynmo.config.sections import BALANCERS
+from dynmo.schedule.catalogue import SCHEDULES
+from tests import fuzz, fuzz_models
+from tests.fuzz import EQUAL, FAILED, REFUSED, Outcome, Runner
+from tests.fuzz_draws import STOP, Case, Tables, draw, reference_of
+from tests.pool import ROOT, Pool, PoolLost
+
+SEED = 20
+SHORT = 24
+
+
+class Lent(Pool):
+    """The session's pool, which a runner must not close."""
+
+    def __init__(self, pool: Pool) -> None:
+        self.run = pool.run
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.fixture
+def runner(pool: Pool) -> Iterator[Runner]:
+    made = Runner(lambda log: Lent(pool))
+    yield made
+    made.close()
+
+
+@pytest.mark.parametrize("part", range(4))
+def test_a_short_run(runner: Runner, part: int) -> None:
+    """`python -m tests.fuzz --seed 20 --cases 24`, in parts that may run side by side."""
+    outcomes = [runner.run(draw(SEED, number)) for number in range(part, SHORT, 4)]
+    assert [(o.case.number, o.what, o.detail) for o in outcomes if o.kind != EQUAL] == []
+
+
+# -- what is drawn -------------------------------------------------------------------------------------
+
+
+def test_the_same_numbers_draw_the_same_case() -> None:
+    assert [draw(3, n) for n in range(20)] == [draw(3, n) for n in range(20)]
+    assert draw(3, 1) != draw(4, 1)
+
+
+def test_draws_hold_together_and_cover_everything() -> None:
+    """Any configuration is one that dynmo accepts, and every kind of anything is drawn."""
+    cases = [draw(1, number) for number in range(400)]
+    configs = [config for case in cases for config in (case.config, case.reference, case.resumed) if config]
+    for config in configs:
+        parse(config)
+    models = Counter(word for c in configs for word in c["model"]["kind"].rpartition(":")[2].split("__"))
+    assert set(fuzz_models.LAYERS) | {"gpt", "emulated", "mix"} <= set(models)
+    assert {c["pipeline"]["schedule"] for c in configs} == set(SCHEDULES)
+    assert {c["balance"]["balancer"] for c in configs} == set(BALANCERS)
+    assert {c["train"]["precision"] for c in configs} == {"float32", "bfloat16", "float16"}
+    assert {c["parallel"].get("pipeline", 1) * c["parallel"].get("data", 1) for c in configs} == {1, 2, 3, 4}
+    assert {case for c in configs for case in c["dynamism"].get("cases", ())} > set(fuzz.CASES)
+    assert {(c["pipeline"].get("post_validation"), c["pipeline"].get("rollback")) for c in configs} == {
+        (None, None),
+        (True, None),
+        (True, "in-place"),
+    }
+    assert sum(case.resumed is not None for case in cases) > 80
+    assert sum(case.plain for case in cases) > 20
+
+
+def test_models_are_called_by_their_layers() -> None:
+    layers = fuzz_models.model_of("modules__lstm__fan_2__mix")()
+    assert [type(layer).__name__ for layer in layers] == ["Embedding", "Recurrent", "Fan", "Mix", "Head"]
+    for wrong in ("modules__lstn", "factory__lstm", "modules_sum__lstm"):
+        with pytest.raises(AttributeError):
+            getattr(fuzz_models, wrong)
+
+
+# -- what is noticed -----------------------------------------------------------------------------------
+
+
+class Planted(nn.Module):
+    """A linear, and what `do` makes of its output."""
+
+    def __init__(self, do: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.linear, self._do = nn.Linear(8, 8), do
+        self.count = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count += 1
+        return self._do(self.linear(x)) if self.count > 6 else self.linear(x)
+
+
+def _model(do: Callable[[Tensor], Tensor]) -> list[nn.Module]:
+    return [nn.Embedding(256, 8), nn.Linear(8, 8), Planted(do), nn.Linear(8, 256)]
+
+
+def a_wrong_bit() -> list[nn.Module]:
+    """Differs in the last bits on any rank but the first."""
+    return _model(lambda y: y * (1 + 1e-7 * (os.environ["RANK"] != "0")))
+
+
+def a_crash() -> list[nn.Module]:
+    def crash(y: Tensor) -> Tensor:
+        raise KeyError("planted")
+
+    return _model(crash)
+
+
+def a_warning() -> list[nn.Module]:
+    def warn(y: Tensor) -> Tensor:
+        warnings.warn("planted", stacklevel=1)
+        return y
+
+    return _model(warn)
+
+
+def a_refusal() -> list[nn.Module]:
+    return [nn.Embedding(256, 8, sparse=True), nn.Linear(8, 256)]
+
+
+def planted(function: str, **sections: Tables) -> Case:
+    """A small case with a model of this file."""
+    config: Tables = {
+        "seed": 0,
+        "model": {"kind": f"python:tests.test_fuzz:{function}", "sequence": 4},
+        "data": {"source": "file:LICENSE"},
+        "train": {"steps": 4, "global_batch": 4, "micro_batch": 1},
+        "parallel": {"pipeline": 2, "timeout": 10.0},
+        "pipeline": {"schedule": "zb-h1"},
+        "balance": {"balancer": "none"},
+        "dynamism": {},
+    }
+    return Case(7, config | {name: config.get(name, {}) | keys for name, keys in sections.items()})
+
+
+@pytest.mark.parametrize(
+    ("function", "kind", "what"),
+    [
+        ("a_wrong_bit", FAILED, r"^wrong bits: steps at 1: \{'loss'"),
+        ("a_crash", FAILED, r"^KeyError on rank 0 of 1$"),
+        ("a_warning", FAILED, r"^UserWarning on rank 0 of 1$"),
+        ("a_refusal", REFUSED, r"has sparse gradients; make it with sparse=False$"),
+    ],
+)
+def test_what_is_planted_is_reported(runner: Runner, function: str, kind: str, what: str) -> None:
+    outcome = runner.run(planted(function))
+    assert outcome.kind == kind
+    with pytest.raises(AssertionError, match=what):
+        raise AssertionError(outcome.what)
+    assert fuzz.passed([outcome]) is (kind == REFUSED)
+
+
+def test_a_refused_configuration_counts(runner: Runner) -> None:
+    outcome = runner.run(planted("a_crash", parallel={"pipeline": 3}, train={"micro_batch": 3}))
+    assert outcome.kind == REFUSED
+    assert not fuzz.passed([outcome, outcome, *[replace(outcome, kind=EQUAL)] * 18])
+    assert fuzz.passed([outcome, *[replace(outcome, kind=EQUAL)] * 19])
+    assert "refused 1 times: config: train.micro_batch = N does not divide" in fuzz.summary([outcome], 1.0)
+
+
+class Hanging(Pool):
+    """A pool one of whose ranks never answers."""
+
+    def __init__(self) -> None:
+        self.closed = False
+
+    def run(self, function: str, ranks: int, timeout: float = 60.0, **arguments: Any) -> list[Any]:
+        raise PoolLost("a rank did not answer in time; the pool was ended")
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def test_a_pool_that_hangs_is_replaced(pool: Pool) -> None:
+    hanging = Hanging()
+    pools: list[Pool] = [Lent(pool), hanging]
+    runner = Runner(lambda log: pools.pop())
+    assert runner.run(draw(SEED, 0)).what == "hang or crash: a rank did not answer in time; the pool was ended"
+    assert hanging.closed
+    assert runner.run(draw(SEED, 0)).kind == EQUAL
+    runner.close()
+
+
+# -- what is printed -----------------------------------------------------------------------------------
+
+
+def test_what_is_printed_replays(runner: Runner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The files parse to the configurations that ran, and `dynmo train` takes them."""
+    cases = [draw(SEED, number) for number in range(60)]
+    case = next(case for case in cases if case.resumed)
+    monkeypatch.chdir(tmp_path)
+    text = fuzz.replay(Outcome(case, FAILED), Path("files"))
+    name = f"fuzz-{case.number}"
+    assert load(f"files/{name}.toml") == parse(case.config)
+    assert load(f"files/{name}-resumed.toml") == parse(case.resumed or {})
+    expected = parse(reference_of(case.config)).model_dump() | {"name": f"{name}-reference"}
+    assert load(f"files/{name}-reference.toml").model_dump() == expected
+    assert STOP not in Path(f"files/{name}-reference.toml").read_text()
+    commands = [line.split() for line in text.splitlines() if line.startswith("    dynmo train")]
+    assert [command[-1] for command in commands] == ["--overwrite", "--resume", "--overwrite"]
+
+    shutil.copy(ROOT / "LICENSE", tmp_path)
+    done = subprocess.run(
+        [sys.executable, "-m", *commands[2], "--json"],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert runner.run(case).kind == EQUAL
+    assert repr(json.loads(done.stdout)["weights_digest"]) == runner.reference(case).end["weights_digest"]
+
+
+def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert fuzz.main(["--only", "5", "--seed", "2", "--show", "--folder", str(tmp_path)]) == 0
+    assert f"dynmo train {tmp_path}/seed-2/fuzz-5.toml --overwrite" in capsys.readouterr().out
+    assert load(tmp_path / "seed-2" / "fuzz-5.toml") == parse(draw(2, 5).config)
