@@ -186,7 +186,7 @@ class _Draw:
         loss = random.choice([*LOSSES, "", ""])
         if self._chance(0.25):
             at = random.randrange(len(words))
-            words = [*words[:at], f"fan_{random.choice([1, 2, 3, 5, 9])}", *words[at:]]
+            words = [*words[:at], f"fan_{random.choice([1, 2, 3, 5, 9, 20])}", *words[at:]]
             words = [w if i <= at or not self._chance(0.3) else "mix" for i, w in enumerate(words)]
         form = random.choice([FORMS[0], *FORMS]) + (f"_{loss}" if loss else "")
         name = "__".join((form, *words))

@@ -512,6 +512,7 @@ class Fan(nn.Module):
             lambda: y.detach().float().mean(),
             lambda: y[..., 0],
             lambda: y.detach().argmin(-1).to(torch.int32),
+            lambda: y.detach().argmin(-1).to(torch.int16),
         )
         return x, *(kinds[i % len(kinds)]() for i in range(self._count))
 
