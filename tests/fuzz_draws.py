@@ -252,7 +252,7 @@ class _Draw:
         """The sections that may not show in the bits."""
         random, (pipeline, data, schedule, chunks) = self._random, mesh
         stages = pipeline * chunks_of(schedule, chunks)
-        parallel: Tables = {"pipeline": pipeline, "data": data, "device": "cpu", "timeout": 20.0}
+        parallel: Tables = {"pipeline": pipeline, "data": data, "device": "cpu", "timeout": 60.0}
         if data > 1:
             parallel["zero"] = random.choice([0, 1])
         sliced = pipeline > 1 and self._chance(0.05)

@@ -7,10 +7,12 @@ back what each returned.
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import importlib
 import json
 import os
 import selectors
+import signal
 import subprocess
 import sys
 import tempfile
@@ -75,6 +77,9 @@ class Pool:
         with selectors.DefaultSelector() as selector:
             selector.register(process.stdout, selectors.EVENT_READ)
             if not selector.select(max(0.0, deadline - time.monotonic())):
+                for rank in self._ranks:
+                    rank.send_signal(signal.SIGUSR1)
+                time.sleep(1)  # each tells where its threads are
                 self.close()
                 raise PoolLost("a rank did not answer in time; the pool was ended")
         line = process.stdout.readline()
@@ -101,6 +106,7 @@ def _serve() -> None:
 
     rendezvous = from_environment()
     assert rendezvous is not None
+    faulthandler.register(signal.SIGUSR1)
     torch.set_num_threads(1)
     profiler.PAUSE = 0.0  # links need not be measured well here, and every job would wait for it
     # Jobs may print; the replies have the real stdout to themselves.

@@ -100,11 +100,9 @@ class Planted(nn.Module):
     def __init__(self, do: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
         self.linear, self._do = nn.Linear(8, 8), do
-        self.count = 0
 
     def forward(self, x: Tensor) -> Tensor:
-        self.count += 1
-        return self._do(self.linear(x)) if self.count > 6 else self.linear(x)
+        return self._do(self.linear(x))
 
 
 def _model(do: Callable[[Tensor], Tensor]) -> list[nn.Module]:
@@ -153,7 +151,7 @@ def planted(function: str, **sections: Tables) -> Case:
 @pytest.mark.parametrize(
     ("function", "kind", "what"),
     [
-        ("a_wrong_bit", FAILED, r"^wrong bits: steps at 1: \{'loss'"),
+        ("a_wrong_bit", FAILED, r"^wrong bits: steps at 0: \{'loss'"),
         ("a_crash", FAILED, r"^KeyError on rank 0 of 1$"),
         ("a_warning", FAILED, r"^UserWarning on rank 0 of 1$"),
         ("a_refusal", REFUSED, r"has sparse gradients; make it with sparse=False$"),
