@@ -625,6 +625,7 @@ class Pipeline:
         self._pending.settle()
         return buffers_digest(self._holding)
 
+
 def _check_partition(partition: object) -> None:
     if not isinstance(partition, Partition):
         raise ConfigError(f"partition is a {type(partition).__name__}; give a Partition, such as Partition((4, 4))")
