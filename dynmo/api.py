@@ -642,7 +642,7 @@ def _check_recompute(recompute: object, layers: int) -> None:
 
 
 def _check_rates(lr: object, max_norm: object) -> None:
-    if not isinstance(lr, Real) or not 0 <= lr < math.inf:
+    if not isinstance(lr, Real) or not 0 <= float(lr) < math.inf:
         raise InputError(f"lr = {lr!r}; give a finite number of at least 0")
-    if not isinstance(max_norm, Real) or not max_norm >= 0:
+    if not isinstance(max_norm, Real) or not float(max_norm) >= 0:
         raise InputError(f"max_norm = {max_norm!r}; give a number of at least 0, where 0 clips nothing")

@@ -53,7 +53,7 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--compare", type=Path, help="a file that an earlier call has printed")
     earlier = parser.parse_args().compare
     digests = {name: run(name, sections) for name, sections in CONFIGURATIONS.items()}

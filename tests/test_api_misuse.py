@@ -60,6 +60,7 @@ def test_batches_that_are_no_tensors() -> None:
             made.step(0, x, y, lr=0.1)
         with pytest.raises(InputError, match=says):
             made.evaluate(x, y, MICROBATCHES)
+    rates: dict[str, Any]
     for rates in ({"lr": math.nan}, {"lr": -1.0}, {"lr": 0.1, "max_norm": math.nan}):
         with pytest.raises(InputError, match=r"(lr|max_norm) = (nan|-1.0); give a"):
             made.step(0, inputs, targets, **rates)

@@ -183,14 +183,6 @@ def _remove(path: Path) -> None:
 _TENSORS = "tensors.safetensors"
 
 
-def _remove(path: Path) -> None:
-    """Remove a folder with all it holds, or a file that somebody put in its place."""
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)
-
-
 def _folder(index: int) -> str:
     return f"layer-{index:04d}"
 
