@@ -312,8 +312,7 @@ class _Draw:
         if self._chance(0.45):
             cases.append("freezing")
             tables["freezing"] = self._freezing(layers, steps)
-        # What CSR computes cannot be differentiated twice.
-        prunes = not emulated and layers > 2 and "energy" not in model["kind"].split("__")
+        prunes = not emulated and layers > 2 and all(kind.prunes for kind in _kinds(model["kind"]))
         if prunes and self._chance(0.25):
             cases.append("pruning")
             tables["pruning"] = self._pruning(steps)

@@ -421,14 +421,14 @@ class Kind:
         writes: Its forward writes to buffers, so replicas refuse it and frozen outputs are not kept.
         draws: Its forward draws random numbers.
         low: It computes in bfloat16 and float16 as well.
-        shapes: Its shapes are known without data, as a memory limit needs them.
+        prunes: Its linears can be pruned: it calls them, and differentiates them once.
     """
 
     make: Callable[[], nn.Module]
     writes: bool = False
     draws: bool = False
     low: bool = True
-    shapes: bool = True
+    prunes: bool = True
 
 
 _norms = nn.utils.parametrizations
@@ -467,19 +467,19 @@ LAYERS: dict[str, Kind] = {
     "transformer_dropout": Kind(lambda: Block(WIDTH, 2, 16, batch_first=True, norm_first=True), draws=True),
     "attention": Kind(Attention),
     "plain": Kind(Plain),
-    "energy": Kind(Energy),
-    "routed": Kind(Routed, shapes=False),
-    "branch": Kind(lambda: Apply(_branch, first=_linear(), second=_linear()), shapes=False),
+    "energy": Kind(Energy, prunes=False),
+    "routed": Kind(Routed),
+    "branch": Kind(lambda: Apply(_branch, first=_linear(), second=_linear())),
     "dropout": Kind(lambda: nn.Dropout(0.1), draws=True),
-    "skipped": Kind(Skipped, draws=True, shapes=False),
+    "skipped": Kind(Skipped, draws=True),
     "tokens": Kind(Tokens),
     "renormalised": Kind(Renormalised, writes=True),
-    "averaged": Kind(Averaged, writes=True),
+    "averaged": Kind(Averaged, writes=True, prunes=False),
     "cells": Kind(Cells),
     "lstm_dropout": Kind(lambda: Recurrent(nn.LSTM(WIDTH, WIDTH, 2, batch_first=True, dropout=0.1)), draws=True),
     "subclass": Kind(lambda: Apply(_bounded, linear=Doubled(WIDTH, WIDTH))),
     "backward_hook": Kind(BackwardHooked),
-    "reused": Kind(lambda: Apply(_reused, linear=_linear())),
+    "reused": Kind(lambda: Apply(_reused, linear=_linear()), prunes=False),
     "aside": Kind(lambda: Apply(_aside, linear=_linear(), other=_linear())),
     "orthogonal": Kind(lambda: Apply(_bounded, linear=_norms.orthogonal(_linear())), low=False),
     "prelu": Kind(lambda: Channels(nn.PReLU(WIDTH))),
