@@ -14,7 +14,7 @@ from dynmo.config.sections import BALANCERS
 from dynmo.config.writing import value_text
 from dynmo.models.gpt import feed_forward_size
 from dynmo.schedule.catalogue import SCHEDULES, chunks_of
-from tests.fuzz_models import FORMS, LAYERS, LOSSES, VOCAB
+from tests.fuzz_models import FORMS, LAYERS, LOSSES, VOCAB, can_prune
 
 Tables = dict[str, Any]
 
@@ -312,7 +312,7 @@ class _Draw:
         if self._chance(0.45):
             cases.append("freezing")
             tables["freezing"] = self._freezing(layers, steps)
-        prunes = not emulated and layers > 2 and all(kind.prunes for kind in _kinds(model["kind"]))
+        prunes = gpt or (not emulated and can_prune(tuple(model["kind"].split("__")[1:])))
         if prunes and self._chance(0.25):
             cases.append("pruning")
             tables["pruning"] = self._pruning(steps)

@@ -15,7 +15,7 @@ import os
 import signal
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -491,6 +491,15 @@ LAYERS: dict[str, Kind] = {
     "spectrum": Kind(lambda: Apply(_spectrum, linear=_linear())),
     "convolution": Kind(lambda: Channels(nn.Conv1d(WIDTH, WIDTH, 3, padding=1))),
 }
+
+
+@cache
+def can_prune(words: tuple[str, ...]) -> bool:
+    """Whether there is a linear to prune in layers called so, and none that must not be pruned."""
+    kinds = [LAYERS[word] for word in words if word in LAYERS]
+    modules = [part for kind in kinds for part in kind.make().modules()]
+    linears = [part for part in modules if type(part) is nn.Linear and "weight" in part._parameters]
+    return all(kind.prunes for kind in kinds) and bool(linears or len(words) > len(kinds))
 
 
 # -- several tensors between layers --------------------------------------------------------------------
