@@ -111,6 +111,14 @@ def test_running_statistics_of_steps_that_are_taken_back(pool: Pool) -> None:
     assert near[1] == pytest.approx(expected[1], rel=1e-4)
 
 
+def test_a_buffer_that_is_written_in_place_and_needed_by_b(pool: Pool) -> None:
+    """Several microbatches are between F and B, each of which has its own value of the buffer."""
+    expected = run(pool, "averaged", pipeline={"schedule": "1f1b"})
+    for ranks, schedule in ((1, "gpipe"), (2, "zb-h1"), (3, "zb-h2")):
+        again = run(pool, "averaged", ranks, pipeline={"schedule": schedule})
+        assert (again["losses"], again["digest"]) == (expected["losses"], expected["digest"])
+
+
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_recurrent_layers_computed_again(pool: Pool, ranks: int) -> None:
     """torch's LSTM computes other bits on the CPU where it keeps no graph."""

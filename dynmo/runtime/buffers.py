@@ -90,6 +90,17 @@ class BufferSet:
                 else:
                     self._owners[key.owner]._buffers[key.name] = copy
 
+    def versions(self) -> dict[BufferKey, tuple[Tensor, int]]:
+        """Returns every buffer with autograd's count of the writes to it."""
+        return {key: (buffer, buffer._version) for key, buffer in self}
+
+    def renew(self, keys: Iterable[BufferKey]) -> None:
+        """Puts equal tensors in the places of these buffers. Graphs that have saved the old ones keep them as they are."""
+        for key in keys:
+            buffer = self._owners[key.owner]._buffers.get(key.name)
+            if buffer is not None:
+                self._owners[key.owner]._buffers[key.name] = buffer.detach().clone()
+
     @contextmanager
     def replaced(self, copies: Copies) -> Generator[None]:
         """Within the context, fresh tensors with these values take the places of the buffers.

@@ -26,7 +26,7 @@ from dynmo.kernels.compiling import compiled
 from dynmo.kernels.seeds import generator_of, seed_forward
 from dynmo.kernels.sparse_linear import guarded
 from dynmo.kernels.split import WeightTape, WeightWork, install, used_twice
-from dynmo.runtime.buffers import BufferSet, Copies, has_same_bits
+from dynmo.runtime.buffers import BufferKey, BufferSet, Copies, has_same_bits
 from dynmo.runtime.clock import Clock
 from dynmo.runtime.headers import MOST_TENSORS, obstacle
 from dynmo.runtime.plain_state import PlainState
@@ -65,6 +65,8 @@ class Layer:
         self._saved: dict[int, _Saved] = {}
         self.recompute = False
         self.buffers = BufferSet([module])
+        # Buffers that F writes to in place, so that autograd counts the write. The layer's first F finds them.
+        self._writes_in_place: set[BufferKey] = set()
         # Whether B writes to buffers, since it runs parts of the module again (torch.utils.checkpoint).
         self._writes_in_backward = False
         # Whether F writes to its inputs in place, by (keeps a graph, training). It may differ, and a layer's first F of each finds out.
@@ -111,9 +113,13 @@ class Layer:
             # Until the first B has shown whether it writes to buffers, what F finds there is kept.
             keeps = self.recompute or self._writes_in_backward or not self._measured
             before = self.buffers.copies() if keeps else {}
+            # The backward of an earlier microbatch may need what this F writes to.
+            self.buffers.renew(self._writes_in_place)
+            versions = {} if self._measured else self.buffers.versions()
             state = None if self._measured else PlainState(self.module)
             outputs = self._call(inputs, finish, True) if self.recompute else self._call_to_keep(inputs, finish)
             buffers = self.buffers.maybe_written(before) if keeps else {}
+            self._writes_in_place.update(key for key, (buffer, version) in versions.items() if buffer._version != version)
             again = partial(self._again, microbatch, inputs, step, finish, buffers)
             written = None if state is None else state.written()
             if written is not None:

@@ -321,3 +321,23 @@ def eighths() -> list[nn.Module]:
     layer = nn.Linear(8, 8)
     layer.register_buffer("seen", torch.zeros(4).to(torch.float8_e5m2))
     return _model(layer)
+
+
+class Averaged(nn.Module):
+    """A buffer follows the weight in place, and B needs it as F found it."""
+
+    average: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.register_buffer("average", self.linear.weight.detach().clone())
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.average.lerp_(self.linear.weight.detach() + x.detach().mean(), 0.1)
+        return self.linear(x) + 0.1 * functional.linear(x, self.average)
+
+
+def averaged() -> list[nn.Module]:
+    return _model(Averaged(), Averaged())
