@@ -169,6 +169,20 @@ def test_the_written_form_names_every_key():
     assert written == dumped
 
 
+@pytest.mark.timeout(30)
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["elastic.reshape=true", "parallel.data=2147483647", "train.global_batch=2147483647"],
+        ["train.global_batch=2147483646", "train.reduction_slots=5"],
+    ],
+)
+def test_large_numbers_are_told_at_once(overrides):
+    """Once a loop over every number up to the largest."""
+    with pytest.raises(ConfigError, match=r"elastic.reshape = true|train.reduction_slots = 5 does not divide"):
+        load(None, ["train.micro_batch=1", *overrides])
+
+
 # Keys of another kind of model.
 
 GPT_KEYS = {"blocks": 8, "hidden": 256, "heads": 4, "dropout": 0.0, "tied": False, "init_std": 0.02}

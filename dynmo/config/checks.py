@@ -112,7 +112,7 @@ def _slot_problems(config: Config) -> Iterator[str]:
 def _fitting(config: Config, replicas: Collection[int]) -> str:
     """Numbers of slots that fit any of these numbers of replicas."""
     every = config.all_microbatches
-    found = [str(n) for n in range(1, every + 1) if every % n == 0 and not any(slots_fit(n, r, every) for r in replicas)]
+    found = [str(n) for n in _divisors(every) if not any(slots_fit(n, r, every) for r in replicas)]
     return " or ".join(found[:4]) if found else "another train.global_batch"
 
 
@@ -120,7 +120,7 @@ def shapes(config: Config) -> tuple[tuple[int, int], ...]:
     """The meshes (ranks of a pipeline, replicas) that the run's ranks can be, with the same batch, slots and schedule."""
     ranks, every, layers = config.parallel.pipeline * config.parallel.data, config.all_microbatches, config.model.layer_count
     found: list[tuple[int, int]] = []
-    for data in (n for n in range(1, ranks + 1) if ranks % n == 0 and every % n == 0):
+    for data in _divisors(math.gcd(ranks, every)):
         pipeline = ranks // data
         try:
             check_microbatches(config.pipeline.schedule, pipeline, every // data)
@@ -138,7 +138,7 @@ def _reshape_problems(config: Config) -> Iterator[str]:
         if config.elastic.reshape_at:
             yield "elastic.reshape = true decides when to reshape, and elastic.reshape_at says when; leave one of them out"
         elif len(shapes(config)) == 1:
-            counts = [n for n in range(1, config.ranks + 1) if config.ranks % n == 0 and every % n == 0]
+            counts = _divisors(math.gcd(config.ranks, every))
             if counts == [parallel.data]:
                 ranks = "1 rank" if config.ranks == 1 else f"{config.ranks} ranks"
                 yield (
@@ -277,6 +277,11 @@ def _cache_problems(config: Config) -> Iterator[str]:
 
 
 def _nearest_divisors(value: int, total: int) -> str:
-    divisors = {d for i in range(1, math.isqrt(total) + 1) if total % i == 0 for d in (i, total // i)}
+    divisors = _divisors(total)
     below, above = [d for d in divisors if d < value], [d for d in divisors if d > value]
     return ", ".join(str(d) for d in ([max(below)] if below else []) + ([min(above)] if above else []))
+
+
+def _divisors(total: int) -> list[int]:
+    """The divisors in ascending order."""
+    return sorted({d for i in range(1, math.isqrt(total) + 1) if total % i == 0 for d in (i, total // i)})
