@@ -3,10 +3,11 @@
     python -m tests.fuzz --cases 1000 --seed 1            # from the repository's root
     python -m tests.fuzz --seed 1 --only 37               # one of them again
 
-A case draws model, schedule, mesh, balancer, dynamic cases, precision and much else (`fuzz_draws.py`),
-and some are stopped and resumed elsewhere. Losses, norms, held-out losses, what cases changed, weights
-and buffers must be those of the same training on one rank. A model of one's own must also agree with a
-plain PyTorch loop. Every failure is printed with the TOML files that replay it.
+A case draws model, schedule, mesh, balancer, dynamic cases, precision and much else
+(`fuzz_draws.py`), and some are stopped and resumed elsewhere. Losses, norms, held-out losses, what
+cases changed, weights and buffers must be those of the same training on one rank. A model of one's
+own must also agree with a plain PyTorch loop. Every failure is printed with the TOML files that
+replay it.
 """
 
 from __future__ import annotations
@@ -111,7 +112,7 @@ def _make_pool(log: Path) -> Pool:
 
 
 class Runner:
-    """Runs cases one after another on a pool of ranks, which is replaced when a rank hangs or dies."""
+    """Runs cases one after another on a pool of ranks. Replaces a pool that hangs or dies."""
 
     def __init__(self, make_pool: Callable[[Path], Pool] = _make_pool) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="dynmo-fuzz-")

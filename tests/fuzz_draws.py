@@ -165,7 +165,7 @@ class _Draw:
         config["dynamism"] = {**dynamism, "cases": cases}
         return Case(self._number, config, resumed, stop)
 
-    # -- sections ------------------------------------------------------------------------------------------
+    # -- sections --------------------------------------------------------------------------------
 
     def _model(self) -> tuple[Tables, int]:
         """The section, and how many layers it makes."""
@@ -369,7 +369,7 @@ class _Draw:
             return {**options, "schedule": [list(pair) for pair in zip(at, some, strict=True)]}
         return {**options, "start": random.randrange(steps), "blocks": some[0]}
 
-    # -- conditions ------------------------------------------------------------------------------------------
+    # -- conditions ------------------------------------------------------------------------------
 
     def _can_cache(self, dynamism: Tables, draws: bool) -> bool:
         return not draws and not self._writes and "sparse_attention" not in dynamism

@@ -30,7 +30,7 @@ WIDTH = 8
 VOCAB = 256
 
 
-# -- layers: [microbatch, sequence, WIDTH] in and out -------------------------------------------------
+# -- layers: [microbatch, sequence, WIDTH] in and out --------------------------------------------
 
 
 class Apply(nn.Module):
@@ -502,7 +502,7 @@ def can_prune(words: tuple[str, ...]) -> bool:
     return all(kind.prunes for kind in kinds) and bool(linears or len(words) > len(kinds))
 
 
-# -- several tensors between layers --------------------------------------------------------------------
+# -- several tensors between layers --------------------------------------------------------------
 
 
 class Fan(nn.Module):
@@ -634,7 +634,7 @@ def _carrying(make: Callable[[], nn.Module]) -> nn.Module:
     return Carrying(make())
 
 
-# -- a case that stops the run -------------------------------------------------------------------------
+# -- a case that stops the run -------------------------------------------------------------------
 
 
 class StopAfter(Dynamism):

@@ -53,7 +53,7 @@ def test_a_short_run(runner: Runner, part: int) -> None:
     assert [(o.case.number, o.what, o.detail) for o in outcomes if o.kind != EQUAL] == []
 
 
-# -- what is drawn -------------------------------------------------------------------------------------
+# -- what is drawn -------------------------------------------------------------------------------
 
 
 def test_the_same_numbers_draw_the_same_case() -> None:
@@ -91,7 +91,7 @@ def test_models_are_called_by_their_layers() -> None:
             getattr(fuzz_models, wrong)
 
 
-# -- what is noticed -----------------------------------------------------------------------------------
+# -- what is noticed -----------------------------------------------------------------------------
 
 
 class Planted(nn.Module):
@@ -196,7 +196,7 @@ def test_a_pool_that_hangs_is_replaced(pool: Pool) -> None:
     runner.close()
 
 
-# -- what is printed -----------------------------------------------------------------------------------
+# -- what is printed -----------------------------------------------------------------------------
 
 
 def test_what_is_printed_replays(runner: Runner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -173,8 +173,18 @@ def _by_kind(marks: Sequence[OpMark], seconds: Callable[[Any, Any], float | None
         else:
             weight = _total(*parts)
             w.append(weight)
-            b.append(None if whole is None or weight is None else whole - weight)
+            b.append(_rest(whole, weight))
     return f, b, w
+
+
+def _rest(whole: float | None, part: float | None) -> float | None:
+    """A whole without a part of it; None if one is unknown, or if the part seems longer.
+
+    The part does if the whole is CPU time, since the thread lost its core, and the part is elapsed
+    time, of which a virtual machine took some unseen.
+    """
+    rest = None if whole is None or part is None else whole - part
+    return rest if rest is not None and rest >= 0 else None
 
 
 def _total(*seconds: float | None) -> float | None:

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from dynmo.costs import LayerCost
-from dynmo.runtime.clock import HostClock
+from dynmo.runtime.clock import HostClock, Mark
 from dynmo.runtime.executor import Slice
 from dynmo.runtime.profiler import Profiler
 from dynmo.runtime.split_backward import Layer
@@ -134,6 +134,24 @@ def test_doubtful_readings_count_only_where_there_is_no_other() -> None:
     alone = Profiler(clock)
     alone.observe([marked(clock, [(Kind.W, 0.0, 200.0, []), (Kind.W, 0.0, 1.0, [(0.0, 300.0)])])])
     assert alone.seconds(3) == (0.0, 0.0, 250.5)
+
+
+def test_a_part_that_seems_longer_than_the_whole_is_doubtful() -> None:
+    """The whole of this BW is CPU time, since the thread lost its core; its W is all the time that elapsed."""
+    clock = HostClock()
+
+    def mark(elapsed: float, cpu: float, preempted: int) -> Mark:
+        at = Mark(elapsed)
+        at.cpu, at.preempted, at.waited = cpu, preempted, 0
+        return at
+
+    odd = (Kind.BW, mark(0, 0, 0), mark(20, 6, 1), [(mark(1, 1, 0), mark(13, 3, 0))])
+    plain = (Kind.BW, mark(20, 6, 1), mark(25, 11, 1), [(mark(21, 7, 1), mark(23, 9, 1))])
+    for marks, b in (([odd], 8.0), ([odd, plain], 3.0)):
+        profiler, layer = Profiler(clock), Layer(3, nn.Linear(2, 2), clock, 0)
+        layer.marks = list(marks)
+        profiler.observe([layer])
+        assert profiler.seconds(3).b == b
 
 
 def test_costs_by_half_of_the_readings() -> None:
