@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from dynmo.errors import RunError
+from dynmo.runtime.announced import check_announced
 
 # The dtypes that may travel, by name. A peer's word for a dtype is looked up here and nowhere else.
 DTYPES = {
@@ -49,8 +50,6 @@ _KNOWN_TO_NCCL = frozenset(
 LEAD = 64
 MOST_TENSORS = 4096
 MOST_DIMENSIONS = 64
-# No message of a real model comes near. A damaged header must not make its receiver ask for all memory.
-MOST_BYTES = 1 << 40
 
 Spec = tuple[tuple[torch.dtype, tuple[int, ...]], ...]
 
@@ -111,26 +110,26 @@ def rest_of(lead: Tensor, what: str) -> Tensor | None:
     return torch.zeros(missing, dtype=torch.int64) if missing > 0 else None
 
 
-def decode(header: Sequence[Tensor], what: str) -> Spec:
+def decode(header: Sequence[Tensor], device: torch.device, what: str) -> Spec:
     """Reads a header that has arrived.
 
     Args:
         header: The lead, and the rest if the lead announces one.
+        device: Where the message will be.
         what: The message, as an error names it.
 
     Returns:
         Dtype and shape of each tensor of the message, in order.
 
     Raises:
-        RunError: The header is damaged, or of another version of dynmo.
+        RunError: The header is damaged, of another version of dynmo, or announces more bytes than
+            the device has.
     """
     numbers = [n for part in header for n in part.tolist()]
     if not 0 <= numbers[0] < len(numbers):
         raise _damaged(what, f"it announces {numbers[0]} numbers and has {len(numbers) - 1}")
     spec = tuple(_tensors(numbers[1 : numbers[0] + 1], what))
-    size = sum(dtype.itemsize * math.prod(shape) for dtype, shape in spec)
-    if size > MOST_BYTES:
-        raise _damaged(what, f"it announces {size} bytes")
+    check_announced(sum(dtype.itemsize * math.prod(shape) for dtype, shape in spec), device, what)
     return spec
 
 

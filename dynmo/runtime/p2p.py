@@ -244,9 +244,9 @@ class Inbox:
         what = describe(self.channel)
         rest = rest_of(lead, what)
         if rest is None:
-            return decode((lead,), what)
+            return decode((lead,), self._world.device, what)
         self._wait(self._receive((rest,)), microbatch)
-        return decode((lead, rest), what)
+        return decode((lead, rest), self._world.device, what)
 
 
 def _filled(world: World, works: list[dist.Work], seconds: float) -> bool:
