@@ -103,7 +103,7 @@ class Holding:
         _check(index, module, self.world.replicas)
         _contiguous(module)
         self.modules[index] = module
-        self.layers[index] = Layer(index, module, self._clock, self._seed, self._compiles)
+        self.layers[index] = Layer(index, module, self._clock, self._seed, self._compiles, checks_state=True)
         self.layers[index].recompute = index in self.layout.recomputed
         world, microbatches = self.world, self.layout.microbatches
         optimizer = self.optimizers[index] = LayerOptimizer(module, self._settings, shared, self.replicas.share, masters)

@@ -52,18 +52,19 @@ class _Saved(NamedTuple):
 class Layer:
     """One layer of the model on this rank: its module, what its microbatches in flight keep, and how long its ops took.
 
-    `index` is global; `compiles`: torch.compile runs what lies between its linears. `loss`, on the model's last layer, turns the output and
+    `index` is global; `compiles`: torch.compile runs what lies between its linears. checks_state: refuse a module whose output depends on
+    plain attributes that it writes to. `loss`, on the model's last layer, turns the output and
     the targets into the scalar that is differentiated.
     """
 
-    def __init__(self, index: int, module: nn.Module, clock: Clock, seed: int, compiles: bool = False) -> None:
+    def __init__(self, index: int, module: nn.Module, clock: Clock, seed: int, compiles: bool = False, checks_state: bool = False) -> None:
         self.index, self.module = index, module
         self._clock, self._seed = clock, seed
         # The global index of this replica's first microbatch, for the streams; and who is told when gradients are there.
         self.first_microbatch = 0
         self.slots: Slots | None = None
         self._saved: dict[int, _Saved] = {}
-        self.recompute = False
+        self.recompute, self._checks_state = False, checks_state
         self.buffers = BufferSet([module])
         # Buffers that F writes to in place, so that autograd counts the write. The layer's first F finds them.
         self._writes_in_place: set[BufferKey] = set()
@@ -116,7 +117,7 @@ class Layer:
             # The backward of an earlier microbatch may need what this F writes to.
             self.buffers.renew(self._writes_in_place)
             versions = {} if self._measured else self.buffers.versions()
-            state = None if self._measured else PlainState(self.module)
+            state = PlainState(self.module) if self._checks_state and not self._measured else None
             outputs = self._call(inputs, finish, True) if self.recompute else self._call_to_keep(inputs, finish)
             buffers = self.buffers.maybe_written(before) if keeps else {}
             self._writes_in_place.update(key for key, (buffer, version) in versions.items() if buffer._version != version)
