@@ -45,7 +45,7 @@ class Case:
 
     @property
     def plain(self) -> bool:
-        """Whether a plain PyTorch loop trains the same: no cases, nothing drawn at random, float32."""
+        """Whether a plain PyTorch loop trains the same: no cases or random numbers, float32."""
         model = self.config["model"]
         train = self.config["train"]
         return (
@@ -192,7 +192,7 @@ class _Draw:
         return {"kind": f"python:tests.fuzz_models:{name}", "sequence": sequence}, len(words) + 2
 
     def _mesh(self, layers: int, data: int, each: int | None = None) -> tuple[int, int, str, int | None]:
-        """Ranks of a pipeline, replicas, schedule, chunks. each: microbatches of a replica, if that is given."""
+        """Ranks of a pipeline, replicas, schedule, chunks. each: microbatches of a replica."""
         random = self._random
         pipeline = random.choice([1, 2, 2, 3, 4, 4]) if data == 1 else random.randrange(1, 4 // data + 1)
         pipeline = min(pipeline, layers)
@@ -263,7 +263,7 @@ class _Draw:
             pipe["chunks"] = chunks
         if not sliced and self._chance(0.35):
             pipe["post_validation"] = True
-            # Undone by arithmetic, a step that is taken back differs in the last bits. Here none is.
+            # A step undone by arithmetic differs in the last bits. Here none is undone.
             peaceful = train["max_grad_norm"] == 0 or train["clip_scope"] == "local"
             if peaceful and train["precision"] != "float16" and self._chance(0.5):
                 pipe["rollback"] = "in-place"
@@ -279,7 +279,7 @@ class _Draw:
         return {"parallel": parallel, "pipeline": pipe, "balance": balance, "elastic": elastic}
 
     def _limit(self, model: Tables, pipeline: int) -> int:
-        """A memory limit near what the whole model takes on one rank, or a share of that for several."""
+        """A limit near what the whole model takes on one rank, or a share of it for several."""
         hidden, blocks = model["hidden"], model["blocks"]
         parameters = 2 * VOCAB * hidden + blocks * (4 * hidden**2 + 3 * hidden * feed_forward_size(hidden))
         shares = [1.0, 3.0] if pipeline == 1 else [0.7, 1.0, 3.0]

@@ -50,7 +50,7 @@ def _ended(events: list[Event], **how: Any) -> dict[str, Any]:
 
 
 def train_plainly(world: World, config: dict[str, Any]) -> list[float]:
-    """The losses of the same training in a plain PyTorch loop, which uses no more of dynmo than the model."""
+    """The losses of the same training in a plain PyTorch loop over the model's layers."""
     loaded = parse(config)
     train, model = loaded.train, load_model(loaded)
     layers = nn.ModuleList(model.build(range(model.layers)))

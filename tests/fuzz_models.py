@@ -388,7 +388,7 @@ def _in_place(parts: nn.ModuleDict, x: Tensor) -> Tensor:
 
 
 def _checkpointed(parts: nn.ModuleDict, x: Tensor, reentrant: bool) -> Tensor:
-    if reentrant and not x.requires_grad:  # torch warns that there is nothing to compute gradients for
+    if reentrant and not x.requires_grad:  # torch would warn
         return parts["inner"](x)
     result = checkpoint(parts["inner"], x, use_reentrant=reentrant)
     assert isinstance(result, Tensor)
