@@ -86,7 +86,7 @@ def ends(world: FakeCudaWorld, messages: int, depth: int) -> Transport:
 
 def test_a_message_that_never_comes(device: FakeDevice, monkeypatch: pytest.MonkeyPatch) -> None:
     """Told at the step's end, though no wait of the stream ever raises; and not before the stream stands at it."""
-    monkeypatch.setattr(p2p, "decode", lambda header, what: ((torch.float32, (2,)),))
+    monkeypatch.setattr(p2p, "decode", lambda header, device, what: ((torch.float32, (2,)),))
     monkeypatch.setattr(p2p.torch, "empty", lambda *shape, **options: torch.zeros(*shape))
     monkeypatch.setattr(FakeCudaWorld, "open_channels", lambda self, pairs: None)
     world = fake_world(rank=1)
