@@ -12,7 +12,7 @@ import pytest
 
 from dynmo.balance.partition import Partition
 from dynmo.config import parse
-from dynmo.costs import LayerCost
+from dynmo.costs import LayerCost, LinkCost
 from dynmo.dynamism import Change, Dynamism, Layers
 from dynmo.events import Event, RebalanceResultEvent, to_json
 from dynmo.models.model import load_model
@@ -176,8 +176,10 @@ def misled(world: World, config: dict[str, Any]) -> list[dict[str, Any]]:
 
     def costs() -> tuple[LayerCost, ...]:
         layers = next(slow)
-        return tuple(replace(cost, f=2.5 * cost.f) if i in layers else cost for i, cost in enumerate(known()))
+        even = [replace(cost, f=0.001, b=0.001, w=0.001) for cost in known()]
+        return tuple(replace(cost, f=2.5 * cost.f) if i in layers else cost for i, cost in enumerate(even))
 
+    trainer.pipeline._scheduling.links = {(0, 1): LinkCost(1e-4, 1e9)}
     rebalancer._costs = costs
     rebalancer.observe = lambda step, seconds, busy: observe(step, 0.1, busy)
     trainer.run()
