@@ -37,7 +37,9 @@ def chosen(parts: Sequence[Part], only: str | None) -> list[Part]:
     return [part for part in parts if names is None or part.name in names]
 
 
-def run_all(parts: Sequence[Part], out: Path, about: Mapping[str, Any], dry: bool, seconds: float) -> list[tuple[Part, Ended]]:
+def run_all(
+    parts: Sequence[Part], out: Path, about: Mapping[str, Any], dry: bool, seconds: float, stretch: float
+) -> list[tuple[Part, Ended]]:
     """Runs the parts in turn and tells of each.
 
     Args:
@@ -46,6 +48,7 @@ def run_all(parts: Sequence[Part], out: Path, about: Mapping[str, Any], dry: boo
         about: The machine, for the result files.
         dry: Whether the parts run on CPU with tiny sizes.
         seconds: Limit of all parts together.
+        stretch: Multiplies the limit of each part.
 
     Returns:
         How each part ended. It is shorter than `parts` if the user interrupted.
@@ -56,7 +59,7 @@ def run_all(parts: Sequence[Part], out: Path, about: Mapping[str, Any], dry: boo
     for number, part in enumerate(parts, 1):
         head = f"[{number}/{len(parts)}] {part.name}"
         lacking = [] if dry else [name for name in part.needs if not installed(name)]
-        limit = min(max(part.limit, DRY_LIMIT) if dry else part.limit, deadline - time.monotonic())
+        limit = min(max(part.limit, DRY_LIMIT) if dry else stretch * part.limit, deadline - time.monotonic())
         print(f"{head}: starts, limit {max(0.0, limit):.0f} s", flush=True)
         try:
             if lacking:
@@ -115,7 +118,9 @@ def main() -> int:
     parser.add_argument("--only", metavar="NAME[,NAME]", help="these parts only")
     parser.add_argument("--list", action="store_true", help="list the parts and stop")
     parser.add_argument("--seconds", type=float, default=525.0, help="limit of all parts together (default 525)")
+    parser.add_argument("--stretch", type=float, default=1.0, metavar="FACTOR", help="multiply each part's limit, for a slow machine")
     parser.add_argument("--out", type=Path, help=f"folder of the results (default {RESULTS.relative_to(ROOT)})")
+    parser.add_argument("--commit", metavar="HASH", help="the commit to name in the results of a copy without .git")
     options = parser.parse_args()
     if options.list:
         for part in PARTS:
@@ -124,7 +129,7 @@ def main() -> int:
     try:
         parts = chosen(PARTS, options.only)
         check_packages()
-        about = probe(needs_gpu=not options.dry)
+        about = probe(needs_gpu=not options.dry, commit=options.commit)
     except Unfit as error:
         print(f"benchmarks.gpu: {error}", file=sys.stderr)
         return 2
@@ -133,7 +138,7 @@ def main() -> int:
     temporary = Path(tempfile.mkdtemp(prefix="dynmo-gpu-")) if options.dry and options.out is None else None
     out = (temporary or options.out or RESULTS).resolve()
     print(f"{about.get('gpu', 'CPU')}, torch {about['torch']}, CUDA {about['cuda']}, driver {about['driver']}, Python {about['python']}")
-    rows = run_all(parts, out, about, options.dry, options.seconds)
+    rows = run_all(parts, out, about, options.dry, options.seconds, options.stretch)
     show(rows)
     passed = all(ended.status == "ok" for _, ended in rows)
     if temporary is not None and passed:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.gpu.device import PRECISIONS, Option, Verdict, main, turns
+from benchmarks.gpu.device import PRECISIONS, Option, Verdict, main, progress, turns
 from dynmo.kernels.hash_attention import Hashed, draw_directions, hash_buckets
 from dynmo.kernels.shared_qk import dense_attention
 
@@ -56,6 +56,7 @@ def length(
     batch: int,
     rounds: int,
 ) -> dict[str, Any]:
+    progress(f"{dtype}, {sequence} tokens")
     generator = torch.Generator().manual_seed(0)
     x, v, g = (torch.randn(batch, sequence, heads, size, generator=generator).to(device, dtype) for _ in range(3))
     kinds = {f"hash, {n} buckets": Hashed(n, 32, 1) for n in BUCKETS if n <= sequence}

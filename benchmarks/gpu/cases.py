@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.cases_race import model_of
-from benchmarks.gpu.device import Option, Verdict, built_on, main, seconds
+from benchmarks.gpu.device import Option, Verdict, built_on, main, progress, seconds
 from dynmo.api import Pipeline
 from dynmo.balance.partition import Partition, exact, uniform
 from dynmo.config import Config, parse
@@ -151,6 +151,7 @@ def measure(device: torch.device, options: argparse.Namespace) -> dict[str, Any]
         assert change is not None, f"{case.name} changed nothing"
         pipeline.changed(change.layers)
 
+    progress("the model is built")
     parameters = sum(cost.parameters for cost in pipeline.costs())
     rows: dict[str, Any] = {"dense": {"even_seconds": run.steps(options.steps)}}
     changes: dict[str, tuple[Callable[[], None], Callable[[], None]]] = {
@@ -159,6 +160,7 @@ def measure(device: torch.device, options: argparse.Namespace) -> dict[str, Any]
         "pruning": (lambda: act(pruning, PRUNE), lambda: None),
     }
     for name, (begin, end) in changes.items():
+        progress(name)
         begin()
         rows[name] = run.sides()
         end()

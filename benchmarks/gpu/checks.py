@@ -74,8 +74,19 @@ def check_packages() -> None:
         raise Unfit(f"torch {version} is too old; {'.'.join(map(str, TORCH))} or newer is needed")
 
 
-def probe(needs_gpu: bool) -> dict[str, Any]:
-    """Describes this machine's torch and GPU. Raises Unfit without a GPU if one is needed."""
+def probe(needs_gpu: bool, commit: str | None = None) -> dict[str, Any]:
+    """Describes this machine's torch and GPU.
+
+    Args:
+        needs_gpu: Whether a GPU is needed.
+        commit: The commit of these files, where git cannot tell it.
+
+    Returns:
+        Versions, the GPU and the commit.
+
+    Raises:
+        Unfit: torch cannot be used, or there is no GPU and one is needed.
+    """
     done = subprocess.run([sys.executable, "-c", _PROBE], capture_output=True, text=True, timeout=120)
     if done.returncode:
         reason = (done.stderr.strip().splitlines() or ["no reason given"])[-1]
@@ -84,7 +95,7 @@ def probe(needs_gpu: bool) -> dict[str, Any]:
     if needs_gpu and not about["available"]:
         raise Unfit(f"{NO_GPU}, or make gpu DRY=1 for a dry run on CPU")
     driver = output_of(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"])
-    commit = output_of(["git", "rev-parse", "HEAD"])
+    commit = commit or output_of(["git", "rev-parse", "HEAD"])
     changed = output_of(["git", "status", "--porcelain", "--untracked-files=no"])
     return about | {
         "driver": driver.splitlines()[0] if driver else None,

@@ -35,6 +35,8 @@ class Verdict(NamedTuple):
     came: str
 
 
+_START = time.perf_counter()
+
 Measure = Callable[[torch.device, argparse.Namespace], dict[str, Any]]
 
 
@@ -75,7 +77,9 @@ def main(
         print(f"benchmarks.gpu: {NO_GPU}, or with --dry on CPU", file=sys.stderr)
         sys.exit(2)
     device = torch.device("cpu") if parsed.dry else torch.device("cuda", 0)
+    progress("modules are loaded")
     result = measure(device, parsed)
+    progress("measured")
     met, came = judge(result)
     harness.report(
         result
@@ -111,6 +115,11 @@ def built_on(device: torch.device, model: Model) -> Model:
             return model.build(owned)
 
     return replace(model, build=build)
+
+
+def progress(text: str) -> None:
+    """Prints one line to stderr, with the seconds since the benchmark began."""
+    print(f"{time.perf_counter() - _START:6.1f} s  {text}", file=sys.stderr, flush=True)
 
 
 def seconds(device: torch.device, work: Callable[[], object]) -> float:

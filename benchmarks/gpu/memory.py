@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.gpu.device import Option, Verdict, built_on, main, settle
+from benchmarks.gpu.device import Option, Verdict, built_on, main, progress, settle
 from benchmarks.harness import run_ranks
 from dynmo.api import Pipeline
 from dynmo.balance.partition import Partition, uniform
@@ -65,6 +65,7 @@ def on_a_rank(world: World, blocks: int, hidden: int, sequence: int, batch: int,
         microbatches=microbatches,
         dtype=dtype,
     )
+    progress(f"rank {world.rank}: the model is built")
     tokens = torch.randint(0, 256, (2, microbatches, batch, sequence), generator=torch.Generator().manual_seed(0)).to(device)
     count = 0
 
@@ -91,6 +92,7 @@ def on_a_rank(world: World, blocks: int, hidden: int, sequence: int, batch: int,
     table[world.rank] = peak
     world.sum(table, "the peaks of all ranks")
 
+    progress(f"rank {world.rank}: the steps before the move have run")
     digest, quarter = pipeline.digest(), max(1, model.layers // 4)
     migration = pipeline.move(Partition((placed.counts[0] - quarter, placed.counts[1] + quarter)))
     after = pipeline.digest()

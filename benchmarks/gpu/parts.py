@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from importlib.util import find_spec
 
 PYTEST = ("pytest", "-rs", "-W", "default", "-p", "no:cacheprovider")
 
@@ -45,11 +46,11 @@ PREPARE = ("dynmo.kernels.prepare",)
 TESTS = (*PYTEST, "--timeout", "60")
 DRY_TESTS = (*TESTS, "--gpu-device", "cpu")
 ALONE = ("tests/gpu", "--ignore", "tests/gpu/test_ranks.py")
-RANKS = ("tests/gpu/test_ranks.py",)
+RANKS = ("tests/gpu/test_ranks.py", *(("-n", "4") if find_spec("xdist") else ()))
 
 # The limits add up to less than 9 minutes, with a second for each process to end.
 PARTS: tuple[Part, ...] = (
-    Part("prepare", "the loops of the planner compile, or were compiled before", 40, PREPARE, PREPARE),
+    Part("prepare", "the loops of the planner compile, or were compiled before", 150, PREPARE, PREPARE),
     Part(
         "equality",
         "one GPU, its slices and NCCL with one rank train what the CPU trains",

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.gpu.device import Option, Verdict, main
+from benchmarks.gpu.device import Option, Verdict, main, progress
 from dynmo.config import parse, to_toml
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -55,6 +55,7 @@ def measure(device: torch.device, options: argparse.Namespace) -> dict[str, Any]
         (folder / "run.toml").write_text(to_toml(config), encoding="utf-8")
         costs = Path(options.out) if options.out else folder / "costs.json"
         profile = command("profile", str(folder / "run.toml"), "--steps", str(options.steps), "--out", str(costs))
+        progress("the layers are measured")
         plan = command("plan", "--costs", str(costs), "--ranks", "8")
     seconds = {op: sum(profile[op]) for op in "fbw"}
     return {"layers": len(profile["names"]), "microbatch_seconds": seconds, "plan": plan}

@@ -34,7 +34,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import ScheduleInterleavedZeroBubble
 
-from benchmarks.gpu.device import Option, Verdict, built_on, main, seconds
+from benchmarks.gpu.device import Option, Verdict, built_on, main, progress, seconds
 from benchmarks.harness import alternate, medians
 from benchmarks.torch_orders import torch_order
 from benchmarks.torch_peer import PEERS, PeerSchedule, TorchPeer
@@ -181,6 +181,7 @@ def pipelines(
                 next_token_loss,
             )
             sides.steps["whole torch zero-bubble"] = peer.step
+            progress("all sides are built")
             measured = medians(alternate(sides.steps, rounds, warmup=1))
             out: dict[str, Any] = {
                 "whole_seconds": measured["whole"],

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.gpu.device import PRECISIONS, Option, Verdict, main
+from benchmarks.gpu.device import PRECISIONS, Option, Verdict, main, progress
 from dynmo.kernels.sparse_linear import crossover, make_pruned, seconds
 
 SPARSITIES = (0.5, 0.75, 0.9, 0.95, 0.99)
@@ -29,6 +29,7 @@ def matrix(
     rounds: int,
     bisections: int = 1,
 ) -> dict[str, Any]:
+    progress(f"{dtype}, {rows} x {columns}")
     dense = seconds(make_pruned(rows, columns, 0.0, False, device, dtype), tokens, rounds)
     points: list[dict[str, float]] = []
     for sparsity in SPARSITIES:

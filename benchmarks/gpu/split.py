@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from benchmarks.gpu.device import PRECISIONS, Option, Verdict, main, turns
+from benchmarks.gpu.device import PRECISIONS, Option, Verdict, main, progress, turns
 from dynmo.config import parse
 from dynmo.models.model import load_model
 from dynmo.runtime.clock import clock_for
@@ -29,11 +29,12 @@ from dynmo.runtime.precision import lower
 from dynmo.runtime.split_backward import Layer
 
 
-def halves(blocks: int, hidden: int, sequence: int) -> list[nn.Module]:
-    """The halves of so many GPT blocks, on CPU in float32."""
+def halves(device: torch.device, blocks: int, hidden: int, sequence: int) -> list[nn.Module]:
+    """The halves of so many GPT blocks in float32, with weights drawn on the device."""
     heads = max(1, hidden // 64)
     model = load_model(parse({"model": {"blocks": blocks, "hidden": hidden, "heads": heads, "sequence": sequence}}))
-    built = model.build(frozenset(range(1, model.layers - 1)))
+    with device:
+        built = model.build(frozenset(range(1, model.layers - 1)))
     return [built[i] for i in range(1, model.layers - 1)]
 
 
@@ -90,7 +91,8 @@ def stage(
 ) -> dict[str, Any]:
     generator = torch.Generator().manual_seed(0)
     x, gy = (torch.randn(batch, sequence, hidden, generator=generator).to(device, dtype) for _ in range(2))
-    modules = halves(blocks, hidden, sequence)
+    progress(f"{dtype}, {'compiled' if compiles else 'eager'}")
+    modules = halves(device, blocks, hidden, sequence)
     sides = {"plain": plain([copy.deepcopy(m).to(device, dtype) for m in modules], x, gy, microbatches, compiles)}
     for how in ("fused", "split", "deferred"):
         own = [copy.deepcopy(m).to(device) for m in modules]

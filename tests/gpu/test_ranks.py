@@ -53,7 +53,7 @@ def begin(folder: Path, name: str, options: dict[str, Any], on: Ranks, pipeline:
     } | parallel
     config = parse(CONFIG | options | {"name": name, "parallel": mesh})
     (folder / f"{name}.toml").write_text(to_toml(config))
-    environment = ENVIRONMENT if on.backend == "gloo" else {"PYTHONWARNINGS": "default"}
+    environment = ENVIRONMENT if on.backend == "gloo" or on.size == 1 else {"PYTHONWARNINGS": "default"}
     return start([sys.executable, "-m", "dynmo", "train", f"{name}.toml"], folder, environment)
 
 
