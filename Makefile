@@ -28,7 +28,7 @@ test: $(READY)
 
 # Needs no .venv: a GPU machine may have no network.
 gpu:
-	@$(PYTHON) -m benchmarks.gpu $(if $(DRY),--dry)
+	@$(PYTHON) -m benchmarks.gpu $(if $(DRY),--dry) $(if $(COMMIT),--commit $(COMMIT))
 
 check: $(READY)
 	$(BIN)/ruff format --check .

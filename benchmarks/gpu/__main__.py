@@ -25,6 +25,7 @@ from benchmarks.gpu.parts import PARTS, Part
 from benchmarks.gpu.running import LOGS, ROOT, Ended, run, write
 
 RESULTS = ROOT / "benchmarks" / "results" / "gpu"
+SECONDS = 525.0  # all parts together
 DRY_LIMIT = 120.0  # seconds of a part in a dry run: a shared machine may be busy
 
 
@@ -38,7 +39,7 @@ def chosen(parts: Sequence[Part], only: str | None) -> list[Part]:
 
 
 def run_all(
-    parts: Sequence[Part], out: Path, about: Mapping[str, Any], dry: bool, seconds: float, stretch: float
+    parts: Sequence[Part], out: Path, about: Mapping[str, Any], dry: bool, seconds: float, stretch: float = 1.0
 ) -> list[tuple[Part, Ended]]:
     """Runs the parts in turn and tells of each.
 
@@ -117,7 +118,7 @@ def main() -> int:
     )
     parser.add_argument("--only", metavar="NAME[,NAME]", help="these parts only")
     parser.add_argument("--list", action="store_true", help="list the parts and stop")
-    parser.add_argument("--seconds", type=float, default=525.0, help="limit of all parts together (default 525)")
+    parser.add_argument("--seconds", type=float, default=SECONDS, help=f"limit of all parts together (default {SECONDS:.0f})")
     parser.add_argument("--stretch", type=float, default=1.0, metavar="FACTOR", help="multiply each part's limit, for a slow machine")
     parser.add_argument("--out", type=Path, help=f"folder of the results (default {RESULTS.relative_to(ROOT)})")
     parser.add_argument("--commit", metavar="HASH", help="the commit to name in the results of a copy without .git")

@@ -6,6 +6,8 @@ The sides take turns. A step is forward and backward without an optimizer. For e
     overlap                   the slices' busy seconds over the step's: how many compute at once
     over_whole                the step over that of the same model as one stage on all SMs
     gain                      1f1b's step over this one's
+    peak_activation_bytes     what microbatches under way hold, on the slice that holds most (the
+                              simulator's figure)
 
 torch's own runtime needs a process and a GPU for each rank, so it cannot run on slices. Two
 comparisons stand in for that:
@@ -46,7 +48,7 @@ from dynmo.runtime.slices import cut
 from dynmo.runtime.world import World
 from dynmo.schedule.catalogue import make
 from dynmo.schedule.op import Schedule
-from dynmo.simulator import simulate
+from dynmo.simulator import peak_memory, simulate
 
 FLAT = ("1f1b", "zb-h1", "zb-auto", "torch zero-bubble")  # one stage a slice
 V_SHAPED = ("zb-v", "torch zbv")  # two stages a slice
@@ -190,13 +192,15 @@ def pipelines(
                 "schedules": {},
             }
             for name, (pipeline, schedule) in rows.items():
-                said = simulate(schedule, pipeline.stage_costs(pipeline.costs(), pipeline.partition))
+                costs = pipeline.stage_costs(pipeline.costs(), pipeline.partition)
+                said = simulate(schedule, costs)
                 taken = measured[f"{slices} {name}"]
                 out["schedules"][name] = {
                     "seconds": taken,
                     "measured_over_predicted": taken / said.makespan,
                     "overlap": sum(said.busy) / taken,
                     "over_whole": taken / measured["whole"],
+                    "peak_activation_bytes": max(peak_memory(schedule, costs)),
                     "gain": measured[f"{slices} 1f1b"] / taken,
                 }
     return out

@@ -119,7 +119,9 @@ def measure(device: torch.device, options: argparse.Namespace) -> dict[str, Any]
     shape = {key: getattr(options, key) for key in ("blocks", "hidden", "sequence", "batch", "microbatches", "rounds")}
     figures: dict[str, dict[str, Any]] = {}
     for name in list(PRECISIONS)[: options.precisions]:
-        figures[name] = {"eager": stage(device, PRECISIONS[name], False, **shape)}
+        # float32 without tensor cores takes ten times as long.
+        rounds = min(2, options.rounds) if name == "float32" else options.rounds
+        figures[name] = {"eager": stage(device, PRECISIONS[name], False, **shape | {"rounds": rounds})}
     for name in list(PRECISIONS)[: options.compiled]:
         figures.setdefault(name, {})["compiled"] = stage(device, PRECISIONS[name], True, **shape)
     return {**shape, "stage": figures}

@@ -203,7 +203,7 @@ def _with_found(config: Config, before: str) -> Config:
 
     with contextlib.suppress(tomllib.TOMLDecodeError, ConfigError):  # the run's own copy, edited by hand
         then = parse(tomllib.loads(before)).dynamism.pruning.dense_below
-        if config.dynamism.pruning.dense_below == "measured" and isinstance(then, dict):
+        if config.dynamism.pruning.dense_below in ("auto", "measured") and isinstance(then, dict):
             return with_options(config, ("dynamism", "pruning"), {"dense_below": then})
     return config
 

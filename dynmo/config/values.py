@@ -115,8 +115,8 @@ def _check_one_time(value: object) -> float:
 
 
 def _check_dense_below(value: object) -> float | str | dict[str, float]:
-    if value == "measured":
-        return "measured"
+    if value in ("auto", "measured"):
+        return cast(str, value)
     if isinstance(value, dict):
         shapes = cast("dict[str, object]", value)
         wrong = next((shape for shape in shapes if not re.fullmatch(r"[1-9]\d*x[1-9]\d*", shape)), None)
@@ -128,7 +128,7 @@ def _check_dense_below(value: object) -> float | str | dict[str, float]:
 
 def _check_share(value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
-        raise ValueError('must be a share from 0 to 1, a table of shares by shape, or "measured"')
+        raise ValueError('must be a share from 0 to 1, a table of shares by shape, "auto" or "measured"')
     return float(value)
 
 

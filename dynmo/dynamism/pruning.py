@@ -28,6 +28,8 @@ from dynmo.kernels.crossover import known_crossover
 from dynmo.kernels.sparse_linear import SparseLinear, dense_size, linears, prune, survivors
 from dynmo.kernels.split import LOW
 
+DENSE_BELOW_ON_CPU = 0.6
+
 
 @dataclass(frozen=True)
 class Cubic:
@@ -298,4 +300,6 @@ def make(config: Any, layers: int) -> Dynamism:
     schedule = Cubic(options.initial_sparsity, options.final_sparsity, start, end, every)
     known = options.dense_below if isinstance(options.dense_below, dict) else {}
     dense_below = options.dense_below if isinstance(options.dense_below, float) else None
+    if options.dense_below == "auto" and (config.parallel.device == "cpu" or not torch.cuda.is_available()):
+        dense_below = DENSE_BELOW_ON_CPU
     return Pruning(schedule, options.criterion, dense_below, config.train.micro_batch * config.model.sequence, known)
