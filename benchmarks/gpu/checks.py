@@ -95,12 +95,14 @@ def probe(needs_gpu: bool, commit: str | None = None) -> dict[str, Any]:
     if needs_gpu and not about["available"]:
         raise Unfit(f"{NO_GPU}, or make gpu DRY=1 for a dry run on CPU")
     driver = output_of(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"])
-    commit = commit or output_of(["git", "rev-parse", "HEAD"])
-    changed = output_of(["git", "status", "--porcelain", "--untracked-files=no"])
+    if commit is None:
+        commit = output_of(["git", "rev-parse", "HEAD"])
+        changed = output_of(["git", "status", "--porcelain", "--untracked-files=no"])
+        commit = commit and commit + (" with changes" if changed else "")
     return about | {
         "driver": driver.splitlines()[0] if driver else None,
         "python": sys.version.split()[0],
-        "commit": commit and commit + (" with changes" if changed else ""),
+        "commit": commit,
     }
 
 

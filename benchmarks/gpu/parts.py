@@ -46,7 +46,7 @@ PREPARE = ("dynmo.kernels.prepare",)
 TESTS = (*PYTEST, "--timeout", "60")
 DRY_TESTS = (*TESTS, "--gpu-device", "cpu")
 ALONE = ("tests/gpu", "--ignore", "tests/gpu/test_ranks.py")
-RANKS = ("tests/gpu/test_ranks.py", *(("-n", "4") if find_spec("xdist") else ()))
+RANKS = ("tests/gpu/test_ranks.py", *(("-n", "6") if find_spec("xdist") else ()))
 
 # About 1.4 times what a part takes on an H100. All parts together end within `--seconds`.
 PARTS: tuple[Part, ...] = (

@@ -120,7 +120,7 @@ def measure(device: torch.device, options: argparse.Namespace) -> dict[str, Any]
     figures: dict[str, dict[str, Any]] = {}
     for name in list(PRECISIONS)[: options.precisions]:
         # float32 without tensor cores takes ten times as long.
-        rounds = min(2, options.rounds) if name == "float32" else options.rounds
+        rounds = min(1, options.rounds) if name == "float32" else options.rounds
         figures[name] = {"eager": stage(device, PRECISIONS[name], False, **shape | {"rounds": rounds})}
     for name in list(PRECISIONS)[: options.compiled]:
         figures.setdefault(name, {})["compiled"] = stage(device, PRECISIONS[name], True, **shape)
