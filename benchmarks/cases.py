@@ -43,7 +43,7 @@ from benchmarks.cases_race import CASES, MICROBATCHES, RANKS, SCHEDULE, TECHNIQU
 from benchmarks.cost_traces import best, timeline
 from benchmarks.harness import machine, run_ranks
 from dynmo.balance.partition import Partition, uniform
-from dynmo.costs import LayerCost
+from dynmo.cost.layer_cost import LayerCost
 
 LEAST_IDEAL = 1.03
 

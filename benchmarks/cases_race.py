@@ -13,17 +13,17 @@ import torch
 from torch import nn
 
 from benchmarks.cost_traces import best
-from dynmo.api import Pipeline, StepResult
 from dynmo.balance.baselines import deepspeed_balanced
 from dynmo.balance.partition import Partition, uniform
 from dynmo.config import Config, parse
-from dynmo.costs import LayerCost
+from dynmo.cost.layer_cost import LayerCost
 from dynmo.events import ChangeEvent, EndEvent, Event, RebalanceEvent, StepEvent
 from dynmo.kernels.sparse_linear import linears
 from dynmo.models.model import Model, load_model
-from dynmo.runtime.executor import SEND, WAIT
-from dynmo.runtime.world import World
-from dynmo.trainer import Trainer
+from dynmo.pipeline.pipeline import Pipeline, StepResult
+from dynmo.runtime.comm.world import World
+from dynmo.runtime.engine.executor import SEND, WAIT
+from dynmo.train.trainer import Trainer
 
 RANKS, MICROBATCHES = 2, 16
 SCHEDULE = "zb-h2"  # its slack keeps an op that is held up from holding up the other rank

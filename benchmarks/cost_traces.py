@@ -14,11 +14,11 @@ from functools import cache
 from pathlib import Path
 
 from dynmo.balance.partition import Partition
-from dynmo.balance.placed import by_name, pipeline_costs
 from dynmo.balance.schedule_aware import search
-from dynmo.costs import Costs, LayerCost, StageCost
-from dynmo.schedule.bound import Objective
-from dynmo.simulator import Timeline, simulate
+from dynmo.balance.stage_costs import by_name, pipeline_costs
+from dynmo.cost.layer_cost import Costs, LayerCost, StageCost
+from dynmo.schedule.bounds import Objective
+from dynmo.schedule.simulator import Timeline, simulate
 
 TRACES = Path(__file__).parent / "data" / "traces"
 CASES = (("freezing", 2048), ("pruning", 2048), ("sparse_attention", 2048), ("sparse_attention", 32768))

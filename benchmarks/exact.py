@@ -22,11 +22,11 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.harness import machine
-from dynmo.costs import Costs, StageCost, uniform_costs
-from dynmo.schedule.auto import automatic
-from dynmo.schedule.bound import Objective, lower_bound
-from dynmo.schedule.exact import exact
-from dynmo.simulator import simulate
+from dynmo.cost.layer_cost import Costs, StageCost, uniform_costs
+from dynmo.schedule.automatic.exact import exact
+from dynmo.schedule.automatic.zero_bubble import automatic
+from dynmo.schedule.bounds import Objective, lower_bound
+from dynmo.schedule.simulator import simulate
 
 TABLE_5 = Path(__file__).parents[1] / "tests" / "facts" / "zero_bubble_table5.json"
 

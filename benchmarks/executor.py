@@ -27,18 +27,18 @@ from torch import Tensor, nn
 
 from benchmarks.harness import alternate, main, medians, run_ranks, start_together
 from benchmarks.torch_peer import PEERS, TorchPeer, emulated_peer
-from dynmo.api import Pipeline
 from dynmo.balance.partition import exact, uniform
 from dynmo.config import parse
-from dynmo.costs import split_costs, uniform_costs
+from dynmo.cost.layer_cost import split_costs, uniform_costs
 from dynmo.data.batches import Batches
 from dynmo.data.corpus import open_corpus
 from dynmo.models.emulated import make_layers
 from dynmo.models.model import Model, load_model, next_token_loss
-from dynmo.runtime.world import World
-from dynmo.schedule.bound import Objective
+from dynmo.pipeline.pipeline import Pipeline
+from dynmo.runtime.comm.world import World
+from dynmo.schedule.bounds import Objective
 from dynmo.schedule.catalogue import chunks_of, make, placement_of
-from dynmo.simulator import simulate
+from dynmo.schedule.simulator import simulate
 
 MESSAGE_BYTES = 16384
 NAMED_PEERS = ("torch 1f1b", "torch zero-bubble", "torch interleaved-zero-bubble")

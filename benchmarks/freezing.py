@@ -15,15 +15,15 @@ from typing import Any
 import torch
 
 from benchmarks.harness import main, run_ranks
-from dynmo.api import Pipeline
 from dynmo.balance.partition import Partition, exact, uniform
 from dynmo.config import parse
-from dynmo.costs import Costs
+from dynmo.cost.layer_cost import Costs
 from dynmo.data.batches import Batches
 from dynmo.data.corpus import open_corpus
 from dynmo.models.model import load_model
-from dynmo.runtime.world import World
-from dynmo.simulator import simulate
+from dynmo.pipeline.pipeline import Pipeline
+from dynmo.runtime.comm.world import World
+from dynmo.schedule.simulator import simulate
 
 
 def balanced(world: World, pairs: int, steps: int, blocks: int, hidden: int, sequence: int, microbatches: int) -> dict[str, Any]:

@@ -25,13 +25,13 @@ from torch import Tensor
 
 from benchmarks.executor import MESSAGE_BYTES, gpt, timed
 from benchmarks.harness import alternate, main, run_ranks
-from dynmo.api import Pipeline
 from dynmo.balance.partition import Partition, exact, uniform
 from dynmo.models.emulated import EmulatedLayer, mean_loss, precise_timers
 from dynmo.models.model import Model, from_factories
-from dynmo.runtime.executor import SEND, WAIT, Outcome
-from dynmo.runtime.output_cache import Keys
-from dynmo.runtime.world import World
+from dynmo.pipeline.pipeline import Pipeline
+from dynmo.runtime.comm.world import World
+from dynmo.runtime.engine.executor import SEND, WAIT, Outcome
+from dynmo.runtime.layer.output_cache import Keys
 from dynmo.schedule.op import Kind
 
 SIDES = ("whole", "linear")

@@ -15,7 +15,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from dynmo.runtime.launch import enter_rank, report_failure, spawn
+from dynmo.runtime.comm.launch import enter_rank, report_failure, spawn
 
 
 def run_ranks(function: str, ranks: int, device: str = "cpu", **arguments: Any) -> Any:
@@ -117,8 +117,8 @@ def report(result: dict[str, Any], as_json: bool) -> None:
 def _rank() -> int:
     import torch
 
-    from dynmo.runtime.rendezvous import from_environment
-    from dynmo.runtime.world import World, open_store
+    from dynmo.runtime.comm.rendezvous import from_environment
+    from dynmo.runtime.comm.world import World, open_store
 
     enter_rank()
     module, _, name = sys.argv[1].partition(":")

@@ -29,13 +29,13 @@ from dynmo.balance.balancers import BALANCERS, BalanceRequest
 from dynmo.balance.chunks import chunked
 from dynmo.balance.diffusion import diffuse, published_diffusion
 from dynmo.balance.partition import Partition, exact, stage_loads, uniform
-from dynmo.balance.placed import by_name, freeze, pipeline_costs
 from dynmo.balance.schedule_aware import search
-from dynmo.costs import LayerCost
+from dynmo.balance.stage_costs import by_name, freeze, pipeline_costs
+from dynmo.cost.layer_cost import LayerCost
 from dynmo.errors import PartitionError
-from dynmo.memory import MemoryLimits
-from dynmo.schedule.bound import Objective
-from dynmo.simulator import simulate
+from dynmo.schedule.bounds import Objective
+from dynmo.schedule.memory import MemoryLimits
+from dynmo.schedule.simulator import simulate
 
 TRACES = Path(__file__).parent / "data" / "traces"
 RANKS = 24

@@ -30,12 +30,12 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.harness import machine, save_picture
-from dynmo.costs import Costs, StageCost, uniform_costs
+from dynmo.cost.layer_cost import Costs, StageCost, uniform_costs
 from dynmo.errors import DynmoError
-from dynmo.schedule.auto import automatic
-from dynmo.schedule.bound import Objective, lower_bound
+from dynmo.schedule.automatic.zero_bubble import automatic
+from dynmo.schedule.bounds import Objective, lower_bound
 from dynmo.schedule.op import validate
-from dynmo.simulator import simulate
+from dynmo.schedule.simulator import simulate
 
 ROOT = Path(__file__).parents[1]
 TABLE_5 = ROOT / "tests" / "facts" / "zero_bubble_table5.json"
@@ -154,7 +154,8 @@ def warm(p: int, m: int, runs: int) -> float:
 def new_process(p: int, m: int, cache: str | None = None) -> float:
     """From the start of Python to its end."""
     costs, caps = timed_case(p, roomy=False)
-    code = f"from dynmo.costs import Costs, StageCost\nfrom dynmo.schedule.auto import automatic\nautomatic({costs!r}, {m}, caps={caps!r})"
+    code = "from dynmo.cost.layer_cost import Costs, StageCost\n"
+    code += f"from dynmo.schedule.automatic.zero_bubble import automatic\nautomatic({costs!r}, {m}, caps={caps!r})"
     environment = dict(os.environ) | ({"NUMBA_CACHE_DIR": cache} if cache else {})
     start = time.perf_counter()
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT, env=environment)

@@ -28,10 +28,10 @@ from typing import Any
 import torch
 
 from benchmarks.harness import alternate, main, medians, run_ranks
-from dynmo.api import Pipeline
 from dynmo.balance.partition import uniform
 from dynmo.models.emulated import make_layers
-from dynmo.runtime.world import World
+from dynmo.pipeline.pipeline import Pipeline
+from dynmo.runtime.comm.world import World
 
 MESSAGE_BYTES = 16384
 TABLE = Path(__file__).resolve().parents[1] / "tests" / "facts" / "zero_bubble_table5.json"

@@ -25,8 +25,8 @@ from benchmarks.harness import machine, run_ranks, save_picture
 from dynmo.config import Config, parse
 from dynmo.events import ChangeEvent, EvalEvent, Event
 from dynmo.models.model import load_model
-from dynmo.runtime.world import World
-from dynmo.trainer import Trainer
+from dynmo.runtime.comm.world import World
+from dynmo.train.trainer import Trainer
 
 ROOT = Path(__file__).resolve().parents[1]
 PICTURE = ROOT / "docs" / "pictures" / "quality.svg"

@@ -21,12 +21,12 @@ from typing import Any
 import torch
 
 from benchmarks.harness import alternate, main, run_ranks
-from dynmo.api import Pipeline
 from dynmo.balance.partition import uniform
 from dynmo.config import parse
 from dynmo.models.model import load_model
-from dynmo.runtime.mesh import arrange
-from dynmo.runtime.world import World
+from dynmo.pipeline.pipeline import Pipeline
+from dynmo.runtime.comm.process_mesh import arrange
+from dynmo.runtime.comm.world import World
 
 HIDDEN, STATE = 0.5, 0.55
 MICROBATCHES = 4

@@ -25,11 +25,11 @@ from typing import Any
 
 from benchmarks.cost_traces import Layers, bottleneck, in_blocks, in_halves, name_of, perfect, timeline, trace
 from benchmarks.harness import machine, save_picture
-from dynmo.balance.mesh import Mesh, MeshPlan, MeshRequest, search
 from dynmo.balance.partition import exact, uniform
-from dynmo.balance.reshape import reshape
-from dynmo.profile_file import Profile
-from dynmo.schedule.bound import Objective
+from dynmo.cost.profile_file import Profile
+from dynmo.planner.mesh_search import Mesh, MeshPlan, MeshRequest, search
+from dynmo.planner.reshape import reshape
+from dynmo.schedule.bounds import Objective
 
 CASES = (
     ("early_exit", 2048),

@@ -32,8 +32,8 @@ from dynmo.kernels.drop_attention import Dropped, draw_kept, plan_kept
 from dynmo.kernels.hash_attention import Hashed, hash_buckets, plan_buckets
 from dynmo.kernels.shared_qk import SparseAttention, dense_attention, scale_keys, take
 from dynmo.models.gpt import AttentionHalf, SharedAttentionHalf
-from dynmo.runtime.split_backward import Layer
-from dynmo.runtime.world import World
+from dynmo.runtime.comm.world import World
+from dynmo.runtime.layer.split_backward import Layer
 from dynmo.schedule.op import Kind
 
 HIDDEN, HEADS, BATCH = 256, 4, 2

@@ -32,9 +32,9 @@ from benchmarks.harness import alternate, bound_of, machine, medians
 from dynmo.config import parse
 from dynmo.dynamism.egeria import plasticity, quantised, relations
 from dynmo.models.gpt import make
-from dynmo.runtime.clock import clock_for
-from dynmo.runtime.output_cache import OutputCache
-from dynmo.runtime.split_backward import Layer
+from dynmo.runtime.comm.clock import clock_for
+from dynmo.runtime.layer.output_cache import OutputCache
+from dynmo.runtime.layer.split_backward import Layer
 from dynmo.schedule.op import Kind
 
 MICROBATCHES, EVERY, REFRESH = 8, 10, 200

@@ -41,9 +41,9 @@ from dynmo.kernels.sparse_linear import (
     survivors,
 )
 from dynmo.models.gpt import make
-from dynmo.runtime.clock import clock_for
-from dynmo.runtime.split_backward import Layer
-from dynmo.runtime.world import World
+from dynmo.runtime.comm.clock import clock_for
+from dynmo.runtime.comm.world import World
+from dynmo.runtime.layer.split_backward import Layer
 from dynmo.schedule.op import Kind
 
 PICTURE = Path(__file__).resolve().parents[1] / "docs" / "pictures" / "sparse_crossover.svg"

@@ -27,10 +27,10 @@ from benchmarks.cost_traces import best, in_blocks, perfect, timeline, trace
 from benchmarks.harness import machine, run_ranks, save_picture
 from benchmarks.traces_emulated import emulated_table
 from dynmo.balance.partition import exact, uniform
-from dynmo.costs import Costs, StageCost, uniform_costs
-from dynmo.schedule.auto import automatic
+from dynmo.cost.layer_cost import Costs, StageCost, uniform_costs
+from dynmo.schedule.automatic.zero_bubble import automatic
 from dynmo.schedule.generators import make_schedule
-from dynmo.simulator import simulate
+from dynmo.schedule.simulator import simulate
 
 TABLE_5 = Path(__file__).parents[1] / "tests" / "facts" / "zero_bubble_table5.json"
 REPLICAS = 30

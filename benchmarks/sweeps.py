@@ -25,11 +25,11 @@ from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 from benchmarks.harness import machine, save_picture
-from dynmo.costs import Costs, split_costs, uniform_costs
-from dynmo.schedule.bound import Objective
+from dynmo.cost.layer_cost import Costs, split_costs, uniform_costs
+from dynmo.schedule.bounds import Objective
 from dynmo.schedule.catalogue import chunks_of, make, placement_of
-from dynmo.schedule.chunk_bound import lower_bound_on
-from dynmo.simulator import simulate
+from dynmo.schedule.chunk_bounds import lower_bound_on
+from dynmo.schedule.simulator import simulate
 
 ROOT = Path(__file__).parents[1]
 PICTURES = ROOT / "docs" / "pictures"

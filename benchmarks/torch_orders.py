@@ -1,6 +1,6 @@
 """The orders of torch.distributed.pipelining's schedules, as schedules that dynmo runs.
 
-torch's own class makes the order, from stages that are stand-ins; `dynmo.schedule.interop` reads
+torch's own class makes the order, from stages that are stand-ins; `dynmo.schedule.torch_csv` reads
 it as it reads torch's CSV. So two orders can be compared on one executor. torch's runtime has no
 part in it.
 """
@@ -12,8 +12,8 @@ from unittest import mock
 from torch.distributed.pipelining import PipelineStage
 
 from benchmarks.torch_peer import PeerSchedule
-from dynmo.schedule.interop import from_torch_csv
 from dynmo.schedule.op import Schedule
+from dynmo.schedule.torch_csv import from_torch_csv
 
 
 def torch_order(kind: PeerSchedule, ranks: int, microbatches: int, name: str) -> Schedule:

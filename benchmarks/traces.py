@@ -31,7 +31,7 @@ from benchmarks.harness import machine, run_ranks, save_picture
 from benchmarks.traces_emulated import emulated_table
 from dynmo.balance.diffusion import diffuse
 from dynmo.balance.partition import Cost, Partition, exact, uniform, weigh
-from dynmo.balance.workload import Policy, Workload, replay
+from dynmo.planner.workload import Policy, Workload, replay
 
 BLOCKS = (24, 32, 40, 48)
 RANKS = (16, 24)

@@ -11,11 +11,11 @@ from typing import Any
 import torch
 
 from benchmarks.cost_traces import best, dense, in_halves, name_of, timeline, trace
-from dynmo.api import Pipeline
 from dynmo.balance.partition import uniform
-from dynmo.balance.placed import pipeline_costs
+from dynmo.balance.stage_costs import pipeline_costs
 from dynmo.models.emulated import make_layers
-from dynmo.runtime.world import World
+from dynmo.pipeline.pipeline import Pipeline
+from dynmo.runtime.comm.world import World
 
 MOMENT = 18  # of 24
 SHORTEST = 0.01  # seconds that the shortest op of any stage sleeps: under that, waking up and the interpreter would count

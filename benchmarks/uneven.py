@@ -20,11 +20,11 @@ from torch import nn
 from benchmarks.executor import timed
 from benchmarks.harness import alternate, main, medians, run_ranks
 from benchmarks.torch_peer import PEERS, EmulatedStage, TorchPeer
-from dynmo.api import Pipeline
 from dynmo.balance.balancers import balancer
 from dynmo.balance.partition import uniform
 from dynmo.models.emulated import make_layers
-from dynmo.runtime.world import World
+from dynmo.pipeline.pipeline import Pipeline
+from dynmo.runtime.comm.world import World
 from dynmo.schedule.catalogue import SCHEDULES, chunks_of
 
 LAYERS = 32

@@ -29,7 +29,7 @@ from typing import Any
 from dynmo.config import parse
 from dynmo.config.values import CASES
 from dynmo.errors import ConfigError
-from dynmo.kernels.prepare import prepare
+from dynmo.train.compile_ahead import prepare
 from tests.fuzz_draws import Case, Tables, draw, to_text
 from tests.pool import JobFailed, Pool, PoolLost
 

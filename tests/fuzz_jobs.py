@@ -15,8 +15,8 @@ from dynmo.data.corpus import open_corpus
 from dynmo.errors import DynmoError
 from dynmo.events import Event, to_json
 from dynmo.models.model import load_model
-from dynmo.runtime.world import World
-from dynmo.trainer import Trainer, learning_rate
+from dynmo.runtime.comm.world import World
+from dynmo.train.trainer import Trainer, learning_rate
 
 
 def train(world: World, config: dict[str, Any], folder: str | None = None, resume: bool = False) -> dict[str, Any]:

@@ -15,9 +15,9 @@ from dynmo.errors import NoRoomError
 from dynmo.events import Event, StepEvent, to_json
 from dynmo.models.emulated import EmulatedLayer
 from dynmo.models.model import load_model
-from dynmo.runtime.migrate import Migration
-from dynmo.runtime.world import World
-from dynmo.trainer import Trainer
+from dynmo.runtime.comm.world import World
+from dynmo.runtime.state.migration import Migration
+from dynmo.train.trainer import Trainer
 
 SOURCE = f"file:{Path(__file__).resolve().parents[1] / 'LICENSE'}"
 

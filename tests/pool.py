@@ -21,7 +21,7 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-from dynmo.runtime.launch import rank_environment
+from dynmo.runtime.comm.launch import rank_environment
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -102,9 +102,9 @@ class Pool:
 def _serve() -> None:
     import torch
 
-    from dynmo.runtime import profiler
-    from dynmo.runtime.rendezvous import from_environment
-    from dynmo.runtime.world import World, open_store
+    from dynmo.runtime.comm.rendezvous import from_environment
+    from dynmo.runtime.comm.world import World, open_store
+    from dynmo.runtime.engine import profiler
 
     rendezvous = from_environment()
     assert rendezvous is not None

@@ -13,7 +13,7 @@ from benchmarks.cases_race import CASES, MICROBATCHES, SCHEDULE, model_of, phase
 from benchmarks.cost_traces import timeline
 from dynmo.balance.partition import Partition
 from dynmo.config import parse
-from dynmo.costs import LayerCost
+from dynmo.cost.layer_cost import LayerCost
 from tests.pool import Pool
 
 ROOT = Path(__file__).resolve().parents[1]

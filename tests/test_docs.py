@@ -33,12 +33,12 @@ import torch
 from benchmarks.sweeps import tables
 from dynmo.cli import main
 from dynmo.config import parse
-from dynmo.costs import split_costs, uniform_costs
+from dynmo.cost.layer_cost import split_costs, uniform_costs
 from dynmo.models.model import from_factories, load_model, next_token_loss
-from dynmo.plan import dry_run
-from dynmo.runtime import checkpoint
+from dynmo.runtime.state import checkpoint
 from dynmo.schedule.catalogue import SCHEDULES, make, placement_of
-from dynmo.simulator import Timeline, simulate
+from dynmo.schedule.simulator import Timeline, simulate
+from dynmo.train.dry_run import dry_run
 from tests.cli.runs import free_port
 from tests.runtime.alone import pipeline, tokens
 

@@ -15,18 +15,18 @@ import pytest
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
-from dynmo.api import Pipeline
 from dynmo.balance.partition import uniform
 from dynmo.config import parse
 from dynmo.data.batches import Batches
 from dynmo.data.corpus import open_corpus
-from dynmo.memory import rank_memory
 from dynmo.models.model import load_model
-from dynmo.plan import computed_again, shape_costs
-from dynmo.runtime.mesh import arrange
-from dynmo.runtime.precision import PRECISIONS
-from dynmo.runtime.world import World
+from dynmo.pipeline.pipeline import Pipeline
+from dynmo.runtime.comm.process_mesh import arrange
+from dynmo.runtime.comm.world import World
+from dynmo.runtime.layer.precision import PRECISIONS
 from dynmo.schedule.catalogue import SCHEDULES, entry
+from dynmo.schedule.memory import rank_memory
+from dynmo.train.dry_run import computed_again, shape_costs
 from tests.jobs import SOURCE
 from tests.pool import Pool
 

@@ -11,13 +11,13 @@ import pytest
 import torch
 
 from benchmarks.replicas import could_hide
-from dynmo import profile_file
-from dynmo.api import Pipeline
 from dynmo.balance.partition import uniform
 from dynmo.config import parse
+from dynmo.cost import profile_file
 from dynmo.events import ReshapeEvent, read
 from dynmo.models.model import load_model
-from dynmo.runtime.world import World
+from dynmo.pipeline.pipeline import Pipeline
+from dynmo.runtime.comm.world import World
 from tests.pool import JobFailed, Pool
 
 STEPS = 6

@@ -31,12 +31,12 @@ import torch.distributed as dist
 
 from benchmarks.cases_race import model_of
 from benchmarks.gpu.device import Option, Verdict, built_on, main, progress, seconds
-from dynmo.api import Pipeline
 from dynmo.balance.partition import Partition, exact, uniform
 from dynmo.config import Config, parse
 from dynmo.dynamism import make_cases
-from dynmo.runtime.precision import PRECISIONS
-from dynmo.runtime.world import World
+from dynmo.pipeline.pipeline import Pipeline
+from dynmo.runtime.comm.world import World
+from dynmo.runtime.layer.precision import PRECISIONS
 
 # Steps at which the cases of the configuration act.
 SPARSE, DENSE, PRUNE = 1, 2, 3

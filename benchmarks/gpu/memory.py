@@ -1,7 +1,7 @@
 """Two processes that share the GPU: peak memory beside the account, and a move in mid-training.
 
 Each process has its own allocator, so `torch.cuda.max_memory_allocated` is a rank's own peak. Of
-one process with slices it would be the peak of all. The account (`dynmo.memory.rank_memory`) knows
+one process with slices it would be the peak of all. The account (`dynmo.schedule.memory.rank_memory`) knows
 tensors only: cuBLAS's workspace and what the allocator rounds up come on top.
 
 The account is made from what the layers were measured to keep. The plan's account is made before
@@ -25,15 +25,15 @@ import torch
 
 from benchmarks.gpu.device import Option, Verdict, built_on, main, progress, settle
 from benchmarks.harness import run_ranks
-from dynmo.api import Pipeline
 from dynmo.balance.partition import Partition, uniform
-from dynmo.balance.recompute import computed_again
 from dynmo.config import parse
-from dynmo.memory import rank_memory
 from dynmo.models.model import load_model
-from dynmo.plan import shape_costs
-from dynmo.runtime.precision import PRECISIONS
-from dynmo.runtime.world import World
+from dynmo.pipeline.pipeline import Pipeline
+from dynmo.planner.recompute import computed_again
+from dynmo.runtime.comm.world import World
+from dynmo.runtime.layer.precision import PRECISIONS
+from dynmo.schedule.memory import rank_memory
+from dynmo.train.dry_run import shape_costs
 
 SCHEDULE = "zb-h1"
 

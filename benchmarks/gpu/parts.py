@@ -42,7 +42,7 @@ def benchmark(
     return Part(name, expected, limit, command, (*command, "--dry"), needs)
 
 
-PREPARE = ("dynmo.kernels.prepare",)
+PREPARE = ("dynmo.train.compile_ahead",)
 TESTS = (*PYTEST, "--timeout", "60")
 DRY_TESTS = (*TESTS, "--gpu-device", "cpu")
 ALONE = ("tests/gpu", "--ignore", "tests/gpu/test_ranks.py")

@@ -40,15 +40,15 @@ from benchmarks.gpu.device import Option, Verdict, built_on, main, progress, sec
 from benchmarks.harness import alternate, medians
 from benchmarks.torch_orders import torch_order
 from benchmarks.torch_peer import PEERS, PeerSchedule, TorchPeer
-from dynmo.api import Pipeline
 from dynmo.balance.partition import Partition, uniform
 from dynmo.config import parse
 from dynmo.models.model import Model, load_model, next_token_loss
-from dynmo.runtime.slices import cut
-from dynmo.runtime.world import World
+from dynmo.pipeline.pipeline import Pipeline
+from dynmo.runtime.comm.world import World
+from dynmo.runtime.engine.sm_slices import cut
 from dynmo.schedule.catalogue import make
 from dynmo.schedule.op import Schedule
-from dynmo.simulator import peak_memory, simulate
+from dynmo.schedule.simulator import peak_memory, simulate
 
 FLAT = ("1f1b", "zb-h1", "zb-auto", "torch zero-bubble")  # one stage a slice
 V_SHAPED = ("zb-v", "torch zbv")  # two stages a slice

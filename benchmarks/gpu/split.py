@@ -24,9 +24,9 @@ from torch import Tensor, nn
 from benchmarks.gpu.device import PRECISIONS, Option, Verdict, main, progress, turns
 from dynmo.config import parse
 from dynmo.models.model import load_model
-from dynmo.runtime.clock import clock_for
-from dynmo.runtime.precision import lower
-from dynmo.runtime.split_backward import Layer
+from dynmo.runtime.comm.clock import clock_for
+from dynmo.runtime.layer.precision import lower
+from dynmo.runtime.layer.split_backward import Layer
 
 
 def halves(device: torch.device, blocks: int, hidden: int, sequence: int) -> list[nn.Module]:

@@ -12,12 +12,12 @@ from dynmo.balance.baselines import deepspeed_balanced, deepspeed_type, deepspee
 from dynmo.balance.chunks import chunked
 from dynmo.balance.diffusion import diffuse, published_diffusion
 from dynmo.balance.partition import Cost, Partition, exact, uniform, weigh
-from dynmo.balance.placed import Make
 from dynmo.balance.schedule_aware import schedule_aware
-from dynmo.costs import LayerCost, LinkCost
+from dynmo.balance.stage_costs import Make
+from dynmo.cost.layer_cost import LayerCost, LinkCost
 from dynmo.errors import NoRoomError, PartitionError
-from dynmo.memory import MemoryLimits, Pairs
-from dynmo.schedule.bound import Objective
+from dynmo.schedule.bounds import Objective
+from dynmo.schedule.memory import MemoryLimits, Pairs
 
 
 @dataclass(frozen=True)

@@ -23,8 +23,8 @@ from itertools import accumulate, pairwise
 
 from dynmo.balance.diffusion import Transfers
 from dynmo.balance.partition import Partition
-from dynmo.balance.words import blocks_of
 from dynmo.errors import PartitionError
+from dynmo.planner.export import blocks_of
 
 TOLERANCE = 1e-3
 

@@ -21,9 +21,9 @@ import numpy as np
 
 from dynmo.balance import _kernels as kernels
 from dynmo.balance._kernels import FOUND, STUCK, Ints
-from dynmo.costs import LinkCost
+from dynmo.cost.layer_cost import LinkCost
 from dynmo.errors import NoRoomError, PartitionError
-from dynmo.memory import MemoryLimits
+from dynmo.schedule.memory import MemoryLimits
 
 Time = int | Fraction
 

@@ -24,7 +24,7 @@ from dynmo.balance._kernels import Ints
 from dynmo.balance.chains import enough, integer_sums, memory_tables, rank_speeds, same_layers
 from dynmo.balance.partition import Partition, exact, stage_loads
 from dynmo.errors import NoRoomError, PartitionError
-from dynmo.memory import MemoryLimits
+from dynmo.schedule.memory import MemoryLimits
 
 NODES = 2_000_000  # of branch and bound: some hundredths of a second
 _STATES = 30_000_000  # of the search through a V: bytes

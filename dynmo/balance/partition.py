@@ -20,9 +20,9 @@ from itertools import accumulate, pairwise
 from typing import Literal, NamedTuple
 
 from dynmo.balance.chains import Problem, enough, same_layers
-from dynmo.costs import LayerCost, LinkCost
+from dynmo.cost.layer_cost import LayerCost, LinkCost
 from dynmo.errors import PartitionError
-from dynmo.memory import MemoryLimits
+from dynmo.schedule.memory import MemoryLimits
 
 Cost = Literal["time", "parameters"]
 

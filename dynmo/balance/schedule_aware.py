@@ -23,13 +23,13 @@ import numpy as np
 from dynmo.balance._replay import Shape, replay, shape_of
 from dynmo.balance.chunks import chunked
 from dynmo.balance.partition import Partition, exact, ties, uniform
-from dynmo.balance.placed import Make, check_lengths, freeze, pipeline_costs
-from dynmo.costs import LayerCost, LinkCost
+from dynmo.balance.stage_costs import Make, check_lengths, freeze, pipeline_costs
+from dynmo.cost.layer_cost import LayerCost, LinkCost
 from dynmo.errors import PartitionError, ScheduleError
-from dynmo.memory import MemoryLimits
-from dynmo.schedule.bound import Objective
+from dynmo.schedule.bounds import Objective
+from dynmo.schedule.memory import MemoryLimits
 from dynmo.schedule.op import Schedule
-from dynmo.simulator import simulate
+from dynmo.schedule.simulator import simulate
 
 Bounds = tuple[int, ...]
 

@@ -24,7 +24,7 @@ from statistics import median
 from typing import Protocol, final
 
 from dynmo.balance.readings import WINDOW
-from dynmo.costs import LayerCost
+from dynmo.cost.layer_cost import LayerCost
 from dynmo.errors import PartitionError
 
 # These balancers place without looking at costs, so there is no gain to weigh.

@@ -9,15 +9,15 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from dynmo.errors import InputError
-from dynmo.schedule.bound import Objective
+from dynmo.schedule.bounds import Objective
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-    from dynmo.balance.judging import Recompute
-    from dynmo.balance.mesh import Found, MeshPlan, MeshRequest
-    from dynmo.profile_file import Profile
+    from dynmo.cost.profile_file import Profile
+    from dynmo.planner.evaluate import Recompute
+    from dynmo.planner.mesh_search import Found, MeshPlan, MeshRequest
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ def request_of(
     objective: Objective,
     recompute: Recompute,
 ) -> MeshRequest:
-    from dynmo.balance.mesh import BALANCERS, MeshRequest
+    from dynmo.planner.mesh_search import BALANCERS, MeshRequest
 
     assert options.gpus is not None
     assert options.global_batch is not None
@@ -104,8 +104,8 @@ def _bandwidth(text: str | None, profile: Profile) -> float:
 
 def run(request: MeshRequest, as_json: bool, words: list[str]) -> None:
     """Searches and tells. Raises InputError as `mesh.search` does."""
-    from dynmo.balance.mesh import search
     from dynmo.cli.plan import picture, print_words, show_time, waiting
+    from dynmo.planner.mesh_search import search
 
     began = time.perf_counter()
     with waiting(as_json, "meshes ..."):

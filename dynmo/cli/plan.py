@@ -14,7 +14,7 @@ import typer
 from dynmo.balance.balancers import BALANCERS
 from dynmo.cli.compiling import compilation_told
 from dynmo.errors import InputError, PartitionError
-from dynmo.schedule.bound import Objective
+from dynmo.schedule.bounds import Objective
 from dynmo.schedule.catalogue import SCHEDULES
 
 if TYPE_CHECKING:
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from rich.table import Table
     from rich.text import Text
 
-    from dynmo.balance.alternatives import Alternative
-    from dynmo.balance.judging import Plan
+    from dynmo.planner.alternatives import Alternative
+    from dynmo.planner.evaluate import Plan
 
 Alternatives = dict[str, "list[Alternative]"]
 
@@ -66,11 +66,11 @@ def plan(
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
 ) -> None:
     """Plan placement and schedule for measured layer costs."""
-    from dynmo.balance.alternatives import other_balancers, other_microbatches, other_ranks, other_schedules
-    from dynmo.balance.judging import Job
-    from dynmo.balance.nearest import plan as planned
     from dynmo.cli import mesh
-    from dynmo.profile_file import read
+    from dynmo.cost.profile_file import read
+    from dynmo.planner.alternatives import other_balancers, other_microbatches, other_ranks, other_schedules
+    from dynmo.planner.evaluate import Job
+    from dynmo.planner.suggest import plan as planned
 
     if cost not in ("time", "parameters"):
         raise InputError(f"--cost {cost}: choose one of time, parameters (a file of costs goes to --costs)")
@@ -208,21 +208,21 @@ def _gain(found: Plan, made: Plan) -> float:
 
 
 def _megatron(made: Plan) -> dict[str, Any]:
-    from dynmo.balance.words import megatron_layout
+    from dynmo.planner.export import megatron_layout
 
     layout = megatron_layout(made.job.profile.names, made.partition)
     return {"pipeline_model_parallel_layout": layout.text, "rounded": layout.rounded}
 
 
 def _torchtitan(made: Plan) -> dict[str, Any]:
-    from dynmo.balance.words import torchtitan_modules
+    from dynmo.planner.export import torchtitan_modules
 
     modules = torchtitan_modules(made.job.profile.names, made.partition)
     return {"module_fqns_per_model_part": modules.stages, "rounded": modules.rounded}
 
 
 def _deepspeed(made: Plan) -> dict[str, Any]:
-    from dynmo.balance.words import deepspeed_parts
+    from dynmo.planner.export import deepspeed_parts
 
     return {"parts": deepspeed_parts(made.partition)}
 

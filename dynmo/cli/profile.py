@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from dynmo.config import Config
-    from dynmo.profile_file import Profile
-    from dynmo.runtime.rendezvous import Rendezvous
+    from dynmo.cost.profile_file import Profile
+    from dynmo.runtime.comm.rendezvous import Rendezvous
 
 
 def profile(
@@ -38,14 +38,14 @@ def profile(
 ) -> None:
     """Measure a model's layers and write a costs file."""
     from dynmo.config import load
-    from dynmo.runtime.launch import is_local_rank
+    from dynmo.runtime.comm.launch import is_local_rank
 
     import_from_working_folder()
     if is_local_rank():
         assert out is not None
         raise typer.Exit(_local_rank(config, steps, out, json_))
 
-    from dynmo.runtime.rendezvous import from_environment
+    from dynmo.runtime.comm.rendezvous import from_environment
 
     loaded = load(config, set_ or [])
     if steps < 1:
@@ -63,7 +63,7 @@ def profile(
 
 def _check_out(out: Path) -> None:
     """Another file of that name is not lost, and a folder that is missing is told before the work."""
-    from dynmo.profile_file import KIND
+    from dynmo.cost.profile_file import KIND
 
     if not out.parent.is_dir():
         raise InputError(f"--out {out}: there is no folder {out.parent}")
@@ -80,7 +80,7 @@ def _check_out(out: Path) -> None:
 def _spawn(config: Config, steps: int, out: Path, as_json: bool) -> int:
     """Its ranks on this machine. Their logs are kept only where one failed and says why there."""
     from dynmo.config import to_toml
-    from dynmo.runtime.launch import spawn
+    from dynmo.runtime.comm.launch import spawn
 
     folder = Path(tempfile.mkdtemp(prefix="dynmo-profile-"))
     try:
@@ -99,13 +99,13 @@ def _spawn(config: Config, steps: int, out: Path, as_json: bool) -> int:
 
 def _local_rank(path: Path, steps: int, out: Path, as_json: bool) -> int:
     """A rank that this machine's launcher started: errors go to the launcher, which tells the cause."""
-    from dynmo.runtime.launch import enter_rank, report_failure
+    from dynmo.runtime.comm.launch import enter_rank, report_failure
 
     log = path.parent / f"rank-{os.environ['RANK']}.log"
     enter_rank(log)
     try:
         from dynmo.config import load
-        from dynmo.runtime.rendezvous import from_environment
+        from dynmo.runtime.comm.rendezvous import from_environment
 
         rendezvous = from_environment()
         assert rendezvous is not None
@@ -116,7 +116,7 @@ def _local_rank(path: Path, steps: int, out: Path, as_json: bool) -> int:
 
 def _joined_rank(config: Config, rendezvous: Rendezvous, steps: int, out: Path, as_json: bool) -> int:
     """A rank that torchrun or Slurm started: it tells its errors itself."""
-    from dynmo.runtime.launch import describe, quiet_torch
+    from dynmo.runtime.comm.launch import describe, quiet_torch
 
     quiet_torch()
     if rendezvous.loopback and sys.platform == "linux":
@@ -133,10 +133,10 @@ def _rank(config: Config, rendezvous: Rendezvous, steps: int, out: Path, as_json
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn
 
-    from dynmo.profile_file import to_json, write
-    from dynmo.profiling import run
+    from dynmo.cost.profile_file import to_json, write
     from dynmo.report.summary import console_for_tables
-    from dynmo.setup import warn_of_cores
+    from dynmo.train.profile_run import run
+    from dynmo.train.setup import warn_of_cores
 
     if rendezvous.rank:
         run(config, rendezvous, steps)

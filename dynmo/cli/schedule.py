@@ -15,18 +15,18 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from dynmo.cli.compiling import compilation_told
-from dynmo.costs import Costs, split_costs, uniform_costs
+from dynmo.cost.layer_cost import Costs, split_costs, uniform_costs
 from dynmo.errors import InputError, ScheduleError
-from dynmo.schedule.bound import Objective
+from dynmo.schedule.bounds import Objective
 from dynmo.schedule.catalogue import SCHEDULES, entry, make, placement_of
-from dynmo.schedule.chunk_bound import lower_bound_on
+from dynmo.schedule.chunk_bounds import lower_bound_on
 from dynmo.schedule.op import Schedule, to_text
-from dynmo.simulator import Timeline, peak_memory, simulate
+from dynmo.schedule.simulator import Timeline, peak_memory, simulate
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from dynmo.schedule.exact import Exact
+    from dynmo.schedule.automatic.exact import Exact
 
 
 @dataclass(frozen=True)
@@ -180,7 +180,7 @@ def _from_file(
 
     Where ranks hold several stages, the file's lists are one number per stage, or one per rank: then each stage has its part.
     """
-    from dynmo.schedule.costs_file import read_costs
+    from dynmo.cost.costs_file import read_costs
 
     given = [option for option, value in times.items() if value is not None]
     if given:
@@ -203,7 +203,7 @@ def _from_file(
 
 
 def _prove(made: Schedule, wanted: _Wanted, seconds: float) -> Exact:
-    from dynmo.schedule.exact import exact
+    from dynmo.schedule.automatic.exact import exact
 
     if not seconds > 0:
         raise InputError(f"--exact {seconds:g}: a time limit is a number of seconds over 0")

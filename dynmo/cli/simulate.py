@@ -17,7 +17,7 @@ from dynmo.errors import InputError
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from dynmo.balance.workload import Outcome, Step
+    from dynmo.planner.workload import Outcome, Step
 
 _ROWS, _COLUMNS = 12, 72
 
@@ -29,8 +29,8 @@ def simulate(
     json_: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
 ) -> None:
     """Replay a changing workload under a balancing policy."""
-    from dynmo.balance.workload import replay
-    from dynmo.balance.workload_file import read
+    from dynmo.planner.workload import replay
+    from dynmo.planner.workload_file import read
 
     given = read(workload)
     if plot is not None:

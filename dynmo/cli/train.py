@@ -21,7 +21,7 @@ from dynmo.files import write_whole
 if TYPE_CHECKING:
     from dynmo.config import Config
     from dynmo.events import Event
-    from dynmo.runtime.rendezvous import Rendezvous
+    from dynmo.runtime.comm.rendezvous import Rendezvous
 
 RUNS = Path("runs")
 
@@ -35,14 +35,14 @@ def train(
     json_: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
 ) -> None:
     """Train a model over pipeline ranks, rebalancing as it changes."""
-    from dynmo.runtime.launch import is_local_rank
+    from dynmo.runtime.comm.launch import is_local_rank
 
     import_from_working_folder()
     if is_local_rank():
         raise typer.Exit(_local_rank(config, resume, json_))
 
     from dynmo.config import load
-    from dynmo.runtime.rendezvous import from_environment
+    from dynmo.runtime.comm.rendezvous import from_environment
 
     if resume and overwrite:
         raise ConfigError("--resume and --overwrite exclude each other")
@@ -229,7 +229,7 @@ def _size(path: Path) -> int:
 
 
 def _spawn(config: Config, folder: Path, resume: bool, as_json: bool) -> int:
-    from dynmo.runtime.launch import spawn
+    from dynmo.runtime.comm.launch import spawn
 
     command = rank_command("train", str(folder / "config.toml"), *["--resume"] * resume, *["--json"] * as_json)
     try:
@@ -241,13 +241,13 @@ def _spawn(config: Config, folder: Path, resume: bool, as_json: bool) -> int:
 
 def _local_rank(path: Path, resume: bool, as_json: bool) -> int:
     """A rank that this machine's launcher started on the config in its run's folder: errors go to the launcher, which tells the cause."""
-    from dynmo.runtime.launch import enter_rank, report_failure
+    from dynmo.runtime.comm.launch import enter_rank, report_failure
 
     log = path.parent / f"rank-{os.environ['RANK']}.log"
     enter_rank(log)
     try:
         from dynmo.config import load
-        from dynmo.runtime.rendezvous import from_environment
+        from dynmo.runtime.comm.rendezvous import from_environment
 
         rendezvous = from_environment()
         assert rendezvous is not None
@@ -258,7 +258,7 @@ def _local_rank(path: Path, resume: bool, as_json: bool) -> int:
 
 def _joined_rank(config: Config, rendezvous: Rendezvous, resume: bool, overwrite: bool, as_json: bool) -> int:
     """A rank that torchrun or Slurm started: it tells its errors itself."""
-    from dynmo.runtime.launch import describe, quiet_torch
+    from dynmo.runtime.comm.launch import describe, quiet_torch
 
     quiet_torch()
     if rendezvous.loopback and sys.platform == "linux":
@@ -276,8 +276,8 @@ def _joined_rank(config: Config, rendezvous: Rendezvous, resume: bool, overwrite
 
 def _rank(config: Config, rendezvous: Rendezvous, folder: Path, resume: bool, as_json: bool) -> int:
     from dynmo.report.progress import ProgressLine
-    from dynmo.setup import warn_of_cores
-    from dynmo.trainer import run
+    from dynmo.train.setup import warn_of_cores
+    from dynmo.train.trainer import run
 
     if rendezvous.rank:
         return 130 if run(config, rendezvous, folder, resume).interrupted else 0
@@ -323,7 +323,7 @@ def _print_summary(folder: Path) -> None:
 
 def _dry_run(config: Config, as_json: bool) -> None:
     """What would run: placement, schedule and memory per rank, from shapes alone."""
-    from dynmo.plan import dry_run
+    from dynmo.train.dry_run import dry_run
 
     with _stdout_for_json(as_json):
         plan = dry_run(config)

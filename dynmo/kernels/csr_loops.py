@@ -26,7 +26,7 @@ from numba.core.errors import TypingError
 from numba.extending import intrinsic
 from numpy.typing import NDArray
 
-from dynmo.kernels.jit import jit
+from dynmo.jit import jit
 
 Array = NDArray[Any]
 

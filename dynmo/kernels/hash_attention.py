@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
 
-from dynmo.kernels.jit import jit
+from dynmo.jit import jit
 from dynmo.kernels.shared_qk import FAST, SHORTEST, Tile, attend, attend_backward, scale_keys, take, widened
 
 # Rows of one batch of buckets: what a bmm reads and writes then stays in a core's cache.

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
 
-from dynmo.kernels.jit import jit
+from dynmo.jit import jit
 from dynmo.kernels.split import LOW
 
 SHORTEST = 1e-6  # a shorter x is divided by this, not by its length

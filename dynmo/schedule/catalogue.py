@@ -16,9 +16,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from dynmo.costs import Costs, uniform_costs
+from dynmo.cost.layer_cost import Costs, uniform_costs
 from dynmo.errors import ScheduleError
-from dynmo.schedule.bound import Objective
+from dynmo.schedule.bounds import Objective
 from dynmo.schedule.generators import GENERATORS, make_schedule
 from dynmo.schedule.op import Schedule
 
@@ -108,10 +108,10 @@ def make(
         raise ScheduleError(f"{name} on {ranks} ranks has {len(placement)} stages, but costs are given for {len(costs.stages)}")
     # Compiled code and its library are loaded only where such a schedule is wanted.
     if name == "zb-auto":
-        from dynmo.schedule.auto import automatic
+        from dynmo.schedule.automatic.zero_bubble import automatic
 
         return automatic(costs, microbatches, caps=caps, first_trainable=first_trainable, objective=objective)
-    from dynmo.schedule import vshape
+    from dynmo.schedule.automatic import vshape
 
     maker: Callable[..., Schedule] = {"zb-v": vshape.zb_v, "v-half": vshape.v_half, "v-min": vshape.v_min}[name]
     return maker(costs, microbatches, caps=caps, first_trainable=first_trainable, objective=objective)

@@ -11,10 +11,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from dynmo.costs import uniform_costs
-from dynmo.schedule.lower import fuse
+from dynmo.cost.layer_cost import uniform_costs
+from dynmo.schedule.lowering import fuse
 from dynmo.schedule.op import Schedule
-from dynmo.simulator import simulate
+from dynmo.schedule.simulator import simulate
 
 
 def fold(schedule: Schedule) -> Schedule:

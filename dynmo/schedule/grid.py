@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 
 from dynmo.errors import InputError
 from dynmo.schedule.op import Kind, Op
-from dynmo.simulator import Span, Timeline
+from dynmo.schedule.simulator import Span, Timeline
 
 if TYPE_CHECKING:
     from rich.text import Text

@@ -7,10 +7,10 @@ import pytest
 
 from dynmo.balance.balancers import BALANCERS, BalanceRequest, balancer
 from dynmo.balance.partition import Partition, stage_loads
-from dynmo.balance.placed import by_name, pipeline_costs
-from dynmo.costs import LayerCost
+from dynmo.balance.stage_costs import by_name, pipeline_costs
+from dynmo.cost.layer_cost import LayerCost
 from dynmo.errors import PartitionError
-from dynmo.simulator import simulate
+from dynmo.schedule.simulator import simulate
 
 # The first three layers are frozen: forward only, but as many parameters as the others.
 FROZEN = tuple(LayerCost(1.0, 0.0, 0.0, parameters=10) for _ in range(3)) + tuple(LayerCost(1.0, 1.0, 1.0, parameters=10) for _ in range(3))

@@ -7,9 +7,9 @@ import pytest
 
 from dynmo.balance.chunks import chunked
 from dynmo.balance.partition import Partition, exact, stage_loads
-from dynmo.costs import LayerCost
+from dynmo.cost.layer_cost import LayerCost
 from dynmo.errors import PartitionError
-from dynmo.memory import MemoryLimits
+from dynmo.schedule.memory import MemoryLimits
 
 
 def looped(ranks: int, chunks: int) -> tuple[int, ...]:

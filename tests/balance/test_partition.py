@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 
 from dynmo.balance.chains import integer_sums, tie_unit
 from dynmo.balance.partition import Move, Partition, exact, imbalance, moves, stage_loads, uniform, weigh
-from dynmo.costs import LayerCost, LinkCost
+from dynmo.cost.layer_cost import LayerCost, LinkCost
 from dynmo.errors import PartitionError
-from dynmo.memory import MemoryLimits
+from dynmo.schedule.memory import MemoryLimits
 
 many = settings(max_examples=300, deadline=None, derandomize=True)
 

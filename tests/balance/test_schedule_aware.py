@@ -9,15 +9,15 @@ from hypothesis import strategies as st
 
 from dynmo.balance._replay import replay, shape_of
 from dynmo.balance.partition import Partition, exact, stage_loads, uniform
-from dynmo.balance.placed import by_name, freeze, frozen_stages, pipeline_costs
 from dynmo.balance.schedule_aware import _Search, schedule_aware, search  # pyright: ignore[reportPrivateUsage]
-from dynmo.costs import Costs, LayerCost, LinkCost
+from dynmo.balance.stage_costs import by_name, freeze, frozen_stages, pipeline_costs
+from dynmo.cost.layer_cost import Costs, LayerCost, LinkCost
 from dynmo.errors import PartitionError, ScheduleError
-from dynmo.memory import MemoryLimits
-from dynmo.schedule.bound import Objective
+from dynmo.schedule.bounds import Objective
 from dynmo.schedule.generators import GENERATORS
+from dynmo.schedule.memory import MemoryLimits
 from dynmo.schedule.op import Kind, Op, Schedule
-from dynmo.simulator import resident, simulate
+from dynmo.schedule.simulator import resident, simulate
 
 SPAN, MAKESPAN = Objective.SPAN, Objective.MAKESPAN
 

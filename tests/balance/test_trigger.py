@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dynmo.balance.trigger import Decision, Outlook, Watch, confirmed, phases, worth_moving, worth_moving_through
-from dynmo.costs import LayerCost
+from dynmo.cost.layer_cost import LayerCost
 from dynmo.dynamism import Forecast
 from dynmo.errors import PartitionError
 

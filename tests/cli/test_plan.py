@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from dynmo.cli import main
-from dynmo.costs import LayerCost, LinkCost
-from dynmo.profile_file import Profile, write
+from dynmo.cost.layer_cost import LayerCost, LinkCost
+from dynmo.cost.profile_file import Profile, write
 
 FIELDS = ["schedule", "balancer", "ranks", "microbatches", "objective", "partition", "placement", "stage_cost", "imbalance"]
 FIELDS += [

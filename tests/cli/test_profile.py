@@ -14,8 +14,8 @@ from rich.console import Console
 
 from dynmo.cli import main
 from dynmo.cli.profile import table
-from dynmo.costs import LayerCost
-from dynmo.profile_file import Profile, read
+from dynmo.cost.layer_cost import LayerCost
+from dynmo.cost.profile_file import Profile, read
 from tests.processes import gone, start
 
 CONFIG = """

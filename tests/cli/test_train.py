@@ -122,7 +122,7 @@ def test_what_a_resumed_run_has_otherwise(tmp_path: Path, run: Run, monkeypatch:
     (tmp_path / "runs/main/checkpoints/step-000005").mkdir(parents=True)
     (tmp_path / "runs/main/checkpoints/step-000005/manifest.json").write_text("")
     (tmp_path / "runs/main/config.toml").write_text(to_toml(load(tmp_path / "run.toml")))
-    monkeypatch.setattr("dynmo.runtime.launch.spawn", lambda *arguments: 0)
+    monkeypatch.setattr("dynmo.runtime.comm.launch.spawn", lambda *arguments: 0)
     assert run(tmp_path, "run.toml", "--resume") == (0, "", "")
     told = "dynmo: resumed; the configs differ in parallel.timeout (30.0, 9.0), train.lr (0.01, 0.5)\n"
     assert run(tmp_path, "run.toml", "--resume", sets=("train.lr=0.5", "parallel.timeout=9.0")) == (0, "", told)
@@ -160,7 +160,7 @@ def test_a_run_is_back_after_a_failed_attempt_to_replace_it(tmp_path: Path, run:
         (tmp_path / "runs/main/rank-0.log").write_text("why")
         raise RunError("rank 0 was ended by SIGKILL")
 
-    monkeypatch.setattr("dynmo.runtime.launch.spawn", fail)
+    monkeypatch.setattr("dynmo.runtime.comm.launch.spawn", fail)
     for _ in range(2):
         assert run(tmp_path, "run.toml", "--overwrite").status == 1
         assert set(tree(tmp_path / "runs/main")) == {"config.toml", "rank-0.log"}
@@ -182,13 +182,13 @@ def test_a_run_that_another_process_trains_is_left_alone(tmp_path: Path, run: Ru
         assert tree(tmp_path) == before
         return 0
 
-    monkeypatch.setattr("dynmo.runtime.launch.spawn", meanwhile)
+    monkeypatch.setattr("dynmo.runtime.comm.launch.spawn", meanwhile)
     (tmp_path / "runs/main").mkdir(parents=True)
     (tmp_path / "runs/main/config.toml").write_text("")
     assert run(tmp_path, "run.toml", "--overwrite").status == 0
     assert seen == ["dynmo: runs/main is being trained by another process; wait until it ends, or choose another name"] * 3
     assert not list((tmp_path / "runs").glob(".*.lock")), "it ends with the run"
-    monkeypatch.setattr("dynmo.runtime.launch.spawn", lambda *_: 0)
+    monkeypatch.setattr("dynmo.runtime.comm.launch.spawn", lambda *_: 0)
     assert run(tmp_path, "run.toml", "--overwrite").status == 0
 
 

@@ -11,7 +11,7 @@ from dynmo.config import parse
 from dynmo.dynamism import Change, Dynamism, Signals, checked, from_class, make_cases, named
 from dynmo.dynamism.freezing import ScheduledFreezing
 from dynmo.errors import ConfigError, RunError
-from dynmo.runtime.launch import describe
+from dynmo.runtime.comm.launch import describe
 from tests.dynamism.own_case import LayerDrop
 from tests.pool import Pool
 

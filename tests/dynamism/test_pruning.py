@@ -12,7 +12,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from dynmo.api import Pipeline
 from dynmo.balance.partition import Partition
 from dynmo.config import parse
 from dynmo.dynamism import Change, Layers, make_cases
@@ -20,8 +19,9 @@ from dynmo.dynamism.pruning import Alone, Cubic, Pruning, algorithm_2, cut, mast
 from dynmo.errors import CheckpointError, ConfigError
 from dynmo.kernels.sparse_linear import MaskedLinear, SparseLinear, dense_weight, linears
 from dynmo.models.model import load_model
-from dynmo.runtime import checkpoint
-from dynmo.runtime.migrate import contents
+from dynmo.pipeline.pipeline import Pipeline
+from dynmo.runtime.state import checkpoint
+from dynmo.runtime.state.migration import contents
 from tests.dynamism.kept import Kept
 from tests.runtime import alone
 

@@ -15,12 +15,12 @@ from dynmo.errors import WaitTimeout
 from dynmo.events import Event, StepEvent
 from dynmo.kernels.hash_attention import Hashed
 from dynmo.models.model import load_model
-from dynmo.runtime.clock import clock_for
-from dynmo.runtime.output_cache import OutputCache
-from dynmo.runtime.reduce import reduce_gradients, shares_of
-from dynmo.runtime.split_backward import Layer
-from dynmo.runtime.world import World
-from dynmo.trainer import Trainer
+from dynmo.runtime.comm.clock import clock_for
+from dynmo.runtime.comm.world import World
+from dynmo.runtime.layer.output_cache import OutputCache
+from dynmo.runtime.layer.split_backward import Layer
+from dynmo.runtime.optim.gradient_reduction import reduce_gradients, shares_of
+from dynmo.train.trainer import Trainer
 from tests.jobs import SOURCE
 
 CONFIG = {

@@ -15,9 +15,9 @@ from dynmo.config import parse
 from dynmo.events import EndEvent, Event, StepEvent
 from dynmo.kernels.split import WeightTape, install
 from dynmo.models.model import load_model
-from dynmo.runtime.precision import lower
-from dynmo.runtime.world import World
-from dynmo.trainer import Trainer
+from dynmo.runtime.comm.world import World
+from dynmo.runtime.layer.precision import lower
+from dynmo.train.trainer import Trainer
 from tests.jobs import SOURCE
 
 MODEL = {"blocks": 2, "hidden": 64, "heads": 4, "sequence": 32, "dropout": 0.1}

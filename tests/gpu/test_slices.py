@@ -12,10 +12,10 @@ from dynmo.config import parse
 from dynmo.errors import ConfigError
 from dynmo.events import EndEvent, Event, StepEvent
 from dynmo.models.model import load_model
-from dynmo.runtime.slices import cut
-from dynmo.runtime.world import World
-from dynmo.setup import device_for
-from dynmo.trainer import Trainer
+from dynmo.runtime.comm.world import World
+from dynmo.runtime.engine.sm_slices import cut
+from dynmo.train.setup import device_for
+from dynmo.train.trainer import Trainer
 from tests.jobs import SOURCE
 
 SHAPE = {"blocks": 4, "hidden": 128, "heads": 4, "sequence": 64, "dropout": 0.1}

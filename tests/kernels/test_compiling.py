@@ -9,8 +9,8 @@ from torch import nn
 from dynmo.errors import ConfigError
 from dynmo.kernels.split import SplitLinear
 from dynmo.models.gpt import FeedForwardHalf
-from dynmo.runtime.clock import HostClock
-from dynmo.runtime.split_backward import Layer
+from dynmo.runtime.comm.clock import HostClock
+from dynmo.runtime.layer.split_backward import Layer
 
 
 def test_a_compiled_half() -> None:

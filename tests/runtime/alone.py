@@ -9,12 +9,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dynmo.api import Pipeline
 from dynmo.balance.partition import Partition
 from dynmo.config import parse
 from dynmo.models.emulated import make_layers
 from dynmo.models.model import Model, load_model
-from dynmo.runtime.world import World
+from dynmo.pipeline.pipeline import Pipeline
+from dynmo.runtime.comm.world import World
 
 MICROBATCHES = 3
 

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dynmo.runtime.world import World
+from dynmo.runtime.comm.world import World
 
 CUDA = torch.device("cuda", 0)
 

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from dynmo.errors import RunError
-from dynmo.runtime.mesh import FirstReplica, arrange
-from dynmo.runtime.optimizer import LayerOptimizer, OptimizerSettings, Share, squared_norm
-from dynmo.runtime.reduce import Reducer, gather_parameters, reduce_gradients, shares_of, squared_norms
-from dynmo.runtime.slots import Tree
-from dynmo.runtime.world import World
-from dynmo.runtime.zero import cut_state, whole_state
+from dynmo.runtime.comm.process_mesh import FirstReplica, arrange
+from dynmo.runtime.comm.world import World
+from dynmo.runtime.layer.accumulation import Tree
+from dynmo.runtime.optim.gradient_reduction import Reducer, gather_parameters, reduce_gradients, shares_of, squared_norms
+from dynmo.runtime.optim.optimizer import LayerOptimizer, OptimizerSettings, Share, squared_norm
+from dynmo.runtime.optim.zero import cut_state, whole_state
 
 
 def shape(world: World, replicas: list[int]) -> list[list[Any]]:

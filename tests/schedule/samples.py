@@ -7,7 +7,7 @@ from random import Random
 
 from hypothesis import strategies as st
 
-from dynmo.costs import Costs, StageCost
+from dynmo.cost.layer_cost import Costs, StageCost
 from dynmo.schedule.op import Kind, Op, Schedule
 
 

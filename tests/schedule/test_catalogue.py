@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from dynmo.costs import uniform_costs
+from dynmo.cost.layer_cost import uniform_costs
 from dynmo.errors import ScheduleError
 from dynmo.schedule.catalogue import SCHEDULES, check_microbatches, chunks_of, make, placement_of
 from dynmo.schedule.op import validate

@@ -8,7 +8,7 @@ import pytest
 
 from dynmo.schedule.catalogue import SCHEDULES, chunks_of, make
 from dynmo.schedule.fold import fold
-from dynmo.schedule.lower import Compute, fuse, lower
+from dynmo.schedule.lowering import Compute, fuse, lower
 from dynmo.schedule.op import Op, dependencies, from_text, to_text, validate
 
 

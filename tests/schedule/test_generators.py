@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dynmo.costs import uniform_costs
+from dynmo.cost.layer_cost import uniform_costs
 from dynmo.errors import ScheduleError
 from dynmo.schedule.generators import GENERATORS, make_schedule
 from dynmo.schedule.op import Kind, Op, from_text, to_text, validate
-from dynmo.simulator import Timeline, peak_memory, simulate
+from dynmo.schedule.simulator import Timeline, peak_memory, simulate
 
 GOLDEN = Path(__file__).parent / "golden"
 TABLE_5 = json.loads((Path(__file__).parents[1] / "facts" / "zero_bubble_table5.json").read_text())["rows"]

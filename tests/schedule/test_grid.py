@@ -6,13 +6,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dynmo.costs import Costs, StageCost, uniform_costs
+from dynmo.cost.layer_cost import Costs, StageCost, uniform_costs
 from dynmo.errors import InputError
 from dynmo.schedule.generators import GENERATORS, make_schedule
 from dynmo.schedule.grid import MIN_WIDTH, draw, draw_coloured
 from dynmo.schedule.interleaved import interleaved
 from dynmo.schedule.op import Schedule, from_text
-from dynmo.simulator import simulate
+from dynmo.schedule.simulator import simulate
 from tests.schedule.samples import schedules, whole_costs
 
 

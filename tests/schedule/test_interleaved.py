@@ -7,13 +7,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dynmo.costs import Costs, StageCost, uniform_costs
+from dynmo.cost.layer_cost import Costs, StageCost, uniform_costs
 from dynmo.errors import ScheduleError
 from dynmo.schedule.generators import make_schedule
 from dynmo.schedule.interleaved import interleaved, loop_placement
-from dynmo.schedule.lower import lower
+from dynmo.schedule.lowering import lower
 from dynmo.schedule.op import Kind, Op, Schedule, dependencies, from_text, in_order, to_text, validate
-from dynmo.simulator import duration, peak_memory, simulate
+from dynmo.schedule.simulator import duration, peak_memory, simulate
 
 GOLDEN = Path(__file__).parent / "golden" / "chunks"
 TABLE_5 = json.loads((Path(__file__).parents[1] / "facts" / "zero_bubble_table5.json").read_text())["rows"]

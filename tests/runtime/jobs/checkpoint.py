@@ -10,13 +10,13 @@ from unittest import mock
 import torch
 from torch import nn
 
-from dynmo.api import Pipeline
 from dynmo.balance.partition import Partition, uniform
 from dynmo.config import parse
 from dynmo.errors import ConfigError, RunError
 from dynmo.models.model import from_factories, load_model, next_token_loss
-from dynmo.runtime import checkpoint
-from dynmo.runtime.world import World
+from dynmo.pipeline.pipeline import Pipeline
+from dynmo.runtime.comm.world import World
+from dynmo.runtime.state import checkpoint
 from tests.full_disk import full_at
 from tests.runtime.jobs.migrate import fingerprint
 

@@ -13,15 +13,15 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from dynmo.kernels.seeds import mix
-from dynmo.runtime.clock import HostClock
-from dynmo.runtime.executor import WAIT, Executor, mean_loss
-from dynmo.runtime.lanes import OneLane
-from dynmo.runtime.p2p import Transport
-from dynmo.runtime.slots import Slots
-from dynmo.runtime.split_backward import Layer
-from dynmo.runtime.stage import Stage
-from dynmo.runtime.world import World
-from dynmo.schedule.lower import Channel, lower
+from dynmo.runtime.comm.channels import Transport
+from dynmo.runtime.comm.clock import HostClock
+from dynmo.runtime.comm.world import World
+from dynmo.runtime.engine.executor import WAIT, Executor, mean_loss
+from dynmo.runtime.engine.stage_streams import OneLane
+from dynmo.runtime.layer.accumulation import Slots
+from dynmo.runtime.layer.split_backward import Layer
+from dynmo.runtime.layer.stage import Stage
+from dynmo.schedule.lowering import Channel, lower
 from dynmo.schedule.op import from_text
 from tests.schedule.samples import wander
 

@@ -15,10 +15,10 @@ from dynmo.config import parse
 from dynmo.errors import RunError
 from dynmo.kernels.seeds import mix
 from dynmo.models.model import load_model
-from dynmo.runtime.migrate import Arrival, _receive_text, contents, exchange, fill
-from dynmo.runtime.optimizer import LayerOptimizer, OptimizerSettings
-from dynmo.runtime.p2p import TAG_MIGRATE
-from dynmo.runtime.world import World
+from dynmo.runtime.comm.channels import TAG_MIGRATE
+from dynmo.runtime.comm.world import World
+from dynmo.runtime.optim.optimizer import LayerOptimizer, OptimizerSettings
+from dynmo.runtime.state.migration import Arrival, _receive_text, contents, exchange, fill
 from tests.runtime.jobs.executor import bits_of
 
 

@@ -10,9 +10,9 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from dynmo.errors import RankDied, RunError
-from dynmo.runtime.p2p import Transport
-from dynmo.runtime.world import World
-from dynmo.schedule.lower import Channel, Direction, Program
+from dynmo.runtime.comm.channels import Transport
+from dynmo.runtime.comm.world import World
+from dynmo.schedule.lowering import Channel, Direction, Program
 
 DOWN = Channel(0, Direction.ACTIVATION, 0, 1)
 

@@ -8,14 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dynmo.api import Pipeline, StepResult
 from dynmo.balance.partition import uniform
 from dynmo.config import parse
 from dynmo.errors import RunError
 from dynmo.models.model import load_model
-from dynmo.runtime.loss_scale import LossScaler
-from dynmo.runtime.post_validation import NON_FINITE
-from dynmo.runtime.world import World
+from dynmo.pipeline.pipeline import Pipeline, StepResult
+from dynmo.runtime.comm.world import World
+from dynmo.runtime.engine.norm_ring import NON_FINITE
+from dynmo.runtime.optim.loss_scale import LossScaler
 from tests.runtime.jobs.migrate import any_partition
 
 PV_STEPS = 7

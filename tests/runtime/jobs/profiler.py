@@ -6,11 +6,11 @@ from typing import Any
 
 import torch
 
-from dynmo.api import Pipeline
 from dynmo.balance.partition import Partition
 from dynmo.models.emulated import make_layers
-from dynmo.runtime.profiler import measure_links
-from dynmo.runtime.world import World
+from dynmo.pipeline.pipeline import Pipeline
+from dynmo.runtime.comm.world import World
+from dynmo.runtime.engine.profiler import measure_links
 
 
 def profile(world: World, f: list[float], b: list[float], w: list[float], counts: list[int]) -> list[list[Any]]:

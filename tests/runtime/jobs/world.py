@@ -9,7 +9,7 @@ import time
 import torch
 
 from dynmo.errors import DynmoError, RankDied, WaitTimeout
-from dynmo.runtime.world import World
+from dynmo.runtime.comm.world import World
 
 
 def _again(world: World, size: int, timeout: float) -> World:

@@ -1,0 +1,153 @@
+"""Reads a file of per-stage costs for `dynmo schedule --costs`.
+
+    {"f": [1, 1], "b": [1, 1.2], "w": [1, 0.8], "comm": 0.1, "cap": [2, 2]}
+
+f, b, w are times per stage; comm is one link time or one per boundary (default 0). mem_f, mem_b, mem_w are the changes of live memory at
+each op and sum to 0 per stage; they come together or not at all. cap is the most live memory a stage may have, in the same unit.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Annotated, Any, cast
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from dynmo.cost.layer_cost import Costs, StageCost
+from dynmo.errors import InputError
+
+_Time = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+_Change = Annotated[float, Field(allow_inf_nan=False)]
+
+
+class _File(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    f: list[_Time]
+    b: list[_Time]
+    w: list[_Time]
+    comm: list[_Time]
+    mem_f: list[_Change] | None = None
+    mem_b: list[_Change] | None = None
+    mem_w: list[_Change] | None = None
+    cap: list[_Time] | None = None
+
+
+@dataclass(frozen=True)
+class CostsFile:
+    """What the file says: `caps` per stage in its unit of memory (None: no limit), `has_memory` whether it gives mem_f, mem_b, mem_w."""
+
+    costs: Costs
+    caps: tuple[float, ...] | None
+    has_memory: bool
+
+    @property
+    def first_trainable(self) -> int:
+        """Stages before it have neither B nor W: a frozen prefix."""
+        return next(i for i, stage in enumerate(self.costs.stages) if stage.b or stage.w)
+
+
+_OF_LAYERS = "here one number per stage is wanted; dynmo plan --costs takes the costs of layers, or a run's folder"
+
+
+def read_costs(path: Path, stages: int, w_memory: float = 0.5, or_stages: int | None = None) -> CostsFile:
+    """Reads and checks the file for a pipeline of `stages` stages; of `or_stages` where its list f has so many.
+
+    Where the file gives no memory, F adds 1, W takes `w_memory` of it away and B the rest. Raises InputError, one line, with the file, the
+    list and the stage.
+    """
+    try:
+        if path.is_dir():
+            raise InputError(f"costs file {path}: a folder; {_OF_LAYERS}")
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not text in UTF-8"
+        raise InputError(f"costs file {path}: cannot be read: {reason}") from None
+    try:
+        data: object = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise InputError(f"costs file {path}: not JSON: {error.msg} at line {error.lineno}, column {error.colno}") from None
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"costs file {path}: not JSON that can be read: {error}") from None
+    try:
+        if isinstance(data, dict) and cast("dict[str, object]", data).get("kind") == "dynmo-costs":
+            raise InputError(f"it has the costs of layers; {_OF_LAYERS}")
+        given: object = cast("dict[str, object]", data).get("f") if isinstance(data, dict) else None
+        if or_stages is not None and isinstance(given, list) and len(cast("list[object]", given)) == or_stages:
+            stages = or_stages
+        return parse_costs(cast(object, data), stages, w_memory)
+    except InputError as error:
+        raise InputError(f"costs file {path}: {error}") from None
+
+
+def parse_costs(data: object, stages: int, w_memory: float = 0.5) -> CostsFile:
+    """The same for data that is already read from JSON. Raises InputError without the file's name."""
+    if not isinstance(data, dict):
+        raise InputError('expected an object such as {"f": [1, 1], "b": [1, 1], "w": [1, 1], "comm": 0}')
+    fields = dict(cast("dict[str, Any]", data))
+    comm = fields.get("comm", 0.0)
+    if not isinstance(comm, list):
+        # One number serves all boundaries; a single stage has none, but the number is still checked.
+        fields["comm"] = [comm] * max(1, stages - 1)
+    try:
+        file = _File.model_validate(fields)
+    except ValidationError as error:
+        raise InputError(_explain(error)) from None
+    if not isinstance(comm, list):
+        file.comm = file.comm[: stages - 1]
+    for key in _File.model_fields:
+        values = cast("list[float] | None", getattr(file, key))
+        due, unit = (stages - 1, "boundary") if key == "comm" else (stages, "stage")
+        if values is not None and len(values) != due:
+            raise InputError(f"{key} has {len(values)} numbers, {due} expected (one per {unit} of {stages} ranks)")
+    if not any(file.b) and not any(file.w):
+        raise InputError("b and w are 0 on every stage, so nothing trains; the last stage at least has a backward")
+    memory = _memory(file, stages, w_memory)
+    costs = tuple(StageCost(*times, *changes) for times, changes in zip(zip(file.f, file.b, file.w, strict=True), memory, strict=True))
+    caps = None if file.cap is None else tuple(file.cap)
+    return CostsFile(Costs(costs, tuple(file.comm)), caps, file.mem_f is not None)
+
+
+def _memory(file: _File, stages: int, w_memory: float) -> list[tuple[float, float, float]]:
+    lists = {"mem_f": file.mem_f, "mem_b": file.mem_b, "mem_w": file.mem_w}
+    given = [values for values in lists.values() if values is not None]
+    if not given:
+        return [(1.0, w_memory - 1.0, -w_memory)] * stages
+    if len(given) < 3:
+        absent = ", ".join(key for key, values in lists.items() if values is None)
+        raise InputError(f"mem_f, mem_b and mem_w come together: {absent} is missing")
+    memory = list(zip(*given, strict=True))
+    for stage, (f, b, w) in enumerate(memory):
+        if abs(f + b + w) > 1e-6 * max(abs(f), abs(b), abs(w)):
+            raise InputError(f"stage {stage}: mem_f + mem_b + mem_w is {f + b + w:g}; what F adds, B and W take away: the sum is 0")
+        if f < 0 or w > 0:
+            key, value, rule = ("mem_f", f, "at least") if f < 0 else ("mem_w", w, "at most")
+            raise InputError(f"stage {stage}: {key} is {value:g}; it is {rule} 0, or live memory would be negative")
+    return cast("list[tuple[float, float, float]]", memory)
+
+
+def _explain(error: ValidationError) -> str:
+    """Pydantic's first finding in this file's words; a mistyped key before the key that is missing for it."""
+    first = min(error.errors(include_url=False), key=lambda found: found["type"] != "extra_forbidden")
+    if not first["loc"]:
+        return f"a key is no text that can be written as UTF-8: {first['msg']}"
+    key, *rest = first["loc"]
+    if first["type"] == "extra_forbidden":
+        near = get_close_matches(str(key).lower(), _File.model_fields, n=1)
+        return f"unknown key {key!r}" + (f"; did you mean {near[0]!r}?" if near else f"; the keys are {', '.join(_File.model_fields)}")
+    if first["type"] == "missing":
+        return f"key {key!r} is missing; f, b and w are needed, one number per stage"
+    if not rest:
+        return f"{key} is {_short(first['input'])}; it is a list of numbers, one per {'boundary' if key == 'comm' else 'stage'}"
+    rules = {"cap": "a limit is a number of at least 0", "mem": "a change of memory is a finite number"}
+    rule = rules.get(str(key)[:3], "a time is a number of at least 0")
+    return f"{'boundary' if key == 'comm' else 'stage'} {rest[0]}: {key} is {_short(first['input'])}; {rule}"
+
+
+def _short(value: object) -> str:
+    text = "NaN" if isinstance(value, float) and math.isnan(value) else json.dumps(value)
+    return text if len(text) <= 40 else text[:37] + "..."

@@ -1,0 +1,179 @@
+"""What work costs: one layer (`LayerCost`), one stage (`StageCost`), and the links between stages.
+
+Seconds and bytes when measured; any one unit of time, and memory in units of one stage's forward activations, when given by hand.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+from dynmo.errors import InputError
+
+
+def most_aside(slots: int) -> int:
+    """How many gradients of a parameter are set aside at one time, at most, while those of the next slot are summed: slots fold as a binary
+    tree (`runtime/layer/accumulation.py`), in which a finished slot waits for its neighbour."""
+    return max(finished.bit_count() for finished in range(slots))
+
+
+@dataclass(frozen=True)
+class LayerCost:
+    """One layer and one microbatch: seconds of F, B, W, and the bytes it holds.
+
+    activation_bytes live from F until B; stash_bytes is the part of them (inputs and output gradients) that W still needs after B;
+    output_bytes is what the layer hands on; workspace_bytes is what one of its ops needs beside all this while it runs, and
+    forward_workspace_bytes and weight_workspace_bytes what F (where it keeps what B needs) and W do; copy_bytes is what a step without a
+    barrier at its end keeps to be taken back from, until it is final; aside_bytes are gradients of finished reduction slots that wait to
+    be summed; parameters is their number. A layer in a frozen prefix has b = w = 0; a frozen layer above a trainable one has w = 0 only.
+    """
+
+    f: float
+    b: float
+    w: float
+    parameters: int = 0
+    weight_bytes: int = 0
+    gradient_bytes: int = 0
+    optimizer_bytes: int = 0
+    activation_bytes: int = 0
+    stash_bytes: int = 0
+    output_bytes: int = 0
+    workspace_bytes: int = 0
+    forward_workspace_bytes: int = 0
+    weight_workspace_bytes: int = 0
+    copy_bytes: int = 0
+    aside_bytes: int = 0
+
+    @property
+    def seconds(self) -> float:
+        return self.f + self.b + self.w
+
+    @property
+    def static_bytes(self) -> int:
+        """What is there whatever runs, counted as if it all stayed from step to step."""
+        return self.weight_bytes + self.gradient_bytes + self.optimizer_bytes + self.copy_bytes + self.aside_bytes
+
+    @property
+    def moved_bytes(self) -> int:
+        """What travels when the layer changes ranks: between steps there are neither gradients nor copies."""
+        return self.weight_bytes + self.optimizer_bytes
+
+    def shared(self, replicas: int) -> LayerCost:
+        """With ZeRO-1, on a replica: its share of the optimizer's state and of what is kept to take that back."""
+        return replace(self, optimizer_bytes=-(-self.optimizer_bytes // replicas), copy_bytes=-(-self.copy_bytes // replicas))
+
+    def in_slots(self, slots: int) -> LayerCost:
+        """Where a replica sums its gradients in so many slots."""
+        return replace(self, aside_bytes=most_aside(slots) * self.gradient_bytes)
+
+
+@dataclass(frozen=True)
+class StageCost:
+    """One stage and one microbatch: times of F, B, W and the change of live memory at each op (the three sum to 0)."""
+
+    f: float
+    b: float
+    w: float
+    mem_f: float = 1.0
+    mem_b: float = -0.5
+    mem_w: float = -0.5
+
+    @property
+    def seconds(self) -> float:
+        return self.f + self.b + self.w
+
+    @property
+    def held(self) -> float:
+        """The most that one microbatch holds: before B, or before W where B computes again what F did not keep."""
+        return max(self.mem_f, self.mem_f + self.mem_b)
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Stage costs in stage order, and the link time of each boundary (one less than stages)."""
+
+    stages: tuple[StageCost, ...]
+    links: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        if len(self.links) != max(0, len(self.stages) - 1):
+            raise InputError(
+                f"{len(self.stages)} stages have {max(0, len(self.stages) - 1)} boundaries, but {len(self.links)} link times are given"
+            )
+        for index, stage in enumerate(self.stages):
+            for field in ("f", "b", "w"):
+                value = getattr(stage, field)
+                if not math.isfinite(value) or value < 0:
+                    raise InputError(f"stage {index}: {field} is {value}; a time is a number of at least 0")
+        for boundary, value in enumerate(self.links):
+            if not math.isfinite(value) or value < 0:
+                raise InputError(f"comm of boundary {boundary}: {value}; a time is a number of at least 0")
+
+
+def uniform_costs(stages: int, f: float, b: float, w: float, comm: float = 0.0, w_memory: float = 0.5) -> Costs:
+    """The same stage `stages` times. `w_memory` is the share of a forward's activations that stays until W has run."""
+    if not 0 <= w_memory <= 1:
+        raise InputError(f"w-memory is {w_memory}; it is a share between 0 and 1")
+    stage = StageCost(f, b, w, 1.0, w_memory - 1.0, -w_memory)
+    return Costs((stage,) * stages, (comm,) * max(0, stages - 1))
+
+
+def split_costs(costs: Costs, placement: Sequence[int]) -> Costs:
+    """Costs of ranks, one stage each, as costs of the stages of `placement` (stage -> rank): each has its part of its rank's times and
+    memory. Between two stages lies the slowest of the links between their ranks; none where they share one."""
+    parts = [placement.count(rank) for rank in range(len(costs.stages))]
+    stages = tuple(_part(costs.stages[rank], parts[rank]) for rank in placement)
+    links = tuple(max(costs.links[min(pair) : max(pair)], default=0.0) for pair in pairwise(placement))
+    return Costs(stages, links)
+
+
+def _part(stage: StageCost, parts: int) -> StageCost:
+    return StageCost(*(value / parts for value in (stage.f, stage.b, stage.w, stage.mem_f, stage.mem_b, stage.mem_w)))
+
+
+def elide(layers: Sequence[LayerCost], first_trainable: int, frozen: Collection[int]) -> tuple[LayerCost, ...]:
+    """The same layers, without the work that freezing spares: B, W and stash below `first_trainable`, W of frozen layers above it."""
+    out: list[LayerCost] = []
+    for index, layer in enumerate(layers):
+        if index < first_trainable:
+            layer = replace(layer, b=0.0, w=0.0, activation_bytes=0, stash_bytes=0)
+        elif index in frozen:
+            layer = replace(layer, w=0.0, stash_bytes=0)
+        out.append(layer)
+    return tuple(out)
+
+
+def stage_costs(layers: Sequence[LayerCost], counts: Sequence[int]) -> tuple[StageCost, ...]:
+    """Sums layers into contiguous stages of `counts` layers each: the one cost function of simulator, scheduler and balancers."""
+    if sum(counts) != len(layers):
+        raise InputError(f"a placement of {sum(counts)} layers for {len(layers)} layer costs")
+    out: list[StageCost] = []
+    start = 0
+    for count in counts:
+        own = layers[start : start + count]
+        start += count
+        activation, stash = float(sum(x.activation_bytes for x in own)), float(sum(x.stash_bytes for x in own))
+        out.append(
+            StageCost(
+                math.fsum(x.f for x in own),
+                math.fsum(x.b for x in own),
+                math.fsum(x.w for x in own),
+                activation,
+                stash - activation,
+                -stash,
+            )
+        )
+    return tuple(out)
+
+
+@dataclass(frozen=True)
+class LinkCost:
+    """A link as a line: `latency` seconds, then `bytes_per_second`."""
+
+    latency: float
+    bytes_per_second: float
+
+    def seconds(self, size: int) -> float:
+        return self.latency + (size / self.bytes_per_second if size else 0.0)

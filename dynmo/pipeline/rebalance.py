@@ -1,0 +1,308 @@
+"""The one place where deciding and acting meet: measure, decide (pure), act, resume."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from statistics import median
+from typing import cast
+
+from dynmo.balance.balancers import BalanceRequest, balancer
+from dynmo.balance.layout import moves_between_ranks
+from dynmo.balance.partition import Cost, Partition
+from dynmo.balance.trigger import FORCED, Decision, Expected, Outlook, Watch, confirmed, phases, worth_moving_through
+from dynmo.config import Config, shapes
+from dynmo.cost.layer_cost import LayerCost, LinkCost
+from dynmo.cost.profile_file import Profile
+from dynmo.errors import NoRoomError, PartitionError
+from dynmo.events import ChangeEvent, Event, RebalanceEvent, RebalanceResultEvent, ScheduleEvent, now
+from dynmo.pipeline.pipeline import Pipeline
+from dynmo.planner.mesh_search import Mesh, MeshRequest
+from dynmo.planner.reshape import Reshape, reshape
+from dynmo.runtime.engine.profiler import measure_links
+from dynmo.schedule.catalogue import entry
+from dynmo.schedule.simulator import simulate
+from dynmo.train.profile_run import profile_of
+
+# Steps whose median stands for "before" and "after" a move.
+_WINDOW = 5
+
+
+Forecasts = Callable[[int], Sequence[Sequence[Expected]]]
+"""What each dynamic case expects to do after a step, the same on every rank."""
+
+
+@dataclass
+class _Pending:
+    id: int
+    predicted: float  # share of a step that it saves
+    before: float
+    after: list[float]
+
+
+@dataclass
+class Overhead:
+    """Seconds that balancing has taken of a run so far, on this rank."""
+
+    measure: float = 0.0  # gathering costs; what it takes to condense them at each step, the profiler knows
+    decide: float = 0.0
+    move: float = 0.0
+
+
+class Rebalancer:
+    """Asks the configured balancer every `balance.every` steps ("auto": when `trigger.Watch` sees a reason), and moves when the simulator
+    says that it pays, as far as what the dynamic cases expect to do lets a gain last.
+
+    Every rank holds one and calls it alike; costs are the same on all, so the decision is too.
+
+    A move that brings less than half of what was predicted makes it doubt: the next prediction must be twice as large, until one comes true
+    or the work changes. So two placements that noise takes for better in turn do not follow each other for ever.
+
+    Nothing is done that rests on one reading of a time, or that one half of the readings does not support (`trigger.confirmed`).
+
+    Balancers count more than a run may hold at one time (gradients at every moment, say). Where by their account nothing fits the memory, a
+    run stays as it is and says so once: it does train.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        pipeline: Pipeline,
+        costs: Callable[[], tuple[LayerCost, ...]],
+        moves: int = 0,
+        forecasts: Forecasts | None = None,
+        memory_limit: int | None = None,
+    ) -> None:
+        """costs: all layers', as measured so far, called on every rank alike. moves: how many an earlier part of the run has made, so that
+        ids go on. memory_limit: bytes of a rank."""
+        self._config, self._pipeline, self._costs, self._memory_limit = config, pipeline, costs, memory_limit
+        # Whether the work has changed since another mesh was last thought of.
+        self._unshaped = config.elastic.reshape
+        self._forecasts: Forecasts = forecasts or (lambda step: ())
+        self._watch = Watch(config.balance.hysteresis) if config.balance.every == "auto" else None
+        self._recent: deque[float] = deque(maxlen=_WINDOW)
+        self._pending: _Pending | None = None
+        self.moves = moves
+        # What the last move took beyond its layers' way over the links; and how much more than usual a gain has to be.
+        self._fixed, self._doubt = 0.0, 1.0
+        self._told = False  # that the memory allows no decision
+        self.overhead = Overhead()
+
+    def observe(self, step: int, seconds: float, busy: Sequence[float]) -> RebalanceResultEvent | None:
+        """Takes the wall time of a finished step and the ranks' busy seconds; reports what the last move brought once enough steps have
+        passed."""
+        self._recent.append(seconds)
+        if self._watch is not None:
+            self._watch.observe(busy)
+        pending = self._pending
+        if pending is None:
+            return None
+        pending.after.append(seconds)
+        return self.settle(step) if len(pending.after) == _WINDOW + 1 else None
+
+    def settle(self, step: int) -> RebalanceResultEvent | None:
+        """Closes the measurement of the last move. The first step after it opens new channels and is not counted."""
+        pending, self._pending = self._pending, None
+        if pending is None or len(pending.after) < 2:
+            return None
+        gain = 1 - median(pending.after[1:]) / pending.before
+        self._doubt = 1.0 if gain >= pending.predicted / 2 else 2 * self._doubt
+        return RebalanceResultEvent(step, now(), pending.id, gain)
+
+    def changed(self, step: int) -> RebalanceResultEvent | None:
+        """Before `step` the model's work changed: earlier step times do not compare with later ones. Returns what the last move brought
+        until then, where that is not told yet."""
+        settled = self.settle(step)
+        self._recent.clear()
+        self._doubt = 1.0
+        self._unshaped = self._config.elastic.reshape
+        if self._watch is not None:
+            self._watch.changed()
+        return settled
+
+    def looks(self, step: int) -> bool:
+        """Whether it may do something before this step."""
+        config = self._config
+        acts = config.balance.balancer != "none" or entry(config.pipeline.schedule).from_costs or config.elastic.reshape
+        every = self._config.balance.every
+        return acts and (step % every == 0 if isinstance(every, int) else self._watch is not None and self._watch.due)
+
+    def due(self, step: int) -> bool:
+        # A run that was just resumed has measured nothing to decide on.
+        return self.looks(step) and bool(self._recent)
+
+    def mesh(self, step: int) -> tuple[int, int, Partition] | None:
+        """Before `step`, where the work has changed: ranks of a pipeline, replicas and placement of a mesh that repays its moves."""
+        if not self._unshaped:
+            return None
+        self._unshaped = False
+        config, pipeline, world = self._config, self._pipeline, self._pipeline.world
+        gathering = time.perf_counter()
+        costs = self._costs()
+        halves, start = pipeline.cost_halves(costs), time.perf_counter()
+        self.overhead.measure += start - gathering
+        # Between replicas as between stages: the slowest of the links that were measured. A pipeline of one rank has none.
+        links = pipeline.links or measure_links(world.everyone, [(0, 1)])
+        slowest = min(link.bytes_per_second for link in links.values())
+        current = Mesh(
+            world.size,
+            world.replicas,
+            config.all_microbatches // world.replicas,
+            config.train.micro_batch,
+            config.pipeline.schedule,
+        )
+        request = MeshRequest(
+            self._profile(costs, links),
+            gpus=world.everyone.size,
+            global_batch=config.train.global_batch,
+            micro_batches=(config.train.micro_batch,),
+            schedules=(config.pipeline.schedule,),
+            chunks=config.pipeline.chunks,
+            memory_limit=self._memory_limit,
+            zero=config.parallel.zero,
+            bandwidth=slowest,
+            objective=pipeline.objective,
+            replicas=tuple(data for _, data in shapes(config)),
+            slots=config.slots,
+        )
+        left, balance = config.train.steps - step, config.balance
+
+        def decide(layers: tuple[LayerCost, ...]) -> Reshape:
+            return reshape(
+                *(replace(request, profile=self._profile(layers, links)), current, pipeline.partition),
+                horizon_steps=left,
+                seconds_per_byte=1 / slowest,
+                margin=balance.margin,
+                hysteresis=balance.hysteresis,
+            )
+
+        try:
+            found = decide(costs)
+            decision = found.decision
+            if decision.move and found.plan.mesh != current:
+                decision = self._confirmed(decision, (decide(layers).decision for layers in halves))
+            self._unshaped = decision.uncertain
+        except NoRoomError:
+            return None
+        finally:
+            self.overhead.decide += time.perf_counter() - start
+        made = found.plan.mesh
+        chosen = (made.pipeline, made.replicas, found.plan.plan.partition)
+        world.everyone.agree(hashlib.sha256(repr((decision.move, chosen)).encode()).digest(), "whether to reshape")
+        return chosen if decision.move and made != current else None
+
+    def _profile(self, costs: tuple[LayerCost, ...], links: dict[tuple[int, int], LinkCost]) -> Profile:
+        return replace(profile_of(self._config, self._pipeline, costs), links=tuple(links.items()))
+
+    def consider(self, step: int) -> list[Event]:
+        """Before `step`: decides, and acts where it pays. First where the layers live, then in which order the ranks work."""
+        if self._watch is not None:
+            self._watch.decided()
+        overhead, start = self.overhead, time.perf_counter()
+        costs = self._costs()
+        halves = self._pipeline.cost_halves(costs)
+        measured, moved = time.perf_counter(), overhead.move
+        overhead.measure += measured - start
+        done, recomputed = list[Event](), self._pipeline.recomputed
+        if self._config.balance.balancer != "none":
+            done = self._move(step, costs, halves, measured - start)
+        # Where the move has switched recomputation, the costs are no longer those that were measured. Nor does one reading tell any.
+        steady = bool(halves) and self._pipeline.recomputed == recomputed
+        gain = self._pipeline.replan(costs, self._config.balance.hysteresis / 4) if steady else 0.0
+        overhead.decide += time.perf_counter() - measured - (overhead.move - moved)
+        return [*done, ScheduleEvent(step, now(), self._config.pipeline.schedule, gain)] if gain else done
+
+    def _move(self, step: int, costs: tuple[LayerCost, ...], halves: tuple[tuple[LayerCost, ...], ...], measuring: float) -> list[Event]:
+        """Moves layers where that pays.
+
+        Args:
+            step: Before which it is asked.
+            costs: By all readings.
+            halves: The costs by the earlier and by the later readings alone. Both must support a move.
+            measuring: Seconds that it took to gather the costs.
+
+        Returns:
+            What was done, or why nothing can be; and before it what the move before has brought, if that is not told yet.
+        """
+        balance, pipeline = self._config.balance, self._pipeline
+        start = time.perf_counter()
+        request = pipeline.request(costs, cost=cast(Cost, balance.cost), seed=self._config.seed, step=step)
+        try:
+            target = balancer(balance.balancer)(request)
+        except PartitionError as error:  # no room; or a baseline that has no placement for such layers
+            told, self._told = self._told, True
+            return [] if told else [ChangeEvent(step, now(), "balance", (), f"layers stay where they are: {error}")]
+        if target == pipeline.partition:
+            return []
+        on_the_way = self._on_the_way(costs, pipeline.partition, target)
+        # What is measured on one rank only, every rank must take alike.
+        price, hysteresis = on_the_way + pipeline.largest(self._fixed), balance.hysteresis * pipeline.largest(self._doubt)
+
+        def decide(layers: tuple[LayerCost, ...]) -> Decision:
+            outlook = self._outlook(step, replace(request, layers=layers), target)
+            return worth_moving_through(outlook, price, balance.margin, hysteresis)
+
+        decision, forced = decide(costs), balance.balancer in FORCED
+        if decision.move and not forced:
+            decision = self._confirmed(decision, map(decide, halves))
+        if not decision.move and not forced:
+            return []
+        before = median(self._recent)
+        source = pipeline.partition
+        decided = time.perf_counter()
+        try:
+            migration = pipeline.move(target)
+        except NoRoomError:
+            # By what the layers may take at most, not by what was measured, their activations do not fit there ("recompute" is "auto"). All
+            # ranks find so, and nothing has moved.
+            return []
+        ended = time.perf_counter()
+        self._fixed = max(0.0, migration.seconds - on_the_way)
+        self.overhead.move += ended - decided
+        self.moves += 1
+        settled, self._pending = self.settle(step), _Pending(self.moves, decision.predicted_gain, before, [])
+        self._recent.clear()
+        done = RebalanceEvent(
+            step,
+            now(),
+            self.moves,
+            source.counts,
+            target.counts,
+            migration.moved_bytes,
+            ended - start,
+            decision.predicted_gain,
+            f"{balance.balancer}: forced" if forced else decision.reason,
+            measuring,
+            decided - start,
+        )
+        return [done] if settled is None else [settled, done]
+
+    def _confirmed(self, decision: Decision, parts: Iterable[Decision]) -> Decision:
+        """The decision to move, if it is certain enough. If not, it is time to look again when there are other readings."""
+        decision = confirmed(decision, list(parts), self._pipeline.preempted())
+        if decision.uncertain and self._watch is not None:
+            self._watch.again()
+        return decision
+
+    def _outlook(self, step: int, request: BalanceRequest, target: Partition) -> list[Outlook]:
+        """What a step takes on the placement now and on `target`, from `step` to the run's end. What the cases do before `step` itself is
+        still to come, and was not measured."""
+        pipeline, costs = self._pipeline, request.layers
+
+        def seconds(layers: tuple[LayerCost, ...], partition: Partition) -> float:
+            if layers == costs or request.make is None:
+                return pipeline.predict(layers, partition).length(pipeline.objective)
+            stages = pipeline.stage_costs(layers, partition)
+            return simulate(request.make(stages), stages).length(pipeline.objective)
+
+        ahead = phases(costs, self._forecasts(step - 1), step, self._config.train.steps)
+        both = (pipeline.partition, target)
+        return [Outlook(x.start, x.stop, *(seconds(x.layers, placement) for placement in both)) for x in ahead]
+
+    def _on_the_way(self, costs: tuple[LayerCost, ...], old: Partition, new: Partition) -> float:
+        """Seconds that the layers of a move take, one after another, over the slowest link."""
+        sizes = [costs[move.layer].moved_bytes for move in moves_between_ranks(old, new, self._pipeline.placement)]
+        return sum(max((link.seconds(size) for link in self._pipeline.links.values()), default=0.0) for size in sizes)

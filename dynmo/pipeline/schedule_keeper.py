@@ -1,0 +1,210 @@
+"""Which schedule a pipeline runs, what it would run on another placement, and what a balancer is asked; nothing moves here.
+
+layers' measured costs, links, layout --> stages' costs --> schedule --simulator--> seconds of a step
+                                                        --> request of a balancer
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+
+from dynmo.balance.balancers import BalanceRequest
+from dynmo.balance.partition import Cost, Partition
+from dynmo.balance.stage_costs import Make, frozen_stages
+from dynmo.cost.layer_cost import Costs, LayerCost, LinkCost, elide, stage_costs
+from dynmo.planner.fit_memory import made_within
+from dynmo.planner.recompute import computed_again
+from dynmo.runtime.state.layer_store import Holding
+from dynmo.schedule.bounds import Objective
+from dynmo.schedule.catalogue import entry, full_schedule, make
+from dynmo.schedule.op import Schedule
+from dynmo.schedule.simulator import Timeline, resident, simulate
+
+Links = dict[tuple[int, int], LinkCost]
+"""Between the ranks of a pair, the lower first, that hold neighbouring stages."""
+
+Shapes = Callable[[int], tuple[LayerCost, ...] | None]
+"""What the layers hold, from shapes alone, on one of so many replicas; None where shapes do not tell."""
+
+
+class Scheduling:
+    """Of the layers that `holding` knows, under the schedule of this name. memory_limit: bytes per rank, for schedules that are made within
+    one. post_validation: steps may have no barrier at their end. slots: reduction slots of the whole mesh. shapes: what schedules are
+    made from while nothing is measured."""
+
+    def __init__(
+        self,
+        holding: Holding,
+        name: str,
+        chunks: int | None,
+        memory_limit: int | None,
+        links: Links,
+        *,
+        post_validation: bool,
+        slots: int,
+        shapes: Shapes | None = None,
+    ) -> None:
+        self._holding, self._name, self._chunks, self._memory_limit = holding, name, chunks, memory_limit
+        self.links, self._post_validation, self._slots, self._shapes = links, post_validation, slots, shapes
+        # What the next schedule is made from; None until something is measured.
+        self.known: tuple[LayerCost, ...] | None = None
+
+    @property
+    def objective(self) -> Objective:
+        """What makes a step of this pipeline short."""
+        return Objective.MAKESPAN if not self._post_validation or self._holding.tied.apart else Objective.SPAN
+
+    # -- the schedule ---------------------------------------------------------------------------------------------------------
+
+    def agreed(self) -> Schedule:
+        """The schedule of the next steps, which all ranks have compared."""
+        schedule = self.on(self._holding.layout.partition)
+        if entry(self._name).from_costs:
+            self._holding.world.agree(hashlib.sha256(str(schedule).encode()).digest(), "the schedule")
+        return schedule
+
+    def on(self, partition: Partition, layers: tuple[LayerCost, ...] | None = None) -> Schedule:
+        """The schedule that would run on this placement, with what is frozen now, made for these costs (default: for what is known of
+        them) where it is made for any."""
+        layout, from_costs = self._holding.layout, entry(self._name).from_costs
+        layers = layers or self.known or (self._guess() if from_costs else None)
+        costs = self.stage_costs(layers, partition) if from_costs and layers is not None else None
+
+        def made(caps: Sequence[float]) -> Schedule:
+            return make(
+                self._name,
+                layout.ranks,
+                layout.microbatches,
+                costs=costs,
+                chunks=self._chunks,
+                caps=caps,
+                first_trainable=partition.owner(self._holding.frozen.first_trainable),
+                objective=self.objective,
+            )
+
+        if layers is None or costs is None:  # all stages count as alike, their activations 1: at most twice as many as 1F1B keeps
+            return made((2.0 * len(layout.placement),) * layout.ranks)
+        return made_within(
+            self._memory_limit,
+            made,
+            layers,
+            partition.counts,
+            costs,
+            layout.placement,
+            post_validation=self._post_validation,
+            replicas=layout.replicas,
+            slots=self._slots // layout.replicas,
+        )
+
+    def _guess(self) -> tuple[LayerCost, ...] | None:
+        """Costs before any are measured: bytes by shape, and every layer's times alike."""
+        layout, frozen = self._holding.layout, self._holding.frozen
+        shapes = None if self._shapes is None else self._shapes(layout.replicas)
+        return None if shapes is None else elide(computed_again(shapes, layout.recomputed), frozen.first_trainable, frozen.layers)
+
+    def full(self) -> Schedule:
+        """The schedule with every stage training: an upper bound of what any frozen prefix keeps in memory."""
+        return full_schedule(self._name, self._holding.layout.ranks, self._holding.layout.microbatches, self._chunks)
+
+    def predict(self, layers: tuple[LayerCost, ...], partition: Partition) -> Timeline:
+        """What the simulator says of one step under these costs and this placement, with the schedule made for them."""
+        return simulate(self.on(partition, layers), self.stage_costs(layers, partition))
+
+    def replan(self, layers: tuple[LayerCost, ...], least: float) -> float | None:
+        """Takes these costs for the next schedule, where that saves more than the share `least` of a step.
+
+        Returns the share that the simulator says it saves; None where the schedule stays, as those do that are not made from costs.
+        """
+        if not entry(self._name).from_costs:
+            return None
+        partition = self._holding.layout.partition
+        costs = self.stage_costs(layers, partition)
+        before = simulate(self.on(partition), costs).length(self.objective)
+        after = simulate(self.on(partition, layers), costs).length(self.objective)
+        gain = 1 - after / before if before else 0.0
+        if self.known is not None and gain <= least:
+            return None
+        self.known = layers
+        return max(0.0, gain)
+
+    def reshaped(self) -> None:
+        """Of a rank of another mesh bytes are no longer what was measured: shares of the optimizer's state, slots."""
+        if self._memory_limit is not None:
+            self.forget()
+
+    def forget(self) -> None:
+        """Some layer does what nobody has measured."""
+        self.known = None
+
+    def elide(self) -> None:
+        """What layers cost that are frozen by now is known without measuring."""
+        if self.known is not None:
+            self.known = elide(self.known, self._holding.frozen.first_trainable, self._holding.frozen.layers)
+
+    @property
+    def patience(self) -> float:
+        """Seconds within which a message that was sent in time is there: twice what the slowest link takes for the smallest."""
+        return 2 * max((link.latency for link in self.links.values()), default=0.0)
+
+    # -- what a balancer is asked -----------------------------------------------------------------------------------------------
+
+    def request(self, layers: tuple[LayerCost, ...], cost: Cost, seed: int, step: int) -> BalanceRequest:
+        """What a balancer is asked: where these layers should live, under this pipeline's schedule, links and memory limit."""
+        limit, layout = self._memory_limit, self._holding.layout
+        # Each stage is given its rank's whole limit: a balancer that knows of the placement adds up what a rank's stages hold.
+        limits = None if limit is None else (limit,) * len(layout.placement)
+        return BalanceRequest(
+            layers,
+            layout.partition,
+            cost,
+            resident(self.full()),
+            limits,
+            seed,
+            step,
+            self._holding.model.names,
+            self._make_for(layers),
+            self._boundary_links(),
+            self.objective,
+            self._holding.frozen.first_trainable,
+            placement=layout.placement,
+        )
+
+    def _make_for(self, layers: tuple[LayerCost, ...]) -> Make:
+        """The schedule that would run at some stages' costs. What a rank holds anyway is taken as everyone's mean: only the plan that is
+        chosen is made within its ranks' true limits."""
+        layout = self._holding.layout
+        ranks = layout.ranks
+        held = sum(layer.static_bytes for layer in layers) // ranks
+        limit = None if self._memory_limit is None else float(max(0, self._memory_limit - held))
+
+        def scheduled(costs: Costs) -> Schedule:
+            kept = [0.0] * ranks
+            for stage, rank in zip(costs.stages, layout.placement, strict=True):
+                kept[rank] += stage.held
+            cap = 2.0 * ranks * max(kept) if limit is None else limit
+            return make(
+                self._name,
+                ranks,
+                layout.microbatches,
+                costs=costs,
+                chunks=self._chunks,
+                caps=(cap,) * ranks,
+                first_trainable=frozen_stages(costs),
+                objective=self.objective,
+            )
+
+        return scheduled
+
+    def stage_costs(self, layers: tuple[LayerCost, ...], partition: Partition) -> Costs:
+        """The stages' costs, and the links' times for the messages that cross there."""
+        ends = partition.bounds[1:-1]
+        seconds = tuple(link.seconds(layers[end - 1].output_bytes) for link, end in zip(self._boundary_links(), ends, strict=True))
+        return Costs(stage_costs(layers, partition.counts), seconds)
+
+    def _boundary_links(self) -> tuple[LinkCost, ...]:
+        """The link behind each stage but the last; between two stages of one rank it costs nothing."""
+        here = LinkCost(0.0, math.inf)
+        return tuple(self.links.get((min(pair), max(pair)), here) for pair in pairwise(self._holding.layout.placement))

@@ -1,0 +1,1 @@
+"""Which plan is best: evaluates one plan, searches meshes, reshapes, recomputes and suggests. No torch."""

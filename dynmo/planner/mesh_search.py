@@ -1,0 +1,405 @@
+"""How many replicas of how long a pipeline, with which microbatches and schedule: the fastest use of N GPUs for one global batch.
+
+    gpus = pipeline x replicas            global batch = replicas x microbatches x micro_batch
+
+              pipeline of 4                    2 replicas of a pipeline of 2
+    rank 0  F0 F1 F2 F3 B0 ...                 F0 F1 B0 ... | reduce        half the microbatches each, half the pipeline to fill:
+    ...                                        ...                          more weights on a rank, and gradients to reduce
+
+Zero Bubble's rebuttal makes the point: with no bubbles to hide, few microbatches are enough, so the same batch can go to more replicas, and
+ZeRO pays for the memory. Each candidate is a plan (`planning`): placed by a balancer, scheduled, simulated, its memory checked.
+
+Costs at another size of microbatch are in proportion to it (`planning.resized`), a rank's optimizer state under ZeRO-1 is its part of
+one replica's, ceil(bytes / replicas), and the gradients cross a ring without latency:
+
+    zero = 0    all-reduce        2 (R - 1) / R x gradient bytes / bandwidth       as a layer's last W ends
+    zero = 1    reduce-scatter      (R - 1) / R x gradient bytes / bandwidth       as a layer's last W ends
+                all-gather          (R - 1) / R x weight bytes   / bandwidth       after the step's last op, hidden by nothing
+
+A rank reduces one layer after another, in the order in which their last W's end (within a stage: from its last layer to its first), while
+it works on: the link takes no time from the ops. What is not over by the end of the step's last op is `exposed`.
+
+    rank 0   ... W W[a f a]                    last W of the stage: of f, then of a
+             reductions     [ f ][ a ]         exposed: what lies beyond the step's end
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from typing import final
+
+from dynmo.balance.partition import exact, stage_loads, uniform
+from dynmo.balance.stage_costs import freeze, pipeline_costs
+from dynmo.cost.layer_cost import LayerCost
+from dynmo.cost.profile_file import Profile
+from dynmo.errors import InputError, NoRoomError, PartitionError, ScheduleError
+from dynmo.planner.evaluate import Job, Plan, Recompute
+from dynmo.planner.microbatches import resized
+from dynmo.planner.recompute import whole_memory
+from dynmo.planner.stage_plan import attempt
+from dynmo.schedule.bounds import Objective
+from dynmo.schedule.catalogue import check_microbatches, chunks_of, make
+from dynmo.schedule.op import Kind
+from dynmo.schedule.simulator import Span
+
+SCHEDULES = ("zb-h1", "1f1b", "zb-h2", "zb-auto", "zb-v")
+FRUGAL = ("v-half", "v-min")  # with less memory than zb-v, and hardly ever faster: only where memory is limited
+BALANCERS = ("exact", "schedule-aware")
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """micro_batch: sequences in one microbatch; microbatches: of each replica."""
+
+    pipeline: int
+    replicas: int
+    microbatches: int
+    micro_batch: int
+    schedule: str
+
+    @property
+    def gpus(self) -> int:
+        return self.pipeline * self.replicas
+
+    @property
+    def global_batch(self) -> int:
+        return self.replicas * self.microbatches * self.micro_batch
+
+    def __str__(self) -> str:
+        return (
+            f"{self.pipeline} ranks x {self.replicas} replicas, {self.microbatches} microbatches of {self.micro_batch} with {self.schedule}"
+        )
+
+
+@dataclass(frozen=True)
+class MeshPlan:
+    """`plan`: of one replica. seconds: of a step, with the reductions; exposed: the part of them that comes after all ops."""
+
+    mesh: Mesh
+    plan: Plan
+    seconds: float
+    exposed: float
+
+    @property
+    def memory(self) -> tuple[int, ...]:
+        """Bytes per rank."""
+        return self.plan.memory
+
+    @property
+    def bubble(self) -> float:
+        return self.plan.timeline.bubble_ratio
+
+    @property
+    def samples_per_second(self) -> float:
+        return self.mesh.global_batch / self.seconds if self.seconds else math.inf
+
+
+@dataclass(frozen=True)
+class Refused:
+    """`need`: bytes of the fullest rank of what comes nearest to the memory limit; None where something else is wrong."""
+
+    mesh: Mesh
+    reason: str
+    need: int | None = None
+
+
+@dataclass(frozen=True)
+class Found:
+    """candidates: the best first. refused: those that cannot be had. slower: how many were left out, because even without any bubble they
+    would take longer than the candidates."""
+
+    candidates: tuple[MeshPlan, ...]
+    refused: tuple[Refused, ...]
+    slower: int
+
+
+_MOST = 1 << 53  # whole numbers of so much are exact as floats
+
+
+@dataclass(frozen=True)
+class MeshRequest:
+    """What is searched.
+
+    micro_batches: sizes to try; empty: the measured one, its halves and its doubles. schedules: empty: those of SCHEDULES, and where memory
+    is limited FRUGAL. chunks: stages a rank, for the schedule that lets one choose. memory_limit: bytes of a rank. bandwidth: bytes per
+    second between replicas; inf: reductions take no time. keep: how many candidates are wanted. replicas: the numbers of them that
+    may be; empty: any. slots: reduction slots of the whole mesh; None: what the profile says of them, in any mesh.
+    """
+
+    profile: Profile
+    gpus: int
+    global_batch: int
+    micro_batches: tuple[int, ...] = ()
+    schedules: tuple[str, ...] = ()
+    balancers: tuple[str, ...] = BALANCERS
+    chunks: int | None = None
+    memory_limit: int | None = None
+    zero: int = 0
+    bandwidth: float = math.inf
+    recompute: Recompute = "none"
+    objective: Objective = Objective.SPAN
+    keep: int = 10
+    replicas: tuple[int, ...] = ()
+    slots: int | None = None
+
+    def __post_init__(self) -> None:
+        for what, value in (("GPUs", self.gpus), ("sequences in a global batch", self.global_batch), ("candidates", self.keep)):
+            if not 1 <= value <= _MOST:
+                raise PartitionError(f"{value} {what}; at least 1 is needed" + f", and at most {_MOST}" * (value > _MOST))
+        if self.zero not in (0, 1):
+            raise PartitionError(f"zero = {self.zero}; it is 0 or 1")
+        if not self.bandwidth > 0:
+            raise PartitionError(f"a bandwidth of {self.bandwidth} bytes per second; it is a number over 0")
+        if self.profile.microbatch is None:
+            raise PartitionError(
+                'the costs do not say of how many sequences a microbatch is, so they cannot be scaled; add "microbatch": 1 to the file, say'
+            )
+        wrong = next((size for size in self.micro_batches if size < 1), None)
+        if wrong is not None:
+            raise PartitionError(f"a microbatch of {wrong} sequences; at least 1 is needed")
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return self.schedules or SCHEDULES + (() if self.memory_limit is None else FRUGAL)
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        if self.micro_batches:
+            return tuple(sorted(set(self.micro_batches)))
+        own = self.profile.microbatch
+        assert own is not None
+        halves = (own >> k for k in (2, 1) if own % (1 << k) == 0)
+        return tuple(x for x in (*halves, own, 2 * own, 4 * own) if self.global_batch % x == 0) or (own,)
+
+
+def search(request: MeshRequest) -> Found:
+    """Every mesh that the request allows, each placed by each of the balancers; the best first.
+
+    Raises PartitionError, one line: no pipeline divides the GPUs, no size divides the batch, or nothing fits the memory, and by how much
+    the least misses it.
+    """
+    return _Search(request).run()
+
+
+# How many ops may be placed by simulation, of the meshes that a quick look finds best; the three best of them are in any case.
+_REFINED = 30_000
+
+
+@final
+class _Search:
+    def __init__(self, request: MeshRequest) -> None:
+        self.request = request
+        self.refused: list[Refused] = []
+        self.loads: dict[tuple[int, bool], float] = {}
+
+    def run(self) -> Found:
+        request = self.request
+        meshes = sorted(self.meshes(), key=lambda mesh: (self.bound(mesh), mesh.replicas, mesh.micro_batch))
+        quick: list[MeshPlan] = []
+        slower = 0
+        for mesh in meshes:
+            shown = sorted(x.seconds for x in quick)[: request.keep]
+            # A quick look may be some percent off its best, and so may those that it is compared with.
+            if len(shown) == request.keep and self.bound(mesh) > shown[-1]:
+                slower += 1
+                continue
+            found = self.attempt(mesh, request.balancers[0], quick=True)
+            if found is not None:
+                quick.append(found)
+        if not quick:
+            kind = PartitionError if request.memory_limit is None else NoRoomError
+            raise kind(self.nothing(meshes))
+        quick.sort(key=lambda x: x.seconds)
+        ops = accumulate(3 * x.mesh.microbatches * len(x.plan.job.placement) for x in quick)
+        best = [self.refine(x) if done <= _REFINED or i < 3 else x for i, (x, done) in enumerate(zip(quick, ops, strict=True))]
+        best.sort(key=lambda x: (x.seconds, x.mesh.pipeline, x.mesh.microbatches, request.names.index(x.mesh.schedule)))
+        return Found(tuple(best[: request.keep]), tuple(self.refused), slower + max(0, len(best) - request.keep))
+
+    # -- what there is to try ------------------------------------------------------------------------------------------------------
+
+    def meshes(self) -> Iterator[Mesh]:
+        request, layers = self.request, len(self.request.profile.layers)
+        pipelines = [p for p in range(1, min(request.gpus, layers) + 1) if request.gpus % p == 0]
+        # On one rank there is nothing to fill: any schedule is as fast, and one stage keeps the least.
+        alone = [name for name in request.names if chunks_of(name, request.chunks) == 1][:1]
+        found = False
+        for pipeline in pipelines:
+            replicas = request.gpus // pipeline
+            for size in request.sizes:
+                microbatches, rest = divmod(request.global_batch, replicas * size)
+                for schedule in alone or request.names if pipeline == 1 else request.names:
+                    mesh = Mesh(pipeline, replicas, microbatches, size, schedule)
+                    reason = self.impossible(mesh, bool(rest))
+                    if reason is None:
+                        found = True
+                        yield mesh
+                    else:
+                        self.refused.append(Refused(mesh, reason))
+        if not found:
+            raise PartitionError(self.none_possible())
+
+    def impossible(self, mesh: Mesh, rest: bool) -> str | None:
+        request, layers = self.request, len(self.request.profile.layers)
+        if request.replicas and mesh.replicas not in request.replicas:
+            return f"{mesh.replicas} replicas are none of {', '.join(map(str, request.replicas))}"
+        if rest or not mesh.microbatches:
+            parts = f"{mesh.replicas} replicas x microbatches of {mesh.micro_batch}"
+            return f"a global batch of {request.global_batch} does not divide into {parts}"
+        stages = mesh.pipeline * chunks_of(mesh.schedule, request.chunks)
+        if stages > layers:
+            return f"{stages} stages need at least {stages} layers; the model has {layers}"
+        try:
+            check_microbatches(mesh.schedule, mesh.pipeline, mesh.microbatches)
+        except ScheduleError as error:
+            return str(error)
+        return None
+
+    def none_possible(self) -> str:
+        request, layers = self.request, len(self.request.profile.layers)
+        undivided = [x for x in self.refused if "does not divide" in x.reason]
+        if len(undivided) < len(self.refused):
+            return next(x.reason for x in self.refused if x not in undivided)
+        least = request.gpus // max(p for p in range(1, min(request.gpus, layers) + 1) if request.gpus % p == 0)
+        batches = sorted({least * size for size in request.sizes})
+        return (
+            f"{request.gpus} GPUs cannot be used: the model's {layers} layers allow at least {least} replicas, and a global batch of "
+            f"{request.global_batch} does not divide by any number of replicas x microbatches of {', '.join(map(str, request.sizes))}; "
+            f"take a multiple of {' or '.join(map(str, batches))}, or another number of GPUs"
+        )
+
+    # -- one mesh ------------------------------------------------------------------------------------------------------------------
+
+    def job(self, mesh: Mesh) -> Job:
+        request = self.request
+        return Job(
+            mesh_profile(request.profile, mesh, request.zero, request.slots),
+            mesh.pipeline,
+            mesh.microbatches,
+            mesh.schedule,
+            request.balancers[0],
+            request.chunks,
+            request.memory_limit,
+            request.objective,
+            any_links=True,
+            recompute=request.recompute,
+            replicas=mesh.replicas,
+        )
+
+    def attempt(self, mesh: Mesh, balancer: str, quick: bool) -> MeshPlan | None:
+        job = replace(self.job(mesh), balancer=balancer, quick=quick)
+        try:
+            return finish(mesh, attempt(job), self.request.bandwidth, self.request.zero)
+        except (PartitionError, ScheduleError) as error:
+            if quick:
+                self.refused.append(self.explain(job, mesh, error))
+            return None
+
+    def explain(self, job: Job, mesh: Mesh, error: InputError) -> Refused:
+        if job.memory_limit is None:
+            return Refused(mesh, str(error))
+        try:
+            need = self.need(job)
+        except (PartitionError, ScheduleError) as other:
+            return Refused(mesh, str(other))
+        most = max(need)
+        if most <= job.memory_limit:
+            return Refused(mesh, str(error))
+        rank, recomputing = need.index(most), "" if job.recompute == "none" else " with everything recomputed"
+        reason = f"memory: rank {rank} needs {most} bytes{recomputing}, {most - job.memory_limit} over the limit of {job.memory_limit}"
+        return Refused(mesh, reason, most)
+
+    def need(self, job: Job) -> tuple[int, ...]:
+        """Bytes per rank where the layers are balanced by time, whatever they need."""
+        chosen = frozenset(range(len(job.kept)) if job.recompute != "none" else ())
+        job = replace(job, recomputed=chosen)
+        weights = [layer.seconds for layer in job.layers]
+        chunked = len(job.placement) > job.ranks
+        even = uniform(len(weights), len(job.placement)) if chunked else exact(weights, job.ranks)
+        own = pipeline_costs(job.layers, even, links=job.links)
+        # The least that it can be made within: one microbatch.
+        caps = tuple(max(0.0, x.mem_f, x.mem_f + x.mem_b) for x in own.stages) if job.schedule == "zb-auto" else None
+        made = make(job.schedule, job.ranks, job.microbatches, costs=own, chunks=job.chunks, caps=caps)
+        return whole_memory(job.kept, chosen, even.counts, made, job.replicas)
+
+    def nothing(self, meshes: Sequence[Mesh]) -> str:
+        tried = [x for x in self.refused if x.mesh in set(meshes)]
+        short = [x for x in tried if x.need is not None]
+        if not short:
+            return tried[0].reason
+        least = min(short, key=lambda x: x.need or 0)
+        more = "" if self.request.recompute != "none" else ", --recompute auto"
+        more += "" if self.request.zero else ", --zero 1"
+        return f"none of {len(tried)} meshes fits; the least, {least.mesh}: {least.reason}; take more GPUs, smaller microbatches{more}"
+
+    def refine(self, found: MeshPlan) -> MeshPlan:
+        """The best that any of the balancers makes of it. None can go under the mesh's bound."""
+        for name in self.request.balancers:
+            if found.seconds > self.bound(found.mesh) * (1 + 1e-6):
+                other = self.attempt(found.mesh, name, quick=False)
+                found = other if other is not None and other.seconds < found.seconds else found
+        return found
+
+    def bound(self, mesh: Mesh) -> float:
+        """No placement of this mesh takes less: its busiest rank's work, without any wait."""
+        size = self.request.profile.microbatch
+        assert size is not None
+        load = self.bottleneck(mesh.pipeline, mesh.pipeline == 1 or chunks_of(mesh.schedule, self.request.chunks) == 1)
+        return mesh.microbatches * mesh.micro_batch / size * load * (1 - 1e-9)
+
+    def bottleneck(self, ranks: int, contiguous: bool) -> float:
+        """Seconds of a measured microbatch on the busiest rank, at the least."""
+        if (ranks, contiguous) not in self.loads:
+            weights = [layer.seconds for layer in freeze(self.request.profile.layers, self.request.profile.first_trainable)]
+            if contiguous:
+                self.loads[ranks, contiguous] = max(stage_loads(weights, exact(weights, ranks)))
+            else:
+                self.loads[ranks, contiguous] = max(math.fsum(weights) / ranks, *weights)
+        return self.loads[ranks, contiguous]
+
+
+def mesh_profile(profile: Profile, mesh: Mesh, zero: int, slots: int | None = None) -> Profile:
+    """The costs of one replica: of the mesh's microbatches, with the optimizer state that ZeRO leaves on a rank and the gradients that wait
+    in reduction slots."""
+    assert profile.microbatch is not None
+    layers = resized(profile.layers, mesh.micro_batch / profile.microbatch)
+    if zero:
+        layers = tuple(layer.shared(mesh.replicas) for layer in layers)
+    if slots is not None:
+        layers = tuple(layer.in_slots(slots // mesh.replicas) for layer in layers)
+    return replace(profile, layers=layers, microbatch=mesh.micro_batch, microbatches=mesh.microbatches)
+
+
+def finish(mesh: Mesh, plan: Plan, bandwidth: float, zero: int = 0) -> MeshPlan:
+    """The plan's ops, and then what is left of the reductions: the model is at the top of this file."""
+    ring = (mesh.replicas - 1) / mesh.replicas / bandwidth
+    ends: list[float] = []
+    gathers: list[float] = []
+    for row in plan.timeline.ranks:
+        trained = sorted(_ready(plan, row), key=lambda pair: pair[0])
+        over = -math.inf
+        for ready, layer in trained:
+            over = max(over, ready) + (1 if zero else 2) * ring * layer.gradient_bytes
+        ends.append(max(over, row[-1].end))
+        gathers.append(ring * sum(layer.weight_bytes for _, layer in trained) if zero else 0.0)
+    begins = [row[0].start for row in plan.timeline.ranks]
+    if plan.job.objective is Objective.MAKESPAN:  # the optimizer is a barrier
+        seconds = max(ends) + max(gathers) - min(begins)
+    else:
+        seconds = max(end + gather - begin for end, gather, begin in zip(ends, gathers, begins, strict=True))
+    if not math.isfinite(seconds):
+        raise PartitionError(f"at {bandwidth} bytes per second a step takes longer than a number can say; give a bandwidth that there is")
+    return MeshPlan(mesh, plan, seconds, max(0.0, seconds - plan.step))
+
+
+def _ready(plan: Plan, row: Sequence[Span]) -> Iterator[tuple[float, LayerCost]]:
+    """The layers of a rank that train, and when the last W of each ends."""
+    for op, start, _ in row:
+        if op.kind in (Kind.W, Kind.BW) and op.microbatch == plan.job.microbatches - 1:
+            for index in reversed(plan.partition.range_of(op.stage)):
+                layer = plan.job.layers[index]
+                start += layer.w + (layer.b if op.kind is Kind.BW else 0.0)
+                if layer.w:
+                    yield start, layer

@@ -1,0 +1,206 @@
+"""Activation checkpointing, layer by layer: a layer keeps only its input from F to B, and runs F once more at the start of its B.
+
+                   b      live from F to B               live from B to W
+    kept           b      activation_bytes               stash_bytes
+    recomputed     b + f  the layer before's output      stash_bytes
+
+A backward goes through a stage from its last layer to its first, so one layer's activations are back at a time. At layer i the layers
+behind it hold what W needs, those before it what their own B will need:
+
+    kept' of layers < i    +    activation_bytes of i    +    stash_bytes of layers > i
+
+which may be more than what is live before or after the whole B: `memory` counts it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+
+from dynmo.cost.layer_cost import LayerCost
+from dynmo.errors import NoRoomError, PartitionError
+from dynmo.schedule.memory import rank_memory, reduction_bytes, static_bytes
+from dynmo.schedule.op import Kind, Schedule
+
+
+def recomputed(layers: Sequence[LayerCost], chosen: Collection[int]) -> tuple[LayerCost, ...]:
+    """The costs of the same layers when those of `chosen` (global indices) are recomputed.
+
+    A layer without B (in a frozen prefix) keeps nothing anyway, and stays as it is. The first layer's input is taken to be as large as its
+    output: a bound, for what it reads are tokens.
+    """
+    out = list(layers)
+    for index in chosen:
+        layer = layers[index]
+        if layer.b or layer.w:
+            out[index] = replace(layer, b=layer.b + layer.f, activation_bytes=min(layer.activation_bytes, _input_bytes(layers, index)))
+    return tuple(out)
+
+
+def computed_again(costs: Sequence[LayerCost], chosen: Collection[int]) -> tuple[LayerCost, ...]:
+    """Costs from shapes, where these layers compute again: what that brings back for a moment is workspace of their F and B. Shapes alone
+    tell no times: every layer counts the same."""
+    layers = [replace(c, f=1.0, b=1.0, w=1.0) for c in costs]
+    again = list(recomputed(layers, chosen))
+    if 0 in chosen:  # what the first layer keeps is a part of the batch, which is there anyway
+        again[0] = replace(again[0], activation_bytes=0)
+    back = (old.activation_bytes - new.activation_bytes for old, new in zip(layers, again, strict=True))
+    return tuple(
+        replace(c, workspace_bytes=c.workspace_bytes + x, forward_workspace_bytes=c.forward_workspace_bytes + x)
+        for c, x in zip(again, back, strict=True)
+    )
+
+
+def _input_bytes(layers: Sequence[LayerCost], index: int) -> int:
+    return layers[max(0, index - 1)].output_bytes
+
+
+def memory(
+    layers: Sequence[LayerCost], chosen: Collection[int], counts: Sequence[int], schedule: Schedule, replicas: int = 1
+) -> tuple[int, ...]:
+    """Bytes of each rank at its peak under `schedule`, as `memory.rank_memory`, when the layers of `chosen` are recomputed.
+
+    layers: as they are without recomputing; replicas: that sum their gradients. Raises PartitionError when the counts are for another
+    number of layers or of stages.
+    """
+    ranks = _ranks(layers, counts, schedule, replicas)
+    kept = recomputed(layers, chosen)
+    return tuple(rank.need(kept) for rank in ranks)
+
+
+def whole_memory(
+    layers: Sequence[LayerCost], chosen: Collection[int], counts: Sequence[int], schedule: Schedule, replicas: int = 1
+) -> tuple[int, ...]:
+    """Bytes of each rank at its peak, by whichever of the two accounts says more; arguments and errors as for `memory`.
+
+    `memory` follows a backward layer by layer and takes gradients as always there; `rank_memory`, by which a run is refused, knows what an
+    op needs beside, and which receives wait. Copies to take a step back from are in a file of costs where its steps had no barrier.
+    """
+    kept = memory(layers, chosen, counts, schedule, replicas)
+    # How many reduction slots there are, costs do not say; what their gradients take counts as always there.
+    costs = [replace(x, weight_bytes=x.weight_bytes + x.aside_bytes) if x.aside_bytes else x for x in computed_again(layers, chosen)]
+    copies = any(x.copy_bytes for x in costs)
+    run = rank_memory(costs, counts, schedule, post_validation=copies, replicas=replicas)
+    return tuple(map(max, kept, run))
+
+
+def choose(
+    layers: Sequence[LayerCost], counts: Sequence[int], schedule: Schedule, limit: int | Sequence[int], replicas: int = 1
+) -> frozenset[int]:
+    """The layers to recompute so that every rank fits `limit` bytes (one number, or one per rank), for this placement and schedule.
+
+    On a rank that is too full, the layer that saves the most bytes of the peak per second of F is taken first, until the rank fits; then
+    those that turn out not to be needed are given back, the most expensive first. So no chosen layer could be left out. Recomputing one
+    more layer never needs more memory. Raises NoRoomError where not even recomputing everything fits, saying by how much.
+    """
+    limits = (limit,) * schedule.ranks if isinstance(limit, int) else tuple(limit)
+    if len(limits) != schedule.ranks:
+        raise PartitionError(f"{len(limits)} memory limits for {schedule.ranks} ranks; give one per rank, or one number for all")
+    every = recomputed(layers, range(len(layers)))
+    chosen: set[int] = set()
+    for rank, (holder, most) in enumerate(zip(_ranks(layers, counts, schedule, replicas), limits, strict=True)):
+        least = holder.need(every)
+        if least > most:
+            raise NoRoomError(
+                f"rank {rank} needs {least} bytes under {schedule.name} even when all its layers are recomputed, {least - most} over the "
+                f"limit of {most}; use more ranks, smaller microbatches, or a schedule that keeps fewer in flight"
+            )
+        chosen |= holder.choose(most)
+    return frozenset(chosen)
+
+
+def _ranks(layers: Sequence[LayerCost], counts: Sequence[int], schedule: Schedule, replicas: int) -> tuple[_Rank, ...]:
+    if (sum(counts), len(counts)) != (len(layers), schedule.stages):
+        raise PartitionError(
+            f"a placement of {sum(counts)} layers on {len(counts)} stages, for {len(layers)} layers under a schedule of {schedule.stages}"
+        )
+    bounds = tuple(accumulate(counts, initial=0))
+    held = static_bytes(layers, counts, schedule.placement)
+    out: list[_Rank] = []
+    for rank, static in enumerate(held):
+        stages = {s: range(bounds[s], bounds[s + 1]) for s in schedule.stages_of(rank) if s >= schedule.first_trainable}
+        summed = tuple(reduction_bytes(layers[own.start : own.stop]) if replicas > 1 else 0 for own in stages.values())
+        out.append(_Rank(tuple(layers), stages, static, frozenset(_moments(schedule, rank, tuple(stages), summed))))
+    return tuple(out)
+
+
+_Moment = tuple[tuple[int, ...], tuple[int, ...], int, bool, int]
+"""Per own stage the microbatches between F and B, and between B and W; which of the stages runs a B now (-1: none); with its W at once?
+And bytes of reductions over the replicas."""
+
+
+def _moments(schedule: Schedule, rank: int, stages: tuple[int, ...], summed: Sequence[int]) -> Iterator[_Moment]:
+    """summed: per own stage, bytes that its reduction takes from its last W on."""
+    forward, stashed, left = [0] * len(stages), [0] * len(stages), [schedule.microbatches] * len(stages)
+    reduction = 0
+    for op in schedule.ops[rank]:
+        if op.stage not in stages:
+            continue
+        own = stages.index(op.stage)
+        if op.kind in (Kind.B, Kind.BW):
+            yield tuple(forward), tuple(stashed), own, op.kind is Kind.BW, reduction
+        left[own] -= op.kind in (Kind.W, Kind.BW)
+        if not left[own]:
+            reduction = max(reduction, summed[own])
+        forward[own] += (op.kind is Kind.F) - (op.kind in (Kind.B, Kind.BW))
+        stashed[own] += (op.kind is Kind.B) - (op.kind is Kind.W)
+        yield tuple(forward), tuple(stashed), -1, False, reduction
+
+
+@dataclass(frozen=True)
+class _Rank:
+    """One rank's stages that train, and all that is ever live on it at one time."""
+
+    layers: tuple[LayerCost, ...]
+    stages: dict[int, range]
+    static: int
+    moments: frozenset[_Moment]
+
+    def need(self, kept: Sequence[LayerCost]) -> int:
+        """Bytes at the peak where the layers keep what `kept` says."""
+        own = list(self.stages.values())
+        activation = [sum(kept[i].activation_bytes for i in stage) for stage in own]
+        stash = [sum(kept[i].stash_bytes for i in stage) for stage in own]
+        more = [{fused: self._within(kept, stage, fused) for fused in (False, True)} for stage in own]
+        peak = 0
+        for forward, stashed, running, fused, reduction in self.moments:
+            live = sum(n * x for n, x in zip(forward, activation, strict=True)) + sum(n * x for n, x in zip(stashed, stash, strict=True))
+            peak = max(peak, live + reduction + (more[running][fused] if running >= 0 else 0))
+        return self.static + peak
+
+    def _within(self, kept: Sequence[LayerCost], stage: range, fused: bool) -> int:
+        """The most that a B adds while it goes through the stage, to what was live before it."""
+        behind = most = 0
+        for index in reversed(stage):
+            most = max(most, behind + self.layers[index].activation_bytes - kept[index].activation_bytes)
+            behind += (0 if fused else kept[index].stash_bytes) - kept[index].activation_bytes
+        return most
+
+    def choose(self, limit: int) -> set[int]:
+        chosen: set[int] = set()
+        kept = list(self.layers)
+        every = recomputed(self.layers, [i for stage in self.stages.values() for i in stage])
+        left = {i for stage in self.stages.values() for i in stage if every[i].activation_bytes < self.layers[i].activation_bytes}
+        need = self.need(kept)
+        while need > limit:
+            ranked: list[tuple[float, float, int]] = []
+            for index in sorted(left):
+                kept[index] = every[index]
+                saved, own = need - self.need(kept), self.layers[index].activation_bytes - every[index].activation_bytes
+                kept[index] = self.layers[index]
+                seconds = self.layers[index].f or 1e-30
+                # Where two moments are as full, one layer alone may save nothing: then what it keeps counts.
+                ranked.append((saved / seconds, own / seconds, -index))
+            best = -max(ranked)[2]
+            chosen.add(best)
+            left.discard(best)
+            kept[best] = every[best]
+            need = self.need(kept)
+        for index in sorted(chosen, key=lambda i: (-self.layers[i].f, i)):
+            kept[index] = self.layers[index]
+            if self.need(kept) <= limit:
+                chosen.discard(index)
+            else:
+                kept[index] = every[index]
+        return chosen

@@ -1,0 +1,98 @@
+"""The same GPUs as a shorter pipeline with more replicas, or the other way round: is it faster, and does it repay what it moves?
+
+    4 ranks                 2 ranks x 2 replicas           stage-major: the copies of a stage are neighbours, and a rank finds in
+    rank 0  a b             rank 0  a b c d                its new stage what it holds already
+         1  c d                  1  a b c d
+         2  e f                  2  e f g h                rank 0 must get c and d, rank 1 a and b, ...
+         3  g h                  3  e f g h
+
+Few layers on a rank cannot be balanced, however they are placed: the larger of two halves stays the larger. Twice as many layers on half
+as many stages can, where the memory holds them. `reduction_slots` keep the bits when the replicas change.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from dynmo.balance.partition import Partition
+from dynmo.balance.trigger import Decision, worth_moving
+from dynmo.cost.layer_cost import LayerCost
+from dynmo.errors import PartitionError
+from dynmo.planner.evaluate import Job, judge
+from dynmo.planner.mesh_search import Mesh, MeshPlan, MeshRequest, finish, mesh_profile, search
+from dynmo.schedule.catalogue import placement_of
+
+
+@dataclass(frozen=True)
+class Reshape:
+    """`plan`: what to run from now on, which is as now where `decision.move` is false. moved_bytes: of the rank that must get most."""
+
+    plan: MeshPlan
+    decision: Decision
+    moved_bytes: int
+
+
+def reshape(
+    request: MeshRequest,
+    current: Mesh,
+    partition: Partition,
+    *,
+    horizon_steps: int,
+    seconds_per_byte: float = 0.0,
+    margin: float = 1.5,
+    hysteresis: float = 0.02,
+) -> Reshape:
+    """The best mesh for these costs, and whether changing to it pays within `horizon_steps`; the mesh as it is takes part, placed anew.
+
+    `request` says what may be searched (`gpus`, `global_batch`, memory); `partition` is where the layers are on `current`. A move takes
+    the bytes of the rank that must get most times `seconds_per_byte`, since all get theirs at once. Of all candidates the one that saves
+    most after its price, so nothing is chosen that is predicted to be slower than to stay. Raises PartitionError where `current` is for
+    another number of GPUs or sequences, or nothing fits.
+    """
+    if (current.gpus, current.global_batch) != (request.gpus, request.global_batch):
+        raise PartitionError(
+            f"a mesh of {current.gpus} GPUs and {current.global_batch} sequences, for a request of {request.gpus} and "
+            f"{request.global_batch}; reshaping changes neither"
+        )
+    stay = _as_now(request, current, partition)
+    found = search(request).candidates
+    prices = [largest_arrival(request.profile.layers, current, partition, x.mesh, x.plan.partition) for x in found]
+
+    def net(index: int) -> float:
+        return (stay.seconds - found[index].seconds) * horizon_steps - prices[index] * seconds_per_byte * margin
+
+    best = max(range(len(found)), key=lambda i: (net(i), -prices[i], -i))
+    decision = worth_moving(stay.seconds, found[best].seconds, horizon_steps, prices[best] * seconds_per_byte, margin, hysteresis)
+    if not decision.move:
+        return Reshape(stay, decision, 0)
+    return Reshape(found[best], decision, prices[best])
+
+
+def _as_now(request: MeshRequest, current: Mesh, partition: Partition) -> MeshPlan:
+    """Without the memory limit: it runs, whatever a plan would say."""
+    job = Job(
+        mesh_profile(request.profile, current, request.zero, request.slots),
+        current.pipeline,
+        current.microbatches,
+        current.schedule,
+        chunks=request.chunks,
+        objective=request.objective,
+        any_links=True,
+        replicas=current.replicas,
+    )
+    if len(job.placement) != partition.ranks:
+        raise PartitionError(f"a placement on {partition.ranks} stages for {current}, which has {len(job.placement)}")
+    return finish(current, judge(job, partition), request.bandwidth, request.zero)
+
+
+def largest_arrival(layers: Sequence[LayerCost], old: Mesh, old_partition: Partition, new: Mesh, new_partition: Partition) -> int:
+    """Bytes that the rank that must get most must get: what its new stages hold and its old ones did not."""
+    return max(
+        sum(layers[i].moved_bytes for i in _held(new, new_partition, rank) - _held(old, old_partition, rank)) for rank in range(new.gpus)
+    )
+
+
+def _held(mesh: Mesh, partition: Partition, rank: int) -> set[int]:
+    placement = placement_of(mesh.schedule, mesh.pipeline, partition.ranks // mesh.pipeline)
+    return {i for stage, holder in enumerate(placement) if holder == rank // mesh.replicas for i in partition.range_of(stage)}

@@ -1,0 +1,357 @@
+"""A workload that changes while it trains, replayed under a policy: what balancing would bring, on any number of ranks, without running it.
+
+    moments of the workload   |  costs 0  |  costs 1  |  costs 2  | ...      each holds for some steps
+    decisions                 ^     ^     ^     ^     ^     ^                every so many steps, from the costs of the step before
+
+A decision is what a run would do: the balancer proposes, the simulator predicts, and layers move if that is worth it (`trigger`). Beside
+the policy run two others: `static`, which leaves the layers where they started, evenly spread; and `perfect`, in which every stage has
+the same part of every F, B and W, as if layers could be cut anywhere (or the shorter of the other two, where that takes less: a frozen
+prefix by itself needs no backward of its stages).
+
+Replicas. After its last op a rank reduces the gradients of its layers with its r - 1 copies, on a ring:
+
+    2 (r - 1) latency  +  2 (r - 1) / r * gradient bytes / bytes per second
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import final
+
+from dynmo.balance.partition import Cost, Partition, uniform
+from dynmo.balance.stage_costs import frozen_stages
+from dynmo.balance.trigger import FORCED, Decision, worth_moving
+from dynmo.cost.layer_cost import Costs, LayerCost, LinkCost, StageCost
+from dynmo.cost.profile_file import TIMES, Profile
+from dynmo.errors import InputError
+from dynmo.planner.evaluate import Job, Plan, judge
+from dynmo.planner.stage_plan import attempt
+from dynmo.schedule.bounds import Objective
+from dynmo.schedule.catalogue import entry, make, placement_of
+from dynmo.schedule.simulator import Timeline, simulate
+
+_FREE = LinkCost(0.0, math.inf)
+
+
+@dataclass(frozen=True)
+class Policy:
+    """Who decides, every how many steps, and what a move must bring: see `trigger`. seconds_per_byte: of a move; None: over the link."""
+
+    balancer: str = "exact"
+    cost: Cost = "time"
+    every: int = 10
+    margin: float = 1.0
+    hysteresis: float = 0.02
+    seconds_per_byte: float | None = None
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Workload:
+    """`moments`: from which step on which layers cost what; the first is at step 0. link: between ranks; replica_link: between copies."""
+
+    name: str
+    moments: tuple[tuple[int, tuple[LayerCost, ...]], ...]
+    names: tuple[str, ...]
+    steps: int
+    ranks: int
+    microbatches: int
+    replicas: int = 1
+    schedule: str = "zb-h1"
+    chunks: int | None = None
+    objective: Objective = Objective.MAKESPAN
+    memory_limit: int | None = None
+    initial: tuple[int, ...] | None = None
+    link: LinkCost = _FREE
+    replica_link: LinkCost = _FREE
+    policy: Policy = Policy()
+
+    @property
+    def layers(self) -> int:
+        return len(self.names)
+
+
+@dataclass(frozen=True)
+class Step:
+    """Predicted seconds of one step, and the share of its time that ranks do not work."""
+
+    seconds: float
+    idle_ratio: float
+
+
+@dataclass(frozen=True)
+class Rebalance:
+    """Before `step`. `moved`: whether it was done; seconds and bytes are what it takes or would take."""
+
+    step: int
+    moved: bool
+    source: tuple[int, ...]
+    target: tuple[int, ...]
+    layers: int
+    moved_bytes: int
+    seconds: float
+    predicted_gain: float
+    reason: str
+
+
+@dataclass(frozen=True)
+class Phase:
+    """Steps first..last, in which the costs stay: means over them. seconds, static, perfect: of a step, without moves."""
+
+    first: int
+    last: int
+    seconds: float
+    static: float
+    perfect: float
+    idle_ratio: float
+    static_idle_ratio: float
+    rebalances: int
+    moved_layers: int
+    moved_bytes: int
+    move_seconds: float
+    partition: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Every step of the three, and what was decided. `bound`: placing whole layers cannot gain more over an even placement."""
+
+    workload: Workload
+    policy: tuple[Step, ...]
+    static: tuple[Step, ...]
+    perfect: tuple[Step, ...]
+    rebalances: tuple[Rebalance, ...]
+    partitions: tuple[tuple[int, ...], ...]
+
+    @property
+    def moves(self) -> tuple[Rebalance, ...]:
+        return tuple(x for x in self.rebalances if x.moved)
+
+    @property
+    def bound(self) -> int:
+        return -(-self.workload.layers // self.workload.ranks)
+
+    @property
+    def seconds(self) -> float:
+        """Of all steps, and the moves between them."""
+        return math.fsum(x.seconds for x in self.policy) + math.fsum(x.seconds for x in self.moves)
+
+    @property
+    def static_seconds(self) -> float:
+        return math.fsum(x.seconds for x in self.static)
+
+    @property
+    def perfect_seconds(self) -> float:
+        return math.fsum(x.seconds for x in self.perfect)
+
+    @property
+    def phases(self) -> tuple[Phase, ...]:
+        starts = [start for start, _ in self.workload.moments]
+        stops = [*starts[1:], self.workload.steps]
+        return tuple(self._phase(start, stop) for start, stop in zip(starts, stops, strict=True))
+
+    def _phase(self, start: int, stop: int) -> Phase:
+        done = [x for x in self.moves if start <= x.step < stop]
+        return Phase(
+            start,
+            stop - 1,
+            _mean([x.seconds for x in self.policy[start:stop]]),
+            _mean([x.seconds for x in self.static[start:stop]]),
+            _mean([x.seconds for x in self.perfect[start:stop]]),
+            _mean([x.idle_ratio for x in self.policy[start:stop]]),
+            _mean([x.idle_ratio for x in self.static[start:stop]]),
+            len(done),
+            sum(x.layers for x in done),
+            sum(x.moved_bytes for x in done),
+            math.fsum(x.seconds for x in done),
+            self.partitions[stop - 1],
+        )
+
+
+def _mean(values: Sequence[float]) -> float:
+    return math.fsum(values) / len(values)
+
+
+def replay(workload: Workload, listen: Callable[[int], None] | None = None) -> Outcome:
+    """Raises InputError where the schedule cannot be made, or the placement does not fit the memory. listen: told of every step."""
+    return _Replay(workload).run(listen)
+
+
+@final
+class _Replay:
+    def __init__(self, workload: Workload) -> None:
+        self.workload = workload
+        self.placement = placement_of(workload.schedule, workload.ranks, workload.chunks)
+        self.from_costs = entry(workload.schedule).from_costs
+        even = uniform(workload.layers, len(self.placement))
+        self.even, self.start = even, even if workload.initial is None else Partition(workload.initial)
+        if (self.start.layers, self.start.ranks) != (even.layers, even.ranks):
+            raise InputError(
+                f"policy.initial counts {self.start.layers} layers on {self.start.ranks} stages, but there are {even.layers} layers "
+                f"on {even.ranks} stages"
+            )
+        self.plans: dict[tuple[int, tuple[int, ...]], Plan] = {}
+        self.proposals: dict[tuple[int, tuple[int, ...]], Plan] = {}
+        self.known: dict[tuple[int, int, tuple[int, ...]], Step] = {}
+
+    def run(self, listen: Callable[[int], None] | None) -> Outcome:
+        workload, policy = self.workload, self.workload.policy
+        current = self.start
+        steps: dict[str, list[Step]] = {"policy": [], "static": [], "perfect": []}
+        considered: list[Rebalance] = []
+        partitions: list[tuple[int, ...]] = []
+        perfect = [self.perfect(moment) for moment in range(len(workload.moments))]
+        measured = 0  # the moment whose costs the schedule was last made from
+        for step in range(workload.steps):
+            moment = self.moment(step)
+            if step and step % policy.every == 0:
+                measured = self.moment(step - 1)
+                found = None if policy.balancer == "none" else self.consider(step, measured, current)
+                if found is not None:
+                    considered.append(found)
+                    if found.moved:
+                        current = Partition(found.target)
+            had = self.step(moment, measured, current), self.step(moment, measured, self.even)
+            steps["policy"].append(had[0])
+            steps["static"].append(had[1])
+            # Even stages share a frozen prefix's work, so that all of them run backwards: a placement may do better than that.
+            steps["perfect"].append(min(perfect[moment], *had, key=lambda x: x.seconds))
+            partitions.append(current.counts)
+            if listen is not None:
+                listen(step + 1)
+        policy_steps, static, ideal = (tuple(steps[name]) for name in ("policy", "static", "perfect"))
+        return Outcome(workload, policy_steps, static, ideal, tuple(considered), tuple(partitions))
+
+    def moment(self, step: int) -> int:
+        return max(index for index, (start, _) in enumerate(self.workload.moments) if start <= step)
+
+    def job(self, moment: int, current: Partition, step: int = 0) -> Job:
+        workload = self.workload
+        layers = workload.moments[moment][1]
+        first = next((i for i, x in enumerate(layers) if x.b or x.w), len(layers) - 1)
+        pairs = {(min(a, b), max(a, b)) for a, b in pairwise(self.placement) if a != b}
+        links = tuple((pair, workload.link) for pair in sorted(pairs))
+        profile = Profile(layers, workload.names, first, links, partition=current.counts, ranks=workload.ranks)
+        return Job(
+            profile,
+            workload.ranks,
+            workload.microbatches,
+            workload.schedule,
+            workload.policy.balancer,
+            workload.chunks,
+            workload.memory_limit,
+            workload.objective,
+            cost=workload.policy.cost,
+            seed=workload.policy.seed,
+            step=step,
+        )
+
+    # -- deciding, as a run does -----------------------------------------------------------------------------------------------------
+
+    def consider(self, step: int, measured: int, current: Partition) -> Rebalance | None:
+        policy = self.workload.policy
+        proposed = self.propose(step, measured, current)
+        if proposed.partition == current:
+            return None
+        before = self.plan(measured, current)
+        left = self.workload.steps - step
+        price = self.price(proposed)
+        now, then = (self.finish(x.timeline, x).seconds for x in (before, proposed))
+        decision: Decision = worth_moving(now, then, left, price, policy.margin, policy.hysteresis)
+        forced = policy.balancer in FORCED
+        return Rebalance(
+            step,
+            decision.move or forced,
+            current.counts,
+            proposed.partition.counts,
+            len(proposed.moves),
+            proposed.moved_bytes,
+            price,
+            decision.predicted_gain,
+            f"{policy.balancer}: forced" if forced else decision.reason,
+        )
+
+    def propose(self, step: int, measured: int, current: Partition) -> Plan:
+        if self.workload.policy.balancer == "random":
+            return attempt(self.job(measured, current, step))
+        key = measured, current.counts
+        if key not in self.proposals:
+            self.proposals[key] = attempt(self.job(measured, current))
+        return self.proposals[key]
+
+    def price(self, plan: Plan) -> float:
+        """Seconds of a move: its layers one after another."""
+        rate, layers = self.workload.policy.seconds_per_byte, plan.job.profile.layers
+        if rate is not None:
+            return rate * plan.moved_bytes
+        return math.fsum(self.workload.link.seconds(layers[move.layer].moved_bytes) for move in plan.moves)
+
+    # -- how long a step takes -------------------------------------------------------------------------------------------------------
+
+    def plan(self, moment: int, partition: Partition) -> Plan:
+        key = moment, partition.counts
+        if key not in self.plans:
+            self.plans[key] = judge(self.job(moment, partition), partition)
+        return self.plans[key]
+
+    def step(self, moment: int, measured: int, partition: Partition) -> Step:
+        """Under the schedule made from what was measured last, where the schedule is made from costs at all."""
+        if not self.from_costs:
+            measured = moment
+        key = moment, measured, partition.counts
+        if key not in self.known:
+            plan = self.plan(moment, partition)
+            timeline = plan.timeline
+            if measured != moment:
+                made = self.plan(measured, partition).schedule
+                # Another frozen prefix: then the order is made anew at once, for there are other ops.
+                if made.first_trainable == plan.schedule.first_trainable:
+                    timeline = simulate(made, plan.costs)
+            self.known[key] = self.finish(timeline, plan)
+        return self.known[key]
+
+    def finish(self, timeline: Timeline, plan: Plan) -> Step:
+        """The ops, and then every rank's gradients over its replicas."""
+        held = [0] * self.workload.ranks
+        for layer, cost in enumerate(plan.job.layers):
+            held[self.placement[plan.partition.owner(layer)]] += cost.gradient_bytes if cost.w else 0
+        return self.until(timeline, [self.reduce(x) for x in held])
+
+    def until(self, timeline: Timeline, reduce: Sequence[float]) -> Step:
+        begin = min(row[0].start for row in timeline.ranks)
+        makespan = self.workload.objective is Objective.MAKESPAN
+        ends = (row[-1].end + tail - (begin if makespan else row[0].start) for row, tail in zip(timeline.ranks, reduce, strict=True))
+        seconds = max(ends)
+        busy = math.fsum(timeline.busy) / len(timeline.busy)
+        return Step(seconds, 1 - busy / seconds if seconds else 0.0)
+
+    def reduce(self, size: float) -> float:
+        copies, link = self.workload.replicas, self.workload.replica_link
+        if copies == 1 or not size:
+            return 0.0
+        return 2 * (copies - 1) * link.latency + 2 * (copies - 1) / copies * size / link.bytes_per_second
+
+    def perfect(self, moment: int) -> Step:
+        """Every stage has the mean of F, B, W and gradients; the links are the even placement's."""
+        workload, stages = self.workload, len(self.placement)
+        even = self.plan(moment, self.even)
+        layers = even.job.layers
+        f, b, w = (math.fsum(getattr(x, key) for x in layers) / stages for key in TIMES)
+        kept, stash = (math.fsum(getattr(x, key) for x in layers) / stages or 1.0 for key in ("activation_bytes", "stash_bytes"))
+        costs = Costs((StageCost(f, b, w, kept, stash - kept, -stash),) * stages, even.costs.links)
+        caps = (2.0 * stages * kept,) * workload.ranks
+        made = make(
+            workload.schedule,
+            workload.ranks,
+            workload.microbatches,
+            costs=costs,
+            chunks=workload.chunks,
+            caps=caps,
+            first_trainable=min(frozen_stages(costs), stages - 1),
+            objective=workload.objective,
+        )
+        size = math.fsum(x.gradient_bytes for x in layers if x.w) / workload.ranks
+        return self.until(simulate(made, costs), [self.reduce(size)] * workload.ranks)

@@ -1,0 +1,266 @@
+"""A workload's file: TOML, and the trace of costs that it may name, read and checked."""
+
+from __future__ import annotations
+
+import json
+import math
+import tomllib
+from collections.abc import Sequence
+from difflib import get_close_matches
+from itertools import pairwise
+from pathlib import Path
+from typing import Annotated, Any, Literal, cast
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from dynmo.cost.layer_cost import LayerCost, LinkCost
+from dynmo.cost.profile_file import AT_MOST, SIZES, TIMES
+from dynmo.errors import InputError
+from dynmo.planner.workload import Policy, Workload
+from dynmo.schedule.bounds import Objective
+
+_Time = Annotated[float, Field(ge=0, le=1e30, allow_inf_nan=False)]
+_Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+_Count = Annotated[int, Field(ge=1, le=2**31 - 1)]
+_Whole = Annotated[int, Field(ge=0, le=1 << 60)]
+_Sizes = _Whole | list[_Whole]
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+
+class _Link(_Section):
+    latency: _Time = 0.0
+    bytes_per_second: _Positive | None = None
+
+    def made(self) -> LinkCost:
+        return LinkCost(self.latency, math.inf if self.bytes_per_second is None else self.bytes_per_second)
+
+
+class _Moment(_Section):
+    step: _Whole
+    f: list[_Time]
+    b: list[_Time]
+    w: list[_Time]
+
+
+class _Layers(_Section):
+    trace: str | None = None
+    moments: list[_Moment] | None = None
+    unit: _Positive = 1.0
+    names: list[str] | None = None
+    parameters: _Sizes = 0
+    weight_bytes: _Sizes = 0
+    gradient_bytes: _Sizes = 0
+    optimizer_bytes: _Sizes = 0
+    activation_bytes: _Sizes = 0
+    stash_bytes: _Sizes = 0
+    output_bytes: _Sizes = 0
+    workspace_bytes: _Sizes = 0
+    forward_workspace_bytes: _Sizes | None = None
+    weight_workspace_bytes: _Sizes | None = None
+    copy_bytes: _Sizes = 0
+    aside_bytes: _Sizes = 0
+
+
+class _Policy(_Section):
+    balancer: str = "exact"
+    cost: Literal["time", "parameters"] = "time"
+    every: _Count = 10
+    margin: _Time = 1.0
+    hysteresis: _Time = 0.02
+    initial: list[_Count] | None = None
+    seconds_per_byte: _Time | None = None
+    seed: _Whole = 0
+
+
+class _File(_Section):
+    name: str | None = None
+    steps: _Count
+    ranks: _Count
+    microbatches: _Count
+    replicas: _Count = 1
+    schedule: str = "zb-h1"
+    chunks: _Count | None = None
+    objective: Literal["span", "makespan"] = "makespan"
+    memory_limit: _Count | str | None = None
+    layers: _Layers
+    policy: _Policy = _Policy()
+    link: _Link = _Link()
+    replica_link: _Link | None = None
+
+
+class _Trace(BaseModel):
+    """Further keys say where a trace is from."""
+
+    model_config = ConfigDict(extra="ignore", strict=True)
+
+    f: list[list[_Time]]
+    b: list[list[_Time]]
+    w: list[list[_Time]]
+
+
+def read(path: Path) -> Workload:
+    """Reads and checks a workload, and the trace it names (from its own folder). Raises InputError, one line: file, key, what would do."""
+    try:
+        data = tomllib.loads(_text(path))
+    except tomllib.TOMLDecodeError as error:
+        raise InputError(f"workload {path}: not TOML: {error}") from None
+    try:
+        return parse(data, path.parent, path.stem)
+    except InputError as error:
+        raise InputError(f"workload {path}: {error}") from None
+
+
+def parse(data: dict[str, Any], folder: Path, name: str = "workload") -> Workload:
+    """The same for data that is already read; `folder` is where the trace's name starts from."""
+    try:
+        file = _File.model_validate(data)
+    except ValidationError as error:
+        raise InputError(_explain(error)) from None
+    moments = _moments(file, folder)
+    count = len(moments[0][1][0])
+    sizes = [_sizes(file.layers, AT_MOST.get(key, key) if getattr(file.layers, key) is None else key, count) for key in SIZES]
+    unit, names = file.layers.unit, file.layers.names
+    if names is not None and len(names) != count:
+        raise InputError(f"layers.names has {len(names)} entries, but there are {count} layers; give one per layer, or none")
+    costs = tuple(
+        (step, tuple(LayerCost(f * unit, b * unit, w * unit, *size) for f, b, w, *size in zip(*times, *sizes, strict=True)))
+        for step, times in moments
+    )
+    policy = file.policy
+    return Workload(
+        file.name or name,
+        costs,
+        tuple(names or (f"layer {i}" for i in range(count))),
+        file.steps,
+        file.ranks,
+        file.microbatches,
+        file.replicas,
+        file.schedule,
+        file.chunks,
+        Objective(file.objective),
+        _limit(file.memory_limit),
+        None if policy.initial is None else tuple(policy.initial),
+        file.link.made(),
+        (file.replica_link or file.link).made(),
+        Policy(policy.balancer, policy.cost, policy.every, policy.margin, policy.hysteresis, policy.seconds_per_byte, policy.seed),
+    )
+
+
+def _limit(value: int | str | None) -> int | None:
+    if not isinstance(value, str):
+        return value
+    from dynmo.config import parse_bytes
+
+    try:
+        return parse_bytes(value)
+    except ValueError as error:
+        raise InputError(f"memory_limit = {value!r}: {error}") from None
+
+
+def _sizes(layers: _Layers, key: str, count: int) -> list[int]:
+    value = cast("int | list[int]", getattr(layers, key))
+    if isinstance(value, int):
+        return [value] * count
+    if len(value) != count:
+        raise InputError(f"layers.{key} has {len(value)} entries, but there are {count} layers; give one number, or one per layer")
+    return value
+
+
+_Times = tuple[list[float], list[float], list[float]]
+
+
+def _moments(file: _File, folder: Path) -> list[tuple[int, _Times]]:
+    layers = file.layers
+    if (layers.trace is None) == (layers.moments is None):
+        raise InputError("[layers] needs either trace = FILE or [[layers.moments]] with step, f, b, w")
+    if layers.trace is not None:
+        found = _read_trace(folder / layers.trace)
+        count = len(found)
+        # Evenly over the steps; with fewer steps than moments some are left out.
+        starts = {index * file.steps // count: times for index, times in reversed(list(enumerate(found)))}
+        moments, where = sorted(starts.items()), f"trace {layers.trace}: moment"
+    else:
+        assert layers.moments is not None
+        moments, where = [(x.step, (x.f, x.b, x.w)) for x in layers.moments], "layers.moments"
+        steps = [step for step, _ in moments]
+        if not steps or steps[0] != 0 or any(b <= a for a, b in pairwise(steps)):
+            raise InputError(f"layers.moments begin at the steps {steps}; the first begins at 0, and each later than the one before")
+        if steps[-1] >= file.steps:
+            raise InputError(f"layers.moments: the last begins at step {steps[-1]}, but there are {file.steps} steps")
+    _check_lengths(moments, where)
+    return moments
+
+
+def _check_lengths(moments: Sequence[tuple[int, _Times]], where: str) -> None:
+    count = len(moments[0][1][0])
+    if not count:
+        raise InputError(f"{where} 0: f is empty; give one number per layer")
+    for index, (_, times) in enumerate(moments):
+        for key, values in zip(TIMES, times, strict=True):
+            if len(values) != count:
+                raise InputError(f"{where} {index}: {key} has {len(values)} entries, but f of moment 0 has {count}; give one per layer")
+        if not any(times[1]) and not any(times[2]):
+            raise InputError(f"{where} {index}: b and w are 0 for every layer, so nothing trains")
+
+
+def _read_trace(path: Path) -> list[_Times]:
+    text = _text(path)
+    try:
+        data: object = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise InputError(f"trace {path}: not JSON: {error.msg} at line {error.lineno}, column {error.colno}") from None
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"trace {path}: not JSON that can be read: {error}") from None
+    try:
+        trace = _Trace.model_validate(data)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        key, *rest = first["loc"] or ("it",)
+        rule = "f, b and w are lists of moments, each with one number of at least 0 per layer"
+        if first["type"] == "missing":
+            raise InputError(f"trace {path}: key {key!r} is missing; {rule}") from None
+        where = "".join(f"{word} {index}: " for word, index in zip(("moment", "layer"), rest, strict=False))
+        raise InputError(f"trace {path}: {where}{key} is {_short(first['input'])}; {rule}") from None
+    lengths = [len(trace.f), len(trace.b), len(trace.w)]
+    if not lengths[0] or len(set(lengths)) > 1:
+        raise InputError(f"trace {path}: f, b and w have {lengths} moments; all have as many, and at least one")
+    return list(zip(trace.f, trace.b, trace.w, strict=True))
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not text in UTF-8"
+        raise InputError(f"{path} cannot be read: {reason}") from None
+
+
+_SECTIONS: dict[str, type[BaseModel]] = {"layers": _Layers, "policy": _Policy, "link": _Link, "replica_link": _Link}
+
+
+def _explain(error: ValidationError) -> str:
+    """Pydantic's first finding; a mistyped key before the key that is missing for it, an entry of a list before "it is no number"."""
+    first = min(error.errors(include_url=False), key=lambda found: (found["type"] != "extra_forbidden", -len(found["loc"])))
+    location = [part for part in first["loc"] if part not in ("int", "str") and not str(part).startswith(("list[", "constrained"))]
+    words = ".".join(part for part in location if isinstance(part, str))
+    indices = [part for part in location if isinstance(part, int)]
+    if location[:2] == ["layers", "moments"] and indices:
+        words = f"layers.moments {indices.pop(0)}: " + ".".join(str(part) for part in location[3:] if isinstance(part, str))
+    if first["type"] == "extra_forbidden":
+        *section, key = (part for part in location if isinstance(part, str))
+        keys = (_SECTIONS.get(section[0], _File) if section else _File).model_fields
+        keys = _Moment.model_fields if section[1:] == ["moments"] else keys
+        near = get_close_matches(key.lower(), keys, n=1)
+        return f"unknown key {words!r}" + (f"; did you mean {near[0]!r}?" if near else f"; the keys there are {', '.join(keys)}")
+    if first["type"] == "missing":
+        return f"key {words!r} is missing"
+    where = f"layer {indices[0]}: " if indices else ""
+    return f"{where}{words} = {_short(first['input'])}: {first['msg'][0].lower()}{first['msg'][1:]}"
+
+
+def _short(value: object) -> str:
+    text = "NaN" if isinstance(value, float) and math.isnan(value) else json.dumps(value, default=str)
+    return text if len(text) <= 40 else text[:37] + "..."

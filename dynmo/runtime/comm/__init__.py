@@ -1,0 +1,1 @@
+"""World, process groups, channels, launching and rendezvous."""

@@ -1,0 +1,148 @@
+"""How tensors travel: the dtypes that may, and the header that announces a message's dtypes and shapes.
+
+A header is a lead of fixed size, which needs no announcement itself. The lead holds the numbers of a usual message. The numbers that do not
+fit follow in a second tensor, whose length the lead states.
+
+    lead    [n, number 1, ..., number 63]       n: how many numbers there are in all
+    rest    [number 64, ..., number n]          only where n > 63
+    numbers, for each tensor: dtype, dimensions, size of each dimension
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from dynmo.errors import RunError
+from dynmo.runtime.comm.announced import check_announced
+
+# The dtypes that may travel, by name. A peer's word for a dtype is looked up here and nowhere else.
+DTYPES = {
+    str(d).removeprefix("torch."): d
+    for d in (
+        torch.float32,
+        torch.float64,
+        torch.bfloat16,
+        torch.float16,
+        torch.int64,
+        torch.int32,
+        torch.int16,
+        torch.int8,
+        torch.uint8,
+        torch.uint16,
+        torch.uint32,
+        torch.uint64,
+        torch.bool,
+        torch.complex64,
+        torch.complex128,
+    )
+}
+_CODES = {dtype: code for code, dtype in enumerate(DTYPES.values())}
+_BY_CODE = tuple(DTYPES.values())
+# NCCL sends the other dtypes as bytes.
+_KNOWN_TO_NCCL = frozenset(
+    {torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.int8, torch.uint8, torch.bool}
+)
+
+LEAD = 64
+MOST_TENSORS = 4096
+MOST_DIMENSIONS = 64
+
+Spec = tuple[tuple[torch.dtype, tuple[int, ...]], ...]
+
+
+def spec_of(tensors: tuple[Tensor, ...]) -> Spec:
+    return tuple((t.dtype, tuple(t.shape)) for t in tensors)
+
+
+def obstacle(tensor: Tensor) -> str | None:
+    """Returns why a layer cannot hand on this tensor, with what to do instead, or None if it can.
+
+    Backward passes know no complex gradients, so a complex tensor cannot go from layer to layer. It may be a parameter or a buffer.
+    """
+    if tensor.is_complex():
+        return f"a tensor of {tensor.dtype}, which cannot travel; let it hand on torch.view_as_real of that"
+    if tensor.dtype not in _CODES:
+        return f"a tensor of {tensor.dtype}, which cannot travel; known are {', '.join(DTYPES)}"
+    if tensor.is_nested or tensor.layout is not torch.strided:
+        return f"a {'nested' if tensor.is_nested else str(tensor.layout)} tensor, which cannot travel; let it hand on a dense one"
+    if tensor.dim() > MOST_DIMENSIONS:
+        return f"a tensor of {tensor.dim()} dimensions, which cannot travel; at most {MOST_DIMENSIONS} can"
+    return None
+
+
+def on_wire(tensor: Tensor) -> Tensor:
+    """The same memory as the backend takes it. The tensor must be contiguous."""
+    return as_bytes(tensor) if tensor.is_cuda and tensor.dtype not in _KNOWN_TO_NCCL else tensor
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    """The same memory, which lies in one piece."""
+    return tensor.reshape(-1).view(torch.uint8)
+
+
+def encode(spec: Spec) -> tuple[Tensor, ...]:
+    """Returns the lead, and the rest if there is one. Layers check that what they hand on can be announced (`obstacle`)."""
+    assert len(spec) <= MOST_TENSORS, "the layer checks this"
+    numbers = [n for dtype, shape in spec for n in (_CODES[dtype], len(shape), *shape)]
+    numbers = [len(numbers), *numbers]
+    lead = torch.tensor(numbers[:LEAD] + [0] * (LEAD - len(numbers)), dtype=torch.int64)
+    return (lead,) if len(numbers) <= LEAD else (lead, torch.tensor(numbers[LEAD:], dtype=torch.int64))
+
+
+def rest_of(lead: Tensor, what: str) -> Tensor | None:
+    """Makes room for the rest of a header, if the lead announces one.
+
+    Args:
+        lead: The first part of the header, [LEAD].
+        what: The message, as an error names it: "the activations from rank 0 to rank 1".
+
+    Raises:
+        RunError: No header is as long as the lead says.
+    """
+    count = int(lead[0])
+    if not 0 <= count <= MOST_TENSORS * (2 + MOST_DIMENSIONS):
+        raise _damaged(what, f"it announces {count} numbers")
+    missing = count + 1 - LEAD
+    return torch.zeros(missing, dtype=torch.int64) if missing > 0 else None
+
+
+def decode(header: Sequence[Tensor], device: torch.device, what: str) -> Spec:
+    """Reads a header that has arrived.
+
+    Args:
+        header: The lead, and the rest if the lead announces one.
+        device: Where the message will be.
+        what: The message, as an error names it.
+
+    Returns:
+        Dtype and shape of each tensor of the message, in order.
+
+    Raises:
+        RunError: The header is damaged, of another version of dynmo, or announces more bytes than
+            the device has.
+    """
+    numbers = [n for part in header for n in part.tolist()]
+    if not 0 <= numbers[0] < len(numbers):
+        raise _damaged(what, f"it announces {numbers[0]} numbers and has {len(numbers) - 1}")
+    spec = tuple(_tensors(numbers[1 : numbers[0] + 1], what))
+    check_announced(sum(dtype.itemsize * math.prod(shape) for dtype, shape in spec), device, what)
+    return spec
+
+
+def _tensors(numbers: list[int], what: str) -> Iterator[tuple[torch.dtype, tuple[int, ...]]]:
+    at = 0
+    while at < len(numbers):
+        code, dimensions = numbers[at], numbers[at + 1] if at + 1 < len(numbers) else -1
+        shape = tuple(numbers[at + 2 : at + 2 + max(0, dimensions)])
+        if not 0 <= code < len(_BY_CODE) or len(shape) != dimensions or min(shape, default=0) < 0:
+            raise _damaged(what, f"it announces a tensor of dtype {code} and {dimensions} dimensions, {shape}")
+        yield _BY_CODE[code], shape
+        at += 2 + dimensions
+
+
+def _damaged(what: str, how: str) -> RunError:
+    return RunError(f"{what}: the header cannot be read, for {how}; do all ranks run the same dynmo?")

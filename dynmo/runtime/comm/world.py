@@ -1,0 +1,574 @@
+"""The ranks that train together: one generation of process groups, passed explicitly.
+
+A generation is one `init_process_group` over a prefixed store (`gen/<k>`), so that a planned change of the world is milliseconds and no
+restart. CPU tensors travel by gloo. CUDA tensors travel by NCCL, with a communicator per channel. In a `staged` world gloo carries them
+through host memory (`staging.py`).
+
+All ranks of a generation are one world. `mesh.arrange` gives views of it for pipelines that train side by side (replicas): a view is a
+world too, in which ranks count from 0, so whoever works in one pipeline need not know that there are others.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import socket
+import time
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from dynmo.errors import RankDied, RunError, WaitTimeout
+from dynmo.runtime.comm.deadline import within
+from dynmo.runtime.comm.device_waits import POLL, DeviceWaits
+from dynmo.runtime.comm.rendezvous import ALONE, Rendezvous
+from dynmo.runtime.comm.staging import StagedReceive
+
+# FileStore and gloo give no reason codes: the words of their messages are all there is to tell a late peer from a dead one.
+_LATE = re.compile(r"timed? ?out|timeout", re.IGNORECASE)
+
+# NCCL counts its limit from when work is enqueued, which may be a step ahead of the device, and then ends the process. `World.look` tells.
+_NEVER = timedelta(days=30)
+
+# How much longer than `parallel.timeout` a wait may take whose own limit is that.
+_SLACK = 2.0
+
+# Of a rank's reason for a failure, as it is told to the others.
+_REASON_BYTES = 200
+
+
+def open_store(rendezvous: Rendezvous | None, timeout: float) -> dist.Store:
+    """The key-value store through which the ranks of `rendezvous` meet. timeout: seconds. Raises RunError for None, which is what
+    `from_environment` finds where no launcher started this process, and where no store can be made."""
+    if rendezvous is None:
+        raise RunError(
+            "this process was started alone, in no world of ranks: start it with torchrun, or take a world of one rank, "
+            "`from_environment() or ALONE` (dynmo.runtime.comm.rendezvous)"
+        )
+    if rendezvous == ALONE:
+        return dist.HashStore()
+    if rendezvous.folder is not None:
+        store: dist.Store = dist.FileStore(str(Path(rendezvous.folder) / "store"), rendezvous.size)
+        store.set_timeout(timedelta(seconds=timeout))
+        return store
+    where = f"{rendezvous.address}:{rendezvous.port}"
+    try:
+        with _native_stderr_dropped():
+            store = within(timeout + _SLACK, lambda: _tcp_store(rendezvous, timeout))
+    except TimeoutError:
+        raise WaitTimeout(
+            f"rank {rendezvous.rank} waited {timeout:g} s for the store of rank 0 at {where}: "
+            "what listens there does not answer; choose another MASTER_PORT",
+            [0],
+        ) from None
+    except (OSError, RuntimeError, ValueError) as error:
+        me, why = f"rank {rendezvous.rank}", first_line(error)
+        raise RunError(f"{me} could not meet the others at {where}: {why}") from None
+    # torchrun's store outlives the ranks that it restarts: what those left there is not for these.
+    return dist.PrefixStore(f"attempt/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+
+
+def _tcp_store(rendezvous: Rendezvous, timeout: float) -> dist.Store:
+    assert rendezvous.address is not None
+    assert rendezvous.port is not None
+    _resolve(rendezvous.address, timeout)
+    # torchrun's agent may already serve this port; otherwise rank 0 does.
+    agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE", "False") == "True"
+    serve = rendezvous.rank == 0 and not agent
+    # The store would listen on every interface, which nobody needs if all ranks are here.
+    listener = None
+    if serve and rendezvous.loopback:
+        listener = socket.create_server((rendezvous.address, rendezvous.port)).detach()
+    return dist.TCPStore(
+        rendezvous.address,
+        rendezvous.port,
+        rendezvous.size,
+        serve,
+        timeout=timedelta(seconds=timeout),
+        wait_for_workers=False,  # `World.join` waits, and names those that are absent
+        multi_tenant=True,
+        master_listen_fd=listener,
+    )
+
+
+def _resolve(address: str, timeout: float) -> None:
+    """Waits until a host has an address: it may be starting, too. Raises OSError if it gets none.
+
+    TCPStore would go on asking well beyond its limit.
+    """
+    end = time.monotonic() + timeout
+    while True:
+        try:
+            socket.getaddrinfo(address, None)
+        except OSError:
+            if time.monotonic() >= end:
+                raise
+            time.sleep(min(0.5, timeout))
+        else:
+            return
+
+
+@contextmanager
+def _native_stderr_dropped() -> Iterator[None]:
+    """While it is open, what torch's C++ writes to stderr is lost.
+
+    It writes some 40 lines about every connection that fails. Our error is one line.
+    """
+    if os.environ.get("DYNMO_TRACEBACK") == "1":
+        yield
+        return
+    kept, null = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, 2)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+        os.close(null)
+
+
+def _short_digest(text: str) -> int:
+    """Seven bytes of a hash, which fit into an int64."""
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7])
+
+
+def first_line(error: BaseException) -> str:
+    return str(error).strip().split("\n")[0]
+
+
+@dataclass
+class World:
+    """One generation of ranks. `device` is where this rank computes; `timeout` (seconds) bounds every wait."""
+
+    rank: int
+    size: int
+    device: torch.device
+    timeout: float
+    generation: int
+    store: dist.Store
+    # Where messages travel that have no communicator of their own; None in a world of one rank that needs no messages.
+    group: dist.ProcessGroup | None = None
+    # All messages travel by gloo, through host memory. Ranks may then share a GPU.
+    staged: bool = False
+    channels: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet[Any])
+    # Of a view: all the worlds that it is one of, as the global ranks of each; which one it is; its group (None: the one of all ranks).
+    lines: tuple[tuple[int, ...], ...] = ()
+    line: int = 0
+    circle: dist.ProcessGroup | None = None
+    # All ranks of this generation, and the ranks that do the same as this one in the other replicas; None: this rank's world has no others.
+    _everyone: World | None = field(default=None, repr=False, compare=False)
+    _peers: World | None = field(default=None, repr=False, compare=False)
+    # Of the world of all ranks: its views, their groups by global ranks (a shape that comes back needs no new ones), and how many replicas.
+    _views: list[World] = field(default_factory=list["World"], repr=False, compare=False)
+    _circles: dict[tuple[int, ...], Any] = field(default_factory=dict[tuple[int, ...], Any], repr=False, compare=False)
+    _shape: int = 1
+    # NCCL's communicators, by tag and global ranks.
+    _channel_groups: dict[tuple[int, ...], Any] = field(default_factory=dict[tuple[int, ...], Any], repr=False, compare=False)
+    # CUDA: where the stream waits for others.
+    waits: DeviceWaits = field(default_factory=DeviceWaits, repr=False, compare=False)
+
+    @classmethod
+    def join(
+        cls,
+        store: dist.Store,
+        rank: int,
+        size: int,
+        *,
+        device: torch.device | None = None,
+        timeout: float = 120.0,
+        generation: int = 0,
+        staged: bool = False,
+    ) -> World:
+        """Meets the other ranks of this generation, and returns once all have met. Raises WaitTimeout naming those that did not come."""
+        device = device or torch.device("cpu")
+        prefixed = dist.PrefixStore(f"gen/{generation}", store)
+        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" and not staged else "gloo"
+        _claim(prefixed, rank, timeout)
+        try:
+            dist.init_process_group(backend, store=prefixed, rank=rank, world_size=size, timeout=timedelta(seconds=timeout))
+            # A rank that fails at once and leaves would break the connections that others are still making.
+            prefixed.set(f"joined/{rank}", "1")
+            prefixed.wait([f"joined/{other}" for other in range(size)], timedelta(seconds=timeout))
+        except RuntimeError as error:
+            _leave()
+            absent = _lacking(prefixed, [f"here/{other}" for other in range(size)])
+            if absent or _LATE.search(first_line(error)):
+                waited = f"rank {rank} waited {timeout:g} s for {ranks_text(absent)} to join"
+                raise WaitTimeout(f"{waited}; started with too few ranks?", absent) from None
+            # All came, and one is gone again.
+            raise RankDied(f"rank {rank} could not form a group of {size}: {_reason(error)}") from None
+        made = cls(rank, size, device, timeout, generation, prefixed, dist.group.WORLD, staged)
+        made._lift_limit(made.group)
+        return made
+
+    def close(self, failed: bool = False) -> None:
+        """Of all ranks: the views of a generation end with it. failed: messages may be under way that nobody will send."""
+        everyone = self.everyone
+        # Their threads must not be inside the backend when it goes.
+        for channels in list(self.channels):
+            channels.close()
+        if failed and self.enqueues and dist.is_initialized():
+            # Communicators end in order once their work is done, which would be never: the failure could not be told.
+            dist.distributed_c10d._abort_process_group()
+        # A group ends, and its peers are told, when the last reference to it goes.
+        for world in (everyone, *everyone._views):
+            world.group = world.circle = None
+        everyone._views.clear()
+        everyone._circles.clear()
+        everyone._channel_groups.clear()
+        _leave()
+
+    def __enter__(self) -> World:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self.close(failed=kind is not None)
+
+    @property
+    def enqueues(self) -> bool:
+        """Whether messages are enqueued on the device's stream (NCCL). Otherwise the host waits for them (gloo)."""
+        return self.device.type == "cuda" and not self.staged
+
+    # -- the mesh -----------------------------------------------------------------------------------------------------------
+
+    @property
+    def everyone(self) -> World:
+        """All ranks of this generation, by global rank."""
+        return self._everyone or self
+
+    @property
+    def peers(self) -> World:
+        """The ranks that hold what this one holds in the other pipelines, by replica; this rank alone where there is one pipeline."""
+        return self._peers or World(0, 1, self.device, self.timeout, self.generation, self.store)
+
+    @property
+    def replica(self) -> int:
+        return 0 if self._peers is None else self._peers.rank
+
+    @property
+    def replicas(self) -> int:
+        return 1 if self._peers is None else self._peers.size
+
+    def address(self, rank: int) -> int:
+        """The global rank of one of this world's ranks."""
+        return self.lines[self.line][rank] if self.lines else rank
+
+    def called(self, rank: int) -> str:
+        """What to call one of this world's ranks where a person reads it."""
+        return "rank " + self._called(self.address(rank))
+
+    def _called(self, address: int) -> str:
+        replicas = self.everyone._shape
+        return f"{address} (replica {address % replicas})" if replicas > 1 else str(address)
+
+    def _named(self, ranks: Sequence[int]) -> str:
+        return ranks_text([self._called(self.address(rank)) for rank in ranks])
+
+    def reshaped(self, replicas: int) -> None:
+        """From now on the ranks are so many replicas: for the names of ranks in messages, and earlier views are no more."""
+        self._shape = replicas
+        self._views.clear()
+
+    def beside(self, peers: World) -> World:
+        self._peers = peers
+        return self
+
+    def view(self, lines: Sequence[tuple[int, ...]], what: str) -> World:
+        """The one of these worlds that this rank is in. All ranks call it, on the world of all; lines: the global ranks of each."""
+        everyone = self.everyone
+        line, ranks = next((number, ranks) for number, ranks in enumerate(lines) if everyone.rank in ranks)
+        try:
+            for members in lines:  # all make all groups, in one order
+                if 1 < len(members) < everyone.size and members not in everyone._circles:
+                    made = dist.new_group(list(members), timeout=timedelta(seconds=self.timeout))
+                    everyone._circles[members] = made if ranks == members else None
+                    self._lift_limit(everyone._circles[members])
+        except RuntimeError as error:
+            everyone.fail(error, None, what)
+        made = World(
+            ranks.index(everyone.rank), len(ranks), self.device, self.timeout, self.generation, self.store, everyone.group, self.staged
+        )
+        made.lines, made.line, made.circle = tuple(lines), line, everyone._circles.get(ranks)
+        made.channels, made._everyone = everyone.channels, everyone
+        everyone._views.append(made)
+        return made
+
+    # -- point to point ---------------------------------------------------------------------------------------------------
+
+    def open_channels(self, pairs: Sequence[tuple[int, ...]]) -> None:
+        """NCCL: one communicator per channel key (tag, source, target), in the same order on all ranks; one that was made for another mesh
+        is used again. gloo needs none: it has tags."""
+        if not self.enqueues:
+            return
+        groups, opened = self.everyone._channel_groups, list[tuple[int, ...]]()
+        for key in pairs:
+            for line in self.lines or (tuple(range(self.size)),):
+                tag, *ends = key[0], *(line[rank] for rank in key[1:])
+                if (tag, *ends) in groups:
+                    continue
+                try:
+                    made = dist.new_group(sorted(set(ends)), timeout=timedelta(seconds=self.timeout), backend="nccl")
+                except RuntimeError as error:
+                    self.everyone.fail(error, None, "the channels to open")
+                groups[tag, *ends] = made
+                if self.everyone.rank in ends:
+                    self._lift_limit(made)
+                    opened.append(key)
+        # A communicator is made at its first message, and its sender's thread stands until its receiver's is there, too: all in one order
+        # now, or two ranks that both send first would wait for each other for ever.
+        for key in opened:
+            _, source, target = key
+            mark, what = torch.ones(1, device=self.device), f"the channel from {self.called(source)} to {self.called(target)} to open"
+            if self.rank == source:
+                self.wait(self.send(mark, target, 0, key), target, what)
+            else:
+                self.wait(self.receive(mark, source, 0, key), source, what)
+            self.settle()
+
+    def _channel(self, key: tuple[int, ...] | None, tensor: Tensor) -> Any:
+        """The communicator of a message; None where it has none of its own."""
+        if key is None or not tensor.is_cuda:
+            return None
+        return self.everyone._channel_groups.get((key[0], *(self.address(rank) for rank in key[1:])))
+
+    def send(self, tensor: Tensor, target: int, tag: int, key: tuple[int, ...] | None = None) -> dist.Work:
+        group = self._channel(key, tensor)
+        assert self.group is not None
+        tensor = tensor.cpu() if self.staged else tensor
+        try:
+            # dist.isend looks up the group and checks the tensor anew: on a small message that is half of the time it takes.
+            address = self.address(target)
+            work = dist.isend(tensor, address, group=group) if group else self.group.send([tensor], address, tag)
+        except RuntimeError as error:
+            self.fail(error, [target], "room for a message")
+        assert work is not None
+        return work
+
+    def receive(self, tensor: Tensor, source: int, tag: int, key: tuple[int, ...] | None = None) -> dist.Work:
+        group = self._channel(key, tensor)
+        assert self.group is not None
+        try:
+            address = self.address(source)
+            if self.staged:
+                host = torch.empty_like(tensor, device="cpu")
+                return StagedReceive(self.group.recv([host], address, tag), host, tensor)
+            work = dist.irecv(tensor, address, group=group) if group else self.group.recv([tensor], address, tag)
+        except RuntimeError as error:
+            self.fail(error, [source], "a message")
+        assert work is not None
+        return work
+
+    def wait(self, work: dist.Work, peer: int, what: str) -> None:
+        """Waits for a message; `what` is said when it does not come: `the activations of microbatch 3`. On CUDA the stream waits, without
+        a limit: `look` and `settle` have one."""
+        try:
+            if self.enqueues:
+                with self.waits.around(self.device, [peer], what):
+                    work.wait()
+            else:
+                work.wait()
+        except RuntimeError as error:
+            self.fail(error, [peer], what)
+
+    def look(self) -> None:
+        """CUDA: raises WaitTimeout if the stream has stood at one of its waits for as long as any may."""
+        standing = self.waits.standing()
+        if standing is not None and standing[0] >= self.timeout:
+            raise self._late(standing[1].peers, standing[1].what)
+
+    def settle(self) -> None:
+        """CUDA: stands still until the stream has passed all its waits. Whoever asks the device for numbers would wait without a limit."""
+        while self.waits.any:
+            self.look()
+            time.sleep(POLL)
+
+    def _lift_limit(self, group: Any) -> None:
+        """Of NCCL alone; gloo's waits keep theirs."""
+        if self.enqueues and group is not None:
+            group._get_backend(self.device)._set_default_timeout(_NEVER)
+
+    # -- collectives: fixed-schema tensors, never objects ---------------------------------------------------------------------
+
+    def sum(self, tensor: Tensor, what: str) -> Tensor:
+        """All-reduce in place. Used on vectors where one rank alone has a nonzero entry, so the order of the sum cannot matter."""
+        return self._all_reduce(tensor, dist.ReduceOp.SUM, what)
+
+    def largest(self, tensor: Tensor, what: str) -> Tensor:
+        """The elementwise maximum over the ranks, in place."""
+        return self._all_reduce(tensor, dist.ReduceOp.MAX, what)
+
+    def _all_reduce(self, tensor: Tensor, operation: Any, what: str) -> Tensor:
+        if self.size > 1 and tensor.numel():
+            host = tensor.cpu() if self.staged else tensor
+            try:
+                dist.all_reduce(host, operation, group=self.circle)
+            except RuntimeError as error:
+                self.fail(error, None, what)
+            if host is not tensor:
+                tensor.copy_(host)
+        return tensor
+
+    def exchange(self, parts: Sequence[Tensor], sizes: Sequence[int], what: str) -> list[Tensor]:
+        """Sends parts[r] to rank r, and returns what each rank sent here. parts: flat, of one dtype; sizes: elements that each sends."""
+        if self.size == 1:
+            return list(parts)
+        own = torch.cat(list(parts))
+        own = own.cpu() if self.staged else own
+        out = own.new_empty(sum(sizes))
+        try:
+            dist.all_to_all_single(out, own, list(sizes), [part.numel() for part in parts], group=self.circle)
+        except RuntimeError as error:
+            self.fail(error, None, what)
+        return list(out.to(parts[0].device).split(list(sizes)))
+
+    def barrier(self, what: str) -> None:
+        """Of all ranks of all replicas."""
+        self.everyone.sum(torch.zeros(1), what)
+
+    def agree(self, digest: bytes | None, what: str) -> None:
+        """Every rank of every replica must have computed the same plan: compares a hash of it (None: this rank has no part).
+
+        Raises RunError on all ranks, those without a part too, so that none goes on to wait for the others.
+        """
+        everyone = self.everyone
+        table = torch.zeros(everyone.size, dtype=torch.int64)
+        table[everyone.rank] = 0 if digest is None else 1 + int.from_bytes(digest[:7])
+        everyone.sum(table, what)
+        said = {r: value for r, value in enumerate(table.tolist()) if value}
+        if len(set(said.values())) > 1:
+            first = min(said)
+            other = [r for r, value in said.items() if value != said[first]]
+            raise RunError(
+                f"{everyone.called(first)} and {everyone._named(other)} disagree on {what}; do all run the same dynmo, config and data?"
+            )
+
+    def first_difference(self, parts: Sequence[str], what: str) -> tuple[int, list[int]] | None:
+        """Compare a list over all ranks of all replicas. Its length may differ, too.
+
+        Args:
+            parts: This rank's list.
+            what: What is compared, for messages.
+
+        Returns:
+            None if all lists are equal. Otherwise the index of the first part that is not, and the
+            ranks that have another part there than rank 0, or none. The same on every rank.
+        """
+        everyone = self.everyone
+        digests = torch.tensor([_short_digest(part) for part in parts], dtype=torch.int64)
+        whole = torch.zeros(everyone.size, 2, dtype=torch.int64)
+        whole[everyone.rank] = torch.tensor([len(parts), _short_digest("\0".join(parts))])
+        everyone.sum(whole, what)
+        if bool((whole == whole[0]).all()):
+            return None
+        shared = int(whole[:, 0].min())
+        table = torch.zeros(everyone.size, shared, dtype=torch.int64)
+        table[everyone.rank] = digests[:shared]
+        everyone.sum(table, what)
+        other = table != table[0]
+        differing = other.any(0).nonzero().flatten().tolist()
+        if differing:
+            return differing[0], other[:, differing[0]].nonzero().flatten().tolist()
+        return shared, (whole[:, 0] != whole[0, 0]).nonzero().flatten().tolist()
+
+    def failures(self, error: BaseException | None, what: str) -> dict[int, str]:
+        """Tell all ranks of all replicas what went wrong here, and hear what did elsewhere.
+
+        Args:
+            error: What this rank could not do. None if all went well.
+            what: What the ranks wait for here, for messages.
+
+        Returns:
+            The reason of each rank that failed, by global rank. The same on every rank.
+        """
+        everyone = self.everyone
+        table = torch.zeros(everyone.size, _REASON_BYTES, dtype=torch.uint8)
+        if error is not None:
+            reason = error.strerror if isinstance(error, OSError) else None
+            text = (reason or first_line(error) or type(error).__name__).encode()[:_REASON_BYTES]
+            table[everyone.rank, : len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+        everyone.sum(table, what)
+        rows = (row.numpy().tobytes().rstrip(b"\0").decode(errors="replace") for row in table)
+        return {rank: text for rank, text in enumerate(rows) if text}
+
+    # -- failures ---------------------------------------------------------------------------------------------------------
+
+    def fail(self, error: RuntimeError, peers: Sequence[int] | None, what: str) -> NoReturn:
+        """Turns a backend's exception into one line that names who waits for whom."""
+        text, me = first_line(error), self.called(self.rank)
+        if _LATE.search(text):
+            raise self._late(peers, what) from error
+        whom = self._named(peers) if peers else "a peer"
+        raise RankDied(f"{me} lost {whom} while waiting for {what} ({_reason(error)})") from error
+
+    def _late(self, peers: Sequence[int] | None, what: str) -> WaitTimeout:
+        late = self._not_waiting(what) if peers is None else list(peers)
+        waited = f"{self.called(self.rank)} waited {self.timeout:g} s for {self._named(late)}: {what}"
+        return WaitTimeout(f"{waited}; where it only takes longer, raise parallel.timeout", [self.address(rank) for rank in late])
+
+    def _not_waiting(self, what: str) -> list[int]:
+        """Who is not in this collective: every rank that gives up says so in the store; those that do not are the ones waited for."""
+        key = f"waiting/{self.address(self.rank)}"
+        try:
+            self.store.set(key, json.dumps({"host": socket.gethostname(), "what": what}))
+        except RuntimeError:  # the rank that serves it is gone
+            return []
+        time.sleep(min(1.0, self.timeout / 2))
+        others = [rank for rank in range(self.size) if rank != self.rank]
+        lacking = _lacking(self.store, [f"waiting/{self.address(rank)}" for rank in others])
+        return [others[at] for at in lacking]
+
+
+def _leave() -> None:
+    """Ends the group, if there is one. torch names groups by a count, which must be the same on all ranks when they meet again: it starts
+    anew where a group ends, but not where one could not be formed."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    dist.distributed_c10d._world.group_count = 0
+
+
+def _claim(store: dist.Store, rank: int, timeout: float) -> None:
+    """Says in the store that this rank is here. Raises RunError if another process has said so."""
+    try:
+        claims = within(timeout + _SLACK, lambda: store.add(f"here/{rank}", 1))
+    except TimeoutError:
+        late = f"rank {rank} waited {timeout:g} s for the store of rank 0, which does not answer"
+        raise WaitTimeout(late, [0]) from None
+    except RuntimeError as error:
+        why = _reason(error)
+        raise RankDied(f"rank {rank} lost the store of rank 0 as it joined ({why})") from None
+    if claims > 1:
+        advice = "give each process a RANK of its own, and each run a MASTER_PORT of its own"
+        raise RunError(f"another process is rank {rank} of this run, too; {advice}")
+
+
+def _lacking(store: dist.Store, keys: Sequence[str]) -> list[int]:
+    """Which of the keys are not in the store, by position. None if the store does not answer."""
+
+    def ask() -> list[int]:
+        return [at for at, key in enumerate(keys) if not store.check([key])]
+
+    try:
+        return within(_SLACK, ask)
+    except (RuntimeError, TimeoutError):  # the rank that serves it is gone, or hangs
+        return []
+
+
+def _reason(error: RuntimeError) -> str:
+    """What a backend says, without the place in its sources before and the advice after."""
+    return re.sub(r"^\[\S*\] ", "", first_line(error)).split(". ")[0]
+
+
+def ranks_text(ranks: Sequence[int | str]) -> str:
+    if not ranks:
+        return "the other ranks"
+    return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))

@@ -1,0 +1,1 @@
+"""Executor, programs, profiler, the end of a step and post-validation."""

@@ -1,0 +1,144 @@
+"""The end of a step without a barrier (Zero Bubble, section 4): step first, check later, take it back where the check fails.
+
+    rank 0 | .. W W |u F F F ? B W ..        u  own gradients are complete: add own part to the prefix (what the ranks before have
+    rank 1 |  .. W W |u F F ? B W ..            added), step if it is finite and does not clip, and hand it on
+    rank 2 |    .. W W |u F ? B W ..         ?  the whole table, from the last rank back: the step stands, or is taken back
+
+A squared norm only grows as parts are added, and what is not finite stays so. So where the whole is finite and does not clip, every rank
+has stepped; and a rank whose own gradient is bad never steps, so every step that is taken back had a good gradient and can be inverted.
+
+Several stages on a rank are one part: the rank has one prefix, one decision and one verdict. Nothing above depends on the order in which
+parts are added, and the rank begins its next step with the F of its first stage, for which `lower.routes` shows that the prefix
+delays nobody; its other stages' layers are ready sooner than they are needed.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from dynmo.runtime.comm.channels import TAG_PREFIX, TAG_VERDICT
+from dynmo.runtime.comm.world import World
+from dynmo.schedule.lowering import routes
+
+# What a verdict may be: no rank makes the step; or all make it again, with the clip factor.
+NON_FINITE, CLIPPED = "non-finite", "clipped"
+
+
+@dataclass(frozen=True)
+class Rollback:
+    """A step that was not as some ranks had made it. what: NON_FINITE or CLIPPED. seconds: of this rank's work, thrown away."""
+
+    what: str
+    seconds: float
+
+
+class Passage:
+    """How the table of a step's end passes the ranks: down as a prefix, up as the verdict (`lower.routes`). Receives are posted ahead."""
+
+    def __init__(self, world: World, placement: tuple[int, ...], length: int) -> None:
+        self._world, self._length = world, length
+        down, up = routes(placement)
+        rank = world.rank
+        place = down.index(rank)
+        self.completes = completes = place + 1 == len(down)
+        self._prefix_from = down[place - 1] if place else None
+        self._prefix_to = None if completes else down[place + 1]
+        place = up.index(rank)
+        # The first on the way up has the whole table from the rank that completed it, itself perhaps.
+        self._verdict_from = up[place - 1] if place else (None if completes else down[-1])
+        self._verdict_to = up[place + 1] if place + 1 < len(up) else None
+        self._starts_at = up[0] if completes and up[0] != rank else None
+        self._posted: dict[int, tuple[Tensor, dist.Work]] = {}
+        self._sent: list[tuple[Tensor, dist.Work, int]] = []
+        self._whole: Tensor | None = None
+
+    def expect(self) -> None:
+        """A prefix will come: so that it lands while the rank computes."""
+        self._post(TAG_PREFIX, self._prefix_from)
+
+    def _post(self, tag: int, source: int | None) -> None:
+        if source is not None:
+            table = torch.zeros(self._length, dtype=torch.float64)
+            self._posted[tag] = table, self._world.receive(table, source, tag)
+
+    def prefix(self, own: Tensor) -> Tensor:
+        """own: this rank's entries, zeros elsewhere. Returns them with those of the ranks before."""
+        return own if self._prefix_from is None else own + self._take(TAG_PREFIX, self._prefix_from, "the norms of the ranks before it")
+
+    def pass_on(self, prefix: Tensor) -> None:
+        """Hands the prefix to the next rank; the last one sends what is the whole table on its way back."""
+        self._finish_sends()
+        self._post(TAG_VERDICT, self._verdict_from)
+        if self._prefix_to is not None:
+            self._send(prefix, self._prefix_to, TAG_PREFIX)
+        else:
+            self._whole = prefix
+            if self._starts_at is not None:
+                self._send(prefix, self._starts_at, TAG_VERDICT)
+
+    def verdict(self) -> Tensor:
+        """The whole table. It is handed on before it is looked at."""
+        if self._verdict_from is None:
+            assert self._whole is not None
+            table = self._whole
+        else:
+            table = self._take(TAG_VERDICT, self._verdict_from, "the verdict on the step before")
+        self._whole = None
+        if self._verdict_to is not None:
+            self._send(table, self._verdict_to, TAG_VERDICT)
+        return table
+
+    def close(self) -> None:
+        """Before another takes its place; no verdict may be out."""
+        self._finish_sends()
+
+    def _take(self, tag: int, source: int, what: str) -> Tensor:
+        table, work = self._posted.pop(tag)
+        self._world.wait(work, source, what)
+        return table
+
+    def _send(self, table: Tensor, target: int, tag: int) -> None:
+        self._sent.append((table, self._world.send(table, target, tag), target))
+
+    def _finish_sends(self) -> None:
+        """Those of the step before were taken long ago."""
+        for _, work, target in self._sent:
+            self._world.wait(work, target, "room to send a step's table")
+        self._sent.clear()
+
+
+# Of the last `_WINDOW` steps: taken back more often than `_MOST`, and there is a barrier again; no oftener than `_FEW`, and there is none.
+_WINDOW, _MOST, _FEW = 20, 5, 1
+
+
+@dataclass(frozen=True)
+class Switch:
+    """From the next step on there is no barrier (`on`), or there is one again."""
+
+    on: bool
+    reason: str
+
+
+class Caution:
+    """Whether steps are validated afterwards or before, by how often they fail. Fed with verdicts, so it is the same on every rank."""
+
+    def __init__(self) -> None:
+        self._recent: deque[bool] = deque(maxlen=_WINDOW)
+        self.on = True
+
+    def observe(self, failed: bool) -> Switch | None:
+        """failed: the step was taken back, or with a barrier would have been."""
+        self._recent.append(failed)
+        count = sum(self._recent)
+        if self.on and count > _MOST:
+            self.on = False
+            return Switch(False, f"{count} of the last {len(self._recent)} steps were taken back")
+        if not self.on and len(self._recent) == _WINDOW and count <= _FEW:
+            self.on = True
+            return Switch(True, f"{count} of the last {_WINDOW} steps would have been taken back")
+        return None

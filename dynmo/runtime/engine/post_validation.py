@@ -1,0 +1,164 @@
+"""The end of a step without a barrier: the step is made on what the ranks before know, and pending until the verdict on it is in.
+
+    end(step)        made where the prefix has nothing against it, and told to the next rank; then the next step begins
+    its program      F F F ?        `stands`: the verdict; a step that failed is taken back, and made again where it only clips
+    settle()         takes the verdict at once, before anything that looks at the model or changes it
+
+How the table of the step passes the ranks, and when there is a barrier again: `norm_ring.py`.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, replace
+from typing import NoReturn
+
+from dynmo.errors import RunError
+from dynmo.runtime.engine.executor import Executor, Outcome
+from dynmo.runtime.engine.norm_ring import CLIPPED, NON_FINITE, Caution, Passage, Rollback
+from dynmo.runtime.engine.optimizer_step import StepEnd
+from dynmo.runtime.engine.step_reduction import StepResult
+from dynmo.runtime.state.layer_store import Holding
+
+
+@dataclass(frozen=True)
+class _Pending:
+    """A step whose verdict is still out. stepped: whether this rank has made it."""
+
+    step: int
+    outcome: Outcome
+    lr: float
+    max_norm: float
+    stepped: bool
+
+
+class PendingStep:
+    """The last step, where it is not final yet, and the results of final ones that nobody has been given.
+
+    validates: whether steps ever are left pending. copies: a step is taken back from copies, to the bit, else by arithmetic.
+    """
+
+    def __init__(self, holding: Holding, end: StepEnd, *, validates: bool, copies: bool) -> None:
+        self._holding, self._end = holding, end
+        self._caution = Caution() if validates else None
+        self._passage = Passage(holding.world, holding.layout.processes, end.table.length)
+        self._copies = copies
+        self._pending: _Pending | None = None
+        self._done: list[StepResult] = []  # results that nobody has been given yet
+        self._failure: RunError | None = None
+        self._begun = 0.0  # when the program started that now runs
+
+    @property
+    def validates(self) -> bool:
+        """Whether the next step has no barrier at its end. A weight tied over two ranks gets its gradient from both: there, one stays."""
+        return self._caution is not None and self._caution.on and not self._holding.tied.apart
+
+    @property
+    def copies(self) -> bool:
+        """Whether optimizers keep copies, to take steps back."""
+        return self._caution is not None and self._copies
+
+    @property
+    def is_out(self) -> bool:
+        """Whether there is a step whose verdict is still out."""
+        return self._pending is not None
+
+    def begin(self) -> None:
+        """Before the program of a step that will be left pending."""
+        if self._pending is None:
+            self._passage.expect()
+        self._begun = time.perf_counter()
+
+    def stands(self, executor: Executor) -> bool:
+        """In the middle of the next step's program, which the executor runs: whether it may go on."""
+        stands = self._stands()
+        if self._failure is None:
+            self._passage.expect()
+        executor.scale_loss(self._end.scaler.scale)  # no B has started
+        return stands
+
+    def end(self, step: int, outcome: Outcome, lr: float, max_norm: float, flag: bool) -> None:
+        """Of a step without a barrier: makes it if the ranks so far have nothing against it, and tells the next. Raises the RunError of
+        the step before, if that has failed meanwhile."""
+        if self._failure is not None:
+            self._end.discard()
+            self._raise()
+        self._end.prepare()
+        prefix = self._passage.prefix(self._end.table.own(outcome, flag))
+        known = self._end.table.read(step, prefix, outcome, self._end.scaler.scale)
+        # By the norms alone: they are the same on all replicas, which must do alike. A loss that is not finite is for the verdict to find.
+        stepped = self._end.failed(0.0, known.squared_norms, max_norm) is None
+        if stepped:
+            if self._copies:
+                for optimizer in self._holding.optimizers.values():
+                    optimizer.keep()
+            # That the norm of all will not clip is taken for granted; a layer's own norm is known.
+            self._end.apply(known.squared_norms, lr, max_norm if self._end.clip_scope == "local" else 0.0)
+        self._passage.pass_on(self._end.table.complete(prefix) if self._passage.completes else prefix)
+        self._pending = _Pending(step, outcome, lr, max_norm, stepped)
+        self._end.observe()
+
+    def settle(self) -> None:
+        """Waits until the last step is final."""
+        if self._pending is not None:
+            self._begun = time.perf_counter()
+            self._stands()
+            if self._failure is not None:
+                self._raise()
+
+    def assert_final(self) -> None:
+        """For what is called on one rank alone, which cannot wait for the others."""
+        if self._pending is not None:
+            raise RunError(
+                f"step {self._pending.step} may still be taken back; call drain() on all ranks first (a case: see Dynamism.acts)"
+            )
+
+    def _stands(self) -> bool:
+        """Takes the verdict on the pending step and does what it says. False: the step was not made as it was thought to be."""
+        pending, self._pending = self._pending, None
+        assert pending is not None
+        end = self._end
+        result = end.table.read(pending.step, self._passage.verdict(), pending.outcome, end.scaler.scale)
+        failed = end.failed(result.loss, result.squared_norms, pending.max_norm)
+        assert self._caution is not None
+        switch = self._caution.observe(failed is not None)
+        if failed is not None:
+            if pending.stepped:
+                end.take_back(lambda optimizer: optimizer.restore() if self._copies else optimizer.invert(pending.lr))
+            if failed == CLIPPED:
+                end.apply(result.squared_norms, pending.lr, pending.max_norm)
+            if failed == NON_FINITE:
+                self._failure = end.error(result)
+                result = end.skipped(result)
+            result = replace(result, rollback=Rollback(failed, time.perf_counter() - self._begun))
+        if self._failure is None:
+            end.scaler.observe(failed != NON_FINITE)
+        for optimizer in self._holding.optimizers.values():
+            optimizer.forget()
+        end.drop_gradients()
+        if self._failure is None:
+            self._done.append(replace(result, switch=switch))
+        return failed is None
+
+    def _raise(self) -> NoReturn:
+        failure, self._failure = self._failure, None
+        assert failure is not None
+        raise failure
+
+    def observed(self, result: StepResult, failed: str | None) -> StepResult:
+        """Of a step with a barrier: as the verdict on it would have been, so that there may be none again."""
+        return replace(result, switch=self._caution.observe(failed is not None)) if self._caution else result
+
+    def add(self, result: StepResult) -> None:
+        """Of a step that is final."""
+        self._done.append(result)
+
+    def take_done(self) -> tuple[StepResult, ...]:
+        """The results of final steps that were not given before, in order."""
+        done, self._done = tuple(self._done), []
+        return done
+
+    def reshaped(self) -> None:
+        """The ranks are another mesh: tables have other ways."""
+        self._passage.close()
+        self._passage = Passage(self._holding.world, self._holding.layout.processes, self._end.table.length)

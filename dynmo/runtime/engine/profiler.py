@@ -1,0 +1,271 @@
+"""Measured costs of every layer, continuously: the F, B and W seconds of each microbatch are timed as they run, and condensed once a step.
+
+Robust to noise: the clock leaves out what other processes took (`clock.py`), and medians leave out single readings
+(`balance/readings.py`). Gathered as one fixed vector in which every layer is filled in by the rank that holds it.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import fields, replace
+from statistics import median
+from typing import Any
+
+import torch
+from torch import nn
+
+from dynmo.balance.readings import WINDOW, Readings, Times
+from dynmo.cost.layer_cost import LayerCost, LinkCost, most_aside
+from dynmo.kernels.split import gradient_bytes
+from dynmo.runtime.comm.channels import TAG_LINKS, Worker
+from dynmo.runtime.comm.clock import Clock
+from dynmo.runtime.comm.world import World
+from dynmo.runtime.engine.executor import SEND, WAIT, Slice
+from dynmo.runtime.layer.split_backward import Layer
+from dynmo.runtime.optim.optimizer import LayerOptimizer
+from dynmo.schedule.op import Kind
+
+
+def weight_bytes(module: nn.Module) -> int:
+    """Parameters, and the buffers that are held with them: a pruned weight's indices are more than its values."""
+    return sum(t.nbytes for t in (*module.parameters(), *module.buffers()))
+
+
+OpMark = tuple[Kind, Any, Any, list[tuple[Any, Any]]]
+"""Of a layer's op: kind, start, end, and the parts of W inside a BW, or ahead of a W (`Layer.marks`)."""
+
+
+class Profiler:
+    """Condenses the marks that layers leave. `observe` costs microseconds a layer."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._readings: dict[int, Readings] = {}
+        self._preempted: deque[float] = deque(maxlen=WINDOW)
+        self.spent = 0.0  # seconds of observing
+
+    def forget(self, layers: Iterable[int]) -> None:
+        """These layers have changed: what was measured of them no longer holds."""
+        for index in layers:
+            self._readings.pop(index, None)
+
+    def observe(self, layers: Iterable[Layer]) -> None:
+        """Takes the marks of one finished step. The clock must be settled."""
+        start = time.perf_counter()
+        for layer in layers:
+            self._readings.setdefault(layer.index, Readings()).add(*self._read(layer.marks))
+            layer.marks.clear()
+        self.spent += time.perf_counter() - start
+
+    def observe_ops(self, slices: Iterable[Slice]) -> None:
+        """Notes which share of the time of one step's ops other processes took. The clock must be settled."""
+        seconds = elapsed = 0.0
+        for s in slices:
+            known = None if s.kind in (WAIT, SEND) else self._clock.seconds(s.start, s.end)
+            if known is not None:
+                seconds += known
+                elapsed += self._clock.elapsed(s.start, s.end)
+        self._preempted.append(1 - seconds / elapsed if elapsed else 0.0)
+
+    @property
+    def preempted(self) -> float:
+        """The share of its ops' time for which this rank lost its core to other processes: median of the newest steps."""
+        return median(self._preempted) if self._preempted else 0.0
+
+    def _read(self, marks: Sequence[OpMark]) -> list[list[float]]:
+        """A step's readings of F, B and W. A doubtful one counts only where there is no other of its kind."""
+        readings = list[list[float]]()
+        for which, kind in enumerate(_by_kind(marks, self._clock.seconds)):
+            known = [seconds for seconds in kind if seconds is not None]
+            if kind and not known:
+                known = [seconds for seconds in _by_kind(marks, self._clock.elapsed)[which] if seconds is not None]
+            readings.append(known)
+        return readings
+
+    def seconds(self, index: int) -> Times:
+        """F, B, W of one of this rank's layers."""
+        readings = self._readings.get(index)
+        return Times() if readings is None else readings.seconds
+
+    def gather(
+        self, world: World, layers: Iterable[tuple[Layer, LayerOptimizer]], count: int, copies: bool = False, slots: int = 1
+    ) -> tuple[LayerCost, ...]:
+        """Every layer's cost, the same on every rank: where there are replicas, of the one that takes longest.
+
+        copies: the optimizers keep some, to take steps back. slots: reduction slots of the whole mesh.
+        """
+        table = torch.zeros(count, len(fields(LayerCost)), dtype=torch.float64)
+        for layer, optimizer in layers:
+            trains = [p for p in layer.module.parameters() if p.requires_grad]
+            table[layer.index] = torch.tensor(
+                [
+                    *self.seconds(layer.index),
+                    sum(p.numel() for p in layer.module.parameters()),
+                    weight_bytes(layer.module),
+                    sum(gradient_bytes(p) for p in trains),
+                    optimizer.state_bytes,
+                    layer.activation_bytes,
+                    layer.stash_bytes,
+                    layer.output_bytes,
+                    layer.workspace_bytes,
+                    layer.forward_workspace_bytes,
+                    layer.weight_workspace_bytes,
+                    copies * optimizer.copy_bytes,
+                    most_aside(slots // world.replicas) * sum(gradient_bytes(p) for p in trains),
+                ],
+                dtype=torch.float64,
+            )
+        world.everyone.largest(table, "everyone's layer costs")
+        rows: list[list[float]] = table.tolist()
+        return tuple(LayerCost(row[0], row[1], row[2], *map(int, row[3:])) for row in rows)
+
+    def gather_halves(self, world: World, own: Iterable[int], costs: Sequence[LayerCost]) -> tuple[tuple[LayerCost, ...], ...]:
+        """The costs as half of the readings alone tell them, the same on every rank.
+
+        Only times differ: bytes and parameters are counted, and one count is exact.
+
+        Args:
+            world: Every rank of it must call.
+            own: This rank's layers.
+            costs: All layers', by all readings. They may be scaled: the halves are told in proportion.
+
+        Returns:
+            The costs by the earlier readings and by the later ones; nothing if some layer has a time of one reading only.
+        """
+        unknown = Times(math.inf, math.inf, math.inf)
+        table = torch.zeros(len(costs), 3, len(unknown), dtype=torch.float64)
+        for index in own:
+            readings = self._readings.get(index, Readings())
+            table[index] = torch.tensor([readings.seconds, *(readings.halves or (unknown, unknown))], dtype=torch.float64)
+        world.everyone.largest(table, "everyone's readings")
+        if not table.isfinite().all():
+            return ()
+        return tuple(
+            tuple(_in_proportion(cost, *layer[0], *layer[half]) for cost, layer in zip(costs, table.tolist(), strict=True))
+            for half in (1, 2)
+        )
+
+
+def _in_proportion(cost: LayerCost, f: float, b: float, w: float, half_f: float, half_b: float, half_w: float) -> LayerCost:
+    """A cost for which F, B and W are known as f, b and w by all readings, as half of the readings tell it."""
+    return replace(
+        cost,
+        f=cost.f * half_f / f if f else half_f,
+        b=cost.b * half_b / b if b else half_b,
+        w=cost.w * half_w / w if w else half_w,
+    )
+
+
+def _by_kind(marks: Sequence[OpMark], seconds: Callable[[Any, Any], float | None]) -> tuple[list[float | None], ...]:
+    """Readings of F, B and W in the order of the marks; None where `seconds` knows none."""
+    f, b, w = list[float | None](), list[float | None](), list[float | None]()
+    for kind, start, end, inside in marks:
+        whole, parts = seconds(start, end), [seconds(*pair) for pair in inside]
+        if kind is Kind.F:
+            f.append(whole)
+        elif kind is Kind.W:
+            w.append(_total(whole, *parts))
+        elif kind is Kind.B:
+            b.append(whole)
+        else:
+            weight = _total(*parts)
+            w.append(weight)
+            b.append(_rest(whole, weight))
+    return f, b, w
+
+
+def _rest(whole: float | None, part: float | None) -> float | None:
+    """A whole without a part of it; None if one is unknown, or if the part seems longer.
+
+    The part does if the whole is CPU time, since the thread lost its core, and the part is elapsed
+    time, of which a virtual machine took some unseen.
+    """
+    rest = None if whole is None or part is None else whole - part
+    return rest if rest is not None and rest >= 0 else None
+
+
+def _total(*seconds: float | None) -> float | None:
+    known = [x for x in seconds if x is not None]
+    return sum(known) if len(known) == len(seconds) else None
+
+
+Pair = tuple[int, int]
+
+
+def measure_links(world: World, pairs: Sequence[Pair], sizes: Pair = (1 << 10, 1 << 20), repeats: int = 5) -> dict[Pair, LinkCost]:
+    """Latency and bandwidth of each pair of ranks: the median of several ping-pongs, with pauses, as messages have in training.
+
+    Back to back they would be several times faster than any message ever is: caches, threads and cores are awake then. Pairs that share no
+    rank are measured at once; a chain of ranks takes about a fifth of a second.
+    """
+    table = torch.zeros(len(pairs), 2, dtype=torch.float64)
+    world.open_channels([(TAG_LINKS, low, high) for low, high in pairs])
+    for together in _rounds(pairs):
+        for low, high in together:
+            if world.rank not in (low, high):
+                continue
+            times = [_ping(world, high if world.rank == low else low, (TAG_LINKS, low, high), size, repeats) for size in sizes]
+            if world.rank == low:
+                per_byte = max(0.0, (times[1] - times[0]) / (sizes[1] - sizes[0]))
+                table[pairs.index((low, high))] = torch.tensor([max(0.0, times[0] - per_byte * sizes[0]), per_byte])
+        world.barrier(_LINKS)
+    world.everyone.largest(table, "the link times")
+    links = (LinkCost(latency, 1 / per_byte if per_byte else float("inf")) for latency, per_byte in table.tolist())
+    return dict(zip(pairs, links, strict=True))
+
+
+def _rounds(pairs: Sequence[Pair]) -> list[list[Pair]]:
+    """The pairs in rounds, so that no rank is twice in one."""
+    rounds: list[list[Pair]] = []
+    for pair in pairs:
+        free = (known for known in rounds if not any(set(pair) & set(other) for other in known))
+        found = next(free, None)
+        if found is None:
+            rounds.append([pair])
+        else:
+            found.append(pair)
+    return rounds
+
+
+PAUSE = 0.005  # seconds
+_LINKS = "the links to be measured"
+
+
+def _ping(world: World, peer: int, key: tuple[int, ...], size: int, repeats: int) -> float:
+    """Seconds one way, sent and received as channels do: from a thread, into a receive that is posted. The first exchange opens the
+    connection and is not counted."""
+    if world.enqueues:
+        return _ping_on_device(world, peer, key, size, repeats)
+    sender = Worker("links", threaded=True)
+    buffer = torch.zeros(size, dtype=torch.uint8, device=world.device)
+    times: list[float] = []
+    for _ in range(repeats + 1):
+        incoming = world.receive(torch.empty_like(buffer), peer, TAG_LINKS, key)
+        time.sleep(PAUSE)
+        start = time.perf_counter()
+        if world.rank > peer:
+            world.wait(incoming, peer, _LINKS)
+        sender.submit(lambda: world.wait(world.send(buffer, peer, TAG_LINKS, key), peer, _LINKS))
+        if world.rank < peer:
+            world.wait(incoming, peer, _LINKS)
+        times.append((time.perf_counter() - start) / 2)
+    sender.close()
+    return median(times[1:])
+
+
+def _ping_on_device(world: World, peer: int, key: tuple[int, ...], size: int, repeats: int) -> float:
+    """A communicator has one stream for both directions, so a receive that is posted first would hold up the send that it waits for."""
+    buffer = torch.zeros(size, dtype=torch.uint8, device=world.device)
+    both = [world.send, world.receive] if world.rank < peer else [world.receive, world.send]
+    times: list[float] = []
+    for _ in range(repeats + 1):
+        time.sleep(PAUSE)
+        start = time.perf_counter()
+        for act in both:
+            world.wait(act(buffer, peer, TAG_LINKS, key), peer, _LINKS)
+        world.settle()
+        times.append((time.perf_counter() - start) / 2)
+    return median(times[1:])

@@ -1,0 +1,117 @@
+"""What the ranks know of a step at its end: one table, and the result that is read from it, the same on every rank.
+
+    squared norms of the layers | losses of the microbatches | busy, span, flag
+    on all replicas               of all replicas              of every global rank, or slice
+
+But for the norms each entry is filled by one rank, and of those by one in a pipeline: so no sum is rounded.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dynmo.runtime.comm.clock import Clock, seconds_or_elapsed
+from dynmo.runtime.engine.executor import SEND, WAIT, Outcome
+from dynmo.runtime.engine.norm_ring import Rollback, Switch
+from dynmo.runtime.optim.optimizer import squared_norm
+from dynmo.runtime.state.layer_store import Holding
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """One step, the same on every rank. busy, spans, flags: of each global rank (or slice), in seconds; busy counts no time in which other
+    processes had a rank's core. squared_norms: per layer, before clipping, 0 where the step was skipped: gradients overflowed, nothing was
+    updated, and the loss scale falls.
+
+    rollback: with post-validation, where the step was taken back first. switch: where that makes the pipeline change its mode.
+    """
+
+    step: int
+    loss: float
+    norm: float
+    squared_norms: tuple[float, ...]
+    busy: tuple[float, ...]
+    spans: tuple[float, ...]
+    flags: tuple[bool, ...]
+    outcome: Outcome
+    loss_scale: float = 1.0
+    rollback: Rollback | None = None
+    switch: Switch | None = None
+    skipped: bool = False
+
+    @property
+    def idle_ratio(self) -> float:
+        """1 - mean over ranks of busy time / span."""
+        span = max(self.spans)
+        return 1 - sum(self.busy) / len(self.busy) / span if span else 0.0
+
+
+class StepTable:
+    """The table as this rank fills it in and reads it. float64, [length]; its parts follow the holding's mesh."""
+
+    def __init__(self, holding: Holding, clock: Clock) -> None:
+        self._holding, self._clock = holding, clock
+
+    @property
+    def length(self) -> int:
+        return self._losses_end + 3 * self._ranks
+
+    @property
+    def _ranks(self) -> int:
+        return self._holding.layout.ranks * self._holding.layout.replicas
+
+    @property
+    def _losses_end(self) -> int:
+        layout = self._holding.layout
+        return self._holding.model.layers + layout.microbatches * layout.replicas
+
+    def _parts(self, table: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Norms, losses, and [3, ranks]: views."""
+        layers, losses = self._holding.model.layers, self._losses_end
+        return table[:layers], table[layers:losses], table[losses:].view(3, self._ranks)
+
+    def own(self, outcome: Outcome, flag: bool) -> Tensor:
+        """This rank's entries; its gradients must be complete."""
+        holding, world, layout, clock = self._holding, self._holding.world, self._holding.layout, self._clock
+        own = layout.microbatches
+        table = torch.zeros(self.length, dtype=torch.float64)
+        norms, losses, rest = self._parts(table)
+        found = holding.replicas.squared_norms()
+        if found is None:
+            found = {index: squared_norm(p.grad for p in layer.module.parameters()) for index, layer in holding.layers.items()}
+        for index, value in found.items():
+            norms[index] = value
+        if outcome.losses:
+            losses[world.replica * own :][:own] = torch.stack(outcome.losses)
+        for rank in {layout.placement[stage] for stage in holding.own_stages}:
+            spent = [s for s in outcome.slices if layout.placement[s.stage] == rank]
+            column = rest[:, rank * layout.replicas + world.replica]
+            column[0] = sum(seconds_or_elapsed(clock, s.start, s.end) for s in spent if s.kind not in (WAIT, SEND))
+            column[1] = clock.elapsed(spent[0].start, spent[-1].end)
+            column[2] = float(flag)
+        return table
+
+    def once(self, table: Tensor) -> Tensor:
+        """All replicas have the same norms, for their gradients are summed: one of them gives them to a sum over all."""
+        if self._holding.world.replica:
+            self._parts(table)[0].zero_()
+        return table
+
+    def complete(self, table: Tensor) -> Tensor:
+        """The table has the entries of all of a pipeline's ranks, here: now those of the other replicas', before it goes back."""
+        if self._holding.world.replicas == 1:
+            return table
+        return self._holding.world.peers.sum(self.once(table.clone()), "the other replicas' steps to end")
+
+    def read(self, step: int, table: Tensor, outcome: Outcome, loss_scale: float) -> StepResult:
+        norms, losses, rest = self._parts(table)
+        squares = tuple(norms.tolist())
+        busy, spans, flags = rest.tolist()
+        norm = math.sqrt(math.fsum(squares)) if all(map(math.isfinite, squares)) else math.nan
+        loss = float(losses.clone().mean())
+        flags = tuple(x != 0 for x in flags)
+        return StepResult(step, loss, norm, squares, tuple(busy), tuple(spans), flags, outcome, loss_scale)

@@ -1,0 +1,1 @@
+"""F, B and W of one layer, stages, accumulation, output cache and buffers."""

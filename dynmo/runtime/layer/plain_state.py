@@ -1,0 +1,60 @@
+"""Attributes of modules that are neither parameters nor buffers, and that a forward may write to (a counter, say).
+
+They do not move with a layer, no checkpoint has them, and a forward that runs again finds them changed. Many are harmless:
+a cached mask, or the last attention map. `Layer.forward` refuses those that change the layer's output.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import cast
+
+from torch import Tensor, nn
+
+from dynmo.runtime.layer.buffers import has_same_bits
+
+_OF_TORCH = frozenset(vars(nn.Module()))
+_CONTAINERS = (list, dict, set)
+
+
+class PlainState:
+    """The attributes of a module and its submodules as they are when this object is made. dynmo's own modules are left out."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._parts = [(name, part) for name, part in module.named_modules() if not type(part).__module__.startswith("dynmo.")]
+        self._before = {key: (value, _contents(value)) for key, value in self._attributes()}
+
+    def _attributes(self) -> Iterator[tuple[tuple[int, str], object]]:
+        for place, (_, part) in enumerate(self._parts):
+            for name, value in vars(part).items():
+                if name not in _OF_TORCH:
+                    yield (place, name), value
+
+    def written(self) -> str | None:
+        """The name of the first attribute that has another value now, or None."""
+        for (place, name), value in self._attributes():
+            before = self._before.get((place, name))
+            if before is None or not _is_same(*before, value):
+                return f"{self._parts[place][0]}.{name}".lstrip(".")
+        return None
+
+    def restore(self) -> None:
+        """Binds every attribute to the object that it was bound to."""
+        for (place, name), (value, _) in self._before.items():
+            vars(self._parts[place][1])[name] = value
+
+
+def _contents(value: object) -> object:
+    """A copy of what may change in place."""
+    if isinstance(value, Tensor):
+        return value.detach().clone()
+    return tuple(cast("list[object]", value)) if isinstance(value, _CONTAINERS) else value
+
+
+def _is_same(before: object, contents: object, now: object) -> bool:
+    if isinstance(now, Tensor):
+        return isinstance(contents, Tensor) and has_same_bits(contents, now)
+    if isinstance(now, _CONTAINERS):
+        elements = tuple(cast("list[object]", now))
+        return before is now and isinstance(contents, tuple) and list(map(id, elements)) == list(map(id, cast("tuple[object]", contents)))
+    return before is now or (isinstance(now, int | float | str | bytes) and before == now)

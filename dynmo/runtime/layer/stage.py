@@ -1,0 +1,91 @@
+"""A stage: contiguous layers on one rank, run as forward, backward_input and backward_weight of one microbatch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from dynmo.errors import RunError
+from dynmo.kernels.split import LOW
+from dynmo.runtime.layer.output_cache import OutputCache
+from dynmo.runtime.layer.split_backward import Layer, Tensors
+
+
+class Stage:
+    """first_trainable is the global index of the first layer that trains: below it a layer keeps nothing, and B stops there.
+
+    `loss`, on the model's last stage, takes (output, targets) and gives a scalar; `share` is its part of the step's loss (one over the
+    global number of microbatches), with which B starts, on `device`: a copy to it would hold up each B. outputs: keeps what the first
+    `kept` layers make of a microbatch, which are frozen.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[Layer],
+        first_trainable: int,
+        loss: Callable[[Tensor, Tensor], Tensor] | None = None,
+        share: float = 1.0,
+        outputs: OutputCache | None = None,
+        kept: int = 0,
+        device: torch.device | None = None,
+    ) -> None:
+        self.layers, self._first_trainable, self._loss = list(layers), first_trainable, loss
+        self._outputs, self._kept = outputs, self.layers[:kept]
+        self._run = self.layers[kept if outputs is not None else 0 :]
+        self._portion, self._device = share, device
+        self.scale_loss(1.0)
+        self._trained = [layer for layer in self.layers if layer.index >= first_trainable]
+
+    def scale_loss(self, scale: float) -> None:
+        """From the next B on, gradients are those of `scale` times the loss."""
+        self._share = torch.full((), self._portion * scale, device=self._device)
+
+    def forward(self, microbatch: int, tensors: Tensors, step: int, targets: Tensor | None, training: bool) -> Tensors:
+        assert torch.is_grad_enabled(), "the executor runs with gradients enabled"
+        if self._outputs is not None and self._kept:
+            tensors = self._outputs.forward(self._kept, microbatch, tensors, step)
+        for layer in self._run:
+            ends = self._loss is not None and layer is self.layers[-1]
+            finish = partial(self._finish, targets) if ends else None
+            graph = training and layer.index >= self._first_trainable
+            tensors = layer.forward(microbatch, tensors, step, graph, layer.index > self._first_trainable, finish)
+        return tensors
+
+    def _finish(self, targets: Tensor | None, output: Tensor) -> Tensor:
+        assert self._loss is not None
+        assert targets is not None
+        # A loss may write to its targets (to mask some, say). They may be a view of the batch, and recompute needs them again.
+        loss = cast(object, self._loss(output, targets.clone()))
+        if not isinstance(loss, Tensor) or loss.dim():
+            what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
+            raise RunError(f"the loss function returned {what}; it must return a scalar tensor, the mean")
+        outputs = cast("Tensor | tuple[object, ...]", output)  # of a last layer that returns several
+        several = outputs if isinstance(outputs, tuple | list) else (outputs,)
+        # Where F runs without its graph, to run again in B, an input that is handed on still says that it requires a gradient.
+        if torch.is_grad_enabled() and not loss.requires_grad and any(isinstance(y, Tensor) and y.requires_grad for y in several):
+            raise RunError("the loss does not depend on the model's output in a way that autograd follows, so nothing would train")
+        return loss.float() if loss.dtype in LOW else loss
+
+    def backward_input(self, microbatch: int, gradients: Tensors | None, deferred: bool) -> Tensors:
+        """gradients: of this stage's outputs; None on the last stage, whose output is the loss."""
+        gradients = (self._share,) if gradients is None else gradients
+        for layer in reversed(self._trained):
+            gradients = layer.backward_input(microbatch, gradients, deferred)
+        return gradients
+
+    def backward_weight(self, microbatch: int) -> None:
+        for layer in reversed(self._trained):
+            layer.backward_weight(microbatch)
+
+    def weight_pieces(self, microbatch: int) -> Iterator[None]:
+        """As `backward_weight`, one deferred weight gradient at each step."""
+        for layer in reversed(self._trained):
+            yield from layer.weight_pieces(microbatch)
+
+    def clear(self) -> None:
+        for layer in self.layers:
+            layer.clear()

@@ -1,0 +1,69 @@
+"""W ahead of its time: while a rank waits for a message, it may run pieces of W's that its program has further on.
+
+    program     F3 B2 <F4 F4 B3 W2          `<F4` takes a message that is late
+    whole       F3 B2 ....... F4 B3 W2
+    in pieces   F3 B2 w2 w2 . F4 B3 w2      a piece is one deferred weight gradient; the W runs what is left
+
+The program says by when a W must have run, so memory is never more than it says. Pieces run in the program's order of W's, so every
+gradient is summed over its microbatches in the same order, and replicas reduce their layers in the same order, however late messages are.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
+
+from dynmo.runtime.layer.stage import Stage
+from dynmo.schedule.lowering import Compute, Instruction
+from dynmo.schedule.op import Kind, Op
+
+
+class Pieces:
+    """Of one run of a program."""
+
+    def __init__(self, instructions: Iterable[Instruction], stages: Mapping[int, Stage]) -> None:
+        self._stages = stages
+        ops = (i.op for i in instructions if isinstance(i, Compute))
+        self._due = deque(op for op in ops if op.kind in (Kind.W, Kind.BW))
+        self._ready: set[Op] = set()
+        # The first due W, once it has begun.
+        self._begun: Iterator[None] | None = None
+
+    def after(self, op: Op) -> None:
+        """The program has run this op, other than a W."""
+        if op.kind is Kind.B:
+            self._ready.add(Op(Kind.W, op.stage, op.microbatch))
+        elif op.kind is Kind.BW:
+            assert self._due[0] == op, "all before it in the program has run"
+            self._due.popleft()
+
+    @property
+    def any(self) -> bool:
+        """Whether there is one whose B has run."""
+        return bool(self._due) and self._due[0] in self._ready
+
+    def run_one(self) -> Op | None:
+        """Runs the next piece, and says of which W; None where there is none."""
+        while self.any:
+            op = self._due[0]
+            if self._begun is None:
+                self._begun = self._stages[op.stage].weight_pieces(op.microbatch)
+            for _ in self._begun:
+                return op
+            self._end(op)
+        return None
+
+    def run_rest(self, op: Op) -> None:
+        """Runs what is left of this W: the program has come to it."""
+        if op not in self._ready:
+            return
+        if self._begun is None:
+            self._stages[op.stage].backward_weight(op.microbatch)
+        else:
+            deque(self._begun, maxlen=0)
+        self._end(op)
+
+    def _end(self, op: Op) -> None:
+        self._due.popleft()
+        self._ready.remove(op)
+        self._begun = None

@@ -1,0 +1,1 @@
+"""Optimizer, ZeRO-1, gradient reduction, tied weights and loss scale."""

@@ -1,0 +1,234 @@
+"""Sums gradients over the replicas, layer by layer, while the rank is still at work on other layers.
+
+    the rank's thread   ... B W | B W | B W ── norms ── step
+    the reducer's                └ layer 7 ┘└ layer 6 ┘└ layer 5 ┘
+
+Each layer's gradients are cut into a share per replica. A share goes to its replica, which adds what comes from all of them as a fixed tree
+(`accumulation.py`), in the order of replicas: no all-reduce, whose order of sums is its own. Then the sums go back to everyone; or with
+ZeRO-1 they stay, the optimizer updates its share of the parameters, and these go to everyone. What is on its way at once is a bucket: a
+part of every share (`memory.REDUCED_AT_ONCE` bytes of all shares), so that a large layer needs no more memory for its reduction than a
+small one.
+
+    shares of 2 replicas   | 0 0 0 0 0 | 1 1 1 1 1 |
+    buckets                | a a b b c | a a b b c |
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+
+import torch
+from torch import Tensor, nn
+
+from dynmo.errors import WaitTimeout
+from dynmo.kernels.split import zero_gradient
+from dynmo.runtime.comm.channels import Worker
+from dynmo.runtime.comm.world import World
+from dynmo.runtime.layer.accumulation import Tree
+from dynmo.runtime.optim.optimizer import NORM_BLOCK, Share, block_sums, cut, fold_blocks
+from dynmo.schedule.memory import REDUCED_AT_ONCE
+
+
+@dataclass(frozen=True)
+class Shared:
+    """A parameter, and the range of its elements that is in each replica's share. owned: this layer's optimizer updates it."""
+
+    parameter: nn.Parameter
+    ranges: tuple[tuple[int, int], ...]
+    owned: bool
+
+
+def shares_of(module: nn.Module, shared: frozenset[str], replicas: int) -> list[Shared]:
+    """The cut of a layer, as its optimizer has it. shared: names of parameters that another layer owns; these are cut one by one."""
+    named = dict(module.named_parameters())
+    owned = [p for name, p in named.items() if name not in shared]
+    out: list[Shared] = []
+    for group in (owned, *([named[name]] for name in named if name in shared)):
+        cuts = [cut([p.numel() for p in group], Share(replica, replicas)) for replica in range(replicas)]
+        out += [Shared(p, tuple(ranges[i] for ranges in cuts), group is owned) for i, p in enumerate(group)]
+    return out
+
+
+class Reducer:
+    """Runs collectives over the peers in the order in which they are given. With gloo in a thread of its own, with NCCL in a stream."""
+
+    def __init__(self, peers: World) -> None:
+        self.peers = peers
+        self._worker = Worker("reducer", threaded=not peers.enqueues)
+        self._stream = torch.cuda.Stream(peers.device) if peers.enqueues else None
+        # Told once the work that was given before it is done.
+        self._settle: list[Callable[[], None]] = []
+        # Seconds of all collectives so far (on CPU), and of waiting for them at a step's end: what the rank's own work did not hide.
+        self.worked = self.waited = 0.0
+        # The thread ends with the reducer, also where nobody closes it.
+        self._finish = weakref.finalize(self, self._worker.close)
+        peers.everyone.channels.add(self)
+
+    def submit(self, work: Callable[[], Callable[[], None] | None]) -> None:
+        """`work` may return what is left to do in the rank's own thread, at `finish`."""
+
+        def run() -> None:
+            start = time.perf_counter()
+            with torch.no_grad():
+                rest = work()
+            self.worked += time.perf_counter() - start
+            if rest is not None:
+                self._settle.append(rest)
+
+        if self._stream is None:
+            self._worker.submit(run)
+        else:
+            self._stream.wait_stream(torch.cuda.current_stream(self.peers.device))
+            with torch.cuda.stream(self._stream), self.peers.waits.around(self.peers.device, None, "sums over the replicas"):
+                run()
+
+    def finish(self, what: str) -> None:
+        """Waits until all that was given is done."""
+        start = time.perf_counter()
+        if self._stream is not None:
+            torch.cuda.current_stream(self.peers.device).wait_stream(self._stream)
+            self.peers.settle()
+        else:
+            done = threading.Event()
+            self._worker.submit(done.set)
+            # The worker's own wait has a shorter limit and says more: it speaks first. A failed one runs nothing more, so it is asked.
+            limit = self.peers.timeout + 5
+            while not done.wait(0.05) and self._worker.error is None and time.perf_counter() - start < limit:
+                pass
+            if not done.is_set():
+                me = self.peers.called(self.peers.rank)
+                raise self._worker.error or WaitTimeout(f"{me} waited {self.peers.timeout:g} s for its own reduction: {what}", [])
+        self.waited += time.perf_counter() - start
+        settle, self._settle = self._settle, []
+        for rest in settle:
+            rest()
+
+    def close(self) -> None:
+        self._finish()
+
+
+def reduce_gradients(
+    peers: World, layer: int, shares: Sequence[Shared], everywhere: bool, bucket: int = REDUCED_AT_ONCE
+) -> Callable[[], None]:
+    """Sums one layer's gradients over the peers, in place. everywhere: on all of them, else each its own share, and the rest is left as is.
+
+    Returns what is left to do: a gradient that nobody had is to be None again.
+    """
+    missing: list[tuple[nn.Parameter, Tensor]] = []
+    for group in buckets(shares, bucket):
+        missing += _reduce(peers, group, everywhere, f"the gradients of layer {layer}")
+
+    def settle() -> None:
+        for parameter, present in missing:
+            if not float(present):
+                parameter.grad = None
+
+    return settle
+
+
+def _reduce(peers: World, group: Sequence[Shared], everywhere: bool, what: str) -> list[tuple[nn.Parameter, Tensor]]:
+    """One bucket. Returns the parameters that had no gradient here, and whether anyone had."""
+    absent = [s.parameter.grad is None for s in group]
+    flats = [_flat_gradient(s.parameter) for s in group]
+    flags = flats[0].new_ones(len(group))  # not from a list, which on CUDA the host would wait for
+    for i, none in enumerate(absent):
+        if none:
+            flags[i].zero_()
+    parts = [torch.cat([*_pieces(group, flats, replica), flags]) for replica in range(peers.size)]
+    rows = peers.exchange(parts, [parts[peers.rank].numel()] * peers.size, what)
+    del parts
+    tree = Tree()
+    for replica, row in enumerate(rows):
+        tree.put(replica, row)
+    total = tree.total(peers.size)
+    assert total is not None
+    sums, present = total.split([total.numel() - len(group), len(group)])
+    if everywhere:
+        gather_shares(peers, group, flats, sums, what)
+    else:
+        _write(group, flats, peers.rank, sums)
+    return [(s.parameter, present[i].clone()) for i, s in enumerate(group) if absent[i]]
+
+
+def gather_parameters(peers: World, layer: int, shares: Sequence[Shared], bucket: int = REDUCED_AT_ONCE) -> None:
+    """Every replica's share of one layer's parameters, on all replicas."""
+    for group in buckets((s for s in shares if s.owned), bucket):
+        flats = [s.parameter.detach().view(-1) for s in group]
+        gather_shares(peers, group, flats, torch.cat(_pieces(group, flats, peers.rank)), f"the parameters of layer {layer}")
+
+
+def gather_shares(peers: World, shares: Sequence[Shared], flats: Sequence[Tensor], own: Tensor, what: str) -> None:
+    """Fills in the flats from everyone's `own`: the pieces of its share, one after another."""
+    sizes = [sum(high - low for low, high in (s.ranges[replica] for s in shares)) for replica in range(peers.size)]
+    for replica, pieces in enumerate(peers.exchange([own] * peers.size, sizes, what)):
+        _write(shares, flats, replica, pieces)
+
+
+def squared_norms(peers: World, layers: Mapping[int, Sequence[Shared]]) -> dict[int, float]:
+    """Of each layer's gradients, of which every replica has its own share: the same bits as `squared_norm` of the whole gradients."""
+    lengths = {index: sum(_blocks(s) for s in shares) for index, shares in layers.items()}
+    table = torch.zeros(sum(lengths.values()), dtype=torch.float64)
+    start = 0
+    for shares in layers.values():
+        for s in shares:
+            if s.parameter.grad is not None:
+                low, high = s.ranges[peers.rank]
+                sums = block_sums(s.parameter.grad.reshape(-1)[low:high])
+                table[start + low // NORM_BLOCK :][: len(sums)] = torch.tensor(sums, dtype=torch.float64)
+            start += _blocks(s)
+    blocks = peers.sum(table, "the norms of the gradients").split(list(lengths.values()))
+    return {index: fold_blocks(part.tolist()) for index, part in zip(lengths, blocks, strict=True)}
+
+
+def _blocks(shared: Shared) -> int:
+    return 0 if shared.parameter.grad is None else -(-shared.parameter.numel() // NORM_BLOCK)
+
+
+def buckets(shares: Iterable[Shared], size: int) -> Iterator[list[Shared]]:
+    """Those that train, in groups of one dtype, each cut into buckets of up to so many bytes: what they have of every share."""
+    groups: dict[torch.dtype, list[Shared]] = {}
+    for s in shares:
+        if s.parameter.requires_grad:
+            groups.setdefault(s.parameter.dtype, []).append(s)
+    for dtype, group in groups.items():
+        replicas = len(group[0].ranges)
+        # Where each parameter's part begins in a share; and behind them all, how long the share is.
+        starts = [[0, *accumulate(high - low for low, high in (s.ranges[i] for s in group))] for i in range(replicas)]
+        step = max(1, size // max(4, dtype.itemsize) // replicas)  # gradients are float32 where parameters are less
+        for first in range(0, max(1, *(share[-1] for share in starts)), step):
+            bucket: list[Shared] = []
+            for k, s in enumerate(group):
+                ranges: list[tuple[int, int]] = []
+                for (low, high), share in zip(s.ranges, starts, strict=True):
+                    begin = low + first - share[k]
+                    ranges.append((min(high, max(low, begin)), max(low, min(high, begin + step))))
+                if any(high > low for low, high in ranges) or (first == 0 and not s.parameter.numel()):
+                    bucket.append(replace(s, ranges=tuple(ranges)))
+            yield bucket
+
+
+def _flat_gradient(parameter: nn.Parameter) -> Tensor:
+    """Its gradient's own memory as a vector; zeros are made where there is none."""
+    if parameter.grad is None:
+        parameter.grad = zero_gradient(parameter)
+    if not parameter.grad.is_contiguous():
+        old, parameter.grad = parameter.grad, parameter.grad.contiguous()
+        if old.is_cuda:  # this stream still reads it, and its own, where it was made, would take it back at once
+            old.record_stream(torch.cuda.current_stream(old.device))
+    return parameter.grad.view(-1)
+
+
+def _pieces(shares: Sequence[Shared], flats: Sequence[Tensor], replica: int) -> list[Tensor]:
+    return [flat[slice(*s.ranges[replica])] for s, flat in zip(shares, flats, strict=True)]
+
+
+def _write(shares: Sequence[Shared], flats: Sequence[Tensor], replica: int, pieces: Tensor) -> None:
+    start = 0
+    for target in _pieces(shares, flats, replica):
+        target.copy_(pieces[start : start + target.numel()])
+        start += target.numel()

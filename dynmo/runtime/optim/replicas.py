@@ -1,0 +1,77 @@
+"""What the replicas of a pipeline exchange of the layers that each of them has: sums of gradients and, with ZeRO-1, updated parameters.
+
+Both travel layer by layer while the rank goes on (`gradient_reduction.py`). Where there are no other replicas, nothing is exchanged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from torch import nn
+
+from dynmo.runtime.comm.world import World
+from dynmo.runtime.optim.gradient_reduction import Reducer, Shared, gather_parameters, reduce_gradients, shares_of, squared_norms
+from dynmo.runtime.optim.optimizer import WHOLE, Share
+from dynmo.runtime.optim.tied_weights import Pair
+
+
+class Replicas:
+    """This rank's side of it. sharded: each replica keeps a share of the optimizer's state (ZeRO-1)."""
+
+    def __init__(self, world: World, tied: Sequence[Pair], sharded: bool) -> None:
+        self._world, self._tied, self._sharded = world, tied, sharded
+        # Who does the summing, where there are replicas; and of each own layer, who sums and updates which part.
+        self._reducer = Reducer(world.peers) if world.replicas > 1 else None
+        self._shares: dict[int, list[Shared]] = {}
+
+    @property
+    def share(self) -> Share:
+        """Of every layer's optimizer, what is here."""
+        return Share(self._world.replica, self._world.replicas) if self._sharded else WHOLE
+
+    @property
+    def seconds(self) -> tuple[float, float]:
+        """Of all steps so far: what this rank's collectives over the replicas took, and what of it its own work did not hide."""
+        return (0.0, 0.0) if self._reducer is None else (self._reducer.worked, self._reducer.waited)
+
+    def adopt(self, index: int, module: nn.Module, shared: frozenset[str]) -> None:
+        """This rank has the layer. shared: names of parameters that another layer owns."""
+        self._shares[index] = shares_of(module, shared, self._world.replicas) if self._reducer is not None else []
+
+    def drop(self, index: int) -> None:
+        del self._shares[index]
+
+    def reduction(self, index: int) -> Callable[[], None] | None:
+        """What to call when the layer's last W has run; None where there is nobody to add it up with."""
+        return None if self._reducer is None else partial(self._reduce_layer, index)
+
+    def _reduce_layer(self, index: int) -> None:
+        """A layer's last W has run: its gradients go to the other replicas while this rank goes on."""
+        assert self._reducer is not None
+        tied = any(index in (owner, user) for (owner, _), (user, _) in self._tied)  # their sum is made before it is cut
+        work = partial(reduce_gradients, self._world.peers, index, self._shares[index], everywhere=tied or not self._sharded)
+        self._reducer.submit(work)
+
+    def await_gradients(self) -> None:
+        if self._reducer is not None:
+            self._reducer.finish("the gradients of the step")
+
+    def squared_norms(self) -> dict[int, float] | None:
+        """Of this rank's layers, whose gradients the replicas have in shares; None where each has them whole."""
+        if not self._sharded or self._reducer is None:
+            return None
+        return squared_norms(self._world.peers, dict(sorted(self._shares.items())))
+
+    def send_parameters(self, index: int) -> None:
+        """With ZeRO-1 every replica has its share of a layer's parameters: it gets the others' while this rank goes on."""
+        if self._reducer is not None and self._sharded:
+            self._reducer.submit(partial(gather_parameters, self._world.peers, index, self._shares[index]))
+
+    def await_parameters(self) -> None:
+        if self._reducer is not None:
+            self._reducer.finish("the parameters of the step")
+
+    def close(self) -> None:
+        if self._reducer is not None:
+            self._reducer.close()

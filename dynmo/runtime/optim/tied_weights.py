@@ -1,0 +1,79 @@
+"""Weights that two layers share (embedding and head), on whichever ranks these live.
+
+    one rank      the user's parameter is the owner's memory
+    two ranks     a step:  gradients ──┐                      ┌─> the owner's new weight
+                           user's rank └─> owner's rank: sum, norm, optimizer
+
+Each use keeps a gradient of its own until the step's end: the weight's gradient is the user's sum plus the owner's sum, in that order, also
+where both are on one rank. Only the owner's layer has optimizer state, so a layer moves as any other does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+
+from torch import Tensor, nn
+
+from dynmo.kernels.split import zero_gradient
+from dynmo.runtime.comm.channels import TAG_TIED
+from dynmo.runtime.comm.world import World
+
+# (layer, parameter) of the owner and of the user.
+Pair = tuple[tuple[int, str], tuple[int, str]]
+
+
+class TiedWeights:
+    """The shared weights of one model, as its ranks hand them to each other. Each method is called on every rank alike."""
+
+    def __init__(self, world: World, pairs: Sequence[Pair], rank_of: Callable[[int], int], modules: Sequence[nn.Module]) -> None:
+        self._world, self._pairs, self._rank_of, self._modules = world, pairs, rank_of, modules
+
+    @property
+    def apart(self) -> bool:
+        """Whether some weight lives on two ranks, which must then wait for each other at every step's end."""
+        return any(self._rank_of(owner) != self._rank_of(user) for (owner, _), (user, _) in self._pairs)
+
+    def join(self) -> None:
+        """After layers came or went: on one rank, one memory."""
+        ends = {(self._rank_of(owner), self._rank_of(user)) for (owner, _), (user, _) in self._pairs}
+        self._world.open_channels(sorted((TAG_TIED, *way) for a, b in ends if a != b for way in ((a, b), (b, a))))
+        for (owner, owner_name), (user, name) in self._pairs:
+            if self._rank_of(owner) == self._rank_of(user) == self._world.rank:
+                self._modules[user].get_parameter(name).data = self._modules[owner].get_parameter(owner_name).data
+
+    def merge(self) -> None:
+        """Before the norm: the owner's gradient becomes the sum of both, the user's is gone."""
+        for index, ((owner, owner_name), (user, name)) in enumerate(self._pairs):
+            source, target, here = self._rank_of(user), self._rank_of(owner), self._world.rank
+            used, owned = self._modules[user].get_parameter(name), self._modules[owner].get_parameter(owner_name)
+            if not owned.requires_grad:
+                continue
+            given = used.grad
+            if source != target and here == source:
+                self._pass(zero_gradient(used) if given is None else given, source, target, index, "gradient")
+            elif source != target and here == target:
+                given = self._pass(zero_gradient(owned), source, target, index, "gradient")
+            if here == target and given is not None:
+                owned.grad = given if owned.grad is None else given + owned.grad
+            used.grad = None
+
+    def publish(self, frozen: Collection[int]) -> None:
+        """After the optimizer, and once at the start: a user elsewhere takes the owner's weight. `frozen` owners have not changed."""
+        for index, ((owner, owner_name), (user, name)) in enumerate(self._pairs):
+            source, target = self._rank_of(owner), self._rank_of(user)
+            if source == target or owner in frozen or self._world.rank not in (source, target):
+                continue
+            mine = self._world.rank == source
+            weight = self._modules[owner].get_parameter(owner_name) if mine else self._modules[user].get_parameter(name)
+            self._pass(weight.detach(), source, target, index, "weight")
+
+    def _pass(self, tensor: Tensor, source: int, target: int, index: int, what: str) -> Tensor:
+        """From one rank to the other; the tensor, filled where it arrives."""
+        world, key = self._world, (TAG_TIED, source, target)
+        what = f"the {what} of tied weight {index}"
+        if world.rank == source:
+            world.wait(world.send(tensor.contiguous(), target, TAG_TIED, key), target, f"room to send {what}")
+        else:
+            world.wait(world.receive(tensor, source, TAG_TIED, key), source, what)
+        world.settle()
+        return tensor

@@ -1,0 +1,1 @@
+"""The layers that this rank holds, their migration and their checkpoints."""

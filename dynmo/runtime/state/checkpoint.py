@@ -1,0 +1,403 @@
+"""Checkpoints: torch DCP over safetensors, a folder per global layer, and a manifest of our own. No pickles are written or read.
+
+    checkpoints/latest                  the name of the newest complete checkpoint
+    checkpoints/step-000120/manifest.json        step, layer names, state, SHA-256 of every file
+                            layer-0007/          layer.json (names, dtypes, shapes) and DCP's safetensors
+
+A save goes to `step-N.tmp`, is hashed and synced, then renamed; only then does `latest` move. A load verifies every hash (each rank those
+of some layers), and falls back one checkpoint if the newest is damaged. Layers are keyed by global index, so any placement can load any
+checkpoint. The ranks share the file system.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import shutil
+import sys
+import time
+import warnings
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from pydantic import ValidationError
+from safetensors.torch import save as save_safetensors
+from torch import Tensor, nn
+
+from dynmo.errors import CheckpointError, RunError
+from dynmo.files import write_whole
+from dynmo.kernels.sparse_linear import conform
+from dynmo.runtime.comm.headers import DTYPES
+from dynmo.runtime.comm.world import World
+from dynmo.runtime.state.checkpoint_manifest import (
+    MANIFEST,
+    VERSION,
+    CheckpointManifest,
+    read,
+    sealed,
+    unread,
+)
+from dynmo.runtime.state.migration import Contents, Manifest, contents, describe
+
+
+@dataclass(frozen=True)
+class Saved:
+    path: Path
+    bytes: int
+    seconds: float
+
+
+def save(
+    world: World,
+    folder: Path,
+    step: int,
+    names: Sequence[str],
+    layers: Iterable[tuple[int, tuple[nn.Module, dict[str, Tensor]]]],
+    state: dict[str, Any],
+    keep: int,
+) -> Saved:
+    """Save a checkpoint after `step` steps. All ranks call it together.
+
+    Args:
+        world: The ranks that share `folder`.
+        folder: Where checkpoints are.
+        step: Number of steps that are done.
+        names: Names of the model's layers, in order.
+        layers: Those that this rank writes: global index and (module, optimizer state).
+        state: The run's own part, as JSON. The same on every rank.
+        keep: How many checkpoints stay, this one included.
+
+    Returns:
+        Where it is, and what it cost.
+
+    Raises:
+        RunError: Some rank could not write its part. Every rank raises it, and the checkpoints
+            that were there before are untouched.
+    """
+    start = time.perf_counter()
+    final = folder / f"step-{step:06d}"
+    partial = final.with_suffix(".tmp")
+    attempt = _Attempt(world, partial)
+    with attempt.part():
+        if world.rank == 0:
+            _remove(partial)
+            partial.mkdir(parents=True)
+    attempt.agree("the checkpoint's folder")
+    table = torch.zeros(len(names), 2, 32, dtype=torch.uint8)
+    size = torch.zeros(1, dtype=torch.float64)
+    # To the end, whatever fails: with ZeRO-1 the replicas gather each layer's state together.
+    for index, (module, optimizer_state) in layers:
+        with attempt.part():
+            paths = _save_layer(partial / _folder(index), index, module, optimizer_state)
+            for which, path in enumerate(paths):
+                table[index, which] = torch.frombuffer(bytearray(_sha256(path)), dtype=torch.uint8)
+                size += path.stat().st_size
+    attempt.agree("the checkpoint's layers to be written")
+    world.sum(table, "the checkpoint's layers to be written")
+    world.sum(size, "the checkpoint's layers to be written")
+    with attempt.part():
+        if world.rank == 0:
+            hashes = (row.numpy().tobytes().hex() for row in table.flatten(0, 1))
+            files = dict(zip(_files(len(names)), hashes, strict=True))
+            manifest = CheckpointManifest(
+                version=VERSION,
+                step=step,
+                layers=list(names),
+                files=files,
+                state=state,
+            )
+            write_whole(partial / MANIFEST, sealed(manifest))
+            _sync(partial)
+            _put_in_place(partial, final)
+            write_whole(folder / "latest", final.name)
+    attempt.agree("the checkpoint to be complete")
+    if world.rank == 0:
+        _remove_old(folder, step, keep)
+    return Saved(final, int(size), time.perf_counter() - start)
+
+
+class _Attempt:
+    """The parts that the ranks write of one checkpoint. If one fails, all ranks stop together."""
+
+    def __init__(self, world: World, partial: Path) -> None:
+        self._world, self._partial = world, partial
+        self._failure: Exception | None = None
+
+    @contextmanager
+    def part(self) -> Iterator[None]:
+        """One part. What is raised in it is kept for `agree`; later parts may fail as well."""
+        try:
+            yield
+        except Exception as error:
+            self._failure = self._failure or error
+
+    def agree(self, what: str) -> None:
+        """Raises RunError on every rank if a part failed on any."""
+        failures = self._world.failures(self._failure, what)
+        if not failures:
+            return
+        if self._world.rank == 0:
+            shutil.rmtree(self._partial, ignore_errors=True)
+        why = "; ".join(f"rank {rank}: {reason}" for rank, reason in failures.items())
+        advice = "earlier checkpoints are untouched: mend this and go on with --resume"
+        raise RunError(f"{self._partial} could not be written ({why}); {advice}") from self._failure
+
+
+def _put_in_place(partial: Path, final: Path) -> None:
+    """Renames a complete checkpoint. One of the same step makes room only now."""
+    replaced = final.with_suffix(".replaced.tmp")
+    if final.exists():
+        _remove(replaced)
+        final.rename(replaced)
+    partial.rename(final)
+    _sync(final.parent)
+
+
+def _remove_old(folder: Path, step: int, keep: int) -> None:
+    """Leaves the last `keep` checkpoints up to `step`, and nothing of earlier attempts.
+
+    Newer ones were damaged, or the run would have gone on from them.
+    """
+    complete = [path for path in _named(folder) if (path / MANIFEST).is_file()]
+    kept = [path for path in complete if _step(path) <= step][:keep]
+    for old in [*(path for path in complete if path not in kept), *folder.glob("step-*.tmp")]:
+        try:
+            _remove(old)
+        except OSError as error:
+            print(f"dynmo: {old} cannot be removed: {error.strerror}", file=sys.stderr)
+
+
+def _remove(path: Path) -> None:
+    """A folder with all that is in it, or a file, if there is one."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+_TENSORS = "tensors.safetensors"
+
+
+def _folder(index: int) -> str:
+    return f"layer-{index:04d}"
+
+
+def _files(layers: int) -> list[str]:
+    """Every file of a checkpoint of so many layers, but for the manifest."""
+    return [f"{_folder(i)}/{name}" for i in range(layers) for name in ("layer.json", _TENSORS)]
+
+
+def _save_layer(folder: Path, index: int, module: nn.Module, optimizer_state: dict[str, Tensor]) -> tuple[Path, Path]:
+    every = contents(module, optimizer_state).items()
+    tensors = {key: t.detach().cpu() for key, t in every if key[0] != "gradient"}
+    folder.mkdir()
+    write_whole(folder / "layer.json", describe(index, module, tensors).model_dump_json())
+    if tensors:
+        _save_tensors(folder, tensors)
+    else:  # an activation by itself, say, for which DCP writes no file
+        (folder / _TENSORS).write_bytes(save_safetensors({}))
+    with (folder / _TENSORS).open("rb") as file:
+        os.fsync(file.fileno())
+    _sync(folder)
+    return folder / "layer.json", folder / _TENSORS
+
+
+def _save_tensors(folder: Path, tensors: Contents) -> None:
+    import torch.distributed.checkpoint as dcp  # takes over a second, which a run shall not begin with
+    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
+
+    with warnings.catch_warnings():
+        # Each rank saves its own layers, on purpose without DCP's collectives (which pickle).
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        try:
+            dcp.save(
+                {_name(*key): t for key, t in tensors.items()},
+                storage_writer=HuggingFaceStorageWriter(str(folder), save_distributed=True),
+                no_dist=True,
+            )
+        except dcp.CheckpointException as error:  # no Exception: it would pass every handler
+            (cause, _), *_ = error.failures.values()
+            raise cause from None
+    (written,) = folder.glob("*.safetensors")
+    written.rename(folder / _TENSORS)
+
+
+def _name(section: str, name: str) -> str:
+    return f"{section}:{name}"
+
+
+def _named(folder: Path) -> list[Path]:
+    """What has the name of a complete checkpoint, newest first. The name is given last."""
+    named = [path for path in folder.glob("step-*") if re.fullmatch(r"step-\d+", path.name)]
+    return sorted(named, key=_step, reverse=True)
+
+
+def _step(path: Path) -> int:
+    return int(path.name.removeprefix("step-"))
+
+
+def find(folder: Path, world: World | None = None) -> tuple[Path, CheckpointManifest, list[str]]:
+    """Find the newest checkpoint that is whole.
+
+    Args:
+        folder: Where checkpoints are.
+        world: Ranks that look for it together, each of which reads a part.
+
+    Returns:
+        The checkpoint, its manifest, and what was wrong with newer ones.
+
+    Raises:
+        CheckpointError: There is none.
+    """
+    problems: list[str] = []
+    for path in _named(folder):
+        try:
+            return path, verify(path, world), [*problems, *_missing_latest(folder)]
+        except CheckpointError as error:
+            problems.append(str(error))
+    if problems:
+        raise CheckpointError(f"{folder}: no checkpoint is whole; the newest: {problems[0]}")
+    raise CheckpointError(f"{folder}: there is no checkpoint to resume from; start anew with --overwrite")
+
+
+def _missing_latest(folder: Path) -> list[str]:
+    """A line if `latest` names a checkpoint that is not there."""
+    try:
+        name = (folder / "latest").read_text(encoding="utf-8", errors="replace").strip()
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        return [f"{folder}/latest cannot be read: {error.strerror}"]
+    if any(path.name == name for path in _named(folder)):
+        return []
+    return [f"{folder}/latest names {name!r}, which is missing"]
+
+
+def verify(path: Path, world: World | None = None) -> CheckpointManifest:
+    """Check every file of a checkpoint against its manifest, and the manifest against itself.
+
+    Args:
+        path: The checkpoint's folder.
+        world: Ranks that check it together, each the files of some layers.
+
+    Returns:
+        The manifest.
+
+    Raises:
+        CheckpointError: Something is damaged or missing. Every rank names the first such file.
+    """
+    manifest = read(path)
+    if path.name != f"step-{manifest.step:06d}":
+        raise CheckpointError(f"{path} has the manifest of step {manifest.step}")
+    names = _files(len(manifest.layers))
+    if list(manifest.files) != names:
+        odd = next(iter({*names} ^ {*manifest.files}), "another order")
+        why = f"its files are not those of its layers ({odd})"
+        raise CheckpointError(f"{path}/{MANIFEST} is damaged: {why}")
+    files = [path / name for name in names]
+    rank, ranks = (0, 1) if world is None else (world.rank, world.size)
+    mine = set(list(dict.fromkeys(file.parent for file in files))[rank::ranks])
+    hashes = zip(files, manifest.files.values(), strict=True)
+    whole = (file.parent not in mine or _is_whole(file, digest) for file, digest in hashes)
+    good = next((at for at, fine in enumerate(whole) if not fine), len(files))
+    if world is not None:
+        first = torch.tensor([-good])
+        good = -int(world.largest(first, "its part of the checkpoint to be read"))
+    if good < len(files):
+        damaged = "is damaged or cannot be read: its SHA-256 is not the manifest's"
+        raise CheckpointError(f"{files[good]} {damaged if files[good].is_file() else 'is missing'}")
+    return manifest
+
+
+def _is_whole(file: Path, digest: str) -> bool:
+    try:
+        return file.is_file() and _sha256(file).hex() == digest
+    except OSError:  # that it cannot be read
+        return False
+
+
+def load_layer(path: Path, index: int, device: torch.device) -> tuple[Contents, dict[str, bool]]:
+    """One layer of a verified checkpoint: its tensors, and requires_grad of each parameter."""
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+
+    folder = path / _folder(index)
+    try:
+        manifest = Manifest.model_validate_json((folder / "layer.json").read_bytes())
+        tensors = {(r.section, r.name): torch.empty(r.shape, dtype=DTYPES[r.dtype]) for r in manifest.tensors}
+    except (OSError, ValidationError, KeyError) as error:
+        raise CheckpointError(f"{folder}/layer.json {unread(error)}") from None
+    if not tensors:
+        return {}, {}
+    state: dict[str, Any] = {_name(*key): t for key, t in tensors.items()}
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        try:
+            dcp.load(state, storage_reader=HuggingFaceStorageReader(str(folder)), no_dist=True)
+        except Exception as error:
+            raise CheckpointError(f"{folder}: {type(error).__name__}: {str(error).splitlines()[0]}") from None
+    moved = {key: state[_name(*key)].to(device) for key in tensors}
+    return moved, {r.name: r.requires_grad for r in manifest.tensors if r.section == "parameter"}
+
+
+def fit(index: int, name: str, module: nn.Module, tensors: Contents) -> Contents:
+    """Gives a layer's module the form that a checkpoint has of it. Returns what of the checkpoint it is to take: of buffers that it makes
+    for itself (not `persistent`), those of its own shape. Raises CheckpointError if it is of another shape or dtype."""
+    try:
+        pruned = conform(module, {key: t for (section, key), t in tensors.items() if section == "buffer"})
+    except ValueError as error:
+        raise CheckpointError(f"layer {index} ({name}): {error}; resume with the run's own config") from None
+    shapes = {key: tuple(p.shape) for key, p in module.named_parameters() if key not in pruned}
+    saved = {key: tuple(t.shape) for (section, key), t in tensors.items() if section == "parameter" and key not in pruned}
+    for key in sorted({*shapes, *saved}):
+        if shapes.get(key) != saved.get(key):
+            raise CheckpointError(
+                f"layer {index} ({name}): {key} is {saved.get(key)} in the checkpoint, {shapes.get(key)} in the "
+                "config's model; resume with the config that the run was started with"
+            )
+    remade = {f"{prefix}.{key}".lstrip(".") for prefix, part in module.named_modules() for key in part._non_persistent_buffers_set}
+    # A forward may make a buffer, but no module for it.
+    parts = dict(module.named_modules())
+    lost = sorted(key for section, key in tensors if section == "buffer" and key.rpartition(".")[0] not in parts)
+    if lost:
+        raise CheckpointError(
+            f"layer {index} ({name}): the checkpoint has the buffer {lost[0]}, the config's model has not; resume with the config that the "
+            "run was started with"
+        )
+    left_out: set[tuple[str, str]] = set()
+    for key, buffer in module.named_buffers():
+        then = tensors.get(("buffer", key))
+        if then is None and key not in remade:
+            raise CheckpointError(
+                f"layer {index} ({name}): the config's model has the buffer {key}, the checkpoint has not; resume with the config that the "
+                "run was started with"
+            )
+        if then is not None and key in remade and then.shape != buffer.shape:
+            left_out.add(("buffer", key))
+    for key, parameter in module.named_parameters():
+        then = tensors["parameter", key].dtype
+        if then != parameter.dtype:
+            was, now = (str(x).removeprefix("torch.") for x in (then, parameter.dtype))
+            raise CheckpointError(
+                f"layer {index} ({name}): {key} is {was} in the checkpoint, {now} in the config's model; resume "
+                "with the train.precision that the run was started with"
+            )
+    return {key: tensor for key, tensor in tensors.items() if key not in left_out}
+
+
+def _sha256(path: Path) -> bytes:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").digest()
+
+
+def _sync(folder: Path) -> None:
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

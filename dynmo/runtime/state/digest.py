@@ -1,0 +1,61 @@
+"""The digests of a model's weights and buffers, wherever its layers are. They say whether two runs have the same numbers."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import Tensor, nn
+
+from dynmo.kernels.sparse_linear import dense_parameters
+from dynmo.runtime.layer.buffers import BufferSet
+from dynmo.runtime.state.layer_store import Holding
+
+
+def weights_digest(holding: Holding) -> str:
+    """SHA-256 over the SHA-256 of each layer's parameters, pruned ones in dense form, in global layer order: equal exactly when all
+    weights are. Of a parameter that computes in lower precision its float32 master is hashed: the parameter is that, rounded. Called on
+    every rank. Raises RunError if the replicas' weights are not equal."""
+
+    def parts(index: int, module: nn.Module) -> Iterable[bytes]:
+        return (_bytes(parameter) for _, parameter in dense_parameters(module, holding.masters(index)))
+
+    return _digest(holding, "the weights", parts)
+
+
+def buffers_digest(holding: Holding) -> str:
+    """SHA-256 over the SHA-256 of each layer's persistent buffers, in global layer order.
+
+    Buffers that encode the sparsity of pruned weights are left out. Of the others the name, dtype, shape and values count.
+    Called on every rank. Raises RunError if the replicas' buffers are not equal.
+    """
+
+    def parts(index: int, module: nn.Module) -> Iterable[bytes]:
+        for name, buffer in BufferSet([module]).persistent():
+            yield f"{name} {buffer.dtype} {tuple(buffer.shape)} ".encode()
+            yield _bytes(buffer)
+
+    return _digest(holding, "the buffers", parts)
+
+
+def _digest(holding: Holding, what: str, parts: Callable[[int, nn.Module], Iterable[bytes]]) -> str:
+    world = holding.world
+    table = torch.zeros(holding.model.layers, 32, dtype=torch.uint8)
+    # In one order on all replicas, which make a layer's masters whole together: after a reshape each has got its layers in its own order.
+    for index, layer in sorted(holding.layers.items()):
+        digest = hashlib.sha256()
+        for part in parts(index, layer.module):
+            digest.update(part)
+        table[index] = torch.frombuffer(bytearray(digest.digest()), dtype=torch.uint8)
+    world.sum(table, f"the digests of {what}")
+    digest = hashlib.sha256(table.numpy().tobytes())
+    if world.replicas > 1:
+        world.agree(digest.digest(), what)
+    return digest.hexdigest()
+
+
+def _bytes(tensor: Tensor) -> bytes:
+    dense = tensor.detach().cpu()
+    dense = dense if dense.layout == torch.strided else dense.to_dense()
+    return dense.resolve_conj().resolve_neg().reshape(-1).view(torch.uint8).numpy().tobytes()

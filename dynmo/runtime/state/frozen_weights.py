@@ -1,0 +1,60 @@
+"""Which layers train: frozen ones keep their weights and their optimizer state until they thaw. The same on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+from torch import nn
+
+from dynmo.errors import RunError
+from dynmo.runtime.optim.tied_weights import Pair
+
+
+class Frozen:
+    """modules: all layers, those that are elsewhere on the meta device. tied: a tied weight is one weight, frozen with its owner."""
+
+    def __init__(self, modules: Sequence[nn.Module], tied: Sequence[Pair]) -> None:
+        self._modules, self._tied = modules, tied
+        # Which parameters of a frozen layer trained before, so that it can thaw.
+        self._thawed: dict[int, list[str]] = {}
+        self._freeze_tied()
+
+    @property
+    def layers(self) -> frozenset[int]:
+        return frozenset(self._thawed)
+
+    @property
+    def first_trainable(self) -> int:
+        """Global index of the first layer with something to train."""
+        for index, module in enumerate(self._modules):
+            if any(p.requires_grad for p in module.parameters()):
+                return index
+        raise RunError("no layer has anything to train; leave at least the last one unfrozen")
+
+    def first_trainable_after(self, layers: Collection[int]) -> int | None:
+        """As it will be when these layers are frozen too; None where nothing would be left."""
+        gone = set(layers) | self.layers
+        return next((i for i, m in enumerate(self._modules) if i not in gone and any(p.requires_grad for p in m.parameters())), None)
+
+    def freeze(self, layers: Collection[int]) -> None:
+        for index in sorted(layers):
+            if index not in self._thawed:
+                names = [name for name, p in self._modules[index].named_parameters() if p.requires_grad]
+                self._thawed[index] = names
+                for name in names:
+                    parameter = self._modules[index].get_parameter(name)
+                    parameter.requires_grad_(False)
+                    parameter.grad = None
+        self._freeze_tied()
+
+    def thaw(self, layers: Collection[int]) -> None:
+        for index in sorted(layers):
+            for name in self._thawed.pop(index, ()):
+                self._modules[index].get_parameter(name).requires_grad_(True)
+        self._freeze_tied()
+
+    def _freeze_tied(self) -> None:
+        """A tied weight is one weight: frozen with its owner, in every use."""
+        for (owner, owner_name), (user, name) in self._tied:
+            trains = self._modules[owner].get_parameter(owner_name).requires_grad
+            self._modules[user].get_parameter(name).requires_grad_(trains)

@@ -1,0 +1,242 @@
+"""What this rank holds of a model: some of its layers, each with its optimizer and what dynamic cases keep with it.
+
+    layer 4    module       here, or on the meta device: shapes without memory
+               Layer        runs it: F, B, W               optimizer    its state, or this replica's share of it
+               kept         tensors of dynamic cases
+
+Layers come (`adopt`) and go between steps, whole; where all of them are is the layout's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from dynmo.balance.layout import Layout
+from dynmo.balance.partition import Move
+from dynmo.errors import CheckpointError, ConfigError
+from dynmo.models.model import Model
+from dynmo.runtime.comm.clock import Clock
+from dynmo.runtime.comm.headers import DTYPES
+from dynmo.runtime.comm.process_mesh import arrange
+from dynmo.runtime.comm.world import World, ranks_text
+from dynmo.runtime.layer.accumulation import Slots
+from dynmo.runtime.layer.output_cache import OutputCache
+from dynmo.runtime.layer.precision import lower as lower_precision
+from dynmo.runtime.layer.split_backward import Layer
+from dynmo.runtime.optim.optimizer import LayerOptimizer, OptimizerSettings
+from dynmo.runtime.optim.replicas import Replicas
+from dynmo.runtime.optim.tied_weights import TiedWeights
+from dynmo.runtime.optim.zero import cut_state, whole_state
+from dynmo.runtime.state.frozen_weights import Frozen
+from dynmo.runtime.state.migration import Arrival, fill
+
+# Names what a case keeps with a layer, among the layer's optimizer state.
+_KEPT = "case:"
+
+
+class Holding:
+    """By global index: `modules` of all layers, those that are elsewhere on the meta device; `layers`, `optimizers` and `kept` of its own.
+
+    Made on every rank alike. seed, compiles, slots, zero, dtype, cache_bytes: as `Pipeline` has them.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        model: Model,
+        layout: Layout,
+        clock: Clock,
+        *,
+        seed: int,
+        optimizer: OptimizerSettings,
+        compiles: bool,
+        slots: int,
+        zero: bool,
+        dtype: torch.dtype,
+        cache_bytes: int,
+    ) -> None:
+        self.world, self.model, self.layout = world, model, layout
+        self._clock, self._seed, self._settings, self._compiles = clock, seed, optimizer, compiles
+        self._slots, self._zero = slots, zero
+        own = [index for stage in self.own_stages for index in layout.partition.range_of(stage)]
+        self.modules = model.build(frozenset(own))
+        _check_same(world, model, self.modules)
+        self.frozen = Frozen(self.modules, model.tied)
+        # What the frozen leading layers here made of earlier microbatches.
+        self.outputs = OutputCache(cache_bytes, clock)
+        # Of each own layer, what dynamic cases keep with it.
+        self.kept: dict[int, dict[str, Tensor]] = {}
+        self.layers: dict[int, Layer] = {}
+        self.optimizers: dict[int, LayerOptimizer] = {}
+        self.replicas = Replicas(world, model.tied, zero)
+        for index in own:
+            module = self.modules[index].to(world.device)
+            self._adopt(index, module, {}, masters=lower_precision(module, dtype))
+        self.tied = TiedWeights(world, model.tied, self.rank_of, self.modules)
+        self.tied.join()
+        self.tied.publish(())
+
+    @property
+    def own_stages(self) -> tuple[int, ...]:
+        return self.layout.stages_of(self.world.rank)
+
+    def rank_of(self, layer: int) -> int:
+        """The rank that holds the layer."""
+        return self.layout.rank_of(layer)
+
+    # -- layers come and go ---------------------------------------------------------------------------------------------------
+
+    def _adopt(
+        self,
+        index: int,
+        module: nn.Module,
+        optimizer_state: Mapping[str, Tensor],
+        whole: bool = False,
+        masters: Mapping[str, Tensor] | None = None,
+    ) -> None:
+        """whole: the optimizer's state is the whole layer's, of which this replica may keep a share only. masters: float32 weights of a
+        layer that is new, by parameter."""
+        shared = frozenset(name for _, (layer, name) in self.model.tied if layer == index)
+        _check(index, module, self.world.replicas)
+        _contiguous(module)
+        self.modules[index] = module
+        self.layers[index] = Layer(index, module, self._clock, self._seed, self._compiles, checks_state=True)
+        self.layers[index].recompute = index in self.layout.recomputed
+        world, microbatches = self.world, self.layout.microbatches
+        optimizer = self.optimizers[index] = LayerOptimizer(module, self._settings, shared, self.replicas.share, masters)
+        state = {name: t for name, t in optimizer_state.items() if not name.startswith(_KEPT)}
+        optimizer.load(cut_state(optimizer, state) if whole else state)
+        self.replicas.adopt(index, module, shared)
+        self.layers[index].first_microbatch = world.replica * microbatches
+        if self._slots > 1:
+            done = self.replicas.reduction(index)
+            self.layers[index].slots = Slots(list(module.parameters()), microbatches, self._slots // world.replicas, done)
+        self.kept[index] = {name.removeprefix(_KEPT): t.cpu() for name, t in optimizer_state.items() if name.startswith(_KEPT)}
+
+    def _drop(self, index: int) -> None:
+        """This rank holds the layer no more."""
+        module = self.modules[index]
+        for parameter in module.parameters():
+            parameter.grad = None
+        self.modules[index] = module.to("meta")
+        self.replicas.drop(index)
+        del self.layers[index], self.optimizers[index], self.kept[index]
+
+    def rebuild(self, index: int, moments: Mapping[str, Tensor]) -> None:
+        """After a layer that is here got other modules or parameters."""
+        self.outputs.forget([index])
+        kept = self.kept[index]
+        self._adopt(index, self.modules[index], moments, whole=True)
+        self.kept[index] = kept
+        self.tied.join()
+
+    def replace(self, index: int, tensors: dict[tuple[str, str], Tensor], flags: dict[str, bool]) -> None:
+        """One of this rank's layers becomes what was saved of it, whole. Raises CheckpointError where that has optimizer state which is not
+        this optimizer's."""
+        state = (name for section, name in tensors if section == "optimizer" and not name.startswith(_KEPT))
+        unknown = next((name for name in state if not self.optimizers[index].knows(name)), None)
+        if unknown is not None:
+            raise CheckpointError(
+                f"layer {index} ({self.model.names[index]}): the checkpoint has {unknown} of the optimizer, which the config's has not; "
+                "resume with the train.optimizer and model.tied that the run was started with"
+            )
+        self.outputs.forget([index])
+        self._adopt(index, self.modules[index], fill(self.modules[index], tensors, flags), whole=True)
+        self.tied.join()
+
+    def moved(self, layout: Layout, plan: Sequence[Move], arrivals: Sequence[Arrival]) -> None:
+        """The plan's layers have changed ranks. Tied weights are still to be joined: once all ranks are here."""
+        self.layout = layout
+        for move in plan:
+            if move.source == self.world.rank:
+                self._drop(move.layer)
+        for arrival in arrivals:
+            state = fill(self.modules[arrival.layer], arrival.tensors, arrival.flags)
+            self._adopt(arrival.layer, self.modules[arrival.layer], state)
+        for index, layer in self.layers.items():
+            layer.recompute = index in layout.recomputed
+
+    def reshaped(self, layout: Layout, gone: Collection[int], states: Mapping[int, dict[str, Tensor]], arrivals: Sequence[Arrival]) -> None:
+        """The ranks are another mesh. gone: own layers that are here no more; states: whole, of those that stay."""
+        self.replicas.close()
+        for index in gone:
+            self._drop(index)
+        self.world, self.layout = arrange(self.world.everyone, layout.replicas), layout
+        self.replicas = Replicas(self.world, self.model.tied, self._zero)
+        arrived = {a.layer: fill(self.modules[a.layer], a.tensors, a.flags) for a in arrivals}
+        for index in sorted({*self.layers, *arrived}):
+            state = arrived[index] if index in arrived else states[index]
+            self._adopt(index, self.modules[index], state, whole=True)
+        self.tied = TiedWeights(self.world, self.model.tied, self.rank_of, self.modules)
+        self.tied.join()
+
+    # -- what a layer has beside its module -------------------------------------------------------------------------------------
+
+    def state(self, index: int, whole: bool = False) -> dict[str, Tensor]:
+        """What of one of this rank's layers moves and is saved beside its module: optimizer state, and what cases keep with it.
+
+        whole: with ZeRO-1, the state of all replicas' shares; all replicas ask for it, in the same order.
+        """
+        kept = {f"{_KEPT}{name}": t.to(self.world.device) for name, t in self.kept[index].items()}
+        return (self.moments(index) if whole else self.optimizers[index].state()) | kept
+
+    def moments(self, index: int) -> dict[str, Tensor]:
+        """The optimizer's state of a whole layer; all replicas ask for it, in the same order."""
+        return whole_state(self.world.peers, self.optimizers[index])
+
+    def masters(self, index: int) -> dict[str, Tensor]:
+        """The whole float32 masters of one of this rank's layers, by parameter."""
+        if not self.optimizers[index].masters:
+            return {}
+        state = self.optimizers[index].state() if self.optimizers[index].whole else self.state(index, whole=True)
+        return {key.removesuffix("/master"): value for key, value in state.items() if key.endswith("/master")}
+
+
+def _check_same(world: World, model: Model, modules: Sequence[nn.Module]) -> None:
+    """Raises ConfigError on every rank if the ranks have built different models."""
+
+    def describe(name: str, module: nn.Module) -> str:
+        tensors = (*module.named_parameters(), *module.named_buffers())
+        shapes = sorted((key, str(t.dtype), tuple(t.shape)) for key, t in tensors)
+        return repr((name, shapes))
+
+    parts = [describe(name, module) for name, module in zip(model.names, modules, strict=True)]
+    difference = world.first_difference(parts, "the models of all ranks to be compared")
+    if difference is None:
+        return
+    index, others = difference
+    mine = model.names[index] if index < model.layers else "none"
+    here = f"on rank {world.everyone.rank}: {mine}, of {model.layers} layers"
+    raise ConfigError(
+        f"layer {index} is not the same on rank 0 and {ranks_text(others)} ({here}): its name, "
+        "or its tensors' names, dtypes or shapes, differ; build the same model on every rank"
+    )
+
+
+def _check(index: int, module: nn.Module, replicas: int) -> None:
+    """Raises ConfigError for what could not move, or would not stay the same on all replicas."""
+    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+        if str(tensor.dtype).removeprefix("torch.") not in DTYPES:
+            raise ConfigError(
+                f"layer {index}: {name} is of {tensor.dtype}, which can neither move nor be saved; known are {', '.join(DTYPES)}"
+            )
+    renormalised = next((name for name, x in module.named_modules() if isinstance(x, nn.Embedding) and x.max_norm is not None), None)
+    if replicas > 1 and renormalised is not None:
+        raise ConfigError(
+            f"layer {index}: the embedding {renormalised or 'itself'} has max_norm, so its forward writes to its weight, of which every "
+            "replica would have its own; use parallel.data = 1 without [elastic] reshape, or no max_norm"
+        )
+
+
+def _contiguous(module: nn.Module) -> None:
+    """Gradients and moments are made row by row, as a layer that arrives has its parameters and buffers too."""
+    for parameter in module.parameters():
+        if not parameter.is_contiguous():
+            parameter.data = parameter.data.contiguous()
+    for part in module.modules():
+        for name, buffer in part._buffers.items():
+            if buffer is not None and buffer.layout == torch.strided and not buffer.is_contiguous():
+                part._buffers[name] = buffer.contiguous()

@@ -1,0 +1,233 @@
+"""Moves layers between ranks: weights, gradients, optimizer state, buffers, frozen flags. All or nothing.
+
+Everything is received beside the live model first; only when every rank has all of its new layers do they change hands. Random state does
+not travel: streams are keyed by the layer's global index (`kernels/seeds.py`).
+
+    for each move, in layer order:   source --- length, JSON (names, dtypes, shapes) ---> target, which makes room
+    all ranks agree that nothing failed
+    for each move, in layer order:   source --- the tensors, one after another ---------> target
+    sources drop, targets adopt
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from pydantic import BaseModel, ConfigDict, ValidationError
+from torch import Tensor, nn
+
+from dynmo.balance.partition import Move
+from dynmo.errors import RunError
+from dynmo.kernels.sparse_linear import conform
+from dynmo.runtime.comm.announced import check_announced
+from dynmo.runtime.comm.channels import TAG_MIGRATE
+from dynmo.runtime.comm.headers import DTYPES, on_wire
+from dynmo.runtime.comm.world import World
+
+
+class TensorRecord(BaseModel):
+    """One tensor on its way. section: parameter, buffer, gradient or optimizer."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+    section: str
+    name: str
+    dtype: str
+    shape: list[int]
+    requires_grad: bool = False
+
+
+class Manifest(BaseModel):
+    """What the source sends of one layer, in order."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+    layer: int
+    tensors: list[TensorRecord]
+
+
+# No manifest comes near: a tensor takes some 100 bytes of it.
+_MOST_TEXT = 64 << 20
+
+Contents = dict[tuple[str, str], Tensor]
+
+
+def contents(module: nn.Module, optimizer_state: dict[str, Tensor]) -> Contents:
+    """Every tensor a layer consists of, by (section, name)."""
+    out: Contents = {("parameter", name): p for name, p in module.named_parameters()}
+    out |= {("buffer", name): b for name, b in module.named_buffers()}
+    out |= {("gradient", name): p.grad for name, p in module.named_parameters() if p.grad is not None}
+    out |= {("optimizer", name): t for name, t in optimizer_state.items()}
+    return out
+
+
+def fill(module: nn.Module, tensors: Contents, flags: dict[str, bool]) -> dict[str, Tensor]:
+    """Puts tensors into a module on the meta device (shapes may differ from its own); returns the optimizer's part.
+
+    flags: requires_grad of each parameter. Pruned linears take the form that they have where they come from.
+    """
+    conform(module, {name: t for (section, name), t in tensors.items() if section == "buffer"})
+    for name in [n for n, _ in module.named_parameters()]:
+        owner, key = _owner(module, name)
+        parameter = nn.Parameter(tensors["parameter", name], requires_grad=flags[name])
+        gradient = tensors.get(("gradient", name))
+        if gradient is not None:
+            parameter.grad_dtype = gradient.dtype
+        parameter.grad = gradient
+        setattr(owner, key, parameter)
+    # A checkpoint leaves out what the module makes for itself; what it has and this module lacks, a forward made.
+    for section, name in tensors:
+        if section == "buffer":
+            owner, key = _owner(module, name)
+            owner._buffers[key] = tensors[section, name]
+    return {name: t for (section, name), t in tensors.items() if section == "optimizer"}
+
+
+def _owner(module: nn.Module, name: str) -> tuple[nn.Module, str]:
+    path, _, key = name.rpartition(".")
+    return module.get_submodule(path), key
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """A layer that has been received and is not yet live."""
+
+    layer: int
+    tensors: Contents
+    flags: dict[str, bool]
+
+
+@dataclass(frozen=True)
+class Migration:
+    """What a migration cost, over all ranks."""
+
+    moved_bytes: int
+    seconds: float
+
+
+def exchange(
+    world: World,
+    moves: Sequence[Move],
+    leaving: Callable[[int], tuple[nn.Module, dict[str, Tensor]]],
+    adopt: Callable[[list[Arrival]], None],
+) -> Migration:
+    """Runs the moves. `leaving(layer)` gives a layer of this rank that goes; `adopt(arrivals)` makes the new placement live. A layer may
+    go to several ranks: it is then asked for once for each.
+
+    Raises RunError on every rank, with the live model untouched on all of them, if any rank could not give or take a layer.
+    """
+    start = time.perf_counter()
+    world.open_channels(sorted({(TAG_MIGRATE, move.source, move.target) for move in moves}))
+    parcels: list[tuple[Move, list[Tensor]]] = []
+    arrivals: list[tuple[Move, Arrival]] = []
+    works: list[tuple[dist.Work, Tensor, Move]] = []
+    failure: Exception | None = None
+    for move in moves:
+        # Whatever goes wrong on one rank, each still exchanges every manifest, so that none waits for one that does not come.
+        if move.source == world.rank:
+            text = b""
+            try:
+                text, tensors = pack(move.layer, *leaving(move.layer))
+                if len(text) > _MOST_TEXT:
+                    raise RunError(f"layer {move.layer} has too many tensors to move")
+                parcels.append((move, tensors))
+            except Exception as error:
+                failure = failure or error
+            works += _send(world, move, [torch.tensor([len(text)]), torch.frombuffer(bytearray(text), dtype=torch.uint8) if text else None])
+        elif move.target == world.rank:
+            text = _receive_text(world, move)
+            try:
+                if text:
+                    arrivals.append((move, unpack(text, move, world.device)))
+            except Exception as error:
+                failure = failure or error
+    # Of all replicas: none may go on without the others.
+    everyone = world.everyone
+    failures = everyone.failures(failure, "all ranks to be ready to move layers")
+    if failures:
+        ranks, reason = ", ".join(map(str, failures)), next(iter(failures.values()))
+        told = f"layers could not be moved (rank {ranks}): {reason}; all stay where they were"
+        raise RunError(told) from failure
+    for move, tensors in parcels:
+        works += _send(world, move, tensors)
+    for move, arrival in arrivals:
+        for tensor in arrival.tensors.values():
+            _take(world, move, tensor)
+    for work, _, move in works:
+        world.wait(work, move.target, f"room to send layer {move.layer}")
+    world.settle()
+    moved = torch.tensor([sum(t.nbytes for _, arrival in arrivals for t in arrival.tensors.values())], dtype=torch.float64)
+    everyone.sum(moved, "all layers to arrive")
+    adopt([arrival for _, arrival in arrivals])
+    world.barrier("all layers to be adopted")
+    return Migration(int(moved), time.perf_counter() - start)
+
+
+def pack(layer: int, module: nn.Module, optimizer_state: dict[str, Tensor]) -> tuple[bytes, list[Tensor]]:
+    """A layer's manifest, and its tensors in the manifest's order."""
+    tensors = contents(module, optimizer_state)
+    text = describe(layer, module, tensors).model_dump_json().encode()
+    return text, [t.detach().contiguous() for t in tensors.values()]
+
+
+def describe(layer: int, module: nn.Module, tensors: Contents) -> Manifest:
+    flags = {name: p.requires_grad for name, p in module.named_parameters()}
+    records = [
+        TensorRecord(
+            section=section,
+            name=name,
+            dtype=str(t.dtype).removeprefix("torch."),
+            shape=list(t.shape),
+            requires_grad=section == "parameter" and flags[name],
+        )
+        for (section, name), t in tensors.items()
+    ]
+    return Manifest(layer=layer, tensors=records)
+
+
+def unpack(text: bytes, move: Move, device: torch.device) -> Arrival:
+    """Memory for what a manifest announces. Raises RunError for one that is damaged, of another layer or of unknown dtypes."""
+    try:
+        manifest = Manifest.model_validate_json(text)
+    except ValidationError as error:
+        raise RunError(f"the manifest of layer {move.layer} from rank {move.source} cannot be read: {error}".split("\n")[0]) from None
+    if manifest.layer != move.layer:
+        raise RunError(f"layer {move.layer} was expected from rank {move.source}, which sends layer {manifest.layer}")
+    for r in manifest.tensors:
+        if r.dtype not in DTYPES:
+            raise RunError(f"layer {move.layer}: {r.section} {r.name} is of {r.dtype}, which cannot travel; known are {', '.join(DTYPES)}")
+        if min(r.shape, default=0) < 0:
+            raise RunError(f"layer {move.layer}: {r.section} {r.name} has the shape {r.shape}")
+    size = sum(DTYPES[r.dtype].itemsize * math.prod(r.shape) for r in manifest.tensors)
+    check_announced(size, device, f"layer {move.layer} from rank {move.source}")
+    tensors: Contents = {}
+    for r in manifest.tensors:
+        tensors[r.section, r.name] = torch.empty(r.shape, dtype=DTYPES[r.dtype], device=device)
+    return Arrival(move.layer, tensors, {r.name: r.requires_grad for r in manifest.tensors if r.section == "parameter"})
+
+
+def _send(world: World, move: Move, tensors: Sequence[Tensor | None]) -> list[tuple[dist.Work, Tensor, Move]]:
+    key = (TAG_MIGRATE, move.source, move.target)
+    return [(world.send(on_wire(t), move.target, TAG_MIGRATE, key), t, move) for t in tensors if t is not None and t.numel()]
+
+
+def _take(world: World, move: Move, tensor: Tensor) -> Tensor:
+    if tensor.numel():
+        key = (TAG_MIGRATE, move.source, move.target)
+        world.wait(world.receive(on_wire(tensor), move.source, TAG_MIGRATE, key), move.source, f"layer {move.layer} to arrive")
+    return tensor
+
+
+def _receive_text(world: World, move: Move) -> bytes:
+    """A manifest; empty if the source could not make one."""
+    length = int(_take(world, move, torch.zeros(1, dtype=torch.int64)))
+    if not 0 <= length <= _MOST_TEXT:
+        raise RunError(
+            f"the manifest of layer {move.layer} from {world.called(move.source)} has {length} "
+            f"bytes by its own account, and at most {_MOST_TEXT} are possible; "
+            "do all ranks run the same dynmo?"
+        )
+    return _take(world, move, torch.empty(length, dtype=torch.uint8)).numpy().tobytes()

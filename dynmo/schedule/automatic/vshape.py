@@ -1,0 +1,323 @@
+"""Schedules in a V: two stages a rank, placed down the ranks and up again. Where a rank waits long for the one's B, the other's comes soon.
+
+    stage  0 1 2 3 4 5      on 3 ranks: rank 0 holds the stages 0 and 5, rank 1 holds 1 and 4, rank 2 holds 2 and 3,
+    rank   0 1 2 2 1 0      between which nothing travels
+
+ZB-V fills the pipeline as far as p activations of a whole rank (both its stages, one microbatch) allow; V-Half and V-Min let a microbatch
+pass in less time and keep about p / 2 + 1 and p / 3 + 1 of them (Zero Bubble, section 6; Pipeline Parallelism with Controllable Memory).
+
+How one is made. Each rank's order of F's and B's is laid down first, by one of two rules:
+
+    cycles  the hand-made ZB-V: F's for as long as the first microbatch is on its way, then F and B of both stages in turn
+    block   one microbatch's F's and B's, spread over time, repeated at one interval for all microbatches
+
+Then the ranks run their orders at the true costs, and W's go where they cost least: into gaps that hold most of one, and before an F that
+has no memory without it. Before its last B's a rank has gaps each too short for a W, but not all together; there a W may push B's back as
+far as the last microbatch's way home allows.
+
+Out of many blocks the one that comes out shortest within memory is taken, and changed a little for as long as that helps. One always keeps
+within memory: the block so long that one microbatch is through before the next. How many are tried depends on the size of the case, never
+on time, so every rank finds the same schedule.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import product
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dynmo.cost.layer_cost import Costs
+from dynmo.errors import ScheduleError
+from dynmo.schedule.automatic import _vshape_loops as core
+from dynmo.schedule.bounds import Objective
+from dynmo.schedule.op import Kind, Op, Schedule
+
+_Floats = NDArray[np.float64]
+_Order = NDArray[np.int8]
+
+# Which share of a W a gap must hold for the W to fill it.
+_SHARES = (1.0, 0.5)
+# The steady state of ZB-V: 0 F below, 1 F above, 2 B above, 3 B below.
+_CYCLES = ((0, 3, 1, 2), (3, 0, 1, 2))
+# A block: least lengths of the four hops (F down, F up, B down, B up) and rests at the three turns (F to F, F to B, B to B), in sixths of
+# what the busiest rank works for one microbatch.
+_HOPS = ((0, 0, 0, 0), (1, 2, 1, 2), (2, 1, 2, 1), (2.5, 1, 2.5, 1), (2, 0, 2, 1.5), (1.5, 2, 1.5, 2), (2, 4, 2, 4), (4, 2, 4, 2))
+_TURNS = ((0, 0, 0), (2, 0, 2), (0, 0, 1))
+_STEPS = (1.0, 0.5, 0.25)
+# The interval is in multiples of that work. It is doubled until memory holds the block, then halved back so many times.
+_HALVINGS = 5
+# Times up to core.NEVER are times, and a block takes some multiple of all work.
+_LARGEST = core.NEVER / 1e6
+_SERIAL = ((0.0,) * 7, 0.0)
+# How many ops may be placed in all while looking for the best order, and how often they may be placed at least and at most.
+_BUDGET = 8_000_000
+_TRIES = (60, 600)
+
+_Block = tuple[tuple[float, ...], float]
+
+
+def v_placement(ranks: int) -> tuple[int, ...]:
+    """Down and up again: 0, 1, .., p - 1, p - 1, .., 1, 0."""
+    return (*range(ranks), *reversed(range(ranks)))
+
+
+def zb_v(
+    costs: Costs,
+    microbatches: int,
+    *,
+    caps: Sequence[float] | None = None,
+    first_trainable: int = 0,
+    objective: Objective = Objective.SPAN,
+) -> Schedule:
+    """At most p activations of a whole rank, as 1F1B, and next to no bubble where F = B = W.
+
+    costs are of the 2p stages, in the model's order; caps is the most live memory of each rank, in the costs' unit, where it is to be less
+    than that. Raises ScheduleError where a rank cannot hold one microbatch.
+    """
+    return _make("zb-v", float(len(costs.stages) // 2), costs, microbatches, caps, first_trainable, objective)
+
+
+def v_half(
+    costs: Costs,
+    microbatches: int,
+    *,
+    caps: Sequence[float] | None = None,
+    first_trainable: int = 0,
+    objective: Objective = Objective.SPAN,
+) -> Schedule:
+    """At most p / 2 + 1 activations of a whole rank, half of 1F1B's, and less bubble. Arguments and errors as for `zb_v`."""
+    return _make("v-half", len(costs.stages) // 2 / 2 + 1, costs, microbatches, caps, first_trainable, objective)
+
+
+def v_min(
+    costs: Costs,
+    microbatches: int,
+    *,
+    caps: Sequence[float] | None = None,
+    first_trainable: int = 0,
+    objective: Objective = Objective.SPAN,
+) -> Schedule:
+    """At most p / 3 + 1 activations of a whole rank, about the least with which the ranks can all be busy. Else as `zb_v`."""
+    return _make("v-min", len(costs.stages) // 2 / 3 + 1, costs, microbatches, caps, first_trainable, objective)
+
+
+def _make(
+    name: str, most: float, costs: Costs, microbatches: int, caps: Sequence[float] | None, first_trainable: int, objective: Objective
+) -> Schedule:
+    stages = len(costs.stages)
+    if stages < 2 or stages % 2:
+        raise ScheduleError(f"{name} has 2 stages a rank, but costs are given for {stages}; give the costs of 2 stages for each rank")
+    if microbatches < 1:
+        raise ScheduleError(f"{name}: {microbatches} microbatches; at least 1 is needed")
+    if not 0 <= first_trainable < stages:
+        raise ScheduleError(f"{name}: first trainable stage {first_trainable} of {stages} stages; at least the last stage must train")
+    if not microbatches * (sum(stage.seconds for stage in costs.stages) + 2 * sum(costs.links)) < _LARGEST:
+        raise ScheduleError(f"{name}: the times are so large that their sum is no time any more; choose a larger unit")
+    case = _case(name, most, costs, microbatches, caps, first_trainable, objective)
+    order, share, patient = _search(case)
+    time = case.run(order, share, patient)
+    assert time >= 0.0, "an order that was run before runs again"
+    return _schedule(name, case)
+
+
+@dataclass
+class _Case:
+    """The costs as arrays, the limits, and room to work in. `hold` is what an F takes and `stash` what is left of it after B."""
+
+    microbatches: int
+    frozen: int
+    whole: bool
+    f: _Floats
+    b: _Floats
+    w: _Floats
+    link: _Floats
+    hold: _Floats
+    stash: _Floats
+    cap: _Floats
+    latest: _Floats = field(init=False)
+    arrival: _Floats = field(init=False)
+    start: _Floats = field(init=False)
+    began: _Floats = field(init=False)
+    ended: _Floats = field(init=False)
+    ops: _Order = field(init=False)
+
+    def __post_init__(self) -> None:
+        shape = (2, 2 * self.ranks, self.microbatches)
+        self.latest, self.arrival, self.start = (np.zeros(shape) for _ in range(3))
+        self.began, self.ended = np.zeros(self.ranks), np.zeros(self.ranks)
+        self.ops = np.zeros((self.ranks, 6 * self.microbatches), np.int8)
+
+    @property
+    def ranks(self) -> int:
+        return len(self.cap)
+
+    @property
+    def work(self) -> float:
+        """What the busiest rank does for one microbatch."""
+        stages = self.f + self.b + self.w
+        return float((stages[: self.ranks] + stages[: self.ranks - 1 : -1]).max())
+
+    def run(self, order: _Order, share: float, patient: int = 0) -> float:
+        """The span (or makespan) of the order with W's put in, which `ops` then holds; -1 where memory forbids it."""
+        return core.play(
+            self.microbatches, self.frozen, order, self.f, self.b, self.w, self.link, self.hold, self.stash, self.cap,
+            share, self.latest, patient, self.whole, self.arrival, self.start, self.began, self.ended, self.ops,
+        )  # fmt: skip
+
+    def cycles(self, cycle: tuple[int, ...]) -> _Order:
+        order = np.zeros((self.ranks, 4 * self.microbatches), np.int8)
+        core.cycles(self.microbatches, self.frozen, np.array(cycle, np.int64), order)
+        return order
+
+    def block(self, block: _Block) -> _Order:
+        shape, interval = block
+        order = np.zeros((self.ranks, 4 * self.microbatches), np.int8)
+        work = self.work
+        core.block(self.microbatches, self.frozen, self.f, self.b, self.link, work / 6, np.array(shape, np.float64), interval * work, order)
+        return order
+
+
+def _case(
+    name: str, most: float, costs: Costs, microbatches: int, caps: Sequence[float] | None, first_trainable: int, objective: Objective
+) -> _Case:
+    n = len(costs.stages)
+    ranks = n // 2
+    if caps is not None and len(caps) != ranks:
+        raise ScheduleError(f"{name}: {len(caps)} memory limits for {ranks} ranks; give one limit per rank")
+    trains = np.arange(n) >= first_trainable
+    stages = costs.stages
+    # An F takes at once what its microbatch will hold at most, so a B that adds to it never finds too little memory.
+    hold = np.array([max(s.mem_f, s.mem_f + s.mem_b, 0.0) for s in stages], np.float64) * trains
+    stash = np.array([max(s.mem_f + s.mem_b, 0.0) for s in stages], np.float64) * trains
+    both = hold[:ranks] + hold[: ranks - 1 : -1]
+    cap = most * both
+    if caps is not None:
+        cap = np.minimum(cap, np.array(caps, np.float64))
+    for rank in range(ranks):
+        if not cap[rank] * (1 + 1e-9) >= both[rank]:
+            raise ScheduleError(
+                f"{name}: the memory limit of rank {rank} is {cap[rank]:.10g}, but one microbatch of its stages {rank} and {n - 1 - rank}"
+                f" takes {both[rank]:.10g}; give it that much, or fewer layers"
+            )
+    link = np.array([*costs.links, 0.0], np.float64)
+    link[ranks - 1] = 0.0
+    return _Case(
+        microbatches,
+        first_trainable,
+        objective is Objective.MAKESPAN,
+        np.array([s.f for s in stages], np.float64),
+        np.array([s.b for s in stages], np.float64) * trains,
+        np.array([s.w for s in stages], np.float64) * trains,
+        link,
+        hold,
+        stash,
+        cap,
+    )
+
+
+def _search(case: _Case) -> tuple[_Order, float, int]:
+    """The order, the share of W that a gap must hold, and the number of patient ranks that come out shortest."""
+    search = _Search(case)
+    search.order(case.block(_SERIAL))
+    for cycle in _CYCLES:
+        search.order(case.cycles(cycle))
+    for turns, hops in product(_TURNS, _HOPS):
+        search.shortest_interval((*hops, *turns))
+    search.descend()
+    assert search.best is not None
+    return search.best, search.share, _patience(case, search.best, search.share, search.time)
+
+
+class _Search:
+    """The best order so far, and the best block. Every try of an order takes one from `left`."""
+
+    def __init__(self, case: _Case) -> None:
+        least, most = _TRIES
+        self.case = case
+        self.left = min(most, max(least, _BUDGET // (6 * case.ranks * case.microbatches)))
+        self.time, self.best, self.share = np.inf, None, 1.0
+        self.block_time, self.block = np.inf, _SERIAL
+
+    best: _Order | None
+    block: _Block
+
+    def order(self, order: _Order) -> float:
+        """Its time, or infinity where memory forbids it."""
+        shortest = np.inf
+        for share in _SHARES:
+            time = self.case.run(order, share)
+            self.left -= 1
+            if time < 0.0:
+                break  # the share only moves W's about: with another one memory is short too
+            shortest = min(shortest, time)
+            if time < self.time:
+                self.time, self.best, self.share = time, order, share
+        return shortest
+
+    def try_(self, block: _Block) -> float:
+        time = self.order(self.case.block(block))
+        if time < self.block_time:
+            self.block_time, self.block = time, block
+        return time
+
+    def shortest_interval(self, shape: tuple[float, ...]) -> None:
+        """The shorter the interval, the more microbatches are on their way at once."""
+        low = high = 1.0
+        while self.left > 0 and high < 16 and self.try_((shape, high)) == np.inf:
+            low, high = high, high * 2
+        for _ in range(_HALVINGS if high > 1.0 else 0):
+            if self.left <= 0:
+                return
+            middle = (low + high) / 2
+            low, high = (middle, high) if self.try_((shape, middle)) == np.inf else (low, middle)
+
+    def descend(self) -> None:
+        """Changes the best block one number at a time, in smaller and smaller steps, for as long as that helps."""
+        for step in _STEPS:
+            helped = True
+            while helped:
+                helped = False
+                for at, sign in product(range(8), (1, -1)):
+                    if self.left <= 0:
+                        return
+                    shape, interval = self.block
+                    if at == 7:
+                        changed = (shape, interval * (1 + 0.06 * sign * step))
+                    else:
+                        changed = (tuple(max(0.0, x + sign * step * (i == at)) for i, x in enumerate(shape)), interval)
+                    before = self.block_time
+                    helped = self.try_(changed) < before or helped
+
+
+def _patience(case: _Case, order: _Order, share: float, best: float) -> int:
+    """On how many of the first ranks W's may push back the last B's."""
+    case.run(order, share)
+    tail = np.where(np.arange(case.ranks) >= case.frozen, case.w[: case.ranks], 0.0)
+    began = np.full(case.ranks, case.began.min()) if case.whole else case.began
+    target = float((case.ended + tail - began).max())
+    core.latest_starts(case.microbatches, case.frozen, order, case.f, case.b, case.link, began + target - tail, case.latest)
+    chosen = 0
+    for patient in range(1, case.ranks + 1):
+        time = case.run(order, share, patient)
+        if 0.0 <= time < best:
+            best, chosen = time, patient
+    return chosen
+
+
+def _schedule(name: str, case: _Case) -> Schedule:
+    p, n = case.ranks, 2 * case.ranks
+    kinds = (Kind.F, Kind.F, Kind.B, Kind.B, Kind.W, Kind.W)
+    rows: list[tuple[Op, ...]] = []
+    for rank in range(p):
+        stages = (rank, n - 1 - rank, n - 1 - rank, rank, rank, n - 1 - rank)
+        length = 2 * case.microbatches * sum(3 if s >= case.frozen else 1 for s in (rank, n - 1 - rank)) // 2
+        done = [0] * 6
+        row: list[Op] = []
+        for code in case.ops[rank, :length].tolist():
+            row.append(Op(kinds[code], stages[code], done[code]))
+            done[code] += 1
+        rows.append(tuple(row))
+    return Schedule(name, case.microbatches, v_placement(p), tuple(rows), case.frozen)

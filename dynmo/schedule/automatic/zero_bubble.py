@@ -1,0 +1,141 @@
+"""zb-auto: a schedule for the costs at hand, every stage's own, within every stage's memory (Zero Bubble, section 3).
+
+One clock runs all ranks. Whenever a rank is free it takes what its policy prefers among the ops that have arrived and fit its memory:
+
+    warm    at most this many microbatches between F and B: how far the warm-up goes while the first B is on its way
+    prefer  B, F, or the two in turn, where both could run
+    wait    W fills a gap before a known arrival if that many quarters of it fit the gap; a gap without end is always filled
+    save    W is saved for gaps until this many wait, or until a B or F that has arrived needs their memory
+
+An F is admitted only if the rank could empty itself afterwards, with W's first and then B and W in turn. So there is never a circle of
+ranks that wait for memory, and every case in which one microbatch fits each stage has a schedule.
+
+The search first tries a table of policies, the same on all ranks, then changes single ranks' policies, then the order of single ops
+along the critical path. It gives up a try at the first op after which it must end later than the best so far, stops where `lower_bound`
+is met, and has a budget in steps, never in time: every rank that runs it finds the same schedule.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from itertools import repeat
+from typing import Any, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dynmo.cost.layer_cost import Costs
+from dynmo.errors import ScheduleError
+from dynmo.schedule.bounds import Objective, lower_bound
+from dynmo.schedule.op import Kind, Op, Schedule
+
+NAME = "zb-auto"
+
+_NO_LIMIT = 1 << 40
+
+# Policies to start from, those first that did best together with the ones before them on random uneven costs:
+# 0, percent, more: a warm-up of as many F's as fill this share of the way to the last stage and back, and some more
+# 1, k, 0: ZB-H1's (k = 1) and ZB-H2's warm-up; then wait, prefer (0 B, 1 F, 2 in turn) and save.
+_STARTS = (
+    (0, 75, 1, 2, 2, _NO_LIMIT),
+    (0, 105, 0, 3, 1, _NO_LIMIT),
+    (1, 2, 0, 0, 1, _NO_LIMIT),
+    (1, 1, 0, 4, 1, _NO_LIMIT),
+    (0, 100, 0, 1, 2, _NO_LIMIT),
+    (1, 1, 0, 4, 2, 2),
+    (0, 100, 1, 3, 0, _NO_LIMIT),
+    (0, 50, 1, 0, 0, 1),
+    (0, 100, 0, 2, 1, 2),
+    (0, 110, 0, 0, 2, _NO_LIMIT),
+    (0, 103, 0, 0, 1, _NO_LIMIT),
+    (0, 100, 2, 2, 0, _NO_LIMIT),
+    (0, 70, 4, 1, 0, _NO_LIMIT),
+)
+
+# Op._make without its check: a plan of 64 ranks and 512 microbatches makes a hundred thousand.
+_new_op = cast("Callable[[tuple[Kind, int, int]], Op]", partial(cast("Any", tuple).__new__, Op))
+_KINDS = (Kind.F, Kind.B, Kind.W)
+
+# A peak is a running sum, so it may lie a rounding error above the activations that it stands for; half of what is allowed for that.
+_ROUNDING = 5e-10
+_BB = 110_000
+
+
+def automatic(
+    costs: Costs,
+    microbatches: int,
+    *,
+    caps: Sequence[float] | None = None,
+    first_trainable: int = 0,
+    objective: Objective = Objective.SPAN,
+) -> Schedule:
+    """The shortest schedule found for these costs, one stage per rank, with no stage's live memory over its cap (in the costs' unit).
+
+    ZB-1p and ZB-2p are caps of p and 2p forward activations. Raises ScheduleError where a single microbatch does not fit a stage: that is
+    the only case without a schedule.
+    """
+    stages, p, m = costs.stages, len(costs.stages), microbatches
+    if p < 1 or m < 1:
+        raise ScheduleError(f"{NAME}: {p} ranks and {m} microbatches; at least 1 of each is needed")
+    if not 0 <= first_trainable < p:
+        raise ScheduleError(f"{NAME}: first trainable stage {first_trainable} of {p} stages; at least the last stage must train")
+    limits = _limits(costs, caps, first_trainable)
+    frozen = np.arange(p) < first_trainable
+    f, b, w = (_array(getattr(stage, field) for stage in stages) for field in ("f", "b", "w"))
+    b[frozen] = w[frozen] = 0.0
+    link = _array((*costs.links, 0.0))
+    # Sizes near the largest number there is would overflow; a power of two changes no digit.
+    _, exponent = math.frexp(max(1e-300, *f, *b, *w, *link))
+    unit = math.ldexp(1.0, -min(exponent, 1000)) if abs(exponent) > 500 else 1.0
+    goal = lower_bound(costs, m, first_trainable, objective, caps) * unit * (1 + 1e-12)
+
+    from dynmo.schedule.automatic._zero_bubble_loops import search  # numba takes a while to import, and only this needs it
+
+    order = np.zeros((p, 3 * m), np.int8)
+    mem_f = _array(stage.mem_f for stage in stages)
+    stash = _array(stage.mem_f + stage.mem_b for stage in stages)
+    starts = np.array(_STARTS, np.int64)
+    times = [x * unit for x in (f, b, w, link)]
+    spans = objective is Objective.SPAN
+    search(m, *times, mem_f, stash, limits, first_trainable, p, spans, goal, *_budget(p, m), starts, order)
+    rows = tuple(_row(order[r], r, m, r < first_trainable) for r in range(p))
+    return Schedule(NAME, m, tuple(range(p)), rows, first_trainable)
+
+
+def _budget(ranks: int, microbatches: int) -> tuple[int, int]:
+    """How many times the search may look at a rank, and how many ops it may replay while single ones move: some 15 and 12 whole schedules
+    at 24 ranks and 96 microbatches, more of larger ones, whose plan may take longer, and no fewer ops for smaller ones."""
+    share = min(30.0, max(1.0, 3 * ranks * microbatches / 6912) ** 1.6)
+    return int(110_000 * share), int(80_000 * share)
+
+
+def _limits(costs: Costs, caps: Sequence[float] | None, first_trainable: int) -> NDArray[np.float64]:
+    p = len(costs.stages)
+    if caps is None:
+        return np.full(p, 1e300)
+    if len(caps) != p:
+        raise ScheduleError(f"{NAME}: {len(caps)} memory limits for {p} stages; give one per stage (inf: none)")
+    for stage in range(p):
+        cost, cap = costs.stages[stage], caps[stage]
+        need = 0.0 if stage < first_trainable else max(0.0, cost.mem_f, cost.mem_f + cost.mem_b)
+        if not need <= cap * (1 + _ROUNDING):
+            raise ScheduleError(
+                f"{NAME}: one microbatch on stage {stage} needs {need:.10g}, over its limit of {cap:.10g}; a limit of {need:.10g} would fit"
+            )
+    return np.minimum(np.array(caps, np.float64) * (1 + _ROUNDING), 1e300)
+
+
+def _array(values: Iterable[float]) -> NDArray[np.float64]:
+    return np.fromiter(values, np.float64)
+
+
+def _row(order: NDArray[np.int8], rank: int, microbatches: int, frozen: bool) -> tuple[Op, ...]:
+    """The kinds in their order -> ops: each kind comes in microbatch order."""
+    order = order[: microbatches if frozen else 3 * microbatches]
+    index = np.empty(len(order), np.int64)
+    for code in range(3):
+        index[order == code] = np.arange(np.count_nonzero(order == code))
+    kinds = [_KINDS[code] for code in cast("list[int]", order.tolist())]
+    return tuple(map(_new_op, zip(kinds, repeat(rank), index.tolist(), strict=False)))

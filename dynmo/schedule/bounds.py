@@ -1,0 +1,130 @@
+"""Lower bounds on the time of any schedule at given costs: what no order of the ops can beat.
+
+One stage per rank, ops run as soon as their order lets them. For rank r with m microbatches, F, B, W its own times, and c the links:
+
+    lead    from the start of the step until F of any microbatch can reach r:      sum over s < r of F_s + c_s
+    trip    from the end of F(r,j) to the start of B(r,j), out and back:           sum over s > r of F_s + B_s + 2 c
+    k       how many microbatches the memory of r holds between F and B:           cap / mem_f, at most m
+
+Nothing comes before F(r,0), so every rank starts exactly at its lead, and its own span ends at (its last op's end) - lead.
+
+Memory. A rank's time is cut by its first B, its last F and its last B:
+
+    | F F F ..      first B |  F B W ..  last F |  B W B W ..  last B | W ..
+    |- x F's in F + trip ---|                   |- a-1 B's in trip ---|
+
+The first B comes F + trip after the first F, and at most k F's, and not the last, lie before it: so the F's and this wait take at least
+front = max(m F, F + trip + (m - min(k, m - 1)) F). The last B starts a trip after the last F. If a microbatches are between F and B just
+after the last F, a - 1 B's lie in that trip; m - a lie before it, and so do as many of their W's as make room: with
+a mem_f + c stash <= cap, at least w = m - a - c. Every other W but the last microbatch's may lie in the trip, too. So for some a, and
+therefore for the least over a, counted from the rank's first F,
+
+    end of the last F    >=  front + (m - a) B + w W
+    end of the last B    >=  front + (m - a) B + w W + max(trip, (a - 1) B) + B
+    end of the last W    >=  front + (m - a) B + w W + max(trip, (a - 1) B + (m - 1 - w) W) + B + W
+
+If all F's come before the first B, which takes k >= m, its wait and the trip overlap:
+
+    end of the last F    >=  m F
+    end of the last B    >=  max(max(m F, F + trip) + (m - 1) B, m F + trip) + B
+    end of the last W    >=  max(max(m F, F + trip) + (m - 1) (B + W), m F + trip) + B + W
+
+One of the two holds, so the lesser does. A B that adds memory must find room with the F's there: where mem_b > 0, k counts from
+cap - mem_b. (A fused BW hides from the accounting what its B adds until its W; only there could a schedule with BW do with less.)
+
+Rounds. F(r,j+k) must wait for B(r,j), so F(r,0) -> B(r,0) -> F(r,k) -> B(r,k) -> F(r,2k) .. is a chain of ceil(m / k) rounds of
+F + trip + B. Where nothing at all fits beside k microbatches, a W or another B lies between the B and the F, too.
+
+Ways. From the end of the last F the microbatch still goes out to the last rank and back to any rank s, which then has its W to run;
+from the end of the last B it goes back to any rank s < r and its W. Rank s ends no sooner, and neither does the step: for the makespan
+its end counts, for the span its end - lead.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from enum import StrEnum
+from itertools import accumulate
+
+import numpy as np
+
+from dynmo.cost.layer_cost import Costs, StageCost
+
+# Schedules are held to their caps up to this share, since a peak is a running sum.
+_ROUNDING = 1e-9
+
+
+class Objective(StrEnum):
+    """What a schedule is to make short: see `Timeline.span` and `Timeline.makespan`."""
+
+    SPAN = "span"
+    MAKESPAN = "makespan"
+
+
+def lower_bound(
+    costs: Costs,
+    microbatches: int,
+    first_trainable: int = 0,
+    objective: Objective = Objective.SPAN,
+    caps: Sequence[float] | None = None,
+) -> float:
+    """The least time, in the costs' unit, in which any schedule of one stage per rank can end with each stage's memory under its cap.
+
+    Exact for one microbatch, for m <= p with equal times and W <= F and no links, and for ZB-1p with equal times and m >= 2p - 1.
+    """
+    stages, links, m, last = costs.stages, costs.links, microbatches, len(costs.stages) - 1
+    # One microbatch's way: lead[s] from its start to the start of F(s), out[s] from the end of F(s) to the end of the last stage's F,
+    # back[s] from there to the end of B(s).
+    lead = list(accumulate((stages[s].f + links[s] for s in range(last)), initial=0.0))
+    out = list(accumulate((links[s] + stages[s + 1].f for s in reversed(range(last))), initial=0.0))[::-1]
+    back = list(accumulate((links[s] + stages[s].b for s in reversed(range(last))), initial=stages[last].b))[::-1]
+
+    since = lead if objective is Objective.SPAN else [0.0] * (last + 1)  # what counts as a rank's start
+    # From the end of the last F on the last rank to the end of the last microbatch's W on s, for the best s, of all and of those up to r.
+    trained = range(first_trainable, last + 1)
+    finish = list(accumulate((back[s] + stages[s].w - since[s] for s in trained), max))
+    bounds: list[float] = []
+    for r, cost in enumerate(stages):
+        if r < first_trainable:
+            ended = lead[r] + m * cost.f
+            bounds += (ended - since[r], ended + out[r] + finish[-1])
+            continue
+        trip = out[r] + back[r] - cost.b
+        forward, backward, weight = _ends(cost, m, trip, math.inf if caps is None else caps[r])
+        bounds.append(lead[r] + weight - since[r])
+        bounds.append(lead[r] + forward + out[r] + finish[-1])
+        bounds.append(lead[r] + backward - back[r] + finish[r - first_trainable])
+    return max(bounds, default=math.nan)
+
+
+def _ends(cost: StageCost, m: int, trip: float, cap: float) -> tuple[float, float, float]:
+    """Of one rank: the soonest ends of its last F, B and W, from the start of its first F on."""
+    f, b, w, held, stash = cost.f, cost.b, cost.w, cost.mem_f, cost.mem_f + cost.mem_b
+    limit = cap * (1 + _ROUNDING)
+    # Where a B adds memory (its stash is larger than what it frees), the first B after k F's must fit, too.
+    needed = max(held, stash)
+    k = m if held <= 0 or limit >= (m - 1) * held + needed else max(1, 1 + int((limit - needed) / held))
+    forwards: list[float] = []
+    backwards: list[float] = []
+    weights: list[float] = []
+    if k >= m:
+        first = max(m * f, f + trip)
+        forwards.append(m * f)
+        backwards.append(max(first + (m - 1) * b, m * f + trip) + b)
+        weights.append(max(first + (m - 1) * (b + w), m * f + trip) + b + w)
+    if m > 1:
+        a = np.arange(1, min(k, m - 1) + 1)
+        stashed = np.floor((limit - a * held) / stash) if stash > 0 and math.isfinite(limit) else np.full(len(a), float(m))
+        early = np.clip(m - a - stashed, 0, m - a)
+        before = max(m * f, f + trip + (m - min(k, m - 1)) * f) + (m - a) * b + early * w
+        forwards.append(float(before.min()))
+        backwards.append(float((before + np.maximum(trip, (a - 1) * b)).min()) + b)
+        weights.append(float((before + np.maximum(trip, (a - 1) * b + (m - 1 - early) * w)).min()) + b + w)
+    rounds = -(-m // k)
+    rest = m - 1 - (rounds - 1) * k  # microbatches after the last one of the chain
+    between = min(b, w) if stash > 0 and limit - k * held < stash else 0.0
+    chain = (rounds - 1) * (f + trip + b + between)
+    forward = max(min(forwards), chain + (1 + rest) * f)
+    backward = max(min(backwards), chain + f + trip + (1 + rest) * b, forward + trip + b)
+    return forward, backward, max(min(weights), backward + w)

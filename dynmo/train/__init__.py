@@ -1,0 +1,1 @@
+"""The trainer: loop, loader, resume, dry run, profiling and trace."""

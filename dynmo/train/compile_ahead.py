@@ -1,0 +1,36 @@
+"""`python -m dynmo.train.compile_ahead` compiles dynmo's loops, of sparse layers and of planning, and keeps the machine code.
+
+It is a part of the set-up, so that no step and no decision of a first run waits for that, on all its ranks at once.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from dynmo.cost.layer_cost import LayerCost
+from dynmo.cost.profile_file import Profile
+from dynmo.kernels.drop_attention import Dropped
+from dynmo.kernels.hash_attention import Hashed
+from dynmo.kernels.sparse_linear import make_pruned, seconds
+from dynmo.planner.evaluate import Job
+from dynmo.planner.stage_plan import attempt
+
+
+def prepare() -> None:
+    torch.set_num_threads(1)
+    seconds(make_pruned(8, 8, 0.5, sparse=True), tokens=4, repeats=1)
+    x, v = (torch.randn(2, 8, 2, 4, requires_grad=True) for _ in range(2))
+    for attention in (Hashed(2, 4, seed=0), Dropped(0.5, 4, seed=0)):
+        attention(x, v).sum().backward()
+    layers = tuple(
+        LayerCost(1.0 + i * i % 7, 1.0, 1.0, weight_bytes=1, activation_bytes=2, stash_bytes=1, output_bytes=1) for i in range(12)
+    )
+    profile = Profile(layers, tuple(map(str, range(len(layers)))))
+    for schedule in ("zb-h1", "zb-auto", "zb-v", "interleaved-1f1b"):
+        for balancer in ("exact", "schedule-aware", "diffusion"):
+            for limit in (None, 1 << 20):
+                attempt(Job(profile, ranks=3, microbatches=6, schedule=schedule, balancer=balancer, memory_limit=limit))
+
+
+if __name__ == "__main__":
+    prepare()

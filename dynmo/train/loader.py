@@ -1,0 +1,80 @@
+"""What a rank reads: the batches, where its stages need them, and the keys by which microbatches are known again."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from dynmo.config import Config
+from dynmo.data.batches import Batches
+from dynmo.data.corpus import check_vocab, open_corpus
+from dynmo.data.order import Order
+from dynmo.errors import ConfigError
+from dynmo.pipeline.pipeline import Pipeline
+
+
+class Given(NamedTuple):
+    """inputs, targets: int64 [microbatches, micro_batch, sequence]; None on ranks with neither the first nor the last layer. keys: of the
+    cache of a frozen prefix's outputs; None where nothing is cached."""
+
+    inputs: Tensor | None
+    targets: Tensor | None
+    keys: list[tuple[int, ...]] | None
+
+
+class Feed:
+    """Of one mesh: made anew when it is reshaped. Only the ranks that hold the first or the last layer read data; they compare what
+    they read. Raises ConfigError where the data does not fit the config."""
+
+    def __init__(self, config: Config, pipeline: Pipeline) -> None:
+        self._config, self._world = config, pipeline.world
+        world, model, train = self._world, config.model, config.train
+        order = model.sequence, train.global_batch, train.micro_batch, config.seed, config.data.shuffle
+        digest, length = None, 0
+        self._batches: Batches | None = None
+        if model.kind != "emulated":
+            check_vocab(model.vocab)
+        if world.rank in (pipeline.placement[0], pipeline.placement[-1]):
+            corpus = open_corpus(config.data.source)
+            self._batches = Batches(corpus, *order)
+            ends = corpus[: 1 << 20].tobytes() + corpus[-(1 << 20) :].tobytes()
+            length = len(corpus)
+            digest = hashlib.sha256(f"{length} ".encode() + ends).digest()
+        world.agree(digest, "the data (data.source)")
+        self._order = Order(int(pipeline.largest(length)), *order) if pipeline.caches else None
+        evaluates_again = train.eval_every and train.steps // train.eval_every > 1
+        if self._order is not None and not evaluates_again and not self._order.repeats(train.steps):
+            raise ConfigError(
+                f"dynamism.freezing.cache_bytes = {config.dynamism.freezing.cache_bytes}: no microbatch comes again within {train.steps} "
+                "steps, so nothing would be cached; evaluate at least twice (train.eval_every), or train for more than an epoch, which has "
+                f'{self._order.windows} sequences, with data.shuffle = "batches"'
+            )
+
+    def train(self, step: int) -> Given:
+        """This replica's microbatches of a step: those of the replicas follow one another in the batch."""
+        own = self._config.all_microbatches // self._world.replicas
+        part = slice(self._world.replica * own, (self._world.replica + 1) * own)
+        inputs = targets = keys = None
+        if self._batches is not None:
+            inputs, targets = (self._to_device(x[part]) for x in self._batches.train(step))
+        if self._order is not None and self._order.repeats(self._config.train.steps):
+            keys = [tuple(windows) for windows in self._order.train(step)[part].tolist()]
+        return Given(inputs, targets, keys)
+
+    def held_out(self, microbatches: int) -> Given:
+        """So many microbatches to evaluate on, the same every time."""
+        inputs = targets = keys = None
+        if self._batches is not None:
+            pairs = [self._batches.held_out(i) for i in range(microbatches)]
+            inputs, targets = (self._to_device(torch.stack(x)) for x in zip(*pairs, strict=True))
+        if self._order is not None:
+            keys = [tuple(self._order.held_out(i).tolist()) for i in range(microbatches)]
+        return Given(inputs, targets, keys)
+
+    def _to_device(self, tensor: Tensor) -> Tensor:
+        """From pinned memory the copy runs beside what the device computes."""
+        device = self._world.device
+        return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor

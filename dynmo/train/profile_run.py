@@ -1,0 +1,99 @@
+"""Measures a model's layers over a few steps, as they run in training: the same ranks, schedule, microbatches and data, no updates.
+
+Every step is measured for itself and a layer's figure is the median of the steps, so that one disturbed step does no harm. The first step
+warms up and is not counted.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import fields, replace
+from statistics import median
+
+import torch
+
+from dynmo.config import Config
+from dynmo.cost.layer_cost import LayerCost
+from dynmo.cost.profile_file import Profile
+from dynmo.dynamism import make_cases
+from dynmo.models.model import Model, load_model
+from dynmo.pipeline.pipeline import Pipeline
+from dynmo.runtime.comm.process_mesh import arrange
+from dynmo.runtime.comm.rendezvous import Rendezvous
+from dynmo.runtime.comm.world import World
+from dynmo.train.assembly import pipeline_for
+from dynmo.train.dry_run import shapes_of, with_workspace
+from dynmo.train.loader import Feed
+from dynmo.train.setup import check_world, device_for, first_partition, join_world, optimizer_settings
+
+Listener = Callable[[int, float], None]
+"""Told of every step that was measured: how many so far, and the seconds it took."""
+
+
+def run(config: Config, rendezvous: Rendezvous, steps: int, listen: Listener | None = None) -> Profile:
+    """Measures as one rank of the world at `rendezvous`; returns the same on every rank. Raises as `trainer.run` does."""
+    check_world(config, rendezvous)
+    torch.set_num_threads(config.parallel.threads)
+    device = device_for(config, rendezvous.local_rank)
+    model = load_model(config)
+    with join_world(config, rendezvous, device) as world:
+        return measure(config, world, model, steps, listen)
+
+
+def measure(config: Config, world: World, model: Model, steps: int, listen: Listener | None = None) -> Profile:
+    """What the dynamic cases do before the first step is done (a prefix that is frozen from the start, say); nothing changes later."""
+    world = arrange(world, config.parallel.data)
+    pipeline = pipeline_for(config, world, model, first_partition(config, model.layers))
+    for case in make_cases(config, model.layers):
+        case.check(pipeline.modules)
+        change = case.act(0, pipeline)
+        if change is not None:
+            pipeline.changed(change.layers)
+    feed = Feed(config, pipeline)
+    found: list[tuple[LayerCost, ...]] = []
+    for step in range(steps + 1):
+        start = time.perf_counter()
+        pipeline.profiler.forget(range(model.layers))
+        inputs, targets, _ = feed.train(step)
+        pipeline.step(step, inputs, targets, lr=0.0)
+        costs = pipeline.costs()
+        if step:
+            found.append(costs)
+            if listen is not None:
+                listen(step, time.perf_counter() - start)
+    measured = tuple(_median(layer) for layer in zip(*found, strict=True))
+    return profile_of(config, pipeline, with_workspace(measured, shapes_of(config, model), pipeline.recomputed), steps)
+
+
+def profile_of(config: Config, pipeline: Pipeline, costs: tuple[LayerCost, ...], steps: int | None = None) -> Profile:
+    """What is known of a pipeline's layers, for a costs file: with a whole replica's optimizer state, whatever part of it ZeRO leaves here.
+    costs: as `Pipeline.costs` gathers them; steps: how many were measured."""
+    return Profile(
+        layers=tuple(_whole(config, pipeline, cost) for cost in costs) if config.parallel.zero else costs,
+        names=pipeline.model.names,
+        first_trainable=pipeline.first_trainable,
+        links=tuple(pipeline.links.items()),
+        model=config.model.kind,
+        microbatch=config.train.micro_batch,
+        microbatches=config.all_microbatches // pipeline.world.replicas,
+        ranks=pipeline.shape[0],
+        partition=pipeline.partition.counts,
+        schedule=config.pipeline.schedule,
+        steps=steps,
+    )
+
+
+def _whole(config: Config, pipeline: Pipeline, cost: LayerCost) -> LayerCost:
+    """The layer with all replicas' shares of its optimizer state. Of a frozen one no more is known than that no share is larger."""
+    moments, masters = optimizer_settings(config.train).moments, config.train.precision != "float32"
+    if not cost.gradient_bytes:
+        return replace(cost, optimizer_bytes=pipeline.world.replicas * cost.optimizer_bytes)
+    copies = (1 + moments) * cost.gradient_bytes if cost.copy_bytes else 0
+    return replace(cost, optimizer_bytes=(moments + masters) * cost.gradient_bytes, copy_bytes=copies)
+
+
+def _median(costs: Sequence[LayerCost]) -> LayerCost:
+    """Of each figure; sizes are the same in every step, up to what a microbatch's content changes."""
+    middle = {field.name: median(getattr(cost, field.name) for cost in costs) for field in fields(LayerCost)}
+    return LayerCost(**{name: value if name in ("f", "b", "w") else int(value) for name, value in middle.items()})

@@ -1,0 +1,125 @@
+"""What a run saves besides its layers, and how it goes on from there."""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dynmo.config import Config, shapes
+from dynmo.dynamism import Dynamism
+from dynmo.errors import CheckpointError
+from dynmo.events import CheckpointEvent, now
+from dynmo.models.model import Model
+from dynmo.pipeline.pipeline import Pipeline
+from dynmo.runtime.comm.world import World
+from dynmo.runtime.state import checkpoint
+from dynmo.runtime.state.checkpoint_manifest import MANIFEST, UNSEALED
+
+# What every checkpoint of a run has in its state.
+_STATE = {"partition", "frozen", "loss", "moves", "cases"}
+
+
+@dataclass(frozen=True)
+class Found:
+    """A checkpoint to go on from. state: the run's own part of it, as `RunCheckpoints.save` wrote it."""
+
+    path: Path
+    step: int
+    state: dict[str, Any]
+
+    @property
+    def partition(self) -> tuple[int, ...]:
+        return tuple(self.state["partition"])
+
+    @property
+    def loss(self) -> float:
+        return self.state["loss"]
+
+    @property
+    def moves(self) -> int:
+        return self.state["moves"]
+
+    def shape(self, config: Config) -> tuple[int, int]:
+        """The mesh to resume in: where the run chooses it, the one that it had, as long as that is one of this config's."""
+        saved = tuple(self.state.get("shape", ()))
+        known = config.elastic.reshape and saved in shapes(config)
+        return (saved[0], saved[1]) if known else config.shape_at(self.step)
+
+
+class RunCheckpoints:
+    """Those of the run that `config` describes, in `folder` (None: none are written). world: of all ranks, which share the folder."""
+
+    def __init__(self, config: Config, world: World, folder: Path | None) -> None:
+        self._config, self._world, self._folder = config, world, folder
+
+    def due(self, step: int, interrupted: bool) -> bool:
+        """Whether one is to be written when so many steps are done."""
+        every = self._config.checkpoint.every
+        return bool(every) and (step % every == 0 or step == self._config.train.steps or interrupted)
+
+    def save(self, step: int, pipeline: Pipeline, cases: Sequence[Dynamism], loss: float, moves: int) -> CheckpointEvent | None:
+        """All ranks call it together, after the last result. None: there is no folder."""
+        if self._folder is None:
+            return None
+        state = {
+            "partition": list(pipeline.partition.counts),
+            "frozen": sorted(pipeline.frozen),
+            "loss": loss,
+            "moves": moves,
+            "loss_scale": pipeline.scaler.state(),
+            "shape": list(pipeline.shape),
+            "cases": {case.name: case.state() for case in cases},
+            **self._fixed(pipeline.model),
+        }
+        if pipeline.world.replicas > 1:
+            pipeline.digest()  # the first replica's weights stand for all
+        keep, layers = self._config.checkpoint.keep, pipeline.saved_layers()
+        saved = checkpoint.save(self._world, self._folder, step, pipeline.model.names, layers, state, keep)
+        return CheckpointEvent(step - 1, now(), str(saved.path), saved.bytes, saved.seconds)
+
+    def find(self, model: Model) -> Found:
+        """The newest that is whole. All ranks call it together. Raises CheckpointError where there is none, or where it is of another
+        model."""
+        assert self._folder is not None, "only a run with a folder resumes"
+        path, manifest, problems = checkpoint.find(self._folder, self._world)
+        if manifest.version == UNSEALED:
+            lack = "its manifest has no hash of its own, so damage to that goes unnoticed"
+            problems.append(f"{path} was written by an earlier version of dynmo: {lack}")
+        for problem in problems if self._world.rank == 0 else ():
+            print(f"dynmo: {problem}; resuming from {path.name}", file=sys.stderr)
+        if tuple(manifest.layers) != model.names:
+            raise CheckpointError(
+                f"{path} is of another model ({len(manifest.layers)} layers, the config's has {model.layers}, or layers of other names); "
+                "resume with the config of that run"
+            )
+        lacking = _STATE - manifest.state.keys()
+        if lacking:
+            raise CheckpointError(f"{path}/{MANIFEST} is damaged: its state lacks {min(lacking)!r}")
+        for key, value in self._fixed(model).items():
+            then = manifest.state.get(key, value)
+            if then != value:
+                raise CheckpointError(
+                    f"{path} is of a run with {key} = {then!r}, the config has {value!r}; resume with that, or start anew"
+                )
+        return Found(path, manifest.step, manifest.state)
+
+    def _fixed(self, model: Model) -> dict[str, Any]:
+        """What a run keeps to its end, for its optimizer's state is of these weights."""
+        return {"train.optimizer": self._config.train.optimizer, "model.tied": bool(model.tied)}
+
+    def restore(self, found: Found, pipeline: Pipeline, cases: Sequence[Dynamism]) -> None:
+        """Puts the layers of this rank, the cases and the loss scale back as they were. All ranks call it together."""
+        state = found.state
+        pipeline.world.agree(hashlib.sha256(found.path.name.encode()).digest(), "which checkpoint to resume from")
+        pipeline.freeze(state["frozen"])
+        for index in pipeline.own_layers:
+            pipeline.restore(index, *checkpoint.load_layer(found.path, index, pipeline.world.device))
+        for case in cases:
+            if case.name in state["cases"]:
+                case.load(state["cases"][case.name])
+        if "loss_scale" in state:
+            pipeline.scaler.load(state["loss_scale"])

@@ -1,0 +1,155 @@
+"""A Perfetto / Chrome trace of what each rank measured: F, B, W, sends and waits. Open it at ui.perfetto.dev.
+
+Kept are the last steps before, and the first after, every change of the model or of the placement, and the last steps of the run.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections import deque
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dynmo.files import write_whole
+from dynmo.runtime.comm.announced import check_announced
+from dynmo.runtime.comm.channels import TAG_TRACE
+from dynmo.runtime.comm.clock import Clock
+from dynmo.runtime.comm.world import World
+from dynmo.runtime.engine.executor import SEND, WAIT, Slice
+from dynmo.schedule.op import Kind
+
+_KINDS = [*(str(k) for k in Kind), WAIT, SEND]
+_COLOURS = {
+    "F": "thread_state_running",
+    "B": "thread_state_iowait",
+    "W": "thread_state_runnable",
+    "BW": "thread_state_iowait",
+    WAIT: "grey",
+    SEND: "yellow",
+}
+_BARRIERS = 9
+# A long run with many changes must not fill the memory: the oldest kept steps make room.
+_MOST_STEPS = 64
+
+# One row of the tensor that travels: step, kind, stage, microbatch, start, end (seconds since the common origin).
+Row = tuple[int, int, int, int, float, float]
+
+
+class Tracer:
+    """Collects a rank's slices of time; `finish` brings them to rank 0, which writes the file.
+
+    placement: where each rank of the world is a pipeline on slices of a GPU, per stage its slice: these are then shown as ranks are.
+    """
+
+    def __init__(self, world: World, clock: Clock, steps: int, placement: tuple[int, ...] | None = None) -> None:
+        self._world, self._clock, self._steps, self._placement = world, clock, steps, placement
+        self._recent: deque[list[Row]] = deque(maxlen=steps)
+        self._kept: deque[list[Row]] = deque(maxlen=_MOST_STEPS)
+        self._coming = 0
+        # All ranks leave a barrier within a link's latency, unless one is held up just then: the median of several is everyone's time zero.
+        marks: list[Any] = []
+        for _ in range(_BARRIERS):
+            world.barrier("the trace's time zero")
+            marks.append(clock.mark())
+        clock.settle()
+        table = torch.zeros(world.size, _BARRIERS, dtype=torch.float64)
+        table[world.rank] = torch.tensor([clock.elapsed(marks[0], mark) for mark in marks])
+        world.sum(table, "the trace's time zero")
+        # A mark, and its seconds since the common origin.
+        self._anchor, self._since = marks[0], float((table[0] - table[world.rank]).median())
+
+    def keep_around(self) -> None:
+        """Something changes now: keep the steps before and the next ones."""
+        self._kept.extend(self._recent)
+        self._recent.clear()
+        self._coming = self._steps
+
+    def observe(self, step: int, slices: Sequence[Slice]) -> None:
+        """One finished step. The clock must be settled."""
+        if not self._steps or not slices:
+            return
+        elapsed = self._clock.elapsed
+        # From step to step: CUDA tells the time between two marks in milliseconds of float32, which over an hour are coarser than an op.
+        self._since += elapsed(self._anchor, slices[0].start)
+        self._anchor = anchor = slices[0].start
+        rows: list[Row] = [
+            (
+                step,
+                _KINDS.index(s.kind),
+                s.stage,
+                s.microbatch,
+                self._since + elapsed(anchor, s.start),
+                self._since + elapsed(anchor, s.end),
+            )
+            for s in slices
+        ]
+        if self._coming:
+            self._coming -= 1
+            self._kept.append(rows)
+        else:
+            self._recent.append(rows)
+
+    def finish(self, path: Path | None) -> None:
+        """Called on every rank; rank 0 writes."""
+        self._kept.extend(self._recent)
+        mine = torch.tensor([row for rows in self._kept for row in rows], dtype=torch.float64).reshape(-1, 6)
+        world = self._world
+        counts = torch.zeros(world.size, dtype=torch.int64)
+        counts[world.rank] = len(mine)
+        world.sum(counts, "the traces of every rank")
+        if world.rank:
+            if len(mine):
+                world.wait(world.send(mine, 0, TAG_TRACE), 0, "room to send its trace")
+            return
+        tables = [mine]
+        for rank in range(1, world.size):
+            rows = int(counts[rank])
+            check_announced(rows * 6 * 8, torch.device("cpu"), f"the trace of rank {rank}")
+            table = torch.zeros(rows, 6, dtype=torch.float64)
+            if len(table):
+                world.wait(world.receive(table, rank, TAG_TRACE), rank, "its trace")
+            tables.append(table)
+        if path is not None and self._steps:
+            rows = self._rows([table.tolist() for table in tables])
+            try:
+                write_whole(path, json.dumps(chrome_trace(rows)))
+            except OSError as error:  # what has been trained is not lost for that
+                print(f"dynmo: {path} cannot be written: {error.strerror}", file=sys.stderr)
+
+    def _rows(self, tables: list[list[list[float]]]) -> list[list[list[float]]]:
+        """Of each rank; of each slice in the place of its rank, which is slice * replicas + replica."""
+        placement = self._placement
+        if placement is None:
+            return tables
+        return [[row for row in table if placement[int(row[2])] == each] for each in range(max(placement) + 1) for table in tables]
+
+
+def chrome_trace(ranks: Sequence[Sequence[Sequence[float]]]) -> dict[str, Any]:
+    """Rows of every rank -> the Trace Event Format: one thread per rank, times in microseconds."""
+    events: list[dict[str, Any]] = [
+        {"ph": "M", "name": "thread_name", "pid": 0, "tid": rank, "args": {"name": f"rank {rank}"}} for rank in range(len(ranks))
+    ]
+    events.append({"ph": "M", "name": "process_name", "pid": 0, "args": {"name": "dynmo"}})
+    for rank, rows in enumerate(ranks):
+        for step, code, stage, microbatch, start, end in rows:
+            kind = _KINDS[int(code)]
+            # Both ends rounded, not the length: otherwise neighbours could overlap, which viewers take for nesting.
+            ts, stop = round(start * 1e6, 1), round(end * 1e6, 1)
+            events.append(
+                {
+                    "ph": "X",
+                    "pid": 0,
+                    "tid": rank,
+                    "name": f"{kind}{int(microbatch)}" if kind not in (WAIT, SEND) else f"{kind} {int(microbatch)}",
+                    "cat": kind,
+                    "cname": _COLOURS[kind],
+                    "ts": ts,
+                    "dur": round(stop - ts, 1),
+                    "args": {"step": int(step), "stage": int(stage), "microbatch": int(microbatch)},
+                }
+            )
+    return {"traceEvents": events, "displayTimeUnit": "ms"}

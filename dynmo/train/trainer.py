@@ -1,0 +1,406 @@
+"""The training loop of one rank: change, rebalance, step, log, save; the same on every rank but for who writes."""
+
+from __future__ import annotations
+
+import math
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+
+from dynmo.balance.partition import Partition, imbalance
+from dynmo.config import Config, Train, to_toml, with_options
+from dynmo.cost import profile_file
+from dynmo.cost.layer_cost import LayerCost
+from dynmo.dynamism import Dynamism, Signals, checked, make_cases, named
+from dynmo.errors import InputError, NoRoomError, RunError
+from dynmo.events import (
+    ChangeEvent,
+    EndEvent,
+    EvalEvent,
+    Event,
+    EventLog,
+    PostValidationEvent,
+    ReshapeEvent,
+    RollbackEvent,
+    SkippedEvent,
+    StepEvent,
+    now,
+)
+from dynmo.files import write_whole
+from dynmo.models.model import Model, load_model
+from dynmo.pipeline.pipeline import StepResult
+from dynmo.pipeline.rebalance import Rebalancer
+from dynmo.runtime.comm.process_mesh import arrange
+from dynmo.runtime.comm.rendezvous import Rendezvous
+from dynmo.runtime.comm.world import World
+from dynmo.schedule.bounds import Objective
+from dynmo.train.assembly import pipeline_for
+from dynmo.train.dry_run import first_plan, known_costs, shapes_of, with_workspace
+from dynmo.train.loader import Feed
+from dynmo.train.profile_run import profile_of
+from dynmo.train.run_checkpoints import RunCheckpoints
+from dynmo.train.setup import (
+    check_meshes,
+    check_world,
+    device_for,
+    first_partition,
+    join_world,
+    memory_limit,
+)
+from dynmo.train.trace import Tracer
+
+Listener = Callable[[Event], None]
+
+
+def learning_rate(train: Train, step: int) -> float:
+    """Linear warm-up over `warmup` steps, then the decay down to `lr * min_lr_ratio` at the last step. A pure function of the step."""
+    if step < train.warmup:
+        return train.lr * (step + 1) / train.warmup
+    if train.decay == "constant" or train.steps <= train.warmup + 1:
+        return train.lr
+    done = (step - train.warmup) / (train.steps - 1 - train.warmup)
+    left = 1 - done if train.decay == "linear" else 0.5 * (1 + math.cos(math.pi * done))
+    return train.lr * (train.min_lr_ratio + (1 - train.min_lr_ratio) * left)
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """What a finished run left, the same on every rank. `seconds`: of training, without starting up."""
+
+    loss: float
+    weights_digest: str
+    buffers_digest: str
+    seconds: float
+    interrupted: bool
+    steps: int
+    partition: tuple[int, ...]
+
+
+@dataclass
+class _Started:
+    """A step as it began: learning rate, placement, frozen layers; and how long it took, without what of its end fell into the next."""
+
+    rate: float
+    layers: tuple[int, ...]
+    frozen: int
+    seconds: float = 0.0
+
+
+def run(config: Config, rendezvous: Rendezvous, folder: Path | None, resume: bool, listen: Listener | None = None) -> RunResult:
+    """Trains as one rank of the world at `rendezvous`. folder: `runs/<name>`, where rank 0 writes (None: nothing is written).
+
+    Raises ConfigError for input that only now turns out wrong, RunError when the run fails. listen: told of every event, on rank 0.
+    """
+    check_world(config, rendezvous)
+    torch.set_num_threads(config.parallel.threads)
+    device = device_for(config, rendezvous.local_rank)
+    model = load_model(config)
+    with join_world(config, rendezvous, device) as world:
+        return Trainer(config, world, model, folder, resume, listen).run()
+
+
+class Trainer:
+    """One rank of one run. world: of all ranks; the trainer arranges them in a mesh."""
+
+    def __init__(
+        self, config: Config, world: World, model: Model, folder: Path | None, resume: bool = False, listen: Listener | None = None
+    ) -> None:
+        self.config, self._everyone, self._folder, self._listen = config, world, folder, listen
+        self._recorded = config  # with what cases have found out
+        self._checkpoints = RunCheckpoints(config, world, None if folder is None else folder / "checkpoints")
+        found = self._checkpoints.find(model) if resume else None
+        pipeline, data = config.shape_at(0) if found is None else found.shape(config)
+        partition = first_partition(config, model.layers, pipeline)
+        check_meshes(config, model.layers)
+        if found is not None and len(found.partition) == partition.ranks:
+            partition = Partition(found.partition)
+        # What decisions need that have to fit a memory.
+        limit = memory_limit(config, world.device)
+        self._shapes = None
+        if limit is not None:
+            costs, unknown = known_costs(config, model)
+            self._shapes = costs if unknown is None else None
+            if unknown is not None and world.rank == 0:
+                print(f"dynmo: {unknown}", file=sys.stderr)
+            if found is None and config.pipeline.memory_limit is not None:
+                first_plan(config, model, costs, world.device, unknown)
+        cached = config.dynamism.freezing.cache_bytes if "freezing" in config.dynamism.cases else 0
+        self.pipeline = pipeline_for(config, arrange(world, data), model, partition, cached)
+        self._stepped = False  # whether a step is done
+        self._barrier_stays = False  # although there is to be none
+        # Steps that have run and whose results are still out.
+        self._started: dict[int, _Started] = {}
+        self._cases: list[Dynamism] = make_cases(config, model.layers)
+        for case in self._cases:
+            case.check(self.pipeline.modules)
+        self._feed = Feed(config, self.pipeline)
+        self.first_step, self._loss, moved = 0, math.nan, 0
+        if found is not None:
+            self._checkpoints.restore(found, self.pipeline, self._cases)
+            self.first_step, self._loss, moved = found.step, found.loss, found.moves
+        self._rebalancer = Rebalancer(
+            config, self.pipeline, self._costs, moved, lambda step: [case.forecast(step) for case in self._cases], limit
+        )
+        slices = self.pipeline.placement if self.pipeline.sliced else None
+        self._tracer = Tracer(world.everyone, self.pipeline.clock, config.trace.steps, slices)
+        # Last: what was wrong until here leaves no log.
+        self._log = EventLog(folder / "events.jsonl") if folder is not None and world.rank == 0 else None
+
+    @property
+    def world(self) -> World:
+        """This rank's pipeline: one of the mesh."""
+        return self.pipeline.world
+
+    # -- the loop -----------------------------------------------------------------------------------------------------------
+
+    def run(self) -> RunResult:
+        # Up to the last event: a signal that comes after the last step must not cut the account short.
+        with _stop_flag() as stopping:
+            try:
+                return self._run(stopping)
+            finally:
+                if self._log is not None:
+                    self._log.close()
+
+    def _run(self, stopping: Callable[[], bool]) -> RunResult:
+        train, start = self.config.train, time.perf_counter()
+        interrupted, step = False, self.first_step
+        self._tell_barrier(step)
+        while step < train.steps and not interrupted:
+            try:
+                interrupted = self.advance(step, stopping())
+            except InputError as error:
+                if not self._stepped:
+                    raise
+                raise RunError(str(error)) from error  # no wrong input: something has trained
+            step += 1
+        return self.finish(step, time.perf_counter() - start, interrupted)
+
+    def advance(self, step: int, stop: bool = False) -> bool:
+        """One turn of the loop, with all that belongs to it. Returns whether some rank wants to `stop`."""
+        train = self.config.train
+        interrupted = self._looks(step) and self._drain()
+        self._change(step)
+        interrupted = self._step(step, stop) or interrupted
+        step += 1
+        evaluates = bool(train.eval_every) and step % train.eval_every == 0
+        if evaluates or interrupted or step == train.steps or self._checkpoints.due(step, interrupted):
+            # A wish to stop may be found in any of the results.
+            interrupted = self._drain() or interrupted
+        if evaluates:
+            self._evaluate(step)
+        if self._checkpoints.due(step, interrupted):
+            saved = self._checkpoints.save(step, self.pipeline, self._cases, self._loss, self._rebalancer.moves)
+            if saved is not None:
+                self._emit(saved)
+        return interrupted
+
+    def finish(self, step: int, seconds: float, interrupted: bool = False) -> RunResult:
+        """After the last turn: `step` steps are done, in so many seconds."""
+        self._drain()
+        settled = self._rebalancer.settle(step)
+        if settled is not None:
+            self._emit(settled)
+        digest, buffers = self.pipeline.digest(), self.pipeline.buffers_digest()
+        if step > self.first_step:
+            self._record_costs(step - self.first_step)
+        self._tracer.finish(None if self._folder is None else self._folder / "trace.json")
+        overhead, reason = self._rebalancer.overhead, "interrupted" if interrupted else "done"
+        measuring = self.pipeline.profiler.spent + overhead.measure
+        cached = self.pipeline.cached() if self.pipeline.caches else (0, 0)
+        balancing = (measuring, overhead.decide, overhead.move)
+        self._emit(EndEvent(step, now(), self._loss, digest, seconds, reason, *balancing, *cached, buffers))
+        return RunResult(self._loss, digest, buffers, seconds, interrupted, step, self.pipeline.partition.counts)
+
+    def _looks(self, step: int) -> bool:
+        """Whether something before this step may look at the model or the last signals, or change it: the step before must be final."""
+        return self._rebalancer.looks(step) or any(case.acts(step) for case in self._cases)
+
+    def _change(self, step: int) -> None:
+        """The mesh changes, or the balancer looks at what was measured; then the dynamic cases act."""
+        shape = self.config.shape_at(step)
+        wanted = None
+        if self.config.elastic.reshape:
+            wanted = self._rebalancer.mesh(step) if self._rebalancer.due(step) else None
+        elif step > self.first_step and shape != self.pipeline.shape:
+            wanted = (*shape, first_partition(self.config, self.pipeline.count, shape[0]))
+        if wanted is not None:
+            self._reshape(step, *wanted)
+        if self._rebalancer.due(step):
+            for event in self._rebalancer.consider(step):
+                self._emit(event)
+                self._tracer.keep_around()
+        for case in self._cases:
+            with named(case, "act", step):
+                change = checked(case, case.act(step, self.pipeline), self.pipeline.count)
+            if change is not None:
+                self.pipeline.changed(change.layers)
+                settled = self._rebalancer.changed(step)
+                if settled is not None:
+                    self._emit(settled)
+                self._tracer.keep_around()
+                self._emit(ChangeEvent(step, now(), case.name, change.layers, change.what))
+                if change.found and case.name in self.config.dynamism.cases:
+                    self._record_found(case.name, change.found)
+
+    def _reshape(self, step: int, pipeline: int, data: int, partition: Partition) -> None:
+        """The same ranks go on as `data` replicas of a pipeline of `pipeline` ranks."""
+        before, start = self.pipeline.shape, time.perf_counter()
+        settled = self._rebalancer.settle(step)
+        if settled is not None:
+            self._emit(settled)
+        try:
+            migration = self.pipeline.reshape(pipeline=pipeline, data=data, partition=partition)
+        except NoRoomError:
+            if not self.config.elastic.reshape:
+                raise
+            return  # by what layers may take at most it does not fit ("recompute" is "auto"); all ranks find so, and nothing has moved
+        self._feed = Feed(self.config, self.pipeline)
+        self._rebalancer.changed(step)
+        self._tracer.keep_around()
+        seconds = time.perf_counter() - start
+        self._rebalancer.overhead.move += seconds
+        self._emit(ReshapeEvent(step, now(), before, (pipeline, data), partition.counts, migration.moved_bytes, seconds))
+        self._tell_barrier(step)
+
+    def _tell_barrier(self, step: int) -> None:
+        """Post-validation that is asked for and cannot be: a weight tied over two ranks gets its gradient from both. That ends in a mesh
+        that has it on one."""
+        stays = self.config.pipeline.post_validation and self.pipeline.objective is Objective.MAKESPAN
+        if stays != self._barrier_stays:
+            self._barrier_stays = stays
+            reason = f"the tied weight of embedding and head is on {'two ranks' if stays else 'one rank'}"
+            self._emit(PostValidationEvent(step, now(), not stays, reason))
+
+    def _step(self, step: int, stop: bool) -> bool:
+        """Runs a step, and tells of those that are final by now. Returns whether a rank wished to stop."""
+        train, start = self.config.train, time.perf_counter()
+        rate = learning_rate(train, step)
+        self._started[step] = _Started(rate, self.pipeline.partition.counts, len(self.pipeline.frozen))
+        inputs, targets, keys = self._feed.train(step)
+        results = self.pipeline.advance(step, inputs, targets, lr=rate, max_norm=train.max_grad_norm, flag=stop, keys=keys)
+        self._started[step].seconds = time.perf_counter() - start
+        return self._finish(results)
+
+    def _drain(self) -> bool:
+        """Waits until the last step is final. Returns whether a rank wished to stop."""
+        start = time.perf_counter()
+        results = self.pipeline.drain()
+        if results:
+            self._started[results[-1].step].seconds += time.perf_counter() - start
+        return self._finish(results)
+
+    def _finish(self, results: Sequence[StepResult]) -> bool:
+        for result in results:
+            self._tell(result, self._started.pop(result.step))
+        return any(any(result.flags) for result in results)
+
+    def _tell(self, result: StepResult, started: _Started) -> None:
+        """What follows from a step's result, for cases, balancer and log."""
+        step, seconds = result.step, started.seconds
+        self._stepped = True
+        self._loss = result.loss
+        for case in self._cases:
+            with named(case, "observe", step):
+                case.observe(Signals(step, result.loss, result.squared_norms, started.rate))
+        self._tracer.observe(step, result.outcome.slices)
+        settled = self._rebalancer.observe(step, seconds, result.busy)
+        if settled is not None:
+            self._emit(settled)
+        tokens = self.config.train.global_batch * self.config.model.sequence
+        self._emit(
+            StepEvent(
+                step,
+                now(),
+                result.loss,
+                tokens / seconds,
+                result.idle_ratio,
+                imbalance(result.busy),
+                seconds,
+                result.norm if math.isfinite(result.norm) else None,
+                started.rate,
+                started.layers,
+                started.frozen,
+            )
+        )
+        if result.rollback is not None:
+            self._emit(RollbackEvent(step, now(), result.rollback.what, result.rollback.seconds))
+        if result.switch is not None:
+            self._emit(PostValidationEvent(step, now(), result.switch.on, result.switch.reason))
+        if result.skipped:
+            self._emit(SkippedEvent(step, now(), result.loss_scale, self.pipeline.scaler.scale))
+
+    def _evaluate(self, step: int) -> None:
+        count = self.config.train.eval_batches
+        inputs, targets, keys = self._feed.held_out(count)
+        self._emit(EvalEvent(step - 1, now(), self.pipeline.evaluate(inputs, targets, count, keys)))
+
+    def _costs(self) -> tuple[LayerCost, ...]:
+        return with_workspace(self.pipeline.costs(), self._shapes, self.pipeline.recomputed)
+
+    def _record_costs(self, steps: int) -> None:
+        """What the layers cost at the end, for `dynmo plan runs/<name>`."""
+        costs = self._costs()
+        if self._log is not None and self._folder is not None:
+            if self._shapes is None:
+                costs = with_workspace(costs, shapes_of(self.config, self.pipeline.model), self.pipeline.recomputed)
+            profile = profile_of(self.config, self.pipeline, costs, steps)
+            try:
+                profile_file.write(self._folder / profile_file.IN_RUN, profile)
+            except InputError as error:  # what has been trained is not lost for that
+                print(f"dynmo: {error}", file=sys.stderr)
+
+    def _record_found(self, case: str, found: Mapping[str, Any]) -> None:
+        """What a case has found out by itself becomes part of the run's own config."""
+        self._recorded = with_options(self._recorded, ("dynamism", case), found)
+        if self._log is not None and self._folder is not None:
+            path = self._folder / "config.toml"
+            try:
+                write_whole(path, to_toml(self._recorded))
+            except OSError as error:  # the checkpoints have it, too
+                print(f"dynmo: {path} cannot be written: {error.strerror}; it does not say {', '.join(found)} as found", file=sys.stderr)
+
+    # -- telling ----------------------------------------------------------------------------------------------------------------
+
+    def _emit(self, event: Event) -> None:
+        if self._everyone.rank != 0:
+            return
+        if self._log is not None:
+            self._log.write(event)
+        if self._listen is not None:
+            self._listen(event)
+
+
+@contextmanager
+def _stop_flag() -> Iterator[Callable[[], bool]]:
+    """SIGTERM and SIGINT ask for a stop after the current step; the ranks agree on it at that step's end (with post-validation, one later).
+
+    A second SIGINT interrupts at once. Ranks of dynmo's own launcher ignore SIGINT: it turns it into SIGTERM.
+    """
+    asked = False
+
+    def ask(number: int, frame: FrameType | None) -> None:
+        nonlocal asked
+        asked = True
+        if number == signal.SIGINT:
+            signal.signal(number, signal.default_int_handler)
+
+    if threading.current_thread() is not threading.main_thread():  # it gets no signals, so nobody asks
+        yield lambda: False
+        return
+    numbers = [n for n in (signal.SIGTERM, signal.SIGINT) if signal.getsignal(n) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, ask) for number in numbers}
+    try:
+        yield lambda: asked
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,0 +1,65 @@
+from __future__ import annotations
+
+import pytest
+
+from dynmo.cost.layer_cost import Costs, LayerCost, LinkCost, StageCost, stage_costs, uniform_costs
+from dynmo.errors import InputError
+
+
+def test_uniform_costs() -> None:
+    costs = uniform_costs(3, 1, 2, 3, comm=0.5, w_memory=0.25)
+    assert costs == Costs((StageCost(1, 2, 3, 1.0, -0.75, -0.25),) * 3, (0.5, 0.5))
+    assert costs.stages[0].seconds == 6
+    assert uniform_costs(1, 1, 2, 3, comm=0.5).links == ()
+
+
+@pytest.mark.parametrize("share", [-0.1, 1.1, float("nan")])
+def test_a_share_lies_between_0_and_1(share: float) -> None:
+    with pytest.raises(InputError, match="w-memory is"):
+        uniform_costs(2, 1, 1, 1, w_memory=share)
+
+
+@pytest.mark.parametrize(
+    ("stages", "links", "message"),
+    [
+        ((StageCost(1, 1, 1),) * 3, (0.0,), "3 stages have 2 boundaries, but 1 link times"),
+        ((StageCost(1, 1, 1), StageCost(1, -1, 1)), (0.0,), "stage 1: b is -1"),
+        ((StageCost(1, 1, float("nan")), StageCost(1, 1, 1)), (0.0,), "stage 0: w is nan"),
+        ((StageCost(float("inf"), 1, 1),), (), "stage 0: f is inf"),
+        ((StageCost(1, 1, 1),) * 2, (-0.5,), "comm of boundary 0: -0.5"),
+    ],
+)
+def test_costs_are_checked(stages: tuple[StageCost, ...], links: tuple[float, ...], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        Costs(stages, links)
+
+
+def test_layers_are_summed_into_stages() -> None:
+    layers = [
+        LayerCost(1, 2, 3, activation_bytes=100, stash_bytes=40),
+        LayerCost(10, 20, 30, activation_bytes=1000, stash_bytes=0),
+        LayerCost(0.5, 0, 0),
+    ]
+    assert stage_costs(layers, (2, 1)) == (StageCost(11, 22, 33, 1100, -1060, -40), StageCost(0.5, 0, 0, 0, 0, 0))
+    assert stage_costs(layers, (1, 2))[1] == StageCost(10.5, 20, 30, 1000, -1000, 0)
+    assert all(stage.mem_f + stage.mem_b + stage.mem_w == 0 for stage in stage_costs(layers, (2, 1)))
+
+
+def test_every_layer_has_its_place() -> None:
+    with pytest.raises(InputError, match="3 layers for 1 layer costs"):
+        stage_costs([LayerCost(1, 1, 1)], (1, 2))
+
+
+def test_a_layer() -> None:
+    layer = LayerCost(1, 2, 3, weight_bytes=10, gradient_bytes=20, optimizer_bytes=30, activation_bytes=5, copy_bytes=40)
+    assert layer.seconds == 6
+    assert layer.static_bytes == 100
+    assert (layer.in_slots(1).aside_bytes, layer.in_slots(4).aside_bytes, layer.in_slots(4).static_bytes) == (0, 40, 140)
+    assert (layer.shared(4).optimizer_bytes, layer.shared(4).copy_bytes, layer.shared(4).weight_bytes) == (8, 10, 10)
+    assert layer.moved_bytes == 40, "weights and the optimizer's state: between steps there is nothing else"
+
+
+def test_a_link_is_a_line() -> None:
+    link = LinkCost(latency=0.5, bytes_per_second=100)
+    assert link.seconds(0) == 0.5
+    assert link.seconds(50) == 1.0

@@ -1,0 +1,158 @@
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dynmo.cost.layer_cost import LayerCost, LinkCost
+from dynmo.cost.profile_file import SIZES, Profile, parse, read, to_json, write
+from dynmo.errors import InputError
+
+TWO: dict[str, Any] = {"f": [1, 2], "b": [3, 4], "w": [5, 6]}
+
+times = st.floats(0, 1e6)
+sizes = st.integers(0, 1 << 50)
+layers = st.builds(LayerCost, times, st.floats(1e-9, 1e6), times, *[sizes] * len(SIZES))
+
+
+def test_the_least_a_file_can_say() -> None:
+    profile = parse(TWO)
+    assert profile == Profile((LayerCost(1, 3, 5), LayerCost(2, 4, 6)), ("layer 0", "layer 1"))
+    assert profile.boundaries((0, 1)) == (LinkCost(0.0, math.inf),)
+
+
+def test_what_an_op_of_any_kind_needs_is_enough_for_each() -> None:
+    (layer, _) = parse(TWO | {"workspace_bytes": [7, 8], "weight_workspace_bytes": [0, 0]}).layers
+    assert (layer.workspace_bytes, layer.forward_workspace_bytes, layer.weight_workspace_bytes) == (7, 7, 0)
+
+
+@given(st.lists(layers, min_size=1, max_size=4), st.lists(st.tuples(times, st.floats(1, 1e12)), max_size=3))
+def test_what_is_written_is_read_back(costs: list[LayerCost], links: list[tuple[float, float]]) -> None:
+    profile = Profile(
+        layers=tuple(costs),
+        names=tuple(f"blocks.{i}" for i in range(len(costs))),
+        links=tuple(((i, i + 1), LinkCost(*link)) for i, link in enumerate(links)),
+        model="gpt",
+        microbatch=2,
+        microbatches=8,
+        ranks=1,
+        partition=(len(costs),),
+        schedule="zb-h1",
+        steps=8,
+    )
+    assert parse(json.loads(json.dumps(to_json(profile)))) == profile
+
+
+def test_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "costs.json"
+    profile = parse(TWO | {"links": [{"latency": 1e-5}], "stash_bytes": [4e9, 1], "first_trainable": 0})
+    write(path, profile)
+    assert json.loads(path.read_text())["links"] == [{"between": [0, 1], "latency": 1e-5, "bytes_per_second": None}]
+    assert read(path) == profile
+    assert profile.layers[0].stash_bytes == 4_000_000_000
+    assert [p.name for p in tmp_path.iterdir()] == ["costs.json"]
+    assert read(tmp_path) == profile, "a run's folder"
+
+
+def test_the_links_of_boundaries() -> None:
+    near, far = LinkCost(1.0, 100.0), LinkCost(2.0, 10.0)
+    profile = Profile((LayerCost(1, 1, 1),), ("a",), links=(((0, 1), near), ((1, 2), far)))
+    here = LinkCost(0.0, math.inf)
+    assert profile.boundaries((0, 1, 2)) == (near, far)
+    assert profile.boundaries((0, 1, 1, 0)) == (near, here, near)
+    assert profile.boundaries((0, 1, 0, 1)) == (near,) * 3
+    assert profile.boundaries((0, 1, 2, 0, 1, 2))[2] == LinkCost(2.0, 10.0), "a pair that was not measured: the slowest"
+
+
+def test_the_time_of_a_message_by_hand() -> None:
+    one = parse(TWO | {"comm": 0.5})
+    assert [x.seconds(10) for x in one.boundaries((0, 1, 2))] == [0.5, 0.5]
+    many = parse(TWO | {"comm": [0.5, 1]})
+    assert [x.seconds(10) for x in many.boundaries((0, 1, 2))] == [0.5, 1]
+    assert [x.seconds(10) for x in many.boundaries((0, 1), exactly=False)] == [1]
+    with pytest.raises(InputError, match="comm has 2 numbers, but 2 stages have 1 boundaries; give one per boundary"):
+        many.boundaries((0, 1))
+
+
+@pytest.mark.parametrize(
+    ("b", "w", "said", "first"),
+    [([0, 0, 1], [0, 0, 1], None, 2), ([0, 1, 1], [1, 1, 1], None, 0), ([0, 0, 1], [0, 0, 0], 1, 1)],
+)
+def test_a_prefix_without_backward_is_frozen(b: list[float], w: list[float], said: int | None, first: int) -> None:
+    data = {"f": [1, 1, 1], "b": b, "w": w} | ({} if said is None else {"first_trainable": said})
+    assert parse(data).first_trainable == first
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"w": [5]}, "w has 1 entries, f has 2; every list has one per layer"),
+        ({"f": [1, 2, 3]}, "b has 2 entries, f has 3"),
+        ({"weight_bytes": [1]}, "weight_bytes has 1 entries, f has 2"),
+        ({"names": ["a"]}, "names has 1 entries, f has 2"),
+        ({"f": [], "b": [], "w": []}, "f is empty"),
+        ({"b": [3, -4]}, "layer 1: b is -4; a time is a number of at least 0"),
+        ({"f": [float("nan"), 1]}, "layer 0: f is NaN; a time is a number of at least 0"),
+        ({"w": [5, float("inf")]}, "layer 1: w is Infinity; a time"),
+        ({"w": [5, "6"]}, 'layer 1: w is "6"; a time'),
+        ({"w": 5}, "w is 5; it is a list, one entry per layer"),
+        ({"weight_bytes": [1, -1]}, "layer 1: weight_bytes is -1; a size is a whole number of at least 0"),
+        ({"weight_bytes": [1, 0.5]}, "layer 1: weight_bytes is 0.5; a size"),
+        ({"names": ["a", 3]}, "layer 1: names is 3; a name is text"),
+        ({"comm": -1}, "boundary 0: comm is -1; a time"),
+        ({"weight_byte": [1, 1]}, "unknown key 'weight_byte'; did you mean 'weight_bytes'?"),
+        ({"version": 2}, "version 2 is unknown; this dynmo reads version 1"),
+        ({"version": "1"}, 'version "1" is unknown'),
+        ({"kind": "other"}, "kind is \"other\"; a costs file's is 'dynmo-costs'"),
+        ({"partition": [1, 2]}, "partition sums to 3, but there are 2 layers"),
+        ({"partition": [2, 0]}, "stage 1: partition is 0; a stage has at least 1 layer"),
+        ({"ranks": 0}, "ranks is 0; it is a whole number"),
+        ({"first_trainable": 1}, "layer 0: it has a backward, but first_trainable = 1"),
+        ({"b": [0, 0], "w": [0, 0]}, "b and w are 0 for every layer, so nothing trains"),
+        ({"links": [{"latency": 1}, {"between": [1, 0]}]}, "link 1: (0, 1) is there twice"),
+        ({"links": [{"between": [1, 1]}]}, "link 0: (1, 1) is between a rank and itself"),
+        ({"links": [{"latency": -1}]}, "link 0: latency is -1; a link has latency (seconds)"),
+        ({"links": [{}], "comm": 1}, "links and comm both say"),
+        ({"\ud800": 1}, "a key is no text that can be written as UTF-8"),
+    ],
+)
+def test_what_is_wrong_is_named(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputError) as error:
+        parse(TWO | change)
+    assert message in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('{"f": [1,\n 2}', "not JSON: Expecting ',' delimiter at line 2, column 3"),
+        ("[1]", "expected an object such as"),
+        ('{"f": [1], "b": [1]}', "key 'w' is missing"),
+        ("[" * 100_000, "not JSON that can be read"),
+    ],
+)
+def test_what_is_no_costs_file(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "costs.json"
+    path.write_text(text)
+    with pytest.raises(InputError) as error:
+        read(path)
+    assert str(error.value).startswith(f"costs file {path}: ")
+    assert message in str(error.value)
+
+
+def test_what_cannot_be_read(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="cannot be read: No such file"):
+        read(tmp_path / "none.json")
+    with pytest.raises(InputError, match="is a folder, but no run"):
+        read(tmp_path)
+    (tmp_path / "config.toml").touch()
+    with pytest.raises(InputError, match=r"has recorded no costs\.json; measure with: dynmo profile"):
+        read(tmp_path)
+    with pytest.raises(InputError, match="cannot be written: No such file"):
+        write(tmp_path / "none" / "costs.json", parse(TWO))

@@ -1,0 +1,160 @@
+"""What a loop of one's own may get wrong, or leave behind."""
+
+from __future__ import annotations
+
+import gc
+import math
+import threading
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from dynmo.balance.partition import Partition
+from dynmo.errors import ConfigError, InputError, PartitionError, RunError
+from dynmo.models.model import from_factories, next_token_loss
+from dynmo.pipeline.pipeline import Pipeline
+from dynmo.runtime.comm.process_mesh import arrange
+from dynmo.runtime.comm.world import World
+from tests.pool import Pool
+from tests.runtime.alone import MICROBATCHES, alone, gpt, pipeline, tokens
+
+
+def test_a_step_has_its_microbatches_at_once() -> None:
+    """A second forward_backward would add up what replicas have summed already."""
+    made, twin = gpt(), gpt()
+    made.forward_backward(0, *tokens(0))
+    with pytest.raises(RunError, match="forward_backward was called again before update or discard"):
+        made.forward_backward(0, *tokens(1))
+    made.discard()
+    made.step(0, *tokens(0), lr=0.1)
+    twin.step(0, *tokens(0), lr=0.1)
+    assert made.digest() == twin.digest()
+
+
+@pytest.mark.parametrize("layers", [[99], [-1], [0, 6]])
+def test_there_is_no_such_layer(layers: list[int]) -> None:
+    made = gpt()
+    with pytest.raises(PartitionError, match=r"there is no layer -?\d+; the model has 6, from 0 to 5"):
+        made.freeze(layers)
+    with pytest.raises(PartitionError, match="there is no layer"):
+        made.unfreeze(layers)
+    assert made.frozen == frozenset()
+
+
+def test_batches_that_are_no_tensors() -> None:
+    """One line that names the argument, before anything has run."""
+    made, twin = gpt(), gpt()
+    inputs, targets = tokens(0)
+    wrong: list[tuple[Any, Any, str]] = [
+        ((inputs,), targets, "inputs is a tuple; give one tensor"),
+        (inputs, targets.numpy(), "targets is a ndarray; give one tensor"),
+        (None, targets, "inputs is None, but rank 0 holds the first stage"),
+        (inputs, None, "targets is None, but rank 0 holds the last stage"),
+        (torch.tensor(3), targets, "inputs: no microbatches, shape"),
+    ]
+    for x, y, says in wrong:
+        with pytest.raises(InputError, match=says):
+            made.step(0, x, y, lr=0.1)
+        with pytest.raises(InputError, match=says):
+            made.evaluate(x, y, MICROBATCHES)
+    rates: dict[str, Any]
+    for rates in ({"lr": math.nan}, {"lr": -1.0}, {"lr": 0.1, "max_norm": math.nan}):
+        with pytest.raises(InputError, match=r"(lr|max_norm) = (nan|-1.0); give a"):
+            made.step(0, inputs, targets, **rates)
+    with pytest.raises(InputError, match="an evaluation needs at least 1"):
+        made.evaluate(inputs[:0], targets[:0], 0)
+    made.step(0, inputs, targets, lr=0.1)
+    twin.step(0, inputs, targets, lr=0.1)
+    assert made.digest() == twin.digest()
+
+
+def test_arguments_of_a_pipeline() -> None:
+    model = gpt().model
+    wrong: list[tuple[Any, Any, dict[str, Any], str]] = [
+        ([nn.Linear(2, 2)], Partition((1,)), {}, "model is a list; make a Model of it"),
+        (model, (6,), {}, "partition is a tuple; give a Partition"),
+        (model, Partition((6,)), {"recompute": "all"}, "recompute = 'all'; give the indices of layers"),
+        (model, Partition((6,)), {"recompute": (99,)}, "recompute names layer 99, but the model has 6"),
+    ]
+    for model_, partition, options, says in wrong:
+        with pytest.raises(ConfigError, match=says):
+            Pipeline(alone(), model_, partition, schedule="1f1b", microbatches=2, **options)
+    unplaced: Any = (6,)
+    with pytest.raises(ConfigError, match="partition is a tuple"):
+        gpt().move(unplaced)
+
+
+@pytest.mark.parametrize("word", ["w_granularity", "rollback", "clip_scope"])
+def test_words(word: str) -> None:
+    wrong: dict[str, Any] = {word: "Global"}
+    with pytest.raises(ConfigError, match=f"{word} = 'Global'; choose from"):
+        Pipeline(alone(), gpt().model, Partition((6,)), schedule="1f1b", microbatches=2, **wrong)
+
+
+def test_a_tied_weight_that_its_owner_does_not_use() -> None:
+    """It trains through its other use all the same."""
+
+    class Unused(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.Parameter(torch.randn(256, 8))
+            self.tokens = nn.Embedding(256, 8)
+
+        def forward(self, ids: Tensor) -> Tensor:
+            return self.tokens(ids)
+
+    factories = [Unused, partial(nn.Linear, 8, 256, bias=False)]
+    made = pipeline(from_factories(["tokens", "head"], factories, 0, next_token_loss, tied=[((0, "table"), (1, "weight"))]))
+    before = made.own_layers[0][0].get_parameter("table").detach().clone()
+    for step in range(2):
+        made.step(step, *tokens(step), lr=0.1)
+    table = made.own_layers[0][0].get_parameter("table")
+    assert not torch.equal(table, before)
+    assert torch.equal(table, made.own_layers[1][0].get_parameter("weight"))
+
+
+def threads(world: World, times: int) -> list[int]:
+    """After each of so many pipelines with replicas, made and dropped, and evaluated by as many numbers of microbatches."""
+    model, mesh = gpt().model, arrange(world, world.size)
+    out: list[int] = []
+    for count in range(1, times + 1):
+        made = Pipeline(mesh, model, Partition((6,)), schedule="1f1b", microbatches=MICROBATCHES)
+        inputs, targets = tokens(0)
+        for microbatches in range(1, 1 + count % 4):
+            made.evaluate(inputs[:1].repeat(microbatches, 1, 1), targets[:1].repeat(microbatches, 1, 1), microbatches)
+        del made
+        gc.collect()
+        out.append(threading.active_count())
+    return out
+
+
+def test_ranks_that_build_different_models(pool: Pool) -> None:
+    """All are told before they exchange anything else."""
+    told = pool.run("tests.runtime.jobs.checkpoint:builds_another", 3, other=1)
+    for rank, text in enumerate(told):
+        mine = f"on rank {rank}: c, of 4 layers"
+        assert text.startswith(f"layer 2 is not the same on rank 0 and rank 1 ({mine})")
+
+
+def test_threads_end_with_their_pipeline(pool: Pool) -> None:
+    for counts in pool.run("tests.pipeline.test_pipeline_misuse:threads", 2, times=8):
+        assert max(counts[4:]) <= max(counts[:4])
+
+
+def evaluated(world: World) -> list[int]:
+    """Threads after evaluations of more and more microbatches, on a pipeline of two."""
+    made = Pipeline(world, gpt().model, Partition((3, 3)), schedule="1f1b", microbatches=MICROBATCHES)
+    inputs, targets = tokens(0)
+    out: list[int] = []
+    for count in range(1, 9):
+        made.evaluate(inputs[:1].repeat(count, 1, 1), targets[:1].repeat(count, 1, 1), count)
+        out.append(threading.active_count())
+    return out
+
+
+def test_threads_do_not_grow_with_evaluations(pool: Pool) -> None:
+    for counts in pool.run("tests.pipeline.test_pipeline_misuse:evaluated", 2):
+        assert counts[-1] == counts[2]

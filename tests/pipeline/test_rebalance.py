@@ -1,0 +1,343 @@
+"""Measure, decide, move: on emulated layers, whose times are known."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from itertools import count, cycle
+from statistics import median
+from typing import Any
+
+import pytest
+
+from dynmo.balance.partition import Partition
+from dynmo.config import parse
+from dynmo.cost.layer_cost import LayerCost, LinkCost
+from dynmo.dynamism import Change, Dynamism, Layers
+from dynmo.events import Event, RebalanceResultEvent, to_json
+from dynmo.models.model import load_model
+from dynmo.runtime.comm.clock import HostClock
+from dynmo.runtime.comm.world import World
+from dynmo.runtime.layer.split_backward import Layer
+from dynmo.schedule.op import Kind, Schedule
+from dynmo.train.dry_run import dry_run
+from dynmo.train.trainer import Trainer
+from tests.pool import JobFailed, Pool
+
+# Eight layers of 4 ms each way; the first four freeze at step 1, which leaves rank 0 a third of its work.
+CONFIG: dict[str, Any] = {
+    "model": {"kind": "emulated", "layers": 8, "f": 0.004, "b": 0.004, "w": 0.004, "bytes": 4096},
+    "train": {"steps": 17, "global_batch": 4, "micro_batch": 1},
+    "parallel": {"pipeline": 2, "timeout": 20.0},
+    "pipeline": {"schedule": "zb-h1"},
+    "balance": {"balancer": "exact", "every": 8},
+    "dynamism": {"cases": ["freezing"], "freezing": {"schedule": [[1, 4]]}},
+    "trace": {"steps": 0},
+}
+
+
+def run(pool: Pool, **changes: dict[str, Any]) -> list[dict[str, Any]]:
+    config = CONFIG | {section: CONFIG.get(section, {}) | keys for section, keys in changes.items()}
+    events = pool.run("events", 2, config=config)
+    assert events[1] == [], "only rank 0 tells"
+    return events[0]
+
+
+def of(events: list[dict[str, Any]], kind: str) -> list[dict[str, Any]]:
+    return [e for e in events if e["event"] == kind]
+
+
+def test_the_gain_is_predicted_and_measured(pool: Pool) -> None:
+    """Loads of 4 x 4 and 4 x 12 ms become 4 x 4 + 12 and 3 x 12 ms: about a fifth of a step. The gain is judged by the steps' own times."""
+    events = run(pool)
+    (move,) = of(events, "rebalance")
+    assert (move["step"], move["id"], move["from"], move["to"]) == (8, 1, [4, 4], [5, 3])
+    assert move["reason"].startswith("move: a step takes")
+    assert 0.1 < move["predicted_gain"] < 0.3
+    (result,) = of(events, "rebalance_result")
+    assert result["id"] == 1
+    assert result["step"] == 13, "six steps after, of which the first opens channels and is not counted"
+    steps = of(events, "step")
+    seconds = [s["seconds"] for s in steps]
+    assert result["measured_gain"] == pytest.approx(1 - median(seconds[9:14]) / median(seconds[3:8]))
+    assert [s["layers"] for s in steps] == [[4, 4]] * 8 + [[5, 3]] * 9
+    assert move["moved_bytes"] == 4 + 3 * 4, "a weight, two moments, a counter"
+    # One decision, at step 8, and one move: the run's account is this event's, and what profiling took at each step.
+    (end,) = of(events, "end")
+    assert 0 < move["measure_seconds"] < end["measure_seconds"]
+    assert 0 < move["decide_seconds"] < move["seconds"]
+    assert move["decide_seconds"] <= end["decide_seconds"]
+    assert end["move_seconds"] == pytest.approx(move["seconds"] - move["decide_seconds"])
+    assert end["measure_seconds"] + end["decide_seconds"] + end["move_seconds"] < end["seconds"]
+
+
+def test_what_a_move_brought_ends_where_the_work_changes(pool: Pool) -> None:
+    """After step 8's move there are four steps, and then the next layers freeze: faster, but not for the move."""
+    events = run(pool, dynamism={"freezing": {"schedule": [[1, 4], [12, 6]]}}, train={"steps": 16})
+    (move,) = of(events, "rebalance")
+    (result,) = of(events, "rebalance_result")
+    seconds = [s["seconds"] for s in of(events, "step")]
+    assert (move["step"], result["step"]) == (8, 12)
+    assert result["measured_gain"] == pytest.approx(1 - median(seconds[9:12]) / median(seconds[3:8]))
+
+
+def test_hysteresis_holds_back(pool: Pool) -> None:
+    events = run(pool, balance={"hysteresis": 0.5}, train={"steps": 10})
+    assert of(events, "rebalance") == []
+    (end,) = of(events, "end")
+    assert end["decide_seconds"] > 0, "to stay is a decision too"
+    assert end["move_seconds"] == 0
+
+
+def test_a_move_must_repay_itself(pool: Pool) -> None:
+    """Worth it, were there steps left to earn it back at a thousand million times its price."""
+    events = run(pool, balance={"margin": 1e9}, train={"steps": 10})
+    assert of(events, "rebalance") == []
+
+
+def test_forced_moves(pool: Pool) -> None:
+    """`uniform` and `random` ask nobody; a result needs two steps, and comes at the next move or the run's end if not before."""
+    events = run(pool, balance={"balancer": "random", "every": 3}, train={"steps": 9}, model={"f": 0.0, "b": 0.0, "w": 0.0})
+    moves, results = of(events, "rebalance"), of(events, "rebalance_result")
+    assert [m["step"] for m in moves] == [3, 6]
+    assert all(m["reason"] == "random: forced" for m in moves)
+    assert [r["id"] for r in results] == [1, 2], "of three steps two are counted, then the next move comes"
+
+
+def test_the_memory_limit_is_respected(pool: Pool) -> None:
+    """Rank 0's layers are slow, so that one of them should go to rank 1; but in GPipe that holds four microbatches of each."""
+    times = (0.003,) * 4 + (0.001,) * 4
+    # Weight, gradient, moments and counter; input and output gradient of the microbatches. The last output is one number.
+    layer, last = 20 + 4 * 2 * 4096, 20 + 4 * (4096 + 4)
+    # Beside them, while a B runs: the gradient that it was given, and the one it makes.
+    enough = 4 * layer + last + 2 * 4096
+    for room, target in ((enough, [3, 5]), (enough - 1, None)):
+        changes = {"train": {"steps": 10}, "pipeline": {"schedule": "gpipe", "memory_limit": room}, "dynamism": {"cases": []}}
+        moves = of(run(pool, model=dict.fromkeys("fbw", times), **changes), "rebalance")
+        assert [m["to"] for m in moves] == ([target] if target else [])
+
+
+def test_a_memory_limit_that_is_too_small_from_the_start(pool: Pool) -> None:
+    with pytest.raises(JobFailed, match=r"rank 0 needs \d+ bytes at the peak of zb-h1, over pipeline.memory_limit = 1000"):
+        run(pool, pipeline={"memory_limit": 1000})
+
+
+# Of two ranks with four layers each the second takes twice as long, and for W next to nothing.
+_UNEVEN = {"f": [4e-3] * 4 + [8e-3] * 4, "b": [4e-3] * 4 + [8e-3] * 4, "w": [8e-3] * 4 + [1e-3] * 4}
+
+
+def test_a_schedule_is_made_anew_from_live_costs(pool: Pool) -> None:
+    """zb-auto starts with equal stages in mind."""
+    still = {"cases": []}
+    balance = {"balancer": "none"}
+    events = run(pool, model=_UNEVEN, pipeline={"schedule": "zb-auto"}, balance=balance, dynamism=still, train={"steps": 18})
+    remade = of(events, "schedule")
+    assert remade, "the schedule was never made anew"
+    assert remade[0]["name"] == "zb-auto"
+    assert remade[0]["step"] == 8
+    assert all(0 < event["predicted_gain"] < 1 for event in remade)
+    assert of(events, "rebalance") == []
+    steps = of(events, "step")
+    assert all(s["layers"] == [4, 4] for s in steps)
+
+
+def switching(world: World, config: dict[str, Any]) -> list[dict[str, Any]]:
+    """A run whose layers 1 and 2 compute again in B where each rank has four."""
+    loaded = parse(config)
+    told: list[Event] = []
+    trainer = Trainer(loaded, world, load_model(loaded), None, listen=told.append)
+
+    def recompute(partition: Partition, schedule: Schedule, replicas: int) -> frozenset[int]:
+        return frozenset({1, 2} if partition.counts == (4, 4) else ())
+
+    trainer.pipeline._layouts = replace(trainer.pipeline._layouts, recompute=recompute)
+    trainer.run()
+    return [to_json(event) for event in told]
+
+
+def test_no_schedule_is_made_from_costs_that_a_move_has_changed(pool: Pool) -> None:
+    """Layers that compute again from a move on cost what nobody has measured: it is made anew once they are."""
+    changes = {"model": _UNEVEN, "train": {"steps": 10}, "balance": {"initial": [3, 5]}}
+    config = CONFIG | {section: CONFIG[section] | keys for section, keys in changes.items()}
+    config |= {"pipeline": {"schedule": "zb-auto"}, "dynamism": {}}
+    told = pool.run("tests.pipeline.test_rebalance:switching", 2, config=config)[0]
+    assert [(e["step"], e["from"], e["to"]) for e in of(told, "rebalance")] == [(8, [3, 5], [4, 4])]
+    assert of(told, "schedule") == []
+
+
+def misled(world: World, config: dict[str, Any]) -> list[dict[str, Any]]:
+    """A run of even layers. Every other decision takes the first rank's for slower than they are, the rest the second's. Every step
+    counts as equally long."""
+    loaded = parse(config)
+    told: list[Event] = []
+    trainer = Trainer(loaded, world, load_model(loaded), None, listen=told.append)
+    rebalancer, slow = trainer._rebalancer, cycle([range(4), range(4, 8)])
+    known, observe = rebalancer._costs, rebalancer.observe
+
+    def costs() -> tuple[LayerCost, ...]:
+        layers = next(slow)
+        even = [replace(cost, f=0.001, b=0.001, w=0.001) for cost in known()]
+        return tuple(replace(cost, f=2.5 * cost.f) if i in layers else cost for i, cost in enumerate(even))
+
+    trainer.pipeline._scheduling.links = {(0, 1): LinkCost(1e-4, 1e9)}
+    rebalancer._costs = costs
+    rebalancer.observe = lambda step, seconds, busy: observe(step, 0.1, busy)
+    trainer.run()
+    return [to_json(event) for event in told]
+
+
+def test_predictions_that_do_not_come_true_are_doubted(pool: Pool) -> None:
+    changes = {"model": dict.fromkeys("fbw", 0.001), "train": {"steps": 44}, "balance": {"every": 4}}
+    config = CONFIG | {section: CONFIG[section] | keys for section, keys in changes.items()} | {"dynamism": {}}
+    told = pool.run("tests.pipeline.test_rebalance:misled", 2, config=config)[0]
+    moves, results = of(told, "rebalance"), of(told, "rebalance_result")
+    assert all(0.05 < e["predicted_gain"] < 0.3 for e in moves)
+    assert {e["measured_gain"] for e in results} == {0.0}
+    assert 2 <= len(moves) <= 5, "of ten that noise asks for"
+
+
+class Told(Dynamism):
+    """Says before one step that every layer's work has changed."""
+
+    name = "told"
+
+    def __init__(self, step: int) -> None:
+        self._step = step
+
+    def act(self, step: int, layers: Layers) -> Change | None:
+        return Change(tuple(range(layers.count)), "other work") if step == self._step else None
+
+
+class Numbers(HostClock):
+    """Marks are plain numbers of seconds."""
+
+    @staticmethod
+    def seconds(start: float, end: float) -> float:
+        return end - start
+
+
+def read(world: World, config: dict[str, Any], first: int, last: int, told: bool) -> list[dict[str, Any]]:
+    """A run with made-up readings: a microbatch takes 1 ms in F and B of each layer and 10 ms in W, but 30 ms in layer 5's W in the steps
+    `first` to `last`. told: a case says so before the first of them. Every step counts as equally long."""
+    loaded = parse(config)
+    events: list[Event] = []
+    trainer = Trainer(loaded, world, load_model(loaded), None, listen=events.append)
+    if told:
+        trainer._cases.append(Told(first))
+    pipeline, rebalancer = trainer.pipeline, trainer._rebalancer
+    profiler, seen, steps = pipeline.profiler, rebalancer.observe, count()
+    profiler._clock, take = Numbers(), profiler.observe
+
+    def weight(step: int, layer: int) -> float:
+        return 0.03 if layer == 5 and first <= step <= last else 0.01
+
+    def observe(layers: Iterable[Layer]) -> None:
+        layers, step = list(layers), next(steps)
+        for layer in layers:
+            layer.marks = [(Kind.F, 0.0, 0.001, []), (Kind.B, 0.0, 0.001, []), (Kind.W, 0.0, weight(step, layer.index), [])]
+        take(layers)
+
+    def finish(step: int, seconds: float, busy: Sequence[float]) -> RebalanceResultEvent | None:
+        stages = [pipeline.partition.range_of(stage) for stage in range(2)]
+        return seen(step, 0.1, [sum(0.002 + weight(step, layer) for layer in stage) for stage in stages])
+
+    profiler.observe, rebalancer.observe = observe, finish
+    trainer.run()
+    return [to_json(event) for event in events]
+
+
+@pytest.mark.parametrize(
+    ("first", "last", "told", "moves"),
+    [
+        (6, 6, True, []),  # one step, of one microbatch: one reading
+        (6, 99, True, [9]),  # two more readings say the same
+        (11, 99, False, [19]),  # noticed after three steps, and believed when only such steps are in the window
+    ],
+)
+def test_no_move_rests_on_one_reading(pool: Pool, first: int, last: int, told: bool, moves: list[int]) -> None:
+    changes = {
+        "model": CONFIG["model"] | dict.fromkeys("fbw", 0.0),
+        "train": {"steps": first + 14, "global_batch": 1, "micro_batch": 1},
+        "balance": {"every": "auto"},
+        "dynamism": {},
+    }
+    events = pool.run("tests.pipeline.test_rebalance:read", 2, config=CONFIG | changes, first=first, last=last, told=told)[0]
+    assert [e["step"] for e in of(events, "rebalance")] == moves
+
+
+# Rank 0's layers take twice as long, until the first four freeze: from then on rank 1 is the busier one.
+_TURN = {"model": dict.fromkeys("fbw", [0.006] * 4 + [0.003] * 4), "train": {"steps": 18}}
+
+
+def test_a_move_that_is_soon_wrong_waits(pool: Pool) -> None:
+    """The schedule of freezing is known: at step 8, a gain of two steps is not begun."""
+    soon = run(pool, **_TURN, dynamism={"freezing": {"schedule": [[10, 4]]}})
+    assert [(e["step"], e["to"]) for e in of(soon, "rebalance")] == [(16, [5, 3])]
+    late = run(pool, **_TURN, dynamism={"freezing": {"schedule": [[17, 4]]}})
+    ((step, target, reason),) = [(e["step"], e["to"], e["reason"]) for e in of(late, "rebalance")]
+    assert (step, target) == (8, [3, 5])
+    assert reason.endswith("until the change expected at step 17, and then back")
+
+
+def test_auto_decides_when_something_happened(pool: Pool) -> None:
+    """Even layers stay at the look after five steps. After the freezing there are looks at steps 8 and 10.
+
+    If other processes disturb the readings of both, the next look is at step 15. Then nothing drifts.
+    """
+    freezing = {"freezing": {"schedule": [[7, 4]]}}
+    events = run(pool, balance={"every": "auto", "hysteresis": 0.05}, dynamism=freezing)
+    (move,) = of(events, "rebalance")
+    assert (move["from"], move["to"]) == ([4, 4], [5, 3])
+    assert move["step"] in (8, 10, 15), "the steps at which it looks"
+
+
+def test_a_target_that_has_no_room_is_left_alone(pool: Pool) -> None:
+    """What may be computed again is chosen by shapes, and may find less room than the balancer, which goes by what was measured."""
+    (told, _) = pool.run("events", 2, config=CONFIG | {"train": CONFIG["train"] | {"steps": 10}}, fits=False)
+    assert of(told, "rebalance") == []
+    assert [e["layers"] for e in of(told, "step")] == [[4, 4]] * 10
+
+
+def test_where_nothing_fits_by_the_balancers_account_a_run_goes_on(pool: Pool) -> None:
+    """It counts gradients at every moment, and the largest workspace on every rank: more than what the ranks hold at their peaks."""
+    wanted: dict[str, Any] = {
+        "model": {"blocks": 2, "hidden": 32, "heads": 2, "sequence": 16},
+        "train": {"steps": 6, "global_batch": 4, "micro_batch": 1},
+        "parallel": {"pipeline": 2, "timeout": 20.0},
+        "pipeline": {"schedule": "gpipe"},
+        "balance": {"balancer": "exact", "every": 2},
+        "trace": {"steps": 0},
+    }
+    wanted["pipeline"]["memory_limit"] = max(dry_run(parse(wanted)).memory)
+    events = pool.run("events", 2, config=wanted)[0]
+    (told,) = of(events, "change")
+    assert (told["step"], told["case"], told["layers"]) == (2, "balance", [])
+    assert told["what"].startswith("layers stay where they are: ")
+    assert "bytes" in told["what"]
+    assert of(events, "rebalance") == []
+    assert of(events, "end")[0]["reason"] == "done"
+    # Nor for another mesh, where that is asked for.
+    wanted["train"] = wanted["train"] | {"reduction_slots": 2}
+    wanted["pipeline"]["memory_limit"] = max(dry_run(parse(wanted)).memory)
+    events = pool.run("events", 2, config=wanted | {"elastic": {"reshape": True}})[0]
+    assert of(events, "reshape") == []
+    assert of(events, "end")[0]["reason"] == "done"
+
+
+def test_where_a_baseline_has_no_placement_a_run_goes_on(pool: Pool) -> None:
+    wanted: dict[str, Any] = {
+        "model": {"blocks": 3, "hidden": 16, "heads": 2, "sequence": 8},
+        "train": {"steps": 6, "global_batch": 4, "micro_batch": 1},
+        "parallel": {"pipeline": 2, "timeout": 20.0},
+        "balance": {"balancer": "megatron-uniform", "every": 2},
+        "trace": {"steps": 0},
+    }
+    events = pool.run("events", 2, config=wanted)[0]
+    (told,) = of(events, "change")
+    assert told["what"].startswith("layers stay where they are: Megatron's uniform placement needs a multiple of 2 blocks")
+    assert of(events, "end")[0]["reason"] == "done"
+
+
+def test_auto_sees_a_placement_that_was_never_good(pool: Pool) -> None:
+    events = run(pool, balance={"every": "auto", "initial": [6, 2]}, dynamism={"cases": []}, train={"steps": 9})
+    assert [(e["step"], e["from"], e["to"]) for e in of(events, "rebalance")] == [(5, [6, 2], [4, 4])]

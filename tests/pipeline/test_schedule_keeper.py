@@ -1,0 +1,94 @@
+"""Which schedule a pipeline runs before anything is measured, and once what was measured holds no more."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from dynmo.balance.partition import uniform
+from dynmo.config import parse
+from dynmo.cost.layer_cost import LayerCost, elide
+from dynmo.models.model import load_model
+from dynmo.planner.recompute import computed_again
+from dynmo.runtime.comm.world import World
+from dynmo.schedule.catalogue import make
+from dynmo.schedule.memory import rank_memory
+from dynmo.schedule.op import Schedule
+from dynmo.schedule.simulator import resident
+from dynmo.train.assembly import pipeline_for
+from dynmo.train.dry_run import dry_run, shape_costs
+from tests.pool import Pool
+
+CONFIG: dict[str, Any] = {
+    "model": {"blocks": 4, "hidden": 32, "heads": 2, "sequence": 32},
+    "train": {"global_batch": 32, "micro_batch": 1},
+    "parallel": {"pipeline": 2},
+    "pipeline": {"schedule": "zb-auto"},
+}
+
+
+def schedules(world: World, config: dict[str, Any]) -> list[list[Any]]:
+    """Of a run that has not begun; with a frozen prefix; once that trains again: how many microbatches each stage keeps, and bytes of
+    every rank."""
+    loaded = parse(config)
+    model = load_model(loaded)
+    pipeline = pipeline_for(loaded, world, model, uniform(model.layers, 2))
+    shapes = computed_again(shape_costs(loaded, model), ())
+
+    def say(layers: tuple[LayerCost, ...]) -> list[Any]:
+        made: Schedule = pipeline.schedule_for(pipeline.partition)
+        return [resident(made), rank_memory(layers, pipeline.partition.counts, made), str(made)]
+
+    out = [say(shapes)]
+    pipeline.freeze(range(3))
+    out.append(say(elide(shapes, 3, range(3))))
+    pipeline.unfreeze([0, 1, 2])
+    out.append(say(shapes))
+    return out
+
+
+@pytest.mark.parametrize("over", [1.0, 1.3])
+def test_it_is_within_the_memory_from_the_first_step_on(pool: Pool, over: float) -> None:
+    least = max(dry_run(parse(CONFIG | {"pipeline": {"schedule": "1f1b"}})).memory)
+    config = CONFIG | {"pipeline": {"schedule": "zb-auto", "memory_limit": int(over * least)}}
+    first, frozen, again = pool.run("tests.pipeline.test_schedule_keeper:schedules", 2, config=config)[0]
+    for _, memory, _ in (first, frozen, again):
+        assert max(memory) <= over * least
+    assert first == again
+    assert tuple(first[1]) == dry_run(parse(config)).memory, "what a dry run says"
+
+
+def test_without_a_limit_it_keeps_at_most_twice_what_1f1b_does(pool: Pool) -> None:
+    first, _, again = pool.run("tests.pipeline.test_schedule_keeper:schedules", 2, config=CONFIG)[0]
+    assert first == again
+    most = max(alive for pairs in resident(make("1f1b", 2, 32)) for alive, _ in pairs)
+    # A microbatch between B and W counts half.
+    assert max(alive + stashed / 2 for pairs in first[0] for alive, stashed in pairs) <= 2 * most
+
+
+def reshaped(world: World, config: dict[str, Any]) -> list[str]:
+    """The schedule after a reshape of a pipeline that has measured nothing, and of one that knows its layers' costs."""
+    loaded = parse(config)
+    model = load_model(loaded)
+    out: list[str] = []
+    for measured in (False, True):
+        pipeline = pipeline_for(loaded, world, model, uniform(model.layers, world.size))
+        if measured:
+            shapes = computed_again(shape_costs(loaded, model), ())
+            pipeline.replan(tuple(replace(layer, activation_bytes=2 * layer.activation_bytes) for layer in shapes))
+            out.append(str(pipeline.schedule_for(pipeline.partition)))
+        pipeline.reshape(pipeline=2, data=2)
+        out.append(str(pipeline.schedule_for(pipeline.partition)))
+    return out
+
+
+def test_after_a_reshape_bytes_are_those_of_its_mesh(pool: Pool) -> None:
+    """What was measured on four ranks with all of a layer's optimizer state is not what two hold that share it."""
+    config = CONFIG | {"train": CONFIG["train"] | {"reduction_slots": 2}, "parallel": {"pipeline": 4, "zero": 1}}
+    after = {"parallel": {"pipeline": 2, "data": 2, "zero": 1}, "pipeline": {"schedule": "1f1b"}}
+    least = max(dry_run(parse(config | after)).memory)
+    config["pipeline"] = {"schedule": "zb-auto", "memory_limit": int(1.3 * least)}
+    for unmeasured, before, after in pool.run("tests.pipeline.test_schedule_keeper:reshaped", 4, config=config):
+        assert after == unmeasured != before

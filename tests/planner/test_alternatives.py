@@ -1,0 +1,25 @@
+"""What another choice would give."""
+
+from __future__ import annotations
+
+from dynmo.planner.alternatives import other_balancers, other_microbatches, other_ranks, other_schedules
+from dynmo.planner.evaluate import Job
+from dynmo.schedule.catalogue import SCHEDULES
+from tests.planner.test_stage_plan import profile, replayed
+
+
+def test_other_choices() -> None:
+    job = Job(profile(12), 3, 6)
+    balancers, schedules, ranks, microbatches = other_balancers(job), other_schedules(job), other_ranks(job), other_microbatches(job)
+    assert {x.choice for x in balancers} >= {"uniform", "schedule-aware", "diffusion", "deepspeed-time"}
+    assert {x.choice for x in schedules} == set(SCHEDULES) - {"zb-h1"}
+    assert {x.choice for x in ranks} == {1, 2, 4, 5, 6}
+    # Microbatches of 4 sequences: 24 sequences in 12 of 2, or 24 of 1, or 3 of 8; not 1.5.
+    assert [x.choice for x in sorted(microbatches, key=lambda x: int(x.choice))] == [3, 12, 24]
+    for found in (balancers, schedules, ranks, microbatches):
+        steps = [x.plan.step for x in found if x.plan is not None]
+        assert steps == sorted(steps)
+        assert all((x.plan is None) == (x.problem is not None) for x in found)
+        for x in found:
+            if x.plan is not None:
+                replayed(x.plan)

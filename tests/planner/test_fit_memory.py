@@ -1,0 +1,90 @@
+"""Schedules within a rank's memory, all of it: what waits and what an op needs, too."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dynmo.balance.partition import Partition, uniform
+from dynmo.balance.stage_costs import pipeline_costs
+from dynmo.cost.layer_cost import LayerCost
+from dynmo.planner.fit_memory import made_within
+from dynmo.schedule.catalogue import make, placement_of
+from dynmo.schedule.memory import rank_memory
+from dynmo.schedule.op import Schedule
+from dynmo.schedule.simulator import simulate
+
+MIB = 1 << 20
+LAYER = LayerCost(
+    *(1.0, 1.0, 1.0),
+    weight_bytes=MIB,
+    gradient_bytes=MIB,
+    optimizer_bytes=2 * MIB,
+    activation_bytes=4 * MIB,
+    stash_bytes=2 * MIB,
+    output_bytes=MIB,
+    workspace_bytes=3 * MIB,
+)
+
+
+def within(limit: int | None, layers: Sequence[LayerCost], partition: Partition, microbatches: int, name: str = "zb-auto") -> Schedule:
+    ranks = partition.ranks // (2 if name == "zb-v" else 1)
+    costs = pipeline_costs(layers, partition)
+
+    def made(caps: Sequence[float]) -> Schedule:
+        return make(name, ranks, microbatches, costs=costs, caps=caps)
+
+    return made_within(limit, made, layers, partition.counts, costs, placement_of(name, ranks))
+
+
+@pytest.mark.parametrize("spare", [1.0, 1.1, 1.5, 2.0])
+def test_whatever_1f1b_fits_is_enough(spare: float) -> None:
+    """32 microbatches, so that many messages may wait."""
+    layers, partition = [LAYER] * 8, uniform(8, 4)
+    limit = int(spare * max(rank_memory(layers, partition.counts, make("1f1b", 4, 32))))
+    schedule = within(limit, layers, partition, 32)
+    assert max(rank_memory(layers, partition.counts, schedule)) <= limit
+    costs = pipeline_costs(layers, partition)
+    assert simulate(schedule, costs).span < simulate(make("1f1b", 4, 32), costs).span, "and it is the better for it"
+
+
+def test_without_a_limit_it_is_twice_that_of_1f1b() -> None:
+    layers, partition = [LAYER] * 8, uniform(8, 4)
+    alive = max(rank_memory(layers, partition.counts, within(None, layers, partition, 32)))
+    assert alive < 2 * max(rank_memory(layers, partition.counts, make("1f1b", 4, 32)))
+
+
+sizes = st.integers(0, 8 * MIB)
+kept = st.tuples(sizes, sizes).map(sorted)
+uneven = st.builds(
+    lambda times, kept, weight, output, workspace: LayerCost(
+        *times,
+        weight_bytes=weight,
+        gradient_bytes=weight,
+        optimizer_bytes=2 * weight,
+        activation_bytes=kept[1],
+        stash_bytes=kept[0],
+        output_bytes=output,
+        workspace_bytes=workspace,
+    ),
+    st.tuples(*[st.floats(0.1, 3.0)] * 3),
+    kept,
+    *[sizes] * 3,
+)
+
+
+@given(st.lists(uneven, min_size=8, max_size=8), st.integers(1, 12), st.sampled_from(["zb-auto", "zb-v"]), st.floats(0.0, 2.0))
+def test_what_fits_is_found(layers: list[LayerCost], microbatches: int, name: str, share: float) -> None:
+    """Limits from what the tightest schedule needs (one microbatch alive on a rank) to twice that of 1F1B."""
+    partition, ranks = uniform(8, 4), 2 if name == "zb-v" else 4
+    costs, placement = pipeline_costs(layers, partition), placement_of(name, ranks)
+    one = [sum(stage.held for stage, rank in zip(costs.stages, placement, strict=True) if rank == r) for r in range(ranks)]
+    need = partial(rank_memory, layers, partition.counts)
+    least = max(need(make(name, ranks, microbatches, costs=costs, caps=one)))
+    usual = least if name == "zb-v" else max(need(make("1f1b", ranks, microbatches)))
+    limit = int(least + share * max(0, usual - least))
+    assert max(need(within(limit, layers, partition, microbatches, name))) <= limit

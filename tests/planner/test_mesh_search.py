@@ -1,0 +1,199 @@
+from __future__ import annotations
+
+import math
+import random
+from dataclasses import replace
+from itertools import combinations, pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dynmo.balance.partition import Partition
+from dynmo.cost.layer_cost import LayerCost, LinkCost
+from dynmo.cost.profile_file import Profile
+from dynmo.errors import InputError, PartitionError
+from dynmo.planner.evaluate import Job, judge
+from dynmo.planner.mesh_search import Mesh, MeshPlan, MeshRequest, finish, mesh_profile, search
+from dynmo.planner.recompute import whole_memory
+from dynmo.planner.stage_plan import attempt
+from dynmo.schedule.bounds import Objective
+from dynmo.schedule.op import Kind
+
+
+def profile(count: int, seed: int, microbatch: int = 2) -> Profile:
+    rng = random.Random(seed)
+    layers = tuple(
+        LayerCost(rng.uniform(0.5, 1.5), rng.uniform(0.5, 1.5), rng.uniform(0.2, 1.0), 10, 40, 40, 80, rng.randint(50, 150), 40, 20)
+        for _ in range(count)
+    )
+    return Profile(layers, tuple(f"blocks.{i}" for i in range(count)), links=(((0, 1), LinkCost(0.01, 1e4)),), microbatch=microbatch)
+
+
+def reduced(plan: MeshPlan, bandwidth: float, zero: int) -> float:
+    """The step's end, from the definition: a layer's reduction waits for its last W and for the reduction before it on the rank's link."""
+    mesh, timeline = plan.mesh, plan.plan.timeline
+    ring = (mesh.replicas - 1) / mesh.replicas
+    ends: list[float] = []
+    gathers: list[float] = []
+    for row in timeline.ranks:
+        link, size = 0.0, 0
+        for op, start, _ in row:
+            if op.microbatch != mesh.microbatches - 1 or op.kind not in (Kind.W, Kind.BW):
+                continue
+            now = start
+            for index in reversed(plan.plan.partition.range_of(op.stage)):
+                layer = plan.plan.job.layers[index]
+                now += layer.w + (layer.b if op.kind is Kind.BW else 0)
+                link = max(link, now) + (2 - zero) * ring * layer.gradient_bytes / bandwidth
+                size += layer.weight_bytes
+        ends.append(max(link, row[-1].end))
+        gathers.append(zero * ring * size / bandwidth)
+    if plan.plan.job.objective is Objective.MAKESPAN:
+        return max(ends) + max(gathers)
+    return max(e + g - row[0].start for e, g, row in zip(ends, gathers, timeline.ranks, strict=True))
+
+
+@st.composite
+def requests(draw: st.DrawFn) -> MeshRequest:
+    made = MeshRequest(
+        profile(draw(st.integers(3, 6)), draw(st.integers(0, 10**6))),
+        draw(st.sampled_from((1, 2, 4, 6))),
+        draw(st.sampled_from((8, 12))),
+        draw(st.sampled_from(((), (1,), (1, 2, 4)))),
+        draw(st.sampled_from((("zb-h1", "1f1b"), ("zb-h2",), ("1f1b", "zb-v", "zb-h1")))),
+        zero=draw(st.integers(0, 1)),
+        bandwidth=draw(st.sampled_from((math.inf, 1e3, 30.0))),
+        objective=draw(st.sampled_from(Objective)),
+    )
+    return replace(made, memory_limit=draw(st.one_of(st.none(), st.integers(500, 4000))))
+
+
+@settings(max_examples=25)
+@given(requests())
+def test_the_search_is_brute_force(request: MeshRequest):
+    """Every mesh, placed by every balancer: nothing that was passed over is better, and what is refused cannot be had."""
+    best: dict[Mesh, float] = {}
+    for pipeline in range(1, request.gpus + 1):
+        for size in request.sizes:
+            for schedule in request.schedules:
+                replicas = request.gpus // pipeline
+                if pipeline * replicas != request.gpus or request.global_batch % (replicas * size):
+                    continue
+                mesh = Mesh(pipeline, replicas, request.global_batch // replicas // size, size, schedule)
+                scaled = mesh_profile(request.profile, mesh, request.zero)
+                for name in request.balancers:
+                    job = Job(scaled, pipeline, mesh.microbatches, schedule, name, None, request.memory_limit, request.objective, True)
+                    job = replace(job, replicas=replicas)
+                    try:
+                        found = finish(mesh, attempt(job), request.bandwidth, request.zero)
+                    except InputError:
+                        continue
+                    if pipeline > 1 or schedule == next((x for x in request.schedules if x != "zb-v"), "zb-v"):
+                        best[mesh] = min(best.get(mesh, math.inf), found.seconds)
+    if not best:
+        with pytest.raises(PartitionError):
+            search(request)
+        return
+    found = search(request)
+    seconds = [x.seconds for x in found.candidates]
+    assert seconds == sorted(seconds)
+    for x in found.candidates:
+        assert (x.mesh.gpus, x.mesh.global_batch) == (request.gpus, request.global_batch)
+        assert x.seconds <= best[x.mesh] * (1 + 1e-6)
+        assert x.seconds == pytest.approx(reduced(x, request.bandwidth, request.zero))
+        assert x.exposed == pytest.approx(x.seconds - x.plan.step, abs=1e-9)
+        assert x.samples_per_second == request.global_batch / x.seconds
+        assert request.memory_limit is None or max(x.memory) <= request.memory_limit
+    assert {x.mesh for x in found.candidates} | {x.mesh for x in found.refused} >= set(best) or found.slower
+    left = sorted(best[mesh] for mesh in best if mesh not in {x.mesh for x in found.candidates})
+    if left:
+        assert len(found.candidates) == request.keep
+        assert left[0] >= seconds[-1] * (1 - 1e-6)
+    assert seconds[0] <= min(best.values()) * (1 + 1e-6)
+    assert not {x.mesh for x in found.refused} & set(best)
+
+
+def test_no_placement_of_any_mesh_is_better():
+    """All placements of six layers, on equal layers, where the balancers are exact."""
+    one = LayerCost(1.0, 1.0, 0.5, 10, 40, 40, 80, 100, 40, 20)
+    given = replace(profile(6, 0), layers=(one,) * 6, links=())
+    request = MeshRequest(given, 6, 12, (1, 2), ("zb-h1",), bandwidth=100.0)
+    best = math.inf
+    for pipeline in (1, 2, 3, 6):
+        for size in (1, 2):
+            mesh = Mesh(pipeline, 6 // pipeline, 2 * pipeline // size, size, "zb-h1")
+            job = Job(mesh_profile(given, mesh, 0), pipeline, mesh.microbatches, any_links=True)
+            for cuts in combinations(range(1, 6), pipeline - 1):
+                counts = tuple(b - a for a, b in pairwise((0, *cuts, 6)))
+                best = min(best, finish(mesh, judge(job, Partition(counts)), 100.0).seconds)
+    assert search(request).candidates[0].seconds == pytest.approx(best)
+
+
+def test_zero_and_the_link_decide_between_replicas_and_ranks():
+    given = profile(8, 1)
+    fast = search(MeshRequest(given, 4, 16, (1,)))
+    assert fast.candidates[0].mesh.replicas == 4, "without a price, nobody waits for anybody"
+    assert fast.candidates[0].exposed == 0
+    slow = search(MeshRequest(given, 4, 16, (1,), bandwidth=1.0))
+    assert slow.candidates[0].mesh.replicas == 1
+    short = search(MeshRequest(given, 4, 16, (1,), memory_limit=1500))
+    zero = search(MeshRequest(given, 4, 16, (1,), memory_limit=1500, zero=1))
+    assert zero.candidates[0].mesh.replicas > short.candidates[0].mesh.replicas
+    assert zero.candidates[0].seconds < short.candidates[0].seconds
+    (whole,) = (x for x in zero.candidates if x.mesh == zero.candidates[0].mesh)
+    assert max(whole.memory) <= 1500
+
+
+def test_the_three_best_are_refined_however_large(monkeypatch: pytest.MonkeyPatch):
+    refined: list[Mesh] = []
+
+    def refine(_: object, found: MeshPlan) -> MeshPlan:
+        refined.append(found.mesh)
+        return found
+
+    monkeypatch.setattr("dynmo.planner.mesh_search._REFINED", 0)
+    monkeypatch.setattr("dynmo.planner.mesh_search._Search.refine", refine)
+    found = search(MeshRequest(profile(8, 1), 4, 16, (1,)))
+    assert refined == [x.mesh for x in found.candidates[:3]]
+
+
+def test_recomputing_makes_room():
+    given = profile(8, 2)
+    limit = 1250
+    with pytest.raises(PartitionError, match=r"none of .* meshes fits; the least, .* over the limit of 1250; .*--recompute auto, --zero 1"):
+        search(MeshRequest(given, 2, 16, (2,), ("1f1b",), memory_limit=limit))
+    found = search(MeshRequest(given, 2, 16, (2,), ("1f1b",), memory_limit=limit, recompute="auto"))
+    best = found.candidates[0]
+    job = best.plan.job
+    assert job.recomputed
+    assert best.memory == whole_memory(job.kept, job.recomputed, best.plan.partition.counts, best.plan.schedule, job.replicas)
+    assert max(best.memory) <= limit
+    every = search(MeshRequest(given, 2, 16, (2,), ("1f1b",), memory_limit=limit, recompute="all")).candidates[0]
+    assert len(every.plan.job.recomputed) == 8
+    assert best.seconds <= every.seconds
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"gpus": 0}, "0 GPUs; at least 1"),
+        ({"global_batch": 0}, "0 sequences in a global batch"),
+        ({"global_batch": 10**400}, "0 sequences in a global batch; at least 1 is needed, and at most 9007199254740992"),
+        ({"zero": 2}, "zero = 2; it is 0 or 1"),
+        ({"bandwidth": 0.0}, "a bandwidth of 0.0 bytes per second"),
+        ({"micro_batches": (0,)}, "a microbatch of 0 sequences"),
+        ({"profile": replace(profile(4, 0), microbatch=None)}, 'add "microbatch": 1'),
+        ({"gpus": 7}, "7 GPUs cannot be used: the model's 4 layers allow at least 7 replicas, and .* take a multiple of 7 or 14 or 28"),
+        (
+            {"micro_batches": (3,)},
+            "a global batch of 16 does not divide by any number of replicas x microbatches of 3; take a multiple of 3",
+        ),
+        ({"schedules": ("zb-h9",)}, "unknown schedule 'zb-h9'"),
+        ({"balancers": ("best",)}, "unknown balancer 'best'"),
+        ({"memory_limit": 100}, r"none of \d+ meshes fits; the least, 2 ranks x 2 replicas, .*: memory: rank 0 needs \d+ bytes"),
+    ],
+)
+def test_what_cannot_be_asked(changes: dict[str, object], message: str):
+    with pytest.raises(InputError, match=message):
+        search(replace(MeshRequest(profile(4, 0), 4, 16, (1, 2, 4), ("1f1b", "zb-h1")), **changes))  # pyright: ignore[reportArgumentType]

@@ -1,0 +1,134 @@
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import combinations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dynmo.cost.layer_cost import LayerCost
+from dynmo.errors import PartitionError
+from dynmo.planner.recompute import choose, memory, recomputed
+from dynmo.schedule.catalogue import make
+from dynmo.schedule.memory import rank_memory
+from dynmo.schedule.op import Kind, Schedule
+
+NAMES = ("gpipe", "1f1b", "zb-h1", "zb-h2", "zb-v")
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> tuple[tuple[LayerCost, ...], tuple[int, ...], Schedule]:
+    name = draw(st.sampled_from(NAMES))
+    ranks, microbatches = draw(st.integers(1, 3)), draw(st.integers(1, 5))
+    stages = 2 * ranks if name == "zb-v" else ranks
+    counts = tuple(draw(st.lists(st.integers(1, 3 if stages < 4 else 2), min_size=stages, max_size=stages)))
+    size = st.integers(0, 20)
+    layers: list[LayerCost] = []
+    for _ in range(sum(counts)):
+        activation = draw(size)
+        layers.append(
+            LayerCost(
+                draw(st.integers(1, 5)), 1.0, 1.0, 0, draw(size), draw(size), 0, activation, draw(st.integers(0, activation)), draw(size)
+            )
+        )
+    return tuple(layers), counts, make(name, ranks, microbatches)
+
+
+def replayed(
+    layers: tuple[LayerCost, ...], chosen: frozenset[int], counts: tuple[int, ...], schedule: Schedule, replicas: int = 1
+) -> list[int]:
+    """Layer by layer, what is live, by the definition: the peak of each rank. Between replicas, a layer's gradients are three times there
+    while they are summed: cut into shares, joined, received."""
+    bounds = [sum(counts[:s]) for s in range(len(counts) + 1)]
+    kept = recomputed(layers, chosen)
+    peaks: list[int] = []
+    for rank, row in enumerate(schedule.ops):
+        own = [i for s in schedule.stages_of(rank) for i in range(bounds[s], bounds[s + 1])]
+        live = peak = sum(layers[i].static_bytes for i in own)
+        last = {s: max(at for at, op in enumerate(row) if op.stage == s) for s in schedule.stages_of(rank)}
+        summed = 0
+        for at, op in enumerate(row):
+            stage = range(bounds[op.stage], bounds[op.stage + 1])
+            if op.kind is Kind.F:
+                live += sum(kept[i].activation_bytes for i in stage)
+            elif op.kind is Kind.W:
+                live -= sum(kept[i].stash_bytes for i in stage)
+            else:
+                for i in reversed(stage):
+                    live += layers[i].activation_bytes - kept[i].activation_bytes  # its own F again
+                    peak = max(peak, live + summed)
+                    live -= layers[i].activation_bytes - (kept[i].stash_bytes if op.kind is Kind.B else 0)
+            if replicas > 1 and at == last[op.stage]:
+                summed = max(summed, *(3 * layers[i].gradient_bytes for i in stage))
+            peak = max(peak, live + summed)
+        peaks.append(peak)
+    return peaks
+
+
+@given(cases(), st.data())
+def test_memory_is_what_a_replay_layer_by_layer_finds(case: tuple[tuple[LayerCost, ...], tuple[int, ...], Schedule], data: st.DataObject):
+    layers, counts, schedule = case
+    chosen = frozenset(data.draw(st.sets(st.integers(0, len(layers) - 1))))
+    replicas = data.draw(st.integers(1, 2))
+    found = memory(layers, chosen, counts, schedule, replicas)
+    assert list(found) == replayed(layers, chosen, counts, schedule, replicas)
+    # Without messages, as it runs (an adjacent B and W are one), no more is needed.
+    silent = [replace(layer, output_bytes=0) for layer in layers]
+    assert all(a <= b for a, b in zip(rank_memory(silent, counts, schedule), memory(layers, (), counts, schedule), strict=True))
+    more = memory(layers, {*chosen, data.draw(st.integers(0, len(layers) - 1))}, counts, schedule, replicas)
+    assert all(a <= b for a, b in zip(more, found, strict=True)), "recomputing one more layer needs more memory"
+
+
+@given(cases(), st.data())
+def test_the_choice_fits_and_nothing_of_it_can_be_left_out(
+    case: tuple[tuple[LayerCost, ...], tuple[int, ...], Schedule], data: st.DataObject
+):
+    layers, counts, schedule = case
+    least = memory(layers, range(len(layers)), counts, schedule)
+    most = memory(layers, (), counts, schedule)
+    limits = [data.draw(st.integers(low, high)) for low, high in zip(least, most, strict=True)]
+    chosen = choose(layers, counts, schedule, limits)
+    fits = [need <= limit for need, limit in zip(memory(layers, chosen, counts, schedule), limits, strict=True)]
+    assert all(fits)
+    for index in chosen:
+        without = memory(layers, chosen - {index}, counts, schedule)
+        assert any(need > limit for need, limit in zip(without, limits, strict=True)), f"layer {index} for nothing"
+    if limits == list(most):
+        assert not chosen
+    rank = data.draw(st.integers(0, schedule.ranks - 1))
+    limits[rank] = least[rank] - 1
+    with pytest.raises(PartitionError, match=f"rank {rank} needs {least[rank]} bytes under {schedule.name} even when all"):
+        choose(layers, counts, schedule, limits)
+
+
+def test_the_seconds_are_near_the_least():
+    """Against every subset, on a rank of nine layers: greedy is no knapsack solver, but it is not far off."""
+    layers = tuple(LayerCost(f, 2.0, 1.0, 0, 1, 1, 2, a, 1, 2) for f, a in zip((3, 1, 4, 1, 5, 9, 2, 6, 5), range(8, 26, 2), strict=True))
+    schedule = make("gpipe", 1, 3)
+    (low,), (high,) = memory(layers, range(9), (9,), schedule), memory(layers, (), (9,), schedule)
+    ratios: list[float] = []
+    for limit in range(low, high, 7):
+        every = (set(c) for n in range(10) for c in combinations(range(9), n))
+        best = min(sum(layers[i].f for i in c) for c in every if memory(layers, c, (9,), schedule)[0] <= limit)
+        taken = sum(layers[i].f for i in choose(layers, (9,), schedule, limit))
+        assert taken >= best
+        ratios.append(taken / best)
+    assert sum(ratios) / len(ratios) < 1.1
+
+
+def test_what_recomputing_costs_and_keeps():
+    layers = (
+        LayerCost(1, 2, 3, 0, 0, 0, 0, 50, 30, 20),
+        LayerCost(1, 2, 3, 0, 0, 0, 0, 50, 30, 10),
+        LayerCost(5, 0, 0, 0, 0, 0, 0, 0, 0, 7),
+    )
+    found = recomputed(layers, {0, 1, 2})
+    assert [x.b for x in found] == [3, 3, 0], "a layer without a backward does not run twice"
+    assert [x.activation_bytes for x in found] == [20, 20, 0]
+    assert [x.stash_bytes for x in found] == [30, 30, 0], "what W needs is there again after B"
+    assert recomputed(layers, ()) == layers
+    with pytest.raises(PartitionError, match="2 memory limits for 1 ranks"):
+        choose(layers, (3,), make("1f1b", 1, 2), (1, 2))
+    with pytest.raises(PartitionError, match="a placement of 2 layers on 1 stages, for 3 layers"):
+        memory(layers, (), (2,), make("1f1b", 1, 2))

@@ -1,0 +1,66 @@
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dynmo.balance.partition import Partition, uniform
+from dynmo.cost.layer_cost import LayerCost
+from dynmo.cost.profile_file import Profile
+from dynmo.errors import PartitionError
+from dynmo.planner.evaluate import Job, judge
+from dynmo.planner.mesh_search import Mesh, MeshRequest, finish, mesh_profile
+from dynmo.planner.reshape import largest_arrival, reshape
+
+
+def profile(weights: list[float]) -> Profile:
+    layers = tuple(LayerCost(x, x, x, 1, 10, 10, 20) for x in weights)
+    return Profile(layers, tuple(map(str, range(len(weights)))), microbatch=1)
+
+
+@settings(max_examples=25)
+@given(
+    st.integers(0, 10**6),
+    st.sampled_from((1, 2, 4)),
+    st.integers(0, 50),
+    st.sampled_from((0.0, 0.01, 1.0)),
+    st.sampled_from((None, 200, 400)),
+)
+def test_it_is_never_predicted_slower_than_to_stay(seed: int, replicas: int, horizon: int, price: float, limit: int | None):
+    rng = random.Random(seed)
+    given = profile([rng.uniform(0.2, 2.0) for _ in range(8)])
+    current, partition = Mesh(4 // replicas, replicas, 8 // replicas, 1, "zb-h1"), uniform(8, 4 // replicas)
+    request = MeshRequest(given, 4, 8, (1,), ("zb-h1",), memory_limit=limit, bandwidth=100.0)
+    found = reshape(request, current, partition, horizon_steps=horizon, seconds_per_byte=price, margin=1.0)
+    now = finish(current, judge(Job(mesh_profile(given, current, 0), current.pipeline, current.microbatches), partition), 100.0).seconds
+    assert found.plan.seconds <= now
+    if found.decision.move:
+        assert (now - found.plan.seconds) * horizon > found.moved_bytes * price
+        assert limit is None or max(found.plan.memory) <= limit
+        arrived = largest_arrival(given.layers, current, partition, found.plan.mesh, found.plan.plan.partition)
+        assert found.moved_bytes == arrived
+    else:
+        assert (found.plan.mesh, found.plan.plan.partition, found.moved_bytes) == (current, partition, 0)
+
+
+def test_more_layers_on_fewer_stages_are_balanced_where_memory_allows():
+    """Alternating heavy and light: on four ranks of two layers each nothing helps but one heavy layer more or less."""
+    given = profile([3.0, 1.0, 1.0, 1.0, 3.0, 1.0, 1.0, 1.0])
+    current, partition = Mesh(4, 1, 16, 1, "zb-h1"), Partition((2, 2, 2, 2))
+    # Four layers of 40 bytes, and 30 to sum the gradients of one over two replicas.
+    limits = MeshRequest(given, 4, 16, (1,), ("zb-h1",), memory_limit=189), MeshRequest(given, 4, 16, (1,), ("zb-h1",), memory_limit=190)
+    short, roomy = (reshape(limit, current, partition, horizon_steps=100) for limit in limits)
+    assert short.plan.mesh.pipeline == 4
+    assert (roomy.plan.mesh.pipeline, roomy.plan.mesh.replicas) == (2, 2)
+    assert roomy.moved_bytes == 60, "two layers of 30 bytes: the copies of a stage are neighbours"
+    tight = reshape(MeshRequest(given, 4, 16, (1,), ("zb-h1",), memory_limit=120), current, partition, horizon_steps=100)
+    assert tight.plan.mesh.pipeline == 4
+    assert tight.plan.seconds > roomy.plan.seconds
+    dear = reshape(MeshRequest(given, 4, 16, (1,), ("zb-h1",)), current, partition, horizon_steps=2, seconds_per_byte=10.0)
+    assert not dear.decision.move
+    with pytest.raises(PartitionError, match="reshaping changes neither"):
+        reshape(MeshRequest(given, 8, 16), current, partition, horizon_steps=1)
+    with pytest.raises(PartitionError, match="a placement on 2 stages"):
+        reshape(MeshRequest(given, 4, 16), current, Partition((4, 4)), horizon_steps=1)

@@ -1,0 +1,188 @@
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from itertools import combinations, pairwise
+
+import pytest
+
+from dynmo.balance.partition import Partition
+from dynmo.balance.stage_costs import frozen_stages, pipeline_costs
+from dynmo.cost.layer_cost import LayerCost, LinkCost, stage_costs
+from dynmo.cost.profile_file import Profile
+from dynmo.errors import InputError, PartitionError
+from dynmo.planner.evaluate import Job, Plan, judge
+from dynmo.planner.recompute import computed_again, whole_memory
+from dynmo.planner.stage_plan import attempt
+from dynmo.schedule.bounds import Objective
+from dynmo.schedule.catalogue import SCHEDULES, make
+from dynmo.schedule.memory import rank_memory, stage_memory
+from dynmo.schedule.simulator import peak_memory, resident, simulate
+
+
+def profile(count: int = 12, seed: int = 0, frozen: int = 0) -> Profile:
+    rng = random.Random(seed)
+    layers: list[LayerCost] = []
+    for i in range(count):
+        f, b, w = (rng.uniform(0.5, 1.5) for _ in range(3))
+        if i < frozen:
+            b = w = 0.0
+        layers.append(LayerCost(f, b, w, 100, 400, 400, 800, rng.randint(50, 150), 40, 10))
+    link = LinkCost(0.01, 1e4)
+    return Profile(tuple(layers), tuple(f"blocks.{i // 2}.{i % 2}" for i in range(count)), frozen, links=(((0, 1), link),), microbatch=4)
+
+
+def every(layers: int, stages: int) -> list[tuple[int, ...]]:
+    """Every placement's counts."""
+    return [tuple(b - a for a, b in pairwise((0, *cuts, layers))) for cuts in combinations(range(1, layers), stages - 1)]
+
+
+def replayed(made: Plan) -> None:
+    """What the plan says, checked from its placement and its schedule alone."""
+    job = made.job
+    timeline = simulate(made.schedule, made.costs)
+    assert (timeline.span, timeline.makespan) == (made.timeline.span, made.timeline.makespan)
+    assert made.lower_bound <= made.step
+    assert sum(made.partition.counts) == len(job.layers)
+    assert made.schedule.placement == job.placement
+    stages = stage_costs(job.layers, made.partition.counts)
+    assert made.costs.stages == stages
+    static = [0] * job.ranks
+    for layer, x in enumerate(job.layers):
+        static[job.placement[made.partition.owner(layer)]] += x.static_bytes
+    kept = [s + round(peak) for s, peak in zip(static, peak_memory(made.schedule, made.costs), strict=True)]
+    # A run refuses by what waits and what ops need beside, too.
+    run = rank_memory(job.layers, made.partition.counts, made.schedule)
+    assert list(made.memory) == list(map(max, kept, run))
+    assert all(job.memory_limit is None or need <= job.memory_limit for need in made.memory)
+
+
+@pytest.mark.parametrize("schedule", [name for name in SCHEDULES if name != "interleaved-1f1b"])
+@pytest.mark.parametrize("frozen", [0, 5])
+def test_every_schedule(schedule: str, frozen: int) -> None:
+    replayed(attempt(Job(profile(frozen=frozen), 3, 6, schedule)))
+
+
+def test_interleaved() -> None:
+    replayed(attempt(Job(profile(), 3, 6, "interleaved-1f1b", chunks=3)))
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_exact_is_the_least_bottleneck_that_fits(seed: int) -> None:
+    """Against all placements, with the memory of 1F1B's stages."""
+    rng, known = random.Random(seed), profile(9, seed)
+    ranks, microbatches = rng.randint(2, 4), rng.randint(1, 8)
+    schedule = make("1f1b", ranks, microbatches)
+    pairs = resident(schedule)
+    needs = {
+        counts: max(*stage_memory(known.layers, counts, pairs), *rank_memory(known.layers, counts, schedule)) for counts in every(9, ranks)
+    }
+    limit = sorted(needs.values())[len(needs) // rng.choice([20, 5, 2])]
+    loads = {counts: max(x.seconds for x in stage_costs(known.layers, counts)) for counts in needs if needs[counts] <= limit}
+    made = attempt(Job(known, ranks, microbatches, "1f1b", memory_limit=limit))
+    assert loads[made.partition.counts] == pytest.approx(min(loads.values()), rel=1e-12)
+    assert max(made.memory) == needs[made.partition.counts]
+    replayed(made)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_schedule_aware_is_no_worse(seed: int) -> None:
+    job = Job(profile(14, seed), 4, 8, objective=Objective.MAKESPAN)
+    assert attempt(replace(job, balancer="schedule-aware")).step <= attempt(job).step * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_automatic_schedules_keep_within_the_limit(seed: int) -> None:
+    known = profile(12, seed)
+    least = max(attempt(Job(known, 3, 6, "1f1b")).memory)
+    made = attempt(Job(known, 3, 6, "zb-auto", memory_limit=least))
+    replayed(made)
+    # There is room for one microbatch at a time where 1F1B's three would not fit.
+    more = 2 * 5 * 10  # of the other five, messages of 10 bytes wait on both sides
+    tight = max(attempt(Job(known, 3, 1, "1f1b")).memory) + more
+    assert tight < least
+    replayed(attempt(Job(known, 3, 6, "zb-auto", memory_limit=tight)))
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "zb-h2", "zb-v", "v-half"])
+def test_what_fits_is_not_refused(schedule: str) -> None:
+    """Against all placements: frozen prefixes and several stages a rank keep less than their stages' peaks together."""
+    for seed in range(12):
+        known = profile(7, seed, frozen=seed % 5)
+        job = Job(known, 2 + seed % 2, 3, schedule)
+        needs = [max(judge(job, Partition(counts)).memory) for counts in every(7, len(job.placement))]
+        replayed(attempt(replace(job, memory_limit=min(needs))))
+        if not SCHEDULES[schedule].from_costs:  # those may be made to keep still less
+            with pytest.raises(InputError):
+                attempt(replace(job, memory_limit=min(needs) - 1))
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_the_automatic_schedule_fits_wherever_one_microbatch_does(seed: int) -> None:
+    rng, known = random.Random(seed), profile(8, seed, frozen=seed % 4)
+    job = Job(known, rng.randint(1, 4), rng.randint(1, 9), "zb-auto", rng.choice(["exact", "schedule-aware"]))
+
+    def need(counts: tuple[int, ...]) -> int:
+        stages = pipeline_costs(job.layers, Partition(counts))
+        caps, first = [stage.held for stage in stages.stages], frozen_stages(stages)
+        made = make("zb-auto", job.ranks, job.microbatches, costs=stages, caps=caps, first_trainable=first)
+        return max(whole_memory(job.layers, (), counts, made))
+
+    replayed(attempt(replace(job, memory_limit=min(map(need, every(8, job.ranks))))))
+
+
+def test_moves_are_between_ranks() -> None:
+    known = replace(profile(6), partition=(4, 2), ranks=2)
+    made = attempt(Job(known, 2, 4, "1f1b", balancer="uniform"))
+    assert made.partition.counts == (3, 3)
+    assert [tuple(move) for move in made.moves] == [(3, 0, 1)]
+    assert made.moved_bytes == 1200, "a layer's weights and the optimizer's state; its gradients are gone between steps"
+    # Another number of stages than the file's: from the even placement, where nothing has to move.
+    assert attempt(Job(known, 3, 4, "1f1b", balancer="uniform")).moves == ()
+
+
+def test_the_file_without_sizes() -> None:
+    """The schedule does not keep more in flight than twice 1F1B's for that."""
+    known = Profile(tuple(LayerCost(1, 1, 1) for _ in range(8)), tuple("abcdefgh"))
+    made = attempt(Job(known, 4, 40, "zb-auto"))
+    assert max(pair[0] for pairs in resident(made.schedule) for pair in pairs) <= 8
+    assert made.memory == (0, 0, 0, 0)
+    with pytest.raises(PartitionError, match="a memory limit, but the costs have no sizes"):
+        attempt(Job(known, 4, 40, memory_limit=100))
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "zb-auto", "zb-v"])
+def test_what_fits_a_plan_fits_a_run(schedule: str) -> None:
+    """A run counts what ops need beside, and messages that wait: here half as much as the activations."""
+    known = profile(12)
+    layers = tuple(
+        replace(x, output_bytes=40, workspace_bytes=60, forward_workspace_bytes=60, weight_workspace_bytes=30) for x in known.layers
+    )
+    job = Job(replace(known, layers=layers), 3, 6, schedule)
+    roomy = max(attempt(job).memory)
+    fitting = 0
+    for limit in range(roomy, roomy * 3 // 4, -roomy // 40):
+        for recompute in ("none", "auto"):
+            try:
+                made = attempt(replace(job, memory_limit=limit, recompute=recompute))
+            except InputError:
+                continue
+            counted = computed_again(made.job.kept, made.job.recomputed)
+            assert max(rank_memory(counted, made.partition.counts, made.schedule)) <= max(made.memory) <= limit
+            fitting += 1
+    assert fitting >= 4
+
+
+def test_recomputing_all_looks_as_far_as_recomputing_none() -> None:
+    """Balancers set the largest layer's activations aside on every rank; where not every rank needs them, a placement may still fit."""
+    rng, found = random.Random(5), 0
+    for _ in range(20):
+        layers = tuple(LayerCost(1, 1, 1, 0, 10, 10, 20, rng.randint(10, 400), 5, rng.randint(1, 9)) for _ in range(7))
+        job = Job(Profile(layers, tuple(map(str, range(7)))), 3, 4, "1f1b", recompute="all")
+        all_of_them = replace(job, recompute="none", recomputed=frozenset(range(7)))
+        least = min(max(judge(all_of_them, Partition(counts)).memory) for counts in every(7, 3))
+        try:
+            found += max(attempt(replace(job, memory_limit=least)).memory) == least
+        except InputError:
+            continue
+    assert found >= 15, "one boundary at a time is no search through all"

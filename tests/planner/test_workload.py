@@ -1,0 +1,149 @@
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from dynmo.balance.partition import Partition
+from dynmo.balance.stage_costs import frozen_stages, pipeline_costs
+from dynmo.balance.trigger import worth_moving
+from dynmo.cost.layer_cost import LayerCost, LinkCost
+from dynmo.errors import InputError
+from dynmo.planner.workload import Policy, Workload, replay
+from dynmo.schedule.bounds import Objective
+from dynmo.schedule.catalogue import SCHEDULES, make
+from dynmo.schedule.simulator import simulate
+
+ONE = LayerCost(1.0, 1.0, 1.0, 10, 100, 100, 200, 5, 2, 10)
+FROZEN = replace(ONE, b=0.0, w=0.0)
+LINK = LinkCost(0.5, 1000.0)
+
+
+def workload(**changes: Any) -> Workload:
+    """Twelve layers on three ranks; at step 10 the first six freeze."""
+    moments = ((0, (ONE,) * 12), (10, (FROZEN,) * 6 + (ONE,) * 6))
+    base = Workload("w", moments, tuple(map(str, range(12))), 40, 3, 8, schedule="1f1b", link=LINK, policy=Policy(every=5))
+    return replace(base, **changes)
+
+
+def seconds(moment: int, counts: tuple[int, ...], objective: Objective = Objective.MAKESPAN) -> float:
+    """By the simulator, without the replay."""
+    costs = pipeline_costs(workload().moments[moment][1], Partition(counts), links=(LINK, LINK))
+    timeline = simulate(make("1f1b", 3, 8, first_trainable=frozen_stages(costs)), costs)
+    return timeline.makespan if objective is Objective.MAKESPAN else timeline.span
+
+
+def test_what_a_policy_brings() -> None:
+    outcome = replay(workload())
+    assert [x.seconds for x in outcome.static] == [seconds(0, (4, 4, 4))] * 10 + [seconds(1, (4, 4, 4))] * 30
+    (move,) = outcome.moves
+    # The costs change at step 10, and are known once that step was measured.
+    assert (move.step, move.source) == (15, (4, 4, 4))
+    assert [x.seconds for x in outcome.policy] == [x.seconds for x in outcome.static[:15]] + [seconds(1, move.target)] * 25
+    assert seconds(1, move.target) < seconds(1, (4, 4, 4))
+    assert outcome.partitions == ((4, 4, 4),) * 15 + (move.target,) * 25
+    # 300 bytes a layer (weights and moments) over a link, one after another.
+    assert move.moved_bytes == 300 * move.layers
+    assert move.seconds == pytest.approx(move.layers * (0.5 + 0.3))
+    assert outcome.seconds == pytest.approx(sum(x.seconds for x in outcome.policy) + move.seconds)
+    first, second = outcome.phases
+    assert (first.first, first.last, second.first, second.last) == (0, 9, 10, 39)
+    assert (first.moved_layers, second.moved_layers, second.partition) == (0, move.layers, move.target)
+    assert second.seconds == pytest.approx((5 * seconds(1, (4, 4, 4)) + 25 * seconds(1, move.target)) / 30)
+    assert outcome.bound == 4
+
+
+def test_the_decision_is_the_trigger_s() -> None:
+    for margin in (0.0, 1.0, 20.0, 1e6):
+        outcome = replay(workload(policy=Policy(every=5, margin=margin)))
+        for found in outcome.rebalances:
+            now, then = seconds(1, found.source), seconds(1, found.target)
+            expected = worth_moving(now, then, 40 - found.step, found.seconds, margin, 0.02)
+            assert (found.moved, found.reason) == (expected.move, expected.reason)
+        assert bool(outcome.moves) == (margin < 1e6)
+    assert not replay(workload(policy=Policy(every=5, hysteresis=0.9))).moves
+
+
+def test_a_move_late_in_the_run_does_not_pay() -> None:
+    early, late = (replay(workload(policy=Policy(every=every, margin=100.0))) for every in (12, 36))
+    assert early.moves
+    assert not late.moves
+    assert late.rebalances[0].reason.startswith("stay: ")
+
+
+def test_a_forced_balancer_does_not_weigh() -> None:
+    outcome = replay(workload(initial=(8, 2, 2), policy=Policy("uniform", every=5, margin=1e9)))
+    (move,) = outcome.moves
+    assert (move.step, move.target, move.reason) == (5, (4, 4, 4), "uniform: forced")
+
+
+def test_without_a_balancer_nothing_moves() -> None:
+    outcome = replay(workload(policy=Policy("none")))
+    assert outcome.policy == outcome.static
+    assert outcome.rebalances == ()
+
+
+def test_the_random_balancer_moves_at_every_chance() -> None:
+    assert len(replay(workload(policy=Policy("random", every=5))).moves) == 7
+
+
+def test_perfect_balance_is_even_stages() -> None:
+    even = replay(workload(moments=((0, (ONE,) * 12),)))
+    assert even.perfect == even.static == even.policy
+    outcome = replay(workload())
+    assert outcome.perfect_seconds < outcome.seconds < outcome.static_seconds
+
+
+def test_the_price_by_the_byte() -> None:
+    (move,) = replay(workload(policy=Policy(every=5, seconds_per_byte=1e-3))).moves
+    assert move.seconds == pytest.approx(1e-3 * move.moved_bytes)
+
+
+def test_a_move_is_weighed_at_its_own_price() -> None:
+    """The first move is of one byte; the second would take longer than it saves."""
+    ends = tuple(LayerCost(t, t, t, weight_bytes=size) for t, size in ((1.0, 1), (1.0, 10**9), (1.0, 1), (3.0, 1)))
+    turned = tuple(LayerCost(t, t, t, weight_bytes=layer.weight_bytes) for t, layer in zip((3.0, 1.0, 1.0, 1.0), ends, strict=True))
+    outcome = replay(
+        Workload("w", ((0, ends), (20, turned)), ("a", "b", "c", "d"), 40, 2, 4, schedule="1f1b", policy=Policy(seconds_per_byte=1e-6))
+    )
+    assert [(x.step, x.moved, x.moved_bytes) for x in outcome.rebalances] == [(10, True, 1), (30, False, 10**9 + 1)]
+
+
+def test_perfect_is_no_slower_than_what_is_had() -> None:
+    """Beside a frozen prefix whole layers may do better than even stages, which all run backwards."""
+    outcome = replay(workload(moments=((0, (FROZEN,) * 2 + (ONE,) * 10),), microbatches=2))
+    pairs = zip(outcome.perfect, outcome.policy, outcome.static, strict=True)
+    assert all(perfect.seconds <= min(policy.seconds, static.seconds) for perfect, policy, static in pairs)
+
+
+def test_replicas_reduce_their_gradients() -> None:
+    """On a ring: 2 (r - 1) latencies, 2 (r - 1) / r of the bytes; the ranks of 1F1B all end with rank 0's last backward at the latest."""
+    alone = replay(workload(moments=((0, (ONE,) * 12),)))
+    four = replay(workload(moments=((0, (ONE,) * 12),), replicas=4, replica_link=LinkCost(0.25, 100.0)))
+    assert four.policy[0].seconds - alone.policy[0].seconds == pytest.approx(6 * 0.25 + 1.5 * 400 / 100)
+    # Frozen layers have no gradients: of a rank with nothing else, nothing is reduced.
+    half = replay(workload(replicas=4, replica_link=LinkCost(0.25, 100.0), policy=Policy("none")))
+    assert half.static[-1].seconds >= seconds(1, (4, 4, 4))
+
+
+@pytest.mark.parametrize("schedule", [name for name in SCHEDULES if name != "interleaved-1f1b"])
+@pytest.mark.parametrize("objective", Objective)
+def test_every_schedule(schedule: str, objective: Objective) -> None:
+    outcome = replay(workload(schedule=schedule, objective=objective))
+    assert len(outcome.policy) == len(outcome.static) == len(outcome.perfect) == 40
+    assert all(0 <= x.idle_ratio < 1 for x in (*outcome.policy, *outcome.static, *outcome.perfect))
+    assert outcome.seconds <= outcome.static_seconds
+
+
+def test_a_schedule_from_costs_is_that_of_the_costs_measured_last() -> None:
+    """Until the next decision zb-auto runs the order that was made for the old costs."""
+    slow = tuple(replace(ONE, f=1 + i / 3) for i in range(12))
+    outcome = replay(workload(moments=((0, (ONE,) * 12), (10, slow)), schedule="zb-auto", policy=Policy("none")))
+    fresh = replay(workload(moments=((0, slow),), schedule="zb-auto", policy=Policy("none")))
+    assert outcome.policy[10].seconds >= fresh.policy[0].seconds
+
+
+def test_no_memory_for_the_placement() -> None:
+    with pytest.raises(InputError, match=r"rank 0 needs \d+ bytes under 1f1b with the placement 4\+4\+4, over the limit of 1000; use"):
+        replay(workload(memory_limit=1000))

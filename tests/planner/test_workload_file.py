@@ -1,0 +1,113 @@
+"""A workload's file: what it may say, and what is wrong is named."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dynmo.cost.layer_cost import LayerCost, LinkCost
+from dynmo.errors import InputError
+from dynmo.planner.workload import Policy, replay
+from dynmo.planner.workload_file import parse, read
+from dynmo.schedule.bounds import Objective
+
+EXAMPLE = Path(__file__).parents[2] / "examples/workload.toml"
+MOMENT = {"step": 0, "f": [1.0, 1.0], "b": [1.0, 1.0], "w": [1.0, 1.0]}
+LEAST: dict[str, Any] = {"steps": 4, "ranks": 2, "microbatches": 2, "layers": {"moments": [MOMENT]}}
+
+
+def test_the_least_a_file_can_say() -> None:
+    made = parse(LEAST, Path())
+    assert made.moments == ((0, (LayerCost(1, 1, 1),) * 2),)
+    assert (made.schedule, made.objective, made.policy, made.replicas) == ("zb-h1", Objective.MAKESPAN, Policy(), 1)
+    assert made.link == LinkCost(0.0, math.inf)
+    assert replay(made).moves == ()
+
+
+def test_what_an_op_of_any_kind_needs_is_enough_for_each() -> None:
+    made = parse(LEAST | {"layers": {"moments": [MOMENT], "workspace_bytes": [7, 8], "forward_workspace_bytes": 0}}, Path())
+    assert [(c.workspace_bytes, c.forward_workspace_bytes, c.weight_workspace_bytes) for c in made.moments[0][1]] == [(7, 0, 7), (8, 0, 8)]
+
+
+def test_the_example() -> None:
+    made = read(EXAMPLE)
+    assert (made.name, made.layers, made.ranks, made.replicas, made.steps) == ("freezing", 48, 8, 2, 480)
+    assert [step for step, _ in made.moments] == list(range(0, 480, 20))
+    trace = json.loads((EXAMPLE.parent / "workload-freezing.json").read_text())
+    assert [x.f for x in made.moments[3][1]] == pytest.approx([0.004 * f for f in trace["f"][3]])
+    assert made.moments[0][1][0].weight_bytes == 12_582_912
+    outcome = replay(replace(made, steps=480))
+    assert 1.15 < outcome.static_seconds / outcome.seconds < outcome.static_seconds / outcome.perfect_seconds < outcome.bound
+
+
+def test_fewer_steps_than_moments(tmp_path: Path) -> None:
+    (tmp_path / "t.json").write_text(json.dumps({"f": [[1], [2], [3]], "b": [[1]] * 3, "w": [[1]] * 3, "case": "x"}))
+    made = parse(LEAST | {"ranks": 1, "steps": 2, "layers": {"trace": "t.json", "unit": 0.5}}, tmp_path)
+    assert [(step, x[0].f) for step, x in made.moments] == [(0, 0.5), (1, 1.5)]
+
+
+def layers(**changes: Any) -> dict[str, Any]:
+    return {"layers": {"moments": [MOMENT], **changes}}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"stepz": 3}, "unknown key 'stepz'; did you mean 'steps'?"),
+        ({"steps": None}, "steps = null: input should be a valid integer"),
+        ({"ranks": 0}, "ranks = 0: input should be greater than or equal to 1"),
+        ({"policy": {"evry": 3}}, "unknown key 'policy.evry'; did you mean 'every'?"),
+        ({"policy": {"cost": "money"}}, 'policy.cost = "money": input should be'),
+        ({"memory_limit": "much"}, "memory_limit = 'much': not a size"),
+        (layers(weight_bytes=[1]), "layers.weight_bytes has 1 entries, but there are 2 layers"),
+        (layers(weight_bytes=[1, -1]), "layer 1: layers.weight_bytes = -1"),
+        (layers(names=["a"]), "layers.names has 1 entries, but there are 2 layers"),
+        (layers(trace="t.json"), "[layers] needs either trace = FILE or [[layers.moments]]"),
+        ({"layers": {}}, "[layers] needs either trace"),
+        ({"layers": {"trace": "none.json"}}, "none.json cannot be read: No such file"),
+        (layers(moments=[]), "layers.moments begin at the steps []"),
+        (layers(moments=[MOMENT | {"step": 1}]), "layers.moments begin at the steps [1]; the first begins at 0"),
+        (layers(moments=[MOMENT, MOMENT]), "layers.moments begin at the steps [0, 0]"),
+        (layers(moments=[MOMENT, MOMENT | {"step": 4}]), "the last begins at step 4, but there are 4 steps"),
+        (layers(moments=[MOMENT | {"b": [1.0]}]), "layers.moments 0: b has 1 entries, but f of moment 0 has 2"),
+        (layers(moments=[MOMENT | {"b": [1.0, math.nan]}]), "layer 1: layers.moments 0: b = NaN"),
+        (layers(moments=[{"step": 0, "f": [1.0]}]), "key 'layers.moments 0: b' is missing"),
+        (layers(moments=[MOMENT | {"b": [0.0, 0.0], "w": [0.0, 0.0]}]), "so nothing trains"),
+    ],
+)
+def test_what_is_wrong_is_named(change: dict[str, Any], message: str, tmp_path: Path) -> None:
+    with pytest.raises(InputError) as error:
+        parse(LEAST | change, tmp_path)
+    assert message in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("trace", "message"),
+    [
+        ("{", "not JSON: "),
+        ('{"f": [[1]], "b": [[1]]}', "key 'w' is missing"),
+        ('{"f": [[1]], "b": [[1]], "w": [[NaN]]}', "moment 0: layer 0: w is NaN; f, b and w are lists of moments"),
+        ('{"f": [[1]], "b": [[1]], "w": [1]}', "moment 0: w is 1; f, b"),
+        ('{"f": [[1]], "b": [[1]], "w": []}', "f, b and w have [1, 1, 0] moments"),
+        (
+            '{"f": [[1, 1], [1]], "b": [[1, 1], [1, 1]], "w": [[1, 1], [1, 1]]}',
+            "t.json: moment 1: f has 1 entries, but f of moment 0",
+        ),
+    ],
+)
+def test_what_is_no_trace(trace: str, message: str, tmp_path: Path) -> None:
+    (tmp_path / "t.json").write_text(trace)
+    with pytest.raises(InputError) as error:
+        parse(LEAST | {"layers": {"trace": "t.json"}}, tmp_path)
+    assert message in str(error.value)
+
+
+def test_the_placement_must_fit() -> None:
+    with pytest.raises(InputError, match=r"policy.initial counts 2 layers on 1 stages, but there are 2 layers on 2 stages"):
+        replay(parse(LEAST | {"policy": {"initial": [2]}}, Path()))

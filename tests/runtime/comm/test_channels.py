@@ -1,0 +1,136 @@
+"""Channels: what is put arrives, in order, whatever its shape; and a sender waits where a channel is full."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+import torch
+
+from dynmo.errors import RankDied, RunError
+from dynmo.runtime.comm.channels import Inbox, Worker
+from dynmo.runtime.comm.headers import DTYPES, LEAD, decode, encode, obstacle, rest_of
+from dynmo.schedule.lowering import Channel, Direction
+from tests.pool import Pool
+from tests.runtime.alone import alone
+
+JOBS = "tests.runtime.jobs.p2p:"
+PLAIN = [["float32", [2, 3]]]
+SEVERAL = [["float32", [2, 3]], ["int64", [4]], ["bool", [2]], ["bfloat16", [1, 2]], ["float64", []], ["uint8", [0, 3]]]
+MANY = [[name, [1, place % 3]] for place, name in enumerate([*DTYPES] * 20)]
+WHAT = "the activations from rank 0 to rank 1"
+CPU = torch.device("cpu")
+
+
+def test_header() -> None:
+    spec = ((torch.float32, (2, 3)), (torch.int64, ()), (torch.bool, (0, 5)))
+    assert decode(encode(spec), CPU, WHAT) == spec
+    assert decode(encode(()), CPU, WHAT) == ()
+    every = tuple((dtype, (1, place)) for place, dtype in enumerate(DTYPES.values())) * 20
+    lead, rest = encode(every)
+    room = rest_of(lead, WHAT)
+    assert room is not None
+    assert (len(lead), room.shape) == (LEAD, rest.shape)
+    assert decode((lead, rest), CPU, WHAT) == every
+    for damaged, reason in (
+        ([-1], "it announces -1 numbers"),
+        ([2**40], "it announces 1099511627776 numbers"),
+        ([3, 0, 2, 5], r"it announces a tensor of dtype 0 and 2 dimensions, \(5,\)"),
+        ([3, 99, 1, 5], "dtype 99 and 1 dimensions"),
+        ([3, 0, 1, -5], r"dtype 0 and 1 dimensions, \(-5,\)"),
+        ([4, 0, 2, 2**30, 2**30], f"it announces {2**62} bytes"),
+    ):
+        lead = torch.tensor(damaged + [0] * (LEAD - len(damaged)))
+        with pytest.raises(RunError, match=f"{WHAT}: .*{reason}"):
+            decode((lead,) if rest_of(lead, WHAT) is None else (lead, rest), CPU, WHAT)
+
+
+def test_what_cannot_be_handed_on() -> None:
+    assert obstacle(torch.zeros(2)) is None
+    for tensor, reason in (
+        (torch.zeros(1, dtype=torch.complex64), "torch.complex64, which cannot travel; let it hand on torch.view_as_real"),
+        (torch.zeros(1).to(torch.float8_e5m2), "torch.float8_e5m2, which cannot travel; known are float32"),
+        (torch.zeros(1, 1).to_sparse(), "a torch.sparse_coo tensor, which cannot travel"),
+        (torch.zeros((1,) * 65), "65 dimensions, which cannot travel; at most 64 can"),
+    ):
+        assert reason in (obstacle(tensor) or "")
+
+
+@pytest.mark.parametrize("depth", [1, 2, 20])
+@pytest.mark.parametrize("shapes", [PLAIN, SEVERAL, MANY], ids=["one tensor", "several", "more than a lead announces"])
+@pytest.mark.parametrize("varying", [False, True])
+def test_fixed_shapes(pool: Pool, shapes: list[Any], varying: bool, depth: int) -> None:
+    done = pool.run(JOBS + "channel", 2, steps=[[shapes] * 10] * 3, varying=varying, depth=depth)
+    assert done == [30, 30]
+
+
+@pytest.mark.parametrize("depth", [1, 3, 20])
+def test_varying_shapes(pool: Pool, depth: int) -> None:
+    shapes = [[["float32", [1 + j % 4, j]]] * (1 + j % 3) for j in range(10)]
+    assert pool.run(JOBS + "channel", 2, steps=[shapes, shapes[::-1]], varying=True, depth=depth) == [20, 20]
+
+
+def test_not_contiguous(pool: Pool) -> None:
+    assert pool.run(JOBS + "channel", 2, steps=[[PLAIN] * 4], varying=False, depth=4, transposed=True) == [4, 4]
+
+
+@pytest.mark.parametrize("varying", [False, True])
+def test_whether_a_message_has_arrived(pool: Pool, varying: bool) -> None:
+    """Not before it is put, and asking takes nothing away."""
+    _, told = pool.run(JOBS + "asked", 2, varying=varying)
+    assert told == [False, True, True] * 3
+
+
+def test_asking_for_a_message_of_a_peer_that_is_gone(pool: Pool) -> None:
+    _, (text, seconds) = pool.run(JOBS + "asked_of_the_gone", 2)
+    assert text.startswith("rank 1 lost rank 0 while waiting for the activation of microbatch 1")
+    assert seconds < 5
+
+
+def test_a_changed_shape_is_an_error(pool: Pool) -> None:
+    """Two messages as announced, then rank 0 refuses the third; rank 1 is told to expect two."""
+    sender, receiver = pool.run(JOBS + "shapes_change", 2)
+    assert receiver == 2
+    assert sender.startswith("the activations from rank 0 to rank 1 changed shape from")
+    assert "at microbatch 2; every microbatch must hand on tensors of the same shapes" in sender
+
+
+@pytest.mark.parametrize("depth", [1, 3, 12])
+def test_backpressure(pool: Pool, depth: int) -> None:
+    """`depth` messages may have been put and not taken: no more, and once shapes are known, no fewer."""
+    _, counts = pool.run(JOBS + "backpressure", 2, depth=depth, messages=16)
+    for step, row in enumerate(counts):
+        assert len(row) == 16
+        assert all(count <= min(16, depth + taken) for taken, count in enumerate(row)), (step, row)
+    assert counts[0][0] >= 1
+    assert counts[1][0] == depth
+
+
+def test_taken_messages_are_let_go(pool: Pool) -> None:
+    """Not kept to the end of the step: that would be as many as microbatches."""
+    kept, _ = pool.run(JOBS + "letting_go", 2, messages=40)
+    assert not any(kept[:20])
+    assert kept[-1], "what has not been taken must stay"
+
+
+@pytest.mark.parametrize("depth", [1, 20])
+def test_a_peer_that_is_gone(pool: Pool, depth: int) -> None:
+    """Who waits for room, or for the step's end, is told at once, and not after the limit of 20 s."""
+    (kind, text, seconds), _ = pool.run(JOBS + "peer_gone", 2, depth=depth)
+    assert kind == "RankDied", text
+    assert text.startswith("rank 0 lost rank 1 while waiting for room")
+    assert seconds < 5
+
+
+def test_a_receive_that_cannot_be_posted() -> None:
+    """Its thread knows why at once; who waits for the message is told so then, and not after the world's 5 s."""
+    poster, watcher = Worker("poster", threaded=True), Worker("watcher", threaded=False)
+    poster.error = RankDied("the peer is gone")
+    inbox = Inbox(alone(), Channel(0, Direction.ACTIVATION, 1, 0), True, 4, poster, watcher)
+    inbox.open(1)
+    start = time.monotonic()
+    with pytest.raises(RankDied, match="the peer is gone"):
+        inbox.take(0)
+    assert time.monotonic() - start < 2
+    poster.close()

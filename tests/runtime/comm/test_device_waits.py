@@ -1,0 +1,235 @@
+"""On CUDA, as far as a stubbed device shows it: who waits for whom is told, places are released, and a busy device is no late peer."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from dynmo.errors import RunError, WaitTimeout
+from dynmo.runtime.comm import channels as p2p
+from dynmo.runtime.comm import headers
+from dynmo.runtime.comm.channels import Inbox, Outbox, Transport, Worker
+from dynmo.runtime.comm.process_mesh import arrange
+from dynmo.runtime.comm.world import World
+from dynmo.runtime.engine import profiler
+from dynmo.schedule.lowering import Channel, Direction, Program
+from tests.runtime.fake_device import FakeCudaWorld, FakeDevice, FakeWork, fake_world, install
+
+DOWN = Channel(0, Direction.ACTIVATION, 0, 1)
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> FakeDevice:
+    return install(monkeypatch)
+
+
+def outbox(world: FakeCudaWorld, depth: int, varying: bool = False) -> Outbox:
+    return Outbox(world, DOWN, varying, depth)
+
+
+# -- sending ----------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("device")
+@pytest.mark.parametrize("varying", [False, True])
+def test_a_place_is_free_once_the_peer_has_the_message(varying: bool) -> None:
+    """A header is completed only for who waits for it; that must not keep the message's place."""
+    world = fake_world()
+    box = outbox(world, 1, varying)
+    for j in range(4):
+        box.put(j, (torch.zeros(2, 3),))
+        world.works[-1].completed = True
+    box.flush()
+    leads = [work for work in world.works if work.host]
+    assert len(leads) == (4 if varying else 1)
+    assert all(work.completed for work in leads)
+
+
+@pytest.mark.usefixtures("device")
+def test_no_room_on_an_idle_device() -> None:
+    world = fake_world()
+    box = outbox(world, 2)
+    box.put(0, (torch.zeros(2),))
+    with pytest.raises(WaitTimeout, match=r"rank 0 waited 0.2 s for rank 1: room to send the activations? of microbatch 1"):
+        box.put(1, (torch.zeros(2),))
+
+
+def test_a_busy_device_is_no_late_peer(device: FakeDevice) -> None:
+    """The host runs ahead: the limit counts from when the device has nothing left to do."""
+    world = fake_world(timeout=0.1)
+    box = outbox(world, 1)
+    box.put(0, (torch.zeros(2),))
+    (sent,) = [work for work in world.works if not work.host]
+    device.given += 1
+
+    def later() -> None:
+        device.catch_up()
+        sent.completed = True
+
+    threading.Timer(0.4, later).start()
+    start = time.perf_counter()
+    box.flush()
+    assert time.perf_counter() - start >= 0.3
+
+
+# -- receiving --------------------------------------------------------------------------------------------------------------------
+
+
+def ends(world: FakeCudaWorld, messages: int, depth: int) -> Transport:
+    return Transport(world, tuple(Program(rank, (rank,), messages, 0, (), {DOWN: depth}) for rank in range(2)))
+
+
+def test_a_message_that_never_comes(device: FakeDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Told at the step's end, though no wait of the stream ever raises; and not before the stream stands at it."""
+    monkeypatch.setattr(p2p, "decode", lambda header, device, what: ((torch.float32, (2,)),))
+    monkeypatch.setattr(p2p.torch, "empty", lambda *shape, **options: torch.zeros(*shape))
+    monkeypatch.setattr(FakeCudaWorld, "open_channels", lambda self, pairs: None)
+    world = fake_world(rank=1)
+    made = ends(world, 2, 2)
+    made.open()
+    for j in range(2):
+        made.take(DOWN, j)
+    device.done = device.given - 2  # it has passed the first message and not come to the wait for the second
+    threading.Timer(0.4, lambda: setattr(device, "done", device.given - 1)).start()
+    start = time.perf_counter()
+    with pytest.raises(WaitTimeout, match=r"rank 1 waited 0.2 s for rank 0: the activations? of microbatch 1; where it only takes longer"):
+        made.flush()
+    assert time.perf_counter() - start >= 0.5
+    device.catch_up()
+    made.flush()
+
+
+@pytest.mark.usefixtures("device")
+@pytest.mark.parametrize("depth", [1, 2, 20])
+def test_few_receives_turn_on_the_device(depth: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(p2p.torch, "empty", lambda *shape, **options: torch.zeros(*shape))
+    world = fake_world(rank=1)
+    inbox = Inbox(world, DOWN, False, depth, Worker("poster", threaded=False), Worker("watcher", threaded=False))
+    inbox._spec = ((torch.float32, (2,)),)
+    inbox.open(10)
+    posted = sum(not work.host for work in world.works)
+    assert posted == min(1, depth - 1)
+    assert outbox(world, depth)._depth == depth - posted, "sender and receiver must agree on what may be on its way"
+
+
+@pytest.mark.usefixtures("device")
+def test_whether_a_message_has_arrived() -> None:
+    world = fake_world(rank=1)
+    works: list[Any] = [FakeWork("receive 0", host=False)]
+    assert not p2p._filled(world, works, 0.01)
+    works[0].completed = True
+    assert p2p._filled(world, works, 0.0)
+
+
+# -- channels ---------------------------------------------------------------------------------------------------------------------
+
+
+class FakeGroups:
+    """torch's process groups, made by name only."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.made: list[tuple[int, ...]] = []
+        patch.setattr(dist, "new_group", self._make)
+        real = torch.ones
+        patch.setattr(torch, "ones", lambda *shape, **options: real(*shape))
+
+    def _make(self, ranks: Sequence[int], **options: Any) -> FakeGroups:
+        self.made.append(tuple(ranks))
+        return self
+
+    def _get_backend(self, device: torch.device) -> FakeGroups:
+        return self
+
+    def _set_default_timeout(self, timeout: Any) -> None:
+        assert timeout.days > 1
+
+
+def opened(world: FakeCudaWorld, device: FakeDevice, monkeypatch: pytest.MonkeyPatch, keys: list[tuple[int, ...]]) -> list[str]:
+    """What passes over the channels as they open."""
+    monkeypatch.setattr(type(world), "settle", lambda self: device.catch_up())
+    before = len(world.works)
+    world.open_channels(keys)
+    return [work.what for work in world.works[before:]]
+
+
+def test_both_ends_open_a_channel_in_one_order(device: FakeDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+    groups = FakeGroups(monkeypatch)
+    keys = [(0, 0, 1), (1, 1, 0), (2, 1, 2)]
+    assert opened(fake_world(0, 3), device, monkeypatch, keys) == ["send 1", "receive 1"]
+    assert opened(fake_world(1, 3), device, monkeypatch, keys) == ["receive 0", "send 0", "send 2"]
+    assert opened(fake_world(2, 3), device, monkeypatch, keys) == ["receive 1"]
+    assert groups.made == [(0, 1), (0, 1), (1, 2)] * 3, "all ranks make all groups"
+
+
+def test_a_shape_that_returns_has_its_channels(device: FakeDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+    """4 ranks as one pipeline, as two replicas, and as one again."""
+    groups = FakeGroups(monkeypatch)
+    world, keys = fake_world(0, 4), [(0, 0, 1), (0, 1, 2), (0, 2, 3)]
+    monkeypatch.setattr("dynmo.runtime.comm.world.World", lambda *given: FakeCudaWorld(*given))
+    assert opened(world, device, monkeypatch, keys) == ["send 1"]
+    view: Any = arrange(world, 2)
+    before = len(groups.made)
+    assert opened(view, device, monkeypatch, keys[:1]) == ["send 1"]
+    assert groups.made[before:] == [(0, 2), (1, 3)]
+    assert opened(world, device, monkeypatch, keys) == []
+    again: Any = arrange(world, 2)
+    assert opened(again, device, monkeypatch, keys[:1]) == []
+    assert len(groups.made) == before + 2
+
+
+@pytest.mark.parametrize(("rank", "order"), [(0, ["send 1", "receive 1"]), (1, ["receive 0", "send 0"])])
+def test_links_are_measured_in_turns(device: FakeDevice, monkeypatch: pytest.MonkeyPatch, rank: int, order: list[str]) -> None:
+    """Both directions of a communicator are one stream: two receives that come first would wait for ever."""
+    world = fake_world(rank)
+    monkeypatch.setattr(type(world), "settle", lambda self: device.catch_up())
+    monkeypatch.setattr(profiler, "PAUSE", 0.0)
+    real = torch.zeros
+    monkeypatch.setattr(torch, "zeros", lambda *shape, **options: real(*shape))
+    assert profiler._ping(world, 1 - rank, (p2p.TAG_LINKS, 0, 1), 8, 2) >= 0
+    assert [work.what for work in world.works] == order * 3
+
+
+# -- ends -------------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("failed", "cuda", "aborts"), [(True, True, 1), (False, True, 0), (True, False, 0)])
+def test_a_failed_run_does_not_wait_for_messages(failed: bool, cuda: bool, aborts: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its communicators would end only after all that was enqueued, and what ended the run would never be told."""
+    done: list[str] = []
+    monkeypatch.setattr(dist, "is_initialized", lambda: not done)
+    monkeypatch.setattr(dist, "destroy_process_group", lambda: done.append("destroyed"))
+    monkeypatch.setattr(dist.distributed_c10d, "_abort_process_group", lambda: done.append("aborted"))
+    world = fake_world() if cuda else World(0, 2, torch.device("cpu"), 1.0, 0, dist.HashStore())
+    with pytest.raises(RunError) if failed else nullcontext(), world:
+        if failed:
+            raise RunError("the cause")
+    assert done == (["aborted"] if aborts else ["destroyed"])
+
+
+def test_a_staged_world_waits_on_the_host(device: FakeDevice) -> None:
+    """Its messages are gloo's, although it computes on a GPU: nothing is enqueued, and threads send and post."""
+    world = fake_world()
+    world.staged = True
+    assert not world.enqueues
+    world.open_channels([(0, 0, 1)])
+    world.wait(world.receive(torch.zeros(1), 1, 0), 1, "a message")
+    assert (device.given, [work.what for work in world.works]) == (0, ["receive 1"])
+    assert p2p._ahead(world, 32, varying=False) == p2p.POSTED_AHEAD
+    assert p2p._ahead(fake_world(), 32, varying=False) == 1
+
+
+def test_what_nccl_cannot_send_travels_as_bytes() -> None:
+    """Any dtype, and in the memory it lies in."""
+    for dtype in headers.DTYPES.values():
+        tensor = torch.zeros(3, 2, dtype=dtype)
+        assert headers.on_wire(tensor) is tensor, "gloo takes them all"
+        flat = headers.as_bytes(tensor)
+        assert (flat.dtype, flat.numel(), flat.data_ptr()) == (torch.uint8, tensor.nbytes, tensor.data_ptr())
+        assert headers.as_bytes(torch.zeros((), dtype=dtype)).numel() == dtype.itemsize

@@ -1,0 +1,105 @@
+"""Which world a process was started in, from what launchers leave in the environment."""
+
+from __future__ import annotations
+
+import pytest
+
+from dynmo.errors import ConfigError
+from dynmo.runtime.comm.rendezvous import ALONE, first_host, from_environment
+
+TORCHRUN = {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "MASTER_ADDR": "host", "MASTER_PORT": "29500"}
+SLURM = {"SLURM_PROCID": "2", "SLURM_NTASKS": "4", "SLURM_LOCALID": "0", "SLURM_JOB_ID": "60123", "SLURM_JOB_NODELIST": "gpu[07-09]"}
+
+
+def seen(environ: dict[str, str]) -> dict[str, object]:
+    found = from_environment(environ)
+    assert found is not None
+    return {key: value for key, value in vars(found).items() if value is not None and value is not False}
+
+
+def test_alone() -> None:
+    assert from_environment({}) is None
+    # An interactive shell under Slurm, or a job of one task, is no world to join.
+    assert from_environment({"SLURM_PROCID": "0"}) is None
+    assert from_environment({"SLURM_PROCID": "0", "SLURM_NTASKS": "1"}) is None
+    assert from_environment({"MASTER_ADDR": "host", "MASTER_PORT": "1"}) is None
+    assert (ALONE.rank, ALONE.size) == (0, 1)
+
+
+def test_dynmos_own() -> None:
+    own = {"RANK": "1", "WORLD_SIZE": "2", "DYNMO_RENDEZVOUS": "/some/folder"}
+    assert seen(own) == {"rank": 1, "size": 2, "local_rank": 1, "folder": "/some/folder"}
+    # An address from outside does not matter: these ranks were started here.
+    assert seen(own | {"MASTER_ADDR": "host", "MASTER_PORT": "1"})["folder"] == "/some/folder"
+
+
+def test_torchruns() -> None:
+    assert seen(TORCHRUN) == {"rank": 3, "size": 8, "local_rank": 1, "address": "host", "port": 29500}
+    without = {k: v for k, v in TORCHRUN.items() if k != "LOCAL_RANK"}
+    assert seen(without)["local_rank"] == 3
+    assert seen(TORCHRUN | SLURM)["rank"] == 3, "torchrun under Slurm is torchrun"
+
+
+def test_loopback() -> None:
+    """Only where every rank is surely on this machine."""
+    local = TORCHRUN | {"MASTER_ADDR": "localhost", "LOCAL_WORLD_SIZE": "8"}
+    assert seen(local)["loopback"]
+    literal = local | {"MASTER_ADDR": "127.0.0.1"}
+    assert seen(literal)["loopback"]
+    assert seen({k: v for k, v in literal.items() if k != "LOCAL_WORLD_SIZE"})["loopback"]
+    for other in ({"MASTER_ADDR": "host"}, {"MASTER_ADDR": "127.example.org"}, {"LOCAL_WORLD_SIZE": "4"}):
+        assert "loopback" not in seen(local | other)
+
+
+def test_slurms() -> None:
+    assert seen(SLURM) == {"rank": 2, "size": 4, "local_rank": 0, "address": "gpu07", "port": 20123}
+    assert seen(SLURM | {"SLURM_STEP_NODELIST": "gpu09"})["address"] == "gpu09", "a step may have fewer hosts than its job"
+    assert seen(SLURM | {"MASTER_ADDR": "host", "MASTER_PORT": "7"}) == {
+        "rank": 2,
+        "size": 4,
+        "local_rank": 0,
+        "address": "host",
+        "port": 7,
+    }
+    # Scripts often set WORLD_SIZE and leave the rank to Slurm.
+    assert seen(SLURM | {"WORLD_SIZE": "4"})["rank"] == 2
+
+
+@pytest.mark.parametrize(
+    ("environ", "match"),
+    [
+        ({k: v for k, v in TORCHRUN.items() if k != "MASTER_ADDR"}, "MASTER_ADDR is not"),
+        ({k: v for k, v in TORCHRUN.items() if k != "MASTER_PORT"}, "MASTER_PORT is None; the launcher must set it to a number"),
+        (TORCHRUN | {"MASTER_PORT": "http"}, "MASTER_PORT is 'http'"),
+        (TORCHRUN | {"RANK": ""}, "RANK is ''"),
+        (TORCHRUN | {"RANK": "8"}, "rank 8 of 8: ranks count from 0"),
+        (TORCHRUN | {"WORLD_SIZE": "many"}, "WORLD_SIZE is 'many'"),
+        (TORCHRUN | {"LOCAL_RANK": "x"}, "LOCAL_RANK is 'x'"),
+        ({"RANK": "0"}, "only one of RANK and WORLD_SIZE is set"),
+        ({"WORLD_SIZE": "2"}, "only one of RANK and WORLD_SIZE is set"),
+        ({k: v for k, v in SLURM.items() if k != "SLURM_LOCALID"}, "SLURM_LOCALID is None"),
+        ({k: v for k, v in SLURM.items() if k != "SLURM_JOB_ID"}, "SLURM_JOB_ID is None"),
+        ({k: v for k, v in SLURM.items() if k != "SLURM_JOB_NODELIST"}, "Slurm gave no SLURM_JOB_NODELIST"),
+        (SLURM | {"SLURM_NTASKS": "x"}, "SLURM_NTASKS is 'x'"),
+        (SLURM | {"MASTER_PORT": "x"}, "MASTER_PORT is 'x'"),
+    ],
+)
+def test_incomplete(environ: dict[str, str], match: str) -> None:
+    with pytest.raises(ConfigError, match=match):
+        from_environment(environ)
+
+
+@pytest.mark.parametrize(
+    ("nodelist", "host"),
+    [
+        ("a", "a"),
+        ("a1,b2", "a1"),
+        ("gpu[003-006,9],x1", "gpu003"),
+        ("gpu[9,003-006]", "gpu9"),
+        ("node-[1-2]-ib,other", "node-1-ib"),
+        ("x1,gpu[1-2]", "x1"),
+        ("rack[1-2]n[03-04]", "rack1n03"),
+    ],
+)
+def test_first_host(nodelist: str, host: str) -> None:
+    assert first_host(nodelist) == host

@@ -1,0 +1,251 @@
+"""Steps without a barrier: whatever must be taken back, wherever, the bits are those of a run that checks first."""
+
+from __future__ import annotations
+
+import math
+from functools import cache
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from dynmo.balance.partition import Partition
+from dynmo.config import parse
+from dynmo.cost.layer_cost import uniform_costs
+from dynmo.errors import RunError
+from dynmo.models.model import load_model
+from dynmo.pipeline.pipeline import Pipeline, StepResult
+from dynmo.runtime.engine.norm_ring import CLIPPED, NON_FINITE, Caution, Switch
+from dynmo.runtime.optim.optimizer import OptimizerSettings
+from dynmo.schedule.catalogue import SCHEDULES, make
+from dynmo.schedule.simulator import simulate
+from tests.pool import Pool
+from tests.runtime.alone import MICROBATCHES, alone, tokens
+
+VALIDATED = "tests.runtime.jobs.post_validation:validated"
+STEPS, LAYERS = 7, 8
+
+
+def faults(seed: int) -> tuple[tuple[int, int, Any], ...]:
+    """Overflow, or gradients so large that they are clipped, at random steps in random layers: sometimes both, sometimes in two layers."""
+    random = Random(seed)
+    found = [(step, random.randrange(LAYERS), random.choice(["inf", 1000.0])) for step in range(STEPS) if random.random() < 0.5]
+    return (*found, (2, random.randrange(LAYERS), "inf"), (4, random.randrange(LAYERS), 1000.0))
+
+
+@cache
+def reference(pool: Pool, seed: int, changes: bool) -> dict[str, Any]:
+    """One rank with a barrier at every step's end."""
+    return pool.run(VALIDATED, 1, schedule="1f1b", faults=faults(seed), afterwards=False, changes=changes)[0]
+
+
+def same(results: list[dict[str, Any]], expected: dict[str, Any]) -> None:
+    for result in results:
+        assert result["steps"] == list(range(STEPS)), "every step's result, in order"
+        for key in ("losses", "norms", "digest", "seen"):
+            assert str(result[key]) == str(expected[key]), key
+        assert result["rollbacks"] == [[step, what] for step, what in enumerate(expected["failed"]) if what]
+
+
+def test_the_reference_fails() -> None:
+    """What the other tests are about: all of it occurs."""
+    wanted = [faults(seed) for seed in range(3)]
+    assert {what for each in wanted for _, _, what in each} == {"inf", 1000.0}
+    assert len({layer for each in wanted for _, layer, _ in each}) > 4
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_the_same_bits(pool: Pool, schedule: str, ranks: int) -> None:
+    seed = (ranks + list(SCHEDULES).index(schedule)) % 3
+    expected = reference(pool, seed, False)
+    assert {NON_FINITE, CLIPPED} <= {*expected["failed"]}
+    same(pool.run(VALIDATED, ranks, schedule=schedule, faults=faults(seed), afterwards=True), expected)
+
+
+@pytest.mark.parametrize(("schedule", "ranks"), [("zb-h2", 4), ("zb-auto", 3), ("zb-v", 3), ("interleaved-1f1b", 2)])
+def test_freezing_moves_and_evaluations_between(pool: Pool, schedule: str, ranks: int) -> None:
+    """They see the model as it is once the last step is final. Then ranks only run forwards, and have a verdict all the same."""
+    same(pool.run(VALIDATED, ranks, schedule=schedule, faults=faults(1), afterwards=True, changes=True), reference(pool, 1, True))
+
+
+def test_what_a_forward_writes_is_put_back(pool: Pool) -> None:
+    kind = "tests.runtime.written:layers"
+    expected = pool.run(VALIDATED, 1, schedule="1f1b", faults=faults(0), afterwards=False, kind=kind)[0]
+    for schedule, ranks in (("zb-h1", 2), ("zb-v", 3)):
+        same(pool.run(VALIDATED, ranks, schedule=schedule, faults=faults(0), afterwards=True, kind=kind), expected)
+
+
+def test_clipped_layer_by_layer(pool: Pool) -> None:
+    """Each layer's own norm is known to its rank: only what is not finite is ever taken back."""
+    options: dict[str, Any] = {"faults": faults(0), "clip_scope": "local", "limit": 0.2}
+    expected = pool.run(VALIDATED, 1, schedule="1f1b", afterwards=False, **options)[0]
+    assert CLIPPED not in expected["failed"]
+    assert expected["digest"] != reference(pool, 0, False)["digest"]
+    same(pool.run(VALIDATED, 3, schedule="zb-h1", afterwards=True, **options), expected)
+
+
+def test_in_place_is_close(pool: Pool) -> None:
+    """Undone by arithmetic on the ranks that had stepped: losses as with a barrier, to 1e-4."""
+    expected = reference(pool, 1, False)
+    for result in pool.run(VALIDATED, 3, schedule="zb-h2", faults=faults(1), afterwards=True, rollback="in-place"):
+        assert result["losses"] == pytest.approx(expected["losses"], rel=1e-4)
+        assert [what for _, what in result["rollbacks"]] == [what for what in expected["failed"] if what]
+
+
+def made(settings: OptimizerSettings | None = None, kind: str = "gpt", **options: Any) -> Pipeline:
+    sizes = {"blocks": 1, "hidden": 16, "heads": 2} if kind == "gpt" else {}
+    model = load_model(parse({"model": {"kind": kind, "sequence": 4, **sizes}}))
+    return Pipeline(alone(), model, Partition((model.layers,)), schedule="zb-h1", microbatches=MICROBATCHES, optimizer=settings, **options)
+
+
+def trained(pipeline: Pipeline, steps: int, max_norm: float) -> list[StepResult]:
+    results: list[StepResult] = []
+    for step in range(steps):
+        results += pipeline.advance(step, *tokens(step, 4), lr=0.003, max_norm=max_norm)
+    return [*results, *pipeline.drain()]
+
+
+@pytest.mark.parametrize("name", ["adamw", "sgd"])
+def test_two_hundred_rollbacks(name: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every step is clipped, so made, taken back and made again: in place, that is off by 1e-5 of the way that the weights went."""
+    monkeypatch.setattr(Caution, "observe", lambda self, failed: None)
+    settings = OptimizerSettings(name)
+    small = "python:tests.models.user_model:with_a_loss"
+    expected, near = made(settings, small), made(settings, small, post_validation=True, rollback="in-place")
+    start = weights(expected)
+    trained(expected, 200, 2e-6)
+    # With one rank the prefix is the whole, so that no step would be made too early: it must not look.
+    step_anyway(near, monkeypatch)
+    assert sum(r.rollback is not None for r in trained(near, 200, 2e-6)) == 200
+    assert near.digest() != expected.digest(), "else this shows nothing"
+    way, off = (weights(expected) - start).norm(), (weights(near) - weights(expected)).norm()
+    assert float(off) <= 1e-5 * float(way)
+
+
+def weights(pipeline: Pipeline) -> Tensor:
+    return torch.cat([p.detach().flatten() for module, _ in pipeline.own_layers.values() for p in module.parameters()])
+
+
+def step_anyway(pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the first of many ranks does, whose own gradient is small."""
+    step_end, pending = pipeline._step_end, pipeline._pending  # pyright: ignore[reportPrivateUsage]
+    failed, end = step_end.failed, pending.end
+
+    def unseeing(*args: Any) -> None:
+        with monkeypatch.context() as patch:
+            patch.setattr(step_end, "failed", lambda *_: None)
+            end(*args)
+        assert step_end.failed == failed
+
+    monkeypatch.setattr(pending, "end", unseeing)
+
+
+def test_results_come_a_step_late() -> None:
+    late, early = made(post_validation=True), made()
+    got: list[list[int]] = []
+    for step in range(3):
+        got.append([r.step for r in late.advance(step, *tokens(step, 4), lr=0.1)])
+        assert [r.step for r in early.advance(step, *tokens(step, 4), lr=0.1)] == [step]
+    assert got == [[], [0], [1]]
+    assert late.digest() == early.digest(), "who looks waits"
+    assert [r.step for r in late.drain()] == [2]
+    assert late.drain() == early.drain() == ()
+    assert late.step(3, *tokens(3, 4), lr=0.1).loss == early.step(3, *tokens(3, 4), lr=0.1).loss
+    assert late.digest() == early.digest()
+
+
+def test_not_finite_ends_the_run_a_step_late() -> None:
+    """Nothing was updated; and who goes on with better data finds no trace of it, nor of the step that had begun."""
+    one, twin = made(post_validation=True), made()
+    weight = one.own_layers[3][0].get_parameter("logits.weight").data
+    trained(one, 2, 0.0)
+    trained(twin, 2, 0.0)
+    kept = weight[0, 0].item()
+    for drains in (False, True):
+        weight[0, 0] = math.inf
+        assert one.advance(2, *tokens(2, 4), lr=0.1) == ()
+        weight[0, 0] = kept
+        with pytest.raises(RunError, match=r"step 2: loss .*nothing was updated. Lower train.lr or check the data"):
+            one.drain() if drains else one.advance(3, *tokens(3, 4), lr=0.1)
+        assert one.digest() == twin.digest()
+    assert [r.loss for r in trained(one, 3, 0.0)] == [r.loss for r in trained(twin, 3, 0.0)]
+    assert one.digest() == twin.digest()
+
+
+def test_every_rank_says_so(pool: Pool) -> None:
+    results = pool.run("tests.runtime.jobs.post_validation:validated_raises", 3, schedule="zb-h2")
+    for result in results:
+        assert result["error"].startswith("step 2: loss ")
+        assert result["digests"][0] == result["digests"][1], "nothing was updated"
+        assert result["digests"][1] != result["digests"][2], "and it goes on"
+
+
+def test_a_case_that_acts_unannounced_is_told() -> None:
+    """What waits for the verdict may only be called on all ranks; what is called on one says that it cannot."""
+    one = made(post_validation=True)
+    one.advance(0, *tokens(0, 4), lr=0.1)
+    with pytest.raises(RunError, match=r"step 0 may still be taken back; call drain\(\) on all ranks first"):
+        one.moments(0)
+    one.freeze([0])
+    assert one.moments(1)["qkv.weight/step"] == 1
+
+
+def test_caution() -> None:
+    """More than a quarter of the last twenty steps: a barrier, until next to none of them fails."""
+    caution = Caution()
+    assert [caution.observe(True) for _ in range(5)] == [None] * 5
+    assert caution.on
+    assert caution.observe(True) == Switch(False, "6 of the last 6 steps were taken back")
+    said = [caution.observe(False) for _ in range(19)]
+    assert said == [None] * 18 + [Switch(True, "1 of the last 20 steps would have been taken back")]
+    seldom = Caution()
+    assert all(seldom.observe(i % 4 == 0) is None for i in range(100)), "a quarter is not over a quarter"
+
+
+def test_too_many_rollbacks_bring_the_barrier_back() -> None:
+    one, twin = made(post_validation=True), made()
+    results = trained(one, 12, 0.1)
+    assert [r.step for r in results] == list(range(12))
+    assert [r.rollback is not None for r in results] == [True] * 7 + [False] * 5, "the seventh had begun already"
+    assert [(r.step, r.switch.on) for r in results if r.switch] == [(5, False)]
+    assert not one.post_validates
+    trained(twin, 12, 0.1)
+    assert one.digest() == twin.digest()
+    results = [r for step in range(12, 40) for r in one.advance(step, *tokens(step, 4), lr=0.003)]
+    assert [(r.step, r.switch.on) for r in results if r.switch] == [(30, True)]
+    assert one.post_validates
+
+
+def test_local_clipping_multiplies_each_layer_by_its_own() -> None:
+    """Against clipping by hand."""
+    one, by_hand = made(clip_scope="local"), made()
+    outcome = by_hand.forward_backward(0, *tokens(0, 4))
+    norms: list[float] = []
+    for module, _ in by_hand.own_layers.values():
+        norms.append(float(torch.nn.utils.clip_grad_norm_(module.parameters(), 0.3)))
+    assert min(norms) < 0.3 < max(norms)
+    by_hand.update(0, outcome, lr=0.1)
+    result = one.step(0, *tokens(0, 4), lr=0.1, max_norm=0.3)
+    assert [math.sqrt(n) for n in result.squared_norms] == pytest.approx(norms, rel=1e-5)
+    for index, (module, _) in one.own_layers.items():
+        for a, b in zip(module.parameters(), by_hand.own_layers[index][0].parameters(), strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
+
+
+def test_the_document_draws_what_the_simulator_says() -> None:
+    schedule = make("zb-h2", 4, 7)
+    timeline = simulate(schedule, uniform_costs(4, 1, 1, 1))
+    text = (Path(__file__).parents[3] / "docs" / "post-validation.md").read_text()
+    for period in (timeline.makespan, timeline.span):
+        for rank, row in enumerate(timeline.ranks):
+            line = [" "] * 60
+            for turn in (0, 1):
+                start = round(turn * (period + 1))
+                for span in row:
+                    line[start + round(span.start)] = str(span.op.kind) if turn == 0 else str(span.op.kind).lower()
+                line[start + round(period + (period == timeline.span) * row[0].start)] = "|"
+            assert f"\n{rank} | {''.join(line).rstrip()}\n" in text

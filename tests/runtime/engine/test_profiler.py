@@ -1,0 +1,266 @@
+"""Measured costs: near the truth, robust to an outlier, the same on every rank."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from dynmo.cost.layer_cost import LayerCost
+from dynmo.runtime.comm.clock import HostClock, Mark
+from dynmo.runtime.engine.executor import Slice
+from dynmo.runtime.engine.profiler import Profiler
+from dynmo.runtime.layer.split_backward import Layer
+from dynmo.schedule.op import Kind
+from tests.pool import Pool
+from tests.runtime.alone import alone, emulated, ids
+
+FIELDS = (
+    "f",
+    "b",
+    "w",
+    "parameters",
+    "weight_bytes",
+    "gradient_bytes",
+    "optimizer_bytes",
+    "activation_bytes",
+    "stash_bytes",
+    "output_bytes",
+    "workspace_bytes",
+    "forward_workspace_bytes",
+    "weight_workspace_bytes",
+    "copy_bytes",
+    "aside_bytes",
+)
+
+
+def test_gathered_costs(pool: Pool) -> None:
+    f, b, w = [0.009, 0.015, 0.009, 0.012], [0.012, 0.018, 0.015, 0.009], [0.015, 0.009, 0.021, 0.012]
+    ranks = pool.run("tests.runtime.jobs.profiler:profile", 2, f=f, b=b, w=w, counts=[1, 3])
+    assert ranks[0] == ranks[1]
+    for measured, truth in zip(ranks[0], zip(f, b, w, strict=True), strict=True):
+        # Loose above, for other processes may hold the cores; not so loose that one op's time could be in another's.
+        assert all(true <= got < true + 0.006 for got, true in zip(measured[:3], truth, strict=True)), (measured, truth)
+    # One weight of 4 bytes, its gradient, two moments and a counter; messages of 64 numbers, which W needs, and so it does their gradients
+    # (that of the loss is one number).
+    assert [dict(zip(FIELDS[3:], row[3:], strict=True)) for row in ranks[0]] == [
+        {
+            "parameters": 1,
+            "weight_bytes": 4,
+            "gradient_bytes": 4,
+            "optimizer_bytes": 12,
+            "activation_bytes": 260 if index == 3 else 512,
+            "stash_bytes": 260 if index == 3 else 512,
+            "output_bytes": 4 if index == 3 else 256,
+            "workspace_bytes": 0,  # these three from shapes alone
+            "forward_workspace_bytes": 0,
+            "weight_workspace_bytes": 0,
+            "copy_bytes": 0,  # a step ends with a barrier
+            "aside_bytes": 0,  # one slot a replica
+        }
+        for index in range(4)
+    ]
+
+
+class Tape:
+    """A clock that only counts what it is asked, and marks that are numbers."""
+
+    def __init__(self) -> None:
+        self.asked = 0
+
+    def mark(self) -> float:
+        return 0.0
+
+    def settle(self) -> None:
+        pass
+
+    def seconds(self, start: float, end: float) -> float | None:
+        self.asked += 1
+        return end - start
+
+    def elapsed(self, start: float, end: float) -> float:
+        return end - start
+
+
+def marked(clock: Tape, marks: list[tuple[Any, ...]]) -> Layer:
+    layer = Layer(3, nn.Linear(2, 2), clock, 0)
+    layer.marks = [(kind, start, end, inside) for kind, start, end, inside in marks]
+    return layer
+
+
+def test_medians_and_windows() -> None:
+    clock = Tape()
+    profiler = Profiler(clock)
+    assert profiler.seconds(3) == (0.0, 0.0, 0.0)
+    # Microbatches of 2, 3, 4 s forward, and one that was held up.
+    step = [(Kind.F, 0.0, seconds, []) for seconds in (2.0, 3.0, 4.0, 900.0, 3.0)]
+    step += [(Kind.B, 0.0, 5.0, []), (Kind.W, 0.0, 6.0, []), (Kind.BW, 0.0, 12.0, [(1.0, 3.0), (4.0, 8.0)])]
+    layer = marked(clock, step)
+    profiler.observe([layer])
+    # BW: W is what ran inside, B the rest.
+    assert profiler.seconds(3) == (3.0, 5.5, 6.0)
+    assert layer.marks == []
+    # A W of which two pieces ran ahead.
+    ahead = Profiler(clock)
+    ahead.observe([marked(clock, [(Kind.W, 9.0, 10.0, [(1.0, 3.0), (5.0, 6.0)])])])
+    assert ahead.seconds(3) == (0.0, 0.0, 4.0)
+    # A step that was held up as a whole, among others.
+    for seconds in (3.0, 1000.0, 3.0):
+        profiler.observe([marked(clock, [(Kind.F, 0.0, seconds, [])])])
+    assert profiler.seconds(3)[0] == 3.0
+    # Only the last steps count.
+    for _ in range(8):
+        profiler.observe([marked(clock, [(Kind.F, 0.0, 7.0, [])])])
+    assert profiler.seconds(3) == (7.0, 0.0, 0.0)
+    profiler.forget([3, 4])
+    assert profiler.seconds(3) == (0.0, 0.0, 0.0)
+
+
+class Doubting(Tape):
+    """Readings of more than 100 s are doubtful."""
+
+    def seconds(self, start: float, end: float) -> float | None:
+        return end - start if end - start <= 100 else None
+
+
+def test_doubtful_readings_count_only_where_there_is_no_other() -> None:
+    clock = Doubting()
+    profiler = Profiler(clock)
+    f = [(Kind.F, 0.0, seconds, []) for seconds in (3.0, 900.0, 900.0)]
+    bw = [(Kind.BW, 0.0, 300.0, [(1.0, 3.0)]), (Kind.BW, 0.0, 50.0, [(1.0, 5.0)]), (Kind.BW, 0.0, 400.0, [(1.0, 300.0)])]
+    profiler.observe([marked(clock, f + bw)])
+    assert profiler.seconds(3) == (3.0, 46.0, 3.0)
+    alone = Profiler(clock)
+    alone.observe([marked(clock, [(Kind.W, 0.0, 200.0, []), (Kind.W, 0.0, 1.0, [(0.0, 300.0)])])])
+    assert alone.seconds(3) == (0.0, 0.0, 250.5)
+
+
+def test_a_part_that_seems_longer_than_the_whole_is_doubtful() -> None:
+    """The whole of this BW is CPU time, since the thread lost its core; its W is all the time that elapsed."""
+    clock = HostClock()
+
+    def mark(elapsed: float, cpu: float, preempted: int) -> Mark:
+        at = Mark(elapsed)
+        at.cpu, at.preempted, at.waited = cpu, preempted, 0
+        return at
+
+    odd = (Kind.BW, mark(0, 0, 0), mark(20, 6, 1), [(mark(1, 1, 0), mark(13, 3, 0))])
+    plain = (Kind.BW, mark(20, 6, 1), mark(25, 11, 1), [(mark(21, 7, 1), mark(23, 9, 1))])
+    for marks, b in (([odd], 8.0), ([odd, plain], 3.0)):
+        profiler, layer = Profiler(clock), Layer(3, nn.Linear(2, 2), clock, 0)
+        layer.marks = list(marks)
+        profiler.observe([layer])
+        assert profiler.seconds(3).b == b
+
+
+def test_costs_by_half_of_the_readings() -> None:
+    """In proportion to costs that may be scaled. One reading of a time has no halves; one count of bytes is exact."""
+    clock = Tape()
+    profiler = Profiler(clock)
+    costs = (LayerCost(0, 0, 0), LayerCost(0, 0, 0), LayerCost(0, 0, 0), LayerCost(f=4.0, b=0.0, w=6.0, weight_bytes=7))
+    for f in (1.0, 2.0, 9.0):
+        profiler.observe([marked(clock, [(Kind.F, 0.0, f, []), (Kind.W, 0.0, 3.0, [])])])
+        halves = profiler.gather_halves(alone(), [3], costs)
+        assert bool(halves) == (f > 1.0)
+    assert [half[3] for half in halves] == [
+        LayerCost(f=2.0, b=0.0, w=6.0, weight_bytes=7),
+        LayerCost(f=18.0, b=0.0, w=6.0, weight_bytes=7),
+    ]
+    assert profiler.gather_halves(alone(), [2, 3], costs) == (), "nothing is known of layer 2"
+
+
+def test_the_share_that_other_processes_take() -> None:
+    profiler = Profiler(Halving())
+    assert profiler.preempted == 0.0
+    profiler.observe_ops([Slice("F", 0, 0, 0.0, 2.0), Slice("wait", 0, 0, 2.0, 50.0), Slice("B", 0, 0, 50.0, 54.0)])
+    assert profiler.preempted == 0.5
+
+
+class Halving(Tape):
+    """Other processes take half of all time."""
+
+    def seconds(self, start: float, end: float) -> float | None:
+        return (end - start) / 2
+
+
+def test_observing_costs_a_few_reads_a_mark() -> None:
+    """One reading of the clock per mark and per W inside a BW: nothing grows with the steps that went before."""
+    clock = Tape()
+    profiler = Profiler(clock)
+    counts: list[int] = []
+    for _ in range(3):
+        before = clock.asked
+        profiler.observe([marked(clock, [(Kind.F, 0.0, 1.0, []), (Kind.BW, 0.0, 1.0, [(0.0, 0.5)])])])
+        counts.append(clock.asked - before)
+    assert counts == [3, 3, 3]
+
+
+def test_frozen_layers() -> None:
+    """In the frozen prefix F only; above a layer that trains, F and B."""
+    made = emulated(f=[0.008] * 4, b=[0.008] * 4, w=[0.008] * 4)
+    made.freeze([0, 1, 3])
+    for step in range(2):
+        made.step(step, ids(), ids(), lr=0.0)
+    costs = made.costs()
+    for index, (b, w) in enumerate([(0, 0), (0, 0), (1, 1), (1, 0)]):
+        cost = costs[index]
+        assert cost.f >= 0.008
+        assert (cost.b == 0.0) if not b else (0.008 <= cost.b < 0.016)
+        assert (cost.w < 0.0005) if not w else (0.008 <= cost.w < 0.016)
+    assert [c.activation_bytes > 0 for c in costs][:3] == [False, False, True]
+    assert [c.stash_bytes > 0 for c in costs] == [False, False, True, False]
+    assert [c.gradient_bytes for c in costs] == [0, 0, 4, 0]
+    assert [c.weight_bytes for c in costs] == [4] * 4
+
+
+def test_what_is_measured_follows_what_is_frozen() -> None:
+    """Layer 1 was frozen above a trainable layer; when layer 0 freezes too it becomes part of the prefix, and its old costs are void."""
+    made = emulated(f=[0.0] * 3, b=[0.001] * 3, w=[0.0] * 3)
+    made.freeze([1])
+    for frozen, runs_b in (((), [True, True, True]), ((0,), [False, False, True])):
+        made.freeze(frozen)
+        for step in range(3):
+            made.step(step, ids(), ids(), lr=0.0)
+        assert [cost.b > 0 for cost in made.costs()] == runs_b
+    made.unfreeze([0, 1])
+    for step in range(3):
+        made.step(step, ids(), ids(), lr=0.0)
+    costs = made.costs()
+    assert all(cost.b > 0 and cost.activation_bytes > 0 for cost in costs)
+
+
+def test_evaluation_leaves_measurements_alone() -> None:
+    made = emulated(f=[0.001] * 3, b=[0.001] * 3, w=[0.001] * 3)
+    made.step(0, ids(), ids(), lr=0.0)
+    before = made.costs()
+    made.evaluate(ids(), ids(), 3)
+    assert made.costs() == before
+    assert all(cost.activation_bytes for cost in before)
+
+
+def test_links(pool: Pool) -> None:
+    """Measured between neighbours, the same on every rank; on one machine far under a millisecond, far over a megabyte a second."""
+    first, *others = pool.run("tests.runtime.jobs.profiler:links", 3)
+    assert others == [first] * 2
+    assert len(first) == 2
+    assert all(0 <= latency < 0.05 and speed > 1e6 for latency, speed in first)
+
+
+def test_a_clock() -> None:
+    clock = HostClock()
+    start = clock.mark()
+    torch.ones(10).sum()
+    assert 0 < clock.elapsed(start, clock.mark()) < 1
+
+
+def test_buffers_are_held_too() -> None:
+    """A pruned linear's indices: 8 bytes a kept weight's column and more for its rows."""
+    from dynmo.kernels.sparse_linear import make_pruned
+    from dynmo.runtime.engine.profiler import weight_bytes
+
+    pruned = make_pruned(64, 64, 0.95, True)
+    values = sum(p.nbytes for p in pruned.parameters())
+    held = sum(b.nbytes for b in pruned.buffers())
+    assert held > 0
+    assert weight_bytes(pruned) == values + held

@@ -1,0 +1,103 @@
+"""Slices of a GPU, as far as they can be known without one: the sizes to try, what is missing, and one process that is a pipeline."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from dynmo.balance.partition import Partition
+from dynmo.config import parse
+from dynmo.errors import ConfigError
+from dynmo.models.model import load_model
+from dynmo.pipeline.pipeline import Pipeline
+from dynmo.runtime.engine.sm_slices import cut, sizes
+from dynmo.train.setup import check_world, device_for, memory_limit
+from tests.pool import Pool
+from tests.runtime.alone import MICROBATCHES, alone
+
+CONFIG: dict[str, Any] = {
+    "model": {"blocks": 2, "hidden": 16, "heads": 2, "sequence": 8},
+    "train": {"steps": 4, "global_batch": 8, "micro_batch": 2},
+    "parallel": {"pipeline": 3, "slices": True, "device": "cpu"},
+    "balance": {"balancer": "random", "every": 1},
+    "checkpoint": {"every": 2},
+    "trace": {"steps": 4},
+}
+
+
+@pytest.mark.parametrize(
+    ("sms", "slices", "least", "step", "expected"),
+    [
+        (132, 4, 8, 8, [32, 24, 16, 8]),  # compute capability 9.0: multiples of 8
+        (132, 2, 8, 8, [64, 56, 48, 40, 32, 24, 16, 8]),
+        (108, 3, 4, 2, list(range(36, 3, -2))),  # 8.0: at least 4, multiples of 2
+        (20, 3, 8, 8, []),
+        (7, 2, 0, 0, [3, 2, 1]),
+    ],
+)
+def test_sizes_to_try(sms: int, slices: int, least: int, step: int, expected: list[int]) -> None:
+    assert list(sizes(sms, slices, least, step)) == expected
+
+
+def test_without_cuda_core(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "cuda", None)
+    with pytest.raises(ConfigError, match="needs cuda-core; pip install"):
+        cut(0, 2)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="of machines without a GPU")
+def test_without_a_gpu() -> None:
+    config = parse(CONFIG | {"parallel": {"pipeline": 3, "slices": True}})
+    with pytest.raises(ConfigError, match=r"parallel\.slices = true, but torch sees no CUDA device"):
+        device_for(config, 0)
+    assert device_for(parse(CONFIG), 0) == torch.device("cpu")
+    assert memory_limit(parse(CONFIG), torch.device("cpu")) is None
+
+
+def test_a_pipeline_is_one_process() -> None:
+    config = parse(CONFIG)
+    assert (config.ranks, config.stages, config.slices) == (1, 3, 3)
+    check_world(config, rendezvous(1))
+    with pytest.raises(ConfigError, match=r"started 3 ranks, but parallel\.data \(each pipeline is slices of one GPU\) = 1"):
+        check_world(config, rendezvous(3))
+
+
+def rendezvous(size: int) -> Any:
+    from dynmo.runtime.comm.rendezvous import Rendezvous
+
+    return Rendezvous(0, size, 0, folder=".")
+
+
+def test_what_slices_are_not() -> None:
+    model = load_model(parse(CONFIG))
+    made = Pipeline(alone(), model, Partition((2, 2, 2)), schedule="zb-h1", microbatches=MICROBATCHES, slices=3)
+    assert (made.shape, made.placement, made.own_stages) == ((3, 1), (0, 1, 2), (0, 1, 2))
+    with pytest.raises(ConfigError, match="cannot be reshaped"):
+        made.reshape(pipeline=1, data=3)
+    with pytest.raises(ConfigError, match="without post_validation"):
+        Pipeline(alone(), model, Partition((2, 2, 2)), schedule="zb-h1", microbatches=MICROBATCHES, slices=3, post_validation=True)
+
+
+def test_moves_send_nothing_and_each_slice_is_accounted_for(pool: Pool, tmp_path: Path) -> None:
+    pool.run("train_in", 1, config=CONFIG, folder=str(tmp_path))
+    events = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
+    moves = [e for e in events if e["event"] == "rebalance"]
+    assert moves
+    assert {e["moved_bytes"] for e in moves} == {0}
+    assert all(0 < e["idle_ratio"] < 1 for e in events if e["event"] == "step")
+    costs = json.loads((tmp_path / "costs.json").read_text())
+    assert costs["ranks"] == 3
+    trace = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    assert {(e["tid"], e["args"]["stage"]) for e in trace if e["ph"] == "X"} == {(0, 0), (1, 1), (2, 2)}
+
+
+def test_a_sliced_run_goes_on_over_ranks(pool: Pool, tmp_path: Path) -> None:
+    whole = pool.run("train", 1, config=CONFIG | {"checkpoint": {}})[0]["digest"]
+    pool.run("train_in", 1, config=CONFIG, folder=str(tmp_path), stop_after=1)
+    other = CONFIG | {"parallel": {"pipeline": 2}}
+    assert pool.run("train_in", 2, config=other, folder=str(tmp_path), resume=True)[0]["weights_digest"] == whole

@@ -1,0 +1,98 @@
+"""What the executor asks of the lanes: every hand-over between stages is waited for where it is taken, and forks and joins enclose it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+from torch import nn
+
+from dynmo.runtime.comm.channels import Transport
+from dynmo.runtime.comm.clock import HostClock
+from dynmo.runtime.engine.executor import Executor
+from dynmo.runtime.engine.stage_streams import Key, OneLane
+from dynmo.runtime.layer.split_backward import Layer, Tensors
+from dynmo.runtime.layer.stage import Stage
+from dynmo.schedule.catalogue import make
+from dynmo.schedule.fold import fold
+from dynmo.schedule.lowering import Direction, lower
+from tests.runtime.alone import alone
+
+MICROBATCHES = 4
+
+
+class Noted:
+    """Lanes that compute in turn and note what they are asked: (what, stage whose lane it is, key)."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[str, int | None, Key | None]] = []
+        self.sizes: dict[Key, int] = {}
+        self._stage: int | None = None
+
+    def fork(self) -> None:
+        self.asked.append(("fork", self._stage, None))
+
+    def join(self) -> None:
+        self.asked.append(("join", self._stage, None))
+
+    @contextmanager
+    def of(self, stage: int) -> Iterator[None]:
+        assert self._stage is None
+        self._stage = stage
+        yield
+        self._stage = None
+
+    def need(self, key: Key, tensors: Tensors) -> None:
+        self.asked.append(("need", self._stage, key))
+        self.sizes[key] = len(tensors)
+
+    def made(self, key: Key) -> None:
+        self.asked.append(("made", self._stage, key))
+
+
+def executor(lanes: Noted | OneLane, first: int) -> tuple[Executor, list[nn.Module]]:
+    torch.manual_seed(0)
+    modules: list[nn.Module] = [nn.Linear(4, 4).requires_grad_(i >= first) for i in range(3)]
+    stages = {
+        i: Stage([Layer(i, m, HostClock(), 0)], first, nn.functional.mse_loss if i == 2 else None, 1 / MICROBATCHES)
+        for i, m in enumerate(modules)
+    }
+    programs = lower(fold(make("zb-h1", 3, MICROBATCHES, first_trainable=first)))
+    return Executor(programs[0], stages, 2, Transport(alone(), programs), HostClock(), lanes), modules
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_hand_overs(first: int) -> None:
+    lanes = Noted()
+    made, modules = executor(lanes, first)
+    batch = torch.randn(MICROBATCHES, 2, 4, generator=torch.Generator().manual_seed(1))
+    losses = made.run(0, batch, batch).losses
+    assert [what for what, _, _ in lanes.asked if what in ("fork", "join")] == ["fork", "join"]
+    assert (lanes.asked[0][0], lanes.asked[-1][0]) == ("fork", "join")
+    ready = dict[Key, int | None]()
+    waited = set[Key]()
+    for what, stage, key in lanes.asked[1:-1]:
+        assert key is not None
+        direction, needs, _ = key
+        below = 1 if direction is Direction.ACTIVATION else -1
+        if what == "made":
+            assert stage == needs - below
+            ready[key] = stage
+        else:
+            assert stage == needs
+            # Only the batch, and the loss's own gradient, come from no other lane.
+            from_outside = needs == (0 if direction is Direction.ACTIVATION else 2)
+            assert (key in ready) != from_outside
+            assert lanes.sizes[key] == (0 if needs == 2 and direction is Direction.GRADIENT else 1)
+            waited.add(key)
+    assert ready.keys() <= waited
+    assert len(ready) == MICROBATCHES * (2 + 2 - first)
+
+    plain, others = executor(OneLane(), first)
+    assert [x.tolist() for x in plain.run(0, batch, batch).losses] == [x.tolist() for x in losses]
+    for one, other in zip(modules, others, strict=True):
+        for p, q in zip(one.parameters(), other.parameters(), strict=True):
+            assert (p.grad is None) == (q.grad is None)
+            assert p.grad is None or q.grad is None or torch.equal(p.grad, q.grad)

@@ -1,0 +1,93 @@
+"""Buffers that a forward writes to, and finds again as they were."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from dynmo.kernels.sparse_linear import make_pruned
+from dynmo.runtime.layer.buffers import BufferSet, has_same_bits
+
+
+class Writing(nn.Module):
+    count: Tensor
+    grown: Tensor
+    large: Tensor
+    created: Tensor | None
+    removed: Tensor | None
+    unseen: Tensor
+    mean: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        values = {"count": torch.zeros(()), "grown": torch.ones(2), "large": torch.ones(5), "created": None, "removed": torch.ones(1)}
+        for name, value in values.items():
+            self.register_buffer(name, value)
+        self.register_buffer("unseen", torch.ones(2), persistent=False)
+        self.register_buffer("mean", torch.full((2,), torch.nan))
+
+    def write(self) -> None:
+        """In place, by putting another tensor there, and in ways that do not raise a version."""
+        self.count.add_(1)
+        self.grown = torch.cat([self.grown, self.grown[-1:] + 1])
+        self.created = torch.ones(3) if self.created is None else self.created + 1
+        self.removed = None
+        self.unseen.numpy()[0] += 1
+        functional.batch_norm(torch.randn(4, 2), self.mean.nan_to_num_(1.0), torch.ones(2), training=True)
+
+    @property
+    def now(self) -> dict[str, object]:
+        return {name: None if b is None else b.nan_to_num(7.0).tolist() for name, b in self._buffers.items()}
+
+
+def test_a_step_that_begins_again_finds_them_as_they_were() -> None:
+    module = Writing()
+    buffers = BufferSet([module])
+    for _ in range(2):
+        before, copies = module.now, buffers.copies()
+        module.write()
+        assert module.now != before
+        buffers.restore(copies)
+        assert module.now == before
+        module.write()
+
+
+def test_an_f_that_runs_again_finds_what_it_found_and_leaves_what_is_there() -> None:
+    module = Writing()
+    buffers = BufferSet([module])
+    first, copies = module.now, buffers.copies()
+    module.write()
+    written = buffers.written(copies)
+    assert sorted(key.name for key in written) == ["count", "created", "grown", "mean", "removed", "unseen"], "large is not kept"
+    assert buffers.maybe_written(copies).keys() == written.keys()
+    now, kept = module.now, module.count
+    for _ in range(2):
+        with buffers.replaced(written):
+            assert module.now == first, "also the second time: what is written within is lost"
+            module.write()
+        assert module.now == now
+        assert module.count is kept, "autograd may need it"
+    assert buffers.first_persistent(written) == "count"
+    assert buffers.first_persistent(key for key in written if key.name == "unseen") is None
+
+
+def test_what_encodes_sparsity_is_left_out() -> None:
+    pruned = [make_pruned(4, 4, 0.5, sparse) for sparse in (True, False)]
+    assert all(list(module.buffers()) for module in pruned)
+    assert not BufferSet(pruned).copies()
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.bfloat16, torch.float32, torch.complex64, torch.complex128])
+def test_bits(dtype: torch.dtype) -> None:
+    a = torch.zeros(3, 2).to(dtype)
+    assert has_same_bits(a, torch.zeros(2, 3).to(dtype).t())
+    assert has_same_bits(a[0, 0], a[1, 1])
+    assert has_same_bits(a[:0], a[:0])
+    assert not has_same_bits(a, a[:2])
+    assert not has_same_bits(a, torch.ones(3, 2).to(dtype))
+    if dtype.is_floating_point:
+        assert not has_same_bits(a, -a), "zeros have a sign"
+        assert has_same_bits(a / 0, a / 0)
+    assert not has_same_bits(a, torch.zeros(3, 2, dtype=torch.int8))

@@ -1,0 +1,255 @@
+"""Outputs of frozen layers that are kept: the very bits, nothing runs, within the limit, and only for as long as they are right."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from dynmo.balance.partition import Partition
+from dynmo.errors import RunError
+from dynmo.models.model import Model, from_factories, next_token_loss
+from dynmo.pipeline.pipeline import Pipeline
+from dynmo.runtime.comm.clock import HostClock
+from dynmo.runtime.layer.output_cache import OutputCache
+from dynmo.runtime.layer.split_backward import Layer, Tensors
+from dynmo.schedule.op import Kind
+from tests.runtime.alone import MICROBATCHES, alone, tokens
+
+WIDTH, ROWS = 6, 3
+SIZE = ROWS * WIDTH * 4  # bytes of an output
+
+
+class Counting(nn.Linear):
+    """Counts how often it runs."""
+
+    calls = 0
+
+    def forward(self, input: Tensor) -> Tensor:
+        self.calls += 1
+        return super().forward(input)
+
+
+class Dropping(nn.Dropout):
+    """Draws, but not in evaluation."""
+
+
+class Tracking(nn.Module):
+    """Its buffer counts in training."""
+
+    seen: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.seen += 1
+        return x * 2
+
+
+class Viewing(nn.Module):
+    def __init__(self, view: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.view = view
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.view(x)
+
+
+def layers(*modules: nn.Module) -> list[Layer]:
+    return [Layer(i, module, HostClock(), 0) for i, module in enumerate(modules)]
+
+
+def counting(count: int = 3) -> list[Layer]:
+    torch.manual_seed(0)
+    return layers(*(Counting(WIDTH, WIDTH) for _ in range(count)))
+
+
+def calls(made: list[Layer]) -> list[int]:
+    return [getattr(layer.module, "calls", 0) for layer in made]
+
+
+def inputs(key: int) -> Tensors:
+    return (torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(key)),)
+
+
+def run(cache: OutputCache, made: list[Layer], key: int, step: int = 0, training: bool = True) -> Tensor:
+    cache.begin([key], training)
+    for layer in made:
+        layer.module.train(training)
+    (y,) = cache.forward(made, 0, inputs(key), step)
+    return y
+
+
+def bare(made: list[Layer], key: int) -> Tensor:
+    x = inputs(key)[0]
+    for layer in made:
+        x = layer.module(x)
+    return x.detach()
+
+
+def test_what_came_before_does_not_run_again() -> None:
+    made, cache = counting(), OutputCache(1 << 20, HostClock())
+    expected = {key: bare(made, key) for key in (1, 2)}
+    before = calls(made)
+    for step, key in enumerate((1, 2, 1, 1, 2)):
+        assert torch.equal(run(cache, made, key, step), expected[key])
+    assert [after - was for after, was in zip(calls(made), before, strict=True)] == [2, 2, 2], "each key once"
+    assert (cache.spared, cache.bytes) == (3 * 3, 2 * SIZE)
+    assert [[mark[0] for mark in layer.marks] for layer in made] == [[Kind.F] * 5] * 3, "the profiler sees every microbatch"
+    assert all(mark[1] == mark[2] for layer in made[:-1] for mark in layer.marks[2:])
+
+
+def test_evaluation_and_training_are_told_apart() -> None:
+    made, cache = layers(nn.Linear(WIDTH, WIDTH), Viewing(lambda x: x)), OutputCache(1 << 20, HostClock())
+    made[1].module.forward = lambda x: x + made[1].module.training  # pyright: ignore[reportAttributeAccessIssue]
+    trained = run(cache, made, 1)
+    assert torch.equal(run(cache, made, 1, training=False) + 1, trained)
+    assert torch.equal(run(cache, made, 1), trained)
+    assert cache.spared == 2
+
+
+def test_within_the_limit() -> None:
+    """What is kept stays: epochs go round, and an evicted output would be needed first."""
+    made, cache = counting(), OutputCache(2 * SIZE + SIZE // 2, HostClock())
+    for _ in range(3):
+        for key in range(4):
+            run(cache, made, key)
+            assert cache.bytes <= cache.limit
+    assert (cache.spared, cache.bytes) == (2 * 2 * 3, 2 * SIZE)
+    assert calls(made) == [2 + 3 * 2] * 3
+
+
+def test_without_keys_nothing_is_kept() -> None:
+    made, cache = counting(), OutputCache(1 << 20, HostClock())
+    for _ in range(2):
+        cache.begin(None, training=True)
+        cache.forward(made, 0, inputs(1), 0)
+    assert (calls(made), cache.bytes, cache.spared) == ([2, 2, 2], 0, 0)
+
+
+def test_more_layers_freeze_and_layers_in_front_leave() -> None:
+    """An output stays right: F goes on behind it, and then the deeper one is kept in its place."""
+    made, cache = counting(4), OutputCache(1 << 20, HostClock())
+    for layer in made:
+        layer.forward(0, inputs(0), 0, False, False, None)  # as any layer that has run: its sizes are known
+    expected, before = bare(made, 1), calls(made)
+    run(cache, made[:2], 1)
+    cache.forget([2, 3])
+    cache.hold({0, 1, 2, 3})
+    assert torch.equal(run(cache, made, 1), expected)
+    assert calls(made) == [n + 1 for n in before]
+    assert cache.bytes == SIZE
+    cache.hold({2, 3})  # 0 and 1 have moved to the rank in front
+    cache.begin([1], training=True)
+    (y,) = cache.forward(made[2:], 0, (bare(made[:2], 1),), 0)
+    assert torch.equal(y, expected)
+    assert calls(made)[2:] == [n + 1 for n in before[2:]]
+
+
+@pytest.mark.parametrize("changed", [0, 1, 2])
+def test_a_layer_in_front_has_changed(changed: int) -> None:
+    made, cache = counting(), OutputCache(1 << 20, HostClock())
+    run(cache, made, 1)
+    with torch.no_grad():
+        made[changed].module.get_parameter("weight").add_(1)
+    cache.forget([changed])
+    assert (cache.bytes, calls(made)) == (0, [1, 1, 1])
+    assert torch.equal(run(cache, made, 1), bare(made, 1))
+
+
+def test_an_output_whose_layer_has_left_is_dropped() -> None:
+    made, cache = counting(), OutputCache(1 << 20, HostClock())
+    run(cache, made, 1)
+    cache.hold({0, 1})
+    assert cache.bytes == 0
+
+
+def test_a_layer_that_has_just_come_runs_once() -> None:
+    """Its sizes must be known, for plans."""
+    made, cache = counting(), OutputCache(1 << 20, HostClock())
+    expected = run(cache, made, 1)
+    made[0] = Layer(0, made[0].module, HostClock(), 0)
+    for _ in range(2):
+        assert torch.equal(run(cache, made, 1), expected)
+    assert calls(made) == [2, 2, 2]
+    assert made[0].output_bytes == SIZE
+
+
+def test_nobody_can_write_to_what_is_kept() -> None:
+    made, cache = counting(), OutputCache(1 << 20, HostClock())
+    expected = bare(made, 1)
+    for _ in range(3):
+        y = run(cache, made, 1)
+        assert torch.equal(y, expected)
+        y.detach().zero_()
+
+
+def test_of_a_view_what_it_shows_is_kept() -> None:
+    for view, size in ((lambda x: x.t(), 3 * WIDTH), (lambda x: x[:, 1:4], 9), (lambda x: x[:1].expand(7, WIDTH), 7 * WIDTH)):
+        made, cache = layers(nn.Linear(WIDTH, WIDTH), Viewing(view)), OutputCache(1 << 20, HostClock())
+        first, again = run(cache, made, 1), run(cache, made, 1)
+        assert torch.equal(first, again)
+        assert cache.spared == 2
+        assert sum(y.untyped_storage().nbytes() for kept in cache._entries.values() for y in kept.tensors) == cache.bytes == 4 * size
+
+
+def test_what_differs_each_time_ends_the_run() -> None:
+    dropping, tracking = layers(nn.Linear(WIDTH, WIDTH), Dropping(0.5)), layers(nn.Linear(WIDTH, WIDTH), Tracking())
+    with pytest.raises(
+        RunError, match=r"layer 1 \(Dropping\) is frozen and its forward draws random numbers, .* use dynamism.freezing.cache"
+    ):
+        run(OutputCache(1 << 20, HostClock()), dropping, 1)
+    with pytest.raises(RunError, match=r"layer 1 \(Tracking\) is frozen and its forward writes to its buffer 'seen', "):
+        run(OutputCache(1 << 20, HostClock()), tracking, 1)
+    for made in (dropping, tracking):
+        cache = OutputCache(1 << 20, HostClock())
+        assert torch.equal(run(cache, made, 1, training=False), run(cache, made, 1, training=False))
+        assert cache.spared == 2, "in evaluation it is the same each time"
+    # Where steps do not come again, drawing is nobody's harm; but an evaluation sees what a training forward has written.
+    cache.begin(None, training=True)
+    cache.forward([layer for layer in dropping if layer.module.train() is not None], 0, inputs(1), 0)
+    with pytest.raises(RunError, match="writes to its buffer"):
+        cache.forward([layer for layer in tracking if layer.module.train() is not None], 0, inputs(1), 0)
+
+
+def model() -> Model:
+    def embedding() -> nn.Module:
+        return nn.Embedding(256, WIDTH)
+
+    factories = [embedding, *[lambda: Counting(WIDTH, WIDTH)] * 3, lambda: nn.Linear(WIDTH, 256)]
+    return from_factories([str(i) for i in range(5)], factories, 0, next_token_loss)
+
+
+def losses_and_calls(cache_bytes: int) -> tuple[list[float], list[int], tuple[int, int]]:
+    """Two epochs of two steps with four layers frozen, one with the first alone, and two more; an evaluation after each step."""
+    pipeline = Pipeline(
+        alone(), model(), Partition((5,)), schedule="zb-h1", microbatches=MICROBATCHES, post_validation=True, cache_bytes=cache_bytes
+    )
+    losses: list[float] = []
+    for step in range(10):
+        if step in (0, 6):
+            pipeline.freeze(range(4))
+        if step == 4:
+            pipeline.unfreeze(range(1, 4))
+        keys = [(step % 2, j) for j in range(MICROBATCHES)]
+        pipeline.advance(step, *tokens(step % 2), lr=1e-2, keys=keys)
+        losses.append(pipeline.evaluate(*tokens(9), MICROBATCHES, keys=[(9, j) for j in range(MICROBATCHES)]))
+    return losses, [getattr(module, "calls", 0) for module in pipeline.modules], pipeline.cached()
+
+
+def test_a_pipeline_with_and_without() -> None:
+    losses, run, _ = losses_and_calls(0)
+    again, fewer, (spared, held) = losses_and_calls(1 << 20)
+    assert again == losses
+    each = 2 * MICROBATCHES
+    assert run == [0, *[10 * each] * 3, 0]
+    # Per frozen phase: two steps and one evaluation, each once. All training between the two: the two steps and their evaluations.
+    assert fewer == [0, *[2 * 3 * MICROBATCHES + 2 * each] * 3, 0]
+    # The embedding stayed frozen. What was kept of it gave way to outputs from further behind, and was made once more after these.
+    assert spared == 3 * (run[1] - fewer[1]) + (10 * each - 2 * 3 * MICROBATCHES)
+    assert held == 3 * MICROBATCHES * 2 * 8 * WIDTH * 4

@@ -1,0 +1,434 @@
+"""B then W, both at once, and plain autograd: the same gradients for any layer, and nothing kept longer than it is needed."""
+
+from __future__ import annotations
+
+import copy
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, cast
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from dynmo.kernels.split import SplitLinear, WeightTape
+from dynmo.runtime.comm.clock import HostClock
+from dynmo.runtime.layer.split_backward import Layer, Tensors
+from dynmo.schedule.op import Kind
+
+MICROBATCHES = 3
+
+
+class OwnLinear(nn.Linear):
+    """Means something else by `forward`, so its class must stay."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return 2 * super().forward(input)
+
+
+class Twice(nn.Module):
+    """One module used twice: its weight has two W's a microbatch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.line = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.line(torch.tanh(self.line(x)))
+
+
+class Shared(nn.Module):
+    """Two modules with one weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(6, 6), nn.Linear(6, 6, bias=False)
+        self.two.weight = self.one.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.two(torch.tanh(self.one(x)))
+
+
+class Transposed(nn.Module):
+    """Hands its linear an input that is not contiguous."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.line = nn.Linear(4, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.line(x.transpose(-1, -2))
+
+
+class TwoInputs(nn.Module):
+    """Two inputs, two outputs, and one output that is no number to differentiate."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = nn.Linear(6, 6), nn.Linear(6, 6, bias=False)
+
+    def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return self.left(x) * y, self.right(y), x.argmax(-1)
+
+
+class Deaf(nn.Module):
+    """Its output does not depend on its second input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.line = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return self.line(x)
+
+
+class Scale(nn.Module):
+    """A user's own module that leaves its weight gradient on the tape."""
+
+    tape: WeightTape | None = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.factor = nn.Parameter(torch.randn(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return _ScaleFunction.apply(x, self.factor, self.tape)  # pyright: ignore[reportReturnType]
+
+
+class _ScaleFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, factor: nn.Parameter, tape: WeightTape | None) -> Tensor:  # pyright: ignore
+        ctx.save_for_backward(x)
+        ctx.factor, ctx.tape = factor, tape
+        return x * factor
+
+    @staticmethod
+    def backward(ctx, gy: Tensor):  # pyright: ignore
+        (x,), factor = ctx.saved_tensors, ctx.factor
+
+        def work() -> None:
+            gradient = (gy * x).flatten(0, -2).sum(0)
+            factor.grad = gradient if factor.grad is None else factor.grad + gradient
+
+        if ctx.tape is None:
+            return gy * factor, (gy * x).flatten(0, -2).sum(0), None
+        ctx.tape.add(work, x, gy)
+        return gy * factor, None, None
+
+
+class Frozen(nn.Module):
+    """A frozen linear between two that train."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.fixed, self.last = nn.Linear(6, 6), nn.Linear(6, 6).requires_grad_(False), nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.fixed(self.first(x)))
+
+
+def numbers(*shape: int) -> Callable[[], Tensors]:
+    return lambda: (torch.randn(shape),)
+
+
+def ids(*shape: int) -> Callable[[], Tensors]:
+    return lambda: (torch.randint(5, shape),)
+
+
+@dataclass
+class Case:
+    make: Callable[[], nn.Module]
+    inputs: Callable[[], Tensors]
+    works: int  # pieces of W a microbatch leaves
+
+
+CASES: dict[str, Case] = {
+    "linear": Case(lambda: nn.Linear(6, 4), numbers(3, 6), 1),
+    "linear without bias": Case(lambda: nn.Linear(6, 4, bias=False), numbers(3, 6), 1),
+    "linear 3-D": Case(lambda: nn.Linear(6, 4), numbers(2, 3, 6), 1),
+    "linear 4-D": Case(lambda: nn.Linear(6, 4), numbers(2, 2, 3, 6), 1),
+    "subclass of linear": Case(lambda: OwnLinear(6, 4), numbers(3, 6), 0),
+    "transposed": Case(Transposed, numbers(2, 4, 3), 1),
+    "embedding": Case(lambda: nn.Embedding(5, 4), ids(2, 7), 1),
+    "embedding with padding": Case(lambda: nn.Embedding(5, 4, padding_idx=2), ids(2, 7), 0),
+    "used twice": Case(Twice, numbers(3, 6), 2),
+    "shared weight": Case(Shared, numbers(3, 6), 2),
+    "two inputs": Case(TwoInputs, lambda: (torch.randn(3, 6), torch.randn(3, 6)), 2),
+    "without influence": Case(Deaf, lambda: (torch.randn(3, 6), torch.randn(3, 6)), 1),
+    "own tape": Case(Scale, numbers(2, 3, 6), 1),
+    "frozen part": Case(Frozen, numbers(3, 6), 2),
+    "norm only": Case(lambda: nn.LayerNorm(6), numbers(3, 6), 0),
+    "batch norm": Case(lambda: nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Linear(6, 2)), numbers(4, 6), 2),
+    "nothing to train": Case(nn.Tanh, numbers(3, 6), 0),
+    "dropout": Case(lambda: nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.5)), numbers(3, 6), 1),
+}
+
+
+@dataclass
+class Result:
+    outputs: list[Tensors]
+    inputs: list[Tensors]
+    weights: dict[str, Tensor]
+
+
+def layer_of(module: nn.Module) -> Layer:
+    return Layer(3, module, HostClock(), seed=0)
+
+
+def split(module: nn.Module, inputs: list[Tensors], gradients: list[Tensors], mode: str) -> Result:
+    """mode: BW, or B with each W as late as possible, or W in between."""
+    layer = layer_of(module)
+    result = Result([], [], {})
+    for j, x in enumerate(inputs):
+        result.outputs.append(layer.forward(j, x, 0, graph=True, need_input=True, finish=None))
+    for j, g in enumerate(gradients):
+        result.inputs.append(layer.backward_input(j, g, deferred=mode != "BW"))
+        if mode == "W one later" and j:
+            layer.backward_weight(j - 1)
+    for j in range(len(gradients)) if mode == "W last" else [len(gradients) - 1] if mode == "W one later" else []:
+        layer.backward_weight(j)
+    result.weights = {name: p.grad for name, p in module.named_parameters() if p.grad is not None}
+    return result
+
+
+def plain(module: nn.Module, inputs: list[Tensors], gradients: list[Tensors]) -> Result:
+    """torch's own backward, with the same random numbers."""
+    from dynmo.kernels.seeds import seed_forward
+
+    result = Result([], [], {})
+    for j, (x, g) in enumerate(zip(inputs, gradients, strict=True)):
+        leaves = tuple(t.detach().requires_grad_(t.is_floating_point()) for t in x)
+        seed_forward(torch.device("cpu"), 0, 0, 3, j)
+        out = module(*leaves)
+        outputs = (out,) if isinstance(out, Tensor) else out
+        real = [y for y in outputs if y.is_floating_point()]
+        torch.autograd.backward(real, list(g))
+        result.outputs.append(tuple(y.detach() for y in outputs))
+        result.inputs.append(tuple(torch.zeros_like(t) if t.grad is None else t.grad for t in leaves if t.requires_grad))
+    result.weights = {name: p.grad for name, p in module.named_parameters() if p.grad is not None}
+    return result
+
+
+def same(one: Result, other: Result, exactly: bool) -> None:
+    compare = torch.equal if exactly else (lambda a, b: a.shape == b.shape and torch.allclose(a, b, rtol=1e-5, atol=1e-6))
+    for ours, theirs in ((one.outputs, other.outputs), (one.inputs, other.inputs)):
+        for a, b in zip(ours, theirs, strict=True):
+            assert all(compare(x, y) for x, y in zip(a, b, strict=True))
+    assert one.weights.keys() == other.weights.keys()
+    assert all(compare(g, other.weights[name]) for name, g in one.weights.items())
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_same_gradients(name: str) -> None:
+    case = CASES[name]
+    torch.manual_seed(5)
+    module = case.make()
+    inputs = [case.inputs() for _ in range(MICROBATCHES)]
+    probe = copy.deepcopy(module)(*inputs[0])
+    shapes = [y.shape for y in ((probe,) if isinstance(probe, Tensor) else probe) if y.is_floating_point()]
+    gradients = [tuple(torch.randn(shape) for shape in shapes) for _ in range(MICROBATCHES)]
+    expected = plain(copy.deepcopy(module), inputs, gradients)
+    whole = split(copy.deepcopy(module), inputs, gradients, "BW")
+    same(whole, expected, exactly=False)
+    for mode in ("W last", "W one later"):
+        same(split(copy.deepcopy(module), inputs, gradients, mode), whole, exactly=True)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_how_much_is_deferred(name: str) -> None:
+    case = CASES[name]
+    layer = layer_of(case.make())
+    (outputs, *_) = (layer.forward(0, case.inputs(), 0, graph=True, need_input=True, finish=None),)
+    layer.backward_input(0, tuple(torch.ones_like(y) for y in outputs if y.is_floating_point()), deferred=True)
+    assert len(layer._weight_work.get(0, ())) == case.works
+    done = {n for n, p in layer.module.named_parameters() if p.grad is not None}
+    split_weights = {f"{n}.weight".lstrip(".") for n, m in layer.module.named_modules() if isinstance(m, SplitLinear)}
+    assert not done & split_weights, "a linear's weight gradient is W, not B"
+    layer.backward_weight(0)
+    trained = {n for n, p in layer.module.named_parameters() if p.requires_grad}
+    assert {n for n, p in layer.module.named_parameters() if p.grad is not None} == trained
+
+
+def test_a_module_that_is_left_alone() -> None:
+    layer = layer_of(OwnLinear(6, 4))
+    assert type(layer.module) is OwnLinear
+    layer.forward(0, (torch.randn(3, 6),), 0, graph=True, need_input=False, finish=None)
+    layer.backward_input(0, (torch.ones(3, 4),), deferred=True)
+    assert layer.module.get_parameter("weight").grad is not None, "its weight gradient comes with B"
+    assert layer.stash_bytes == 0
+
+
+@contextmanager
+def no_collection() -> Iterator[None]:
+    """As the executor runs: what is released must go by itself."""
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+def start(layer: Layer, inputs: Tensors, need_input: bool = True) -> tuple[list[StorageWeakRef], Tensors]:
+    """F of microbatch 0; what keeps its inputs, and its outputs."""
+    refs = [StorageWeakRef(x.untyped_storage()) for x in inputs]
+    return refs, layer.forward(0, inputs, 0, graph=True, need_input=need_input, finish=None)
+
+
+@pytest.mark.parametrize("measured", [False, True])
+def test_stashes_are_released(measured: bool) -> None:
+    """A linear keeps its input until W, a norm until B; after W nothing is kept but the gradients.
+
+    The first F of a layer runs on a copy of its input, which is kept in place of the input.
+    """
+    for module, until_w in ((nn.Linear(6, 6), True), (nn.LayerNorm(6), False)):
+        layer = layer_of(module)
+        if measured:
+            start(layer, (torch.randn(3, 6),))
+            layer.backward_input(0, (torch.randn(3, 6),), deferred=True)
+            layer.backward_weight(0)
+        with no_collection():
+            refs, outputs = start(layer, (torch.randn(3, 6),))
+            gradients = (torch.randn(3, 6),)
+            refs += [StorageWeakRef(t.untyped_storage()) for t in gradients]
+            assert not refs[0].expired()
+            del outputs
+            layer.backward_input(0, gradients, deferred=True)
+            del gradients
+            assert [ref.expired() for ref in refs] == [not until_w or not measured, not until_w]
+            layer.backward_weight(0)
+            assert all(ref.expired() for ref in refs)
+    assert not layer._saved
+    assert not layer._weight_work
+
+
+def test_inner_activations_go_with_b() -> None:
+    """What only B needs (here the input of a tanh) does not wait for W."""
+    seen: list[StorageWeakRef] = []
+
+    class Watched(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            y = torch.tanh(x)
+            seen.append(StorageWeakRef(y.untyped_storage()))
+            return y * 1.5
+
+    layer = layer_of(nn.Sequential(nn.Linear(6, 6), Watched(), nn.Linear(6, 6)))
+    with no_collection():
+        start(layer, (torch.randn(3, 6),))
+        assert not seen[0].expired()
+        layer.backward_input(0, (torch.randn(3, 6),), deferred=True)
+        assert seen[0].expired()
+        layer.backward_weight(0)
+
+
+def test_clear_drops_what_is_in_flight() -> None:
+    layer = layer_of(nn.Linear(6, 6))
+    with no_collection():
+        refs, outputs = start(layer, (torch.randn(3, 6),))
+        del outputs
+        layer.clear()
+        assert all(ref.expired() for ref in refs)
+    assert not layer.marks
+
+
+def test_frozen_above_a_trainable_layer() -> None:
+    """Its B runs, there is no W, and nothing is stashed."""
+    layer = layer_of(nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6)).requires_grad_(False))
+    _, (y,) = start(layer, (torch.randn(3, 6),))
+    assert layer.activation_bytes == 0, "frozen linears keep weights, not inputs"
+    (gx,) = layer.backward_input(0, (torch.ones_like(y),), deferred=True)
+    one, two = (p for name, p in layer.module.named_parameters() if name.endswith("weight"))
+    torch.testing.assert_close(gx, torch.ones(3, 6) @ two @ one)
+    assert not layer._weight_work
+    assert layer.stash_bytes == 0
+    layer.backward_weight(0)
+    assert all(p.grad is None for p in layer.module.parameters())
+
+
+def test_frozen_prefix() -> None:
+    """No graph, no bytes."""
+    layer = layer_of(nn.Sequential(nn.Linear(6, 6), nn.Tanh()).requires_grad_(False))
+    with no_collection():
+        x = torch.randn(3, 6)
+        ref = StorageWeakRef(x.untyped_storage())
+        (y,) = layer.forward(0, (x,), 0, graph=False, need_input=False, finish=None)
+        del x
+        assert y.grad_fn is None
+        assert not y.requires_grad
+        assert ref.expired()
+    assert layer.activation_bytes == layer.stash_bytes == 0
+    assert layer.output_bytes == 72
+
+
+def test_bytes() -> None:
+    """Counted by hand: a linear keeps its input [3, 6] until B, and input and output gradient until W; tanh its output."""
+    layer = layer_of(nn.Sequential(nn.Linear(6, 4), nn.Tanh(), nn.Linear(4, 5)))
+    start(layer, (torch.randn(3, 6),))
+    layer.backward_input(0, (torch.randn(3, 5),), deferred=True)
+    assert layer.activation_bytes == max(4 * (3 * 6 + 3 * 4), layer.stash_bytes)
+    assert layer.stash_bytes == 4 * (3 * 6 + 3 * 4 + 3 * 4 + 3 * 5)
+    assert layer.output_bytes == 4 * 3 * 5
+
+
+def test_forward_without_training_keeps_what_was_measured() -> None:
+    layer = layer_of(nn.Linear(6, 4))
+    start(layer, (torch.randn(3, 6),))
+    layer.backward_input(0, (torch.randn(3, 4),), deferred=False)
+    before = layer.activation_bytes, layer.stash_bytes
+    assert all(before)
+    layer.forward(0, (torch.randn(3, 6),), 0, graph=False, need_input=False, finish=None)
+    assert (layer.activation_bytes, layer.stash_bytes) == before
+    layer.forget_sizes()
+    assert (layer.activation_bytes, layer.stash_bytes) == (0, 0)
+
+
+class Broken(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        raise ArithmeticError("no gradient today")
+
+
+def test_an_error_says_in_which_layer() -> None:
+    layer = layer_of(nn.Linear(6, 4))
+    with pytest.raises(RuntimeError) as wrong:
+        layer.forward(0, (torch.randn(3, 5),), 0, graph=True, need_input=True, finish=None)
+    assert wrong.value.__notes__ == ["in F of layer 3"]
+    (y,) = layer.forward(1, (torch.randn(3, 6),), 0, graph=True, need_input=True, finish=lambda out: cast(Any, Broken).apply(out))
+    with pytest.raises(ArithmeticError) as wrong:
+        layer.backward_input(1, (torch.ones_like(y),), deferred=True)
+    assert wrong.value.__notes__ == ["in B of layer 3"]
+
+
+def test_a_loss_at_the_end() -> None:
+    layer = layer_of(nn.Linear(6, 4))
+    x = torch.randn(3, 6)
+    (loss,) = layer.forward(0, (x,), 0, graph=True, need_input=True, finish=lambda out: out.square().mean())
+    (gx,) = layer.backward_input(0, (torch.ones(()),), deferred=False)
+    leaf = x.clone().requires_grad_()
+    expected = nn.functional.linear(leaf, *layer.module.parameters()).square().mean()
+    expected.backward()
+    assert loss == expected
+    assert leaf.grad is not None
+    torch.testing.assert_close(gx, leaf.grad)
+
+
+def test_marks() -> None:
+    """One mark an op; W's share of a BW stands apart."""
+    layer = layer_of(nn.Linear(6, 4))
+    for j, deferred in enumerate((True, False)):
+        layer.forward(j, (torch.randn(3, 6),), 0, graph=True, need_input=True, finish=None)
+        layer.backward_input(j, (torch.randn(3, 4),), deferred)
+        if deferred:
+            layer.backward_weight(j)
+    assert [mark[0] for mark in layer.marks] == [Kind.F, Kind.B, Kind.W, Kind.F, Kind.BW]
+    assert [len(mark[3]) for mark in layer.marks] == [0, 0, 0, 0, 1]
+    for _, begin, end, inside in layer.marks:
+        assert begin <= end
+        assert all(begin <= a <= b <= end for a, b in inside)

@@ -1,0 +1,95 @@
+"""A stage that the frozen prefix cuts: below the cut nothing is kept and no B runs."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from dynmo.errors import RunError
+from dynmo.runtime.comm.clock import HostClock
+from dynmo.runtime.layer.split_backward import Layer
+from dynmo.runtime.layer.stage import Stage
+from dynmo.schedule.op import Kind
+
+FIRST = 4  # global index of the stage's first layer
+
+
+def stage(first_trainable: int, loss: bool = False, share: float = 1.0) -> tuple[Stage, list[nn.Module]]:
+    torch.manual_seed(0)
+    modules: list[nn.Module] = [nn.Linear(6, 6).requires_grad_(FIRST + i >= first_trainable) for i in range(4)]
+    layers = [Layer(FIRST + i, module, HostClock(), 0) for i, module in enumerate(modules)]
+    return Stage(layers, first_trainable, functional.mse_loss if loss else None, share), modules
+
+
+@pytest.mark.parametrize("first_trainable", [0, 4, 5, 6, 7])
+def test_elision(first_trainable: int) -> None:
+    made, modules = stage(first_trainable)
+    x = torch.randn(3, 6)
+    (y,) = made.forward(0, (x,), 0, None, training=True)
+    gradients = made.backward_input(0, (torch.ones_like(y),), deferred=True)
+    made.backward_weight(0)
+    elided = [layer.index < first_trainable for layer in made.layers]
+    kinds = [[mark[0] for mark in layer.marks] for layer in made.layers]
+    assert kinds == [[Kind.F] if gone else [Kind.F, Kind.B, Kind.W] for gone in elided]
+    assert [layer.activation_bytes > 0 for layer in made.layers] == [not gone for gone in elided]
+    assert [p.grad is not None for m in modules for p in m.parameters()] == [not gone for gone in elided for _ in range(2)]
+    # Whose layer below trains hands on a gradient; where the trainable part begins, nobody waits for one.
+    expected = x.clone().requires_grad_()
+    out = expected
+    for module in modules:
+        out = module(out)
+    out.sum().backward()
+    assert expected.grad is not None
+    if first_trainable < FIRST:
+        torch.testing.assert_close(gradients[0], expected.grad)
+    else:
+        assert gradients == ()
+
+
+def test_a_frozen_layer_in_the_middle() -> None:
+    made, modules = stage(0)
+    modules[2].requires_grad_(False)
+    (y,) = made.forward(0, (torch.randn(3, 6),), 0, None, training=True)
+    made.backward_input(0, (torch.ones_like(y),), deferred=True)
+    made.backward_weight(0)
+    assert [m.get_parameter("weight").grad is not None for m in modules] == [True, True, False, True]
+    assert made.layers[2].stash_bytes == made.layers[2].activation_bytes == 0
+
+
+def test_the_loss_and_its_share() -> None:
+    made, modules = stage(0, loss=True, share=0.25)
+    x, aim = torch.randn(3, 6), torch.randn(3, 6)
+    (loss,) = made.forward(0, (x,), 0, aim, training=True)
+    made.backward_input(0, None, deferred=False)
+    ours = [p.grad for m in modules for p in m.parameters()]
+    plain: Tensor = x
+    for module in modules:
+        module.zero_grad()
+        plain = functional.linear(plain, *module.parameters())  # not the module itself: it has a tape by now
+    expected = functional.mse_loss(plain, aim)
+    assert loss.detach() == expected.detach()
+    (expected / 4).backward()
+    torch.testing.assert_close(ours, [p.grad for m in modules for p in m.parameters()])
+
+
+def test_without_training_nothing_is_kept() -> None:
+    made, _ = stage(0, loss=True)
+    (loss,) = made.forward(0, (torch.randn(3, 6),), 0, torch.randn(3, 6), training=False)
+    assert not loss.requires_grad
+    assert not any(layer._saved for layer in made.layers)
+
+
+def test_a_loss_must_be_a_scalar() -> None:
+    made, _ = stage(0)
+    made = Stage(made.layers, 0, lambda out, aim: out - aim)
+    with pytest.raises(RunError, match=r"the loss function returned a tensor of shape \(3, 6\); it must return a scalar"):
+        made.forward(0, (torch.randn(3, 6),), 0, torch.randn(3, 6), training=True)
+
+
+def test_clear() -> None:
+    made, _ = stage(0)
+    made.forward(0, (torch.randn(3, 6),), 0, None, training=True)
+    made.clear()
+    assert not any(layer._saved or layer.marks for layer in made.layers)

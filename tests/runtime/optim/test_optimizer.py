@@ -1,0 +1,393 @@
+"""AdamW per layer is AdamW over the model, and the norm does not depend on how gradients are cut."""
+
+from __future__ import annotations
+
+import copy
+import math
+from itertools import pairwise
+from typing import Literal
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from dynmo.runtime.comm.watch import Watch
+from dynmo.runtime.optim.optimizer import (
+    _BLOCKS_AT_ONCE,
+    NORM_BLOCK,
+    LayerOptimizer,
+    OptimizerSettings,
+    Share,
+    block_sums,
+    clip_factor,
+    cut,
+    decays,
+    fold_blocks,
+    squared_norm,
+)
+
+SETTINGS = OptimizerSettings(weight_decay=0.2, betas=(0.8, 0.9), eps=1e-6)
+
+
+def layers() -> list[nn.Module]:
+    torch.manual_seed(0)
+    return [nn.Embedding(9, 5), nn.Sequential(nn.LayerNorm(5), nn.Linear(5, 7)), nn.Tanh(), nn.Linear(7, 9, bias=False)]
+
+
+def whole(modules: list[nn.Module], fused: bool) -> torch.optim.AdamW:
+    """torch's optimizer over all layers at once."""
+    parameters = [p for m in modules for p in m.parameters()]
+    groups = [
+        {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": 0.2},
+        {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(groups, lr=0.1, betas=(0.8, 0.9), eps=1e-6, fused=fused)
+
+
+def give(modules: list[nn.Module], step: int) -> None:
+    random = torch.Generator().manual_seed(step)
+    for m in modules:
+        for p in m.parameters():
+            gradient = torch.randn(p.shape, generator=random)
+            p.grad = gradient if p.requires_grad else None
+
+
+def same_bits(ours: list[nn.Module], theirs: list[nn.Module]) -> bool:
+    pairs = zip((p for m in ours for p in m.parameters()), (p for m in theirs for p in m.parameters()), strict=True)
+    return all(torch.equal(a, b) for a, b in pairs)
+
+
+def test_equals_torch_over_the_whole_model() -> None:
+    """Bit for bit with torch's fused kernel; within rounding with its plain one, which orders the arithmetic differently."""
+    ours, theirs, plain = layers(), layers(), layers()
+    optimizers = [LayerOptimizer(m, SETTINGS) for m in ours]
+    others = [(theirs, whole(theirs, fused=True)), (plain, whole(plain, fused=False))]
+    for step in range(5):
+        lr = 0.1 / (step + 1)
+        for modules in (ours, theirs, plain):
+            give(modules, step)
+        for optimizer in optimizers:
+            optimizer.step(lr, 1.0)
+        for _, adamw in others:
+            for group in adamw.param_groups:
+                group["lr"] = lr
+            adamw.step()
+    assert same_bits(ours, theirs)
+    for a, b in zip((p for m in ours for p in m.parameters()), (p for m in plain for p in m.parameters()), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+    for optimizer in optimizers:
+        optimizer.drop_gradients()
+    assert all(p.grad is None for m in ours for p in m.parameters())
+
+
+def test_the_scale_multiplies_the_gradients() -> None:
+    ours, theirs = layers(), layers()
+    give(ours, 0)
+    give(theirs, 0)
+    for p in (p for m in theirs for p in m.parameters()):
+        assert p.grad is not None
+        p.grad *= 0.3
+    for a, b in zip(ours, theirs, strict=True):
+        LayerOptimizer(a, SETTINGS).step(0.1, 0.3)
+        LayerOptimizer(b, SETTINGS).step(0.1, 1.0)
+    assert same_bits(ours, theirs)
+
+
+def test_frozen_parameters_stand_still() -> None:
+    """No gradient: no decay, no moments; and what they had stays for thawing."""
+    module = nn.Linear(4, 4)
+    optimizer = LayerOptimizer(module, SETTINGS)
+    give([module], 0)
+    optimizer.step(0.1, 1.0)
+    weight, state = module.weight.detach().clone(), {k: v.clone() for k, v in optimizer.state().items()}
+    module.weight.requires_grad_(False)
+    for step in (1, 2):
+        give([module], step)
+        optimizer.step(0.1, 1.0)
+    assert torch.equal(module.weight, weight)
+    for key, value in optimizer.state().items():
+        assert torch.equal(value, state[key]) == key.startswith("weight/")
+    assert state["weight/step"] == 1
+    module.weight.requires_grad_(True)
+    give([module], 3)
+    optimizer.step(0.1, 1.0)
+    assert optimizer.state()["weight/step"] == 2
+    assert not torch.equal(module.weight, weight)
+
+
+@pytest.mark.parametrize("name", ["adamw", "sgd"])
+def test_a_parameter_whose_gradients_come_later(name: Literal["adamw", "sgd"]) -> None:
+    """Beside one that has its state: each goes on as torch's own optimizer for it alone."""
+    settings = OptimizerSettings(name, weight_decay=0.2, betas=(0.8, 0.9), eps=1e-6, momentum=0.9)
+    torch.manual_seed(0)
+    module = nn.ParameterDict({"early": nn.Parameter(torch.randn(3, 4)), "late": nn.Parameter(torch.randn(5, 2))})
+    alone = {key: nn.Parameter(p.detach().clone()) for key, p in module.items()}
+    expected = {
+        key: torch.optim.SGD([p], lr=0.1, momentum=0.9, weight_decay=0.2, fused=True)
+        if name == "sgd"
+        else torch.optim.AdamW([p], lr=0.1, betas=(0.8, 0.9), eps=1e-6, weight_decay=0.2, fused=True)
+        for key, p in alone.items()
+    }
+    ours = LayerOptimizer(module, settings)
+    for step in range(4):
+        for key in ("early", "late") if step >= 2 else ("early",):
+            gradient = torch.randn_like(alone[key])
+            module[key].grad, alone[key].grad = gradient.clone(), gradient
+            expected[key].step()
+        ours.step(0.1)
+        ours.drop_gradients()
+    for key, p in alone.items():
+        assert torch.equal(module[key], p)
+
+
+def test_state_and_load_go_on_with_the_same_bits() -> None:
+    first = nn.Linear(4, 4)
+    optimizer = LayerOptimizer(first, SETTINGS)
+    for step in range(3):
+        give([first], step)
+        optimizer.step(0.1, 1.0)
+    second = copy.deepcopy(first)
+    restored = LayerOptimizer(second, SETTINGS)
+    restored.load({key: value.clone() for key, value in optimizer.state().items()})
+    assert set(optimizer.state()) == {f"{n}/{m}" for n in ("weight", "bias") for m in ("step", "exp_avg", "exp_avg_sq")}
+    for step in range(3, 6):
+        for module, each in ((first, optimizer), (second, restored)):
+            give([module], step)
+            each.step(0.1, 1.0)
+    assert same_bits([first], [second])
+    fresh = LayerOptimizer(copy.deepcopy(first), SETTINGS)
+    assert fresh.state() == {}
+
+
+def test_without_parameters() -> None:
+    optimizer = LayerOptimizer(nn.Tanh(), SETTINGS)
+    optimizer.step(0.1, 1.0)
+    optimizer.load({})
+    assert optimizer.state() == {}
+    assert optimizer.state_bytes == 0
+
+
+def test_shared_parameters_are_left_to_their_owner() -> None:
+    module = nn.Linear(4, 4)
+    optimizer = LayerOptimizer(module, SETTINGS, frozenset({"weight"}))
+    give([module], 0)
+    before = module.weight.detach().clone()
+    optimizer.step(0.1, 1.0)
+    assert torch.equal(module.weight, before)
+    assert {key.split("/")[0] for key in optimizer.state()} == {"bias"}
+
+
+def test_state_bytes() -> None:
+    """Two moments a weight, before the first step and after it (and then a counter each)."""
+    module = nn.Linear(4, 4)
+    optimizer = LayerOptimizer(module, SETTINGS)
+    assert optimizer.state_bytes == 2 * 4 * 20
+    give([module], 0)
+    optimizer.step(0.1, 1.0)
+    assert optimizer.state_bytes == 2 * 4 * 20 + 2 * 4
+    untrained = LayerOptimizer(nn.Linear(4, 4).requires_grad_(False), SETTINGS)
+    assert untrained.state_bytes == 0
+
+
+def test_decay_is_for_matrices() -> None:
+    assert [decays(torch.zeros(shape)) for shape in ((), (3,), (3, 3), (3, 3, 3))] == [False, False, True, True]
+    module = nn.Linear(4, 4)
+    torch.nn.init.ones_(module.weight)
+    torch.nn.init.ones_(module.bias)
+    for p in module.parameters():
+        p.grad = torch.zeros_like(p)
+    LayerOptimizer(module, SETTINGS).step(0.5, 1.0)
+    torch.testing.assert_close(module.weight.detach(), torch.full((4, 4), 1 - 0.5 * 0.2))
+    assert torch.equal(module.bias.detach(), torch.ones(4))
+
+
+@pytest.mark.parametrize("size", [1, 1000, NORM_BLOCK, NORM_BLOCK + 1, 3 * NORM_BLOCK + 17])
+def test_squared_norm(size: int) -> None:
+    gradient = torch.randn(size)
+    total = squared_norm([gradient])
+    assert total == pytest.approx(float(gradient.double().square().sum()), rel=1e-6)
+    assert squared_norm([None, gradient.view(1, -1), None]) == total
+    assert squared_norm([]) == 0.0
+    assert squared_norm([torch.zeros(0)]) == 0.0
+
+
+def test_squared_norm_of_shards() -> None:
+    """Cut at block boundaries, wherever, it is the same number to the last bit."""
+    torch.manual_seed(1)
+    gradient = torch.randn(7 * NORM_BLOCK + 5) * torch.logspace(-4, 4, 7 * NORM_BLOCK + 5)
+    expected = squared_norm([gradient])
+    for cuts in ([1], [3], [2, 5], [1, 2, 3, 4, 5, 6, 7]):
+        bounds = [0, *(c * NORM_BLOCK for c in cuts), len(gradient)]
+        parts = [gradient[a:b] for a, b in pairwise(bounds)]
+        assert squared_norm(parts) == expected
+    matrix = gradient[: 4 * NORM_BLOCK].view(256, -1)
+    assert squared_norm([matrix]) == squared_norm([gradient[: 4 * NORM_BLOCK]])
+
+
+def test_clip_factor() -> None:
+    assert clip_factor(5.0, 0.0) == 1.0
+    assert clip_factor(0.5, 1.0) == 1.0
+    assert clip_factor(1.0, 1.0) == 1.0
+    assert clip_factor(4.0, 1.0) == pytest.approx(0.25)
+    assert clip_factor(math.inf, 1.0) == 0.0
+    gradients = [torch.randn(30), torch.randn(5, 5)]
+    parameters = [nn.Parameter(torch.zeros_like(g)) for g in gradients]
+    for p, g in zip(parameters, gradients, strict=True):
+        p.grad = g.clone()
+    torch.nn.utils.clip_grad_norm_(parameters, 0.5)
+    factor = clip_factor(math.sqrt(squared_norm(gradients)), 0.5)
+    for p, g in zip(parameters, gradients, strict=True):
+        torch.testing.assert_close(p.grad, g * factor)
+
+
+# -- shares (ZeRO-1), masters, taking back -----------------------------------------------------------------------------------
+
+BOTH = [OptimizerSettings(weight_decay=0.2, betas=(0.8, 0.9), eps=1e-6), OptimizerSettings("sgd", weight_decay=0.2, momentum=0.7)]
+PLAIN_SGD = OptimizerSettings("sgd", weight_decay=0.2, momentum=0.0)
+
+
+def large() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(150, 333), nn.LayerNorm(7), nn.Linear(130, 401, bias=False))
+
+
+@given(st.lists(st.integers(0, 5 * NORM_BLOCK), max_size=6), st.integers(1, 5))
+def test_shares_are_whole_blocks_and_even(sizes: list[int], count: int) -> None:
+    shares = [cut(sizes, Share(i, count)) for i in range(count)]
+    held = [0] * count
+    for which, size in enumerate(sizes):
+        at = 0
+        for i in range(count):
+            low, high = shares[i][which]
+            if low < high:
+                assert low == at
+                assert low % NORM_BLOCK == 0
+                at = high
+                held[i] += -(-(high - low) // NORM_BLOCK)
+        assert at == size
+    assert max(held) - min(held) <= 1
+
+
+@pytest.mark.parametrize("settings", BOTH)
+@pytest.mark.parametrize("count", [2, 3])
+def test_shares_leave_the_bits_of_the_whole(settings: OptimizerSettings, count: int) -> None:
+    whole_module, shared_module = large(), large()
+    one = LayerOptimizer(whole_module, settings)
+    parts = [LayerOptimizer(shared_module, settings, share=Share(i, count)) for i in range(count)]
+    for step in range(4):
+        give([whole_module], step)
+        give([shared_module], step)
+        gradients = [p.grad for p in shared_module.parameters() if p.grad is not None]
+        assert fold_blocks(
+            b
+            for name, g in zip(parts[0].ranges, gradients, strict=True)
+            for o in parts
+            for b in block_sums(g.reshape(-1)[slice(*o.ranges[name])])
+        ) == squared_norm(gradients)
+        one.step(0.1, 0.9)
+        for part in parts:
+            part.step(0.1, 0.9)
+    assert same_bits([whole_module], [shared_module])
+    assert sum(part.state_bytes for part in parts) >= one.state_bytes
+    assert max(part.state_bytes for part in parts) < one.state_bytes
+
+
+NO_PAST = [OptimizerSettings(weight_decay=0.2, betas=betas, eps=1e-6) for betas in ((0.0, 0.9), (0.8, 0.0))]
+
+
+@pytest.mark.parametrize("settings", [*BOTH, PLAIN_SGD, *NO_PAST])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("first", [True, False])
+def test_restore_is_exact_and_invert_is_near(settings: OptimizerSettings, dtype: torch.dtype, first: bool) -> None:
+    """A step taken back and made again with another scale leaves what the other scale alone leaves."""
+    plain, kept, inverted = (large().to(dtype) for _ in range(3))
+    optimizers = [LayerOptimizer(m, settings) for m in (plain, kept, inverted)]
+    for module in (plain, kept, inverted):
+        for p in module.parameters():
+            p.grad_dtype = torch.float32
+
+    def gradients(step: int) -> None:
+        for module in (plain, kept, inverted):
+            give([module], step)
+
+    if not first:
+        gradients(0)
+        for optimizer in optimizers:
+            optimizer.step(0.01)
+    gradients(1)
+    before = {key: value.clone() for key, value in optimizers[1].state().items()}
+    optimizers[1].keep()
+    optimizers[1].step(0.01)
+    optimizers[1].restore()
+    assert set(optimizers[1].state()) == set(before)
+    assert all(torch.equal(value, before[key]) for key, value in optimizers[1].state().items())
+    assert same_bits([kept], [plain])
+    optimizers[2].step(0.01)
+    optimizers[2].invert(0.01)
+    assert set(optimizers[2].state()) == set(before)
+    for optimizer in optimizers:
+        optimizer.step(0.01, 0.5)
+    assert same_bits([plain], [kept])
+    for a, b in zip(plain.parameters(), inverted.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5 if dtype is torch.float32 else 1e-2, atol=1e-6 if dtype is torch.float32 else 1e-3)
+
+
+def test_a_master_takes_steps_too_small_for_its_parameter() -> None:
+    module = nn.Linear(4, 4)
+    nn.init.ones_(module.weight)
+    masters = {name: p.detach().clone() for name, p in module.named_parameters()}
+    module.to(torch.bfloat16)
+    optimizer = LayerOptimizer(module, OptimizerSettings(weight_decay=0.0), masters=masters)
+    for p in module.parameters():
+        p.grad_dtype = torch.float32
+    for _ in range(100):
+        for p in module.parameters():
+            p.grad = torch.ones(p.shape)
+        optimizer.step(1e-4)
+    torch.testing.assert_close(optimizer.state()["weight/master"], torch.full((4, 4), 0.99), rtol=1e-4, atol=0)
+    assert torch.equal(module.weight.detach(), optimizer.state()["weight/master"].bfloat16())
+    again = LayerOptimizer(module, OptimizerSettings())
+    again.load(optimizer.state())
+    assert torch.equal(again.state()["weight/master"], optimizer.state()["weight/master"])
+
+
+def test_momentum_that_a_run_without_one_finds() -> None:
+    """It is dropped, or in-place rollback would divide by a momentum of 0."""
+    settings = OptimizerSettings("sgd", momentum=0.0)
+    module = nn.Linear(4, 4)
+    made = LayerOptimizer(module, settings)
+    made.load({f"{name}/momentum_buffer": torch.ones_like(p) for name, p in module.named_parameters()})
+    for _ in range(3):
+        before = module.weight.detach().clone()
+        for p in module.parameters():
+            p.grad = torch.full_like(p, 0.5)
+        made.step(0.1)
+        made.invert(0.1)
+        torch.testing.assert_close(module.weight.detach(), before)
+
+
+def test_in_place_over_two_hundred_rollbacks() -> None:
+    """Each step is first made, taken back by arithmetic, and made again clipped: the drift stays at rounding."""
+    settings = OptimizerSettings(weight_decay=0.1)
+    exact, near = large(), large()
+    one, other = LayerOptimizer(exact, settings), LayerOptimizer(near, settings)
+    for step in range(200):
+        give([exact], step)
+        give([near], step)
+        one.step(1e-3, 0.5)
+        other.step(1e-3)
+        other.invert(1e-3)
+        other.step(1e-3, 0.5)
+    for a, b in zip(exact.parameters(), near.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4)
+
+
+def test_a_norm_takes_little_memory() -> None:
+    """Of a large gradient a part of the squares is there at one time, and the sums are those of all at once."""
+    gradient = torch.randn(40 * _BLOCKS_AT_ONCE // 16, NORM_BLOCK, generator=torch.Generator().manual_seed(0))
+    with Watch() as watch:
+        sums = block_sums(gradient)
+    assert watch.excess(0) < 1.1 * _BLOCKS_AT_ONCE * NORM_BLOCK * 4 < gradient.nbytes
+    assert sums == gradient.square().sum(1).tolist()

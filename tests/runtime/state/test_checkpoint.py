@@ -1,0 +1,438 @@
+"""Checkpoints: any placement reads any checkpoint bit for bit, and what is damaged is never loaded."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import sys
+import zipfile
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from dynmo.balance.partition import Partition
+from dynmo.config import parse
+from dynmo.errors import CheckpointError, RunError
+from dynmo.models.model import Model, from_factories, load_model, next_token_loss
+from dynmo.pipeline.pipeline import Pipeline
+from dynmo.runtime.optim.optimizer import OptimizerSettings
+from dynmo.runtime.state import checkpoint
+from tests.full_disk import full_at
+from tests.pool import Pool
+from tests.runtime.alone import MICROBATCHES, alone, gpt, pipeline, tokens
+from tests.runtime.jobs.migrate import fingerprint
+
+JOBS = "tests.runtime.jobs.checkpoint:"
+
+
+def save(made: Pipeline, folder: Path, step: int, keep: int = 9, state: dict[str, Any] | None = None) -> Path:
+    layers = [(i, (m, o.state())) for i, (m, o) in made.own_layers.items()]
+    return checkpoint.save(made.world, folder, step, made.model.names, layers, state or {}, keep).path
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(p.name for p in folder.iterdir())
+
+
+def flip(path: Path, at: int = -1) -> None:
+    data = bytearray(path.read_bytes())
+    data[at] ^= 1
+    path.write_bytes(bytes(data))
+
+
+@pytest.mark.parametrize(("saved", "loaded"), [([3, 3], [3, 3]), ([3, 3], [1, 2, 3]), ([2, 2, 2], [6]), ([6], [5, 1])])
+def test_any_placement_reads_it(pool: Pool, tmp_path: Path, saved: list[int], loaded: list[int]) -> None:
+    """Weights, moments, counters and what is frozen; and training goes on to the same bits."""
+    before = pool.run(JOBS + "save_and_go_on", len(saved), folder=str(tmp_path), counts=saved)
+    after = pool.run(JOBS + "load_and_go_on", len(loaded), folder=str(tmp_path), counts=loaded)
+    layers = [{k: v for r in results for k, v in r["layers"].items()} for results in (before, after)]
+    assert layers[0] == layers[1]
+    assert len(layers[0]) == 6
+    assert any("optimizer" in name for name in layers[0]["5"])
+    assert not layers[0]["1"]["trains qkv.weight"]
+    assert before[0]["losses"] == after[0]["losses"]
+    assert before[0]["digest"] == after[0]["digest"]
+    written = sum(p.stat().st_size for p in tmp_path.rglob("*") if p.name != "manifest.json" and p.parent != tmp_path and p.is_file())
+    assert all(result["bytes"] == written for result in before)
+
+
+def test_files_in_place_of_partial_checkpoints(tmp_path: Path) -> None:
+    """They are removed like the folders that an interrupted save leaves."""
+    for name in ("step-000001.tmp", "step-000099.tmp", "step-notes.tmp"):
+        (tmp_path / name).write_text("no folder")
+    save(gpt(), tmp_path, 1)
+    assert names(tmp_path) == ["latest", "step-000001"]
+
+
+def test_no_pickles(tmp_path: Path) -> None:
+    path = save(gpt(), tmp_path, 1)
+    files = [p for p in tmp_path.rglob("*") if p.is_file()]
+    assert {p.suffix for p in files} == {"", ".json", ".safetensors"}
+    for file in files:
+        assert not zipfile.is_zipfile(file), "torch.save's files are zips of pickles"
+        start = file.read_bytes()[:9]
+        if file.suffix == ".safetensors":
+            assert start[8:9] == b"{", "safetensors: a length, then JSON"
+        elif file.suffix == ".json":
+            json.loads(file.read_text())
+        else:
+            assert (file.name, file.read_text()) == ("latest", path.name)
+
+
+def test_a_flipped_bit_is_noticed(tmp_path: Path) -> None:
+    """In any file; the message names it, and the checkpoint before is taken."""
+    made = gpt()
+    save(made, tmp_path, 1)
+    newest = save(made, tmp_path, 2)
+    assert checkpoint.find(tmp_path)[0] == newest
+    for file in sorted(p for p in newest.rglob("*") if p.is_file()):
+        flip(file)
+        with pytest.raises(CheckpointError, match=f"{file.name}") as caught:
+            checkpoint.verify(newest)
+        assert str(file) in str(caught.value)
+        path, manifest, problems = checkpoint.find(tmp_path)
+        assert (path.name, manifest.step) == ("step-000001", 1)
+        assert [str(file) in problem for problem in problems] == [True]
+        flip(file)
+    assert checkpoint.find(tmp_path)[1].step == 2
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_ranks_read_a_part_each(pool: Pool, ranks: int, tmp_path: Path) -> None:
+    """And all know what any of them has found."""
+    made = gpt()
+    first, second = save(made, tmp_path, 1), save(made, tmp_path, 2)
+    files = sorted(str(p.relative_to(tmp_path)) for p in second.glob("layer-*/*"))
+    rows = pool.run("tests.runtime.jobs.checkpoint:look_together", ranks, folder=str(tmp_path))
+    assert sorted(name for row in rows for name in row["read"]) == files, "each file once"
+    assert all({Path(name).name for name in row["read"]} == {"layer.json", "tensors.safetensors"} for row in rows)
+    flip(tmp_path / files[-1])
+    for row in pool.run("tests.runtime.jobs.checkpoint:look_together", ranks, folder=str(tmp_path)):
+        assert row["path"] == first.name
+        assert row["problems"] == [f"{tmp_path / files[-1]} is damaged or cannot be read: its SHA-256 is not the manifest's"]
+
+
+def test_what_is_missing_or_torn(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="there is no checkpoint to resume from; start anew with --overwrite"):
+        checkpoint.find(tmp_path / "nowhere")
+    made = gpt()
+    first, second, third = (save(made, tmp_path, step) for step in (1, 2, 3))
+    # A save that was cut off, one that lost its manifest, and what `latest` names is not there.
+    third.rename(third.with_suffix(".tmp"))
+    (second / "manifest.json").unlink()
+    lost = f"{second}/manifest.json cannot be read: No such file or directory"
+    missing = f"{tmp_path}/latest names 'step-000003', which is missing"
+    assert checkpoint.find(tmp_path)[::2] == (first, [lost, missing])
+    (first / "layer-0003" / "layer.json").unlink()
+    with pytest.raises(CheckpointError, match=r"/layer-0003/layer.json is missing$"):
+        checkpoint.verify(first)
+    with pytest.raises(CheckpointError, match=r"no checkpoint is whole; the newest: .*step-000002"):
+        checkpoint.find(tmp_path)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs a file whose every read fails")
+def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
+    made = gpt()
+    first, second = save(made, tmp_path, 1), save(made, tmp_path, 2)
+    file = second / "layer-0003" / "tensors.safetensors"
+    file.unlink()
+    file.symlink_to("/proc/self/mem")  # of this process's memory nothing is at address 0
+    path, _, problems = checkpoint.find(tmp_path)
+    assert path == first
+    assert [f"{file} is damaged or cannot be read" in problem for problem in problems] == [True]
+
+
+def test_only_the_last_are_kept(tmp_path: Path) -> None:
+    """In the order of steps, not of letters, and without what earlier saves left."""
+    made = gpt()
+    (tmp_path / "step-000007.tmp").mkdir()
+    (tmp_path / "notes").mkdir()
+    for step in (5, 999_999, 1_000_000, 1_000_001):
+        save(made, tmp_path, step, keep=2)
+    assert names(tmp_path) == ["latest", "notes", "step-1000000", "step-1000001"]
+    assert checkpoint.find(tmp_path)[1].step == 1_000_001
+    assert (tmp_path / "latest").read_text() == "step-1000001"
+
+
+def test_a_damaged_newer_one_does_not_push_out_the_only_good(tmp_path: Path) -> None:
+    made = gpt()
+    save(made, tmp_path, 4)
+    flip(save(made, tmp_path, 8) / "manifest.json", 3)
+    assert checkpoint.find(tmp_path)[1].step == 4  # so the run went on from there
+    save(made, tmp_path, 6, keep=1)
+    assert names(tmp_path) == ["latest", "step-000006"]
+
+
+def test_a_full_disk_at_any_file(tmp_path: Path) -> None:
+    """One line, whichever file it is. What was there before is whole, and the next save works."""
+    made = gpt(blocks=1)
+    with full_at(-1) as synced:
+        save(made, tmp_path, 1, keep=2)
+    assert len(synced) >= 4 * 3 + 4, "layers (description, tensors, folder), manifest, latest"
+    for number in range(len(synced)):
+        with full_at(number), pytest.raises(RunError) as caught:
+            save(made, tmp_path, 2, keep=2)
+        assert re.fullmatch(
+            r"\S+/step-000002.tmp could not be written \(rank 0: No space left on device\); "
+            "earlier checkpoints are untouched: mend this and go on with --resume",
+            str(caught.value),
+        )
+        assert checkpoint.verify(tmp_path / "step-000001").step == 1
+        assert checkpoint.find(tmp_path)[2] == []
+    save(made, tmp_path, 2, keep=2)
+    assert names(tmp_path) == ["latest", "step-000001", "step-000002"]
+
+
+def test_a_full_disk_on_one_rank(pool: Pool, tmp_path: Path) -> None:
+    """All ranks say the same, and none waits for the one that could not write."""
+    said = pool.run(JOBS + "save_on_a_full_disk", 2, folder=str(tmp_path), full=1)
+    why = "could not be written (rank 1: No space left on device)"
+    assert said == [f"{tmp_path}/step-000001.tmp {why}"] * 2
+    assert names(tmp_path) == []
+
+
+def test_saving_a_step_again_replaces_it(tmp_path: Path) -> None:
+    made = gpt()
+    save(made, tmp_path, 2)
+    made.step(0, *tokens(0), lr=0.1)
+    path = save(made, tmp_path, 2)
+    tensors, _ = checkpoint.load_layer(path, 5, torch.device("cpu"))
+    weight = made.own_layers[5][0].get_parameter("logits.weight")
+    assert torch.equal(tensors["parameter", "logits.weight"], weight)
+    assert tensors["optimizer", "logits.weight/step"] == 1
+
+
+def test_state_reads_back_exactly(tmp_path: Path) -> None:
+    values = torch.rand(500, dtype=torch.float64) * torch.logspace(-300, 300, 500, dtype=torch.float64)
+    state = {"numbers": values.tolist(), "nested": {"frozen": [0, 1], "text": "é\n", "none": None, "flag": True}}
+    save(gpt(), tmp_path, 1, state=state)
+    assert checkpoint.find(tmp_path)[1].state == state
+
+
+def test_another_model_is_refused(tmp_path: Path) -> None:
+    path = save(gpt(), tmp_path, 1)
+    other = gpt(hidden=24)
+    before = other.digest()
+    with pytest.raises(CheckpointError, match=r"layer 0 \(embedding\): tokens.weight is \(256, 16\) in the checkpoint, \(256, 24\) in the"):
+        other.restore(0, *checkpoint.load_layer(path, 0, torch.device("cpu")))
+    assert other.digest() == before
+
+
+def test_a_buffer_that_a_forward_has_made(tmp_path: Path) -> None:
+    """It comes back; but not to a model without the module that has it."""
+
+    class Counting(nn.Linear):
+        def forward(self, input: Tensor) -> Tensor:
+            self._buffers["seen"] = torch.ones(1)
+            return super().forward(input)
+
+    def model(inside: bool, registers: bool = True) -> Model:
+        def middle() -> nn.Module:
+            made = Counting(8, 8, bias=False)
+            if registers:
+                made.register_buffer("seen", None)
+            return nn.Sequential(nn.Identity(), made) if inside else made
+
+        factories = [partial(nn.Embedding, 256, 8), middle, partial(nn.Linear, 8, 256)]
+        return from_factories(["tokens", "middle", "head"], factories, 0, next_token_loss)
+
+    made = pipeline(model(True))
+    made.step(0, *tokens(0), lr=0.1)
+    arrived = checkpoint.load_layer(save(made, tmp_path, 1), 1, torch.device("cpu"))
+    for registers in (True, False):
+        other = pipeline(model(True, registers))
+        other.restore(1, *arrived)
+        assert dict(other.own_layers[1][0].named_buffers())["1.seen"].tolist() == [1.0]
+    tensors = {(section, key.removeprefix("1.") if section == "parameter" else key): t for (section, key), t in arrived[0].items()}
+    with pytest.raises(CheckpointError, match=r"layer 1 \(middle\): the checkpoint has the buffer 1.seen, the config's model has not; "):
+        checkpoint.fit(1, "middle", model(False).build([1])[1], tensors)
+
+
+def test_a_version_of_tomorrow(tmp_path: Path) -> None:
+    path = save(gpt(), tmp_path, 1)
+    manifest = json.loads((path / "manifest.json").read_text()) | {"version": 3}
+    (path / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(CheckpointError, match="has version 3; this dynmo reads versions 1 and 2"):
+        checkpoint.verify(path)
+
+
+def unsealed(path: Path, **changes: object) -> None:
+    """Gives a checkpoint the manifest that version 1 had."""
+    manifest = json.loads((path / "manifest.json").read_text())
+    manifest.pop("sha256", None)
+    (path / "manifest.json").write_text(json.dumps(manifest | {"version": 1} | changes, indent=1))
+
+
+def test_every_flipped_bit_of_a_manifest_is_noticed(tmp_path: Path) -> None:
+    """Also in white space, in the hash itself, and in the version."""
+    file = save(gpt(), tmp_path, 1, state={"partition": [6], "loss": 0.5}) / "manifest.json"
+    text = bytearray(file.read_bytes())
+    unnoticed: list[int] = []
+    with file.open("r+b", buffering=0) as handle:
+        for bit in range(8 * len(text)):
+            at = bit // 8
+            for byte in (text[at] ^ 1 << bit % 8, text[at]):
+                handle.seek(at)
+                handle.write(bytes([byte]))
+                if byte != text[at]:
+                    with contextlib.suppress(CheckpointError):
+                        checkpoint.verify(file.parent)
+                        unnoticed.append(bit)
+    assert unnoticed == []
+    assert checkpoint.verify(file.parent).step == 1
+
+
+def test_a_manifest_that_does_not_fit_its_folder(tmp_path: Path) -> None:
+    """Also without a hash of its own it must be that of this folder, and list all files."""
+    path = save(gpt(), tmp_path, 1)
+    files = json.loads((path / "manifest.json").read_text())["files"]
+    unsealed(path)
+    assert checkpoint.verify(path).step == 1
+    unsealed(path, step=2)
+    with pytest.raises(CheckpointError, match="step-000001 has the manifest of step 2"):
+        checkpoint.verify(path)
+    for wrong in ({}, dict(list(files.items())[:-1]), files | {"layer-0009/layer.json": ""}):
+        unsealed(path, step=1, files=wrong)
+        with pytest.raises(CheckpointError, match="its files are not those of its layers"):
+            checkpoint.verify(path)
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ('{"version": 1', "it is not valid JSON"),
+        ("", "it is not valid JSON"),
+        ("[]", "it holds no object"),
+        ('{"version": 1, "step": 1, "layers": [], "state": {}}', "its field files is missing"),
+        ('{"version": "1", "step": 1, "layers": [], "files": {}, "state": {}}', "its field version has a wrong value"),
+        ('{"version": 1, "step": 1, "layers": ["a", 2], "files": {}, "state": {}}', "its field layers.1 has a wrong value"),
+        ('{"version": 1, "step": 1, "layers": [], "files": {}, "state": {}, "a": 1}', "its field a is not one that this dynmo knows"),
+    ],
+)
+def test_a_damaged_manifest_is_told_in_plain_words(tmp_path: Path, text: str, says: str) -> None:
+    path = save(gpt(), tmp_path, 1)
+    (path / "manifest.json").write_text(text)
+    with pytest.raises(CheckpointError) as caught:
+        checkpoint.verify(path)
+    assert str(caught.value) == f"{path}/manifest.json is damaged: {says}"
+    (path / "manifest.json").unlink()
+    with pytest.raises(CheckpointError, match=r"manifest.json cannot be read: No such file or directory$"):
+        checkpoint.verify(path)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "says"),
+    [
+        ("{", "", "it is not valid JSON"),
+        ('"float32"', '"float33"', "it has the dtype 'float33', which this dynmo does not know"),
+        ('"layer":0', '"layer":"a"', "its field layer has a wrong value"),
+    ],
+)
+def test_so_is_what_a_layer_says_of_itself(tmp_path: Path, old: str, new: str, says: str) -> None:
+    file = save(gpt(), tmp_path, 1) / "layer-0000" / "layer.json"
+    text = file.read_text()
+    assert old in text
+    file.write_text(text.replace(old, new))
+    with pytest.raises(CheckpointError) as caught:
+        checkpoint.load_layer(file.parents[1], 0, torch.device("cpu"))
+    assert str(caught.value) == f"{file} is damaged: {says}"
+
+
+@pytest.mark.parametrize("function", ["bare", "layers"])
+def test_layers_without_tensors_and_with_complex_ones(tmp_path: Path, function: str) -> None:
+    config = parse({"model": {"kind": f"python:tests.models.user_model:{function}"}})
+    made, other = pipeline(load_model(config)), pipeline(load_model(config))
+    made.step(0, *tokens(0), lr=0.1)
+    path = save(made, tmp_path, 1)
+    checkpoint.verify(path)
+    for index in other.own_layers:
+        other.restore(index, *checkpoint.load_layer(path, index, torch.device("cpu")))
+        assert fingerprint(*other.own_layers[index]) == fingerprint(*made.own_layers[index])
+
+
+def test_tied_weights_stay_tied(tmp_path: Path) -> None:
+    """Saved as two, restored as one."""
+    made = gpt(tied=True)
+    made.step(0, *tokens(0), lr=0.1)
+    path = save(made, tmp_path, 1)
+    other = gpt(tied=True)
+    for index in other.own_layers:
+        other.restore(index, *checkpoint.load_layer(path, index, torch.device("cpu")))
+    for each in (made, other):
+        for step in (1, 2):
+            each.step(step, *tokens(step), lr=0.1)
+    for index, (module, optimizer) in made.own_layers.items():
+        assert fingerprint(*other.own_layers[index]) == fingerprint(module, optimizer)
+    modules = other.own_layers
+    assert torch.equal(modules[0][0].get_parameter("tokens.weight"), modules[5][0].get_parameter("logits.weight"))
+
+
+@pytest.mark.parametrize(("saved", "resumed"), [("adamw", "sgd"), ("sgd", "adamw")])
+def test_another_optimizer_is_refused(tmp_path: Path, saved: str, resumed: str) -> None:
+    """Its moments would be dropped, or missed in the middle of a step."""
+
+    def made(name: Any) -> Pipeline:
+        settings = OptimizerSettings(name, momentum=0.9)
+        model = load_model(parse({"model": {"blocks": 1, "hidden": 16, "heads": 2, "sequence": 8}}))
+        return Pipeline(alone(), model, Partition((4,)), schedule="zb-h1", microbatches=MICROBATCHES, optimizer=settings)
+
+    first = made(saved)
+    first.step(0, *tokens(0), lr=0.1)
+    path = save(first, tmp_path, 1)
+    with pytest.raises(
+        CheckpointError, match=r"layer 0 \(embedding\): the checkpoint has tokens.weight/.* of the optimizer, which the con"
+    ):
+        made(resumed).restore(0, *checkpoint.load_layer(path, 0, torch.device("cpu")))
+
+
+def test_a_weight_tied_since_is_refused(tmp_path: Path) -> None:
+    first = gpt()
+    first.step(0, *tokens(0), lr=0.1)
+    path = save(first, tmp_path, 1)
+    with pytest.raises(CheckpointError, match=r"layer 5 .* has logits.weight/step of the optimizer, .* train.optimizer and model.tied"):
+        gpt(tied=True).restore(5, *checkpoint.load_layer(path, 5, torch.device("cpu")))
+
+
+def test_what_a_module_makes_for_itself_is_its_own_where_the_shape_is_another(tmp_path: Path) -> None:
+    """Rotary tables belong to the sequence's length, which a resumed run may have otherwise."""
+    path = save(gpt(), tmp_path, 1)
+    longer = gpt(sequence=16)
+    tables = {name: buffer.clone() for name, buffer in longer.modules[1].named_buffers()}
+    layer = checkpoint.load_layer(path, 1, torch.device("cpu"))
+    longer.restore(1, *layer)
+    for name, buffer in longer.modules[1].named_buffers():
+        assert torch.equal(buffer, tables[name])
+        assert buffer.shape != layer[0]["buffer", name].shape, "the saved one is shorter"
+    for name, parameter in longer.modules[1].named_parameters():
+        assert torch.equal(parameter, layer[0]["parameter", name])
+    longer.step(0, *tokens(0, sequence=16), lr=0.1)
+
+
+def test_buffers_of_a_checkpoint(tmp_path: Path) -> None:
+    """Those that the model has are taken, also what a module makes for itself; one that the model lacks it may make in a forward."""
+
+    def made(names: list[str], value: float = 1.0) -> Pipeline:
+        def middle() -> nn.Module:
+            layer = nn.Linear(8, 8)
+            for name in names:
+                layer.register_buffer(name, torch.full((8,), value), persistent=name != "own")
+            return layer
+
+        factories = [partial(nn.Embedding, 256, 8), middle, partial(nn.Linear, 8, 256)]
+        return pipeline(from_factories(["tokens", "middle", "head"], factories, 0, next_token_loss))
+
+    path = save(made(["mean", "own"], 3.0), tmp_path, 1)
+    layer = checkpoint.load_layer(path, 1, torch.device("cpu"))
+    same = made(["mean", "own"])
+    same.restore(1, *layer)
+    assert all((buffer == 3).all() for buffer in same.modules[1].buffers())
+    less = made([])
+    less.restore(1, *layer)
+    assert dict(less.modules[1].named_buffers())["mean"].tolist() == [3.0] * 8
+    with pytest.raises(CheckpointError, match="the config's model has the buffer scale, the checkpoint has not; resume with the config"):
+        made(["mean", "scale"]).restore(1, *layer)

@@ -1,0 +1,270 @@
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
+from random import Random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dynmo.cost.layer_cost import Costs, StageCost, uniform_costs
+from dynmo.errors import ScheduleError
+from dynmo.schedule.automatic.exact import PROVEN, exact
+from dynmo.schedule.bounds import Objective, lower_bound
+from dynmo.schedule.generators import make_schedule, one_f_one_b, zb_h1, zb_h2
+from dynmo.schedule.op import Kind, Op, Schedule, dependencies, to_text, validate
+from dynmo.schedule.simulator import peak_memory, simulate
+from tests.schedule.samples import schedules, wander, whole_costs
+
+TABLE_5 = json.loads((Path(__file__).parents[2] / "facts" / "zero_bubble_table5.json").read_text())["rows"]
+
+
+def length(schedule: Schedule, costs: Costs, objective: Objective = Objective.SPAN) -> float:
+    timeline = simulate(schedule, costs)
+    return timeline.span if objective is Objective.SPAN else timeline.makespan
+
+
+def published(model: str, ranks: int) -> Costs:
+    row = next(row for row in TABLE_5 if row["model"] == model)
+    return uniform_costs(ranks, row["t_f_ms"], row["t_b_ms"], row["t_w_ms"], row["t_comm_ms"], row["w_memory_share"])
+
+
+@contextmanager
+def solver_alone() -> Iterator[None]:
+    """Within, the solver proves everything by itself."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("dynmo.schedule.automatic.exact.lower_bound", lambda *_: 0.0)
+        yield
+
+
+def apart(schedule: Schedule) -> Schedule:
+    """With B and W instead of BW."""
+
+    def parts(op: Op) -> list[Op]:
+        return [op._replace(kind=kind) for kind in (Kind.B, Kind.W)] if op.kind is Kind.BW else [op]
+
+    return replace(schedule, ops=tuple(tuple(part for op in row for part in parts(op)) for row in schedule.ops))
+
+
+# -- every order there is -------------------------------------------------------------------------------------------------
+
+
+def orders(ops: Sequence[Op], frame: Schedule) -> Iterator[tuple[Op, ...]]:
+    """Every order of one rank's ops that no other rank has to be looked at to accept."""
+    if not ops:
+        yield ()
+        return
+    left = set(ops)
+    for op in ops:
+        earlier = op.microbatch and op._replace(microbatch=op.microbatch - 1) in left
+        if not earlier and not any(d.op in left for d in dependencies(frame, op)):
+            for rest in orders([other for other in ops if other != op], frame):
+                yield (op, *rest)
+
+
+def shortest(frame: Schedule, costs: Costs, caps: Sequence[float], objective: Objective) -> float | None:
+    """The least length of any schedule with `frame`'s ops that fits, by trying each; None where none fits."""
+    fitting = (
+        [row for row in orders(own, frame) if peak_memory(replace(frame, ops=(row,)), costs)[0] <= cap * (1 + 1e-9)]
+        for own, cap in zip(frame.ops, caps, strict=True)
+    )
+    found: list[float] = []
+    for rows in product(*fitting):
+        tried = replace(frame, ops=rows)
+        try:
+            found.append(length(tried, costs, objective))
+        except ScheduleError:  # the ranks wait for each other
+            continue
+    return min(found, default=None)
+
+
+def hold(costs: Costs, data: st.DataObject) -> list[float]:
+    """Caps between one microbatch and three."""
+    return [data.draw(st.floats(1, 3)) * c.mem_f for c in costs.stages]
+
+
+@pytest.mark.parametrize(("p", "m"), [(1, 3), (2, 2), (2, 3), (3, 2)])
+@settings(max_examples=12)
+@given(data=st.data())
+def test_agrees_with_every_order_there_is(p: int, m: int, data: st.DataObject) -> None:
+    costs, first_trainable = data.draw(whole_costs(p)), data.draw(st.sampled_from([0, 0, p - 1]))
+    caps, objective = hold(costs, data), data.draw(st.sampled_from(Objective))
+    with nullcontext() if data.draw(st.booleans()) else solver_alone():
+        found = exact(costs, m, caps=caps, first_trainable=first_trainable, objective=objective, workers=1)
+    validate(found.schedule)
+    least = shortest(found.schedule, costs, caps, objective)
+    assert found.proven
+    assert found.bound == length(found.schedule, costs, objective) == least
+
+
+@pytest.mark.parametrize(
+    ("seed", "objective"), [(0, Objective.SPAN), (1, Objective.MAKESPAN), (2, Objective.MAKESPAN), (3, Objective.SPAN)]
+)
+def test_agrees_where_a_rank_holds_two_stages(seed: int, objective: Objective) -> None:
+    random = Random(seed)
+    stages = (StageCost(random.randint(1, 9), random.randint(1, 9), random.randint(0, 9), 3, -2, -1) for _ in range(3))
+    costs = Costs(tuple(stages), (random.randint(0, 3), random.randint(0, 3)))
+    start = apart(wander((0, 1, 0), 2, seed % 2, random))
+    caps = list(peak_memory(start, costs))
+    found = exact(costs, 2, caps=caps, first_trainable=seed % 2, objective=objective, start=start, workers=1)
+    assert found.proven
+    assert found.bound == length(found.schedule, costs, objective) == shortest(start, costs, caps, objective)
+
+
+def test_agrees_where_a_backward_adds_memory() -> None:
+    # What W needs of a lone linear layer is its input and its output's gradient: more than F left behind.
+    costs = Costs((StageCost(2, 1, 1, 1, 1, -2), StageCost(1, 3, 2, 2, -1, -1)), (0.5,))
+    for caps in ([2, 2], [3, 4], [4, 2], [5, 6]):
+        found = exact(costs, 3, caps=caps, workers=1)
+        assert found.bound == length(found.schedule, costs) == shortest(found.schedule, costs, caps, Objective.SPAN)
+    with pytest.raises(ScheduleError, match="microbatch on stage 0 needs 2, over its limit"):
+        exact(costs, 3, caps=[1.5, 9])
+
+
+# -- what always holds ----------------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=25)
+@given(schedules(), st.sampled_from(Objective), st.floats(1, 1.5), st.data())
+def test_never_worse_than_its_start_and_never_over_a_cap(start: Schedule, objective: Objective, room: float, data: st.DataObject) -> None:
+    costs = data.draw(whole_costs(start.stages))
+    caps = [room * peak for peak in peak_memory(start, costs)]
+    given_ = {"caps": caps, "first_trainable": start.first_trainable, "objective": objective}
+    found = exact(costs, start.microbatches, start=start, seconds=0.3, workers=1, **given_)
+    validate(found.schedule)
+    assert (found.schedule.name, found.schedule.placement) == (start.name, start.placement)
+    assert found.bound <= length(found.schedule, costs, objective) <= length(start, costs, objective)
+    assert all(peak <= cap * (1 + 1e-9) for peak, cap in zip(peak_memory(found.schedule, costs), caps, strict=True))
+
+
+@settings(max_examples=10)
+@given(st.integers(2, 4), st.integers(1, 5), st.data())
+def test_bound_holds_for_times_that_have_no_common_unit(p: int, m: int, data: st.DataObject) -> None:
+    times = st.floats(0.01, 1)
+    costs = Costs(tuple(StageCost(data.draw(times), data.draw(times), data.draw(times)) for _ in range(p)), (data.draw(times),) * (p - 1))
+    found = exact(costs, m, caps=[p] * p, workers=1)
+    tried = [zb_h1(p, m), one_f_one_b(p, m), wander(range(p), m, 0, data.draw(st.randoms(use_true_random=False)))]
+    assert found.proven
+    assert found.bound <= length(found.schedule, costs) <= found.bound * (1 + PROVEN)
+    assert all(found.bound <= length(schedule, costs) for schedule in tried if max(peak_memory(schedule, costs)) <= p)
+
+
+# -- the figures of the contract ------------------------------------------------------------------------------------------
+
+# What the best schedule takes: of equal times, of the 1.5B and of the 6.2B model.
+BEST = {
+    (3, 4, 1): {"equal": 14, "1.5B": 243.13, "6.2B": 399.042},
+    (4, 6, 1): {"equal": 21, "1.5B": 364.695, "6.2B": 598.563},
+    (4, 8, 2): {"equal": 24, "1.5B": 415.631, "6.2B": 673.871},
+}
+
+
+@pytest.mark.parametrize("alone", [False, True], ids=["", "by the solver alone"])
+@pytest.mark.parametrize("model", ["equal", "1.5B", "6.2B"])
+@pytest.mark.parametrize(("p", "m", "k"), BEST)
+def test_proven_in_under_five_seconds(p: int, m: int, k: int, model: str, alone: bool) -> None:
+    costs, caps = uniform_costs(p, 1, 1, 1) if model == "equal" else published(model, p), [k * p] * p
+    with solver_alone() if alone else nullcontext():
+        found = exact(costs, m, caps=caps, seconds=5)
+    assert found.proven
+    assert found.seconds < 5
+    assert found.bound == pytest.approx(length(found.schedule, costs), rel=1e-9) == pytest.approx(BEST[p, m, k][model], rel=1e-9)
+    assert max(peak_memory(found.schedule, costs)) <= k * p * (1 + 1e-9)
+    assert 0.99 * found.bound <= lower_bound(costs, m, 0, Objective.SPAN, caps) <= found.bound * (1 + 1e-9)
+
+
+def test_few_microbatches_are_met_by_the_formula() -> None:
+    for m in (2, 3, 4):
+        assert exact(uniform_costs(4, 3, 4, 2), m, caps=[4] * 4).bound == (m + 4 - 1) * (3 + 4) + 2
+
+
+def test_improves_a_start_and_keeps_its_name() -> None:
+    costs = published("1.5B", 4)
+    found = exact(costs, 8, caps=[8] * 4, start=zb_h2(4, 8))
+    assert found.schedule.name == "zb-h2"
+    assert length(found.schedule, costs) < 0.98 * length(zb_h2(4, 8), costs)
+    # A start that cannot be improved comes back as it is, though its backward is one op.
+    tight = exact(uniform_costs(3, 1, 1, 0), 3, caps=[3] * 3, start=one_f_one_b(3, 3))
+    assert tight.proven
+    assert to_text(tight.schedule) == to_text(one_f_one_b(3, 3))
+
+
+def test_ends_in_time_and_says_that_nothing_is_proven() -> None:
+    costs, start = published("6.2B", 8), zb_h2(8, 24)  # it takes many seconds to prove
+    found = exact(costs, 24, caps=[16] * 8, start=start, seconds=0.5)
+    assert found.seconds < 5
+    assert not found.proven
+    assert found.bound < length(found.schedule, costs) <= length(start, costs)
+
+
+def test_does_not_even_begin_with_a_large_case() -> None:
+    costs = published("1.5B", 32)
+    found = exact(costs, 128, start=zb_h1(32, 128), seconds=5)
+    assert found.seconds < 5
+    assert (found.schedule, found.bound, found.proven) == (zb_h1(32, 128), lower_bound(costs, 128), False)
+
+
+def test_no_work_at_all() -> None:
+    assert exact(uniform_costs(2, 0, 0, 0), 3).bound == 0
+
+
+# -- bad input ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_cap_that_admits_nothing_is_refused_in_one_line() -> None:
+    with pytest.raises(ScheduleError) as error:
+        exact(uniform_costs(4, 1, 1, 1), 4, caps=[4, 4, 0.9, 4])
+    assert "stage 2 needs 1, over its limit of 0.9" in str(error.value)
+    assert "\n" not in str(error.value)
+    # A frozen stage holds nothing, so it needs no room.
+    assert exact(uniform_costs(4, 1, 1, 1), 4, caps=[0, 0, 4, 4], first_trainable=2).proven
+
+
+def test_one_microbatch_at_a_time_always_fits() -> None:
+    costs = uniform_costs(3, 1, 1, 1)
+    found = exact(costs, 3, caps=[1] * 3)
+    assert peak_memory(found.schedule, costs) == (1, 1, 1)
+    assert found.proven
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"start": zb_h1(4, 6), "caps": [4, 4]}, "2 memory limits for 4 ranks; give one per rank (inf: none)"),
+        (
+            {"start": zb_h1(4, 6), "caps": [4, float("nan"), 4, 4]},
+            "start 'zb-h1' holds 3.5 on rank 1, over its cap of nan; give a start that fits, or none",
+        ),
+        ({"start": zb_h1(4, 5)}, "start 'zb-h1' has 5 microbatches and first trainable stage 0; asked for are 6 and 0"),
+        ({"start": zb_h2(4, 6), "caps": [4] * 4}, "start 'zb-h2' holds 6 on rank 0, over its cap of 4; give a start that fits, or none"),
+        ({"start": make_schedule("zb-h1", 3, 6)}, "start 'zb-h1' has 3 stages, but costs are given for 4"),
+        (
+            {"start": Schedule("back", 6, (0, 0, 1, 1), wander((0, 0, 1, 1), 6, 0, Random(1)).ops)},
+            "start 'back' has placement (0, 0, 1, 1); the first 2 stages must lie one on each rank",
+        ),
+    ],
+)
+def test_bad_input(given: dict, message: str) -> None:
+    with pytest.raises(ScheduleError) as error:
+        exact(uniform_costs(4, 1, 1, 1), 6, **given)
+    assert str(error.value) == message
+
+
+def test_without_the_solver(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ortools.sat.python", None)
+    with pytest.raises(ScheduleError) as error:
+        exact(published("1.5B", 4), 8, caps=[8] * 4, start=zb_h2(4, 8))
+    assert str(error.value) == "exact schedules need OR-tools, which is not installed: pip install ortools"
+
+
+def test_the_schedule_it_finds() -> None:
+    """Warm-up of two where memory would let rank 0 have four: the first B can only come back so soon."""
+    found = exact(uniform_costs(2, 1, 1, 1), 3, caps=[2, 2], workers=1)
+    assert [op.kind for op in found.schedule.ops[0][:2]] == [Kind.F, Kind.F]
+    assert found.bound == lower_bound(uniform_costs(2, 1, 1, 1), 3) + 1

@@ -1,0 +1,256 @@
+from __future__ import annotations
+
+import json
+import math
+import os
+import random
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import mean, median
+
+import numba
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dynmo.cost.layer_cost import Costs, StageCost, uniform_costs
+from dynmo.errors import ScheduleError
+from dynmo.schedule.automatic import _zero_bubble_loops as _auto_core
+from dynmo.schedule.automatic.zero_bubble import automatic
+from dynmo.schedule.bounds import Objective, lower_bound
+from dynmo.schedule.generators import make_schedule
+from dynmo.schedule.op import Schedule, to_text, validate
+from dynmo.schedule.simulator import Timeline, peak_memory, simulate
+
+TABLE_5 = json.loads((Path(__file__).parents[2] / "facts" / "zero_bubble_table5.json").read_text())["rows"]
+
+
+def reached(timeline: Timeline, objective: Objective) -> float:
+    return timeline.span if objective is Objective.SPAN else timeline.makespan
+
+
+def fits(schedule: Schedule, costs: Costs, caps: Sequence[float]) -> bool:
+    return all(peak <= cap * (1 + 1e-9) for peak, cap in zip(peak_memory(schedule, costs), caps, strict=True))
+
+
+def table_5(row: dict) -> tuple[Costs, int, int]:
+    costs = uniform_costs(row["ranks"], row["t_f_ms"], row["t_b_ms"], row["t_w_ms"], row["t_comm_ms"], row["w_memory_share"])
+    return costs, row["ranks"], row["microbatches"]
+
+
+def test_by_eye() -> None:
+    # With the memory of 1F1B it is ZB-H1's; with twice as much no rank waits once it has started.
+    costs = uniform_costs(3, 1, 1, 1)
+    tight, wide = automatic(costs, 6, caps=[3] * 3), automatic(costs, 6, caps=[6] * 3)
+    assert simulate(tight, costs).span == simulate(make_schedule("zb-h1", 3, 6), costs).span == 20
+    assert simulate(wide, costs).span == 18
+    assert (
+        to_text(automatic(costs, 3, caps=[3] * 3))
+        == """\
+# zb-auto  ranks=3 microbatches=3 placement=0,1,2
+0 | F0 F1 F2 B0 W0 B1 W1 B2 W2
+1 | F0 F1 F2 B0 W0 B1 W1 B2 W2
+2 | F0 B0 F1 B1 F2 B2 W0 W1 W2
+"""
+    )
+
+
+@pytest.mark.parametrize("row", TABLE_5, ids=lambda row: f"{row['model']}-{row['ranks']}x{row['microbatches']}")
+def test_published_cases(row: dict) -> None:
+    costs, p, m = table_5(row)
+    for k in (1, 2):
+        made = automatic(costs, m, caps=[k * p] * p)
+        assert fits(made, costs, [k * p] * p)
+        bubble = simulate(made, costs).bubble_ratio
+        assert round(bubble, 4) <= row["bubble"][f"zb-{k}p"]
+        # At the memory of 1F1B the bound is met: nothing is left to find.
+        bound = 1 - m * costs.stages[0].seconds / lower_bound(costs, m, caps=[k * p] * p)
+        assert bound <= bubble + 1e-9
+        if k == 1:
+            assert bubble == pytest.approx(bound)
+
+
+def test_better_than_published_where_the_bound_leaves_room() -> None:
+    better = room = 0
+    for row in TABLE_5:
+        costs, p, m = table_5(row)
+        for k in (1, 2):
+            bound = 1 - m * costs.stages[0].seconds / lower_bound(costs, m, caps=[k * p] * p)
+            if round(bound, 4) < row["bubble"][f"zb-{k}p"]:
+                room += 1
+                better += round(simulate(automatic(costs, m, caps=[k * p] * p), costs).bubble_ratio, 4) < row["bubble"][f"zb-{k}p"]
+    assert room == 10
+    assert better >= 9
+
+
+@given(st.integers(1, 12), st.data())
+def test_few_microbatches_of_equal_times(p: int, data: st.DataObject) -> None:
+    # The best there is for m <= p, and ZB-H1 misses it where W < F.
+    m, f, b = data.draw(st.integers(1, p)), data.draw(st.integers(1, 9)), data.draw(st.integers(1, 9))
+    w = data.draw(st.integers(0, f))
+    costs = uniform_costs(p, f, b, w)
+    for objective in Objective if w <= b else (Objective.SPAN,):
+        assert reached(simulate(automatic(costs, m, objective=objective), costs), objective) == (m + p - 1) * (f + b) + w
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> tuple[Costs, int, list[float], int]:
+    """Any costs, with a B that frees or takes memory, and caps down to the least for one microbatch."""
+    p, m = draw(st.integers(1, 6)), draw(st.integers(1, 14))
+    times = st.integers(0, 9)
+    stages: list[StageCost] = []
+    caps: list[float] = []
+    first_trainable = draw(st.integers(0, p - 1))
+    for stage in range(p):
+        activation, stash = draw(st.integers(0, 6)), draw(st.integers(0, 6))
+        trains = stage >= first_trainable
+        stages.append(
+            StageCost(draw(times), draw(times) * trains, draw(times) * trains, activation, stash - activation, -stash),
+        )
+        caps.append(draw(st.one_of(st.just(math.inf), st.integers(0, 12))) + (max(activation, stash) if trains else 0))
+    return Costs(tuple(stages), tuple(draw(times) for _ in range(p - 1))), m, caps, first_trainable
+
+
+@settings(max_examples=150)
+@given(cases(), st.sampled_from(Objective))
+def test_always_a_schedule_that_fits(case: tuple[Costs, int, list[float], int], objective: Objective) -> None:
+    costs, m, caps, first_trainable = case
+    made = automatic(costs, m, caps=caps, first_trainable=first_trainable, objective=objective)
+    validate(made)
+    assert (made.name, made.microbatches, made.first_trainable) == ("zb-auto", m, first_trainable)
+    assert made.placement == tuple(range(len(costs.stages)))
+    assert fits(made, costs, caps)
+    time = reached(simulate(made, costs), objective)
+    assert lower_bound(costs, m, first_trainable, objective, caps) <= time * (1 + 1e-9)
+    # A budget in ops, not in seconds: what is made is always the same, and no worse than what is made by hand.
+    assert automatic(costs, m, caps=caps, first_trainable=first_trainable, objective=objective) == made
+    # (1F1B's fused backward hides the memory that a B takes until its W, so it is left out where one does.)
+    for name in ("1f1b", "zb-h1", "zb-h2") if all(cost.mem_b <= 0 for cost in costs.stages) else ("zb-h1", "zb-h2"):
+        by_hand = make_schedule(name, len(costs.stages), m, first_trainable)
+        if fits(by_hand, costs, caps):
+            assert time <= reached(simulate(by_hand, costs), objective) * (1 + 1e-9)
+
+
+def uneven(rng: random.Random) -> tuple[Costs, Costs, int, list[float], int]:
+    """Costs, the same with every stage's times at the median, m, caps, first trainable: as in `benchmarks.planner`, but smaller."""
+    p = rng.randint(2, 12)
+    m, spread, first = rng.randint(1, 4 * p), rng.uniform(0, 0.6), rng.choice((0, 0, 0, 0, p // 3))
+    base = (10.0, rng.uniform(8, 14), rng.uniform(4, 10))
+    times = [[x * (1 + rng.uniform(-spread, spread)) for x in base] for _ in range(p)]
+    middle = [median(column) for column in zip(*times[first:], strict=True)]
+    memory = [(x := rng.uniform(0.6, 1.4), x * rng.uniform(0.2, 0.8)) for _ in range(p)]
+    caps = [held * rng.uniform(1, 2) * p for held, _ in memory]
+    links = tuple(rng.uniform(0, 2) for _ in range(p - 1))
+
+    def costs(rows: list[list[float]]) -> Costs:
+        stages: list[StageCost] = []
+        for (f, b, w), (held, stash) in zip(rows, memory, strict=True):
+            trains = len(stages) >= first
+            stages.append(StageCost(f, b * trains, w * trains, held, stash - held, -stash))
+        return Costs(tuple(stages), links)
+
+    return costs(times), costs([middle] * p), m, caps, first
+
+
+def test_uneven_stages_are_worth_knowing() -> None:
+    rng = random.Random(0)
+    spans: list[tuple[float, float]] = []
+    for _ in range(150):
+        costs, flat, m, caps, first = uneven(rng)
+        known, blind = (automatic(given, m, caps=caps, first_trainable=first) for given in (costs, flat))
+        assert fits(known, costs, caps)
+        spans.append((simulate(known, costs).span, simulate(blind, costs).span))
+    assert mean(known / blind for known, blind in spans) < 1 - 0.015
+
+
+@pytest.mark.parametrize("p", [1, 5])
+@pytest.mark.parametrize("m", [1, 7])
+@pytest.mark.parametrize("scale", [0.0, 1e-310, 1e-300, 1.0, 1e300])
+def test_any_unit(p: int, m: int, scale: float) -> None:
+    costs = uniform_costs(p, scale, scale, scale, scale / 4)
+    assert simulate(automatic(costs, m, caps=[2 * p] * p), costs).span == pytest.approx(
+        scale * simulate(automatic(uniform_costs(p, 1, 1, 1, 0.25), m, caps=[2 * p] * p), uniform_costs(p, 1, 1, 1, 0.25)).span, rel=1e-6
+    )
+
+
+@pytest.mark.parametrize(
+    ("keywords", "message"),
+    [
+        ({"microbatches": 0}, "3 ranks and 0 microbatches"),
+        ({"first_trainable": 3}, "first trainable stage 3 of 3"),
+        ({"caps": [1, 2]}, "2 memory limits for 3 stages"),
+        ({"caps": [9, 0.5, 9]}, "one microbatch on stage 1 needs 1, over its limit of 0.5; a limit of 1 would fit"),
+        ({"caps": [9, 9, math.nan]}, "stage 2 needs 1, over its limit of nan"),
+        ({"caps": [-1, 9, 9]}, "stage 0 needs 1, over its limit of -1"),
+    ],
+)
+def test_what_cannot_be_made(keywords: dict, message: str) -> None:
+    with pytest.raises(ScheduleError) as caught:
+        automatic(uniform_costs(3, 1, 1, 1), **{"microbatches": 4, **keywords})
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_b_that_takes_memory() -> None:
+    # F takes 1, B another 0.5 before W frees all: 1.5 is needed, and with less than 2.5 one microbatch at a time.
+    stage = StageCost(1, 1, 1, 1, 0.5, -1.5)
+    costs = Costs((stage, stage), (0.0,))
+    with pytest.raises(ScheduleError, match=r"stage 0 needs 1.5, over its limit of 1.4"):
+        automatic(costs, 3, caps=[1.4, 2])
+    made = automatic(costs, 3, caps=[1.5, 2.4])
+    assert peak_memory(made, costs) == (1.5, 1.5)
+
+
+def test_a_frozen_prefix_has_no_limit() -> None:
+    assert fits(automatic(uniform_costs(4, 1, 1, 1), 9, caps=[0, 0, 2, 2], first_trainable=2), uniform_costs(4, 1, 1, 1), [0, 0, 2, 2])
+
+
+def test_makespan_is_an_objective_of_its_own() -> None:
+    def both(costs: Costs, m: int, cap: float) -> list[Timeline]:
+        return [simulate(automatic(costs, m, caps=[cap] * len(costs.stages), objective=objective), costs) for objective in Objective]
+
+    costs, p, m = table_5(TABLE_5[3])
+    by_span, by_makespan = both(costs, m, 2 * p)
+    assert by_span.span < by_makespan.span
+    assert by_makespan.makespan == pytest.approx(lower_bound(costs, m, 0, Objective.MAKESPAN, [2 * p] * p))
+    by_span, by_makespan = both(uniform_costs(3, 1, 1, 2, 0.5), 6, 3)
+    assert by_makespan.makespan == 28 < by_span.makespan
+
+
+def test_effort_is_bounded_in_steps() -> None:
+    rng = np.random.default_rng(0)
+    p, m, budget = 6, 20, 30_000
+    times = [rng.uniform(1, 2, p) for _ in range(4)]
+    order, starts = np.zeros((p, 3 * m), np.int8), np.array([[0, 100, 0, 1, 2, 99]], np.int64)
+    one = np.ones(p)
+    _, spent = _auto_core.search(m, *times, one, one / 2, 7 * one, 0, p, True, 0.0, budget, budget, starts, order)
+    assert budget < spent <= 2 * budget + 10 * 3 * p * m
+
+
+def test_without_a_place_to_keep_compiled_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[bool] = []
+
+    def nowhere(signature: str, cache: bool = False) -> object:
+        asked.append(cache)
+        if cache:
+            raise RuntimeError("cannot cache function: no locator available")
+        return numba.njit(signature)
+
+    monkeypatch.setattr(_auto_core, "njit", nowhere)
+    assert _auto_core._compiled("int64(int64)")(lambda x: x + 1)(1) == 2
+    assert asked == [True, False]
+
+
+def test_another_process_makes_the_same_without_a_word(tmp_path: Path) -> None:
+    code = (
+        "from dynmo.cost.layer_cost import uniform_costs; from dynmo.schedule.automatic.zero_bubble import automatic; "
+        "print(automatic(uniform_costs(5, 3, 4, 2, 0.5), 11, caps=[7] * 5), end='')"
+    )
+    # `-W always`: numba's warnings about its cache must not surface, either.
+    command, environment = [sys.executable, "-W", "always", "-c", code], os.environ | {"PYTHONHASHSEED": "7"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=True, env=environment)
+    assert done.stdout == to_text(automatic(uniform_costs(5, 3, 4, 2, 0.5), 11, caps=[7] * 5))
+    assert done.stderr == ""

@@ -1,0 +1,168 @@
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from itertools import accumulate, product
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dynmo.cost.layer_cost import Costs, StageCost, uniform_costs
+from dynmo.errors import ScheduleError
+from dynmo.schedule.automatic.zero_bubble import automatic
+from dynmo.schedule.bounds import Objective, lower_bound
+from dynmo.schedule.generators import GENERATORS, make_schedule
+from dynmo.schedule.op import Kind, Op, Schedule
+from dynmo.schedule.simulator import Timeline, simulate
+from tests.schedule.samples import schedules, whole_costs
+
+
+def reached(timeline: Timeline, objective: Objective) -> float:
+    return timeline.span if objective is Objective.SPAN else timeline.makespan
+
+
+@given(schedules(several=False), st.sampled_from(Objective), st.data())
+def test_no_schedule_beats_it(schedule: Schedule, objective: Objective, data: st.DataObject) -> None:
+    costs = data.draw(whole_costs(schedule.stages))
+    timeline = simulate(schedule, costs)
+    # Nor where the caps are what the schedule needs.
+    for caps in (None, timeline.peak_memory):
+        assert lower_bound(costs, schedule.microbatches, schedule.first_trainable, objective, caps) <= reached(timeline, objective)
+
+
+@given(st.sampled_from(sorted(GENERATORS)), st.integers(1, 6), st.integers(1, 15), st.sampled_from(Objective), st.data())
+def test_no_schedule_made_by_hand_beats_it(name: str, p: int, m: int, objective: Objective, data: st.DataObject) -> None:
+    costs, first_trainable = data.draw(whole_costs(p)), data.draw(st.integers(0, p - 1))
+    timeline = simulate(make_schedule(name, p, m, first_trainable), costs)
+    assert lower_bound(costs, m, first_trainable, objective) <= reached(timeline, objective)
+
+
+@given(st.integers(1, 6), st.data())
+def test_exact_for_one_microbatch(p: int, data: st.DataObject) -> None:
+    costs, first_trainable = data.draw(whole_costs(p)), data.draw(st.integers(0, p - 1))
+    timeline = simulate(make_schedule("zb-h1", p, 1, first_trainable), costs)
+    assert lower_bound(costs, 1, first_trainable, Objective.MAKESPAN) == timeline.makespan
+    if first_trainable == 0:
+        assert lower_bound(costs, 1) == timeline.span
+
+
+@given(st.integers(1, 8), st.data())
+def test_exact_for_few_microbatches_of_equal_times(p: int, data: st.DataObject) -> None:
+    m = data.draw(st.integers(1, p))
+    costs = uniform_costs(p, 1, 1, 1)
+    assert lower_bound(costs, m) == (m + p - 1) * 2 + 1 == simulate(make_schedule("zb-h1", p, m), costs).span
+
+
+def test_by_hand() -> None:
+    # Rank 1 is the busiest (4 x 6); before it lie F and the link of rank 0, after it the link, B and W of rank 0.
+    costs = Costs((StageCost(1, 1, 1), StageCost(2, 2, 2)), (0.5,))
+    assert lower_bound(costs, 4) == 24
+    # m W = 8 on rank 1 can hide the drain of 2.5, so only the 1.5 before rank 1's first F are added.
+    assert lower_bound(costs, 4, objective=Objective.MAKESPAN) == 25.5
+    # Where rank 1 has no W, nothing hides it.
+    costs = Costs((StageCost(1, 1, 1), StageCost(2, 4, 0)), (0.5,))
+    assert lower_bound(costs, 4, objective=Objective.MAKESPAN) == 1.5 + 24 + 2.5
+    # A frozen rank 0 is busy with its F's alone, and nothing drains.
+    assert lower_bound(costs, 4, 1, Objective.MAKESPAN) == 1.5 + 24
+    costs = Costs((StageCost(9, 0, 0), StageCost(2, 4, 0)), (0.5,))
+    assert lower_bound(costs, 4, 1) == 36
+    assert lower_bound(costs, 4, 1, Objective.MAKESPAN) == 36 + 0.5 + 2 + 4
+    # A long F before a long way: the last of 3 microbatches leaves rank 0 at 15, is away for 6 and needs B there.
+    costs = Costs((StageCost(5, 1, 0), StageCost(3, 1, 0)), (0,))
+    assert lower_bound(costs, 3) == 15 + 4 + 1
+    # With a longer B there, rank 1 is busy from 5 on, and rank 0 has a B left when it ends.
+    costs = Costs((StageCost(5, 1, 0), StageCost(3, 3, 0)), (0,))
+    assert lower_bound(costs, 3) == 5 + 18 + 1
+
+
+def test_memory_by_hand() -> None:
+    # One microbatch at a time on rank 0: F, 2 out and back, B, four times; the W's fit in the trips but the last.
+    costs = Costs((StageCost(1, 1, 1, 1, -1, 0), StageCost(1, 1, 1)), (0,))
+    assert lower_bound(costs, 4) == 12
+    assert lower_bound(costs, 4, caps=[1, 9]) == 4 * 4 + 1
+    # If its W must come first, it lies in no trip.
+    costs = Costs((StageCost(1, 1, 1, 1, 0, -1), StageCost(1, 1, 1)), (0,))
+    assert lower_bound(costs, 4, caps=[1, 9]) == 4 * (4 + 1)
+    # ZB-1p: rank 0 waits (p - 1) B for its first B and (p - 1) (F - W) for its last one.
+    costs = uniform_costs(4, 3, 4, 2)
+    assert lower_bound(costs, 12, caps=[4] * 4) == 12 * 9 + 3 * (3 + 4 - 2) == simulate(make_schedule("zb-h1", 4, 12), costs).span
+    assert lower_bound(costs, 12, caps=[8] * 4) == 12 * 9
+    # Where B adds what W takes away, a second F leaves no room for the first B.
+    costs = Costs((StageCost(1, 1, 1, 1, 1, -2), StageCost(1, 1, 1)), (0,))
+    assert lower_bound(costs, 3, caps=[2, 9]) == 3 * 4 + 3
+    # A limit on a frozen stage limits nothing.
+    assert lower_bound(costs, 3, 1, caps=[0, 9]) == lower_bound(costs, 3, 1)
+
+
+def rows(m: int, f: int = 0, b: int = 0, w: int = 0) -> list[list[tuple[Kind, int]]]:
+    """Every order of one rank's ops, each kind in microbatch order."""
+    if w == m:
+        return [[]]
+    out: list[list[tuple[Kind, int]]] = []
+    if f < m:
+        out += [[(Kind.F, f), *rest] for rest in rows(m, f + 1, b, w)]
+    if b < f:
+        out += [[(Kind.B, b), *rest] for rest in rows(m, f, b + 1, w)]
+    if w < b:
+        out += [[(Kind.W, w), *rest] for rest in rows(m, f, b, w + 1)]
+    return out
+
+
+def live(cost: StageCost, order: list[tuple[Kind, int]]) -> float:
+    changes = {Kind.F: cost.mem_f, Kind.B: cost.mem_b, Kind.W: cost.mem_w}
+    return max(accumulate(changes[kind] for kind, _ in order))
+
+
+def best(costs: Costs, m: int, caps: Sequence[float] | None = None) -> dict[Objective, float]:
+    """The least of all orders within the caps, by trying each."""
+    found = dict.fromkeys(Objective, float("inf"))
+    fitting = [[order for order in rows(m) if caps is None or live(cost, order) <= caps[stage]] for stage, cost in enumerate(costs.stages)]
+    for orders in product(*fitting):
+        ops = tuple(tuple(Op(kind, stage, j) for kind, j in order) for stage, order in enumerate(orders))
+        try:
+            timeline = simulate(Schedule("tried", m, tuple(range(len(orders))), ops), costs)
+        except ScheduleError:
+            continue
+        for objective in Objective:
+            found[objective] = min(found[objective], reached(timeline, objective))
+    return found
+
+
+@pytest.mark.parametrize(("p", "m"), [(2, 2), (3, 2), (2, 3)])
+@settings(max_examples=15)
+@given(data=st.data())
+def test_against_every_order_there_is(p: int, m: int, data: st.DataObject) -> None:
+    costs = data.draw(whole_costs(p))
+    caps = [max(cost.mem_f, cost.mem_f + cost.mem_b) + data.draw(st.integers(0, 12)) for cost in costs.stages]
+    for limits in (None, caps):
+        for objective, least in best(costs, m, limits).items():
+            assert lower_bound(costs, m, objective=objective, caps=limits) <= least * (1 + 1e-12)
+            # What zb-auto makes is the best there is, in cases this small but for a few.
+            made = automatic(costs, m, caps=limits, objective=objective)
+            assert least <= reached(simulate(made, costs), objective)
+
+
+def test_bound_and_search_meet_in_most_small_cases() -> None:
+    rng, met, optimal, cases = random.Random(0), 0, 0, 0
+    for _ in range(30):
+        stages: list[StageCost] = []
+        for _ in range(2):
+            stash = rng.randint(0, 6)
+            held = stash + rng.randint(0, 6)
+            stages.append(StageCost(rng.randint(1, 9), rng.randint(1, 9), rng.randint(1, 9), held, stash - held, -stash))
+        costs = Costs(tuple(stages), (rng.randint(0, 4),))
+        caps = [cost.mem_f * rng.randint(1, 3) + rng.randint(0, 3) for cost in stages]
+        for objective, least in best(costs, 3, caps).items():
+            cases += 1
+            met += lower_bound(costs, 3, objective=objective, caps=caps) == pytest.approx(least)
+            made = automatic(costs, 3, caps=caps, objective=objective)
+            optimal += reached(simulate(made, costs), objective) == pytest.approx(least)
+    assert optimal == cases
+    assert met >= 0.8 * cases
+
+
+def test_reached_by_the_best_order() -> None:
+    costs = uniform_costs(3, 2, 2, 2, 1)
+    least = best(costs, 2)
+    assert least == {objective: lower_bound(costs, 2, objective=objective) for objective in Objective}

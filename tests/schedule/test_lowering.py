@@ -1,0 +1,318 @@
+"""Programs: every message is sent once and taken once, in order, and what runs has what it needs."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from dataclasses import replace
+from itertools import pairwise, product
+
+import pytest
+from hypothesis import given
+
+from dynmo.errors import ScheduleError
+from dynmo.schedule.catalogue import SCHEDULES, make
+from dynmo.schedule.generators import GENERATORS, make_schedule, zb_h1
+from dynmo.schedule.lowering import (
+    Begun,
+    Channel,
+    Compute,
+    Direction,
+    Instruction,
+    Program,
+    Receive,
+    Send,
+    Verdict,
+    check,
+    check_again,
+    fuse,
+    lower,
+    lower_forward,
+    routes,
+)
+from dynmo.schedule.op import Kind, Op, Schedule, dependencies, from_text, validate
+from tests.schedule.samples import schedules
+
+CASES = [(name, p, m, f) for name, p, m in product(GENERATORS, (1, 2, 4), (1, 3, 8)) for f in range(p)]
+
+VSHAPE = """# by-hand  ranks=2 microbatches=2 placement=0,1,1,0
+0 | 0F0 0F1 3F0 3B0 3F1 3B1 0B0 0W0 3W0 0B1 0W1 3W1
+1 | 1F0 2F0 1F1 2F1 2B0 1B0 2W0 2B1 1B1 1W0 2W1 1W1
+"""
+LOOPED = """# by-hand  ranks=2 microbatches=2 placement=0,1,0,1
+0 | 0F0 0F1 2F0 2F1 2BW0 0BW0 2BW1 0BW1
+1 | 1F0 1F1 3F0 3BW0 3F1 3BW1 1BW0 1BW1
+"""
+
+
+def draw(program: Program) -> str:
+    """A program as the lowering's docstring shows it."""
+
+    def cell(instruction: Instruction) -> str:
+        if isinstance(instruction, Compute):
+            return f"{instruction.op.kind}{instruction.op.microbatch}"
+        if isinstance(instruction, Verdict):
+            return "?"
+        channel, _, j = instruction
+        kind = "F" if channel.direction is Direction.ACTIVATION else "B"
+        return f"<{kind}{j}" if isinstance(instruction, Receive) else f"{kind}{j}>{channel.target}"
+
+    return " ".join(map(cell, program.instructions))
+
+
+def play(schedule: Schedule, programs: tuple[Program, ...]) -> None:
+    """Runs the programs with queues for channels. Fails unless every op finds its inputs, and every message is used exactly once."""
+    schedule = fuse(schedule)
+    queues: defaultdict[Channel, list[int]] = defaultdict(list)
+    position, done = [0] * len(programs), set[Op]()
+    taken: set[tuple[Direction, int, int]] = set()
+    moved = True
+    while moved:
+        moved = False
+        for rank, program in enumerate(programs):
+            while position[rank] < len(program.instructions):
+                instruction = program.instructions[position[rank]]
+                if isinstance(instruction, Compute):
+                    op = instruction.op
+                    direction = Direction.ACTIVATION if op.kind is Kind.F else Direction.GRADIENT
+                    for before, boundary in dependencies(schedule, op):
+                        if op.kind is Kind.F and before.stage > op.stage:
+                            continue  # a credit, not data
+                        elsewhere = boundary is not None and schedule.placement[before.stage] != rank
+                        assert (direction, op.stage, op.microbatch) in taken if elsewhere else before in done, f"{op} before {before}"
+                    done.add(op)
+                elif isinstance(instruction, Verdict):
+                    pass
+                elif isinstance(instruction, Send):
+                    queues[instruction.channel].append(instruction.microbatch)
+                elif queues[instruction.channel]:
+                    assert queues[instruction.channel].pop(0) == instruction.microbatch
+                    key = (instruction.channel.direction, instruction.stage, instruction.microbatch)
+                    assert key not in taken
+                    taken.add(key)
+                else:
+                    break
+                position[rank] += 1
+                moved = True
+    assert position == [len(p.instructions) for p in programs]
+    assert not any(queues.values())
+    assert done == {op for row in schedule.ops for op in row}
+
+
+def messages(programs: tuple[Program, ...]) -> dict[Channel, tuple[list[int], list[int]]]:
+    """Channel -> microbatches sent and taken, in order."""
+    out: dict[Channel, tuple[list[int], list[int]]] = {}
+    for program in programs:
+        for instruction in program.instructions:
+            if isinstance(instruction, Send | Receive):
+                channel = instruction.channel
+                assert program.rank == (channel.source if isinstance(instruction, Send) else channel.target)
+                out.setdefault(channel, ([], []))[isinstance(instruction, Receive)].append(instruction.microbatch)
+    return out
+
+
+def test_the_picture() -> None:
+    """What the module's docstring shows is what `lower` makes."""
+    programs = lower(zb_h1(2, 2))
+    assert draw(programs[0]) == "F0 F0>1 F1 F1>1 <B0 BW0 <B1 BW1"
+    assert draw(programs[1]) == "<F0 F0 B0 B0>0 <F1 F1 B1 B1>0 W0 W1"
+
+
+@pytest.mark.parametrize(("name", "p", "m", "frozen"), CASES)
+def test_messages_of_the_generators(name: str, p: int, m: int, frozen: int) -> None:
+    programs = lower(make_schedule(name, p, m, frozen))
+    found = messages(programs)
+    activations = {Channel(b, Direction.ACTIVATION, b, b + 1) for b in range(p - 1)}
+    # A frozen prefix of stages 0 .. frozen - 1: no gradient ever crosses into it.
+    gradients = {Channel(b, Direction.GRADIENT, b + 1, b) for b in range(frozen, p - 1)}
+    assert set(found) == activations | gradients
+    assert all(sent == got == list(range(m)) for sent, got in found.values())
+    assert {c for program in programs for c in program.depth} == set(found)
+    play(make_schedule(name, p, m, frozen), programs)
+
+
+@given(schedules())
+def test_any_schedule_lowers(schedule: Schedule) -> None:
+    programs = lower(schedule)
+    play(schedule, programs)
+    for program in programs:
+        assert program.stages == schedule.stages_of(program.rank)
+        assert all(c.source != c.target for c in program.depth), "stages on one rank need no channel"
+        assert set(program.incoming) | set(program.outgoing) == set(program.depth)
+
+
+@given(schedules())
+def test_fuse(schedule: Schedule) -> None:
+    """On the first trainable stage only, and the same work."""
+    fused = fuse(schedule)
+    validate(fused)
+    for before, after in zip(schedule.ops, fused.ops, strict=True):
+        parts = [Op(kind, s, j) for op, s, j in after for kind in ((Kind.B, Kind.W) if op is Kind.BW else (op,))]
+        split = [Op(kind, s, j) for op, s, j in before for kind in ((Kind.B, Kind.W) if op is Kind.BW else (op,))]
+        assert parts == split
+        assert all(s == schedule.first_trainable for op, s, j in set(after) - set(before))
+        for one, two in pairwise(after):
+            kept_apart = (one.kind, two.kind) == (Kind.B, Kind.W) and one[1:] == two[1:]
+            assert not (kept_apart and one.stage == schedule.first_trainable)
+
+
+@pytest.mark.parametrize(("text", "channels"), [(VSHAPE, 4), (LOOPED, 6)])
+def test_several_chunks(text: str, channels: int) -> None:
+    schedule = from_text(text)
+    programs = lower(schedule)
+    play(schedule, programs)
+    found = messages(programs)
+    assert len(found) == channels
+    assert all(sent == got == [0, 1] for sent, got in found.values())
+    if schedule.placement == (0, 1, 1, 0):
+        assert not any(c.boundary == 1 for c in found), "stages 1 and 2 hand over in memory"
+
+
+def test_forward_only() -> None:
+    programs = lower_forward((0, 1, 2), 3, 4)
+    assert all(i.op.kind is Kind.F for p in programs for i in p.instructions if isinstance(i, Compute))
+    assert set(messages(programs)) == {Channel(b, Direction.ACTIVATION, b, b + 1) for b in (0, 1)}
+    assert {d for p in programs for d in p.depth.values()} == {3}, "as many credits as ranks hold evaluation back"
+
+
+def test_depths() -> None:
+    """A forward-only stage runs ahead by the credits; nothing holds a training stage's messages back but the schedule."""
+    schedule = make_schedule("1f1b", 4, 9, 2)
+    depth = lower(schedule)[1].depth
+    assert depth == {Channel(0, Direction.ACTIVATION, 0, 1): 4, Channel(1, Direction.ACTIVATION, 1, 2): 4}
+    assert set(lower(schedule)[3].depth.values()) == {9}
+    tight = Schedule(schedule.name, 9, schedule.placement, schedule.ops, 2, credits=1)
+    assert set(lower(tight)[1].depth.values()) == {1}
+
+
+# Programs by hand, to see what `check` sees.
+
+DOWN, ACROSS = Channel(0, Direction.ACTIVATION, 0, 1), Channel(2, Direction.ACTIVATION, 0, 1)
+
+
+def programs(depth: int, first: list[Instruction], second: list[Instruction]) -> tuple[Program, ...]:
+    depths = {DOWN: depth, ACROSS: depth, Channel(0, Direction.GRADIENT, 1, 0): depth}
+    return tuple(Program(rank, (rank,), 2, 0, tuple(row), depths) for rank, row in enumerate((first, second)))
+
+
+def test_a_deadlock_of_finite_depth_is_seen() -> None:
+    """Rank 0 has two messages for one channel before the message that rank 1 takes first: two places are enough, one is not."""
+    sends: list[Instruction] = [Send(DOWN, 0, 0), Send(DOWN, 0, 1), Send(ACROSS, 2, 0)]
+    takes: list[Instruction] = [Receive(ACROSS, 3, 0), Receive(DOWN, 1, 0), Receive(DOWN, 1, 1)]
+    check(programs(2, sends, takes))
+    with pytest.raises(ScheduleError, match="rank 0 would wait for ever for microbatch 1 on the activations from rank 0 to rank 1"):
+        check(programs(1, sends, takes))
+
+
+def test_a_circle_is_seen() -> None:
+    back = Channel(0, Direction.GRADIENT, 1, 0)
+    first: list[Instruction] = [Receive(back, 0, 0), Send(DOWN, 0, 0)]
+    second: list[Instruction] = [Receive(DOWN, 1, 0), Send(back, 1, 0)]
+    with pytest.raises(ScheduleError, match="rank 0 would wait for ever for microbatch 0 on the gradients from rank 1 to rank 0"):
+        check(programs(2, first, second))
+
+
+def test_wrong_orders_are_seen() -> None:
+    with pytest.raises(ScheduleError, match=r"message 1 on .* is sent out of order"):
+        check(programs(2, [Send(DOWN, 0, 1)], [Receive(DOWN, 1, 1)]))
+    with pytest.raises(ScheduleError, match=r"message 1 on .* is taken out of order"):
+        check(programs(2, [Send(DOWN, 0, 0), Send(DOWN, 0, 1)], [Receive(DOWN, 1, 1)]))
+    with pytest.raises(ScheduleError, match=r"1 messages on .* are never taken"):
+        check(programs(2, [Send(DOWN, 0, 0), Send(DOWN, 0, 1)], [Receive(DOWN, 1, 0)]))
+
+
+def test_every_op_once() -> None:
+    schedule = make_schedule("zb-h2", 3, 5)
+    ops = Counter(i.op for p in lower(schedule) for i in p.instructions if isinstance(i, Compute))
+    assert ops == Counter(op for row in fuse(schedule).ops for op in row)
+
+
+# Post-validation.
+
+
+def cut(program: Program) -> tuple[list[Instruction], Verdict, list[Instruction]]:
+    """What comes before the verdict, the verdict, what comes after it."""
+    (at,) = [i for i, instruction in enumerate(program.instructions) if isinstance(instruction, Verdict)]
+    verdict = program.instructions[at]
+    assert isinstance(verdict, Verdict)
+    return list(program.instructions[:at]), verdict, list(program.instructions[at + 1 :])
+
+
+def holds(schedule: Schedule) -> None:
+    """Verdicts change nothing but that they are there; before them no B or W runs, nor does anything that needs one elsewhere."""
+    plain, programs = lower(schedule), lower(schedule, post_validation=True)
+    heads: set[Op] = set()
+    sent: Counter[Channel] = Counter()
+    taken: Counter[Channel] = Counter()
+    for before, program in zip(plain, programs, strict=True):
+        head, _, tail = cut(program)
+        assert tuple(head + tail) == before.instructions
+        heads |= {i.op for i in head if isinstance(i, Compute)}
+        sent.update(i.channel for i in head if isinstance(i, Send))
+        taken.update(i.channel for i in head if isinstance(i, Receive))
+    assert all(op.kind is Kind.F for op in heads)
+    fused = fuse(schedule)
+    # (A credit, of a later stage, holds the sending of a message back, not the F before it.)
+    needed = {d.op for op in heads for d in dependencies(fused, op) if d.op.stage <= op.stage}
+    assert needed <= heads, "needs what comes after a verdict"
+    for program in programs:
+        assert {b.channel: (b.sent, b.taken) for b in cut(program)[1].begun} == {c: (sent[c], taken[c]) for c in program.incoming}
+    play(schedule, programs)
+
+
+def test_the_picture_with_verdicts() -> None:
+    programs = lower(zb_h1(2, 2), post_validation=True)
+    assert draw(programs[0]) == "F0 F0>1 F1 F1>1 ? <B0 BW0 <B1 BW1"
+    assert draw(programs[1]) == "<F0 F0 ? B0 B0>0 <F1 F1 B1 B1>0 W0 W1"
+    assert cut(programs[1])[1] == Verdict((Begun(DOWN, 2, 1),)), "F1 is on its way"
+
+
+@given(schedules())
+def test_verdicts_of_any_schedule(schedule: Schedule) -> None:
+    holds(schedule)
+
+
+@pytest.mark.parametrize(("name", "p"), list(product(SCHEDULES, (1, 2, 4))))
+def test_verdicts_of_the_catalogue(name: str, p: int) -> None:
+    """As late as can be: every rank's own first B or W is next, or something that waits for another's."""
+    schedule = make(name, p, 8)
+    holds(schedule)
+    for program in lower(schedule, post_validation=True):
+        head, _, tail = cut(program)
+        assert any(isinstance(i, Compute) for i in head), "the warm-up overlaps"
+        assert isinstance(tail[0], Receive) or (isinstance(tail[0], Compute) and tail[0].op.kind is not Kind.F)
+
+
+def test_a_forward_only_rank_goes_as_far_as_its_credits() -> None:
+    """Rank 0 is frozen: rank 1 takes three messages before its verdict, and there are four credits; the next would have to wait."""
+    head, _, tail = cut(lower(make_schedule("1f1b", 4, 12, 1), post_validation=True)[0])
+    assert sum(isinstance(i, Send) for i in head) == 3 + 4
+    assert isinstance(tail[0], Send)
+
+
+def test_routes() -> None:
+    assert routes((0, 1, 2)) == ((0, 1, 2), (2, 1, 0))
+    assert routes((0, 1, 2, 2, 1, 0)) == ((0, 1, 2), (0, 1, 2))
+    assert routes((0, 1, 0, 1)) == ((0, 1), (1, 0))
+
+
+def test_messages_left_over_are_seen() -> None:
+    """Where a rank would throw away one too few, it would take an old message for a new one; one too many, and it would wait for ever."""
+    programs = lower(zb_h1(2, 2), post_validation=True)
+    check_again(programs)
+    for sent, words in ((1, r"message 1 on the activations .* comes where microbatch 0 is waited for"), (3, "comes where|for ever")):
+        head, _, tail = cut(programs[1])
+        wrong = replace(programs[1], instructions=(*head, Verdict((Begun(DOWN, sent, 1),)), *tail))
+        with pytest.raises(ScheduleError, match=words):
+            check_again((programs[0], wrong))
+
+
+def test_a_verdict_too_late_is_seen() -> None:
+    """Behind a B whose gradient rank 1 has only once it has passed its own verdict on: and that comes from here, in a V."""
+    schedule = make("zb-v", 2, 2)
+    programs = list(lower(schedule, post_validation=True))
+    head, verdict, tail = cut(programs[0])
+    # The first gradient that is received on rank 0: rank 1 sends it after its verdict, which rank 0 hands on after its own.
+    at = next(i for i, x in enumerate(tail) if isinstance(x, Receive) and x.channel.direction is Direction.GRADIENT)
+    programs[0] = replace(programs[0], instructions=(*head, *tail[: at + 1], verdict, *tail[at + 1 :]))
+    with pytest.raises(ScheduleError, match="would wait for ever"):
+        check_again(tuple(programs))

@@ -1,0 +1,57 @@
+"""Stage memory: worked by hand, and against the simulator's own peak."""
+
+import pytest
+
+from dynmo.cost.layer_cost import Costs, LayerCost, stage_costs
+from dynmo.errors import PartitionError
+from dynmo.schedule.generators import make_schedule
+from dynmo.schedule.memory import MemoryLimits, stage_memory
+from dynmo.schedule.simulator import peak_memory, resident
+
+LAYERS = (
+    LayerCost(1, 1, 1, weight_bytes=10, gradient_bytes=10, optimizer_bytes=20, activation_bytes=7, stash_bytes=3),
+    LayerCost(1, 1, 1, weight_bytes=1, activation_bytes=5, stash_bytes=5),
+    LayerCost(1, 1, 1, optimizer_bytes=2, activation_bytes=11, stash_bytes=1),
+)
+
+
+def test_by_hand():
+    # stage 0: static 40 + 1; pairs give 2 * 12 + 1 * 8 = 32 and 1 * 12 + 3 * 8 = 36.  stage 1: static 2; 1 * 11 + 1 * 1.
+    assert stage_memory(LAYERS, (2, 1), (((2, 1), (1, 3)), ((1, 1),))) == (41 + 36, 2 + 12)
+
+
+def test_a_stage_without_pairs_keeps_only_what_is_static():
+    assert stage_memory(LAYERS, (2, 1), ((), ((0, 0),))) == (41, 2)
+
+
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "zb-h1", "zb-h2"])
+@pytest.mark.parametrize("first_trainable", [0, 1])
+def test_live_bytes_are_the_simulators_peak(name: str, first_trainable: int):
+    counts = (2, 1, 3)
+    layers = tuple(LayerCost(1, 1, 1, activation_bytes=5 + 3 * i, stash_bytes=1 + 2 * i) for i in range(6))
+    schedule = make_schedule(name, 3, 5, first_trainable)
+    costs = Costs(stage_costs(layers, counts), (0.0, 0.0))
+    assert stage_memory(layers, counts, resident(schedule)) == peak_memory(schedule, costs)
+
+
+def test_limits_agree_with_stage_memory():
+    pairs = (((2, 1), (1, 3)), ((1, 1),))
+    limits = MemoryLimits(LAYERS, pairs, (77, 13))
+    assert (limits.need(0, 0, 2), limits.need(1, 2, 3)) == stage_memory(LAYERS, (2, 1), pairs)
+    assert limits.fits(0, 0, 2)
+    assert not limits.fits(1, 2, 3)
+    for stage in range(2):
+        for start in range(3):
+            fitting = [stop for stop in range(start + 1, 4) if limits.fits(stage, start, stop)]
+            assert limits.reach(stage, start) == max(fitting, default=start)
+
+
+def test_what_does_not_fit_together_is_said():
+    with pytest.raises(PartitionError, match="4 layers for 3 layer costs"):
+        stage_memory(LAYERS, (2, 2), ((), ()))
+    with pytest.raises(PartitionError, match="2 stages under a schedule of 1 stages"):
+        stage_memory(LAYERS, (2, 1), ((),))
+    with pytest.raises(PartitionError, match="1 memory limits for 2 stages"):
+        MemoryLimits(LAYERS, ((), ()), (1,))
+    with pytest.raises(PartitionError, match="layer 0 has a negative"):
+        MemoryLimits((LayerCost(1, 1, 1, activation_bytes=-1),), ((),), (1,))

@@ -1,0 +1,38 @@
+"""Whoever adds a loop sees to it that set-up compiles it."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Iterable
+from types import ModuleType
+
+from numba.core.dispatcher import Dispatcher
+
+from dynmo.balance import _chunk_kernels, _kernels, _replay, chains, chunks
+from dynmo.kernels import csr_loops, hash_attention, shared_qk
+from dynmo.train.compile_ahead import prepare
+
+INNER = {"_blocks"}  # compiled with the loops that call it
+RARE = {"every", "near"}  # of memories or numbers of layers that the quick ones do not do
+
+
+def loops(modules: Iterable[ModuleType]) -> list[Dispatcher]:
+    found = [loop for module in modules for loop in vars(module).values() if isinstance(loop, Dispatcher)]
+    return [loop for loop in found if loop.__name__ not in INNER]
+
+
+def test_every_loop_is_compiled() -> None:
+    """Of sparse layers, for float32; and of the balancers."""
+    layers = loops((csr_loops, hash_attention, shared_qk))
+    called = {name for user in (chains, chunks) for name in re.findall(r"kernels\.(\w+)\(", inspect.getsource(user))} - RARE | {"replay"}
+    balancers = [loop for loop in loops((_kernels, _chunk_kernels, _replay)) if loop.__name__ in called]
+    assert len(layers) >= 8
+    assert {loop.__name__ for loop in balancers} == called
+    prepare()
+    for loop in layers + balancers:
+        texts = [str(signature) for signature in loop.signatures]
+        assert texts, f"{loop.__name__} is not compiled"
+        floating = [text for text in texts if "float" in text]
+        if loop in layers:
+            assert not floating or any("float32" in text for text in floating), f"{loop.__name__}: {texts}"

@@ -1,0 +1,94 @@
+"""What a config asks for on this machine: first placement, memory, device, cores."""
+
+from __future__ import annotations
+
+import os
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from dynmo.config import load, parse
+from dynmo.errors import ConfigError
+from dynmo.train.setup import device_for, first_partition, memory_limit, warn_of_cores
+
+
+def test_first_partition() -> None:
+    loaded = parse({"model": {"blocks": 3}, "parallel": {"pipeline": 3}, "balance": {"initial": [1, 2, 5]}})
+    assert first_partition(loaded, 8).counts == (1, 2, 5)
+    assert first_partition(parse({"model": {"blocks": 3}, "parallel": {"pipeline": 3}}), 8).counts == (3, 3, 2)
+    own = {"kind": "python:a:b"}
+    with pytest.raises(ConfigError, match=r"parallel.pipeline = 4 is more than the model's 3 layers; use fewer ranks"):
+        first_partition(parse({"model": own, "parallel": {"pipeline": 4}}), 3)
+    with pytest.raises(ConfigError, match=r"balance.initial sums to 3, but the model has 4 layers"):
+        first_partition(parse({"model": own, "parallel": {"pipeline": 2}, "balance": {"initial": [1, 2]}}), 4)
+
+
+def test_memory_limit_and_device() -> None:
+    cpu = torch.device("cpu")
+    assert memory_limit(parse({}), cpu) is None
+    assert memory_limit(parse({"pipeline": {"memory_limit": "1KiB"}}), cpu) == 1024
+    assert device_for(parse({"parallel": {"device": "cpu"}}), 0) == cpu
+    if not torch.cuda.is_available():
+        assert device_for(parse({}), 0) == cpu
+        with pytest.raises(ConfigError, match="torch sees no CUDA device"):
+            device_for(parse({"parallel": {"device": "cuda"}}), 0)
+
+
+def test_cores() -> None:
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    assert warn_of_cores(load(overrides=[f"parallel.threads={cores}"])) is None
+    assert warn_of_cores(load(overrides=[f"parallel.threads={cores + 1}"])) is not None
+    assert warn_of_cores(load(overrides=[f"parallel.threads={cores + 1}", "model.kind=emulated"])) is None, "sleep needs no core"
+
+
+def test_what_cuda_reads_as_it_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Set before anything asks whether there is a device; what the user has set stays."""
+    names = ("CUBLAS_WORKSPACE_CONFIG", "CUDA_MODULE_LOADING", "CUDA_DEVICE_MAX_CONNECTIONS")
+    seen: list[list[str | None]] = []
+
+    def is_available() -> bool:
+        seen.append([os.environ.get(name) for name in names])
+        return False
+
+    monkeypatch.setattr(torch.cuda, "is_available", is_available)
+    for parallel in ({"pipeline": 1}, {"pipeline": 2}, {"pipeline": 2, "device": "cpu"}):
+        for name in names:
+            monkeypatch.setenv(name, "")
+            monkeypatch.delenv(name)
+        device_for(parse({"parallel": parallel}), 0)
+    assert seen == [[":4096:8", None, None], [":4096:8", "EAGER", "32"], [None, None, None]]
+    monkeypatch.setenv("CUDA_MODULE_LOADING", "LAZY")
+    device_for(parse({"parallel": {"pipeline": 2}}), 0)
+    assert seen[-1][1] == "LAZY"
+
+
+def test_ranks_share_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Five ranks over gloo on two GPUs: in turn, and each with a third of the memory. NCCL refuses that."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    chosen: list[int] = []
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=80 << 30))
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    monkeypatch.setenv("CUDA_MODULE_LOADING", "LAZY")
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+    shared = parse({"model": {"blocks": 3}, "parallel": {"pipeline": 5, "backend": "gloo"}})
+    assert [device_for(shared, rank).index for rank in range(5)] == chosen == [0, 1, 0, 1, 0]
+    whole = memory_limit(parse({}), torch.device("cuda", 0))
+    assert whole is not None
+    assert memory_limit(shared, torch.device("cuda", 0)) == whole // 3
+    with pytest.raises(
+        ConfigError, match=r"local rank 2 has no CUDA device \(2 here\).* parallel.backend = 'gloo', which lets ranks share one"
+    ):
+        device_for(parse({"model": {"blocks": 3}, "parallel": {"pipeline": 5}}), 2)
+
+
+def test_a_device_keeps_a_reserve(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=80 << 30))
+    cuda = torch.device("cuda", 0)
+    whole = memory_limit(parse({}), cuda)
+    assert whole is not None
+    assert 72 << 30 < whole < 73 << 30
+    assert memory_limit(parse({"parallel": {"pipeline": 4, "slices": True}}), cuda) == whole // 4
+    assert memory_limit(parse({"pipeline": {"memory_limit": "80GiB"}}), cuda) == 80 << 30
