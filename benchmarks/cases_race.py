@@ -19,7 +19,8 @@ from dynmo.config import Config, parse
 from dynmo.cost.layer_cost import LayerCost
 from dynmo.events import ChangeEvent, EndEvent, Event, RebalanceEvent, StepEvent
 from dynmo.kernels.sparse_linear import linears
-from dynmo.models.model import Model, load_model
+from dynmo.models.model import Model
+from dynmo.models.registry import load_model
 from dynmo.pipeline.pipeline import Pipeline, StepResult
 from dynmo.runtime.comm.world import World
 from dynmo.runtime.engine.executor import SEND, WAIT

@@ -33,7 +33,8 @@ from dynmo.cost.layer_cost import split_costs, uniform_costs
 from dynmo.data.batches import Batches
 from dynmo.data.corpus import open_corpus
 from dynmo.models.emulated import make_layers
-from dynmo.models.model import Model, load_model, next_token_loss
+from dynmo.models.model import Model, next_token_loss
+from dynmo.models.registry import load_model
 from dynmo.pipeline.pipeline import Pipeline
 from dynmo.runtime.comm.world import World
 from dynmo.schedule.bounds import Objective

@@ -20,7 +20,7 @@ from dynmo.config import parse
 from dynmo.cost.layer_cost import Costs
 from dynmo.data.batches import Batches
 from dynmo.data.corpus import open_corpus
-from dynmo.models.model import load_model
+from dynmo.models.registry import load_model
 from dynmo.pipeline.pipeline import Pipeline
 from dynmo.runtime.comm.world import World
 from dynmo.schedule.simulator import simulate

@@ -24,7 +24,7 @@ from rich.progress import track
 from benchmarks.harness import machine, run_ranks, save_picture
 from dynmo.config import Config, parse
 from dynmo.events import ChangeEvent, EvalEvent, Event
-from dynmo.models.model import load_model
+from dynmo.models.registry import load_model
 from dynmo.runtime.comm.world import World
 from dynmo.train.trainer import Trainer
 

@@ -23,7 +23,7 @@ import torch
 from benchmarks.harness import alternate, main, run_ranks
 from dynmo.balance.partition import uniform
 from dynmo.config import parse
-from dynmo.models.model import load_model
+from dynmo.models.registry import load_model
 from dynmo.pipeline.pipeline import Pipeline
 from dynmo.runtime.comm.process_mesh import arrange
 from dynmo.runtime.comm.world import World

@@ -14,7 +14,7 @@ from dynmo.data.batches import Batches
 from dynmo.data.corpus import open_corpus
 from dynmo.errors import DynmoError
 from dynmo.events import Event, to_json
-from dynmo.models.model import load_model
+from dynmo.models.registry import load_model
 from dynmo.runtime.comm.world import World
 from dynmo.train.trainer import Trainer, learning_rate
 

@@ -14,7 +14,7 @@ from dynmo.config import Config, parse
 from dynmo.errors import NoRoomError
 from dynmo.events import Event, StepEvent, to_json
 from dynmo.models.emulated import EmulatedLayer
-from dynmo.models.model import load_model
+from dynmo.models.registry import load_model
 from dynmo.runtime.comm.world import World
 from dynmo.runtime.state.migration import Migration
 from dynmo.train.trainer import Trainer

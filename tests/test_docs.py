@@ -34,7 +34,8 @@ from benchmarks.sweeps import tables
 from dynmo.cli import main
 from dynmo.config import parse
 from dynmo.cost.layer_cost import split_costs, uniform_costs
-from dynmo.models.model import from_factories, load_model, next_token_loss
+from dynmo.models.model import from_factories, next_token_loss
+from dynmo.models.registry import load_model
 from dynmo.runtime.state import checkpoint
 from dynmo.schedule.catalogue import SCHEDULES, make, placement_of
 from dynmo.schedule.simulator import Timeline, simulate

@@ -63,12 +63,6 @@ KNOWN = (
     ("dynmo.cli.mesh", "dynmo.cli.plan"),  # what both print: to cli/show.py
     ("dynmo.config.checks", "dynmo.config.sections"),  # reading.py calls the checks instead of sections.py
     ("dynmo.config.writing", "dynmo.config.sections"),
-    ("dynmo.dynamism", "dynmo.dynamism.freezing"),  # the protocol: to dynamism/case.py
-    ("dynmo.dynamism", "dynmo.dynamism.pruning"),
-    ("dynmo.dynamism", "dynmo.dynamism.sparse_attention"),
-    ("dynmo.dynamism.freezing", "dynmo.dynamism.egeria"),  # what both use: to dynamism/prefix.py
-    ("dynmo.models.model", "dynmo.models.emulated"),  # load_model, from_function: to models/registry.py
-    ("dynmo.models.model", "dynmo.models.gpt"),
     # Inside a function.
     ("dynmo.planner.workload_file", "dynmo.config"),
     ("dynmo.schedule.automatic.zero_bubble", "dynmo.schedule.automatic._zero_bubble_loops"),

@@ -19,7 +19,7 @@ from dynmo.balance.partition import uniform
 from dynmo.config import parse
 from dynmo.data.batches import Batches
 from dynmo.data.corpus import open_corpus
-from dynmo.models.model import load_model
+from dynmo.models.registry import load_model
 from dynmo.pipeline.pipeline import Pipeline
 from dynmo.runtime.comm.process_mesh import arrange
 from dynmo.runtime.comm.world import World

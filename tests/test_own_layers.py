@@ -10,7 +10,7 @@ import torch
 from dynmo.config import parse
 from dynmo.dynamism.egeria import plasticity, quantised, relations
 from dynmo.errors import ConfigError
-from dynmo.models.model import load_model
+from dynmo.models.registry import load_model
 from tests.models.odd_layers import Shared
 from tests.pool import JobFailed, Pool
 from tests.test_own_models import config, plain_losses, run

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from dynmo.balance.partition import Partition
 from dynmo.config import parse
-from dynmo.models.model import load_model
+from dynmo.models.registry import load_model
 from dynmo.schedule.catalogue import SCHEDULES
 from tests.pool import JobFailed, Pool
 from tests.runtime.alone import MICROBATCHES, alone, pipeline

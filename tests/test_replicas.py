@@ -15,7 +15,7 @@ from dynmo.balance.partition import uniform
 from dynmo.config import parse
 from dynmo.cost import profile_file
 from dynmo.events import ReshapeEvent, read
-from dynmo.models.model import load_model
+from dynmo.models.registry import load_model
 from dynmo.pipeline.pipeline import Pipeline
 from dynmo.runtime.comm.world import World
 from tests.pool import JobFailed, Pool

@@ -27,7 +27,7 @@ from benchmarks.gpu.device import Option, Verdict, built_on, main, progress, set
 from benchmarks.harness import run_ranks
 from dynmo.balance.partition import Partition, uniform
 from dynmo.config import parse
-from dynmo.models.model import load_model
+from dynmo.models.registry import load_model
 from dynmo.pipeline.pipeline import Pipeline
 from dynmo.planner.recompute import computed_again
 from dynmo.runtime.comm.world import World

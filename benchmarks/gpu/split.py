@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from benchmarks.gpu.device import PRECISIONS, Option, Verdict, main, progress, turns
 from dynmo.config import parse
-from dynmo.models.model import load_model
+from dynmo.models.registry import load_model
 from dynmo.runtime.comm.clock import clock_for
 from dynmo.runtime.layer.precision import lower
 from dynmo.runtime.layer.split_backward import Layer

@@ -29,8 +29,8 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils.hooks import RemovableHandle
 
-from dynmo.dynamism import Change, Dynamism, Layers, Signals
-from dynmo.dynamism.freezing import freeze_prefix, front, last_to_learn, learns, units
+from dynmo.dynamism.case import Change, Dynamism, Layers, Signals
+from dynmo.dynamism.prefix import freeze_prefix, front, last_to_learn, learns, units
 from dynmo.kernels.seeds import seed_forward
 
 _TOKENS = 64  # so many rows have their similarities compared

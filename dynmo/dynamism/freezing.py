@@ -7,15 +7,15 @@ unfreezing. Forward work remains, so freezing makes early stages cheap, not free
 from __future__ import annotations
 
 import math
-import re
-from collections.abc import Iterable, Sequence
-from itertools import groupby
+from collections.abc import Sequence
 from statistics import median
 from typing import Any, final
 
 from torch import nn
 
-from dynmo.dynamism import Change, Dynamism, Forecast, Layers, Signals
+from dynmo.dynamism.case import Change, Dynamism, Forecast, Layers, Signals
+from dynmo.dynamism.egeria import Egeria
+from dynmo.dynamism.prefix import freeze_prefix, front, last_to_learn, learns, units
 from dynmo.errors import ConfigError
 
 
@@ -115,44 +115,6 @@ class AutoFreeze(Dynamism):
         self._sums, self._previous, self._steps = list(state["sums"]), list(state["previous"]), int(state["steps"])
 
 
-def units(names: Sequence[str], unit: str) -> tuple[range, ...]:
-    """What freezes as one: "half" a layer each; "block" the layers that are parts of one block, as their names say.
-
-    embedding | blocks.0.attention  blocks.0.feed_forward | blocks.1.attention  ... | head
-    """
-
-    def module(layer: int) -> str:
-        found = re.fullmatch(r"(.+\.\d+)\.[^.]+", names[layer])
-        return str(layer) if unit == "half" or found is None else found[1]
-
-    groups = [tuple(group) for _, group in groupby(range(len(names)), module)]
-    return tuple(range(group[0], group[-1] + 1) for group in groups)
-
-
-def learns(modules: Sequence[nn.Module], layers: Iterable[int]) -> bool:
-    """Whether any of these layers has something to train."""
-    return any(parameter.requires_grad for layer in layers for parameter in modules[layer].parameters())
-
-
-def last_to_learn(modules: Sequence[nn.Module]) -> int:
-    """The last layer with something to train: it must not freeze."""
-    return max((layer for layer in range(len(modules)) if learns(modules, (layer,))), default=0)
-
-
-def front(layers: Layers) -> int:
-    """The first layer that is not frozen."""
-    return next(i for i in range(layers.count) if i not in layers.frozen)
-
-
-def freeze_prefix(layers: Layers, count: int, why: str) -> Change | None:
-    """Freezes layers 0 .. count-1; None if they already are. Never thaws."""
-    new = tuple(i for i in range(count) if i not in layers.frozen)
-    if not new:
-        return None
-    layers.freeze(new)
-    return Change(new, f"froze layers {new[0]} to {new[-1]} ({why}); {count} of {layers.count} are frozen")
-
-
 def make(config: Any, layers: int) -> Dynamism:
     """From `[dynamism.freezing]`. Raises ConfigError when it would freeze every layer."""
     options = config.dynamism.freezing
@@ -166,8 +128,6 @@ def make(config: Any, layers: int) -> Dynamism:
         return ScheduledFreezing([(at, count) for at, count in options.schedule])
     if options.policy == "autofreeze":
         return AutoFreeze(options.every, options.start, most, options.unit)
-    from dynmo.dynamism.egeria import Egeria
-
     return Egeria(
         unit=options.unit,
         every=options.every,

@@ -22,7 +22,7 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
-from dynmo.dynamism import Change, Collective, Dynamism, Forecast, Layers
+from dynmo.dynamism.case import Change, Collective, Dynamism, Forecast, Layers
 from dynmo.errors import ConfigError
 from dynmo.kernels.crossover import known_crossover
 from dynmo.kernels.sparse_linear import SparseLinear, dense_size, linears, prune, survivors

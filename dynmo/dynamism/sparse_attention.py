@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from dynmo.dynamism import Change, Dynamism, Forecast, Layers
+from dynmo.dynamism.case import Change, Dynamism, Forecast, Layers
 from dynmo.errors import ConfigError
 from dynmo.kernels.drop_attention import Dropped
 from dynmo.kernels.hash_attention import Hashed

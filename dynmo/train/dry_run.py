@@ -24,7 +24,8 @@ from dynmo.errors import ConfigError, NoRoomError, place
 from dynmo.kernels.seeds import generators_kept
 from dynmo.kernels.split import LOW, gradient_bytes
 from dynmo.models.emulated import EmulatedLayer
-from dynmo.models.model import Model, load_model
+from dynmo.models.model import Model
+from dynmo.models.registry import load_model
 from dynmo.planner.fit_memory import made_within
 from dynmo.planner.recompute import choose, computed_again
 from dynmo.planner.recompute import memory as kept_memory

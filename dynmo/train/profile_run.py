@@ -17,7 +17,8 @@ from dynmo.config import Config
 from dynmo.cost.layer_cost import LayerCost
 from dynmo.cost.profile_file import Profile
 from dynmo.dynamism import make_cases
-from dynmo.models.model import Model, load_model
+from dynmo.models.model import Model
+from dynmo.models.registry import load_model
 from dynmo.pipeline.pipeline import Pipeline
 from dynmo.runtime.comm.process_mesh import arrange
 from dynmo.runtime.comm.rendezvous import Rendezvous

@@ -20,7 +20,8 @@ from dynmo.balance.partition import Partition, imbalance
 from dynmo.config import Config, Train, to_toml, with_options
 from dynmo.cost import profile_file
 from dynmo.cost.layer_cost import LayerCost
-from dynmo.dynamism import Dynamism, Signals, checked, make_cases, named
+from dynmo.dynamism import Dynamism, Signals, make_cases
+from dynmo.dynamism.case import checked, named
 from dynmo.errors import InputError, NoRoomError, RunError
 from dynmo.events import (
     ChangeEvent,
@@ -36,7 +37,8 @@ from dynmo.events import (
     now,
 )
 from dynmo.files import write_whole
-from dynmo.models.model import Model, load_model
+from dynmo.models.model import Model
+from dynmo.models.registry import load_model
 from dynmo.pipeline.pipeline import StepResult
 from dynmo.pipeline.rebalance import Rebalancer
 from dynmo.runtime.comm.process_mesh import arrange

@@ -13,7 +13,8 @@ from torch import nn
 from dynmo.config import parse
 from dynmo.dynamism import Change, Dynamism, Forecast, Signals, make_cases
 from dynmo.dynamism.egeria import Egeria
-from dynmo.dynamism.freezing import AutoFreeze, ScheduledFreezing, freeze_prefix, units
+from dynmo.dynamism.freezing import AutoFreeze, ScheduledFreezing
+from dynmo.dynamism.prefix import freeze_prefix, units
 from dynmo.errors import ConfigError
 from tests.dynamism.kept import Kept
 

@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 
 from dynmo.config import parse
-from dynmo.dynamism import Change, Dynamism, Signals, checked, from_class, make_cases, named
+from dynmo.dynamism import Change, Dynamism, Signals, make_cases
+from dynmo.dynamism.case import checked, named
 from dynmo.dynamism.freezing import ScheduledFreezing
+from dynmo.dynamism.registry import from_class
 from dynmo.errors import ConfigError, RunError
 from dynmo.runtime.comm.launch import describe
 from tests.dynamism.own_case import LayerDrop

@@ -18,7 +18,7 @@ from dynmo.dynamism import Change, Layers, make_cases
 from dynmo.dynamism.pruning import Alone, Cubic, Pruning, algorithm_2, cut, masters
 from dynmo.errors import CheckpointError, ConfigError
 from dynmo.kernels.sparse_linear import MaskedLinear, SparseLinear, dense_weight, linears
-from dynmo.models.model import load_model
+from dynmo.models.registry import load_model
 from dynmo.pipeline.pipeline import Pipeline
 from dynmo.runtime.state import checkpoint
 from dynmo.runtime.state.migration import contents

@@ -21,7 +21,7 @@ from dynmo.events import ChangeEvent, StepEvent, read
 from dynmo.kernels.drop_attention import Dropped
 from dynmo.kernels.hash_attention import Hashed
 from dynmo.models.gpt import SharedAttentionHalf
-from dynmo.models.model import load_model
+from dynmo.models.registry import load_model
 from tests.dynamism.kept import Kept
 from tests.pool import Pool
 

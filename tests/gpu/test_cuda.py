@@ -14,7 +14,7 @@ from dynmo.config import parse
 from dynmo.errors import WaitTimeout
 from dynmo.events import Event, StepEvent
 from dynmo.kernels.hash_attention import Hashed
-from dynmo.models.model import load_model
+from dynmo.models.registry import load_model
 from dynmo.runtime.comm.clock import clock_for
 from dynmo.runtime.comm.world import World
 from dynmo.runtime.layer.output_cache import OutputCache

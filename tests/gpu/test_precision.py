@@ -14,7 +14,7 @@ from torch import nn
 from dynmo.config import parse
 from dynmo.events import EndEvent, Event, StepEvent
 from dynmo.kernels.split import WeightTape, install
-from dynmo.models.model import load_model
+from dynmo.models.registry import load_model
 from dynmo.runtime.comm.world import World
 from dynmo.runtime.layer.precision import lower
 from dynmo.train.trainer import Trainer

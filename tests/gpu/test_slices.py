@@ -11,7 +11,7 @@ import torch.distributed as dist
 from dynmo.config import parse
 from dynmo.errors import ConfigError
 from dynmo.events import EndEvent, Event, StepEvent
-from dynmo.models.model import load_model
+from dynmo.models.registry import load_model
 from dynmo.runtime.comm.world import World
 from dynmo.runtime.engine.sm_slices import cut
 from dynmo.train.setup import device_for

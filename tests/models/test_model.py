@@ -10,7 +10,8 @@ from torch.nn import functional
 
 from dynmo.config import parse
 from dynmo.errors import ConfigError
-from dynmo.models.model import Model, load_model, next_token_loss
+from dynmo.models.model import Model, next_token_loss
+from dynmo.models.registry import load_model
 from tests.models import user_model
 
 HERE = "python:tests.models.user_model:"

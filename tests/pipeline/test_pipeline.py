@@ -15,7 +15,8 @@ from dynmo.balance.partition import Partition
 from dynmo.config import parse
 from dynmo.errors import ConfigError, InputError, PartitionError, RunError
 from dynmo.models.emulated import make_layers
-from dynmo.models.model import Model, from_factories, load_model, next_token_loss
+from dynmo.models.model import Model, from_factories, next_token_loss
+from dynmo.models.registry import load_model
 from dynmo.pipeline.pipeline import Pipeline
 from dynmo.runtime.optim.optimizer import OptimizerSettings
 from tests.pool import Pool

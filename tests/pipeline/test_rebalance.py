@@ -15,7 +15,7 @@ from dynmo.config import parse
 from dynmo.cost.layer_cost import LayerCost, LinkCost
 from dynmo.dynamism import Change, Dynamism, Layers
 from dynmo.events import Event, RebalanceResultEvent, to_json
-from dynmo.models.model import load_model
+from dynmo.models.registry import load_model
 from dynmo.runtime.comm.clock import HostClock
 from dynmo.runtime.comm.world import World
 from dynmo.runtime.layer.split_backward import Layer

@@ -10,7 +10,7 @@ import pytest
 from dynmo.balance.partition import uniform
 from dynmo.config import parse
 from dynmo.cost.layer_cost import LayerCost, elide
-from dynmo.models.model import load_model
+from dynmo.models.registry import load_model
 from dynmo.planner.recompute import computed_again
 from dynmo.runtime.comm.world import World
 from dynmo.schedule.catalogue import make

@@ -12,7 +12,8 @@ from torch import Tensor
 from dynmo.balance.partition import Partition
 from dynmo.config import parse
 from dynmo.models.emulated import make_layers
-from dynmo.models.model import Model, load_model
+from dynmo.models.model import Model
+from dynmo.models.registry import load_model
 from dynmo.pipeline.pipeline import Pipeline
 from dynmo.runtime.comm.world import World
 

@@ -9,7 +9,7 @@ import torch
 
 from dynmo.config import parse
 from dynmo.errors import ConfigError, PartitionError
-from dynmo.models.model import load_model
+from dynmo.models.registry import load_model
 from dynmo.runtime.layer.precision import PRECISIONS
 from dynmo.train.dry_run import dry_run, shape_costs
 from tests.runtime.alone import pipeline

@@ -16,7 +16,7 @@ from dynmo.balance.partition import Partition
 from dynmo.config import parse
 from dynmo.cost.layer_cost import uniform_costs
 from dynmo.errors import RunError
-from dynmo.models.model import load_model
+from dynmo.models.registry import load_model
 from dynmo.pipeline.pipeline import Pipeline, StepResult
 from dynmo.runtime.engine.norm_ring import CLIPPED, NON_FINITE, Caution, Switch
 from dynmo.runtime.optim.optimizer import OptimizerSettings

@@ -13,7 +13,7 @@ import torch
 from dynmo.balance.partition import Partition
 from dynmo.config import parse
 from dynmo.errors import ConfigError
-from dynmo.models.model import load_model
+from dynmo.models.registry import load_model
 from dynmo.pipeline.pipeline import Pipeline
 from dynmo.runtime.engine.sm_slices import cut, sizes
 from dynmo.train.setup import check_world, device_for, memory_limit

@@ -13,7 +13,8 @@ from torch import nn
 from dynmo.balance.partition import Partition, uniform
 from dynmo.config import parse
 from dynmo.errors import ConfigError, RunError
-from dynmo.models.model import from_factories, load_model, next_token_loss
+from dynmo.models.model import from_factories, next_token_loss
+from dynmo.models.registry import load_model
 from dynmo.pipeline.pipeline import Pipeline
 from dynmo.runtime.comm.world import World
 from dynmo.runtime.state import checkpoint

@@ -14,7 +14,7 @@ from dynmo.balance.partition import Move, Partition, moves
 from dynmo.config import parse
 from dynmo.errors import RunError
 from dynmo.kernels.seeds import mix
-from dynmo.models.model import load_model
+from dynmo.models.registry import load_model
 from dynmo.runtime.comm.channels import TAG_MIGRATE
 from dynmo.runtime.comm.world import World
 from dynmo.runtime.optim.optimizer import LayerOptimizer, OptimizerSettings

@@ -11,7 +11,7 @@ from torch import Tensor
 from dynmo.balance.partition import uniform
 from dynmo.config import parse
 from dynmo.errors import RunError
-from dynmo.models.model import load_model
+from dynmo.models.registry import load_model
 from dynmo.pipeline.pipeline import Pipeline, StepResult
 from dynmo.runtime.comm.world import World
 from dynmo.runtime.engine.norm_ring import NON_FINITE

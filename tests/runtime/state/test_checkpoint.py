@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from dynmo.balance.partition import Partition
 from dynmo.config import parse
 from dynmo.errors import CheckpointError, RunError
-from dynmo.models.model import Model, from_factories, load_model, next_token_loss
+from dynmo.models.model import Model, from_factories, next_token_loss
+from dynmo.models.registry import load_model
 from dynmo.pipeline.pipeline import Pipeline
 from dynmo.runtime.optim.optimizer import OptimizerSettings
 from dynmo.runtime.state import checkpoint

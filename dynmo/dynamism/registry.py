@@ -1,0 +1,53 @@
+"""The cases that a config names: those of dynmo, and the user's own classes."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+from dynmo.dynamism import freezing, pruning, sparse_attention
+from dynmo.dynamism.case import Dynamism
+from dynmo.errors import ConfigError, place
+
+
+def make_cases(config: Any, layers: int) -> list[Dynamism]:
+    """The cases that `[dynamism]` names. They act in the order below, whatever the order there; one's own come last, as named."""
+    makers: dict[str, Callable[[Any, int], Dynamism]] = {
+        "pruning": pruning.make,
+        "sparse_attention": sparse_attention.make,
+        "freezing": freezing.make,
+    }
+    named: Sequence[str] = config.dynamism.cases
+    unknown = [case for case in named if case not in makers and not case.startswith("python:")]
+    if unknown:
+        raise ConfigError(f"dynamism.cases: {unknown[0]!r} is not served by this version; choose from {', '.join(makers)}")
+    own = [from_class(case.removeprefix("python:")) for case in named if case.startswith("python:")]
+    cases = [*(make(config, layers) for case, make in makers.items() if case in named), *own]
+    names = [case.name for case in cases]
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice is not None:  # checkpoints keep a case's state by its name
+        raise ConfigError(f"dynamism.cases: two are called {twice!r}; give yours another name")
+    return cases
+
+
+def from_class(path: str) -> Dynamism:
+    """`package.module:Class`, called without arguments. Raises ConfigError if the path does not lead to a case."""
+    where = f"dynamism.cases: 'python:{path}'"
+    module_name, _, class_name = path.partition(":")
+    try:
+        kind = getattr(importlib.import_module(module_name), class_name)
+        made = None if getattr(kind, "__abstractmethods__", ()) else kind()
+    except ImportError as error:
+        raise ConfigError(f"{where}: cannot import {module_name}: {error}; run from its folder or install it") from error
+    except AttributeError as error:
+        if getattr(error, "name", None) != class_name:
+            raise ConfigError(f"{where}: raised AttributeError: {error}{place(error)}") from error
+        raise ConfigError(f"{where}: {module_name} has no class {class_name}") from None
+    except Exception as error:  # whatever its own code raises
+        raise ConfigError(f"{where}: raised {type(error).__name__}: {error}{place(error)}") from error
+    missing = [x for x in ("act", "check", "observe", "forecast", "state", "load", "acts") if not callable(getattr(made, x, None))]
+    missing += [] if isinstance(getattr(made, "name", None), str) else ["name"]
+    if missing:
+        raise ConfigError(f"{where}: has no {missing[0]}; inherit from dynmo.dynamism.Dynamism, give it a name and write act")
+    return cast(Dynamism, made)
