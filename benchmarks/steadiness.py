@@ -19,7 +19,7 @@ from statistics import median
 from typing import Any
 
 from benchmarks.harness import main
-from dynmo.config import parse, to_toml
+from dynmo.config import parse
 
 # Ends with the process that started it, however that ends.
 _BUSY = "import os\nparent = os.getppid()\nwhile os.getppid() == parent: pass"
@@ -51,7 +51,7 @@ def settings(name: str, steps: int, blocks: int) -> dict[str, Any]:
 def train(folder: Path, name: str, steps: int, blocks: int) -> dict[str, Any]:
     """One run of `dynmo train`, and where its layers moved."""
     config = folder / f"{name}.toml"
-    config.write_text(to_toml(parse(settings(name, steps, blocks))))
+    config.write_text(parse(settings(name, steps, blocks)).to_toml())
     ran = subprocess.run([sys.executable, "-m", "dynmo", "train", config.name], cwd=folder, capture_output=True, text=True, check=False)
     if ran.returncode:
         sys.exit(ran.stderr)

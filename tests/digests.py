@@ -68,7 +68,7 @@ def main() -> int:
 
 def run(name: str, sections: dict[str, Any]) -> dict[str, Any]:
     """Trains one configuration on two local ranks and returns its loss and weights digest."""
-    from dynmo.config import parse, to_toml
+    from dynmo.config import parse
 
     defaults: dict[str, dict[str, Any]] = {
         "model": sections.get("model", GPT),
@@ -80,7 +80,7 @@ def run(name: str, sections: dict[str, Any]) -> dict[str, Any]:
     merged = {key: defaults.get(key, {}) | sections.get(key, {}) for key in defaults | sections}
     with tempfile.TemporaryDirectory() as folder:
         config = Path(folder) / "run.toml"
-        config.write_text(to_toml(parse({"name": name, "seed": 3} | merged)))
+        config.write_text(parse({"name": name, "seed": 3} | merged).to_toml())
         command = [sys.executable, "-m", "dynmo", "train", str(config), "--json"]
         environment = os.environ | {"PYTHONPATH": str(ROOT)}
         done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)

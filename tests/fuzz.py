@@ -26,11 +26,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import tomli_w
+
 from dynmo.config import parse
 from dynmo.config.values import CASES
 from dynmo.errors import ConfigError
 from dynmo.train.compile_ahead import prepare
-from tests.fuzz_draws import Case, Tables, draw, to_text
+from tests.fuzz_draws import Case, Tables, draw
 from tests.pool import JobFailed, Pool, PoolLost
 
 RANKS = 4
@@ -229,8 +231,8 @@ def replay(outcome: Outcome, folder: Path) -> str:
     commands.append(f"dynmo train {folder / name}-reference.toml --overwrite")
     folder.mkdir(parents=True, exist_ok=True)
     for stem, tables in files.items():
-        (folder / f"{stem}.toml").write_text(to_text(tables))
-    texts = [f"# {folder / stem}.toml\n{to_text(tables)}" for stem, tables in files.items()]
+        (folder / f"{stem}.toml").write_text(tomli_w.dumps(tables))
+    texts = [f"# {folder / stem}.toml\n{tomli_w.dumps(tables)}" for stem, tables in files.items()]
     return "\n".join([*(f"    {command}" for command in commands), *texts])
 
 

@@ -11,7 +11,6 @@ from random import Random
 from typing import Any
 
 from dynmo.config.sections import BALANCERS
-from dynmo.config.writing import value_text
 from dynmo.models.gpt import feed_forward_size
 from dynmo.schedule.catalogue import SCHEDULES, chunks_of
 from tests.fuzz_models import FORMS, LAYERS, LOSSES, VOCAB, can_prune
@@ -78,23 +77,6 @@ def reference_of(config: Tables) -> Tables:
         "dynamism": dynamism,
         "trace": {"steps": 0},
     }
-
-
-def to_text(tables: Tables) -> str:
-    """TOML of nested tables."""
-    lines: list[str] = []
-
-    def write(table: Tables, path: tuple[str, ...]) -> None:
-        values = {key: value for key, value in table.items() if not isinstance(value, dict)}
-        if path and values:
-            lines.append(f"[{'.'.join(path)}]")
-        lines.extend(f"{key} = {value_text(value)}" for key, value in values.items())
-        for key, value in table.items():
-            if isinstance(value, dict):
-                write(value, (*path, key))
-
-    write(tables, ())
-    return "\n".join(lines) + "\n"
 
 
 def draw(seed: int, number: int) -> Case:

@@ -61,8 +61,6 @@ KNOWN = (
     ("dynmo.schedule.catalogue", "dynmo.schedule.automatic.vshape"),
     # One half of a cycle.
     ("dynmo.cli.mesh", "dynmo.cli.plan"),  # what both print: to cli/show.py
-    ("dynmo.config.checks", "dynmo.config.sections"),  # reading.py calls the checks instead of sections.py
-    ("dynmo.config.writing", "dynmo.config.sections"),
     # Inside a function.
     ("dynmo.planner.workload_file", "dynmo.config"),
     ("dynmo.schedule.automatic.zero_bubble", "dynmo.schedule.automatic._zero_bubble_loops"),

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from benchmarks.gpu.device import Option, Verdict, main, progress
-from dynmo.config import parse, to_toml
+from dynmo.config import parse
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -52,7 +52,7 @@ def measure(device: torch.device, options: argparse.Namespace) -> dict[str, Any]
     )
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        (folder / "run.toml").write_text(to_toml(config), encoding="utf-8")
+        (folder / "run.toml").write_text(config.to_toml(), encoding="utf-8")
         costs = Path(options.out) if options.out else folder / "costs.json"
         profile = command("profile", str(folder / "run.toml"), "--steps", str(options.steps), "--out", str(costs))
         progress("the layers are measured")

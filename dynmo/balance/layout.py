@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from dynmo.balance.partition import Move, Partition, moves, uniform
-from dynmo.config import slots_fit
+from dynmo.config import accumulation_problem
 from dynmo.errors import ConfigError, PartitionError
 from dynmo.schedule.catalogue import check_microbatches, full_schedule, placement_of
 from dynmo.schedule.op import Schedule
@@ -72,7 +72,7 @@ class Layouts:
     def make(self, ranks: int, replicas: int, microbatches: int, partition: Partition | None = None) -> Layout:
         """partition: default is equally many layers for each stage. Raises InputError where something does not fit."""
         check_microbatches(self.schedule, ranks, microbatches)
-        problem = slots_fit(self.slots, replicas, replicas * microbatches)
+        problem = accumulation_problem(self.slots, replicas, replicas * microbatches)
         if problem:
             raise ConfigError(f"reduction slots: {self.slots} {problem}; use another number of slots, replicas or microbatches")
         placement = placement_of(self.schedule, ranks, self.chunks)

@@ -79,12 +79,11 @@ def _check_out(out: Path) -> None:
 
 def _spawn(config: Config, steps: int, out: Path, as_json: bool) -> int:
     """Its ranks on this machine. Their logs are kept only where one failed and says why there."""
-    from dynmo.config import to_toml
     from dynmo.runtime.comm.launch import spawn
 
     folder = Path(tempfile.mkdtemp(prefix="dynmo-profile-"))
     try:
-        (folder / "config.toml").write_text(to_toml(config), encoding="utf-8")
+        (folder / "config.toml").write_text(config.to_toml(), encoding="utf-8")
         command = rank_command("profile", str(folder / "config.toml"), "--steps", str(steps), "--out", str(out))
         command += ["--json"] * as_json
         status = spawn(command, config.ranks, config.parallel.threads, folder)

@@ -154,8 +154,6 @@ def _locked(path: Path) -> TextIO | None:
 
 def _prepare(folder: Path, config: Config, resume: bool, overwrite: bool) -> tuple[str | None, Path | None]:
     """Returns the config of the run that is resumed, and where the run that is replaced was put."""
-    from dynmo.config import to_toml
-
     found = replaced = None
     if _aside(folder).exists() and not _size(folder / "events.jsonl"):  # an attempt to replace it failed before its first event
         shutil.rmtree(folder, ignore_errors=True)
@@ -172,7 +170,7 @@ def _prepare(folder: Path, config: Config, resume: bool, overwrite: bool) -> tup
                 f"{folder}/config.toml: not UTF-8 text (byte {error.start}); save it as UTF-8, or start anew with --overwrite"
             ) from None
         config = _with_found(config, found)
-        _tell_changes(found, to_toml(config))
+        _tell_changes(found, config.to_toml())
     elif folder.exists():
         if not overwrite:
             raise ConfigError(f"{folder} exists; go on with --resume, replace it with --overwrite, or choose another name")
@@ -187,7 +185,7 @@ def _prepare(folder: Path, config: Config, resume: bool, overwrite: bool) -> tup
         folder.rename(replaced)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        write_whole(folder / "config.toml", to_toml(config))
+        write_whole(folder / "config.toml", config.to_toml())
     except OSError:
         if not resume:
             shutil.rmtree(folder, ignore_errors=True)

@@ -1,17 +1,16 @@
 """The configuration of a run: one frozen model, read from TOML and `--set section.key=value`. Pure: no torch.
 
-values.py    what one value may be
-sections.py  the sections, and Config: every key with its default
-checks.py    what must hold between keys
-reading.py   TOML and overrides -> Config, or one line that says what was wrong
-writing.py   Config -> TOML
+values.py    the types of single values
+sections.py  the sections and Config: every key with its default
+shapes.py    the meshes that a run's ranks can form
+checks.py    checks of values that must fit together
+reading.py   TOML and overrides -> Config, or one line that says what is wrong
 """
 
-from dynmo.config.checks import shapes, slots_fit
 from dynmo.config.reading import load, parse, with_options, without_unused_keys
 from dynmo.config.sections import BALANCERS, Balance, Config, Model, Train
+from dynmo.config.shapes import accumulation_problem, mesh_shapes
 from dynmo.config.values import parse_bytes
-from dynmo.config.writing import to_toml
 
 __all__ = [
     "BALANCERS",
@@ -19,12 +18,11 @@ __all__ = [
     "Config",
     "Model",
     "Train",
+    "accumulation_problem",
     "load",
+    "mesh_shapes",
     "parse",
     "parse_bytes",
-    "shapes",
-    "slots_fit",
-    "to_toml",
     "with_options",
     "without_unused_keys",
 ]

@@ -1,21 +1,31 @@
-"""What no single key can know: whether the values of a config hold together. Each problem names its keys."""
+"""Checks of values that must fit together. Each problem is one line that names its keys."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator
 
+from dynmo.config.sections import Config, Freezing
+from dynmo.config.shapes import accumulation_problem, divisors, mesh_shapes, suggest_groups
 from dynmo.errors import ScheduleError
 from dynmo.schedule.catalogue import check_microbatches, chunks_of
 
-if TYPE_CHECKING:  # sections.py holds its Config together by this file
-    from dynmo.config.sections import Config, Freezing
+
+def first_problem(config: Config) -> str | None:
+    """The first reason why the values of a config do not fit together, or None.
+
+    Args:
+        config: A config whose values are valid by themselves.
+
+    Returns:
+        One line that names the keys and says what to do.
+    """
+    # A rule may rely on those before it.
+    return next((problem for rule in _RULES for problem in rule(config)), None)
 
 
-def problems(config: Config) -> Iterator[str]:
-    """What is wrong with a config whose every value is right by itself. A refusal tells the first of them."""
-    model, train, parallel, layers = config.model, config.train, config.parallel, config.model.layer_count
+def _model(config: Config) -> Iterator[str]:
+    model = config.model
     if model.kind == "gpt":
         if model.hidden % model.heads:
             near = _nearest_divisors(model.heads, model.hidden)
@@ -29,149 +39,72 @@ def problems(config: Config) -> Iterator[str]:
         for key, times in (("f", model.f), ("b", model.b), ("w", model.w)):
             if isinstance(times, tuple) and len(times) != model.layers:
                 yield f"model.{key} lists {len(times)} layers, model.layers = {model.layers}; give one number, or one per layer"
-        if train.precision != "float32":
-            yield f'train.precision = "{train.precision}", but emulated layers compute nothing but float32; leave it out'
+        if config.train.precision != "float32":
+            yield f'train.precision = "{config.train.precision}", but emulated layers compute nothing but float32; leave it out'
 
-    if train.global_batch % parallel.data:
-        near = _nearest_divisors(parallel.data, train.global_batch)
-        yield f"parallel.data = {parallel.data} does not divide train.global_batch = {train.global_batch}; nearest that do: {near}"
-    share = train.global_batch // parallel.data
+
+def _batch(config: Config) -> Iterator[str]:
+    train, replicas = config.train, config.parallel.data
+    if train.global_batch % replicas:
+        near = _nearest_divisors(replicas, train.global_batch)
+        yield f"parallel.data = {replicas} does not divide train.global_batch = {train.global_batch}; nearest that do: {near}"
+    share = train.global_batch // replicas
     if share % train.micro_batch:
         near = _nearest_divisors(train.micro_batch, share)
         wrong = f"train.micro_batch = {train.micro_batch} does not divide train.global_batch / parallel.data = {share}"
         yield f"{wrong}; nearest that do: {near}"
-    if train.precision == "float16" and train.loss_scale == 1:
-        yield 'train.loss_scale = 1 with train.precision = "float16": small gradients vanish; use "dynamic", or precision = "bfloat16"'
-    chosen = train.recompute if isinstance(train.recompute, tuple) else ()
-    if layers is not None and max(chosen, default=0) >= layers:
-        yield f"train.recompute names layer {max(chosen)}, but the model has {layers}, from 0 to {layers - 1}"
-    yield from _slot_problems(config)
 
+
+def _loss_scale(config: Config) -> Iterator[str]:
+    if config.train.precision == "float16" and config.train.loss_scale == 1:
+        yield 'train.loss_scale = 1 with train.precision = "float16": small gradients vanish; use "dynamic", or precision = "bfloat16"'
+
+
+def _recompute(config: Config) -> Iterator[str]:
+    recompute, layers = config.train.recompute, config.model.layer_count
+    last = max(recompute, default=0) if isinstance(recompute, tuple) else 0
+    if layers is not None and last >= layers:
+        yield f"train.recompute names layer {last}, but the model has {layers}, from 0 to {layers - 1}"
+
+
+def _accumulation_groups(config: Config) -> Iterator[str]:
+    replicas, groups = config.parallel.data, config.accumulation_groups
+    problem = accumulation_problem(groups, replicas, config.all_microbatches)
+    if problem:
+        near = suggest_groups(config, (replicas,))
+        yield f"train.reduction_slots = {groups} {problem}; leave it out for one per replica, or use {near}"
+
+
+def _schedule(config: Config) -> Iterator[str]:
     name = config.pipeline.schedule
     try:
-        chunks = chunks_of(name, config.pipeline.chunks)
+        chunks_of(name, config.pipeline.chunks)
     except ScheduleError as error:
         yield f"pipeline.chunks: {error}"
-        return
     try:
-        check_microbatches(name, parallel.pipeline, max(1, share // train.micro_batch))
+        check_microbatches(name, config.parallel.pipeline, max(1, config.microbatches))
     except ScheduleError as error:
         yield f"pipeline.schedule: {error} (train.global_batch / train.micro_batch / parallel.data)"
-    stages = parallel.pipeline * chunks
+
+
+def _placement(config: Config) -> Iterator[str]:
+    layers, ranks, chunks, stages = config.model.layer_count, config.parallel.pipeline, config.chunks, config.stages
     initial = config.balance.initial
     if initial is not None and len(initial) != stages:
         if chunks == 1:
-            yield f"balance.initial has {len(initial)} entries, parallel.pipeline = {parallel.pipeline}; give one layer count per rank"
+            yield f"balance.initial has {len(initial)} entries, parallel.pipeline = {ranks}; give one layer count per rank"
         else:
-            yield f"balance.initial has {len(initial)} entries, but {name} has {stages} stages; give one layer count per stage"
+            has = f"{config.pipeline.schedule} has {stages} stages"
+            yield f"balance.initial has {len(initial)} entries, but {has}; give one layer count per stage"
     if layers is not None:
         if stages > layers:
-            held = f" x {chunks} stages a rank" if chunks > 1 else ""
-            yield f"parallel.pipeline = {parallel.pipeline}{held} is more than the model's {layers} layers; use fewer ranks or more layers"
+            per_rank = f" x {chunks} stages a rank" if chunks > 1 else ""
+            yield f"parallel.pipeline = {ranks}{per_rank} is more than the model's {layers} layers; use fewer ranks or more layers"
         if initial is not None and sum(initial) != layers:
             yield f"balance.initial sums to {sum(initial)}, but the model has {layers} layers; make it sum to {layers}"
 
-    yield from _slice_problems(config)
-    yield from _reshape_problems(config)
 
-    if "sparse_attention" in config.dynamism.cases:
-        yield from _sparse_attention_problems(config)
-    if "pruning" in config.dynamism.cases:
-        yield from _pruning_problems(config)
-    if "freezing" in config.dynamism.cases:
-        freezing = config.dynamism.freezing
-        if freezing.policy == "schedule" and not freezing.schedule:
-            yield 'dynamism.freezing.schedule is empty, so nothing would freeze; give [[step, layers], ...] or policy = "autofreeze"'
-        by_schedule = freezing.policy == "schedule"
-        most = max((count for _, count in freezing.schedule), default=0) if by_schedule else freezing.max_layers or 0
-        if layers is not None and most >= layers:
-            key = "dynamism.freezing.schedule" if by_schedule else "dynamism.freezing.max_layers"
-            yield f"{key} freezes {most} of the model's {layers} layers; the last must train, so freeze at most {layers - 1}"
-        yield from _freezing_problems(freezing, train.steps)
-        if freezing.cache_bytes:
-            yield from _cache_problems(config)
-
-
-def slots_fit(slots: int, replicas: int, microbatches: int) -> str | None:
-    """What is wrong with so many reduction slots, for so many replicas and microbatches (of all replicas); None if they fit."""
-    if microbatches % slots:
-        return f"does not divide the {microbatches} microbatches of a step"
-    each, rest = divmod(slots, replicas)
-    if rest or (replicas > 1 and each & (each - 1)):
-        return f"is not {replicas} (replicas) times a power of two"
-    return None
-
-
-def _slot_problems(config: Config) -> Iterator[str]:
-    parallel, slots = config.parallel, config.slots
-    problem = slots_fit(slots, parallel.data, config.all_microbatches)
-    if problem:
-        yield f"train.reduction_slots = {slots} {problem}; leave it out for one per replica, or use {_fitting(config, (parallel.data,))}"
-
-
-def _fitting(config: Config, replicas: Collection[int]) -> str:
-    """Numbers of slots that fit any of these numbers of replicas."""
-    every = config.all_microbatches
-    found = [str(n) for n in _divisors(every) if not any(slots_fit(n, r, every) for r in replicas)]
-    return " or ".join(found[:4]) if found else "another train.global_batch"
-
-
-def shapes(config: Config) -> tuple[tuple[int, int], ...]:
-    """The meshes (ranks of a pipeline, replicas) that the run's ranks can be, with the same batch, slots and schedule."""
-    ranks, every, layers = config.parallel.pipeline * config.parallel.data, config.all_microbatches, config.model.layer_count
-    found: list[tuple[int, int]] = []
-    for data in _divisors(math.gcd(ranks, every)):
-        pipeline = ranks // data
-        try:
-            check_microbatches(config.pipeline.schedule, pipeline, every // data)
-        except ScheduleError:
-            continue
-        if slots_fit(config.slots, data, every) is None and (layers is None or pipeline * config.chunks <= layers):
-            found.append((pipeline, data))
-    return tuple(found)
-
-
-def _reshape_problems(config: Config) -> Iterator[str]:
-    """Every mesh that the run will be must hold together as the first one does."""
-    parallel, layers, every = config.parallel, config.model.layer_count, config.all_microbatches
-    if config.elastic.reshape:
-        if config.elastic.reshape_at:
-            yield "elastic.reshape = true decides when to reshape, and elastic.reshape_at says when; leave one of them out"
-        elif len(shapes(config)) == 1:
-            counts = _divisors(math.gcd(config.ranks, every))
-            if counts == [parallel.data]:
-                ranks = "1 rank" if config.ranks == 1 else f"{config.ranks} ranks"
-                yield (
-                    f"elastic.reshape = true: {ranks} and {every} microbatches allow no other mesh; leave it out, or change "
-                    "parallel.pipeline, parallel.data or train.global_batch"
-                )
-            else:
-                yield (
-                    f"elastic.reshape = true: no other mesh of {config.ranks} ranks fits train.reduction_slots = {config.slots}; use "
-                    f"{_fitting(config, counts)}"
-                )
-    replicas = (parallel.data, *(data for _, _, data in config.elastic.reshape_at))
-    for step, pipeline, data in config.elastic.reshape_at:
-        key = f"elastic.reshape_at: [{step}, {pipeline}, {data}]"
-        if step >= config.train.steps:
-            yield f"{key} is at step {step}, but the run has {config.train.steps} steps; reshape sooner"
-        if pipeline * data * parallel.expert != config.ranks:
-            yield f"{key} is {pipeline} x {data} ranks, but the run has {config.ranks}; a reshape keeps them all, so change the sizes"
-        if every % data:
-            yield f"{key}: {data} replicas do not divide the {every} microbatches of a step"
-        problem = slots_fit(config.slots, data, every)
-        if problem:
-            yield f"{key}: train.reduction_slots = {config.slots} {problem}; use {_fitting(config, replicas)}"
-        stages = pipeline * config.chunks
-        if layers is not None and stages > layers:
-            yield f"{key} has {stages} stages, more than the model's {layers} layers; use fewer ranks in a pipeline"
-        try:
-            check_microbatches(config.pipeline.schedule, pipeline, every // data)
-        except ScheduleError as error:
-            yield f"{key}: {error} (train.global_batch / train.micro_batch / data)"
-
-
-def _slice_problems(config: Config) -> Iterator[str]:
+def _slices(config: Config) -> Iterator[str]:
     if not config.parallel.slices:
         return
     if config.parallel.pipeline == 1:
@@ -182,7 +115,55 @@ def _slice_problems(config: Config) -> Iterator[str]:
         yield "parallel.slices = true: slices cannot be reshaped; leave out elastic.reshape and elastic.reshape_at"
 
 
-def _sparse_attention_problems(config: Config) -> Iterator[str]:
+def _reshape(config: Config) -> Iterator[str]:
+    if not config.elastic.reshape:
+        return
+    if config.elastic.reshape_at:
+        yield "elastic.reshape = true decides when to reshape, and elastic.reshape_at says when; leave one of them out"
+    elif len(mesh_shapes(config)) == 1:
+        microbatches = config.all_microbatches
+        replicas = divisors(math.gcd(config.ranks, microbatches))
+        if replicas == [config.parallel.data]:
+            ranks = "1 rank" if config.ranks == 1 else f"{config.ranks} ranks"
+            yield (
+                f"elastic.reshape = true: {ranks} and {microbatches} microbatches allow no other mesh; leave it out, or change "
+                "parallel.pipeline, parallel.data or train.global_batch"
+            )
+        else:
+            yield (
+                f"elastic.reshape = true: no other mesh of {config.ranks} ranks fits train.reduction_slots = "
+                f"{config.accumulation_groups}; use {suggest_groups(config, replicas)}"
+            )
+
+
+def _reshape_at(config: Config) -> Iterator[str]:
+    """Every mesh that the run takes must pass the checks of the first one."""
+    layers, microbatches = config.model.layer_count, config.all_microbatches
+    replicas = (config.parallel.data, *(data for _, _, data in config.elastic.reshape_at))
+    for step, pipeline, data in config.elastic.reshape_at:
+        key = f"elastic.reshape_at: [{step}, {pipeline}, {data}]"
+        if step >= config.train.steps:
+            yield f"{key} is at step {step}, but the run has {config.train.steps} steps; reshape sooner"
+        if pipeline * data * config.parallel.expert != config.ranks:
+            yield f"{key} is {pipeline} x {data} ranks, but the run has {config.ranks}; a reshape keeps them all, so change the sizes"
+        if microbatches % data:
+            yield f"{key}: {data} replicas do not divide the {microbatches} microbatches of a step"
+        problem = accumulation_problem(config.accumulation_groups, data, microbatches)
+        if problem:
+            near = suggest_groups(config, replicas)
+            yield f"{key}: train.reduction_slots = {config.accumulation_groups} {problem}; use {near}"
+        stages = pipeline * config.chunks
+        if layers is not None and stages > layers:
+            yield f"{key} has {stages} stages, more than the model's {layers} layers; use fewer ranks in a pipeline"
+        try:
+            check_microbatches(config.pipeline.schedule, pipeline, microbatches // data)
+        except ScheduleError as error:
+            yield f"{key}: {error} (train.global_batch / train.micro_batch / data)"
+
+
+def _sparse_attention(config: Config) -> Iterator[str]:
+    if "sparse_attention" not in config.dynamism.cases:
+        return
     sparse, model, steps, key = config.dynamism.sparse_attention, config.model, config.train.steps, "dynamism.sparse_attention"
     if model.kind == "emulated":
         yield f'{key}: model.kind = "emulated" has no attention; use "gpt" or a model of your own'
@@ -203,7 +184,9 @@ def _sparse_attention_problems(config: Config) -> Iterator[str]:
         yield f"{key}.buckets = {sparse.buckets} is more than model.sequence = {model.sequence} tokens; use {most} or fewer"
 
 
-def _pruning_problems(config: Config) -> Iterator[str]:
+def _pruning(config: Config) -> Iterator[str]:
+    if "pruning" not in config.dynamism.cases:
+        return
     pruning, steps = config.dynamism.pruning, config.train.steps
     start, end, every = pruning.steps_of(steps)
     key = "dynamism.pruning"
@@ -222,31 +205,66 @@ def _pruning_problems(config: Config) -> Iterator[str]:
         yield f"{key}.every = {every} is more than the {end - start} steps from start = {start} to end = {end}; use a smaller one"
 
 
-def _freezing_problems(freezing: Freezing, steps: int) -> Iterator[str]:
-    key, every, window = "dynamism.freezing", freezing.every, freezing.window
-    first = freezing.schedule[0][0] if freezing.schedule else 0
-    if freezing.policy == "schedule" and first >= steps:
-        yield f"{key}.schedule starts at step {first}, but the run has {steps} steps, so nothing would freeze; start sooner"
-    if freezing.policy == "autofreeze" and freezing.start + 2 * every >= steps:
-        needs = f"{freezing.start} + 2 x {every}"
-        yield f"{key}: two intervals end at step {needs}, but the run has {steps} steps, so nothing would freeze; lower start or every"
+def _freezing(config: Config) -> Iterator[str]:
+    if "freezing" not in config.dynamism.cases:
+        return
+    freezing, steps, layers = config.dynamism.freezing, config.train.steps, config.model.layer_count
+    if freezing.policy == "schedule":
+        if not freezing.schedule:
+            yield 'dynamism.freezing.schedule is empty, so nothing would freeze; give [[step, layers], ...] or policy = "autofreeze"'
+        key, most = "dynamism.freezing.schedule", max((count for _, count in freezing.schedule), default=0)
+    else:
+        key, most = "dynamism.freezing.max_layers", freezing.max_layers or 0
+    if layers is not None and most >= layers:
+        yield f"{key} freezes {most} of the model's {layers} layers; the last must train, so freeze at most {layers - 1}"
+    if freezing.policy == "schedule" and freezing.schedule[0][0] >= steps:
+        first = freezing.schedule[0][0]
+        yield f"{key} starts at step {first}, but the run has {steps} steps, so nothing would freeze; start sooner"
+    if freezing.policy == "autofreeze":
+        yield from _autofreeze(freezing, steps)
     if freezing.policy == "egeria":
-        if freezing.refresh < window * every:
-            yield (
-                f"{key}.refresh = {freezing.refresh}: a reference must last a window of {window} readings, one each {every} steps; use "
-                f"refresh = {window * every} or more"
-            )
-        elif _first_stale(freezing, steps) >= steps:
-            yield (
-                f"{key}.window = {window}: with a reading each {every} steps from step {freezing.start} on, and a new reference each "
-                f"{freezing.refresh}, no module can have been stale for a window within the run's {steps} steps, so nothing would freeze; "
-                "lower window, every or start, or refresh later"
-            )
+        yield from _egeria(freezing, steps)
+    if freezing.cache_bytes:
+        yield from _output_cache(config)
 
 
-def _first_stale(freezing: Freezing, steps: int) -> int:
-    """The first step before which Egeria may freeze something: it has `window` slopes after the first, which is what they are held
-    against. A reading's reference is the last one taken before its step; each begins a new curve, whose first window has no slope."""
+def _autofreeze(freezing: Freezing, steps: int) -> Iterator[str]:
+    if freezing.start + 2 * freezing.every >= steps:
+        needs = f"{freezing.start} + 2 x {freezing.every}"
+        yield (
+            f"dynamism.freezing: two intervals end at step {needs}, but the run has {steps} steps, so nothing would freeze; "
+            "lower start or every"
+        )
+
+
+def _egeria(freezing: Freezing, steps: int) -> Iterator[str]:
+    key, every, window = "dynamism.freezing", freezing.every, freezing.window
+    if freezing.refresh < window * every:
+        yield (
+            f"{key}.refresh = {freezing.refresh}: a reference must last a window of {window} readings, one each {every} steps; use "
+            f"refresh = {window * every} or more"
+        )
+    elif first_stale_step(freezing, steps) >= steps:
+        yield (
+            f"{key}.window = {window}: with a reading each {every} steps from step {freezing.start} on, and a new reference each "
+            f"{freezing.refresh}, no module can have been stale for a window within the run's {steps} steps, so nothing would freeze; "
+            "lower window, every or start, or refresh later"
+        )
+
+
+def first_stale_step(freezing: Freezing, steps: int) -> int:
+    """The first step before which Egeria can freeze a module.
+
+    Egeria needs `window` slopes after the first one, which they are compared with. A reading uses the last
+    reference taken before its step. Each reference begins a new curve, whose first window has no slope.
+
+    Args:
+        freezing: The section `[dynamism.freezing]`.
+        steps: Steps of the run.
+
+    Returns:
+        The step, or `steps` if no module can freeze within the run.
+    """
     every, window, refresh = freezing.every, freezing.window, freezing.refresh
     slopes = readings = reference = 0
     for offset in range(every, steps - freezing.start, every):
@@ -259,29 +277,41 @@ def _first_stale(freezing: Freezing, steps: int) -> int:
     return steps
 
 
-def _cache_problems(config: Config) -> Iterator[str]:
-    """Where a frozen layer's output is another each time, there is nothing to keep."""
+def _output_cache(config: Config) -> Iterator[str]:
+    """A cache of outputs is useless if a frozen layer gives another output each time, or if no microbatch comes again."""
     key = f"dynamism.freezing.cache_bytes = {config.dynamism.freezing.cache_bytes}"
     if config.model.dropout:
         yield f"{key} with model.dropout = {config.model.dropout}: what is dropped is another each time; use cache_bytes = 0 or dropout = 0"
     if "sparse_attention" in config.dynamism.cases:
         yield f'{key} with the case "sparse_attention", which draws anew at each step; use cache_bytes = 0, or leave the case out'
-    # Whether training itself has something come again may hang on the data (`Feed`); here it has not, however long that is.
+    # In other cases the length of the data decides, which `DataLoader` knows. With these settings nothing comes again at any length.
     train = config.train
     if train.eval_every and train.steps // train.eval_every < 2 and config.data.shuffle == "windows" and train.micro_batch > 1:
-        found = f"train.eval_every = {train.eval_every} gives {'one evaluation' if train.steps >= train.eval_every else 'no evaluation'}"
+        evaluations = "one evaluation" if train.steps >= train.eval_every else "no evaluation"
         yield (
-            f"{key}: {found} in {train.steps} steps, and no microbatch comes again, so nothing would be cached; evaluate at least twice, "
-            'or use data.shuffle = "batches" for more than an epoch'
+            f"{key}: train.eval_every = {train.eval_every} gives {evaluations} in {train.steps} steps, and no microbatch comes again, "
+            'so nothing would be cached; evaluate at least twice, or use data.shuffle = "batches" for more than an epoch'
         )
 
 
+_RULES: tuple[Callable[[Config], Iterator[str]], ...] = (
+    _model,
+    _batch,
+    _loss_scale,
+    _recompute,
+    _accumulation_groups,
+    _schedule,
+    _placement,
+    _slices,
+    _reshape,
+    _reshape_at,
+    _sparse_attention,
+    _pruning,
+    _freezing,
+)
+
+
 def _nearest_divisors(value: int, total: int) -> str:
-    divisors = _divisors(total)
-    below, above = [d for d in divisors if d < value], [d for d in divisors if d > value]
+    all_divisors = divisors(total)
+    below, above = [d for d in all_divisors if d < value], [d for d in all_divisors if d > value]
     return ", ".join(str(d) for d in ([max(below)] if below else []) + ([min(above)] if above else []))
-
-
-def _divisors(total: int) -> list[int]:
-    """The divisors in ascending order."""
-    return sorted({d for i in range(1, math.isqrt(total) + 1) if total % i == 0 for d in (i, total // i)})

@@ -14,9 +14,9 @@ from typing import Any, cast
 
 from pydantic import ValidationError
 
+from dynmo.config.checks import first_problem
 from dynmo.config.sections import KEYS_OF_KIND, Config, Model, Section, keys_of_other_kinds
-from dynmo.config.values import CASES, NOT_SERVED, PLANNED_CASES
-from dynmo.config.writing import value_text
+from dynmo.config.values import CASES, NOT_SERVED, PLANNED_CASES, value_text
 from dynmo.errors import ConfigError
 
 
@@ -46,12 +46,12 @@ def parse(data: Mapping[str, Any], where: str = "config", overridden: Collection
         # One line tells one problem, and of several the one most likely at the root: a key that nobody knows.
         problem = next((p for p in problems if p["type"] == "extra_forbidden"), problems[0])
         parts = tuple(str(part) for part in problem["loc"] if not isinstance(part, int))
-        if not parts:
-            where = f"{where} and --set" if overridden else where
-        elif ".".join(parts) in overridden:
-            where = "--set"
+        where = "--set" if ".".join(parts) in overridden else where
         more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
         raise _error(f"{where}: {_explain(dict(problem), parts)}{more}") from None
+    problem = first_problem(config)
+    if problem is not None:
+        raise _error(f"{where} and --set: {problem}" if overridden else f"{where}: {problem}")
     _check_kind(data, where, overridden)
     return config
 
@@ -209,8 +209,6 @@ def _explain(problem: dict[str, Any], parts: tuple[str, ...]) -> str:
         return f"{'.'.join(parts)} must be a section: write [{'.'.join(parts)}]"
     if kind == "value_error":
         what = str(problem["ctx"]["error"])
-        if not parts:
-            return what
     else:
         what = _SAY.get(kind) or str(problem["msg"]).replace("Input should be", "must be")
     key = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in problem["loc"]).lstrip(".")

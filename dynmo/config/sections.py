@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, cast
 
+import tomli_w
 from pydantic import (
     BaseModel,
     ConfigDict,
@@ -13,7 +14,6 @@ from pydantic import (
     model_validator,
 )
 
-from dynmo.config.checks import problems
 from dynmo.config.values import (
     BelowOne,
     BlocksAt,
@@ -305,7 +305,10 @@ class Trace(Section):
 
 
 class Config(Section):
-    """A whole run. `runs/<name>/` is its folder."""
+    """A whole run. `runs/<name>/` is its folder.
+
+    Each value is valid by itself. `load` and `parse` also check that the values fit together.
+    """
 
     name: RunName = "quickstart"
     seed: Annotated[int, Field(ge=0, le=2**63 - 1)] = 0
@@ -331,8 +334,8 @@ class Config(Section):
         return self.train.global_batch // self.train.micro_batch
 
     @property
-    def slots(self) -> int:
-        """In how many parts a step's gradients are added up."""
+    def accumulation_groups(self) -> int:
+        """The number of parts in which the gradients of a step are summed, over all replicas."""
         return self.train.reduction_slots or self.parallel.data
 
     def shape_at(self, step: int) -> tuple[int, int]:
@@ -360,8 +363,6 @@ class Config(Section):
         """The size of the world: pipeline x data x expert; a pipeline of slices is one rank of it."""
         return (1 if self.parallel.slices else self.parallel.pipeline) * self.parallel.data * self.parallel.expert
 
-    @model_validator(mode="after")
-    def _hangs_together(self) -> Config:
-        for problem in problems(self):
-            raise ValueError(problem)
-        return self
+    def to_toml(self) -> str:
+        """TOML that `load` reads back as the same config. A key that is None is left out."""
+        return tomli_w.dumps(self.model_dump(exclude_none=True))

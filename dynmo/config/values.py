@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import difflib
 import itertools
+import json
 import math
 import re
 from collections.abc import Collection, Sequence
 from typing import Annotated, TypeAlias, cast
 
-from pydantic import AfterValidator, BeforeValidator, Field, PlainValidator
-
-from dynmo.config.writing import value_text
+from pydantic import AfterValidator, BeforeValidator, ByteSize, Field, PlainValidator, TypeAdapter
 
 NOT_SERVED = "known but not served by this version"
 _LARGEST = 2**31 - 1  # of any count: a slip of the keyboard should not become an endless loop
-_UNITS = {"": 1, "B": 1} | {
-    f"{letter}{suffix}": base ** (i + 1) for suffix, base in (("iB", 1024), ("B", 1000)) for i, letter in enumerate("KMGT")
-}
+_BYTE_SIZE = TypeAdapter(ByteSize)
 
 # Of [dynamism] cases: those of this version, and those of the contract that are still to come.
 CASES = ("freezing", "pruning", "sparse_attention")
@@ -25,11 +22,38 @@ PLANNED_CASES = ("early_exit", "moe", "mixture_of_depths")
 
 
 def parse_bytes(text: str) -> int:
-    """Bytes from "40GiB", "1.5 GB" or "4096" (KiB, MiB, GiB, TiB are powers of 1024, KB to TB of 1000). Raises ValueError."""
-    match = re.fullmatch(r"\s*(\d{1,15}(?:\.\d{1,15})?)\s*([A-Za-z]*)\s*", text, re.ASCII)
-    if match is None or match[2] not in _UNITS:
-        raise ValueError('not a size; write bytes, or a number and one of KiB, MiB, GiB, TiB, KB, MB, GB, TB, like "40GiB"')
-    return int(float(match[1]) * _UNITS[match[2]]) if "." in match[1] else int(match[1]) * _UNITS[match[2]]
+    """Read a size such as "40GiB", "1.5 GB" or "4096".
+
+    Args:
+        text: A number and a unit. KiB to TiB are powers of 1024, KB to TB powers of 1000.
+            No unit means bytes. Case does not matter.
+
+    Returns:
+        The size in bytes.
+
+    Raises:
+        ValueError: The text is not a size.
+    """
+    try:
+        # ByteSize ignores what follows the first size in a text.
+        if not re.fullmatch(r"\s*\d{1,15}(\.\d{1,15})?\s*[A-Za-z]*\s*", text, re.ASCII):
+            raise ValueError
+        return int(_BYTE_SIZE.validate_python(text.strip()))
+    except ValueError:
+        raise ValueError('not a size; write bytes, or a number and one of KiB, MiB, GiB, TiB, KB, MB, GB, TB, like "40GiB"') from None
+
+
+def value_text(value: object) -> str:
+    """A value in one line of TOML, as error messages quote it."""
+    if isinstance(value, str):
+        return json.dumps(value, ensure_ascii=False)
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(value_text(item) for item in cast(Sequence[object], value))}]"
+    if isinstance(value, dict):
+        return f"{{{', '.join(f'{key} = {value_text(item)}' for key, item in cast(dict[str, object], value).items())}}}"
+    return str(value)
 
 
 def _quoted(words: Collection[str]) -> str:

@@ -14,7 +14,7 @@ from dynmo.balance.balancers import BalanceRequest, balancer
 from dynmo.balance.layout import moves_between_ranks
 from dynmo.balance.partition import Cost, Partition
 from dynmo.balance.trigger import FORCED, Decision, Expected, Outlook, Watch, confirmed, phases, worth_moving_through
-from dynmo.config import Config, shapes
+from dynmo.config import Config, mesh_shapes
 from dynmo.cost.layer_cost import LayerCost, LinkCost
 from dynmo.cost.profile_file import Profile
 from dynmo.errors import NoRoomError, PartitionError
@@ -165,8 +165,8 @@ class Rebalancer:
             zero=config.parallel.zero,
             bandwidth=slowest,
             objective=pipeline.objective,
-            replicas=tuple(data for _, data in shapes(config)),
-            slots=config.slots,
+            replicas=tuple(data for _, data in mesh_shapes(config)),
+            slots=config.accumulation_groups,
         )
         left, balance = config.train.steps - step, config.balance
 

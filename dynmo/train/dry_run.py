@@ -179,7 +179,7 @@ def _memory(config: Config, costs: Sequence[LayerCost], partition: Partition, sc
 
 def _beside(config: Config, replicas: int) -> dict[str, Any]:
     """What the memory of a rank depends on beside layers and schedule."""
-    return {"post_validation": config.pipeline.post_validation, "replicas": replicas, "slots": config.slots // replicas}
+    return {"post_validation": config.pipeline.post_validation, "replicas": replicas, "slots": config.accumulation_groups // replicas}
 
 
 class ActivationsUnknown(ConfigError):
@@ -231,7 +231,7 @@ def static_costs(config: Config, model: Model) -> tuple[LayerCost, ...]:
 
 def _per_replica(config: Config, costs: Sequence[LayerCost], replicas: int | None) -> tuple[LayerCost, ...]:
     replicas = replicas or config.parallel.data
-    return tuple(c.in_slots(config.slots // replicas).shared(replicas if config.parallel.zero else 1) for c in costs)
+    return tuple(c.in_slots(config.accumulation_groups // replicas).shared(replicas if config.parallel.zero else 1) for c in costs)
 
 
 def _meta_layers(model: Model) -> list[nn.Module]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dynmo.config import Config, shapes
+from dynmo.config import Config, mesh_shapes
 from dynmo.dynamism import Dynamism
 from dynmo.errors import CheckpointError
 from dynmo.events import CheckpointEvent, now
@@ -46,7 +46,7 @@ class Found:
     def shape(self, config: Config) -> tuple[int, int]:
         """The mesh to resume in: where the run chooses it, the one that it had, as long as that is one of this config's."""
         saved = tuple(self.state.get("shape", ()))
-        known = config.elastic.reshape and saved in shapes(config)
+        known = config.elastic.reshape and saved in mesh_shapes(config)
         return (saved[0], saved[1]) if known else config.shape_at(self.step)
 
 

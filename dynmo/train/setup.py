@@ -13,7 +13,7 @@ import torch
 
 from dynmo.balance.partition import Partition, uniform
 from dynmo.config import Config, Train
-from dynmo.config.writing import value_text
+from dynmo.config.values import value_text
 from dynmo.errors import ConfigError
 from dynmo.runtime.comm.launch import FOR_RANKS_ON_CUDA
 from dynmo.runtime.comm.rendezvous import Rendezvous

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from dynmo.balance.partition import Partition, imbalance
-from dynmo.config import Config, Train, to_toml, with_options
+from dynmo.config import Config, Train, with_options
 from dynmo.cost import profile_file
 from dynmo.cost.layer_cost import LayerCost
 from dynmo.dynamism import Dynamism, Signals, make_cases
@@ -367,7 +367,7 @@ class Trainer:
         if self._log is not None and self._folder is not None:
             path = self._folder / "config.toml"
             try:
-                write_whole(path, to_toml(self._recorded))
+                write_whole(path, self._recorded.to_toml())
             except OSError as error:  # the checkpoints have it, too
                 print(f"dynmo: {path} cannot be written: {error.strerror}; it does not say {', '.join(found)} as found", file=sys.stderr)
 

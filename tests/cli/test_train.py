@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from dynmo.cli import main
-from dynmo.config import load, to_toml
+from dynmo.config import load
 from dynmo.errors import RunError
 from tests.cli.runs import GPT, Base, Run, end, fill, train, tree
 from tests.full_disk import files_up_to
@@ -121,14 +121,14 @@ def test_what_a_resumed_run_has_otherwise(tmp_path: Path, run: Run, monkeypatch:
     fill(tmp_path)
     (tmp_path / "runs/main/checkpoints/step-000005").mkdir(parents=True)
     (tmp_path / "runs/main/checkpoints/step-000005/manifest.json").write_text("")
-    (tmp_path / "runs/main/config.toml").write_text(to_toml(load(tmp_path / "run.toml")))
+    (tmp_path / "runs/main/config.toml").write_text(load(tmp_path / "run.toml").to_toml())
     monkeypatch.setattr("dynmo.runtime.comm.launch.spawn", lambda *arguments: 0)
     assert run(tmp_path, "run.toml", "--resume") == (0, "", "")
     told = "dynmo: resumed; the configs differ in parallel.timeout (30.0, 9.0), train.lr (0.01, 0.5)\n"
     assert run(tmp_path, "run.toml", "--resume", sets=("train.lr=0.5", "parallel.timeout=9.0")) == (0, "", told)
     # What the run has found out by itself is no change.
     found, sought = (f"dynamism.pruning.dense_below={value}" for value in ("{8x8 = 0.5}", "measured"))
-    (tmp_path / "runs/main/config.toml").write_text(to_toml(load(tmp_path / "run.toml", [found])))
+    (tmp_path / "runs/main/config.toml").write_text(load(tmp_path / "run.toml", [found]).to_toml())
     assert run(tmp_path, "run.toml", "--resume", sets=(sought,)) == (0, "", "")
     assert load(tmp_path / "runs/main/config.toml").dynamism.pruning.dense_below == {"8x8": 0.5}
 
@@ -137,7 +137,7 @@ def test_a_full_disk_before_the_ranks_start(tmp_path: Path, run: Run) -> None:
     """The run's own files stay as they were, and a new run leaves nothing in the way."""
     fill(tmp_path)
     (tmp_path / "runs/main/checkpoints/step-000005").mkdir(parents=True)
-    (tmp_path / "runs/main/config.toml").write_text(to_toml(load(tmp_path / "run.toml")))
+    (tmp_path / "runs/main/config.toml").write_text(load(tmp_path / "run.toml").to_toml())
     before = tree(tmp_path)
     for flags in (("--resume",), ("--overwrite",), ("--set", "name=new")):
         with files_up_to(10):

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from dynmo.config import parse
-from dynmo.config.checks import _first_stale
+from dynmo.config.checks import first_stale_step
 from dynmo.dynamism import Signals
 from dynmo.dynamism.egeria import Egeria, dequantised, plasticity, quantised, relations, slope
 from dynmo.errors import ConfigError
@@ -175,15 +175,15 @@ def test_the_first_step_at_which_something_can_freeze(every: int, window: int, l
     freezing = parse(config(1) | {"dynamism": {}}).dynamism.freezing.model_copy(
         update={"every": every, "window": window, "refresh": refresh, "start": start}
     )
-    possible = _first_stale(freezing, 1000)
+    possible = first_stale_step(freezing, 1000)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("dynmo.dynamism.egeria.plasticity", lambda *_: (-0.5) ** (next(readings) // 3))
         for step in range(possible + 1):
             assert not layers.frozen
             layers.step(case, step)
     assert layers.frozen
-    assert _first_stale(freezing, possible + 1) == possible
-    assert _first_stale(freezing, possible) == possible, "too short a run: as long as it"
+    assert first_stale_step(freezing, possible + 1) == possible
+    assert first_stale_step(freezing, possible) == possible, "too short a run: as long as it"
 
 
 def test_what_has_nothing_to_train_freezes_with_what_follows() -> None:

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from dynmo.config import parse, to_toml
+from dynmo.config import parse
 from dynmo.dynamism import Change, make_cases
 from dynmo.dynamism.sparse_attention import SparseAttentionCase, expected_ratio
 from dynmo.errors import ConfigError
@@ -153,7 +153,7 @@ def test_emulated_layers_have_no_attention() -> None:
 
 def test_from_the_config() -> None:
     made = config(schedule=[[2, [0, 3]], [4, [1]]], buckets=8)
-    assert parse(tomllib.loads(to_toml(made))) == made
+    assert parse(tomllib.loads(made.to_toml())) == made
     (case,) = make_cases(made, 18)
     model = layers(8)
     assert case.act(2, model) == Change((1, 7), "2 of 8 attention halves are sparse (schedule, step 2)")

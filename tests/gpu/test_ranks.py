@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from dynmo.config import parse, to_toml
+from dynmo.config import parse
 from tests.jobs import SOURCE
 from tests.processes import gone, ranks, start, wait_until
 
@@ -52,7 +52,7 @@ def begin(folder: Path, name: str, options: dict[str, Any], on: Ranks, pipeline:
         "pipeline": pipeline,
     } | parallel
     config = parse(CONFIG | options | {"name": name, "parallel": mesh})
-    (folder / f"{name}.toml").write_text(to_toml(config))
+    (folder / f"{name}.toml").write_text(config.to_toml())
     environment = ENVIRONMENT if on.backend == "gloo" or on.size == 1 else {"PYTHONWARNINGS": "default"}
     return start([sys.executable, "-m", "dynmo", "train", f"{name}.toml"], folder, environment)
 

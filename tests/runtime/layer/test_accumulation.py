@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from dynmo.config import slots_fit
+from dynmo.config import accumulation_problem
 from dynmo.cost.layer_cost import most_aside
 from dynmo.runtime.comm.clock import HostClock
 from dynmo.runtime.layer.accumulation import Slots, Tree
@@ -67,7 +67,7 @@ def test_any_replicas_that_fit_give_the_same_bits(replicas: int, exponent: int, 
     """Each folds its own run of slots, then the replicas' sums are folded in order."""
     each = 2**exponent
     slots = rows(replicas * each, seed)
-    assert slots_fit(len(slots), replicas, len(slots)) is None
+    assert accumulation_problem(len(slots), replicas, len(slots)) is None
     alone = total(slots)
     apart = total([total(slots[r * each :][:each]) for r in range(replicas)])
     assert alone is not None
@@ -104,7 +104,7 @@ def test_nothing_is_zeros() -> None:
     ],
 )
 def test_slots_that_fit(slots: int, replicas: int, microbatches: int, problem: str | None) -> None:
-    assert slots_fit(slots, replicas, microbatches) == problem
+    assert accumulation_problem(slots, replicas, microbatches) == problem
 
 
 class Mixed(nn.Module):
