@@ -130,6 +130,11 @@ class Rebalancer:
         every = self._config.balance.every
         return acts and (step % every == 0 if isinstance(every, int) else self._watch is not None and self._watch.due)
 
+    @property
+    def measured(self) -> bool:
+        """Whether there is a step to decide on."""
+        return bool(self._recent)
+
     def due(self, step: int) -> bool:
         # A run that was just resumed has measured nothing to decide on.
         return self.looks(step) and bool(self._recent)

@@ -1,0 +1,86 @@
+"""A model from a list of layers: what `dynmo.Sequential` makes."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+from collections.abc import Callable, Collection, Sequence
+
+from torch import nn
+
+from dynmo.errors import ConfigError
+from dynmo.models.model import Factory, Loss, Model, check_layers, from_factories, next_token_loss
+
+# Elements of each parameter that enter a fingerprint.
+_SAMPLE = 64
+
+
+class Sequential(Model):
+    """Layers in the order in which they run. Each layer is the smallest unit that moves.
+
+    Give modules, or functions without arguments that make one module each. A function runs only on
+    the rank that holds the layer, under a random seed of the layer's own. Modules are made on every
+    rank, so call `torch.manual_seed` with the same number on all ranks before making them. The
+    modules that a rank holds are trained in place. It needs no memory for the others.
+
+    A layer takes what the layer before it returns: a tensor, or a tuple of tensors. The first layer
+    takes the inputs. The loss takes what the last layer returns, and the targets.
+
+    Args:
+        layers: Modules, or functions that make one each. At least one per stage.
+        loss: Returns the mean loss of a microbatch, a tensor without dimensions. The default is the
+            cross entropy of logits [..., vocabulary] and token ids [...].
+        names: One name per layer, for messages and checkpoints. The default is the index and the
+            module's class.
+        seed: Seeds the functions.
+
+    Raises:
+        ConfigError: There is no layer, modules and functions are mixed, or a layer could not move.
+
+    Example:
+        >>> from torch import nn
+        >>> model = Sequential([nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)], loss=nn.functional.mse_loss)
+        >>> model.names
+        ('0.Linear', '1.ReLU', '2.Linear')
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[nn.Module] | Sequence[Factory] | nn.Sequential,
+        loss: Loss = next_token_loss,
+        *,
+        names: Sequence[str] | None = None,
+        seed: int = 0,
+    ) -> None:
+        given = list(layers)
+        modules = [layer for layer in given if isinstance(layer, nn.Module)]
+        if not given or len(modules) not in (0, len(given)) or not all(map(callable, given)):
+            raise ConfigError("Sequential needs a list of torch modules, or a list of functions that make one module each")
+        if names is not None and len(names) != len(given):
+            raise ConfigError(f"Sequential has {len(given)} layers, but {len(names)} names; give one name per layer")
+        if modules:
+            check_layers("Sequential", modules)
+            named = names or [f"{index}.{type(module).__name__}" for index, module in enumerate(modules)]
+            super().__init__(tuple(named), _builder(modules), loss)
+        else:
+            factories = [layer for layer in given if not isinstance(layer, nn.Module)]
+            named = names or [f"layer-{index}" for index in range(len(factories))]
+            super().__init__(tuple(named), from_factories(named, factories, seed, loss).build, loss)
+        object.__setattr__(self, "_modules", tuple(modules))
+
+    def fingerprint(self) -> bytes:
+        """Returns a digest of some weights of every layer. It is the same on all ranks that made the same modules."""
+        digest = hashlib.sha256(repr(self.names).encode())
+        modules: tuple[nn.Module, ...] = self.__dict__["_modules"]
+        for module in modules:
+            for name, parameter in module.named_parameters():
+                sample = parameter.detach().flatten()[:_SAMPLE].double().cpu()
+                digest.update(f"{name} {tuple(parameter.shape)}".encode() + sample.numpy().tobytes())
+        return digest.digest()
+
+
+def _builder(modules: Sequence[nn.Module]) -> Callable[[Collection[int]], list[nn.Module]]:
+    def build(owned: Collection[int]) -> list[nn.Module]:
+        return [module if index in owned else copy.deepcopy(module).to("meta") for index, module in enumerate(modules)]
+
+    return build

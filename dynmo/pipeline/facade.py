@@ -1,0 +1,380 @@
+"""`Pipeline`: one model over the ranks of a world, for a training loop of one's own."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from dynmo.balance.partition import Partition, uniform
+from dynmo.config import Balance, parse
+from dynmo.cost.layer_cost import LayerCost
+from dynmo.dynamism import Dynamism, Signals
+from dynmo.dynamism.case import checked
+from dynmo.errors import CheckpointError, ConfigError, InputError, RunError
+from dynmo.models.model import Model
+from dynmo.models.sequential import Sequential
+from dynmo.pipeline.optimizers import SGD, AdamW, OptimizerHandle
+from dynmo.pipeline.pipeline import Pipeline as Engine
+from dynmo.pipeline.rebalance import Rebalancer
+from dynmo.runtime.comm.process_mesh import arrange
+from dynmo.runtime.comm.world import World
+from dynmo.runtime.engine.step_reduction import StepResult
+from dynmo.runtime.layer.precision import PRECISIONS
+from dynmo.runtime.state import checkpoint
+from dynmo.schedule.op import Schedule
+
+_STATE = {"frozen", "loss", "moves", "loss_scale", "lr", "optimizer", "cases"}
+
+
+class Pipeline:
+    """Trains one model over the ranks of a world.
+
+    All ranks call every method together, with equal arguments. Batches are the exception: a rank
+    that holds neither the first nor the last stage may pass None for inputs and targets.
+
+    Args:
+        model: What to train, such as `dynmo.Sequential`.
+        world: The ranks, from `dynmo.init`.
+        schedule: Name of the schedule, such as "1f1b", "zb-h1", "zb-auto" or "zb-v".
+        microbatches: In how many microbatches a step cuts a batch. Each replica has so many.
+        optimizer: `dynmo.AdamW` or `dynmo.SGD`.
+        balance: "auto" moves layers between ranks when the work has become uneven and a move repays
+            itself. "none" leaves them where they are. `dynmo.Balance` sets all options.
+        partition: Number of layers on each stage at first. The default is as even as possible.
+        replicas: Number of pipelines that train side by side. It must divide the ranks.
+        max_norm: Gradients are clipped to this norm over all layers. 0 does not clip.
+        memory_limit: Bytes of each rank, for the placement and for schedules that are made within
+            a limit. None means unlimited.
+        precision: "float32", "bfloat16" or "float16". Weights have a float32 master.
+        recompute: Global indices of the layers whose activations are recomputed in the backward.
+        cases: Dynamic cases that act before each step.
+        horizon: Over so many further steps a move must repay itself.
+        seed: Seeds what layers draw while training, such as dropout.
+
+    Raises:
+        ConfigError: An option is wrong, or the ranks made different modules.
+
+    Example:
+        >>> import torch
+        >>> import dynmo
+        >>> with dynmo.init() as world:
+        ...     model = dynmo.Sequential([torch.nn.Linear(4, 4) for _ in range(3)], loss=torch.nn.functional.mse_loss)
+        ...     pipeline = dynmo.Pipeline(model, world, schedule="1f1b", microbatches=2)
+        ...     result = pipeline.step(torch.ones(8, 4), torch.zeros(8, 4))
+        >>> result.loss > 0
+        True
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        world: World,
+        *,
+        schedule: str = "zb-auto",
+        microbatches: int,
+        optimizer: AdamW | SGD | None = None,
+        balance: Literal["auto", "none"] | Balance = "auto",
+        partition: Partition | Sequence[int] | None = None,
+        replicas: int = 1,
+        max_norm: float = 0.0,
+        memory_limit: int | None = None,
+        precision: Literal["float32", "bfloat16", "float16"] = "float32",
+        recompute: Collection[int] = (),
+        cases: Sequence[Dynamism] = (),
+        horizon: int = 1000,
+        seed: int = 0,
+    ) -> None:
+        if precision not in PRECISIONS:
+            raise ConfigError(f"precision = {precision!r}; choose from {', '.join(PRECISIONS)}")
+        options = optimizer or AdamW()
+        self._max_norm, self._horizon, self._cases = max_norm, horizon, tuple(cases)
+        self._microbatches, self._schedule, self._dtype = microbatches, schedule, PRECISIONS[precision]
+        self._optimizer, self._optimizer_name = OptimizerHandle(options.lr), options.settings.name
+        if isinstance(model, Sequential):
+            _agree_on_modules(model, world)
+        mesh = arrange(world, replicas)
+        stages = len(Engine.placement_for(schedule, mesh.size))
+        placed = uniform(model.layers, stages) if partition is None else partition
+        self._engine = Engine(
+            mesh,
+            model,
+            placed if isinstance(placed, Partition) else Partition(tuple(placed)),
+            schedule=schedule,
+            microbatches=microbatches,
+            memory_limit=memory_limit,
+            seed=seed,
+            optimizer=options.settings,
+            dtype=self._dtype,
+            recompute=recompute,
+        )
+        self._balance = _balance_of(balance)
+        self._step, self._loss = 0, math.nan
+        for case in self._cases:
+            case.check(self._engine.modules)
+        self._rebalancer = self._make_rebalancer()
+
+    # -- training ----------------------------------------------------------------------------------
+
+    def step(self, inputs: Tensor | None, targets: Tensor | None) -> StepResult:
+        """Trains on one batch: forward, backward, clipping, optimizer.
+
+        The batch is cut along its first dimension. Before the step, dynamic cases act, and layers
+        move if balancing decides so.
+
+        Args:
+            inputs: This replica's batch, [batch, ...]. `microbatches` must divide `batch`. Only the
+                rank of the first stage needs it. Floats are converted to `precision`.
+            targets: What the loss compares with, [batch, ...]. Only the rank of the last stage
+                needs it.
+
+        Returns:
+            The loss, the gradient norm before clipping, and what each rank did. It is the same on
+            every rank.
+
+        Raises:
+            InputError: The batch is missing or cannot be cut.
+            RunError: The loss or a gradient is not finite.
+        """
+        cut_inputs, cut_targets = self._cut_inputs(inputs), self._cut("targets", targets)
+        if self._rebalancer.due(self._step):
+            self._rebalancer.consider(self._step)
+        for case in self._cases:
+            change = checked(case, case.act(self._step, self._engine), self._engine.count)
+            if change is not None:
+                self._changed(change.layers)
+        start, rate = time.perf_counter(), self._optimizer.lr
+        result = self._engine.step(self._step, cut_inputs, cut_targets, lr=rate, max_norm=self._max_norm)
+        self._optimizer.step()
+        self._rebalancer.observe(self._step, time.perf_counter() - start, result.busy)
+        for case in self._cases:
+            case.observe(Signals(self._step, result.loss, result.squared_norms, rate))
+        self._step, self._loss = self._step + 1, result.loss
+        return result
+
+    def evaluate(self, inputs: Tensor | None, targets: Tensor | None) -> float:
+        """Computes the mean loss of one batch without training.
+
+        Args:
+            inputs: As in `step`.
+            targets: As in `step`.
+
+        Returns:
+            The mean loss over all replicas' microbatches, the same on every rank.
+
+        Raises:
+            InputError: The batch is missing or cannot be cut.
+        """
+        return self._engine.evaluate(self._cut_inputs(inputs), self._cut("targets", targets), self._microbatches)
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """Holds the learning rate, for torch's schedulers: `LambdaLR(pipeline.optimizer, ...)`."""
+        return self._optimizer
+
+    @property
+    def steps(self) -> int:
+        """Number of steps that are done, those of a loaded checkpoint included."""
+        return self._step
+
+    # -- where layers are --------------------------------------------------------------------------
+
+    @property
+    def partition(self) -> Partition:
+        """Number of layers on each stage."""
+        return self._engine.partition
+
+    @property
+    def schedule(self) -> Schedule:
+        """The schedule of the next step."""
+        return self._engine.schedule_for(self._engine.partition)
+
+    @property
+    def modules(self) -> Mapping[int, nn.Module]:
+        """The layers that this rank holds, by their index in the model. A move changes them."""
+        return {index: self._engine.modules[index] for index in self._engine.own}
+
+    def costs(self) -> tuple[LayerCost, ...]:
+        """Returns the measured cost of every layer: seconds per microbatch, and bytes."""
+        return self._engine.costs()
+
+    def rebalance(self) -> bool:
+        """Decides now where layers should live, and moves them if that repays itself within `horizon` steps.
+
+        Returns:
+            Whether layers have moved.
+
+        Raises:
+            RunError: No step has been measured yet.
+        """
+        if not self._rebalancer.measured:
+            raise RunError("rebalance was called before a step was measured; train at least one step first")
+        before = self._engine.partition
+        self._rebalancer.consider(self._step)
+        return self._engine.partition != before
+
+    def move(self, partition: Partition | Sequence[int]) -> None:
+        """Puts layers where `partition` says, with gradients and optimizer state.
+
+        Args:
+            partition: Number of layers on each stage, first stage first.
+
+        Raises:
+            PartitionError: It has another number of layers or stages.
+        """
+        self._engine.move(partition if isinstance(partition, Partition) else Partition(tuple(partition)))
+
+    # -- what trains -------------------------------------------------------------------------------
+
+    def freeze(self, layers: Collection[int]) -> None:
+        """Stops training these layers. Their optimizer state stays.
+
+        Args:
+            layers: Indices in the model. A frozen prefix of the model runs no backward.
+
+        Raises:
+            PartitionError: There is no such layer, or none would train.
+        """
+        self._engine.freeze(layers)
+        self._rebalancer.changed(self._step)
+
+    def unfreeze(self, layers: Collection[int]) -> None:
+        """Trains frozen layers again, from the optimizer state that they had.
+
+        Args:
+            layers: Indices in the model.
+
+        Raises:
+            PartitionError: There is no such layer.
+        """
+        self._engine.unfreeze(layers)
+        self._rebalancer.changed(self._step)
+
+    # -- saving ------------------------------------------------------------------------------------
+
+    def save(self, folder: str | Path, keep: int = 2) -> Path:
+        """Saves weights, optimizer state and the loop's own state. All ranks share the folder.
+
+        Args:
+            folder: Holds the checkpoints of this training, each in a folder `step-N`.
+            keep: How many checkpoints stay, this one included.
+
+        Returns:
+            The folder of this checkpoint.
+
+        Raises:
+            RunError: A rank could not write its part. Older checkpoints are untouched.
+        """
+        engine = self._engine
+        state = {
+            "partition": list(engine.partition.counts),
+            "frozen": sorted(engine.frozen),
+            "loss": self._loss,
+            "moves": self._rebalancer.moves,
+            "loss_scale": engine.scaler.state(),
+            "lr": self._optimizer.lr,
+            "optimizer": self._optimizer_name,
+            "cases": {case.name: case.state() for case in self._cases},
+        }
+        saved = checkpoint.save(engine.world.everyone, Path(folder), self._step, engine.names, engine.saved_layers(), state, keep)
+        return saved.path
+
+    def load(self, folder: str | Path) -> int:
+        """Goes on from the newest complete checkpoint in `folder`, whatever placement it was saved on.
+
+        The state of a learning-rate scheduler is the caller's: save its `state_dict` beside this.
+
+        Args:
+            folder: What `save` was given.
+
+        Returns:
+            The number of steps that the checkpoint has done.
+
+        Raises:
+            CheckpointError: There is no complete checkpoint, or it is of another model or optimizer.
+        """
+        engine = self._engine
+        path, manifest, _ = checkpoint.find(Path(folder), engine.world.everyone)
+        state = manifest.state
+        if tuple(manifest.layers) != tuple(engine.names):
+            raise CheckpointError(
+                f"{path} has {len(manifest.layers)} layers of other names than this model's {engine.count}; load it into that model"
+            )
+        if not state.keys() >= _STATE:
+            raise CheckpointError(f"{path} was not written by Pipeline.save: its state lacks {min(_STATE - state.keys())!r}")
+        if state["optimizer"] != self._optimizer_name:
+            raise CheckpointError(f"{path} has the state of {state['optimizer']}, and this pipeline trains with {self._optimizer_name}")
+        if set(state["frozen"]) != engine.frozen:
+            engine.unfreeze(engine.frozen)
+            engine.freeze(state["frozen"])
+        for index in engine.own:
+            engine.restore(index, *checkpoint.load_layer(path, index, engine.world.device))
+        engine.scaler.load(state["loss_scale"])
+        for case in self._cases:
+            if case.name in state["cases"]:
+                case.load(state["cases"][case.name])
+        self._optimizer.param_groups[0]["lr"] = state["lr"]
+        self._step, self._loss = manifest.step, state["loss"]
+        self._rebalancer = self._make_rebalancer(state["moves"])
+        return self._step
+
+    def digest(self) -> str:
+        """Returns the SHA-256 of all weights. It is equal exactly if all weights are."""
+        return self._engine.digest()
+
+    # -- helpers -----------------------------------------------------------------------------------
+
+    def _cut_inputs(self, inputs: Tensor | None) -> Tensor | None:
+        """As `_cut`, in the precision that the first layer computes in."""
+        batch = self._cut("inputs", inputs)
+        return batch.to(self._dtype) if batch is not None and batch.is_floating_point() else batch
+
+    def _cut(self, name: str, batch: Tensor | None) -> Tensor | None:
+        """[batch, ...] as [microbatches, batch / microbatches, ...]."""
+        if batch is None:
+            return None
+        count = self._microbatches
+        if not isinstance(batch, Tensor) or not batch.dim() or len(batch) % count or not len(batch):
+            what = f"a tensor of shape {list(batch.shape)}" if isinstance(batch, Tensor) else f"a {type(batch).__name__}"
+            raise InputError(f"{name} is {what}; give a tensor whose first dimension is a multiple of {count} microbatches")
+        return batch.unflatten(0, (count, len(batch) // count))
+
+    def _changed(self, layers: Collection[int]) -> None:
+        self._engine.changed(layers)
+        self._rebalancer.changed(self._step)
+
+    def _make_rebalancer(self, moves: int = 0) -> Rebalancer:
+        """With the options as a run of `horizon` steps from now on has them."""
+        engine = self._engine
+        ranks, replicas = engine.shape
+        config = parse(
+            {
+                "train": {"steps": self._step + self._horizon, "global_batch": self._microbatches * replicas, "micro_batch": 1},
+                "parallel": {"pipeline": ranks, "data": replicas},
+                "pipeline": {"schedule": self._schedule},
+                "balance": self._balance.model_dump(exclude={"initial"}),
+            }
+        )
+        return Rebalancer(config, engine, engine.costs, moves, lambda step: [case.forecast(step) for case in self._cases])
+
+
+def _balance_of(balance: Any) -> Balance:
+    if isinstance(balance, Balance):
+        return balance
+    if balance not in ("auto", "none"):
+        raise ConfigError(f"balance = {balance!r}; choose 'auto', 'none', or give dynmo.Balance(...)")
+    return Balance(every="auto") if balance == "auto" else Balance(balancer="none")
+
+
+def _agree_on_modules(model: Sequential, world: World) -> None:
+    """Raises ConfigError on every rank if some made other modules."""
+    differs = world.everyone.first_difference([model.fingerprint().hex()], "all ranks to make the model")
+    if differs is not None:
+        raise ConfigError(
+            "the ranks made modules of different shapes or weights; call torch.manual_seed with one number on all of them before"
+        )

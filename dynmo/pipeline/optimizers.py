@@ -1,0 +1,75 @@
+"""The optimizers that a user chooses from, and the handle by which learning-rate schedulers reach them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dynmo.runtime.optim.optimizer import OptimizerSettings
+
+
+@dataclass(frozen=True)
+class AdamW:
+    """AdamW (Loshchilov and Hutter, 2019). Weight decay acts on parameters of two or more dimensions.
+
+    Attributes:
+        lr: Learning rate of the first step. A scheduler changes it through `Pipeline.optimizer`.
+        weight_decay: Share of a weight that a step takes away, times the learning rate.
+        betas: Decay of the two moving averages.
+        eps: Added to the denominator.
+    """
+
+    lr: float = 3e-4
+    weight_decay: float = 0.1
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = 1e-8
+
+    @property
+    def settings(self) -> OptimizerSettings:
+        """The options that the runtime takes."""
+        return OptimizerSettings("adamw", weight_decay=self.weight_decay, betas=self.betas, eps=self.eps)
+
+
+@dataclass(frozen=True)
+class SGD:
+    """Stochastic gradient descent with momentum. Weight decay acts on parameters of two or more dimensions.
+
+    Attributes:
+        lr: Learning rate of the first step. A scheduler changes it through `Pipeline.optimizer`.
+        momentum: Decay of the moving sum of gradients. 0 keeps none.
+        weight_decay: Factor of the weight that is added to its gradient.
+    """
+
+    lr: float = 0.1
+    momentum: float = 0.9
+    weight_decay: float = 0.0
+
+    @property
+    def settings(self) -> OptimizerSettings:
+        """The options that the runtime takes."""
+        return OptimizerSettings("sgd", weight_decay=self.weight_decay, momentum=self.momentum)
+
+
+class OptimizerHandle(torch.optim.Optimizer):
+    """Holds the learning rate of a pipeline's optimizer, where torch's schedulers look for it.
+
+    `param_groups[0]["lr"]` is the rate of the next step. The weights and the optimizer's state stay
+    with the ranks that hold the layers, so `step` and `zero_grad` of this object do nothing.
+    """
+
+    def __init__(self, lr: float) -> None:
+        # torch refuses an optimizer without parameters.
+        super().__init__([torch.zeros(0, requires_grad=True)], {"lr": lr})
+
+    @property
+    def lr(self) -> float:
+        """Learning rate of the next step."""
+        return float(self.param_groups[0]["lr"])
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Tensor | None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Does nothing. `Pipeline.step` calls it, so that schedulers see the order they expect."""
+        return None

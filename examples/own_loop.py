@@ -1,0 +1,25 @@
+"""A training loop of one's own: torchrun --nproc-per-node=2 examples/own_loop.py [FOLDER]"""
+
+import pathlib
+import sys
+
+import torch
+from torch import nn
+
+import dynmo
+
+folder = pathlib.Path(sys.argv[1] if len(sys.argv) > 1 else "runs/own-loop")
+with dynmo.init(device="cpu") as world:
+    torch.manual_seed(0)  # every rank makes the same layers, and keeps its own
+    wide = [nn.Sequential(*(nn.Linear(256, 256) for _ in range(6))) for _ in range(2)]
+    layers = [nn.Linear(64, 256), *(nn.Linear(256, 256) for _ in range(5)), *wide, nn.Linear(256, 64)]
+    model = dynmo.Sequential(layers, loss=nn.functional.mse_loss)
+    pipeline = dynmo.Pipeline(model, world, microbatches=8, optimizer=dynmo.AdamW(lr=1e-3), balance="auto")
+    if folder.exists():
+        pipeline.load(folder)  # goes on where it was stopped
+    for step in range(pipeline.steps, 40):
+        batch = torch.randn(512, 64, generator=torch.Generator().manual_seed(step))
+        loss = pipeline.step(batch, batch.roll(1, 1)).loss
+        if step == 29:
+            print(f"rank {world.rank}: loss {loss:.4f}, saved {pipeline.save(folder)}")
+    print(f"rank {world.rank}: layers {pipeline.partition.counts}, weights {pipeline.digest()}")

@@ -1,0 +1,218 @@
+"""`dynmo.Pipeline` in a world of one rank: whole batches, learning rates, freezing, saving, and what it refuses."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import dynmo
+from dynmo.errors import CheckpointError, ConfigError, InputError, PartitionError, RunError
+
+
+@pytest.fixture
+def world() -> Iterator[dynmo.World]:
+    with dynmo.init(device="cpu") as world:
+        yield world
+
+
+def layers(seed: int = 0) -> list[nn.Module]:
+    torch.manual_seed(seed)
+    return [nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 8), nn.Linear(8, 3)]
+
+
+def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    return torch.randn(8, 4, generator=generator), torch.randn(8, 3, generator=generator)
+
+
+def make(world: dynmo.World, **options: Any) -> dynmo.Pipeline:
+    model = dynmo.Sequential(layers(), loss=nn.functional.mse_loss)
+    return dynmo.Pipeline(model, world, **{"microbatches": 4, "schedule": "1f1b"} | options)
+
+
+def train(pipeline: dynmo.Pipeline, steps: int) -> list[float]:
+    return [pipeline.step(*batch(step)).loss for step in range(pipeline.steps, steps)]
+
+
+def test_it_trains_what_torch_trains(world: dynmo.World) -> None:
+    """The same losses as a loop of torch's own, with clipping and a learning-rate scheduler."""
+    own = nn.Sequential(*layers())
+    optimizer = torch.optim.SGD(own.parameters(), lr=0.1, momentum=0.9)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    pipeline = make(world, optimizer=dynmo.SGD(lr=0.1, momentum=0.9), max_norm=0.5)
+    ours = torch.optim.lr_scheduler.ExponentialLR(pipeline.optimizer, 0.5)
+    for step in range(6):
+        inputs, targets = batch(step)
+        optimizer.zero_grad()
+        loss = nn.functional.mse_loss(own(inputs), targets)
+        loss.backward()
+        nn.utils.clip_grad_norm_(own.parameters(), 0.5)
+        optimizer.step()
+        scheduler.step()
+        result = pipeline.step(inputs, targets)
+        ours.step()
+        assert result.loss == pytest.approx(loss.item(), rel=1e-5)
+    assert pipeline.steps == 6
+    assert pipeline.optimizer.param_groups[0]["lr"] == optimizer.param_groups[0]["lr"]
+
+
+def test_the_given_modules_are_trained(world: dynmo.World) -> None:
+    modules = layers()
+    before = modules[0].get_parameter("weight").detach().clone()
+    pipeline = dynmo.Pipeline(dynmo.Sequential(modules, loss=nn.functional.mse_loss), world, microbatches=2)
+    pipeline.step(*batch(0))
+    assert pipeline.modules[0] is modules[0]
+    assert not torch.equal(modules[0].get_parameter("weight"), before)
+
+
+def test_functions_make_the_same_layers_anywhere(world: dynmo.World) -> None:
+    factories = [lambda: nn.Linear(4, 8), lambda: nn.Linear(8, 3)]
+    digests = {
+        dynmo.Pipeline(dynmo.Sequential(factories, loss=nn.functional.mse_loss, seed=seed), world, microbatches=2).digest()
+        for seed in (0, 0, 1)
+    }
+    assert len(digests) == 2
+
+
+def test_an_evaluation_is_the_mean_loss_and_trains_nothing(world: dynmo.World) -> None:
+    pipeline = make(world)
+    before = pipeline.digest()
+    inputs, targets = batch(0)
+    expected = nn.functional.mse_loss(nn.Sequential(*layers())(inputs), targets).item()
+    assert pipeline.evaluate(inputs, targets) == pytest.approx(expected, rel=1e-6)
+    assert pipeline.digest() == before
+
+
+@pytest.mark.parametrize("options", [{}, {"optimizer": dynmo.SGD()}, {"precision": "bfloat16"}])
+def test_a_loaded_run_ends_like_an_undisturbed_one(world: dynmo.World, tmp_path: Path, options: dict[str, Any]) -> None:
+    whole = make(world, **options)
+    train(whole, 8)
+    first = make(world, **options)
+    train(first, 4)
+    first.freeze([0])
+    first.unfreeze([0])
+    first.optimizer.param_groups[0]["lr"] *= 1.0
+    assert first.save(tmp_path).name == "step-000004"
+    second = make(world, **options)
+    assert second.load(tmp_path) == 4
+    train(second, 8)
+    assert second.digest() == whole.digest()
+
+
+def test_frozen_layers_and_the_learning_rate_are_saved(world: dynmo.World, tmp_path: Path) -> None:
+    first = make(world)
+    train(first, 2)
+    first.freeze([0])
+    first.optimizer.param_groups[0]["lr"] = 0.5
+    first.save(tmp_path)
+    second = make(world)
+    second.load(tmp_path)
+    assert second.optimizer.param_groups[0]["lr"] == 0.5
+    before = second.modules[0].get_parameter("weight").clone()
+    second.step(*batch(2))
+    assert torch.equal(second.modules[0].get_parameter("weight"), before)
+
+
+class Doubles(dynmo.Dynamism):
+    """Says before one step that a layer has changed, and remembers what it was told."""
+
+    name = "doubles"
+
+    def __init__(self) -> None:
+        self.seen: list[int] = []
+
+    def act(self, step: int, layers: Any) -> dynmo.Change | None:
+        return dynmo.Change((1,), "changed") if step == 1 else None
+
+    def observe(self, signals: Any) -> None:
+        self.seen.append(signals.step)
+
+    def state(self) -> dict[str, Any]:
+        return {"seen": self.seen}
+
+    def load(self, state: dict[str, Any]) -> None:
+        self.seen = state["seen"]
+
+
+def test_a_dynamic_case_takes_part(world: dynmo.World, tmp_path: Path) -> None:
+    case, later = Doubles(), Doubles()
+    pipeline = make(world, cases=[case])
+    train(pipeline, 3)
+    assert case.seen == [0, 1, 2]
+    pipeline.save(tmp_path)
+    make(world, cases=[later]).load(tmp_path)
+    assert later.seen == [0, 1, 2]
+
+
+def test_rebalancing_by_hand(world: dynmo.World) -> None:
+    pipeline = make(world, balance="none")
+    with pytest.raises(RunError, match="rebalance was called before a step was measured"):
+        pipeline.rebalance()
+    train(pipeline, 3)
+    assert not pipeline.rebalance()  # one rank
+    assert all(cost.seconds > 0 for cost in pipeline.costs())
+    assert pipeline.schedule.microbatches == 4
+    pipeline.move([4])
+    assert pipeline.partition == dynmo.Partition((4,))
+
+
+@pytest.mark.parametrize(
+    ("inputs", "message"),
+    [
+        (torch.zeros(6, 4), "inputs is a tensor of shape [6, 4]; give a tensor whose first dimension is a multiple of 4 microbatches"),
+        (torch.zeros(0, 4), "inputs is a tensor of shape [0, 4]"),
+        (torch.tensor(1.0), "inputs is a tensor of shape []"),
+        ([1.0], "inputs is a list"),
+        (None, "inputs is None, but rank 0 holds the first stage"),
+    ],
+)
+def test_a_batch_that_cannot_be_cut(world: dynmo.World, inputs: Any, message: str) -> None:
+    with pytest.raises(InputError) as error:
+        make(world).step(inputs, torch.zeros(8, 3))
+    assert str(error.value).startswith(message)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"balance": "always"}, "balance = 'always'; choose 'auto', 'none', or give dynmo.Balance"),
+        ({"precision": "float8"}, "precision = 'float8'; choose from float32"),
+        ({"schedule": "zb"}, "unknown schedule 'zb'; choose one of"),
+        ({"replicas": 2}, "1 ranks cannot be 2 replicas"),
+    ],
+)
+def test_a_wrong_option(world: dynmo.World, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputError) as error:
+        make(world, **options)
+    assert str(error.value).startswith(message)
+
+
+def test_layers_that_cannot_be_a_model() -> None:
+    for wrong in ([], [nn.Linear(1, 1), lambda: nn.Linear(1, 1)], [1]):
+        with pytest.raises(ConfigError, match="Sequential needs a list of torch modules"):
+            dynmo.Sequential(wrong)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ConfigError, match="4 layers, but 1 names"):
+        dynmo.Sequential(layers(), names=["a"])
+
+
+def test_a_checkpoint_of_something_else(world: dynmo.World, tmp_path: Path) -> None:
+    pipeline = make(world)
+    with pytest.raises(CheckpointError):
+        pipeline.load(tmp_path)
+    train(pipeline, 1)
+    pipeline.save(tmp_path)
+    with pytest.raises(CheckpointError, match="has the state of adamw, and this pipeline trains with sgd"):
+        make(world, optimizer=dynmo.SGD()).load(tmp_path)
+    other = dynmo.Pipeline(dynmo.Sequential(layers()[:3], loss=nn.functional.mse_loss), world, microbatches=2)
+    with pytest.raises(CheckpointError, match="4 layers of other names than this model's 3"):
+        other.load(tmp_path)
+
+
+def test_nothing_would_train(world: dynmo.World) -> None:
+    with pytest.raises(PartitionError, match="would leave nothing to train"):
+        make(world).freeze(range(4))

@@ -1,0 +1,66 @@
+"""What `import dynmo` gives: the names, how fast, and the examples in their docstrings."""
+
+from __future__ import annotations
+
+import doctest
+import importlib
+import inspect
+import subprocess
+import sys
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+
+import dynmo
+
+ROOT = Path(__file__).parents[1]
+MAX_MEMBERS = 16
+
+
+def test_the_names_are_there_and_no_others() -> None:
+    assert sorted(dynmo.__all__) == sorted(
+        [
+            *("AdamW", "Balance", "Change", "Dynamism", "DynmoError", "LayerCost", "Partition", "Pipeline", "SGD", "Sequential"),
+            *("StepResult", "World", "__version__", "init", "next_token_loss"),
+        ]
+    )
+    assert all(getattr(dynmo, name) is not None for name in dynmo.__all__)
+    assert dir(dynmo) == sorted(dynmo.__all__)
+    assert dynmo.__version__ == version("dynmo")
+
+
+def test_an_unknown_name_is_told() -> None:
+    with pytest.raises(AttributeError, match="module 'dynmo' has no attribute 'Pipelin'; its public names are SGD, AdamW, "):
+        dynmo.Pipelin  # noqa: B018  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def test_importing_it_loads_nothing() -> None:
+    code = "import sys, dynmo; print(sorted({'torch', 'numpy', 'pydantic', 'dynmo.errors'} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout == "[]\n"
+
+
+def test_the_types_are_marked() -> None:
+    assert (ROOT / "dynmo" / "py.typed").is_file()
+
+
+def test_few_public_members() -> None:
+    members = [name for name in vars(dynmo.Pipeline) if not name.startswith("_")]
+    assert len(members) <= MAX_MEMBERS, sorted(members)
+
+
+@pytest.mark.parametrize("name", ["Pipeline", "Sequential", "init"])
+def test_the_examples_run(name: str) -> None:
+    value = getattr(dynmo, name)
+    module = importlib.import_module(value.__module__)
+    finder = doctest.DocTestFinder(recurse=False)
+    (example,) = finder.find(value, name, module=module, globs={**vars(module), "dynmo": dynmo})
+    assert example.examples
+    result = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS).run(example)
+    assert result.failed == 0
+
+
+@pytest.mark.parametrize("name", [name for name in dynmo.__all__ if not name.startswith("_")])
+def test_all_are_described(name: str) -> None:
+    assert inspect.getdoc(getattr(dynmo, name))
