@@ -170,7 +170,7 @@ class Pipeline:
         Raises:
             InputError: The batch is missing or cannot be cut.
         """
-        return self._engine.evaluate(self._cut_inputs(inputs), self._cut("targets", targets), self._microbatches)
+        return self._engine.evaluate(self._cut_inputs(inputs), self._cut("targets", targets), self._microbatches, shares=True)
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:

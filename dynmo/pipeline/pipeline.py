@@ -307,8 +307,22 @@ class Pipeline:
         self._halfway = False
         self._step_end.discard()
 
-    def evaluate(self, inputs: Tensor | None, targets: Tensor | None, microbatches: int, keys: Keys | None = None) -> float:
-        """The mean loss over so many microbatches, without training. inputs, targets, keys as in `step`."""
+    def evaluate(
+        self, inputs: Tensor | None, targets: Tensor | None, microbatches: int, keys: Keys | None = None, *, shares: bool = False
+    ) -> float:
+        """Computes the mean loss over microbatches without training.
+
+        Args:
+            inputs: As in `step`.
+            targets: As in `step`.
+            microbatches: How many there are.
+            keys: As in `step`.
+            shares: Whether each replica has microbatches of its own. If not, the first replica's
+                loss counts, because all have the same.
+
+        Returns:
+            The mean loss, the same on every rank.
+        """
         if microbatches < 1:
             raise InputError(f"microbatches = {microbatches}: an evaluation needs at least 1")
         self._check_batch(inputs, targets, microbatches)
@@ -316,7 +330,10 @@ class Pipeline:
         with generators_kept(self.world.device), self._buffers_as_they_were():
             loss = self._programs.evaluate(inputs, targets, microbatches, keys)
         table = torch.tensor([loss], dtype=torch.float64)
-        return float(self.collective.sum(table, "the evaluation to end"))
+        what = "the evaluation to end"
+        if shares:
+            return float(self.world.everyone.sum(table, what)) / self.world.replicas
+        return float(self.collective.sum(table, what))
 
     @property
     def post_validates(self) -> bool:

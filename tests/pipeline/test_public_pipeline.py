@@ -12,22 +12,16 @@ from torch import nn
 
 import dynmo
 from dynmo.errors import CheckpointError, ConfigError, InputError, PartitionError, RunError
+from tests.pipeline.jobs import batch, layers
+from tests.pool import Pool
+
+JOBS = "tests.pipeline.jobs:"
 
 
 @pytest.fixture
 def world() -> Iterator[dynmo.World]:
     with dynmo.init(device="cpu") as world:
         yield world
-
-
-def layers(seed: int = 0) -> list[nn.Module]:
-    torch.manual_seed(seed)
-    return [nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 8), nn.Linear(8, 3)]
-
-
-def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
-    generator = torch.Generator().manual_seed(step)
-    return torch.randn(8, 4, generator=generator), torch.randn(8, 3, generator=generator)
 
 
 def make(world: dynmo.World, **options: Any) -> dynmo.Pipeline:
@@ -216,3 +210,30 @@ def test_a_checkpoint_of_something_else(world: dynmo.World, tmp_path: Path) -> N
 def test_nothing_would_train(world: dynmo.World) -> None:
     with pytest.raises(PartitionError, match="would leave nothing to train"):
         make(world).freeze(range(4))
+
+
+# -- several ranks -----------------------------------------------------------------------------
+
+
+def test_ranks_without_data_give_none(pool: Pool) -> None:
+    """Three ranks train what one trains, though the middle one has no data at all."""
+    (alone,) = pool.run(JOBS + "train", 1)
+    rows = pool.run(JOBS + "train", 3)
+    assert [row["layers"] for row in rows] == [[0, 1], [2], [3]]
+    for row in rows:
+        assert (row["losses"], row["weights"], row["evaluated"]) == (alone["losses"], alone["weights"], alone["evaluated"])
+
+
+def test_each_replica_gives_its_own_share(pool: Pool) -> None:
+    """Replicas add gradients in two groups, so they agree with each other to the bit, and nearly with one rank."""
+    (alone,) = pool.run(JOBS + "train", 1)
+    rows = pool.run(JOBS + "train", 4, replicas=2)
+    assert len({row["weights"] for row in rows}) == 1
+    for row in rows:
+        assert row["losses"] == pytest.approx(alone["losses"], rel=1e-5)
+        assert row["evaluated"] == pytest.approx(alone["evaluated"], rel=1e-5)
+
+
+def test_modules_of_other_seeds_are_refused(pool: Pool) -> None:
+    for message in pool.run(JOBS + "seeded_otherwise", 2):
+        assert message.startswith("the ranks made modules of different shapes or weights; call torch.manual_seed")

@@ -1,0 +1,55 @@
+"""What the ranks of `test_public_pipeline.py` do. Each returns JSON."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+import dynmo
+from dynmo.errors import InputError
+
+BATCH = 8
+
+
+def layers(seed: int = 0) -> list[nn.Module]:
+    torch.manual_seed(seed)
+    return [nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 8), nn.Linear(8, 3)]
+
+
+def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Inputs [8, 4] and targets [8, 3]."""
+    generator = torch.Generator().manual_seed(step)
+    return torch.randn(BATCH, 4, generator=generator), torch.randn(BATCH, 3, generator=generator)
+
+
+def train(world: dynmo.World, replicas: int = 1, microbatches: int = 4, steps: int = 4) -> dict[str, Any]:
+    """Each rank gives what it must and no more: ranks between the first and the last stage give None."""
+    model = dynmo.Sequential(layers(), loss=nn.functional.mse_loss)
+    pipeline = dynmo.Pipeline(model, world, microbatches=microbatches // replicas, schedule="zb-h1", replicas=replicas)
+    mine = pipeline.modules
+    pipelines = world.size // replicas
+    share = slice(world.rank % replicas * BATCH // replicas, (world.rank % replicas + 1) * BATCH // replicas)
+    losses: list[float] = []
+    for step in range(steps):
+        inputs, targets = batch(step)
+        losses.append(pipeline.step(inputs[share] if 0 in mine else None, targets[share] if len(layers()) - 1 in mine else None).loss)
+    inputs, targets = batch(0)
+    return {
+        "stages": pipelines,
+        "layers": sorted(mine),
+        "losses": losses,
+        "evaluated": pipeline.evaluate(inputs[share], targets[share]),
+        "weights": pipeline.digest(),
+    }
+
+
+def seeded_otherwise(world: dynmo.World) -> str:
+    """Each rank makes its layers under a seed of its own."""
+    model = dynmo.Sequential(layers(seed=world.rank), loss=nn.functional.mse_loss)
+    try:
+        dynmo.Pipeline(model, world, microbatches=2)
+    except InputError as error:
+        return str(error)
+    return "no error"
