@@ -21,12 +21,13 @@ from dynmo.data.batches import Batches
 from dynmo.data.corpus import open_corpus
 from dynmo.models.registry import load_model
 from dynmo.pipeline.pipeline import Pipeline
+from dynmo.planner.recompute import computed_again
 from dynmo.runtime.comm.process_mesh import arrange
 from dynmo.runtime.comm.world import World
 from dynmo.runtime.layer.precision import PRECISIONS
 from dynmo.schedule.catalogue import SCHEDULES, entry
 from dynmo.schedule.memory import rank_memory
-from dynmo.train.dry_run import computed_again, shape_costs
+from dynmo.train.shape_costs import shape_costs
 from tests.jobs import SOURCE
 from tests.pool import Pool
 

@@ -33,7 +33,7 @@ from dynmo.planner.recompute import computed_again
 from dynmo.runtime.comm.world import World
 from dynmo.runtime.layer.precision import PRECISIONS
 from dynmo.schedule.memory import rank_memory
-from dynmo.train.dry_run import shape_costs
+from dynmo.train.shape_costs import shape_costs
 
 SCHEDULE = "zb-h1"
 

@@ -12,8 +12,8 @@ from dynmo.pipeline.pipeline import Pipeline
 from dynmo.runtime.comm.world import World
 from dynmo.runtime.layer.precision import dtype_for
 from dynmo.runtime.optim.loss_scale import make_scaler
-from dynmo.train.dry_run import recompute_for, shapes_of
 from dynmo.train.setup import memory_limit, optimizer_settings
+from dynmo.train.shape_costs import recompute_for, shapes_of
 
 
 def pipeline_for(config: Config, world: World, model: Model, partition: Partition, cache_bytes: int = 0) -> Pipeline:

@@ -24,9 +24,9 @@ from dynmo.runtime.comm.process_mesh import arrange
 from dynmo.runtime.comm.rendezvous import Rendezvous
 from dynmo.runtime.comm.world import World
 from dynmo.train.assembly import pipeline_for
-from dynmo.train.dry_run import shapes_of, with_workspace
 from dynmo.train.loader import Feed
 from dynmo.train.setup import check_world, device_for, first_partition, join_world, optimizer_settings
+from dynmo.train.shape_costs import shapes_of, with_workspace
 
 Listener = Callable[[int, float], None]
 """Told of every step that was measured: how many so far, and the seconds it took."""

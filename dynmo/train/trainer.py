@@ -46,7 +46,7 @@ from dynmo.runtime.comm.rendezvous import Rendezvous
 from dynmo.runtime.comm.world import World
 from dynmo.schedule.bounds import Objective
 from dynmo.train.assembly import pipeline_for
-from dynmo.train.dry_run import first_plan, known_costs, shapes_of, with_workspace
+from dynmo.train.dry_run import first_plan
 from dynmo.train.loader import Feed
 from dynmo.train.profile_run import profile_of
 from dynmo.train.run_checkpoints import RunCheckpoints
@@ -58,6 +58,7 @@ from dynmo.train.setup import (
     join_world,
     memory_limit,
 )
+from dynmo.train.shape_costs import known_costs, shapes_of, with_workspace
 from dynmo.train.trace import Tracer
 
 Listener = Callable[[Event], None]

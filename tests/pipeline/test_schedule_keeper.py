@@ -18,7 +18,8 @@ from dynmo.schedule.memory import rank_memory
 from dynmo.schedule.op import Schedule
 from dynmo.schedule.simulator import resident
 from dynmo.train.assembly import pipeline_for
-from dynmo.train.dry_run import dry_run, shape_costs
+from dynmo.train.dry_run import dry_run
+from dynmo.train.shape_costs import shape_costs
 from tests.pool import Pool
 
 CONFIG: dict[str, Any] = {

@@ -11,7 +11,8 @@ from dynmo.config import parse
 from dynmo.errors import ConfigError, PartitionError
 from dynmo.models.registry import load_model
 from dynmo.runtime.layer.precision import PRECISIONS
-from dynmo.train.dry_run import dry_run, shape_costs
+from dynmo.train.dry_run import dry_run
+from dynmo.train.shape_costs import shape_costs
 from tests.runtime.alone import pipeline
 
 TINY: dict[str, Any] = {

@@ -1,0 +1,290 @@
+"""Bytes of a model's layers from shapes alone, and which layers recompute: nothing is computed or allocated."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection, Iterable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from dynmo.balance.layout import Recompute
+from dynmo.balance.partition import Partition
+from dynmo.config import Config
+from dynmo.cost.layer_cost import LayerCost
+from dynmo.errors import ConfigError, place
+from dynmo.kernels.seeds import generators_kept
+from dynmo.kernels.split import LOW, gradient_bytes
+from dynmo.models.emulated import EmulatedLayer
+from dynmo.models.model import Model
+from dynmo.planner.recompute import choose, computed_again
+from dynmo.planner.recompute import memory as kept_memory
+from dynmo.runtime.comm.clock import HostClock
+from dynmo.runtime.comm.watch import Watch
+from dynmo.runtime.engine.profiler import weight_bytes
+from dynmo.runtime.layer.precision import PRECISIONS, lower
+from dynmo.runtime.layer.split_backward import Layer, Tensors
+from dynmo.schedule.memory import rank_memory
+from dynmo.schedule.op import Schedule
+from dynmo.train.setup import memory_limit, optimizer_settings
+
+
+class ActivationsUnknown(ConfigError):
+    """The layers of the user's own model do not run on shapes alone, although they may train."""
+
+
+def known_costs(config: Config, model: Model) -> tuple[tuple[LayerCost, ...], str | None]:
+    """Bytes of every layer, as far as shapes tell them.
+
+    Args:
+        config: The run.
+        model: Its model.
+
+    Returns:
+        The costs, and None. If the activations are unknown: the costs of parameters, gradients and
+        optimizer state alone, and a warning that says why.
+
+    Raises:
+        ConfigError: The user's own model cannot run.
+    """
+    try:
+        return shape_costs(config, model), None
+    except ActivationsUnknown as error:
+        warning = f"activations unknown, so memory is that of parameters, gradients and optimizer state alone: {error}"
+        return static_costs(config, model), warning
+
+
+def shapes_of(config: Config, model: Model, replicas: int | None = None) -> tuple[LayerCost, ...] | None:
+    """Return costs from shapes, or None if the user's own layers do not run on shapes alone. replicas: as `shape_costs` takes them."""
+    try:
+        return shape_costs(config, model, replicas)
+    except ConfigError:
+        return None
+
+
+def shape_costs(config: Config, model: Model, replicas: int | None = None) -> tuple[LayerCost, ...]:
+    """Bytes of every layer, by running one microbatch on fake tensors: shapes without memory. Seconds are 0.
+
+    Fake tensors are better than the meta device, where attention would run and save the plain
+    product of all positions with all, which no real device does.
+
+    Args:
+        config: The run.
+        model: Its model.
+        replicas: Of the mesh, if not the config's.
+
+    Returns:
+        One cost a layer.
+
+    Raises:
+        ActivationsUnknown: The user's own model needs more than shapes: the value of a tensor, say.
+        ConfigError: The user's own model raises an error that has nothing to do with that.
+    """
+    # What a layer raises is told in one line; torch would print a traceback first.
+    logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)
+    try:
+        with FakeTensorMode():
+            costs = _shape_costs(config, model)
+    except Exception as error:
+        if not config.model.kind.startswith("python:"):
+            raise
+        said = f"model.kind = '{config.model.kind}': on shapes alone, its layers raised {_said(error)}{place(error)}"
+        what = f"{error}, on shapes alone" if isinstance(error, ConfigError) else said
+        if _is_own_error(config, model):
+            raise ConfigError(what) from error
+        raise ActivationsUnknown(what) from error
+    return _per_replica(config, costs, replicas)
+
+
+def static_costs(config: Config, model: Model) -> tuple[LayerCost, ...]:
+    """Bytes of every layer's parameters, gradients and optimizer state. All else is 0."""
+    costs: list[LayerCost] = []
+    for module in meta_layers(model):
+        lower(module, PRECISIONS[config.train.precision])
+        costs.append(_static_cost(config, module))
+    return _per_replica(config, costs, None)
+
+
+def _per_replica(config: Config, costs: Sequence[LayerCost], replicas: int | None) -> tuple[LayerCost, ...]:
+    replicas = replicas or config.parallel.data
+    return tuple(c.in_slots(config.accumulation_groups // replicas).shared(replicas if config.parallel.zero else 1) for c in costs)
+
+
+def meta_layers(model: Model) -> list[nn.Module]:
+    """All layers on the meta device, which takes no memory. A model that needs values to be built is built, then moved there."""
+    try:
+        with torch.device("meta"):
+            return model.build(frozenset())
+    except ConfigError:
+        return model.build(frozenset())
+
+
+def _is_own_error(config: Config, model: Model) -> bool:
+    """Whether the model's layers fail by themselves, and not only on shapes.
+
+    Fake tensors and the meta device have limits of their own, and tell of most in different words.
+    If both raise the same error, one microbatch is run for real, one layer in memory at a time.
+    """
+    on_fakes = _forward_error(config, model, FakeTensorMode(), lambda: model.build(range(model.layers)))
+    if not on_fakes or on_fakes != _forward_error(config, model, torch.device("meta"), lambda: model.build(())):
+        return False
+    real = (model.build((index,))[index] for index in range(model.layers))
+    return bool(_forward_error(config, model, generators_kept(torch.device("cpu")), lambda: real))
+
+
+def _forward_error(
+    config: Config, model: Model, mode: AbstractContextManager[Any], layers: Callable[[], Iterable[nn.Module]]
+) -> list[tuple[type[BaseException], str]]:
+    """What a forward pass of the plain layers raises in this mode: the error, and those it came from."""
+    causes: list[tuple[type[BaseException], str]] = []
+    try:
+        with mode, torch.no_grad():
+            out: Any = _ids(config)
+            for layer in layers():
+                out = layer(*out) if isinstance(out, tuple) else layer(out)
+            model.loss(out, _ids(config))
+    except Exception as raised:
+        error: BaseException | None = raised
+        while error is not None:
+            causes.append((type(error), str(error)))
+            error = error.__cause__ or error.__context__
+    return causes
+
+
+def _ids(config: Config) -> Tensor:
+    return torch.zeros((config.train.micro_batch, config.model.sequence), dtype=torch.int64)
+
+
+def _said(error: Exception) -> str:
+    """Its type, its first line, and where in the model it was raised."""
+    lines = [*str(error).strip().splitlines()[:1], *getattr(error, "__notes__", ())]
+    return f"{type(error).__name__}: {', '.join(lines)}" if lines else type(error).__name__
+
+
+def _shape_costs(config: Config, model: Model) -> list[LayerCost]:
+    ids, targets = _ids(config), _ids(config)
+    layers: list[Layer] = []
+    for index, module in enumerate(model.build(range(model.layers))):
+        if isinstance(module, EmulatedLayer):
+            module.f = module.b = module.w = 0.0
+        lower(module, PRECISIONS[config.train.precision])
+        layers.append(Layer(index, module, HostClock(), config.seed))
+    # The first microbatch makes the gradients and measures what stays, the second shows what an op needs beside.
+    for microbatch in range(2):
+        _shape_microbatch(layers, microbatch, ids, lambda out: model.loss(out, targets))
+    return [
+        replace(
+            _static_cost(config, layer.module),
+            activation_bytes=layer.activation_bytes,
+            stash_bytes=layer.stash_bytes,
+            output_bytes=layer.output_bytes,
+            workspace_bytes=layer.workspace_bytes,
+            forward_workspace_bytes=layer.forward_workspace_bytes,
+            weight_workspace_bytes=layer.weight_workspace_bytes,
+        )
+        for layer in layers
+    ]
+
+
+def _static_cost(config: Config, module: nn.Module) -> LayerCost:
+    parameters = list(module.parameters())
+    moments = optimizer_settings(config.train).moments
+    copies = config.pipeline.post_validation and config.pipeline.rollback == "exact"
+    trained = sum(gradient_bytes(p) for p in parameters if p.requires_grad)
+    masters = sum(gradient_bytes(p) for p in parameters if p.dtype in LOW)
+    return LayerCost(
+        *(0.0, 0.0, 0.0),
+        parameters=sum(p.numel() for p in parameters),
+        weight_bytes=weight_bytes(module),
+        gradient_bytes=trained,
+        optimizer_bytes=moments * trained + masters,
+        copy_bytes=(1 + moments) * trained * copies,
+    )
+
+
+def _shape_microbatch(layers: Sequence[Layer], microbatch: int, ids: Tensor, loss: Callable[[Tensor], Tensor]) -> None:
+    watches = [Watch() for _ in layers]
+    tensors: Tensors = (ids,)
+    for layer, watch in zip(layers, watches, strict=True):
+        with watch:
+            finish = loss if layer is layers[-1] else None
+            tensors = layer.forward(microbatch, tensors, 0, graph=True, need_input=layer.index > 0, finish=finish)
+        layer.workspace_bytes = layer.forward_workspace_bytes = watch.excess(watch.live)
+    gradients: Tensors = (torch.ones(()),)
+    for layer, watch in zip(reversed(layers), reversed(watches), strict=True):
+        before, given = watch.restart(), sum(g.nbytes for g in gradients)
+        with watch:
+            gradients = layer.backward_input(microbatch, gradients, deferred=True)
+        layer.workspace_bytes = max(layer.workspace_bytes, watch.excess(before) + given)
+    for layer, watch in zip(reversed(layers), reversed(watches), strict=True):
+        before = watch.restart()
+        with watch:
+            layer.backward_weight(microbatch)
+        layer.weight_workspace_bytes = watch.excess(before)
+        layer.workspace_bytes = max(layer.workspace_bytes, layer.weight_workspace_bytes)
+
+
+def with_workspace(costs: tuple[LayerCost, ...], shapes: Sequence[LayerCost] | None, again: Collection[int]) -> tuple[LayerCost, ...]:
+    """Measured costs, and what an op needs beside what it keeps: no run tells that, so it is taken from `shapes`, where they are known.
+
+    again: the layers that compute again."""
+    if shapes is None:
+        return costs
+    shapes = computed_again(shapes, again)
+    return tuple(
+        replace(
+            cost,
+            workspace_bytes=shape.workspace_bytes,
+            forward_workspace_bytes=shape.forward_workspace_bytes,
+            weight_workspace_bytes=shape.weight_workspace_bytes,
+        )
+        for cost, shape in zip(costs, shapes, strict=True)
+    )
+
+
+def recompute_for(config: Config, model: Model, device: torch.device) -> Recompute:
+    """`train.recompute`, as a pipeline takes it. "auto" goes by shapes alone, so that every rank chooses alike, whatever is measured.
+
+    Raises ConfigError for a layer that the model has not; what it returns raises NoRoomError where not even computing all again fits.
+    """
+    wanted = config.train.recompute
+    if isinstance(wanted, tuple):
+        if max(wanted, default=0) >= model.layers:
+            raise ConfigError(f"train.recompute names layer {max(wanted)}, but the model has {model.layers}, from 0 to {model.layers - 1}")
+        return wanted
+    limit = memory_limit(config, device)
+    if wanted != "auto" or limit is None:
+        return range(model.layers) if wanted == "all" else ()
+
+    @cache
+    def costs_for(replicas: int) -> tuple[LayerCost, ...]:
+        try:
+            return computed_again(shape_costs(config, model, replicas), ())
+        except ActivationsUnknown as error:
+            raise ConfigError(
+                f"train.recompute = 'auto' needs the layers' activations, which are unknown; use 'all' or a list of layers: {error}"
+            ) from error
+
+    def fitting(partition: Partition, schedule: Schedule, replicas: int) -> frozenset[int]:
+        # Beside what layers keep: messages, and what an op needs while it runs.
+        costs, counts = costs_for(replicas), partition.counts
+        whole = planned_memory(config, costs, partition, schedule, replicas)
+        kept = kept_memory(costs, (), counts, schedule)
+        return choose(costs, counts, schedule, [limit - max(0, a - b) for a, b in zip(whole, kept, strict=True)])
+
+    return fitting
+
+
+def planned_memory(config: Config, costs: Sequence[LayerCost], partition: Partition, schedule: Schedule, replicas: int) -> tuple[int, ...]:
+    """Bytes of each rank at the peak of the schedule, in a mesh with this number of replicas."""
+    return rank_memory(costs, partition.counts, schedule, **memory_options(config, replicas))
+
+
+def memory_options(config: Config, replicas: int) -> dict[str, Any]:
+    """What the memory of a rank depends on besides layers and schedule, as `rank_memory` takes it."""
+    return {"post_validation": config.pipeline.post_validation, "replicas": replicas, "slots": config.accumulation_groups // replicas}
