@@ -56,11 +56,9 @@ OPTIONAL = (("dynmo.kernels.hash_attention", "dynmo.kernels.hash_attention_trito
 KNOWN = (
     # Upwards.
     ("dynmo.balance.baselines", "dynmo.planner.export"),  # blocks_of, Layout: to balance/blocks.py
-    ("dynmo.pipeline.rebalance", "dynmo.train.profile_run"),  # profile_of: to pipeline/
     ("dynmo.schedule.catalogue", "dynmo.schedule.automatic.zero_bubble"),  # make, full_schedule: to schedule/automatic/make.py
     ("dynmo.schedule.catalogue", "dynmo.schedule.automatic.vshape"),
     # One half of a cycle.
-    ("dynmo.cli.mesh", "dynmo.cli.plan"),  # what both print: to cli/show.py
     # Inside a function.
     ("dynmo.planner.workload_file", "dynmo.config"),
     ("dynmo.schedule.automatic.zero_bubble", "dynmo.schedule.automatic._zero_bubble_loops"),

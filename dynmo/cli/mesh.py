@@ -8,6 +8,7 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from dynmo.cli.show import picture, plan_json, print_export, show_size, show_time, waiting
 from dynmo.errors import InputError
 from dynmo.schedule.bounds import Objective
 
@@ -102,9 +103,8 @@ def _bandwidth(text: str | None, profile: Profile) -> float:
         raise InputError(f"--bandwidth {text}: bytes per second are expected, such as 25e9 or 40GiB") from None
 
 
-def run(request: MeshRequest, as_json: bool, words: list[str]) -> None:
+def run(request: MeshRequest, as_json: bool, exports: list[str]) -> None:
     """Searches and tells. Raises InputError as `mesh.search` does."""
-    from dynmo.cli.plan import picture, print_words, show_time, waiting
     from dynmo.planner.mesh_search import search
 
     began = time.perf_counter()
@@ -124,8 +124,8 @@ def run(request: MeshRequest, as_json: bool, words: list[str]) -> None:
     console.print()
     console.print(_candidates(found))
     _print_others(console, request, found)
-    for name in words:
-        print_words(console, name, best.plan)
+    for name in exports:
+        print_export(console, name, best.plan)
     console.print(f"searched in {show_time(seconds)}", highlight=False, soft_wrap=True)
 
 
@@ -134,10 +134,9 @@ def run(request: MeshRequest, as_json: bool, words: list[str]) -> None:
 
 def to_json(request: MeshRequest, found: Found, seconds: float) -> dict[str, Any]:
     """The plan of the best mesh's one replica, in the words of `dynmo plan`; `mesh` and `candidates`, the best first; `refused`."""
-    from dynmo.cli.plan import to_json as plan_to_json
-
     best = found.candidates[0]
-    return plan_to_json(best.plan, seconds, {}) | {
+    return plan_json(best.plan, seconds) | {
+        "alternatives": {},
         "gpus": request.gpus,
         "global_batch": request.global_batch,
         "zero": request.zero,
@@ -169,8 +168,6 @@ def _mesh(candidate: MeshPlan) -> dict[str, Any]:
 
 
 def _print_best(console: Console, request: MeshRequest, best: MeshPlan) -> None:
-    from dynmo.cli.plan import show_size, show_time
-
     limit = "" if request.memory_limit is None else f", at most {show_size(request.memory_limit)} a rank"
     zero = ", optimizer state divided over the replicas (ZeRO-1)" if request.zero else ""
     console.print(f"{request.gpus} GPUs, a global batch of {request.global_batch}{limit}{zero}", highlight=False, soft_wrap=True)
@@ -190,8 +187,6 @@ def _print_best(console: Console, request: MeshRequest, best: MeshPlan) -> None:
 
 def _candidates(found: Found) -> Table:
     from rich.table import Table
-
-    from dynmo.cli.plan import show_size, show_time
 
     best = found.candidates[0]
     sizes = any(any(x.memory) for x in found.candidates)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor
 
+from dynmo.config import Train
 from dynmo.runtime.optim.optimizer import OptimizerSettings
 
 
@@ -52,6 +53,12 @@ class SGD:
     def settings(self) -> OptimizerSettings:
         """The options that the runtime takes."""
         return OptimizerSettings("sgd", weight_decay=self.weight_decay, momentum=self.momentum)
+
+
+def optimizer_settings(train: Train) -> OptimizerSettings:
+    """The optimizer that `[train]` of a config asks for."""
+    name = cast(Literal["adamw", "sgd"], train.optimizer)
+    return OptimizerSettings(name, train.weight_decay, train.betas, train.eps, train.momentum)
 
 
 class OptimizerHandle(torch.optim.Optimizer):

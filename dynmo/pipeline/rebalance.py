@@ -20,12 +20,12 @@ from dynmo.cost.profile_file import Profile
 from dynmo.errors import NoRoomError, PartitionError
 from dynmo.events import ChangeEvent, Event, RebalanceEvent, RebalanceResultEvent, ScheduleEvent, now
 from dynmo.pipeline.pipeline import Pipeline
+from dynmo.pipeline.profile import profile_of
 from dynmo.planner.mesh_search import Mesh, MeshRequest
 from dynmo.planner.reshape import Reshape, reshape
 from dynmo.runtime.engine.profiler import measure_links
 from dynmo.schedule.catalogue import entry
 from dynmo.schedule.simulator import simulate
-from dynmo.train.profile_run import profile_of
 
 # Steps whose median stands for "before" and "after" a move.
 _WINDOW = 5

@@ -8,11 +8,12 @@ from typing import Literal, cast
 from dynmo.balance.partition import Partition
 from dynmo.config import Config
 from dynmo.models.model import Model
+from dynmo.pipeline.optimizers import optimizer_settings
 from dynmo.pipeline.pipeline import Pipeline
 from dynmo.runtime.comm.world import World
 from dynmo.runtime.layer.precision import dtype_for
 from dynmo.runtime.optim.loss_scale import make_scaler
-from dynmo.train.setup import memory_limit, optimizer_settings
+from dynmo.train.setup import memory_limit
 from dynmo.train.shape_costs import recompute_for, shapes_of
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import fields, replace
+from dataclasses import fields
 from statistics import median
 
 import torch
@@ -19,13 +19,13 @@ from dynmo.cost.profile_file import Profile
 from dynmo.dynamism import make_cases
 from dynmo.models.model import Model
 from dynmo.models.registry import load_model
-from dynmo.pipeline.pipeline import Pipeline
+from dynmo.pipeline.profile import profile_of
 from dynmo.runtime.comm.process_mesh import arrange
 from dynmo.runtime.comm.rendezvous import Rendezvous
 from dynmo.runtime.comm.world import World
 from dynmo.train.assembly import pipeline_for
 from dynmo.train.loader import Feed
-from dynmo.train.setup import check_world, device_for, first_partition, join_world, optimizer_settings
+from dynmo.train.setup import check_world, device_for, first_partition, join_world
 from dynmo.train.shape_costs import shapes_of, with_workspace
 
 Listener = Callable[[int, float], None]
@@ -52,7 +52,7 @@ def measure(config: Config, world: World, model: Model, steps: int, listen: List
         if change is not None:
             pipeline.changed(change.layers)
     feed = Feed(config, pipeline)
-    found: list[tuple[LayerCost, ...]] = []
+    readings: list[tuple[LayerCost, ...]] = []
     for step in range(steps + 1):
         start = time.perf_counter()
         pipeline.profiler.forget(range(model.layers))
@@ -60,38 +60,11 @@ def measure(config: Config, world: World, model: Model, steps: int, listen: List
         pipeline.step(step, inputs, targets, lr=0.0)
         costs = pipeline.costs()
         if step:
-            found.append(costs)
+            readings.append(costs)
             if listen is not None:
                 listen(step, time.perf_counter() - start)
-    measured = tuple(_median(layer) for layer in zip(*found, strict=True))
+    measured = tuple(_median(layer) for layer in zip(*readings, strict=True))
     return profile_of(config, pipeline, with_workspace(measured, shapes_of(config, model), pipeline.recomputed), steps)
-
-
-def profile_of(config: Config, pipeline: Pipeline, costs: tuple[LayerCost, ...], steps: int | None = None) -> Profile:
-    """What is known of a pipeline's layers, for a costs file: with a whole replica's optimizer state, whatever part of it ZeRO leaves here.
-    costs: as `Pipeline.costs` gathers them; steps: how many were measured."""
-    return Profile(
-        layers=tuple(_whole(config, pipeline, cost) for cost in costs) if config.parallel.zero else costs,
-        names=pipeline.model.names,
-        first_trainable=pipeline.first_trainable,
-        links=tuple(pipeline.links.items()),
-        model=config.model.kind,
-        microbatch=config.train.micro_batch,
-        microbatches=config.all_microbatches // pipeline.world.replicas,
-        ranks=pipeline.shape[0],
-        partition=pipeline.partition.counts,
-        schedule=config.pipeline.schedule,
-        steps=steps,
-    )
-
-
-def _whole(config: Config, pipeline: Pipeline, cost: LayerCost) -> LayerCost:
-    """The layer with all replicas' shares of its optimizer state. Of a frozen one no more is known than that no share is larger."""
-    moments, masters = optimizer_settings(config.train).moments, config.train.precision != "float32"
-    if not cost.gradient_bytes:
-        return replace(cost, optimizer_bytes=pipeline.world.replicas * cost.optimizer_bytes)
-    copies = (1 + moments) * cost.gradient_bytes if cost.copy_bytes else 0
-    return replace(cost, optimizer_bytes=(moments + masters) * cost.gradient_bytes, copy_bytes=copies)
 
 
 def _median(costs: Sequence[LayerCost]) -> LayerCost:

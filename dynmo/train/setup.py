@@ -7,18 +7,17 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import torch
 
 from dynmo.balance.partition import Partition, uniform
-from dynmo.config import Config, Train
+from dynmo.config import Config
 from dynmo.config.values import value_text
 from dynmo.errors import ConfigError
 from dynmo.runtime.comm.launch import FOR_RANKS_ON_CUDA
 from dynmo.runtime.comm.rendezvous import Rendezvous
 from dynmo.runtime.comm.world import World, open_store, ranks_text
-from dynmo.runtime.optim.optimizer import OptimizerSettings
 
 
 def check_world(config: Config, rendezvous: Rendezvous) -> None:
@@ -148,11 +147,6 @@ def first_partition(config: Config, layers: int, pipeline: int | None = None) ->
     if sum(config.balance.initial) != layers:
         raise ConfigError(f"balance.initial sums to {sum(config.balance.initial)}, but the model has {layers} layers")
     return Partition(config.balance.initial)
-
-
-def optimizer_settings(train: Train) -> OptimizerSettings:
-    name = cast(Literal["adamw", "sgd"], train.optimizer)
-    return OptimizerSettings(name, train.weight_decay, train.betas, train.eps, train.momentum)
 
 
 def warn_of_cores(config: Config) -> str | None:

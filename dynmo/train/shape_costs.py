@@ -22,6 +22,7 @@ from dynmo.kernels.seeds import generators_kept
 from dynmo.kernels.split import LOW, gradient_bytes
 from dynmo.models.emulated import EmulatedLayer
 from dynmo.models.model import Model
+from dynmo.pipeline.optimizers import optimizer_settings
 from dynmo.planner.recompute import choose, computed_again
 from dynmo.planner.recompute import memory as kept_memory
 from dynmo.runtime.comm.clock import HostClock
@@ -31,7 +32,7 @@ from dynmo.runtime.layer.precision import PRECISIONS, lower
 from dynmo.runtime.layer.split_backward import Layer, Tensors
 from dynmo.schedule.memory import rank_memory
 from dynmo.schedule.op import Schedule
-from dynmo.train.setup import memory_limit, optimizer_settings
+from dynmo.train.setup import memory_limit
 
 
 class ActivationsUnknown(ConfigError):

@@ -40,6 +40,7 @@ from dynmo.files import write_whole
 from dynmo.models.model import Model
 from dynmo.models.registry import load_model
 from dynmo.pipeline.pipeline import StepResult
+from dynmo.pipeline.profile import profile_of
 from dynmo.pipeline.rebalance import Rebalancer
 from dynmo.runtime.comm.process_mesh import arrange
 from dynmo.runtime.comm.rendezvous import Rendezvous
@@ -48,7 +49,6 @@ from dynmo.schedule.bounds import Objective
 from dynmo.train.assembly import pipeline_for
 from dynmo.train.dry_run import first_plan
 from dynmo.train.loader import Feed
-from dynmo.train.profile_run import profile_of
 from dynmo.train.run_checkpoints import RunCheckpoints
 from dynmo.train.setup import (
     check_meshes,

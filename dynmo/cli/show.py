@@ -1,0 +1,158 @@
+"""What `dynmo plan` shows of a plan, whether it searched a mesh or not."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+from dynmo.errors import PartitionError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.text import Text
+
+    from dynmo.planner.evaluate import Plan
+
+_BAR = 60  # columns of the longest rank's bar
+
+
+def waiting(as_json: bool, what: str = "other choices ...") -> AbstractContextManager[object]:
+    """Other plans may take a while. On stderr, and only where someone looks."""
+    if as_json:
+        return nullcontext()
+    from rich.console import Console
+
+    return Console(stderr=True).status(what)
+
+
+def plan_json(plan: Plan, seconds: float) -> dict[str, Any]:
+    """A plan as `--json` gives it: seconds, bytes, and moves as [layer, from rank, to rank].
+
+    Args:
+        plan: The plan.
+        seconds: How long the search took.
+
+    Returns:
+        The keys of the stable contract.
+    """
+    timeline, job = plan.timeline, plan.job
+    return {
+        "schedule": job.schedule,
+        "balancer": job.balancer,
+        "ranks": job.ranks,
+        "microbatches": job.microbatches,
+        "objective": str(job.objective),
+        "partition": plan.partition.counts,
+        "placement": job.placement,
+        "stage_cost": plan.stage_cost,
+        "imbalance": plan.imbalance,
+        "span": timeline.span,
+        "makespan": timeline.makespan,
+        "bubble_ratio": timeline.bubble_ratio,
+        "idle_ratio": timeline.idle_ratio,
+        "lower_bound": plan.lower_bound,
+        "memory": plan.memory,
+        "memory_limit": job.memory_limit,
+        "recompute": sorted(job.recomputed),
+        "moves": plan.moves,
+        "moved_bytes": plan.moved_bytes,
+        "seconds": seconds,
+        "words": {name: _export(name, plan) for name in EXPORTS},
+    }
+
+
+# -- in the form of other trainers ------------------------------------------------------------------------------------------------
+
+
+def _megatron(plan: Plan) -> dict[str, Any]:
+    from dynmo.planner.export import megatron_layout
+
+    layout = megatron_layout(plan.job.profile.names, plan.partition)
+    return {"pipeline_model_parallel_layout": layout.text, "rounded": layout.rounded}
+
+
+def _torchtitan(plan: Plan) -> dict[str, Any]:
+    from dynmo.planner.export import torchtitan_modules
+
+    modules = torchtitan_modules(plan.job.profile.names, plan.partition)
+    return {"module_fqns_per_model_part": modules.stages, "rounded": modules.rounded}
+
+
+def _deepspeed(plan: Plan) -> dict[str, Any]:
+    from dynmo.planner.export import deepspeed_parts
+
+    return {"parts": deepspeed_parts(plan.partition)}
+
+
+EXPORTS: dict[str, Callable[[Plan], dict[str, Any]]] = {"megatron": _megatron, "torchtitan": _torchtitan, "deepspeed": _deepspeed}
+
+
+def _export(name: str, plan: Plan) -> dict[str, Any]:
+    """The plan in the form of another trainer, or {"problem": why it has no such form}."""
+    try:
+        return EXPORTS[name](plan)
+    except PartitionError as error:
+        return {"problem": str(error)}
+
+
+def picture(plan: Plan) -> list[Text]:
+    """One bar per stage, as long as its work of one microbatch; dots where its rank waits for the longest."""
+    from rich.text import Text
+
+    job, ranks = plan.job, plan.rank_cost
+    longest = max(ranks) or 1.0
+    several = len(job.placement) > job.ranks
+    lines: list[Text] = []
+    for rank in range(job.ranks):
+        stages = [stage for stage, holder in enumerate(job.placement) if holder == rank]
+        for stage in stages:
+            cost, own = plan.costs.stages[stage], plan.partition.range_of(stage)
+            line = Text(f"rank {rank:<3} " + (f"stage {stage:<3} " if several else ""))
+            used = done = 0
+            reached = 0.0
+            for letter, seconds, style in (("F", cost.f, "blue"), ("B", cost.b, "green"), ("W", cost.w, "yellow")):
+                reached += seconds
+                done = round(_BAR * reached / longest)
+                line.append(letter * (done - used), style)
+                used = done
+            idle = round(_BAR * (1 - ranks[rank] / longest)) if stage == stages[-1] else 0
+            line.append("." * min(idle, _BAR - used), "dim")
+            line.append(" " * (_BAR - used - min(idle, _BAR - used)))
+            names = job.profile.names
+            line.append(f" {show_time(plan.stage_cost[stage]):>8}  {_range(names[own.start], names[own.stop - 1])} ({len(own)})")
+            lines.append(line)
+    return lines
+
+
+def _range(first: str, last: str) -> str:
+    return first if first == last else f"{first} .. {last}"
+
+
+def print_export(console: Console, name: str, plan: Plan) -> None:
+    """Print a plan in the form of another trainer, one of `EXPORTS`."""
+    console.print()
+    for key, value in _export(name, plan).items():
+        if key == "rounded":
+            if value:
+                cuts = ", ".join(f"{i} and {i + 1}" for i in value)
+                console.print(f"  cuts inside a block, moved to its nearer end: between stages {cuts}", highlight=False)
+        else:
+            text = value if isinstance(value, str) else json.dumps(value)
+            console.print(f"{name}: {key} = {text}", highlight=False, markup=False, soft_wrap=True)
+
+
+def show_time(seconds: float) -> str:
+    """Seconds with a unit, in four digits."""
+    for unit, scale in (("s", 1.0), ("ms", 1e3), ("us", 1e6)):
+        if float(f"{seconds * scale:.4g}") >= 1 or unit == "us":
+            return f"{seconds * scale:.4g} {unit}"
+    raise AssertionError
+
+
+def show_size(count: int) -> str:
+    """Bytes with a unit."""
+    if count < 1 << 20:
+        return f"{count / 1024:.1f} KiB" if count >= 1024 else f"{count} B"
+    return f"{count / 2**20:,.1f} MiB" if count < 10 << 30 else f"{count / 2**30:,.1f} GiB"

@@ -1,0 +1,47 @@
+"""What is known of a pipeline's layers, in the form of a costs file."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from dynmo.config import Config
+from dynmo.cost.layer_cost import LayerCost
+from dynmo.cost.profile_file import Profile
+from dynmo.pipeline.optimizers import optimizer_settings
+from dynmo.pipeline.pipeline import Pipeline
+
+
+def profile_of(config: Config, pipeline: Pipeline, costs: tuple[LayerCost, ...], steps: int | None = None) -> Profile:
+    """The costs of a pipeline's layers as a costs file records them.
+
+    Args:
+        config: The run.
+        pipeline: Its pipeline.
+        costs: Cost of each layer, as `Pipeline.costs` gathers them.
+        steps: The number of measured steps.
+
+    Returns:
+        The profile. Its layers have the optimizer state of all replicas, even if ZeRO divides it.
+    """
+    return Profile(
+        layers=tuple(_whole(config, pipeline, cost) for cost in costs) if config.parallel.zero else costs,
+        names=pipeline.model.names,
+        first_trainable=pipeline.first_trainable,
+        links=tuple(pipeline.links.items()),
+        model=config.model.kind,
+        microbatch=config.train.micro_batch,
+        microbatches=config.all_microbatches // pipeline.world.replicas,
+        ranks=pipeline.shape[0],
+        partition=pipeline.partition.counts,
+        schedule=config.pipeline.schedule,
+        steps=steps,
+    )
+
+
+def _whole(config: Config, pipeline: Pipeline, cost: LayerCost) -> LayerCost:
+    """The layer with all replicas' shares of its optimizer state. Of a frozen one no more is known than that no share is larger."""
+    moments, masters = optimizer_settings(config.train).moments, config.train.precision != "float32"
+    if not cost.gradient_bytes:
+        return replace(cost, optimizer_bytes=pipeline.world.replicas * cost.optimizer_bytes)
+    copies = (1 + moments) * cost.gradient_bytes if cost.copy_bytes else 0
+    return replace(cost, optimizer_bytes=(moments + masters) * cost.gradient_bytes, copy_bytes=copies)
