@@ -136,7 +136,7 @@ def race(world: World, case: str, steps: int, rounds: int, sizes: dict[str, int]
                 costs[name].append(trainers[name].pipeline.costs())  # for the ideal alone: nobody's time
         for name, trainer in trainers.items():
             trainer.finish(steps, sum(seconds[name]))
-            trainer.pipeline.changed(())  # closes its channels
+            trainer.pipeline.on_workload_change(())  # closes its channels
         slowest = torch.tensor([[program for program, _ in noted_steps[name]] for name in names], dtype=torch.float64)
         world.largest(slowest, "what the programs took")
         ops = torch.tensor([[ops for _, ops in noted_steps[name]] for name in names], dtype=torch.float64)

@@ -40,7 +40,7 @@ def sides(world: World, rounds: int, hidden: int, blocks: int) -> dict[str, Any]
     for name, zero in (("plain", 0), ("zero", 1)):
         made = load_model(parse({"model": model}))
         pipelines[name] = Pipeline(
-            here, made, uniform(made.layers, here.size), schedule="zb-h1", microbatches=MICROBATCHES, slots=2, zero=zero
+            here, made, uniform(made.layers, here.size), schedule="zb-h1", microbatches=MICROBATCHES, accumulation_groups=2, zero=zero
         )
     text = torch.randint(256, (MICROBATCHES, 2, 65), generator=torch.Generator().manual_seed(here.replica))
     seconds: dict[str, list[tuple[float, float]]] = {name: [] for name in pipelines}

@@ -74,7 +74,7 @@ def emulated(
                     times[name].append(pipeline.largest(time.perf_counter() - start))
                     idle[name].append(result.idle_ratio)
     for pipeline, _ in sides.values():
-        pipeline.changed(())  # closes its channels
+        pipeline.on_workload_change(())  # closes its channels
     simulated = [timeline(layers, placement, microbatches) for placement in (even, target)]
     expected = [unit * found.makespan for found in simulated]
     uniform_seconds, our_seconds = (median(times[x]) for x in ("uniform", "ours"))

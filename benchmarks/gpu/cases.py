@@ -153,7 +153,7 @@ def measure(device: torch.device, options: argparse.Namespace) -> dict[str, Any]
         case.check(pipeline.modules)
         change = case.act(step, pipeline)
         assert change is not None, f"{case.name} changed nothing"
-        pipeline.changed(change.layers)
+        pipeline.on_workload_change(change.layers)
 
     progress("the model is built")
     parameters = sum(cost.parameters for cost in pipeline.costs())

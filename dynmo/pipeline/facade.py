@@ -142,12 +142,12 @@ class Pipeline:
             RunError: The loss or a gradient is not finite.
         """
         cut_inputs, cut_targets = self._cut_inputs(inputs), self._cut("targets", targets)
-        if self._rebalancer.due(self._step):
+        if self._rebalancer.is_due(self._step):
             self._rebalancer.consider(self._step)
         for case in self._cases:
             change = checked(case, case.act(self._step, self._engine), self._engine.count)
             if change is not None:
-                self._changed(change.layers)
+                self._on_workload_change(change.layers)
         start, rate = time.perf_counter(), self._optimizer.lr
         result = self._engine.step(self._step, cut_inputs, cut_targets, lr=rate, max_norm=self._max_norm)
         self._optimizer.step()
@@ -241,7 +241,7 @@ class Pipeline:
             PartitionError: There is no such layer, or none would train.
         """
         self._engine.freeze(layers)
-        self._rebalancer.changed(self._step)
+        self._rebalancer.on_workload_change(self._step)
 
     def unfreeze(self, layers: Collection[int]) -> None:
         """Trains frozen layers again, from the optimizer state that they had.
@@ -253,7 +253,7 @@ class Pipeline:
             PartitionError: There is no such layer.
         """
         self._engine.unfreeze(layers)
-        self._rebalancer.changed(self._step)
+        self._rebalancer.on_workload_change(self._step)
 
     # -- saving ------------------------------------------------------------------------------------
 
@@ -344,9 +344,9 @@ class Pipeline:
             raise InputError(f"{name} is {what}; give a tensor whose first dimension is a multiple of {count} microbatches")
         return batch.unflatten(0, (count, len(batch) // count))
 
-    def _changed(self, layers: Collection[int]) -> None:
-        self._engine.changed(layers)
-        self._rebalancer.changed(self._step)
+    def _on_workload_change(self, layers: Collection[int]) -> None:
+        self._engine.on_workload_change(layers)
+        self._rebalancer.on_workload_change(self._step)
 
     def _make_rebalancer(self, moves: int = 0) -> Rebalancer:
         """With the options as a run of `horizon` steps from now on has them."""

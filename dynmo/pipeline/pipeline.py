@@ -28,7 +28,7 @@ from dynmo.cost.layer_cost import Costs, LayerCost, LinkCost
 from dynmo.errors import ConfigError, InputError, PartitionError, RunError
 from dynmo.kernels.seeds import generators_kept
 from dynmo.models.model import Model
-from dynmo.pipeline.schedule_keeper import Scheduling, Shapes
+from dynmo.pipeline.schedule_keeper import ScheduleKeeper, Shapes
 from dynmo.runtime.comm.clock import clock_for
 from dynmo.runtime.comm.process_mesh import FirstReplica
 from dynmo.runtime.comm.world import World
@@ -68,8 +68,9 @@ class Pipeline:
     slices: the pipeline's ranks are so many slices of this process's GPU, which a world of one rank then holds
     (`runtime/engine/sm_slices.py`; None: the ranks of the world). Layers move between them as between ranks, but nothing travels.
 
-    The world may be one pipeline of several in a mesh (`mesh.arrange`): `microbatches` are those of one. slots: in how many parts the
-    gradients of all their microbatches are added up (default: one per replica). zero: 1 shards the optimizer's state over the replicas.
+    The world may be one pipeline of several in a mesh (`mesh.arrange`): `microbatches` are those of one.
+    accumulation_groups: in how many parts the gradients of all their microbatches are added up (default: one per replica).
+    zero: 1 shards the optimizer's state over the replicas.
     replicates: a reshape may make replicas later. shapes: what schedules are made from within `memory_limit` before costs are measured.
 
     w_granularity: a W runs "whole", where the schedule has it; or a "linear" of it at a time may run earlier, while a message is late.
@@ -79,7 +80,7 @@ class Pipeline:
 
     #   _layouts     which layouts there can be
     #   _holding     what this rank holds, where everything is, what is frozen
-    #   _programs    what it runs                        _scheduling   in which order, and what is known of costs
+    #   _programs    what it runs                        _schedule_keeper   in which order, and what is known of costs
     #   _step_end    what follows once it has run        _pending      with post-validation: what is not final yet
 
     def __init__(
@@ -96,7 +97,7 @@ class Pipeline:
         seed: int = 0,
         optimizer: OptimizerSettings | None = None,
         compiles: bool = False,
-        slots: int | None = None,
+        accumulation_groups: int | None = None,
         zero: int = 0,
         w_granularity: Literal["whole", "linear"] = "whole",
         post_validation: bool = False,
@@ -122,12 +123,12 @@ class Pipeline:
         _check_recompute(recompute, model.layers)
         self.model = model
         self._replicates = replicates or world.replicas > 1
-        slots = slots or world.replicas
+        accumulation_groups = accumulation_groups or world.replicas
         if slices is not None and (world.size > 1 or post_validation):
             raise ConfigError(
                 "slices of one GPU are one process, whose steps end together: use one rank a replica, without post_validation"
             )
-        self._layouts = Layouts(model.layers, schedule, chunks, slots, recompute, sliced=slices is not None)
+        self._layouts = Layouts(model.layers, schedule, chunks, accumulation_groups, recompute, sliced=slices is not None)
         layout = self._layouts.make(slices or world.size, world.replicas, microbatches, partition)
         lanes = OneLane() if slices is None else make_lanes(world.device, slices, layout.placement)
         self.clock = clock_for(world.device)
@@ -140,14 +141,17 @@ class Pipeline:
             seed=seed,
             optimizer=optimizer or OptimizerSettings(),
             compiles=compiles,
-            slots=slots,
+            slots=accumulation_groups,
             zero=bool(zero),
             dtype=dtype,
             cache_bytes=cache_bytes,
         )
         links = measure_links(world, layout.pairs)
-        self._scheduling = Scheduling(
-            *(self._holding, schedule, chunks, memory_limit, links), post_validation=post_validation, slots=slots, shapes=shapes
+        self._schedule_keeper = ScheduleKeeper(
+            *(self._holding, schedule, chunks, memory_limit, links),
+            post_validation=post_validation,
+            accumulation_groups=accumulation_groups,
+            shapes=shapes,
         )
         self._programs = Programs(self._holding, self.clock, lanes, post_validation=post_validation)
         self._by_pieces = w_granularity == "linear"
@@ -343,11 +347,11 @@ class Pipeline:
     @property
     def objective(self) -> Objective:
         """What makes a step of this pipeline short."""
-        return self._scheduling.objective
+        return self._schedule_keeper.objective
 
     def _executor(self) -> Executor:
         return self._programs.training or self._programs.lower(
-            self._scheduling.agreed(), self._scheduling.patience if self._by_pieces else None
+            self._schedule_keeper.agreed(), self._schedule_keeper.patience if self._by_pieces else None
         )
 
     def _run(
@@ -418,7 +422,7 @@ class Pipeline:
             raise PartitionError(f"freezing layers {sorted(layers)} would leave nothing to train")
         new = set(layers) - self.frozen
         self._holding.frozen.freeze(layers)
-        self.changed({*new, *range(before, after + 1)})
+        self.on_workload_change({*new, *range(before, after + 1)})
 
     def _check_layers(self, layers: Collection[int]) -> None:
         outside = next((index for index in layers if not 0 <= index < self.count), None)
@@ -430,18 +434,18 @@ class Pipeline:
         self._pending.settle()
         self._check_layers(layers)
         before = self.first_trainable
-        self._scheduling.forget()  # what a layer costs that trains again, nobody has measured
+        self._schedule_keeper.forget()  # what a layer costs that trains again, nobody has measured
         self._holding.frozen.thaw(layers)
         # As in `freeze`: the layers between the old and the new end of the frozen prefix begin or cease to run B.
-        self.changed({*layers, *range(self.first_trainable, before + 1)})
+        self.on_workload_change({*layers, *range(self.first_trainable, before + 1)})
 
-    def changed(self, layers: Iterable[int]) -> None:
+    def on_workload_change(self, layers: Iterable[int]) -> None:
         """Their costs are no longer what was measured. Takes effect before the next step, by lowering again."""
         self._pending.settle()
         layers = list(layers)
         self.profiler.forget(layers)
         self._holding.outputs.forget(layers)
-        self._scheduling.elide()
+        self._schedule_keeper.elide()
         for index in layers:
             if index in self._holding.layers:
                 self._holding.layers[index].forget_sizes()
@@ -466,8 +470,8 @@ class Pipeline:
     def _switched(self, layers: frozenset[int]) -> None:
         """These compute again in B from now on, or no more: what they cost then nobody has measured."""
         if layers:
-            self._scheduling.forget()
-            self.changed(layers)
+            self._schedule_keeper.forget()
+            self.on_workload_change(layers)
 
     def reshape(self, *, pipeline: int, data: int, partition: Partition | None = None) -> Migration:
         """Makes the same ranks a mesh of `data` replicas of a pipeline of `pipeline` ranks; between steps. The batch stays the same, so
@@ -494,8 +498,8 @@ class Pipeline:
         migration = exchange(everyone, plan, lambda i: (holding.modules[i], whole[i]), adopt)
         self.profiler.forget(move.layer for move in plan)
         self._replicates = self._replicates or data > 1
-        self._scheduling.links = measure_links(self.world, layout.pairs)
-        self._scheduling.reshaped()
+        self._schedule_keeper.links = measure_links(self.world, layout.pairs)
+        self._schedule_keeper.reshaped()
         self._switched(before.recomputed ^ layout.recomputed)
         return migration
 
@@ -534,7 +538,7 @@ class Pipeline:
     @property
     def links(self) -> dict[tuple[int, int], LinkCost]:
         """Between the ranks of a pair, the lower first, that hold neighbouring stages."""
-        return self._scheduling.links
+        return self._schedule_keeper.links
 
     def costs(self) -> tuple[LayerCost, ...]:
         """Measured costs of all layers: seconds per microbatch, bytes."""
@@ -551,20 +555,20 @@ class Pipeline:
 
     def predict(self, layers: tuple[LayerCost, ...], partition: Partition) -> Timeline:
         """What the simulator says of one step under these costs and this placement, with the schedule made for them."""
-        return self._scheduling.predict(layers, partition)
+        return self._schedule_keeper.predict(layers, partition)
 
     def schedule_for(self, partition: Partition, layers: tuple[LayerCost, ...] | None = None) -> Schedule:
         """The schedule that would run on this placement, with what is frozen now, made for these costs (default: for what is known of
         them) where it is made for any."""
-        return self._scheduling.on(partition, layers)
+        return self._schedule_keeper.on(partition, layers)
 
     def full_schedule(self) -> Schedule:
         """The schedule with every stage training: an upper bound of what any frozen prefix keeps in memory."""
-        return self._scheduling.full()
+        return self._schedule_keeper.full()
 
     def request(self, layers: tuple[LayerCost, ...], *, cost: Cost = "time", seed: int = 0, step: int = 0) -> BalanceRequest:
         """What a balancer is asked: where these layers should live, under this pipeline's schedule, links and memory limit."""
-        return self._scheduling.request(layers, cost, seed, step)
+        return self._schedule_keeper.request(layers, cost, seed, step)
 
     def replan(self, layers: tuple[LayerCost, ...], least: float = 0.0) -> float:
         """Makes the schedule anew from these costs (the same on every rank), where that saves more than the share `least` of a step.
@@ -572,7 +576,7 @@ class Pipeline:
         Returns the share that the simulator says it saves; 0 where the schedule stays, as those do that are not made from costs.
         """
         self._pending.settle()
-        gain = self._scheduling.replan(layers, least)
+        gain = self._schedule_keeper.replan(layers, least)
         if gain is not None:
             self._programs.relower()
         return gain or 0.0
@@ -583,7 +587,7 @@ class Pipeline:
 
     def stage_costs(self, layers: tuple[LayerCost, ...], partition: Partition) -> Costs:
         """The stages' costs, and the links' times for the messages that cross there."""
-        return self._scheduling.stage_costs(layers, partition)
+        return self._schedule_keeper.stage_costs(layers, partition)
 
     @property
     def caches(self) -> bool:

@@ -101,9 +101,9 @@ class Rebalancer:
         if pending is None:
             return None
         pending.after.append(seconds)
-        return self.settle(step) if len(pending.after) == _WINDOW + 1 else None
+        return self.close_measurement(step) if len(pending.after) == _WINDOW + 1 else None
 
-    def settle(self, step: int) -> RebalanceResultEvent | None:
+    def close_measurement(self, step: int) -> RebalanceResultEvent | None:
         """Closes the measurement of the last move. The first step after it opens new channels and is not counted."""
         pending, self._pending = self._pending, None
         if pending is None or len(pending.after) < 2:
@@ -112,18 +112,18 @@ class Rebalancer:
         self._doubt = 1.0 if gain >= pending.predicted / 2 else 2 * self._doubt
         return RebalanceResultEvent(step, now(), pending.id, gain)
 
-    def changed(self, step: int) -> RebalanceResultEvent | None:
+    def on_workload_change(self, step: int) -> RebalanceResultEvent | None:
         """Before `step` the model's work changed: earlier step times do not compare with later ones. Returns what the last move brought
         until then, where that is not told yet."""
-        settled = self.settle(step)
+        result = self.close_measurement(step)
         self._recent.clear()
         self._doubt = 1.0
         self._unshaped = self._config.elastic.reshape
         if self._watch is not None:
             self._watch.changed()
-        return settled
+        return result
 
-    def looks(self, step: int) -> bool:
+    def should_check(self, step: int) -> bool:
         """Whether it may do something before this step."""
         config = self._config
         acts = config.balance.balancer != "none" or entry(config.pipeline.schedule).from_costs or config.elastic.reshape
@@ -135,9 +135,9 @@ class Rebalancer:
         """Whether there is a step to decide on."""
         return bool(self._recent)
 
-    def due(self, step: int) -> bool:
+    def is_due(self, step: int) -> bool:
         # A run that was just resumed has measured nothing to decide on.
-        return self.looks(step) and bool(self._recent)
+        return self.should_check(step) and bool(self._recent)
 
     def mesh(self, step: int) -> tuple[int, int, Partition] | None:
         """Before `step`, where the work has changed: ranks of a pipeline, replicas and placement of a mesh that repays its moves."""
@@ -268,7 +268,7 @@ class Rebalancer:
         self._fixed = max(0.0, migration.seconds - on_the_way)
         self.overhead.move += ended - decided
         self.moves += 1
-        settled, self._pending = self.settle(step), _Pending(self.moves, decision.predicted_gain, before, [])
+        result, self._pending = self.close_measurement(step), _Pending(self.moves, decision.predicted_gain, before, [])
         self._recent.clear()
         done = RebalanceEvent(
             step,
@@ -283,7 +283,7 @@ class Rebalancer:
             measuring,
             decided - start,
         )
-        return [done] if settled is None else [settled, done]
+        return [done] if result is None else [result, done]
 
     def _confirmed(self, decision: Decision, parts: Iterable[Decision]) -> Decision:
         """The decision to move, if it is certain enough. If not, it is time to look again when there are other readings."""

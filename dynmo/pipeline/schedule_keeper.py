@@ -30,9 +30,9 @@ Shapes = Callable[[int], tuple[LayerCost, ...] | None]
 """What the layers hold, from shapes alone, on one of so many replicas; None where shapes do not tell."""
 
 
-class Scheduling:
+class ScheduleKeeper:
     """Of the layers that `holding` knows, under the schedule of this name. memory_limit: bytes per rank, for schedules that are made within
-    one. post_validation: steps may have no barrier at their end. slots: reduction slots of the whole mesh. shapes: what schedules are
+    one. post_validation: steps may have no barrier at their end. accumulation_groups: of the whole mesh. shapes: what schedules are
     made from while nothing is measured."""
 
     def __init__(
@@ -44,11 +44,11 @@ class Scheduling:
         links: Links,
         *,
         post_validation: bool,
-        slots: int,
+        accumulation_groups: int,
         shapes: Shapes | None = None,
     ) -> None:
         self._holding, self._name, self._chunks, self._memory_limit = holding, name, chunks, memory_limit
-        self.links, self._post_validation, self._slots, self._shapes = links, post_validation, slots, shapes
+        self.links, self._post_validation, self._accumulation_groups, self._shapes = links, post_validation, accumulation_groups, shapes
         # What the next schedule is made from; None until something is measured.
         self.known: tuple[LayerCost, ...] | None = None
 
@@ -73,7 +73,7 @@ class Scheduling:
         layers = layers or self.known or (self._guess() if from_costs else None)
         costs = self.stage_costs(layers, partition) if from_costs and layers is not None else None
 
-        def made(caps: Sequence[float]) -> Schedule:
+        def make_schedule(caps: Sequence[float]) -> Schedule:
             return make(
                 self._name,
                 layout.ranks,
@@ -86,17 +86,17 @@ class Scheduling:
             )
 
         if layers is None or costs is None:  # all stages count as alike, their activations 1: at most twice as many as 1F1B keeps
-            return made((2.0 * len(layout.placement),) * layout.ranks)
+            return make_schedule((2.0 * len(layout.placement),) * layout.ranks)
         return made_within(
             self._memory_limit,
-            made,
+            make_schedule,
             layers,
             partition.counts,
             costs,
             layout.placement,
             post_validation=self._post_validation,
             replicas=layout.replicas,
-            slots=self._slots // layout.replicas,
+            slots=self._accumulation_groups // layout.replicas,
         )
 
     def _guess(self) -> tuple[LayerCost, ...] | None:
@@ -131,7 +131,7 @@ class Scheduling:
         return max(0.0, gain)
 
     def reshaped(self) -> None:
-        """Of a rank of another mesh bytes are no longer what was measured: shares of the optimizer's state, slots."""
+        """Of a rank of another mesh bytes are no longer what was measured: shares of the optimizer's state, accumulation groups."""
         if self._memory_limit is not None:
             self.forget()
 

@@ -33,7 +33,7 @@ def pipeline_for(config: Config, world: World, model: Model, partition: Partitio
         seed=config.seed,
         optimizer=optimizer_settings(train),
         compiles=train.compile,
-        slots=config.accumulation_groups,
+        accumulation_groups=config.accumulation_groups,
         zero=config.parallel.zero,
         w_granularity=cast(Literal["whole", "linear"], pipeline.w_granularity),
         post_validation=pipeline.post_validation,

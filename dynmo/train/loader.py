@@ -16,7 +16,7 @@ from dynmo.errors import ConfigError
 from dynmo.pipeline.pipeline import Pipeline
 
 
-class Given(NamedTuple):
+class Batch(NamedTuple):
     """inputs, targets: int64 [microbatches, micro_batch, sequence]; None on ranks with neither the first nor the last layer. keys: of the
     cache of a frozen prefix's outputs; None where nothing is cached."""
 
@@ -25,7 +25,7 @@ class Given(NamedTuple):
     keys: list[tuple[int, ...]] | None
 
 
-class Feed:
+class DataLoader:
     """Of one mesh: made anew when it is reshaped. Only the ranks that hold the first or the last layer read data; they compare what
     they read. Raises ConfigError where the data does not fit the config."""
 
@@ -53,7 +53,7 @@ class Feed:
                 f'{self._order.windows} sequences, with data.shuffle = "batches"'
             )
 
-    def train(self, step: int) -> Given:
+    def train(self, step: int) -> Batch:
         """This replica's microbatches of a step: those of the replicas follow one another in the batch."""
         own = self._config.all_microbatches // self._world.replicas
         part = slice(self._world.replica * own, (self._world.replica + 1) * own)
@@ -62,9 +62,9 @@ class Feed:
             inputs, targets = (self._to_device(x[part]) for x in self._batches.train(step))
         if self._order is not None and self._order.repeats(self._config.train.steps):
             keys = [tuple(windows) for windows in self._order.train(step)[part].tolist()]
-        return Given(inputs, targets, keys)
+        return Batch(inputs, targets, keys)
 
-    def held_out(self, microbatches: int) -> Given:
+    def held_out(self, microbatches: int) -> Batch:
         """So many microbatches to evaluate on, the same every time."""
         inputs = targets = keys = None
         if self._batches is not None:
@@ -72,7 +72,7 @@ class Feed:
             inputs, targets = (self._to_device(torch.stack(x)) for x in zip(*pairs, strict=True))
         if self._order is not None:
             keys = [tuple(self._order.held_out(i).tolist()) for i in range(microbatches)]
-        return Given(inputs, targets, keys)
+        return Batch(inputs, targets, keys)
 
     def _to_device(self, tensor: Tensor) -> Tensor:
         """From pinned memory the copy runs beside what the device computes."""

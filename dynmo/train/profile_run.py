@@ -24,7 +24,7 @@ from dynmo.runtime.comm.process_mesh import arrange
 from dynmo.runtime.comm.rendezvous import Rendezvous
 from dynmo.runtime.comm.world import World
 from dynmo.train.assembly import pipeline_for
-from dynmo.train.loader import Feed
+from dynmo.train.loader import DataLoader
 from dynmo.train.setup import check_world, device_for, first_partition, join_world
 from dynmo.train.shape_costs import shapes_of, with_workspace
 
@@ -50,13 +50,13 @@ def measure(config: Config, world: World, model: Model, steps: int, listen: List
         case.check(pipeline.modules)
         change = case.act(0, pipeline)
         if change is not None:
-            pipeline.changed(change.layers)
-    feed = Feed(config, pipeline)
+            pipeline.on_workload_change(change.layers)
+    loader = DataLoader(config, pipeline)
     readings: list[tuple[LayerCost, ...]] = []
     for step in range(steps + 1):
         start = time.perf_counter()
         pipeline.profiler.forget(range(model.layers))
-        inputs, targets, _ = feed.train(step)
+        inputs, targets, _ = loader.train(step)
         pipeline.step(step, inputs, targets, lr=0.0)
         costs = pipeline.costs()
         if step:

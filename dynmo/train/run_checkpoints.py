@@ -56,7 +56,7 @@ class RunCheckpoints:
     def __init__(self, config: Config, world: World, folder: Path | None) -> None:
         self._config, self._world, self._folder = config, world, folder
 
-    def due(self, step: int, interrupted: bool) -> bool:
+    def is_due(self, step: int, interrupted: bool) -> bool:
         """Whether one is to be written when so many steps are done."""
         every = self._config.checkpoint.every
         return bool(every) and (step % every == 0 or step == self._config.train.steps or interrupted)

@@ -48,7 +48,7 @@ from dynmo.runtime.comm.world import World
 from dynmo.schedule.bounds import Objective
 from dynmo.train.assembly import pipeline_for
 from dynmo.train.dry_run import first_plan
-from dynmo.train.loader import Feed
+from dynmo.train.loader import DataLoader
 from dynmo.train.run_checkpoints import RunCheckpoints
 from dynmo.train.setup import (
     check_meshes,
@@ -145,7 +145,7 @@ class Trainer:
         self._cases: list[Dynamism] = make_cases(config, model.layers)
         for case in self._cases:
             case.check(self.pipeline.modules)
-        self._feed = Feed(config, self.pipeline)
+        self._loader = DataLoader(config, self.pipeline)
         self.first_step, self._loss, moved = 0, math.nan, 0
         if found is not None:
             self._checkpoints.restore(found, self.pipeline, self._cases)
@@ -191,28 +191,24 @@ class Trainer:
     def advance(self, step: int, stop: bool = False) -> bool:
         """One turn of the loop, with all that belongs to it. Returns whether some rank wants to `stop`."""
         train = self.config.train
-        interrupted = self._looks(step) and self._drain()
+        interrupted = self._must_drain(step) and self._drain()
         self._change(step)
         interrupted = self._step(step, stop) or interrupted
         step += 1
         evaluates = bool(train.eval_every) and step % train.eval_every == 0
-        if evaluates or interrupted or step == train.steps or self._checkpoints.due(step, interrupted):
+        if evaluates or interrupted or step == train.steps or self._checkpoints.is_due(step, interrupted):
             # A wish to stop may be found in any of the results.
             interrupted = self._drain() or interrupted
         if evaluates:
             self._evaluate(step)
-        if self._checkpoints.due(step, interrupted):
-            saved = self._checkpoints.save(step, self.pipeline, self._cases, self._loss, self._rebalancer.moves)
-            if saved is not None:
-                self._emit(saved)
+        if self._checkpoints.is_due(step, interrupted):
+            self._emit(self._checkpoints.save(step, self.pipeline, self._cases, self._loss, self._rebalancer.moves))
         return interrupted
 
     def finish(self, step: int, seconds: float, interrupted: bool = False) -> RunResult:
         """After the last turn: `step` steps are done, in so many seconds."""
         self._drain()
-        settled = self._rebalancer.settle(step)
-        if settled is not None:
-            self._emit(settled)
+        self._emit(self._rebalancer.close_measurement(step))
         digest, buffers = self.pipeline.digest(), self.pipeline.buffers_digest()
         if step > self.first_step:
             self._record_costs(step - self.first_step)
@@ -224,21 +220,21 @@ class Trainer:
         self._emit(EndEvent(step, now(), self._loss, digest, seconds, reason, *balancing, *cached, buffers))
         return RunResult(self._loss, digest, buffers, seconds, interrupted, step, self.pipeline.partition.counts)
 
-    def _looks(self, step: int) -> bool:
+    def _must_drain(self, step: int) -> bool:
         """Whether something before this step may look at the model or the last signals, or change it: the step before must be final."""
-        return self._rebalancer.looks(step) or any(case.acts(step) for case in self._cases)
+        return self._rebalancer.should_check(step) or any(case.acts(step) for case in self._cases)
 
     def _change(self, step: int) -> None:
         """The mesh changes, or the balancer looks at what was measured; then the dynamic cases act."""
         shape = self.config.shape_at(step)
         wanted = None
         if self.config.elastic.reshape:
-            wanted = self._rebalancer.mesh(step) if self._rebalancer.due(step) else None
+            wanted = self._rebalancer.mesh(step) if self._rebalancer.is_due(step) else None
         elif step > self.first_step and shape != self.pipeline.shape:
             wanted = (*shape, first_partition(self.config, self.pipeline.count, shape[0]))
         if wanted is not None:
             self._reshape(step, *wanted)
-        if self._rebalancer.due(step):
+        if self._rebalancer.is_due(step):
             for event in self._rebalancer.consider(step):
                 self._emit(event)
                 self._tracer.keep_around()
@@ -246,10 +242,8 @@ class Trainer:
             with named(case, "act", step):
                 change = checked(case, case.act(step, self.pipeline), self.pipeline.count)
             if change is not None:
-                self.pipeline.changed(change.layers)
-                settled = self._rebalancer.changed(step)
-                if settled is not None:
-                    self._emit(settled)
+                self.pipeline.on_workload_change(change.layers)
+                self._emit(self._rebalancer.on_workload_change(step))
                 self._tracer.keep_around()
                 self._emit(ChangeEvent(step, now(), case.name, change.layers, change.what))
                 if change.found and case.name in self.config.dynamism.cases:
@@ -258,17 +252,15 @@ class Trainer:
     def _reshape(self, step: int, pipeline: int, data: int, partition: Partition) -> None:
         """The same ranks go on as `data` replicas of a pipeline of `pipeline` ranks."""
         before, start = self.pipeline.shape, time.perf_counter()
-        settled = self._rebalancer.settle(step)
-        if settled is not None:
-            self._emit(settled)
+        self._emit(self._rebalancer.close_measurement(step))
         try:
             migration = self.pipeline.reshape(pipeline=pipeline, data=data, partition=partition)
         except NoRoomError:
             if not self.config.elastic.reshape:
                 raise
             return  # by what layers may take at most it does not fit ("recompute" is "auto"); all ranks find so, and nothing has moved
-        self._feed = Feed(self.config, self.pipeline)
-        self._rebalancer.changed(step)
+        self._loader = DataLoader(self.config, self.pipeline)
+        self._rebalancer.on_workload_change(step)
         self._tracer.keep_around()
         seconds = time.perf_counter() - start
         self._rebalancer.overhead.move += seconds
@@ -289,7 +281,7 @@ class Trainer:
         train, start = self.config.train, time.perf_counter()
         rate = learning_rate(train, step)
         self._started[step] = _Started(rate, self.pipeline.partition.counts, len(self.pipeline.frozen))
-        inputs, targets, keys = self._feed.train(step)
+        inputs, targets, keys = self._loader.train(step)
         results = self.pipeline.advance(step, inputs, targets, lr=rate, max_norm=train.max_grad_norm, flag=stop, keys=keys)
         self._started[step].seconds = time.perf_counter() - start
         return self._finish(results)
@@ -316,9 +308,7 @@ class Trainer:
             with named(case, "observe", step):
                 case.observe(Signals(step, result.loss, result.squared_norms, started.rate))
         self._tracer.observe(step, result.outcome.slices)
-        settled = self._rebalancer.observe(step, seconds, result.busy)
-        if settled is not None:
-            self._emit(settled)
+        self._emit(self._rebalancer.observe(step, seconds, result.busy))
         tokens = self.config.train.global_batch * self.config.model.sequence
         self._emit(
             StepEvent(
@@ -344,7 +334,7 @@ class Trainer:
 
     def _evaluate(self, step: int) -> None:
         count = self.config.train.eval_batches
-        inputs, targets, keys = self._feed.held_out(count)
+        inputs, targets, keys = self._loader.held_out(count)
         self._emit(EvalEvent(step - 1, now(), self.pipeline.evaluate(inputs, targets, count, keys)))
 
     def _costs(self) -> tuple[LayerCost, ...]:
@@ -374,8 +364,8 @@ class Trainer:
 
     # -- telling ----------------------------------------------------------------------------------------------------------------
 
-    def _emit(self, event: Event) -> None:
-        if self._everyone.rank != 0:
+    def _emit(self, event: Event | None) -> None:
+        if event is None or self._everyone.rank != 0:
             return
         if self._log is not None:
             self._log.write(event)

@@ -149,7 +149,7 @@ def train(pipeline: Any, made: Pruning, steps: int, first: int = 0) -> list[Chan
         change = made.act(step, pipeline)
         done.append(change)
         if change is not None:
-            pipeline.changed(change.layers)
+            pipeline.on_workload_change(change.layers)
         pipeline.step(step, *alone.tokens(step), lr=1e-2, max_norm=1.0)
     return done
 

@@ -124,7 +124,7 @@ def test_a_weight_used_twice_in_its_layer(dtype: torch.dtype) -> None:
     for schedule in ("1f1b", "zb-h2", "zb-v"):
         for slots in (1, 2, 4):
             counts = (2, 2) if schedule == "zb-v" else (4,)
-            made = Pipeline(alone(), model, Partition(counts), schedule=schedule, microbatches=4, slots=slots, dtype=dtype)
+            made = Pipeline(alone(), model, Partition(counts), schedule=schedule, microbatches=4, accumulation_groups=slots, dtype=dtype)
             made.forward_backward(0, inputs, targets)
             found[schedule, slots] = gradients(made)
     plain = nn.Sequential(*(m.float() for m in model.build(range(4))))

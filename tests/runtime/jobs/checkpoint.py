@@ -103,7 +103,7 @@ def patience(world: World, w_granularity: Literal["whole", "linear"]) -> list[An
         world, load_model(parse({"model": GPT})), uniform(6, world.size), schedule="zb-h1", microbatches=3, w_granularity=w_granularity
     )
     waits = made._executor()._patience
-    made.changed(())  # closes its channels
+    made.on_workload_change(())  # closes its channels
     return [waits, [link.latency for link in made.links.values()]]
 
 
