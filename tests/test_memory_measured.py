@@ -21,7 +21,7 @@ from dynmo.data.batches import Batches
 from dynmo.data.corpus import open_corpus
 from dynmo.models.registry import load_model
 from dynmo.pipeline.pipeline import Pipeline
-from dynmo.planner.recompute import computed_again
+from dynmo.planner.recompute import recompute_as_workspace
 from dynmo.runtime.comm.process_mesh import arrange
 from dynmo.runtime.comm.world import World
 from dynmo.runtime.layer.precision import PRECISIONS
@@ -124,7 +124,7 @@ def peak(
         now += event["args"]["Bytes"]
         most = max(most, now)
     held = sum(t.nbytes for module, optimizer in pipeline.own_layers.values() for t in (*module.parameters(), *optimizer.state().values()))
-    layers = computed_again(shape_costs(config, model), again)
+    layers = recompute_as_workspace(shape_costs(config, model), again)
     made = pipeline.schedule_for(partition)  # as it ran
     return {
         "measured": held + most,

@@ -29,7 +29,7 @@ from dynmo.balance.partition import Partition, uniform
 from dynmo.config import parse
 from dynmo.models.registry import load_model
 from dynmo.pipeline.pipeline import Pipeline
-from dynmo.planner.recompute import computed_again
+from dynmo.planner.recompute import recompute_as_workspace
 from dynmo.runtime.comm.world import World
 from dynmo.runtime.layer.precision import PRECISIONS
 from dynmo.schedule.memory import rank_memory
@@ -93,7 +93,7 @@ def on_a_rank(world: World, blocks: int, hidden: int, sequence: int, batch: int,
     peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else held
     schedule = pipeline.schedule_for(placed)
     account = rank_memory(pipeline.costs(), placed.counts, schedule)
-    planned = rank_memory(computed_again(shape_costs(config, model), ()), placed.counts, schedule)
+    planned = rank_memory(recompute_as_workspace(shape_costs(config, model), ()), placed.counts, schedule)
     table = torch.zeros(world.size, dtype=torch.float64)
     table[world.rank] = peak
     world.sum(table, "the peaks of all ranks")

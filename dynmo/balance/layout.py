@@ -20,7 +20,7 @@ from dynmo.errors import ConfigError, PartitionError
 from dynmo.schedule.catalogue import check_microbatches, full_schedule, placement_of
 from dynmo.schedule.op import Schedule
 
-Recompute = Collection[int] | Callable[[Partition, Schedule, int], Collection[int]]
+RecomputeRule = Collection[int] | Callable[[Partition, Schedule, int], Collection[int]]
 """The layers whose activations are computed again in B, or a pure function of a placement, the schedule with every stage training, and the
 number of replicas."""
 
@@ -66,7 +66,7 @@ class Layouts:
     schedule: str
     chunks: int | None
     slots: int
-    recompute: Recompute
+    recompute: RecomputeRule
     sliced: bool = False
 
     def make(self, ranks: int, replicas: int, microbatches: int, partition: Partition | None = None) -> Layout:

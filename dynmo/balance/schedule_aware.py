@@ -41,7 +41,7 @@ _OPS = 40_000_000  # ops replayed in one round: some tenths of a second
 
 
 @dataclass(frozen=True)
-class Found:
+class PlacementSearchResult:
     """`seconds`: simulated, in the costs' unit. `started`: the same of `exact`'s placement, where the search began."""
 
     partition: Partition
@@ -93,7 +93,7 @@ def search(
     speeds: Sequence[float] | None = None,
     placement: Sequence[int] | None = None,
     ties_only: bool = False,
-) -> Found:
+) -> PlacementSearchResult:
     """Looks for the placement with the least span or makespan of the schedule that `make` gives for its costs.
 
     placement: the rank of each stage, as the schedule has it (default: one stage per rank, in order). The layers before
@@ -160,7 +160,7 @@ class _Search:
         self.limit = math.inf
         self.evaluations = self.budget = 0
 
-    def run(self) -> Found:
+    def run(self) -> PlacementSearchResult:
         starts = self.starts()
         first = best = self.judge(starts[0])
         if self.current is not None and self.current.bounds in starts:
@@ -173,7 +173,7 @@ class _Search:
                 best = self.better(best, self.descend(bounds))
             if best.schedule.ops == before.schedule.ops:
                 break  # another round would look at the same
-        return Found(Partition.from_bounds(best.bounds), best.seconds, first.seconds, self.evaluations)
+        return PlacementSearchResult(Partition.from_bounds(best.bounds), best.seconds, first.seconds, self.evaluations)
 
     def starts(self) -> list[Bounds]:
         """Placements of the least bottleneck, the one with the fewest moves first; and, where they may be, the current and the even one."""

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from dynmo.cost.profile_file import Profile
-    from dynmo.planner.evaluate import Recompute
-    from dynmo.planner.mesh_search import Found, MeshPlan, MeshRequest
+    from dynmo.planner.evaluate import RecomputeMode
+    from dynmo.planner.mesh_search import MeshPlan, MeshRequest, MeshSearchResult
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ def request_of(
     chunks: int | None,
     memory_limit: int | None,
     objective: Objective,
-    recompute: Recompute,
+    recompute: RecomputeMode,
 ) -> MeshRequest:
     from dynmo.planner.mesh_search import BALANCERS, MeshRequest
 
@@ -132,7 +132,7 @@ def run(request: MeshRequest, as_json: bool, exports: list[str]) -> None:
 # -- JSON --------------------------------------------------------------------------------------------------------------------------
 
 
-def to_json(request: MeshRequest, found: Found, seconds: float) -> dict[str, Any]:
+def to_json(request: MeshRequest, found: MeshSearchResult, seconds: float) -> dict[str, Any]:
     """The plan of the best mesh's one replica, in the words of `dynmo plan`; `mesh` and `candidates`, the best first; `refused`."""
     best = found.candidates[0]
     return plan_json(best.plan, seconds) | {
@@ -152,7 +152,7 @@ def _mesh(candidate: MeshPlan) -> dict[str, Any]:
     """step_seconds: of a step, with the `exposed` seconds of reductions after its ops."""
     timeline = candidate.plan.timeline
     return vars(candidate.mesh) | {
-        "balancer": candidate.plan.job.balancer,
+        "balancer": candidate.plan.request.balancer,
         "step_seconds": candidate.seconds,
         "exposed": candidate.exposed,
         "samples_per_second": candidate.samples_per_second if math.isfinite(candidate.samples_per_second) else None,
@@ -160,7 +160,7 @@ def _mesh(candidate: MeshPlan) -> dict[str, Any]:
         "idle_ratio": timeline.idle_ratio,
         "memory": candidate.memory,
         "partition": candidate.plan.partition.counts,
-        "recompute": sorted(candidate.plan.job.recomputed),
+        "recompute": sorted(candidate.plan.request.recomputed),
     }
 
 
@@ -174,23 +174,23 @@ def _print_best(console: Console, request: MeshRequest, best: MeshPlan) -> None:
     rate = f"{best.samples_per_second:,.4g} sequences a second" if math.isfinite(best.samples_per_second) else ""
     exposed = f", {show_time(best.exposed)} of it reductions after the last op" if best.exposed else ""
     console.print(
-        f"best: {best.mesh}, placed by {best.plan.job.balancer}: a step of {show_time(best.seconds)}{exposed}; {rate}",
+        f"best: {best.mesh}, placed by {best.plan.request.balancer}: a step of {show_time(best.seconds)}{exposed}; {rate}",
         highlight=False,
         markup=False,
     )
     if math.isinf(request.bandwidth):
         console.print("no bandwidth was measured: what replicas sum takes no time here; --bandwidth says how fast it is", soft_wrap=True)
-    if best.plan.job.recomputed:
-        names = [best.plan.job.profile.names[i] for i in sorted(best.plan.job.recomputed)]
+    if best.plan.request.recomputed:
+        names = [best.plan.request.profile.names[i] for i in sorted(best.plan.request.recomputed)]
         console.print(f"recomputed in the backward: {len(names)} layers: {', '.join(names)}", highlight=False, markup=False, soft_wrap=True)
 
 
-def _candidates(found: Found) -> Table:
+def _candidates(found: MeshSearchResult) -> Table:
     from rich.table import Table
 
     best = found.candidates[0]
     sizes = any(any(x.memory) for x in found.candidates)
-    recomputes = any(x.plan.job.recomputed for x in found.candidates)
+    recomputes = any(x.plan.request.recomputed for x in found.candidates)
     table = Table(title="candidates", title_justify="left")
     for heading in ("ranks", "replicas", "microbatches", "of", "schedule", "step", "against best", "exposed", "bubble"):
         table.add_column(heading, justify="left" if heading == "schedule" else "right")
@@ -201,7 +201,7 @@ def _candidates(found: Found) -> Table:
         mesh = x.mesh
         row = [*map(str, (mesh.pipeline, mesh.replicas, mesh.microbatches, mesh.micro_batch, mesh.schedule)), show_time(x.seconds)]
         row += [f"{x.seconds / best.seconds - 1:+.1%}" if best.seconds else "-", show_time(x.exposed), f"{x.bubble:.1%}"]
-        row += [show_size(max(x.memory))] * sizes + [str(len(x.plan.job.recomputed))] * recomputes
+        row += [show_size(max(x.memory))] * sizes + [str(len(x.plan.request.recomputed))] * recomputes
         table.add_row(*row, "+".join(map(str, x.plan.partition.counts)))
     return table
 
@@ -209,7 +209,7 @@ def _candidates(found: Found) -> Table:
 _WHY = ("memory", "does not divide", "need at least")
 
 
-def _print_others(console: Console, request: MeshRequest, found: Found) -> None:
+def _print_others(console: Console, request: MeshRequest, found: MeshSearchResult) -> None:
     """Why the others are not there: per reason how many, and the one that is nearest."""
     if found.slower:
         console.print(f"{found.slower} more are slower", highlight=False, soft_wrap=True)

@@ -64,8 +64,8 @@ def plan(
     """Plan placement and schedule for measured layer costs."""
     from dynmo.cost.profile_file import read
     from dynmo.planner.alternatives import other_balancers, other_microbatches, other_ranks, other_schedules
-    from dynmo.planner.evaluate import Job
-    from dynmo.planner.suggest import plan as find_plan
+    from dynmo.planner.evaluate import PlanRequest
+    from dynmo.planner.suggest import plan_or_suggest
 
     if cost not in ("time", "parameters"):
         raise InputError(f"--cost {cost}: choose one of time, parameters (a file of costs goes to --costs)")
@@ -83,7 +83,7 @@ def plan(
         limit = _bytes(memory_limit)
         mesh.run(mesh.request_of(searched, profile, schedule, balancer, chunks, limit, objective, recompute), as_json, exports)
         return
-    job = Job(
+    request = PlanRequest(
         profile,
         _given(ranks, profile.ranks, "--ranks"),
         _given(microbatches, profile.microbatches, "--microbatches"),
@@ -96,16 +96,16 @@ def plan(
         recompute=recompute,
     )
     began = time.perf_counter()
-    best = find_plan(job)
+    best = plan_or_suggest(request)
     seconds = time.perf_counter() - began
     others: Alternatives = {}
     if alternatives:
         with waiting(as_json):
             others = {
-                "balancers": other_balancers(job),
-                "schedules": other_schedules(job),
-                "microbatches": other_microbatches(job),
-                "ranks": other_ranks(job),
+                "balancers": other_balancers(request),
+                "schedules": other_schedules(request),
+                "microbatches": other_microbatches(request),
+                "ranks": other_ranks(request),
             }
     if as_json:
         print(json.dumps(plan_json(best, seconds) | {"alternatives": _alternatives_json(others, best)}, allow_nan=False))
@@ -170,10 +170,11 @@ def _gain(other: Plan, plan: Plan) -> float:
 def _print_text(plan: Plan, seconds: float, others: Alternatives, exports: list[str]) -> None:
     from dynmo.report.summary import console_for_tables
 
-    console, job = console_for_tables(), plan.job
-    limit = "" if job.memory_limit is None else f", at most {show_size(job.memory_limit)} a rank"
+    console, request = console_for_tables(), plan.request
+    limit = "" if request.memory_limit is None else f", at most {show_size(request.memory_limit)} a rank"
     console.print(
-        f"{job.schedule} by {job.balancer}: {len(job.layers)} layers, {job.ranks} ranks, {job.microbatches} microbatches{limit}",
+        f"{request.schedule} by {request.balancer}: {len(request.layers)} layers, {request.ranks} ranks, "
+        f"{request.microbatches} microbatches{limit}",
         highlight=False,
         markup=False,
     )
@@ -203,23 +204,27 @@ def _figures(plan: Plan, seconds: float) -> Table:
     from rich.markup import escape
     from rich.table import Table
 
-    timeline, job = plan.timeline, plan.job
+    timeline, request = plan.timeline, plan.request
     table = Table(box=None, show_header=False)
     table.add_column()
     table.add_column(justify="right")
     table.add_column()
     table.add_row("step", show_time(timeline.span), f"{show_time(timeline.makespan)} with an optimizer barrier")
-    table.add_row("lower bound", show_time(plan.lower_bound), f"of the {job.objective}, for this placement; gap {_gap(plan):.2%}")
+    table.add_row("lower bound", show_time(plan.lower_bound), f"of the {request.objective}, for this placement; gap {_gap(plan):.2%}")
     table.add_row("bubble, idle", f"{timeline.bubble_ratio:.2%}", f"{timeline.idle_ratio:.2%} idle")
     table.add_row("imbalance", f"{plan.imbalance:.3f}", f"the longest rank works {show_time(max(plan.rank_cost))} a microbatch")
     if any(plan.memory):
         most = max(plan.memory)
-        limit = "" if job.memory_limit is None else f", {most / job.memory_limit:.0%} of the limit of {show_size(job.memory_limit)}"
+        limit = (
+            "" if request.memory_limit is None else f", {most / request.memory_limit:.0%} of the limit of {show_size(request.memory_limit)}"
+        )
         table.add_row("memory", show_size(most), f"on rank {plan.memory.index(most)}{limit}")
-    since = "the recorded placement" if plan.job.profile.partition == job.current.counts else "the even placement"
-    if job.recomputed:
-        table.add_row("recomputed", str(len(job.recomputed)), escape(", ".join(job.profile.names[i] for i in sorted(job.recomputed))))
-    table.add_row("moves", str(len(plan.moves)), f"{show_size(plan.moved_bytes)} from {since} {'+'.join(map(str, job.current.counts))}")
+    since = "the recorded placement" if plan.request.profile.partition == request.current.counts else "the even placement"
+    if request.recomputed:
+        table.add_row(
+            "recomputed", str(len(request.recomputed)), escape(", ".join(request.profile.names[i] for i in sorted(request.recomputed)))
+        )
+    table.add_row("moves", str(len(plan.moves)), f"{show_size(plan.moved_bytes)} from {since} {'+'.join(map(str, request.current.counts))}")
     table.add_row("planned in", show_time(seconds), "")
     return table
 
@@ -246,6 +251,6 @@ def _table_of(title: str, choices: list[Alternative], plan: Plan) -> Table:
         timeline = other.plan.timeline
         row = [show_time(other.plan.step), f"{other.plan.step / plan.step - 1:+.1%}" if plan.step else "-"]
         row += [f"{timeline.bubble_ratio:.1%}", f"{timeline.idle_ratio:.1%}"]
-        row += [show_size(max(other.plan.memory))] * sizes + [show_time(other.plan.step * other.plan.job.ranks)] * by_ranks
+        row += [show_size(max(other.plan.memory))] * sizes + [show_time(other.plan.step * other.plan.request.ranks)] * by_ranks
         table.add_row(str(other.choice), *row, "+".join(map(str, other.plan.partition.counts)))
     return table

@@ -37,15 +37,15 @@ def plan_json(plan: Plan, seconds: float) -> dict[str, Any]:
     Returns:
         The keys of the stable contract.
     """
-    timeline, job = plan.timeline, plan.job
+    timeline, request = plan.timeline, plan.request
     return {
-        "schedule": job.schedule,
-        "balancer": job.balancer,
-        "ranks": job.ranks,
-        "microbatches": job.microbatches,
-        "objective": str(job.objective),
+        "schedule": request.schedule,
+        "balancer": request.balancer,
+        "ranks": request.ranks,
+        "microbatches": request.microbatches,
+        "objective": str(request.objective),
         "partition": plan.partition.counts,
-        "placement": job.placement,
+        "placement": request.placement,
         "stage_cost": plan.stage_cost,
         "imbalance": plan.imbalance,
         "span": timeline.span,
@@ -54,8 +54,8 @@ def plan_json(plan: Plan, seconds: float) -> dict[str, Any]:
         "idle_ratio": timeline.idle_ratio,
         "lower_bound": plan.lower_bound,
         "memory": plan.memory,
-        "memory_limit": job.memory_limit,
-        "recompute": sorted(job.recomputed),
+        "memory_limit": request.memory_limit,
+        "recompute": sorted(request.recomputed),
         "moves": plan.moves,
         "moved_bytes": plan.moved_bytes,
         "seconds": seconds,
@@ -69,14 +69,14 @@ def plan_json(plan: Plan, seconds: float) -> dict[str, Any]:
 def _megatron(plan: Plan) -> dict[str, Any]:
     from dynmo.planner.export import megatron_layout
 
-    layout = megatron_layout(plan.job.profile.names, plan.partition)
+    layout = megatron_layout(plan.request.profile.names, plan.partition)
     return {"pipeline_model_parallel_layout": layout.text, "rounded": layout.rounded}
 
 
 def _torchtitan(plan: Plan) -> dict[str, Any]:
     from dynmo.planner.export import torchtitan_modules
 
-    modules = torchtitan_modules(plan.job.profile.names, plan.partition)
+    modules = torchtitan_modules(plan.request.profile.names, plan.partition)
     return {"module_fqns_per_model_part": modules.stages, "rounded": modules.rounded}
 
 
@@ -101,12 +101,12 @@ def picture(plan: Plan) -> list[Text]:
     """One bar per stage, as long as its work of one microbatch; dots where its rank waits for the longest."""
     from rich.text import Text
 
-    job, ranks = plan.job, plan.rank_cost
+    request, ranks = plan.request, plan.rank_cost
     longest = max(ranks) or 1.0
-    several = len(job.placement) > job.ranks
+    several = len(request.placement) > request.ranks
     lines: list[Text] = []
-    for rank in range(job.ranks):
-        stages = [stage for stage, holder in enumerate(job.placement) if holder == rank]
+    for rank in range(request.ranks):
+        stages = [stage for stage, holder in enumerate(request.placement) if holder == rank]
         for stage in stages:
             cost, own = plan.costs.stages[stage], plan.partition.range_of(stage)
             line = Text(f"rank {rank:<3} " + (f"stage {stage:<3} " if several else ""))
@@ -120,7 +120,7 @@ def picture(plan: Plan) -> list[Text]:
             idle = round(_BAR * (1 - ranks[rank] / longest)) if stage == stages[-1] else 0
             line.append("." * min(idle, _BAR - used), "dim")
             line.append(" " * (_BAR - used - min(idle, _BAR - used)))
-            names = job.profile.names
+            names = request.profile.names
             line.append(f" {show_time(plan.stage_cost[stage]):>8}  {_range(names[own.start], names[own.stop - 1])} ({len(own)})")
             lines.append(line)
     return lines

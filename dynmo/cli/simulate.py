@@ -17,7 +17,7 @@ from dynmo.errors import InputError
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from dynmo.planner.workload import Outcome, Step
+    from dynmo.planner.workload import ReplayResult, StepTime
 
 _ROWS, _COLUMNS = 12, 72
 
@@ -46,7 +46,7 @@ def simulate(
         _print_text(outcome, seconds)
 
 
-def to_json(outcome: Outcome, seconds: float) -> dict[str, Any]:
+def to_json(outcome: ReplayResult, seconds: float) -> dict[str, Any]:
     """Seconds and bytes. `speedup`: of the whole run with its moves, against static; `perfect_speedup`: what perfect balance would have."""
     workload = outcome.workload
     total = {
@@ -85,7 +85,7 @@ def _ratio(whole: float, part: float) -> float:
     return whole / part if part else 1.0
 
 
-def _idle(steps: Sequence[Step]) -> float:
+def _idle(steps: Sequence[StepTime]) -> float:
     """Of the whole run: the steps count by how long they take."""
     whole = sum(x.seconds for x in steps)
     return sum(x.seconds * x.idle_ratio for x in steps) / whole if whole else 0.0
@@ -94,7 +94,7 @@ def _idle(steps: Sequence[Step]) -> float:
 # -- text --------------------------------------------------------------------------------------------------------------------------
 
 
-def _print_text(outcome: Outcome, seconds: float) -> None:
+def _print_text(outcome: ReplayResult, seconds: float) -> None:
     from dynmo.report.summary import console_for_tables
 
     console, workload = console_for_tables(), outcome.workload
@@ -116,7 +116,7 @@ def _print_text(outcome: Outcome, seconds: float) -> None:
     console.print(f"simulated in {seconds:.2f} s", highlight=False)
 
 
-def _phases(outcome: Outcome) -> Table:
+def _phases(outcome: ReplayResult) -> Table:
     from rich.table import Table
 
     table = Table()
@@ -137,7 +137,7 @@ def _phases(outcome: Outcome) -> Table:
     return table
 
 
-def _verdict(outcome: Outcome) -> list[str]:
+def _verdict(outcome: ReplayResult) -> list[str]:
     moves = outcome.moves
     size, lost = sum(x.moved_bytes for x in moves), sum(x.seconds for x in moves)
     layers = sum(x.layers for x in moves)
@@ -151,7 +151,7 @@ def _verdict(outcome: Outcome) -> list[str]:
     ]
 
 
-def picture(outcome: Outcome) -> list[str]:
+def picture(outcome: ReplayResult) -> list[str]:
     """Step time over steps: s static, * the policy, - perfect, | a rebalance. A column is the mean of its steps."""
     count = outcome.workload.steps
     columns = min(_COLUMNS, count)
@@ -186,7 +186,7 @@ def _check_plot(path: Path) -> None:
         raise InputError("--plot needs matplotlib; pip install matplotlib")
 
 
-def _plot(outcome: Outcome, path: Path) -> None:
+def _plot(outcome: ReplayResult, path: Path) -> None:
     from matplotlib.figure import Figure  # not pyplot: no window, no state
 
     figure = Figure(figsize=(8, 4), layout="constrained")

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from dynmo.balance.balancers import BalanceRequest
-from dynmo.balance.layout import Layouts, Recompute, moves_between_ranks
+from dynmo.balance.layout import Layouts, RecomputeRule, moves_between_ranks
 from dynmo.balance.partition import Cost, Partition
 from dynmo.cost.layer_cost import Costs, LayerCost, LinkCost
 from dynmo.errors import ConfigError, InputError, PartitionError, RunError
@@ -105,7 +105,7 @@ class Pipeline:
         clip_scope: Literal["global", "local"] = "global",
         dtype: torch.dtype = torch.float32,
         scaler: LossScaler | None = None,
-        recompute: Recompute = (),
+        recompute: RecomputeRule = (),
         cache_bytes: int = 0,
         replicates: bool = False,
         shapes: Shapes | None = None,

@@ -15,8 +15,8 @@ from dynmo.balance.balancers import BalanceRequest
 from dynmo.balance.partition import Cost, Partition
 from dynmo.balance.stage_costs import Make, frozen_stages
 from dynmo.cost.layer_cost import Costs, LayerCost, LinkCost, elide, stage_costs
-from dynmo.planner.fit_memory import made_within
-from dynmo.planner.recompute import computed_again
+from dynmo.planner.fit_memory import fit_memory
+from dynmo.planner.recompute import recompute_as_workspace
 from dynmo.runtime.state.layer_store import Holding
 from dynmo.schedule.bounds import Objective
 from dynmo.schedule.catalogue import entry, full_schedule, make
@@ -87,7 +87,7 @@ class ScheduleKeeper:
 
         if layers is None or costs is None:  # all stages count as alike, their activations 1: at most twice as many as 1F1B keeps
             return make_schedule((2.0 * len(layout.placement),) * layout.ranks)
-        return made_within(
+        return fit_memory(
             self._memory_limit,
             make_schedule,
             layers,
@@ -103,7 +103,7 @@ class ScheduleKeeper:
         """Costs before any are measured: bytes by shape, and every layer's times alike."""
         layout, frozen = self._holding.layout, self._holding.frozen
         shapes = None if self._shapes is None else self._shapes(layout.replicas)
-        return None if shapes is None else elide(computed_again(shapes, layout.recomputed), frozen.first_trainable, frozen.layers)
+        return None if shapes is None else elide(recompute_as_workspace(shapes, layout.recomputed), frozen.first_trainable, frozen.layers)
 
     def full(self) -> Schedule:
         """The schedule with every stage training: an upper bound of what any frozen prefix keeps in memory."""

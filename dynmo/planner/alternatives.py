@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 
 from dynmo.balance.balancers import BALANCERS
 from dynmo.errors import InputError
-from dynmo.planner.evaluate import Job, Plan
+from dynmo.planner.evaluate import Plan, PlanRequest
 from dynmo.planner.microbatches import resize
-from dynmo.planner.stage_plan import LARGE, attempt
+from dynmo.planner.stage_plan import LARGE, make_plan
 from dynmo.schedule.catalogue import SCHEDULES, chunks_of
 
 
@@ -23,33 +23,35 @@ class Alternative:
     problem: str | None = None
 
 
-def other_balancers(job: Job) -> list[Alternative]:
-    names = [name for name in BALANCERS if name not in (job.balancer, "none", "random")]
-    return _judged((name, replace(job, balancer=name)) for name in names)
+def other_balancers(request: PlanRequest) -> list[Alternative]:
+    names = [name for name in BALANCERS if name not in (request.balancer, "none", "random")]
+    return _attempt_all((name, replace(request, balancer=name)) for name in names)
 
 
-def other_schedules(job: Job) -> list[Alternative]:
-    return _judged((name, replace(job, schedule=name, chunks=None, any_links=True)) for name in SCHEDULES if name != job.schedule)
+def other_schedules(request: PlanRequest) -> list[Alternative]:
+    return _attempt_all(
+        (name, replace(request, schedule=name, chunks=None, any_links=True)) for name in SCHEDULES if name != request.schedule
+    )
 
 
-def other_microbatches(job: Job) -> list[Alternative]:
+def other_microbatches(request: PlanRequest) -> list[Alternative]:
     """At the same global batch: a microbatch of half the size is taken to need half the time and half the activations."""
-    found = resize(job.profile, job.microbatches, (0.25, 0.5, 2, 4))
-    return _judged((m, replace(job, profile=profile, microbatches=m)) for m, profile in found)
+    found = resize(request.profile, request.microbatches, (0.25, 0.5, 2, 4))
+    return _attempt_all((m, replace(request, profile=profile, microbatches=m)) for m, profile in found)
 
 
-def other_ranks(job: Job) -> list[Alternative]:
-    most = len(job.layers) // chunks_of(job.schedule, job.chunks)
-    near = {job.ranks + by for by in (-2, -1, 1, 2)} | {job.ranks // 2, 2 * job.ranks}
-    return _judged((p, replace(job, ranks=p, any_links=True)) for p in sorted(near - {job.ranks}) if 1 <= p <= most)
+def other_ranks(request: PlanRequest) -> list[Alternative]:
+    most = len(request.layers) // chunks_of(request.schedule, request.chunks)
+    near = {request.ranks + by for by in (-2, -1, 1, 2)} | {request.ranks // 2, 2 * request.ranks}
+    return _attempt_all((p, replace(request, ranks=p, any_links=True)) for p in sorted(near - {request.ranks}) if 1 <= p <= most)
 
 
-def _judged(jobs: Iterable[tuple[str | int, Job]]) -> list[Alternative]:
+def _attempt_all(requests: Iterable[tuple[str | int, PlanRequest]]) -> list[Alternative]:
     """By predicted step time; those that cannot be had last. Of large plans there are too many to search each as long."""
     found: list[Alternative] = []
-    for choice, job in jobs:
+    for choice, request in requests:
         try:
-            found.append(Alternative(choice, attempt(replace(job, quick=job.ranks * job.microbatches > LARGE))))
+            found.append(Alternative(choice, make_plan(replace(request, quick=request.ranks * request.microbatches > LARGE))))
         except InputError as error:
             found.append(Alternative(choice, None, str(error)))
     return sorted(found, key=lambda x: math.inf if x.plan is None else x.plan.step)

@@ -1,4 +1,4 @@
-"""A job, and what one placement of it would take: the schedule made for it, its seconds by the simulator, its memory.
+"""A request for a plan, and what one placement of it would take: the schedule made for it, its seconds by the simulator, its memory.
 
 costs of layers + placement -> costs of stages -> schedule -> simulator -> step time, idleness, memory
 """
@@ -16,8 +16,8 @@ from dynmo.balance.stage_costs import freeze, frozen_stages, pipeline_costs
 from dynmo.cost.layer_cost import Costs, LayerCost, LinkCost
 from dynmo.cost.profile_file import Profile
 from dynmo.errors import InputError, NoRoomError, PartitionError
-from dynmo.planner.fit_memory import lowered
-from dynmo.planner.recompute import recomputed, whole_memory
+from dynmo.planner.fit_memory import lower_caps
+from dynmo.planner.recompute import planned_memory, with_recompute
 from dynmo.schedule.bounds import Objective
 from dynmo.schedule.catalogue import entry, make, placement_of
 from dynmo.schedule.chunk_bounds import lower_bound_on
@@ -25,12 +25,12 @@ from dynmo.schedule.memory import live_limits, reduction_bytes
 from dynmo.schedule.op import Schedule
 from dynmo.schedule.simulator import Timeline, simulate
 
-Recompute = Literal["none", "auto", "all"]
+RecomputeMode = Literal["none", "auto", "all"]
 """Which layers keep only their input and run F again in B: none, those that must so that all fits, or all."""
 
 
 @dataclass(frozen=True)
-class Job:
+class PlanRequest:
     """What to plan for. memory_limit: bytes of a rank. any_links: take the slowest known link where the file lists other boundaries. cost:
     what the balancer goes by; seed and step: for the balancer that is random. quick: "exact" does not simulate its ties, and a placement
     that does not fit is hardly repaired. recomputed: layers that are recomputed whatever `recompute` says. replicas: of this pipeline, that
@@ -49,7 +49,7 @@ class Job:
     seed: int = 0
     step: int = 0
     quick: bool = False
-    recompute: Recompute = "none"
+    recompute: RecomputeMode = "none"
     recomputed: frozenset[int] = frozenset()
     replicas: int = 1
 
@@ -66,7 +66,7 @@ class Job:
 
     @cached_property
     def layers(self) -> tuple[LayerCost, ...]:
-        return recomputed(self.kept, self.recomputed)
+        return with_recompute(self.kept, self.recomputed)
 
     @cached_property
     def reserve(self) -> int:
@@ -96,7 +96,7 @@ class Job:
 class Plan:
     """`partition` has a count per stage, `stage_cost` seconds of one microbatch's F, B and W per stage."""
 
-    job: Job
+    request: PlanRequest
     partition: Partition
     costs: Costs
     schedule: Schedule
@@ -106,12 +106,12 @@ class Plan:
     @cached_property
     def memory(self) -> tuple[int, ...]:
         """Bytes of each rank at its peak."""
-        return needs_of(self.job, self.partition, self.schedule)
+        return memory_needs(self.request, self.partition, self.schedule)
 
     @property
     def step(self) -> float:
         """Predicted seconds of a step, by the objective."""
-        return self.timeline.makespan if self.job.objective is Objective.MAKESPAN else self.timeline.span
+        return self.timeline.makespan if self.request.objective is Objective.MAKESPAN else self.timeline.span
 
     @property
     def stage_cost(self) -> tuple[float, ...]:
@@ -120,8 +120,8 @@ class Plan:
     @property
     def rank_cost(self) -> tuple[float, ...]:
         """The same of each rank's stages together."""
-        pairs = list(zip(self.stage_cost, self.job.placement, strict=True))
-        return tuple(math.fsum(cost for cost, holder in pairs if holder == rank) for rank in range(self.job.ranks))
+        pairs = list(zip(self.stage_cost, self.request.placement, strict=True))
+        return tuple(math.fsum(cost for cost, holder in pairs if holder == rank) for rank in range(self.request.ranks))
 
     @property
     def imbalance(self) -> float:
@@ -130,84 +130,87 @@ class Plan:
     @cached_property
     def moves(self) -> tuple[Move, ...]:
         """The layers that change ranks, from the placement as it is; source and target are ranks."""
-        placement = self.job.placement
-        across = (Move(layer, placement[a], placement[b]) for layer, a, b in moves(self.job.current, self.partition))
+        placement = self.request.placement
+        across = (Move(layer, placement[a], placement[b]) for layer, a, b in moves(self.request.current, self.partition))
         return tuple(move for move in across if move.source != move.target)
 
     @property
     def moved_bytes(self) -> int:
-        return sum(self.job.profile.layers[move.layer].moved_bytes for move in self.moves)
+        return sum(self.request.profile.layers[move.layer].moved_bytes for move in self.moves)
 
 
-def make_for(job: Job, costs: Costs, caps: tuple[float, ...]) -> Schedule:
+def make_schedule_for(request: PlanRequest, costs: Costs, caps: tuple[float, ...]) -> Schedule:
     return make(
-        job.schedule,
-        job.ranks,
-        job.microbatches,
+        request.schedule,
+        request.ranks,
+        request.microbatches,
         costs=costs,
-        chunks=job.chunks,
+        chunks=request.chunks,
         caps=caps,
         first_trainable=frozen_stages(costs),
-        objective=job.objective,
+        objective=request.objective,
     )
 
 
-def with_memory(costs: Costs) -> Costs:
+def with_unit_memory(costs: Costs) -> Costs:
     """Where no sizes are known, every stage's activations count 1: a schedule should not take memory for free."""
     if any(stage.mem_f for stage in costs.stages):
         return costs
     return Costs(tuple(replace(stage, mem_f=1.0, mem_b=-0.5, mem_w=-0.5) for stage in costs.stages), costs.links)
 
 
-def made_for(job: Job, partition: Partition, costs: Costs) -> tuple[Costs, tuple[float, ...], Schedule]:
+def schedule_within_memory(request: PlanRequest, partition: Partition, costs: Costs) -> tuple[Costs, tuple[float, ...], Schedule]:
     """The schedule of this placement, and the costs and caps that it is made for."""
-    shaped = with_memory(costs)
+    shaped = with_unit_memory(costs)
     if shaped is not costs:
-        caps = (2.0 * len(job.placement),) * job.ranks
-        return shaped, caps, make_for(job, shaped, caps)
-    caps = live_limits(job.layers, partition.counts, job.placement, None if job.memory_limit is None else job.memory_limit - job.reserve)
-    if job.memory_limit is None or not entry(job.schedule).from_costs:
-        return shaped, caps, make_for(job, shaped, caps)
-    made = lowered(
-        job.memory_limit,
-        lambda within: make_for(job, shaped, tuple(within)),
-        lambda made: needs_of(job, partition, made),
+        caps = (2.0 * len(request.placement),) * request.ranks
+        return shaped, caps, make_schedule_for(request, shaped, caps)
+    limit = request.memory_limit
+    caps = live_limits(request.layers, partition.counts, request.placement, None if limit is None else limit - request.reserve)
+    if limit is None or not entry(request.schedule).from_costs:
+        return shaped, caps, make_schedule_for(request, shaped, caps)
+    schedule = lower_caps(
+        limit,
+        lambda caps: make_schedule_for(request, shaped, tuple(caps)),
+        lambda schedule: memory_needs(request, partition, schedule),
         caps,
         shaped,
-        job.placement,
+        request.placement,
     )
-    return shaped, caps, made
+    return shaped, caps, schedule
 
 
-def needs_of(job: Job, partition: Partition, made: Schedule) -> tuple[int, ...]:
-    return whole_memory(job.kept, job.recomputed, partition.counts, made, job.replicas)
+def memory_needs(request: PlanRequest, partition: Partition, schedule: Schedule) -> tuple[int, ...]:
+    """Bytes of each rank at its peak under `schedule`."""
+    return planned_memory(request.kept, request.recomputed, partition.counts, schedule, request.replicas)
 
 
 class TooFullError(NoRoomError):
     """Of one placement. `needs`: bytes of each rank."""
 
-    def __init__(self, job: Job, partition: Partition, needs: Sequence[int]) -> None:
-        rank = next(rank for rank, need in enumerate(needs) if need > (job.memory_limit or 0))
+    def __init__(self, request: PlanRequest, partition: Partition, needs: Sequence[int]) -> None:
+        rank = next(rank for rank, need in enumerate(needs) if need > (request.memory_limit or 0))
         super().__init__(
-            f"rank {rank} needs {needs[rank]} bytes under {job.schedule} with the placement {'+'.join(map(str, partition.counts))}, over "
-            f"the limit of {job.memory_limit}; use more ranks, a larger limit, smaller microbatches or a schedule that keeps less"
+            f"rank {rank} needs {needs[rank]} bytes under {request.schedule} with the placement "
+            f"{'+'.join(map(str, partition.counts))}, over the limit of {request.memory_limit}; "
+            "use more ranks, a larger limit, smaller microbatches or a schedule that keeps less"
         )
         self.partition, self.needs = partition, tuple(needs)
 
 
-def judge(job: Job, partition: Partition) -> Plan:
+def evaluate_partition(request: PlanRequest, partition: Partition) -> Plan:
     """What this placement would take, by the simulator, with the schedule made for it. Raises NoRoomError where it does not fit."""
-    costs = pipeline_costs(job.layers, partition, links=job.links)
-    shaped, caps, made = made_for(job, partition, costs)
-    if job.memory_limit is not None:
-        needs = needs_of(job, partition, made)
-        if max(needs) > job.memory_limit:
-            raise TooFullError(job, partition, needs)
-    timeline = simulate(made, costs)
+    costs = pipeline_costs(request.layers, partition, links=request.links)
+    shaped, caps, schedule = schedule_within_memory(request, partition, costs)
+    if request.memory_limit is not None:
+        needs = memory_needs(request, partition, schedule)
+        if max(needs) > request.memory_limit:
+            raise TooFullError(request, partition, needs)
+    timeline = simulate(schedule, costs)
     if not math.isfinite(timeline.makespan):
         raise InputError("the times are so large that their sum is not a number any more; choose a larger unit")
-    reached = timeline.makespan if job.objective is Objective.MAKESPAN else timeline.span
-    limits = None if job.memory_limit is None else caps
-    bound = lower_bound_on(job.placement, shaped, job.microbatches, frozen_stages(costs), job.objective, limits)
+    reached = timeline.makespan if request.objective is Objective.MAKESPAN else timeline.span
+    limits = None if request.memory_limit is None else caps
+    bound = lower_bound_on(request.placement, shaped, request.microbatches, frozen_stages(costs), request.objective, limits)
     # A bound that is reached may come out a rounding error above what reached it, since it is summed in another order.
-    return Plan(job, partition, costs, made, timeline, min(bound, reached))
+    return Plan(request, partition, costs, schedule, timeline, min(bound, reached))

@@ -20,7 +20,7 @@ from dynmo.schedule.simulator import peak_memory
 _ROUNDS = 8
 
 
-def made_within(
+def fit_memory(
     limit: int | None,
     make: Callable[[Sequence[float]], Schedule],
     layers: Sequence[LayerCost],
@@ -44,10 +44,10 @@ def made_within(
     def needs(made: Schedule) -> tuple[int, ...]:
         return rank_memory(layers, counts, made, post_validation=post_validation, replicas=replicas, slots=slots)
 
-    return lowered(limit, make, needs, [float(limit - held) for held in always], costs, placement)
+    return lower_caps(limit, make, needs, [float(limit - held) for held in always], costs, placement)
 
 
-def lowered(
+def lower_caps(
     limit: int,
     make: Callable[[Sequence[float]], Schedule],
     needs: Callable[[Schedule], Sequence[int]],

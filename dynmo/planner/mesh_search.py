@@ -9,7 +9,7 @@
 Zero Bubble's rebuttal makes the point: with no bubbles to hide, few microbatches are enough, so the same batch can go to more replicas, and
 ZeRO pays for the memory. Each candidate is a plan (`planning`): placed by a balancer, scheduled, simulated, its memory checked.
 
-Costs at another size of microbatch are in proportion to it (`planning.resized`), a rank's optimizer state under ZeRO-1 is its part of
+Costs at another size of microbatch are in proportion to it (`planning.scale_layers`), a rank's optimizer state under ZeRO-1 is its part of
 one replica's, ceil(bytes / replicas), and the gradients cross a ring without latency:
 
     zero = 0    all-reduce        2 (R - 1) / R x gradient bytes / bandwidth       as a layer's last W ends
@@ -36,10 +36,10 @@ from dynmo.balance.stage_costs import freeze, pipeline_costs
 from dynmo.cost.layer_cost import LayerCost
 from dynmo.cost.profile_file import Profile
 from dynmo.errors import InputError, NoRoomError, PartitionError, ScheduleError
-from dynmo.planner.evaluate import Job, Plan, Recompute
-from dynmo.planner.microbatches import resized
-from dynmo.planner.recompute import whole_memory
-from dynmo.planner.stage_plan import attempt
+from dynmo.planner.evaluate import Plan, PlanRequest, RecomputeMode
+from dynmo.planner.microbatches import scale_layers
+from dynmo.planner.recompute import planned_memory
+from dynmo.planner.stage_plan import make_plan
 from dynmo.schedule.bounds import Objective
 from dynmo.schedule.catalogue import check_microbatches, chunks_of, make
 from dynmo.schedule.op import Kind
@@ -98,7 +98,7 @@ class MeshPlan:
 
 
 @dataclass(frozen=True)
-class Refused:
+class RefusedMesh:
     """`need`: bytes of the fullest rank of what comes nearest to the memory limit; None where something else is wrong."""
 
     mesh: Mesh
@@ -107,12 +107,12 @@ class Refused:
 
 
 @dataclass(frozen=True)
-class Found:
+class MeshSearchResult:
     """candidates: the best first. refused: those that cannot be had. slower: how many were left out, because even without any bubble they
     would take longer than the candidates."""
 
     candidates: tuple[MeshPlan, ...]
-    refused: tuple[Refused, ...]
+    refused: tuple[RefusedMesh, ...]
     slower: int
 
 
@@ -139,7 +139,7 @@ class MeshRequest:
     memory_limit: int | None = None
     zero: int = 0
     bandwidth: float = math.inf
-    recompute: Recompute = "none"
+    recompute: RecomputeMode = "none"
     objective: Objective = Objective.SPAN
     keep: int = 10
     replicas: tuple[int, ...] = ()
@@ -175,7 +175,7 @@ class MeshRequest:
         return tuple(x for x in (*halves, own, 2 * own, 4 * own) if self.global_batch % x == 0) or (own,)
 
 
-def search(request: MeshRequest) -> Found:
+def search(request: MeshRequest) -> MeshSearchResult:
     """Every mesh that the request allows, each placed by each of the balancers; the best first.
 
     Raises PartitionError, one line: no pipeline divides the GPUs, no size divides the batch, or nothing fits the memory, and by how much
@@ -192,10 +192,10 @@ _REFINED = 30_000
 class _Search:
     def __init__(self, request: MeshRequest) -> None:
         self.request = request
-        self.refused: list[Refused] = []
+        self.refused: list[RefusedMesh] = []
         self.loads: dict[tuple[int, bool], float] = {}
 
-    def run(self) -> Found:
+    def run(self) -> MeshSearchResult:
         request = self.request
         meshes = sorted(self.meshes(), key=lambda mesh: (self.bound(mesh), mesh.replicas, mesh.micro_batch))
         quick: list[MeshPlan] = []
@@ -206,17 +206,17 @@ class _Search:
             if len(shown) == request.keep and self.bound(mesh) > shown[-1]:
                 slower += 1
                 continue
-            found = self.attempt(mesh, request.balancers[0], quick=True)
+            found = self.plan_mesh(mesh, request.balancers[0], quick=True)
             if found is not None:
                 quick.append(found)
         if not quick:
             kind = PartitionError if request.memory_limit is None else NoRoomError
             raise kind(self.nothing(meshes))
         quick.sort(key=lambda x: x.seconds)
-        ops = accumulate(3 * x.mesh.microbatches * len(x.plan.job.placement) for x in quick)
+        ops = accumulate(3 * x.mesh.microbatches * len(x.plan.request.placement) for x in quick)
         best = [self.refine(x) if done <= _REFINED or i < 3 else x for i, (x, done) in enumerate(zip(quick, ops, strict=True))]
         best.sort(key=lambda x: (x.seconds, x.mesh.pipeline, x.mesh.microbatches, request.names.index(x.mesh.schedule)))
-        return Found(tuple(best[: request.keep]), tuple(self.refused), slower + max(0, len(best) - request.keep))
+        return MeshSearchResult(tuple(best[: request.keep]), tuple(self.refused), slower + max(0, len(best) - request.keep))
 
     # -- what there is to try ------------------------------------------------------------------------------------------------------
 
@@ -237,7 +237,7 @@ class _Search:
                         found = True
                         yield mesh
                     else:
-                        self.refused.append(Refused(mesh, reason))
+                        self.refused.append(RefusedMesh(mesh, reason))
         if not found:
             raise PartitionError(self.none_possible())
 
@@ -272,9 +272,9 @@ class _Search:
 
     # -- one mesh ------------------------------------------------------------------------------------------------------------------
 
-    def job(self, mesh: Mesh) -> Job:
+    def plan_request(self, mesh: Mesh) -> PlanRequest:
         request = self.request
-        return Job(
+        return PlanRequest(
             mesh_profile(request.profile, mesh, request.zero, request.slots),
             mesh.pipeline,
             mesh.microbatches,
@@ -288,41 +288,44 @@ class _Search:
             replicas=mesh.replicas,
         )
 
-    def attempt(self, mesh: Mesh, balancer: str, quick: bool) -> MeshPlan | None:
-        job = replace(self.job(mesh), balancer=balancer, quick=quick)
+    def plan_mesh(self, mesh: Mesh, balancer: str, quick: bool) -> MeshPlan | None:
+        plan_request = replace(self.plan_request(mesh), balancer=balancer, quick=quick)
         try:
-            return finish(mesh, attempt(job), self.request.bandwidth, self.request.zero)
+            return add_reductions(mesh, make_plan(plan_request), self.request.bandwidth, self.request.zero)
         except (PartitionError, ScheduleError) as error:
             if quick:
-                self.refused.append(self.explain(job, mesh, error))
+                self.refused.append(self.explain(plan_request, mesh, error))
             return None
 
-    def explain(self, job: Job, mesh: Mesh, error: InputError) -> Refused:
-        if job.memory_limit is None:
-            return Refused(mesh, str(error))
+    def explain(self, plan_request: PlanRequest, mesh: Mesh, error: InputError) -> RefusedMesh:
+        limit = plan_request.memory_limit
+        if limit is None:
+            return RefusedMesh(mesh, str(error))
         try:
-            need = self.need(job)
+            need = self.need(plan_request)
         except (PartitionError, ScheduleError) as other:
-            return Refused(mesh, str(other))
+            return RefusedMesh(mesh, str(other))
         most = max(need)
-        if most <= job.memory_limit:
-            return Refused(mesh, str(error))
-        rank, recomputing = need.index(most), "" if job.recompute == "none" else " with everything recomputed"
-        reason = f"memory: rank {rank} needs {most} bytes{recomputing}, {most - job.memory_limit} over the limit of {job.memory_limit}"
-        return Refused(mesh, reason, most)
+        if most <= limit:
+            return RefusedMesh(mesh, str(error))
+        rank, recomputing = need.index(most), "" if plan_request.recompute == "none" else " with everything recomputed"
+        reason = f"memory: rank {rank} needs {most} bytes{recomputing}, {most - limit} over the limit of {limit}"
+        return RefusedMesh(mesh, reason, most)
 
-    def need(self, job: Job) -> tuple[int, ...]:
+    def need(self, plan_request: PlanRequest) -> tuple[int, ...]:
         """Bytes per rank where the layers are balanced by time, whatever they need."""
-        chosen = frozenset(range(len(job.kept)) if job.recompute != "none" else ())
-        job = replace(job, recomputed=chosen)
-        weights = [layer.seconds for layer in job.layers]
-        chunked = len(job.placement) > job.ranks
-        even = uniform(len(weights), len(job.placement)) if chunked else exact(weights, job.ranks)
-        own = pipeline_costs(job.layers, even, links=job.links)
+        chosen = frozenset(range(len(plan_request.kept)) if plan_request.recompute != "none" else ())
+        plan_request = replace(plan_request, recomputed=chosen)
+        weights = [layer.seconds for layer in plan_request.layers]
+        chunked = len(plan_request.placement) > plan_request.ranks
+        even = uniform(len(weights), len(plan_request.placement)) if chunked else exact(weights, plan_request.ranks)
+        own = pipeline_costs(plan_request.layers, even, links=plan_request.links)
         # The least that it can be made within: one microbatch.
-        caps = tuple(max(0.0, x.mem_f, x.mem_f + x.mem_b) for x in own.stages) if job.schedule == "zb-auto" else None
-        made = make(job.schedule, job.ranks, job.microbatches, costs=own, chunks=job.chunks, caps=caps)
-        return whole_memory(job.kept, chosen, even.counts, made, job.replicas)
+        caps = tuple(max(0.0, x.mem_f, x.mem_f + x.mem_b) for x in own.stages) if plan_request.schedule == "zb-auto" else None
+        schedule = make(
+            plan_request.schedule, plan_request.ranks, plan_request.microbatches, costs=own, chunks=plan_request.chunks, caps=caps
+        )
+        return planned_memory(plan_request.kept, chosen, even.counts, schedule, plan_request.replicas)
 
     def nothing(self, meshes: Sequence[Mesh]) -> str:
         tried = [x for x in self.refused if x.mesh in set(meshes)]
@@ -338,7 +341,7 @@ class _Search:
         """The best that any of the balancers makes of it. None can go under the mesh's bound."""
         for name in self.request.balancers:
             if found.seconds > self.bound(found.mesh) * (1 + 1e-6):
-                other = self.attempt(found.mesh, name, quick=False)
+                other = self.plan_mesh(found.mesh, name, quick=False)
                 found = other if other is not None and other.seconds < found.seconds else found
         return found
 
@@ -364,7 +367,7 @@ def mesh_profile(profile: Profile, mesh: Mesh, zero: int, slots: int | None = No
     """The costs of one replica: of the mesh's microbatches, with the optimizer state that ZeRO leaves on a rank and the gradients that wait
     in reduction slots."""
     assert profile.microbatch is not None
-    layers = resized(profile.layers, mesh.micro_batch / profile.microbatch)
+    layers = scale_layers(profile.layers, mesh.micro_batch / profile.microbatch)
     if zero:
         layers = tuple(layer.shared(mesh.replicas) for layer in layers)
     if slots is not None:
@@ -372,7 +375,7 @@ def mesh_profile(profile: Profile, mesh: Mesh, zero: int, slots: int | None = No
     return replace(profile, layers=layers, microbatch=mesh.micro_batch, microbatches=mesh.microbatches)
 
 
-def finish(mesh: Mesh, plan: Plan, bandwidth: float, zero: int = 0) -> MeshPlan:
+def add_reductions(mesh: Mesh, plan: Plan, bandwidth: float, zero: int = 0) -> MeshPlan:
     """The plan's ops, and then what is left of the reductions: the model is at the top of this file."""
     ring = (mesh.replicas - 1) / mesh.replicas / bandwidth
     ends: list[float] = []
@@ -385,7 +388,7 @@ def finish(mesh: Mesh, plan: Plan, bandwidth: float, zero: int = 0) -> MeshPlan:
         ends.append(max(over, row[-1].end))
         gathers.append(ring * sum(layer.weight_bytes for _, layer in trained) if zero else 0.0)
     begins = [row[0].start for row in plan.timeline.ranks]
-    if plan.job.objective is Objective.MAKESPAN:  # the optimizer is a barrier
+    if plan.request.objective is Objective.MAKESPAN:  # the optimizer is a barrier
         seconds = max(ends) + max(gathers) - min(begins)
     else:
         seconds = max(end + gather - begin for end, gather, begin in zip(ends, gathers, begins, strict=True))
@@ -397,9 +400,9 @@ def finish(mesh: Mesh, plan: Plan, bandwidth: float, zero: int = 0) -> MeshPlan:
 def _ready(plan: Plan, row: Sequence[Span]) -> Iterator[tuple[float, LayerCost]]:
     """The layers of a rank that train, and when the last W of each ends."""
     for op, start, _ in row:
-        if op.kind in (Kind.W, Kind.BW) and op.microbatch == plan.job.microbatches - 1:
+        if op.kind in (Kind.W, Kind.BW) and op.microbatch == plan.request.microbatches - 1:
             for index in reversed(plan.partition.range_of(op.stage)):
-                layer = plan.job.layers[index]
+                layer = plan.request.layers[index]
                 start += layer.w + (layer.b if op.kind is Kind.BW else 0.0)
                 if layer.w:
                     yield start, layer

@@ -18,11 +18,11 @@ def resize(profile: Profile, microbatches: int, factors: Iterable[float]) -> Ite
         if count < 1 or count != microbatches * factor or (size is not None and size * microbatches % count):
             continue
         resized_to = None if size is None else size * microbatches // count
-        layers = resized(profile.layers, microbatches / count)
+        layers = scale_layers(profile.layers, microbatches / count)
         yield count, replace(profile, layers=layers, microbatch=resized_to, microbatches=count)
 
 
-def resized(layers: Iterable[LayerCost], share: float) -> tuple[LayerCost, ...]:
+def scale_layers(layers: Iterable[LayerCost], share: float) -> tuple[LayerCost, ...]:
     """The costs of a microbatch of `share` times the size: seconds, activations and messages in proportion. Real kernels do less well on
     small ones, so a measurement at that size is better where there is one."""
     return tuple(

@@ -24,7 +24,7 @@ from dynmo.schedule.memory import rank_memory, reduction_bytes, static_bytes
 from dynmo.schedule.op import Kind, Schedule
 
 
-def recomputed(layers: Sequence[LayerCost], chosen: Collection[int]) -> tuple[LayerCost, ...]:
+def with_recompute(layers: Sequence[LayerCost], chosen: Collection[int]) -> tuple[LayerCost, ...]:
     """The costs of the same layers when those of `chosen` (global indices) are recomputed.
 
     A layer without B (in a frozen prefix) keeps nothing anyway, and stays as it is. The first layer's input is taken to be as large as its
@@ -38,17 +38,19 @@ def recomputed(layers: Sequence[LayerCost], chosen: Collection[int]) -> tuple[La
     return tuple(out)
 
 
-def computed_again(costs: Sequence[LayerCost], chosen: Collection[int]) -> tuple[LayerCost, ...]:
-    """Costs from shapes, where these layers compute again: what that brings back for a moment is workspace of their F and B. Shapes alone
-    tell no times: every layer counts the same."""
+def recompute_as_workspace(costs: Sequence[LayerCost], chosen: Collection[int]) -> tuple[LayerCost, ...]:
+    """Adds recomputation to costs that were derived from shapes.
+
+    The activations that recomputing brings back count as workspace of F and B. Shapes tell no times, so every layer counts the same.
+    """
     layers = [replace(c, f=1.0, b=1.0, w=1.0) for c in costs]
-    again = list(recomputed(layers, chosen))
+    recomputed = list(with_recompute(layers, chosen))
     if 0 in chosen:  # what the first layer keeps is a part of the batch, which is there anyway
-        again[0] = replace(again[0], activation_bytes=0)
-    back = (old.activation_bytes - new.activation_bytes for old, new in zip(layers, again, strict=True))
+        recomputed[0] = replace(recomputed[0], activation_bytes=0)
+    back = (old.activation_bytes - new.activation_bytes for old, new in zip(layers, recomputed, strict=True))
     return tuple(
         replace(c, workspace_bytes=c.workspace_bytes + x, forward_workspace_bytes=c.forward_workspace_bytes + x)
-        for c, x in zip(again, back, strict=True)
+        for c, x in zip(recomputed, back, strict=True)
     )
 
 
@@ -56,7 +58,7 @@ def _input_bytes(layers: Sequence[LayerCost], index: int) -> int:
     return layers[max(0, index - 1)].output_bytes
 
 
-def memory(
+def recompute_memory(
     layers: Sequence[LayerCost], chosen: Collection[int], counts: Sequence[int], schedule: Schedule, replicas: int = 1
 ) -> tuple[int, ...]:
     """Bytes of each rank at its peak under `schedule`, as `memory.rank_memory`, when the layers of `chosen` are recomputed.
@@ -65,27 +67,29 @@ def memory(
     number of layers or of stages.
     """
     ranks = _ranks(layers, counts, schedule, replicas)
-    kept = recomputed(layers, chosen)
+    kept = with_recompute(layers, chosen)
     return tuple(rank.need(kept) for rank in ranks)
 
 
-def whole_memory(
+def planned_memory(
     layers: Sequence[LayerCost], chosen: Collection[int], counts: Sequence[int], schedule: Schedule, replicas: int = 1
 ) -> tuple[int, ...]:
-    """Bytes of each rank at its peak, by whichever of the two accounts says more; arguments and errors as for `memory`.
+    """Bytes of each rank at its peak, by whichever of the two accounts says more; arguments and errors as for `recompute_memory`.
 
-    `memory` follows a backward layer by layer and takes gradients as always there; `rank_memory`, by which a run is refused, knows what an
-    op needs beside, and which receives wait. Copies to take a step back from are in a file of costs where its steps had no barrier.
+    `recompute_memory` follows a backward layer by layer and counts gradients as always there. `rank_memory`, by which a run is
+    refused, counts workspaces and waiting receives. A costs file lists rollback copies only if its steps had no barrier.
     """
-    kept = memory(layers, chosen, counts, schedule, replicas)
+    kept = recompute_memory(layers, chosen, counts, schedule, replicas)
     # How many reduction slots there are, costs do not say; what their gradients take counts as always there.
-    costs = [replace(x, weight_bytes=x.weight_bytes + x.aside_bytes) if x.aside_bytes else x for x in computed_again(layers, chosen)]
+    costs = [
+        replace(x, weight_bytes=x.weight_bytes + x.aside_bytes) if x.aside_bytes else x for x in recompute_as_workspace(layers, chosen)
+    ]
     copies = any(x.copy_bytes for x in costs)
     run = rank_memory(costs, counts, schedule, post_validation=copies, replicas=replicas)
     return tuple(map(max, kept, run))
 
 
-def choose(
+def choose_recomputed(
     layers: Sequence[LayerCost], counts: Sequence[int], schedule: Schedule, limit: int | Sequence[int], replicas: int = 1
 ) -> frozenset[int]:
     """The layers to recompute so that every rank fits `limit` bytes (one number, or one per rank), for this placement and schedule.
@@ -97,7 +101,7 @@ def choose(
     limits = (limit,) * schedule.ranks if isinstance(limit, int) else tuple(limit)
     if len(limits) != schedule.ranks:
         raise PartitionError(f"{len(limits)} memory limits for {schedule.ranks} ranks; give one per rank, or one number for all")
-    every = recomputed(layers, range(len(layers)))
+    every = with_recompute(layers, range(len(layers)))
     chosen: set[int] = set()
     for rank, (holder, most) in enumerate(zip(_ranks(layers, counts, schedule, replicas), limits, strict=True)):
         least = holder.need(every)
@@ -106,7 +110,7 @@ def choose(
                 f"rank {rank} needs {least} bytes under {schedule.name} even when all its layers are recomputed, {least - most} over the "
                 f"limit of {most}; use more ranks, smaller microbatches, or a schedule that keeps fewer in flight"
             )
-        chosen |= holder.choose(most)
+        chosen |= holder.choose_recomputed(most)
     return frozenset(chosen)
 
 
@@ -177,10 +181,10 @@ class _Rank:
             behind += (0 if fused else kept[index].stash_bytes) - kept[index].activation_bytes
         return most
 
-    def choose(self, limit: int) -> set[int]:
+    def choose_recomputed(self, limit: int) -> set[int]:
         chosen: set[int] = set()
         kept = list(self.layers)
-        every = recomputed(self.layers, [i for stage in self.stages.values() for i in stage])
+        every = with_recompute(self.layers, [i for stage in self.stages.values() for i in stage])
         left = {i for stage in self.stages.values() for i in stage if every[i].activation_bytes < self.layers[i].activation_bytes}
         need = self.need(kept)
         while need > limit:

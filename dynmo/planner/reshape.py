@@ -19,8 +19,8 @@ from dynmo.balance.partition import Partition
 from dynmo.balance.trigger import Decision, worth_moving
 from dynmo.cost.layer_cost import LayerCost
 from dynmo.errors import PartitionError
-from dynmo.planner.evaluate import Job, judge
-from dynmo.planner.mesh_search import Mesh, MeshPlan, MeshRequest, finish, mesh_profile, search
+from dynmo.planner.evaluate import PlanRequest, evaluate_partition
+from dynmo.planner.mesh_search import Mesh, MeshPlan, MeshRequest, add_reductions, mesh_profile, search
 from dynmo.schedule.catalogue import placement_of
 
 
@@ -71,7 +71,7 @@ def reshape(
 
 def _as_now(request: MeshRequest, current: Mesh, partition: Partition) -> MeshPlan:
     """Without the memory limit: it runs, whatever a plan would say."""
-    job = Job(
+    plan_request = PlanRequest(
         mesh_profile(request.profile, current, request.zero, request.slots),
         current.pipeline,
         current.microbatches,
@@ -81,9 +81,9 @@ def _as_now(request: MeshRequest, current: Mesh, partition: Partition) -> MeshPl
         any_links=True,
         replicas=current.replicas,
     )
-    if len(job.placement) != partition.ranks:
-        raise PartitionError(f"a placement on {partition.ranks} stages for {current}, which has {len(job.placement)}")
-    return finish(current, judge(job, partition), request.bandwidth, request.zero)
+    if len(plan_request.placement) != partition.ranks:
+        raise PartitionError(f"a placement on {partition.ranks} stages for {current}, which has {len(plan_request.placement)}")
+    return add_reductions(current, evaluate_partition(plan_request, partition), request.bandwidth, request.zero)
 
 
 def largest_arrival(layers: Sequence[LayerCost], old: Mesh, old_partition: Partition, new: Mesh, new_partition: Partition) -> int:

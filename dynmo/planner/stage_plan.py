@@ -14,8 +14,17 @@ from dynmo.balance.partition import Partition, exact
 from dynmo.balance.stage_costs import Make, pipeline_costs
 from dynmo.cost.layer_cost import Costs, uniform_costs
 from dynmo.errors import InputError, PartitionError, ScheduleError
-from dynmo.planner.evaluate import Job, Plan, TooFullError, judge, made_for, make_for, needs_of, with_memory
-from dynmo.planner.recompute import choose, memory, whole_memory
+from dynmo.planner.evaluate import (
+    Plan,
+    PlanRequest,
+    TooFullError,
+    evaluate_partition,
+    make_schedule_for,
+    memory_needs,
+    schedule_within_memory,
+    with_unit_memory,
+)
+from dynmo.planner.recompute import choose_recomputed, planned_memory, recompute_memory
 from dynmo.schedule.catalogue import check_microbatches, entry, make
 from dynmo.schedule.memory import MemoryLimits, Pairs, stage_memory
 from dynmo.schedule.op import Schedule
@@ -24,44 +33,44 @@ from dynmo.schedule.simulator import resident
 LARGE = 6000  # ops of a kind: a simulation takes a tenth of a second
 
 
-def attempt(job: Job) -> Plan:
-    """The plan for just this job. Raises PartitionError or ScheduleError where it cannot be made or does not fit the memory."""
-    if job.recompute == "all":
-        return _attempt(replace(job, recompute="none", recomputed=frozenset(range(len(job.kept)))))
-    if job.recompute == "auto" and job.memory_limit is not None:
-        return _recomputing(replace(job, recompute="none"), job.memory_limit)
-    return _attempt(job)
+def make_plan(request: PlanRequest) -> Plan:
+    """The plan for exactly this request. Raises PartitionError or ScheduleError where it cannot be made or does not fit the memory."""
+    if request.recompute == "all":
+        return _attempt(replace(request, recompute="none", recomputed=frozenset(range(len(request.kept)))))
+    if request.recompute == "auto" and request.memory_limit is not None:
+        return _recomputing(replace(request, recompute="none"), request.memory_limit)
+    return _attempt(request)
 
 
-def _recomputing(job: Job, limit: int) -> Plan:
+def _recomputing(request: PlanRequest, limit: int) -> Plan:
     """The best of: fitting without recomputing; and the placement that would be best with enough memory, made to fit by recomputing. Other
     costs want another placement, and that may want other layers to be recomputed: a few rounds of both."""
     found: list[Plan] = []
-    failed = _into(found, lambda: _attempt(job))
-    free = _attempt(replace(job, memory_limit=None))  # what is wrong apart from memory is told as it is
+    failed = _into(found, lambda: _attempt(request))
+    free = _attempt(replace(request, memory_limit=None))  # what is wrong apart from memory is told as it is
     if found and found[0].step <= free.step:
         return found[0]
     for _ in range(3):
         try:
-            chosen = _chosen(job, free, limit)
+            chosen = _chosen(request, free, limit)
         except PartitionError:
             # This placement does not fit in any way. From one that does with all recomputed, what is not needed is given back.
-            every = replace(job, recomputed=frozenset(range(len(job.kept))))
+            every = replace(request, recomputed=frozenset(range(len(request.kept))))
             problem = _into(found, lambda every=every: _attempt(every))
             if problem is not None:
                 failed = failed or problem
                 break
             free = found[-1]
             continue
-        again, partition = replace(job, recomputed=chosen), free.partition
-        _into(found, lambda again=again, partition=partition: judge(again, partition))
+        again, partition = replace(request, recomputed=chosen), free.partition
+        _into(found, lambda again=again, partition=partition: evaluate_partition(again, partition))
         _into(found, lambda again=again: _attempt(again))
         nearer = _attempt(replace(again, memory_limit=None))
         if nearer.partition == free.partition:
             break
         free = nearer
     if not found:
-        every = replace(job, recomputed=frozenset(range(len(job.kept))))
+        every = replace(request, recomputed=frozenset(range(len(request.kept))))
         _into(found, lambda: _attempt(every))
     if not found:
         assert failed is not None
@@ -69,17 +78,22 @@ def _recomputing(job: Job, limit: int) -> Plan:
     return min(found, key=lambda plan: plan.step)
 
 
-def _chosen(job: Job, free: Plan, limit: int) -> frozenset[int]:
-    """The layers to recompute for this placement and schedule. What waits, and ops need beside, comes on top of what `choose` knows of."""
-    counts, limits = free.partition.counts, [limit] * job.ranks
-    chosen = choose(job.kept, counts, free.schedule, limits, job.replicas)
+def _chosen(request: PlanRequest, free: Plan, limit: int) -> frozenset[int]:
+    """The layers to recompute for this placement and schedule.
+
+    `choose_recomputed` does not know of messages that wait and of ops' workspaces. They come on top.
+    """
+    counts, limits = free.partition.counts, [limit] * request.ranks
+    chosen = choose_recomputed(request.kept, counts, free.schedule, limits, request.replicas)
     for _ in range(_ROUNDS):
-        needs, known = (account(job.kept, chosen, counts, free.schedule, job.replicas) for account in (whole_memory, memory))
+        needs, known = (
+            account(request.kept, chosen, counts, free.schedule, request.replicas) for account in (planned_memory, recompute_memory)
+        )
         if max(needs) <= limit:
             break
         each = zip(limits, needs, known, strict=True)
         limits = [min(own - max(0, need - limit), limit - (need - told)) for own, need, told in each]
-        chosen = choose(job.kept, counts, free.schedule, limits, job.replicas)
+        chosen = choose_recomputed(request.kept, counts, free.schedule, limits, request.replicas)
     return chosen
 
 
@@ -91,29 +105,29 @@ def _into(found: list[Plan], make: Callable[[], Plan]) -> InputError | None:
     return None
 
 
-def _limits(job: Job) -> tuple[int | None, ...]:
+def _limits(request: PlanRequest) -> tuple[int | None, ...]:
     """What balancers are told at first. They do not know what comes for a moment only, so there is a second try with that set aside."""
-    if job.memory_limit is None or not job.reserve:
-        return (job.memory_limit,)
-    return (job.memory_limit, max(0, job.memory_limit - job.reserve))
+    if request.memory_limit is None or not request.reserve:
+        return (request.memory_limit,)
+    return (request.memory_limit, max(0, request.memory_limit - request.reserve))
 
 
-def _attempt(job: Job) -> Plan:
-    check_microbatches(job.schedule, job.ranks, job.microbatches)
+def _attempt(request: PlanRequest) -> Plan:
+    check_microbatches(request.schedule, request.ranks, request.microbatches)
     best: Plan | None = None
     failed: InputError | None = None
-    for pairs, limit in product(_residents(job), _limits(job)):
+    for pairs, limit in product(_residents(request), _limits(request)):
         try:
-            found = _placed(job, pairs, limit)
+            found = _placed(request, pairs, limit)
         except (PartitionError, ScheduleError) as error:
             failed = failed or error
             continue
         if best is None or found.step < best.step:
             best = found
-        if job.schedule != "zb-auto":
+        if request.schedule != "zb-auto":
             break
-    if best is None and job.memory_limit is not None:
-        best = _repaired(job, failed.partition if isinstance(failed, TooFullError) else None)
+    if best is None and request.memory_limit is not None:
+        best = _repaired(request, failed.partition if isinstance(failed, TooFullError) else None)
     if best is None:
         assert failed is not None
         raise failed
@@ -123,96 +137,96 @@ def _attempt(job: Job) -> Plan:
 _ROUNDS = 4  # of asking a balancer anew
 
 
-def _placed(job: Job, pairs: tuple[Pairs, ...] | None, limit: int | None) -> Plan:
+def _placed(request: PlanRequest, pairs: tuple[Pairs, ...] | None, limit: int | None) -> Plan:
     """By the balancer, and judged. Balancers do not know of messages that wait: where a rank is too full, they are told of less room there,
     and asked again."""
-    told = None if limit is None else (limit,) * len(job.placement)
-    request = BalanceRequest(
-        job.layers,
-        job.current,
-        job.cost,
+    told = None if limit is None else (limit,) * len(request.placement)
+    balance_request = BalanceRequest(
+        request.layers,
+        request.current,
+        request.cost,
         resident=pairs,
-        seed=job.seed,
-        step=job.step,
-        names=job.profile.names,
-        make=None if job.quick and job.balancer == "exact" else _maker(job),
-        links=job.links,
-        objective=job.objective,
-        first_trainable_layer=job.profile.first_trainable,
-        placement=job.placement,
+        seed=request.seed,
+        step=request.step,
+        names=request.profile.names,
+        make=None if request.quick and request.balancer == "exact" else _maker(request),
+        links=request.links,
+        objective=request.objective,
+        first_trainable_layer=request.profile.first_trainable,
+        placement=request.placement,
     )
     failed: InputError | None = None
-    for _ in range(_ROUNDS if job.balancer in _CHOOSING else 1):
+    for _ in range(_ROUNDS if request.balancer in _CHOOSING else 1):
         try:
-            return judge(job, balancer(job.balancer)(replace(request, memory_limit=told)))
+            return evaluate_partition(request, balancer(request.balancer)(replace(balance_request, memory_limit=told)))
         except (PartitionError, ScheduleError) as error:
             failed = failed or error
             if told is None or pairs is None or not isinstance(error, TooFullError):
                 break
-            told = _less(job, pairs, told, error)
+            told = _less(request, pairs, told, error)
     assert failed is not None
     raise failed
 
 
-def _less(job: Job, pairs: tuple[Pairs, ...], told: tuple[int, ...], refused: TooFullError) -> tuple[int, ...]:
+def _less(request: PlanRequest, pairs: tuple[Pairs, ...], told: tuple[int, ...], refused: TooFullError) -> tuple[int, ...]:
     """Per stage, the limit to tell a balancer that was told this much and filled some rank beyond the memory."""
-    limit, needs = job.memory_limit, refused.needs
+    limit, needs = request.memory_limit, refused.needs
     assert limit is not None
-    known = [max((layer.workspace_bytes for layer in job.layers), default=0)] * job.ranks
-    for need, rank in zip(stage_memory(job.layers, refused.partition.counts, pairs), job.placement, strict=True):
+    known = [max((layer.workspace_bytes for layer in request.layers), default=0)] * request.ranks
+    for need, rank in zip(stage_memory(request.layers, refused.partition.counts, pairs), request.placement, strict=True):
         known[rank] += need
     return tuple(
         max(0, min(own - max(0, needs[rank] - limit), limit - max(0, needs[rank] - known[rank])))
-        for own, rank in zip(told, job.placement, strict=True)
+        for own, rank in zip(told, request.placement, strict=True)
     )
 
 
-def _residents(job: Job) -> Iterator[tuple[Pairs, ...] | None]:
+def _residents(request: PlanRequest) -> Iterator[tuple[Pairs, ...] | None]:
     """What the schedule keeps alive, as the balancer is told: a schedule that is made within limits may keep little or much."""
-    if job.memory_limit is None:
+    if request.memory_limit is None:
         yield None
         return
-    stages = len(job.placement)
+    stages = len(request.placement)
     costs = uniform_costs(stages, 1.0, 1.0, 1.0)
     # One activation of a stage is 1 here: 1F1B's memory, and in any case that of one microbatch.
-    caps = (float(max(job.ranks, stages // job.ranks)),) * job.ranks
-    yield resident(make(job.schedule, job.ranks, job.microbatches, costs=costs, chunks=job.chunks, caps=caps))
-    if job.schedule == "zb-auto" and job.ranks > 1:
+    caps = (float(max(request.ranks, stages // request.ranks)),) * request.ranks
+    yield resident(make(request.schedule, request.ranks, request.microbatches, costs=costs, chunks=request.chunks, caps=caps))
+    if request.schedule == "zb-auto" and request.ranks > 1:
         yield (((1, 0), (0, 1)),) * stages
-    elif not entry(job.schedule).from_costs and job.profile.first_trainable:
+    elif not entry(request.schedule).from_costs and request.profile.first_trainable:
         # With a frozen prefix the others may keep less. How many stages it fills, only the placement says.
         for frozen in range(1, stages):
-            yield resident(make(job.schedule, job.ranks, job.microbatches, chunks=job.chunks, first_trainable=frozen))
+            yield resident(make(request.schedule, request.ranks, request.microbatches, chunks=request.chunks, first_trainable=frozen))
 
 
 _TRIES, _QUICK_TRIES = 600_000, 60_000  # ops of the plans that are looked at
 _CHOOSING = ("exact", "schedule-aware")
 
 
-def _repaired(job: Job, refused: Partition | None) -> Plan | None:
+def _repaired(request: PlanRequest, refused: Partition | None) -> Plan | None:
     """What a rank needs is less than its stages' peaks and the largest workspace together, so the balancers may refuse what fits: from the
     placement that was `refused` as it was judged, and that without a limit, one boundary at a time, as long as the fullest rank gets
     emptier. For balancers that choose; a baseline's placement is what it is."""
-    limit = job.memory_limit
+    limit = request.memory_limit
     assert limit is not None
-    if job.balancer not in _CHOOSING or not _may_fit(job, limit):
+    if request.balancer not in _CHOOSING or not _may_fit(request, limit):
         return None
-    free = replace(job, memory_limit=None, quick=True)
+    free = replace(request, memory_limit=None, quick=True)
     starts = [] if refused is None else [refused]
-    if not job.quick:
+    if not request.quick:
         try:
-            starts += [_attempt(free).partition, job.current]
+            starts += [_attempt(free).partition, request.current]
         except InputError:
             return None
 
     def fullest(counts: tuple[int, ...]) -> int:
         partition = Partition(counts)
-        costs = with_memory(pipeline_costs(job.layers, partition, links=job.links))
-        if job.schedule == "zb-auto":  # within whatever there is: with one microbatch at a time at the least
-            return max(needs_of(job, partition, make_for(job, costs, tuple(stage.held for stage in costs.stages))))
-        return max(needs_of(job, partition, made_for(free, partition, costs)[2]))
+        costs = with_unit_memory(pipeline_costs(request.layers, partition, links=request.links))
+        if request.schedule == "zb-auto":  # within whatever there is: with one microbatch at a time at the least
+            return max(memory_needs(request, partition, make_schedule_for(request, costs, tuple(stage.held for stage in costs.stages))))
+        return max(memory_needs(request, partition, schedule_within_memory(free, partition, costs)[2]))
 
-    tries = min(300, (_QUICK_TRIES if job.quick else _TRIES) // (3 * len(job.placement) * job.microbatches))
+    tries = min(300, (_QUICK_TRIES if request.quick else _TRIES) // (3 * len(request.placement) * request.microbatches))
     for start in starts:
         counts, most = start.counts, fullest(start.counts)
         while most > limit and tries > 0:
@@ -224,20 +238,22 @@ def _repaired(job: Job, refused: Partition | None) -> Plan | None:
             counts, most = nearer, others[nearer]
         if most <= limit:
             try:
-                return judge(job, Partition(counts))
+                return evaluate_partition(request, Partition(counts))
             except (PartitionError, ScheduleError):
                 continue
     return None
 
 
-def _may_fit(job: Job, limit: int) -> bool:
+def _may_fit(request: PlanRequest, limit: int) -> bool:
     """No where it is certain that no placement fits. Only of one stage a rank, without a frozen prefix, are a stage's peaks known before
     there is a placement."""
-    if len(job.placement) > job.ranks or job.profile.first_trainable or entry(job.schedule).from_costs:
+    if len(request.placement) > request.ranks or request.profile.first_trainable or entry(request.schedule).from_costs:
         return True
-    known = resident(make(job.schedule, job.ranks, job.microbatches))
+    known = resident(make(request.schedule, request.ranks, request.microbatches))
     try:
-        exact([layer.seconds for layer in job.layers], job.ranks, memory=MemoryLimits(job.layers, known, (limit,) * job.ranks))
+        exact(
+            [layer.seconds for layer in request.layers], request.ranks, memory=MemoryLimits(request.layers, known, (limit,) * request.ranks)
+        )
     except PartitionError:
         return False
     return True
@@ -250,19 +266,19 @@ def _neighbours(counts: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
                 yield (*counts[:boundary], counts[boundary] + by, counts[boundary + 1] - by, *counts[boundary + 2 :])
 
 
-def _maker(job: Job) -> Make:
+def _maker(request: PlanRequest) -> Make:
     """The schedule that would run at some stages' costs. What a rank holds anyway is taken as everyone's mean: only the plan that is
     chosen is made within its ranks' true limits."""
-    held = sum(layer.static_bytes for layer in job.layers) / job.ranks
+    held = sum(layer.static_bytes for layer in request.layers) / request.ranks
 
     def scheduled(costs: Costs) -> Schedule:
-        costs, kept = with_memory(costs), [0.0] * job.ranks
-        for stage, rank in zip(costs.stages, job.placement, strict=True):
+        costs, kept = with_unit_memory(costs), [0.0] * request.ranks
+        for stage, rank in zip(costs.stages, request.placement, strict=True):
             kept[rank] += stage.held
-        if job.memory_limit is None:
-            caps = (2.0 * job.ranks * max(kept),) * job.ranks
+        if request.memory_limit is None:
+            caps = (2.0 * request.ranks * max(kept),) * request.ranks
         else:
-            caps = tuple(max(own, job.memory_limit - job.reserve - held) for own in kept)
-        return make_for(job, costs, caps)
+            caps = tuple(max(own, request.memory_limit - request.reserve - held) for own in kept)
+        return make_schedule_for(request, costs, caps)
 
     return scheduled

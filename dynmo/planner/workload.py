@@ -27,8 +27,8 @@ from dynmo.balance.trigger import FORCED, Decision, worth_moving
 from dynmo.cost.layer_cost import Costs, LayerCost, LinkCost, StageCost
 from dynmo.cost.profile_file import TIMES, Profile
 from dynmo.errors import InputError
-from dynmo.planner.evaluate import Job, Plan, judge
-from dynmo.planner.stage_plan import attempt
+from dynmo.planner.evaluate import Plan, PlanRequest, evaluate_partition
+from dynmo.planner.stage_plan import make_plan
 from dynmo.schedule.bounds import Objective
 from dynmo.schedule.catalogue import entry, make, placement_of
 from dynmo.schedule.simulator import Timeline, simulate
@@ -75,7 +75,7 @@ class Workload:
 
 
 @dataclass(frozen=True)
-class Step:
+class StepTime:
     """Predicted seconds of one step, and the share of its time that ranks do not work."""
 
     seconds: float
@@ -98,7 +98,7 @@ class Rebalance:
 
 
 @dataclass(frozen=True)
-class Phase:
+class MomentResult:
     """Steps first..last, in which the costs stay: means over them. seconds, static, perfect: of a step, without moves."""
 
     first: int
@@ -116,13 +116,13 @@ class Phase:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class ReplayResult:
     """Every step of the three, and what was decided. `bound`: placing whole layers cannot gain more over an even placement."""
 
     workload: Workload
-    policy: tuple[Step, ...]
-    static: tuple[Step, ...]
-    perfect: tuple[Step, ...]
+    policy: tuple[StepTime, ...]
+    static: tuple[StepTime, ...]
+    perfect: tuple[StepTime, ...]
     rebalances: tuple[Rebalance, ...]
     partitions: tuple[tuple[int, ...], ...]
 
@@ -148,14 +148,14 @@ class Outcome:
         return math.fsum(x.seconds for x in self.perfect)
 
     @property
-    def phases(self) -> tuple[Phase, ...]:
+    def phases(self) -> tuple[MomentResult, ...]:
         starts = [start for start, _ in self.workload.moments]
         stops = [*starts[1:], self.workload.steps]
-        return tuple(self._phase(start, stop) for start, stop in zip(starts, stops, strict=True))
+        return tuple(self._moment_result(start, stop) for start, stop in zip(starts, stops, strict=True))
 
-    def _phase(self, start: int, stop: int) -> Phase:
+    def _moment_result(self, start: int, stop: int) -> MomentResult:
         done = [x for x in self.moves if start <= x.step < stop]
-        return Phase(
+        return MomentResult(
             start,
             stop - 1,
             _mean([x.seconds for x in self.policy[start:stop]]),
@@ -175,7 +175,7 @@ def _mean(values: Sequence[float]) -> float:
     return math.fsum(values) / len(values)
 
 
-def replay(workload: Workload, listen: Callable[[int], None] | None = None) -> Outcome:
+def replay(workload: Workload, listen: Callable[[int], None] | None = None) -> ReplayResult:
     """Raises InputError where the schedule cannot be made, or the placement does not fit the memory. listen: told of every step."""
     return _Replay(workload).run(listen)
 
@@ -195,12 +195,12 @@ class _Replay:
             )
         self.plans: dict[tuple[int, tuple[int, ...]], Plan] = {}
         self.proposals: dict[tuple[int, tuple[int, ...]], Plan] = {}
-        self.known: dict[tuple[int, int, tuple[int, ...]], Step] = {}
+        self.known: dict[tuple[int, int, tuple[int, ...]], StepTime] = {}
 
-    def run(self, listen: Callable[[int], None] | None) -> Outcome:
+    def run(self, listen: Callable[[int], None] | None) -> ReplayResult:
         workload, policy = self.workload, self.workload.policy
         current = self.start
-        steps: dict[str, list[Step]] = {"policy": [], "static": [], "perfect": []}
+        steps: dict[str, list[StepTime]] = {"policy": [], "static": [], "perfect": []}
         considered: list[Rebalance] = []
         partitions: list[tuple[int, ...]] = []
         perfect = [self.perfect(moment) for moment in range(len(workload.moments))]
@@ -223,19 +223,19 @@ class _Replay:
             if listen is not None:
                 listen(step + 1)
         policy_steps, static, ideal = (tuple(steps[name]) for name in ("policy", "static", "perfect"))
-        return Outcome(workload, policy_steps, static, ideal, tuple(considered), tuple(partitions))
+        return ReplayResult(workload, policy_steps, static, ideal, tuple(considered), tuple(partitions))
 
     def moment(self, step: int) -> int:
         return max(index for index, (start, _) in enumerate(self.workload.moments) if start <= step)
 
-    def job(self, moment: int, current: Partition, step: int = 0) -> Job:
+    def request(self, moment: int, current: Partition, step: int = 0) -> PlanRequest:
         workload = self.workload
         layers = workload.moments[moment][1]
         first = next((i for i, x in enumerate(layers) if x.b or x.w), len(layers) - 1)
         pairs = {(min(a, b), max(a, b)) for a, b in pairwise(self.placement) if a != b}
         links = tuple((pair, workload.link) for pair in sorted(pairs))
         profile = Profile(layers, workload.names, first, links, partition=current.counts, ranks=workload.ranks)
-        return Job(
+        return PlanRequest(
             profile,
             workload.ranks,
             workload.microbatches,
@@ -276,15 +276,15 @@ class _Replay:
 
     def propose(self, step: int, measured: int, current: Partition) -> Plan:
         if self.workload.policy.balancer == "random":
-            return attempt(self.job(measured, current, step))
+            return make_plan(self.request(measured, current, step))
         key = measured, current.counts
         if key not in self.proposals:
-            self.proposals[key] = attempt(self.job(measured, current))
+            self.proposals[key] = make_plan(self.request(measured, current))
         return self.proposals[key]
 
     def price(self, plan: Plan) -> float:
         """Seconds of a move: its layers one after another."""
-        rate, layers = self.workload.policy.seconds_per_byte, plan.job.profile.layers
+        rate, layers = self.workload.policy.seconds_per_byte, plan.request.profile.layers
         if rate is not None:
             return rate * plan.moved_bytes
         return math.fsum(self.workload.link.seconds(layers[move.layer].moved_bytes) for move in plan.moves)
@@ -294,10 +294,10 @@ class _Replay:
     def plan(self, moment: int, partition: Partition) -> Plan:
         key = moment, partition.counts
         if key not in self.plans:
-            self.plans[key] = judge(self.job(moment, partition), partition)
+            self.plans[key] = evaluate_partition(self.request(moment, partition), partition)
         return self.plans[key]
 
-    def step(self, moment: int, measured: int, partition: Partition) -> Step:
+    def step(self, moment: int, measured: int, partition: Partition) -> StepTime:
         """Under the schedule made from what was measured last, where the schedule is made from costs at all."""
         if not self.from_costs:
             measured = moment
@@ -313,20 +313,20 @@ class _Replay:
             self.known[key] = self.finish(timeline, plan)
         return self.known[key]
 
-    def finish(self, timeline: Timeline, plan: Plan) -> Step:
+    def finish(self, timeline: Timeline, plan: Plan) -> StepTime:
         """The ops, and then every rank's gradients over its replicas."""
         held = [0] * self.workload.ranks
-        for layer, cost in enumerate(plan.job.layers):
+        for layer, cost in enumerate(plan.request.layers):
             held[self.placement[plan.partition.owner(layer)]] += cost.gradient_bytes if cost.w else 0
         return self.until(timeline, [self.reduce(x) for x in held])
 
-    def until(self, timeline: Timeline, reduce: Sequence[float]) -> Step:
+    def until(self, timeline: Timeline, reduce: Sequence[float]) -> StepTime:
         begin = min(row[0].start for row in timeline.ranks)
         makespan = self.workload.objective is Objective.MAKESPAN
         ends = (row[-1].end + tail - (begin if makespan else row[0].start) for row, tail in zip(timeline.ranks, reduce, strict=True))
         seconds = max(ends)
         busy = math.fsum(timeline.busy) / len(timeline.busy)
-        return Step(seconds, 1 - busy / seconds if seconds else 0.0)
+        return StepTime(seconds, 1 - busy / seconds if seconds else 0.0)
 
     def reduce(self, size: float) -> float:
         copies, link = self.workload.replicas, self.workload.replica_link
@@ -334,11 +334,11 @@ class _Replay:
             return 0.0
         return 2 * (copies - 1) * link.latency + 2 * (copies - 1) / copies * size / link.bytes_per_second
 
-    def perfect(self, moment: int) -> Step:
+    def perfect(self, moment: int) -> StepTime:
         """Every stage has the mean of F, B, W and gradients; the links are the even placement's."""
         workload, stages = self.workload, len(self.placement)
         even = self.plan(moment, self.even)
-        layers = even.job.layers
+        layers = even.request.layers
         f, b, w = (math.fsum(getattr(x, key) for x in layers) / stages for key in TIMES)
         kept, stash = (math.fsum(getattr(x, key) for x in layers) / stages or 1.0 for key in ("activation_bytes", "stash_bytes"))
         costs = Costs((StageCost(f, b, w, kept, stash - kept, -stash),) * stages, even.costs.links)

@@ -12,8 +12,8 @@ from dynmo.cost.profile_file import Profile
 from dynmo.kernels.drop_attention import Dropped
 from dynmo.kernels.hash_attention import Hashed
 from dynmo.kernels.sparse_linear import make_pruned, seconds
-from dynmo.planner.evaluate import Job
-from dynmo.planner.stage_plan import attempt
+from dynmo.planner.evaluate import PlanRequest
+from dynmo.planner.stage_plan import make_plan
 
 
 def prepare() -> None:
@@ -29,7 +29,7 @@ def prepare() -> None:
     for schedule in ("zb-h1", "zb-auto", "zb-v", "interleaved-1f1b"):
         for balancer in ("exact", "schedule-aware", "diffusion"):
             for limit in (None, 1 << 20):
-                attempt(Job(profile, ranks=3, microbatches=6, schedule=schedule, balancer=balancer, memory_limit=limit))
+                make_plan(PlanRequest(profile, ranks=3, microbatches=6, schedule=schedule, balancer=balancer, memory_limit=limit))
 
 
 if __name__ == "__main__":

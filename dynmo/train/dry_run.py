@@ -16,8 +16,8 @@ from dynmo.dynamism import make_cases
 from dynmo.errors import NoRoomError
 from dynmo.models.model import Model
 from dynmo.models.registry import load_model
-from dynmo.planner.fit_memory import made_within
-from dynmo.planner.recompute import computed_again
+from dynmo.planner.fit_memory import fit_memory
+from dynmo.planner.recompute import recompute_as_workspace
 from dynmo.schedule.catalogue import full_schedule, make, placement_of
 from dynmo.schedule.op import Schedule
 from dynmo.train.setup import check_meshes, first_partition, memory_limit
@@ -99,14 +99,14 @@ def first_plan(
     name, ranks = config.pipeline.schedule, config.parallel.pipeline
     full, replicas = full_schedule(name, ranks, config.microbatches, config.chunks), config.parallel.data
     recomputed = frozenset(recompute(partition, full, replicas) if callable(recompute) else recompute)
-    costs = computed_again(costs, recomputed)
+    costs = recompute_as_workspace(costs, recomputed)
     placement = placement_of(name, ranks, config.chunks)
     stages = Costs(stage_costs(costs, partition.counts), (0.0,) * (len(placement) - 1))
 
     def make_schedule(caps: Sequence[float]) -> Schedule:
         return make(name, ranks, config.microbatches, costs=stages, chunks=config.chunks, caps=caps)
 
-    schedule = made_within(limit, make_schedule, costs, partition.counts, stages, placement, **memory_options(config, replicas))
+    schedule = fit_memory(limit, make_schedule, costs, partition.counts, stages, placement, **memory_options(config, replicas))
     memory = planned_memory(config, costs, partition, schedule, replicas)
     for rank, need in enumerate(memory):
         if limit is not None and need > limit:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from dynmo.balance.layout import Recompute
+from dynmo.balance.layout import RecomputeRule
 from dynmo.balance.partition import Partition
 from dynmo.config import Config
 from dynmo.cost.layer_cost import LayerCost
@@ -23,8 +23,7 @@ from dynmo.kernels.split import LOW, gradient_bytes
 from dynmo.models.emulated import EmulatedLayer
 from dynmo.models.model import Model
 from dynmo.pipeline.optimizers import optimizer_settings
-from dynmo.planner.recompute import choose, computed_again
-from dynmo.planner.recompute import memory as kept_memory
+from dynmo.planner.recompute import choose_recomputed, recompute_as_workspace, recompute_memory
 from dynmo.runtime.comm.clock import HostClock
 from dynmo.runtime.comm.watch import Watch
 from dynmo.runtime.engine.profiler import weight_bytes
@@ -236,7 +235,7 @@ def with_workspace(costs: tuple[LayerCost, ...], shapes: Sequence[LayerCost] | N
     again: the layers that compute again."""
     if shapes is None:
         return costs
-    shapes = computed_again(shapes, again)
+    shapes = recompute_as_workspace(shapes, again)
     return tuple(
         replace(
             cost,
@@ -248,7 +247,7 @@ def with_workspace(costs: tuple[LayerCost, ...], shapes: Sequence[LayerCost] | N
     )
 
 
-def recompute_for(config: Config, model: Model, device: torch.device) -> Recompute:
+def recompute_for(config: Config, model: Model, device: torch.device) -> RecomputeRule:
     """`train.recompute`, as a pipeline takes it. "auto" goes by shapes alone, so that every rank chooses alike, whatever is measured.
 
     Raises ConfigError for a layer that the model has not; what it returns raises NoRoomError where not even computing all again fits.
@@ -265,7 +264,7 @@ def recompute_for(config: Config, model: Model, device: torch.device) -> Recompu
     @cache
     def costs_for(replicas: int) -> tuple[LayerCost, ...]:
         try:
-            return computed_again(shape_costs(config, model, replicas), ())
+            return recompute_as_workspace(shape_costs(config, model, replicas), ())
         except ActivationsUnknown as error:
             raise ConfigError(
                 f"train.recompute = 'auto' needs the layers' activations, which are unknown; use 'all' or a list of layers: {error}"
@@ -275,8 +274,8 @@ def recompute_for(config: Config, model: Model, device: torch.device) -> Recompu
         # Beside what layers keep: messages, and what an op needs while it runs.
         costs, counts = costs_for(replicas), partition.counts
         whole = planned_memory(config, costs, partition, schedule, replicas)
-        kept = kept_memory(costs, (), counts, schedule)
-        return choose(costs, counts, schedule, [limit - max(0, a - b) for a, b in zip(whole, kept, strict=True)])
+        kept = recompute_memory(costs, (), counts, schedule)
+        return choose_recomputed(costs, counts, schedule, [limit - max(0, a - b) for a, b in zip(whole, kept, strict=True)])
 
     return fitting
 

@@ -11,7 +11,7 @@ from dynmo.balance.partition import uniform
 from dynmo.config import parse
 from dynmo.cost.layer_cost import LayerCost, elide
 from dynmo.models.registry import load_model
-from dynmo.planner.recompute import computed_again
+from dynmo.planner.recompute import recompute_as_workspace
 from dynmo.runtime.comm.world import World
 from dynmo.schedule.catalogue import make
 from dynmo.schedule.memory import rank_memory
@@ -36,7 +36,7 @@ def schedules(world: World, config: dict[str, Any]) -> list[list[Any]]:
     loaded = parse(config)
     model = load_model(loaded)
     pipeline = pipeline_for(loaded, world, model, uniform(model.layers, 2))
-    shapes = computed_again(shape_costs(loaded, model), ())
+    shapes = recompute_as_workspace(shape_costs(loaded, model), ())
 
     def say(layers: tuple[LayerCost, ...]) -> list[Any]:
         made: Schedule = pipeline.schedule_for(pipeline.partition)
@@ -77,7 +77,7 @@ def reshaped(world: World, config: dict[str, Any]) -> list[str]:
     for measured in (False, True):
         pipeline = pipeline_for(loaded, world, model, uniform(model.layers, world.size))
         if measured:
-            shapes = computed_again(shape_costs(loaded, model), ())
+            shapes = recompute_as_workspace(shape_costs(loaded, model), ())
             pipeline.replan(tuple(replace(layer, activation_bytes=2 * layer.activation_bytes) for layer in shapes))
             out.append(str(pipeline.schedule_for(pipeline.partition)))
         pipeline.reshape(pipeline=2, data=2)

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from dynmo.planner.alternatives import other_balancers, other_microbatches, other_ranks, other_schedules
-from dynmo.planner.evaluate import Job
+from dynmo.planner.evaluate import PlanRequest
 from dynmo.schedule.catalogue import SCHEDULES
 from tests.planner.test_stage_plan import profile, replayed
 
 
 def test_other_choices() -> None:
-    job = Job(profile(12), 3, 6)
-    balancers, schedules, ranks, microbatches = other_balancers(job), other_schedules(job), other_ranks(job), other_microbatches(job)
+    request = PlanRequest(profile(12), 3, 6)
+    balancers, schedules, ranks, microbatches = (
+        other_balancers(request),
+        other_schedules(request),
+        other_ranks(request),
+        other_microbatches(request),
+    )
     assert {x.choice for x in balancers} >= {"uniform", "schedule-aware", "diffusion", "deepspeed-time"}
     assert {x.choice for x in schedules} == set(SCHEDULES) - {"zb-h1"}
     assert {x.choice for x in ranks} == {1, 2, 4, 5, 6}

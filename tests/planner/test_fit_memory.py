@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from dynmo.balance.partition import Partition, uniform
 from dynmo.balance.stage_costs import pipeline_costs
 from dynmo.cost.layer_cost import LayerCost
-from dynmo.planner.fit_memory import made_within
+from dynmo.planner.fit_memory import fit_memory
 from dynmo.schedule.catalogue import make, placement_of
 from dynmo.schedule.memory import rank_memory
 from dynmo.schedule.op import Schedule
@@ -38,7 +38,7 @@ def within(limit: int | None, layers: Sequence[LayerCost], partition: Partition,
     def made(caps: Sequence[float]) -> Schedule:
         return make(name, ranks, microbatches, costs=costs, caps=caps)
 
-    return made_within(limit, made, layers, partition.counts, costs, placement_of(name, ranks))
+    return fit_memory(limit, made, layers, partition.counts, costs, placement_of(name, ranks))
 
 
 @pytest.mark.parametrize("spare", [1.0, 1.1, 1.5, 2.0])

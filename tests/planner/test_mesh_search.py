@@ -13,10 +13,10 @@ from dynmo.balance.partition import Partition
 from dynmo.cost.layer_cost import LayerCost, LinkCost
 from dynmo.cost.profile_file import Profile
 from dynmo.errors import InputError, PartitionError
-from dynmo.planner.evaluate import Job, judge
-from dynmo.planner.mesh_search import Mesh, MeshPlan, MeshRequest, finish, mesh_profile, search
-from dynmo.planner.recompute import whole_memory
-from dynmo.planner.stage_plan import attempt
+from dynmo.planner.evaluate import PlanRequest, evaluate_partition
+from dynmo.planner.mesh_search import Mesh, MeshPlan, MeshRequest, add_reductions, mesh_profile, search
+from dynmo.planner.recompute import planned_memory
+from dynmo.planner.stage_plan import make_plan
 from dynmo.schedule.bounds import Objective
 from dynmo.schedule.op import Kind
 
@@ -43,13 +43,13 @@ def reduced(plan: MeshPlan, bandwidth: float, zero: int) -> float:
                 continue
             now = start
             for index in reversed(plan.plan.partition.range_of(op.stage)):
-                layer = plan.plan.job.layers[index]
+                layer = plan.plan.request.layers[index]
                 now += layer.w + (layer.b if op.kind is Kind.BW else 0)
                 link = max(link, now) + (2 - zero) * ring * layer.gradient_bytes / bandwidth
                 size += layer.weight_bytes
         ends.append(max(link, row[-1].end))
         gathers.append(zero * ring * size / bandwidth)
-    if plan.plan.job.objective is Objective.MAKESPAN:
+    if plan.plan.request.objective is Objective.MAKESPAN:
         return max(ends) + max(gathers)
     return max(e + g - row[0].start for e, g, row in zip(ends, gathers, timeline.ranks, strict=True))
 
@@ -83,10 +83,12 @@ def test_the_search_is_brute_force(request: MeshRequest):
                 mesh = Mesh(pipeline, replicas, request.global_batch // replicas // size, size, schedule)
                 scaled = mesh_profile(request.profile, mesh, request.zero)
                 for name in request.balancers:
-                    job = Job(scaled, pipeline, mesh.microbatches, schedule, name, None, request.memory_limit, request.objective, True)
-                    job = replace(job, replicas=replicas)
+                    plan_request = PlanRequest(
+                        scaled, pipeline, mesh.microbatches, schedule, name, None, request.memory_limit, request.objective, True
+                    )
+                    plan_request = replace(plan_request, replicas=replicas)
                     try:
-                        found = finish(mesh, attempt(job), request.bandwidth, request.zero)
+                        found = add_reductions(mesh, make_plan(plan_request), request.bandwidth, request.zero)
                     except InputError:
                         continue
                     if pipeline > 1 or schedule == next((x for x in request.schedules if x != "zb-v"), "zb-v"):
@@ -123,10 +125,10 @@ def test_no_placement_of_any_mesh_is_better():
     for pipeline in (1, 2, 3, 6):
         for size in (1, 2):
             mesh = Mesh(pipeline, 6 // pipeline, 2 * pipeline // size, size, "zb-h1")
-            job = Job(mesh_profile(given, mesh, 0), pipeline, mesh.microbatches, any_links=True)
+            plan_request = PlanRequest(mesh_profile(given, mesh, 0), pipeline, mesh.microbatches, any_links=True)
             for cuts in combinations(range(1, 6), pipeline - 1):
                 counts = tuple(b - a for a, b in pairwise((0, *cuts, 6)))
-                best = min(best, finish(mesh, judge(job, Partition(counts)), 100.0).seconds)
+                best = min(best, add_reductions(mesh, evaluate_partition(plan_request, Partition(counts)), 100.0).seconds)
     assert search(request).candidates[0].seconds == pytest.approx(best)
 
 
@@ -165,12 +167,14 @@ def test_recomputing_makes_room():
         search(MeshRequest(given, 2, 16, (2,), ("1f1b",), memory_limit=limit))
     found = search(MeshRequest(given, 2, 16, (2,), ("1f1b",), memory_limit=limit, recompute="auto"))
     best = found.candidates[0]
-    job = best.plan.job
-    assert job.recomputed
-    assert best.memory == whole_memory(job.kept, job.recomputed, best.plan.partition.counts, best.plan.schedule, job.replicas)
+    plan_request = best.plan.request
+    assert plan_request.recomputed
+    assert best.memory == planned_memory(
+        plan_request.kept, plan_request.recomputed, best.plan.partition.counts, best.plan.schedule, plan_request.replicas
+    )
     assert max(best.memory) <= limit
     every = search(MeshRequest(given, 2, 16, (2,), ("1f1b",), memory_limit=limit, recompute="all")).candidates[0]
-    assert len(every.plan.job.recomputed) == 8
+    assert len(every.plan.request.recomputed) == 8
     assert best.seconds <= every.seconds
 
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from dynmo.planner.alternatives import other_microbatches
-from dynmo.planner.evaluate import Job
+from dynmo.planner.evaluate import PlanRequest
 from tests.planner.test_stage_plan import profile
 
 
 def test_smaller_microbatches_take_their_share() -> None:
-    found = {x.choice: x.plan for x in other_microbatches(Job(profile(12), 3, 6))}[12]
+    found = {x.choice: x.plan for x in other_microbatches(PlanRequest(profile(12), 3, 6))}[12]
     assert found is not None
-    for small, whole in zip(found.job.layers, profile(12).layers, strict=True):
+    for small, whole in zip(found.request.layers, profile(12).layers, strict=True):
         assert (small.f, small.static_bytes) == (whole.f / 2, whole.static_bytes)
         assert small.activation_bytes == -(-whole.activation_bytes // 2)

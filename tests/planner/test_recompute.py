@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from dynmo.cost.layer_cost import LayerCost
 from dynmo.errors import PartitionError
-from dynmo.planner.recompute import choose, memory, recomputed
+from dynmo.planner.recompute import choose_recomputed, recompute_memory, with_recompute
 from dynmo.schedule.catalogue import make
 from dynmo.schedule.memory import rank_memory
 from dynmo.schedule.op import Kind, Schedule
@@ -41,7 +41,7 @@ def replayed(
     """Layer by layer, what is live, by the definition: the peak of each rank. Between replicas, a layer's gradients are three times there
     while they are summed: cut into shares, joined, received."""
     bounds = [sum(counts[:s]) for s in range(len(counts) + 1)]
-    kept = recomputed(layers, chosen)
+    kept = with_recompute(layers, chosen)
     peaks: list[int] = []
     for rank, row in enumerate(schedule.ops):
         own = [i for s in schedule.stages_of(rank) for i in range(bounds[s], bounds[s + 1])]
@@ -71,12 +71,12 @@ def test_memory_is_what_a_replay_layer_by_layer_finds(case: tuple[tuple[LayerCos
     layers, counts, schedule = case
     chosen = frozenset(data.draw(st.sets(st.integers(0, len(layers) - 1))))
     replicas = data.draw(st.integers(1, 2))
-    found = memory(layers, chosen, counts, schedule, replicas)
+    found = recompute_memory(layers, chosen, counts, schedule, replicas)
     assert list(found) == replayed(layers, chosen, counts, schedule, replicas)
     # Without messages, as it runs (an adjacent B and W are one), no more is needed.
     silent = [replace(layer, output_bytes=0) for layer in layers]
-    assert all(a <= b for a, b in zip(rank_memory(silent, counts, schedule), memory(layers, (), counts, schedule), strict=True))
-    more = memory(layers, {*chosen, data.draw(st.integers(0, len(layers) - 1))}, counts, schedule, replicas)
+    assert all(a <= b for a, b in zip(rank_memory(silent, counts, schedule), recompute_memory(layers, (), counts, schedule), strict=True))
+    more = recompute_memory(layers, {*chosen, data.draw(st.integers(0, len(layers) - 1))}, counts, schedule, replicas)
     assert all(a <= b for a, b in zip(more, found, strict=True)), "recomputing one more layer needs more memory"
 
 
@@ -85,33 +85,33 @@ def test_the_choice_fits_and_nothing_of_it_can_be_left_out(
     case: tuple[tuple[LayerCost, ...], tuple[int, ...], Schedule], data: st.DataObject
 ):
     layers, counts, schedule = case
-    least = memory(layers, range(len(layers)), counts, schedule)
-    most = memory(layers, (), counts, schedule)
+    least = recompute_memory(layers, range(len(layers)), counts, schedule)
+    most = recompute_memory(layers, (), counts, schedule)
     limits = [data.draw(st.integers(low, high)) for low, high in zip(least, most, strict=True)]
-    chosen = choose(layers, counts, schedule, limits)
-    fits = [need <= limit for need, limit in zip(memory(layers, chosen, counts, schedule), limits, strict=True)]
+    chosen = choose_recomputed(layers, counts, schedule, limits)
+    fits = [need <= limit for need, limit in zip(recompute_memory(layers, chosen, counts, schedule), limits, strict=True)]
     assert all(fits)
     for index in chosen:
-        without = memory(layers, chosen - {index}, counts, schedule)
+        without = recompute_memory(layers, chosen - {index}, counts, schedule)
         assert any(need > limit for need, limit in zip(without, limits, strict=True)), f"layer {index} for nothing"
     if limits == list(most):
         assert not chosen
     rank = data.draw(st.integers(0, schedule.ranks - 1))
     limits[rank] = least[rank] - 1
     with pytest.raises(PartitionError, match=f"rank {rank} needs {least[rank]} bytes under {schedule.name} even when all"):
-        choose(layers, counts, schedule, limits)
+        choose_recomputed(layers, counts, schedule, limits)
 
 
 def test_the_seconds_are_near_the_least():
     """Against every subset, on a rank of nine layers: greedy is no knapsack solver, but it is not far off."""
     layers = tuple(LayerCost(f, 2.0, 1.0, 0, 1, 1, 2, a, 1, 2) for f, a in zip((3, 1, 4, 1, 5, 9, 2, 6, 5), range(8, 26, 2), strict=True))
     schedule = make("gpipe", 1, 3)
-    (low,), (high,) = memory(layers, range(9), (9,), schedule), memory(layers, (), (9,), schedule)
+    (low,), (high,) = recompute_memory(layers, range(9), (9,), schedule), recompute_memory(layers, (), (9,), schedule)
     ratios: list[float] = []
     for limit in range(low, high, 7):
         every = (set(c) for n in range(10) for c in combinations(range(9), n))
-        best = min(sum(layers[i].f for i in c) for c in every if memory(layers, c, (9,), schedule)[0] <= limit)
-        taken = sum(layers[i].f for i in choose(layers, (9,), schedule, limit))
+        best = min(sum(layers[i].f for i in c) for c in every if recompute_memory(layers, c, (9,), schedule)[0] <= limit)
+        taken = sum(layers[i].f for i in choose_recomputed(layers, (9,), schedule, limit))
         assert taken >= best
         ratios.append(taken / best)
     assert sum(ratios) / len(ratios) < 1.1
@@ -123,12 +123,12 @@ def test_what_recomputing_costs_and_keeps():
         LayerCost(1, 2, 3, 0, 0, 0, 0, 50, 30, 10),
         LayerCost(5, 0, 0, 0, 0, 0, 0, 0, 0, 7),
     )
-    found = recomputed(layers, {0, 1, 2})
+    found = with_recompute(layers, {0, 1, 2})
     assert [x.b for x in found] == [3, 3, 0], "a layer without a backward does not run twice"
     assert [x.activation_bytes for x in found] == [20, 20, 0]
     assert [x.stash_bytes for x in found] == [30, 30, 0], "what W needs is there again after B"
-    assert recomputed(layers, ()) == layers
+    assert with_recompute(layers, ()) == layers
     with pytest.raises(PartitionError, match="2 memory limits for 1 ranks"):
-        choose(layers, (3,), make("1f1b", 1, 2), (1, 2))
+        choose_recomputed(layers, (3,), make("1f1b", 1, 2), (1, 2))
     with pytest.raises(PartitionError, match="a placement of 2 layers on 1 stages, for 3 layers"):
-        memory(layers, (), (2,), make("1f1b", 1, 2))
+        recompute_memory(layers, (), (2,), make("1f1b", 1, 2))

@@ -10,8 +10,8 @@ from dynmo.balance.partition import Partition, uniform
 from dynmo.cost.layer_cost import LayerCost
 from dynmo.cost.profile_file import Profile
 from dynmo.errors import PartitionError
-from dynmo.planner.evaluate import Job, judge
-from dynmo.planner.mesh_search import Mesh, MeshRequest, finish, mesh_profile
+from dynmo.planner.evaluate import PlanRequest, evaluate_partition
+from dynmo.planner.mesh_search import Mesh, MeshRequest, add_reductions, mesh_profile
 from dynmo.planner.reshape import largest_arrival, reshape
 
 
@@ -34,7 +34,9 @@ def test_it_is_never_predicted_slower_than_to_stay(seed: int, replicas: int, hor
     current, partition = Mesh(4 // replicas, replicas, 8 // replicas, 1, "zb-h1"), uniform(8, 4 // replicas)
     request = MeshRequest(given, 4, 8, (1,), ("zb-h1",), memory_limit=limit, bandwidth=100.0)
     found = reshape(request, current, partition, horizon_steps=horizon, seconds_per_byte=price, margin=1.0)
-    now = finish(current, judge(Job(mesh_profile(given, current, 0), current.pipeline, current.microbatches), partition), 100.0).seconds
+    now = add_reductions(
+        current, evaluate_partition(PlanRequest(mesh_profile(given, current, 0), current.pipeline, current.microbatches), partition), 100.0
+    ).seconds
     assert found.plan.seconds <= now
     if found.decision.move:
         assert (now - found.plan.seconds) * horizon > found.moved_bytes * price

@@ -11,9 +11,9 @@ from dynmo.balance.stage_costs import frozen_stages, pipeline_costs
 from dynmo.cost.layer_cost import LayerCost, LinkCost, stage_costs
 from dynmo.cost.profile_file import Profile
 from dynmo.errors import InputError, PartitionError
-from dynmo.planner.evaluate import Job, Plan, judge
-from dynmo.planner.recompute import computed_again, whole_memory
-from dynmo.planner.stage_plan import attempt
+from dynmo.planner.evaluate import Plan, PlanRequest, evaluate_partition
+from dynmo.planner.recompute import planned_memory, recompute_as_workspace
+from dynmo.planner.stage_plan import make_plan
 from dynmo.schedule.bounds import Objective
 from dynmo.schedule.catalogue import SCHEDULES, make
 from dynmo.schedule.memory import rank_memory, stage_memory
@@ -39,32 +39,32 @@ def every(layers: int, stages: int) -> list[tuple[int, ...]]:
 
 def replayed(made: Plan) -> None:
     """What the plan says, checked from its placement and its schedule alone."""
-    job = made.job
+    request = made.request
     timeline = simulate(made.schedule, made.costs)
     assert (timeline.span, timeline.makespan) == (made.timeline.span, made.timeline.makespan)
     assert made.lower_bound <= made.step
-    assert sum(made.partition.counts) == len(job.layers)
-    assert made.schedule.placement == job.placement
-    stages = stage_costs(job.layers, made.partition.counts)
+    assert sum(made.partition.counts) == len(request.layers)
+    assert made.schedule.placement == request.placement
+    stages = stage_costs(request.layers, made.partition.counts)
     assert made.costs.stages == stages
-    static = [0] * job.ranks
-    for layer, x in enumerate(job.layers):
-        static[job.placement[made.partition.owner(layer)]] += x.static_bytes
+    static = [0] * request.ranks
+    for layer, x in enumerate(request.layers):
+        static[request.placement[made.partition.owner(layer)]] += x.static_bytes
     kept = [s + round(peak) for s, peak in zip(static, peak_memory(made.schedule, made.costs), strict=True)]
     # A run refuses by what waits and what ops need beside, too.
-    run = rank_memory(job.layers, made.partition.counts, made.schedule)
+    run = rank_memory(request.layers, made.partition.counts, made.schedule)
     assert list(made.memory) == list(map(max, kept, run))
-    assert all(job.memory_limit is None or need <= job.memory_limit for need in made.memory)
+    assert all(request.memory_limit is None or need <= request.memory_limit for need in made.memory)
 
 
 @pytest.mark.parametrize("schedule", [name for name in SCHEDULES if name != "interleaved-1f1b"])
 @pytest.mark.parametrize("frozen", [0, 5])
 def test_every_schedule(schedule: str, frozen: int) -> None:
-    replayed(attempt(Job(profile(frozen=frozen), 3, 6, schedule)))
+    replayed(make_plan(PlanRequest(profile(frozen=frozen), 3, 6, schedule)))
 
 
 def test_interleaved() -> None:
-    replayed(attempt(Job(profile(), 3, 6, "interleaved-1f1b", chunks=3)))
+    replayed(make_plan(PlanRequest(profile(), 3, 6, "interleaved-1f1b", chunks=3)))
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -79,7 +79,7 @@ def test_exact_is_the_least_bottleneck_that_fits(seed: int) -> None:
     }
     limit = sorted(needs.values())[len(needs) // rng.choice([20, 5, 2])]
     loads = {counts: max(x.seconds for x in stage_costs(known.layers, counts)) for counts in needs if needs[counts] <= limit}
-    made = attempt(Job(known, ranks, microbatches, "1f1b", memory_limit=limit))
+    made = make_plan(PlanRequest(known, ranks, microbatches, "1f1b", memory_limit=limit))
     assert loads[made.partition.counts] == pytest.approx(min(loads.values()), rel=1e-12)
     assert max(made.memory) == needs[made.partition.counts]
     replayed(made)
@@ -87,21 +87,21 @@ def test_exact_is_the_least_bottleneck_that_fits(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", range(6))
 def test_schedule_aware_is_no_worse(seed: int) -> None:
-    job = Job(profile(14, seed), 4, 8, objective=Objective.MAKESPAN)
-    assert attempt(replace(job, balancer="schedule-aware")).step <= attempt(job).step * (1 + 1e-9)
+    request = PlanRequest(profile(14, seed), 4, 8, objective=Objective.MAKESPAN)
+    assert make_plan(replace(request, balancer="schedule-aware")).step <= make_plan(request).step * (1 + 1e-9)
 
 
 @pytest.mark.parametrize("seed", range(6))
 def test_automatic_schedules_keep_within_the_limit(seed: int) -> None:
     known = profile(12, seed)
-    least = max(attempt(Job(known, 3, 6, "1f1b")).memory)
-    made = attempt(Job(known, 3, 6, "zb-auto", memory_limit=least))
+    least = max(make_plan(PlanRequest(known, 3, 6, "1f1b")).memory)
+    made = make_plan(PlanRequest(known, 3, 6, "zb-auto", memory_limit=least))
     replayed(made)
     # There is room for one microbatch at a time where 1F1B's three would not fit.
     more = 2 * 5 * 10  # of the other five, messages of 10 bytes wait on both sides
-    tight = max(attempt(Job(known, 3, 1, "1f1b")).memory) + more
+    tight = max(make_plan(PlanRequest(known, 3, 1, "1f1b")).memory) + more
     assert tight < least
-    replayed(attempt(Job(known, 3, 6, "zb-auto", memory_limit=tight)))
+    replayed(make_plan(PlanRequest(known, 3, 6, "zb-auto", memory_limit=tight)))
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "zb-h2", "zb-v", "v-half"])
@@ -109,46 +109,46 @@ def test_what_fits_is_not_refused(schedule: str) -> None:
     """Against all placements: frozen prefixes and several stages a rank keep less than their stages' peaks together."""
     for seed in range(12):
         known = profile(7, seed, frozen=seed % 5)
-        job = Job(known, 2 + seed % 2, 3, schedule)
-        needs = [max(judge(job, Partition(counts)).memory) for counts in every(7, len(job.placement))]
-        replayed(attempt(replace(job, memory_limit=min(needs))))
+        request = PlanRequest(known, 2 + seed % 2, 3, schedule)
+        needs = [max(evaluate_partition(request, Partition(counts)).memory) for counts in every(7, len(request.placement))]
+        replayed(make_plan(replace(request, memory_limit=min(needs))))
         if not SCHEDULES[schedule].from_costs:  # those may be made to keep still less
             with pytest.raises(InputError):
-                attempt(replace(job, memory_limit=min(needs) - 1))
+                make_plan(replace(request, memory_limit=min(needs) - 1))
 
 
 @pytest.mark.parametrize("seed", range(40))
 def test_the_automatic_schedule_fits_wherever_one_microbatch_does(seed: int) -> None:
     rng, known = random.Random(seed), profile(8, seed, frozen=seed % 4)
-    job = Job(known, rng.randint(1, 4), rng.randint(1, 9), "zb-auto", rng.choice(["exact", "schedule-aware"]))
+    request = PlanRequest(known, rng.randint(1, 4), rng.randint(1, 9), "zb-auto", rng.choice(["exact", "schedule-aware"]))
 
     def need(counts: tuple[int, ...]) -> int:
-        stages = pipeline_costs(job.layers, Partition(counts))
+        stages = pipeline_costs(request.layers, Partition(counts))
         caps, first = [stage.held for stage in stages.stages], frozen_stages(stages)
-        made = make("zb-auto", job.ranks, job.microbatches, costs=stages, caps=caps, first_trainable=first)
-        return max(whole_memory(job.layers, (), counts, made))
+        made = make("zb-auto", request.ranks, request.microbatches, costs=stages, caps=caps, first_trainable=first)
+        return max(planned_memory(request.layers, (), counts, made))
 
-    replayed(attempt(replace(job, memory_limit=min(map(need, every(8, job.ranks))))))
+    replayed(make_plan(replace(request, memory_limit=min(map(need, every(8, request.ranks))))))
 
 
 def test_moves_are_between_ranks() -> None:
     known = replace(profile(6), partition=(4, 2), ranks=2)
-    made = attempt(Job(known, 2, 4, "1f1b", balancer="uniform"))
+    made = make_plan(PlanRequest(known, 2, 4, "1f1b", balancer="uniform"))
     assert made.partition.counts == (3, 3)
     assert [tuple(move) for move in made.moves] == [(3, 0, 1)]
     assert made.moved_bytes == 1200, "a layer's weights and the optimizer's state; its gradients are gone between steps"
     # Another number of stages than the file's: from the even placement, where nothing has to move.
-    assert attempt(Job(known, 3, 4, "1f1b", balancer="uniform")).moves == ()
+    assert make_plan(PlanRequest(known, 3, 4, "1f1b", balancer="uniform")).moves == ()
 
 
 def test_the_file_without_sizes() -> None:
     """The schedule does not keep more in flight than twice 1F1B's for that."""
     known = Profile(tuple(LayerCost(1, 1, 1) for _ in range(8)), tuple("abcdefgh"))
-    made = attempt(Job(known, 4, 40, "zb-auto"))
+    made = make_plan(PlanRequest(known, 4, 40, "zb-auto"))
     assert max(pair[0] for pairs in resident(made.schedule) for pair in pairs) <= 8
     assert made.memory == (0, 0, 0, 0)
     with pytest.raises(PartitionError, match="a memory limit, but the costs have no sizes"):
-        attempt(Job(known, 4, 40, memory_limit=100))
+        make_plan(PlanRequest(known, 4, 40, memory_limit=100))
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "zb-auto", "zb-v"])
@@ -158,16 +158,16 @@ def test_what_fits_a_plan_fits_a_run(schedule: str) -> None:
     layers = tuple(
         replace(x, output_bytes=40, workspace_bytes=60, forward_workspace_bytes=60, weight_workspace_bytes=30) for x in known.layers
     )
-    job = Job(replace(known, layers=layers), 3, 6, schedule)
-    roomy = max(attempt(job).memory)
+    request = PlanRequest(replace(known, layers=layers), 3, 6, schedule)
+    roomy = max(make_plan(request).memory)
     fitting = 0
     for limit in range(roomy, roomy * 3 // 4, -roomy // 40):
         for recompute in ("none", "auto"):
             try:
-                made = attempt(replace(job, memory_limit=limit, recompute=recompute))
+                made = make_plan(replace(request, memory_limit=limit, recompute=recompute))
             except InputError:
                 continue
-            counted = computed_again(made.job.kept, made.job.recomputed)
+            counted = recompute_as_workspace(made.request.kept, made.request.recomputed)
             assert max(rank_memory(counted, made.partition.counts, made.schedule)) <= max(made.memory) <= limit
             fitting += 1
     assert fitting >= 4
@@ -178,11 +178,11 @@ def test_recomputing_all_looks_as_far_as_recomputing_none() -> None:
     rng, found = random.Random(5), 0
     for _ in range(20):
         layers = tuple(LayerCost(1, 1, 1, 0, 10, 10, 20, rng.randint(10, 400), 5, rng.randint(1, 9)) for _ in range(7))
-        job = Job(Profile(layers, tuple(map(str, range(7)))), 3, 4, "1f1b", recompute="all")
-        all_of_them = replace(job, recompute="none", recomputed=frozenset(range(7)))
-        least = min(max(judge(all_of_them, Partition(counts)).memory) for counts in every(7, 3))
+        request = PlanRequest(Profile(layers, tuple(map(str, range(7)))), 3, 4, "1f1b", recompute="all")
+        all_of_them = replace(request, recompute="none", recomputed=frozenset(range(7)))
+        least = min(max(evaluate_partition(all_of_them, Partition(counts)).memory) for counts in every(7, 3))
         try:
-            found += max(attempt(replace(job, memory_limit=least)).memory) == least
+            found += max(make_plan(replace(request, memory_limit=least)).memory) == least
         except InputError:
             continue
     assert found >= 15, "one boundary at a time is no search through all"

@@ -5,14 +5,14 @@ from dataclasses import replace
 import pytest
 
 from dynmo.errors import InputError, PartitionError
-from dynmo.planner.evaluate import Job
-from dynmo.planner.suggest import plan
+from dynmo.planner.evaluate import PlanRequest
+from dynmo.planner.suggest import plan_or_suggest
 from tests.planner.test_stage_plan import profile, replayed
 
 
-def told(job: Job) -> str:
+def told(request: PlanRequest) -> str:
     with pytest.raises(InputError) as error:
-        plan(job)
+        plan_or_suggest(request)
     assert "\n" not in str(error.value)
     return str(error.value)
 
@@ -20,41 +20,41 @@ def told(job: Job) -> str:
 def test_what_does_not_fit_is_refused_with_what_would() -> None:
     known = profile(12)
     heavy = replace(known.layers[0], f=4.0, b=4.0, w=4.0, weight_bytes=3000, activation_bytes=300)
-    job = Job(replace(known, layers=(heavy, *known.layers[1:])), 3, 6, "1f1b", balancer="uniform")
-    made = plan(job)
+    request = PlanRequest(replace(known, layers=(heavy, *known.layers[1:])), 3, 6, "1f1b", balancer="uniform")
+    made = plan_or_suggest(request)
     most = max(made.memory)
-    line = told(replace(job, memory_limit=most - 1))
+    line = told(replace(request, memory_limit=most - 1))
     assert line.startswith(f"rank {made.memory.index(most)} (layers 0 to 3) needs {most} bytes under 1f1b with the placement 4+4+4, over")
     assert "; the balancer 'exact' would fit: " in line
-    least = max(plan(Job(profile(12), 3, 6, "1f1b")).memory)
-    assert "; the schedule zb-auto would fit: " in told(Job(profile(12), 3, 6, "1f1b", memory_limit=round(least * 0.95)))
-    assert " ranks with " in told(Job(profile(12), 3, 6, "1f1b", memory_limit=round(least * 0.7)))
-    assert "; nothing that was tried fits" in told(replace(job, memory_limit=1000))
+    least = max(plan_or_suggest(PlanRequest(profile(12), 3, 6, "1f1b")).memory)
+    assert "; the schedule zb-auto would fit: " in told(PlanRequest(profile(12), 3, 6, "1f1b", memory_limit=round(least * 0.95)))
+    assert " ranks with " in told(PlanRequest(profile(12), 3, 6, "1f1b", memory_limit=round(least * 0.7)))
+    assert "; nothing that was tried fits" in told(replace(request, memory_limit=1000))
 
 
 def test_what_is_suggested_fits() -> None:
     for seed in range(4):
         known = profile(12, seed)
-        limit = round(max(plan(Job(known, 3, 6, "zb-h1")).memory) * 0.97)
-        job = Job(known, 3, 6, "zb-h1", memory_limit=limit)
+        limit = round(max(plan_or_suggest(PlanRequest(known, 3, 6, "zb-h1")).memory) * 0.97)
+        request = PlanRequest(known, 3, 6, "zb-h1", memory_limit=limit)
         try:
-            replayed(plan(job))
+            replayed(plan_or_suggest(request))
         except PartitionError as error:
             name = str(error).split("the schedule ")[1].split(" would")[0]
-            replayed(plan(replace(job, schedule=name)))
+            replayed(plan_or_suggest(replace(request, schedule=name)))
 
 
 @pytest.mark.parametrize(
-    ("job", "message"),
+    ("wanted", "message"),
     [
-        (Job(profile(), 3, 6, "zb-h3"), "unknown schedule 'zb-h3'; choose one of"),
-        (Job(profile(), 3, 6, balancer="best"), "unknown balancer 'best'; choose one of"),
-        (Job(profile(), 3, 7, "interleaved-1f1b"), "7 microbatches are not a multiple of 3 ranks; use 6 or 9"),
-        (Job(profile(), 3, 6, "zb-h1", chunks=2), "zb-h1 has 1 stage a rank, not 2"),
-        (Job(profile(), 13, 6), "13 ranks need at least 13 layers; the model has 12"),
-        (Job(replace(profile(), links=(), comm=(1.0, 2.0, 3.0)), 3, 6), "comm has 3 numbers, but 3 stages have 2 boundaries"),
+        (PlanRequest(profile(), 3, 6, "zb-h3"), "unknown schedule 'zb-h3'; choose one of"),
+        (PlanRequest(profile(), 3, 6, balancer="best"), "unknown balancer 'best'; choose one of"),
+        (PlanRequest(profile(), 3, 7, "interleaved-1f1b"), "7 microbatches are not a multiple of 3 ranks; use 6 or 9"),
+        (PlanRequest(profile(), 3, 6, "zb-h1", chunks=2), "zb-h1 has 1 stage a rank, not 2"),
+        (PlanRequest(profile(), 13, 6), "13 ranks need at least 13 layers; the model has 12"),
+        (PlanRequest(replace(profile(), links=(), comm=(1.0, 2.0, 3.0)), 3, 6), "comm has 3 numbers, but 3 stages have 2 boundaries"),
     ],
 )
-def test_bad_input_is_named(job: Job, message: str) -> None:
-    assert message in told(job)
-    assert message in told(replace(job, memory_limit=10**9))
+def test_bad_input_is_named(wanted: PlanRequest, message: str) -> None:
+    assert message in told(wanted)
+    assert message in told(replace(wanted, memory_limit=10**9))
