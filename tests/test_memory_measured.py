@@ -80,7 +80,7 @@ def peak(
             "microbatches": MICROBATCHES,
             "dtype": PRECISIONS[precision],
             "recompute": again,
-            "slots": slots * replicas,
+            "accumulation_groups": slots * replicas,
             "zero": zero,
             **pipelined,
         },
@@ -128,9 +128,9 @@ def peak(
     made = pipeline.schedule_for(partition)  # as it ran
     return {
         "measured": held + most,
-        "predicted": rank_memory(*(layers, partition.counts, made), post_validation=rollback is not None, replicas=replicas, slots=slots)[
-            world.rank
-        ],
+        "predicted": rank_memory(
+            *(layers, partition.counts, made), post_validation=rollback is not None, replicas=replicas, accumulation_groups=slots
+        )[world.rank],
         "held": held,
         "rest": most,
     }

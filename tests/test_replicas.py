@@ -289,7 +289,7 @@ def test_what_a_costs_file_says_of_optimizer_state(pool: Pool, tmp_path: Path) -
         if whole.gradient_bytes:
             assert 0 <= whole.optimizer_bytes - shared.optimizer_bytes < 100, "but for AdamW's counters"
         assert shared.optimizer_bytes >= 0.9 * whole.optimizer_bytes
-        assert whole.aside_bytes == 2 * whole.gradient_bytes, "of four slots on a replica two wait while the last is summed"
+        assert whole.pending_gradient_bytes == 2 * whole.gradient_bytes, "of four slots on a replica two wait while the last is summed"
 
 
 def test_a_tied_weight_keeps_the_barrier_and_says_so(pool: Pool) -> None:

@@ -59,22 +59,24 @@ class Layout:
 
 @dataclass(frozen=True)
 class Layouts:
-    """Makes the layouts that one pipeline can have: of a model of so many layers, under one schedule. slots: reduction slots of the
+    """Makes the layouts that one pipeline can have: of a model of so many layers, under one schedule. accumulation_groups: of the
     whole mesh."""
 
     layers: int
     schedule: str
     chunks: int | None
-    slots: int
+    accumulation_groups: int
     recompute: RecomputeRule
     sliced: bool = False
 
     def make(self, ranks: int, replicas: int, microbatches: int, partition: Partition | None = None) -> Layout:
         """partition: default is equally many layers for each stage. Raises InputError where something does not fit."""
         check_microbatches(self.schedule, ranks, microbatches)
-        problem = accumulation_problem(self.slots, replicas, replicas * microbatches)
+        problem = accumulation_problem(self.accumulation_groups, replicas, replicas * microbatches)
         if problem:
-            raise ConfigError(f"reduction slots: {self.slots} {problem}; use another number of slots, replicas or microbatches")
+            raise ConfigError(
+                f"reduction slots: {self.accumulation_groups} {problem}; use another number of slots, replicas or microbatches"
+            )
         placement = placement_of(self.schedule, ranks, self.chunks)
         partition = partition or uniform(self.layers, len(placement))
         self._check(partition, placement)

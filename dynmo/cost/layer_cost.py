@@ -13,21 +13,34 @@ from itertools import pairwise
 from dynmo.errors import InputError
 
 
-def most_aside(slots: int) -> int:
-    """How many gradients of a parameter are set aside at one time, at most, while those of the next slot are summed: slots fold as a binary
-    tree (`runtime/layer/accumulation.py`), in which a finished slot waits for its neighbour."""
-    return max(finished.bit_count() for finished in range(slots))
+def most_pending_gradients(accumulation_groups: int) -> int:
+    """The most gradients of one parameter that wait while the next accumulation group is summed.
+
+    Groups fold as a binary tree (`runtime/layer/accumulation.py`), in which a finished group waits for its neighbour.
+    """
+    return max(finished.bit_count() for finished in range(accumulation_groups))
 
 
 @dataclass(frozen=True)
 class LayerCost:
     """One layer and one microbatch: seconds of F, B, W, and the bytes it holds.
 
-    activation_bytes live from F until B; stash_bytes is the part of them (inputs and output gradients) that W still needs after B;
-    output_bytes is what the layer hands on; workspace_bytes is what one of its ops needs beside all this while it runs, and
-    forward_workspace_bytes and weight_workspace_bytes what F (where it keeps what B needs) and W do; copy_bytes is what a step without a
-    barrier at its end keeps to be taken back from, until it is final; aside_bytes are gradients of finished reduction slots that wait to
-    be summed; parameters is their number. A layer in a frozen prefix has b = w = 0; a frozen layer above a trainable one has w = 0 only.
+    Args:
+        f: Seconds of F. A layer in a frozen prefix has b = w = 0. A frozen layer above a trainable one has w = 0 only.
+        b: Seconds of B.
+        w: Seconds of W.
+        parameters: Number of parameters.
+        weight_bytes: Bytes of the weights.
+        gradient_bytes: Bytes of their gradients.
+        optimizer_bytes: Bytes of the optimizer's state.
+        activation_bytes: Live from F until B.
+        stash_bytes: The part of the activations (inputs and output gradients) that W still needs after B.
+        output_bytes: What the layer hands on.
+        workspace_bytes: What B needs beside all this while it runs.
+        forward_workspace_bytes: The same for F, if it keeps what B needs.
+        weight_workspace_bytes: The same for W.
+        rollback_bytes: What a step without a barrier keeps until it is final, so that it can be taken back.
+        pending_gradient_bytes: Gradients of finished accumulation groups that wait to be summed.
     """
 
     f: float
@@ -43,8 +56,8 @@ class LayerCost:
     workspace_bytes: int = 0
     forward_workspace_bytes: int = 0
     weight_workspace_bytes: int = 0
-    copy_bytes: int = 0
-    aside_bytes: int = 0
+    rollback_bytes: int = 0
+    pending_gradient_bytes: int = 0
 
     @property
     def seconds(self) -> float:
@@ -53,7 +66,7 @@ class LayerCost:
     @property
     def static_bytes(self) -> int:
         """What is there whatever runs, counted as if it all stayed from step to step."""
-        return self.weight_bytes + self.gradient_bytes + self.optimizer_bytes + self.copy_bytes + self.aside_bytes
+        return self.weight_bytes + self.gradient_bytes + self.optimizer_bytes + self.rollback_bytes + self.pending_gradient_bytes
 
     @property
     def moved_bytes(self) -> int:
@@ -62,11 +75,11 @@ class LayerCost:
 
     def shared(self, replicas: int) -> LayerCost:
         """With ZeRO-1, on a replica: its share of the optimizer's state and of what is kept to take that back."""
-        return replace(self, optimizer_bytes=-(-self.optimizer_bytes // replicas), copy_bytes=-(-self.copy_bytes // replicas))
+        return replace(self, optimizer_bytes=-(-self.optimizer_bytes // replicas), rollback_bytes=-(-self.rollback_bytes // replicas))
 
-    def in_slots(self, slots: int) -> LayerCost:
-        """Where a replica sums its gradients in so many slots."""
-        return replace(self, aside_bytes=most_aside(slots) * self.gradient_bytes)
+    def with_accumulation(self, accumulation_groups: int) -> LayerCost:
+        """The cost if a replica sums its gradients in so many groups."""
+        return replace(self, pending_gradient_bytes=most_pending_gradients(accumulation_groups) * self.gradient_bytes)
 
 
 @dataclass(frozen=True)

@@ -41,9 +41,14 @@ SIZES = (
     "workspace_bytes",
     "forward_workspace_bytes",
     "weight_workspace_bytes",
-    "copy_bytes",
-    "aside_bytes",
+    "rollback_bytes",
+    "pending_gradient_bytes",
 )
+
+KEY_OF = {"rollback_bytes": "copy_bytes", "pending_gradient_bytes": "aside_bytes"}
+"""Sizes whose key in a file differs from the name of the field."""
+
+_SIZE_KEYS = tuple(KEY_OF.get(field, field) for field in SIZES)
 
 AT_MOST = {"forward_workspace_bytes": "workspace_bytes", "weight_workspace_bytes": "workspace_bytes"}
 """Of sizes that are not given, those which they are at most."""
@@ -143,8 +148,8 @@ def to_json(profile: Profile) -> dict[str, Any]:
     """The file's content; numbers read back exactly."""
     whole = asdict(profile) | {"version": VERSION, "kind": KIND}
     del whole["layers"]
-    for key in (*TIMES, *SIZES):
-        whole[key] = [getattr(layer, key) for layer in profile.layers]
+    for field in (*TIMES, *SIZES):
+        whole[KEY_OF.get(field, field)] = [getattr(layer, field) for layer in profile.layers]
     whole["links"] = [
         {"between": list(pair), "latency": x.latency, "bytes_per_second": x.bytes_per_second if math.isfinite(x.bytes_per_second) else None}
         for pair, x in profile.links
@@ -154,7 +159,7 @@ def to_json(profile: Profile) -> dict[str, Any]:
     else:
         del whole["links"]
     first = ("version", "kind", "model", "microbatch", "microbatches", "ranks", "steps", "schedule", "partition", "first_trainable")
-    order = [*first, "names", *TIMES, *SIZES, "links", "comm"]
+    order = [*first, "names", *TIMES, *_SIZE_KEYS, "links", "comm"]
     return {key: whole[key] for key in order if whole.get(key) is not None}
 
 
@@ -207,8 +212,8 @@ class _File(BaseModel):
     workspace_bytes: _Sizes | None = None
     forward_workspace_bytes: _Sizes | None = None
     weight_workspace_bytes: _Sizes | None = None
-    copy_bytes: _Sizes | None = None
-    aside_bytes: _Sizes | None = None
+    rollback_bytes: _Sizes | None = Field(None, alias=KEY_OF["rollback_bytes"])
+    pending_gradient_bytes: _Sizes | None = Field(None, alias=KEY_OF["pending_gradient_bytes"])
     links: list[_Link] | None = None
     comm: list[_Time] | None = None
 
@@ -260,7 +265,7 @@ def _check_lengths(file: _File) -> int:
     for key in ("b", "w", *SIZES, "names"):
         values = getattr(file, key)
         if values is not None and len(values) != count:
-            raise InputError(f"{key} has {len(values)} entries, f has {count}; every list has one per layer")
+            raise InputError(f"{KEY_OF.get(key, key)} has {len(values)} entries, f has {count}; every list has one per layer")
     if file.partition is not None and sum(file.partition) != count:
         raise InputError(f"partition sums to {sum(file.partition)}, but there are {count} layers; it counts the layers of each stage")
     return count
@@ -288,6 +293,11 @@ def _links(links: Sequence[_Link]) -> tuple[tuple[Pair, LinkCost], ...]:
     return tuple(out.items())
 
 
+def file_keys(section: type[BaseModel]) -> list[str]:
+    """The keys that a section of a file may have."""
+    return [field.alias or name for name, field in section.model_fields.items()]
+
+
 def _explain(error: ValidationError) -> str:
     """Pydantic's first finding in this file's words; a mistyped key before the key that is missing for it."""
     first = min(error.errors(include_url=False), key=lambda found: found["type"] != "extra_forbidden")
@@ -298,21 +308,22 @@ def _explain(error: ValidationError) -> str:
         inner = "" if len(rest) < 2 else f"{rest[1]} is {_short(first['input'])}; "
         return f"link {rest[0]}: {inner}a link has latency (seconds) and bytes_per_second (over 0, or null), and may have between"
     if first["type"] == "extra_forbidden":
-        near = get_close_matches(str(key).lower(), _File.model_fields, n=1)
-        return f"unknown key {key!r}" + (f"; did you mean {near[0]!r}?" if near else f"; the keys are {', '.join(_File.model_fields)}")
+        keys = file_keys(_File)
+        near = get_close_matches(str(key).lower(), keys, n=1)
+        return f"unknown key {key!r}" + (f"; did you mean {near[0]!r}?" if near else f"; the keys are {', '.join(keys)}")
     if first["type"] == "missing":
         return f"key {key!r} is missing; f, b and w are needed, one number per layer"
     rule = "it is a number of at least 0"
     if key in (*TIMES, "comm"):
         rule = "a time is a number of at least 0"
-    elif key in SIZES:
+    elif key in _SIZE_KEYS:
         rule = "a size is a whole number of at least 0"
     elif key == "names":
         rule = "a name is text"
     elif key in ("model", "schedule"):
         return f"{key} is {_short(first['input'])}; it is text"
     if not rest:
-        lists = key in (*TIMES, *SIZES, "names", "partition", "links", "comm")
+        lists = key in (*TIMES, *_SIZE_KEYS, "names", "partition", "links", "comm")
         return f"{key} is {_short(first['input'])}; " + ("it is a list, one entry per layer" if lists else "it is a whole number")
     unit = {"comm": "boundary", "partition": "stage"}.get(str(key), "layer")
     if key == "partition":

@@ -543,7 +543,7 @@ class Pipeline:
     def costs(self) -> tuple[LayerCost, ...]:
         """Measured costs of all layers: seconds per microbatch, bytes."""
         pairs = [(layer, self._holding.optimizers[index]) for index, layer in self._holding.layers.items()]
-        return self.profiler.gather(self.world, pairs, self.count, copies=self._pending.copies, slots=self._layouts.slots)
+        return self.profiler.gather(self.world, pairs, self.count, copies=self._pending.copies, slots=self._layouts.accumulation_groups)
 
     def cost_halves(self, costs: tuple[LayerCost, ...]) -> tuple[tuple[LayerCost, ...], ...]:
         """`costs`, once by the earlier and once by the later readings alone; nothing if some time has one reading only."""

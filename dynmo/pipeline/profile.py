@@ -43,5 +43,5 @@ def _whole(config: Config, pipeline: Pipeline, cost: LayerCost) -> LayerCost:
     moments, masters = optimizer_settings(config.train).moments, config.train.precision != "float32"
     if not cost.gradient_bytes:
         return replace(cost, optimizer_bytes=pipeline.world.replicas * cost.optimizer_bytes)
-    copies = (1 + moments) * cost.gradient_bytes if cost.copy_bytes else 0
-    return replace(cost, optimizer_bytes=(moments + masters) * cost.gradient_bytes, copy_bytes=copies)
+    copies = (1 + moments) * cost.gradient_bytes if cost.rollback_bytes else 0
+    return replace(cost, optimizer_bytes=(moments + masters) * cost.gradient_bytes, rollback_bytes=copies)

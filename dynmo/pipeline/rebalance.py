@@ -171,7 +171,7 @@ class Rebalancer:
             bandwidth=slowest,
             objective=pipeline.objective,
             replicas=tuple(data for _, data in mesh_shapes(config)),
-            slots=config.accumulation_groups,
+            accumulation_groups=config.accumulation_groups,
         )
         left, balance = config.train.steps - step, config.balance
 

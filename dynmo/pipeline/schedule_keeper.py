@@ -96,7 +96,7 @@ class ScheduleKeeper:
             layout.placement,
             post_validation=self._post_validation,
             replicas=layout.replicas,
-            slots=self._accumulation_groups // layout.replicas,
+            accumulation_groups=self._accumulation_groups // layout.replicas,
         )
 
     def _guess(self) -> tuple[LayerCost, ...] | None:

@@ -30,10 +30,10 @@ def fit_memory(
     *,
     post_validation: bool = False,
     replicas: int = 1,
-    slots: int = 1,
+    accumulation_groups: int = 1,
 ) -> Schedule:
     """limit: bytes of a rank; None: twice what 1F1B keeps. make: the schedule for so much live memory of each rank, in the unit of `costs`,
-    which are the stages'. post_validation, replicas, slots: as `rank_memory` takes them.
+    which are the stages'. post_validation, replicas, accumulation_groups: as `rank_memory` takes them.
 
     Where none fits, the one that needs least is returned: who calls looks. Raises ScheduleError where not even the first can be made.
     """
@@ -42,7 +42,9 @@ def fit_memory(
     always = static_bytes(bare(layers), counts, placement)
 
     def needs(made: Schedule) -> tuple[int, ...]:
-        return rank_memory(layers, counts, made, post_validation=post_validation, replicas=replicas, slots=slots)
+        return rank_memory(
+            layers, counts, made, post_validation=post_validation, replicas=replicas, accumulation_groups=accumulation_groups
+        )
 
     return lower_caps(limit, make, needs, [float(limit - held) for held in always], costs, placement)
 

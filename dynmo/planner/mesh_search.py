@@ -126,7 +126,7 @@ class MeshRequest:
     micro_batches: sizes to try; empty: the measured one, its halves and its doubles. schedules: empty: those of SCHEDULES, and where memory
     is limited FRUGAL. chunks: stages a rank, for the schedule that lets one choose. memory_limit: bytes of a rank. bandwidth: bytes per
     second between replicas; inf: reductions take no time. keep: how many candidates are wanted. replicas: the numbers of them that
-    may be; empty: any. slots: reduction slots of the whole mesh; None: what the profile says of them, in any mesh.
+    may be; empty: any. accumulation_groups: of the whole mesh; None: what the profile says of them, in any mesh.
     """
 
     profile: Profile
@@ -143,7 +143,7 @@ class MeshRequest:
     objective: Objective = Objective.SPAN
     keep: int = 10
     replicas: tuple[int, ...] = ()
-    slots: int | None = None
+    accumulation_groups: int | None = None
 
     def __post_init__(self) -> None:
         for what, value in (("GPUs", self.gpus), ("sequences in a global batch", self.global_batch), ("candidates", self.keep)):
@@ -275,7 +275,7 @@ class _Search:
     def plan_request(self, mesh: Mesh) -> PlanRequest:
         request = self.request
         return PlanRequest(
-            mesh_profile(request.profile, mesh, request.zero, request.slots),
+            mesh_profile(request.profile, mesh, request.zero, request.accumulation_groups),
             mesh.pipeline,
             mesh.microbatches,
             mesh.schedule,
@@ -363,15 +363,15 @@ class _Search:
         return self.loads[ranks, contiguous]
 
 
-def mesh_profile(profile: Profile, mesh: Mesh, zero: int, slots: int | None = None) -> Profile:
+def mesh_profile(profile: Profile, mesh: Mesh, zero: int, accumulation_groups: int | None = None) -> Profile:
     """The costs of one replica: of the mesh's microbatches, with the optimizer state that ZeRO leaves on a rank and the gradients that wait
-    in reduction slots."""
+    in accumulation groups."""
     assert profile.microbatch is not None
     layers = scale_layers(profile.layers, mesh.micro_batch / profile.microbatch)
     if zero:
         layers = tuple(layer.shared(mesh.replicas) for layer in layers)
-    if slots is not None:
-        layers = tuple(layer.in_slots(slots // mesh.replicas) for layer in layers)
+    if accumulation_groups is not None:
+        layers = tuple(layer.with_accumulation(accumulation_groups // mesh.replicas) for layer in layers)
     return replace(profile, layers=layers, microbatch=mesh.micro_batch, microbatches=mesh.microbatches)
 
 

@@ -80,11 +80,12 @@ def planned_memory(
     refused, counts workspaces and waiting receives. A costs file lists rollback copies only if its steps had no barrier.
     """
     kept = recompute_memory(layers, chosen, counts, schedule, replicas)
-    # How many reduction slots there are, costs do not say; what their gradients take counts as always there.
+    # Costs do not tell the number of accumulation groups. Their pending gradients count as always there.
     costs = [
-        replace(x, weight_bytes=x.weight_bytes + x.aside_bytes) if x.aside_bytes else x for x in recompute_as_workspace(layers, chosen)
+        replace(x, weight_bytes=x.weight_bytes + x.pending_gradient_bytes) if x.pending_gradient_bytes else x
+        for x in recompute_as_workspace(layers, chosen)
     ]
-    copies = any(x.copy_bytes for x in costs)
+    copies = any(x.rollback_bytes for x in costs)
     run = rank_memory(costs, counts, schedule, post_validation=copies, replicas=replicas)
     return tuple(map(max, kept, run))
 

@@ -72,7 +72,7 @@ def reshape(
 def _as_now(request: MeshRequest, current: Mesh, partition: Partition) -> MeshPlan:
     """Without the memory limit: it runs, whatever a plan would say."""
     plan_request = PlanRequest(
-        mesh_profile(request.profile, current, request.zero, request.slots),
+        mesh_profile(request.profile, current, request.zero, request.accumulation_groups),
         current.pipeline,
         current.microbatches,
         current.schedule,

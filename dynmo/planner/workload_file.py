@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal, cast
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from dynmo.cost.layer_cost import LayerCost, LinkCost
-from dynmo.cost.profile_file import AT_MOST, SIZES, TIMES
+from dynmo.cost.profile_file import AT_MOST, KEY_OF, SIZES, TIMES, file_keys
 from dynmo.errors import InputError
 from dynmo.planner.workload import Policy, Workload
 from dynmo.schedule.bounds import Objective
@@ -60,8 +60,8 @@ class _Layers(_Section):
     workspace_bytes: _Sizes = 0
     forward_workspace_bytes: _Sizes | None = None
     weight_workspace_bytes: _Sizes | None = None
-    copy_bytes: _Sizes = 0
-    aside_bytes: _Sizes = 0
+    rollback_bytes: _Sizes = Field(0, alias=KEY_OF["rollback_bytes"])
+    pending_gradient_bytes: _Sizes = Field(0, alias=KEY_OF["pending_gradient_bytes"])
 
 
 class _Policy(_Section):
@@ -165,7 +165,9 @@ def _sizes(layers: _Layers, key: str, count: int) -> list[int]:
     if isinstance(value, int):
         return [value] * count
     if len(value) != count:
-        raise InputError(f"layers.{key} has {len(value)} entries, but there are {count} layers; give one number, or one per layer")
+        raise InputError(
+            f"layers.{KEY_OF.get(key, key)} has {len(value)} entries, but there are {count} layers; give one number, or one per layer"
+        )
     return value
 
 
@@ -251,8 +253,8 @@ def _explain(error: ValidationError) -> str:
         words = f"layers.moments {indices.pop(0)}: " + ".".join(str(part) for part in location[3:] if isinstance(part, str))
     if first["type"] == "extra_forbidden":
         *section, key = (part for part in location if isinstance(part, str))
-        keys = (_SECTIONS.get(section[0], _File) if section else _File).model_fields
-        keys = _Moment.model_fields if section[1:] == ["moments"] else keys
+        kind = _SECTIONS.get(section[0], _File) if section else _File
+        keys = file_keys(_Moment if section[1:] == ["moments"] else kind)
         near = get_close_matches(key.lower(), keys, n=1)
         return f"unknown key {words!r}" + (f"; did you mean {near[0]!r}?" if near else f"; the keys there are {', '.join(keys)}")
     if first["type"] == "missing":

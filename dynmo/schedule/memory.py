@@ -57,11 +57,12 @@ def rank_memory(
     *,
     post_validation: bool = False,
     replicas: int = 1,
-    slots: int = 1,
+    accumulation_groups: int = 1,
 ) -> tuple[int, ...]:
     """Bytes of each rank at its peak under `schedule`: what its stages hold anyway, and the most they keep alive together.
 
-    post_validation: the step before is not final as a step begins. replicas: that sum their gradients, each in so many slots.
+    post_validation: the step before is not final as a step begins. replicas: that sum their gradients, each in so many accumulation
+    groups.
 
     Raises PartitionError when the counts are for another number of layers or of stages.
     """
@@ -71,13 +72,13 @@ def rank_memory(
         )
     fused = fuse(schedule)  # as it runs
     pending = _ops_before_verdict(schedule) if post_validation else (None,) * schedule.ranks
-    peaks = (_peak(layers, counts, fused, rank, pending[rank], replicas, slots) for rank in range(schedule.ranks))
+    peaks = (_peak(layers, counts, fused, rank, pending[rank], replicas, accumulation_groups) for rank in range(schedule.ranks))
     return tuple(static + peak for static, peak in zip(static_bytes(bare(layers), counts, schedule.placement), peaks, strict=True))
 
 
 def bare(layers: Sequence[LayerCost]) -> list[LayerCost]:
     """The layers as they are between steps: weights and optimizer state."""
-    return [replace(layer, gradient_bytes=0, copy_bytes=0, aside_bytes=0) for layer in layers]
+    return [replace(layer, gradient_bytes=0, rollback_bytes=0, pending_gradient_bytes=0) for layer in layers]
 
 
 # Receives are posted ahead of what is asked for: so many of a channel, or all of a step's where together they are small.
@@ -109,11 +110,19 @@ def _ops_before_verdict(schedule: Schedule) -> tuple[int, ...]:
 
 
 def _peak(
-    layers: Sequence[LayerCost], counts: Sequence[int], schedule: Schedule, rank: int, pending: int | None, replicas: int, slots: int
+    layers: Sequence[LayerCost],
+    counts: Sequence[int],
+    schedule: Schedule,
+    rank: int,
+    pending: int | None,
+    replicas: int,
+    accumulation_groups: int,
 ) -> int:
-    """The most that a rank holds beside weights and optimizer state. A stage has gradients from its first W of the step on, and more from
-    the first W of a slot on, until the slot is summed with others. Where the step before is not final, it has its gradients, and copies,
-    under the first `pending` ops."""
+    """The most that a rank holds beside weights and optimizer state.
+
+    A stage has gradients from its first W of the step on. It has more from the first W of an accumulation group until the group is summed
+    with others. If the step before is not final, its gradients and rollback copies are live under the first `pending` ops.
+    """
     bounds, m = [0, *accumulate(counts)], schedule.microbatches
     stages = {s: layers[bounds[s] : bounds[s + 1]] for s in schedule.stages_of(rank)}
     kept = {s: sum(x.activation_bytes for x in own) for s, own in stages.items()}
@@ -137,12 +146,12 @@ def _peak(
     gradients = {s: sum(x.gradient_bytes for x in own) for s, own in stages.items()}
     undecided = 0
     if pending is not None:
-        undecided = sum(gradients[s] + sum(x.copy_bytes for x in own) for s, own in stages.items() if s >= schedule.first_trainable)
+        undecided = sum(gradients[s] + sum(x.rollback_bytes for x in own) for s, own in stages.items() if s >= schedule.first_trainable)
     # Of each stage, the W's still to come; and what the reduction takes of those that have had theirs.
     left = dict.fromkeys(stages, m)
     reduction = 0
     live = most = undecided
-    each = m // slots
+    each = m // accumulation_groups
     for done, op in enumerate(schedule.ops[rank]):
         if done == pending:
             live -= undecided
@@ -151,7 +160,7 @@ def _peak(
             live += kept[s]
         weighs = op.kind is Kind.W or op.kind is Kind.BW
         fresh = trains and weighs and (m - left[s]) % each == 0  # a slot's first: its gradients are made
-        folded = _folded((m - left[s]) // each + 1, slots) if weighs else 0
+        folded = _folded((m - left[s]) // each + 1, accumulation_groups) if weighs else 0
         # A slot of one microbatch is made and folded layer by layer: not all of its gradients are there at one time.
         spared = gradients[s] - max(x.gradient_bytes for x in stages[s]) if fresh and folded and each == 1 else 0
         if fresh and op.kind is Kind.W:
@@ -177,10 +186,10 @@ def _peak(
     return most
 
 
-def _folded(slot: int, slots: int) -> int:
-    """How many gradients fewer there are once the `slot`-th of a step's slots is in the tree."""
-    merged = (slot & -slot).bit_length() - 1
-    return merged + (slot.bit_count() - 1 if slot == slots else 0)
+def _folded(group: int, accumulation_groups: int) -> int:
+    """How many gradients fewer there are once the step's `group`-th accumulation group is in the tree."""
+    merged = (group & -group).bit_length() - 1
+    return merged + (group.bit_count() - 1 if group == accumulation_groups else 0)
 
 
 def _workspace(layers: Sequence[LayerCost], kind: Kind, fresh: bool = False) -> int:

@@ -112,7 +112,7 @@ def static_costs(config: Config, model: Model) -> tuple[LayerCost, ...]:
 
 def _per_replica(config: Config, costs: Sequence[LayerCost], replicas: int | None) -> tuple[LayerCost, ...]:
     replicas = replicas or config.parallel.data
-    return tuple(c.in_slots(config.accumulation_groups // replicas).shared(replicas if config.parallel.zero else 1) for c in costs)
+    return tuple(c.with_accumulation(config.accumulation_groups // replicas).shared(replicas if config.parallel.zero else 1) for c in costs)
 
 
 def meta_layers(model: Model) -> list[nn.Module]:
@@ -203,7 +203,7 @@ def _static_cost(config: Config, module: nn.Module) -> LayerCost:
         weight_bytes=weight_bytes(module),
         gradient_bytes=trained,
         optimizer_bytes=moments * trained + masters,
-        copy_bytes=(1 + moments) * trained * copies,
+        rollback_bytes=(1 + moments) * trained * copies,
     )
 
 
@@ -287,4 +287,8 @@ def planned_memory(config: Config, costs: Sequence[LayerCost], partition: Partit
 
 def memory_options(config: Config, replicas: int) -> dict[str, Any]:
     """What the memory of a rank depends on besides layers and schedule, as `rank_memory` takes it."""
-    return {"post_validation": config.pipeline.post_validation, "replicas": replicas, "slots": config.accumulation_groups // replicas}
+    return {
+        "post_validation": config.pipeline.post_validation,
+        "replicas": replicas,
+        "accumulation_groups": config.accumulation_groups // replicas,
+    }

@@ -51,11 +51,15 @@ def test_every_layer_has_its_place() -> None:
 
 
 def test_a_layer() -> None:
-    layer = LayerCost(1, 2, 3, weight_bytes=10, gradient_bytes=20, optimizer_bytes=30, activation_bytes=5, copy_bytes=40)
+    layer = LayerCost(1, 2, 3, weight_bytes=10, gradient_bytes=20, optimizer_bytes=30, activation_bytes=5, rollback_bytes=40)
     assert layer.seconds == 6
     assert layer.static_bytes == 100
-    assert (layer.in_slots(1).aside_bytes, layer.in_slots(4).aside_bytes, layer.in_slots(4).static_bytes) == (0, 40, 140)
-    assert (layer.shared(4).optimizer_bytes, layer.shared(4).copy_bytes, layer.shared(4).weight_bytes) == (8, 10, 10)
+    assert (
+        layer.with_accumulation(1).pending_gradient_bytes,
+        layer.with_accumulation(4).pending_gradient_bytes,
+        layer.with_accumulation(4).static_bytes,
+    ) == (0, 40, 140)
+    assert (layer.shared(4).optimizer_bytes, layer.shared(4).rollback_bytes, layer.shared(4).weight_bytes) == (8, 10, 10)
     assert layer.moved_bytes == 40, "weights and the optimizer's state: between steps there is nothing else"
 
 

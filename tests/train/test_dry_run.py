@@ -37,10 +37,10 @@ def test_parameters_and_static_bytes() -> None:
         (4 * c.parameters + table, 4 * c.parameters, 8 * c.parameters) for c, table in zip(costs, TABLES, strict=True)
     ]
     assert [c.output_bytes for c in costs] == [TOKENS * 8 * 4] * 3 + [4]
-    assert [c.copy_bytes for c in costs] == [0] * 4
+    assert [c.rollback_bytes for c in costs] == [0] * 4
     for rollback, copied in (("exact", 12), ("in-place", 0)):
         config = parse(TINY | {"pipeline": {"post_validation": True, "rollback": rollback}})
-        assert [c.copy_bytes for c in shape_costs(config, load_model(config))] == [copied * c.parameters for c in costs]
+        assert [c.rollback_bytes for c in shape_costs(config, load_model(config))] == [copied * c.parameters for c in costs]
 
 
 def test_stash_by_hand() -> None:

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from dynmo.balance.readings import WINDOW, Readings, Times
-from dynmo.cost.layer_cost import LayerCost, LinkCost, most_aside
+from dynmo.cost.layer_cost import LayerCost, LinkCost, most_pending_gradients
 from dynmo.kernels.split import gradient_bytes
 from dynmo.runtime.comm.channels import TAG_LINKS, Worker
 from dynmo.runtime.comm.clock import Clock
@@ -113,8 +113,8 @@ class Profiler:
                     layer.workspace_bytes,
                     layer.forward_workspace_bytes,
                     layer.weight_workspace_bytes,
-                    copies * optimizer.copy_bytes,
-                    most_aside(slots // world.replicas) * sum(gradient_bytes(p) for p in trains),
+                    copies * optimizer.rollback_bytes,
+                    most_pending_gradients(slots // world.replicas) * sum(gradient_bytes(p) for p in trains),
                 ],
                 dtype=torch.float64,
             )

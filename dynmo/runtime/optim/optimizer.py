@@ -272,7 +272,7 @@ class LayerOptimizer:
         return held + sum(self._settings.moments * self._pieces[name].nbytes for name in waiting)
 
     @property
-    def copy_bytes(self) -> int:
+    def rollback_bytes(self) -> int:
         """What `keep` takes."""
         trained = sum(self._pieces[name].nbytes for name, p in self._named.items() if p.requires_grad)
         return (1 + self._settings.moments) * trained

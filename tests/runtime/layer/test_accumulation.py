@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from dynmo.config import accumulation_problem
-from dynmo.cost.layer_cost import most_aside
+from dynmo.cost.layer_cost import most_pending_gradients
 from dynmo.runtime.comm.clock import HostClock
 from dynmo.runtime.layer.accumulation import Slots, Tree
 from dynmo.runtime.layer.split_backward import Layer
@@ -59,7 +59,7 @@ def test_what_waits_in_the_tree(count: int) -> None:
     for place in range(count):
         waiting.append(len(tree._parts))
         tree.put(place, torch.ones(1))
-    assert max(waiting) == most_aside(count)
+    assert max(waiting) == most_pending_gradients(count)
 
 
 @given(st.integers(1, 6), st.integers(0, 3), st.integers(0, 99))
