@@ -55,11 +55,11 @@ def settled(phase: tuple[int, int]) -> slice:
 
 def middle_costs(accounts: Sequence[dict[str, Any]]) -> list[tuple[LayerCost, ...]]:
     """Per phase: each figure's median over the accounts."""
-    found: list[tuple[LayerCost, ...]] = []
+    medians: list[tuple[LayerCost, ...]] = []
     for phase in zip(*(x["costs"] for x in accounts), strict=True):
         layers = zip(*phase, strict=True)
-        found.append(tuple(LayerCost(*(median(figure) for figure in zip(*layer, strict=True))) for layer in layers))
-    return found
+        medians.append(tuple(LayerCost(*(median(figure) for figure in zip(*layer, strict=True))) for layer in layers))
+    return medians
 
 
 def work(account: dict[str, Any]) -> float:
@@ -67,18 +67,20 @@ def work(account: dict[str, Any]) -> float:
     return math.fsum(seconds for layer in account["costs"][-1] for seconds in layer)
 
 
-def simulated(spans: Sequence[tuple[int, int]], costs: Sequence[tuple[LayerCost, ...]], placed: Sequence[Sequence[int]]) -> dict[str, Any]:
+def simulated(
+    spans: Sequence[tuple[int, int]], costs: Sequence[tuple[LayerCost, ...]], partitions: Sequence[Sequence[int]]
+) -> dict[str, Any]:
     """Seconds of each phase: placed uniformly, at its best, and as it was (`placed`, layer counts at each step)."""
     out: dict[str, list[float]] = {"uniform": [], "best": [], "as_placed": []}
     for (start, stop), layers in zip(spans, costs, strict=True):
-        even = uniform(len(layers), len(placed[0]))
+        even = uniform(len(layers), len(partitions[0]))
 
         def seconds(partition: Partition, layers: tuple[LayerCost, ...] = layers) -> float:
             return timeline(layers, partition, MICROBATCHES, SCHEDULE).makespan
 
         out["uniform"].append((stop - start) * seconds(even))
         out["best"].append((stop - start) * seconds(best(layers, even.ranks, MICROBATCHES, even, SCHEDULE)))
-        as_placed = [Partition(tuple(counts)) for counts in placed[start:stop]]
+        as_placed = [Partition(tuple(counts)) for counts in partitions[start:stop]]
         known = {partition: seconds(partition) for partition in set(as_placed)}
         out["as_placed"].append(math.fsum(known[partition] for partition in as_placed))
     return out
@@ -88,7 +90,7 @@ def share(speedup: float, ideal: float) -> float | None:
     return (speedup - 1) / (ideal - 1) if ideal >= LEAST_IDEAL else None
 
 
-def judge(case: str, rounds: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def summarize(case: str, rounds: Sequence[dict[str, Any]]) -> dict[str, Any]:
     first = rounds[0]
     names, steps = list(first), len(first["dynmo"]["seconds"])
     spans = phases(first["dynmo"]["changes"], steps)
@@ -182,8 +184,8 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
     for row in rows:
 
         def over(name: str, row: dict[str, Any] = row) -> str:
-            found = row["speedup_over"].get(name)
-            return both(found, "{:.2f}") if found else "uniform" if name == "parameters" else ""
+            speedup = row["speedup_over"].get(name)
+            return both(speedup, "{:.2f}") if speedup else "uniform" if name == "parameters" else ""
 
         idle = row["idle_ratio"]
         lines.append(
@@ -221,7 +223,7 @@ def main() -> None:
         rows: list[dict[str, Any]] = []
         # All cases take long: what is known is told as it comes.
         for case in track(options.case or CASES, "cases", console=Console(stderr=True)):
-            rows.append(judge(case, run_ranks("benchmarks.cases_race:race", RANKS, case=case, steps=steps, rounds=rounds)))
+            rows.append(summarize(case, run_ranks("benchmarks.cases_race:race", RANKS, case=case, steps=steps, rounds=rounds)))
             print(table(rows[-1:]).splitlines()[-1], file=sys.stderr)
         result = {"rows": rows, "machine": machine()}
     print(json.dumps(result) if options.json else table(result["rows"]))

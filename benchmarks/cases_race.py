@@ -73,18 +73,18 @@ def settings(case: str, steps: int, sizes: dict[str, int] | None = None) -> dict
 def sides(case: str, steps: int, sizes: dict[str, int] | None = None) -> dict[str, dict[str, Any]]:
     base = settings(case, steps, sizes)
     model = model_of(case, parse(base))
-    found = {"uniform": base}
+    configs = {"uniform": base}
     by_parameters = placed_by_parameters(model)
     if by_parameters != uniform(model.layers, RANKS):
-        found["parameters"] = base | {"balance": {"balancer": "none", "initial": list(by_parameters.counts)}}
+        configs["parameters"] = base | {"balance": {"balancer": "none", "initial": list(by_parameters.counts)}}
     # Sparse attention shares queries and keys, so its dense side must too: there the case is named, and acts in the last step alone.
     shared = {"cases": ["sparse_attention"], "sparse_attention": {"start": steps - 1, "blocks": [0]}}
-    found["dense"] = base | {"dynamism": shared if case == "sparse_attention" else {}}
+    configs["dense"] = base | {"dynamism": shared if case == "sparse_attention" else {}}
     if case == "pruning":
         section = base["dynamism"] | {"pruning": base["dynamism"]["pruning"] | {"dense_below": 1.0}}
-        found["mask"] = base | {"dynamism": section}
-    found["dynmo"] = base | {"balance": {"balancer": "schedule-aware", "every": "auto"}}
-    return found
+        configs["mask"] = base | {"dynamism": section}
+    configs["dynmo"] = base | {"balance": {"balancer": "schedule-aware", "every": "auto"}}
+    return configs
 
 
 def model_of(case: str, config: Config) -> Model:

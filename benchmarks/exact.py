@@ -70,8 +70,8 @@ def uneven_cases(count: int) -> Iterator[Case]:
 def measure(case: Case, seconds: float) -> dict[str, Any]:
     given = {"caps": case.caps, "first_trainable": case.first_trainable}
     auto = automatic(case.costs, case.microbatches, **given)
-    found = exact(case.costs, case.microbatches, **given, start=auto, seconds=seconds)
-    heuristic, best = simulate(auto, case.costs).span, simulate(found.schedule, case.costs).span
+    result = exact(case.costs, case.microbatches, **given, start=auto, seconds=seconds)
+    heuristic, best = simulate(auto, case.costs).span, simulate(result.schedule, case.costs).span
     bound = lower_bound(case.costs, case.microbatches, case.first_trainable, Objective.SPAN, case.caps)
     return {
         "case": case.name,
@@ -80,9 +80,9 @@ def measure(case: Case, seconds: float) -> dict[str, Any]:
         "gain": 1 - best / heuristic,
         "bound": bound,
         "room": 1 - bound / best,
-        "proven": found.proven,
-        "proven_bound": found.bound,
-        "seconds": found.seconds,
+        "proven": result.proven,
+        "proven_bound": result.bound,
+        "seconds": result.seconds,
     }
 
 
@@ -101,14 +101,14 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def table(rows: list[dict[str, Any]]) -> Table:
-    made = Table("case", *("auto", "exact", "gain %", "bound", "room %", "proven", "seconds"))
+    output = Table("case", *("auto", "exact", "gain %", "bound", "room %", "proven", "seconds"))
     for row in rows:
         gain, room = (f"{abs(100 * row[name]):.2f}" for name in ("gain", "room"))
         proven = "yes" if row["proven"] else f"{row['proven_bound']:.6g}"
-        made.add_row(
+        output.add_row(
             row["case"], f"{row['auto']:.6g}", f"{row['exact']:.6g}", gain, f"{row['bound']:.6g}", room, proven, f"{row['seconds']:.2f}"
         )
-    return made
+    return output
 
 
 def main() -> None:

@@ -111,8 +111,8 @@ def emulated(world: World, microbatches: int, milliseconds: int, rounds: int) ->
     for name in schedules:
         placement = placement_of(name, world.size)
         costs = split_costs(uniform_costs(world.size, seconds, seconds, seconds, link), placement)
-        made = make(name, world.size, microbatches, costs=costs, objective=Objective.MAKESPAN)
-        predicted[name] = simulate(made, costs).makespan
+        schedule = make(name, world.size, microbatches, costs=costs, objective=Objective.MAKESPAN)
+        predicted[name] = simulate(schedule, costs).makespan
     predicted["zb-2p"] = second.predict(layers, second.partition).span
     best = min(NAMED_PEERS, key=measured.__getitem__)
     others = min((name for name in measured if name.startswith("torch ")), key=measured.__getitem__)

@@ -62,15 +62,15 @@ def emulated_model(ranks: int, seconds: float, spread: float, slow: bool) -> Mod
 def waits(outcome: Outcome) -> tuple[float, float, float]:
     """Of this rank: seconds in ops, waited while there was W to run, and of W that ran in a wait."""
     busy = fillable = filled = 0.0
-    due = 0
+    waiting = 0
     before = ""
     for kind, _, _, start, end in outcome.slices:
         if kind == WAIT:
-            fillable += (end - start) * (due > 0)
+            fillable += (end - start) * (waiting > 0)
         elif kind != SEND:
             busy += end - start
             filled += (end - start) * (kind == Kind.W and before == WAIT)
-            due += (kind == Kind.B) - (kind == Kind.W)
+            waiting += (kind == Kind.B) - (kind == Kind.W)
         before = kind
     return busy, fillable, filled
 

@@ -122,11 +122,11 @@ def brute_force(cases: int) -> dict[str, int]:
             default=None,
         )
         try:
-            found = max(stage_loads(weights, exact(weights, ranks, memory=memory)))
+            bottleneck = max(stage_loads(weights, exact(weights, ranks, memory=memory)))
         except PartitionError:
-            found = None
+            bottleneck = None
         feasible += best is not None
-        equal += found == best
+        equal += bottleneck == best
     return {"cases": cases, "feasible": feasible, "equal": equal}
 
 
@@ -147,10 +147,10 @@ def chunks_table() -> list[dict[str, Any]]:
             draw = random.Random(seed)
             weights = [draw.uniform(0.5, 1.5) for _ in range(layers)]
             start = time.perf_counter()
-            found = chunked(weights, placement)
+            balanced = chunked(weights, placement)
             took.append(time.perf_counter() - start)
-            over.append(found.seconds / max(sum(weights) / ranks, max(weights)) - 1)
-            proven += found.proven
+            over.append(balanced.seconds / max(sum(weights) / ranks, max(weights)) - 1)
+            proven += balanced.proven
         out.append(
             {
                 "placement": name,
@@ -177,9 +177,9 @@ def diffusion_table(cases: int) -> list[dict[str, Any]]:
             ranks = draw.randint(2, min(layers, 32))
             weights = [WEIGHTS[kind](draw) for _ in range(layers)]
             cuts = sorted(draw.sample(range(1, layers), ranks - 1))
-            found = diffuse(weights, uniform(layers, ranks) if draw.random() < 0.5 else Partition.from_bounds([0, *cuts, layers]))
-            best, largest = max(stage_loads(weights, exact(weights, ranks))), max(stage_loads(weights, found.partition))
-            rounds.append(found.rounds)
+            diffusion = diffuse(weights, uniform(layers, ranks) if draw.random() < 0.5 else Partition.from_bounds([0, *cuts, layers]))
+            best, largest = max(stage_loads(weights, exact(weights, ranks))), max(stage_loads(weights, diffusion.partition))
+            rounds.append(diffusion.rounds)
             distance.append((largest - best) / max(weights))
             share.append(largest / best - 1)
         distance.sort()
@@ -213,9 +213,9 @@ def schedule_table(cases: int) -> list[dict[str, Any]]:
                 every = (Partition.from_bounds([0, *cuts, 18]) for cuts in combinations(range(1, 18), 4))
                 costs = [pipeline_costs(layers, x) for x in every if max(stage_loads(weights, x)) <= least]
                 spans = [simulate(make(x), x).span for x in costs]
-                found = search(layers, 5, make=make).seconds
-                best.append(min(spans) / found - 1)
-                worst.append(max(spans) / found - 1)
+                seconds = search(layers, 5, make=make).seconds
+                best.append(min(spans) / seconds - 1)
+                worst.append(max(spans) / seconds - 1)
             out.append(
                 {
                     "schedule": name,
@@ -267,8 +267,8 @@ def simulated_row(case: str) -> dict[str, Any]:
     for layers in trace(case)[::6]:
         costs = pipeline_costs(layers, uniform(96, RANKS))
         base += simulate(make(costs), costs).makespan
-        found = search(layers, RANKS, make=make, objective=Objective.MAKESPAN)
-        blind, seeing = blind + found.started, seeing + found.seconds
+        result = search(layers, RANKS, make=make, objective=Objective.MAKESPAN)
+        blind, seeing = blind + result.started, seeing + result.seconds
     return {"exact": base / blind, "schedule-aware": base / seeing}
 
 

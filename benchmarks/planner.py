@@ -104,9 +104,9 @@ def uneven(cases: int) -> dict[str, Any]:
             try:
                 spans: list[float] = []
                 for given in (costs, flat):
-                    made = automatic(given, m, caps=caps, first_trainable=first, objective=objective)
-                    validate(made)
-                    timeline = simulate(made, costs)
+                    schedule = automatic(given, m, caps=caps, first_trainable=first, objective=objective)
+                    validate(schedule)
+                    timeline = simulate(schedule, costs)
                     violations += any(peak > cap * (1 + 1e-9) for peak, cap in zip(timeline.peak_memory, caps, strict=True))
                     spans.append(timeline.span if objective is Objective.SPAN else timeline.makespan)
             except DynmoError:

@@ -72,17 +72,17 @@ def emulated(world: World, times: list[float], stash: float, microbatches: int, 
     for name in SCHEDULES:
         for afterwards in (False, True):
             model = make_layers([f] * ranks, [b] * ranks, [w] * ranks, MESSAGE_BYTES // 4)
-            made = Pipeline(
+            pipeline = Pipeline(
                 world, model, uniform(ranks, ranks), schedule=name, microbatches=microbatches, post_validation=afterwards, rollback="exact"
             )
             side = f"{name} {'post-validation' if afterwards else 'barrier'}"
-            pipelines[side], sides[side] = made, steps_of(world, made, steps)
-            steps_of(world, made, 3)()
+            pipelines[side], sides[side] = pipeline, steps_of(world, pipeline, steps)
+            steps_of(world, pipeline, 3)()
             # Schedules are made for what the ops sleep, and not for what else this machine was doing; and for the paper's model's memory.
             memory = {"activation_bytes": 1_000_000, "stash_bytes": round(1_000_000 * stash)}
-            costs = tuple(replace(layer, f=f, b=b, w=w, **memory) for layer in made.costs())
-            made.replan(costs)
-            predicted[side] = made.predict(costs, made.partition).length(made.objective)
+            costs = tuple(replace(layer, f=f, b=b, w=w, **memory) for layer in pipeline.costs())
+            pipeline.replan(costs)
+            predicted[side] = pipeline.predict(costs, pipeline.partition).length(pipeline.objective)
     best = pipelines["zb-auto post-validation"]
     sides[f"zb-auto post-validation, every {every}th step taken back"] = steps_of(world, best, every * math.ceil(steps / every), every)
     measured = medians(alternate(sides, rounds, warmup=0))

@@ -103,16 +103,16 @@ def train(
     }
 
 
-def judge(found: dict[str, dict[str, Any]], steps: int) -> list[dict[str, Any]]:
+def compare(by_technique: dict[str, dict[str, Any]], steps: int) -> list[dict[str, Any]]:
     """A row per run of `runs`: the last held-out loss and its distance to what it is held against."""
     out: list[dict[str, Any]] = []
     for name, (against, limit, dynamism) in runs(steps).items():
-        if name not in found:
+        if name not in by_technique:
             continue
-        loss, reference = found[name]["curve"][-1][1], found[against]["curve"][-1][1]
+        loss, reference = by_technique[name]["curve"][-1][1], by_technique[against]["curve"][-1][1]
         distance = loss / reference - 1
         row = {"name": name, "loss": loss, "against": against, "distance": distance, "limit": limit}
-        out.append(row | {"within": None if limit is None else distance <= limit, "dynamism": dynamism} | found[name])
+        out.append(row | {"within": None if limit is None else distance <= limit, "dynamism": dynamism} | by_technique[name])
     return out
 
 
@@ -126,12 +126,12 @@ def measure(
     asked += [{"seed": seed, "dynamism": {}} for seed in range(1, seeds)]
     with ProcessPoolExecutor(jobs, get_context("spawn")) as pool:
         done = list(track(pool.map(_run, [given | common for given in asked]), "runs", len(asked), console=Console(stderr=True)))
-    found = dict(zip(techniques, done, strict=False))
+    by_technique = dict(zip(techniques, done, strict=False))
     return {
         "steps": steps,
         "hidden": hidden,
-        "rows": judge(found, steps),
-        "dense_by_seed": [run["curve"][-1][1] for run in (found["dense"], *done[len(techniques) :])],
+        "rows": compare(by_technique, steps),
+        "dense_by_seed": [run["curve"][-1][1] for run in (by_technique["dense"], *done[len(techniques) :])],
     }
 
 

@@ -38,9 +38,9 @@ def sides(world: World, rounds: int, hidden: int, blocks: int) -> dict[str, Any]
     here = arrange(world, 2)
     pipelines: dict[str, Pipeline] = {}
     for name, zero in (("plain", 0), ("zero", 1)):
-        made = load_model(parse({"model": model}))
+        loaded = load_model(parse({"model": model}))
         pipelines[name] = Pipeline(
-            here, made, uniform(made.layers, here.size), schedule="zb-h1", microbatches=MICROBATCHES, accumulation_groups=2, zero=zero
+            here, loaded, uniform(loaded.layers, here.size), schedule="zb-h1", microbatches=MICROBATCHES, accumulation_groups=2, zero=zero
         )
     text = torch.randint(256, (MICROBATCHES, 2, 65), generator=torch.Generator().manual_seed(here.replica))
     seconds: dict[str, list[tuple[float, float]]] = {name: [] for name in pipelines}
@@ -85,14 +85,14 @@ def could_hide(weights: list[float], reductions: list[float]) -> float:
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
-    found = run_ranks("benchmarks.replicas:sides", 4, rounds=options.rounds, hidden=options.hidden, blocks=options.blocks)
-    state = found["zero"]["optimizer_bytes"] / found["plain"]["optimizer_bytes"]
+    result = run_ranks("benchmarks.replicas:sides", 4, rounds=options.rounds, hidden=options.hidden, blocks=options.blocks)
+    state = result["zero"]["optimizer_bytes"] / result["plain"]["optimizer_bytes"]
     return {
         "mesh": "2 replicas x 2 stages, 4 processes",
-        **found,
+        **result,
         "state_share": state,
         "limits": {"hidden": HIDDEN, "state_share": STATE},
-        "within": {"hidden": found["plain"]["hidden"] >= HIDDEN, "state_share": state <= STATE},
+        "within": {"hidden": result["plain"]["hidden"] >= HIDDEN, "state_share": state <= STATE},
     }
 
 

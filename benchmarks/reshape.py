@@ -57,9 +57,9 @@ def request(layers: Layers, memory: int) -> MeshRequest:
     return MeshRequest(profile, RANKS, MICROBATCHES, (1,), ("zb-h1",), ("exact",), memory_limit=limit, objective=Objective.MAKESPAN, keep=4)
 
 
-def busiest(found: MeshPlan) -> float:
+def busiest(plan: MeshPlan) -> float:
     """Seconds of work of the busiest rank in a step."""
-    return found.mesh.microbatches * max(found.plan.rank_cost)
+    return plan.mesh.microbatches * max(plan.plan.rank_cost)
 
 
 def row(case: str, sequence: int, stride: int) -> dict[str, Any]:
@@ -80,8 +80,8 @@ def row(case: str, sequence: int, stride: int) -> dict[str, Any]:
         ideal = perfect(layers, RANKS, MICROBATCHES)
         add("perfect", MICROBATCHES * math.fsum(x.seconds for x in layers) / RANKS, ideal.makespan)
         for name, parts in (("blocks", whole), ("halves", layers)):
-            placed = exact([x.seconds for x in parts], RANKS)
-            add(name, MICROBATCHES * bottleneck(parts, placed), timeline(parts, placed, MICROBATCHES).makespan)
+            partition = exact([x.seconds for x in parts], RANKS)
+            add(name, MICROBATCHES * bottleneck(parts, partition), timeline(parts, partition, MICROBATCHES).makespan)
         for memory in MEMORY:
             name = f"reshaped, memory x{memory}"
             fits = search(request(layers, memory)).candidates
@@ -97,7 +97,7 @@ def row(case: str, sequence: int, stride: int) -> dict[str, Any]:
         "moments": len(moments),
         "gains": gains,
         "shares": shares,
-        "meshes": {name: {mesh: found.count(mesh) for mesh in sorted(set(found))} for name, found in meshes.items()},
+        "meshes": {name: {mesh: chosen.count(mesh) for mesh in sorted(set(chosen))} for name, chosen in meshes.items()},
         "decided": decided,
     }
 
@@ -106,10 +106,10 @@ def decisions(moments: Sequence[Layers], memory: int) -> dict[str, Any]:
     mesh, partition = Mesh(RANKS, 1, MICROBATCHES, 1, "zb-h1"), in_halves(uniform(BLOCKS, RANKS))
     changes, seconds = 0, 0.0
     for layers in moments:
-        found = reshape(request(layers, memory), mesh, partition, horizon_steps=STEPS, seconds_per_byte=0.1)
-        changes += found.decision.move
-        mesh, partition = found.plan.mesh, found.plan.plan.partition
-        seconds += found.plan.seconds / len(moments)
+        change = reshape(request(layers, memory), mesh, partition, horizon_steps=STEPS, seconds_per_byte=0.1)
+        changes += change.decision.move
+        mesh, partition = change.plan.mesh, change.plan.plan.partition
+        seconds += change.plan.seconds / len(moments)
     return {"changes": changes, "seconds": seconds, "last": f"{mesh.pipeline}x{mesh.replicas}"}
 
 

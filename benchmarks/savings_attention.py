@@ -76,8 +76,8 @@ def once(layer: Layer, x: Tensor, gy: Tensor) -> Seconds:
     layer.backward_input(0, (gy,), True)
     layer.backward_weight(0)
     layer.module.zero_grad()
-    found = {kind: end - start for kind, start, end, _ in layer.marks}
-    return found[Kind.F], found[Kind.B], found[Kind.W]
+    seconds = {kind: end - start for kind, start, end, _ in layer.marks}
+    return seconds[Kind.F], seconds[Kind.B], seconds[Kind.W]
 
 
 def alone(attend: Callable[[Tensor, Tensor], Tensor], x: Tensor, v: Tensor, g: Tensor) -> Seconds:
@@ -153,17 +153,17 @@ def length(sequence: int, rounds: int) -> dict[str, Any]:
             seconds = side()
             if turn > 1:
                 taken[name].append(seconds)
-    found = {name: [median(part) for part in zip(*rows, strict=True)] for name, rows in taken.items()}
+    medians = {name: [median(part) for part in zip(*rows, strict=True)] for name, rows in taken.items()}
     return {
         "sequence": sequence,
-        "dense": _fbw(found["dense"]),
-        "separate_keys": _fbw(found["separate keys"]),
-        "attention_alone": _fbw(found["attention alone"]),
-        "kinds": {name: _compare(found, name, kind, both) for name, (kind, _) in KINDS.items()},
+        "dense": _fbw(medians["dense"]),
+        "separate_keys": _fbw(medians["separate keys"]),
+        "attention_alone": _fbw(medians["attention alone"]),
+        "kinds": {name: _compare(medians, name, kind, both) for name, (kind, _) in KINDS.items()},
     }
 
 
-def _compare(found: dict[str, list[float]], name: str, kind: SparseAttention, both: Tensor) -> dict[str, Any]:
+def _compare(medians: dict[str, list[float]], name: str, kind: SparseAttention, both: Tensor) -> dict[str, Any]:
     batch, sequence, heads, size = both.shape
     if isinstance(kind, Hashed):
         plan = plan_buckets(hash_buckets(both, kernel.draw_directions(heads, size, kind.buckets, kind.seed)), kind.buckets, kind.tile)
@@ -171,7 +171,7 @@ def _compare(found: dict[str, list[float]], name: str, kind: SparseAttention, bo
         assert isinstance(kind, Dropped)
         plan = plan_kept(batch, sequence, *draw_kept(heads, sequence, kind.share, kind.seed), kind.tile, both.dtype)
     every = batch * heads * sequence * (sequence - 1) // 2
-    dense, sparse, attention, apart = found["dense"], found[name], found["attention alone"], found[f"{name}: alone"]
+    dense, sparse, attention, apart = medians["dense"], medians[name], medians["attention alone"], medians[f"{name}: alone"]
     ideal = [d - a * (1 - plan.pairs / every) for d, a in zip(dense, attention, strict=True)]
     whole = (sum(dense[:2]) - sum(sparse[:2])) / (sum(dense[:2]) - sum(ideal[:2]))
     result: dict[str, Any] = {
@@ -184,7 +184,7 @@ def _compare(found: dict[str, list[float]], name: str, kind: SparseAttention, bo
     }
     over, lost = sum(sparse[:2]) - sum(ideal[:2]), dict[str, float]()
     if isinstance(kind, Hashed):
-        rest = found[f"{name}: around"]
+        rest = medians[f"{name}: around"]
         part = plan.computed / every
         lost["around"] = sum(rest[:2])
         lost["padding"] = (plan.computed - plan.pairs) / every * sum(attention[:2])
@@ -207,8 +207,8 @@ def on_a_rank(world: World, rounds: int) -> list[dict[str, Any]]:
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
-    found = run_ranks("benchmarks.savings_attention:on_a_rank", 1, rounds=options.rounds)
-    return {"hidden": HIDDEN, "heads": HEADS, "microbatch": BATCH, "lengths": found}
+    rows = run_ranks("benchmarks.savings_attention:on_a_rank", 1, rounds=options.rounds)
+    return {"hidden": HIDDEN, "heads": HEADS, "microbatch": BATCH, "lengths": rows}
 
 
 if __name__ == "__main__":

@@ -69,13 +69,13 @@ def layers(hidden: int, heads: int, sequence: int, rounds: int) -> list[dict[str
         for kind in ("above", "prefix"):
             modules[kind].requires_grad_(False)
         sides = {kind: Layer(0, module, clock, 0) for kind, module in modules.items()}
-        found: dict[str, list[dict[str, float]]] = {kind: [] for kind in sides}
+        samples: dict[str, list[dict[str, float]]] = {kind: [] for kind in sides}
         for turn in range(rounds + 1):
             for kind, layer in sides.items():
                 taken = step(layer, x, gy, kind == "trains", kind != "prefix")
                 if turn:
-                    found[kind].append(taken)
-        times = {kind: {op: median(row[op] for row in rows) for op in "fbw"} for kind, rows in found.items()}
+                    samples[kind].append(taken)
+        times = {kind: {op: median(row[op] for row in rows) for op in "fbw"} for kind, rows in samples.items()}
         whole = sum(times["trains"].values())
         for kind, kept in (("prefix", "f"), ("above", "fb")):
             now, ideal = sum(times[kind].values()), sum(times["trains"][op] for op in kept)
@@ -109,9 +109,9 @@ def cache(hidden: int, heads: int, sequence: int, rounds: int) -> dict[str, Any]
     times = alternate(
         {"run": lambda: seconds(None), "run_and_kept": lambda: seconds(next(turns)), "taken": lambda: seconds(0)}, rounds, warmup=1
     )
-    found = medians(times)
+    summary = medians(times)
     size = sum(y.nbytes for y in outputs.forward(block, 0, (x,), 0))
-    return {"layers": len(block), "seconds": found, "speedup": found["run"] / found["taken"], "bytes_per_sequence": size}
+    return {"layers": len(block), "seconds": summary, "speedup": summary["run"] / summary["taken"], "bytes_per_sequence": size}
 
 
 def watching(module: nn.Module, x: torch.Tensor, rounds: int) -> tuple[float, float]:

@@ -76,8 +76,8 @@ def time_once(layer: Layer, x: torch.Tensor, gy: torch.Tensor) -> Seconds:
     layer.forward(0, (x,), 0, True, True, None)
     layer.backward_input(0, (gy,), True)
     layer.backward_weight(0)
-    found = {kind: end - start for kind, start, end, _ in layer.marks}
-    return found[Kind.F], found[Kind.B], found[Kind.W]
+    seconds = {kind: end - start for kind, start, end, _ in layer.marks}
+    return seconds[Kind.F], seconds[Kind.B], seconds[Kind.W]
 
 
 def in_turn(layers: Sequence[Layer], x: torch.Tensor, rounds: int) -> list[Seconds]:
@@ -102,7 +102,7 @@ def linear_seconds(module: nn.Module, tokens: int, rounds: int) -> Seconds:
 
 def sparse_seconds(module: nn.Module, tokens: int, rounds: int) -> dict[str, float]:
     """Of a pruned module's sparse linears in one microbatch: seconds in the kernels, of F, B and W, and of packing for them."""
-    found = {"kernel": 0.0, "packing": 0.0}
+    seconds = {"kernel": 0.0, "packing": 0.0}
 
     def add(key: str, run: Callable[[], object], times: int = 1) -> None:
         taken: list[float] = []
@@ -111,7 +111,7 @@ def sparse_seconds(module: nn.Module, tokens: int, rounds: int) -> dict[str, flo
             run()
             if turn:
                 taken.append(time.perf_counter() - start)
-        found[key] += times * median(taken)
+        seconds[key] += times * median(taken)
 
     for linear in (x for _, x in linears(module) if isinstance(x, SparseLinear)):
         csr, (flipped, order), values = linear.csr, linear.flipped, linear.weight.detach()[0]
@@ -126,7 +126,7 @@ def sparse_seconds(module: nn.Module, tokens: int, rounds: int) -> dict[str, flo
             add("packing", lambda m=matrix: pack(m))
             add("packing", lambda p=packed, m=matrix: unpack(p, m.shape))
         add("packing", lambda v=values, o=order: v.index_select(0, o))
-    return found
+    return seconds
 
 
 def layers(hidden: int, heads: int, sequence: int, sparsities: Sequence[float], rounds: int) -> list[dict[str, Any]]:
@@ -188,7 +188,7 @@ def on_a_rank(world: World, sequence: int, rounds: int, tokens: int) -> dict[str
     return {"layers": layers(1024, 32, sequence, PAPER, rounds), "crossover": curves(tokens, rounds), "paper_crossover": 0.75}
 
 
-def plot(found: Sequence[dict[str, Any]]) -> None:
+def plot(crossovers: Sequence[dict[str, Any]]) -> None:
     import matplotlib as mpl
 
     mpl.use("svg")
@@ -196,7 +196,7 @@ def plot(found: Sequence[dict[str, Any]]) -> None:
     import matplotlib.pyplot as plt
 
     figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
-    for one, colour, marker in zip(found, ("#0072b2", "#d55e00"), ("o", "s"), strict=True):
+    for one, colour, marker in zip(crossovers, ("#0072b2", "#d55e00"), ("o", "s"), strict=True):
         x = [100 * point["sparsity"] for point in one["points"]]
         text = f"{one['rows']} x {one['columns']}, {one['tokens']} tokens: pays from {100 * one['crossover']:.0f} %"
         axes.plot(x, [point["all"] for point in one["points"]], marker=marker, color=colour, label=text)

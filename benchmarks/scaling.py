@@ -88,8 +88,8 @@ def vertical(stride: int) -> list[dict[str, Any]]:
         moments, microbatches = trace("sparse_attention", blocks, 2048)[::stride], 2 * ranks
         even = uniform(blocks, ranks)
         static = mean(timeline(in_blocks(x), even, microbatches).makespan for x in moments)
-        placed = [exact([layer.seconds for layer in x], ranks) for x in moments]
-        balanced = mean(timeline(x, p, microbatches).makespan for x, p in zip(moments, placed, strict=True))
+        partitions = [exact([layer.seconds for layer in x], ranks) for x in moments]
+        balanced = mean(timeline(x, p, microbatches).makespan for x, p in zip(moments, partitions, strict=True))
         ideal = mean(perfect(x, ranks, microbatches).makespan for x in moments)
         out.append(
             {"blocks": blocks, "ranks": ranks, "speed_up": static / balanced, "bound": static / ideal, "published": max(ours) / megatron}
@@ -171,11 +171,11 @@ def tables(result: dict[str, Any]) -> dict[str, str]:
         "equal memory": "| model | ranks | microbatches | ZB-2p faster than 1F1B | than ZB-1p |",
     }
     rows = (weak_rows, vertical_rows, equal_rows)
-    found = {
+    texts = {
         name: "\n".join([head, "|" + " ---: |" * (head.count("|") - 1), *lines])
         for (name, head), lines in zip(heads.items(), rows, strict=True)
     }
-    return found | ({"emulated": emulated_table(result["emulated"])} if "emulated" in result else {})
+    return texts | ({"emulated": emulated_table(result["emulated"])} if "emulated" in result else {})
 
 
 def draw(result: dict[str, Any], path: Path) -> None:

@@ -82,9 +82,9 @@ def run(side: Side, setting: Setting, m: int, chunks: int | None = None) -> dict
     placement = placement_of(side.schedule, p, chunks)
     costs = split_costs(setting.costs(), placement)
     caps = None if side.limit is None else [side.limit * p] * p
-    made = make(side.schedule, p, m, costs=costs, chunks=chunks, caps=caps)
+    schedule = make(side.schedule, p, m, costs=costs, chunks=chunks, caps=caps)
     # As `dynmo schedule` does: the published figures of interleaving let most messages from the last rank to the first come for nothing.
-    timeline = simulate(made, costs, wrap_group=p) if side.schedule == "interleaved-1f1b" else simulate(made, costs)
+    timeline = simulate(schedule, costs, wrap_group=p) if side.schedule == "interleaved-1f1b" else simulate(schedule, costs)
     peak = max(timeline.peak_memory)
     bound = lower_bound_on(placement, costs, m, 0, Objective.SPAN, caps or [peak] * p)
     work = m * (setting.f + setting.b + setting.w)
@@ -187,8 +187,8 @@ _FEW = (0.125, 0.25, 0.5, 1.0)
 def tables(result: dict[str, Any]) -> dict[str, str]:
     """By name, tables in Markdown, in percent but for times and memory."""
     names = list(SIDES)
-    made: dict[str, str] = {}
-    made["attention"] = _table(
+    texts: dict[str, str] = {}
+    texts["attention"] = _table(
         ["s / h", "F", "B", "W", "W's memory", *names, "least p", "least 2p"],
         (
             [
@@ -202,14 +202,14 @@ def tables(result: dict[str, Any]) -> dict[str, str]:
         ),
     )
     limits = [point["limit"] for point in result["memory"][0]["points"]][::2]
-    made["memory"] = _table(
+    texts["memory"] = _table(
         ["bubble / least", *(f"{limit:g}p" for limit in limits)],
         (
             [_case(row), *(f"{_percent(x['bubble'])} / {_percent(x['least'])}" for x in row["points"] if x["limit"] in limits)]
             for row in result["memory"]
         ),
     )
-    made["few"] = _table(
+    texts["few"] = _table(
         ["1F1B takes longer than zb-auto / ZB-H1", *("m = p" if x == 1 else f"m = p / {round(1 / x)}" for x in _FEW)],
         (
             [
@@ -223,15 +223,15 @@ def tables(result: dict[str, Any]) -> dict[str, str]:
             for row in result["few"]
         ),
     )
-    made["published"] = _table(
+    texts["published"] = _table(
         ["bubble", *names],
         ([_case(row), *(_percent(row["sides"][name]["bubble"]) for name in names)] for row in result["published"]),
     )
-    made["gaps"] = _table(
+    texts["gaps"] = _table(
         ["gap to the bound", *names],
         ([_case(row), *(_percent(row["sides"][name]["gap"]) for name in names)] for row in result["published"]),
     )
-    return made
+    return texts
 
 
 def _case(row: dict[str, Any]) -> str:

@@ -76,7 +76,7 @@ def emulated(
     for pipeline, _ in sides.values():
         pipeline.on_workload_change(())  # closes its channels
     simulated = [timeline(layers, placement, microbatches) for placement in (even, target)]
-    expected = [unit * found.makespan for found in simulated]
+    expected = [unit * step.makespan for step in simulated]
     uniform_seconds, our_seconds = (median(times[x]) for x in ("uniform", "ours"))
     without: dict[str, float] = {}
     if beside_dense:
@@ -102,7 +102,7 @@ def emulated(
         "share_of_simulated_gain": (uniform_seconds / our_seconds - 1) / (expected[0] / expected[1] - 1),
         "op_seconds": {"least": unit * min(ops), "median": unit * median(ops)},
         "idle_ratio": [median(idle[x]) for x in ("uniform", "ours")],
-        "simulated_idle_ratio": [found.idle_ratio for found in simulated],
+        "simulated_idle_ratio": [step.idle_ratio for step in simulated],
         "layers": [list(even.counts), list(target.counts)],
         **without,
     }

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.cases import judge, share, simulated, table
+from benchmarks.cases import share, simulated, summarize, table
 from benchmarks.cases_race import CASES, MICROBATCHES, SCHEDULE, model_of, phases, placed_by_parameters, settings, sides
 from benchmarks.cost_traces import timeline
 from dynmo.balance.partition import Partition
@@ -62,7 +62,7 @@ def side(seconds: list[float], layers: list[list[int]], digest: str = "a") -> di
 def test_a_row_compares_every_side_with_dynmo() -> None:
     even = [[3, 3]] * 6
     uniform, ours = side([2.0] * 6, even), side([2.0, 2.0, 2.0, 2.0, 1.0, 1.0], even[:4] + [[4, 2]] * 2)
-    row = judge("freezing", [{"uniform": uniform, "dense": side([3.0] * 6, even, "b"), "dynmo": ours}])
+    row = summarize("freezing", [{"uniform": uniform, "dense": side([3.0] * 6, even, "b"), "dynmo": ours}])
     assert row["phases"] == [[0, 2], [2, 6]]
     assert row["speedup_over"]["uniform"] == {"run": pytest.approx(1.2), "last_phase": pytest.approx(2.0)}
     assert row["speedup_over"]["dense"] == {"run": pytest.approx(1.8), "last_phase": pytest.approx(3.0)}
@@ -79,10 +79,10 @@ def test_a_row_compares_every_side_with_dynmo() -> None:
     measured = row["measured_over_simulated"]
     assert row["program_over_simulated"] == pytest.approx({name: 0.9 * measured[name] for name in measured})
     slower = side(ours["seconds"], ours["layers"]) | {"costs": [[[2 * x for x in layer] for layer in phase] for phase in ours["costs"]]}
-    assert judge("freezing", [{"uniform": uniform, "dynmo": slower}])["same_work_takes"] == 2.0
+    assert summarize("freezing", [{"uniform": uniform, "dynmo": slower}])["same_work_takes"] == 2.0
     assert row["same_weights"], "the dense run's need not be the same"
     assert "| freezing | 1.80 / 3.00 |  | uniform | 1.20 / 2.00 |" in table([row])
-    broken = judge("freezing", [{"uniform": uniform, "dynmo": side(ours["seconds"], ours["layers"], "c")}])
+    broken = summarize("freezing", [{"uniform": uniform, "dynmo": side(ours["seconds"], ours["layers"], "c")}])
     assert not broken["same_weights"]
 
 
@@ -102,7 +102,7 @@ def test_every_side_is_a_valid_run(case: str) -> None:
 def test_the_sides_end_with_the_same_weights(pool: Pool, case: str) -> None:
     """On real ranks. Whether layers move is up to the timing, so here only the numbers are certain."""
     rounds = pool.run("benchmarks.cases_race:race", 2, timeout=120, case=case, steps=20, rounds=1, sizes=SMALL)[0]
-    row = judge(case, rounds)
+    row = summarize(case, rounds)
     assert row["same_weights"]
     assert row["what"], "the technique never acted"
     assert all(len(one["seconds"]) == len(one["program"]) == 20 for one in rounds[0].values())

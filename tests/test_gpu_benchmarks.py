@@ -191,8 +191,8 @@ def test_the_limit_of_all_parts(tmp_path: Path) -> None:
 
 def test_what_pytest_says_last_is_what_came(tmp_path: Path) -> None:
     (tmp_path / "x.log").write_text("")
-    assert running.judge(0, "..s\n3 passed, 1 skipped in 0.10s\n", tmp_path / "x.log", 1.0).came == "3 passed, 1 skipped in 0.10s"
-    assert running.judge(-9, "", tmp_path / "x.log", 1.0).came == "ended by SIGKILL: no output"
+    assert running.read_output(0, "..s\n3 passed, 1 skipped in 0.10s\n", tmp_path / "x.log", 1.0).came == "3 passed, 1 skipped in 0.10s"
+    assert running.read_output(-9, "", tmp_path / "x.log", 1.0).came == "ended by SIGKILL: no output"
 
 
 def test_a_dry_run_of_two_parts(tmp_path: Path) -> None:
@@ -232,7 +232,7 @@ def test_the_goal_of_split(ratio: float, met: bool) -> None:
         "bfloat16": {"eager": {"split_over_fused": ratio}},
         "float32": {"eager": {"split_over_fused": 1.5}},
     }
-    assert split.judge({"stage": rows}) == (met, f"bfloat16 eager {ratio:.3f}, float32 eager 1.500")
+    assert split.assess({"stage": rows}) == (met, f"bfloat16 eager {ratio:.3f}, float32 eager 1.500")
 
 
 def test_attention() -> None:
@@ -287,5 +287,5 @@ def test_torchs_orders_fit_our_placements(name: str, own: str) -> None:
 @pytest.mark.parametrize(("ratios", "met"), [([0.95, 1.05], True), ([0.5, 1.0], False), ([1.0, 1.2], False)])
 def test_the_account_is_judged(ratios: list[float], met: bool) -> None:
     result: dict[str, Any] = {"peak_over_account": ratios, "peak_over_planned": [0.9, 0.9], "moved_bytes": 2e9, "move_seconds": 0.5}
-    assert memory.judge(result).met == met
-    assert memory.judge(result).came.endswith("moved 2.00 GB in 0.50 s, same weights")
+    assert memory.assess(result).met == met
+    assert memory.assess(result).came.endswith("moved 2.00 GB in 0.50 s, same weights")

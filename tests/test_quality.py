@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.quality import SHARED, STEPS, chosen, config_of, draw, judge, measure, runs, table
+from benchmarks.quality import SHARED, STEPS, chosen, compare, config_of, draw, measure, runs, table
 from tests.pool import Pool
 
 ROOT = Path(__file__).parents[1]
@@ -31,13 +31,13 @@ def found() -> dict[str, dict[str, Any]]:
 
 def test_distances_are_to_the_right_reference() -> None:
     given = found()
-    rows = {row["name"]: row for row in judge(given, 40)}
+    rows = {row["name"]: row for row in compare(given, 40)}
     assert rows["dense"]["distance"] == 0
     assert rows["pruning, 90 %"]["distance"] == pytest.approx(2.06 / 2.0 - 1)
     assert rows["hash, 4 buckets, all blocks"]["distance"] == pytest.approx(2.09 / 2.07 - 1)
     assert rows[SHARED]["within"] is None
     given["pruning, 50 %"]["curve"][-1][1] = 2.05
-    late = {row["name"]: row for row in judge(given, 40)}["pruning, 50 %"]
+    late = {row["name"]: row for row in compare(given, 40)}["pruning, 50 %"]
     assert late["limit"] == 0.02
     assert not late["within"]
     assert "| pruning, 50 % | 2.050 | dense | +2.5% | 2% | 3 |" in table({"rows": [late]})
@@ -45,8 +45,8 @@ def test_distances_are_to_the_right_reference() -> None:
 
 def test_the_picture(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    draw(judge(found(), 40), tmp_path / "a.svg")
-    draw(judge(found(), 40), tmp_path / "b.svg")
+    draw(compare(found(), 40), tmp_path / "a.svg")
+    draw(compare(found(), 40), tmp_path / "b.svg")
     picture = (tmp_path / "a.svg").read_text()
     assert picture == (tmp_path / "b.svg").read_text()
     assert all(title in picture for title in ("freezing", "pruning", "sparse attention", "held-out loss"))
@@ -57,7 +57,7 @@ def test_some_of_the_runs() -> None:
     assert list(chosen(40, ["pruning, 90 %"])) == ["dense", "pruning, 90 %"]
     assert list(chosen(40, ["hash, 4 buckets, all blocks"])) == ["dense", SHARED, "hash, 4 buckets, all blocks"]
     some = {name: run for name, run in found().items() if name in chosen(40, ["pruning, 90 %"])}
-    assert [row["name"] for row in judge(some, 40)] == ["dense", "pruning, 90 %"]
+    assert [row["name"] for row in compare(some, 40)] == ["dense", "pruning, 90 %"]
 
 
 def test_a_run_in_small(pool: Pool) -> None:

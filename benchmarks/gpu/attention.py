@@ -63,11 +63,11 @@ def length(
     sides: dict[str, Callable[[], object]] = {}
     for name, attend in {"sdpa": dense_attention, **kinds}.items():
         sides[f"{name}: f"], sides[f"{name}: f+b"] = forward(attend, x, v), both(attend, x, v, g)
-    found = turns(device, sides, rounds)
-    dense = found["sdpa: f+b"]
-    out: dict[str, Any] = {"sequence": sequence, "seconds": found, "kinds": {}}
+    seconds = turns(device, sides, rounds)
+    dense = seconds["sdpa: f+b"]
+    out: dict[str, Any] = {"sequence": sequence, "seconds": seconds, "kinds": {}}
     for name, hashed in kinds.items():
-        pairs, mine = share_of_pairs(x, hashed), found[f"{name}: f+b"]
+        pairs, mine = share_of_pairs(x, hashed), seconds[f"{name}: f+b"]
         out["kinds"][name] = {
             "pairs": pairs,
             "speedup": dense / mine,
@@ -89,15 +89,15 @@ def wins_from(rows: Sequence[dict[str, Any]]) -> dict[str, int | None]:
 def measure(device: torch.device, options: argparse.Namespace) -> dict[str, Any]:
     shape = {key: getattr(options, key) for key in ("heads", "size", "batch", "rounds")}
     lengths = [2**i for i in range(10, 16) if 2**i <= options.longest] or [options.longest]
-    found = {name: [length(device, PRECISIONS[name], n, **shape) for n in lengths] for name in ("bfloat16", "float32")}
+    measured = {name: [length(device, PRECISIONS[name], n, **shape) for n in lengths] for name in ("bfloat16", "float32")}
     return {
         **shape,
-        "lengths": found,
-        "wins_from": {name: wins_from(rows) for name, rows in found.items()},
+        "lengths": measured,
+        "wins_from": {name: wins_from(rows) for name, rows in measured.items()},
     }
 
 
-def judge(result: dict[str, Any]) -> Verdict:
+def assess(result: dict[str, Any]) -> Verdict:
     starts = {f"{name} {kind}": first for name, kinds in result["wins_from"].items() for kind, first in kinds.items()}
     told = ", ".join(f"{name} {'never' if first is None else f'from {first}'}" for name, first in starts.items())
     return Verdict(
@@ -115,4 +115,4 @@ OPTIONS = (
 )
 
 if __name__ == "__main__":
-    main(__doc__ or "", measure, judge, OPTIONS)
+    main(__doc__ or "", measure, assess, OPTIONS)

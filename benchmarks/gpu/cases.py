@@ -126,9 +126,9 @@ class Run:
         balanced = exact([cost.seconds for cost in costs], self._options.slices, current=self.even)
         times: dict[Partition, list[float]] = {self.even: [], balanced: []}
         for _ in range(self._options.pairs):
-            for placed in (balanced, self.even):
-                pipeline.move(placed)
-                times[placed].append(self.steps(self._options.steps))
+            for partition in (balanced, self.even):
+                pipeline.move(partition)
+                times[partition].append(self.steps(self._options.steps))
         even, fast = median(times[self.even]), median(times[balanced])
         tokens = self._options.microbatches * self._options.batch * self._options.sequence
         return {
@@ -182,7 +182,7 @@ def measure(device: torch.device, options: argparse.Namespace) -> dict[str, Any]
     }
 
 
-def judge(result: dict[str, Any]) -> Verdict:
+def assess(result: dict[str, Any]) -> Verdict:
     """Balanced must be no slower (2 % for noise)."""
     speedups = {name: row["speedup"] for name, row in result["cases"].items() if "speedup" in row}
     alone = {name: result["cases"][name]["dense_over_even"] for name in speedups}
@@ -204,4 +204,4 @@ OPTIONS = (
 )
 
 if __name__ == "__main__":
-    main(__doc__ or "", measure, judge, OPTIONS)
+    main(__doc__ or "", measure, assess, OPTIONS)

@@ -99,8 +99,8 @@ def probe(needs_gpu: bool, commit: str | None = None) -> dict[str, Any]:
     driver = output_of(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"])
     if commit is None:
         commit = output_of(["git", "rev-parse", "HEAD"])
-        changed = output_of(["git", "status", "--porcelain", "--untracked-files=no"])
-        commit = commit and commit + (" with changes" if changed else "")
+        modified = output_of(["git", "status", "--porcelain", "--untracked-files=no"])
+        commit = commit and commit + (" with changes" if modified else "")
     return about | {
         "driver": driver.splitlines()[0] if driver else None,
         "python": sys.version.split()[0],

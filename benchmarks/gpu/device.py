@@ -43,7 +43,7 @@ Measure = Callable[[torch.device, argparse.Namespace], dict[str, Any]]
 def main(
     about: str,
     measure: Measure,
-    judge: Callable[[dict[str, Any]], Verdict],
+    assess: Callable[[dict[str, Any]], Verdict],
     options: Sequence[Option] = (),
 ) -> None:
     """Prints the figures on the first CUDA device, or on CPU with `--dry`.
@@ -54,7 +54,7 @@ def main(
     Args:
         about: The command's description.
         measure: Returns the figures. Raises if a result is wrong.
-        judge: Says what the figures show.
+        assess: Says what the figures show.
         options: The sizes.
     """
     parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -80,7 +80,7 @@ def main(
     progress("modules are loaded")
     result = measure(device, parsed)
     progress("measured")
-    met, came = judge(result)
+    met, came = assess(result)
     harness.report(
         result
         | {
@@ -124,14 +124,14 @@ def progress(text: str) -> None:
 
 def seconds(device: torch.device, work: Callable[[], object]) -> float:
     """From an idle device to an idle device: launching counts where it is what takes longest."""
-    settle(device)
+    synchronize(device)
     start = time.perf_counter()
     work()
-    settle(device)
+    synchronize(device)
     return time.perf_counter() - start
 
 
-def settle(device: torch.device) -> None:
+def synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 

@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.gpu.device import Option, Verdict, built_on, main, progress, settle
+from benchmarks.gpu.device import Option, Verdict, built_on, main, progress, synchronize
 from benchmarks.harness import run_ranks
 from dynmo.balance.partition import Partition, uniform
 from dynmo.config import parse
@@ -59,12 +59,12 @@ def on_a_rank(world: World, blocks: int, hidden: int, sequence: int, batch: int,
         }
     )
     model = load_model(config)
-    placed = uniform(model.layers, world.size)
+    partition = uniform(model.layers, world.size)
     dtype = PRECISIONS[config.train.precision]
     pipeline = Pipeline(
         world,
         built_on(device, model),
-        placed,
+        partition,
         schedule=SCHEDULE,
         microbatches=microbatches,
         dtype=dtype,
@@ -81,7 +81,7 @@ def on_a_rank(world: World, blocks: int, hidden: int, sequence: int, batch: int,
             world.barrier("the step to start")
             start = time.perf_counter()
             pipeline.step(count, tokens[0], tokens[1], lr=1e-5, max_norm=1.0)
-            settle(device)
+            synchronize(device)
             taken, count = time.perf_counter() - start, count + 1
         return pipeline.largest(taken)
 
@@ -91,16 +91,16 @@ def on_a_rank(world: World, blocks: int, hidden: int, sequence: int, batch: int,
     before = steps(2)
     held = sum(t.nbytes for module, optimizer in pipeline.own_layers.values() for t in (*module.parameters(), *optimizer.state().values()))
     peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else held
-    schedule = pipeline.schedule_for(placed)
-    account = rank_memory(pipeline.costs(), placed.counts, schedule)
-    planned = rank_memory(recompute_as_workspace(shape_costs(config, model), ()), placed.counts, schedule)
+    schedule = pipeline.schedule_for(partition)
+    account = rank_memory(pipeline.costs(), partition.counts, schedule)
+    planned = rank_memory(recompute_as_workspace(shape_costs(config, model), ()), partition.counts, schedule)
     table = torch.zeros(world.size, dtype=torch.float64)
     table[world.rank] = peak
     world.sum(table, "the peaks of all ranks")
 
     progress(f"rank {world.rank}: the steps before the move have run")
     digest, quarter = pipeline.digest(), max(1, model.layers // 4)
-    migration = pipeline.move(Partition((placed.counts[0] - quarter, placed.counts[1] + quarter)))
+    migration = pipeline.move(Partition((partition.counts[0] - quarter, partition.counts[1] + quarter)))
     after = pipeline.digest()
     if digest != after:
         raise RuntimeError(f"the move changed the weights: {digest} before, {after} after")
@@ -123,7 +123,7 @@ def measure(device: torch.device, options: argparse.Namespace) -> dict[str, Any]
     return {**shape, **run_ranks("benchmarks.gpu.memory:on_a_rank", 2, str(device), **shape)}
 
 
-def judge(result: dict[str, Any]) -> Verdict:
+def assess(result: dict[str, Any]) -> Verdict:
     ratios = result["peak_over_account"]
     planned = result["peak_over_planned"]
     told = ", ".join(f"rank {rank} {ratio:.3f} of the account, {planned[rank]:.3f} of the plan" for rank, ratio in enumerate(ratios))
@@ -140,4 +140,4 @@ OPTIONS = (
 )
 
 if __name__ == "__main__":
-    main(__doc__ or "", measure, judge, OPTIONS)
+    main(__doc__ or "", measure, assess, OPTIONS)

@@ -21,13 +21,13 @@ from dynmo.config import parse
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def command(*words: str) -> dict[str, Any]:
+def command(*arguments: str) -> dict[str, Any]:
     """Runs a dynmo command and returns the object it prints. Raises RuntimeError if it fails."""
-    done = subprocess.run([sys.executable, "-m", "dynmo", *words, "--json"], cwd=ROOT, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-m", "dynmo", *arguments, "--json"], cwd=ROOT, capture_output=True, text=True)
     sys.stderr.write(done.stderr)
     if done.returncode:
         last = (done.stderr.splitlines() or ["no output"])[-1]
-        raise RuntimeError(f"dynmo {words[0]} ended with status {done.returncode}: {last}")
+        raise RuntimeError(f"dynmo {arguments[0]} ended with status {done.returncode}: {last}")
     return json.loads(done.stdout)
 
 
@@ -61,7 +61,7 @@ def measure(device: torch.device, options: argparse.Namespace) -> dict[str, Any]
     return {"layers": len(profile["names"]), "microbatch_seconds": seconds, "plan": plan}
 
 
-def judge(result: dict[str, Any]) -> Verdict:
+def assess(result: dict[str, Any]) -> Verdict:
     f, b, w = (1e3 * result["microbatch_seconds"][op] for op in "fbw")
     return Verdict(
         min(f, b, w) > 0,
@@ -80,4 +80,4 @@ OPTIONS = (
 )
 
 if __name__ == "__main__":
-    main(__doc__ or "", measure, judge, OPTIONS)
+    main(__doc__ or "", measure, assess, OPTIONS)

@@ -74,10 +74,10 @@ def run(command: Sequence[str], limit: float, log: Path, environment: Mapping[st
     log.with_suffix(".out").unlink()
     if code is None:
         return Ended("timeout", f"ended after its limit of {limit:.0f} s", seconds)
-    return judge(code, printed.decode(errors="replace"), log, seconds)
+    return read_output(code, printed.decode(errors="replace"), log, seconds)
 
 
-def judge(code: int, printed: str, log: Path, seconds: float) -> Ended:
+def read_output(code: int, printed: str, log: Path, seconds: float) -> Ended:
     """Reads a part's exit status and its last line: one JSON object, or the last line of pytest."""
     lines = [line for line in printed.splitlines() if line.strip()]
     if code:

@@ -94,8 +94,8 @@ def on_slices(sides: Sides, world: World, model: Model, count: int, microbatches
     """
     rows: dict[str, Any] = {}
     for own, stages, names in (("zb-auto", count, FLAT), ("zb-v", 2 * count, V_SHAPED)):
-        placed = uniform(model.layers, stages)
-        pipeline = Pipeline(world, model, placed, schedule=own, microbatches=microbatches, slices=count, dtype=dtype)
+        partition = uniform(model.layers, stages)
+        pipeline = Pipeline(world, model, partition, schedule=own, microbatches=microbatches, slices=count, dtype=dtype)
         for _ in range(2):  # the first loads kernels
             sides.run(pipeline)
         pipeline.replan(pipeline.costs())
@@ -103,7 +103,7 @@ def on_slices(sides: Sides, world: World, model: Model, count: int, microbatches
             if name.startswith("torch "):
                 schedule = torch_order(PEERS[name.removeprefix("torch ")], count, microbatches, name)
             elif name == own:
-                schedule = pipeline.schedule_for(placed)
+                schedule = pipeline.schedule_for(partition)
             else:
                 schedule = make(name, count, microbatches)
             rows[name] = (pipeline, schedule)
@@ -159,11 +159,11 @@ def pipelines(
             )
             # One rank with all stages, in both runtimes.
             kind = PeerSchedule(ScheduleInterleavedZeroBubble, stages_per_rank=slices)
-            placed = uniform(model.layers, slices)
+            partition = uniform(model.layers, slices)
             chunked = Pipeline(
                 world,
                 model,
-                placed,
+                partition,
                 schedule="interleaved-1f1b",
                 chunks=slices,
                 microbatches=microbatches,
@@ -212,7 +212,7 @@ def measure(device: torch.device, options: argparse.Namespace) -> dict[str, Any]
     return {**shape, **pipelines(device, torch.bfloat16, **shape)}
 
 
-def judge(result: dict[str, Any]) -> Verdict:
+def assess(result: dict[str, Any]) -> Verdict:
     """Ours must gain over 1f1b. torch's orders and runtime must not be faster (2 % for noise)."""
     gains = {name: row["gain"] for name, row in result["schedules"].items()}
     torchs = max(gain for name, gain in gains.items() if name.startswith("torch "))
@@ -233,4 +233,4 @@ OPTIONS = (
 )
 
 if __name__ == "__main__":
-    main(__doc__ or "", measure, judge, OPTIONS)
+    main(__doc__ or "", measure, assess, OPTIONS)

@@ -36,13 +36,13 @@ def matrix(
         sparse = seconds(make_pruned(rows, columns, sparsity, True, device, dtype), tokens, rounds)
         ratios = {kind: s / d for kind, s, d in zip("fbw", sparse, dense, strict=True)}
         points.append({"sparsity": sparsity, "all": sum(sparse) / sum(dense)} | ratios)
-    found = median(crossover(rows, columns, tokens, device, dtype) for _ in range(bisections))
+    threshold = median(crossover(rows, columns, tokens, device, dtype) for _ in range(bisections))
     return {
         "rows": rows,
         "columns": columns,
         "tokens": tokens,
         "dense_seconds": dense,
-        "crossover": found,
+        "crossover": threshold,
         "points": points,
     }
 
@@ -55,7 +55,7 @@ def measure(device: torch.device, options: argparse.Namespace) -> dict[str, Any]
     }
 
 
-def judge(result: dict[str, Any]) -> Verdict:
+def assess(result: dict[str, Any]) -> Verdict:
     crossovers = {f"{name} {row['rows']}": row["crossover"] for name in ("bfloat16", "float32") for row in result[name]}
     return Verdict(
         min(crossovers.values()) < 1,
@@ -71,4 +71,4 @@ OPTIONS = (
 )
 
 if __name__ == "__main__":
-    main(__doc__ or "", measure, judge, OPTIONS)
+    main(__doc__ or "", measure, assess, OPTIONS)

@@ -105,13 +105,13 @@ def stage(
             microbatches,
             how,
         )
-    found = turns(device, sides, rounds)
+    medians = turns(device, sides, rounds)
     return {
-        "seconds": found,
-        "tokens_per_second": {name: batch * sequence * microbatches / each for name, each in found.items()},
-        "split_over_fused": found["split"] / found["fused"],
-        "deferred_over_fused": found["deferred"] / found["fused"],
-        "fused_over_plain": found["fused"] / found["plain"],
+        "seconds": medians,
+        "tokens_per_second": {name: batch * sequence * microbatches / each for name, each in medians.items()},
+        "split_over_fused": medians["split"] / medians["fused"],
+        "deferred_over_fused": medians["deferred"] / medians["fused"],
+        "fused_over_plain": medians["fused"] / medians["plain"],
     }
 
 
@@ -130,7 +130,7 @@ def measure(device: torch.device, options: argparse.Namespace) -> dict[str, Any]
 GOAL = 1.02
 
 
-def judge(result: dict[str, Any]) -> Verdict:
+def assess(result: dict[str, Any]) -> Verdict:
     ratios = {f"{name} {mode}": row["split_over_fused"] for name, modes in result["stage"].items() for mode, row in modes.items()}
     met = all(ratio <= GOAL for name, ratio in ratios.items() if name.startswith("bfloat16"))
     return Verdict(met, ", ".join(f"{name} {ratio:.3f}" for name, ratio in ratios.items()))
@@ -148,4 +148,4 @@ OPTIONS = (
 )
 
 if __name__ == "__main__":
-    main(__doc__ or "", measure, judge, OPTIONS)
+    main(__doc__ or "", measure, assess, OPTIONS)
