@@ -29,7 +29,7 @@ def need(held: Ints, pairs: Ints, pair_at: Ints, stage: int, start: int, stop: i
 
 
 @_jit
-def judge(
+def evaluate_bounds(
     sums: Ints, rank_of: Ints, speeds: Floats, held: Ints, pairs: Ints, pair_at: Ints, caps: Ints, bounds: Ints, scratch: Ints
 ) -> tuple[float, float, int]:
     """(largest time of a rank, sum of squared times, bytes over the caps). scratch: two numbers per rank."""
@@ -54,7 +54,7 @@ def descend(
 ) -> tuple[float, float, int]:
     """One layer at a time along the path between two stages, while (bytes over, largest time, squares) falls. Changes `bounds`."""
     stages, scratch = len(rank_of), np.zeros((len(speeds), 2), np.int64)
-    largest, squares, over = judge(sums, rank_of, speeds, held, pairs, pair_at, caps, bounds, scratch)
+    largest, squares, over = evaluate_bounds(sums, rank_of, speeds, held, pairs, pair_at, caps, bounds, scratch)
     trial = bounds.copy()
     progress = True
     while progress:
@@ -67,7 +67,7 @@ def descend(
                 trial[:] = bounds
                 for i in range(low + 1, high + 1):
                     trial[i] += step
-                time, square, bytes_ = judge(sums, rank_of, speeds, held, pairs, pair_at, caps, trial, scratch)
+                time, square, bytes_ = evaluate_bounds(sums, rank_of, speeds, held, pairs, pair_at, caps, trial, scratch)
                 if bytes_ < over or (bytes_ == over and (time < largest or (time == largest and square < squares))):
                     bounds[:] = trial
                     largest, squares, over, progress = time, square, bytes_, True
@@ -246,7 +246,7 @@ def nested(
     bounds[ranks] = end
     largest = 0.0
     for r in range(ranks - 1, -1, -1):
-        found = False
+        extended = False
         for x in range(a - 1, -1, -1):
             if (sums[a] - sums[x]) / speeds[r] > limit:
                 break
@@ -257,11 +257,11 @@ def nested(
                 if reached[r, x, y] and (
                     caps.size == 0 or need(held, pairs, pair_at, r, x, a) + need(held, pairs, pair_at, 2 * ranks - 1 - r, b, y) <= caps[r]
                 ):
-                    found = True
+                    extended = True
                     largest = max(largest, time)
                     a, b = x, y
                     break
-            if found:
+            if extended:
                 break
         bounds[r], bounds[2 * ranks - r] = a, b
     return True, largest

@@ -32,7 +32,7 @@ def _jit(function: _F) -> _F:
 
 
 @_jit
-def within(sums: Ints, start: int, stop: int, limit: Ints) -> bool:
+def weighs_at_most(sums: Ints, start: int, stop: int, limit: Ints) -> bool:
     """Whether the layers start..stop-1 weigh at most `limit`."""
     over = 0
     for k in range(sums.shape[1]):
@@ -79,14 +79,14 @@ def farthest(sums: Ints, start: int, limit: Ints, high: int) -> int:
     step, low = 1, start
     while low < high:
         trial = min(high, low + step)
-        if not within(sums, start, trial, limit):
+        if not weighs_at_most(sums, start, trial, limit):
             high = trial - 1
             break
         low = trial
         step *= 2
     while low < high:
         trial = (low + high + 1) // 2
-        if within(sums, start, trial, limit):
+        if weighs_at_most(sums, start, trial, limit):
             low = trial
         else:
             high = trial - 1
@@ -177,7 +177,7 @@ def every(
     for stage in range(stages):
         row = stage % limits.shape[0]
         rise[stage] = -1
-        start, at, found, missing = -1, first, -1, kinds
+        start, at, earliest, missing = -1, first, -1, kinds
         most = widest(limits, row)
         for stop in range(max(first + 1, low[stage + 1]), layers - (stages - 1 - stage) + 1):
             while at < stop:
@@ -190,22 +190,22 @@ def every(
                     break
                 continue
             d = classes[stop] if kinds > 1 else 0
-            if limits[row, d, 0] >= 0 and within(sums, start, stop, limits[row, d]):
+            if limits[row, d, 0] >= 0 and weighs_at_most(sums, start, stop, limits[row, d]):
                 reached[stage + 1, stop] = 1
                 high[stage + 1] = stop
-                if found < 0:
-                    found = stop
+                if earliest < 0:
+                    earliest = stop
             else:
                 if not blocked[d]:
                     blocked[d] = 1
                     missing -= 1
                 if rise[stage, d, 1] < 0 or lighter(sums, start, stop, rise[stage, d, 0], rise[stage, d, 1]):
                     rise[stage, d, 0], rise[stage, d, 1] = start, stop
-                if missing == 0 and start == high[stage] and not within(sums, start, stop, most):
+                if missing == 0 and start == high[stage] and not weighs_at_most(sums, start, stop, most):
                     break
-        if found < 0:
+        if earliest < 0:
             return FAILED, stage + 1
-        first = found
+        first = earliest
     if not reached[stages, layers]:
         return FAILED, stages
     bounds[stages] = layers
@@ -227,7 +227,7 @@ def floors(sums: Ints, limits: Ints, held: Ints, pairs: Ints, pair_at: Ints, cap
         limit = widest(limits, stage % limits.shape[0])
         while left < right:
             trial = (left + right) // 2
-            if within(sums, trial, stop, limit) and fits(held, pairs, pair_at, caps, stage, trial, stop):
+            if weighs_at_most(sums, trial, stop, limit) and fits(held, pairs, pair_at, caps, stage, trial, stop):
                 right = trial
             else:
                 left = trial + 1

@@ -99,8 +99,8 @@ def _exact(request: BalanceRequest) -> Partition:
     if request.make is not None and request.cost == "time":
         return _simulated(request, request.make, ties_only=True)
     if request.several:
-        found = chunked(request.weights, request.several, memory=request.memory, current=request.current, speeds=request.speeds)
-        return found.partition
+        best = chunked(request.weights, request.several, memory=request.memory, current=request.current, speeds=request.speeds)
+        return best.partition
     sizes = [layer.moved_bytes for layer in request.layers]
     return exact(
         request.weights,

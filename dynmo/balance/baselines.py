@@ -132,10 +132,10 @@ def placement(bounds: Sequence[int], whose: str) -> Partition:
     return Partition.from_bounds(bounds)
 
 
-def in_order(found: Transfers) -> Partition:
+def in_order(transfers: Transfers) -> Partition:
     """As a `Partition`. Raises PartitionError naming the first rank whose layers are not the neighbours of the rank's before."""
     bounds = [0]
-    for rank, held in enumerate(found.ranks):
+    for rank, held in enumerate(transfers.ranks):
         if sorted(held) != list(range(bounds[-1], bounds[-1] + len(held))) or not held:
             raise PartitionError(
                 f"Algorithm 3 leaves rank {rank} with the layers {list(held)}, out of the network's order: that cannot run; use 'diffusion'"

@@ -209,14 +209,14 @@ class Problem:
             low, high = max(self.heaviest / max(self.speeds), total / sum(self.speeds, Fraction())), total / min(self.speeds)
         if self.sends is not None:
             high += max(map(max, self.sends))
-        found, value = self.probe(high)
-        if not found:
+        feasible, value = self.probe(high)
+        if not feasible:
             raise NoRoomError(self.no_memory())
         high = value
         trial = min(high, low + (self.heaviest if self.speeds is None else self.heaviest / min(self.speeds)))
         while low < high:
-            found, value = self.probe(trial)
-            low, high = (low, value) if found else (value, high)
+            feasible, value = self.probe(trial)
+            low, high = (low, value) if feasible else (value, high)
             both = low + high
             trial = both // 2 if isinstance(both, int) else both / 2
         return high
@@ -280,11 +280,11 @@ class Problem:
         unit = -(-sum(move_bytes) // (1 << 62)) or 1  # as large as an int64 takes
         sizes = np.array([0, *accumulate(size // unit for size in move_bytes)], np.int64)
         bounds = np.zeros(self.ranks + 1, np.int64)
-        found = kernels.best_tie(
+        reached = kernels.best_tie(
             *(self.table, limits, self.classes, *self.bytes),
             *(low, high, offset, own, sizes, loads, extra, slowness, bounds),
         )
-        assert found, "the bottleneck was found, but no placement with it"
+        assert reached, "the bottleneck was found, but no placement with it"
         return bounds.tolist()
 
     def _windows(self, limits: Ints, current: Sequence[int] | None) -> tuple[Ints, Ints]:

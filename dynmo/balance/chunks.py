@@ -70,12 +70,12 @@ def chunked(
     rates = rank_speeds(speeds, ranks) or [Fraction(1)] * ranks
     if stages == ranks:
         own = [float(rates[rank]) for rank in placement]
-        found, proven = exact(weights, ranks, memory=memory, current=current, speeds=own), True
+        partition, proven = exact(weights, ranks, memory=memory, current=current, speeds=own), True
     else:
-        found, proven = _Chunks(weights, placement, memory, rates).solve(current, nodes)
-    loads = stage_loads(weights, found)
+        partition, proven = _Chunks(weights, placement, memory, rates).solve(current, nodes)
+    loads = stage_loads(weights, partition)
     times = (math.fsum(x for x, r in zip(loads, placement, strict=True) if r == rank) / float(rates[rank]) for rank in range(ranks))
-    return Chunked(found, max(times), proven)
+    return Chunked(partition, max(times), proven)
 
 
 @final
@@ -114,29 +114,29 @@ class _Chunks:
         if best == math.inf:
             raise NoRoomError(self.no_memory(proven))
         if current is not None and current.ranks == self.stages:
-            largest, _, over = self.judge(current.bounds)
+            largest, _, over = self.evaluate_bounds(current.bounds)
             if largest <= best and not over:
                 return current, proven
         return Partition.from_bounds(bounds.tolist()), proven
 
-    def judge(self, bounds: Sequence[int] | Ints) -> tuple[float, float, int]:
-        return kernels.judge(*self.what, np.array(bounds, np.int64), np.zeros((self.ranks, 2), np.int64))
+    def evaluate_bounds(self, bounds: Sequence[int] | Ints) -> tuple[float, float, int]:
+        return kernels.evaluate_bounds(*self.what, np.array(bounds, np.int64), np.zeros((self.ranks, 2), np.int64))
 
     def nested(self, bounds: Ints) -> float:
         """The V, by bisection between times that placements truly have, as in `chains`; infinity where nothing fits."""
         reached = np.zeros((self.ranks + 1, len(self.sums), len(self.sums)), np.uint8)
         total, largest = int(self.sums[-1]), int(np.diff(self.sums).max())
         low = max(total / float(self.speeds.sum()), largest / float(self.speeds.max()))
-        own, _, over = self.judge(bounds)
+        own, _, over = self.evaluate_bounds(bounds)
         high = total / float(self.speeds.min()) if over else own
         best = math.inf if over else own
         trial = high if over else (low + high) / 2
         while low < high or best == math.inf:
-            made = bounds.copy()
-            found, value = kernels.nested(self.sums, self.speeds, *self.bytes, trial, reached, made)
-            if found:
+            trial_bounds = bounds.copy()
+            feasible, value = kernels.nested(self.sums, self.speeds, *self.bytes, trial, reached, trial_bounds)
+            if feasible:
                 best = high = value
-                bounds[:] = made
+                bounds[:] = trial_bounds
             elif value == math.inf or value > high:
                 break  # nothing else would change
             else:
@@ -147,7 +147,7 @@ class _Chunks:
     def no_memory(self, proven: bool) -> str:
         memory = self.memory
         assert memory is not None, "without memory limits a placement always exists"
-        needs = self.judge(exact(self.weights, self.stages).bounds)[2]
+        needs = self.evaluate_bounds(exact(self.weights, self.stages).bounds)[2]
         held = "no placement fits" if proven else "no placement that fits was found"
         return (
             f"{held} {self.stages} stages on {self.ranks} ranks of {min(self.caps)} to {max(self.caps)} bytes: balanced by time they are "

@@ -38,11 +38,11 @@ def diffuse(weights: Sequence[float], current: Partition, *, fits: Fits | None =
     if len(weights) != current.layers:
         raise PartitionError(f"{len(weights)} weights for a placement of {current.layers} layers; give one weight per layer")
     sums = integer_sums(weights)
-    bounds, made, rounds = list(current.bounds), list[Move](), 0
+    bounds, crossings, rounds = list(current.bounds), list[Move](), 0
     while (better := _next_round(sums, bounds, fits)) is not None:
-        made.extend(moves(Partition.from_bounds(bounds), Partition.from_bounds(better)))
+        crossings.extend(moves(Partition.from_bounds(bounds), Partition.from_bounds(better)))
         bounds, rounds = better, rounds + 1
-    return Diffusion(Partition.from_bounds(bounds), rounds, tuple(made))
+    return Diffusion(Partition.from_bounds(bounds), rounds, tuple(crossings))
 
 
 def _next_round(sums: Sequence[int], bounds: list[int], fits: Fits | None) -> list[int] | None:
@@ -67,8 +67,8 @@ def _candidates(sums: Sequence[int], bounds: list[int]) -> Iterator[list[int]]:
     shifted = list(bounds)
     for i in range(1, ranks):
         # The flow times the number of ranks, to stay with integers.
-        nearest = min((bounds[i], bounds[i] - 1, bounds[i] + 1), key=lambda b: abs(sums[b] * ranks - i * total))
-        shifted[i] = nearest
+        shift = min((bounds[i], bounds[i] - 1, bounds[i] + 1), key=lambda b: abs(sums[b] * ranks - i * total))
+        shifted[i] = shift
     yield shifted
     load = [sums[stop] - sums[start] for start, stop in pairwise(bounds)]
     order = sorted(range(ranks), key=lambda stage: (-load[stage], stage))

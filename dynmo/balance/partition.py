@@ -167,7 +167,7 @@ def ties(
     if current is not None:
         same_layers(current.layers, problem.layers)
     bottleneck, sizes = problem.least_bottleneck(), [1] * problem.layers if move_bytes is None else move_bytes
-    found = [problem.best_tie(bottleneck, None, sizes), *problem.extremes(bottleneck)]
+    tied_bounds = [problem.best_tie(bottleneck, None, sizes), *problem.extremes(bottleneck)]
     if current is not None:
-        found.insert(0, problem.best_tie(bottleneck, current.bounds, sizes))
-    return [Partition.from_bounds(bounds) for bounds in dict.fromkeys(map(tuple, found))]
+        tied_bounds.insert(0, problem.best_tie(bottleneck, current.bounds, sizes))
+    return [Partition.from_bounds(bounds) for bounds in dict.fromkeys(map(tuple, tied_bounds))]

@@ -65,7 +65,7 @@ def schedule_aware(
     ties_only: bool = False,
 ) -> Partition:
     """The placement with the least simulated time that `search` finds."""
-    found = search(
+    result = search(
         *(layers, ranks),
         make=make,
         links=links,
@@ -77,7 +77,7 @@ def schedule_aware(
         placement=placement,
         ties_only=ties_only,
     )
-    return found.partition
+    return result.partition
 
 
 def search(
@@ -114,13 +114,13 @@ def search(
 
 
 @dataclass(frozen=True)
-class _Judged:
+class _Candidate:
     bounds: Bounds
     seconds: float
     moved: int
     schedule: Schedule
 
-    def beats(self, other: _Judged) -> bool:
+    def beats(self, other: _Candidate) -> bool:
         if abs(self.seconds - other.seconds) > _SAME * other.seconds:
             return self.seconds < other.seconds
         return self.moved < other.moved
@@ -162,14 +162,14 @@ class _Search:
 
     def run(self) -> PlacementSearchResult:
         starts = self.starts()
-        first = best = self.judge(starts[0])
+        first = best = self.evaluate(starts[0])
         if self.current is not None and self.current.bounds in starts:
             best = self.better(best, self.current.bounds)
         for _ in range(_ROUNDS):
             before = best
             self.shapes, self.budget = {self.frozen_stages(best.bounds): shape_of(best.schedule)}, _OPS
-            nearest = sorted(dict.fromkeys([best.bounds, *starts]), key=self.replay)
-            for bounds in nearest[:_STARTS]:
+            by_time = sorted(dict.fromkeys([best.bounds, *starts]), key=self.replay)
+            for bounds in by_time[:_STARTS]:
                 best = self.better(best, self.descend(bounds))
             if best.schedule.ops == before.schedule.ops:
                 break  # another round would look at the same
@@ -180,16 +180,18 @@ class _Search:
         weights = [layer.seconds for layer in self.layers]
         if self.stages > self.ranks:
             best = chunked(weights, self.placement, memory=self.memory, current=self.current, speeds=self.rates)
-            found, others = [best.partition], [exact(weights, self.stages)]
+            least_bottleneck, others = [best.partition], [exact(weights, self.stages)]
         else:
-            found = ties(weights, self.stages, memory=self.memory, current=self.current, move_bytes=self.sizes, speeds=self.speeds)
+            least_bottleneck = ties(
+                weights, self.stages, memory=self.memory, current=self.current, move_bytes=self.sizes, speeds=self.speeds
+            )
             others = []
         if self.ties_only:
-            self.limit = self.bottleneck(found[0].bounds) * (1 + 1e-12)
+            self.limit = self.bottleneck(least_bottleneck[0].bounds) * (1 + 1e-12)
         others.append(uniform(len(self.layers), self.stages))
         if self.current is not None and self.current.ranks == self.stages:
             others.append(self.current)
-        return [x.bounds for x in found] + [x.bounds for x in others if self.allowed(x.bounds)]
+        return [x.bounds for x in least_bottleneck] + [x.bounds for x in others if self.allowed(x.bounds)]
 
     def allowed(self, bounds: Bounds) -> bool:
         """Within memory and, if that is asked for, the least bottleneck."""
@@ -225,21 +227,21 @@ class _Search:
 
     # -- how long it takes ------------------------------------------------------------------------------------------------------
 
-    def judge(self, bounds: Bounds) -> _Judged:
+    def evaluate(self, bounds: Bounds) -> _Candidate:
         """By the simulator, under the schedule made for this placement."""
         costs = pipeline_costs(self.layers, Partition.from_bounds(bounds), links=self.links, speeds=self.speeds)
         schedule = self.make(costs)
         timeline = simulate(schedule, costs)
-        return _Judged(bounds, timeline.makespan if self.whole else timeline.span, self.moved(bounds), schedule)
+        return _Candidate(bounds, timeline.makespan if self.whole else timeline.span, self.moved(bounds), schedule)
 
-    def better(self, best: _Judged, bounds: Bounds) -> _Judged:
+    def better(self, best: _Candidate, bounds: Bounds) -> _Candidate:
         if bounds == best.bounds:
             return best
         try:
-            judged = self.judge(bounds)
+            evaluated = self.evaluate(bounds)
         except ScheduleError:  # memory, say, that is enough for the stages but not for a schedule of its own
             return best
-        return judged if judged.beats(best) else best
+        return evaluated if evaluated.beats(best) else best
 
     def frozen_stages(self, bounds: Bounds) -> int:
         return sum(stop <= self.frozen for stop in bounds[1:-1])

@@ -2,16 +2,16 @@
 
 (seconds_now - seconds_then) * steps left  >  seconds of the move * margin      and      1 - then / now  >=  hysteresis
 
-Where it is known what will change (a forecast), the steps left are cut into phases, and the gain is believed only as far as it lasts:
+Where it is known what will change (a forecast), the steps left are cut into intervals, and the gain is believed only as far as it lasts:
 
-    phases          |  now 1.2 s, then 1.0 s  |  now 1.0 s, then 0.9 s  |  now 0.8 s, then 1.1 s  |
+    intervals       |  now 1.2 s, then 1.0 s  |  now 1.0 s, then 0.9 s  |  now 0.8 s, then 1.1 s  |
                     step                                                turn                      end of the run
     believed         saved: 0.2 s a step        and 0.1 s a step        | from here on it is wrong: the move back is paid too
 
 A gain that rests on measured times must be certain, too (`confirmed`): the earlier and the later half of the readings must each support it,
 and on a machine that is busy with other processes it must stand out from what they disturb.
 
-`Watch` is `balance.every = "auto"`: it sees after every step, from what the step measured anyway, whether there is something to decide.
+`RebalanceWatch` serves `balance.every = "auto"`. After every step it checks the step's measurements for a reason to decide.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class Expected(Protocol):
 
 
 @dataclass(frozen=True)
-class Phase:
+class ForecastInterval:
     """In the steps start .. stop - 1 the layers cost this."""
 
     start: int
@@ -102,7 +102,9 @@ class Phase:
     layers: tuple[LayerCost, ...]
 
 
-def phases(layers: Sequence[LayerCost], forecasts: Sequence[Sequence[Expected]], step: int, end: int) -> tuple[Phase, ...]:
+def forecast_intervals(
+    layers: Sequence[LayerCost], forecasts: Sequence[Sequence[Expected]], step: int, end: int
+) -> tuple[ForecastInterval, ...]:
     """The steps `step` .. end - 1, cut where a forecast says that costs change. `layers`: what they cost now.
 
     forecasts: of each case its own. Of one case the latest for a layer holds, and what several cases say of it is multiplied. A layer that
@@ -112,7 +114,7 @@ def phases(layers: Sequence[LayerCost], forecasts: Sequence[Sequence[Expected]],
         return ()
     turns = sorted({x.step for case in forecasts for x in case if step < x.step < end})
     starts = [step, *turns]
-    return tuple(Phase(a, b, _expected(layers, forecasts, a)) for a, b in zip(starts, [*turns, end], strict=True))
+    return tuple(ForecastInterval(a, b, _expected(layers, forecasts, a)) for a, b in zip(starts, [*turns, end], strict=True))
 
 
 def _expected(layers: Sequence[LayerCost], forecasts: Sequence[Sequence[Expected]], step: int) -> tuple[LayerCost, ...]:
@@ -171,10 +173,10 @@ def worth_moving_through(
     believed = outlook[:count] or outlook[:1]
     steps = stop - start if count else outlook[0].stop - start
     now, then = (math.fsum(getattr(x, key) * (x.stop - x.start) for x in believed) / max(1, steps) for key in ("now", "then"))
-    found = worth_moving(now, then, steps, price, margin, hysteresis)
+    whole = worth_moving(now, then, steps, price, margin, hysteresis)
     first = 1 - outlook[0].then / outlook[0].now if outlook[0].now else 0.0
     until = f", until the change expected at step {stop}, and then back" if 0 < count < len(outlook) else ""
-    return Decision(found.move, first, f"{found.reason}{until}")
+    return Decision(whole.move, first, f"{whole.reason}{until}")
 
 
 # A gain must be at least this times the share of the ops' time that other processes take: the steps' own lengths scatter with that share
@@ -214,7 +216,7 @@ _LOOKS = (1, 3)
 
 
 @final
-class Watch:
+class RebalanceWatch:
     """Is it time to look whether moving pays? After some steps at first; one step after the work changed, and again a few later; and when
     the imbalance of the ranks' busy seconds, max / mean, has drifted by more than `drift` from what it was after the last decision.
 
@@ -238,20 +240,20 @@ class Watch:
         if self._reference is None and len(self._recent) == WINDOW:
             self._reference = median(self._recent)
 
-    def changed(self) -> None:
+    def on_workload_change(self) -> None:
         """The work has changed before the next step. Of changes that follow one upon another the first counts: else none would ever."""
         if not self._looks:
             self._measured = 0
             self._looks.extend(_LOOKS)
 
-    def again(self) -> None:
+    def check_later(self) -> None:
         """What was decided is not certain yet. Looks once more when the readings that it was decided by have been replaced."""
         if not self._looks:
             self._measured = 0
             self._looks.append(WINDOW)
 
     @property
-    def due(self) -> bool:
+    def is_due(self) -> bool:
         if self._looks:
             return self._measured >= self._looks[0]
         if self._reference is None:

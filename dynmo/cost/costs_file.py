@@ -101,9 +101,9 @@ def parse_costs(data: object, stages: int, w_memory: float = 0.5) -> CostsFile:
         file.comm = file.comm[: stages - 1]
     for key in _File.model_fields:
         values = cast("list[float] | None", getattr(file, key))
-        due, unit = (stages - 1, "boundary") if key == "comm" else (stages, "stage")
-        if values is not None and len(values) != due:
-            raise InputError(f"{key} has {len(values)} numbers, {due} expected (one per {unit} of {stages} ranks)")
+        count, unit = (stages - 1, "boundary") if key == "comm" else (stages, "stage")
+        if values is not None and len(values) != count:
+            raise InputError(f"{key} has {len(values)} numbers, {count} expected (one per {unit} of {stages} ranks)")
     if not any(file.b) and not any(file.w):
         raise InputError("b and w are 0 on every stage, so nothing trains; the last stage at least has a backward")
     memory = _memory(file, stages, w_memory)
@@ -132,7 +132,7 @@ def _memory(file: _File, stages: int, w_memory: float) -> list[tuple[float, floa
 
 def _explain(error: ValidationError) -> str:
     """Pydantic's first finding in this file's words; a mistyped key before the key that is missing for it."""
-    first = min(error.errors(include_url=False), key=lambda found: found["type"] != "extra_forbidden")
+    first = min(error.errors(include_url=False), key=lambda problem: problem["type"] != "extra_forbidden")
     if not first["loc"]:
         return f"a key is no text that can be written as UTF-8: {first['msg']}"
     key, *rest = first["loc"]

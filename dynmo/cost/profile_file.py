@@ -300,7 +300,7 @@ def file_keys(section: type[BaseModel]) -> list[str]:
 
 def _explain(error: ValidationError) -> str:
     """Pydantic's first finding in this file's words; a mistyped key before the key that is missing for it."""
-    first = min(error.errors(include_url=False), key=lambda found: found["type"] != "extra_forbidden")
+    first = min(error.errors(include_url=False), key=lambda problem: problem["type"] != "extra_forbidden")
     if not first["loc"]:
         return f"a key is no text that can be written as UTF-8: {first['msg']}"
     key, *rest = (str(part) if isinstance(part, str) else part for part in first["loc"])

@@ -13,7 +13,7 @@ from typing import cast
 from dynmo.balance.balancers import BalanceRequest, balancer
 from dynmo.balance.layout import moves_between_ranks
 from dynmo.balance.partition import Cost, Partition
-from dynmo.balance.trigger import FORCED, Decision, Expected, Outlook, Watch, confirmed, phases, worth_moving_through
+from dynmo.balance.trigger import FORCED, Decision, Expected, Outlook, RebalanceWatch, confirmed, forecast_intervals, worth_moving_through
 from dynmo.config import Config, mesh_shapes
 from dynmo.cost.layer_cost import LayerCost, LinkCost
 from dynmo.cost.profile_file import Profile
@@ -53,7 +53,7 @@ class Overhead:
 
 
 class Rebalancer:
-    """Asks the configured balancer every `balance.every` steps ("auto": when `trigger.Watch` sees a reason), and moves when the simulator
+    """Asks the configured balancer every `balance.every` steps ("auto": when `RebalanceWatch` sees a reason), and moves when the simulator
     says that it pays, as far as what the dynamic cases expect to do lets a gain last.
 
     Every rank holds one and calls it alike; costs are the same on all, so the decision is too.
@@ -82,7 +82,7 @@ class Rebalancer:
         # Whether the work has changed since another mesh was last thought of.
         self._unshaped = config.elastic.reshape
         self._forecasts: Forecasts = forecasts or (lambda step: ())
-        self._watch = Watch(config.balance.hysteresis) if config.balance.every == "auto" else None
+        self._watch = RebalanceWatch(config.balance.hysteresis) if config.balance.every == "auto" else None
         self._recent: deque[float] = deque(maxlen=_WINDOW)
         self._pending: _Pending | None = None
         self.moves = moves
@@ -120,7 +120,7 @@ class Rebalancer:
         self._doubt = 1.0
         self._unshaped = self._config.elastic.reshape
         if self._watch is not None:
-            self._watch.changed()
+            self._watch.on_workload_change()
         return result
 
     def should_check(self, step: int) -> bool:
@@ -128,7 +128,7 @@ class Rebalancer:
         config = self._config
         acts = config.balance.balancer != "none" or entry(config.pipeline.schedule).from_costs or config.elastic.reshape
         every = self._config.balance.every
-        return acts and (step % every == 0 if isinstance(every, int) else self._watch is not None and self._watch.due)
+        return acts and (step % every == 0 if isinstance(every, int) else self._watch is not None and self._watch.is_due)
 
     @property
     def measured(self) -> bool:
@@ -289,7 +289,7 @@ class Rebalancer:
         """The decision to move, if it is certain enough. If not, it is time to look again when there are other readings."""
         decision = confirmed(decision, list(parts), self._pipeline.preempted())
         if decision.uncertain and self._watch is not None:
-            self._watch.again()
+            self._watch.check_later()
         return decision
 
     def _outlook(self, step: int, request: BalanceRequest, target: Partition) -> list[Outlook]:
@@ -303,7 +303,7 @@ class Rebalancer:
             stages = pipeline.stage_costs(layers, partition)
             return simulate(request.make(stages), stages).length(pipeline.objective)
 
-        ahead = phases(costs, self._forecasts(step - 1), step, self._config.train.steps)
+        ahead = forecast_intervals(costs, self._forecasts(step - 1), step, self._config.train.steps)
         both = (pipeline.partition, target)
         return [Outlook(x.start, x.stop, *(seconds(x.layers, placement) for placement in both)) for x in ahead]
 

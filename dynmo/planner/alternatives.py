@@ -36,8 +36,8 @@ def other_schedules(request: PlanRequest) -> list[Alternative]:
 
 def other_microbatches(request: PlanRequest) -> list[Alternative]:
     """At the same global batch: a microbatch of half the size is taken to need half the time and half the activations."""
-    found = resize(request.profile, request.microbatches, (0.25, 0.5, 2, 4))
-    return _attempt_all((m, replace(request, profile=profile, microbatches=m)) for m, profile in found)
+    resizes = resize(request.profile, request.microbatches, (0.25, 0.5, 2, 4))
+    return _attempt_all((m, replace(request, profile=profile, microbatches=m)) for m, profile in resizes)
 
 
 def other_ranks(request: PlanRequest) -> list[Alternative]:
@@ -48,10 +48,10 @@ def other_ranks(request: PlanRequest) -> list[Alternative]:
 
 def _attempt_all(requests: Iterable[tuple[str | int, PlanRequest]]) -> list[Alternative]:
     """By predicted step time; those that cannot be had last. Of large plans there are too many to search each as long."""
-    found: list[Alternative] = []
+    alternatives: list[Alternative] = []
     for choice, request in requests:
         try:
-            found.append(Alternative(choice, make_plan(replace(request, quick=request.ranks * request.microbatches > LARGE))))
+            alternatives.append(Alternative(choice, make_plan(replace(request, quick=request.ranks * request.microbatches > LARGE))))
         except InputError as error:
-            found.append(Alternative(choice, None, str(error)))
-    return sorted(found, key=lambda x: math.inf if x.plan is None else x.plan.step)
+            alternatives.append(Alternative(choice, None, str(error)))
+    return sorted(alternatives, key=lambda x: math.inf if x.plan is None else x.plan.step)

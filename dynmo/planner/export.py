@@ -28,7 +28,7 @@ _NUMBER = re.compile(r"(?:^|\.)(\d+)(?:\.|$)")
 
 
 @dataclass(frozen=True)
-class Layout:
+class MegatronLayout:
     """`text`: what to give the trainer. `rounded`: the boundaries (between stages i and i + 1) that fell inside a block and were moved."""
 
     text: str
@@ -40,7 +40,7 @@ def blocks_of(names: Sequence[str]) -> tuple[int, list[range], range]:
 
     Raises PartitionError where a layer without a number stands between blocks.
     """
-    numbers = [int(found[1]) if (found := _NUMBER.search(name)) else None for name in names]
+    numbers = [int(match[1]) if (match := _NUMBER.search(name)) else None for name in names]
     numbered = [i for i, number in enumerate(numbers) if number is not None]
     if not numbered:
         return 0, [range(i, i + 1) for i in range(len(names))], range(len(names), len(names))
@@ -74,25 +74,25 @@ def _whole_blocks(names: Sequence[str], partition: Partition) -> tuple[list[rang
     return [range(a, b) for a, b in pairwise(cuts)], tuple(rounded)
 
 
-def megatron_layout(names: Sequence[str], partition: Partition) -> Layout:
+def megatron_layout(names: Sequence[str], partition: Partition) -> MegatronLayout:
     """`--pipeline-model-parallel-layout`: E the embedding, t a transformer block, L the loss, | between stages; `t*3` is `ttt`.
 
     Stages in pipeline order; with several stages per rank Megatron deals them out in turn (looped), rank by rank.
     """
     stages, rounded = _whole_blocks(names, partition)
     last = len(stages) - 1
-    words: list[str] = []
+    parts: list[str] = []
     for index, blocks in enumerate(stages):
         count = len(blocks)
         body = "t" * count if count < 3 else f"t*{count}"
         # Megatron's embedding is always first and its loss always last, whatever the names say.
-        words.append(("E" if index == 0 else "") + body + ("L" if index == last else ""))
-    return Layout("|".join(words), rounded)
+        parts.append(("E" if index == 0 else "") + body + ("L" if index == last else ""))
+    return MegatronLayout("|".join(parts), rounded)
 
 
 @dataclass(frozen=True)
 class Modules:
-    """`stages`: per stage, the names of torchtitan's modules. `rounded` as in `Layout`."""
+    """`stages`: per stage, the names of torchtitan's modules. `rounded` as in `MegatronLayout`."""
 
     stages: list[list[str]]
     rounded: tuple[int, ...]

@@ -41,9 +41,9 @@ def fit_memory(
         return make(live_limits(layers, counts, placement, None))
     always = static_bytes(bare(layers), counts, placement)
 
-    def needs(made: Schedule) -> tuple[int, ...]:
+    def needs(schedule: Schedule) -> tuple[int, ...]:
         return rank_memory(
-            layers, counts, made, post_validation=post_validation, replicas=replicas, accumulation_groups=accumulation_groups
+            layers, counts, schedule, post_validation=post_validation, replicas=replicas, accumulation_groups=accumulation_groups
         )
 
     return lower_caps(limit, make, needs, [float(limit - held) for held in always], costs, placement)
@@ -64,20 +64,20 @@ def lower_caps(
         least[rank] += stage.held
     caps = [max(one, cap) for one, cap in zip(least, caps, strict=True)]
     best, most = make(caps), float("inf")
-    made = best
+    schedule = best
     for turn in range(_ROUNDS):
-        needed = needs(made)
+        needed = needs(schedule)
         if max(needed) < most:
-            best, most = made, max(needed)
+            best, most = schedule, max(needed)
         if most <= limit or caps == least:
             break
-        alive = peak_memory(made, costs)
+        alive = peak_memory(schedule, costs)
         over = [max(0, need - limit) for need in needed]
         lower = [max(one, min(a, b) - more) for one, a, b, more in zip(least, caps, alive, over, strict=True)]
         # One microbatch at a time is the last that there is to try.
         caps = least if lower == caps or turn == _ROUNDS - 2 else lower
         try:
-            made = make(caps)
+            schedule = make(caps)
         except ScheduleError:
             break
     return best

@@ -206,9 +206,9 @@ class _Search:
             if len(shown) == request.keep and self.bound(mesh) > shown[-1]:
                 slower += 1
                 continue
-            found = self.plan_mesh(mesh, request.balancers[0], quick=True)
-            if found is not None:
-                quick.append(found)
+            candidate = self.plan_mesh(mesh, request.balancers[0], quick=True)
+            if candidate is not None:
+                quick.append(candidate)
         if not quick:
             kind = PartitionError if request.memory_limit is None else NoRoomError
             raise kind(self.nothing(meshes))
@@ -225,7 +225,7 @@ class _Search:
         pipelines = [p for p in range(1, min(request.gpus, layers) + 1) if request.gpus % p == 0]
         # On one rank there is nothing to fill: any schedule is as fast, and one stage keeps the least.
         alone = [name for name in request.names if chunks_of(name, request.chunks) == 1][:1]
-        found = False
+        possible = False
         for pipeline in pipelines:
             replicas = request.gpus // pipeline
             for size in request.sizes:
@@ -234,11 +234,11 @@ class _Search:
                     mesh = Mesh(pipeline, replicas, microbatches, size, schedule)
                     reason = self.impossible(mesh, bool(rest))
                     if reason is None:
-                        found = True
+                        possible = True
                         yield mesh
                     else:
                         self.refused.append(RefusedMesh(mesh, reason))
-        if not found:
+        if not possible:
             raise PartitionError(self.none_possible())
 
     def impossible(self, mesh: Mesh, rest: bool) -> str | None:
@@ -337,13 +337,13 @@ class _Search:
         more += "" if self.request.zero else ", --zero 1"
         return f"none of {len(tried)} meshes fits; the least, {least.mesh}: {least.reason}; take more GPUs, smaller microbatches{more}"
 
-    def refine(self, found: MeshPlan) -> MeshPlan:
+    def refine(self, candidate: MeshPlan) -> MeshPlan:
         """The best that any of the balancers makes of it. None can go under the mesh's bound."""
         for name in self.request.balancers:
-            if found.seconds > self.bound(found.mesh) * (1 + 1e-6):
-                other = self.plan_mesh(found.mesh, name, quick=False)
-                found = other if other is not None and other.seconds < found.seconds else found
-        return found
+            if candidate.seconds > self.bound(candidate.mesh) * (1 + 1e-6):
+                other = self.plan_mesh(candidate.mesh, name, quick=False)
+                candidate = other if other is not None and other.seconds < candidate.seconds else candidate
+        return candidate
 
     def bound(self, mesh: Mesh) -> float:
         """No placement of this mesh takes less: its busiest rank's work, without any wait."""

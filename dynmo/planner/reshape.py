@@ -56,17 +56,17 @@ def reshape(
             f"{request.global_batch}; reshaping changes neither"
         )
     stay = _as_now(request, current, partition)
-    found = search(request).candidates
-    prices = [largest_arrival(request.profile.layers, current, partition, x.mesh, x.plan.partition) for x in found]
+    candidates = search(request).candidates
+    prices = [largest_arrival(request.profile.layers, current, partition, x.mesh, x.plan.partition) for x in candidates]
 
     def net(index: int) -> float:
-        return (stay.seconds - found[index].seconds) * horizon_steps - prices[index] * seconds_per_byte * margin
+        return (stay.seconds - candidates[index].seconds) * horizon_steps - prices[index] * seconds_per_byte * margin
 
-    best = max(range(len(found)), key=lambda i: (net(i), -prices[i], -i))
-    decision = worth_moving(stay.seconds, found[best].seconds, horizon_steps, prices[best] * seconds_per_byte, margin, hysteresis)
+    best = max(range(len(candidates)), key=lambda i: (net(i), -prices[i], -i))
+    decision = worth_moving(stay.seconds, candidates[best].seconds, horizon_steps, prices[best] * seconds_per_byte, margin, hysteresis)
     if not decision.move:
         return Reshape(stay, decision, 0)
-    return Reshape(found[best], decision, prices[best])
+    return Reshape(candidates[best], decision, prices[best])
 
 
 def _as_now(request: MeshRequest, current: Mesh, partition: Partition) -> MeshPlan:

@@ -45,37 +45,37 @@ def make_plan(request: PlanRequest) -> Plan:
 def _recomputing(request: PlanRequest, limit: int) -> Plan:
     """The best of: fitting without recomputing; and the placement that would be best with enough memory, made to fit by recomputing. Other
     costs want another placement, and that may want other layers to be recomputed: a few rounds of both."""
-    found: list[Plan] = []
-    failed = _into(found, lambda: _attempt(request))
+    plans: list[Plan] = []
+    failed = _into(plans, lambda: _attempt(request))
     free = _attempt(replace(request, memory_limit=None))  # what is wrong apart from memory is told as it is
-    if found and found[0].step <= free.step:
-        return found[0]
+    if plans and plans[0].step <= free.step:
+        return plans[0]
     for _ in range(3):
         try:
             chosen = _chosen(request, free, limit)
         except PartitionError:
             # This placement does not fit in any way. From one that does with all recomputed, what is not needed is given back.
             every = replace(request, recomputed=frozenset(range(len(request.kept))))
-            problem = _into(found, lambda every=every: _attempt(every))
+            problem = _into(plans, lambda every=every: _attempt(every))
             if problem is not None:
                 failed = failed or problem
                 break
-            free = found[-1]
+            free = plans[-1]
             continue
-        again, partition = replace(request, recomputed=chosen), free.partition
-        _into(found, lambda again=again, partition=partition: evaluate_partition(again, partition))
-        _into(found, lambda again=again: _attempt(again))
-        nearer = _attempt(replace(again, memory_limit=None))
+        changed_request, partition = replace(request, recomputed=chosen), free.partition
+        _into(plans, lambda changed_request=changed_request, partition=partition: evaluate_partition(changed_request, partition))
+        _into(plans, lambda changed_request=changed_request: _attempt(changed_request))
+        nearer = _attempt(replace(changed_request, memory_limit=None))
         if nearer.partition == free.partition:
             break
         free = nearer
-    if not found:
+    if not plans:
         every = replace(request, recomputed=frozenset(range(len(request.kept))))
-        _into(found, lambda: _attempt(every))
-    if not found:
+        _into(plans, lambda: _attempt(every))
+    if not plans:
         assert failed is not None
         raise failed
-    return min(found, key=lambda plan: plan.step)
+    return min(plans, key=lambda plan: plan.step)
 
 
 def _chosen(request: PlanRequest, free: Plan, limit: int) -> frozenset[int]:
@@ -97,9 +97,9 @@ def _chosen(request: PlanRequest, free: Plan, limit: int) -> frozenset[int]:
     return chosen
 
 
-def _into(found: list[Plan], make: Callable[[], Plan]) -> InputError | None:
+def _into(plans: list[Plan], make: Callable[[], Plan]) -> InputError | None:
     try:
-        found.append(make())
+        plans.append(make())
     except (PartitionError, ScheduleError) as error:
         return error
     return None
@@ -118,12 +118,12 @@ def _attempt(request: PlanRequest) -> Plan:
     failed: InputError | None = None
     for pairs, limit in product(_residents(request), _limits(request)):
         try:
-            found = _placed(request, pairs, limit)
+            plan = _placed(request, pairs, limit)
         except (PartitionError, ScheduleError) as error:
             failed = failed or error
             continue
-        if best is None or found.step < best.step:
-            best = found
+        if best is None or plan.step < best.step:
+            best = plan
         if request.schedule != "zb-auto":
             break
     if best is None and request.memory_limit is not None:

@@ -47,10 +47,10 @@ def _suggestion(request: PlanRequest, free: Plan) -> str:
     """In words, the first plan that fits: another placement, schedule, size of microbatches, number of ranks."""
     for what, other in _candidates(request):
         try:
-            found = make_plan(other)
+            plan = make_plan(other)
         except InputError:
             continue
-        return f"{what} would fit: {max(found.memory)} bytes at most, a step of {found.step:.4g} s instead of {free.step:.4g} s"
+        return f"{what} would fit: {max(plan.memory)} bytes at most, a step of {plan.step:.4g} s instead of {free.step:.4g} s"
     largest = max(range(len(request.layers)), key=lambda i: request.layers[i].static_bytes + request.layers[i].activation_bytes)
     held = request.layers[largest].static_bytes + request.layers[largest].activation_bytes
     return f"nothing that was tried fits (other placements, schedules, microbatches, more ranks); layer {largest} alone needs {held} bytes"

@@ -209,11 +209,11 @@ class _Replay:
             moment = self.moment(step)
             if step and step % policy.every == 0:
                 measured = self.moment(step - 1)
-                found = None if policy.balancer == "none" else self.consider(step, measured, current)
-                if found is not None:
-                    considered.append(found)
-                    if found.moved:
-                        current = Partition(found.target)
+                rebalance = None if policy.balancer == "none" else self.consider(step, measured, current)
+                if rebalance is not None:
+                    considered.append(rebalance)
+                    if rebalance.moved:
+                        current = Partition(rebalance.target)
             had = self.step(moment, measured, current), self.step(moment, measured, self.even)
             steps["policy"].append(had[0])
             steps["static"].append(had[1])
@@ -306,10 +306,10 @@ class _Replay:
             plan = self.plan(moment, partition)
             timeline = plan.timeline
             if measured != moment:
-                made = self.plan(measured, partition).schedule
+                schedule = self.plan(measured, partition).schedule
                 # Another frozen prefix: then the order is made anew at once, for there are other ops.
-                if made.first_trainable == plan.schedule.first_trainable:
-                    timeline = simulate(made, plan.costs)
+                if schedule.first_trainable == plan.schedule.first_trainable:
+                    timeline = simulate(schedule, plan.costs)
             self.known[key] = self.finish(timeline, plan)
         return self.known[key]
 
@@ -343,7 +343,7 @@ class _Replay:
         kept, stash = (math.fsum(getattr(x, key) for x in layers) / stages or 1.0 for key in ("activation_bytes", "stash_bytes"))
         costs = Costs((StageCost(f, b, w, kept, stash - kept, -stash),) * stages, even.costs.links)
         caps = (2.0 * stages * kept,) * workload.ranks
-        made = make(
+        schedule = make(
             workload.schedule,
             workload.ranks,
             workload.microbatches,
@@ -354,4 +354,4 @@ class _Replay:
             objective=workload.objective,
         )
         size = math.fsum(x.gradient_bytes for x in layers if x.w) / workload.ranks
-        return self.until(simulate(made, costs), [self.reduce(size)] * workload.ranks)
+        return self.until(simulate(schedule, costs), [self.reduce(size)] * workload.ranks)

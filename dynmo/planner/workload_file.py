@@ -34,7 +34,7 @@ class _Link(_Section):
     latency: _Time = 0.0
     bytes_per_second: _Positive | None = None
 
-    def made(self) -> LinkCost:
+    def to_link_cost(self) -> LinkCost:
         return LinkCost(self.latency, math.inf if self.bytes_per_second is None else self.bytes_per_second)
 
 
@@ -143,8 +143,8 @@ def parse(data: dict[str, Any], folder: Path, name: str = "workload") -> Workloa
         Objective(file.objective),
         _limit(file.memory_limit),
         None if policy.initial is None else tuple(policy.initial),
-        file.link.made(),
-        (file.replica_link or file.link).made(),
+        file.link.to_link_cost(),
+        (file.replica_link or file.link).to_link_cost(),
         Policy(policy.balancer, policy.cost, policy.every, policy.margin, policy.hysteresis, policy.seconds_per_byte, policy.seed),
     )
 
@@ -179,10 +179,10 @@ def _moments(file: _File, folder: Path) -> list[tuple[int, _Times]]:
     if (layers.trace is None) == (layers.moments is None):
         raise InputError("[layers] needs either trace = FILE or [[layers.moments]] with step, f, b, w")
     if layers.trace is not None:
-        found = _read_trace(folder / layers.trace)
-        count = len(found)
+        trace = _read_trace(folder / layers.trace)
+        count = len(trace)
         # Evenly over the steps; with fewer steps than moments some are left out.
-        starts = {index * file.steps // count: times for index, times in reversed(list(enumerate(found)))}
+        starts = {index * file.steps // count: times for index, times in reversed(list(enumerate(trace)))}
         moments, where = sorted(starts.items()), f"trace {layers.trace}: moment"
     else:
         assert layers.moments is not None
@@ -245,22 +245,22 @@ _SECTIONS: dict[str, type[BaseModel]] = {"layers": _Layers, "policy": _Policy, "
 
 def _explain(error: ValidationError) -> str:
     """Pydantic's first finding; a mistyped key before the key that is missing for it, an entry of a list before "it is no number"."""
-    first = min(error.errors(include_url=False), key=lambda found: (found["type"] != "extra_forbidden", -len(found["loc"])))
+    first = min(error.errors(include_url=False), key=lambda problem: (problem["type"] != "extra_forbidden", -len(problem["loc"])))
     location = [part for part in first["loc"] if part not in ("int", "str") and not str(part).startswith(("list[", "constrained"))]
-    words = ".".join(part for part in location if isinstance(part, str))
+    key_path = ".".join(part for part in location if isinstance(part, str))
     indices = [part for part in location if isinstance(part, int)]
     if location[:2] == ["layers", "moments"] and indices:
-        words = f"layers.moments {indices.pop(0)}: " + ".".join(str(part) for part in location[3:] if isinstance(part, str))
+        key_path = f"layers.moments {indices.pop(0)}: " + ".".join(str(part) for part in location[3:] if isinstance(part, str))
     if first["type"] == "extra_forbidden":
         *section, key = (part for part in location if isinstance(part, str))
         kind = _SECTIONS.get(section[0], _File) if section else _File
         keys = file_keys(_Moment if section[1:] == ["moments"] else kind)
         near = get_close_matches(key.lower(), keys, n=1)
-        return f"unknown key {words!r}" + (f"; did you mean {near[0]!r}?" if near else f"; the keys there are {', '.join(keys)}")
+        return f"unknown key {key_path!r}" + (f"; did you mean {near[0]!r}?" if near else f"; the keys there are {', '.join(keys)}")
     if first["type"] == "missing":
-        return f"key {words!r} is missing"
+        return f"key {key_path!r} is missing"
     where = f"layer {indices[0]}: " if indices else ""
-    return f"{where}{words} = {_short(first['input'])}: {first['msg'][0].lower()}{first['msg'][1:]}"
+    return f"{where}{key_path} = {_short(first['input'])}: {first['msg'][0].lower()}{first['msg'][1:]}"
 
 
 def _short(value: object) -> str:

@@ -39,8 +39,8 @@ def interleaved(ranks: int, microbatches: int, chunks: int, first_trainable: int
 
     def op(kind: Kind, rank: int, turn: int) -> Op:
         """What a rank runs as its `turn`-th F or BW."""
-        group, within = divmod(turn, stages)
-        chunk, place = divmod(within, ranks)
+        group, step_in_group = divmod(turn, stages)
+        chunk, place = divmod(step_in_group, ranks)
         chunk = chunk if kind is Kind.F else chunks - 1 - chunk
         return Op(kind, chunk * ranks + rank, group * ranks + place)
 

@@ -202,11 +202,11 @@ def check(programs: tuple[Program, ...]) -> None:
         for instruction in program.instructions:
             if isinstance(instruction, Send | Receive):
                 kind = type(instruction)
-                due = following.get((kind, instruction.channel), 0)
-                if due != instruction.microbatch:
+                expected = following.get((kind, instruction.channel), 0)
+                if expected != instruction.microbatch:
                     done = "sent" if kind is Send else "taken"
                     raise ScheduleError(f"message {instruction.microbatch} on {describe(instruction.channel)} is {done} out of order")
-                following[kind, instruction.channel] = due + 1
+                following[kind, instruction.channel] = expected + 1
     _play_to_the_end([program.instructions for program in programs], _all_depths(programs))
 
 
@@ -300,10 +300,12 @@ def _play(rows: Rows, depth: dict[Channel, int], stops: Callable[[Instruction], 
                 elif isinstance(instruction, Receive):
                     if not flight[instruction.channel]:
                         break
-                    found = flight[instruction.channel].popleft()
-                    if found != instruction.microbatch:
+                    microbatch = flight[instruction.channel].popleft()
+                    if microbatch != instruction.microbatch:
                         where = describe(instruction.channel)
-                        raise ScheduleError(f"message {found} on {where} comes where microbatch {instruction.microbatch} is waited for")
+                        raise ScheduleError(
+                            f"message {microbatch} on {where} comes where microbatch {instruction.microbatch} is waited for"
+                        )
                 position[rank] += 1
                 moved = True
     if all(end == len(row) for end, row in zip(position, rows, strict=True)):

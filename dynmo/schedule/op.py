@@ -134,9 +134,9 @@ def validate(schedule: Schedule) -> None:
                 seen[op.stage][part] += 1
     for stage, counts in enumerate(seen):
         for kind, count in counts.items():
-            due = 0 if kind is not Kind.F and stage < schedule.first_trainable else schedule.microbatches
-            if count != due:
-                raise ScheduleError(f"{schedule.name}: stage {stage} has {count} of {due} {kind} ops")
+            expected = 0 if kind is not Kind.F and stage < schedule.first_trainable else schedule.microbatches
+            if count != expected:
+                raise ScheduleError(f"{schedule.name}: stage {stage} has {count} of {expected} {kind} ops")
     for _ in in_order(schedule):
         pass
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dynmo.balance.trigger import Decision, Outlook, Watch, confirmed, phases, worth_moving, worth_moving_through
+from dynmo.balance.trigger import Decision, Outlook, RebalanceWatch, confirmed, forecast_intervals, worth_moving, worth_moving_through
 from dynmo.cost.layer_cost import LayerCost
 from dynmo.dynamism import Forecast
 from dynmo.errors import PartitionError
@@ -61,7 +61,7 @@ def test_the_steps_left_are_cut_where_costs_are_to_change():
     layers = (LayerCost(1, 2, 4, activation_bytes=10, stash_bytes=4),) * 3
     pruning = [Forecast(5, (0, 1), 0.5, 0.5, 0.5), Forecast(8, (0, 1), 0.25, 0.25, 0.25), Forecast(99, (0,), 0.0)]
     freezing = [Forecast(8, (0,), b=0.0, w=0.0), Forecast(2, (2,), w=0.0)]
-    found = phases(layers, [pruning, freezing], 3, 20)
+    found = forecast_intervals(layers, [pruning, freezing], 3, 20)
     assert [(x.start, x.stop) for x in found] == [(3, 5), (5, 8), (8, 20)]
     assert [[(x.f, x.b, x.w) for x in phase.layers] for phase in found] == [
         [(1, 2, 4), (1, 2, 4), (1, 2, 0)],
@@ -69,9 +69,9 @@ def test_the_steps_left_are_cut_where_costs_are_to_change():
         [(0.25, 0, 0), (0.25, 0.5, 1), (1, 2, 0)],
     ], "of one case the latest holds, of several the product"
     assert [(x.activation_bytes, x.stash_bytes) for x in found[2].layers] == [(0, 0), (10, 4), (10, 0)]
-    assert phases(layers, [], 3, 20) == phases(layers, [[]], 3, 20)
-    assert phases(layers, [], 3, 20)[0].layers == layers
-    assert phases(layers, [], 20, 20) == ()
+    assert forecast_intervals(layers, [], 3, 20) == forecast_intervals(layers, [[]], 3, 20)
+    assert forecast_intervals(layers, [], 3, 20)[0].layers == layers
+    assert forecast_intervals(layers, [], 20, 20) == ()
 
 
 def test_a_gain_is_believed_as_far_as_it_lasts():
@@ -120,11 +120,11 @@ def test_a_move_is_never_made_at_a_loss(parts: list[tuple[int, float, float]], p
     first = outlook[0]
     if first.stop - first.start > 1:
         halves = [Outlook(first.start, first.start + 1, first.now, first.then), Outlook(first.start + 1, first.stop, first.now, first.then)]
-        again = worth_moving_through([*halves, *outlook[1:]], price, 1.0, hysteresis)
+        check_later = worth_moving_through([*halves, *outlook[1:]], price, 1.0, hysteresis)
         close = math.isclose(saved, price, rel_tol=1e-9) or math.isclose(saved, 2 * price, rel_tol=1e-9)
         believed = outlook[:good] or outlook[:1]
         gain = 1 - sum(x.then * (x.stop - x.start) for x in believed) / sum(x.now * (x.stop - x.start) for x in believed)
-        assert again.move == found.move or close or math.isclose(gain, hysteresis, rel_tol=1e-9, abs_tol=1e-12)
+        assert check_later.move == found.move or close or math.isclose(gain, hysteresis, rel_tol=1e-9, abs_tol=1e-12)
 
 
 # -- what is certain ------------------------------------------------------------------------------------------------------------
@@ -153,16 +153,16 @@ def test_a_move_must_stand_out_from_what_other_processes_disturb():
 # -- every = "auto" ---------------------------------------------------------------------------------------------------------------
 
 
-def seen(watch: Watch, *steps: tuple[float, ...]) -> list[bool]:
+def seen(watch: RebalanceWatch, *steps: tuple[float, ...]) -> list[bool]:
     out: list[bool] = []
     for busy in steps:
         watch.observe(busy)
-        out.append(watch.due)
+        out.append(watch.is_due)
     return out
 
 
 def test_the_watch():
-    watch = Watch(0.02)
+    watch = RebalanceWatch(0.02)
     assert seen(watch, *[(1.0, 1.0)] * 5) == [False] * 4 + [True], "the first look is after some steps"
     watch.decided()
     assert not any(seen(watch, *[(2.0, 2.02)] * 20)), "all ranks alike may work more"
@@ -170,31 +170,31 @@ def test_the_watch():
     assert any(seen(watch, *[(1.0, 1.5)] * 3)), "drift"
     watch.decided()
     assert not any(seen(watch, *[(1.0, 1.5)] * 20)), "it was looked at"
-    watch.changed()
-    assert not watch.due, "nothing of the new work is measured"
+    watch.on_workload_change()
+    assert not watch.is_due, "nothing of the new work is measured"
     assert seen(watch, (1.0, 1.5)) == [True]
     watch.decided()
     assert seen(watch, *[(1.0, 1.5)] * 3) == [False, True, True], "and once more, should that step have been one by chance"
     watch.decided()
     for expected in (True, False, True):
-        watch.changed()
+        watch.on_workload_change()
         assert seen(watch, (1.0, 1.5)) == [expected], "work that changes before every step is looked at too"
         if expected:
             watch.decided()
-    assert not watch.due
+    assert not watch.is_due
     assert not any(seen(watch, *[(0.0, 0.0)] * 9)), "nothing to do is even"
 
 
 def test_the_watch_looks_again_where_nothing_was_certain():
-    watch = Watch(0.02)
+    watch = RebalanceWatch(0.02)
     assert seen(watch, *[(1.0, 1.0)] * 5)[-1]
     watch.decided()
-    watch.again()
+    watch.check_later()
     assert seen(watch, *[(1.0, 1.0)] * 5) == [False] * 4 + [True]
     watch.decided()
     assert not any(seen(watch, *[(1.0, 1.0)] * 9))
-    watch.changed()
+    watch.on_workload_change()
     assert seen(watch, (1.0, 1.0)) == [True]
     watch.decided()
-    watch.again()
+    watch.check_later()
     assert seen(watch, *[(1.0, 1.0)] * 2) == [False, True], "the second look after a change comes sooner"

@@ -4,7 +4,7 @@ import pytest
 
 from dynmo.balance.partition import Partition
 from dynmo.errors import PartitionError
-from dynmo.planner.export import Layout, blocks_of, deepspeed_parts, megatron_layout, torchtitan_modules
+from dynmo.planner.export import MegatronLayout, blocks_of, deepspeed_parts, megatron_layout, torchtitan_modules
 
 
 def names(blocks: int) -> tuple[str, ...]:
@@ -13,7 +13,7 @@ def names(blocks: int) -> tuple[str, ...]:
 
 def test_whole_blocks():
     partition = Partition((5, 4, 5))
-    assert megatron_layout(names(6), partition) == Layout("Ett|tt|ttL", ())
+    assert megatron_layout(names(6), partition) == MegatronLayout("Ett|tt|ttL", ())
     assert torchtitan_modules(names(6), partition).stages == [
         ["tok_embeddings", "layers.0", "layers.1"],
         ["layers.2", "layers.3"],
@@ -27,12 +27,12 @@ def test_whole_blocks():
 def test_halves_are_rounded_and_said_so():
     # embedding b0 | b0 b1 b1 b2 | b2 head: the first cut is in block 0, the second in block 2; both to the end of the block.
     found = megatron_layout(names(3), Partition((2, 4, 2)))
-    assert found == Layout("Et|tt|L", (0, 1))
+    assert found == MegatronLayout("Et|tt|L", (0, 1))
     assert torchtitan_modules(names(3), Partition((2, 4, 2))).rounded == (0, 1)
     assert deepspeed_parts(Partition((2, 4, 2))) == [0, 2, 6, 8]
     # A block of four layers is cut nearer to its beginning.
     quarters = tuple(f"layers.{i // 4}.{i % 4}" for i in range(8))
-    assert megatron_layout(quarters, Partition((5, 3))) == Layout("Et|tL", (0,))
+    assert megatron_layout(quarters, Partition((5, 3))) == MegatronLayout("Et|tL", (0,))
 
 
 def test_a_stage_of_half_a_block():

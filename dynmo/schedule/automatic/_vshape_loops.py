@@ -126,7 +126,7 @@ def play(m, frozen, order, f, b, w, link, hold, stash, cap, share, latest, patie
     for j in range(m):
         arrival[0, 0, j] = 0.0
     count, weights = np.zeros((p, 4), np.int64), np.zeros(n, np.int64)
-    live, free, placed = np.zeros(p), np.zeros(p), np.zeros(p, np.int64)
+    live, free, ops_placed = np.zeros(p), np.zeros(p), np.zeros(p, np.int64)
     stack, queued, top, left = np.zeros(p + 1, np.int64), np.ones(p, np.bool_), 0, 0
     for r in range(p - 1, -1, -1):
         stack[top] = r
@@ -139,7 +139,7 @@ def play(m, frozen, order, f, b, w, link, hold, stash, cap, share, latest, patie
         queued[r] = False
         lower, upper = r, n - 1 - r
         limit = cap[r] * (1 + 1e-9)
-        due = 2 * m + (m if lower >= frozen else 0) + (m if upper >= frozen else 0)
+        ops_of_rank = 2 * m + (m if lower >= frozen else 0) + (m if upper >= frozen else 0)
         while True:
             waiting_lower, waiting_upper = count[r, 3] - weights[lower], count[r, 2] - weights[upper]
             idle_w = -1
@@ -149,7 +149,7 @@ def play(m, frozen, order, f, b, w, link, hold, stash, cap, share, latest, patie
             weight = False
             k, s, j, g, a = -1, 0, 0, 0, 0.0
             at = count[r, 0] + count[r, 1] + count[r, 2] + count[r, 3]
-            if at < due:
+            if at < ops_of_rank:
                 k = order[r, at]
                 s = lower if k == 0 or k == 3 else upper
                 g = 0 if k < 2 else 1
@@ -173,12 +173,12 @@ def play(m, frozen, order, f, b, w, link, hold, stash, cap, share, latest, patie
             else:
                 break
             if weight:
-                ops[r, placed[r]] = 4 if idle_w == lower else 5
+                ops[r, ops_placed[r]] = 4 if idle_w == lower else 5
                 weights[idle_w] += 1
                 live[r] -= stash[idle_w]
                 end = t + w[idle_w]
             else:
-                ops[r, placed[r]] = k
+                ops[r, ops_placed[r]] = k
                 t = max(t, a)
                 count[r, k] += 1
                 start[g, s, j] = t
@@ -211,7 +211,7 @@ def play(m, frozen, order, f, b, w, link, hold, stash, cap, share, latest, patie
             if began[r] < 0:
                 began[r] = t
             free[r] = end
-            placed[r] += 1
+            ops_placed[r] += 1
             left -= 1
     if left > 0:
         return -1.0

@@ -81,8 +81,8 @@ def exact(
     """
     began = time.perf_counter()
     if start is None:
-        made = automatic(costs, microbatches, caps=caps, first_trainable=first_trainable, objective=objective)
-        start = replace(made, name="exact")
+        schedule = automatic(costs, microbatches, caps=caps, first_trainable=first_trainable, objective=objective)
+        start = replace(schedule, name="exact")
     _check_start(start, costs, microbatches, caps, first_trainable)
     known = _one_stage_each(start)
     length = _length(start, costs, objective)
@@ -92,10 +92,10 @@ def exact(
     if length > bound * (1 + 1e-9) and _fits(apart, costs, caps):
         model = _Model(apart, costs, caps, objective, bound)
         if model.open_pairs <= LARGEST:
-            found, proven = model.solve(max(0.0, seconds - (time.perf_counter() - began)), workers)
+            solution, proven = model.solve(max(0.0, seconds - (time.perf_counter() - began)), workers)
             bound = max(bound, proven)
-            if found is not None and _length(found, costs, objective) < length and _fits(found, costs, caps):
-                best, length = found, _length(found, costs, objective)
+            if solution is not None and _length(solution, costs, objective) < length and _fits(solution, costs, caps):
+                best, length = solution, _length(solution, costs, objective)
     bound = min(bound, length)
     return Exact(best, bound, length <= bound * (1 + PROVEN), time.perf_counter() - began)
 

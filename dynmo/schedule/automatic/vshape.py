@@ -285,11 +285,11 @@ class _Search:
                         return
                     shape, interval = self.block
                     if at == 7:
-                        changed = (shape, interval * (1 + 0.06 * sign * step))
+                        variant = (shape, interval * (1 + 0.06 * sign * step))
                     else:
-                        changed = (tuple(max(0.0, x + sign * step * (i == at)) for i, x in enumerate(shape)), interval)
+                        variant = (tuple(max(0.0, x + sign * step * (i == at)) for i, x in enumerate(shape)), interval)
                     before = self.block_time
-                    helped = self.try_(changed) < before or helped
+                    helped = self.try_(variant) < before or helped
 
 
 def _patience(case: _Case, order: _Order, share: float, best: float) -> int:
