@@ -109,21 +109,21 @@ def run(request: MeshRequest, as_json: bool, exports: list[str]) -> None:
 
     began = time.perf_counter()
     with waiting(as_json, "meshes ..."):
-        found = search(request)
+        result = search(request)
     seconds = time.perf_counter() - began
     if as_json:
-        print(json.dumps(to_json(request, found, seconds), allow_nan=False))
+        print(json.dumps(to_json(request, result, seconds), allow_nan=False))
         return
     from dynmo.report.summary import console_for_tables
 
-    console, best = console_for_tables(), found.candidates[0]
+    console, best = console_for_tables(), result.candidates[0]
     _print_best(console, request, best)
     console.print()
     for line in picture(best.plan):
         console.print(line, soft_wrap=True)
     console.print()
-    console.print(_candidates(found))
-    _print_others(console, request, found)
+    console.print(_candidates(result))
+    _print_others(console, request, result)
     for name in exports:
         print_export(console, name, best.plan)
     console.print(f"searched in {show_time(seconds)}", highlight=False, soft_wrap=True)
@@ -132,9 +132,9 @@ def run(request: MeshRequest, as_json: bool, exports: list[str]) -> None:
 # -- JSON --------------------------------------------------------------------------------------------------------------------------
 
 
-def to_json(request: MeshRequest, found: MeshSearchResult, seconds: float) -> dict[str, Any]:
+def to_json(request: MeshRequest, result: MeshSearchResult, seconds: float) -> dict[str, Any]:
     """The plan of the best mesh's one replica, in the words of `dynmo plan`; `mesh` and `candidates`, the best first; `refused`."""
-    best = found.candidates[0]
+    best = result.candidates[0]
     return plan_json(best.plan, seconds) | {
         "alternatives": {},
         "gpus": request.gpus,
@@ -142,9 +142,9 @@ def to_json(request: MeshRequest, found: MeshSearchResult, seconds: float) -> di
         "zero": request.zero,
         "bandwidth": request.bandwidth if math.isfinite(request.bandwidth) else None,
         "mesh": _mesh(best),
-        "candidates": [_mesh(candidate) for candidate in found.candidates],
-        "refused": [vars(x.mesh) | {"reason": x.reason, "need": x.need} for x in found.refused],
-        "slower": found.slower,
+        "candidates": [_mesh(candidate) for candidate in result.candidates],
+        "refused": [vars(x.mesh) | {"reason": x.reason, "need": x.need} for x in result.refused],
+        "slower": result.slower,
     }
 
 
@@ -185,19 +185,19 @@ def _print_best(console: Console, request: MeshRequest, best: MeshPlan) -> None:
         console.print(f"recomputed in the backward: {len(names)} layers: {', '.join(names)}", highlight=False, markup=False, soft_wrap=True)
 
 
-def _candidates(found: MeshSearchResult) -> Table:
+def _candidates(result: MeshSearchResult) -> Table:
     from rich.table import Table
 
-    best = found.candidates[0]
-    sizes = any(any(x.memory) for x in found.candidates)
-    recomputes = any(x.plan.request.recomputed for x in found.candidates)
+    best = result.candidates[0]
+    sizes = any(any(x.memory) for x in result.candidates)
+    recomputes = any(x.plan.request.recomputed for x in result.candidates)
     table = Table(title="candidates", title_justify="left")
     for heading in ("ranks", "replicas", "microbatches", "of", "schedule", "step", "against best", "exposed", "bubble"):
         table.add_column(heading, justify="left" if heading == "schedule" else "right")
     for heading in (*["memory"] * sizes, *["recomputed"] * recomputes):
         table.add_column(heading, justify="right")
     table.add_column("layers", overflow="fold")
-    for x in found.candidates:
+    for x in result.candidates:
         mesh = x.mesh
         row = [*map(str, (mesh.pipeline, mesh.replicas, mesh.microbatches, mesh.micro_batch, mesh.schedule)), show_time(x.seconds)]
         row += [f"{x.seconds / best.seconds - 1:+.1%}" if best.seconds else "-", show_time(x.exposed), f"{x.bubble:.1%}"]
@@ -209,12 +209,12 @@ def _candidates(found: MeshSearchResult) -> Table:
 _WHY = ("memory", "does not divide", "need at least")
 
 
-def _print_others(console: Console, request: MeshRequest, found: MeshSearchResult) -> None:
+def _print_others(console: Console, request: MeshRequest, result: MeshSearchResult) -> None:
     """Why the others are not there: per reason how many, and the one that is nearest."""
-    if found.slower:
-        console.print(f"{found.slower} more are slower", highlight=False, soft_wrap=True)
+    if result.slower:
+        console.print(f"{result.slower} more are slower", highlight=False, soft_wrap=True)
     kinds: dict[str, list[Any]] = {}
-    for x in found.refused:
+    for x in result.refused:
         kinds.setdefault(next((word for word in _WHY if word in x.reason), "other"), []).append(x)
     for refused in kinds.values():
         nearest = min(refused, key=lambda x: (x.need or 0, x.mesh.pipeline))

@@ -172,16 +172,16 @@ def table(measured: Profile) -> Table:
     from rich.markup import escape
     from rich.table import Table
 
-    made = Table(
+    table = Table(
         title=f"{len(measured.layers)} layers, microbatches of {measured.microbatch}, median of {measured.steps} steps",
         title_justify="left",
     )
-    made.add_column("layer")
+    table.add_column("layer")
     for heading in ("F ms", "B ms", "W ms", "share", "parameters", "held MiB", "activations MiB", "until W MiB", "output MiB"):
-        made.add_column(heading, justify="right")
+        table.add_column(heading, justify="right")
     whole = sum(layer.seconds for layer in measured.layers) or 1.0
     for name, layer in zip(measured.names, measured.layers, strict=True):
         sizes = (layer.static_bytes, layer.activation_bytes, layer.stash_bytes, layer.output_bytes)
         row = [f"{seconds * 1e3:.3f}" for seconds in (layer.f, layer.b, layer.w)] + [f"{layer.seconds / whole:.1%}"]
-        made.add_row(escape(name), *row, f"{layer.parameters:,}", *(f"{size / 2**20:,.2f}" for size in sizes))
-    return made
+        table.add_row(escape(name), *row, f"{layer.parameters:,}", *(f"{size / 2**20:,.2f}" for size in sizes))
+    return table

@@ -96,19 +96,19 @@ def schedule(
     wanted = _Wanted(ranks, microbatches, stage_costs, chunks, caps, first_trainable, objective)
     # A schedule made by hand needs no numba, which takes a while to import.
     with compilation_told() if entry(name).from_costs else contextlib.nullcontext():
-        made = wanted.make(name)
+        schedule = wanted.make(name)
     seconds = time.perf_counter() - began
-    _check_memory(made, wanted)
-    proof = None if exact is None else _prove(made, wanted, exact)
-    if proof is not None and proof.schedule.ops != made.ops:
-        name, made = "exact", proof.schedule
+    _check_memory(schedule, wanted)
+    proof = None if exact is None else _prove(schedule, wanted, exact)
+    if proof is not None and proof.schedule.ops != schedule.ops:
+        name, schedule = "exact", proof.schedule
     # The published figures of interleaving do not wait for every message; where costs are measured, we do.
     published = name == "interleaved-1f1b" and costs is None and len(placement) > ranks > 1
-    plain = simulate(made, stage_costs)
-    timeline = simulate(made, stage_costs, wrap_group=ranks) if published else plain
+    plain = simulate(schedule, stage_costs)
+    timeline = simulate(schedule, stage_costs, wrap_group=ranks) if published else plain
     if not math.isfinite(timeline.makespan):
         raise InputError("the times are so large that their sum is not a number any more; choose a larger unit")
-    bound = lower_bound_on(made.placement, stage_costs, microbatches, first_trainable, objective, caps)
+    bound = lower_bound_on(schedule.placement, stage_costs, microbatches, first_trainable, objective, caps)
     bound = bound if proof is None else max(bound, proof.bound)
     reached = timeline.span if objective is Objective.SPAN else timeline.makespan
     result = Result(
@@ -130,9 +130,9 @@ def schedule(
     if not all(map(math.isfinite, (*timeline.peak_memory, timeline.span, timeline.idle_ratio, result.lower_bound, plain.makespan))):
         raise InputError("the times or the memory are so large that their sum is not a number any more; choose a larger unit")
     if as_json:
-        _print_json(result, made, timeline, grid, ops)
+        _print_json(result, schedule, timeline, grid, ops)
     else:
-        _print_text(result, made, timeline, grid, ops)
+        _print_text(result, schedule, timeline, grid, ops)
 
 
 @dataclass(frozen=True)
@@ -202,7 +202,7 @@ def _from_file(
     return split_costs(costs, placement), 0, caps
 
 
-def _prove(made: Schedule, wanted: _Wanted, seconds: float) -> Exact:
+def _prove(schedule: Schedule, wanted: _Wanted, seconds: float) -> Exact:
     from dynmo.schedule.automatic.exact import exact
 
     if not seconds > 0:
@@ -213,22 +213,22 @@ def _prove(made: Schedule, wanted: _Wanted, seconds: float) -> Exact:
         caps=wanted.caps,
         first_trainable=wanted.first_trainable,
         objective=wanted.objective,
-        start=made,
+        start=schedule,
         seconds=seconds,
     )
 
 
-def _check_memory(made: Schedule, wanted: _Wanted) -> None:
+def _check_memory(schedule: Schedule, wanted: _Wanted) -> None:
     """Raises ScheduleError, with the schedules that would fit, where a rank's peak is over its cap."""
-    peaks, caps = peak_memory(made, wanted.costs), wanted.caps
-    over = [rank for rank in range(made.ranks) if not _fits(peaks[rank], caps[rank])]
+    peaks, caps = peak_memory(schedule, wanted.costs), wanted.caps
+    over = [rank for rank in range(schedule.ranks) if not _fits(peaks[rank], caps[rank])]
     if not over:
         return
     rank = over[0]
     # Only schedules with as many stages can be held against the same costs.
-    others = [name for name in SCHEDULES if name != made.name and _fits_all(name, made.placement, wanted)]
+    others = [name for name in SCHEDULES if name != schedule.name and _fits_all(name, schedule.placement, wanted)]
     hint = f"{' and '.join(others)} would fit" if others else "no other schedule of as many stages fits"
-    raise ScheduleError(f"{made.name}: peak memory of rank {rank} is {peaks[rank]:.10g}, over the limit of {caps[rank]:.10g}; {hint}")
+    raise ScheduleError(f"{schedule.name}: peak memory of rank {rank} is {peaks[rank]:.10g}, over the limit of {caps[rank]:.10g}; {hint}")
 
 
 def _fits_all(name: str, placement: tuple[int, ...], wanted: _Wanted) -> bool:
@@ -245,13 +245,13 @@ def _fits(peak: float, cap: float) -> bool:
     return peak <= cap * (1 + 1e-9)
 
 
-def _print_json(result: Result, made: Schedule, timeline: Timeline, grid: bool, ops: bool) -> None:
+def _print_json(result: Result, schedule: Schedule, timeline: Timeline, grid: bool, ops: bool) -> None:
     fields: dict[str, object] = asdict(result)
     for key in ("proven", "every_message"):
         if fields[key] is None:
             del fields[key]
     if ops:
-        fields["ops"] = made.ops
+        fields["ops"] = schedule.ops
     if grid:
         from dynmo.schedule.grid import draw
 
@@ -259,7 +259,7 @@ def _print_json(result: Result, made: Schedule, timeline: Timeline, grid: bool, 
     print(json.dumps(fields, allow_nan=False))
 
 
-def _print_text(result: Result, made: Schedule, timeline: Timeline, grid: bool, ops: bool) -> None:
+def _print_text(result: Result, schedule: Schedule, timeline: Timeline, grid: bool, ops: bool) -> None:
     from rich.console import Console
 
     console = Console()
@@ -274,7 +274,7 @@ def _print_text(result: Result, made: Schedule, timeline: Timeline, grid: bool, 
         else:
             print(draw(timeline, width))
     if ops:
-        sys.stdout.write(to_text(made))
+        sys.stdout.write(to_text(schedule))
 
 
 def _table(result: Result) -> Table:

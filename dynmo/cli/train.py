@@ -96,7 +96,7 @@ def _run_folder(config: Config, resume: bool, overwrite: bool) -> Iterator[Path]
     folder = RUNS / config.name
     with _alone(folder):
         try:
-            found, replaced = _prepare(folder, config, resume, overwrite)
+            previous, replaced = _prepare(folder, config, resume, overwrite)
         except OSError as error:
             raise ConfigError(f"{folder} cannot be made ready: {error}") from None
         events = _size(folder / "events.jsonl")
@@ -104,8 +104,8 @@ def _run_folder(config: Config, resume: bool, overwrite: bool) -> Iterator[Path]
             yield folder
         except (InputError, Interrupted, KeyboardInterrupt):
             if _size(folder / "events.jsonl") == events:
-                if found is not None:
-                    write_whole(folder / "config.toml", found)
+                if previous is not None:
+                    write_whole(folder / "config.toml", previous)
                 else:
                     shutil.rmtree(folder)
                 if replaced is not None:
@@ -154,7 +154,7 @@ def _locked(path: Path) -> TextIO | None:
 
 def _prepare(folder: Path, config: Config, resume: bool, overwrite: bool) -> tuple[str | None, Path | None]:
     """Returns the config of the run that is resumed, and where the run that is replaced was put."""
-    found = replaced = None
+    previous = replaced = None
     if _aside(folder).exists() and not _size(folder / "events.jsonl"):  # an attempt to replace it failed before its first event
         shutil.rmtree(folder, ignore_errors=True)
         _aside(folder).rename(folder)
@@ -164,13 +164,13 @@ def _prepare(folder: Path, config: Config, resume: bool, overwrite: bool) -> tup
         if not any((folder / "checkpoints").glob("step-*[0-9]")):
             raise ConfigError(f"{folder} has no checkpoint to resume from; start anew with --overwrite")
         try:
-            found = (folder / "config.toml").read_text(encoding="utf-8")
+            previous = (folder / "config.toml").read_text(encoding="utf-8")
         except UnicodeDecodeError as error:
             raise ConfigError(
                 f"{folder}/config.toml: not UTF-8 text (byte {error.start}); save it as UTF-8, or start anew with --overwrite"
             ) from None
-        config = _with_found(config, found)
-        _tell_changes(found, config.to_toml())
+        config = _with_recorded(config, previous)
+        _tell_changes(previous, config.to_toml())
     elif folder.exists():
         if not overwrite:
             raise ConfigError(f"{folder} exists; go on with --resume, replace it with --overwrite, or choose another name")
@@ -192,11 +192,11 @@ def _prepare(folder: Path, config: Config, resume: bool, overwrite: bool) -> tup
         if replaced is not None:
             replaced.rename(folder)
         raise
-    return found, replaced
+    return previous, replaced
 
 
-def _with_found(config: Config, before: str) -> Config:
-    """What the run has found out by itself it keeps to (`Pruning.dense_below`)."""
+def _with_recorded(config: Config, before: str) -> Config:
+    """Keeps options that the run has measured by itself (`Pruning.dense_below`)."""
     from dynmo.config import parse, with_options
 
     with contextlib.suppress(tomllib.TOMLDecodeError, ConfigError):  # the run's own copy, edited by hand
@@ -212,9 +212,9 @@ def _tell_changes(before: str, after: str) -> None:
     from dynmo.report.summary import difference_line, differences
 
     with contextlib.suppress(tomllib.TOMLDecodeError):  # the run's own copy, edited by hand
-        found = differences([without_unused_keys(tomllib.loads(text)) for text in (before, after)])
-        if found:
-            print(f"dynmo: resumed; {difference_line(found)}", file=sys.stderr)
+        changes = differences([without_unused_keys(tomllib.loads(text)) for text in (before, after)])
+        if changes:
+            print(f"dynmo: resumed; {difference_line(changes)}", file=sys.stderr)
 
 
 def _aside(folder: Path) -> Path:

@@ -87,12 +87,12 @@ class Layers(Protocol):
 @dataclass(frozen=True)
 class Change:
     """What a case did: the global indices of the layers whose cost is no longer what was measured, or whose output is another now, and a
-    line for the log. found: options of `[dynamism.NAME]` that the case has found out by itself; the run's own config will say them, so
+    line for the log. options: those of `[dynamism.NAME]` that the case has measured by itself; the run's own config will say them, so
     that a run from it need not. (Of one's own case there is no such section.)"""
 
     layers: tuple[int, ...]
     what: str
-    found: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    options: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
 
 @dataclass(frozen=True)

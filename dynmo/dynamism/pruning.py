@@ -224,8 +224,8 @@ class Pruning(Dynamism):
             f"pruned to sparsity {1 - after / sum(sizes.values()):.4f} ({self._criterion} magnitude; layers {min(shares):.3f} to "
             f"{max(shares):.3f}): {after} of {sum(sizes.values())} weights; {sparse} of {count} linears run sparse{measured}"
         )
-        found = {} if self._measured == self._known else {"dense_below": dict(self._measured)}
-        return Change(targets, what, found)
+        options = {} if self._measured == self._known else {"dense_below": dict(self._measured)}
+        return Change(targets, what, options)
 
     def acts(self, step: int) -> bool:
         return step in self._schedule.steps
@@ -287,10 +287,10 @@ def _shape(linear: nn.Linear) -> str:
 
 
 def _targets(modules: Sequence[nn.Module]) -> tuple[int, ...]:
-    found = tuple(i for i in range(1, len(modules) - 1) if any(True for _ in linears(modules[i])))
-    if not found:
+    layers = tuple(i for i in range(1, len(modules) - 1) if any(True for _ in linears(modules[i])))
+    if not layers:
         raise ConfigError("dynamism.pruning: no layer but the first and the last has an nn.Linear to prune; leave the case out")
-    return found
+    return layers
 
 
 def make(config: Any, layers: int) -> Dynamism:

@@ -37,7 +37,7 @@ def from_class(path: str) -> Dynamism:
     module_name, _, class_name = path.partition(":")
     try:
         kind = getattr(importlib.import_module(module_name), class_name)
-        made = None if getattr(kind, "__abstractmethods__", ()) else kind()
+        case = None if getattr(kind, "__abstractmethods__", ()) else kind()
     except ImportError as error:
         raise ConfigError(f"{where}: cannot import {module_name}: {error}; run from its folder or install it") from error
     except AttributeError as error:
@@ -46,8 +46,8 @@ def from_class(path: str) -> Dynamism:
         raise ConfigError(f"{where}: {module_name} has no class {class_name}") from None
     except Exception as error:  # whatever its own code raises
         raise ConfigError(f"{where}: raised {type(error).__name__}: {error}{place(error)}") from error
-    missing = [x for x in ("act", "check", "observe", "forecast", "state", "load", "acts") if not callable(getattr(made, x, None))]
-    missing += [] if isinstance(getattr(made, "name", None), str) else ["name"]
+    missing = [x for x in ("act", "check", "observe", "forecast", "state", "load", "acts") if not callable(getattr(case, x, None))]
+    missing += [] if isinstance(getattr(case, "name", None), str) else ["name"]
     if missing:
         raise ConfigError(f"{where}: has no {missing[0]}; inherit from dynmo.dynamism.Dynamism, give it a name and write act")
-    return cast(Dynamism, made)
+    return cast(Dynamism, case)

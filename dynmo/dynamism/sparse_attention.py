@@ -71,10 +71,10 @@ class SparseAttentionCase(Dynamism):
 
     def _wanted(self, step: int) -> frozenset[int]:
         """The layers that are sparse at a step."""
-        due = [blocks for at, blocks in self._schedule if at <= step]
-        if not due:
+        begun = [blocks for at, blocks in self._schedule if at <= step]
+        if not begun:
             return frozenset()
-        blocks = due[-1]
+        blocks = begun[-1]
         if blocks is None:
             return frozenset(self._halves)
         return frozenset(self._halves[block] for block in blocks)
@@ -106,13 +106,13 @@ class SparseAttentionCase(Dynamism):
 
 def halves_of(modules: Sequence[nn.Module]) -> list[int]:
     """The layers whose attention can be sparse: they have an attribute `sparse_attention`. Raises ConfigError if there is none."""
-    found = [index for index, module in enumerate(modules) if hasattr(module, "sparse_attention")]
-    if not found:
+    halves = [index for index, module in enumerate(modules) if hasattr(module, "sparse_attention")]
+    if not halves:
         raise ConfigError(
             "dynamism.cases: sparse_attention, but no layer of the model has attention that can be sparse; "
             "give one of your own an attribute `sparse_attention`, as dynmo.models.gpt.SharedAttentionHalf has"
         )
-    return found
+    return halves
 
 
 def expected_ratio(hidden: int, sequence: int, share: float) -> tuple[float, float]:

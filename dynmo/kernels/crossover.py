@@ -32,11 +32,11 @@ def known_crossover(linear: nn.Linear, tokens: int) -> float:
     shape = f"{str(weight.dtype).removeprefix('torch.')}, {linear.out_features}x{linear.in_features}, {tokens} tokens"
     where = f"{_machine(weight.device)}, torch {torch.__version__}, kernels {_KERNELS}, {shape}"
     path = _folder() / f"{hashlib.sha256(where.encode()).hexdigest()[:32]}.json"
-    found = _read(path, where)
-    if found is None:
-        found = crossover(linear.out_features, linear.in_features, tokens, weight.device, weight.dtype)
-        found = _keep(path, where, found)
-    return found
+    sparsity = _read(path, where)
+    if sparsity is None:
+        sparsity = crossover(linear.out_features, linear.in_features, tokens, weight.device, weight.dtype)
+        sparsity = _keep(path, where, sparsity)
+    return sparsity
 
 
 def _folder() -> Path:
@@ -63,26 +63,26 @@ def _read(path: Path, where: str) -> float | None:
     """None where there is none, or none that holds."""
     try:
         kept = json.loads(path.read_text(encoding="utf-8"))
-        found = float(kept["sparsity"])
+        sparsity = float(kept["sparsity"])
     except (OSError, ValueError, TypeError, KeyError):
         return None
-    return found if kept.get("measured_on") == where and 0 <= found <= 1 else None
+    return sparsity if kept.get("measured_on") == where and 0 <= sparsity <= 1 else None
 
 
-def _keep(path: Path, where: str, found: float) -> float:
+def _keep(path: Path, where: str, sparsity: float) -> float:
     """Returns what is kept: the first number, should several processes have measured at once. Where nothing can be written, the next run
     measures again."""
     partial = path.with_suffix(f".{os.getpid()}")
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
-        partial.write_text(json.dumps({"measured_on": where, "sparsity": found}) + "\n", encoding="utf-8")
+        partial.write_text(json.dumps({"measured_on": where, "sparsity": sparsity}) + "\n", encoding="utf-8")
         with contextlib.suppress(FileExistsError):
             os.link(partial, path)
         kept = _read(path, where)
         if kept is None:  # there is one that does not hold
             partial.replace(path)
         else:
-            found = kept
+            sparsity = kept
     with contextlib.suppress(OSError):
         partial.unlink()
-    return found
+    return sparsity

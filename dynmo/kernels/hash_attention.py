@@ -121,9 +121,9 @@ class Plan:
 
 def plan_buckets(buckets: Tensor, count: int, tile: int) -> Plan:
     """buckets: [batch, sequence, heads], each of 0..count-1."""
-    found = buckets.contiguous().numpy()
-    batch, _, heads = found.shape
-    lengths, segments = _count(found, count)
+    numbers = buckets.contiguous().numpy()
+    batch, _, heads = numbers.shape
+    lengths, segments = _count(numbers, count)
     longest_first = np.argsort(-lengths, kind="stable")
     base = np.zeros(batch * heads * count, np.int64)
     chunks, first, at = list[Chunk](), 0, 0
@@ -139,7 +139,7 @@ def plan_buckets(buckets: Tensor, count: int, tile: int) -> Plan:
         chunks.append(Chunk(first, stop - at, length))
         first += (stop - at) * length
         at = stop
-    rows, places = np.full(first, -1, np.int64), np.empty(found.size, np.int64)
+    rows, places = np.full(first, -1, np.int64), np.empty(numbers.size, np.int64)
     _place(segments, base, rows, places)
     computed = sum(c.buckets * sum((stop - start) * stop for start, stop in _steps(c.length - 1, tile)) for c in chunks)
     pairs = int((lengths * (lengths - 1) // 2).sum())

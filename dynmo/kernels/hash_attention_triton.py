@@ -150,9 +150,9 @@ def hash_attention(x: Tensor, v: Tensor, buckets: Tensor, shortest: float) -> Te
         raise RunError("sparse attention on CUDA needs Triton; install it, or train on the CPU (parallel.device = 'cpu')")
     batch, n, heads, size = x.shape
     each = buckets.transpose(1, 2).reshape(batch * heads, n)
-    found, order = (t.contiguous() for t in each.sort(dim=-1, stable=True))
-    begins = torch.searchsorted(found, found, right=False, out_int32=True)
-    ends = torch.searchsorted(found, found, right=True, out_int32=True)
+    sorted_buckets, order = (t.contiguous() for t in each.sort(dim=-1, stable=True))
+    begins = torch.searchsorted(sorted_buckets, sorted_buckets, right=False, out_int32=True)
+    ends = torch.searchsorted(sorted_buckets, sorted_buckets, right=True, out_int32=True)
     index = order[..., None].expand(-1, -1, size)
     q, values = (t.transpose(1, 2).reshape(batch * heads, n, size).gather(1, index) for t in (x, v))
     k = q * (size**-0.5 / q.norm(dim=-1, keepdim=True).clamp_min(shortest))

@@ -71,9 +71,9 @@ class _Uninitialised(TorchFunctionMode):
 def on_meta(factory: Factory) -> nn.Module:
     """A layer whose parameters and buffers are on the meta device; what else it keeps is real, since no move would bring it."""
     try:
-        with torch.device("meta"), _Uninitialised() as made:
+        with torch.device("meta"), _Uninitialised() as tracker:
             layer = factory()
-            if not made.keeps_others(layer):
+            if not tracker.keeps_others(layer):
                 return layer
     except Exception:  # it asks for the value of a tensor, which only real ones have
         pass

@@ -44,19 +44,19 @@ def from_function(path: str, seed: int) -> Model:
     except ImportError as error:
         raise ConfigError(f"{where}: cannot import {module_name}: {error}; run from its folder or install it") from error
     except (Exception, SystemExit) as error:  # whatever its own code raises, a slip of the pen too
-        raise ConfigError(f"{where}: importing {module_name} raised {_what(error)}") from error
+        raise ConfigError(f"{where}: importing {module_name} raised {_describe(error)}") from error
     function = getattr(module, function_name, None)
     if not callable(function):
-        raise ConfigError(f"{where}: {module_name} has no function {function_name}{_elsewhere(module)}")
+        raise ConfigError(f"{where}: {module_name} has no function {function_name}{_shadowed_hint(module)}")
 
     def make() -> tuple[list[nn.Module] | list[Factory], Loss]:
         try:
             with generators_kept(torch.device("cpu")):
                 torch.manual_seed(mix(seed, Purpose.INITIAL, 0))
-                made = function()
+                returned = function()
         except (Exception, SystemExit) as error:
-            raise ConfigError(f"{where}: {function_name}() raised {_what(error)}") from error
-        layers, loss = made if isinstance(made, tuple) and len(made) == 2 else (made, next_token_loss)
+            raise ConfigError(f"{where}: {function_name}() raised {_describe(error)}") from error
+        layers, loss = returned if isinstance(returned, tuple) and len(returned) == 2 else (returned, next_token_loss)
         if (
             not isinstance(layers, list | nn.ModuleList | nn.Sequential)
             or not all(callable(x) for x in layers)
@@ -71,7 +71,7 @@ def from_function(path: str, seed: int) -> Model:
         if isinstance(layers[0], nn.Module):
             check_layers(where, list(layers))
             return list(layers), cast(Loss, loss)
-        return [partial(_made, where, index, factory) for index, factory in enumerate(layers)], cast(Loss, loss)
+        return [partial(_make_layer, where, index, factory) for index, factory in enumerate(layers)], cast(Loss, loss)
 
     try:
         with torch.device("meta"):
@@ -82,13 +82,13 @@ def from_function(path: str, seed: int) -> Model:
     losses: dict[type[Tensor], Loss] = {}
 
     def build(owned: Collection[int]) -> list[nn.Module]:
-        layers, losses[_kind()] = make()
+        layers, losses[_tensor_type()] = make()
         if not _are_modules(layers):
             return from_factories(names, layers, seed, loss).build(owned)
         return [layer if index in owned else layer.to("meta") for index, layer in enumerate(layers)]
 
     def loss(output: Tensor, targets: Tensor) -> Tensor:
-        own = losses.get(_kind()) or make()[1]
+        own = losses.get(_tensor_type()) or make()[1]
         if isinstance(own, nn.Module):
             own.to(output.device)
         return own(output, targets)
@@ -100,7 +100,7 @@ def from_function(path: str, seed: int) -> Model:
     return Model(names, build, next_token_loss if given is next_token_loss else loss)
 
 
-def _elsewhere(module: ModuleType) -> str:
+def _shadowed_hint(module: ModuleType) -> str:
     """A hint if an installed module hides the user's own of the same name."""
     own = Path(f"{module.__name__.replace('.', '/')}.py")
     file = getattr(module, "__file__", None)
@@ -113,20 +113,20 @@ def _are_modules(layers: list[nn.Module] | list[Factory]) -> TypeGuard[list[nn.M
     return isinstance(layers[0], nn.Module)
 
 
-def _made(where: str, index: int, factory: Callable[[], object]) -> nn.Module:
+def _make_layer(where: str, index: int, factory: Callable[[], object]) -> nn.Module:
     try:
-        made = factory()
+        layer = factory()
     except (Exception, SystemExit) as error:
-        raise ConfigError(f"{where}: making layer {index} raised {_what(error)}") from error
-    if not isinstance(made, nn.Module):
-        raise ConfigError(f"{where}: what should make layer {index} returned a {type(made).__name__}, not a torch module")
-    return made
+        raise ConfigError(f"{where}: making layer {index} raised {_describe(error)}") from error
+    if not isinstance(layer, nn.Module):
+        raise ConfigError(f"{where}: what should make layer {index} returned a {type(layer).__name__}, not a torch module")
+    return layer
 
 
-def _kind() -> type[Tensor]:
-    """Of the tensors that are made now."""
+def _tensor_type() -> type[Tensor]:
+    """The class of tensors that are created now: a fake one where only shapes are run."""
     return type(torch.empty(0))
 
 
-def _what(error: BaseException) -> str:
+def _describe(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}{place(error)}"

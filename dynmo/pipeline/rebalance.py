@@ -185,19 +185,19 @@ class Rebalancer:
             )
 
         try:
-            found = decide(costs)
-            decision = found.decision
-            if decision.move and found.plan.mesh != current:
+            best = decide(costs)
+            decision = best.decision
+            if decision.move and best.plan.mesh != current:
                 decision = self._confirmed(decision, (decide(layers).decision for layers in halves))
             self._unshaped = decision.uncertain
         except NoRoomError:
             return None
         finally:
             self.overhead.decide += time.perf_counter() - start
-        made = found.plan.mesh
-        chosen = (made.pipeline, made.replicas, found.plan.plan.partition)
+        target = best.plan.mesh
+        chosen = (target.pipeline, target.replicas, best.plan.plan.partition)
         world.everyone.agree(hashlib.sha256(repr((decision.move, chosen)).encode()).digest(), "whether to reshape")
-        return chosen if decision.move and made != current else None
+        return chosen if decision.move and target != current else None
 
     def _profile(self, costs: tuple[LayerCost, ...], links: dict[tuple[int, int], LinkCost]) -> Profile:
         return replace(profile_of(self._config, self._pipeline, costs), links=tuple(links.items()))

@@ -212,10 +212,10 @@ def event_lines(summary: Summary) -> list[str]:
             case PostValidationEvent():
                 kind, what = "post-validation", f"post-validation {'on' if event.on else 'off'}: {event.reason}"
         by_kind.setdefault(kind, []).append((event.step, f"step {event.step}: {what}"))
-    for kind, found in by_kind.items():
-        lines += found[:_SHOWN]
-        if len(found) > _SHOWN:
-            lines.append((found[_SHOWN][0], f"step {found[_SHOWN][0]} on: {kind} {len(found) - _SHOWN} times more (events.jsonl)"))
+    for kind, entries in by_kind.items():
+        lines += entries[:_SHOWN]
+        if len(entries) > _SHOWN:
+            lines.append((entries[_SHOWN][0], f"step {entries[_SHOWN][0]} on: {kind} {len(entries) - _SHOWN} times more (events.jsonl)"))
     return [line for _, line in sorted(lines, key=lambda pair: pair[0])]
 
 
@@ -321,7 +321,7 @@ def differences(configs: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
     flat = [_flat(config) for config in configs]
     keys = sorted({key for config in flat for key in config} - {"name"})
     values = {key: [config.get(key) for config in flat] for key in keys}
-    return {key: found for key, found in values.items() if any(value != found[0] for value in found)}
+    return {key: row for key, row in values.items() if any(value != row[0] for value in row)}
 
 
 def _flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -331,8 +331,8 @@ def _flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return out
 
 
-def difference_line(found: Mapping[str, Sequence[Any]]) -> str:
-    shown = [f"{key} ({', '.join('not set' if value is None else str(value) for value in values)})" for key, values in found.items()]
+def difference_line(changes: Mapping[str, Sequence[Any]]) -> str:
+    shown = [f"{key} ({', '.join('not set' if value is None else str(value) for value in values)})" for key, values in changes.items()]
     more = f" and {len(shown) - _SHOWN} more" if len(shown) > _SHOWN else ""
     return f"the configs differ in {', '.join(shown[:_SHOWN])}{more}" if shown else "the configs are the same"
 

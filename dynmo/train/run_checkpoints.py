@@ -24,7 +24,7 @@ _STATE = {"partition", "frozen", "loss", "moves", "cases"}
 
 
 @dataclass(frozen=True)
-class Found:
+class SavedRun:
     """A checkpoint to go on from. state: the run's own part of it, as `RunCheckpoints.save` wrote it."""
 
     path: Path
@@ -81,7 +81,7 @@ class RunCheckpoints:
         saved = checkpoint.save(self._world, self._folder, step, pipeline.model.names, layers, state, keep)
         return CheckpointEvent(step - 1, now(), str(saved.path), saved.bytes, saved.seconds)
 
-    def find(self, model: Model) -> Found:
+    def find(self, model: Model) -> SavedRun:
         """The newest that is whole. All ranks call it together. Raises CheckpointError where there is none, or where it is of another
         model."""
         assert self._folder is not None, "only a run with a folder resumes"
@@ -105,19 +105,19 @@ class RunCheckpoints:
                 raise CheckpointError(
                     f"{path} is of a run with {key} = {then!r}, the config has {value!r}; resume with that, or start anew"
                 )
-        return Found(path, manifest.step, manifest.state)
+        return SavedRun(path, manifest.step, manifest.state)
 
     def _fixed(self, model: Model) -> dict[str, Any]:
         """What a run keeps to its end, for its optimizer's state is of these weights."""
         return {"train.optimizer": self._config.train.optimizer, "model.tied": bool(model.tied)}
 
-    def restore(self, found: Found, pipeline: Pipeline, cases: Sequence[Dynamism]) -> None:
+    def restore(self, saved: SavedRun, pipeline: Pipeline, cases: Sequence[Dynamism]) -> None:
         """Puts the layers of this rank, the cases and the loss scale back as they were. All ranks call it together."""
-        state = found.state
-        pipeline.world.agree(hashlib.sha256(found.path.name.encode()).digest(), "which checkpoint to resume from")
+        state = saved.state
+        pipeline.world.agree(hashlib.sha256(saved.path.name.encode()).digest(), "which checkpoint to resume from")
         pipeline.freeze(state["frozen"])
         for index in pipeline.own_layers:
-            pipeline.restore(index, *checkpoint.load_layer(found.path, index, pipeline.world.device))
+            pipeline.restore(index, *checkpoint.load_layer(saved.path, index, pipeline.world.device))
         for case in cases:
             if case.name in state["cases"]:
                 case.load(state["cases"][case.name])

@@ -229,13 +229,13 @@ def _shape_microbatch(layers: Sequence[Layer], microbatch: int, ids: Tensor, los
         layer.workspace_bytes = max(layer.workspace_bytes, layer.weight_workspace_bytes)
 
 
-def with_workspace(costs: tuple[LayerCost, ...], shapes: Sequence[LayerCost] | None, again: Collection[int]) -> tuple[LayerCost, ...]:
+def with_workspace(costs: tuple[LayerCost, ...], shapes: Sequence[LayerCost] | None, recomputed: Collection[int]) -> tuple[LayerCost, ...]:
     """Measured costs, and what an op needs beside what it keeps: no run tells that, so it is taken from `shapes`, where they are known.
 
-    again: the layers that compute again."""
+    recomputed: the layers that recompute."""
     if shapes is None:
         return costs
-    shapes = recompute_as_workspace(shapes, again)
+    shapes = recompute_as_workspace(shapes, recomputed)
     return tuple(
         replace(
             cost,

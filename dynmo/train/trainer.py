@@ -120,12 +120,12 @@ class Trainer:
         self.config, self._everyone, self._folder, self._listen = config, world, folder, listen
         self._recorded = config  # with what cases have found out
         self._checkpoints = RunCheckpoints(config, world, None if folder is None else folder / "checkpoints")
-        found = self._checkpoints.find(model) if resume else None
-        pipeline, data = config.shape_at(0) if found is None else found.shape(config)
+        saved = self._checkpoints.find(model) if resume else None
+        pipeline, data = config.shape_at(0) if saved is None else saved.shape(config)
         partition = first_partition(config, model.layers, pipeline)
         check_meshes(config, model.layers)
-        if found is not None and len(found.partition) == partition.ranks:
-            partition = Partition(found.partition)
+        if saved is not None and len(saved.partition) == partition.ranks:
+            partition = Partition(saved.partition)
         # What decisions need that have to fit a memory.
         limit = memory_limit(config, world.device)
         self._shapes = None
@@ -134,7 +134,7 @@ class Trainer:
             self._shapes = costs if unknown is None else None
             if unknown is not None and world.rank == 0:
                 print(f"dynmo: {unknown}", file=sys.stderr)
-            if found is None and config.pipeline.memory_limit is not None:
+            if saved is None and config.pipeline.memory_limit is not None:
                 first_plan(config, model, costs, world.device, unknown)
         cached = config.dynamism.freezing.cache_bytes if "freezing" in config.dynamism.cases else 0
         self.pipeline = pipeline_for(config, arrange(world, data), model, partition, cached)
@@ -147,9 +147,9 @@ class Trainer:
             case.check(self.pipeline.modules)
         self._loader = DataLoader(config, self.pipeline)
         self.first_step, self._loss, moved = 0, math.nan, 0
-        if found is not None:
-            self._checkpoints.restore(found, self.pipeline, self._cases)
-            self.first_step, self._loss, moved = found.step, found.loss, found.moves
+        if saved is not None:
+            self._checkpoints.restore(saved, self.pipeline, self._cases)
+            self.first_step, self._loss, moved = saved.step, saved.loss, saved.moves
         self._rebalancer = Rebalancer(
             config, self.pipeline, self._costs, moved, lambda step: [case.forecast(step) for case in self._cases], limit
         )
@@ -246,8 +246,8 @@ class Trainer:
                 self._emit(self._rebalancer.on_workload_change(step))
                 self._tracer.keep_around()
                 self._emit(ChangeEvent(step, now(), case.name, change.layers, change.what))
-                if change.found and case.name in self.config.dynamism.cases:
-                    self._record_found(case.name, change.found)
+                if change.options and case.name in self.config.dynamism.cases:
+                    self._record_options(case.name, change.options)
 
     def _reshape(self, step: int, pipeline: int, data: int, partition: Partition) -> None:
         """The same ranks go on as `data` replicas of a pipeline of `pipeline` ranks."""
@@ -352,15 +352,15 @@ class Trainer:
             except InputError as error:  # what has been trained is not lost for that
                 print(f"dynmo: {error}", file=sys.stderr)
 
-    def _record_found(self, case: str, found: Mapping[str, Any]) -> None:
+    def _record_options(self, case: str, options: Mapping[str, Any]) -> None:
         """What a case has found out by itself becomes part of the run's own config."""
-        self._recorded = with_options(self._recorded, ("dynamism", case), found)
+        self._recorded = with_options(self._recorded, ("dynamism", case), options)
         if self._log is not None and self._folder is not None:
             path = self._folder / "config.toml"
             try:
                 write_whole(path, self._recorded.to_toml())
             except OSError as error:  # the checkpoints have it, too
-                print(f"dynmo: {path} cannot be written: {error.strerror}; it does not say {', '.join(found)} as found", file=sys.stderr)
+                print(f"dynmo: {path} cannot be written: {error.strerror}; it does not say {', '.join(options)} as found", file=sys.stderr)
 
     # -- telling ----------------------------------------------------------------------------------------------------------------
 

@@ -249,7 +249,7 @@ def test_a_measured_threshold_is_kept() -> None:
     assert "; sparse pays from " in change.what
     state = json.loads(json.dumps(made.state()))
     assert list(state["measured"]) == ["128x16", "16x16", "16x64", "48x16"]
-    assert change.found == {"dense_below": state["measured"]}
+    assert change.options == {"dense_below": state["measured"]}
     later = case(start=0, end=2, every=1, dense_below="measured")
     later.load(state | {"measured": dict.fromkeys(state["measured"], 0.0)})
     train(pipeline, later, 1, first=2)
@@ -261,7 +261,7 @@ def test_what_the_config_knows_is_not_measured() -> None:
     pipeline, made = alone.gpt(), case(start=0, end=1, every=1, dense_below={"128x16": 0.0, "16x16": 1.0, "16x64": 0.0, "48x16": 1.0})
     change = train(pipeline, made, 2)[1]
     assert change is not None
-    assert change.found == {}, "nothing to record"
+    assert change.options == {}, "nothing to record"
     forms = {(x.out_features, x.in_features): isinstance(x, SparseLinear) for i in range(1, 5) for _, x in linears(pipeline.modules[i])}
     assert forms == {(128, 16): True, (16, 16): False, (16, 64): True, (48, 16): False}
     made.load({"sparsity": 0.9, "measured": {"128x16": 0.5, "7x7": 0.5}})
