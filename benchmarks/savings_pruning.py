@@ -30,16 +30,9 @@ from torch import nn
 
 from benchmarks.harness import bound_of, machine, run_ranks, save_picture
 from dynmo.config import parse
-from dynmo.kernels import sparse_linear
+from dynmo.kernels.crossover import make_pruned, measure_crossover, time_linear
 from dynmo.kernels.csr import pack, sddmm_, spmm, unpack
-from dynmo.kernels.sparse_linear import (
-    SparseLinear,
-    crossover,
-    linears,
-    make_pruned,
-    prune,
-    survivors,
-)
+from dynmo.kernels.sparse_linear import SparseLinear, linears, prune, survivors
 from dynmo.models.gpt import make
 from dynmo.runtime.comm.clock import clock_for
 from dynmo.runtime.comm.world import World
@@ -95,7 +88,7 @@ def in_turn(layers: Sequence[Layer], x: torch.Tensor, rounds: int) -> list[Secon
 
 def linear_seconds(module: nn.Module, tokens: int, rounds: int) -> Seconds:
     """Of a dense module's linears alone."""
-    each = [sparse_linear.seconds(make_pruned(x.out_features, x.in_features, 0.0, False), tokens, rounds) for _, x in linears(module)]
+    each = [time_linear(make_pruned(x.out_features, x.in_features, 0.0, False), tokens, rounds) for _, x in linears(module)]
     f, b, w = (sum(x) for x in zip(*each, strict=True))
     return f, b, w
 
@@ -173,11 +166,11 @@ def curves(tokens: int, rounds: int) -> list[dict[str, Any]]:
         plain = make_pruned(rows, columns, 0.0, False)
         for sparsity in CURVE:
             linear = make_pruned(rows, columns, sparsity, True)
-            pairs = [(sparse_linear.seconds(plain, tokens, 1), sparse_linear.seconds(linear, tokens, 1)) for _ in range(rounds)]
+            pairs = [(time_linear(plain, tokens, 1), time_linear(linear, tokens, 1)) for _ in range(rounds)]
             dense, sparse = ([median(x) for x in zip(*side, strict=True)] for side in zip(*pairs, strict=True))
             ratios = {kind: b / a for kind, a, b in zip("fbw", dense, sparse, strict=True)}
             points.append({"sparsity": sparsity, "all": sum(sparse) / sum(dense)} | ratios)
-        measured = median(crossover(rows, columns, tokens) for _ in range(3))
+        measured = median(measure_crossover(rows, columns, tokens) for _ in range(3))
         out.append({"rows": rows, "columns": columns, "tokens": tokens, "crossover": measured, "points": points})
     return out
 

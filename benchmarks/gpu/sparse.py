@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from benchmarks.gpu.device import PRECISIONS, Option, Verdict, main, progress
-from dynmo.kernels.sparse_linear import crossover, make_pruned, seconds
+from dynmo.kernels.crossover import make_pruned, measure_crossover, time_linear
 
 SPARSITIES = (0.5, 0.75, 0.9, 0.95, 0.99)
 
@@ -30,13 +30,13 @@ def matrix(
     bisections: int = 1,
 ) -> dict[str, Any]:
     progress(f"{dtype}, {rows} x {columns}")
-    dense = seconds(make_pruned(rows, columns, 0.0, False, device, dtype), tokens, rounds)
+    dense = time_linear(make_pruned(rows, columns, 0.0, False, device, dtype), tokens, rounds)
     points: list[dict[str, float]] = []
     for sparsity in SPARSITIES:
-        sparse = seconds(make_pruned(rows, columns, sparsity, True, device, dtype), tokens, rounds)
+        sparse = time_linear(make_pruned(rows, columns, sparsity, True, device, dtype), tokens, rounds)
         ratios = {kind: s / d for kind, s, d in zip("fbw", sparse, dense, strict=True)}
         points.append({"sparsity": sparsity, "all": sum(sparse) / sum(dense)} | ratios)
-    threshold = median(crossover(rows, columns, tokens, device, dtype) for _ in range(bisections))
+    threshold = median(measure_crossover(rows, columns, tokens, device, dtype) for _ in range(bisections))
     return {
         "rows": rows,
         "columns": columns,

@@ -14,13 +14,16 @@ import hashlib
 import json
 import os
 import platform
+import time
 from pathlib import Path
-from typing import cast
+from statistics import median
+from typing import Any, cast
 
 import torch
 from torch import nn
 
-from dynmo.kernels.sparse_linear import crossover
+from dynmo.kernels.sparse_linear import prune
+from dynmo.kernels.split import SplitLinear, WeightTape, float32_gradients
 
 # Kernels of another speed are another number: what was measured of the old ones holds no more.
 _KERNELS = 1
@@ -34,9 +37,108 @@ def known_crossover(linear: nn.Linear, tokens: int) -> float:
     path = _folder() / f"{hashlib.sha256(where.encode()).hexdigest()[:32]}.json"
     sparsity = _read(path, where)
     if sparsity is None:
-        sparsity = crossover(linear.out_features, linear.in_features, tokens, weight.device, weight.dtype)
+        sparsity = measure_crossover(linear.out_features, linear.in_features, tokens, weight.device, weight.dtype)
         sparsity = _keep(path, where, sparsity)
     return sparsity
+
+
+def time_linear(linear: nn.Linear, tokens: int, repeats: int = 5) -> tuple[float, float, float]:
+    """Time F, B and W of a linear on one microbatch.
+
+    Args:
+        linear: The linear. Its gradient is cleared.
+        tokens: Tokens of the microbatch.
+        repeats: How often each is timed, after a first time that does not count.
+
+    Returns:
+        The median seconds of F, B and W.
+    """
+    device = linear.weight.device
+    x, gy = (torch.randn(tokens, width).to(device, linear.weight.dtype) for width in (linear.in_features, linear.out_features))
+    tape = WeightTape()
+    tape.deferred = True
+    before, taped = getattr(linear, "tape", None), cast(Any, linear)
+    taped.tape = tape
+
+    def now() -> float:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        return time.perf_counter()
+
+    rows: list[tuple[float, float, float]] = []
+    for _ in range(repeats + 1):
+        leaf = x.requires_grad_()
+        marks = [now()]
+        y = linear(leaf)
+        marks.append(now())
+        y.backward(gy)
+        marks.append(now())
+        for work, _ in tape.take():
+            work()
+        marks.append(now())
+        rows.append((marks[1] - marks[0], marks[2] - marks[1], marks[3] - marks[2]))
+        leaf.grad = None
+    linear.weight.grad = None
+    taped.tape = before
+    f, b, w = zip(*rows[1:], strict=True)
+    return median(f), median(b), median(w)
+
+
+def make_pruned(
+    rows: int, columns: int, sparsity: float, sparse: bool, device: torch.device | None = None, dtype: torch.dtype = torch.float32
+) -> nn.Linear:
+    """A linear without bias that is pruned at random places, for measurements and tests.
+
+    Args:
+        rows: Output features.
+        columns: Input features.
+        sparsity: Share of the weights that is pruned.
+        sparse: Whether the weight is CSR, or dense under a mask.
+        device: Default is the CPU.
+        dtype: Of the weight.
+
+    Returns:
+        The linear. Equal arguments give equal weights.
+    """
+    generator = torch.Generator().manual_seed(1)
+    linear = SplitLinear(columns, rows, bias=False, device="meta")
+    linear.weight = nn.Parameter(torch.randn(rows, columns, generator=generator).to(device or "cpu", dtype))
+    order = torch.rand(rows * columns, generator=generator).to(linear.weight.device).argsort()
+    keep = order >= round(sparsity * rows * columns)
+    if sparsity > 0 or sparse:
+        prune(linear, keep, sparse, {})
+    float32_gradients(linear)
+    return linear
+
+
+def measure_crossover(
+    rows: int, columns: int, tokens: int, device: torch.device | None = None, dtype: torch.dtype = torch.float32
+) -> float:
+    """Find the sparsity from which F + B + W take less time in CSR form than dense.
+
+    The result differs from time to time and from rank to rank. All ranks must use one rank's result,
+    and a resumed run must use the result that it began with.
+
+    Args:
+        rows: Output features.
+        columns: Input features.
+        tokens: Tokens of a microbatch.
+        device: Default is the CPU.
+        dtype: Of the weight.
+
+    Returns:
+        The sparsity, to 1/64 by bisection. 1.0 if CSR is never faster.
+    """
+
+    def faster(sparsity: float) -> bool:
+        return sum(time_linear(make_pruned(rows, columns, sparsity, True, device, dtype), tokens)) < dense
+
+    dense = sum(time_linear(make_pruned(rows, columns, 0.0, False, device, dtype), tokens))
+    low, high = 0.0, 1.0
+    while high - low > 1 / 64:
+        middle = (low + high) / 2
+        low, high = (low, middle) if faster(middle) else (middle, high)
+    return high
 
 
 def _folder() -> Path:

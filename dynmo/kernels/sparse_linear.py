@@ -14,9 +14,7 @@ Below the sparsity where CSR pays, a layer stays dense under a mask (`MaskedLine
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Mapping
-from statistics import median
 from typing import Any, cast
 
 import torch
@@ -30,7 +28,6 @@ from dynmo.kernels.split import (
     WeightTape,
     accumulate_linear,
     add_to_gradient,
-    float32_gradients,
     may_split,
     product,
     zero_gradient,
@@ -330,72 +327,3 @@ def dense_parameters(module: nn.Module, masters: Mapping[str, Tensor] | None = N
     for name, parameter in module.named_parameters():
         master = masters.get(name)
         yield name, dense_weight(sparse[name], master) if name in sparse else parameter.detach() if master is None else master
-
-
-# -- where CSR pays -----------------------------------------------------------------------------------------------------------
-
-
-def seconds(linear: nn.Linear, tokens: int, repeats: int = 5) -> tuple[float, float, float]:
-    """F, B and W seconds of one microbatch of so many tokens: each the median of several, after one that is not counted."""
-    device = linear.weight.device
-    x, gy = (torch.randn(tokens, width).to(device, linear.weight.dtype) for width in (linear.in_features, linear.out_features))
-    tape = WeightTape()
-    tape.deferred = True
-    before, made = getattr(linear, "tape", None), cast(Any, linear)
-    made.tape = tape
-
-    def now() -> float:
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        return time.perf_counter()
-
-    rows: list[tuple[float, float, float]] = []
-    for _ in range(repeats + 1):
-        leaf = x.requires_grad_()
-        marks = [now()]
-        y = linear(leaf)
-        marks.append(now())
-        y.backward(gy)
-        marks.append(now())
-        for work, _ in tape.take():
-            work()
-        marks.append(now())
-        rows.append((marks[1] - marks[0], marks[2] - marks[1], marks[3] - marks[2]))
-        leaf.grad = None
-    linear.weight.grad = None
-    made.tape = before
-    f, b, w = zip(*rows[1:], strict=True)
-    return median(f), median(b), median(w)
-
-
-def make_pruned(
-    rows: int, columns: int, sparsity: float, sparse: bool, device: torch.device | None = None, dtype: torch.dtype = torch.float32
-) -> nn.Linear:
-    """A linear without bias, pruned at random places (the same for the same arguments): for measurements and tests."""
-    generator = torch.Generator().manual_seed(1)
-    linear = SplitLinear(columns, rows, bias=False, device="meta")
-    linear.weight = nn.Parameter(torch.randn(rows, columns, generator=generator).to(device or "cpu", dtype))
-    order = torch.rand(rows * columns, generator=generator).to(linear.weight.device).argsort()
-    keep = order >= round(sparsity * rows * columns)
-    if sparsity > 0 or sparse:
-        prune(linear, keep, sparse, {})
-    float32_gradients(linear)
-    return linear
-
-
-def crossover(rows: int, columns: int, tokens: int, device: torch.device | None = None, dtype: torch.dtype = torch.float32) -> float:
-    """The sparsity from which F + B + W of the CSR form takes less time than dense: both timed here, to 1/64 by bisection; 1.0 if never.
-
-    A measurement: it differs from time to time and from rank to rank, so one rank's must be everyone's, and a run that goes on must use
-    the one it began with.
-    """
-
-    def faster(sparsity: float) -> bool:
-        return sum(seconds(make_pruned(rows, columns, sparsity, True, device, dtype), tokens)) < dense
-
-    dense = sum(seconds(make_pruned(rows, columns, 0.0, False, device, dtype), tokens))
-    low, high = 0.0, 1.0
-    while high - low > 1 / 64:
-        middle = (low + high) / 2
-        low, high = (low, middle) if faster(middle) else (middle, high)
-    return high

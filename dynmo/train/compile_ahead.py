@@ -9,16 +9,16 @@ import torch
 
 from dynmo.cost.layer_cost import LayerCost
 from dynmo.cost.profile_file import Profile
+from dynmo.kernels.crossover import make_pruned, time_linear
 from dynmo.kernels.drop_attention import Dropped
 from dynmo.kernels.hash_attention import Hashed
-from dynmo.kernels.sparse_linear import make_pruned, seconds
 from dynmo.planner.evaluate import PlanRequest
 from dynmo.planner.stage_plan import make_plan
 
 
 def prepare() -> None:
     torch.set_num_threads(1)
-    seconds(make_pruned(8, 8, 0.5, sparse=True), tokens=4, repeats=1)
+    time_linear(make_pruned(8, 8, 0.5, sparse=True), tokens=4, repeats=1)
     x, v = (torch.randn(2, 8, 2, 4, requires_grad=True) for _ in range(2))
     for attention in (Hashed(2, 4, seed=0), Dropped(0.5, 4, seed=0)):
         attention(x, v).sum().backward()

@@ -22,7 +22,7 @@ def measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int,
         return len(asked) / 10
 
     monkeypatch.setenv("DYNMO_CACHE", str(tmp_path))
-    monkeypatch.setattr("dynmo.kernels.crossover.crossover", crossover)
+    monkeypatch.setattr("dynmo.kernels.crossover.measure_crossover", crossover)
     return asked
 
 

@@ -10,19 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from dynmo.kernels import sparse_linear
-from dynmo.kernels.sparse_linear import (
-    MaskedLinear,
-    SparseLinear,
-    conform,
-    crossover,
-    dense_parameters,
-    dense_weight,
-    linears,
-    make_pruned,
-    prune,
-    survivors,
-)
+from dynmo.kernels import crossover
+from dynmo.kernels.crossover import make_pruned, measure_crossover, time_linear
+from dynmo.kernels.sparse_linear import MaskedLinear, SparseLinear, conform, dense_parameters, dense_weight, linears, prune, survivors
 from dynmo.kernels.split import SplitLinear, WeightTape, install
 
 
@@ -294,13 +284,13 @@ def test_crossover_finds_where_sparse_wins(monkeypatch: pytest.MonkeyPatch) -> N
         return share, share, share
 
     with monkeypatch.context() as patch:
-        patch.setattr(sparse_linear, "seconds", given_times)
-        assert crossover(64, 64, 8) == pytest.approx(2 / 3, abs=1 / 64)
-    assert 0 < crossover(32, 32, 16) <= 1
+        patch.setattr(crossover, "time_linear", given_times)
+        assert measure_crossover(64, 64, 8) == pytest.approx(2 / 3, abs=1 / 64)
+    assert 0 < measure_crossover(32, 32, 16) <= 1
 
 
 def test_seconds_leaves_the_layer_as_it_was() -> None:
     linear: Any = make_pruned(8, 8, 0.5, True)
-    assert all(t > 0 for t in sparse_linear.seconds(linear, 4))
+    assert all(t > 0 for t in time_linear(linear, 4))
     assert linear.tape is None
     assert linear.weight.grad is None

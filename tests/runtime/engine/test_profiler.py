@@ -256,7 +256,7 @@ def test_a_clock() -> None:
 
 def test_buffers_are_held_too() -> None:
     """A pruned linear's indices: 8 bytes a kept weight's column and more for its rows."""
-    from dynmo.kernels.sparse_linear import make_pruned
+    from dynmo.kernels.crossover import make_pruned
     from dynmo.runtime.engine.profiler import weight_bytes
 
     pruned = make_pruned(64, 64, 0.95, True)

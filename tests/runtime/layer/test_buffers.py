@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from dynmo.kernels.sparse_linear import make_pruned
+from dynmo.kernels.crossover import make_pruned
 from dynmo.runtime.layer.buffers import BufferSet, has_same_bits
 
 
