@@ -29,9 +29,9 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 @pytest.fixture(scope="session")
 def pool() -> Iterator[Pool]:
     """Four ranks that stay up for the session."""
-    made = Pool(4)
-    yield made
-    made.close()
+    workers = Pool(4)
+    yield workers
+    workers.close()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

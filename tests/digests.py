@@ -61,9 +61,9 @@ def main() -> int:
     if earlier is None:
         return 0
     expected = json.loads(earlier.read_text())
-    changed = sorted(name for name in expected if digests.get(name) != expected[name])
-    print(f"{len(expected)} compared, changed: {', '.join(changed) or 'none'}", file=sys.stderr)
-    return bool(changed)
+    different = sorted(name for name in expected if digests.get(name) != expected[name])
+    print(f"{len(expected)} compared, changed: {', '.join(different) or 'none'}", file=sys.stderr)
+    return bool(different)
 
 
 def run(name: str, sections: dict[str, Any]) -> dict[str, Any]:

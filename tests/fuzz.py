@@ -44,7 +44,7 @@ WARNING = re.compile(r"\[W\d|Warning\b")
 
 
 @dataclass(frozen=True)
-class Outcome:
+class CaseResult:
     """How a case ended: EQUAL, REFUSED or FAILED, and in one line why."""
 
     case: Case
@@ -127,7 +127,7 @@ class Runner:
             self._pool.close()
         self._folder.cleanup()
 
-    def run(self, case: Case) -> Outcome:
+    def run(self, case: Case) -> CaseResult:
         """Trains a case on its ranks and on one, and compares."""
         self._log.write_text("")
         try:
@@ -145,17 +145,17 @@ class Runner:
             if warning:
                 raise Failure(f"warning: {warning}")
         except Refusal as refusal:
-            return Outcome(case, REFUSED, str(refusal))
+            return CaseResult(case, REFUSED, str(refusal))
         except Failure as failure:
-            return Outcome(case, FAILED, failure.what, failure.detail)
+            return CaseResult(case, FAILED, failure.what, failure.detail)
         except PoolLost as lost:
             if self._pool is not None:
                 self._pool.close()
             self._pool = None
-            return Outcome(case, FAILED, f"hang or crash: {lost}", self._log.read_text()[-4000:])
+            return CaseResult(case, FAILED, f"hang or crash: {lost}", self._log.read_text()[-4000:])
         except JobFailed as error:
-            return Outcome(case, FAILED, "crash outside of the run", str(error))
-        return Outcome(case, EQUAL)
+            return CaseResult(case, FAILED, "crash outside of the run", str(error))
+        return CaseResult(case, EQUAL)
 
     def reference(self, case: Case) -> Observed:
         """What the case shows on one rank. Raises Failure where a plain PyTorch loop disagrees."""
@@ -210,7 +210,7 @@ class Runner:
         return self._pool.run(function, ranks, timeout=TIMEOUT, **arguments)
 
 
-def replay(outcome: Outcome, folder: Path) -> str:
+def replay(outcome: CaseResult, folder: Path) -> str:
     """Writes the TOML files of a case and says how to run them.
 
     Args:
@@ -236,7 +236,9 @@ def replay(outcome: Outcome, folder: Path) -> str:
     return "\n".join([*(f"    {command}" for command in commands), *texts])
 
 
-def run_all(cases: Sequence[Case], jobs: int, tell: Callable[[Outcome], None], runner: Callable[[], Runner] = Runner) -> list[Outcome]:
+def run_all(
+    cases: Sequence[Case], jobs: int, tell: Callable[[CaseResult], None], runner: Callable[[], Runner] = Runner
+) -> list[CaseResult]:
     """Run cases on several pools side by side.
 
     Args:
@@ -251,7 +253,7 @@ def run_all(cases: Sequence[Case], jobs: int, tell: Callable[[Outcome], None], r
     waiting: queue.SimpleQueue[Case] = queue.SimpleQueue()
     for case in cases:
         waiting.put(case)
-    outcomes: queue.SimpleQueue[Outcome | BaseException] = queue.SimpleQueue()
+    outcomes: queue.SimpleQueue[CaseResult | BaseException] = queue.SimpleQueue()
     stopped = threading.Event()
 
     def work() -> None:
@@ -269,7 +271,7 @@ def run_all(cases: Sequence[Case], jobs: int, tell: Callable[[Outcome], None], r
     threads = [threading.Thread(target=work) for _ in range(min(jobs, len(cases)))]
     for thread in threads:
         thread.start()
-    seen: list[Outcome] = []
+    seen: list[CaseResult] = []
     try:
         while len(seen) < len(cases):
             outcome = outcomes.get()
@@ -284,7 +286,7 @@ def run_all(cases: Sequence[Case], jobs: int, tell: Callable[[Outcome], None], r
     return seen
 
 
-def summary(outcomes: Sequence[Outcome], seconds: float) -> str:
+def summary(outcomes: Sequence[CaseResult], seconds: float) -> str:
     """Counts, and refusals by reason. Numbers in a reason do not tell two apart."""
     counts = Counter(outcome.kind for outcome in outcomes)
     shares = [f"{counts[kind]} {kind}" for kind in (EQUAL, REFUSED, FAILED)]
@@ -296,7 +298,7 @@ def summary(outcomes: Sequence[Outcome], seconds: float) -> str:
     return "\n".join(lines)
 
 
-def passed(outcomes: Sequence[Outcome]) -> bool:
+def passed(outcomes: Sequence[CaseResult]) -> bool:
     """Whether no case failed and few enough were refused."""
     refused = sum(outcome.kind == REFUSED for outcome in outcomes)
     failed = any(outcome.kind == FAILED for outcome in outcomes)
@@ -319,18 +321,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     folder = options.folder / f"seed-{options.seed}"
     if options.show:
         for case in cases:
-            print(replay(Outcome(case, EQUAL), folder))
+            print(replay(CaseResult(case, EQUAL), folder))
         return 0
     prepare()  # else every rank would compile at once, within a case's time limit
     start = last = time.monotonic()
     counts: Counter[str] = Counter()
 
-    def tell(outcome: Outcome) -> None:
+    def tell(outcome: CaseResult) -> None:
         nonlocal last
         counts[outcome.kind] += 1
         if outcome.kind == FAILED:
-            again = f"python -m tests.fuzz --seed {options.seed} --only {outcome.case.number}"
-            print(f"\ncase {outcome.case.number}: {outcome.what}\n{outcome.detail}\n    {again}")
+            repeat = f"python -m tests.fuzz --seed {options.seed} --only {outcome.case.number}"
+            print(f"\ncase {outcome.case.number}: {outcome.what}\n{outcome.detail}\n    {repeat}")
             print(replay(outcome, folder), flush=True)
         now, done = time.monotonic(), sum(counts.values())
         if now - last > 5 or done == len(cases):

@@ -93,8 +93,8 @@ def draw(seed: int, number: int) -> Case:
 
 
 def _kinds(kind: str) -> list[Any]:
-    words = kind.rpartition(":")[2].split("__")[1:]
-    return [LAYERS[word] for word in words if word in LAYERS]
+    parts = kind.rpartition(":")[2].split("__")[1:]
+    return [LAYERS[word] for word in parts if word in LAYERS]
 
 
 class _Draw:
@@ -115,9 +115,9 @@ class _Draw:
         # Replicas refuse layers that write to their buffers, which is drawn now and then.
         data = 1 if self._writes and not self._chance(0.03) else random.choice([1, 1, 1, 2, 2, 3, 4])
         mesh = self._mesh(layers, data)
-        total, slots = self._microbatches(*mesh[:3])
+        total, groups = self._microbatches(*mesh[:3])
         micro = random.choice([1, 1, 2, 3])
-        train = self._train(model["kind"] == "gpt", steps, total * micro, micro, slots, layers)
+        train = self._train(model["kind"] == "gpt", steps, total * micro, micro, groups, layers)
         if freezing and self._can_cache(dynamism, draws) and self._chance(0.5):
             freezing["cache_bytes"] = random.choice([3000, 1 << 20])
             train["eval_every"] = random.choice([1, 2])
@@ -129,17 +129,17 @@ class _Draw:
             "train": train,
             "dynamism": dynamism,
             "trace": {"steps": random.choice([0, 0, 3])},
-            **self._runs_on(mesh, layers, total, slots, train),
+            **self._runs_on(mesh, layers, total, groups, train),
         }
         if model["kind"] == "gpt" and self._chance(0.1):
             config["pipeline"]["memory_limit"] = self._limit(model, mesh[0])
         if not self._chance(0.3):
             return Case(self._number, config)
         # The second part is another run of the same training.
-        data = 1 if self._writes else random.choice([d for d in (1, 2, 3, 4) if fits(slots, d, total)])
+        data = 1 if self._writes else random.choice([d for d in (1, 2, 3, 4) if fits(groups, d, total)])
         mesh = self._mesh(layers, data, total // data)
         stop = random.randrange(steps - 2)
-        resumed = {**config, **self._runs_on(mesh, layers, total, slots, train)}
+        resumed = {**config, **self._runs_on(mesh, layers, total, groups, train)}
         recompute = {"recompute": self._recompute(layers)}
         resumed |= {"train": {**train, **recompute}, "checkpoint": {"every": 100}}
         config |= {"checkpoint": {"every": random.choice([1, 2, 100])}}
@@ -163,15 +163,15 @@ class _Draw:
             sizes = {"blocks": blocks, "hidden": heads * random.choice([4, 6, 8, 16, 48]), "heads": heads}
             chances = {"dropout": random.choice([0.0, 0.0, 0.1]), "tied": self._chance(0.25)}
             return {"kind": "gpt", **sizes, "sequence": sequence, **chances}, 2 * blocks + 2
-        words = [random.choice(list(LAYERS)) for _ in range(random.randrange(1, 8))]
+        parts = [random.choice(list(LAYERS)) for _ in range(random.randrange(1, 8))]
         loss = random.choice([*LOSSES, "", ""])
         if self._chance(0.25):
-            at = random.randrange(len(words))
-            words = [*words[:at], f"fan_{random.choice([1, 2, 3, 5, 9, 20])}", *words[at:]]
-            words = [w if i <= at or not self._chance(0.3) else "mix" for i, w in enumerate(words)]
+            at = random.randrange(len(parts))
+            parts = [*parts[:at], f"fan_{random.choice([1, 2, 3, 5, 9, 20])}", *parts[at:]]
+            parts = [w if i <= at or not self._chance(0.3) else "mix" for i, w in enumerate(parts)]
         form = random.choice([FORMS[0], *FORMS]) + (f"_{loss}" if loss else "")
-        name = "__".join((form, *words))
-        return {"kind": f"python:tests.fuzz_models:{name}", "sequence": sequence}, len(words) + 2
+        name = "__".join((form, *parts))
+        return {"kind": f"python:tests.fuzz_models:{name}", "sequence": sequence}, len(parts) + 2
 
     def _mesh(self, layers: int, data: int, each: int | None = None) -> tuple[int, int, str, int | None]:
         """Ranks of a pipeline, replicas, schedule, chunks. each: microbatches of a replica."""
@@ -196,7 +196,7 @@ class _Draw:
         total = each * data
         return total, random.choice([n for n in range(1, total + 1) if fits(n, data, total)])
 
-    def _train(self, gpt: bool, steps: int, batch: int, micro: int, slots: int, layers: int) -> Tables:
+    def _train(self, gpt: bool, steps: int, batch: int, micro: int, groups: int, layers: int) -> Tables:
         random = self._random
         precision = random.choice(["float32"] * 6 + ["bfloat16", "float16"]) if self._low else "float32"
         train: Tables = {
@@ -213,7 +213,7 @@ class _Draw:
             "clip_scope": random.choice(["global", "global", "local"]),
             "precision": precision,
             "recompute": self._recompute(layers),
-            "reduction_slots": slots,
+            "reduction_slots": groups,
             "eval_every": random.choice([0, 1, 2, 3]),
             "eval_batches": random.choice([1, 3]),
         }
@@ -230,7 +230,7 @@ class _Draw:
         some = sorted(self._random.sample(range(layers), self._random.randrange(1, layers + 1)))
         return self._random.choice(["none", "none", "none", "all", "auto", some])
 
-    def _runs_on(self, mesh: tuple[int, int, str, int | None], layers: int, total: int, slots: int, train: Tables) -> Tables:
+    def _runs_on(self, mesh: tuple[int, int, str, int | None], layers: int, total: int, groups: int, train: Tables) -> Tables:
         """The sections that may not show in the bits."""
         random, (pipeline, data, schedule, chunks) = self._random, mesh
         stages = pipeline * chunks_of(schedule, chunks)
@@ -257,7 +257,7 @@ class _Draw:
             balance["initial"] = self._composition(layers, stages)
         elastic: Tables = {}
         if not sliced and not self._writes and self._chance(0.25):
-            elastic = self._elastic(mesh, layers, total, slots, train["steps"])
+            elastic = self._elastic(mesh, layers, total, groups, train["steps"])
         return {"parallel": parallel, "pipeline": pipe, "balance": balance, "elastic": elastic}
 
     def _limit(self, model: Tables, pipeline: int) -> int:
@@ -267,13 +267,13 @@ class _Draw:
         shares = [1.0, 3.0] if pipeline == 1 else [0.7, 1.0, 3.0]
         return int((1 << 19) + 24 * parameters * self._random.choice(shares))
 
-    def _elastic(self, mesh: tuple[int, int, str, int | None], layers: int, total: int, slots: int, steps: int) -> Tables:
+    def _elastic(self, mesh: tuple[int, int, str, int | None], layers: int, total: int, groups: int, steps: int) -> Tables:
         random, (pipeline, data, schedule, chunks) = self._random, mesh
         ranks, others = pipeline * data, list[tuple[int, int]]()
         for replicas in range(1, ranks + 1):
             length = ranks // replicas
             held = length * chunks_of(schedule, chunks) <= layers
-            whole = ranks % replicas == 0 and held and fits(slots, replicas, total)
+            whole = ranks % replicas == 0 and held and fits(groups, replicas, total)
             if whole and (schedule != "interleaved-1f1b" or total // replicas % length == 0):
                 others.append((length, replicas))
         if len(others) < 2:
@@ -360,8 +360,8 @@ class _Draw:
         return self._random.random() < share
 
 
-def fits(slots: int, replicas: int, microbatches: int) -> bool:
+def fits(groups: int, replicas: int, microbatches: int) -> bool:
     """Whether so many reduction slots fit so many replicas and microbatches of a step."""
-    each, rest = divmod(slots, replicas)
-    split = microbatches % slots == 0 and microbatches % replicas == 0
+    each, rest = divmod(groups, replicas)
+    split = microbatches % groups == 0 and microbatches % replicas == 0
     return split and not rest and (replicas == 1 or each & (each - 1) == 0)

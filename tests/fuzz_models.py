@@ -494,12 +494,12 @@ LAYERS: dict[str, Kind] = {
 
 
 @cache
-def can_prune(words: tuple[str, ...]) -> bool:
+def can_prune(parts: tuple[str, ...]) -> bool:
     """Whether there is a linear to prune in layers called so, and none that must not be pruned."""
-    kinds = [LAYERS[word] for word in words if word in LAYERS]
+    kinds = [LAYERS[word] for word in parts if word in LAYERS]
     modules = [part for kind in kinds for part in kind.make().modules()]
     linears = [part for part in modules if type(part) is nn.Linear and "weight" in part._parameters]
-    return all(kind.prunes for kind in kinds) and bool(linears or len(words) > len(kinds))
+    return all(kind.prunes for kind in kinds) and bool(linears or len(parts) > len(kinds))
 
 
 # -- several tensors between layers --------------------------------------------------------------
@@ -605,14 +605,14 @@ def model_of(name: str) -> Callable[[], Any]:
     Raises:
         AttributeError: A word of the name is not known.
     """
-    head, *words = name.split("__")
+    head, *parts = name.split("__")
     form, _, loss = head.partition("_")
     known = form in FORMS and loss in LOSSES
-    if not known or not all(w in LAYERS or w == "mix" or w.removeprefix("fan_").isdigit() for w in words):
+    if not known or not all(w in LAYERS or w == "mix" or w.removeprefix("fan_").isdigit() for w in parts):
         raise AttributeError(name)
     makers: list[Callable[[], nn.Module]] = [partial(nn.Embedding, VOCAB, WIDTH)]
     several = False
-    for word in words:
+    for word in parts:
         if word in LAYERS:
             make = LAYERS[word].make
             makers.append(partial(_carrying, make) if several else make)

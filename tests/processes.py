@@ -33,15 +33,15 @@ def gone(folder: Path) -> bool:
 
 def living(folder: Path) -> list[int]:
     """The processes that work in `folder`, oldest first. A zombie has no folder any more."""
-    found: list[int] = []
+    pids: list[int] = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             try:
                 if (entry / "cwd").readlink() == folder:
-                    found.append(int(entry.name))
+                    pids.append(int(entry.name))
             except OSError:  # it has ended, or is not ours to look at
                 continue
-    return sorted(found)
+    return sorted(pids)
 
 
 def wait_until(condition: Callable[[], bool], seconds: float = 30.0) -> None:
@@ -53,11 +53,11 @@ def wait_until(condition: Callable[[], bool], seconds: float = 30.0) -> None:
 
 def ranks(folder: Path) -> dict[int, int]:
     """Rank -> process, of those that work in `folder`."""
-    found: dict[int, int] = {}
+    by_rank: dict[int, int] = {}
     for pid in living(folder):
         try:
             variables = Path("/proc", str(pid), "environ").read_bytes().split(b"\0")
         except OSError:
             continue
-        found |= {int(v.removeprefix(b"RANK=")): pid for v in variables if v.startswith(b"RANK=")}
-    return found
+        by_rank |= {int(v.removeprefix(b"RANK=")): pid for v in variables if v.startswith(b"RANK=")}
+    return by_rank

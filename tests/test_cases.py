@@ -39,14 +39,14 @@ def trained(frozen: int) -> tuple[LayerCost, ...]:
 def test_the_ideal_is_of_every_phase() -> None:
     """Three layers frozen: 3 s against 9 s a microbatch, which 4 + 2 layers make 6 against 6."""
     spans, costs = [(0, 2), (2, 6)], [trained(0), trained(3)]
-    found = simulated(spans, costs, [[3, 3]] * 4 + [[4, 2]] * 2)
+    seconds_of = simulated(spans, costs, [[3, 3]] * 4 + [[4, 2]] * 2)
 
     def seconds(layers: tuple[LayerCost, ...], *counts: int) -> float:
         return timeline(layers, Partition(counts), MICROBATCHES, SCHEDULE).makespan
 
-    assert found["uniform"] == pytest.approx([2 * seconds(costs[0], 3, 3), 4 * seconds(costs[1], 3, 3)])
-    assert found["best"] == pytest.approx([2 * seconds(costs[0], 3, 3), 4 * seconds(costs[1], 4, 2)])
-    assert found["as_placed"][1] == pytest.approx(2 * seconds(costs[1], 3, 3) + 2 * seconds(costs[1], 4, 2))
+    assert seconds_of["uniform"] == pytest.approx([2 * seconds(costs[0], 3, 3), 4 * seconds(costs[1], 3, 3)])
+    assert seconds_of["best"] == pytest.approx([2 * seconds(costs[0], 3, 3), 4 * seconds(costs[1], 4, 2)])
+    assert seconds_of["as_placed"][1] == pytest.approx(2 * seconds(costs[1], 3, 3) + 2 * seconds(costs[1], 4, 2))
     assert seconds(costs[1], 3, 3) / seconds(costs[1], 4, 2) > 1.3
 
 
@@ -89,9 +89,9 @@ def test_a_row_compares_every_side_with_dynmo() -> None:
 @pytest.mark.parametrize("case", CASES)
 def test_every_side_is_a_valid_run(case: str) -> None:
     steps = 20
-    found = sides(case, steps)
-    assert ("mask" in found) == (case == "pruning")
-    for given in found.values():
+    configs = sides(case, steps)
+    assert ("mask" in configs) == (case == "pruning")
+    for given in configs.values():
         config = parse(given)
         assert config.ranks == 2
     model = model_of(case, parse(settings(case, steps)))

@@ -98,7 +98,7 @@ def code(text: list[str]) -> Iterator[tuple[list[int], str]]:
 
 
 def examples(text: list[str]) -> list[Example]:
-    found: list[Example] = []
+    examples: list[Example] = []
     width: str | None = None
     files: dict[str, str] = {}
     for block, _ in code(text):
@@ -111,10 +111,10 @@ def examples(text: list[str]) -> list[Example]:
                 files[match[2]] = match[1]
             elif line.startswith(COMMAND):
                 current = Example(i, line, width, dict(files))
-                found.append(current)
+                examples.append(current)
             elif line and current is not None and not line.startswith(("dynmo ", "python ", "#")):
                 current.shown.append(i)
-    return found
+    return examples
 
 
 def is_row(line: str) -> bool:
@@ -134,11 +134,11 @@ def test_commands_print_what_is_shown(path: Path, example: Example) -> None:
     shown = example.lines(path.read_text().splitlines())
     status, printed = example.run()
     assert status == (2 if shown[-1].strip().startswith("dynmo: ") else 0), printed
-    again = f"{path.name}, line {example.line + 1}: `{example.command}` prints something else; python -m tests.test_docs writes it anew"
+    message = f"{path.name}, line {example.line + 1}: `{example.command}` prints something else; python -m tests.test_docs writes it anew"
     if any(map(is_row, shown)):
-        assert [plain(line) for line in shown if is_row(line)] == [plain(line) for line in printed if is_row(line)], again
+        assert [plain(line) for line in shown if is_row(line)] == [plain(line) for line in printed if is_row(line)], message
     rest = iter(map(plain, printed))
-    assert all(plain(line) in rest for line in shown), again
+    assert all(plain(line) in rest for line in shown), message
 
 
 def test_every_schedule_is_drawn() -> None:
@@ -182,10 +182,10 @@ def marked(text: list[str]) -> Iterator[tuple[int, str]]:
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
 def test_tables_are_those_of_the_result_file(path: Path) -> None:
-    made = tables(json.loads(SWEEPS.read_text()))
+    texts = tables(json.loads(SWEEPS.read_text()))
     text = path.read_text().splitlines()
     for line, name in marked(text):
-        assert [text[i] for i in table_at(text, line)] == made[name].splitlines(), f"{path.name}: table {name}"
+        assert [text[i] for i in table_at(text, line)] == texts[name].splitlines(), f"{path.name}: table {name}"
 
 
 def test_code_in_python_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -213,30 +213,30 @@ def test_formulas(p: int, times: int, costs: tuple[int, int, int]) -> None:
     m = times * p
     work = m * (f + b + w)
     for name in ("gpipe", "1f1b"):
-        made = timeline(name, p, m, f, b, w)
-        assert made.span == made.makespan == work + (p - 1) * (f + b + w)
-        assert made.peak_memory == tuple(m if name == "gpipe" else p - rank for rank in range(p))
-    made = timeline("interleaved-1f1b", p, m, f, b, w)
-    assert made.span == made.makespan == work + (p - 1) * (f + b + w) / 2
-    assert max(made.peak_memory) == min(m, p + (p - 1) / 2)
+        played = timeline(name, p, m, f, b, w)
+        assert played.span == played.makespan == work + (p - 1) * (f + b + w)
+        assert played.peak_memory == tuple(m if name == "gpipe" else p - rank for rank in range(p))
+    played = timeline("interleaved-1f1b", p, m, f, b, w)
+    assert played.span == played.makespan == work + (p - 1) * (f + b + w) / 2
+    assert max(played.peak_memory) == min(m, p + (p - 1) / 2)
     if m < 2 * p - 1:
         assert timeline("zb-h1", p, m, f, b, w).span == (m + p - 1) * (f + b) + w
         return
-    made = timeline("zb-h1", p, m, f, b, w)
-    assert made.span == made.makespan == work + (p - 1) * (f + b - w)
-    assert max(made.peak_memory) == p
-    made = timeline("zb-h2", p, m, f, b, w)
-    assert made.span == work + (p - 1) * (f + b - 2 * w)
-    assert made.makespan == work + (p - 1) * max(f, f + b - 2 * w)
-    assert max(made.peak_memory) == 2 * p - 1
+    played = timeline("zb-h1", p, m, f, b, w)
+    assert played.span == played.makespan == work + (p - 1) * (f + b - w)
+    assert max(played.peak_memory) == p
+    played = timeline("zb-h2", p, m, f, b, w)
+    assert played.span == work + (p - 1) * (f + b - 2 * w)
+    assert played.makespan == work + (p - 1) * max(f, f + b - 2 * w)
+    assert max(played.peak_memory) == 2 * p - 1
 
 
 @pytest.mark.parametrize(("p", "m"), [(4, 8), (4, 16), (8, 24)])
 def test_formulas_of_the_v_shapes(p: int, m: int) -> None:
     for name, most, over in (("zb-v", p, 0.5), ("v-half", p / 2 + 1, 1.5), ("v-min", p / 3 + 1, 2)):
-        made = timeline(name, p, m, 1, 1, 1)
-        assert max(made.peak_memory) <= most
-        assert made.span <= 3 * m + over * (p - 1)
+        times = timeline(name, p, m, 1, 1, 1)
+        assert max(times.peak_memory) <= most
+        assert times.span <= 3 * m + over * (p - 1)
 
 
 # -- writing anew ----------------------------------------------------------------------------------------------------------
@@ -261,8 +261,8 @@ def write_anew(path: Path) -> None:
             fresh = [line for before, line in pairwise(["", *printed]) if about(line) in wanted or about(before) in wanted & {"+-----"}]
             indent = " " * (len(text[example.line]) - len(text[example.line].lstrip()))
             edits.append((range(example.shown[0], example.shown[-1] + 1), [indent + line for line in fresh]))
-    made = tables(json.loads(SWEEPS.read_text()))
-    edits += [(table_at(text, line), made[name].splitlines()) for line, name in marked(text)]
+    texts = tables(json.loads(SWEEPS.read_text()))
+    edits += [(table_at(text, line), texts[name].splitlines()) for line, name in marked(text)]
     for lines, fresh in sorted(edits, key=lambda edit: edit[0].start, reverse=True):
         text[lines.start : lines.stop] = fresh
     if edits:
@@ -292,9 +292,9 @@ def test_the_loop_of_the_guide(monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
 
 def test_the_model_of_the_guide_sees_no_token_before_its_time() -> None:
     parsed = parse(tomllib.loads(guide("toml", "run.toml")))
-    made: dict[str, Any] = {}
-    exec(guide("python", "my_model.py"), made)
-    model = torch.nn.Sequential(*made["layers"]()).eval()
+    namespace: dict[str, Any] = {}
+    exec(guide("python", "my_model.py"), namespace)
+    model = torch.nn.Sequential(*namespace["layers"]()).eval()
     ids = torch.arange(parsed.model.sequence)[None]
     other = ids.clone()
     other[0, 9:] += 100
@@ -310,7 +310,7 @@ def test_the_weights_of_the_guide_go_out_and_in(monkeypatch: pytest.MonkeyPatch,
         (tmp_path / f"{name}.py").write_text(guide("python", rf"{name}\.py"))
         monkeypatch.delitem(sys.modules, name, raising=False)
     given = tomllib.loads(guide("toml", r"run\.toml"))
-    config, again = parse(given), parse(given | {"model": given["model"] | {"kind": "python:my_start:layers"}})
+    config, own = parse(given), parse(given | {"model": given["model"] | {"kind": "python:my_start:layers"}})
     trained = pipeline(load_model(config))
     trained.step(0, *tokens(0, sequence=64), lr=0.1)
     layers = [(i, (module, optimizer.state())) for i, (module, optimizer) in trained.own_layers.items()]
@@ -318,10 +318,10 @@ def test_the_weights_of_the_guide_go_out_and_in(monkeypatch: pytest.MonkeyPatch,
     wanted = torch.nn.Sequential(*trained.modules).state_dict()
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
-        made = torch.nn.Sequential(*load_model(again).build(range(8))).state_dict()
-        dry_run(again)
-    assert made.keys() == wanted.keys()
-    assert all(torch.equal(made[key], wanted[key]) for key in wanted)
+        weights = torch.nn.Sequential(*load_model(own).build(range(8))).state_dict()
+        dry_run(own)
+    assert weights.keys() == wanted.keys()
+    assert all(torch.equal(weights[key], wanted[key]) for key in wanted)
 
 
 def test_the_loss_of_the_guide_takes_an_auxiliary_one() -> None:
@@ -336,16 +336,16 @@ def test_the_loss_of_the_guide_takes_an_auxiliary_one() -> None:
             y = self.line(x)
             return y, y.square().mean() + auxiliary
 
-    found = re.search(r"```python\n(  def loss.*?)```", (ROOT / "docs" / "guide.md").read_text(), re.DOTALL)
-    assert found is not None
-    made: dict[str, Any] = {"next_token_loss": next_token_loss}
-    exec(textwrap.dedent(found[1]), made)
-    model = from_factories("abc", [lambda: Part(256, 8), lambda: Part(0, 8), lambda: Part(0, 256)], 0, made["loss"])
+    example = re.search(r"```python\n(  def loss.*?)```", (ROOT / "docs" / "guide.md").read_text(), re.DOTALL)
+    assert example is not None
+    namespace: dict[str, Any] = {"next_token_loss": next_token_loss}
+    exec(textwrap.dedent(example[1]), namespace)
+    model = from_factories("abc", [lambda: Part(256, 8), lambda: Part(0, 8), lambda: Part(0, 256)], 0, namespace["loss"])
     layers, (inputs, targets) = torch.nn.Sequential(*model.build(range(3))), tokens(0)
     wanted = 0.0
     for x, y in zip(inputs, targets, strict=True):
         out = layers[2](*layers[1](*layers[0](x)))
-        wanted += made["loss"](out, y).item() / len(inputs)
+        wanted += namespace["loss"](out, y).item() / len(inputs)
     assert pipeline(model).step(0, inputs, targets, lr=0.1).loss == pytest.approx(wanted)
 
 

@@ -57,13 +57,13 @@ def _combinations() -> list[Any]:
     to the everyday suite, so that every mode meets every number of ranks and every schedule; `pytest -m matrix` runs the rest."""
     names = {(False, False): "plain", (False, True): "clip", (True, False): "freeze", (True, True): "freeze-clip"}
     modes = list(product(BALANCERS, names))
-    made: list[Any] = []
+    cases: list[Any] = []
     for i, (ranks, (j, schedule)) in enumerate(product((2, 3, 4), enumerate(GENERATORS))):
         for k, (balancer, both) in enumerate(modes):
             everyday = (k - 3 * i - j) % len(modes) in (0, 5, 10)
             marks = () if everyday else pytest.mark.matrix
-            made.append(pytest.param(ranks, schedule, balancer, *both, id=f"{ranks}-{schedule}-{balancer}-{names[both]}", marks=marks))
-    return made
+            cases.append(pytest.param(ranks, schedule, balancer, *both, id=f"{ranks}-{schedule}-{balancer}-{names[both]}", marks=marks))
+    return cases
 
 
 @pytest.mark.parametrize(("ranks", "schedule", "balancer", "freezing", "clipping"), _combinations())
@@ -98,10 +98,10 @@ def test_one_digest_of_one_rank(pool: Pool, schedule: str, freezing: bool, clipp
 
 def deeper(ranks: int, schedule: str, balance: dict[str, Any], freezing: bool) -> dict[str, Any]:
     """Ten layers, for up to eight stages, and twelve microbatches, a multiple of 1 to 4 ranks, as interleaving needs."""
-    made = config(ranks, schedule, balance, freezing, freezing)
-    made["model"] = {"blocks": 4, "hidden": 16, "heads": 2, "sequence": 8, "dropout": 0.1}
-    made["train"] = {**made["train"], "global_batch": 12, "micro_batch": 1}
-    return made
+    wanted = config(ranks, schedule, balance, freezing, freezing)
+    wanted["model"] = {"blocks": 4, "hidden": 16, "heads": 2, "sequence": 8, "dropout": 0.1}
+    wanted["train"] = {**wanted["train"], "global_batch": 12, "micro_batch": 1}
+    return wanted
 
 
 @cache
@@ -198,13 +198,13 @@ def test_what_changes_the_digest(pool: Pool) -> None:
 
 def pruned(ranks: int, schedule: str, balance: dict[str, Any], **options: Any) -> dict[str, Any]:
     """Four prunes in seven steps, from under a mask into CSR, layer by layer, while the front freezes."""
-    made = config(ranks, schedule, balance, True, True)
-    made["dynamism"] = {
+    wanted = config(ranks, schedule, balance, True, True)
+    wanted["dynamism"] = {
         "cases": ["pruning", "freezing"],
         "freezing": {"schedule": [[5, 2]]},
         "pruning": {"initial_sparsity": 0.5, "start": 1, "end": 6, "every": 2} | options,
     }
-    return made
+    return wanted
 
 
 @cache
@@ -264,12 +264,12 @@ def test_pruning_changes_the_digest_and_nearly_everything_may_go(pool: Pool) -> 
 def cached(ranks: int, schedule: str, data: Path, cache_bytes: int, **sections: dict[str, Any]) -> dict[str, Any]:
     """Seventeen steps in epochs of two, of the same batches in another order. Layers freeze, and move every third step; all thaw for
     step 3, 8 and 13; every five steps another one is left out, frozen or not; evaluations are of the same sequences each time."""
-    made = config(ranks, schedule, {"balancer": "random", "every": 3} if ranks > 1 else BALANCERS["none"], True, True, dropout=0.0)
-    made["train"] |= {"steps": 17, "eval_every": 2, "eval_batches": 2}
-    made["data"] = {"source": f"file:{data}", "shuffle": "batches"}
+    wanted = config(ranks, schedule, {"balancer": "random", "every": 3} if ranks > 1 else BALANCERS["none"], True, True, dropout=0.0)
+    wanted["train"] |= {"steps": 17, "eval_every": 2, "eval_batches": 2}
+    wanted["data"] = {"source": f"file:{data}", "shuffle": "batches"}
     cases = ["freezing", "python:tests.dynamism.thawing:Thawing", "python:tests.dynamism.own_case:LayerDrop"]
-    made["dynamism"] = {"cases": cases, "freezing": {"schedule": [[2, 1], [4, 4]], "cache_bytes": cache_bytes}}
-    return {key: value | sections.get(key, {}) if isinstance(value, dict) else value for key, value in (made | {"elastic": {}}).items()}
+    wanted["dynamism"] = {"cases": cases, "freezing": {"schedule": [[2, 1], [4, 4]], "cache_bytes": cache_bytes}}
+    return {key: value | sections.get(key, {}) if isinstance(value, dict) else value for key, value in (wanted | {"elastic": {}}).items()}
 
 
 @pytest.fixture(scope="module")
@@ -321,16 +321,18 @@ LIMITS = {"adamw": 1.55, "sgd": 1.1}  # of the gradient's norm, so that some ste
 
 def late(ranks: int, schedule: str, afterwards: bool = True, **sections: Any) -> dict[str, Any]:
     """Twelve steps of which some are clipped; prunes, freezes and moves between some of them, the others follow each other closely."""
-    made = pruned(ranks, schedule, {"balancer": "random", "every": 4})
-    train: dict[str, Any] = made["train"]
+    wanted = pruned(ranks, schedule, {"balancer": "random", "every": 4})
+    train: dict[str, Any] = wanted["train"]
     train |= {"steps": 12, "max_grad_norm": LIMITS["adamw"], "eval_every": 5}
-    made["dynamism"] = {
-        **made["dynamism"],
+    wanted["dynamism"] = {
+        **wanted["dynamism"],
         "freezing": {"schedule": [[7, 2]]},
         "pruning": {"initial_sparsity": 0.5, "start": 1, "end": 9, "every": 5},
     }
-    made["pipeline"]["post_validation"] = afterwards
-    return {key: value | sections.get(key, {}) if isinstance(value, dict) else value for key, value in (made | {"checkpoint": {}}).items()}
+    wanted["pipeline"]["post_validation"] = afterwards
+    return {
+        key: value | sections.get(key, {}) if isinstance(value, dict) else value for key, value in (wanted | {"checkpoint": {}}).items()
+    }
 
 
 def _by(optimizer: str) -> dict[str, Any]:

@@ -161,12 +161,12 @@ def cycle(imported: Sequence[Import]) -> list[str] | None:
             return None
         state[name] = True
         for target in sorted(edges.get(name, ())):
-            if circle := walk(target, [*path, name]):
-                return circle
+            if loop := walk(target, [*path, name]):
+                return loop
         state[name] = False
         return None
 
-    return next((circle for name in sorted(edges) if (circle := walk(name, []))), None)
+    return next((loop for name in sorted(edges) if (loop := walk(name, []))), None)
 
 
 def test_every_file_has_a_room() -> None:

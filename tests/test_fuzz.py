@@ -21,7 +21,7 @@ from dynmo.config import load, parse
 from dynmo.config.sections import BALANCERS
 from dynmo.schedule.catalogue import SCHEDULES
 from tests import fuzz, fuzz_models
-from tests.fuzz import EQUAL, FAILED, REFUSED, Outcome, Runner
+from tests.fuzz import EQUAL, FAILED, REFUSED, CaseResult, Runner
 from tests.fuzz_draws import STOP, Case, Tables, draw, reference_of
 from tests.pool import ROOT, Pool, PoolLost
 
@@ -41,9 +41,9 @@ class Lent(Pool):
 
 @pytest.fixture
 def runner(pool: Pool) -> Iterator[Runner]:
-    made = Runner(lambda log: Lent(pool))
-    yield made
-    made.close()
+    runner = Runner(lambda log: Lent(pool))
+    yield runner
+    runner.close()
 
 
 @pytest.mark.parametrize("part", range(4))
@@ -204,7 +204,7 @@ def test_what_is_printed_replays(runner: Runner, tmp_path: Path, monkeypatch: py
     cases = [draw(SEED, number) for number in range(60)]
     case = next(case for case in cases if case.resumed)
     monkeypatch.chdir(tmp_path)
-    text = fuzz.replay(Outcome(case, FAILED), Path("files"))
+    text = fuzz.replay(CaseResult(case, FAILED), Path("files"))
     name = f"fuzz-{case.number}"
     assert load(f"files/{name}.toml") == parse(case.config)
     assert load(f"files/{name}-resumed.toml") == parse(case.resumed or {})

@@ -29,8 +29,8 @@ NAMES = ["attention", "cases", "memory", "profile", "slices", "sparse", "split"]
 WITHOUT_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="of machines without a GPU")
 
 
-def python(*words: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, *words], cwd=ROOT, capture_output=True, text=True, timeout=120)
+def python(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=120)
 
 
 # -- the command ------------------------------------------------------------------------------

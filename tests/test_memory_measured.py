@@ -48,10 +48,10 @@ def peak(
     world: World,
     schedule: str,
     precision: str = "float32",
-    again: Sequence[int] = (),
+    recompute: Sequence[int] = (),
     rollback: Literal["exact", "in-place"] | None = None,
     replicas: int = 1,
-    slots: int = 1,
+    groups: int = 1,
     zero: int = 0,
     sizes: Mapping[str, int] | None = None,
     seconds: Seconds = EVEN,
@@ -79,8 +79,8 @@ def peak(
             "schedule": schedule,
             "microbatches": MICROBATCHES,
             "dtype": PRECISIONS[precision],
-            "recompute": again,
-            "accumulation_groups": slots * replicas,
+            "recompute": recompute,
+            "accumulation_groups": groups * replicas,
             "zero": zero,
             **pipelined,
         },
@@ -124,12 +124,12 @@ def peak(
         now += event["args"]["Bytes"]
         most = max(most, now)
     held = sum(t.nbytes for module, optimizer in pipeline.own_layers.values() for t in (*module.parameters(), *optimizer.state().values()))
-    layers = recompute_as_workspace(shape_costs(config, model), again)
-    made = pipeline.schedule_for(partition)  # as it ran
+    layers = recompute_as_workspace(shape_costs(config, model), recompute)
+    ran = pipeline.schedule_for(partition)  # as it ran
     return {
         "measured": held + most,
         "predicted": rank_memory(
-            *(layers, partition.counts, made), post_validation=rollback is not None, replicas=replicas, accumulation_groups=slots
+            *(layers, partition.counts, ran), post_validation=rollback is not None, replicas=replicas, accumulation_groups=groups
         )[world.rank],
         "held": held,
         "rest": most,
@@ -144,10 +144,10 @@ AFTERWARDS = ("gpipe", "1f1b", "zb-h1", "zb-v", "zb-auto")
 CASES += [(schedule, "float32", False, rollback) for schedule in AFTERWARDS for rollback in ("exact", "in-place")]
 
 
-@pytest.mark.parametrize(("schedule", "precision", "again", "rollback"), CASES)
-def test_peaks_are_as_predicted(pool: Pool, schedule: str, precision: str, again: bool, rollback: str | None) -> None:
-    layers = list(range(2 * MODEL["blocks"] + 2)) if again else []
-    rows = pool.run("tests.test_memory_measured:peak", 2, schedule=schedule, precision=precision, again=layers, rollback=rollback)
+@pytest.mark.parametrize(("schedule", "precision", "recompute", "rollback"), CASES)
+def test_peaks_are_as_predicted(pool: Pool, schedule: str, precision: str, recompute: bool, rollback: str | None) -> None:
+    layers = list(range(2 * MODEL["blocks"] + 2)) if recompute else []
+    rows = pool.run("tests.test_memory_measured:peak", 2, schedule=schedule, precision=precision, recompute=layers, rollback=rollback)
     for rank, row in enumerate(rows):
         assert row["predicted"] == pytest.approx(row["measured"], rel=0.05), (rank, row)
 
@@ -170,10 +170,10 @@ def test_the_reduction_over_replicas_is_part_of_it(pool: Pool, schedule: str, ze
         assert row["predicted"] == pytest.approx(row["measured"], rel=0.05), (rank, row)
 
 
-@pytest.mark.parametrize("slots", [4, 8])
+@pytest.mark.parametrize("groups", [4, 8])
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
-def test_what_waits_in_reduction_slots_is_part_of_it(pool: Pool, schedule: str, slots: int) -> None:
+def test_what_waits_in_reduction_slots_is_part_of_it(pool: Pool, schedule: str, groups: int) -> None:
     for rank, row in enumerate(
-        pool.run("tests.test_memory_measured:peak", 2, schedule=schedule, slots=slots, sizes={"hidden": 64, "sequence": 4})
+        pool.run("tests.test_memory_measured:peak", 2, schedule=schedule, groups=groups, sizes={"hidden": 64, "sequence": 4})
     ):
         assert row["predicted"] == pytest.approx(row["measured"], rel=0.05), (rank, row)

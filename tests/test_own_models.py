@@ -21,14 +21,14 @@ STEPS = 4
 def config(function: str, ranks: int = 1, **changes: dict[str, Any]) -> dict[str, Any]:
     """Layers move at each step where there are ranks to move between."""
     path = function if ":" in function else f"tests.models.odd_models:{function}"
-    made: dict[str, dict[str, Any]] = {
+    sections: dict[str, dict[str, Any]] = {
         "model": {"kind": f"python:{path}", "sequence": 8},
         "train": {"steps": STEPS, "global_batch": 8, "micro_batch": 2, "lr": 0.05, "decay": "constant", "warmup": 0},
         "parallel": {"pipeline": ranks, "timeout": 20.0},
         "balance": {"balancer": "random", "every": 1} if ranks > 1 else {"balancer": "none"},
         "trace": {"steps": 0},
     }
-    return {section: made.get(section, {}) | changes.get(section, {}) for section in made | changes}
+    return {section: sections.get(section, {}) | changes.get(section, {}) for section in sections | changes}
 
 
 def run(pool: Pool, function: str, ranks: int = 1, **changes: dict[str, Any]) -> dict[str, Any]:
@@ -68,8 +68,8 @@ def test_the_same_bits_anywhere(pool: Pool, function: str) -> None:
     first = run(pool, function, train={"max_grad_norm": 0.0})
     assert first["losses"] == pytest.approx(plain_losses(function), rel=1e-5)
     for ranks, schedule in ((2, "zb-h1"), (3, "gpipe")):
-        again = run(pool, function, ranks, train={"max_grad_norm": 0.0}, pipeline={"schedule": schedule})
-        assert (again["losses"], again["digest"]) == (first["losses"], first["digest"])
+        other = run(pool, function, ranks, train={"max_grad_norm": 0.0}, pipeline={"schedule": schedule})
+        assert (other["losses"], other["digest"]) == (first["losses"], first["digest"])
     assert run(pool, function, 2, train={"max_grad_norm": 0.0, "recompute": "all"})["digest"] == first["digest"]
 
 
@@ -115,8 +115,8 @@ def test_a_buffer_that_is_written_in_place_and_needed_by_b(pool: Pool) -> None:
     """Several microbatches are between F and B, each of which has its own value of the buffer."""
     expected = run(pool, "averaged", pipeline={"schedule": "1f1b"})
     for ranks, schedule in ((1, "gpipe"), (2, "zb-h1"), (3, "zb-h2")):
-        again = run(pool, "averaged", ranks, pipeline={"schedule": schedule})
-        assert (again["losses"], again["digest"]) == (expected["losses"], expected["digest"])
+        other = run(pool, "averaged", ranks, pipeline={"schedule": schedule})
+        assert (other["losses"], other["digest"]) == (expected["losses"], expected["digest"])
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -177,15 +177,15 @@ def test_running_statistics_of_replicas_are_refused(pool: Pool) -> None:
 
 
 def test_random_numbers_of_the_caller_are_its_own() -> None:
-    made = pipeline(load_model(parse({"model": {"blocks": 2, "hidden": 16, "heads": 2, "sequence": 8, "dropout": 0.2}})))
+    pipe = pipeline(load_model(parse({"model": {"blocks": 2, "hidden": 16, "heads": 2, "sequence": 8, "dropout": 0.2}})))
     ids = torch.zeros(MICROBATCHES, 2, 8, dtype=torch.int64)
     torch.manual_seed(5)
     expected, drawn = torch.rand(3), list[Tensor]()
     torch.manual_seed(5)
     for step in range(3):
-        made.step(step, ids, ids, lr=0.1)
+        pipe.step(step, ids, ids, lr=0.1)
         drawn.append(torch.rand(1))
-        made.evaluate(ids, ids, MICROBATCHES)
-        made.move(Partition((made.count,)))
+        pipe.evaluate(ids, ids, MICROBATCHES)
+        pipe.move(Partition((pipe.count,)))
     assert torch.equal(torch.cat(drawn), expected)
     assert alone().size == 1

@@ -14,11 +14,11 @@ from tests.pool import Pool
 from tests.test_equality import BALANCERS, deeper, pruned
 
 
-def wanted(ranks: int, schedule: str, precision: str, again: str | list[int] = "none", **train: Any) -> dict[str, Any]:
+def wanted(ranks: int, schedule: str, precision: str, recompute: str | list[int] = "none", **train: Any) -> dict[str, Any]:
     """Layers move at every step, dropout is on, the front freezes, gradients are clipped."""
-    made = deeper(ranks, schedule, BALANCERS["random" if ranks > 1 else "none"], freezing=True)
-    made["train"] |= {"precision": precision, "recompute": again, "steps": 5, **train}
-    return made
+    config = deeper(ranks, schedule, BALANCERS["random" if ranks > 1 else "none"], freezing=True)
+    config["train"] |= {"precision": precision, "recompute": recompute, "steps": 5, **train}
+    return config
 
 
 @cache
@@ -57,10 +57,10 @@ def test_low_precision_is_near_float32(pool: Pool, precision: str) -> None:
 def test_pruned_in_low_precision(pool: Pool, precision: str) -> None:
     """From under a mask into CSR, with masters that move along; and computed again."""
     digests: set[str] = set()
-    for ranks, schedule, again in ((1, "1f1b", "none"), (2, "zb-h1", "all"), (3, "zb-h2", "none")):
-        made = pruned(ranks, schedule, BALANCERS["random" if ranks > 1 else "none"])
-        made["train"] |= {"precision": precision, "recompute": again}
-        digests |= {r["digest"] for r in pool.run("train", ranks, config=made)}
+    for ranks, schedule, recompute in ((1, "1f1b", "none"), (2, "zb-h1", "all"), (3, "zb-h2", "none")):
+        config = pruned(ranks, schedule, BALANCERS["random" if ranks > 1 else "none"])
+        config["train"] |= {"precision": precision, "recompute": recompute}
+        digests |= {r["digest"] for r in pool.run("train", ranks, config=config)}
     assert len(digests) == 1
 
 
@@ -68,10 +68,10 @@ def test_pruned_in_low_precision(pool: Pool, precision: str) -> None:
 def test_sparse_attention_in_low_precision(pool: Pool, kind: str) -> None:
     """Its directions are drawn anew each step; computed again in B, they are the same."""
     results: dict[str, dict[str, Any]] = {}
-    for key, ranks, precision, again in (("one", 1, "bfloat16", "none"), ("two", 2, "bfloat16", "all"), ("wide", 1, "float32", "none")):
-        made = wanted(ranks, "zb-h1", precision, again)
-        made["dynamism"] = {"cases": ["sparse_attention"], "sparse_attention": {"kind": kind, "buckets": 4, "start": 1}}
-        results[key] = pool.run("train", ranks, config=made)[0]
+    for key, ranks, precision, recompute in (("one", 1, "bfloat16", "none"), ("two", 2, "bfloat16", "all"), ("wide", 1, "float32", "none")):
+        config = wanted(ranks, "zb-h1", precision, recompute)
+        config["dynamism"] = {"cases": ["sparse_attention"], "sparse_attention": {"kind": kind, "buckets": 4, "start": 1}}
+        results[key] = pool.run("train", ranks, config=config)[0]
     assert results["one"]["digest"] == results["two"]["digest"]
     assert results["one"]["losses"] == pytest.approx(results["wide"]["losses"], rel=1e-2)
 
@@ -93,42 +93,42 @@ def test_an_overflow_skips_its_step_and_the_run_goes_on(pool: Pool) -> None:
     # Without a barrier: the step is taken back first, and the next one's B starts from the scale that the verdict leaves.
     later = wanted(2, "zb-h1", "float16", steps=12, loss_scale_window=1)
     later["pipeline"]["post_validation"] = True
-    again = pool.run("events", 2, config=later)[0]
-    assert [(e["step"], e["loss_scale"]) for e in again if e["event"] == "skipped"] == [(e["step"], e["loss_scale"]) for e in skipped]
-    assert again[-1]["weights_digest"] == told[-1]["weights_digest"]
+    resumed = pool.run("events", 2, config=later)[0]
+    assert [(e["step"], e["loss_scale"]) for e in resumed if e["event"] == "skipped"] == [(e["step"], e["loss_scale"]) for e in skipped]
+    assert resumed[-1]["weights_digest"] == told[-1]["weights_digest"]
 
 
 def test_replicas_skip_together(pool: Pool) -> None:
     """With shares of the optimizer's state, and without a barrier: the steps that one process of as many slots skips."""
-    found: dict[tuple[int, int, bool], tuple[list[tuple[int, float]], str]] = {}
+    results: dict[tuple[int, int, bool], tuple[list[tuple[int, float]], str]] = {}
     for pipeline, data, later in ((1, 1, False), (1, 2, False), (2, 2, True)):
-        made = wanted(pipeline, "zb-h1", "float16", steps=12, loss_scale_window=1, reduction_slots=2)
-        made["parallel"] |= {"data": data, "zero": int(data > 1)}
-        made["pipeline"]["post_validation"] = later
-        told = pool.run("events", pipeline * data, config=made)[0]
+        config = wanted(pipeline, "zb-h1", "float16", steps=12, loss_scale_window=1, reduction_slots=2)
+        config["parallel"] |= {"data": data, "zero": int(data > 1)}
+        config["pipeline"]["post_validation"] = later
+        told = pool.run("events", pipeline * data, config=config)[0]
         skipped = [(e["step"], e["loss_scale"]) for e in told if e["event"] == "skipped"]
-        found[pipeline, data, later] = skipped, told[-1]["weights_digest"]
-    assert found[1, 1, False][0], "nothing overflowed"
-    assert len({str(what) for what in found.values()}) == 1, found
+        results[pipeline, data, later] = skipped, told[-1]["weights_digest"]
+    assert results[1, 1, False][0], "nothing overflowed"
+    assert len({str(what) for what in results.values()}) == 1, results
 
 
 def test_the_scale_goes_on_after_a_restart(pool: Pool, tmp_path: Path) -> None:
     """Stopped in the middle of what doubles and halves it, resumed on other ranks: the same as in one go."""
     expected = pool.run("train", 1, config=wanted(1, "1f1b", "float16", steps=10, loss_scale_window=1))[0]
     for ranks, schedule, resume in ((2, "zb-h1", False), (3, "1f1b", True)):
-        made = wanted(ranks, schedule, "float16", steps=10, loss_scale_window=1) | {"checkpoint": {"every": 100}}
-        ended = pool.run("train_in", ranks, config=made, folder=str(tmp_path), resume=resume, stop_after=None if resume else 6)[0]
+        config = wanted(ranks, schedule, "float16", steps=10, loss_scale_window=1) | {"checkpoint": {"every": 100}}
+        ended = pool.run("train_in", ranks, config=config, folder=str(tmp_path), resume=resume, stop_after=None if resume else 6)[0]
         assert ended["interrupted"] is not resume
     assert ended["weights_digest"] == expected["digest"]
     assert ended["loss"] == expected["loss"]
 
 
 def test_another_precision_is_not_resumed(pool: Pool, tmp_path: Path) -> None:
-    made = wanted(1, "1f1b", "bfloat16", steps=3) | {"checkpoint": {"every": 1}}
-    pool.run("train_in", 1, config=made, folder=str(tmp_path))
-    made["train"] |= {"precision": "float32", "steps": 4}
+    config = wanted(1, "1f1b", "bfloat16", steps=3) | {"checkpoint": {"every": 1}}
+    pool.run("train_in", 1, config=config, folder=str(tmp_path))
+    config["train"] |= {"precision": "float32", "steps": 4}
     with pytest.raises(Exception, match=r"is bfloat16 in the checkpoint, float32 in the config's model; resume with the train.precision"):
-        pool.run("train_in", 1, config=made, folder=str(tmp_path), resume=True)
+        pool.run("train_in", 1, config=config, folder=str(tmp_path), resume=True)
 
 
 def test_a_scale_that_stays_fails_where_it_overflows(pool: Pool) -> None:

@@ -24,13 +24,13 @@ def test_every_run_is_valid_and_differs_in_the_case_alone(steps: int) -> None:
         assert (name == "dense") == (config.dynamism == dense.dynamism)
 
 
-def found() -> dict[str, dict[str, Any]]:
+def results() -> dict[str, dict[str, Any]]:
     losses = {name: 2.0 + 0.01 * i for i, name in enumerate(runs(40))}
     return {name: {"curve": [[8, 3.0], [40, loss]], "changes": [[3, "acted"]], "digest": name} for name, loss in losses.items()}
 
 
 def test_distances_are_to_the_right_reference() -> None:
-    given = found()
+    given = results()
     rows = {row["name"]: row for row in compare(given, 40)}
     assert rows["dense"]["distance"] == 0
     assert rows["pruning, 90 %"]["distance"] == pytest.approx(2.06 / 2.0 - 1)
@@ -45,8 +45,8 @@ def test_distances_are_to_the_right_reference() -> None:
 
 def test_the_picture(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    draw(compare(found(), 40), tmp_path / "a.svg")
-    draw(compare(found(), 40), tmp_path / "b.svg")
+    draw(compare(results(), 40), tmp_path / "a.svg")
+    draw(compare(results(), 40), tmp_path / "b.svg")
     picture = (tmp_path / "a.svg").read_text()
     assert picture == (tmp_path / "b.svg").read_text()
     assert all(title in picture for title in ("freezing", "pruning", "sparse attention", "held-out loss"))
@@ -56,7 +56,7 @@ def test_some_of_the_runs() -> None:
     assert chosen(40, ()) == runs(40)
     assert list(chosen(40, ["pruning, 90 %"])) == ["dense", "pruning, 90 %"]
     assert list(chosen(40, ["hash, 4 buckets, all blocks"])) == ["dense", SHARED, "hash, 4 buckets, all blocks"]
-    some = {name: run for name, run in found().items() if name in chosen(40, ["pruning, 90 %"])}
+    some = {name: run for name, run in results().items() if name in chosen(40, ["pruning, 90 %"])}
     assert [row["name"] for row in compare(some, 40)] == ["dense", "pruning, 90 %"]
 
 

@@ -28,7 +28,7 @@ def config(
     pipeline: int,
     data: int,
     *,
-    slots: int | None = 4,
+    groups: int | None = 4,
     zero: int = 0,
     schedule: str = "zb-h1",
     balance: dict[str, Any] | None = None,
@@ -37,7 +37,7 @@ def config(
     **model: Any,
 ) -> dict[str, Any]:
     """Six layers, eight microbatches; dropout, clipping, freezing. The embedding has several norm blocks, so that shares cut it."""
-    made: dict[str, Any] = {
+    sections: dict[str, Any] = {
         "seed": 7,
         "model": {"blocks": 2, "hidden": 96, "heads": 2, "sequence": 8, "dropout": 0.1} | model,
         "train": {"steps": STEPS, "global_batch": 8, "micro_batch": 1, "lr": 1e-2, "warmup": 2, "max_grad_norm": 0.5},
@@ -48,9 +48,9 @@ def config(
         "elastic": {"reshape_at": reshape_at or []},
         "trace": {"steps": 0},
     }
-    if slots is not None:
-        made["train"]["reduction_slots"] = slots
-    return made
+    if groups is not None:
+        sections["train"]["reduction_slots"] = groups
+    return sections
 
 
 def run(pool: Pool, wanted: dict[str, Any]) -> list[dict[str, Any]]:
@@ -59,9 +59,9 @@ def run(pool: Pool, wanted: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 @cache
-def reference(pool: Pool, slots: int) -> dict[str, Any]:
+def reference(pool: Pool, groups: int) -> dict[str, Any]:
     """One process, the same slots."""
-    return run(pool, config(1, 1, slots=slots, schedule="1f1b"))[0]
+    return run(pool, config(1, 1, groups=groups, schedule="1f1b"))[0]
 
 
 def same(results: list[dict[str, Any]], expected: dict[str, Any]) -> None:
@@ -137,9 +137,9 @@ def test_a_reshape_after_a_verdict(pool: Pool) -> None:
 
 def test_three_replicas(pool: Pool) -> None:
     """No power of two: what is left over of the tree folds last. Slots are counted out once per replica by default."""
-    wanted = config(1, 3, slots=None, zero=1)
+    wanted = config(1, 3, groups=None, zero=1)
     wanted["train"]["global_batch"] = 6
-    alone = config(1, 1, slots=3, schedule="1f1b")
+    alone = config(1, 1, groups=3, schedule="1f1b")
     alone["train"]["global_batch"] = 6
     same(run(pool, wanted), run(pool, alone)[0])
 
@@ -192,7 +192,7 @@ def test_a_reshaped_run_resumes_in_its_shape(pool: Pool, tmp_path: Path) -> None
 
 
 def test_what_replicas_would_each_have_of_their_own_is_refused(pool: Pool) -> None:
-    wanted = config(1, 2, slots=2, cases=False) | {"model": {"kind": "python:tests.runtime.written:layers", "sequence": 8}}
+    wanted = config(1, 2, groups=2, cases=False) | {"model": {"kind": "python:tests.runtime.written:layers", "sequence": 8}}
     with pytest.raises(JobFailed, match=r"writes to its buffer 'mean' .*, of which every replica would have its own; use "):
         run(pool, wanted)
     wanted["parallel"]["data"] = 1
@@ -202,11 +202,11 @@ def test_what_replicas_would_each_have_of_their_own_is_refused(pool: Pool) -> No
 def after_a_reshape(world: World, data: int) -> None:
     """A loop of one's own, whose pipeline was not told that it may become replicas."""
     model = load_model(parse({"model": {"kind": "python:tests.runtime.written:layers", "sequence": 8}}))
-    made = Pipeline(world, model, uniform(model.layers, world.size), schedule="zb-h1", microbatches=4, accumulation_groups=2)
+    pipeline = Pipeline(world, model, uniform(model.layers, world.size), schedule="zb-h1", microbatches=4, accumulation_groups=2)
     ids = torch.zeros(4, 1, 8, dtype=torch.int64)
-    made.step(0, ids, ids, lr=0.0)
-    made.reshape(pipeline=2 // data, data=data)
-    made.step(1, ids[::data], ids[::data], lr=0.0)
+    pipeline.step(0, ids, ids, lr=0.0)
+    pipeline.reshape(pipeline=2 // data, data=data)
+    pipeline.step(1, ids[::data], ids[::data], lr=0.0)
 
 
 def test_a_reshape_makes_replicas_that_would_have_their_own(pool: Pool) -> None:
@@ -217,10 +217,10 @@ def test_a_reshape_makes_replicas_that_would_have_their_own(pool: Pool) -> None:
 
 def test_slots_change_the_bits(pool: Pool) -> None:
     """The order of the sum is a choice, and it is the slots' alone."""
-    digests = {slots: reference(pool, slots)["digest"] for slots in (1, 2, 4, 8)}
+    digests = {groups: reference(pool, groups)["digest"] for groups in (1, 2, 4, 8)}
     assert len(set(digests.values())) == 4
-    assert run(pool, config(2, 2, slots=8))[0]["digest"] == digests[8]
-    assert run(pool, config(2, 2, slots=None))[0]["digest"] == digests[2]
+    assert run(pool, config(2, 2, groups=8))[0]["digest"] == digests[8]
+    assert run(pool, config(2, 2, groups=None))[0]["digest"] == digests[2]
 
 
 @pytest.mark.parametrize("balancer", ["exact", "none"])
@@ -235,9 +235,9 @@ def test_a_run_reshapes_itself_where_it_pays(pool: Pool, balancer: str) -> None:
     }
     told = {on: pool.run("events", 2, config=wanted | {"elastic": {"reshape": on}})[0] for on in (False, True)}
     assert not [e for e in told[False] if e["event"] == "reshape"]
-    (changed,) = [e for e in told[True] if e["event"] == "reshape"]
-    assert (changed["from"], changed["to"]) == ([2, 1], [1, 2])
-    assert changed["step"] == 2
+    (reshaped,) = [e for e in told[True] if e["event"] == "reshape"]
+    assert (reshaped["from"], reshaped["to"]) == ([2, 1], [1, 2])
+    assert reshaped["step"] == 2
     assert told[True][-1]["weights_digest"] == told[False][-1]["weights_digest"]
     losses = {on: [e["loss"] for e in events if e["event"] == "step"] for on, events in told.items()}
     assert losses[True] == losses[False]
@@ -279,13 +279,13 @@ def test_the_slowest_replica_is_planned_for(pool: Pool) -> None:
 
 def test_what_a_costs_file_says_of_optimizer_state(pool: Pool, tmp_path: Path) -> None:
     """A whole replica's, also where each keeps a share: who plans another mesh divides it by its replicas. And what waits in slots."""
-    found: dict[int, profile_file.Profile] = {}
+    profiles: dict[int, profile_file.Profile] = {}
     for zero in (0, 1):
         folder = tmp_path / str(zero)
         folder.mkdir()
-        pool.run("train_in", 2, config=config(1, 2, zero=zero, slots=8), folder=str(folder))
-        found[zero] = profile_file.read(folder / profile_file.IN_RUN)
-    for whole, shared in zip(found[0].layers, found[1].layers, strict=True):
+        pool.run("train_in", 2, config=config(1, 2, zero=zero, groups=8), folder=str(folder))
+        profiles[zero] = profile_file.read(folder / profile_file.IN_RUN)
+    for whole, shared in zip(profiles[0].layers, profiles[1].layers, strict=True):
         if whole.gradient_bytes:
             assert 0 <= whole.optimizer_bytes - shared.optimizer_bytes < 100, "but for AdamW's counters"
         assert shared.optimizer_bytes >= 0.9 * whole.optimizer_bytes

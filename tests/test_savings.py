@@ -39,8 +39,8 @@ def test_a_dense_half_has_no_sparse_kernel() -> None:
 
 
 def test_what_sparse_attention_loses_adds_up() -> None:
-    found = length(64, 1)
-    for name, kind in found["kinds"].items():
+    row = length(64, 1)
+    for name, kind in row["kinds"].items():
         over = sum(kind[key] - kind["ideal"][key] for key in "fb")
         assert sum(kind["lost"].values()) == pytest.approx(over)
         assert set(kind["lost"]) == ({"elsewhere"} if name.startswith("drop") else {"around", "padding", "rate", "elsewhere"})
@@ -64,6 +64,6 @@ def test_the_document_says_what_sparse_attention_was_measured_to_gain() -> None:
 
 
 def test_what_the_cache_of_a_frozen_block_holds() -> None:
-    found = cache(32, 2, 64, 2)
-    assert (found["layers"], found["bytes_per_sequence"]) == (2, 64 * 32 * 4)
-    assert found["speedup"] == pytest.approx(found["seconds"]["run"] / found["seconds"]["taken"])
+    row = cache(32, 2, 64, 2)
+    assert (row["layers"], row["bytes_per_sequence"]) == (2, 64 * 32 * 4)
+    assert row["speedup"] == pytest.approx(row["seconds"]["run"] / row["seconds"]["taken"])

@@ -38,31 +38,31 @@ def test_a_dense_block_is_the_traces_own(case: str, sequence: int) -> None:
 
 @pytest.mark.parametrize(("case", "sequence"), CASES)
 def test_ours_is_near_the_optimum_and_no_less_than_the_usual(case: str, sequence: int) -> None:
-    found = row(case, sequence, 32, 16, stride=8)
-    gain = found["gain"]
-    assert found["share_of_optimum"] >= 0.98
+    result = row(case, sequence, 32, 16, stride=8)
+    gain = result["gain"]
+    assert result["share_of_optimum"] >= 0.98
     assert gain["ours"] >= 0.99 * max(gain[name] for name in ("uniform", "parameters, static", "partition, time", "diffusion, time"))
     assert gain["optimum of blocks"] <= gain["optimum of halves"] * (1 + 1e-9) <= gain["perfect"] * (1 + 2e-9)
-    assert gain["optimum of blocks"] <= found["bound"]
-    assert found["seconds"]["optimum of halves"] >= found["least_of_halves"]
+    assert gain["optimum of blocks"] <= result["bound"]
+    assert result["seconds"]["optimum of halves"] >= result["least_of_halves"]
 
 
 def test_emulated_ranks_in_small(pool: Pool) -> None:
     """Two ranks of a few long ops: a moment with a frozen prefix, measured beside the simulator's."""
     given = {"case": "freezing", "sequence": 2048, "blocks": 24, "moment": 18, "shortest": 0.003, "pairs": 1, "steps": 1, "size": 16}
     given["beside_dense"] = True
-    found = pool.run("benchmarks.traces_emulated:emulated", 2, **given)[0]
-    assert found["frozen_layers"] > 0
-    assert found["layers"][0] == [24, 24]
-    assert found["layers"][1][0] > 24, "the rank that holds the frozen layers takes more"
-    for measured, simulated in zip((found["uniform_seconds"], found["our_seconds"]), found["simulated_seconds"], strict=True):
+    result = pool.run("benchmarks.traces_emulated:emulated", 2, **given)[0]
+    assert result["frozen_layers"] > 0
+    assert result["layers"][0] == [24, 24]
+    assert result["layers"][1][0] > 24, "the rank that holds the frozen layers takes more"
+    for measured, simulated in zip((result["uniform_seconds"], result["our_seconds"]), result["simulated_seconds"], strict=True):
         assert measured > 0.98 * simulated, "sleeping cannot be faster"
-    assert found["simulated_gain"] > 1.1
-    assert found["op_seconds"]["least"] == pytest.approx(0.003)
-    assert found["op_seconds"]["least"] <= found["op_seconds"]["median"]
-    assert "| freezing | 2 | 24 |" in emulated_table([found])
-    assert found["dense_seconds"] > 0.98 * found["simulated_dense_seconds"] > found["simulated_seconds"][0]
-    assert found["over_dense"] > 1.3
+    assert result["simulated_gain"] > 1.1
+    assert result["op_seconds"]["least"] == pytest.approx(0.003)
+    assert result["op_seconds"]["least"] <= result["op_seconds"]["median"]
+    assert "| freezing | 2 | 24 |" in emulated_table([result])
+    assert result["dense_seconds"] > 0.98 * result["simulated_dense_seconds"] > result["simulated_seconds"][0]
+    assert result["over_dense"] > 1.3
 
 
 def test_the_document_shows_the_result_file() -> None:

@@ -78,10 +78,10 @@ def test_an_output_that_is_kept_comes_back_the_same(device: torch.device) -> Non
     layer = Layer(0, torch.nn.Linear(64, 64).to(device), clock_for(device), 0)
     cache, x = OutputCache(1 << 20, clock_for(device)), (torch.randn(8, 64, device=device),)
     cache.begin(["a"], training=True)
-    (made,), (kept,) = cache.forward([layer], 0, x, 0), cache.forward([layer], 0, x, 1)
+    (first,), (kept,) = cache.forward([layer], 0, x, 0), cache.forward([layer], 0, x, 1)
     assert cache.spared == 1
-    assert kept.device == made.device
-    assert torch.equal(kept, made)
+    assert kept.device == first.device
+    assert torch.equal(kept, first)
 
 
 @pytest.fixture
@@ -102,12 +102,12 @@ def test_a_kept_output_does_not_hold_up_the_host() -> None:
     cache.begin(["a", "b"], training=True)
     cache.forward([layer], 0, x, 0)  # the first of its size looks at shapes
     torch.cuda.set_sync_debug_mode("error")
-    (made,) = cache.forward([layer], 1, x, 0)
+    (first,) = cache.forward([layer], 1, x, 0)
     with torch.cuda.stream(torch.cuda.Stream()):
         (kept,) = cache.forward([layer], 1, x, 1)
     torch.cuda.set_sync_debug_mode("default")
     torch.cuda.synchronize()
-    assert torch.equal(kept, made)
+    assert torch.equal(kept, first)
 
 
 @pytest.mark.gpu
@@ -117,9 +117,9 @@ def test_directions_do_not_hold_up_the_host() -> None:
     hashed = Hashed(8, 32, 1)
     first = hashed(x, v)
     torch.cuda.set_sync_debug_mode("error")
-    again = hashed(x, v)
+    second = hashed(x, v)
     torch.cuda.set_sync_debug_mode("default")
-    assert torch.equal(first, again)
+    assert torch.equal(first, second)
 
 
 @pytest.mark.gpu
@@ -134,9 +134,9 @@ def test_a_reduction_does_not_hold_up_the_host() -> None:
     peers = World(0, 1, torch.device("cuda", 0), 5.0, 0, dist.HashStore())
     torch.cuda.set_sync_debug_mode("error")
     with torch.no_grad():
-        settle = reduce_gradients(peers, 0, shares_of(module, frozenset(), 1), everywhere=True)
+        finish = reduce_gradients(peers, 0, shares_of(module, frozenset(), 1), everywhere=True)
     torch.cuda.set_sync_debug_mode("default")
-    settle()
+    finish()
     assert torch.equal(first.grad, expected)
     assert all(p.grad is not None for p in parameters[:2])
 

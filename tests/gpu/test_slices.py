@@ -51,11 +51,11 @@ def cuda_core(device: torch.device) -> None:
 @pytest.mark.usefixtures("cuda", "cuda_core")
 @pytest.mark.parametrize("slices", [2, 3, 4])
 def test_disjoint_and_equal(slices: int) -> None:
-    made = cut(0, slices)
-    assert len({each.stream.cuda_stream for each in made}) == slices
-    assert len({each.sms for each in made}) == 1
-    assert made[0].sms * slices <= torch.cuda.get_device_properties(0).multi_processor_count
-    assert cut(0, slices) is made
+    cuts = cut(0, slices)
+    assert len({each.stream.cuda_stream for each in cuts}) == slices
+    assert len({each.sms for each in cuts}) == 1
+    assert cuts[0].sms * slices <= torch.cuda.get_device_properties(0).multi_processor_count
+    assert cut(0, slices) is cuts
 
 
 @pytest.mark.gpu
