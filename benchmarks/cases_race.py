@@ -163,7 +163,7 @@ def noted(pipeline: Pipeline) -> list[tuple[float, float]]:
     def noting(*args: Any, **options: Any) -> tuple[StepResult, ...]:
         results = advance(*args, **options)
         for result in results:
-            slices = result.outcome.slices
+            slices = result.step_output.intervals
             busy = math.fsum(x.end - x.start for x in slices if x.kind not in (WAIT, SEND))
             seconds.append((slices[-1].end - slices[0].start, busy))
         return results

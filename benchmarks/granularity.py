@@ -30,7 +30,7 @@ from dynmo.models.emulated import EmulatedLayer, mean_loss, precise_timers
 from dynmo.models.model import Model, from_factories
 from dynmo.pipeline.pipeline import Pipeline
 from dynmo.runtime.comm.world import World
-from dynmo.runtime.engine.executor import SEND, WAIT, Outcome
+from dynmo.runtime.engine.executor import SEND, WAIT, StepOutput
 from dynmo.runtime.layer.output_cache import Keys
 from dynmo.schedule.op import Kind
 
@@ -59,12 +59,12 @@ def emulated_model(ranks: int, seconds: float, spread: float, slow: bool) -> Mod
     return from_factories([f"emulated.{i}" for i in range(len(times))], factories, 0, mean_loss)
 
 
-def waits(outcome: Outcome) -> tuple[float, float, float]:
+def waits(step_output: StepOutput) -> tuple[float, float, float]:
     """Of this rank: seconds in ops, waited while there was W to run, and of W that ran in a wait."""
     busy = fillable = filled = 0.0
     waiting = 0
     before = ""
-    for kind, _, _, start, end in outcome.slices:
+    for kind, _, _, start, end in step_output.intervals:
         if kind == WAIT:
             fillable += (end - start) * (waiting > 0)
         elif kind != SEND:
@@ -82,10 +82,10 @@ def compare(world: World, pipelines: dict[str, Pipeline], inputs: Tensor, target
     def seen(name: str, pipeline: Pipeline) -> Callable[[], float]:
         run = pipeline.forward_backward
 
-        def recorded(step: int, inputs: Tensor | None, targets: Tensor | None, keys: Keys | None = None) -> Outcome:
-            outcome = run(step, inputs, targets, keys)
-            outcomes[name].append(waits(outcome))
-            return outcome
+        def recorded(step: int, inputs: Tensor | None, targets: Tensor | None, keys: Keys | None = None) -> StepOutput:
+            step_output = run(step, inputs, targets, keys)
+            outcomes[name].append(waits(step_output))
+            return step_output
 
         pipeline.forward_backward = recorded
         return timed(world, pipeline, inputs, targets)
@@ -94,7 +94,7 @@ def compare(world: World, pipelines: dict[str, Pipeline], inputs: Tensor, target
     seconds = {name: median(times[name]) for name in SIDES}
     table = torch.zeros(world.size, 3, dtype=torch.float64)
     for column, name in enumerate(("whole", "whole", "linear")):
-        table[world.rank, column] = median(outcome[column] for outcome in outcomes[name][2:])
+        table[world.rank, column] = median(step_output[column] for step_output in outcomes[name][2:])
     world.sum(table, "what ranks have waited")
     busy, fillable, filled = table.unbind(1)
     gains = sorted(a / b for a, b in zip(times["whole"], times["linear"], strict=True))

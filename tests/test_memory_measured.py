@@ -95,7 +95,7 @@ def peak(
     executor = pipeline._programs.training
     assert executor is not None
     transport = executor._transport
-    reducer = pipeline._holding.replicas._reducer
+    reducer = pipeline._layer_store.replicas._reducer
     for worker in (
         *(transport._poster, *(outbox.worker for outbox in transport._outboxes.values())),
         *([] if reducer is None else [reducer._worker]),

@@ -32,20 +32,20 @@ from dynmo.pipeline.schedule_keeper import ScheduleKeeper, Shapes
 from dynmo.runtime.comm.clock import clock_for
 from dynmo.runtime.comm.process_mesh import FirstReplica
 from dynmo.runtime.comm.world import World
-from dynmo.runtime.engine.executor import Executor, Outcome
-from dynmo.runtime.engine.optimizer_step import StepEnd
-from dynmo.runtime.engine.post_validation import PendingStep
+from dynmo.runtime.engine.executor import Executor, StepOutput
+from dynmo.runtime.engine.optimizer_step import OptimizerStep
+from dynmo.runtime.engine.post_validation import PostValidation
 from dynmo.runtime.engine.profiler import Profiler, measure_links
 from dynmo.runtime.engine.programs import Programs
-from dynmo.runtime.engine.sm_slices import make_lanes
-from dynmo.runtime.engine.stage_streams import OneLane
-from dynmo.runtime.engine.step_reduction import StepResult, StepTable
+from dynmo.runtime.engine.sm_slices import make_streams
+from dynmo.runtime.engine.stage_streams import DefaultStream
+from dynmo.runtime.engine.step_reduction import StepReduction, StepResult
 from dynmo.runtime.layer.output_cache import Keys
 from dynmo.runtime.optim.loss_scale import LossScaler, make_scaler
 from dynmo.runtime.optim.optimizer import LayerOptimizer, OptimizerSettings
 from dynmo.runtime.state import checkpoint
 from dynmo.runtime.state.digest import buffers_digest, weights_digest
-from dynmo.runtime.state.layer_store import Holding
+from dynmo.runtime.state.layer_store import LayerStore
 from dynmo.runtime.state.migration import Arrival, Migration, exchange
 from dynmo.runtime.state.reshape import holders, transfers
 from dynmo.schedule.bounds import Objective
@@ -130,10 +130,10 @@ class Pipeline:
             )
         self._layouts = Layouts(model.layers, schedule, chunks, accumulation_groups, recompute, sliced=slices is not None)
         layout = self._layouts.make(slices or world.size, world.replicas, microbatches, partition)
-        lanes = OneLane() if slices is None else make_lanes(world.device, slices, layout.placement)
+        streams = DefaultStream() if slices is None else make_streams(world.device, slices, layout.placement)
         self.clock = clock_for(world.device)
         self.profiler = Profiler(self.clock)
-        self._holding = Holding(
+        self._layer_store = LayerStore(
             world,
             model,
             layout,
@@ -148,18 +148,18 @@ class Pipeline:
         )
         links = measure_links(world, layout.pairs)
         self._schedule_keeper = ScheduleKeeper(
-            *(self._holding, schedule, chunks, memory_limit, links),
+            *(self._layer_store, schedule, chunks, memory_limit, links),
             post_validation=post_validation,
             accumulation_groups=accumulation_groups,
             shapes=shapes,
         )
-        self._programs = Programs(self._holding, self.clock, lanes, post_validation=post_validation)
-        self._by_pieces = w_granularity == "linear"
+        self._programs = Programs(self._layer_store, self.clock, streams, post_validation=post_validation)
+        self._partial_weights = w_granularity == "linear"
         # Gradients wait for `update` or `discard`.
         self._halfway = False
-        table = StepTable(self._holding, self.clock)
-        self._step_end = StepEnd(self._holding, table, self.profiler, scaler or make_scaler(dtype), clip_scope)
-        self._pending = PendingStep(self._holding, self._step_end, validates=post_validation, copies=rollback == "exact")
+        table = StepReduction(self._layer_store, self.clock)
+        self._optimizer_step = OptimizerStep(self._layer_store, table, self.profiler, scaler or make_scaler(dtype), clip_scope)
+        self._pending = PostValidation(self._layer_store, self._optimizer_step, validates=post_validation, copies=rollback == "exact")
 
     @staticmethod
     def placement_for(schedule: str, ranks: int, chunks: int | None = None) -> tuple[int, ...]:
@@ -171,31 +171,31 @@ class Pipeline:
     @property
     def world(self) -> World:
         """This rank's pipeline: one of the mesh."""
-        return self._holding.world
+        return self._layer_store.world
 
     @property
     def partition(self) -> Partition:
-        return self._holding.layout.partition
+        return self._layer_store.layout.partition
 
     @property
     def shape(self) -> tuple[int, int]:
         """Ranks (or slices) of a pipeline, and how many pipelines."""
-        return self._holding.layout.ranks, self._holding.layout.replicas
+        return self._layer_store.layout.ranks, self._layer_store.layout.replicas
 
     @property
     def sliced(self) -> bool:
         """Whether the pipeline's ranks are slices of this process's GPU."""
-        return self._holding.layout.sliced
+        return self._layer_store.layout.sliced
 
     @property
     def placement(self) -> tuple[int, ...]:
         """Per stage, the rank (or slice) that holds it."""
-        return self._holding.layout.placement
+        return self._layer_store.layout.placement
 
     @property
     def recomputed(self) -> frozenset[int]:
         """The layers whose activations are computed again in B."""
-        return self._holding.layout.recomputed
+        return self._layer_store.layout.recomputed
 
     @property
     def count(self) -> int:
@@ -203,34 +203,34 @@ class Pipeline:
 
     @property
     def own_stages(self) -> tuple[int, ...]:
-        return self._holding.own_stages
+        return self._layer_store.own_stages
 
     def rank_of(self, layer: int) -> int:
         """The rank that holds the layer."""
-        return self._holding.rank_of(layer)
+        return self._layer_store.rank_of(layer)
 
     @property
     def frozen(self) -> frozenset[int]:
-        return self._holding.frozen.layers
+        return self._layer_store.frozen.layers
 
     @property
     def first_trainable(self) -> int:
         """Global index of the first layer with something to train."""
-        return self._holding.frozen.first_trainable
+        return self._layer_store.frozen.first_trainable
 
     def first_trainable_after(self, layers: Collection[int]) -> int | None:
-        return self._holding.frozen.first_trainable_after(layers)
+        return self._layer_store.frozen.first_trainable_after(layers)
 
     # -- training -----------------------------------------------------------------------------------------------------------
 
     @property
     def scaler(self) -> LossScaler:
         """Of the loss."""
-        return self._step_end.scaler
+        return self._optimizer_step.scaler
 
     @scaler.setter
     def scaler(self, scaler: LossScaler) -> None:
-        self._step_end.scaler = scaler
+        self._optimizer_step.scaler = scaler
 
     def step(
         self,
@@ -273,16 +273,16 @@ class Pipeline:
         _check_rates(lr, max_norm)
         pending = self._pending
         if self.post_validates:
-            self._check_batch(inputs, targets, self._holding.layout.microbatches)
+            self._check_batch(inputs, targets, self._layer_store.layout.microbatches)
             executor = self._executor()
             pending.begin()
-            stands = partial(pending.stands, executor) if pending.is_out else None
-            outcome = self._run(executor, step, inputs, targets, keys, stands)
-            pending.end(step, outcome, lr, max_norm, flag)
+            is_validated = partial(pending.is_validated, executor) if pending.is_out else None
+            step_output = self._run(executor, step, inputs, targets, keys, is_validated)
+            pending.end(step, step_output, lr, max_norm, flag)
         else:
             pending.settle()
-            outcome = self.forward_backward(step, inputs, targets, keys)
-            pending.add(self.update(step, outcome, lr=lr, max_norm=max_norm, flag=flag))
+            step_output = self.forward_backward(step, inputs, targets, keys)
+            pending.add(self.update(step, step_output, lr=lr, max_norm=max_norm, flag=flag))
         return pending.take_done()
 
     def drain(self) -> tuple[StepResult, ...]:
@@ -290,26 +290,26 @@ class Pipeline:
         self._pending.settle()
         return self._pending.take_done()
 
-    def forward_backward(self, step: int, inputs: Tensor | None, targets: Tensor | None, keys: Keys | None = None) -> Outcome:
+    def forward_backward(self, step: int, inputs: Tensor | None, targets: Tensor | None, keys: Keys | None = None) -> StepOutput:
         """The first half of `step`: runs the program; gradients are left on the parameters."""
-        self._check_batch(inputs, targets, self._holding.layout.microbatches)
+        self._check_batch(inputs, targets, self._layer_store.layout.microbatches)
         self._pending.settle()
         if self._halfway:
             raise RunError("forward_backward was called again before update or discard; a step's microbatches are given all at once")
-        outcome = self._run(self._executor(), step, inputs, targets, keys)
+        step_output = self._run(self._executor(), step, inputs, targets, keys)
         self._halfway = True
-        return outcome
+        return step_output
 
-    def update(self, step: int, outcome: Outcome, *, lr: float, max_norm: float = 0.0, flag: bool = False) -> StepResult:
+    def update(self, step: int, step_output: StepOutput, *, lr: float, max_norm: float = 0.0, flag: bool = False) -> StepResult:
         """The second half of `step`: what the ranks must agree on, clipping, the optimizer."""
         _check_rates(lr, max_norm)
         self._halfway = False
-        return self._pending.observed(*self._step_end.update(step, outcome, lr, max_norm, flag))
+        return self._pending.observed(*self._optimizer_step.update(step, step_output, lr, max_norm, flag))
 
     def discard(self) -> None:
         """Instead of `update`: drops the gradients and keeps the measurements."""
         self._halfway = False
-        self._step_end.discard()
+        self._optimizer_step.discard()
 
     def evaluate(
         self, inputs: Tensor | None, targets: Tensor | None, microbatches: int, keys: Keys | None = None, *, shares: bool = False
@@ -351,7 +351,7 @@ class Pipeline:
 
     def _executor(self) -> Executor:
         return self._programs.training or self._programs.lower(
-            self._schedule_keeper.agreed(), self._schedule_keeper.patience if self._by_pieces else None
+            self._schedule_keeper.agreed(), self._schedule_keeper.message_timeout if self._partial_weights else None
         )
 
     def _run(
@@ -361,25 +361,25 @@ class Pipeline:
         inputs: Tensor | None,
         targets: Tensor | None,
         keys: Keys | None,
-        stands: Callable[[], bool] | None = None,
-    ) -> Outcome:
+        is_validated: Callable[[], bool] | None = None,
+    ) -> StepOutput:
         """Runs the program that trains, until this rank's gradients are complete."""
-        for layer in self._holding.layers.values():
+        for layer in self._layer_store.layers.values():
             layer.module.train()
         executor.scale_loss(self.scaler.scale)
-        self._holding.outputs.begin(keys, training=True)
+        self._layer_store.outputs.begin(keys, training=True)
         with generators_kept(self.world.device), self._buffers_as_they_were():
-            outcome = executor.run(step, inputs, targets, stands=stands)
-        self._holding.replicas.await_gradients()
+            step_output = executor.run(step, inputs, targets, is_validated=is_validated)
+        self._layer_store.replicas.await_gradients()
         self.clock.settle()
         if self.world.device.type == "cpu":  # no other process has a part of a GPU's time
-            self.profiler.observe_ops(outcome.slices)
-        return outcome
+            self.profiler.observe_ops(step_output.intervals)
+        return step_output
 
     @contextmanager
     def _buffers_as_they_were(self) -> Generator[None]:
         """Raises ConfigError if a forward within the context writes to a persistent buffer, and there are or may be replicas."""
-        layers = sorted(self._holding.layers.items()) if self._replicates else []
+        layers = sorted(self._layer_store.layers.items()) if self._replicates else []
         before = [layer.buffers.copies(persistent=True) for _, layer in layers]
         yield
         for (index, layer), copies in zip(layers, before, strict=True):
@@ -392,7 +392,7 @@ class Pipeline:
                 )
 
     def _check_batch(self, inputs: Tensor | None, targets: Tensor | None, microbatches: int) -> None:
-        stages = self._holding.own_stages
+        stages = self._layer_store.own_stages
         last = len(self.placement) - 1
         for name, batch, stage, holder in (("inputs", inputs, 0, "first"), ("targets", targets, last, "last")):
             if batch is None:
@@ -421,7 +421,7 @@ class Pipeline:
         if after is None:
             raise PartitionError(f"freezing layers {sorted(layers)} would leave nothing to train")
         new = set(layers) - self.frozen
-        self._holding.frozen.freeze(layers)
+        self._layer_store.frozen.freeze(layers)
         self.on_workload_change({*new, *range(before, after + 1)})
 
     def _check_layers(self, layers: Collection[int]) -> None:
@@ -435,7 +435,7 @@ class Pipeline:
         self._check_layers(layers)
         before = self.first_trainable
         self._schedule_keeper.forget()  # what a layer costs that trains again, nobody has measured
-        self._holding.frozen.thaw(layers)
+        self._layer_store.frozen.thaw(layers)
         # As in `freeze`: the layers between the old and the new end of the frozen prefix begin or cease to run B.
         self.on_workload_change({*layers, *range(self.first_trainable, before + 1)})
 
@@ -444,24 +444,26 @@ class Pipeline:
         self._pending.settle()
         layers = list(layers)
         self.profiler.forget(layers)
-        self._holding.outputs.forget(layers)
+        self._layer_store.outputs.forget(layers)
         self._schedule_keeper.elide()
         for index in layers:
-            if index in self._holding.layers:
-                self._holding.layers[index].forget_sizes()
+            if index in self._layer_store.layers:
+                self._layer_store.layers[index].forget_sizes()
         self._programs.relower()
 
     def move(self, partition: Partition) -> Migration:
         """Puts the layers where `partition` says, with weights, gradients, optimizer state and flags. All or nothing."""
         _check_partition(partition)
         self._pending.settle()
-        holding, world, before = self._holding, self.world, self._holding.layout
+        layer_store, world, before = self._layer_store, self.world, self._layer_store.layout
         layout = self._layouts.moved(before, partition)
         plan = moves_between_ranks(before.partition, partition, before.processes)
         world.agree(hashlib.sha256(repr((before.partition.counts, partition.counts)).encode()).digest(), "the new placement")
 
-        migration = exchange(world, plan, lambda i: (holding.modules[i], holding.state(i)), partial(holding.moved, layout, plan))
-        holding.tied.join()
+        migration = exchange(
+            world, plan, lambda i: (layer_store.modules[i], layer_store.state(i)), partial(layer_store.moved, layout, plan)
+        )
+        layer_store.tied.join()
         self.profiler.forget(move.layer for move in plan)
         self._programs.relower()
         self._switched(before.recomputed ^ layout.recomputed)
@@ -481,21 +483,21 @@ class Pipeline:
         All or nothing. Raises InputError, on every rank, where the ranks, the microbatches, the slots or the schedule do not fit.
         """
         self._pending.settle()
-        holding, everyone, before = self._holding, self.world.everyone, self._holding.layout
+        layer_store, everyone, before = self._layer_store, self.world.everyone, self._layer_store.layout
         if before.sliced:
             raise ConfigError("a pipeline of slices cannot be reshaped; make another")
         layout = self._layouts.reshaped(before, pipeline, data, partition)
         everyone.agree(hashlib.sha256(repr((pipeline, data, layout.partition.counts)).encode()).digest(), "the new mesh")
         after = holders(layout.partition, layout.placement, data)
         plan = transfers(holders(before.partition, before.placement, before.replicas), after)
-        whole = {i: holding.state(i, whole=True) for i in sorted(holding.layers)}
+        whole = {i: layer_store.state(i, whole=True) for i in sorted(layer_store.layers)}
 
         def adopt(arrivals: list[Arrival]) -> None:
             self._programs.relower()
-            holding.reshaped(layout, [i for i in holding.layers if everyone.rank not in after[i]], whole, arrivals)
+            layer_store.reshaped(layout, [i for i in layer_store.layers if everyone.rank not in after[i]], whole, arrivals)
             self._pending.reshaped()
 
-        migration = exchange(everyone, plan, lambda i: (holding.modules[i], whole[i]), adopt)
+        migration = exchange(everyone, plan, lambda i: (layer_store.modules[i], whole[i]), adopt)
         self.profiler.forget(move.layer for move in plan)
         self._replicates = self._replicates or data > 1
         self._schedule_keeper.links = measure_links(self.world, layout.pairs)
@@ -511,26 +513,26 @@ class Pipeline:
 
     @property
     def modules(self) -> Sequence[nn.Module]:
-        return self._holding.modules
+        return self._layer_store.modules
 
     @property
     def own(self) -> list[int]:
-        return sorted(self._holding.layers)
+        return sorted(self._layer_store.layers)
 
     @property
     def collective(self) -> FirstReplica:
         return FirstReplica(self.world)
 
     def kept(self, layer: int) -> dict[str, Tensor]:
-        return self._holding.kept[layer]
+        return self._layer_store.kept[layer]
 
     def moments(self, layer: int) -> dict[str, Tensor]:
         self._pending.assert_final()
-        return self._holding.moments(layer)
+        return self._layer_store.moments(layer)
 
     def rebuild(self, layer: int, moments: Mapping[str, Tensor]) -> None:
         self._pending.assert_final()
-        self._holding.rebuild(layer, moments)
+        self._layer_store.rebuild(layer, moments)
         self._programs.relower()
 
     # -- what is known ----------------------------------------------------------------------------------------------------------
@@ -542,12 +544,12 @@ class Pipeline:
 
     def costs(self) -> tuple[LayerCost, ...]:
         """Measured costs of all layers: seconds per microbatch, bytes."""
-        pairs = [(layer, self._holding.optimizers[index]) for index, layer in self._holding.layers.items()]
+        pairs = [(layer, self._layer_store.optimizers[index]) for index, layer in self._layer_store.layers.items()]
         return self.profiler.gather(self.world, pairs, self.count, copies=self._pending.copies, slots=self._layouts.accumulation_groups)
 
     def cost_halves(self, costs: tuple[LayerCost, ...]) -> tuple[tuple[LayerCost, ...], ...]:
         """`costs`, once by the earlier and once by the later readings alone; nothing if some time has one reading only."""
-        return self.profiler.gather_halves(self.world, self._holding.layers, costs)
+        return self.profiler.gather_halves(self.world, self._layer_store.layers, costs)
 
     def preempted(self) -> float:
         """The share of its ops' time for which a rank lost its core to other processes: of the rank that lost most."""
@@ -592,11 +594,11 @@ class Pipeline:
     @property
     def caches(self) -> bool:
         """Whether outputs of a frozen prefix are kept."""
-        return self._holding.outputs.limit > 0
+        return self._layer_store.outputs.limit > 0
 
     def cached(self) -> tuple[int, int]:
         """Of the caches of outputs, on all ranks together: F's of layers that they have spared, and the bytes that they hold."""
-        outputs = self._holding.outputs
+        outputs = self._layer_store.outputs
         table = torch.tensor([outputs.spared, outputs.bytes], dtype=torch.int64)
         spared, held = self.world.everyone.sum(table, "what the caches hold").tolist()
         return spared, held
@@ -604,14 +606,14 @@ class Pipeline:
     @property
     def reduction_seconds(self) -> tuple[float, float]:
         """Of all steps so far: what this rank's collectives over the replicas took, and what of it its own work did not hide."""
-        return self._holding.replicas.seconds
+        return self._layer_store.replicas.seconds
 
     # -- what is saved ----------------------------------------------------------------------------------------------------------
 
     @property
     def own_layers(self) -> dict[int, tuple[nn.Module, LayerOptimizer]]:
         """This rank's layers by global index, for checkpoints."""
-        return {i: (layer.module, self._holding.optimizers[i]) for i, layer in self._holding.layers.items()}
+        return {i: (layer.module, self._layer_store.optimizers[i]) for i, layer in self._layer_store.layers.items()}
 
     def layer_state(self, index: int, whole: bool = False) -> dict[str, Tensor]:
         """What of one of this rank's layers moves and is saved beside its module: optimizer state, and what cases keep with it.
@@ -619,7 +621,7 @@ class Pipeline:
         whole: with ZeRO-1, the state of all replicas' shares; all replicas ask for it, in the same order.
         """
         self._pending.assert_final()
-        return self._holding.state(index, whole)
+        return self._layer_store.state(index, whole)
 
     def saved_layers(self) -> Iterator[tuple[int, tuple[nn.Module, dict[str, Tensor]]]]:
         """This rank's layers as a checkpoint has them, one whole layer at a time; the first replica's ranks write for all."""
@@ -632,7 +634,7 @@ class Pipeline:
         """Replaces one of this rank's layers by what a checkpoint holds of it. Raises CheckpointError if it is of another shape."""
         self._pending.assert_final()
         tensors = checkpoint.fit(index, self.model.names[index], self.modules[index], tensors)
-        self._holding.replace(index, tensors, flags)
+        self._layer_store.replace(index, tensors, flags)
         self._programs.relower()
 
     def digest(self) -> str:
@@ -640,12 +642,12 @@ class Pipeline:
         weights are. Of a parameter that computes in lower precision its float32 master is hashed: the parameter is that, rounded. Raises
         RunError if the replicas' weights are not equal."""
         self._pending.settle()
-        return weights_digest(self._holding)
+        return weights_digest(self._layer_store)
 
     def buffers_digest(self) -> str:
         """Like `digest`, of the persistent buffers (running statistics, say), but for those that encode the sparsity of pruned weights."""
         self._pending.settle()
-        return buffers_digest(self._holding)
+        return buffers_digest(self._layer_store)
 
 
 def _check_partition(partition: object) -> None:

@@ -17,7 +17,7 @@ from dynmo.balance.stage_costs import Make, frozen_stages
 from dynmo.cost.layer_cost import Costs, LayerCost, LinkCost, elide, stage_costs
 from dynmo.planner.fit_memory import fit_memory
 from dynmo.planner.recompute import recompute_as_workspace
-from dynmo.runtime.state.layer_store import Holding
+from dynmo.runtime.state.layer_store import LayerStore
 from dynmo.schedule.bounds import Objective
 from dynmo.schedule.catalogue import entry, full_schedule, make
 from dynmo.schedule.op import Schedule
@@ -37,7 +37,7 @@ class ScheduleKeeper:
 
     def __init__(
         self,
-        holding: Holding,
+        layer_store: LayerStore,
         name: str,
         chunks: int | None,
         memory_limit: int | None,
@@ -47,7 +47,7 @@ class ScheduleKeeper:
         accumulation_groups: int,
         shapes: Shapes | None = None,
     ) -> None:
-        self._holding, self._name, self._chunks, self._memory_limit = holding, name, chunks, memory_limit
+        self._layer_store, self._name, self._chunks, self._memory_limit = layer_store, name, chunks, memory_limit
         self.links, self._post_validation, self._accumulation_groups, self._shapes = links, post_validation, accumulation_groups, shapes
         # What the next schedule is made from; None until something is measured.
         self.known: tuple[LayerCost, ...] | None = None
@@ -55,21 +55,21 @@ class ScheduleKeeper:
     @property
     def objective(self) -> Objective:
         """What makes a step of this pipeline short."""
-        return Objective.MAKESPAN if not self._post_validation or self._holding.tied.apart else Objective.SPAN
+        return Objective.MAKESPAN if not self._post_validation or self._layer_store.tied.apart else Objective.SPAN
 
     # -- the schedule ---------------------------------------------------------------------------------------------------------
 
     def agreed(self) -> Schedule:
         """The schedule of the next steps, which all ranks have compared."""
-        schedule = self.on(self._holding.layout.partition)
+        schedule = self.on(self._layer_store.layout.partition)
         if entry(self._name).from_costs:
-            self._holding.world.agree(hashlib.sha256(str(schedule).encode()).digest(), "the schedule")
+            self._layer_store.world.agree(hashlib.sha256(str(schedule).encode()).digest(), "the schedule")
         return schedule
 
     def on(self, partition: Partition, layers: tuple[LayerCost, ...] | None = None) -> Schedule:
         """The schedule that would run on this placement, with what is frozen now, made for these costs (default: for what is known of
         them) where it is made for any."""
-        layout, from_costs = self._holding.layout, entry(self._name).from_costs
+        layout, from_costs = self._layer_store.layout, entry(self._name).from_costs
         layers = layers or self.known or (self._guess() if from_costs else None)
         costs = self.stage_costs(layers, partition) if from_costs and layers is not None else None
 
@@ -81,7 +81,7 @@ class ScheduleKeeper:
                 costs=costs,
                 chunks=self._chunks,
                 caps=caps,
-                first_trainable=partition.owner(self._holding.frozen.first_trainable),
+                first_trainable=partition.owner(self._layer_store.frozen.first_trainable),
                 objective=self.objective,
             )
 
@@ -101,13 +101,13 @@ class ScheduleKeeper:
 
     def _guess(self) -> tuple[LayerCost, ...] | None:
         """Costs before any are measured: bytes by shape, and every layer's times alike."""
-        layout, frozen = self._holding.layout, self._holding.frozen
+        layout, frozen = self._layer_store.layout, self._layer_store.frozen
         shapes = None if self._shapes is None else self._shapes(layout.replicas)
         return None if shapes is None else elide(recompute_as_workspace(shapes, layout.recomputed), frozen.first_trainable, frozen.layers)
 
     def full(self) -> Schedule:
         """The schedule with every stage training: an upper bound of what any frozen prefix keeps in memory."""
-        return full_schedule(self._name, self._holding.layout.ranks, self._holding.layout.microbatches, self._chunks)
+        return full_schedule(self._name, self._layer_store.layout.ranks, self._layer_store.layout.microbatches, self._chunks)
 
     def predict(self, layers: tuple[LayerCost, ...], partition: Partition) -> Timeline:
         """What the simulator says of one step under these costs and this placement, with the schedule made for them."""
@@ -120,7 +120,7 @@ class ScheduleKeeper:
         """
         if not entry(self._name).from_costs:
             return None
-        partition = self._holding.layout.partition
+        partition = self._layer_store.layout.partition
         costs = self.stage_costs(layers, partition)
         before = simulate(self.on(partition), costs).length(self.objective)
         after = simulate(self.on(partition, layers), costs).length(self.objective)
@@ -142,10 +142,10 @@ class ScheduleKeeper:
     def elide(self) -> None:
         """What layers cost that are frozen by now is known without measuring."""
         if self.known is not None:
-            self.known = elide(self.known, self._holding.frozen.first_trainable, self._holding.frozen.layers)
+            self.known = elide(self.known, self._layer_store.frozen.first_trainable, self._layer_store.frozen.layers)
 
     @property
-    def patience(self) -> float:
+    def message_timeout(self) -> float:
         """Seconds within which a message that was sent in time is there: twice what the slowest link takes for the smallest."""
         return 2 * max((link.latency for link in self.links.values()), default=0.0)
 
@@ -153,7 +153,7 @@ class ScheduleKeeper:
 
     def request(self, layers: tuple[LayerCost, ...], cost: Cost, seed: int, step: int) -> BalanceRequest:
         """What a balancer is asked: where these layers should live, under this pipeline's schedule, links and memory limit."""
-        limit, layout = self._memory_limit, self._holding.layout
+        limit, layout = self._memory_limit, self._layer_store.layout
         # Each stage is given its rank's whole limit: a balancer that knows of the placement adds up what a rank's stages hold.
         limits = None if limit is None else (limit,) * len(layout.placement)
         return BalanceRequest(
@@ -164,18 +164,18 @@ class ScheduleKeeper:
             limits,
             seed,
             step,
-            self._holding.model.names,
+            self._layer_store.model.names,
             self._make_for(layers),
             self._boundary_links(),
             self.objective,
-            self._holding.frozen.first_trainable,
+            self._layer_store.frozen.first_trainable,
             placement=layout.placement,
         )
 
     def _make_for(self, layers: tuple[LayerCost, ...]) -> Make:
         """The schedule that would run at some stages' costs. What a rank holds anyway is taken as everyone's mean: only the plan that is
         chosen is made within its ranks' true limits."""
-        layout = self._holding.layout
+        layout = self._layer_store.layout
         ranks = layout.ranks
         held = sum(layer.static_bytes for layer in layers) // ranks
         limit = None if self._memory_limit is None else float(max(0, self._memory_limit - held))
@@ -207,4 +207,4 @@ class ScheduleKeeper:
     def _boundary_links(self) -> tuple[LinkCost, ...]:
         """The link behind each stage but the last; between two stages of one rank it costs nothing."""
         here = LinkCost(0.0, math.inf)
-        return tuple(self.links.get((min(pair), max(pair)), here) for pair in pairwise(self._holding.layout.placement))
+        return tuple(self.links.get((min(pair), max(pair)), here) for pair in pairwise(self._layer_store.layout.placement))

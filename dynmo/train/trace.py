@@ -19,7 +19,7 @@ from dynmo.runtime.comm.announced import check_announced
 from dynmo.runtime.comm.channels import TAG_TRACE
 from dynmo.runtime.comm.clock import Clock
 from dynmo.runtime.comm.world import World
-from dynmo.runtime.engine.executor import SEND, WAIT, Slice
+from dynmo.runtime.engine.executor import SEND, WAIT, Interval
 from dynmo.schedule.op import Kind
 
 _KINDS = [*(str(k) for k in Kind), WAIT, SEND]
@@ -68,7 +68,7 @@ class Tracer:
         self._recent.clear()
         self._coming = self._steps
 
-    def observe(self, step: int, slices: Sequence[Slice]) -> None:
+    def observe(self, step: int, slices: Sequence[Interval]) -> None:
         """One finished step. The clock must be settled."""
         if not self._steps or not slices:
             return

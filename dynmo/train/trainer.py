@@ -307,7 +307,7 @@ class Trainer:
         for case in self._cases:
             with named(case, "observe", step):
                 case.observe(Signals(step, result.loss, result.squared_norms, started.rate))
-        self._tracer.observe(step, result.outcome.slices)
+        self._tracer.observe(step, result.step_output.intervals)
         self._emit(self._rebalancer.observe(step, seconds, result.busy))
         tokens = self.config.train.global_batch * self.config.model.sequence
         self._emit(

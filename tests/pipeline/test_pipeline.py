@@ -319,8 +319,8 @@ def test_half_steps() -> None:
     made.forward_backward(0, *tokens(7))
     made.discard()
     assert made.digest() == twin.digest()
-    outcome = made.forward_backward(0, *tokens(0))
-    result = made.update(0, outcome, lr=0.1)
+    step_output = made.forward_backward(0, *tokens(0))
+    result = made.update(0, step_output, lr=0.1)
     assert result.loss == twin.step(0, *tokens(0), lr=0.1).loss
     assert made.digest() == twin.digest()
 
@@ -417,9 +417,9 @@ def test_predict_and_costs() -> None:
 
 
 def test_pieces_of_w_run_once_a_message_is_later_than_the_links_take(pool: Pool) -> None:
-    ranks = pool.run(JOBS + "patience", 3, w_granularity="linear")
+    ranks = pool.run(JOBS + "message_timeout", 3, w_granularity="linear")
     for waits, latencies in ranks:
         assert len(latencies) == 2
         assert waits == 2 * max(latencies) > 0
     assert len({waits for waits, _ in ranks}) == 1, "alike on all ranks"
-    assert [waits for waits, _ in pool.run(JOBS + "patience", 2, w_granularity="whole")] == [None, None]
+    assert [waits for waits, _ in pool.run(JOBS + "message_timeout", 2, w_granularity="whole")] == [None, None]

@@ -31,7 +31,7 @@ def shape(world: World, replicas: list[int]) -> list[list[Any]]:
             here.wait(here.receive(received, source, 1), source, "a message")
             here.wait(sent, around, "room for a message")
         first = FirstReplica(here).sum(mark.clone(), "the first replica")
-        out.append([here.rank, here.size, here.replica, here.replicas, *sums, int(received), int(first), here.called(here.rank)])
+        out.append([here.rank, here.size, here.replica, here.replicas, *sums, int(received), int(first), here.describe_rank(here.rank)])
     return out
 
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from dynmo.runtime.comm.clock import HostClock
-from dynmo.runtime.engine.executor import SEND, WAIT, Slice
+from dynmo.runtime.engine.executor import SEND, WAIT, Interval
 from dynmo.train.trace import Tracer, chrome_trace
 from tests.pool import Pool
 from tests.runtime.alone import alone
@@ -90,7 +90,7 @@ def test_what_is_kept(tmp_path: Path, steps: int, kept: list[int]) -> None:
         if step == 4:
             tracer.keep_around()
         start = HostClock.mark()
-        tracer.observe(step, [Slice("F", 0, 0, start, HostClock.mark())])
+        tracer.observe(step, [Interval("F", 0, 0, start, HostClock.mark())])
     tracer.finish(tmp_path / "trace.json")
     if not steps:
         assert not (tmp_path / "trace.json").exists()
@@ -103,7 +103,7 @@ def test_many_changes_do_not_fill_the_memory(tmp_path: Path) -> None:
     tracer = Tracer(alone(), HostClock(), 3)
     for step in range(500):
         tracer.keep_around()
-        tracer.observe(step, [Slice("F", 0, 0, HostClock.mark(), HostClock.mark())])
+        tracer.observe(step, [Interval("F", 0, 0, HostClock.mark(), HostClock.mark())])
     tracer.finish(tmp_path / "trace.json")
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     kept = [e["args"]["step"] for e in events if e["ph"] == "X"]
@@ -124,7 +124,7 @@ def test_a_long_run_keeps_its_resolution(tmp_path: Path) -> None:
     tracer = Tracer(alone(), CoarseClock(), 1)
     day = time.perf_counter() + 86400
     for step in range(2):
-        tracer.observe(step, [Slice("F", 0, j, day + step + j * 1e-4, day + step + (j + 1) * 1e-4) for j in range(5)])
+        tracer.observe(step, [Interval("F", 0, j, day + step + j * 1e-4, day + step + (j + 1) * 1e-4) for j in range(5)])
     tracer.finish(tmp_path / "trace.json")
     lengths = [e["dur"] for e in json.loads((tmp_path / "trace.json").read_text())["traceEvents"] if e["ph"] == "X"]
     assert lengths == pytest.approx([100.0] * 5, abs=0.2)

@@ -31,7 +31,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dynmo.errors import DynmoError, RunError, WaitTimeout
-from dynmo.runtime.comm.device_waits import POLL, Patience
+from dynmo.runtime.comm.device_waits import POLL, WaitLimit
 from dynmo.runtime.comm.headers import LEAD, Spec, decode, encode, on_wire, rest_of, spec_of
 from dynmo.runtime.comm.world import World
 from dynmo.schedule.lowering import Begun, Channel, Direction, Program, describe
@@ -193,9 +193,9 @@ class Inbox:
 
     def _late(self, what: str) -> WaitTimeout:
         me = self._world.rank
-        return WaitTimeout(f"{self._world.called(me)} waited {self._world.timeout:g} s for {what}", [self._world.address(me)])
+        return WaitTimeout(f"{self._world.describe_rank(me)} waited {self._world.timeout:g} s for {what}", [self._world.global_rank(me)])
 
-    def arrived(self, microbatch: int, patience: float) -> bool:
+    def arrived(self, microbatch: int, timeout: float) -> bool:
         """Whether the next message is here, or comes within `patience` seconds. Where there is no telling, yes: the first of a channel,
         whose shapes are not known. Of one that varies, whether its header is.
 
@@ -205,15 +205,15 @@ class Inbox:
             return True
         if self._due is None:
             try:
-                self._due = self._next_posted(patience)
+                self._due = self._next_posted(timeout)
             except queue.Empty:
                 return False
             if not self._world.enqueues or self._varying:
                 self._here = threading.Event()
                 self._watcher.submit(partial(self._watch, self._due[1], microbatch, self._here))
         if self._here is not None:
-            return self._here.wait(patience)
-        return _filled(self._world, self._due[1], patience)
+            return self._here.wait(timeout)
+        return _filled(self._world, self._due[1], timeout)
 
     def _watch(self, works: list[dist.Work], microbatch: int, here: threading.Event) -> None:
         try:
@@ -251,9 +251,9 @@ class Inbox:
 
 def _filled(world: World, works: list[dist.Work], seconds: float) -> bool:
     """Whether the receives are, so many seconds after the stream has run dry. Only asks: nothing is held up on the device."""
-    patience = Patience(world.device, seconds)
+    timeout = WaitLimit(world.device, seconds)
     while not all(work.is_completed() for work in works):
-        if patience.over():
+        if timeout.over():
             return False
         world.look()
         time.sleep(POLL)
@@ -332,19 +332,20 @@ class Outbox:
             taken = self._room.acquire(timeout=self._world.timeout + 5) if self._threaded else self._acquire_enqueued()
         if not taken or self.worker.error is not None:
             raise self.worker.error or WaitTimeout(
-                f"{self._world.called(self._world.rank)} waited {self._world.timeout:g} s for {self._world.called(self.channel.target)}: "
+                f"{self._world.describe_rank(self._world.rank)} waited {self._world.timeout:g} s for "
+                f"{self._world.describe_rank(self.channel.target)}: "
                 f"room to send the {self.channel.direction} of microbatch {microbatch}",
-                [self._world.address(self.channel.target)],
+                [self._world.global_rank(self.channel.target)],
             )
 
     def _acquire_enqueued(self) -> bool:
         """CUDA: nobody but this thread finds out that a send is done, so it looks again and again. The host may be a step ahead of the
         device, so time counts only while that has nothing to do and nothing comes through."""
-        patience = Patience(self._world.device, self._world.timeout)
+        timeout = WaitLimit(self._world.device, self._world.timeout)
         while not self._room.acquire(blocking=False):
             if self._release_done():
-                patience.renew()
-            elif patience.over():
+                timeout.renew()
+            elif timeout.over():
                 return False
             else:
                 self._world.look()
@@ -387,9 +388,9 @@ class Transport:
     def take(self, channel: Channel, microbatch: int) -> tuple[Tensor, ...]:
         return self._inboxes[channel].take(microbatch)
 
-    def arrived(self, channel: Channel, microbatch: int, patience: float) -> bool:
+    def arrived(self, channel: Channel, microbatch: int, timeout: float) -> bool:
         """Whether `take` would have the message, now or within so many seconds."""
-        return self._inboxes[channel].arrived(microbatch, patience)
+        return self._inboxes[channel].arrived(microbatch, timeout)
 
     def put(self, channel: Channel, microbatch: int, tensors: tuple[Tensor, ...]) -> None:
         self._outboxes[channel].put(microbatch, tensors)

@@ -60,7 +60,7 @@ class DeviceWaits:
         return bool(self._open)
 
 
-class Patience:
+class WaitLimit:
     """Seconds for which a host waits that asks a device again and again. They count while the stream is dry: until then nobody waits."""
 
     def __init__(self, device: torch.device, seconds: float) -> None:

@@ -35,7 +35,7 @@ def arrange(world: World, replicas: int) -> World:
     pipelines = [tuple(range(replica, everyone.size, replicas)) for replica in range(replicas)]
     positions = [tuple(range(first, first + replicas)) for first in range(0, everyone.size, replicas)]
     what = f"the groups of {replicas} replicas"
-    return everyone.view(pipelines, what).beside(everyone.view(positions, what))
+    return everyone.view(pipelines, what).with_peers(everyone.view(positions, what))
 
 
 class FirstReplica:

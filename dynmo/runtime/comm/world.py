@@ -162,15 +162,15 @@ class World:
     staged: bool = False
     channels: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet[Any])
     # Of a view: all the worlds that it is one of, as the global ranks of each; which one it is; its group (None: the one of all ranks).
-    lines: tuple[tuple[int, ...], ...] = ()
-    line: int = 0
-    circle: dist.ProcessGroup | None = None
+    subgroups: tuple[tuple[int, ...], ...] = ()
+    subgroup: int = 0
+    process_group: dist.ProcessGroup | None = None
     # All ranks of this generation, and the ranks that do the same as this one in the other replicas; None: this rank's world has no others.
     _everyone: World | None = field(default=None, repr=False, compare=False)
     _peers: World | None = field(default=None, repr=False, compare=False)
     # Of the world of all ranks: its views, their groups by global ranks (a shape that comes back needs no new ones), and how many replicas.
     _views: list[World] = field(default_factory=list["World"], repr=False, compare=False)
-    _circles: dict[tuple[int, ...], Any] = field(default_factory=dict[tuple[int, ...], Any], repr=False, compare=False)
+    _process_groups: dict[tuple[int, ...], Any] = field(default_factory=dict[tuple[int, ...], Any], repr=False, compare=False)
     _shape: int = 1
     # NCCL's communicators, by tag and global ranks.
     _channel_groups: dict[tuple[int, ...], Any] = field(default_factory=dict[tuple[int, ...], Any], repr=False, compare=False)
@@ -222,9 +222,9 @@ class World:
             dist.distributed_c10d._abort_process_group()
         # A group ends, and its peers are told, when the last reference to it goes.
         for world in (everyone, *everyone._views):
-            world.group = world.circle = None
+            world.group = world.process_group = None
         everyone._views.clear()
-        everyone._circles.clear()
+        everyone._process_groups.clear()
         everyone._channel_groups.clear()
         _leave()
 
@@ -259,46 +259,46 @@ class World:
     def replicas(self) -> int:
         return 1 if self._peers is None else self._peers.size
 
-    def address(self, rank: int) -> int:
+    def global_rank(self, rank: int) -> int:
         """The global rank of one of this world's ranks."""
-        return self.lines[self.line][rank] if self.lines else rank
+        return self.subgroups[self.subgroup][rank] if self.subgroups else rank
 
-    def called(self, rank: int) -> str:
+    def describe_rank(self, rank: int) -> str:
         """What to call one of this world's ranks where a person reads it."""
-        return "rank " + self._called(self.address(rank))
+        return "rank " + self._describe(self.global_rank(rank))
 
-    def _called(self, address: int) -> str:
+    def _describe(self, global_rank: int) -> str:
         replicas = self.everyone._shape
-        return f"{address} (replica {address % replicas})" if replicas > 1 else str(address)
+        return f"{global_rank} (replica {global_rank % replicas})" if replicas > 1 else str(global_rank)
 
     def _named(self, ranks: Sequence[int]) -> str:
-        return ranks_text([self._called(self.address(rank)) for rank in ranks])
+        return ranks_text([self._describe(self.global_rank(rank)) for rank in ranks])
 
     def reshaped(self, replicas: int) -> None:
         """From now on the ranks are so many replicas: for the names of ranks in messages, and earlier views are no more."""
         self._shape = replicas
         self._views.clear()
 
-    def beside(self, peers: World) -> World:
+    def with_peers(self, peers: World) -> World:
         self._peers = peers
         return self
 
-    def view(self, lines: Sequence[tuple[int, ...]], what: str) -> World:
+    def view(self, subgroups: Sequence[tuple[int, ...]], what: str) -> World:
         """The one of these worlds that this rank is in. All ranks call it, on the world of all; lines: the global ranks of each."""
         everyone = self.everyone
-        line, ranks = next((number, ranks) for number, ranks in enumerate(lines) if everyone.rank in ranks)
+        subgroup, ranks = next((number, ranks) for number, ranks in enumerate(subgroups) if everyone.rank in ranks)
         try:
-            for members in lines:  # all make all groups, in one order
-                if 1 < len(members) < everyone.size and members not in everyone._circles:
+            for members in subgroups:  # all make all groups, in one order
+                if 1 < len(members) < everyone.size and members not in everyone._process_groups:
                     made = dist.new_group(list(members), timeout=timedelta(seconds=self.timeout))
-                    everyone._circles[members] = made if ranks == members else None
-                    self._lift_limit(everyone._circles[members])
+                    everyone._process_groups[members] = made if ranks == members else None
+                    self._lift_limit(everyone._process_groups[members])
         except RuntimeError as error:
             everyone.fail(error, None, what)
         made = World(
             ranks.index(everyone.rank), len(ranks), self.device, self.timeout, self.generation, self.store, everyone.group, self.staged
         )
-        made.lines, made.line, made.circle = tuple(lines), line, everyone._circles.get(ranks)
+        made.subgroups, made.subgroup, made.process_group = tuple(subgroups), subgroup, everyone._process_groups.get(ranks)
         made.channels, made._everyone = everyone.channels, everyone
         everyone._views.append(made)
         return made
@@ -312,8 +312,8 @@ class World:
             return
         groups, opened = self.everyone._channel_groups, list[tuple[int, ...]]()
         for key in pairs:
-            for line in self.lines or (tuple(range(self.size)),):
-                tag, *ends = key[0], *(line[rank] for rank in key[1:])
+            for subgroup in self.subgroups or (tuple(range(self.size)),):
+                tag, *ends = key[0], *(subgroup[rank] for rank in key[1:])
                 if (tag, *ends) in groups:
                     continue
                 try:
@@ -328,7 +328,10 @@ class World:
         # now, or two ranks that both send first would wait for each other for ever.
         for key in opened:
             _, source, target = key
-            mark, what = torch.ones(1, device=self.device), f"the channel from {self.called(source)} to {self.called(target)} to open"
+            mark, what = (
+                torch.ones(1, device=self.device),
+                f"the channel from {self.describe_rank(source)} to {self.describe_rank(target)} to open",
+            )
             if self.rank == source:
                 self.wait(self.send(mark, target, 0, key), target, what)
             else:
@@ -339,7 +342,7 @@ class World:
         """The communicator of a message; None where it has none of its own."""
         if key is None or not tensor.is_cuda:
             return None
-        return self.everyone._channel_groups.get((key[0], *(self.address(rank) for rank in key[1:])))
+        return self.everyone._channel_groups.get((key[0], *(self.global_rank(rank) for rank in key[1:])))
 
     def send(self, tensor: Tensor, target: int, tag: int, key: tuple[int, ...] | None = None) -> dist.Work:
         group = self._channel(key, tensor)
@@ -347,8 +350,8 @@ class World:
         tensor = tensor.cpu() if self.staged else tensor
         try:
             # dist.isend looks up the group and checks the tensor anew: on a small message that is half of the time it takes.
-            address = self.address(target)
-            work = dist.isend(tensor, address, group=group) if group else self.group.send([tensor], address, tag)
+            global_rank = self.global_rank(target)
+            work = dist.isend(tensor, global_rank, group=group) if group else self.group.send([tensor], global_rank, tag)
         except RuntimeError as error:
             self.fail(error, [target], "room for a message")
         assert work is not None
@@ -358,11 +361,11 @@ class World:
         group = self._channel(key, tensor)
         assert self.group is not None
         try:
-            address = self.address(source)
+            global_rank = self.global_rank(source)
             if self.staged:
                 host = torch.empty_like(tensor, device="cpu")
-                return StagedReceive(self.group.recv([host], address, tag), host, tensor)
-            work = dist.irecv(tensor, address, group=group) if group else self.group.recv([tensor], address, tag)
+                return StagedReceive(self.group.recv([host], global_rank, tag), host, tensor)
+            work = dist.irecv(tensor, global_rank, group=group) if group else self.group.recv([tensor], global_rank, tag)
         except RuntimeError as error:
             self.fail(error, [source], "a message")
         assert work is not None
@@ -411,7 +414,7 @@ class World:
         if self.size > 1 and tensor.numel():
             host = tensor.cpu() if self.staged else tensor
             try:
-                dist.all_reduce(host, operation, group=self.circle)
+                dist.all_reduce(host, operation, group=self.process_group)
             except RuntimeError as error:
                 self.fail(error, None, what)
             if host is not tensor:
@@ -426,7 +429,7 @@ class World:
         own = own.cpu() if self.staged else own
         out = own.new_empty(sum(sizes))
         try:
-            dist.all_to_all_single(out, own, list(sizes), [part.numel() for part in parts], group=self.circle)
+            dist.all_to_all_single(out, own, list(sizes), [part.numel() for part in parts], group=self.process_group)
         except RuntimeError as error:
             self.fail(error, None, what)
         return list(out.to(parts[0].device).split(list(sizes)))
@@ -449,7 +452,8 @@ class World:
             first = min(said)
             other = [r for r, value in said.items() if value != said[first]]
             raise RunError(
-                f"{everyone.called(first)} and {everyone._named(other)} disagree on {what}; do all run the same dynmo, config and data?"
+                f"{everyone.describe_rank(first)} and {everyone._named(other)} disagree on {what}; "
+                "do all run the same dynmo, config and data?"
             )
 
     def first_difference(self, parts: Sequence[str], what: str) -> tuple[int, list[int]] | None:
@@ -504,7 +508,7 @@ class World:
 
     def fail(self, error: RuntimeError, peers: Sequence[int] | None, what: str) -> NoReturn:
         """Turns a backend's exception into one line that names who waits for whom."""
-        text, me = first_line(error), self.called(self.rank)
+        text, me = first_line(error), self.describe_rank(self.rank)
         if _LATE.search(text):
             raise self._late(peers, what) from error
         whom = self._named(peers) if peers else "a peer"
@@ -512,19 +516,19 @@ class World:
 
     def _late(self, peers: Sequence[int] | None, what: str) -> WaitTimeout:
         late = self._not_waiting(what) if peers is None else list(peers)
-        waited = f"{self.called(self.rank)} waited {self.timeout:g} s for {self._named(late)}: {what}"
-        return WaitTimeout(f"{waited}; where it only takes longer, raise parallel.timeout", [self.address(rank) for rank in late])
+        waited = f"{self.describe_rank(self.rank)} waited {self.timeout:g} s for {self._named(late)}: {what}"
+        return WaitTimeout(f"{waited}; where it only takes longer, raise parallel.timeout", [self.global_rank(rank) for rank in late])
 
     def _not_waiting(self, what: str) -> list[int]:
         """Who is not in this collective: every rank that gives up says so in the store; those that do not are the ones waited for."""
-        key = f"waiting/{self.address(self.rank)}"
+        key = f"waiting/{self.global_rank(self.rank)}"
         try:
             self.store.set(key, json.dumps({"host": socket.gethostname(), "what": what}))
         except RuntimeError:  # the rank that serves it is gone
             return []
         time.sleep(min(1.0, self.timeout / 2))
         others = [rank for rank in range(self.size) if rank != self.rank]
-        lacking = _lacking(self.store, [f"waiting/{self.address(rank)}" for rank in others])
+        lacking = _lacking(self.store, [f"waiting/{self.global_rank(rank)}" for rank in others])
         return [others[at] for at in lacking]
 
 

@@ -12,11 +12,11 @@ from torch import Tensor
 
 from dynmo.runtime.comm.channels import Transport
 from dynmo.runtime.comm.clock import Clock
-from dynmo.runtime.engine.stage_streams import Key, Lanes
+from dynmo.runtime.engine.stage_streams import Key, StageStreams
 from dynmo.runtime.layer.buffers import BufferSet
 from dynmo.runtime.layer.split_backward import Tensors
 from dynmo.runtime.layer.stage import Stage
-from dynmo.runtime.layer.weight_grad_queue import Pieces
+from dynmo.runtime.layer.weight_grad_queue import WeightGradQueue
 from dynmo.schedule.lowering import Compute, Direction, Program, Receive, Verdict
 from dynmo.schedule.op import Kind
 
@@ -24,7 +24,7 @@ from dynmo.schedule.op import Kind
 WAIT, SEND = "wait", "send"
 
 
-class Slice(NamedTuple):
+class Interval(NamedTuple):
     """One interval of a rank's step, as marks of its clock. kind: F, B, W, BW, wait or send."""
 
     kind: str
@@ -35,11 +35,11 @@ class Slice(NamedTuple):
 
 
 @dataclass
-class Outcome:
+class StepOutput:
     """What one step left: the losses of the microbatches (last stage), and where the time went."""
 
     losses: list[Tensor] = field(default_factory=list[Tensor])
-    slices: list[Slice] = field(default_factory=list[Slice])
+    intervals: list[Interval] = field(default_factory=list[Interval])
 
 
 class Executor:
@@ -57,11 +57,11 @@ class Executor:
         last_stage: int,
         transport: Transport,
         clock: Clock,
-        lanes: Lanes,
-        patience: float | None = None,
+        streams: StageStreams,
+        timeout: float | None = None,
     ) -> None:
         self._program, self._stages, self._last = program, stages, last_stage
-        self._transport, self._clock, self._lanes, self._patience = transport, clock, lanes, patience
+        self._transport, self._clock, self._streams, self._timeout = transport, clock, streams, timeout
         self._buffers = BufferSet(layer.module for stage in stages.values() for layer in stage.layers)
 
     def run(
@@ -70,8 +70,8 @@ class Executor:
         inputs: Tensor | None,
         targets: Tensor | None,
         training: bool = True,
-        stands: Callable[[], bool] | None = None,
-    ) -> Outcome:
+        is_validated: Callable[[], bool] | None = None,
+    ) -> StepOutput:
         """inputs: [microbatches, ...] where the first stage is; targets: [microbatches, ...] where the last one is.
 
         stands: asked at the program's Verdict whether the step before does. If not, on all ranks, the program begins again.
@@ -81,28 +81,28 @@ class Executor:
         gc.disable()
         try:
             self._transport.open()
-            before = None if stands is None else self._buffers.copies()
-            self._lanes.fork()
-            outcome = self._run(step, inputs, targets, training, stands)
-            if outcome is None:
+            before = None if is_validated is None else self._buffers.copies()
+            self._streams.fork()
+            step_output = self._run(step, inputs, targets, training, is_validated)
+            if step_output is None:
                 assert before is not None
                 self._buffers.restore(before)
-                outcome = self._run(step, inputs, targets, training, None)
-                assert outcome is not None
-            self._lanes.join()
+                step_output = self._run(step, inputs, targets, training, None)
+                assert step_output is not None
+            self._streams.join()
             self._transport.flush()
-            return outcome
+            return step_output
         finally:
             if collecting:
                 gc.enable()
 
     def _run(
-        self, step: int, inputs: Tensor | None, targets: Tensor | None, training: bool, stands: Callable[[], bool] | None
-    ) -> Outcome | None:
+        self, step: int, inputs: Tensor | None, targets: Tensor | None, training: bool, is_validated: Callable[[], bool] | None
+    ) -> StepOutput | None:
         """None: it must begin again, and all but the buffers is as it was at its start."""
-        outcome = Outcome()
-        mark, slices, lanes = self._clock.mark, outcome.slices, self._lanes
-        pieces = Pieces(self._program.instructions, self._stages)
+        step_output = StepOutput()
+        mark, intervals, streams = self._clock.mark, step_output.intervals, self._streams
+        queue = WeightGradQueue(self._program.instructions, self._stages)
         # Tensors on their way to an op or to a channel, by (direction, stage that needs or made them, microbatch).
         arrived: dict[Key, Tensors] = {}
         leaving: dict[Key, Tensors] = {}
@@ -110,66 +110,66 @@ class Executor:
             if isinstance(instruction, Compute):
                 kind, s, j = instruction.op
                 stage = self._stages[s]
-                with lanes.of(s):
+                with streams.of(s):
                     if kind is Kind.F:
                         x = arrived.pop((Direction.ACTIVATION, s, j)) if s else (_at(inputs, j),)
-                        lanes.need((Direction.ACTIVATION, s, j), x)
+                        streams.need((Direction.ACTIVATION, s, j), x)
                         start = mark()
                         y = stage.forward(j, x, step, _at(targets, j) if s == self._last else None, training)
                         if s == self._last:
-                            outcome.losses.append(y[0].detach())  # or it would keep its graph until nobody asks for the step any more
+                            step_output.losses.append(y[0].detach())  # or it would keep its graph until nobody asks for the step any more
                         elif s + 1 in self._stages:
                             arrived[Direction.ACTIVATION, s + 1, j] = y
-                            lanes.made((Direction.ACTIVATION, s + 1, j))
+                            streams.made((Direction.ACTIVATION, s + 1, j))
                         else:
                             leaving[Direction.ACTIVATION, s, j] = y
                     elif kind is Kind.W:
                         start = mark()
-                        pieces.run_rest(instruction.op)
+                        queue.run_rest(instruction.op)
                     else:
                         gradients = arrived.pop((Direction.GRADIENT, s, j)) if s != self._last else None
-                        lanes.need((Direction.GRADIENT, s, j), gradients or ())
+                        streams.need((Direction.GRADIENT, s, j), gradients or ())
                         start = mark()
                         g = stage.backward_input(j, gradients, deferred=kind is Kind.B)
                         if s > self._program.first_trainable and s - 1 in self._stages:
                             arrived[Direction.GRADIENT, s - 1, j] = g
-                            lanes.made((Direction.GRADIENT, s - 1, j))
+                            streams.made((Direction.GRADIENT, s - 1, j))
                         elif s > self._program.first_trainable:
                             leaving[Direction.GRADIENT, s, j] = g
-                    pieces.after(instruction.op)
-                    slices.append(Slice(kind, s, j, start, mark()))
+                    queue.after(instruction.op)
+                    intervals.append(Interval(kind, s, j, start, mark()))
                 x = y = g = gradients = ()  # or they would live on through the next op
                 continue
             start = mark()
             if isinstance(instruction, Verdict):
-                if stands is None:
+                if is_validated is None:
                     continue
-                if not stands():
+                if not is_validated():
                     self.clear()
                     self._transport.rewind(instruction.begun)
                     return None
-                slices.append(Slice(WAIT, self._program.stages[0], 0, start, mark()))
+                intervals.append(Interval(WAIT, self._program.stages[0], 0, start, mark()))
                 continue
             channel, s, j = instruction
             if isinstance(instruction, Receive):
-                if self._patience is not None:
-                    start = self._meanwhile(instruction, self._patience, pieces, start, slices)
+                if self._timeout is not None:
+                    start = self._meanwhile(instruction, self._timeout, queue, start, intervals)
                 arrived[channel.direction, s, j] = self._transport.take(channel, j)
-                slices.append(Slice(WAIT, s, j, start, mark()))
+                intervals.append(Interval(WAIT, s, j, start, mark()))
             else:
                 self._transport.put(channel, j, leaving.pop((channel.direction, s, j)))
-                slices.append(Slice(SEND, s, j, start, mark()))
-        return outcome
+                intervals.append(Interval(SEND, s, j, start, mark()))
+        return step_output
 
-    def _meanwhile(self, awaited: Receive, patience: float, pieces: Pieces, start: Any, slices: list[Slice]) -> Any:
+    def _meanwhile(self, awaited: Receive, timeout: float, queue: WeightGradQueue, start: Any, intervals: list[Interval]) -> Any:
         """Runs pieces of W, if there are any, until the message is there. start, and what it returns: since when the rank waits."""
         mark, (channel, s, j) = self._clock.mark, awaited
-        while pieces.any and not self._transport.arrived(channel, j, patience):
-            began, op, patience = mark(), pieces.run_one(), 0.0
+        while queue.any and not self._transport.arrived(channel, j, timeout):
+            began, op, timeout = mark(), queue.run_one(), 0.0
             if op is not None:
-                slices.append(Slice(WAIT, s, j, start, began))
+                intervals.append(Interval(WAIT, s, j, start, began))
                 start = mark()
-                slices.append(Slice(op.kind, op.stage, op.microbatch, began, start))
+                intervals.append(Interval(op.kind, op.stage, op.microbatch, began, start))
         return start
 
     def scale_loss(self, scale: float) -> None:

@@ -37,7 +37,7 @@ class Rollback:
     seconds: float
 
 
-class Passage:
+class NormRing:
     """How the table of a step's end passes the ranks: down as a prefix, up as the verdict (`lower.routes`). Receives are posted ahead."""
 
     def __init__(self, world: World, placement: tuple[int, ...], length: int) -> None:
@@ -124,7 +124,7 @@ class Switch:
     reason: str
 
 
-class Caution:
+class BarrierPolicy:
     """Whether steps are validated afterwards or before, by how often they fail. Fed with verdicts, so it is the same on every rank."""
 
     def __init__(self) -> None:

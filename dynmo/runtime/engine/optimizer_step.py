@@ -13,30 +13,30 @@ from typing import Literal
 import torch
 
 from dynmo.errors import RunError
-from dynmo.runtime.engine.executor import Outcome
+from dynmo.runtime.engine.executor import StepOutput
 from dynmo.runtime.engine.norm_ring import CLIPPED, NON_FINITE
 from dynmo.runtime.engine.profiler import Profiler
-from dynmo.runtime.engine.step_reduction import StepResult, StepTable
+from dynmo.runtime.engine.step_reduction import StepReduction, StepResult
 from dynmo.runtime.optim.loss_scale import LossScaler
 from dynmo.runtime.optim.optimizer import LayerOptimizer, clip_factor
-from dynmo.runtime.state.layer_store import Holding
+from dynmo.runtime.state.layer_store import LayerStore
 
 
-class StepEnd:
+class OptimizerStep:
     """scaler: of the loss. clip_scope: by which norm a layer is clipped, that of all or its own."""
 
     def __init__(
-        self, holding: Holding, table: StepTable, profiler: Profiler, scaler: LossScaler, clip_scope: Literal["global", "local"]
+        self, layer_store: LayerStore, table: StepReduction, profiler: Profiler, scaler: LossScaler, clip_scope: Literal["global", "local"]
     ) -> None:
-        self._holding, self.table, self._profiler = holding, table, profiler
+        self._layer_store, self.table, self._profiler = layer_store, table, profiler
         self.scaler, self.clip_scope = scaler, clip_scope
 
-    def update(self, step: int, outcome: Outcome, lr: float, max_norm: float, flag: bool) -> tuple[StepResult, str | None]:
+    def update(self, step: int, step_output: StepOutput, lr: float, max_norm: float, flag: bool) -> tuple[StepResult, str | None]:
         """The step's result, and what kept it from being made as its gradients were. Raises RunError where that ends the run."""
         self.prepare()
-        table = self.table.once(self.table.own(outcome, flag))
-        everyone = self._holding.world.everyone
-        result = self.table.read(step, everyone.sum(table, "the step to end on every rank"), outcome, self.scaler.scale)
+        table = self.table.once(self.table.own(step_output, flag))
+        everyone = self._layer_store.world.everyone
+        result = self.table.read(step, everyone.sum(table, "the step to end on every rank"), step_output, self.scaler.scale)
         failed = self.failed(result.loss, result.squared_norms, max_norm)
         error = self.error(result) if failed == NON_FINITE else None
         if error is not None:
@@ -48,14 +48,14 @@ class StepEnd:
         else:
             self.apply(result.squared_norms, lr, max_norm)
         self.drop_gradients()
-        self._holding.tied.publish(self._holding.frozen.layers)
+        self._layer_store.tied.publish(self._layer_store.frozen.layers)
         self.observe()
         return result, failed
 
     def prepare(self) -> None:
         """Before anyone looks at the gradients: those of tied weights are summed, and the loss scale is divided out."""
-        self._holding.tied.merge()
-        for layer in self._holding.layers.values():
+        self._layer_store.tied.merge()
+        for layer in self._layer_store.layers.values():
             for parameter in layer.module.parameters():
                 # Fused optimizers read memory as it lies; the tape of a module of one's own may leave a gradient in another order.
                 if parameter.grad is not None and not parameter.grad.is_contiguous():
@@ -65,7 +65,7 @@ class StepEnd:
     def _unscale(self) -> None:
         """Divides the loss scale out of the gradients: a power of two, so no bits change."""
         if self.scaler.scale != 1:
-            gradients = [p.grad for layer in self._holding.layers.values() for p in layer.module.parameters() if p.grad is not None]
+            gradients = [p.grad for layer in self._layer_store.layers.values() for p in layer.module.parameters() if p.grad is not None]
             if gradients:
                 torch._foreach_mul_(gradients, 1 / self.scaler.scale)
 
@@ -91,7 +91,7 @@ class StepEnd:
         return RunError(f"step {result.step}: loss {result.loss}, gradient norm {result.norm}{scaled}; nothing was updated. {what}")
 
     def skipped(self, result: StepResult) -> StepResult:
-        return replace(result, squared_norms=(0.0,) * self._holding.model.layers, skipped=True)
+        return replace(result, squared_norms=(0.0,) * self._layer_store.model.layers, skipped=True)
 
     # -- what is done to the layers ---------------------------------------------------------------------------------------------
 
@@ -107,23 +107,23 @@ class StepEnd:
 
     def _each(self, act: Callable[[int, LayerOptimizer], None]) -> None:
         """Of the layers that train, with ZeRO-1 until all replicas have the new parameters."""
-        frozen, replicas = self._holding.frozen.layers, self._holding.replicas
-        for index, optimizer in sorted(self._holding.optimizers.items()):  # peers in one order, wherever their layers came from
+        frozen, replicas = self._layer_store.frozen.layers, self._layer_store.replicas
+        for index, optimizer in sorted(self._layer_store.optimizers.items()):  # peers in one order, wherever their layers came from
             if index not in frozen:
                 act(index, optimizer)
                 replicas.send_parameters(index)
         replicas.await_parameters()
 
     def drop_gradients(self) -> None:
-        for optimizer in self._holding.optimizers.values():
+        for optimizer in self._layer_store.optimizers.values():
             optimizer.drop_gradients()
 
     def discard(self) -> None:
         """Instead of `update`: drops the gradients and keeps the measurements."""
-        for layer in self._holding.layers.values():
+        for layer in self._layer_store.layers.values():
             layer.module.zero_grad()
         self.observe()
 
     def observe(self) -> None:
         """The profiler takes the layers' marks of the step."""
-        self._profiler.observe(self._holding.layers.values())
+        self._profiler.observe(self._layer_store.layers.values())

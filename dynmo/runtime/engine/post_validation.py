@@ -14,11 +14,11 @@ from dataclasses import dataclass, replace
 from typing import NoReturn
 
 from dynmo.errors import RunError
-from dynmo.runtime.engine.executor import Executor, Outcome
-from dynmo.runtime.engine.norm_ring import CLIPPED, NON_FINITE, Caution, Passage, Rollback
-from dynmo.runtime.engine.optimizer_step import StepEnd
+from dynmo.runtime.engine.executor import Executor, StepOutput
+from dynmo.runtime.engine.norm_ring import CLIPPED, NON_FINITE, BarrierPolicy, NormRing, Rollback
+from dynmo.runtime.engine.optimizer_step import OptimizerStep
 from dynmo.runtime.engine.step_reduction import StepResult
-from dynmo.runtime.state.layer_store import Holding
+from dynmo.runtime.state.layer_store import LayerStore
 
 
 @dataclass(frozen=True)
@@ -26,22 +26,22 @@ class _Pending:
     """A step whose verdict is still out. stepped: whether this rank has made it."""
 
     step: int
-    outcome: Outcome
+    step_output: StepOutput
     lr: float
     max_norm: float
     stepped: bool
 
 
-class PendingStep:
+class PostValidation:
     """The last step, where it is not final yet, and the results of final ones that nobody has been given.
 
     validates: whether steps ever are left pending. copies: a step is taken back from copies, to the bit, else by arithmetic.
     """
 
-    def __init__(self, holding: Holding, end: StepEnd, *, validates: bool, copies: bool) -> None:
-        self._holding, self._end = holding, end
-        self._caution = Caution() if validates else None
-        self._passage = Passage(holding.world, holding.layout.processes, end.table.length)
+    def __init__(self, layer_store: LayerStore, end: OptimizerStep, *, validates: bool, copies: bool) -> None:
+        self._layer_store, self._end = layer_store, end
+        self._policy = BarrierPolicy() if validates else None
+        self._ring = NormRing(layer_store.world, layer_store.layout.processes, end.table.length)
         self._copies = copies
         self._pending: _Pending | None = None
         self._done: list[StepResult] = []  # results that nobody has been given yet
@@ -51,12 +51,12 @@ class PendingStep:
     @property
     def validates(self) -> bool:
         """Whether the next step has no barrier at its end. A weight tied over two ranks gets its gradient from both: there, one stays."""
-        return self._caution is not None and self._caution.on and not self._holding.tied.apart
+        return self._policy is not None and self._policy.on and not self._layer_store.tied.apart
 
     @property
     def copies(self) -> bool:
         """Whether optimizers keep copies, to take steps back."""
-        return self._caution is not None and self._copies
+        return self._policy is not None and self._copies
 
     @property
     def is_out(self) -> bool:
@@ -66,43 +66,43 @@ class PendingStep:
     def begin(self) -> None:
         """Before the program of a step that will be left pending."""
         if self._pending is None:
-            self._passage.expect()
+            self._ring.expect()
         self._begun = time.perf_counter()
 
-    def stands(self, executor: Executor) -> bool:
+    def is_validated(self, executor: Executor) -> bool:
         """In the middle of the next step's program, which the executor runs: whether it may go on."""
-        stands = self._stands()
+        is_validated = self._is_validated()
         if self._failure is None:
-            self._passage.expect()
+            self._ring.expect()
         executor.scale_loss(self._end.scaler.scale)  # no B has started
-        return stands
+        return is_validated
 
-    def end(self, step: int, outcome: Outcome, lr: float, max_norm: float, flag: bool) -> None:
+    def end(self, step: int, step_output: StepOutput, lr: float, max_norm: float, flag: bool) -> None:
         """Of a step without a barrier: makes it if the ranks so far have nothing against it, and tells the next. Raises the RunError of
         the step before, if that has failed meanwhile."""
         if self._failure is not None:
             self._end.discard()
             self._raise()
         self._end.prepare()
-        prefix = self._passage.prefix(self._end.table.own(outcome, flag))
-        known = self._end.table.read(step, prefix, outcome, self._end.scaler.scale)
+        prefix = self._ring.prefix(self._end.table.own(step_output, flag))
+        known = self._end.table.read(step, prefix, step_output, self._end.scaler.scale)
         # By the norms alone: they are the same on all replicas, which must do alike. A loss that is not finite is for the verdict to find.
         stepped = self._end.failed(0.0, known.squared_norms, max_norm) is None
         if stepped:
             if self._copies:
-                for optimizer in self._holding.optimizers.values():
+                for optimizer in self._layer_store.optimizers.values():
                     optimizer.keep()
             # That the norm of all will not clip is taken for granted; a layer's own norm is known.
             self._end.apply(known.squared_norms, lr, max_norm if self._end.clip_scope == "local" else 0.0)
-        self._passage.pass_on(self._end.table.complete(prefix) if self._passage.completes else prefix)
-        self._pending = _Pending(step, outcome, lr, max_norm, stepped)
+        self._ring.pass_on(self._end.table.complete(prefix) if self._ring.completes else prefix)
+        self._pending = _Pending(step, step_output, lr, max_norm, stepped)
         self._end.observe()
 
     def settle(self) -> None:
         """Waits until the last step is final."""
         if self._pending is not None:
             self._begun = time.perf_counter()
-            self._stands()
+            self._is_validated()
             if self._failure is not None:
                 self._raise()
 
@@ -113,15 +113,15 @@ class PendingStep:
                 f"step {self._pending.step} may still be taken back; call drain() on all ranks first (a case: see Dynamism.acts)"
             )
 
-    def _stands(self) -> bool:
+    def _is_validated(self) -> bool:
         """Takes the verdict on the pending step and does what it says. False: the step was not made as it was thought to be."""
         pending, self._pending = self._pending, None
         assert pending is not None
         end = self._end
-        result = end.table.read(pending.step, self._passage.verdict(), pending.outcome, end.scaler.scale)
+        result = end.table.read(pending.step, self._ring.verdict(), pending.step_output, end.scaler.scale)
         failed = end.failed(result.loss, result.squared_norms, pending.max_norm)
-        assert self._caution is not None
-        switch = self._caution.observe(failed is not None)
+        assert self._policy is not None
+        switch = self._policy.observe(failed is not None)
         if failed is not None:
             if pending.stepped:
                 end.take_back(lambda optimizer: optimizer.restore() if self._copies else optimizer.invert(pending.lr))
@@ -133,7 +133,7 @@ class PendingStep:
             result = replace(result, rollback=Rollback(failed, time.perf_counter() - self._begun))
         if self._failure is None:
             end.scaler.observe(failed != NON_FINITE)
-        for optimizer in self._holding.optimizers.values():
+        for optimizer in self._layer_store.optimizers.values():
             optimizer.forget()
         end.drop_gradients()
         if self._failure is None:
@@ -147,7 +147,7 @@ class PendingStep:
 
     def observed(self, result: StepResult, failed: str | None) -> StepResult:
         """Of a step with a barrier: as the verdict on it would have been, so that there may be none again."""
-        return replace(result, switch=self._caution.observe(failed is not None)) if self._caution else result
+        return replace(result, switch=self._policy.observe(failed is not None)) if self._policy else result
 
     def add(self, result: StepResult) -> None:
         """Of a step that is final."""
@@ -160,5 +160,5 @@ class PendingStep:
 
     def reshaped(self) -> None:
         """The ranks are another mesh: tables have other ways."""
-        self._passage.close()
-        self._passage = Passage(self._holding.world, self._holding.layout.processes, self._end.table.length)
+        self._ring.close()
+        self._ring = NormRing(self._layer_store.world, self._layer_store.layout.processes, self._end.table.length)

@@ -23,7 +23,7 @@ from dynmo.kernels.split import gradient_bytes
 from dynmo.runtime.comm.channels import TAG_LINKS, Worker
 from dynmo.runtime.comm.clock import Clock
 from dynmo.runtime.comm.world import World
-from dynmo.runtime.engine.executor import SEND, WAIT, Slice
+from dynmo.runtime.engine.executor import SEND, WAIT, Interval
 from dynmo.runtime.layer.split_backward import Layer
 from dynmo.runtime.optim.optimizer import LayerOptimizer
 from dynmo.schedule.op import Kind
@@ -60,10 +60,10 @@ class Profiler:
             layer.marks.clear()
         self.spent += time.perf_counter() - start
 
-    def observe_ops(self, slices: Iterable[Slice]) -> None:
+    def observe_ops(self, intervals: Iterable[Interval]) -> None:
         """Notes which share of the time of one step's ops other processes took. The clock must be settled."""
         seconds = elapsed = 0.0
-        for s in slices:
+        for s in intervals:
             known = None if s.kind in (WAIT, SEND) else self._clock.seconds(s.start, s.end)
             if known is not None:
                 seconds += known

@@ -12,10 +12,10 @@ from torch import Tensor
 from dynmo.runtime.comm.channels import Transport
 from dynmo.runtime.comm.clock import Clock
 from dynmo.runtime.engine.executor import Executor, mean_loss
-from dynmo.runtime.engine.stage_streams import Lanes
+from dynmo.runtime.engine.stage_streams import StageStreams
 from dynmo.runtime.layer.output_cache import Keys
 from dynmo.runtime.layer.stage import Stage
-from dynmo.runtime.state.layer_store import Holding
+from dynmo.runtime.state.layer_store import LayerStore
 from dynmo.schedule.fold import fold
 from dynmo.schedule.lowering import Program, lower, lower_forward
 from dynmo.schedule.op import Schedule
@@ -26,8 +26,8 @@ _EVALUATORS = 2
 class Programs:
     """post_validation: programs have a place for the verdict on the step before. lanes: where the stages compute."""
 
-    def __init__(self, holding: Holding, clock: Clock, lanes: Lanes, *, post_validation: bool) -> None:
-        self._holding, self._clock, self._lanes = holding, clock, lanes
+    def __init__(self, layer_store: LayerStore, clock: Clock, streams: StageStreams, *, post_validation: bool) -> None:
+        self._layer_store, self._clock, self._streams = layer_store, clock, streams
         self._post_validation = post_validation
         self.training: Executor | None = None
         self._evaluators: dict[int, Executor] = {}
@@ -40,37 +40,37 @@ class Programs:
         self.training = None
         self._evaluators.clear()
 
-    def lower(self, schedule: Schedule, patience: float | None) -> Executor:
+    def lower(self, schedule: Schedule, timeout: float | None) -> Executor:
         """The program that trains, under a schedule that is the same on all ranks. patience: as the executor has it."""
-        programs = lower(fold(schedule) if self._holding.layout.sliced else schedule, post_validation=self._post_validation)
-        self.training = self._execute(programs, self._holding.frozen.first_trainable, self._holding.layout.microbatches, patience)
+        programs = lower(fold(schedule) if self._layer_store.layout.sliced else schedule, post_validation=self._post_validation)
+        self.training = self._execute(programs, self._layer_store.frozen.first_trainable, self._layer_store.layout.microbatches, timeout)
         return self.training
 
     def evaluate(self, inputs: Tensor | None, targets: Tensor | None, microbatches: int, keys: Keys | None = None) -> float:
         """The mean loss, on the rank of the last stage; 0 elsewhere. keys: as `Pipeline.advance` has them."""
-        holding = self._holding
+        layer_store = self._layer_store
         if microbatches not in self._evaluators:
             while len(self._evaluators) >= _EVALUATORS:  # the oldest; each has channels and threads of its own
                 self._evaluators.pop(next(iter(self._evaluators))).close()
-            programs = lower_forward(holding.layout.processes, holding.world.size, microbatches)
-            self._evaluators[microbatches] = self._execute(programs, holding.model.layers, microbatches)
-        for layer in holding.layers.values():
+            programs = lower_forward(layer_store.layout.processes, layer_store.world.size, microbatches)
+            self._evaluators[microbatches] = self._execute(programs, layer_store.model.layers, microbatches)
+        for layer in layer_store.layers.values():
             layer.module.eval()
-        holding.outputs.begin(keys, training=False)
+        layer_store.outputs.begin(keys, training=False)
         with torch.enable_grad():  # a stage chooses for itself what keeps a graph; here nothing does
-            outcome = self._evaluators[microbatches].run(0, inputs, targets, training=False)
-        for layer in holding.layers.values():
+            step_output = self._evaluators[microbatches].run(0, inputs, targets, training=False)
+        for layer in layer_store.layers.values():
             layer.marks.clear()
-        return mean_loss(outcome.losses)
+        return mean_loss(step_output.losses)
 
-    def _execute(self, programs: tuple[Program, ...], first: int, microbatches: int, patience: float | None = None) -> Executor:
-        holding, world, last = self._holding, self._holding.world, len(self._holding.layout.placement) - 1
-        frozen, cache = holding.frozen.first_trainable, holding.outputs if holding.outputs.limit else None
-        holding.outputs.hold({i for i in holding.layers if i < frozen})
+    def _execute(self, programs: tuple[Program, ...], first: int, microbatches: int, timeout: float | None = None) -> Executor:
+        layer_store, world, last = self._layer_store, self._layer_store.world, len(self._layer_store.layout.placement) - 1
+        frozen, cache = layer_store.frozen.first_trainable, layer_store.outputs if layer_store.outputs.limit else None
+        layer_store.outputs.hold({i for i in layer_store.layers if i < frozen})
         stages: dict[int, Stage] = {}
-        for stage in holding.own_stages:
-            own = [holding.layers[i] for i in holding.layout.partition.range_of(stage)]
+        for stage in layer_store.own_stages:
+            own = [layer_store.layers[i] for i in layer_store.layout.partition.range_of(stage)]
             share, kept = 1 / (microbatches * world.replicas), sum(layer.index < frozen for layer in own)
-            loss = holding.model.loss if stage == last else None
+            loss = layer_store.model.loss if stage == last else None
             stages[stage] = Stage(own, first, loss, share, cache, kept, world.device)
-        return Executor(programs[world.rank], stages, last, Transport(world, programs), self._clock, self._lanes, patience)
+        return Executor(programs[world.rank], stages, last, Transport(world, programs), self._clock, self._streams, timeout)

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 
 from dynmo.errors import ConfigError
-from dynmo.runtime.engine.stage_streams import Lanes, OneLane, StreamLanes
+from dynmo.runtime.engine.stage_streams import DefaultStream, SliceStreams, StageStreams
 
 
 class SmSlice(NamedTuple):
@@ -27,11 +27,11 @@ class SmSlice(NamedTuple):
     owner: Any
 
 
-def make_lanes(device: torch.device, slices: int, placement: Sequence[int]) -> Lanes:
+def make_streams(device: torch.device, slices: int, placement: Sequence[int]) -> StageStreams:
     """A lane on each of so many slices of a CUDA device; on CPU all stages compute in turn. placement: per stage, its slice."""
     if device.type != "cuda":
-        return OneLane()
-    return StreamLanes([each.stream for each in cut(device.index or 0, slices)], placement)
+        return DefaultStream()
+    return SliceStreams([each.stream for each in cut(device.index or 0, slices)], placement)
 
 
 def sizes(sms: int, slices: int, least: int, step: int) -> range:

@@ -23,7 +23,7 @@ Key = tuple[Direction, int, int]
 """What one stage hands to another in memory: direction, the stage that needs it, microbatch."""
 
 
-class Lanes(Protocol):
+class StageStreams(Protocol):
     """`fork` before a program and `join` behind it, on the same stream. Within `of(stage)`: `need` before an op takes something, `made`
     after an op has made it."""
 
@@ -34,7 +34,7 @@ class Lanes(Protocol):
     def made(self, key: Key) -> None: ...
 
 
-class OneLane:
+class DefaultStream:
     """All stages compute on the current stream, one after another."""
 
     _here = nullcontext()
@@ -55,7 +55,7 @@ class OneLane:
         pass
 
 
-class StreamLanes:
+class SliceStreams:
     """streams: of each lane; placement: per stage, its lane."""
 
     def __init__(self, streams: Sequence[torch.cuda.Stream], placement: Sequence[int]) -> None:

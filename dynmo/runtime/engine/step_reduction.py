@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from dynmo.runtime.comm.clock import Clock, seconds_or_elapsed
-from dynmo.runtime.engine.executor import SEND, WAIT, Outcome
+from dynmo.runtime.engine.executor import SEND, WAIT, StepOutput
 from dynmo.runtime.engine.norm_ring import Rollback, Switch
 from dynmo.runtime.optim.optimizer import squared_norm
-from dynmo.runtime.state.layer_store import Holding
+from dynmo.runtime.state.layer_store import LayerStore
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class StepResult:
     busy: tuple[float, ...]
     spans: tuple[float, ...]
     flags: tuple[bool, ...]
-    outcome: Outcome
+    step_output: StepOutput
     loss_scale: float = 1.0
     rollback: Rollback | None = None
     switch: Switch | None = None
@@ -50,11 +50,11 @@ class StepResult:
         return 1 - sum(self.busy) / len(self.busy) / span if span else 0.0
 
 
-class StepTable:
+class StepReduction:
     """The table as this rank fills it in and reads it. float64, [length]; its parts follow the holding's mesh."""
 
-    def __init__(self, holding: Holding, clock: Clock) -> None:
-        self._holding, self._clock = holding, clock
+    def __init__(self, layer_store: LayerStore, clock: Clock) -> None:
+        self._layer_store, self._clock = layer_store, clock
 
     @property
     def length(self) -> int:
@@ -62,33 +62,33 @@ class StepTable:
 
     @property
     def _ranks(self) -> int:
-        return self._holding.layout.ranks * self._holding.layout.replicas
+        return self._layer_store.layout.ranks * self._layer_store.layout.replicas
 
     @property
     def _losses_end(self) -> int:
-        layout = self._holding.layout
-        return self._holding.model.layers + layout.microbatches * layout.replicas
+        layout = self._layer_store.layout
+        return self._layer_store.model.layers + layout.microbatches * layout.replicas
 
     def _parts(self, table: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Norms, losses, and [3, ranks]: views."""
-        layers, losses = self._holding.model.layers, self._losses_end
+        layers, losses = self._layer_store.model.layers, self._losses_end
         return table[:layers], table[layers:losses], table[losses:].view(3, self._ranks)
 
-    def own(self, outcome: Outcome, flag: bool) -> Tensor:
+    def own(self, step_output: StepOutput, flag: bool) -> Tensor:
         """This rank's entries; its gradients must be complete."""
-        holding, world, layout, clock = self._holding, self._holding.world, self._holding.layout, self._clock
+        layer_store, world, layout, clock = self._layer_store, self._layer_store.world, self._layer_store.layout, self._clock
         own = layout.microbatches
         table = torch.zeros(self.length, dtype=torch.float64)
         norms, losses, rest = self._parts(table)
-        found = holding.replicas.squared_norms()
+        found = layer_store.replicas.squared_norms()
         if found is None:
-            found = {index: squared_norm(p.grad for p in layer.module.parameters()) for index, layer in holding.layers.items()}
+            found = {index: squared_norm(p.grad for p in layer.module.parameters()) for index, layer in layer_store.layers.items()}
         for index, value in found.items():
             norms[index] = value
-        if outcome.losses:
-            losses[world.replica * own :][:own] = torch.stack(outcome.losses)
-        for rank in {layout.placement[stage] for stage in holding.own_stages}:
-            spent = [s for s in outcome.slices if layout.placement[s.stage] == rank]
+        if step_output.losses:
+            losses[world.replica * own :][:own] = torch.stack(step_output.losses)
+        for rank in {layout.placement[stage] for stage in layer_store.own_stages}:
+            spent = [s for s in step_output.intervals if layout.placement[s.stage] == rank]
             column = rest[:, rank * layout.replicas + world.replica]
             column[0] = sum(seconds_or_elapsed(clock, s.start, s.end) for s in spent if s.kind not in (WAIT, SEND))
             column[1] = clock.elapsed(spent[0].start, spent[-1].end)
@@ -97,21 +97,21 @@ class StepTable:
 
     def once(self, table: Tensor) -> Tensor:
         """All replicas have the same norms, for their gradients are summed: one of them gives them to a sum over all."""
-        if self._holding.world.replica:
+        if self._layer_store.world.replica:
             self._parts(table)[0].zero_()
         return table
 
     def complete(self, table: Tensor) -> Tensor:
         """The table has the entries of all of a pipeline's ranks, here: now those of the other replicas', before it goes back."""
-        if self._holding.world.replicas == 1:
+        if self._layer_store.world.replicas == 1:
             return table
-        return self._holding.world.peers.sum(self.once(table.clone()), "the other replicas' steps to end")
+        return self._layer_store.world.peers.sum(self.once(table.clone()), "the other replicas' steps to end")
 
-    def read(self, step: int, table: Tensor, outcome: Outcome, loss_scale: float) -> StepResult:
+    def read(self, step: int, table: Tensor, step_output: StepOutput, loss_scale: float) -> StepResult:
         norms, losses, rest = self._parts(table)
         squares = tuple(norms.tolist())
         busy, spans, flags = rest.tolist()
         norm = math.sqrt(math.fsum(squares)) if all(map(math.isfinite, squares)) else math.nan
         loss = float(losses.clone().mean())
         flags = tuple(x != 0 for x in flags)
-        return StepResult(step, loss, norm, squares, tuple(busy), tuple(spans), flags, outcome, loss_scale)
+        return StepResult(step, loss, norm, squares, tuple(busy), tuple(spans), flags, step_output, loss_scale)

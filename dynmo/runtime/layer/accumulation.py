@@ -59,7 +59,7 @@ def _add(a: Tensor | None, b: Tensor | None) -> Tensor | None:
     return a.add_(0.0) if b is None else a.add_(b)
 
 
-class Slots:
+class AccumulationGroups:
     """Of one layer: sets its gradients aside where a slot ends, and says when those of the step are complete.
 
     Some parameters take their gradient in B (norms), others in W, and B may be ahead of W by several microbatches: each ends a slot where

@@ -28,7 +28,7 @@ from dynmo.kernels.sparse_linear import guarded
 from dynmo.kernels.split import WeightTape, WeightWork, install, used_twice
 from dynmo.runtime.comm.clock import Clock
 from dynmo.runtime.comm.headers import MOST_TENSORS, obstacle
-from dynmo.runtime.layer.accumulation import Slots
+from dynmo.runtime.layer.accumulation import AccumulationGroups
 from dynmo.runtime.layer.buffers import BufferKey, BufferSet, Copies, has_same_bits
 from dynmo.runtime.layer.plain_state import PlainState
 from dynmo.schedule.op import Kind
@@ -62,7 +62,7 @@ class Layer:
         self._clock, self._seed = clock, seed
         # The global index of this replica's first microbatch, for the streams; and who is told when gradients are there.
         self.first_microbatch = 0
-        self.slots: Slots | None = None
+        self.groups: AccumulationGroups | None = None
         self._saved: dict[int, _Saved] = {}
         self.recompute, self._checks_state = False, checks_state
         self.buffers = BufferSet([module])
@@ -121,12 +121,12 @@ class Layer:
             outputs = self._call(inputs, finish, True) if self.recompute else self._call_to_keep(inputs, finish)
             buffers = self.buffers.maybe_written(before) if keeps else {}
             self._writes_in_place.update(key for key, (buffer, version) in versions.items() if buffer._version != version)
-            again = partial(self._again, microbatch, inputs, step, finish, buffers)
+            rerun = partial(self._rerun_forward, microbatch, inputs, step, finish, buffers)
             written = None if state is None else state.written()
             if written is not None:
-                self._check_repeats(written, outputs, again)
+                self._check_repeats(written, outputs, rerun)
             # The graph alone is kept: what it has not saved may go.
-            self._saved[microbatch] = _Saved(inputs, again if self.recompute else _roots(outputs), buffers)
+            self._saved[microbatch] = _Saved(inputs, rerun if self.recompute else _roots(outputs), buffers)
             # With recompute the graph goes with this detach. Without it, outputs keep their graph: who takes them detaches (the next
             # layer) or only reads (a channel, the loss account).
             outputs = tuple(y.detach() for y in outputs) if self.recompute else outputs
@@ -185,18 +185,20 @@ class Layer:
                 raise RunError(f"{what} {reason}")
         return tuple(y.contiguous() for y in cast(Tensors, outputs))
 
-    def _again(self, microbatch: int, inputs: Tensors, step: int, finish: Callable[[Tensor], Tensor] | None, buffers: Copies) -> Tensors:
+    def _rerun_forward(
+        self, microbatch: int, inputs: Tensors, step: int, finish: Callable[[Tensor], Tensor] | None, buffers: Copies
+    ) -> Tensors:
         """F again, with these values in the buffers that it writes to."""
         seed_forward(_device_of(inputs), self._seed, step, self.index, self.first_microbatch + microbatch)
         with self.buffers.replaced(buffers):
             return self._call_to_keep(inputs, finish)
 
-    def _check_repeats(self, written: str, outputs: Tensors, again: Callable[[], Tensors]) -> None:
+    def _check_repeats(self, written: str, outputs: Tensors, rerun: Callable[[], Tensors]) -> None:
         """Raises ConfigError if F has another output when it runs again, since it has written to the plain attribute `written`."""
         if not all(type(y) is Tensor and y.is_cpu for y in outputs):
             return  # fake tensors have no values, and kernels of a GPU may round otherwise each time
         state = PlainState(self.module)
-        if not all(map(has_same_bits, outputs, again())):
+        if not all(map(has_same_bits, outputs, rerun())):
             raise ConfigError(
                 f"layer {self.index} ({type(self.module).__name__}): its forward writes to its attribute {written!r} and has another "
                 "output when it runs again. Such state is neither moved, saved nor put back; keep it in a buffer (register_buffer)"
@@ -230,8 +232,8 @@ class Layer:
         inputs, roots, buffers = self._saved.pop(microbatch)
         if callable(roots):
             roots = _roots(roots())
-        slots = self.slots
-        self.tape.deferred = deferred or not self._measured or (slots is not None and slots.watching)
+        groups = self.groups
+        self.tape.deferred = deferred or not self._measured or (groups is not None and groups.watching)
         self.tape.taking = True
         try:
             with self.buffers.replaced(buffers):
@@ -246,8 +248,8 @@ class Layer:
             self.tape.taking = False
         del roots
         work = self.tape.take()
-        if slots is not None:
-            slots.after_input(microbatch)
+        if groups is not None:
+            groups.after_input(microbatch)
         if not self._measured:
             self.stash_bytes = _storage_bytes((tensor for _, holds in work for tensor in holds), inputs)
             if not self.recompute:
@@ -257,8 +259,8 @@ class Layer:
             for each, _ in work:
                 self._timed(each)
             work = []
-            if slots is not None:
-                slots.after_weight(microbatch)
+            if groups is not None:
+                groups.after_weight(microbatch)
         if work:
             self._weight_work[microbatch] = work
         gradients_in = tuple(_gradient(x) for x in inputs if x.requires_grad)
@@ -271,16 +273,16 @@ class Layer:
         start = self._clock.mark()
         for work, _ in self._weight_work.pop(microbatch, ()):
             work()
-        if self.slots is not None:
-            self.slots.after_weight(microbatch)
+        if self.groups is not None:
+            self.groups.after_weight(microbatch)
         self.marks.append((Kind.W, start, self._clock.mark(), self._ahead.pop(microbatch, [])))
 
-    def weight_pieces(self, microbatch: int) -> Iterator[None]:
+    def partial_weights(self, microbatch: int) -> Iterator[None]:
         """Runs W in pieces, one at each step: one deferred weight gradient, which lets go of what it held. The same work in the same order
         as at once, so the same bits, whatever runs between two steps."""
         work = self._weight_work.get(microbatch, [])
         # A B between two pieces would take the gradients that are there already for its own.
-        while len(work) > 1 and not (self.slots is not None and self.slots.watching):
+        while len(work) > 1 and not (self.groups is not None and self.groups.watching):
             start = self._clock.mark()
             work.pop(0)[0]()
             self._ahead.setdefault(microbatch, []).append((start, self._clock.mark()))
@@ -297,8 +299,8 @@ class Layer:
         self._weight_work.clear()
         self._ahead.clear()
         self.tape.take()
-        if self.slots is not None:
-            self.slots.clear()
+        if self.groups is not None:
+            self.groups.clear()
         self.marks.clear()
 
 

@@ -81,10 +81,10 @@ class Stage:
         for layer in reversed(self._trained):
             layer.backward_weight(microbatch)
 
-    def weight_pieces(self, microbatch: int) -> Iterator[None]:
+    def partial_weights(self, microbatch: int) -> Iterator[None]:
         """As `backward_weight`, one deferred weight gradient at each step."""
         for layer in reversed(self._trained):
-            yield from layer.weight_pieces(microbatch)
+            yield from layer.partial_weights(microbatch)
 
     def clear(self) -> None:
         for layer in self.layers:

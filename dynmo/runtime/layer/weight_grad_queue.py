@@ -18,7 +18,7 @@ from dynmo.schedule.lowering import Compute, Instruction
 from dynmo.schedule.op import Kind, Op
 
 
-class Pieces:
+class WeightGradQueue:
     """Of one run of a program."""
 
     def __init__(self, instructions: Iterable[Instruction], stages: Mapping[int, Stage]) -> None:
@@ -47,7 +47,7 @@ class Pieces:
         while self.any:
             op = self._due[0]
             if self._begun is None:
-                self._begun = self._stages[op.stage].weight_pieces(op.microbatch)
+                self._begun = self._stages[op.stage].partial_weights(op.microbatch)
             for _ in self._begun:
                 return op
             self._end(op)

@@ -101,7 +101,7 @@ class Reducer:
             while not done.wait(0.05) and self._worker.error is None and time.perf_counter() - start < limit:
                 pass
             if not done.is_set():
-                me = self.peers.called(self.peers.rank)
+                me = self.peers.describe_rank(self.peers.rank)
                 raise self._worker.error or WaitTimeout(f"{me} waited {self.peers.timeout:g} s for its own reduction: {what}", [])
         self.waited += time.perf_counter() - start
         settle, self._settle = self._settle, []

@@ -10,21 +10,21 @@ from torch import Tensor, nn
 
 from dynmo.kernels.sparse_linear import dense_parameters
 from dynmo.runtime.layer.buffers import BufferSet
-from dynmo.runtime.state.layer_store import Holding
+from dynmo.runtime.state.layer_store import LayerStore
 
 
-def weights_digest(holding: Holding) -> str:
+def weights_digest(layer_store: LayerStore) -> str:
     """SHA-256 over the SHA-256 of each layer's parameters, pruned ones in dense form, in global layer order: equal exactly when all
     weights are. Of a parameter that computes in lower precision its float32 master is hashed: the parameter is that, rounded. Called on
     every rank. Raises RunError if the replicas' weights are not equal."""
 
     def parts(index: int, module: nn.Module) -> Iterable[bytes]:
-        return (_bytes(parameter) for _, parameter in dense_parameters(module, holding.masters(index)))
+        return (_bytes(parameter) for _, parameter in dense_parameters(module, layer_store.masters(index)))
 
-    return _digest(holding, "the weights", parts)
+    return _digest(layer_store, "the weights", parts)
 
 
-def buffers_digest(holding: Holding) -> str:
+def buffers_digest(layer_store: LayerStore) -> str:
     """SHA-256 over the SHA-256 of each layer's persistent buffers, in global layer order.
 
     Buffers that encode the sparsity of pruned weights are left out. Of the others the name, dtype, shape and values count.
@@ -36,14 +36,14 @@ def buffers_digest(holding: Holding) -> str:
             yield f"{name} {buffer.dtype} {tuple(buffer.shape)} ".encode()
             yield _bytes(buffer)
 
-    return _digest(holding, "the buffers", parts)
+    return _digest(layer_store, "the buffers", parts)
 
 
-def _digest(holding: Holding, what: str, parts: Callable[[int, nn.Module], Iterable[bytes]]) -> str:
-    world = holding.world
-    table = torch.zeros(holding.model.layers, 32, dtype=torch.uint8)
+def _digest(layer_store: LayerStore, what: str, parts: Callable[[int, nn.Module], Iterable[bytes]]) -> str:
+    world = layer_store.world
+    table = torch.zeros(layer_store.model.layers, 32, dtype=torch.uint8)
     # In one order on all replicas, which make a layer's masters whole together: after a reshape each has got its layers in its own order.
-    for index, layer in sorted(holding.layers.items()):
+    for index, layer in sorted(layer_store.layers.items()):
         digest = hashlib.sha256()
         for part in parts(index, layer.module):
             digest.update(part)

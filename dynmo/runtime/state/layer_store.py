@@ -22,7 +22,7 @@ from dynmo.runtime.comm.clock import Clock
 from dynmo.runtime.comm.headers import DTYPES
 from dynmo.runtime.comm.process_mesh import arrange
 from dynmo.runtime.comm.world import World, ranks_text
-from dynmo.runtime.layer.accumulation import Slots
+from dynmo.runtime.layer.accumulation import AccumulationGroups
 from dynmo.runtime.layer.output_cache import OutputCache
 from dynmo.runtime.layer.precision import lower as lower_precision
 from dynmo.runtime.layer.split_backward import Layer
@@ -37,7 +37,7 @@ from dynmo.runtime.state.migration import Arrival, fill
 _KEPT = "case:"
 
 
-class Holding:
+class LayerStore:
     """By global index: `modules` of all layers, those that are elsewhere on the meta device; `layers`, `optimizers` and `kept` of its own.
 
     Made on every rank alike. seed, compiles, slots, zero, dtype, cache_bytes: as `Pipeline` has them.
@@ -113,7 +113,7 @@ class Holding:
         self.layers[index].first_microbatch = world.replica * microbatches
         if self._slots > 1:
             done = self.replicas.reduction(index)
-            self.layers[index].slots = Slots(list(module.parameters()), microbatches, self._slots // world.replicas, done)
+            self.layers[index].groups = AccumulationGroups(list(module.parameters()), microbatches, self._slots // world.replicas, done)
         self.kept[index] = {name.removeprefix(_KEPT): t.cpu() for name, t in optimizer_state.items() if name.startswith(_KEPT)}
 
     def _drop(self, index: int) -> None:

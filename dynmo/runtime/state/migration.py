@@ -226,7 +226,7 @@ def _receive_text(world: World, move: Move) -> bytes:
     length = int(_take(world, move, torch.zeros(1, dtype=torch.int64)))
     if not 0 <= length <= _MOST_TEXT:
         raise RunError(
-            f"the manifest of layer {move.layer} from {world.called(move.source)} has {length} "
+            f"the manifest of layer {move.layer} from {world.describe_rank(move.source)} has {length} "
             f"bytes by its own account, and at most {_MOST_TEXT} are possible; "
             "do all ranks run the same dynmo?"
         )

@@ -18,7 +18,7 @@ from dynmo.cost.layer_cost import uniform_costs
 from dynmo.errors import RunError
 from dynmo.models.registry import load_model
 from dynmo.pipeline.pipeline import Pipeline, StepResult
-from dynmo.runtime.engine.norm_ring import CLIPPED, NON_FINITE, Caution, Switch
+from dynmo.runtime.engine.norm_ring import CLIPPED, NON_FINITE, BarrierPolicy, Switch
 from dynmo.runtime.optim.optimizer import OptimizerSettings
 from dynmo.schedule.catalogue import SCHEDULES, make
 from dynmo.schedule.simulator import simulate
@@ -112,7 +112,7 @@ def trained(pipeline: Pipeline, steps: int, max_norm: float) -> list[StepResult]
 @pytest.mark.parametrize("name", ["adamw", "sgd"])
 def test_two_hundred_rollbacks(name: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every step is clipped, so made, taken back and made again: in place, that is off by 1e-5 of the way that the weights went."""
-    monkeypatch.setattr(Caution, "observe", lambda self, failed: None)
+    monkeypatch.setattr(BarrierPolicy, "observe", lambda self, failed: None)
     settings = OptimizerSettings(name)
     small = "python:tests.models.user_model:with_a_loss"
     expected, near = made(settings, small), made(settings, small, post_validation=True, rollback="in-place")
@@ -132,7 +132,7 @@ def weights(pipeline: Pipeline) -> Tensor:
 
 def step_anyway(pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch) -> None:
     """As the first of many ranks does, whose own gradient is small."""
-    step_end, pending = pipeline._step_end, pipeline._pending  # pyright: ignore[reportPrivateUsage]
+    step_end, pending = pipeline._optimizer_step, pipeline._pending  # pyright: ignore[reportPrivateUsage]
     failed, end = step_end.failed, pending.end
 
     def unseeing(*args: Any) -> None:
@@ -196,13 +196,13 @@ def test_a_case_that_acts_unannounced_is_told() -> None:
 
 def test_caution() -> None:
     """More than a quarter of the last twenty steps: a barrier, until next to none of them fails."""
-    caution = Caution()
-    assert [caution.observe(True) for _ in range(5)] == [None] * 5
-    assert caution.on
-    assert caution.observe(True) == Switch(False, "6 of the last 6 steps were taken back")
-    said = [caution.observe(False) for _ in range(19)]
+    policy = BarrierPolicy()
+    assert [policy.observe(True) for _ in range(5)] == [None] * 5
+    assert policy.on
+    assert policy.observe(True) == Switch(False, "6 of the last 6 steps were taken back")
+    said = [policy.observe(False) for _ in range(19)]
     assert said == [None] * 18 + [Switch(True, "1 of the last 20 steps would have been taken back")]
-    seldom = Caution()
+    seldom = BarrierPolicy()
     assert all(seldom.observe(i % 4 == 0) is None for i in range(100)), "a quarter is not over a quarter"
 
 
@@ -223,12 +223,12 @@ def test_too_many_rollbacks_bring_the_barrier_back() -> None:
 def test_local_clipping_multiplies_each_layer_by_its_own() -> None:
     """Against clipping by hand."""
     one, by_hand = made(clip_scope="local"), made()
-    outcome = by_hand.forward_backward(0, *tokens(0, 4))
+    step_output = by_hand.forward_backward(0, *tokens(0, 4))
     norms: list[float] = []
     for module, _ in by_hand.own_layers.values():
         norms.append(float(torch.nn.utils.clip_grad_norm_(module.parameters(), 0.3)))
     assert min(norms) < 0.3 < max(norms)
-    by_hand.update(0, outcome, lr=0.1)
+    by_hand.update(0, step_output, lr=0.1)
     result = one.step(0, *tokens(0, 4), lr=0.1, max_norm=0.3)
     assert [math.sqrt(n) for n in result.squared_norms] == pytest.approx(norms, rel=1e-5)
     for index, (module, _) in one.own_layers.items():

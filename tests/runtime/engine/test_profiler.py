@@ -9,7 +9,7 @@ from torch import nn
 
 from dynmo.cost.layer_cost import LayerCost
 from dynmo.runtime.comm.clock import HostClock, Mark
-from dynmo.runtime.engine.executor import Slice
+from dynmo.runtime.engine.executor import Interval
 from dynmo.runtime.engine.profiler import Profiler
 from dynmo.runtime.layer.split_backward import Layer
 from dynmo.schedule.op import Kind
@@ -173,7 +173,7 @@ def test_costs_by_half_of_the_readings() -> None:
 def test_the_share_that_other_processes_take() -> None:
     profiler = Profiler(Halving())
     assert profiler.preempted == 0.0
-    profiler.observe_ops([Slice("F", 0, 0, 0.0, 2.0), Slice("wait", 0, 0, 2.0, 50.0), Slice("B", 0, 0, 50.0, 54.0)])
+    profiler.observe_ops([Interval("F", 0, 0, 0.0, 2.0), Interval("wait", 0, 0, 2.0, 50.0), Interval("B", 0, 0, 50.0, 54.0)])
     assert profiler.preempted == 0.5
 
 

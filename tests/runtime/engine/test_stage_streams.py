@@ -12,7 +12,7 @@ from torch import nn
 from dynmo.runtime.comm.channels import Transport
 from dynmo.runtime.comm.clock import HostClock
 from dynmo.runtime.engine.executor import Executor
-from dynmo.runtime.engine.stage_streams import Key, OneLane
+from dynmo.runtime.engine.stage_streams import DefaultStream, Key
 from dynmo.runtime.layer.split_backward import Layer, Tensors
 from dynmo.runtime.layer.stage import Stage
 from dynmo.schedule.catalogue import make
@@ -52,7 +52,7 @@ class Noted:
         self.asked.append(("made", self._stage, key))
 
 
-def executor(lanes: Noted | OneLane, first: int) -> tuple[Executor, list[nn.Module]]:
+def executor(streams: Noted | DefaultStream, first: int) -> tuple[Executor, list[nn.Module]]:
     torch.manual_seed(0)
     modules: list[nn.Module] = [nn.Linear(4, 4).requires_grad_(i >= first) for i in range(3)]
     stages = {
@@ -60,20 +60,20 @@ def executor(lanes: Noted | OneLane, first: int) -> tuple[Executor, list[nn.Modu
         for i, m in enumerate(modules)
     }
     programs = lower(fold(make("zb-h1", 3, MICROBATCHES, first_trainable=first)))
-    return Executor(programs[0], stages, 2, Transport(alone(), programs), HostClock(), lanes), modules
+    return Executor(programs[0], stages, 2, Transport(alone(), programs), HostClock(), streams), modules
 
 
 @pytest.mark.parametrize("first", [0, 1])
 def test_hand_overs(first: int) -> None:
-    lanes = Noted()
-    made, modules = executor(lanes, first)
+    streams = Noted()
+    made, modules = executor(streams, first)
     batch = torch.randn(MICROBATCHES, 2, 4, generator=torch.Generator().manual_seed(1))
     losses = made.run(0, batch, batch).losses
-    assert [what for what, _, _ in lanes.asked if what in ("fork", "join")] == ["fork", "join"]
-    assert (lanes.asked[0][0], lanes.asked[-1][0]) == ("fork", "join")
+    assert [what for what, _, _ in streams.asked if what in ("fork", "join")] == ["fork", "join"]
+    assert (streams.asked[0][0], streams.asked[-1][0]) == ("fork", "join")
     ready = dict[Key, int | None]()
     waited = set[Key]()
-    for what, stage, key in lanes.asked[1:-1]:
+    for what, stage, key in streams.asked[1:-1]:
         assert key is not None
         direction, needs, _ = key
         below = 1 if direction is Direction.ACTIVATION else -1
@@ -85,12 +85,12 @@ def test_hand_overs(first: int) -> None:
             # Only the batch, and the loss's own gradient, come from no other lane.
             from_outside = needs == (0 if direction is Direction.ACTIVATION else 2)
             assert (key in ready) != from_outside
-            assert lanes.sizes[key] == (0 if needs == 2 and direction is Direction.GRADIENT else 1)
+            assert streams.sizes[key] == (0 if needs == 2 and direction is Direction.GRADIENT else 1)
             waited.add(key)
     assert ready.keys() <= waited
     assert len(ready) == MICROBATCHES * (2 + 2 - first)
 
-    plain, others = executor(OneLane(), first)
+    plain, others = executor(DefaultStream(), first)
     assert [x.tolist() for x in plain.run(0, batch, batch).losses] == [x.tolist() for x in losses]
     for one, other in zip(modules, others, strict=True):
         for p, q in zip(one.parameters(), other.parameters(), strict=True):

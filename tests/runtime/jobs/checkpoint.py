@@ -97,12 +97,12 @@ def moving(world: World, config: dict[str, Any], placements: list[list[int]]) ->
     return {"losses": losses, "digests": digests}
 
 
-def patience(world: World, w_granularity: Literal["whole", "linear"]) -> list[Any]:
+def message_timeout(world: World, w_granularity: Literal["whole", "linear"]) -> list[Any]:
     """How long a rank waits for a message before it runs pieces of W, and the latency of each of the pipeline's links."""
     made = Pipeline(
         world, load_model(parse({"model": GPT})), uniform(6, world.size), schedule="zb-h1", microbatches=3, w_granularity=w_granularity
     )
-    waits = made._executor()._patience
+    waits = made._executor()._timeout
     made.on_workload_change(())  # closes its channels
     return [waits, [link.latency for link in made.links.values()]]
 

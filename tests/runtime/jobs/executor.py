@@ -17,8 +17,8 @@ from dynmo.runtime.comm.channels import Transport
 from dynmo.runtime.comm.clock import HostClock
 from dynmo.runtime.comm.world import World
 from dynmo.runtime.engine.executor import WAIT, Executor, mean_loss
-from dynmo.runtime.engine.stage_streams import OneLane
-from dynmo.runtime.layer.accumulation import Slots
+from dynmo.runtime.engine.stage_streams import DefaultStream
+from dynmo.runtime.layer.accumulation import AccumulationGroups
 from dynmo.runtime.layer.split_backward import Layer
 from dynmo.runtime.layer.stage import Stage
 from dynmo.schedule.lowering import Channel, lower
@@ -40,7 +40,7 @@ class Late(Transport):
 
     random = Random(0)
 
-    def arrived(self, channel: Channel, microbatch: int, patience: float) -> bool:
+    def arrived(self, channel: Channel, microbatch: int, timeout: float) -> bool:
         return self.random.random() < 0.5 and super().arrived(channel, microbatch, 0.0)
 
 
@@ -65,20 +65,20 @@ def execute(
         stages[s] = Stage([Layer(i, modules[i], HostClock(), 4) for i in own], first, loss, 1 / microbatches)
     ended: list[int] = []
     for layer in (layer for stage in stages.values() for layer in stage.layers):
-        layer.slots = Slots(list(layer.module.parameters()), microbatches, slots, partial(ended.append, layer.index))
+        layer.groups = AccumulationGroups(list(layer.module.parameters()), microbatches, slots, partial(ended.append, layer.index))
     Late.random = Random(late)
     ends = (Transport if late is None else Late)(world, programs)
-    patience = None if late is None else 3e-4
-    executor = Executor(programs[world.rank], stages, made.stages - 1, ends, HostClock(), OneLane(), patience)
+    timeout = None if late is None else 3e-4
+    executor = Executor(programs[world.rank], stages, made.stages - 1, ends, HostClock(), DefaultStream(), timeout)
     random = torch.Generator().manual_seed(1)
     losses: list[float] = []
     ahead = 0
     for step in range(2):
         inputs = torch.randint(11, (microbatches, 4), generator=random)
-        outcome = executor.run(step, inputs, inputs.flip(0))
-        assert not any(loss.requires_grad for loss in outcome.losses), "a loss keeps its graph, and what that has not saved"
-        losses.append(mean_loss(outcome.losses))
-        ahead += sum((a.kind, b.kind) == (WAIT, "W") for a, b in pairwise(outcome.slices))
+        step_output = executor.run(step, inputs, inputs.flip(0))
+        assert not any(loss.requires_grad for loss in step_output.losses), "a loss keeps its graph, and what that has not saved"
+        losses.append(mean_loss(step_output.losses))
+        ahead += sum((a.kind, b.kind) == (WAIT, "W") for a, b in pairwise(step_output.intervals))
     executor.close()
     left = sum(len(layer._saved) + len(layer._weight_work) for stage in stages.values() for layer in stage.layers)
     return {

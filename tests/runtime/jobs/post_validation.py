@@ -23,7 +23,7 @@ PV_STEPS = 7
 
 def _spoiled(made: Pipeline, faults: list[list[Any]], now: list[int]) -> None:
     """Has the gradients of some layers spoiled as they are looked at: faults are [step, layer, what], what "inf" or a factor."""
-    table = made._step_end.table  # pyright: ignore[reportPrivateUsage]
+    table = made._optimizer_step.table  # pyright: ignore[reportPrivateUsage]
     own = table.own
 
     def spoil(*args: Any) -> Tensor:
@@ -69,7 +69,7 @@ def validated(
         if changes and step % 3 == 1:
             seen.append(made.evaluate(tokens[..., :-1], tokens[..., 1:], 12))
     results += made.drain()
-    failed = made._step_end.failed  # pyright: ignore[reportPrivateUsage]
+    failed = made._optimizer_step.failed  # pyright: ignore[reportPrivateUsage]
     return {
         "steps": [r.step for r in results],
         "losses": [r.loss for r in results],

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from dynmo.config import accumulation_problem
 from dynmo.cost.layer_cost import most_pending_gradients
 from dynmo.runtime.comm.clock import HostClock
-from dynmo.runtime.layer.accumulation import Slots, Tree
+from dynmo.runtime.layer.accumulation import AccumulationGroups, Tree
 from dynmo.runtime.layer.split_backward import Layer
 
 
@@ -130,7 +130,7 @@ def gradients(order: str, count: int) -> dict[str, Tensor | None]:
     module = Mixed()
     done: list[int] = []
     layer = Layer(0, module, HostClock(), 1)
-    layer.slots = Slots(list(module.parameters()), MICROBATCHES, count, lambda: done.append(1))
+    layer.groups = AccumulationGroups(list(module.parameters()), MICROBATCHES, count, lambda: done.append(1))
     random = torch.Generator().manual_seed(2)
     for step in range(2):
         module.zero_grad()

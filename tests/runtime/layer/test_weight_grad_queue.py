@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from dynmo.runtime.comm.clock import HostClock
-from dynmo.runtime.layer.accumulation import Slots
+from dynmo.runtime.layer.accumulation import AccumulationGroups
 from dynmo.runtime.layer.split_backward import Layer
 from dynmo.runtime.layer.stage import Stage
-from dynmo.runtime.layer.weight_grad_queue import Pieces
+from dynmo.runtime.layer.weight_grad_queue import WeightGradQueue
 from dynmo.schedule.lowering import Compute, lower
 from dynmo.schedule.op import Kind, Op, from_text
 from tests.pool import Pool
@@ -43,7 +43,7 @@ def gradients(order: str, slots: int, idle: bool = False) -> dict[str, Tensor | 
     module = Two(idle)
     ended: list[int] = []
     layer = Layer(0, module, HostClock(), 1)
-    layer.slots = Slots(list(module.parameters()), 4, slots, lambda: ended.append(1))
+    layer.groups = AccumulationGroups(list(module.parameters()), 4, slots, lambda: ended.append(1))
     random = torch.Generator().manual_seed(2)
     for j in range(4):
         layer.forward(j, (torch.randn(3, 6, generator=random),), 0, True, True, None)
@@ -51,10 +51,10 @@ def gradients(order: str, slots: int, idle: bool = False) -> dict[str, Tensor | 
     begun: Iterator[None] | None = None
     for kind in order:
         if kind == "p":
-            begun = begun or layer.weight_pieces(w)
+            begun = begun or layer.partial_weights(w)
             next(begun, None)
         elif kind == "w":
-            for _ in begun or layer.weight_pieces(w):
+            for _ in begun or layer.partial_weights(w):
                 pass
             begun = None
         else:
@@ -88,7 +88,7 @@ def test_a_piece_lets_go_of_what_it_held() -> None:
         layer.backward_input(0, (torch.randn(3, 6),), deferred=True)
         held = [[StorageWeakRef(t.untyped_storage()) for t in holds] for _, holds in layer._weight_work[0]]
         seen: list[list[bool]] = []
-        for _ in layer.weight_pieces(0):
+        for _ in layer.partial_weights(0):
             seen.append([all(ref.expired() for ref in refs) for refs in held])
     assert seen == [[True, False, False], [True, True, False], [True, True, True]]
 
@@ -97,7 +97,7 @@ def test_marks_of_pieces_are_of_their_w() -> None:
     layer = Layer(0, nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 6)), HostClock(), 1)
     layer.forward(0, (torch.randn(3, 6),), 0, True, True, None)
     layer.backward_input(0, (torch.randn(3, 6),), deferred=True)
-    assert sum(1 for _ in layer.weight_pieces(0)) == 3
+    assert sum(1 for _ in layer.partial_weights(0)) == 3
     kind, start, end, ahead = layer.marks[-1]
     assert kind is Kind.W
     times = [time for pair in (*ahead, (start, end)) for time in pair]
@@ -123,7 +123,7 @@ class Recorded(Stage):
     def backward_weight(self, microbatch: int) -> None:
         self._told.append(f"{self._number}W{microbatch}")
 
-    def weight_pieces(self, microbatch: int) -> Iterator[None]:
+    def partial_weights(self, microbatch: int) -> Iterator[None]:
         for piece in "abc":
             self._told.append(f"{self._number}w{microbatch}{piece}")
             yield
@@ -133,7 +133,7 @@ def run(ahead: dict[str, int]) -> tuple[list[str], list[str | None]]:
     """The program's W's, with so many pieces wished for before the ops named: what ran, and what each wish was told."""
     told: list[str] = []
     instructions = lower(from_text(PROGRAM))[0].instructions
-    pieces = Pieces(instructions, {s: Recorded(s, told) for s in range(2)})
+    pieces = WeightGradQueue(instructions, {s: Recorded(s, told) for s in range(2)})
     wishes: list[str | None] = []
     for instruction in instructions:
         assert isinstance(instruction, Compute)
@@ -165,7 +165,7 @@ def test_pieces_of_several_ws() -> None:
     text = "# own  ranks=1 microbatches=3 placement=0,0\n0 | 0F0 1F0 0F1 1F1 1B0 1B1 0B0 1W0 1W1 0W0 0B1 0W1 0F2 1F2 1B2 1W2 0B2 0W2\n"
     told: list[str] = []
     instructions = lower(from_text(text))[0].instructions
-    pieces = Pieces(instructions, {s: Recorded(s, told) for s in range(2)})
+    pieces = WeightGradQueue(instructions, {s: Recorded(s, told) for s in range(2)})
     for op in (Op(Kind.B, 1, 0), Op(Kind.B, 1, 1), Op(Kind.B, 0, 0)):
         pieces.after(op)
     assert [pieces.run_one() for _ in range(7)] == [Op(Kind.W, 1, 0)] * 3 + [Op(Kind.W, 1, 1)] * 3 + [Op(Kind.W, 0, 0)]
