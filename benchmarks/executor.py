@@ -37,8 +37,9 @@ from dynmo.models.model import Model, next_token_loss
 from dynmo.models.registry import load_model
 from dynmo.pipeline.pipeline import Pipeline
 from dynmo.runtime.comm.world import World
+from dynmo.schedule.automatic.make import make
 from dynmo.schedule.bounds import Objective
-from dynmo.schedule.catalogue import chunks_of, make, placement_of
+from dynmo.schedule.catalogue import chunks_of, placement_of
 from dynmo.schedule.simulator import simulate
 
 MESSAGE_BYTES = 16384

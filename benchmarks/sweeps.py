@@ -26,8 +26,9 @@ from typing import Any, NamedTuple, cast
 
 from benchmarks.harness import machine, save_picture
 from dynmo.cost.layer_cost import Costs, split_costs, uniform_costs
+from dynmo.schedule.automatic.make import make
 from dynmo.schedule.bounds import Objective
-from dynmo.schedule.catalogue import chunks_of, make, placement_of
+from dynmo.schedule.catalogue import chunks_of, placement_of
 from dynmo.schedule.chunk_bounds import lower_bound_on
 from dynmo.schedule.simulator import simulate
 

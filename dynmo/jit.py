@@ -5,7 +5,9 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
+from functools import cache, wraps
 from typing import Any, TypeVar, cast
 
 import numba
@@ -23,3 +25,29 @@ def jit(*fast: str) -> Callable[[_F], _F]:
             return cast(_F, numba.njit(nogil=True, fastmath=set(fast))(function))
 
     return compiled
+
+
+def jit_as(signature: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Compiles a function that Python calls, together with all that it calls, at its first call.
+
+    Args:
+        signature: The types of the result and the arguments, as numba writes them.
+    """
+
+    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+        @cache
+        def compiled() -> Callable[..., Any]:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                try:
+                    return numba.njit(signature, cache=True)(function)
+                except Exception:  # nowhere to keep the code, or a damaged file there, which pickle meets with any error it likes
+                    return numba.njit(signature)(function)
+
+        @wraps(function)
+        def call(*arguments: Any) -> Any:
+            return compiled()(*arguments)
+
+        return call
+
+    return decorate

@@ -37,7 +37,8 @@ from dynmo.cost.layer_cost import split_costs, uniform_costs
 from dynmo.models.model import from_factories, next_token_loss
 from dynmo.models.registry import load_model
 from dynmo.runtime.state import checkpoint
-from dynmo.schedule.catalogue import SCHEDULES, make, placement_of
+from dynmo.schedule.automatic.make import make
+from dynmo.schedule.catalogue import SCHEDULES, placement_of
 from dynmo.schedule.simulator import Timeline, simulate
 from dynmo.train.dry_run import dry_run
 from tests.cli.runs import free_port

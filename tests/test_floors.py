@@ -52,18 +52,8 @@ MAX_TOP_MODULES = 5
 # Modules that need an optional dependency. Only functions import them.
 OPTIONAL = (("dynmo.kernels.hash_attention", "dynmo.kernels.hash_attention_triton"),)  # triton
 
-# Imports that break the rules today. The splits of the layout remove them one by one. Nothing may be added.
-KNOWN = (
-    # Upwards.
-    ("dynmo.balance.baselines", "dynmo.planner.export"),  # blocks_of, Layout: to balance/blocks.py
-    ("dynmo.schedule.catalogue", "dynmo.schedule.automatic.zero_bubble"),  # make, full_schedule: to schedule/automatic/make.py
-    ("dynmo.schedule.catalogue", "dynmo.schedule.automatic.vshape"),
-    # One half of a cycle.
-    # Inside a function.
-    ("dynmo.planner.workload_file", "dynmo.config"),
-    ("dynmo.schedule.automatic.zero_bubble", "dynmo.schedule.automatic._zero_bubble_loops"),
-    ("dynmo.schedule.catalogue", "dynmo.schedule.interleaved"),
-)
+# Imports that break the rules. There are none. Nothing may be added.
+KNOWN: tuple[tuple[str, str], ...] = ()
 
 
 class Import(NamedTuple):

@@ -47,7 +47,7 @@ from dynmo.models.registry import load_model
 from dynmo.pipeline.pipeline import Pipeline
 from dynmo.runtime.comm.world import World
 from dynmo.runtime.engine.sm_slices import cut
-from dynmo.schedule.catalogue import make
+from dynmo.schedule.automatic.make import make
 from dynmo.schedule.op import Schedule
 from dynmo.schedule.simulator import peak_memory, simulate
 

@@ -3,20 +3,18 @@
 rank_of[s] is the rank of stage s; memory as in `_kernels`, caps per rank: what a rank's stages need together.
 """
 
-# numba has no types: see `_kernels`.
-# pyright: reportMissingTypeStubs=false, reportUnknownMemberType=false
-
 from __future__ import annotations
 
 import numpy as np
 from numpy.typing import NDArray
 
-from dynmo.balance._kernels import Ints, _jit  # pyright: ignore[reportPrivateUsage]
+from dynmo.balance._kernels import Ints
+from dynmo.jit import jit
 
 Floats = NDArray[np.float64]
 
 
-@_jit
+@jit()
 def need(held: Ints, pairs: Ints, pair_at: Ints, stage: int, start: int, stop: int) -> int:
     """`MemoryLimits.need`."""
     static = held[0, stop] - held[0, start]
@@ -28,7 +26,7 @@ def need(held: Ints, pairs: Ints, pair_at: Ints, stage: int, start: int, stop: i
     return most
 
 
-@_jit
+@jit()
 def evaluate_bounds(
     sums: Ints, rank_of: Ints, speeds: Floats, held: Ints, pairs: Ints, pair_at: Ints, caps: Ints, bounds: Ints, scratch: Ints
 ) -> tuple[float, float, int]:
@@ -48,7 +46,7 @@ def evaluate_bounds(
     return largest, squares, over
 
 
-@_jit
+@jit()
 def descend(
     sums: Ints, rank_of: Ints, speeds: Floats, held: Ints, pairs: Ints, pair_at: Ints, caps: Ints, bounds: Ints
 ) -> tuple[float, float, int]:
@@ -74,7 +72,7 @@ def descend(
     return largest, squares, over
 
 
-@_jit
+@jit()
 def wander(
     sums: Ints,
     rank_of: Ints,
@@ -112,7 +110,7 @@ def wander(
     return best, over
 
 
-@_jit
+@jit()
 def branch(
     sums: Ints,
     rank_of: Ints,
@@ -182,7 +180,7 @@ def branch(
     return best, True
 
 
-@_jit
+@jit()
 def nested(
     sums: Ints,
     speeds: Floats,

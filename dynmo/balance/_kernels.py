@@ -6,32 +6,19 @@ loads are compared exactly, whatever the floats were. Bytes are int64 (the calle
 Windows: stage s may start at low[s] .. high[s]; `offset[s]` is where its states begin in the flat tables.
 """
 
-# numba has no types: its functions are given theirs by `_jit`.
-# pyright: reportMissingTypeStubs=false, reportUnknownMemberType=false
-
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, TypeVar, cast
-
-import numba
 import numpy as np
 from numpy.typing import NDArray
 
+from dynmo.jit import jit
+
 Ints = NDArray[np.int64]
-_F = TypeVar("_F", bound=Callable[..., Any])
 
 FAILED, FOUND, STUCK = 0, 1, 2
 
 
-def _jit(function: _F) -> _F:
-    try:
-        return cast(_F, numba.njit(cache=True)(function))
-    except RuntimeError:  # nowhere to keep the compiled code: it is made anew in each process
-        return cast(_F, numba.njit(function))
-
-
-@_jit
+@jit()
 def weighs_at_most(sums: Ints, start: int, stop: int, limit: Ints) -> bool:
     """Whether the layers start..stop-1 weigh at most `limit`."""
     over = 0
@@ -44,7 +31,7 @@ def weighs_at_most(sums: Ints, start: int, stop: int, limit: Ints) -> bool:
     return over <= 0
 
 
-@_jit
+@jit()
 def lighter(sums: Ints, start: int, stop: int, other_start: int, other_stop: int) -> bool:
     """Whether the layers start..stop-1 weigh less than other_start..other_stop-1."""
     over = 0
@@ -57,7 +44,7 @@ def lighter(sums: Ints, start: int, stop: int, other_start: int, other_stop: int
     return over < 0
 
 
-@_jit
+@jit()
 def fits(held: Ints, pairs: Ints, pair_at: Ints, caps: Ints, stage: int, start: int, stop: int) -> bool:
     """`MemoryLimits.fits`. held: prefix sums of static, activation and stash bytes; no caps, no limits."""
     if caps.size == 0:
@@ -71,7 +58,7 @@ def fits(held: Ints, pairs: Ints, pair_at: Ints, caps: Ints, stage: int, start: 
     return True
 
 
-@_jit
+@jit()
 def farthest(sums: Ints, start: int, limit: Ints, high: int) -> int:
     """The largest stop up to `high` for which the layers from `start` on weigh at most `limit`: by doubling, then by halving."""
     if limit[0] < 0:
@@ -93,7 +80,7 @@ def farthest(sums: Ints, start: int, limit: Ints, high: int) -> int:
     return low
 
 
-@_jit
+@jit()
 def reach(held: Ints, pairs: Ints, pair_at: Ints, caps: Ints, stage: int, start: int, high: int) -> int:
     """The largest stop up to `high` for which the layers from `start` on fit `stage`."""
     if caps.size == 0 or fits(held, pairs, pair_at, caps, stage, start, high):
@@ -109,7 +96,7 @@ def reach(held: Ints, pairs: Ints, pair_at: Ints, caps: Ints, stage: int, start:
     return low
 
 
-@_jit
+@jit()
 def greedy(
     sums: Ints, limits: Ints, held: Ints, pairs: Ints, pair_at: Ints, caps: Ints, stages: int, bounds: Ints, rise: Ints
 ) -> tuple[int, int]:
@@ -135,7 +122,7 @@ def greedy(
     return (FOUND if start == layers else FAILED), stages
 
 
-@_jit
+@jit()
 def widest(limits: Ints, row: int) -> Ints:
     """The largest of a row's limits."""
     best = 0
@@ -148,7 +135,7 @@ def widest(limits: Ints, row: int) -> Ints:
     return limits[row, best]
 
 
-@_jit
+@jit()
 def every(
     sums: Ints,
     limits: Ints,
@@ -217,7 +204,7 @@ def every(
     return FOUND, stages
 
 
-@_jit
+@jit()
 def floors(sums: Ints, limits: Ints, held: Ints, pairs: Ints, pair_at: Ints, caps: Ints, stages: int, low: Ints) -> None:
     """low[s]: before it stage s cannot start, for the stages from there on would carry too much, or hold too much."""
     low[stages] = sums.shape[0] - 1
@@ -234,7 +221,7 @@ def floors(sums: Ints, limits: Ints, held: Ints, pairs: Ints, pair_at: Ints, cap
         low[stage] = left
 
 
-@_jit
+@jit()
 def best_tie(
     sums: Ints,
     limits: Ints,
@@ -304,7 +291,7 @@ def best_tie(
     return True
 
 
-@_jit
+@jit()
 def near(sums: Ints, limits: Ints, held: Ints, pairs: Ints, pair_at: Ints, caps: Ints, low: Ints, targets: Ints, bounds: Ints) -> bool:
     """A placement whose boundaries are, one after another, as near to `targets` as the limits and low[s] allow."""
     stages = len(low) - 1

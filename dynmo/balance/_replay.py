@@ -6,9 +6,6 @@ A schedule becomes rows of numbers, one per op, in an order in which every op st
                                                                     boundary: the link that its result crosses, or -1
 """
 
-# numba has no types: see `_kernels`.
-# pyright: reportMissingTypeStubs=false, reportUnknownMemberType=false
-
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -17,7 +14,8 @@ from typing import cast
 import numpy as np
 from numpy.typing import NDArray
 
-from dynmo.balance._kernels import Ints, _jit  # pyright: ignore[reportPrivateUsage]
+from dynmo.balance._kernels import Ints
+from dynmo.jit import jit
 from dynmo.schedule.op import Kind, Op, Schedule, dependencies, in_order
 
 Floats = NDArray[np.float64]
@@ -54,7 +52,7 @@ def shape_of(schedule: Schedule) -> Shape:
     return Shape(schedule, np.array(rows, np.int64).reshape(-1, 7), counts, np.array(placement, np.int64))
 
 
-@_jit
+@jit()
 def replay(rows: Ints, counts: Ints, placement: Ints, works: Floats, sends: Floats, bounds: Ints, best: float, whole: bool) -> float:
     """The time of the schedule with stage s on layers bounds[s] .. bounds[s + 1] - 1: makespan if `whole`, else span.
 

@@ -21,10 +21,10 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
 
+from dynmo.balance.blocks import blocks_of
 from dynmo.balance.diffusion import Transfers
 from dynmo.balance.partition import Partition
 from dynmo.errors import PartitionError
-from dynmo.planner.export import blocks_of
 
 TOLERANCE = 1e-3
 

@@ -17,7 +17,8 @@ from itertools import pairwise
 from dynmo.balance.partition import Move, Partition, moves, uniform
 from dynmo.config import accumulation_problem
 from dynmo.errors import ConfigError, PartitionError
-from dynmo.schedule.catalogue import check_microbatches, full_schedule, placement_of
+from dynmo.schedule.automatic.make import full_schedule
+from dynmo.schedule.catalogue import check_microbatches, placement_of
 from dynmo.schedule.op import Schedule
 
 RecomputeRule = Collection[int] | Callable[[Partition, Schedule, int], Collection[int]]

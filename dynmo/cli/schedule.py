@@ -18,7 +18,7 @@ from dynmo.cli.compiling import compilation_told
 from dynmo.cost.layer_cost import Costs, split_costs, uniform_costs
 from dynmo.errors import InputError, ScheduleError
 from dynmo.schedule.bounds import Objective
-from dynmo.schedule.catalogue import SCHEDULES, entry, make, placement_of
+from dynmo.schedule.catalogue import SCHEDULES, entry, make_by_hand, placement_of
 from dynmo.schedule.chunk_bounds import lower_bound_on
 from dynmo.schedule.op import Schedule, to_text
 from dynmo.schedule.simulator import Timeline, peak_memory, simulate
@@ -94,7 +94,6 @@ def schedule(
 
     began = time.perf_counter()
     wanted = _Wanted(ranks, microbatches, stage_costs, chunks, caps, first_trainable, objective)
-    # A schedule made by hand needs no numba, which takes a while to import.
     with compilation_told() if entry(name).from_costs else contextlib.nullcontext():
         schedule = wanted.make(name)
     seconds = time.perf_counter() - began
@@ -148,6 +147,10 @@ class _Wanted:
     objective: Objective
 
     def make(self, name: str) -> Schedule:
+        if not entry(name).from_costs:  # needs no numba, which takes a while to import
+            return make_by_hand(name, self.ranks, self.microbatches, self.chunks, self.first_trainable)
+        from dynmo.schedule.automatic.make import make
+
         return make(
             name,
             self.ranks,

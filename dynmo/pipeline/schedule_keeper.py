@@ -18,8 +18,9 @@ from dynmo.cost.layer_cost import Costs, LayerCost, LinkCost, elide, stage_costs
 from dynmo.planner.fit_memory import fit_memory
 from dynmo.planner.recompute import recompute_as_workspace
 from dynmo.runtime.state.layer_store import LayerStore
+from dynmo.schedule.automatic.make import full_schedule, make
 from dynmo.schedule.bounds import Objective
-from dynmo.schedule.catalogue import entry, full_schedule, make
+from dynmo.schedule.catalogue import entry
 from dynmo.schedule.op import Schedule
 from dynmo.schedule.simulator import Timeline, resident, simulate
 

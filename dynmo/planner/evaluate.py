@@ -18,8 +18,9 @@ from dynmo.cost.profile_file import Profile
 from dynmo.errors import InputError, NoRoomError, PartitionError
 from dynmo.planner.fit_memory import lower_caps
 from dynmo.planner.recompute import planned_memory, with_recompute
+from dynmo.schedule.automatic.make import make
 from dynmo.schedule.bounds import Objective
-from dynmo.schedule.catalogue import entry, make, placement_of
+from dynmo.schedule.catalogue import entry, placement_of
 from dynmo.schedule.chunk_bounds import lower_bound_on
 from dynmo.schedule.memory import live_limits, reduction_bytes
 from dynmo.schedule.op import Schedule

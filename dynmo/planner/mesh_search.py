@@ -40,8 +40,9 @@ from dynmo.planner.evaluate import Plan, PlanRequest, RecomputeMode
 from dynmo.planner.microbatches import scale_layers
 from dynmo.planner.recompute import planned_memory
 from dynmo.planner.stage_plan import make_plan
+from dynmo.schedule.automatic.make import make
 from dynmo.schedule.bounds import Objective
-from dynmo.schedule.catalogue import check_microbatches, chunks_of, make
+from dynmo.schedule.catalogue import check_microbatches, chunks_of
 from dynmo.schedule.op import Kind
 from dynmo.schedule.simulator import Span
 

@@ -25,7 +25,8 @@ from dynmo.planner.evaluate import (
     with_unit_memory,
 )
 from dynmo.planner.recompute import choose_recomputed, planned_memory, recompute_memory
-from dynmo.schedule.catalogue import check_microbatches, entry, make
+from dynmo.schedule.automatic.make import make
+from dynmo.schedule.catalogue import check_microbatches, entry
 from dynmo.schedule.memory import MemoryLimits, Pairs, stage_memory
 from dynmo.schedule.op import Schedule
 from dynmo.schedule.simulator import resident

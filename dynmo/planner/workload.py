@@ -29,8 +29,9 @@ from dynmo.cost.profile_file import TIMES, Profile
 from dynmo.errors import InputError
 from dynmo.planner.evaluate import Plan, PlanRequest, evaluate_partition
 from dynmo.planner.stage_plan import make_plan
+from dynmo.schedule.automatic.make import make
 from dynmo.schedule.bounds import Objective
-from dynmo.schedule.catalogue import entry, make, placement_of
+from dynmo.schedule.catalogue import entry, placement_of
 from dynmo.schedule.simulator import Timeline, simulate
 
 _FREE = LinkCost(0.0, math.inf)

@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal, cast
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from dynmo.config import parse_bytes
 from dynmo.cost.layer_cost import LayerCost, LinkCost
 from dynmo.cost.profile_file import AT_MOST, KEY_OF, SIZES, TIMES, file_keys
 from dynmo.errors import InputError
@@ -152,8 +153,6 @@ def parse(data: dict[str, Any], folder: Path, name: str = "workload") -> Workloa
 def _limit(value: int | str | None) -> int | None:
     if not isinstance(value, str):
         return value
-    from dynmo.config import parse_bytes
-
     try:
         return parse_bytes(value)
     except ValueError as error:

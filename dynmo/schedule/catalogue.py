@@ -1,4 +1,4 @@
-"""Every schedule by name: how many stages a rank holds, which rank holds which stage, and the schedule itself.
+"""Every schedule by name: how many stages a rank holds, and which rank holds which stage.
 
 name               stages a rank   made from           memory of a rank, in activations of all its stages
 gpipe              1               p, m                m
@@ -9,17 +9,17 @@ zb-auto            1               the stages' costs   what the limit allows
 zb-v               2               the stages' costs   p
 v-half             2               the stages' costs   about p / 2
 v-min              2               the stages' costs   about p / 3
+
+`automatic.make.make` makes any of them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from dynmo.cost.layer_cost import Costs, uniform_costs
 from dynmo.errors import ScheduleError
-from dynmo.schedule.bounds import Objective
 from dynmo.schedule.generators import GENERATORS, make_schedule
+from dynmo.schedule.interleaved import interleaved
 from dynmo.schedule.op import Schedule
 
 
@@ -78,46 +78,21 @@ def check_microbatches(name: str, ranks: int, microbatches: int) -> None:
         raise ScheduleError(f"{name}: {microbatches} microbatches are not a multiple of {ranks} ranks; use {' or '.join(map(str, near))}")
 
 
-def make(
-    name: str,
-    ranks: int,
-    microbatches: int,
-    *,
-    costs: Costs | None = None,
-    chunks: int | None = None,
-    caps: Sequence[float] | None = None,
-    first_trainable: int = 0,
-    objective: Objective = Objective.SPAN,
-) -> Schedule:
-    """The schedule called `name`.
+def make_by_hand(name: str, ranks: int, microbatches: int, chunks: int | None = None, first_trainable: int = 0) -> Schedule:
+    """Makes a schedule that does not depend on costs.
 
-    costs: of every stage; None: all alike, F = B = W, no links. caps: the most live memory of each rank, in the costs' unit, for those
-    that are made from costs; what the others keep by their nature is checked by who calls. Raises ScheduleError with what would do.
+    Args:
+        name: One of `SCHEDULES` whose `from_costs` is false.
+        ranks: Number of pipeline ranks.
+        microbatches: Microbatches of a step.
+        chunks: Stages per rank. None means the schedule's own number.
+        first_trainable: The stages before this one run F only.
+
+    Raises:
+        ScheduleError: The schedule cannot have these numbers. The message says which it can have.
     """
     check_microbatches(name, ranks, microbatches)
-    placement = placement_of(name, ranks, chunks)
+    count = chunks_of(name, chunks)
     if name in GENERATORS:
         return make_schedule(name, ranks, microbatches, first_trainable)
-    if name == "interleaved-1f1b":
-        from dynmo.schedule.interleaved import interleaved
-
-        return interleaved(ranks, microbatches, chunks_of(name, chunks), first_trainable)
-    if costs is None:
-        costs = uniform_costs(len(placement), 1.0, 1.0, 1.0)
-    if len(costs.stages) != len(placement):
-        raise ScheduleError(f"{name} on {ranks} ranks has {len(placement)} stages, but costs are given for {len(costs.stages)}")
-    # Compiled code and its library are loaded only where such a schedule is wanted.
-    if name == "zb-auto":
-        from dynmo.schedule.automatic.zero_bubble import automatic
-
-        return automatic(costs, microbatches, caps=caps, first_trainable=first_trainable, objective=objective)
-    from dynmo.schedule.automatic import vshape
-
-    maker: Callable[..., Schedule] = {"zb-v": vshape.zb_v, "v-half": vshape.v_half, "v-min": vshape.v_min}[name]
-    return maker(costs, microbatches, caps=caps, first_trainable=first_trainable, objective=objective)
-
-
-def full_schedule(name: str, ranks: int, microbatches: int, chunks: int | None = None) -> Schedule:
-    """A schedule of equal stages that all train."""
-    # One that is made within any limit must at least find the memory of 1F1B.
-    return make(name, ranks, microbatches, chunks=chunks, caps=(float(ranks),) * ranks if name == "zb-auto" else None)
+    return interleaved(ranks, microbatches, count, first_trainable)

@@ -85,7 +85,7 @@ GENERATORS: dict[str, Generator] = {"gpipe": gpipe, "1f1b": one_f_one_b, "zb-h1"
 
 
 def make_schedule(name: str, ranks: int, microbatches: int, first_trainable: int = 0) -> Schedule:
-    """The schedule called `name`, of those in this file (`catalogue.make` has all). Raises ScheduleError listing the known ones."""
+    """The schedule called `name`, of those in this file (`automatic.make.make` has all). Raises ScheduleError listing the known ones."""
     if name not in GENERATORS:
         raise ScheduleError(f"unknown schedule {name!r}; choose one of {', '.join(GENERATORS)}")
     return GENERATORS[name](ranks, microbatches, first_trainable)

@@ -18,7 +18,8 @@ from dynmo.models.model import Model
 from dynmo.models.registry import load_model
 from dynmo.planner.fit_memory import fit_memory
 from dynmo.planner.recompute import recompute_as_workspace
-from dynmo.schedule.catalogue import full_schedule, make, placement_of
+from dynmo.schedule.automatic.make import full_schedule, make
+from dynmo.schedule.catalogue import placement_of
 from dynmo.schedule.op import Schedule
 from dynmo.train.setup import check_meshes, first_partition, memory_limit
 from dynmo.train.shape_costs import known_costs, memory_options, meta_layers, planned_memory, recompute_for

@@ -23,13 +23,13 @@ def limited(sizes: list[int], current: tuple[int, ...], limit: tuple[int, ...]) 
 
 
 def test_what_each_returns():
-    found = {name: balance(REQUEST).counts for name, balance in BALANCERS.items() if name != "random"}
+    placements = {name: balance(REQUEST).counts for name, balance in BALANCERS.items() if name != "random"}
     # By time 1 1 1 3 3 3: three and one layer of 3 against two of 3. The current placement is one of the best already.
     by_count = dict.fromkeys(
         ("uniform", "deepspeed-uniform", "deepspeed-parameters", "megatron-uniform", "megatron-embedding-loss"), (3, 3)
     )
     by_time = dict.fromkeys(("none", "exact", "schedule-aware", "diffusion", "deepspeed-time", "algorithm-3"), (4, 2))
-    assert found == by_count | by_time
+    assert placements == by_count | by_time
 
 
 def test_parameters_do_not_see_freezing():
@@ -53,9 +53,9 @@ def test_exact_moves_as_few_bytes_as_it_can():
 def test_every_balancer_is_pure_and_keeps_the_number_of_ranks(name: str):
     for step in range(5):
         request = replace(REQUEST, step=step)
-        found = balancer(name)(request)
-        assert found == balancer(name)(replace(REQUEST, step=step))
-        assert (found.layers, found.ranks) == (6, 2)
+        partition = balancer(name)(request)
+        assert partition == balancer(name)(replace(REQUEST, step=step))
+        assert (partition.layers, partition.ranks) == (6, 2)
 
 
 def test_random_draws_every_other_placement():
@@ -122,8 +122,8 @@ def test_several_stages_per_rank():
     heavy = BalanceRequest(
         tuple(LayerCost(f, 0.0, 0.0) for f in (5, 1, 1, 1, 1, 1, 1, 1, 1)), Partition((3, 2, 2, 2)), placement=(0, 1, 1, 0)
     )
-    found = balancer("exact")(heavy)
-    assert max(found.counts[0] + 4 + found.counts[3], found.counts[1] + found.counts[2]) == 7
+    partition = balancer("exact")(heavy)
+    assert max(partition.counts[0] + 4 + partition.counts[3], partition.counts[1] + partition.counts[2]) == 7
     with pytest.raises(PartitionError, match="placement of 2 stages on ranks for 4 stages"):
         replace(heavy, placement=(0, 1))
 

@@ -29,8 +29,8 @@ def test_deepspeed_counts():
 
 def test_deepspeed_finds_the_optimum_where_its_tolerance_is_small():
     for weights, parts in (([3, 1, 4, 1, 5, 9, 2, 6], 3), ([10.0] * 12, 4), ([100, 300, 200, 400, 100, 100], 2)):
-        found = placement(deepspeed_balanced(weights, parts), "DeepSpeed's")
-        assert max(stage_loads(weights, found)) == max(stage_loads(weights, exact(weights, parts)))
+        partition = placement(deepspeed_balanced(weights, parts), "DeepSpeed's")
+        assert max(stage_loads(weights, partition)) == max(stage_loads(weights, exact(weights, parts)))
 
 
 def test_deepspeed_in_seconds_stops_too_early():
@@ -40,8 +40,8 @@ def test_deepspeed_in_seconds_stops_too_early():
     best = max(stage_loads(milliseconds, exact(milliseconds, 4)))
 
     def excess(weights: list[float], unit: float) -> float:
-        found = placement(deepspeed_balanced(weights, 4), "DeepSpeed's")
-        return max(stage_loads(weights, found)) / unit / best - 1
+        partition = placement(deepspeed_balanced(weights, 4), "DeepSpeed's")
+        return max(stage_loads(weights, partition)) / unit / best - 1
 
     assert excess(milliseconds, 1.0) < 0.001
     assert excess(seconds, 1e-3) > 0.08

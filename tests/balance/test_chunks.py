@@ -60,18 +60,18 @@ def test_equal_to_brute_force(placement: tuple[int, ...], layers: int, limited: 
                 chunked(weights, placement, memory=memory, speeds=speeds)
             continue
         feasible += 1
-        found = chunked(weights, placement, memory=memory, speeds=speeds)
-        assert found.proven
-        assert found.seconds == pytest.approx(best, rel=1e-12)
-        assert largest(weights, found.partition.bounds, placement, speeds) == pytest.approx(best, rel=1e-12)
-        assert fits(memory, found.partition.bounds, placement)
+        result = chunked(weights, placement, memory=memory, speeds=speeds)
+        assert result.proven
+        assert result.seconds == pytest.approx(best, rel=1e-12)
+        assert largest(weights, result.partition.bounds, placement, speeds) == pytest.approx(best, rel=1e-12)
+        assert fits(memory, result.partition.bounds, placement)
     assert feasible > (5 if limited else 24)
 
 
 def test_one_stage_per_rank_is_exact():
     weights = [3.0, 1.0, 4.0, 1.0, 5.0, 9.0, 2.0, 6.0]
-    found = chunked(weights, (0, 1, 2))
-    assert (found.partition, found.seconds, found.proven) == (exact(weights, 3), 14.0, True)
+    result = chunked(weights, (0, 1, 2))
+    assert (result.partition, result.seconds, result.proven) == (exact(weights, 3), 14.0, True)
     # In another order of ranks, a rank's speed follows it.
     assert chunked(weights, (2, 0, 1), speeds=[1.0, 2.0, 4.0]).partition == exact(weights, 3, speeds=[4.0, 1.0, 2.0])
 
@@ -79,9 +79,9 @@ def test_one_stage_per_rank_is_exact():
 def test_a_rank_evens_out_over_its_stages():
     # One stage per rank cannot: 8 | 1 1 1 1 | 1 1 1 1. The V can: rank 0 has the heavy layer and nothing more than it must.
     weights = [5.0, *[1.0] * 8]
-    found = chunked(weights, v_shaped(2))
-    assert found.seconds == 7.0
-    assert found.partition.counts[0] == 1
+    result = chunked(weights, v_shaped(2))
+    assert result.seconds == 7.0
+    assert result.partition.counts[0] == 1
 
 
 @pytest.mark.parametrize("placement", [looped(4, 2), looped(3, 3), (0, 1, 2, 3, 1, 0, 2, 3)])
@@ -106,11 +106,11 @@ def test_many_layers():
     weights = [draw.uniform(0.5, 1.5) for _ in range(98)]
     ideal = sum(weights) / 12
     for placement in (v_shaped(12), looped(12, 2), looped(12, 4)):
-        found = chunked(weights, placement)
-        assert found == chunked(weights, placement)
-        assert found.seconds <= ideal * 1.03
+        result = chunked(weights, placement)
+        assert result == chunked(weights, placement)
+        assert result.seconds <= ideal * 1.03
         chain = exact(weights, len(placement))
-        assert found.seconds <= largest(weights, chain.bounds, placement, [1.0] * 12)
+        assert result.seconds <= largest(weights, chain.bounds, placement, [1.0] * 12)
 
 
 def test_it_stays_where_nothing_is_gained():

@@ -30,37 +30,37 @@ def descending(weights: list[float], partition: Partition) -> list[float]:
 @given(cases())
 def test_it_descends_and_ends_where_it_can_go_no_further(case: tuple[list[float], Partition]):
     weights, current = case
-    found = diffuse(weights, current)
-    assert found == diffuse(weights, current)
-    if found.rounds:
-        assert descending(weights, found.partition) < descending(weights, current)
+    result = diffuse(weights, current)
+    assert result == diffuse(weights, current)
+    if result.rounds:
+        assert descending(weights, result.partition) < descending(weights, current)
     else:
-        assert found.partition == current
-        assert found.moves == ()
-    again = diffuse(weights, found.partition)
-    assert (again.partition, again.rounds) == (found.partition, 0)
+        assert result.partition == current
+        assert result.moves == ()
+    repeated = diffuse(weights, result.partition)
+    assert (repeated.partition, repeated.rounds) == (result.partition, 0)
 
 
 @many
 @given(cases())
 def test_only_boundary_layers_cross_to_a_neighbour(case: tuple[list[float], Partition]):
     weights, current = case
-    found = diffuse(weights, current)
+    result = diffuse(weights, current)
     owners = [current.owner(layer) for layer in range(current.layers)]
-    for layer, source, target in found.moves:
+    for layer, source, target in result.moves:
         assert owners[layer] == source
         assert abs(source - target) == 1
         owners[layer] = target
-    assert owners == [found.partition.owner(layer) for layer in range(current.layers)]
-    assert len(found.moves) <= found.rounds * (current.ranks - 1)
+    assert owners == [result.partition.owner(layer) for layer in range(current.layers)]
+    assert len(result.moves) <= result.rounds * (current.ranks - 1)
 
 
 @many
 @given(cases(), st.integers(1, 5))
 def test_no_stage_gains_what_does_not_fit(case: tuple[list[float], Partition], limit: int):
     weights, current = case
-    found = diffuse(weights, current, fits=lambda stage, start, stop: stop - start <= limit)
-    for old, new in zip(current.counts, found.partition.counts, strict=True):
+    result = diffuse(weights, current, fits=lambda stage, start, stop: stop - start <= limit)
+    for old, new in zip(current.counts, result.partition.counts, strict=True):
         assert new <= max(limit, old)
 
 
@@ -73,16 +73,16 @@ def test_a_load_goes_down_a_slope_where_no_neighbours_can_trade():
 
 def test_by_hand():
     # Loads 9 3 3. Both flows run downstream and a layer over each boundary lessens them: 7 4 4; then no path lowers the largest.
-    found = diffuse([4.0, 3.0, 2.0, 2.0, 1.0, 1.0, 2.0], Partition((3, 2, 2)))
-    assert found.moves[:2] == ((2, 0, 1), (4, 1, 2))
-    assert max(stage_loads([4.0, 3.0, 2.0, 2.0, 1.0, 1.0, 2.0], found.partition)) <= 7.0
+    result = diffuse([4.0, 3.0, 2.0, 2.0, 1.0, 1.0, 2.0], Partition((3, 2, 2)))
+    assert result.moves[:2] == ((2, 0, 1), (4, 1, 2))
+    assert max(stage_loads([4.0, 3.0, 2.0, 2.0, 1.0, 1.0, 2.0], result.partition)) <= 7.0
 
 
 def test_one_round_moves_a_layer_over_every_boundary_whose_flow_it_lessens():
-    found = diffuse([1.0] * 10, Partition((4, 1, 1, 4)))
-    assert found.partition.counts == (3, 2, 2, 3)
-    assert found.moves == ((3, 0, 1), (6, 3, 2))
-    assert found.rounds == 1
+    result = diffuse([1.0] * 10, Partition((4, 1, 1, 4)))
+    assert result.partition.counts == (3, 2, 2, 3)
+    assert result.moves == ((3, 0, 1), (6, 3, 2))
+    assert result.rounds == 1
 
 
 def test_the_distance_to_the_optimum_is_at_most_one_layer():
@@ -113,25 +113,25 @@ def variance(loads: list[float]) -> float:
 @given(cases())
 def test_algorithm_3_lowers_the_variance_with_every_transfer(case: tuple[list[float], Partition]):
     weights, current = case
-    found = published_diffusion(weights, current)
+    transfers = published_diffusion(weights, current)
     held = [list(current.range_of(rank)) for rank in range(current.ranks)]
     spread = [variance([sum(weights[layer] for layer in rank) for rank in held])]
-    for layer, source, target in found.moves:
+    for layer, source, target in transfers.moves:
         held[source].remove(layer)
         held[target].append(layer)
         spread.append(variance([sum(weights[layer] for layer in rank) for rank in held]))
     assert all(after < before for before, after in pairwise(spread))
-    assert found.ranks == tuple(map(tuple, held))
+    assert transfers.ranks == tuple(map(tuple, held))
 
 
 def test_algorithm_3_breaks_the_order_of_the_layers():
     # Its known fault: perfectly even loads, on ranks whose layers are no longer neighbours.
     weights = [4.0, 3.0, 2.0, 2.0, 1.0, 1.0, 2.0]
-    found = published_diffusion(weights, Partition((3, 2, 2)))
-    assert found.moves == ((2, 0, 1), (1, 0, 2), (5, 2, 0))
-    assert found.ranks == ((0, 5), (3, 4, 2), (6, 1))
-    assert [sum(weights[layer] for layer in rank) for rank in found.ranks] == [5.0, 5.0, 5.0]
-    assert any(list(rank) != list(range(rank[0], rank[0] + len(rank))) for rank in found.ranks)
+    transfers = published_diffusion(weights, Partition((3, 2, 2)))
+    assert transfers.moves == ((2, 0, 1), (1, 0, 2), (5, 2, 0))
+    assert transfers.ranks == ((0, 5), (3, 4, 2), (6, 1))
+    assert [sum(weights[layer] for layer in rank) for rank in transfers.ranks] == [5.0, 5.0, 5.0]
+    assert any(list(rank) != list(range(rank[0], rank[0] + len(rank))) for rank in transfers.ranks)
     # Path diffusion may not: every placement it returns is a Partition, and this one is less even.
     assert max(stage_loads(weights, diffuse(weights, Partition((3, 2, 2))).partition)) > 5.0
 
@@ -150,5 +150,5 @@ def test_algorithm_3_compares_with_the_variance_as_it_is_now():
     # the start of the iteration, and worse than now.
     weights = [10.0, 10.0, 9.0, 9.0, 1.0]
     current = Partition((2, 2, 1))
-    found = published_diffusion(weights, current, iterations=1)
-    assert found.moves == ((0, 0, 2),)
+    transfers = published_diffusion(weights, current, iterations=1)
+    assert transfers.moves == ((0, 0, 2),)

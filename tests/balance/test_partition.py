@@ -104,8 +104,8 @@ def test_exact_with_speeds_and_links(case: tuple[list[float], int], data: st.Dat
 
     every = every_placement(layers, ranks)
     assert exact(weights, ranks, speeds=speeds).bounds == best_of(weights, every, speeds=speeds)
-    found = exact(weights, ranks, speeds=speeds, links=links, output_bytes=sent)
-    assert found.bounds == best_of(weights, every, speeds=speeds, sends=sends)
+    partition = exact(weights, ranks, speeds=speeds, links=links, output_bytes=sent)
+    assert partition.bounds == best_of(weights, every, speeds=speeds, sends=sends)
 
 
 @many
@@ -156,13 +156,13 @@ def test_a_thousand_small_cases_under_memory_limits():
             if all(memory.fits(stage, a, b) for stage, (a, b) in enumerate(pairwise(bounds)))
         ]
         try:
-            found = exact(weights, ranks, memory=memory)
+            partition = exact(weights, ranks, memory=memory)
         except PartitionError:
             assert not largest
             continue
         feasible += 1
-        assert max(stage_loads(weights, found)) == min(largest)
-        assert all(memory.fits(stage, a, b) for stage, (a, b) in enumerate(pairwise(found.bounds)))
+        assert max(stage_loads(weights, partition)) == min(largest)
+        assert all(memory.fits(stage, a, b) for stage, (a, b) in enumerate(pairwise(partition.bounds)))
     assert 300 < feasible < 900
 
 
@@ -187,14 +187,14 @@ def test_middling_cases_where_a_stage_may_have_to_stop_short(kind: str):
                 for e in range(layers + 1)
             ]
         try:
-            found = exact(weights, ranks, memory=memory, links=links, output_bytes=sent)
+            partition = exact(weights, ranks, memory=memory, links=links, output_bytes=sent)
         except PartitionError:
             assert best[-1] == math.inf
             continue
         feasible += 1
-        loads = stage_loads(weights, found)
-        assert max(x + (sent[end - 1] if end < layers else 0) for x, end in zip(loads, found.bounds[1:], strict=True)) == best[-1]
-        assert all(memory.fits(s, a, e) for s, (a, e) in enumerate(pairwise(found.bounds)))
+        loads = stage_loads(weights, partition)
+        assert max(x + (sent[end - 1] if end < layers else 0) for x, end in zip(loads, partition.bounds[1:], strict=True)) == best[-1]
+        assert all(memory.fits(s, a, e) for s, (a, e) in enumerate(pairwise(partition.bounds)))
     assert feasible >= 3
 
 
@@ -208,8 +208,8 @@ def test_halves_of_blocks_on_the_fixed_traces():
         for row in zip(data["f"], data["b"], data["w"], strict=True):
             halves = [math.fsum(x) for x in zip(*row, strict=True)]
             blocks = [a + b for a, b in zip(halves[::2], halves[1::2], strict=True)]
-            found = (uniform(48, 24), blocks), (exact(blocks, 24), blocks), (exact(halves, 24), halves)
-            for i, value in enumerate((*(max(stage_loads(weights, x)) for x, weights in found), math.fsum(halves) / 24)):
+            cases = (uniform(48, 24), blocks), (exact(blocks, 24), blocks), (exact(halves, 24), halves)
+            for i, value in enumerate((*(max(stage_loads(weights, x)) for x, weights in cases), math.fsum(halves) / 24)):
                 sums[i] += value
         assert tuple(round(sums[0] / x, 2) for x in sums[1:]) == gains
 
@@ -251,15 +251,15 @@ def test_the_number_of_ranks_may_differ_from_the_current_one():
 
 def test_a_large_case_is_exact_and_the_same_twice():
     weights = [((i * 2654435761) % 1000 + 1) / 997 for i in range(96)]
-    found = exact(weights, 24)
-    assert found == exact(weights, 24)
+    partition = exact(weights, 24)
+    assert partition == exact(weights, 24)
     # Bellman's table over (stage, end), the plain way.
     fractions = [Fraction(x) for x in weights]
     sums = [sum(fractions[:i], Fraction()) for i in range(97)]
     best = [Fraction(0)] + [sums[-1] + 1] * 96
     for _ in range(24):
         best = [min((max(best[a], sums[e] - sums[a]) for a in range(e)), default=sums[-1] + 1) for e in range(97)]
-    assert max(sums[b] - sums[a] for a, b in pairwise(found.bounds)) == best[96]
+    assert max(sums[b] - sums[a] for a, b in pairwise(partition.bounds)) == best[96]
 
 
 @many

@@ -49,8 +49,8 @@ def test_one_outlier_is_in_one_half_at_most(readings: list[float], outlier: floa
     at = data.draw(st.integers(0, len(readings) - 1))
     readings = [*readings[:at], outlier, *readings[at + 1 :]]
     newest = readings[-WINDOW:]
-    for made in (layer((readings, [], [])), layer(*(([x], [], []) for x in readings))):
-        halves = made.halves
+    for filled in (layer((readings, [], [])), layer(*(([x], [], []) for x in readings))):
+        halves = filled.halves
         assert halves is None or sum(half.f > 2.0 for half in halves) <= 1
     if len(newest) > 2:
         assert layer(*(([x], [], []) for x in readings)).seconds.f <= 2.0

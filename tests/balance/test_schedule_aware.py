@@ -45,10 +45,10 @@ def test_the_replay_is_the_simulator(name: str, ranks: int, microbatches: int, f
     speeds = [draw.uniform(0.5, 2.0) for _ in range(ranks)]
     make = by_name(name, microbatches)
     objective = MAKESPAN if whole else SPAN
-    judge = _Search(layers, tuple(range(ranks)), make, links, None, None, objective, speeds, False)
+    searched = _Search(layers, tuple(range(ranks)), make, links, None, None, objective, speeds, False)
     for partition in (uniform(12, ranks), exact([1.0] * 12, ranks)):
         expected = time_of(layers, partition, make, objective, links=links, speeds=speeds)
-        assert judge.replay(partition.bounds) == pytest.approx(expected, rel=1e-12)
+        assert searched.replay(partition.bounds) == pytest.approx(expected, rel=1e-12)
 
 
 @pytest.mark.parametrize(("name", "objective"), [("1f1b", SPAN), ("1f1b", MAKESPAN), ("zb-h1", SPAN), ("zb-h2", MAKESPAN)])
@@ -60,10 +60,10 @@ def test_close_to_the_best_of_every_placement(name: str, objective: Objective):
         layers = drawn(draw, 10, frozen=case % 3)
         make = by_name(name, 6)
         best = min(time_of(layers, Partition.from_bounds([0, *cuts, 10]), make, objective) for cuts in combinations(range(1, 10), 3))
-        found = search(layers, 4, make=make, objective=objective)
-        assert found.seconds == pytest.approx(time_of(layers, found.partition, make, objective))
-        assert found.seconds <= found.started
-        found_sum, best_sum, exactly = found_sum + found.seconds, best_sum + best, exactly + (found.seconds <= best * (1 + 1e-9))
+        result = search(layers, 4, make=make, objective=objective)
+        assert result.seconds == pytest.approx(time_of(layers, result.partition, make, objective))
+        assert result.seconds <= result.started
+        found_sum, best_sum, exactly = found_sum + result.seconds, best_sum + best, exactly + (result.seconds <= best * (1 + 1e-9))
     assert exactly >= 9
     assert found_sum <= best_sum * 1.003
 
@@ -79,13 +79,13 @@ def test_what_it_is_worth():
     for _ in range(6):
         layers = freeze(blocks, draw.randint(6, 12))
         weights = [x.seconds for x in layers]
-        judge = _Search(layers, tuple(range(5)), make, None, None, None, SPAN, None, False)
+        searched = _Search(layers, tuple(range(5)), make, None, None, None, SPAN, None, False)
         least = max(stage_loads(weights, exact(weights, 5))) * (1 + 1e-12)
         every = (Partition.from_bounds([0, *cuts, 18]) for cuts in combinations(range(1, 18), 4))
-        tied = [judge.replay(x.bounds) for x in every if max(stage_loads(weights, x)) <= least]
-        found = search(layers, 5, make=make).seconds
-        under_best.append(min(tied) / found - 1)
-        under_worst.append(max(tied) / found - 1)
+        tied = [searched.replay(x.bounds) for x in every if max(stage_loads(weights, x)) <= least]
+        result = search(layers, 5, make=make).seconds
+        under_best.append(min(tied) / result - 1)
+        under_worst.append(max(tied) / result - 1)
     assert min(under_best) >= -1e-9
     assert 0.005 < sum(under_best) / 6 < 0.03
     assert sum(under_worst) / 6 > 0.08
@@ -94,8 +94,8 @@ def test_what_it_is_worth():
 def test_ties_are_decided_by_time_and_then_by_bytes():
     # Layer 0 decides the bottleneck and stays alone.
     layers = (LayerCost(5.0, 5.0, 5.0), *(LayerCost(1.0, 1.0, 1.0, weight_bytes=1) for _ in range(7)))
-    found = search(layers, 3, make=by_name("1f1b", 4), current=Partition((1, 2, 5)), ties_only=True)
-    assert (found.partition.counts, found.seconds, found.started) == ((1, 3, 4), 72.0, 81.0)
+    result = search(layers, 3, make=by_name("1f1b", 4), current=Partition((1, 2, 5)), ties_only=True)
+    assert (result.partition.counts, result.seconds, result.started) == ((1, 3, 4), 72.0, 81.0)
     # With one microbatch every placement takes the same time: nothing moves.
     single = search(layers, 3, make=by_name("gpipe", 1), current=Partition((2, 4, 2)), objective=MAKESPAN)
     assert single.partition.counts == (2, 4, 2)
@@ -107,9 +107,9 @@ def test_never_worse_than_staying_and_twice_the_same():
         layers = drawn(draw, 20, frozen=5)
         current = Partition.from_bounds([0, *sorted(draw.sample(range(1, 20), 4)), 20])
         make = by_name("zb-h1", 7)
-        found = search(layers, 5, make=make, current=current, first_trainable_layer=5)
-        assert found == search(layers, 5, make=make, current=current, first_trainable_layer=5)
-        assert found.seconds <= time_of(layers, current, make, SPAN) * (1 + 1e-9)
+        result = search(layers, 5, make=make, current=current, first_trainable_layer=5)
+        assert result == search(layers, 5, make=make, current=current, first_trainable_layer=5)
+        assert result.seconds <= time_of(layers, current, make, SPAN) * (1 + 1e-9)
 
 
 def test_a_frozen_prefix_whatever_its_costs_say():
@@ -132,10 +132,10 @@ def test_within_memory():
         limits = tuple(int(sum(x.weight_bytes for x in layers) / 4 * draw.uniform(1.15, 1.6)) for _ in range(4))
         memory = MemoryLimits(layers, pairs, limits)
         try:
-            found = schedule_aware(layers, 4, make=make, memory=memory)
+            partition = schedule_aware(layers, 4, make=make, memory=memory)
         except PartitionError:
             continue
-        assert all(memory.fits(stage, *found.bounds[stage : stage + 2]) for stage in range(4))
+        assert all(memory.fits(stage, *partition.bounds[stage : stage + 2]) for stage in range(4))
 
 
 def test_slow_links_and_slow_ranks():
@@ -161,10 +161,10 @@ def test_a_schedule_that_follows_the_costs():
             raise ScheduleError("not for these costs")
         return by_name("zb-h1" if costs.stages[0].seconds < costs.stages[-1].seconds else "1f1b", 6)(costs)
 
-    found = search(layers, 3, make=make)
-    costs = pipeline_costs(layers, found.partition)
+    result = search(layers, 3, make=make)
+    costs = pipeline_costs(layers, result.partition)
     schedule = by_name("zb-h1" if costs.stages[0].seconds < costs.stages[-1].seconds else "1f1b", 6)(costs)
-    assert found.seconds == simulate(schedule, costs).span
+    assert result.seconds == simulate(schedule, costs).span
     assert len(asked) < 30
 
 
@@ -185,8 +185,8 @@ def test_several_stages_per_rank():
         every = (Partition.from_bounds([0, *cuts, 11]) for cuts in combinations(range(1, 11), 3))
         best = min(time_of(layers, x, by_hand, MAKESPAN, links=links) for x in every)
         memory = MemoryLimits(layers, (((1, 0),),) * 4, (1000, 1000, 1000, 1000))
-        found = search(layers, 2, make=by_hand, objective=MAKESPAN, links=links, placement=(0, 1, 0, 1), memory=memory)
-        assert found.seconds <= min(best * 1.02, found.started * (1 + 1e-9))
+        result = search(layers, 2, make=by_hand, objective=MAKESPAN, links=links, placement=(0, 1, 0, 1), memory=memory)
+        assert result.seconds <= min(best * 1.02, result.started * (1 + 1e-9))
         # What a rank's stages hold counts together.
         limit = sum(x.weight_bytes for x in layers) * 6 // 10
         tight = MemoryLimits(layers, (((0, 0),),) * 4, (limit,) * 4)

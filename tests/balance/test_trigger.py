@@ -13,25 +13,25 @@ from dynmo.errors import PartitionError
 
 
 def test_it_moves_when_the_saving_exceeds_the_price():
-    found = worth_moving(1.25, 1.0, 100, 10.0, margin=2.0, hysteresis=0.05)
-    assert found.move
-    assert found.predicted_gain == pytest.approx(0.2)
-    assert found.reason == "move: a step takes 1.25 s and would take 1 s, 25 s saved over 100 steps against 10 s for the move x 2"
+    decision = worth_moving(1.25, 1.0, 100, 10.0, margin=2.0, hysteresis=0.05)
+    assert decision.move
+    assert decision.predicted_gain == pytest.approx(0.2)
+    assert decision.reason == "move: a step takes 1.25 s and would take 1 s, 25 s saved over 100 steps against 10 s for the move x 2"
 
 
 def test_the_price_itself_is_not_enough():
     # 0.25 s over 80 steps is exactly 10 s x 2.
     assert not worth_moving(1.25, 1.0, 80, 10.0, margin=2.0).move
     assert worth_moving(1.25, 1.0, 81, 10.0, margin=2.0).move
-    found = worth_moving(1.25, 1.0, 80, 10.0, margin=2.0)
-    assert found.reason.startswith("stay: ")
-    assert "20 s saved over 80 steps" in found.reason
+    decision = worth_moving(1.25, 1.0, 80, 10.0, margin=2.0)
+    assert decision.reason.startswith("stay: ")
+    assert "20 s saved over 80 steps" in decision.reason
 
 
 def test_a_small_gain_stays_however_long_the_horizon():
-    found = worth_moving(1.0, 0.875, 10**9, 0.001, hysteresis=0.25)
-    assert not found.move
-    assert found.reason == "stay: a step takes 1 s and would take 0.875 s, a gain of 12.50% under the 25.00% that counts"
+    decision = worth_moving(1.0, 0.875, 10**9, 0.001, hysteresis=0.25)
+    assert not decision.move
+    assert decision.reason == "stay: a step takes 1 s and would take 0.875 s, a gain of 12.50% under the 25.00% that counts"
     assert worth_moving(1.0, 0.75, 10**9, 0.001, hysteresis=0.25).move
 
 
@@ -61,14 +61,14 @@ def test_the_steps_left_are_cut_where_costs_are_to_change():
     layers = (LayerCost(1, 2, 4, activation_bytes=10, stash_bytes=4),) * 3
     pruning = [Forecast(5, (0, 1), 0.5, 0.5, 0.5), Forecast(8, (0, 1), 0.25, 0.25, 0.25), Forecast(99, (0,), 0.0)]
     freezing = [Forecast(8, (0,), b=0.0, w=0.0), Forecast(2, (2,), w=0.0)]
-    found = forecast_intervals(layers, [pruning, freezing], 3, 20)
-    assert [(x.start, x.stop) for x in found] == [(3, 5), (5, 8), (8, 20)]
-    assert [[(x.f, x.b, x.w) for x in phase.layers] for phase in found] == [
+    intervals = forecast_intervals(layers, [pruning, freezing], 3, 20)
+    assert [(x.start, x.stop) for x in intervals] == [(3, 5), (5, 8), (8, 20)]
+    assert [[(x.f, x.b, x.w) for x in phase.layers] for phase in intervals] == [
         [(1, 2, 4), (1, 2, 4), (1, 2, 0)],
         [(0.5, 1, 2), (0.5, 1, 2), (1, 2, 0)],
         [(0.25, 0, 0), (0.25, 0.5, 1), (1, 2, 0)],
     ], "of one case the latest holds, of several the product"
-    assert [(x.activation_bytes, x.stash_bytes) for x in found[2].layers] == [(0, 0), (10, 4), (10, 0)]
+    assert [(x.activation_bytes, x.stash_bytes) for x in intervals[2].layers] == [(0, 0), (10, 4), (10, 0)]
     assert forecast_intervals(layers, [], 3, 20) == forecast_intervals(layers, [[]], 3, 20)
     assert forecast_intervals(layers, [], 3, 20)[0].layers == layers
     assert forecast_intervals(layers, [], 20, 20) == ()
@@ -94,9 +94,9 @@ def test_a_gain_is_believed_as_far_as_it_lasts():
 
 def test_what_is_soon_wrong_waits():
     outlook = [Outlook(8, 10, 2.0, 1.0), Outlook(10, 100, 1.0, 2.0)]
-    found = worth_moving_through(outlook, 0.0)
-    assert not found.move
-    assert found.reason == "wait: a gain of 50.00% would last 2 steps; from step 10 on a step would take 2 s instead of 1 s"
+    decision = worth_moving_through(outlook, 0.0)
+    assert not decision.move
+    assert decision.reason == "wait: a gain of 50.00% would last 2 steps; from step 10 on a step would take 2 s instead of 1 s"
     assert worth_moving_through([Outlook(8, 13, 2.0, 1.0), Outlook(13, 100, 1.0, 2.0)], 0.0).move
     assert not worth_moving_through([], 0.0).move
 
@@ -110,21 +110,21 @@ def test_a_move_is_never_made_at_a_loss(parts: list[tuple[int, float, float]], p
     for steps, now, then in parts:
         start = outlook[-1].stop if outlook else 3
         outlook.append(Outlook(start, start + steps, now, then))
-    found = worth_moving_through(outlook, price, 1.0, hysteresis)
+    decision = worth_moving_through(outlook, price, 1.0, hysteresis)
     good = next((i for i, x in enumerate(outlook) if x.then >= x.now), len(outlook))
     saved = math.fsum((x.now - x.then) * (x.stop - x.start) for x in outlook[:good])
-    if found.move:
+    if decision.move:
         assert saved > price * (1 if good == len(outlook) else 2) * (1 - 1e-9)
         assert outlook[0].then < outlook[0].now
     # Cutting a phase in two changes nothing.
     first = outlook[0]
     if first.stop - first.start > 1:
         halves = [Outlook(first.start, first.start + 1, first.now, first.then), Outlook(first.start + 1, first.stop, first.now, first.then)]
-        check_later = worth_moving_through([*halves, *outlook[1:]], price, 1.0, hysteresis)
+        scaled_decision = worth_moving_through([*halves, *outlook[1:]], price, 1.0, hysteresis)
         close = math.isclose(saved, price, rel_tol=1e-9) or math.isclose(saved, 2 * price, rel_tol=1e-9)
         believed = outlook[:good] or outlook[:1]
         gain = 1 - sum(x.then * (x.stop - x.start) for x in believed) / sum(x.now * (x.stop - x.start) for x in believed)
-        assert check_later.move == found.move or close or math.isclose(gain, hysteresis, rel_tol=1e-9, abs_tol=1e-12)
+        assert scaled_decision.move == decision.move or close or math.isclose(gain, hysteresis, rel_tol=1e-9, abs_tol=1e-12)
 
 
 # -- what is certain ------------------------------------------------------------------------------------------------------------
@@ -135,9 +135,9 @@ MOVE, STAY = Decision(True, 0.1, "move: it pays"), Decision(False, 0.0, "stay: n
 
 def test_a_move_needs_the_support_of_all_parts_of_the_readings():
     assert confirmed(MOVE, [MOVE, MOVE]) == MOVE
-    found = confirmed(MOVE, [MOVE, STAY])
-    assert (found.move, found.predicted_gain, found.uncertain) == (False, 0.1, True)
-    assert found.reason == "stay: a gain of 10.00% is not what all parts of the readings say"
+    decision = confirmed(MOVE, [MOVE, STAY])
+    assert (decision.move, decision.predicted_gain, decision.uncertain) == (False, 0.1, True)
+    assert decision.reason == "stay: a gain of 10.00% is not what all parts of the readings say"
     alone = confirmed(MOVE, [])
     assert (alone.move, alone.uncertain, alone.reason) == (False, True, "stay: a gain of 10.00% rests on one reading")
     assert confirmed(STAY, [MOVE, MOVE]) == STAY, "to stay needs no support"
@@ -145,9 +145,9 @@ def test_a_move_needs_the_support_of_all_parts_of_the_readings():
 
 def test_a_move_must_stand_out_from_what_other_processes_disturb():
     assert confirmed(MOVE, [MOVE, MOVE], preempted=0.2) == MOVE
-    found = confirmed(MOVE, [MOVE, MOVE], preempted=0.5)
-    assert (found.move, found.uncertain) == (False, True)
-    assert found.reason.startswith("stay: other processes take 50% of the ops' time")
+    decision = confirmed(MOVE, [MOVE, MOVE], preempted=0.5)
+    assert (decision.move, decision.uncertain) == (False, True)
+    assert decision.reason.startswith("stay: other processes take 50% of the ops' time")
 
 
 # -- every = "auto" ---------------------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from dynmo.cost.layer_cost import LayerCost, elide
 from dynmo.models.registry import load_model
 from dynmo.planner.recompute import recompute_as_workspace
 from dynmo.runtime.comm.world import World
-from dynmo.schedule.catalogue import make
+from dynmo.schedule.automatic.make import make
 from dynmo.schedule.memory import rank_memory
 from dynmo.schedule.op import Schedule
 from dynmo.schedule.simulator import resident

@@ -21,10 +21,10 @@ def test_other_choices() -> None:
     assert {x.choice for x in ranks} == {1, 2, 4, 5, 6}
     # Microbatches of 4 sequences: 24 sequences in 12 of 2, or 24 of 1, or 3 of 8; not 1.5.
     assert [x.choice for x in sorted(microbatches, key=lambda x: int(x.choice))] == [3, 12, 24]
-    for found in (balancers, schedules, ranks, microbatches):
-        steps = [x.plan.step for x in found if x.plan is not None]
+    for alternatives in (balancers, schedules, ranks, microbatches):
+        steps = [x.plan.step for x in alternatives if x.plan is not None]
         assert steps == sorted(steps)
-        assert all((x.plan is None) == (x.problem is not None) for x in found)
-        for x in found:
+        assert all((x.plan is None) == (x.problem is not None) for x in alternatives)
+        for x in alternatives:
             if x.plan is not None:
                 replayed(x.plan)

@@ -2,9 +2,10 @@
 
 import pytest
 
+from dynmo.balance.blocks import blocks_of
 from dynmo.balance.partition import Partition
 from dynmo.errors import PartitionError
-from dynmo.planner.export import MegatronLayout, blocks_of, deepspeed_parts, megatron_layout, torchtitan_modules
+from dynmo.planner.export import MegatronLayout, deepspeed_parts, megatron_layout, torchtitan_modules
 
 
 def names(blocks: int) -> tuple[str, ...]:
@@ -26,8 +27,8 @@ def test_whole_blocks():
 
 def test_halves_are_rounded_and_said_so():
     # embedding b0 | b0 b1 b1 b2 | b2 head: the first cut is in block 0, the second in block 2; both to the end of the block.
-    found = megatron_layout(names(3), Partition((2, 4, 2)))
-    assert found == MegatronLayout("Et|tt|L", (0, 1))
+    layout = megatron_layout(names(3), Partition((2, 4, 2)))
+    assert layout == MegatronLayout("Et|tt|L", (0, 1))
     assert torchtitan_modules(names(3), Partition((2, 4, 2))).rounded == (0, 1)
     assert deepspeed_parts(Partition((2, 4, 2))) == [0, 2, 6, 8]
     # A block of four layers is cut nearer to its beginning.

@@ -13,7 +13,8 @@ from dynmo.balance.partition import Partition, uniform
 from dynmo.balance.stage_costs import pipeline_costs
 from dynmo.cost.layer_cost import LayerCost
 from dynmo.planner.fit_memory import fit_memory
-from dynmo.schedule.catalogue import make, placement_of
+from dynmo.schedule.automatic.make import make
+from dynmo.schedule.catalogue import placement_of
 from dynmo.schedule.memory import rank_memory
 from dynmo.schedule.op import Schedule
 from dynmo.schedule.simulator import simulate
@@ -31,14 +32,16 @@ LAYER = LayerCost(
 )
 
 
-def within(limit: int | None, layers: Sequence[LayerCost], partition: Partition, microbatches: int, name: str = "zb-auto") -> Schedule:
+def schedule_within(
+    limit: int | None, layers: Sequence[LayerCost], partition: Partition, microbatches: int, name: str = "zb-auto"
+) -> Schedule:
     ranks = partition.ranks // (2 if name == "zb-v" else 1)
     costs = pipeline_costs(layers, partition)
 
-    def made(caps: Sequence[float]) -> Schedule:
+    def make_schedule(caps: Sequence[float]) -> Schedule:
         return make(name, ranks, microbatches, costs=costs, caps=caps)
 
-    return fit_memory(limit, made, layers, partition.counts, costs, placement_of(name, ranks))
+    return fit_memory(limit, make_schedule, layers, partition.counts, costs, placement_of(name, ranks))
 
 
 @pytest.mark.parametrize("spare", [1.0, 1.1, 1.5, 2.0])
@@ -46,7 +49,7 @@ def test_whatever_1f1b_fits_is_enough(spare: float) -> None:
     """32 microbatches, so that many messages may wait."""
     layers, partition = [LAYER] * 8, uniform(8, 4)
     limit = int(spare * max(rank_memory(layers, partition.counts, make("1f1b", 4, 32))))
-    schedule = within(limit, layers, partition, 32)
+    schedule = schedule_within(limit, layers, partition, 32)
     assert max(rank_memory(layers, partition.counts, schedule)) <= limit
     costs = pipeline_costs(layers, partition)
     assert simulate(schedule, costs).span < simulate(make("1f1b", 4, 32), costs).span, "and it is the better for it"
@@ -54,7 +57,7 @@ def test_whatever_1f1b_fits_is_enough(spare: float) -> None:
 
 def test_without_a_limit_it_is_twice_that_of_1f1b() -> None:
     layers, partition = [LAYER] * 8, uniform(8, 4)
-    alive = max(rank_memory(layers, partition.counts, within(None, layers, partition, 32)))
+    alive = max(rank_memory(layers, partition.counts, schedule_within(None, layers, partition, 32)))
     assert alive < 2 * max(rank_memory(layers, partition.counts, make("1f1b", 4, 32)))
 
 
@@ -87,4 +90,4 @@ def test_what_fits_is_found(layers: list[LayerCost], microbatches: int, name: st
     least = max(need(make(name, ranks, microbatches, costs=costs, caps=one)))
     usual = least if name == "zb-v" else max(need(make("1f1b", ranks, microbatches)))
     limit = int(least + share * max(0, usual - least))
-    assert max(need(within(limit, layers, partition, microbatches, name))) <= limit
+    assert max(need(schedule_within(limit, layers, partition, microbatches, name))) <= limit

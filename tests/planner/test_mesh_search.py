@@ -56,7 +56,7 @@ def reduced(plan: MeshPlan, bandwidth: float, zero: int) -> float:
 
 @st.composite
 def requests(draw: st.DrawFn) -> MeshRequest:
-    made = MeshRequest(
+    request = MeshRequest(
         profile(draw(st.integers(3, 6)), draw(st.integers(0, 10**6))),
         draw(st.sampled_from((1, 2, 4, 6))),
         draw(st.sampled_from((8, 12))),
@@ -66,7 +66,7 @@ def requests(draw: st.DrawFn) -> MeshRequest:
         bandwidth=draw(st.sampled_from((math.inf, 1e3, 30.0))),
         objective=draw(st.sampled_from(Objective)),
     )
-    return replace(made, memory_limit=draw(st.one_of(st.none(), st.integers(500, 4000))))
+    return replace(request, memory_limit=draw(st.one_of(st.none(), st.integers(500, 4000))))
 
 
 @settings(max_examples=25)
@@ -88,32 +88,32 @@ def test_the_search_is_brute_force(request: MeshRequest):
                     )
                     plan_request = replace(plan_request, replicas=replicas)
                     try:
-                        found = add_reductions(mesh, make_plan(plan_request), request.bandwidth, request.zero)
+                        plan = add_reductions(mesh, make_plan(plan_request), request.bandwidth, request.zero)
                     except InputError:
                         continue
                     if pipeline > 1 or schedule == next((x for x in request.schedules if x != "zb-v"), "zb-v"):
-                        best[mesh] = min(best.get(mesh, math.inf), found.seconds)
+                        best[mesh] = min(best.get(mesh, math.inf), plan.seconds)
     if not best:
         with pytest.raises(PartitionError):
             search(request)
         return
-    found = search(request)
-    seconds = [x.seconds for x in found.candidates]
+    result = search(request)
+    seconds = [x.seconds for x in result.candidates]
     assert seconds == sorted(seconds)
-    for x in found.candidates:
+    for x in result.candidates:
         assert (x.mesh.gpus, x.mesh.global_batch) == (request.gpus, request.global_batch)
         assert x.seconds <= best[x.mesh] * (1 + 1e-6)
         assert x.seconds == pytest.approx(reduced(x, request.bandwidth, request.zero))
         assert x.exposed == pytest.approx(x.seconds - x.plan.step, abs=1e-9)
         assert x.samples_per_second == request.global_batch / x.seconds
         assert request.memory_limit is None or max(x.memory) <= request.memory_limit
-    assert {x.mesh for x in found.candidates} | {x.mesh for x in found.refused} >= set(best) or found.slower
-    left = sorted(best[mesh] for mesh in best if mesh not in {x.mesh for x in found.candidates})
+    assert {x.mesh for x in result.candidates} | {x.mesh for x in result.refused} >= set(best) or result.slower
+    left = sorted(best[mesh] for mesh in best if mesh not in {x.mesh for x in result.candidates})
     if left:
-        assert len(found.candidates) == request.keep
+        assert len(result.candidates) == request.keep
         assert left[0] >= seconds[-1] * (1 - 1e-6)
     assert seconds[0] <= min(best.values()) * (1 + 1e-6)
-    assert not {x.mesh for x in found.refused} & set(best)
+    assert not {x.mesh for x in result.refused} & set(best)
 
 
 def test_no_placement_of_any_mesh_is_better():
@@ -150,14 +150,14 @@ def test_zero_and_the_link_decide_between_replicas_and_ranks():
 def test_the_three_best_are_refined_however_large(monkeypatch: pytest.MonkeyPatch):
     refined: list[Mesh] = []
 
-    def refine(_: object, found: MeshPlan) -> MeshPlan:
-        refined.append(found.mesh)
-        return found
+    def refine(_: object, candidate: MeshPlan) -> MeshPlan:
+        refined.append(candidate.mesh)
+        return candidate
 
     monkeypatch.setattr("dynmo.planner.mesh_search._REFINED", 0)
     monkeypatch.setattr("dynmo.planner.mesh_search._Search.refine", refine)
-    found = search(MeshRequest(profile(8, 1), 4, 16, (1,)))
-    assert refined == [x.mesh for x in found.candidates[:3]]
+    result = search(MeshRequest(profile(8, 1), 4, 16, (1,)))
+    assert refined == [x.mesh for x in result.candidates[:3]]
 
 
 def test_recomputing_makes_room():
@@ -165,8 +165,8 @@ def test_recomputing_makes_room():
     limit = 1250
     with pytest.raises(PartitionError, match=r"none of .* meshes fits; the least, .* over the limit of 1250; .*--recompute auto, --zero 1"):
         search(MeshRequest(given, 2, 16, (2,), ("1f1b",), memory_limit=limit))
-    found = search(MeshRequest(given, 2, 16, (2,), ("1f1b",), memory_limit=limit, recompute="auto"))
-    best = found.candidates[0]
+    result = search(MeshRequest(given, 2, 16, (2,), ("1f1b",), memory_limit=limit, recompute="auto"))
+    best = result.candidates[0]
     plan_request = best.plan.request
     assert plan_request.recomputed
     assert best.memory == planned_memory(

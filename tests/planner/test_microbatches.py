@@ -8,8 +8,8 @@ from tests.planner.test_stage_plan import profile
 
 
 def test_smaller_microbatches_take_their_share() -> None:
-    found = {x.choice: x.plan for x in other_microbatches(PlanRequest(profile(12), 3, 6))}[12]
-    assert found is not None
-    for small, whole in zip(found.request.layers, profile(12).layers, strict=True):
+    plan = {x.choice: x.plan for x in other_microbatches(PlanRequest(profile(12), 3, 6))}[12]
+    assert plan is not None
+    for small, whole in zip(plan.request.layers, profile(12).layers, strict=True):
         assert (small.f, small.static_bytes) == (whole.f / 2, whole.static_bytes)
         assert small.activation_bytes == -(-whole.activation_bytes // 2)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from dynmo.cost.layer_cost import LayerCost
 from dynmo.errors import PartitionError
 from dynmo.planner.recompute import choose_recomputed, recompute_memory, with_recompute
-from dynmo.schedule.catalogue import make
+from dynmo.schedule.automatic.make import make
 from dynmo.schedule.memory import rank_memory
 from dynmo.schedule.op import Kind, Schedule
 
@@ -71,13 +71,13 @@ def test_memory_is_what_a_replay_layer_by_layer_finds(case: tuple[tuple[LayerCos
     layers, counts, schedule = case
     chosen = frozenset(data.draw(st.sets(st.integers(0, len(layers) - 1))))
     replicas = data.draw(st.integers(1, 2))
-    found = recompute_memory(layers, chosen, counts, schedule, replicas)
-    assert list(found) == replayed(layers, chosen, counts, schedule, replicas)
+    needs = recompute_memory(layers, chosen, counts, schedule, replicas)
+    assert list(needs) == replayed(layers, chosen, counts, schedule, replicas)
     # Without messages, as it runs (an adjacent B and W are one), no more is needed.
     silent = [replace(layer, output_bytes=0) for layer in layers]
     assert all(a <= b for a, b in zip(rank_memory(silent, counts, schedule), recompute_memory(layers, (), counts, schedule), strict=True))
     more = recompute_memory(layers, {*chosen, data.draw(st.integers(0, len(layers) - 1))}, counts, schedule, replicas)
-    assert all(a <= b for a, b in zip(more, found, strict=True)), "recomputing one more layer needs more memory"
+    assert all(a <= b for a, b in zip(more, needs, strict=True)), "recomputing one more layer needs more memory"
 
 
 @given(cases(), st.data())
@@ -123,10 +123,10 @@ def test_what_recomputing_costs_and_keeps():
         LayerCost(1, 2, 3, 0, 0, 0, 0, 50, 30, 10),
         LayerCost(5, 0, 0, 0, 0, 0, 0, 0, 0, 7),
     )
-    found = with_recompute(layers, {0, 1, 2})
-    assert [x.b for x in found] == [3, 3, 0], "a layer without a backward does not run twice"
-    assert [x.activation_bytes for x in found] == [20, 20, 0]
-    assert [x.stash_bytes for x in found] == [30, 30, 0], "what W needs is there again after B"
+    recomputed = with_recompute(layers, {0, 1, 2})
+    assert [x.b for x in recomputed] == [3, 3, 0], "a layer without a backward does not run twice"
+    assert [x.activation_bytes for x in recomputed] == [20, 20, 0]
+    assert [x.stash_bytes for x in recomputed] == [30, 30, 0], "what W needs is there again after B"
     assert with_recompute(layers, ()) == layers
     with pytest.raises(PartitionError, match="2 memory limits for 1 ranks"):
         choose_recomputed(layers, (3,), make("1f1b", 1, 2), (1, 2))

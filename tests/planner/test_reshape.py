@@ -33,18 +33,18 @@ def test_it_is_never_predicted_slower_than_to_stay(seed: int, replicas: int, hor
     given = profile([rng.uniform(0.2, 2.0) for _ in range(8)])
     current, partition = Mesh(4 // replicas, replicas, 8 // replicas, 1, "zb-h1"), uniform(8, 4 // replicas)
     request = MeshRequest(given, 4, 8, (1,), ("zb-h1",), memory_limit=limit, bandwidth=100.0)
-    found = reshape(request, current, partition, horizon_steps=horizon, seconds_per_byte=price, margin=1.0)
+    result = reshape(request, current, partition, horizon_steps=horizon, seconds_per_byte=price, margin=1.0)
     now = add_reductions(
         current, evaluate_partition(PlanRequest(mesh_profile(given, current, 0), current.pipeline, current.microbatches), partition), 100.0
     ).seconds
-    assert found.plan.seconds <= now
-    if found.decision.move:
-        assert (now - found.plan.seconds) * horizon > found.moved_bytes * price
-        assert limit is None or max(found.plan.memory) <= limit
-        arrived = largest_arrival(given.layers, current, partition, found.plan.mesh, found.plan.plan.partition)
-        assert found.moved_bytes == arrived
+    assert result.plan.seconds <= now
+    if result.decision.move:
+        assert (now - result.plan.seconds) * horizon > result.moved_bytes * price
+        assert limit is None or max(result.plan.memory) <= limit
+        arrived = largest_arrival(given.layers, current, partition, result.plan.mesh, result.plan.plan.partition)
+        assert result.moved_bytes == arrived
     else:
-        assert (found.plan.mesh, found.plan.plan.partition, found.moved_bytes) == (current, partition, 0)
+        assert (result.plan.mesh, result.plan.plan.partition, result.moved_bytes) == (current, partition, 0)
 
 
 def test_more_layers_on_fewer_stages_are_balanced_where_memory_allows():

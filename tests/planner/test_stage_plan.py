@@ -14,8 +14,9 @@ from dynmo.errors import InputError, PartitionError
 from dynmo.planner.evaluate import Plan, PlanRequest, evaluate_partition
 from dynmo.planner.recompute import planned_memory, recompute_as_workspace
 from dynmo.planner.stage_plan import make_plan
+from dynmo.schedule.automatic.make import make
 from dynmo.schedule.bounds import Objective
-from dynmo.schedule.catalogue import SCHEDULES, make
+from dynmo.schedule.catalogue import SCHEDULES
 from dynmo.schedule.memory import rank_memory, stage_memory
 from dynmo.schedule.simulator import peak_memory, resident, simulate
 
@@ -37,24 +38,24 @@ def every(layers: int, stages: int) -> list[tuple[int, ...]]:
     return [tuple(b - a for a, b in pairwise((0, *cuts, layers))) for cuts in combinations(range(1, layers), stages - 1)]
 
 
-def replayed(made: Plan) -> None:
+def replayed(plan: Plan) -> None:
     """What the plan says, checked from its placement and its schedule alone."""
-    request = made.request
-    timeline = simulate(made.schedule, made.costs)
-    assert (timeline.span, timeline.makespan) == (made.timeline.span, made.timeline.makespan)
-    assert made.lower_bound <= made.step
-    assert sum(made.partition.counts) == len(request.layers)
-    assert made.schedule.placement == request.placement
-    stages = stage_costs(request.layers, made.partition.counts)
-    assert made.costs.stages == stages
+    request = plan.request
+    timeline = simulate(plan.schedule, plan.costs)
+    assert (timeline.span, timeline.makespan) == (plan.timeline.span, plan.timeline.makespan)
+    assert plan.lower_bound <= plan.step
+    assert sum(plan.partition.counts) == len(request.layers)
+    assert plan.schedule.placement == request.placement
+    stages = stage_costs(request.layers, plan.partition.counts)
+    assert plan.costs.stages == stages
     static = [0] * request.ranks
     for layer, x in enumerate(request.layers):
-        static[request.placement[made.partition.owner(layer)]] += x.static_bytes
-    kept = [s + round(peak) for s, peak in zip(static, peak_memory(made.schedule, made.costs), strict=True)]
+        static[request.placement[plan.partition.owner(layer)]] += x.static_bytes
+    kept = [s + round(peak) for s, peak in zip(static, peak_memory(plan.schedule, plan.costs), strict=True)]
     # A run refuses by what waits and what ops need beside, too.
-    run = rank_memory(request.layers, made.partition.counts, made.schedule)
-    assert list(made.memory) == list(map(max, kept, run))
-    assert all(request.memory_limit is None or need <= request.memory_limit for need in made.memory)
+    run = rank_memory(request.layers, plan.partition.counts, plan.schedule)
+    assert list(plan.memory) == list(map(max, kept, run))
+    assert all(request.memory_limit is None or need <= request.memory_limit for need in plan.memory)
 
 
 @pytest.mark.parametrize("schedule", [name for name in SCHEDULES if name != "interleaved-1f1b"])
@@ -79,10 +80,10 @@ def test_exact_is_the_least_bottleneck_that_fits(seed: int) -> None:
     }
     limit = sorted(needs.values())[len(needs) // rng.choice([20, 5, 2])]
     loads = {counts: max(x.seconds for x in stage_costs(known.layers, counts)) for counts in needs if needs[counts] <= limit}
-    made = make_plan(PlanRequest(known, ranks, microbatches, "1f1b", memory_limit=limit))
-    assert loads[made.partition.counts] == pytest.approx(min(loads.values()), rel=1e-12)
-    assert max(made.memory) == needs[made.partition.counts]
-    replayed(made)
+    plan = make_plan(PlanRequest(known, ranks, microbatches, "1f1b", memory_limit=limit))
+    assert loads[plan.partition.counts] == pytest.approx(min(loads.values()), rel=1e-12)
+    assert max(plan.memory) == needs[plan.partition.counts]
+    replayed(plan)
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -95,8 +96,8 @@ def test_schedule_aware_is_no_worse(seed: int) -> None:
 def test_automatic_schedules_keep_within_the_limit(seed: int) -> None:
     known = profile(12, seed)
     least = max(make_plan(PlanRequest(known, 3, 6, "1f1b")).memory)
-    made = make_plan(PlanRequest(known, 3, 6, "zb-auto", memory_limit=least))
-    replayed(made)
+    plan = make_plan(PlanRequest(known, 3, 6, "zb-auto", memory_limit=least))
+    replayed(plan)
     # There is room for one microbatch at a time where 1F1B's three would not fit.
     more = 2 * 5 * 10  # of the other five, messages of 10 bytes wait on both sides
     tight = max(make_plan(PlanRequest(known, 3, 1, "1f1b")).memory) + more
@@ -125,18 +126,18 @@ def test_the_automatic_schedule_fits_wherever_one_microbatch_does(seed: int) -> 
     def need(counts: tuple[int, ...]) -> int:
         stages = pipeline_costs(request.layers, Partition(counts))
         caps, first = [stage.held for stage in stages.stages], frozen_stages(stages)
-        made = make("zb-auto", request.ranks, request.microbatches, costs=stages, caps=caps, first_trainable=first)
-        return max(planned_memory(request.layers, (), counts, made))
+        schedule = make("zb-auto", request.ranks, request.microbatches, costs=stages, caps=caps, first_trainable=first)
+        return max(planned_memory(request.layers, (), counts, schedule))
 
     replayed(make_plan(replace(request, memory_limit=min(map(need, every(8, request.ranks))))))
 
 
 def test_moves_are_between_ranks() -> None:
     known = replace(profile(6), partition=(4, 2), ranks=2)
-    made = make_plan(PlanRequest(known, 2, 4, "1f1b", balancer="uniform"))
-    assert made.partition.counts == (3, 3)
-    assert [tuple(move) for move in made.moves] == [(3, 0, 1)]
-    assert made.moved_bytes == 1200, "a layer's weights and the optimizer's state; its gradients are gone between steps"
+    plan = make_plan(PlanRequest(known, 2, 4, "1f1b", balancer="uniform"))
+    assert plan.partition.counts == (3, 3)
+    assert [tuple(move) for move in plan.moves] == [(3, 0, 1)]
+    assert plan.moved_bytes == 1200, "a layer's weights and the optimizer's state; its gradients are gone between steps"
     # Another number of stages than the file's: from the even placement, where nothing has to move.
     assert make_plan(PlanRequest(known, 3, 4, "1f1b", balancer="uniform")).moves == ()
 
@@ -144,9 +145,9 @@ def test_moves_are_between_ranks() -> None:
 def test_the_file_without_sizes() -> None:
     """The schedule does not keep more in flight than twice 1F1B's for that."""
     known = Profile(tuple(LayerCost(1, 1, 1) for _ in range(8)), tuple("abcdefgh"))
-    made = make_plan(PlanRequest(known, 4, 40, "zb-auto"))
-    assert max(pair[0] for pairs in resident(made.schedule) for pair in pairs) <= 8
-    assert made.memory == (0, 0, 0, 0)
+    plan = make_plan(PlanRequest(known, 4, 40, "zb-auto"))
+    assert max(pair[0] for pairs in resident(plan.schedule) for pair in pairs) <= 8
+    assert plan.memory == (0, 0, 0, 0)
     with pytest.raises(PartitionError, match="a memory limit, but the costs have no sizes"):
         make_plan(PlanRequest(known, 4, 40, memory_limit=100))
 
@@ -164,25 +165,25 @@ def test_what_fits_a_plan_fits_a_run(schedule: str) -> None:
     for limit in range(roomy, roomy * 3 // 4, -roomy // 40):
         for recompute in ("none", "auto"):
             try:
-                made = make_plan(replace(request, memory_limit=limit, recompute=recompute))
+                plan = make_plan(replace(request, memory_limit=limit, recompute=recompute))
             except InputError:
                 continue
-            counted = recompute_as_workspace(made.request.kept, made.request.recomputed)
-            assert max(rank_memory(counted, made.partition.counts, made.schedule)) <= max(made.memory) <= limit
+            counted = recompute_as_workspace(plan.request.kept, plan.request.recomputed)
+            assert max(rank_memory(counted, plan.partition.counts, plan.schedule)) <= max(plan.memory) <= limit
             fitting += 1
     assert fitting >= 4
 
 
 def test_recomputing_all_looks_as_far_as_recomputing_none() -> None:
     """Balancers set the largest layer's activations aside on every rank; where not every rank needs them, a placement may still fit."""
-    rng, found = random.Random(5), 0
+    rng, hits = random.Random(5), 0
     for _ in range(20):
         layers = tuple(LayerCost(1, 1, 1, 0, 10, 10, 20, rng.randint(10, 400), 5, rng.randint(1, 9)) for _ in range(7))
         request = PlanRequest(Profile(layers, tuple(map(str, range(7)))), 3, 4, "1f1b", recompute="all")
         all_of_them = replace(request, recompute="none", recomputed=frozenset(range(7)))
         least = min(max(evaluate_partition(all_of_them, Partition(counts)).memory) for counts in every(7, 3))
         try:
-            found += max(make_plan(replace(request, memory_limit=least)).memory) == least
+            hits += max(make_plan(replace(request, memory_limit=least)).memory) == least
         except InputError:
             continue
-    assert found >= 15, "one boundary at a time is no search through all"
+    assert hits >= 15, "one boundary at a time is no search through all"

@@ -21,10 +21,10 @@ def test_what_does_not_fit_is_refused_with_what_would() -> None:
     known = profile(12)
     heavy = replace(known.layers[0], f=4.0, b=4.0, w=4.0, weight_bytes=3000, activation_bytes=300)
     request = PlanRequest(replace(known, layers=(heavy, *known.layers[1:])), 3, 6, "1f1b", balancer="uniform")
-    made = plan_or_suggest(request)
-    most = max(made.memory)
+    plan = plan_or_suggest(request)
+    most = max(plan.memory)
     line = told(replace(request, memory_limit=most - 1))
-    assert line.startswith(f"rank {made.memory.index(most)} (layers 0 to 3) needs {most} bytes under 1f1b with the placement 4+4+4, over")
+    assert line.startswith(f"rank {plan.memory.index(most)} (layers 0 to 3) needs {most} bytes under 1f1b with the placement 4+4+4, over")
     assert "; the balancer 'exact' would fit: " in line
     least = max(plan_or_suggest(PlanRequest(profile(12), 3, 6, "1f1b")).memory)
     assert "; the schedule zb-auto would fit: " in told(PlanRequest(profile(12), 3, 6, "1f1b", memory_limit=round(least * 0.95)))

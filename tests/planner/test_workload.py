@@ -11,8 +11,9 @@ from dynmo.balance.trigger import worth_moving
 from dynmo.cost.layer_cost import LayerCost, LinkCost
 from dynmo.errors import InputError
 from dynmo.planner.workload import Policy, Workload, replay
+from dynmo.schedule.automatic.make import make
 from dynmo.schedule.bounds import Objective
-from dynmo.schedule.catalogue import SCHEDULES, make
+from dynmo.schedule.catalogue import SCHEDULES
 from dynmo.schedule.simulator import simulate
 
 ONE = LayerCost(1.0, 1.0, 1.0, 10, 100, 100, 200, 5, 2, 10)
@@ -57,10 +58,10 @@ def test_what_a_policy_brings() -> None:
 def test_the_decision_is_the_trigger_s() -> None:
     for margin in (0.0, 1.0, 20.0, 1e6):
         outcome = replay(workload(policy=Policy(every=5, margin=margin)))
-        for found in outcome.rebalances:
-            now, then = seconds(1, found.source), seconds(1, found.target)
-            expected = worth_moving(now, then, 40 - found.step, found.seconds, margin, 0.02)
-            assert (found.moved, found.reason) == (expected.move, expected.reason)
+        for rebalance in outcome.rebalances:
+            now, then = seconds(1, rebalance.source), seconds(1, rebalance.target)
+            expected = worth_moving(now, then, 40 - rebalance.step, rebalance.seconds, margin, 0.02)
+            assert (rebalance.moved, rebalance.reason) == (expected.move, expected.reason)
         assert bool(outcome.moves) == (margin < 1e6)
     assert not replay(workload(policy=Policy(every=5, hysteresis=0.9))).moves
 

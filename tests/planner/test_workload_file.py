@@ -22,33 +22,36 @@ LEAST: dict[str, Any] = {"steps": 4, "ranks": 2, "microbatches": 2, "layers": {"
 
 
 def test_the_least_a_file_can_say() -> None:
-    made = parse(LEAST, Path())
-    assert made.moments == ((0, (LayerCost(1, 1, 1),) * 2),)
-    assert (made.schedule, made.objective, made.policy, made.replicas) == ("zb-h1", Objective.MAKESPAN, Policy(), 1)
-    assert made.link == LinkCost(0.0, math.inf)
-    assert replay(made).moves == ()
+    workload = parse(LEAST, Path())
+    assert workload.moments == ((0, (LayerCost(1, 1, 1),) * 2),)
+    assert (workload.schedule, workload.objective, workload.policy, workload.replicas) == ("zb-h1", Objective.MAKESPAN, Policy(), 1)
+    assert workload.link == LinkCost(0.0, math.inf)
+    assert replay(workload).moves == ()
 
 
 def test_what_an_op_of_any_kind_needs_is_enough_for_each() -> None:
-    made = parse(LEAST | {"layers": {"moments": [MOMENT], "workspace_bytes": [7, 8], "forward_workspace_bytes": 0}}, Path())
-    assert [(c.workspace_bytes, c.forward_workspace_bytes, c.weight_workspace_bytes) for c in made.moments[0][1]] == [(7, 0, 7), (8, 0, 8)]
+    workload = parse(LEAST | {"layers": {"moments": [MOMENT], "workspace_bytes": [7, 8], "forward_workspace_bytes": 0}}, Path())
+    assert [(c.workspace_bytes, c.forward_workspace_bytes, c.weight_workspace_bytes) for c in workload.moments[0][1]] == [
+        (7, 0, 7),
+        (8, 0, 8),
+    ]
 
 
 def test_the_example() -> None:
-    made = read(EXAMPLE)
-    assert (made.name, made.layers, made.ranks, made.replicas, made.steps) == ("freezing", 48, 8, 2, 480)
-    assert [step for step, _ in made.moments] == list(range(0, 480, 20))
+    workload = read(EXAMPLE)
+    assert (workload.name, workload.layers, workload.ranks, workload.replicas, workload.steps) == ("freezing", 48, 8, 2, 480)
+    assert [step for step, _ in workload.moments] == list(range(0, 480, 20))
     trace = json.loads((EXAMPLE.parent / "workload-freezing.json").read_text())
-    assert [x.f for x in made.moments[3][1]] == pytest.approx([0.004 * f for f in trace["f"][3]])
-    assert made.moments[0][1][0].weight_bytes == 12_582_912
-    outcome = replay(replace(made, steps=480))
+    assert [x.f for x in workload.moments[3][1]] == pytest.approx([0.004 * f for f in trace["f"][3]])
+    assert workload.moments[0][1][0].weight_bytes == 12_582_912
+    outcome = replay(replace(workload, steps=480))
     assert 1.15 < outcome.static_seconds / outcome.seconds < outcome.static_seconds / outcome.perfect_seconds < outcome.bound
 
 
 def test_fewer_steps_than_moments(tmp_path: Path) -> None:
     (tmp_path / "t.json").write_text(json.dumps({"f": [[1], [2], [3]], "b": [[1]] * 3, "w": [[1]] * 3, "case": "x"}))
-    made = parse(LEAST | {"ranks": 1, "steps": 2, "layers": {"trace": "t.json", "unit": 0.5}}, tmp_path)
-    assert [(step, x[0].f) for step, x in made.moments] == [(0, 0.5), (1, 1.5)]
+    workload = parse(LEAST | {"ranks": 1, "steps": 2, "layers": {"trace": "t.json", "unit": 0.5}}, tmp_path)
+    assert [(step, x[0].f) for step, x in workload.moments] == [(0, 0.5), (1, 1.5)]
 
 
 def layers(**changes: Any) -> dict[str, Any]:

@@ -19,20 +19,20 @@ def wander(placement: Sequence[int], microbatches: int, first_trainable: int, ra
     rows: list[list[Op]] = [[] for _ in range(ranks)]
 
     def ready() -> list[Op]:
-        found: list[Op] = []
+        ops: list[Op] = []
         for s in range(stages):
             fed = s == 0 or f[s - 1] > f[s]
             # Written out here, not taken from dependencies(): forwards of a frozen stage may be `ranks` ahead of the next stage's.
             held = s < first_trainable and f[s] >= f[s + 1] + ranks
             if f[s] < microbatches and fed and not held:
-                found.append(Op(Kind.F, s, f[s]))
+                ops.append(Op(Kind.F, s, f[s]))
             if s < first_trainable:
                 continue
             if b[s] < f[s] and (s + 1 == stages or b[s + 1] > b[s]):
-                found.append(Op(Kind.BW if fused[s] else Kind.B, s, b[s]))
+                ops.append(Op(Kind.BW if fused[s] else Kind.B, s, b[s]))
             if not fused[s] and w[s] < b[s]:
-                found.append(Op(Kind.W, s, w[s]))
-        return found
+                ops.append(Op(Kind.W, s, w[s]))
+        return ops
 
     while choices := ready():
         op = random.choice(choices)
@@ -55,9 +55,9 @@ def schedules(draw: st.DrawFn, several: bool = True) -> Schedule:
 def whole_costs(draw: st.DrawFn, stages: int, most: int = 9) -> Costs:
     """Whole numbers, so that every sum is exact."""
     times = st.integers(0, most)
-    made: list[StageCost] = []
+    drawn: list[StageCost] = []
     for _ in range(stages):
         stash = draw(st.integers(0, most))
         activation = stash + draw(st.integers(0, most))
-        made.append(StageCost(draw(times), draw(times), draw(times), activation, stash - activation, -stash))
-    return Costs(tuple(made), tuple(draw(times) for _ in range(stages - 1)))
+        drawn.append(StageCost(draw(times), draw(times), draw(times), activation, stash - activation, -stash))
+    return Costs(tuple(drawn), tuple(draw(times) for _ in range(stages - 1)))

@@ -116,7 +116,7 @@ def live(cost: StageCost, order: list[tuple[Kind, int]]) -> float:
 
 def best(costs: Costs, m: int, caps: Sequence[float] | None = None) -> dict[Objective, float]:
     """The least of all orders within the caps, by trying each."""
-    found = dict.fromkeys(Objective, float("inf"))
+    shortest = dict.fromkeys(Objective, float("inf"))
     fitting = [[order for order in rows(m) if caps is None or live(cost, order) <= caps[stage]] for stage, cost in enumerate(costs.stages)]
     for orders in product(*fitting):
         ops = tuple(tuple(Op(kind, stage, j) for kind, j in order) for stage, order in enumerate(orders))
@@ -125,8 +125,8 @@ def best(costs: Costs, m: int, caps: Sequence[float] | None = None) -> dict[Obje
         except ScheduleError:
             continue
         for objective in Objective:
-            found[objective] = min(found[objective], reached(timeline, objective))
-    return found
+            shortest[objective] = min(shortest[objective], reached(timeline, objective))
+    return shortest
 
 
 @pytest.mark.parametrize(("p", "m"), [(2, 2), (3, 2), (2, 3)])
@@ -139,8 +139,8 @@ def test_against_every_order_there_is(p: int, m: int, data: st.DataObject) -> No
         for objective, least in best(costs, m, limits).items():
             assert lower_bound(costs, m, objective=objective, caps=limits) <= least * (1 + 1e-12)
             # What zb-auto makes is the best there is, in cases this small but for a few.
-            made = automatic(costs, m, caps=limits, objective=objective)
-            assert least <= reached(simulate(made, costs), objective)
+            schedule = automatic(costs, m, caps=limits, objective=objective)
+            assert least <= reached(simulate(schedule, costs), objective)
 
 
 def test_bound_and_search_meet_in_most_small_cases() -> None:
@@ -156,8 +156,8 @@ def test_bound_and_search_meet_in_most_small_cases() -> None:
         for objective, least in best(costs, 3, caps).items():
             cases += 1
             met += lower_bound(costs, 3, objective=objective, caps=caps) == pytest.approx(least)
-            made = automatic(costs, 3, caps=caps, objective=objective)
-            optimal += reached(simulate(made, costs), objective) == pytest.approx(least)
+            schedule = automatic(costs, 3, caps=caps, objective=objective)
+            optimal += reached(simulate(schedule, costs), objective) == pytest.approx(least)
     assert optimal == cases
     assert met >= 0.8 * cases
 

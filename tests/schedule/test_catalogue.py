@@ -6,7 +6,8 @@ import pytest
 
 from dynmo.cost.layer_cost import uniform_costs
 from dynmo.errors import ScheduleError
-from dynmo.schedule.catalogue import SCHEDULES, check_microbatches, chunks_of, make, placement_of
+from dynmo.schedule.automatic.make import make
+from dynmo.schedule.catalogue import SCHEDULES, check_microbatches, chunks_of, placement_of
 from dynmo.schedule.op import validate
 
 

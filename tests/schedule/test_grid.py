@@ -132,6 +132,6 @@ def test_every_op_at_its_place(name: str, p: int, m: int, data: st.DataObject) -
     scale = 12
     text = draw(timeline, width=scale * int(timeline.makespan) + len("0 ||"))
     for spans, row in zip(timeline.ranks, cells(text, p), strict=True):
-        found = [(match.start(), match[0].rstrip()) for match in re.finditer(r"[A-Z]+\d *", row)]
-        assert found == [(span.start * scale, f"{span.op.kind}{span.op.microbatch}") for span in spans]
+        ops = [(match.start(), match[0].rstrip()) for match in re.finditer(r"[A-Z]+\d *", row)]
+        assert ops == [(span.start * scale, f"{span.op.kind}{span.op.microbatch}") for span in spans]
         assert row.count(".") == (timeline.makespan - sum(span.end - span.start for span in spans)) * scale

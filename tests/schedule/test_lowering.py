@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given
 
 from dynmo.errors import ScheduleError
-from dynmo.schedule.catalogue import SCHEDULES, make
+from dynmo.schedule.automatic.make import make
+from dynmo.schedule.catalogue import SCHEDULES
 from dynmo.schedule.generators import GENERATORS, make_schedule, zb_h1
 from dynmo.schedule.lowering import (
     Begun,
@@ -120,13 +121,13 @@ def test_the_picture() -> None:
 @pytest.mark.parametrize(("name", "p", "m", "frozen"), CASES)
 def test_messages_of_the_generators(name: str, p: int, m: int, frozen: int) -> None:
     programs = lower(make_schedule(name, p, m, frozen))
-    found = messages(programs)
+    by_channel = messages(programs)
     activations = {Channel(b, Direction.ACTIVATION, b, b + 1) for b in range(p - 1)}
     # A frozen prefix of stages 0 .. frozen - 1: no gradient ever crosses into it.
     gradients = {Channel(b, Direction.GRADIENT, b + 1, b) for b in range(frozen, p - 1)}
-    assert set(found) == activations | gradients
-    assert all(sent == got == list(range(m)) for sent, got in found.values())
-    assert {c for program in programs for c in program.depth} == set(found)
+    assert set(by_channel) == activations | gradients
+    assert all(sent == got == list(range(m)) for sent, got in by_channel.values())
+    assert {c for program in programs for c in program.depth} == set(by_channel)
     play(make_schedule(name, p, m, frozen), programs)
 
 
@@ -160,11 +161,11 @@ def test_several_chunks(text: str, channels: int) -> None:
     schedule = from_text(text)
     programs = lower(schedule)
     play(schedule, programs)
-    found = messages(programs)
-    assert len(found) == channels
-    assert all(sent == got == [0, 1] for sent, got in found.values())
+    by_channel = messages(programs)
+    assert len(by_channel) == channels
+    assert all(sent == got == [0, 1] for sent, got in by_channel.values())
     if schedule.placement == (0, 1, 1, 0):
-        assert not any(c.boundary == 1 for c in found), "stages 1 and 2 hand over in memory"
+        assert not any(c.boundary == 1 for c in by_channel), "stages 1 and 2 hand over in memory"
 
 
 def test_forward_only() -> None:
@@ -299,10 +300,10 @@ def test_messages_left_over_are_seen() -> None:
     """Where a rank would throw away one too few, it would take an old message for a new one; one too many, and it would wait for ever."""
     programs = lower(zb_h1(2, 2), post_validation=True)
     check_again(programs)
-    for sent, words in ((1, r"message 1 on the activations .* comes where microbatch 0 is waited for"), (3, "comes where|for ever")):
+    for sent, message in ((1, r"message 1 on the activations .* comes where microbatch 0 is waited for"), (3, "comes where|for ever")):
         head, _, tail = cut(programs[1])
         wrong = replace(programs[1], instructions=(*head, Verdict((Begun(DOWN, sent, 1),)), *tail))
-        with pytest.raises(ScheduleError, match=words):
+        with pytest.raises(ScheduleError, match=message):
             check_again((programs[0], wrong))
 
 

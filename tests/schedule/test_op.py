@@ -80,7 +80,7 @@ def test_any_order_that_can_run_is_valid(schedule: Schedule) -> None:
         done.add(op)
 
 
-def changed(schedule: Schedule, rank: int, row: list[Op]) -> Schedule:
+def with_row(schedule: Schedule, rank: int, row: list[Op]) -> Schedule:
     return replace(schedule, ops=tuple(tuple(row) if r == rank else old for r, old in enumerate(schedule.ops)))
 
 
@@ -90,7 +90,7 @@ def test_a_lost_op_is_noticed(schedule: Schedule, data: st.DataObject) -> None:
     row = list(schedule.ops[rank])
     del row[data.draw(st.integers(0, len(row) - 1))]
     with pytest.raises(ScheduleError):
-        validate(changed(schedule, rank, row))
+        validate(with_row(schedule, rank, row))
 
 
 @given(schedules(), st.data())
@@ -99,7 +99,7 @@ def test_an_op_that_comes_twice_is_noticed(schedule: Schedule, data: st.DataObje
     row = list(schedule.ops[rank])
     row.insert(data.draw(st.integers(0, len(row))), data.draw(st.sampled_from(row)))
     with pytest.raises(ScheduleError):
-        validate(changed(schedule, rank, row))
+        validate(with_row(schedule, rank, row))
 
 
 @given(schedules(), st.data())
@@ -111,7 +111,7 @@ def test_microbatches_out_of_order_are_noticed(schedule: Schedule, data: st.Data
     i, j = data.draw(st.sampled_from(pairs))
     row[i], row[j] = row[j], row[i]
     with pytest.raises(ScheduleError, match="is due"):
-        validate(changed(schedule, rank, row))
+        validate(with_row(schedule, rank, row))
 
 
 @given(schedules(), st.data())
@@ -122,7 +122,7 @@ def test_a_backward_before_its_forward_is_noticed(schedule: Schedule, data: st.D
     assume(firsts)
     row.insert(0, row.pop(data.draw(st.sampled_from(firsts))))
     with pytest.raises(ScheduleError, match="a circle"):
-        validate(changed(schedule, rank, row))
+        validate(with_row(schedule, rank, row))
 
 
 @given(schedules(), st.data())
@@ -133,7 +133,7 @@ def test_an_op_on_another_rank_is_noticed(schedule: Schedule, data: st.DataObjec
     i = data.draw(st.integers(0, len(row) - 1))
     row[i] = row[i]._replace(stage=schedule.placement.index((rank + 1) % schedule.ranks))
     with pytest.raises(ScheduleError, match="not placed there"):
-        validate(changed(schedule, rank, row))
+        validate(with_row(schedule, rank, row))
 
 
 def test_a_circle_is_named() -> None:

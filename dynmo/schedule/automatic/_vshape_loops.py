@@ -10,31 +10,14 @@ lower stage, 1 F of the upper one, 2 B of the upper one, 3 B of the lower one; 4
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable
-from typing import Any
-
 import numpy as np
-from numba import njit
+
+from dynmo.jit import jit_as
 
 NEVER = 1e300
 
 
-def _compiled(signature: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Compiled once and kept on disk where numba finds a place for it, else compiled anew in each process."""
-
-    def compile_(function: Callable[..., Any]) -> Callable[..., Any]:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            try:
-                return njit(signature, cache=True)(function)
-            except (RuntimeError, OSError):  # no place that can be written to, or a damaged one
-                return njit(signature)(function)
-
-    return compile_
-
-
-@_compiled("void(int64, int64, int64[::1], int8[:, ::1])")
+@jit_as("void(int64, int64, int64[::1], int8[:, ::1])")
 def cycles(m, frozen, cycle, order):
     """The hand-made ZB-V: a warm-up of 2 (p - r) - 1 F's, r pairs of both F's, p - r pairs of F and B; then `cycle` again and again."""
     p = order.shape[0]
@@ -67,7 +50,7 @@ def cycles(m, frozen, cycle, order):
             at += 1
 
 
-@_compiled("void(int64, int64, float64[::1], float64[::1], float64[::1], float64, float64[::1], float64, int8[:, ::1])")
+@jit_as("void(int64, int64, float64[::1], float64[::1], float64[::1], float64, float64[::1], float64, int8[:, ::1])")
 def block(m, frozen, f, b, link, unit, shape, period, order):
     """A repeating block: microbatch 0 at its own pace, every hop at least shape[0..3] units long, and the others a period behind.
 
@@ -111,7 +94,7 @@ def block(m, frozen, f, b, link, unit, shape, period, order):
             at[best] += period
 
 
-@_compiled(
+@jit_as(
     "float64(int64, int64, int8[:, ::1], float64[::1], float64[::1], float64[::1], float64[::1], float64[::1], float64[::1], float64[::1],"
     " float64, float64[:, :, ::1], int64, boolean, float64[:, :, ::1], float64[:, :, ::1], float64[::1], float64[::1], int8[:, ::1])"
 )
@@ -222,7 +205,7 @@ def play(m, frozen, order, f, b, w, link, hold, stash, cap, share, latest, patie
     return best - (earliest if whole else 0.0)
 
 
-@_compiled("void(int64, int64, int8[:, ::1], float64[::1], float64[::1], float64[::1], float64[::1], float64[:, :, ::1])")
+@jit_as("void(int64, int64, int8[:, ::1], float64[::1], float64[::1], float64[::1], float64[::1], float64[:, :, ::1])")
 def latest_starts(m, frozen, order, f, b, link, deadline, latest):
     """When each F and B must start, if a rank's last one is to end by its deadline, ranks keep to `order` and W's take no time."""
     p, n = order.shape[0], f.shape[0]

@@ -6,12 +6,10 @@
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable
-from typing import Any
-
 import numpy as np
 from numba import njit
+
+from dynmo.jit import jit_as
 
 FORWARD, BACKWARD, WEIGHT = 0, 1, 2
 
@@ -19,20 +17,6 @@ _NEVER = 1e300
 _UNLIMITED = 1 << 40
 _SEED = 88172645463325252
 _FAR, _NEAR, _GAPS = 60, 12, 3  # how many places an op may be moved by, within a block, and how many gaps are tried
-
-
-def _compiled(signature: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Compiled once, together with all that it calls, and kept on disk where numba finds a place; else compiled anew in each process."""
-
-    def compile_(function: Callable[..., Any]) -> Callable[..., Any]:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            try:
-                return njit(signature, cache=True)(function)
-            except Exception:  # no place that can be written to, or a damaged file there, which pickle meets with any error it likes
-                return njit(signature)(function)
-
-    return compile_
 
 
 @njit
@@ -509,7 +493,7 @@ def _polish(m, d, mf, stash, cap, first, credits, lead, goal, budget, best_order
     return best, spent
 
 
-@_compiled(
+@jit_as(
     "Tuple((float64, int64))(int64, float64[::1], float64[::1], float64[::1], float64[::1], float64[::1], float64[::1], float64[::1],"
     "int64, int64, boolean, float64, int64, int64, int64[:, ::1], int8[:, ::1])"
 )

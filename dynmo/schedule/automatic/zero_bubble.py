@@ -28,6 +28,7 @@ from numpy.typing import NDArray
 
 from dynmo.cost.layer_cost import Costs
 from dynmo.errors import ScheduleError
+from dynmo.schedule.automatic._zero_bubble_loops import search
 from dynmo.schedule.bounds import Objective, lower_bound
 from dynmo.schedule.op import Kind, Op, Schedule
 
@@ -90,8 +91,6 @@ def automatic(
     _, exponent = math.frexp(max(1e-300, *f, *b, *w, *link))
     unit = math.ldexp(1.0, -min(exponent, 1000)) if abs(exponent) > 500 else 1.0
     goal = lower_bound(costs, m, first_trainable, objective, caps) * unit * (1 + 1e-12)
-
-    from dynmo.schedule.automatic._zero_bubble_loops import search  # numba takes a while to import, and only this needs it
 
     order = np.zeros((p, 3 * m), np.int8)
     mem_f = _array(stage.mem_f for stage in stages)

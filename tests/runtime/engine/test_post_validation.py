@@ -20,7 +20,8 @@ from dynmo.models.registry import load_model
 from dynmo.pipeline.pipeline import Pipeline, StepResult
 from dynmo.runtime.engine.norm_ring import CLIPPED, NON_FINITE, BarrierPolicy, Switch
 from dynmo.runtime.optim.optimizer import OptimizerSettings
-from dynmo.schedule.catalogue import SCHEDULES, make
+from dynmo.schedule.automatic.make import make
+from dynmo.schedule.catalogue import SCHEDULES
 from dynmo.schedule.simulator import simulate
 from tests.pool import Pool
 from tests.runtime.alone import MICROBATCHES, alone, tokens

@@ -74,14 +74,14 @@ def shortest(frame: Schedule, costs: Costs, caps: Sequence[float], objective: Ob
         [row for row in orders(own, frame) if peak_memory(replace(frame, ops=(row,)), costs)[0] <= cap * (1 + 1e-9)]
         for own, cap in zip(frame.ops, caps, strict=True)
     )
-    found: list[float] = []
+    lengths: list[float] = []
     for rows in product(*fitting):
         tried = replace(frame, ops=rows)
         try:
-            found.append(length(tried, costs, objective))
+            lengths.append(length(tried, costs, objective))
         except ScheduleError:  # the ranks wait for each other
             continue
-    return min(found, default=None)
+    return min(lengths, default=None)
 
 
 def hold(costs: Costs, data: st.DataObject) -> list[float]:
@@ -96,11 +96,11 @@ def test_agrees_with_every_order_there_is(p: int, m: int, data: st.DataObject) -
     costs, first_trainable = data.draw(whole_costs(p)), data.draw(st.sampled_from([0, 0, p - 1]))
     caps, objective = hold(costs, data), data.draw(st.sampled_from(Objective))
     with nullcontext() if data.draw(st.booleans()) else solver_alone():
-        found = exact(costs, m, caps=caps, first_trainable=first_trainable, objective=objective, workers=1)
-    validate(found.schedule)
-    least = shortest(found.schedule, costs, caps, objective)
-    assert found.proven
-    assert found.bound == length(found.schedule, costs, objective) == least
+        result = exact(costs, m, caps=caps, first_trainable=first_trainable, objective=objective, workers=1)
+    validate(result.schedule)
+    least = shortest(result.schedule, costs, caps, objective)
+    assert result.proven
+    assert result.bound == length(result.schedule, costs, objective) == least
 
 
 @pytest.mark.parametrize(
@@ -112,17 +112,17 @@ def test_agrees_where_a_rank_holds_two_stages(seed: int, objective: Objective) -
     costs = Costs(tuple(stages), (random.randint(0, 3), random.randint(0, 3)))
     start = apart(wander((0, 1, 0), 2, seed % 2, random))
     caps = list(peak_memory(start, costs))
-    found = exact(costs, 2, caps=caps, first_trainable=seed % 2, objective=objective, start=start, workers=1)
-    assert found.proven
-    assert found.bound == length(found.schedule, costs, objective) == shortest(start, costs, caps, objective)
+    result = exact(costs, 2, caps=caps, first_trainable=seed % 2, objective=objective, start=start, workers=1)
+    assert result.proven
+    assert result.bound == length(result.schedule, costs, objective) == shortest(start, costs, caps, objective)
 
 
 def test_agrees_where_a_backward_adds_memory() -> None:
     # What W needs of a lone linear layer is its input and its output's gradient: more than F left behind.
     costs = Costs((StageCost(2, 1, 1, 1, 1, -2), StageCost(1, 3, 2, 2, -1, -1)), (0.5,))
     for caps in ([2, 2], [3, 4], [4, 2], [5, 6]):
-        found = exact(costs, 3, caps=caps, workers=1)
-        assert found.bound == length(found.schedule, costs) == shortest(found.schedule, costs, caps, Objective.SPAN)
+        result = exact(costs, 3, caps=caps, workers=1)
+        assert result.bound == length(result.schedule, costs) == shortest(result.schedule, costs, caps, Objective.SPAN)
     with pytest.raises(ScheduleError, match="microbatch on stage 0 needs 2, over its limit"):
         exact(costs, 3, caps=[1.5, 9])
 
@@ -136,11 +136,11 @@ def test_never_worse_than_its_start_and_never_over_a_cap(start: Schedule, object
     costs = data.draw(whole_costs(start.stages))
     caps = [room * peak for peak in peak_memory(start, costs)]
     given_ = {"caps": caps, "first_trainable": start.first_trainable, "objective": objective}
-    found = exact(costs, start.microbatches, start=start, seconds=0.3, workers=1, **given_)
-    validate(found.schedule)
-    assert (found.schedule.name, found.schedule.placement) == (start.name, start.placement)
-    assert found.bound <= length(found.schedule, costs, objective) <= length(start, costs, objective)
-    assert all(peak <= cap * (1 + 1e-9) for peak, cap in zip(peak_memory(found.schedule, costs), caps, strict=True))
+    result = exact(costs, start.microbatches, start=start, seconds=0.3, workers=1, **given_)
+    validate(result.schedule)
+    assert (result.schedule.name, result.schedule.placement) == (start.name, start.placement)
+    assert result.bound <= length(result.schedule, costs, objective) <= length(start, costs, objective)
+    assert all(peak <= cap * (1 + 1e-9) for peak, cap in zip(peak_memory(result.schedule, costs), caps, strict=True))
 
 
 @settings(max_examples=10)
@@ -148,11 +148,11 @@ def test_never_worse_than_its_start_and_never_over_a_cap(start: Schedule, object
 def test_bound_holds_for_times_that_have_no_common_unit(p: int, m: int, data: st.DataObject) -> None:
     times = st.floats(0.01, 1)
     costs = Costs(tuple(StageCost(data.draw(times), data.draw(times), data.draw(times)) for _ in range(p)), (data.draw(times),) * (p - 1))
-    found = exact(costs, m, caps=[p] * p, workers=1)
+    result = exact(costs, m, caps=[p] * p, workers=1)
     tried = [zb_h1(p, m), one_f_one_b(p, m), wander(range(p), m, 0, data.draw(st.randoms(use_true_random=False)))]
-    assert found.proven
-    assert found.bound <= length(found.schedule, costs) <= found.bound * (1 + PROVEN)
-    assert all(found.bound <= length(schedule, costs) for schedule in tried if max(peak_memory(schedule, costs)) <= p)
+    assert result.proven
+    assert result.bound <= length(result.schedule, costs) <= result.bound * (1 + PROVEN)
+    assert all(result.bound <= length(schedule, costs) for schedule in tried if max(peak_memory(schedule, costs)) <= p)
 
 
 # -- the figures of the contract ------------------------------------------------------------------------------------------
@@ -171,12 +171,12 @@ BEST = {
 def test_proven_in_under_five_seconds(p: int, m: int, k: int, model: str, alone: bool) -> None:
     costs, caps = uniform_costs(p, 1, 1, 1) if model == "equal" else published(model, p), [k * p] * p
     with solver_alone() if alone else nullcontext():
-        found = exact(costs, m, caps=caps, seconds=5)
-    assert found.proven
-    assert found.seconds < 5
-    assert found.bound == pytest.approx(length(found.schedule, costs), rel=1e-9) == pytest.approx(BEST[p, m, k][model], rel=1e-9)
-    assert max(peak_memory(found.schedule, costs)) <= k * p * (1 + 1e-9)
-    assert 0.99 * found.bound <= lower_bound(costs, m, 0, Objective.SPAN, caps) <= found.bound * (1 + 1e-9)
+        result = exact(costs, m, caps=caps, seconds=5)
+    assert result.proven
+    assert result.seconds < 5
+    assert result.bound == pytest.approx(length(result.schedule, costs), rel=1e-9) == pytest.approx(BEST[p, m, k][model], rel=1e-9)
+    assert max(peak_memory(result.schedule, costs)) <= k * p * (1 + 1e-9)
+    assert 0.99 * result.bound <= lower_bound(costs, m, 0, Objective.SPAN, caps) <= result.bound * (1 + 1e-9)
 
 
 def test_few_microbatches_are_met_by_the_formula() -> None:
@@ -186,9 +186,9 @@ def test_few_microbatches_are_met_by_the_formula() -> None:
 
 def test_improves_a_start_and_keeps_its_name() -> None:
     costs = published("1.5B", 4)
-    found = exact(costs, 8, caps=[8] * 4, start=zb_h2(4, 8))
-    assert found.schedule.name == "zb-h2"
-    assert length(found.schedule, costs) < 0.98 * length(zb_h2(4, 8), costs)
+    result = exact(costs, 8, caps=[8] * 4, start=zb_h2(4, 8))
+    assert result.schedule.name == "zb-h2"
+    assert length(result.schedule, costs) < 0.98 * length(zb_h2(4, 8), costs)
     # A start that cannot be improved comes back as it is, though its backward is one op.
     tight = exact(uniform_costs(3, 1, 1, 0), 3, caps=[3] * 3, start=one_f_one_b(3, 3))
     assert tight.proven
@@ -197,17 +197,17 @@ def test_improves_a_start_and_keeps_its_name() -> None:
 
 def test_ends_in_time_and_says_that_nothing_is_proven() -> None:
     costs, start = published("6.2B", 8), zb_h2(8, 24)  # it takes many seconds to prove
-    found = exact(costs, 24, caps=[16] * 8, start=start, seconds=0.5)
-    assert found.seconds < 5
-    assert not found.proven
-    assert found.bound < length(found.schedule, costs) <= length(start, costs)
+    result = exact(costs, 24, caps=[16] * 8, start=start, seconds=0.5)
+    assert result.seconds < 5
+    assert not result.proven
+    assert result.bound < length(result.schedule, costs) <= length(start, costs)
 
 
 def test_does_not_even_begin_with_a_large_case() -> None:
     costs = published("1.5B", 32)
-    found = exact(costs, 128, start=zb_h1(32, 128), seconds=5)
-    assert found.seconds < 5
-    assert (found.schedule, found.bound, found.proven) == (zb_h1(32, 128), lower_bound(costs, 128), False)
+    result = exact(costs, 128, start=zb_h1(32, 128), seconds=5)
+    assert result.seconds < 5
+    assert (result.schedule, result.bound, result.proven) == (zb_h1(32, 128), lower_bound(costs, 128), False)
 
 
 def test_no_work_at_all() -> None:
@@ -228,9 +228,9 @@ def test_a_cap_that_admits_nothing_is_refused_in_one_line() -> None:
 
 def test_one_microbatch_at_a_time_always_fits() -> None:
     costs = uniform_costs(3, 1, 1, 1)
-    found = exact(costs, 3, caps=[1] * 3)
-    assert peak_memory(found.schedule, costs) == (1, 1, 1)
-    assert found.proven
+    result = exact(costs, 3, caps=[1] * 3)
+    assert peak_memory(result.schedule, costs) == (1, 1, 1)
+    assert result.proven
 
 
 @pytest.mark.parametrize(
@@ -265,6 +265,6 @@ def test_without_the_solver(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_schedule_it_finds() -> None:
     """Warm-up of two where memory would let rank 0 have four: the first B can only come back so soon."""
-    found = exact(uniform_costs(2, 1, 1, 1), 3, caps=[2, 2], workers=1)
-    assert [op.kind for op in found.schedule.ops[0][:2]] == [Kind.F, Kind.F]
-    assert found.bound == lower_bound(uniform_costs(2, 1, 1, 1), 3) + 1
+    result = exact(uniform_costs(2, 1, 1, 1), 3, caps=[2, 2], workers=1)
+    assert [op.kind for op in result.schedule.ops[0][:2]] == [Kind.F, Kind.F]
+    assert result.bound == lower_bound(uniform_costs(2, 1, 1, 1), 3) + 1

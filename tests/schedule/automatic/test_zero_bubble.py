@@ -18,7 +18,8 @@ from hypothesis import strategies as st
 
 from dynmo.cost.layer_cost import Costs, StageCost, uniform_costs
 from dynmo.errors import ScheduleError
-from dynmo.schedule.automatic import _zero_bubble_loops as _auto_core
+from dynmo.jit import jit_as
+from dynmo.schedule.automatic._zero_bubble_loops import search
 from dynmo.schedule.automatic.zero_bubble import automatic
 from dynmo.schedule.bounds import Objective, lower_bound
 from dynmo.schedule.generators import make_schedule
@@ -62,9 +63,9 @@ def test_by_eye() -> None:
 def test_published_cases(row: dict) -> None:
     costs, p, m = table_5(row)
     for k in (1, 2):
-        made = automatic(costs, m, caps=[k * p] * p)
-        assert fits(made, costs, [k * p] * p)
-        bubble = simulate(made, costs).bubble_ratio
+        schedule = automatic(costs, m, caps=[k * p] * p)
+        assert fits(schedule, costs, [k * p] * p)
+        bubble = simulate(schedule, costs).bubble_ratio
         assert round(bubble, 4) <= row["bubble"][f"zb-{k}p"]
         # At the memory of 1F1B the bound is met: nothing is left to find.
         bound = 1 - m * costs.stages[0].seconds / lower_bound(costs, m, caps=[k * p] * p)
@@ -118,15 +119,15 @@ def cases(draw: st.DrawFn) -> tuple[Costs, int, list[float], int]:
 @given(cases(), st.sampled_from(Objective))
 def test_always_a_schedule_that_fits(case: tuple[Costs, int, list[float], int], objective: Objective) -> None:
     costs, m, caps, first_trainable = case
-    made = automatic(costs, m, caps=caps, first_trainable=first_trainable, objective=objective)
-    validate(made)
-    assert (made.name, made.microbatches, made.first_trainable) == ("zb-auto", m, first_trainable)
-    assert made.placement == tuple(range(len(costs.stages)))
-    assert fits(made, costs, caps)
-    time = reached(simulate(made, costs), objective)
+    schedule = automatic(costs, m, caps=caps, first_trainable=first_trainable, objective=objective)
+    validate(schedule)
+    assert (schedule.name, schedule.microbatches, schedule.first_trainable) == ("zb-auto", m, first_trainable)
+    assert schedule.placement == tuple(range(len(costs.stages)))
+    assert fits(schedule, costs, caps)
+    time = reached(simulate(schedule, costs), objective)
     assert lower_bound(costs, m, first_trainable, objective, caps) <= time * (1 + 1e-9)
     # A budget in ops, not in seconds: what is made is always the same, and no worse than what is made by hand.
-    assert automatic(costs, m, caps=caps, first_trainable=first_trainable, objective=objective) == made
+    assert automatic(costs, m, caps=caps, first_trainable=first_trainable, objective=objective) == schedule
     # (1F1B's fused backward hides the memory that a B takes until its W, so it is left out where one does.)
     for name in ("1f1b", "zb-h1", "zb-h2") if all(cost.mem_b <= 0 for cost in costs.stages) else ("zb-h1", "zb-h2"):
         by_hand = make_schedule(name, len(costs.stages), m, first_trainable)
@@ -200,8 +201,8 @@ def test_a_b_that_takes_memory() -> None:
     costs = Costs((stage, stage), (0.0,))
     with pytest.raises(ScheduleError, match=r"stage 0 needs 1.5, over its limit of 1.4"):
         automatic(costs, 3, caps=[1.4, 2])
-    made = automatic(costs, 3, caps=[1.5, 2.4])
-    assert peak_memory(made, costs) == (1.5, 1.5)
+    schedule = automatic(costs, 3, caps=[1.5, 2.4])
+    assert peak_memory(schedule, costs) == (1.5, 1.5)
 
 
 def test_a_frozen_prefix_has_no_limit() -> None:
@@ -226,7 +227,7 @@ def test_effort_is_bounded_in_steps() -> None:
     times = [rng.uniform(1, 2, p) for _ in range(4)]
     order, starts = np.zeros((p, 3 * m), np.int8), np.array([[0, 100, 0, 1, 2, 99]], np.int64)
     one = np.ones(p)
-    _, spent = _auto_core.search(m, *times, one, one / 2, 7 * one, 0, p, True, 0.0, budget, budget, starts, order)
+    _, spent = search(m, *times, one, one / 2, 7 * one, 0, p, True, 0.0, budget, budget, starts, order)
     assert budget < spent <= 2 * budget + 10 * 3 * p * m
 
 
@@ -237,10 +238,11 @@ def test_without_a_place_to_keep_compiled_code(monkeypatch: pytest.MonkeyPatch) 
         asked.append(cache)
         if cache:
             raise RuntimeError("cannot cache function: no locator available")
-        return numba.njit(signature)
+        return njit(signature)
 
-    monkeypatch.setattr(_auto_core, "njit", nowhere)
-    assert _auto_core._compiled("int64(int64)")(lambda x: x + 1)(1) == 2
+    njit = numba.njit
+    monkeypatch.setattr(numba, "njit", nowhere)
+    assert jit_as("int64(int64)")(lambda x: x + 1)(1) == 2
     assert asked == [True, False]
 
 

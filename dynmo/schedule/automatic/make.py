@@ -1,0 +1,59 @@
+"""Makes any schedule by its name: by hand where the catalogue can, else by a search for the costs at hand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from dynmo.cost.layer_cost import Costs, uniform_costs
+from dynmo.errors import ScheduleError
+from dynmo.schedule.automatic.vshape import v_half, v_min, zb_v
+from dynmo.schedule.automatic.zero_bubble import automatic
+from dynmo.schedule.bounds import Objective
+from dynmo.schedule.catalogue import check_microbatches, entry, make_by_hand, placement_of
+from dynmo.schedule.op import Schedule
+
+_MAKERS: dict[str, Callable[..., Schedule]] = {"zb-auto": automatic, "zb-v": zb_v, "v-half": v_half, "v-min": v_min}
+
+
+def make(
+    name: str,
+    ranks: int,
+    microbatches: int,
+    *,
+    costs: Costs | None = None,
+    chunks: int | None = None,
+    caps: Sequence[float] | None = None,
+    first_trainable: int = 0,
+    objective: Objective = Objective.SPAN,
+) -> Schedule:
+    """Makes the schedule called `name`.
+
+    Args:
+        name: One of `catalogue.SCHEDULES`.
+        ranks: Number of pipeline ranks.
+        microbatches: Microbatches of a step.
+        costs: Of every stage. None means that all are alike: F = B = W, and no links.
+        chunks: Stages per rank. None means the schedule's own number.
+        caps: The most live memory of each rank, in the costs' unit. Only schedules that are made from costs keep to it.
+            The caller checks the others.
+        first_trainable: The stages before this one run F only.
+        objective: What a schedule that is made from costs keeps short.
+
+    Raises:
+        ScheduleError: The schedule cannot be made so. The message says what would do.
+    """
+    placement = placement_of(name, ranks, chunks)
+    if not entry(name).from_costs:
+        return make_by_hand(name, ranks, microbatches, chunks, first_trainable)
+    check_microbatches(name, ranks, microbatches)
+    if costs is None:
+        costs = uniform_costs(len(placement), 1.0, 1.0, 1.0)
+    if len(costs.stages) != len(placement):
+        raise ScheduleError(f"{name} on {ranks} ranks has {len(placement)} stages, but costs are given for {len(costs.stages)}")
+    return _MAKERS[name](costs, microbatches, caps=caps, first_trainable=first_trainable, objective=objective)
+
+
+def full_schedule(name: str, ranks: int, microbatches: int, chunks: int | None = None) -> Schedule:
+    """A schedule of equal stages that all train."""
+    # One that is made within any limit must at least find the memory of 1F1B.
+    return make(name, ranks, microbatches, chunks=chunks, caps=(float(ranks),) * ranks if name == "zb-auto" else None)
