@@ -118,7 +118,8 @@ def _rank() -> int:
     import torch
 
     from dynmo.runtime.comm.rendezvous import from_environment
-    from dynmo.runtime.comm.world import World, open_store
+    from dynmo.runtime.comm.store import open_store
+    from dynmo.runtime.comm.world import World
 
     enter_rank()
     module, _, name = sys.argv[1].partition(":")

@@ -103,7 +103,8 @@ def _serve() -> None:
     import torch
 
     from dynmo.runtime.comm.rendezvous import from_environment
-    from dynmo.runtime.comm.world import World, open_store
+    from dynmo.runtime.comm.store import open_store
+    from dynmo.runtime.comm.world import World
     from dynmo.runtime.engine import profiler
 
     rendezvous = from_environment()

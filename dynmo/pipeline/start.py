@@ -9,7 +9,8 @@ import torch
 from dynmo.errors import ConfigError
 from dynmo.runtime.comm.launch import FOR_RANKS_ON_CUDA
 from dynmo.runtime.comm.rendezvous import ALONE, from_environment
-from dynmo.runtime.comm.world import World, open_store
+from dynmo.runtime.comm.store import open_store
+from dynmo.runtime.comm.world import World
 
 
 def init(*, device: str | torch.device = "auto", timeout: float = 120.0) -> World:

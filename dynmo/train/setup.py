@@ -16,8 +16,10 @@ from dynmo.config import Config
 from dynmo.config.values import value_text
 from dynmo.errors import ConfigError
 from dynmo.runtime.comm.launch import FOR_RANKS_ON_CUDA
+from dynmo.runtime.comm.messages import ranks_text
 from dynmo.runtime.comm.rendezvous import Rendezvous
-from dynmo.runtime.comm.world import World, open_store, ranks_text
+from dynmo.runtime.comm.store import open_store
+from dynmo.runtime.comm.world import World
 
 
 def check_world(config: Config, rendezvous: Rendezvous) -> None:

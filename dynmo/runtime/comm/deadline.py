@@ -9,7 +9,7 @@ from typing import TypeVar
 Result = TypeVar("Result")
 
 
-def within(seconds: float, call: Callable[[], Result]) -> Result:
+def call_with_limit(seconds: float, call: Callable[[], Result]) -> Result:
     """Return what `call` returns, but wait for it only so long.
 
     torch's stores wait for their server without a limit. A call that is late goes on in a thread

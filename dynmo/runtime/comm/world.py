@@ -12,16 +12,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import re
 import socket
 import time
 import weakref
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
@@ -29,121 +25,21 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dynmo.errors import RankDied, RunError, WaitTimeout
-from dynmo.runtime.comm.deadline import within
 from dynmo.runtime.comm.device_waits import POLL, DeviceWaits
-from dynmo.runtime.comm.rendezvous import ALONE, Rendezvous
+from dynmo.runtime.comm.messages import LATE, first_line, ranks_text, reason
 from dynmo.runtime.comm.staging import StagedReceive
-
-# FileStore and gloo give no reason codes: the words of their messages are all there is to tell a late peer from a dead one.
-_LATE = re.compile(r"timed? ?out|timeout", re.IGNORECASE)
+from dynmo.runtime.comm.store import claim, find_missing
 
 # NCCL counts its limit from when work is enqueued, which may be a step ahead of the device, and then ends the process. `World.look` tells.
 _NEVER = timedelta(days=30)
-
-# How much longer than `parallel.timeout` a wait may take whose own limit is that.
-_SLACK = 2.0
 
 # Of a rank's reason for a failure, as it is told to the others.
 _REASON_BYTES = 200
 
 
-def open_store(rendezvous: Rendezvous | None, timeout: float) -> dist.Store:
-    """The key-value store through which the ranks of `rendezvous` meet. timeout: seconds. Raises RunError for None, which is what
-    `from_environment` finds where no launcher started this process, and where no store can be made."""
-    if rendezvous is None:
-        raise RunError(
-            "this process was started alone, in no world of ranks: start it with torchrun, or take a world of one rank, "
-            "`from_environment() or ALONE` (dynmo.runtime.comm.rendezvous)"
-        )
-    if rendezvous == ALONE:
-        return dist.HashStore()
-    if rendezvous.folder is not None:
-        store: dist.Store = dist.FileStore(str(Path(rendezvous.folder) / "store"), rendezvous.size)
-        store.set_timeout(timedelta(seconds=timeout))
-        return store
-    where = f"{rendezvous.address}:{rendezvous.port}"
-    try:
-        with _native_stderr_dropped():
-            store = within(timeout + _SLACK, lambda: _tcp_store(rendezvous, timeout))
-    except TimeoutError:
-        raise WaitTimeout(
-            f"rank {rendezvous.rank} waited {timeout:g} s for the store of rank 0 at {where}: "
-            "what listens there does not answer; choose another MASTER_PORT",
-            [0],
-        ) from None
-    except (OSError, RuntimeError, ValueError) as error:
-        me, why = f"rank {rendezvous.rank}", first_line(error)
-        raise RunError(f"{me} could not meet the others at {where}: {why}") from None
-    # torchrun's store outlives the ranks that it restarts: what those left there is not for these.
-    return dist.PrefixStore(f"attempt/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
-
-
-def _tcp_store(rendezvous: Rendezvous, timeout: float) -> dist.Store:
-    assert rendezvous.address is not None
-    assert rendezvous.port is not None
-    _resolve(rendezvous.address, timeout)
-    # torchrun's agent may already serve this port; otherwise rank 0 does.
-    agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE", "False") == "True"
-    serve = rendezvous.rank == 0 and not agent
-    # The store would listen on every interface, which nobody needs if all ranks are here.
-    listener = None
-    if serve and rendezvous.loopback:
-        listener = socket.create_server((rendezvous.address, rendezvous.port)).detach()
-    return dist.TCPStore(
-        rendezvous.address,
-        rendezvous.port,
-        rendezvous.size,
-        serve,
-        timeout=timedelta(seconds=timeout),
-        wait_for_workers=False,  # `World.join` waits, and names those that are absent
-        multi_tenant=True,
-        master_listen_fd=listener,
-    )
-
-
-def _resolve(address: str, timeout: float) -> None:
-    """Waits until a host has an address: it may be starting, too. Raises OSError if it gets none.
-
-    TCPStore would go on asking well beyond its limit.
-    """
-    end = time.monotonic() + timeout
-    while True:
-        try:
-            socket.getaddrinfo(address, None)
-        except OSError:
-            if time.monotonic() >= end:
-                raise
-            time.sleep(min(0.5, timeout))
-        else:
-            return
-
-
-@contextmanager
-def _native_stderr_dropped() -> Iterator[None]:
-    """While it is open, what torch's C++ writes to stderr is lost.
-
-    It writes some 40 lines about every connection that fails. Our error is one line.
-    """
-    if os.environ.get("DYNMO_TRACEBACK") == "1":
-        yield
-        return
-    kept, null = os.dup(2), os.open(os.devnull, os.O_WRONLY)
-    os.dup2(null, 2)
-    try:
-        yield
-    finally:
-        os.dup2(kept, 2)
-        os.close(kept)
-        os.close(null)
-
-
 def _short_digest(text: str) -> int:
     """Seven bytes of a hash, which fit into an int64."""
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7])
-
-
-def first_line(error: BaseException) -> str:
-    return str(error).strip().split("\n")[0]
 
 
 @dataclass
@@ -193,7 +89,7 @@ class World:
         device = device or torch.device("cpu")
         prefixed = dist.PrefixStore(f"gen/{generation}", store)
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" and not staged else "gloo"
-        _claim(prefixed, rank, timeout)
+        claim(prefixed, rank, timeout)
         try:
             dist.init_process_group(backend, store=prefixed, rank=rank, world_size=size, timeout=timedelta(seconds=timeout))
             # A rank that fails at once and leaves would break the connections that others are still making.
@@ -201,15 +97,15 @@ class World:
             prefixed.wait([f"joined/{other}" for other in range(size)], timedelta(seconds=timeout))
         except RuntimeError as error:
             _leave()
-            absent = _lacking(prefixed, [f"here/{other}" for other in range(size)])
-            if absent or _LATE.search(first_line(error)):
+            absent = find_missing(prefixed, [f"here/{other}" for other in range(size)])
+            if absent or LATE.search(first_line(error)):
                 waited = f"rank {rank} waited {timeout:g} s for {ranks_text(absent)} to join"
                 raise WaitTimeout(f"{waited}; started with too few ranks?", absent) from None
             # All came, and one is gone again.
-            raise RankDied(f"rank {rank} could not form a group of {size}: {_reason(error)}") from None
-        made = cls(rank, size, device, timeout, generation, prefixed, dist.group.WORLD, staged)
-        made._lift_limit(made.group)
-        return made
+            raise RankDied(f"rank {rank} could not form a group of {size}: {reason(error)}") from None
+        world = cls(rank, size, device, timeout, generation, prefixed, dist.group.WORLD, staged)
+        world._lift_limit(world.group)
+        return world
 
     def close(self, failed: bool = False) -> None:
         """Of all ranks: the views of a generation end with it. failed: messages may be under way that nobody will send."""
@@ -290,18 +186,18 @@ class World:
         try:
             for members in subgroups:  # all make all groups, in one order
                 if 1 < len(members) < everyone.size and members not in everyone._process_groups:
-                    made = dist.new_group(list(members), timeout=timedelta(seconds=self.timeout))
-                    everyone._process_groups[members] = made if ranks == members else None
+                    group = dist.new_group(list(members), timeout=timedelta(seconds=self.timeout))
+                    everyone._process_groups[members] = group if ranks == members else None
                     self._lift_limit(everyone._process_groups[members])
         except RuntimeError as error:
             everyone.fail(error, None, what)
-        made = World(
+        world = World(
             ranks.index(everyone.rank), len(ranks), self.device, self.timeout, self.generation, self.store, everyone.group, self.staged
         )
-        made.subgroups, made.subgroup, made.process_group = tuple(subgroups), subgroup, everyone._process_groups.get(ranks)
-        made.channels, made._everyone = everyone.channels, everyone
-        everyone._views.append(made)
-        return made
+        world.subgroups, world.subgroup, world.process_group = tuple(subgroups), subgroup, everyone._process_groups.get(ranks)
+        world.channels, world._everyone = everyone.channels, everyone
+        everyone._views.append(world)
+        return world
 
     # -- point to point ---------------------------------------------------------------------------------------------------
 
@@ -317,12 +213,12 @@ class World:
                 if (tag, *ends) in groups:
                     continue
                 try:
-                    made = dist.new_group(sorted(set(ends)), timeout=timedelta(seconds=self.timeout), backend="nccl")
+                    group = dist.new_group(sorted(set(ends)), timeout=timedelta(seconds=self.timeout), backend="nccl")
                 except RuntimeError as error:
                     self.everyone.fail(error, None, "the channels to open")
-                groups[tag, *ends] = made
+                groups[tag, *ends] = group
                 if self.everyone.rank in ends:
-                    self._lift_limit(made)
+                    self._lift_limit(group)
                     opened.append(key)
         # A communicator is made at its first message, and its sender's thread stands until its receiver's is there, too: all in one order
         # now, or two ranks that both send first would wait for each other for ever.
@@ -509,10 +405,10 @@ class World:
     def fail(self, error: RuntimeError, peers: Sequence[int] | None, what: str) -> NoReturn:
         """Turns a backend's exception into one line that names who waits for whom."""
         text, me = first_line(error), self.describe_rank(self.rank)
-        if _LATE.search(text):
+        if LATE.search(text):
             raise self._late(peers, what) from error
         whom = self._named(peers) if peers else "a peer"
-        raise RankDied(f"{me} lost {whom} while waiting for {what} ({_reason(error)})") from error
+        raise RankDied(f"{me} lost {whom} while waiting for {what} ({reason(error)})") from error
 
     def _late(self, peers: Sequence[int] | None, what: str) -> WaitTimeout:
         late = self._not_waiting(what) if peers is None else list(peers)
@@ -528,7 +424,7 @@ class World:
             return []
         time.sleep(min(1.0, self.timeout / 2))
         others = [rank for rank in range(self.size) if rank != self.rank]
-        lacking = _lacking(self.store, [f"waiting/{self.global_rank(rank)}" for rank in others])
+        lacking = find_missing(self.store, [f"waiting/{self.global_rank(rank)}" for rank in others])
         return [others[at] for at in lacking]
 
 
@@ -538,41 +434,3 @@ def _leave() -> None:
     if dist.is_initialized():
         dist.destroy_process_group()
     dist.distributed_c10d._world.group_count = 0
-
-
-def _claim(store: dist.Store, rank: int, timeout: float) -> None:
-    """Says in the store that this rank is here. Raises RunError if another process has said so."""
-    try:
-        claims = within(timeout + _SLACK, lambda: store.add(f"here/{rank}", 1))
-    except TimeoutError:
-        late = f"rank {rank} waited {timeout:g} s for the store of rank 0, which does not answer"
-        raise WaitTimeout(late, [0]) from None
-    except RuntimeError as error:
-        why = _reason(error)
-        raise RankDied(f"rank {rank} lost the store of rank 0 as it joined ({why})") from None
-    if claims > 1:
-        advice = "give each process a RANK of its own, and each run a MASTER_PORT of its own"
-        raise RunError(f"another process is rank {rank} of this run, too; {advice}")
-
-
-def _lacking(store: dist.Store, keys: Sequence[str]) -> list[int]:
-    """Which of the keys are not in the store, by position. None if the store does not answer."""
-
-    def ask() -> list[int]:
-        return [at for at, key in enumerate(keys) if not store.check([key])]
-
-    try:
-        return within(_SLACK, ask)
-    except (RuntimeError, TimeoutError):  # the rank that serves it is gone, or hangs
-        return []
-
-
-def _reason(error: RuntimeError) -> str:
-    """What a backend says, without the place in its sources before and the advice after."""
-    return re.sub(r"^\[\S*\] ", "", first_line(error)).split(". ")[0]
-
-
-def ranks_text(ranks: Sequence[int | str]) -> str:
-    if not ranks:
-        return "the other ranks"
-    return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))

@@ -20,8 +20,9 @@ from dynmo.errors import CheckpointError, ConfigError
 from dynmo.models.model import Model
 from dynmo.runtime.comm.clock import Clock
 from dynmo.runtime.comm.headers import DTYPES
+from dynmo.runtime.comm.messages import ranks_text
 from dynmo.runtime.comm.process_mesh import arrange
-from dynmo.runtime.comm.world import World, ranks_text
+from dynmo.runtime.comm.world import World
 from dynmo.runtime.layer.accumulation import AccumulationGroups
 from dynmo.runtime.layer.output_cache import OutputCache
 from dynmo.runtime.layer.precision import lower as lower_precision

@@ -15,7 +15,8 @@ import torch
 
 from dynmo.errors import RunError
 from dynmo.runtime.comm.rendezvous import ALONE, Rendezvous, from_environment
-from dynmo.runtime.comm.world import World, open_store
+from dynmo.runtime.comm.store import open_store
+from dynmo.runtime.comm.world import World
 from tests.cli.runs import free_port
 from tests.pool import Pool
 from tests.runtime.alone import alone
