@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import shutil
@@ -10,7 +11,7 @@ import sys
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TextIO
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -115,41 +116,29 @@ def _run_folder(config: Config, resume: bool, overwrite: bool) -> Iterator[Path]
 
 @contextlib.contextmanager
 def _alone(folder: Path) -> Iterator[None]:
-    """For as long as it is open no other process trains this run. Raises ConfigError where one does."""
+    """While it is open, no other process trains this run. Raises ConfigError if one does."""
+    import filelock
+
     path = folder.with_name(f".{folder.name}.lock")
-    try:
-        file = _locked(path)
-    except OSError as error:
-        raise ConfigError(f"{folder} cannot be made ready: {error}") from None
-    if file is None:
-        raise ConfigError(f"{folder} is being trained by another process; wait until it ends, or choose another name")
-    with file:
+    # A process that ends removes its lock file. Whoever opened the removed file tries again, so the timeout is not 0.
+    lock = filelock.FileLock(path, timeout=0.1, poll_interval=0.02)
+    with contextlib.ExitStack() as stack:
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            stack.enter_context(lock)
+        except filelock.Timeout:
+            raise ConfigError(f"{folder} is being trained by another process; wait until it ends, or choose another name") from None
+        except OSError as error:
+            if error.errno not in _NO_LOCKS:
+                raise ConfigError(f"{folder} cannot be made ready: {error}") from None
         try:
             yield
         finally:
             path.unlink(missing_ok=True)
 
 
-def _locked(path: Path) -> TextIO | None:
-    """The file, open and locked; None where another process has it."""
-    import fcntl
-
-    path.parent.mkdir(parents=True, exist_ok=True)
-    while True:
-        file = path.open("a", encoding="utf-8")
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            # Who had it before removes it, perhaps between the two lines above.
-            if os.path.samestat(os.fstat(file.fileno()), path.stat()):
-                return file
-            file.close()
-        except BlockingIOError:
-            file.close()
-            return None
-        except FileNotFoundError:
-            file.close()
-        except OSError:  # a file system without locks
-            return file
+# What a file system without locks answers. Its users must take care themselves.
+_NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP}
 
 
 def _prepare(folder: Path, config: Config, resume: bool, overwrite: bool) -> tuple[str | None, Path | None]:
