@@ -15,6 +15,7 @@ from typing import Annotated
 
 import typer
 
+from dynmo.cli.notices import show_notices
 from dynmo.cli.plan import plan
 from dynmo.cli.profile import profile
 from dynmo.cli.report import report
@@ -57,6 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     Whatever goes wrong is one line on stderr. `arguments` default to the process's own.
     """
+    show_notices()
     given = list(sys.argv[1:] if arguments is None else arguments) or ["--help"]
     command = typer.main.get_command(app)
     status = 0

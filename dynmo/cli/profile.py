@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import shutil
 import sys
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
     from dynmo.config import Config
     from dynmo.cost.profile_file import Profile
     from dynmo.runtime.comm.rendezvous import Rendezvous
+
+_logger = logging.getLogger(__name__)
 
 
 def profile(
@@ -142,7 +145,7 @@ def _rank(config: Config, rendezvous: Rendezvous, steps: int, out: Path, as_json
         return 0
     warning = warn_of_cores(config)
     if warning:
-        print(f"dynmo: {warning}", file=sys.stderr)
+        _logger.warning(warning)
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}", markup=False), BarColumn(bar_width=20), TextColumn("{task.completed}/{task.total} steps"))
     with compilation_told(), _stdout_for_json(as_json), Progress(*columns, console=console, disable=not console.is_terminal) as progress:

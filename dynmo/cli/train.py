@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import json
+import logging
 import os
 import shutil
 import sys
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
     from dynmo.config import Config
     from dynmo.events import Event
     from dynmo.runtime.comm.rendezvous import Rendezvous
+
+_logger = logging.getLogger(__name__)
 
 RUNS = Path("runs")
 
@@ -203,7 +206,7 @@ def _tell_changes(before: str, after: str) -> None:
     with contextlib.suppress(tomllib.TOMLDecodeError):  # the run's own copy, edited by hand
         changes = differences([without_unused_keys(tomllib.loads(text)) for text in (before, after)])
         if changes:
-            print(f"dynmo: resumed; {difference_line(changes)}", file=sys.stderr)
+            _logger.warning(f"resumed; {difference_line(changes)}")
 
 
 def _aside(folder: Path) -> Path:
@@ -270,7 +273,7 @@ def _rank(config: Config, rendezvous: Rendezvous, folder: Path, resume: bool, as
         return 130 if run(config, rendezvous, folder, resume).interrupted else 0
     warning = warn_of_cores(config)
     if warning:
-        print(f"dynmo: {warning}", file=sys.stderr)
+        _logger.warning(warning)
     with compilation_told(), _stdout_for_json(as_json), ProgressLine(config.name, config.train.steps) as progress:
 
         def listen(event: Event) -> None:
@@ -315,7 +318,7 @@ def _dry_run(config: Config, as_json: bool) -> None:
     with _stdout_for_json(as_json):
         plan = dry_run(config)
     if plan.activations_unknown is not None:
-        print(f"dynmo: {plan.activations_unknown}", file=sys.stderr)
+        _logger.warning(plan.activations_unknown)
     if as_json:
         print(json.dumps(plan.to_json()))
         return

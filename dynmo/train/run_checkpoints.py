@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-import sys
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +18,8 @@ from dynmo.pipeline.pipeline import Pipeline
 from dynmo.runtime.comm.world import World
 from dynmo.runtime.state import checkpoint
 from dynmo.runtime.state.checkpoint_manifest import MANIFEST, UNSEALED
+
+_logger = logging.getLogger(__name__)
 
 # What every checkpoint of a run has in its state.
 _STATE = {"partition", "frozen", "loss", "moves", "cases"}
@@ -90,7 +92,7 @@ class RunCheckpoints:
             lack = "its manifest has no hash of its own, so damage to that goes unnoticed"
             problems.append(f"{path} was written by an earlier version of dynmo: {lack}")
         for problem in problems if self._world.rank == 0 else ():
-            print(f"dynmo: {problem}; resuming from {path.name}", file=sys.stderr)
+            _logger.warning(f"{problem}; resuming from {path.name}")
         if tuple(manifest.layers) != model.names:
             raise CheckpointError(
                 f"{path} is of another model ({len(manifest.layers)} layers, the config's has {model.layers}, or layers of other names); "

@@ -6,7 +6,7 @@ Kept are the last steps before, and the first after, every change of the model o
 from __future__ import annotations
 
 import json
-import sys
+import logging
 from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,6 +21,8 @@ from dynmo.runtime.comm.clock import Clock
 from dynmo.runtime.comm.world import World
 from dynmo.runtime.engine.executor import SEND, WAIT, Interval
 from dynmo.schedule.op import Kind
+
+_logger = logging.getLogger(__name__)
 
 _KINDS = [*(str(k) for k in Kind), WAIT, SEND]
 _COLOURS = {
@@ -118,7 +120,7 @@ class Tracer:
             try:
                 write_whole(path, json.dumps(chrome_trace(rows)))
             except OSError as error:  # what has been trained is not lost for that
-                print(f"dynmo: {path} cannot be written: {error.strerror}", file=sys.stderr)
+                _logger.warning(f"{path} cannot be written: {error.strerror}")
 
     def _rows(self, tables: list[list[list[float]]]) -> list[list[list[float]]]:
         """Of each rank; of each slice in the place of its rank, which is slice * replicas + replica."""

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import math
-import signal
-import sys
-import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import torch
@@ -59,7 +55,10 @@ from dynmo.train.setup import (
     memory_limit,
 )
 from dynmo.train.shape_costs import known_costs, shapes_of, with_workspace
+from dynmo.train.stop_flag import stop_flag
 from dynmo.train.trace import Tracer
+
+_logger = logging.getLogger(__name__)
 
 Listener = Callable[[Event], None]
 
@@ -133,7 +132,7 @@ class Trainer:
             costs, unknown = known_costs(config, model)
             self._shapes = costs if unknown is None else None
             if unknown is not None and world.rank == 0:
-                print(f"dynmo: {unknown}", file=sys.stderr)
+                _logger.warning(unknown)
             if saved is None and config.pipeline.memory_limit is not None:
                 first_plan(config, model, costs, world.device, unknown)
         cached = config.dynamism.freezing.cache_bytes if "freezing" in config.dynamism.cases else 0
@@ -167,7 +166,7 @@ class Trainer:
 
     def run(self) -> RunResult:
         # Up to the last event: a signal that comes after the last step must not cut the account short.
-        with _stop_flag() as stopping:
+        with stop_flag() as stopping:
             try:
                 return self._run(stopping)
             finally:
@@ -350,7 +349,7 @@ class Trainer:
             try:
                 profile_file.write(self._folder / profile_file.IN_RUN, profile)
             except InputError as error:  # what has been trained is not lost for that
-                print(f"dynmo: {error}", file=sys.stderr)
+                _logger.warning(str(error))
 
     def _record_options(self, case: str, options: Mapping[str, Any]) -> None:
         """What a case has found out by itself becomes part of the run's own config."""
@@ -360,7 +359,7 @@ class Trainer:
             try:
                 write_whole(path, self._recorded.to_toml())
             except OSError as error:  # the checkpoints have it, too
-                print(f"dynmo: {path} cannot be written: {error.strerror}; it does not say {', '.join(options)} as found", file=sys.stderr)
+                _logger.warning(f"{path} cannot be written: {error.strerror}; it does not say {', '.join(options)} as found")
 
     # -- telling ----------------------------------------------------------------------------------------------------------------
 
@@ -371,29 +370,3 @@ class Trainer:
             self._log.write(event)
         if self._listen is not None:
             self._listen(event)
-
-
-@contextmanager
-def _stop_flag() -> Iterator[Callable[[], bool]]:
-    """SIGTERM and SIGINT ask for a stop after the current step; the ranks agree on it at that step's end (with post-validation, one later).
-
-    A second SIGINT interrupts at once. Ranks of dynmo's own launcher ignore SIGINT: it turns it into SIGTERM.
-    """
-    asked = False
-
-    def ask(number: int, frame: FrameType | None) -> None:
-        nonlocal asked
-        asked = True
-        if number == signal.SIGINT:
-            signal.signal(number, signal.default_int_handler)
-
-    if threading.current_thread() is not threading.main_thread():  # it gets no signals, so nobody asks
-        yield lambda: False
-        return
-    numbers = [n for n in (signal.SIGTERM, signal.SIGINT) if signal.getsignal(n) is not signal.SIG_IGN]
-    before = {number: signal.signal(number, ask) for number in numbers}
-    try:
-        yield lambda: asked
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

@@ -14,6 +14,7 @@ import contextlib
 import ctypes
 import faulthandler
 import json
+import logging
 import os
 import signal
 import subprocess
@@ -28,6 +29,8 @@ from types import FrameType
 
 from dynmo.errors import ConfigError, DynmoError, InputError, Interrupted, RankDied, RunError, WaitTimeout, place
 from dynmo.files import write_whole
+
+_logger = logging.getLogger(__name__)
 
 # After one rank has failed, the others get so many seconds to find out for themselves and say why.
 _GRACE = 3.0
@@ -280,7 +283,7 @@ def report_failure(error: BaseException, log: Path | None = None) -> int:
     try:
         write_whole(path, json.dumps(vars(failure)))
     except OSError:  # the launcher then knows the status only
-        print("dynmo:", failure.message, file=sys.stderr)
+        _logger.error(failure.message)
     return failure.status
 
 

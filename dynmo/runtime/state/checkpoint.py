@@ -12,10 +12,10 @@ checkpoint. The ranks share the file system.
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 import re
 import shutil
-import sys
 import time
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
@@ -43,6 +43,8 @@ from dynmo.runtime.state.checkpoint_manifest import (
     unread,
 )
 from dynmo.runtime.state.migration import Contents, Manifest, contents, describe
+
+_logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -169,7 +171,7 @@ def _remove_old(folder: Path, step: int, keep: int) -> None:
         try:
             _remove(old)
         except OSError as error:
-            print(f"dynmo: {old} cannot be removed: {error.strerror}", file=sys.stderr)
+            _logger.warning(f"{old} cannot be removed: {error.strerror}")
 
 
 def _remove(path: Path) -> None:
