@@ -15,37 +15,23 @@ import json
 import os
 import re
 import shlex
-import subprocess
-import sys
 import tempfile
-import textwrap
-import tomllib
-import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import pairwise, product
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
 
 from benchmarks.sweeps import tables
 from dynmo.cli import main
-from dynmo.config import parse
 from dynmo.cost.layer_cost import split_costs, uniform_costs
-from dynmo.models.model import from_factories, next_token_loss
-from dynmo.models.registry import load_model
-from dynmo.runtime.state import checkpoint
 from dynmo.schedule.automatic.make import make
 from dynmo.schedule.catalogue import SCHEDULES, placement_of
 from dynmo.schedule.simulator import Timeline, simulate
-from dynmo.train.dry_run import dry_run
-from tests.cli.runs import free_port
-from tests.runtime.alone import pipeline, tokens
 
 ROOT = Path(__file__).parents[1]
-DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 SWEEPS = ROOT / "benchmarks" / "results" / "sweeps.json"
 COMMAND = "dynmo schedule "
 
@@ -268,100 +254,6 @@ def write_anew(path: Path) -> None:
         text[lines.start : lines.stop] = fresh
     if edits:
         path.write_text("\n".join(text) + "\n")
-
-
-def guide(kind: str, name: str) -> str:
-    """The block of code in the guide that begins with this name of a file."""
-    code = re.search(rf"```{kind}\n(# {name}.*?)```", (ROOT / "docs" / "guide.md").read_text(), re.DOTALL)
-    assert code is not None
-    return code[1]
-
-
-@pytest.mark.parametrize("launched", [False, True], ids=["alone", "torchrun"])
-def test_the_loop_of_the_guide(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], launched: bool) -> None:
-    """On one rank, in this process."""
-    world = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
-    for key, value in world.items():
-        if launched:
-            monkeypatch.setenv(key, value)
-        else:
-            monkeypatch.delenv(key, raising=False)
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-    exec(guide("python", "loop.py"), {})
-    assert re.fullmatch(r"loss \d\.\d{4}, layers \(8,\), weights [0-9a-f]{16}\n", capsys.readouterr().out)
-
-
-def test_the_model_of_the_guide_sees_no_token_before_its_time() -> None:
-    parsed = parse(tomllib.loads(guide("toml", "run.toml")))
-    namespace: dict[str, Any] = {}
-    exec(guide("python", "my_model.py"), namespace)
-    model = torch.nn.Sequential(*namespace["layers"]()).eval()
-    ids = torch.arange(parsed.model.sequence)[None]
-    other = ids.clone()
-    other[0, 9:] += 100
-    assert torch.equal(model(ids)[0, :9], model(other)[0, :9])
-    assert not torch.equal(model(ids)[0, 9], model(other)[0, 9])
-
-
-def test_the_weights_of_the_guide_go_out_and_in(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """A run's checkpoint as a state_dict, and a model that begins with it; on shapes alone too, and without a warning."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(tmp_path)
-    for name in ("my_model", "my_start"):
-        (tmp_path / f"{name}.py").write_text(guide("python", rf"{name}\.py"))
-        monkeypatch.delitem(sys.modules, name, raising=False)
-    given = tomllib.loads(guide("toml", r"run\.toml"))
-    config, own = parse(given), parse(given | {"model": given["model"] | {"kind": "python:my_start:layers"}})
-    trained = pipeline(load_model(config))
-    trained.step(0, *tokens(0, sequence=64), lr=0.1)
-    layers = [(i, (module, optimizer.state())) for i, (module, optimizer) in trained.own_layers.items()]
-    checkpoint.save(trained.world, Path("runs/my-run/checkpoints"), 1, trained.model.names, layers, {}, keep=1)
-    wanted = torch.nn.Sequential(*trained.modules).state_dict()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", UserWarning)
-        weights = torch.nn.Sequential(*load_model(own).build(range(8))).state_dict()
-        dry_run(own)
-    assert weights.keys() == wanted.keys()
-    assert all(torch.equal(weights[key], wanted[key]) for key in wanted)
-
-
-def test_the_loss_of_the_guide_takes_an_auxiliary_one() -> None:
-    """As the last layer's second output; both reach every layer."""
-
-    class Part(torch.nn.Module):
-        def __init__(self, ids: int, out: int) -> None:
-            super().__init__()
-            self.line = torch.nn.Embedding(ids, out) if ids else torch.nn.Linear(8, out)
-
-        def forward(self, x: torch.Tensor, auxiliary: torch.Tensor | float = 0.0) -> tuple[torch.Tensor, torch.Tensor]:
-            y = self.line(x)
-            return y, y.square().mean() + auxiliary
-
-    example = re.search(r"```python\n(  def loss.*?)```", (ROOT / "docs" / "guide.md").read_text(), re.DOTALL)
-    assert example is not None
-    namespace: dict[str, Any] = {"next_token_loss": next_token_loss}
-    exec(textwrap.dedent(example[1]), namespace)
-    model = from_factories("abc", [lambda: Part(256, 8), lambda: Part(0, 8), lambda: Part(0, 256)], 0, namespace["loss"])
-    layers, (inputs, targets) = torch.nn.Sequential(*model.build(range(3))), tokens(0)
-    wanted = 0.0
-    for x, y in zip(inputs, targets, strict=True):
-        out = layers[2](*layers[1](*layers[0](x)))
-        wanted += namespace["loss"](out, y).item() / len(inputs)
-    assert pipeline(model).step(0, inputs, targets, lr=0.1).loss == pytest.approx(wanted)
-
-
-@pytest.mark.matrix  # two processes of its own
-def test_the_loop_of_the_guide_moves_layers(tmp_path: Path) -> None:
-    (tmp_path / "loop.py").write_text(guide("python", "loop.py"))
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "loop.py"]
-    env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    match = re.fullmatch(r"loss \d\.\d{4}, layers \((\d), (\d)\), weights [0-9a-f]{16}\n", done.stdout)
-    assert match is not None, done.stdout
-    first, second = int(match[1]), int(match[2])
-    assert first + second == 8
-    assert first > 4, "the last layer, with the loss, takes as long as several of the others"
 
 
 if __name__ == "__main__":

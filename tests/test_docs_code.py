@@ -1,0 +1,197 @@
+"""The code of README.md, the tutorial and the how-to guides: it runs, and imports `dynmo` only."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import tomllib
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import dynmo
+from dynmo.config import parse
+from dynmo.models.model import from_factories
+from dynmo.models.registry import load_model
+from dynmo.runtime.state import checkpoint
+from dynmo.train.dry_run import dry_run
+from tests.cli.runs import free_port
+from tests.runtime.alone import pipeline, tokens
+
+ROOT = Path(__file__).parents[1]
+TUTORIAL, HOW_TO = ROOT / "docs" / "tutorial.md", ROOT / "docs" / "how-to"
+PAGES = [ROOT / "README.md", TUTORIAL, *sorted(HOW_TO.glob("*.md")), ROOT / "docs" / "reference" / "python.md"]
+OTHERS = {"dynmo", "torch", "safetensors", "my_model"}
+WHOLE_TOML = [(ROOT / "README.md", ""), (TUTORIAL, "# first.toml"), (TUTORIAL, "# run.toml"), (HOW_TO / "own-data.md", "")]
+
+
+def block(page: Path, kind: str, start: str = "") -> str:
+    """The page's first block of code of this kind that begins so."""
+    code = re.search(rf"```{kind}\n({re.escape(start)}.*?)```", page.read_text(), re.DOTALL)
+    assert code is not None, f"{page.name} has no such block: {start}"
+    return code[1]
+
+
+@pytest.fixture
+def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
+    """The working folder, which has `my_model.py`, as a world of one rank that no launcher has started."""
+    for key in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(key, raising=False)
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "my_model.py").write_text(block(TUTORIAL, "python", "# my_model.py"))
+    monkeypatch.delitem(sys.modules, "my_model", raising=False)
+    yield tmp_path
+    sys.modules.pop("my_model", None)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_code_imports_only_dynmo_and_torch(page: Path) -> None:
+    for code in re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL):
+        imported = re.findall(r"^\s*(?:import|from) (\S+)", code, re.MULTILINE)
+        assert {name.split(".")[0] for name in imported} - set(sys.stdlib_module_names) <= OTHERS
+        assert not any(name.startswith("dynmo.") for name in imported)
+
+
+@pytest.mark.parametrize(("page", "start"), WHOLE_TOML)
+def test_configurations_are_valid(page: Path, start: str) -> None:
+    parse(tomllib.loads(block(page, "toml", start)))
+
+
+def test_the_loop_of_the_readme(folder: Path) -> None:
+    exec(block(ROOT / "README.md", "python"), {})
+    assert (folder / "checkpoint" / "latest").read_text() == "step-000020"
+
+
+@pytest.mark.parametrize("launched", [False, True], ids=["alone", "torchrun"])
+def test_the_loop_of_the_tutorial(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], folder: Path, launched: bool
+) -> None:
+    """On one rank, in this process. After 12 steps it has frozen layers."""
+    world = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+    for key, value in world.items():
+        if launched:
+            monkeypatch.setenv(key, value)
+    exec(block(TUTORIAL, "python", "# loop.py").replace("range(30)", "range(12)"), {})
+    assert re.fullmatch(r"step 10: loss \d\.\d{4}, layers \(8,\)\nweights [0-9a-f]{16}\n", capsys.readouterr().out)
+
+
+@pytest.mark.matrix  # three processes of its own
+def test_the_loop_of_the_tutorial_on_two_ranks(folder: Path) -> None:
+    (folder / "loop.py").write_text(block(TUTORIAL, "python", "# loop.py"))
+    env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    printed: list[str] = []
+    for launcher in ([], ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]):
+        command = [sys.executable, *launcher, "loop.py"]
+        done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=120)
+        assert done.returncode == 0, done.stderr
+        printed.append(done.stdout)
+    alone, two = (re.sub(r"layers \(.*?\)", "", text) for text in printed)
+    assert two == alone
+    assert "layers (4, 4)" in printed[1]
+
+
+def test_the_tutorial_saves_and_goes_on(folder: Path) -> None:
+    """Two loops of 3 and 3 steps end like one of 6."""
+    code = block(TUTORIAL, "python", "# loop.py")
+    saving = block(TUTORIAL, "python", "    if Path")
+    head, inner = code.split("    for step in range(30):\n")
+    load, save = saving.split("    for step in range(pipeline.steps, 60):\n        ...\n")
+    ends: list[Any] = []
+    namespace: dict[str, Any] = {}
+    for name, stops in (("cut", (3, 6)), ("whole", (6,))):
+        for stop in stops:
+            loop = f"{load}    for step in range(pipeline.steps, {stop}):\n{inner}{save}".replace('"checkpoint"', f'"{name}"')
+            namespace = {}
+            exec(head + loop, namespace)
+        ends.append((namespace["result"].loss, namespace["weights"]))
+    assert ends[0] == ends[1]
+
+
+def test_the_loop_on_own_data(capsys: pytest.CaptureFixture[str], folder: Path) -> None:
+    exec(block(HOW_TO / "own-data.md", "python"), {})
+    assert re.fullmatch(r"(\d+\.\d+\n){5}", capsys.readouterr().out)
+
+
+def test_the_learning_rate_falls(folder: Path) -> None:
+    namespace: dict[str, Any] = {}
+    exec(block(ROOT / "docs" / "reference" / "python.md", "python"), namespace)
+    assert namespace["pipeline"].optimizer.param_groups[0]["lr"] == pytest.approx(0)
+
+
+def test_the_own_case_freezes_layers(folder: Path) -> None:
+    namespace: dict[str, Any] = {}
+    exec(block(HOW_TO / "own-case.md", "python", "# my_case.py"), namespace)
+    with dynmo.init(device="cpu") as namespace["world"]:
+        layers = [nn.Linear(4, 4) for _ in range(4)]
+        namespace |= {"dynmo": dynmo, "model": dynmo.Sequential(layers, loss=nn.functional.mse_loss)}
+        exec(block(HOW_TO / "own-case.md", "python", "pipeline"), namespace)
+        before = [layer.weight.detach().clone() for layer in layers]
+        for step in range(11):
+            namespace["pipeline"].step(torch.ones(8, 4), torch.zeros(8, 4))
+            if step == 4:
+                assert not torch.equal(before[0], layers[0].weight)
+                before = [layer.weight.detach().clone() for layer in layers]
+    assert [torch.equal(old, layer.weight) for old, layer in zip(before, layers, strict=True)] == [True, False, False, False]
+
+
+def test_the_model_of_the_tutorial_sees_no_token_before_its_time() -> None:
+    parsed = parse(tomllib.loads(block(TUTORIAL, "toml", "# run.toml")))
+    namespace: dict[str, Any] = {}
+    exec(block(TUTORIAL, "python", "# my_model.py"), namespace)
+    model = nn.Sequential(*namespace["layers"]()).eval()
+    ids = torch.arange(parsed.model.sequence)[None]
+    other = ids.clone()
+    other[0, 9:] += 100
+    assert torch.equal(model(ids)[0, :9], model(other)[0, :9])
+    assert not torch.equal(model(ids)[0, 9], model(other)[0, 9])
+
+
+def test_weights_go_out_and_in(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    """A run's checkpoint as a state_dict, and a model that begins with it; on shapes alone too, and without a warning."""
+    (folder / "my_start.py").write_text(block(HOW_TO / "checkpoints.md", "python", "# my_start.py"))
+    monkeypatch.delitem(sys.modules, "my_start", raising=False)
+    given = tomllib.loads(block(TUTORIAL, "toml", "# run.toml"))
+    config, own = parse(given), parse(given | {"model": given["model"] | {"kind": "python:my_start:layers"}})
+    trained = pipeline(load_model(config))
+    trained.step(0, *tokens(0, sequence=64), lr=0.1)
+    layers = [(i, (module, optimizer.state())) for i, (module, optimizer) in trained.own_layers.items()]
+    checkpoint.save(trained.world, Path("runs/my-run/checkpoints"), 1, trained.model.names, layers, {}, keep=1)
+    wanted = nn.Sequential(*trained.modules).state_dict()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        weights = nn.Sequential(*load_model(own).build(range(8))).state_dict()
+        dry_run(own)
+    assert weights.keys() == wanted.keys()
+    assert all(torch.equal(weights[key], wanted[key]) for key in wanted)
+
+
+def test_the_loss_takes_an_auxiliary_one() -> None:
+    """As the last layer's second output; both reach every layer."""
+
+    class Part(nn.Module):
+        def __init__(self, ids: int, out: int) -> None:
+            super().__init__()
+            self.line = nn.Embedding(ids, out) if ids else nn.Linear(8, out)
+
+        def forward(self, x: torch.Tensor, auxiliary: torch.Tensor | float = 0.0) -> tuple[torch.Tensor, torch.Tensor]:
+            y = self.line(x)
+            return y, y.square().mean() + auxiliary
+
+    namespace: dict[str, Any] = {}
+    exec(block(HOW_TO / "own-model.md", "python", "# auxiliary loss"), namespace)
+    model = from_factories("abc", [lambda: Part(256, 8), lambda: Part(0, 8), lambda: Part(0, 256)], 0, namespace["loss"])
+    layers, (inputs, targets) = nn.Sequential(*model.build(range(3))), tokens(0)
+    wanted = 0.0
+    for x, y in zip(inputs, targets, strict=True):
+        out = layers[2](*layers[1](*layers[0](x)))
+        wanted += namespace["loss"](out, y).item() / len(inputs)
+    assert pipeline(model).step(0, inputs, targets, lr=0.1).loss == pytest.approx(wanted)
