@@ -1,4 +1,4 @@
-"""`dynmo schedule`: make a schedule, replay it at given costs, print what it takes."""
+"""`dynmo schedule`: make or read a schedule, replay it at given costs, print what it takes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import sys
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 
@@ -54,9 +54,12 @@ class Result:
 
 
 def schedule(
-    name: Annotated[str, typer.Option("--schedule", metavar="NAME", help=f"One of {', '.join(SCHEDULES)}.")],
-    ranks: Annotated[int, typer.Option(metavar="P", help="Pipeline ranks.")],
-    microbatches: Annotated[int, typer.Option(metavar="M", help="Microbatches of a step.")],
+    name: Annotated[str | None, typer.Option("--schedule", metavar="NAME", help=f"One of {', '.join(SCHEDULES)}.")] = None,
+    ranks: Annotated[int | None, typer.Option(metavar="P", help="Pipeline ranks.")] = None,
+    microbatches: Annotated[int | None, typer.Option(metavar="M", help="Microbatches of a step.")] = None,
+    from_torch_csv: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Read the schedule from torch's CSV instead of making one.")
+    ] = None,
     tf: Annotated[float | None, typer.Option(metavar="TIME", help="Time of F on every stage, in any one unit.")] = None,
     tb: Annotated[float | None, typer.Option(metavar="TIME", help="Time of B, the gradient of the input.")] = None,
     tw: Annotated[float | None, typer.Option(metavar="TIME", help="Time of W, the gradient of the weights.")] = None,
@@ -75,12 +78,20 @@ def schedule(
     ] = None,
     grid: Annotated[bool, typer.Option("--grid", help="Draw the timeline.")] = False,
     ops: Annotated[bool, typer.Option("--ops", help="List every rank's ops in order.")] = False,
+    torch_csv: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the schedule as torch's CSV.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
 ) -> None:
-    """Make a pipeline schedule and replay it at given costs."""
-    if ranks < 1 or microbatches < 1:
-        raise ScheduleError(f"--ranks {ranks} --microbatches {microbatches}: at least 1 of each is needed")
-    placement = placement_of(name, ranks, chunks)
+    """Make or read a pipeline schedule and replay it at given costs."""
+    read: Schedule | None = None
+    if from_torch_csv is not None:
+        asked = {"--schedule": name, "--ranks": ranks, "--microbatches": microbatches, "--chunks": chunks}
+        read = _read_torch_csv(from_torch_csv, asked)
+        name, ranks, microbatches, placement = read.name, read.ranks, read.microbatches, read.placement
+    else:
+        name, ranks, microbatches = _needed("--schedule", name), _needed("--ranks", ranks), _needed("--microbatches", microbatches)
+        if ranks < 1 or microbatches < 1:
+            raise ScheduleError(f"--ranks {ranks} --microbatches {microbatches}: at least 1 of each is needed")
+        placement = placement_of(name, ranks, chunks)
     first_trainable, caps = 0, (math.inf,) * ranks
     if costs is None:
         stage_costs = _uniform(placement, tf, tb, tw, tcomm, 0.5 if w_memory is None else w_memory)
@@ -94,8 +105,10 @@ def schedule(
 
     began = time.perf_counter()
     wanted = _Wanted(ranks, microbatches, stage_costs, chunks, caps, first_trainable, objective)
-    with compilation_told() if entry(name).from_costs else contextlib.nullcontext():
-        schedule = wanted.make(name)
+    if read is not None and first_trainable:
+        raise InputError(f"costs file {costs}: a frozen prefix, but torch's CSV has a backward of every stage; give costs without one")
+    with compilation_told() if read is None and entry(name).from_costs else contextlib.nullcontext():
+        schedule = wanted.make(name) if read is None else read
     seconds = time.perf_counter() - began
     _check_memory(schedule, wanted)
     proof = None if exact is None else _prove(schedule, wanted, exact)
@@ -128,10 +141,47 @@ def schedule(
     )
     if not all(map(math.isfinite, (*timeline.peak_memory, timeline.span, timeline.idle_ratio, result.lower_bound, plain.makespan))):
         raise InputError("the times or the memory are so large that their sum is not a number any more; choose a larger unit")
+    if torch_csv is not None:
+        _write_torch_csv(torch_csv, schedule)
     if as_json:
         _print_json(result, schedule, timeline, grid, ops)
     else:
         _print_text(result, schedule, timeline, grid, ops)
+
+
+_T = TypeVar("_T")
+
+
+def _needed(option: str, value: _T | None) -> _T:
+    if value is None:
+        raise InputError(f"Missing option '{option}'; give --schedule, --ranks and --microbatches, or --from-torch-csv FILE")
+    return value
+
+
+def _read_torch_csv(path: Path, asked: dict[str, object]) -> Schedule:
+    """Reads a schedule. Raises InputError if the file is wrong, or an option of `asked` is given too."""
+    from dynmo.schedule.torch_csv import from_torch_csv
+
+    given = next((option for option, value in asked.items() if value is not None), None)
+    if given is not None:
+        raise InputError(f"{given} and --from-torch-csv both say what the schedule is; use one of them")
+    try:
+        return from_torch_csv(path.read_text(encoding="utf-8"), name="torch")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not text in UTF-8"
+        raise InputError(f"torch CSV {path}: cannot be read: {reason}") from None
+    except ScheduleError as error:
+        raise ScheduleError(f"torch CSV {path}: {error}") from None
+
+
+def _write_torch_csv(path: Path, schedule: Schedule) -> None:
+    from dynmo.files import write_whole
+    from dynmo.schedule.torch_csv import to_torch_csv
+
+    try:
+        write_whole(path, to_torch_csv(schedule))
+    except OSError as error:
+        raise InputError(f"torch CSV {path} cannot be written: {error.strerror}") from None
 
 
 @dataclass(frozen=True)

@@ -144,21 +144,6 @@ def cut(parts: Parts, keep: int, layers: int, collective: Collective) -> Cut:
     return Cut(bits, tuple(torch.minimum((left - before).clamp(min=0), equal).tolist()))
 
 
-def algorithm_2(ranks: Sequence[Tensor], sparsity: float) -> list[Tensor]:
-    """DynMo's Algorithm 2 as published, as a baseline: of each rank's flat weights, the indices to keep, ascending.
-
-    Each rank finds its k largest, rank 0 gathers them all, finds the k largest of those and sends everyone its own. k is the whole
-    model's: rank 0 holds up to `ranks` times k values. Which of equal magnitudes stay is left open.
-    """
-    keep = round(sum(len(x) for x in ranks) * (1 - sparsity))
-    local = [x.abs().topk(min(keep, len(x))) for x in ranks]
-    gathered = torch.cat([x.values for x in local])
-    chosen = torch.zeros(len(gathered), dtype=torch.bool)
-    chosen[gathered.topk(keep).indices] = True
-    pieces = chosen.split([len(x.values) for x in local])
-    return [x.indices[piece].sort().values for x, piece in zip(local, pieces, strict=True)]
-
-
 # -- the case -----------------------------------------------------------------------------------------------------------------
 
 

@@ -359,3 +359,52 @@ def test_the_published_table(run: Run, row: dict[str, Any]) -> None:
         made = bubble("zb-v")
         assert round(made["bubble_ratio"], 4) <= {"1.5B": 0.0703, "6.2B": 0.0403, "14.6B": 0.0498, "28.3B": 0.0531}[row["model"]]
         assert max(made["peak_memory"]) <= p * (1 + 1e-9)
+
+
+# -- torch's CSV -------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb-h2", "zb-v", "interleaved-1f1b"])
+def test_torch_csv_reads_back(run: Run, tmp_path: Path, name: str) -> None:
+    path = tmp_path / "schedule.csv"
+    status, out, err = run(*asked(name), *UNIT, "--json", "--ops", "--torch-csv", path)
+    assert (status, err) == (0, "")
+    written = json.loads(out)
+    status, out, err = run("schedule", "--from-torch-csv", path, *UNIT, "--json", "--ops")
+    assert (status, err) == (0, "")
+    read = json.loads(out)
+    assert read["schedule"] == "torch"
+    same = ("ranks", "microbatches", "ops", "peak_memory", "lower_bound")
+    assert [read[key] for key in same] == [written[key] for key in same]
+    every = written.get("every_message", written)
+    assert (read["span"], read["makespan"]) == (every["span"], every["makespan"])
+
+
+def test_torch_csv_is_written_and_read_by_hand(run: Run, tmp_path: Path) -> None:
+    path = tmp_path / "schedule.csv"
+    assert run(*asked("zb-h1", 2, 2), *UNIT, "--torch-csv", path)[0] == 0
+    assert path.read_text(encoding="utf-8") == "0F0,0F1,0I0,0W0,0I1,0W1\n1F0,1I0,1F1,1I1,1W0,1W1\n"
+    path.write_text("0F0,,0F1,0B0,0B1\n,1F0,1B0,1F1,1B1\n", encoding="utf-8")
+    status, out, _ = run("schedule", "--from-torch-csv", path, *UNIT, "--grid")
+    assert status == 0
+    assert out.startswith("torch: 2 ranks, 2 microbatches")
+
+
+@pytest.mark.parametrize(
+    ("text", "options", "message"),
+    [
+        (None, (), "schedule.csv: cannot be read: No such file or directory"),
+        ("0F0,0I0,0X0\n", (), "schedule.csv: row 0, cell 2 of torch's CSV: '0X0' is not an action"),
+        ("", (), "schedule.csv: torch's CSV is empty"),
+        ("0F0,0B0\n", ("--ranks", 1), "--ranks and --from-torch-csv both say what the schedule is; use one of them"),
+        ("0F0,0B0\n", ("--torch-csv", "missing/folder.csv"), "torch CSV missing/folder.csv cannot be written"),
+        ("0F0,0B0\n", ("--memory-limit", 0.5), "torch: peak memory of rank 0 is 1, over the limit of 0.5"),
+    ],
+)
+def test_torch_csv_that_is_refused(run: Run, tmp_path: Path, text: str | None, options: tuple[object, ...], message: str) -> None:
+    path = tmp_path / "schedule.csv"
+    if text is not None:
+        path.write_text(text, encoding="utf-8")
+    status, out, err = run("schedule", "--from-torch-csv", path, *UNIT, *options)
+    assert (status, out, err.count("\n")) == (2, "", 1)
+    assert message in err

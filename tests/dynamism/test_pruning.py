@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 from dynmo.balance.partition import Partition
 from dynmo.config import parse
 from dynmo.dynamism import Change, Layers, make_cases
-from dynmo.dynamism.pruning import Alone, Cubic, Pruning, algorithm_2, cut, masters
+from dynmo.dynamism.pruning import Alone, Cubic, Pruning, cut, masters
 from dynmo.errors import CheckpointError, ConfigError
 from dynmo.kernels.sparse_linear import MaskedLinear, SparseLinear, dense_weight, linears
 from dynmo.models.registry import load_model
@@ -113,6 +114,21 @@ def test_exactly_the_largest_stay(parts: list[list[list[float]]], keep: int, spl
             assert torch.equal(ours, theirs)
     for layer, keeps in over_ranks(tensors, split, keep, len(parts)).items():
         assert all(torch.equal(a, b) for a, b in zip(keeps, expected[layer], strict=True))
+
+
+def algorithm_2(ranks: Sequence[Tensor], sparsity: float) -> list[Tensor]:
+    """DynMo's Algorithm 2 as published: of each rank's flat weights, the indices to keep, ascending.
+
+    Each rank finds its k largest, rank 0 gathers them all, finds the k largest of those and sends everyone its own. k is the whole
+    model's: rank 0 holds up to `ranks` times k values. Which of equal magnitudes stay is left open.
+    """
+    keep = round(sum(len(x) for x in ranks) * (1 - sparsity))
+    local = [x.abs().topk(min(keep, len(x))) for x in ranks]
+    gathered = torch.cat([x.values for x in local])
+    chosen = torch.zeros(len(gathered), dtype=torch.bool)
+    chosen[gathered.topk(keep).indices] = True
+    pieces = chosen.split([len(x.values) for x in local])
+    return [x.indices[piece].sort().values for x, piece in zip(local, pieces, strict=True)]
 
 
 @given(sizes=st.lists(st.integers(1, 60), min_size=1, max_size=4), sparsity=st.floats(0, 0.99), seed=st.integers(0, 99))

@@ -61,7 +61,6 @@ _KINDS = (Kind.F, Kind.B, Kind.W)
 
 # A peak is a running sum, so it may lie a rounding error above the activations that it stands for; half of what is allowed for that.
 _ROUNDING = 5e-10
-_BB = 110_000
 
 
 def automatic(
