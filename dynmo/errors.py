@@ -95,8 +95,8 @@ def place(error: BaseException, own: bool = False) -> str:
     users = [f for f, file in zip(frames, files, strict=True) if not _is_installed(file)]
     others = [f for f, file in zip(frames, files, strict=True) if not {"torch", "importlib"} & set(file.parts)]
     foreign = [f for f in others if not Path(f.filename).is_relative_to(_DYNMO)]
-    nearest = users or foreign or (others if own else [])
-    return f" ({Path(nearest[-1].filename).name}:{nearest[-1].lineno})" if nearest else ""
+    blamed = users or foreign or (others if own else [])
+    return f" ({Path(blamed[-1].filename).name}:{blamed[-1].lineno})" if blamed else ""
 
 
 _DYNMO = Path(__file__).parent

@@ -217,5 +217,5 @@ def _print_others(console: Console, request: MeshRequest, result: MeshSearchResu
     for x in result.refused:
         kinds.setdefault(next((word for word in _WHY if word in x.reason), "other"), []).append(x)
     for refused in kinds.values():
-        nearest = min(refused, key=lambda x: (x.need or 0, x.mesh.pipeline))
-        console.print(f"{len(refused)} refused, such as {nearest.mesh}: {nearest.reason}", highlight=False, markup=False, soft_wrap=True)
+        closest = min(refused, key=lambda x: (x.need or 0, x.mesh.pipeline))
+        console.print(f"{len(refused)} refused, such as {closest.mesh}: {closest.reason}", highlight=False, markup=False, soft_wrap=True)

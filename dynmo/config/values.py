@@ -56,8 +56,8 @@ def value_text(value: object) -> str:
     return str(value)
 
 
-def _quoted(words: Collection[str]) -> str:
-    return ", ".join(f'"{word}"' for word in words)
+def _quoted(values: Collection[str]) -> str:
+    return ", ".join(f'"{word}"' for word in values)
 
 
 def _check_word(value: str, served: Collection[str], planned: Collection[str], own: str = "") -> str:

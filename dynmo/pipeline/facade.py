@@ -100,11 +100,11 @@ class Pipeline:
             _agree_on_modules(model, world)
         mesh = arrange(world, replicas)
         stages = len(Engine.placement_for(schedule, mesh.size))
-        placed = uniform(model.layers, stages) if partition is None else partition
+        counts = uniform(model.layers, stages) if partition is None else partition
         self._engine = Engine(
             mesh,
             model,
-            placed if isinstance(placed, Partition) else Partition(tuple(placed)),
+            counts if isinstance(counts, Partition) else Partition(tuple(counts)),
             schedule=schedule,
             microbatches=microbatches,
             memory_limit=memory_limit,

@@ -110,13 +110,13 @@ class Pipeline:
         replicates: bool = False,
         shapes: Shapes | None = None,
     ) -> None:
-        for what, word, words in (
+        for what, word, allowed in (
             ("w_granularity", w_granularity, ("whole", "linear")),
             ("rollback", rollback, ("exact", "in-place")),
             ("clip_scope", clip_scope, ("global", "local")),
         ):
-            if word not in words:
-                raise ConfigError(f"{what} = {word!r}; choose from {', '.join(words)}")
+            if word not in allowed:
+                raise ConfigError(f"{what} = {word!r}; choose from {', '.join(allowed)}")
         if not isinstance(cast(object, model), Model):
             raise ConfigError(f"model is a {type(model).__name__}; make a Model of it with dynmo.models.model.from_factories")
         _check_partition(partition)
@@ -141,7 +141,7 @@ class Pipeline:
             seed=seed,
             optimizer=optimizer or OptimizerSettings(),
             compiles=compiles,
-            slots=accumulation_groups,
+            accumulation_groups=accumulation_groups,
             zero=bool(zero),
             dtype=dtype,
             cache_bytes=cache_bytes,
@@ -545,7 +545,9 @@ class Pipeline:
     def costs(self) -> tuple[LayerCost, ...]:
         """Measured costs of all layers: seconds per microbatch, bytes."""
         pairs = [(layer, self._layer_store.optimizers[index]) for index, layer in self._layer_store.layers.items()]
-        return self.profiler.gather(self.world, pairs, self.count, copies=self._pending.copies, slots=self._layouts.accumulation_groups)
+        return self.profiler.gather(
+            self.world, pairs, self.count, copies=self._pending.copies, accumulation_groups=self._layouts.accumulation_groups
+        )
 
     def cost_halves(self, costs: tuple[LayerCost, ...]) -> tuple[tuple[LayerCost, ...], ...]:
         """`costs`, once by the earlier and once by the later readings alone; nothing if some time has one reading only."""

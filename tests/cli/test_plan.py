@@ -67,18 +67,18 @@ def answer(run: Run, *arguments: object) -> dict[str, Any]:
 
 
 def test_the_contract(run: Run, file: Path) -> None:
-    made = answer(run, "--costs", file, "--ranks", 4, "--microbatches", 8, "--balancer", "exact", "--schedule", "zb-h1")
-    assert list(made) == FIELDS
-    assert (made["schedule"], made["balancer"], made["ranks"], made["microbatches"]) == ("zb-h1", "exact", 4, 8)
-    assert sum(made["partition"]) == 10
-    assert max(made["stage_cost"]) == pytest.approx(9e-3)
-    assert made["imbalance"] == pytest.approx((9 - min(made["stage_cost"]) * 1e3) / (33 / 4))
-    assert made["lower_bound"] <= made["span"] <= made["makespan"]
-    assert made["bubble_ratio"] == pytest.approx(1 - 8 * 9e-3 / made["span"])
-    assert len(made["memory"]) == 4
-    assert set(made["alternatives"]) == {"balancers", "schedules", "microbatches", "ranks"}
-    best = made["alternatives"]["schedules"][0]
-    assert best["gain"] == pytest.approx(1 - best["span"] / made["span"])
+    answered = answer(run, "--costs", file, "--ranks", 4, "--microbatches", 8, "--balancer", "exact", "--schedule", "zb-h1")
+    assert list(answered) == FIELDS
+    assert (answered["schedule"], answered["balancer"], answered["ranks"], answered["microbatches"]) == ("zb-h1", "exact", 4, 8)
+    assert sum(answered["partition"]) == 10
+    assert max(answered["stage_cost"]) == pytest.approx(9e-3)
+    assert answered["imbalance"] == pytest.approx((9 - min(answered["stage_cost"]) * 1e3) / (33 / 4))
+    assert answered["lower_bound"] <= answered["span"] <= answered["makespan"]
+    assert answered["bubble_ratio"] == pytest.approx(1 - 8 * 9e-3 / answered["span"])
+    assert len(answered["memory"]) == 4
+    assert set(answered["alternatives"]) == {"balancers", "schedules", "microbatches", "ranks"}
+    best = answered["alternatives"]["schedules"][0]
+    assert best["gain"] == pytest.approx(1 - best["span"] / answered["span"])
 
 
 def test_cost_is_not_costs(run: Run, file: Path) -> None:
@@ -91,27 +91,27 @@ def test_cost_is_not_costs(run: Run, file: Path) -> None:
 
 
 def test_what_the_file_says_need_not_be_said(run: Run, file: Path) -> None:
-    made = answer(run, "--costs", file, "--no-alternatives")
-    assert (made["schedule"], made["ranks"], made["microbatches"], made["alternatives"]) == ("1f1b", 2, 8, {})
-    assert made["partition"] == [5, 5] or made["moves"], "moves are from where the layers were"
-    assert answer(run, "--costs", file.parent, "--no-alternatives")["partition"] == made["partition"], "a run's folder"
+    answered = answer(run, "--costs", file, "--no-alternatives")
+    assert (answered["schedule"], answered["ranks"], answered["microbatches"], answered["alternatives"]) == ("1f1b", 2, 8, {})
+    assert answered["partition"] == [5, 5] or answered["moves"], "moves are from where the layers were"
+    assert answer(run, "--costs", file.parent, "--no-alternatives")["partition"] == answered["partition"], "a run's folder"
 
 
 def test_the_least_a_file_can_say(run: Run, tmp_path: Path) -> None:
     path = tmp_path / "hand.json"
     path.write_text('{"f": [1, 1, 2, 1], "b": [1, 1, 2, 1], "w": [1, 1, 2, 1], "comm": 0.1}')
-    made = answer(run, "--costs", path, "--ranks", 2, "--microbatches", 4)
-    assert made["partition"] in ([2, 2], [3, 1])
-    assert made["memory"] == [0, 0]
+    answered = answer(run, "--costs", path, "--ranks", 2, "--microbatches", 4)
+    assert answered["partition"] in ([2, 2], [3, 1])
+    assert answered["memory"] == [0, 0]
     assert answer(run, "--costs", path, "--ranks", 2, "--microbatches", 4, "--objective", "makespan")["objective"] == "makespan"
 
 
 def test_the_words_of_other_trainers(run: Run, file: Path) -> None:
     arguments = ("--costs", file, "--ranks", 2, "--microbatches", 8, "--balancer", "uniform", "--no-alternatives")
-    words = answer(run, *arguments)["words"]
-    assert words["megatron"] == {"pipeline_model_parallel_layout": "Ett|ttL", "rounded": []}
-    assert words["torchtitan"]["module_fqns_per_model_part"][0] == ["tok_embeddings", "layers.0", "layers.1"]
-    assert words["deepspeed"] == {"parts": [0, 5, 10]}
+    exported = answer(run, *arguments)["words"]
+    assert exported["megatron"] == {"pipeline_model_parallel_layout": "Ett|ttL", "rounded": []}
+    assert exported["torchtitan"]["module_fqns_per_model_part"][0] == ["tok_embeddings", "layers.0", "layers.1"]
+    assert exported["deepspeed"] == {"parts": [0, 5, 10]}
     said = {flag: run(*arguments, flag)[1] for flag in ("--megatron", "--torchtitan", "--deepspeed")}
     assert "pipeline_model_parallel_layout = Ett|ttL" in said["--megatron"]
     assert '["tok_embeddings", "layers.0", "layers.1"]' in said["--torchtitan"]
@@ -122,9 +122,9 @@ def test_the_words_of_other_trainers(run: Run, file: Path) -> None:
 def test_what_cannot_be_said_there(run: Run, tmp_path: Path) -> None:
     path = tmp_path / "costs.json"
     path.write_text('{"f": [1, 1, 1], "b": [1, 1, 1], "w": [1, 1, 1], "names": ["blocks.0", "odd", "blocks.1"]}')
-    words = answer(run, "--costs", path, "--ranks", 2, "--microbatches", 4, "--no-alternatives")["words"]
-    assert "stands between numbered blocks" in words["megatron"]["problem"]
-    assert words["deepspeed"]["parts"][-1] == 3
+    exported = answer(run, "--costs", path, "--ranks", 2, "--microbatches", 4, "--no-alternatives")["words"]
+    assert "stands between numbered blocks" in exported["megatron"]["problem"]
+    assert exported["deepspeed"]["parts"][-1] == 3
 
 
 def test_the_text(run: Run, file: Path) -> None:
@@ -182,12 +182,12 @@ def test_what_the_file_must_say(run: Run, tmp_path: Path) -> None:
 def test_recomputing_where_memory_is_short(run: Run, file: Path) -> None:
     arguments = ("--costs", file, "--ranks", 2, "--microbatches", 8, "--schedule", "1f1b", "--no-alternatives", "--memory-limit", "110MiB")
     assert run(*arguments)[0] == 2
-    made = answer(run, *arguments, "--recompute", "auto")
-    assert 0 < len(made["recompute"]) < 10
-    assert max(made["memory"]) <= 110 << 20
+    answered = answer(run, *arguments, "--recompute", "auto")
+    assert 0 < len(answered["recompute"]) < 10
+    assert max(answered["memory"]) <= 110 << 20
     every = answer(run, *arguments, "--recompute", "all")
     assert every["recompute"] == list(range(10))
-    assert made["span"] < every["span"]
+    assert answered["span"] < every["span"]
     out = run(*arguments, "--recompute", "auto")[1]
     assert "recomputed" in out
     roomy = answer(run, "--costs", file, "--no-alternatives", "--recompute", "auto", "--memory-limit", "10GiB")
@@ -196,23 +196,23 @@ def test_recomputing_where_memory_is_short(run: Run, file: Path) -> None:
 
 @pytest.mark.parametrize("schedule", ["zb-v", "v-half", "v-min"])
 def test_a_v_on_one_rank_within_a_limit(run: Run, file: Path, schedule: str) -> None:
-    made = answer(run, "--costs", file, "--ranks", 1, "--schedule", schedule, "--memory-limit", "1GiB", "--no-alternatives")
-    assert len(made["partition"]) == 2
+    answered = answer(run, "--costs", file, "--ranks", 1, "--schedule", schedule, "--memory-limit", "1GiB", "--no-alternatives")
+    assert len(answered["partition"]) == 2
 
 
 def test_the_mesh(run: Run, file: Path) -> None:
     arguments = ("--costs", file, "--gpus", 4, "--global-batch", 32, "--schedule", "zb-h1", "--bandwidth", "1GB")
-    made = answer(run, *arguments, "--micro-batch", "1,2", "--zero", 1)
-    assert list(made) == [*FIELDS, "gpus", "global_batch", "zero", "bandwidth", "mesh", "candidates", "refused", "slower"]
-    best, candidates = made["mesh"], made["candidates"]
+    answered = answer(run, *arguments, "--micro-batch", "1,2", "--zero", 1)
+    assert list(answered) == [*FIELDS, "gpus", "global_batch", "zero", "bandwidth", "mesh", "candidates", "refused", "slower"]
+    best, candidates = answered["mesh"], answered["candidates"]
     assert candidates[0] == best
     assert {(x["pipeline"], x["replicas"]) for x in candidates} == {(1, 4), (2, 2), (4, 1)}
     assert [x["step_seconds"] for x in candidates] == sorted(x["step_seconds"] for x in candidates)
     assert all(x["replicas"] * x["microbatches"] * x["micro_batch"] == 32 for x in candidates)
     assert best["samples_per_second"] == pytest.approx(32 / best["step_seconds"])
-    assert best["step_seconds"] == pytest.approx(made["span"] + best["exposed"])
-    assert (made["partition"], made["memory"]) == (best["partition"], best["memory"])
-    assert (made["ranks"], made["microbatches"], made["bandwidth"]) == (best["pipeline"], best["microbatches"], 1e9)
+    assert best["step_seconds"] == pytest.approx(answered["span"] + best["exposed"])
+    assert (answered["partition"], answered["memory"]) == (best["partition"], best["memory"])
+    assert (answered["ranks"], answered["microbatches"], answered["bandwidth"]) == (best["pipeline"], best["microbatches"], 1e9)
     measured = answer(run, *arguments[:-2])
     assert measured["bandwidth"] == 1e10, "the slowest link of the file"
 

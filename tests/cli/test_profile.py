@@ -97,19 +97,19 @@ def test_what_it_measures(done: Done) -> None:
 
 def test_it_is_planned_with(done: Done, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "--costs", str(done.folder / "measured.json"), "--json", "--no-alternatives"]) == 0
-    made = json.loads(capsys.readouterr().out)
-    assert (made["ranks"], made["microbatches"], made["schedule"]) == (2, 4, "1f1b")
-    layers, (first, second) = read(done.folder / "measured.json").layers, made["partition"]
-    assert made["stage_cost"] == pytest.approx([sum(x.seconds for x in own) for own in (layers[:first], layers[first:])])
+    result = json.loads(capsys.readouterr().out)
+    assert (result["ranks"], result["microbatches"], result["schedule"]) == (2, 4, "1f1b")
+    layers, (first, second) = read(done.folder / "measured.json").layers, result["partition"]
+    assert result["stage_cost"] == pytest.approx([sum(x.seconds for x in own) for own in (layers[:first], layers[first:])])
     assert first + second == 5
 
 
 def test_what_fails_is_one_line(tmp_path: Path) -> None:
     """A model that cannot be loaded, in the ranks: nothing is written, and no log is left."""
     fill(tmp_path, CONFIG)
-    found = measure(tmp_path, "--set", "model.kind=python:nowhere:layers")
-    assert found.status == 2
-    (line,) = [line for line in found.err.splitlines() if line.startswith("dynmo:")]
+    status = measure(tmp_path, "--set", "model.kind=python:nowhere:layers")
+    assert status.status == 2
+    (line,) = [line for line in status.err.splitlines() if line.startswith("dynmo:")]
     assert "nowhere" in line
     assert {p.name for p in tmp_path.iterdir()} == {"run.toml", "text", "tmp"}
     assert not list((tmp_path / "tmp").glob("dynmo-*"))

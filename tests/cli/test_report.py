@@ -42,10 +42,10 @@ def moved(number: int, id: int, target: tuple[int, ...] = (6, 2)) -> RebalanceEv
 def log(folder: str, events: Sequence[Event]) -> Path:
     path = Path(folder) / "events.jsonl"
     path.parent.mkdir(parents=True, exist_ok=True)
-    made = EventLog(path)
+    log = EventLog(path)
     for event in events:
-        made.write(event)
-    made.close()
+        log.write(event)
+    log.close()
     return path
 
 

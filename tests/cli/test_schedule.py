@@ -321,8 +321,8 @@ def test_whoever_reads_may_stop_reading() -> None:
 
 
 def test_exact_betters_and_proves(run: Run) -> None:
-    made = answer(run, *asked("1f1b", 3, 4), *UNIT, "--memory-limit", 3, "--exact", 5)
-    assert (made["schedule"], made["span"], made["lower_bound"], made["proven"]) == ("exact", 14, 14, True)
+    answered = answer(run, *asked("1f1b", 3, 4), *UNIT, "--memory-limit", 3, "--exact", 5)
+    assert (answered["schedule"], answered["span"], answered["lower_bound"], answered["proven"]) == ("exact", 14, 14, True)
     kept = answer(run, *asked("zb-h1", 3, 4), *UNIT, "--memory-limit", 3, "--exact", 5)
     assert (kept["schedule"], kept["span"], kept["proven"]) == ("zb-h1", 14, True)
     assert "proven" not in answer(run, *asked("zb-h1", 3, 4), *UNIT)
@@ -351,10 +351,10 @@ def test_the_published_table(run: Run, row: dict[str, Any]) -> None:
     assert interleaved["bubble_ratio"] == pytest.approx(row["bubble"]["interleaved-1f1b"], abs=5e-5)
     assert interleaved["every_message"]["bubble_ratio"] > interleaved["bubble_ratio"]
     for key, limit in (("zb-1p", p), ("zb-2p", 2 * p)):
-        made = bubble("zb-auto", "--memory-limit", limit)
-        assert made["bubble_ratio"] <= row["bubble"][key] + 5e-5
-        assert made["lower_bound"] <= made["span"]
-        assert max(made["peak_memory"]) <= limit * (1 + 1e-9)
+        ratio = bubble("zb-auto", "--memory-limit", limit)
+        assert ratio["bubble_ratio"] <= row["bubble"][key] + 5e-5
+        assert ratio["lower_bound"] <= ratio["span"]
+        assert max(ratio["peak_memory"]) <= limit * (1 + 1e-9)
     if row["microbatches"] == 3 * p:
         made = bubble("zb-v")
         assert round(made["bubble_ratio"], 4) <= {"1.5B": 0.0703, "6.2B": 0.0403, "14.6B": 0.0498, "28.3B": 0.0531}[row["model"]]

@@ -127,8 +127,8 @@ def test_what_a_resumed_run_has_otherwise(tmp_path: Path, run: Run, monkeypatch:
     told = "dynmo: resumed; the configs differ in parallel.timeout (30.0, 9.0), train.lr (0.01, 0.5)\n"
     assert run(tmp_path, "run.toml", "--resume", sets=("train.lr=0.5", "parallel.timeout=9.0")) == (0, "", told)
     # What the run has found out by itself is no change.
-    found, sought = (f"dynamism.pruning.dense_below={value}" for value in ("{8x8 = 0.5}", "measured"))
-    (tmp_path / "runs/main/config.toml").write_text(load(tmp_path / "run.toml", [found]).to_toml())
+    given, sought = (f"dynamism.pruning.dense_below={value}" for value in ("{8x8 = 0.5}", "measured"))
+    (tmp_path / "runs/main/config.toml").write_text(load(tmp_path / "run.toml", [given]).to_toml())
     assert run(tmp_path, "run.toml", "--resume", sets=(sought,)) == (0, "", "")
     assert load(tmp_path / "runs/main/config.toml").dynamism.pruning.dense_below == {"8x8": 0.5}
 

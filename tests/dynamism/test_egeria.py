@@ -240,7 +240,7 @@ def test_goes_on_from_its_state() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "words"),
+    ("options", "parts"),
     [
         ({"window": 30}, ["dynamism.freezing.window = 30", "within the run's 40 steps"]),
         ({"start": 36}, ["within the run's 40 steps", "lower window, every or start"]),
@@ -253,12 +253,12 @@ def test_goes_on_from_its_state() -> None:
         ({"policy": "autofreeze", "every": 20}, ["two intervals end at step 0 + 2 x 20", "40 steps"]),
     ],
 )
-def test_bad_input(options: dict[str, Any], words: list[str]) -> None:
+def test_bad_input(options: dict[str, Any], parts: list[str]) -> None:
     if options.get("window") == 30:
         options["refresh"] = 100
     with pytest.raises(ConfigError) as error:
         parse(config(1, **options))
-    assert all(word in str(error.value) for word in words), error.value
+    assert all(word in str(error.value) for word in parts), error.value
     assert "\n" not in str(error.value)
 
 
@@ -300,22 +300,22 @@ def test_resumed_is_uninterrupted(pool: Pool, tmp_path: Path) -> None:
 
 
 def test_thawed_layers_have_the_optimizer_state_they_had() -> None:
-    made = alone.gpt()
+    pipeline = alone.gpt()
     for step in range(3):
-        made.step(step, *alone.tokens(step), lr=1e-2)
-    before = {name: t.clone() for name, t in made.moments(1).items()}
-    weights = [p.detach().clone() for p in made.modules[1].parameters()]
+        pipeline.step(step, *alone.tokens(step), lr=1e-2)
+    before = {name: t.clone() for name, t in pipeline.moments(1).items()}
+    weights = [p.detach().clone() for p in pipeline.modules[1].parameters()]
     assert float(before["qkv.weight/step"]) == 3
-    made.kept(1)["mine"] = torch.arange(3)
-    made.freeze([0, 1])
-    made.step(3, *alone.tokens(3), lr=1e-2)
-    made.unfreeze([0, 1])
-    assert all(torch.equal(t, before[name]) for name, t in made.moments(1).items())
-    assert all(torch.equal(a, b) for a, b in zip(made.modules[1].parameters(), weights, strict=True))
-    assert made.kept(1)["mine"].tolist() == [0, 1, 2]
-    made.step(4, *alone.tokens(4), lr=1e-2)
-    assert float(made.moments(1)["qkv.weight/step"]) == 4
-    made.rebuild(1, {name: 2 * t for name, t in made.moments(1).items()})
-    assert float(made.moments(1)["qkv.weight/step"]) == 8
-    assert made.kept(1)["mine"].tolist() == [0, 1, 2]
-    assert made.own == [*range(made.count)]
+    pipeline.kept(1)["mine"] = torch.arange(3)
+    pipeline.freeze([0, 1])
+    pipeline.step(3, *alone.tokens(3), lr=1e-2)
+    pipeline.unfreeze([0, 1])
+    assert all(torch.equal(t, before[name]) for name, t in pipeline.moments(1).items())
+    assert all(torch.equal(a, b) for a, b in zip(pipeline.modules[1].parameters(), weights, strict=True))
+    assert pipeline.kept(1)["mine"].tolist() == [0, 1, 2]
+    pipeline.step(4, *alone.tokens(4), lr=1e-2)
+    assert float(pipeline.moments(1)["qkv.weight/step"]) == 4
+    pipeline.rebuild(1, {name: 2 * t for name, t in pipeline.moments(1).items()})
+    assert float(pipeline.moments(1)["qkv.weight/step"]) == 8
+    assert pipeline.kept(1)["mine"].tolist() == [0, 1, 2]
+    assert pipeline.own == [*range(pipeline.count)]

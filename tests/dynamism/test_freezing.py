@@ -152,11 +152,11 @@ def test_what_another_policy_left_is_not_gone_on_from(unit: str) -> None:
     for other in ({}, egeria, AutoFreeze(1, 0, 2, "half" if unit == "block" else "block").state() | {"sums": [1.0]}):
         case.load(other)
         assert case.state() == fresh
-    made = Egeria(unit=unit, every=1, start=0, window=2, tolerance=0.5, refresh=4, thaw=0.1, most=2, seed=0)
-    made.load(fresh)
+    policy = Egeria(unit=unit, every=1, start=0, window=2, tolerance=0.5, refresh=4, thaw=0.1, most=2, seed=0)
+    policy.load(fresh)
     # But layers that are frozen thaw by the rate at which they froze, whatever the units are now.
-    made.load(egeria | {"unit": "another", "frozen_at": 0.2, "stale": [[0, 1]]})
-    assert (made.state()["rate"], made.state()["frozen_at"], made.state()["stale"]) == (0.1, 0.2, [])
+    policy.load(egeria | {"unit": "another", "frozen_at": 0.2, "stale": [[0, 1]]})
+    assert (policy.state()["rate"], policy.state()["frozen_at"], policy.state()["stale"]) == (0.1, 0.2, [])
 
 
 def test_autofreeze_goes_on_from_its_state() -> None:

@@ -84,9 +84,9 @@ class Freezing(Dynamism):
 
 def test_a_name_that_is_taken() -> None:
     named = ["freezing", "python:tests.dynamism.test_own_case:Freezing"]
-    made = config(1, dynamism={"cases": named, "freezing": {"schedule": [[1, 1]]}})
+    given = config(1, dynamism={"cases": named, "freezing": {"schedule": [[1, 1]]}})
     with pytest.raises(ConfigError, match="two are called 'freezing'; give yours another name"):
-        make_cases(parse(made), 8)
+        make_cases(parse(given), 8)
 
 
 class Nameless:
@@ -99,7 +99,7 @@ def broken() -> None:
 
 
 @pytest.mark.parametrize(
-    ("path", "words"),
+    ("path", "part"),
     [
         ("no_such_module:X", "cannot import no_such_module"),
         ("tests.dynamism.own_case:Layerdrop", "tests.dynamism.own_case has no class Layerdrop"),
@@ -108,10 +108,10 @@ def broken() -> None:
         ("dynmo.dynamism:Dynamism", "has no act; inherit from dynmo.dynamism.Dynamism"),
     ],
 )
-def test_wrong_ones(path: str, words: str) -> None:
+def test_wrong_ones(path: str, part: str) -> None:
     with pytest.raises(ConfigError) as error:
         from_class(path)
-    assert words in str(error.value)
+    assert part in str(error.value)
     assert str(error.value).startswith(f"dynamism.cases: 'python:{path}'")
 
 

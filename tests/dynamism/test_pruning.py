@@ -76,8 +76,8 @@ def over_ranks(parts: dict[int, list[Tensor]], split: int, keep: int, layers: in
             answers[which] = asker.asked
     out: dict[int, list[Tensor]] = {}
     for which in (0, 1):
-        found = cut(sides[which], keep, layers, Several([answers[1 - which]]))
-        out |= {i: found.keep(i, tensors) for i, tensors in sides[which].items()}
+        masks = cut(sides[which], keep, layers, Several([answers[1 - which]]))
+        out |= {i: masks.keep(i, tensors) for i, tensors in sides[which].items()}
     return out
 
 
@@ -108,9 +108,9 @@ def test_exactly_the_largest_stay(parts: list[list[list[float]]], keep: int, spl
     """Ties by layer and position; the same on one rank and on two."""
     tensors = {i: [torch.tensor(t, dtype=torch.float32) for t in layer] for i, layer in enumerate(parts)}
     expected = by_sorting(tensors, keep)
-    found = cut(tensors, keep, len(parts), Alone())
+    masks = cut(tensors, keep, len(parts), Alone())
     for layer, own in tensors.items():
-        for ours, theirs in zip(found.keep(layer, own), expected[layer], strict=True):
+        for ours, theirs in zip(masks.keep(layer, own), expected[layer], strict=True):
             assert torch.equal(ours, theirs)
     for layer, keeps in over_ranks(tensors, split, keep, len(parts)).items():
         assert all(torch.equal(a, b) for a, b in zip(keeps, expected[layer], strict=True))
@@ -154,15 +154,15 @@ def test_the_memory_of_the_search_is_bounded() -> None:
 
 def case(steps: int = 10, **options: Any) -> Pruning:
     config = parse({"train": {"steps": steps}, "dynamism": {"cases": ["pruning"], "pruning": options}})
-    (made,) = make_cases(config, 6)
-    assert isinstance(made, Pruning)
-    return made
+    (case_,) = make_cases(config, 6)
+    assert isinstance(case_, Pruning)
+    return case_
 
 
-def train(pipeline: Any, made: Pruning, steps: int, first: int = 0) -> list[Change | None]:
+def train(pipeline: Any, pruning: Pruning, steps: int, first: int = 0) -> list[Change | None]:
     done: list[Change | None] = []
     for step in range(first, first + steps):
-        change = made.act(step, pipeline)
+        change = pruning.act(step, pipeline)
         done.append(change)
         if change is not None:
             pipeline.on_workload_change(change.layers)
@@ -177,13 +177,13 @@ def zeros(pipeline: Any) -> dict[tuple[int, str], Tensor]:
 @pytest.mark.parametrize("criterion", ["global", "local"])
 def test_a_run_prunes_and_weights_never_return(criterion: str) -> None:
     pipeline = alone.gpt()
-    made = case(start=1, end=4, every=1, criterion=criterion, dense_below=0.7)
-    before = train(pipeline, made, 2)
+    pruning = case(start=1, end=4, every=1, criterion=criterion, dense_below=0.7)
+    before = train(pipeline, pruning, 2)
     assert before == [None, None], "at step 1 the schedule still says 0"
     gone: dict[tuple[int, str], Tensor] = {key: torch.zeros_like(x) for key, x in zeros(pipeline).items()}
     forms: list[set[type]] = []
     for step, wanted in ((2, 0.9 * 19 / 27), (3, 0.9 * 26 / 27), (4, 0.9), (5, 0.9)):
-        (change,) = train(pipeline, made, 1, first=step)
+        (change,) = train(pipeline, pruning, 1, first=step)
         assert (change is None) == (step == 5)
         now = zeros(pipeline)
         pruned = [now[key] for key in now if 0 < key[0] < 5]
@@ -215,10 +215,10 @@ def test_a_run_prunes_and_weights_never_return(criterion: str) -> None:
 def test_either_form_trains_as_a_masked_dense_model_does(dense_below: float) -> None:
     """The reference: torch's AdamW over the plain modules, with weights, gradients and moments masked by hand."""
     pipeline, plain = alone.gpt(), alone.gpt()
-    made = case(start=1, end=3, every=1, initial_sparsity=0.3, dense_below=dense_below)
+    pruning = case(start=1, end=3, every=1, initial_sparsity=0.3, dense_below=dense_below)
     masks: dict[tuple[int, str], Tensor] = {}
     for step in range(6):
-        train(pipeline, made, 1, first=step)
+        train(pipeline, pruning, 1, first=step)
         masks = {key: ~x for key, x in zeros(pipeline).items() if 0 < key[0] < 5} if step >= 1 else {}
         # The masks of this step, read off after it: what stayed is not 0.
         for index in range(6):
@@ -243,9 +243,9 @@ def test_either_form_trains_as_a_masked_dense_model_does(dense_below: float) -> 
 
 
 def test_frozen_layers_are_left_alone() -> None:
-    pipeline, made = alone.gpt(), case(start=0, end=2, every=1)
+    pipeline, pruning = alone.gpt(), case(start=0, end=2, every=1)
     pipeline.freeze([0, 1, 2])
-    changes = train(pipeline, made, 3)
+    changes = train(pipeline, pruning, 3)
     assert [c.layers for c in changes if c is not None] == [(3, 4), (3, 4)]
     assert not any(isinstance(x, SparseLinear | MaskedLinear) for i in (1, 2) for x in pipeline.modules[i].modules())
 
@@ -259,11 +259,11 @@ def test_what_is_said() -> None:
 
 
 def test_a_measured_threshold_is_kept() -> None:
-    pipeline, made = alone.gpt(), case(start=0, end=2, every=1, dense_below="measured")
-    change = train(pipeline, made, 2)[1]
+    pipeline, pruning = alone.gpt(), case(start=0, end=2, every=1, dense_below="measured")
+    change = train(pipeline, pruning, 2)[1]
     assert change is not None
     assert "; sparse pays from " in change.what
-    state = json.loads(json.dumps(made.state()))
+    state = json.loads(json.dumps(pruning.state()))
     assert list(state["measured"]) == ["128x16", "16x16", "16x64", "48x16"]
     assert change.options == {"dense_below": state["measured"]}
     later = case(start=0, end=2, every=1, dense_below="measured")
@@ -274,22 +274,22 @@ def test_a_measured_threshold_is_kept() -> None:
 
 def test_what_the_config_knows_is_not_measured() -> None:
     """Of a resumed run, too, it holds before what the run had found."""
-    pipeline, made = alone.gpt(), case(start=0, end=1, every=1, dense_below={"128x16": 0.0, "16x16": 1.0, "16x64": 0.0, "48x16": 1.0})
-    change = train(pipeline, made, 2)[1]
+    pipeline, pruning = alone.gpt(), case(start=0, end=1, every=1, dense_below={"128x16": 0.0, "16x16": 1.0, "16x64": 0.0, "48x16": 1.0})
+    change = train(pipeline, pruning, 2)[1]
     assert change is not None
     assert change.options == {}, "nothing to record"
     forms = {(x.out_features, x.in_features): isinstance(x, SparseLinear) for i in range(1, 5) for _, x in linears(pipeline.modules[i])}
     assert forms == {(128, 16): True, (16, 16): False, (16, 64): True, (48, 16): False}
-    made.load({"sparsity": 0.9, "measured": {"128x16": 0.5, "7x7": 0.5}})
-    assert made.state()["measured"] == {"128x16": 0.0, "7x7": 0.5, "16x16": 1.0, "16x64": 0.0, "48x16": 1.0}
+    pruning.load({"sparsity": 0.9, "measured": {"128x16": 0.5, "7x7": 0.5}})
+    assert pruning.state()["measured"] == {"128x16": 0.0, "7x7": 0.5, "16x16": 1.0, "16x64": 0.0, "48x16": 1.0}
 
 
 def test_forecast() -> None:
-    made = case(start=0, end=4, every=2, dense_below=0.75)
-    assert [f.step for f in made.forecast(0)] == [2, 4]
-    assert [f.f for f in made.forecast(0)] == pytest.approx([0.2125, 0.1]), "at 79 and 90 %, of what it takes now"
-    train(alone.gpt(), made, 3)
-    (left,) = made.forecast(2)
+    pruning = case(start=0, end=4, every=2, dense_below=0.75)
+    assert [f.step for f in pruning.forecast(0)] == [2, 4]
+    assert [f.f for f in pruning.forecast(0)] == pytest.approx([0.2125, 0.1]), "at 79 and 90 %, of what it takes now"
+    train(alone.gpt(), pruning, 3)
+    (left,) = pruning.forecast(2)
     assert (left.step, left.layers) == (4, (1, 2, 3, 4))
     assert left.w == pytest.approx(0.1 / 0.2125)
 
@@ -306,17 +306,17 @@ def test_a_model_with_nothing_to_prune() -> None:
 def test_of_the_optimizers_state_only_masters_are_kept(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """With ZeRO-1 to ask for a layer's state is to have the replicas put it together."""
     model = load_model(parse({"model": {"blocks": 2, "hidden": 16, "heads": 2, "sequence": 8}}))
-    made = Pipeline(alone.alone(), model, Partition((6,)), schedule="zb-h1", microbatches=alone.MICROBATCHES, dtype=dtype)
-    made.step(0, *alone.tokens(0), lr=0.1)
+    pipeline = Pipeline(alone.alone(), model, Partition((6,)), schedule="zb-h1", microbatches=alone.MICROBATCHES, dtype=dtype)
+    pipeline.step(0, *alone.tokens(0), lr=0.1)
     asked: list[int] = []
-    whole = made.moments
+    whole = pipeline.moments
 
     def moments(layer: int) -> dict[str, Tensor]:
         asked.append(layer)
         return whole(layer)
 
-    monkeypatch.setattr(made, "moments", moments)
-    kept = masters(2, made)
+    monkeypatch.setattr(pipeline, "moments", moments)
+    kept = masters(2, pipeline)
     if dtype == torch.float32:
         assert not kept
         assert not asked

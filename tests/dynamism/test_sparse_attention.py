@@ -37,8 +37,8 @@ def layers(blocks: int = 3) -> Kept:
 
 
 def seeds(model: Kept) -> list[int | None]:
-    found = [module.sparse_attention for module in model.modules if isinstance(module, SharedAttentionHalf)]
-    return [None if x is None else x.seed for x in found if x is None or isinstance(x, Hashed)]
+    attentions = [module.sparse_attention for module in model.modules if isinstance(module, SharedAttentionHalf)]
+    return [None if x is None else x.seed for x in attentions if x is None or isinstance(x, Hashed)]
 
 
 def hashed(seed: int) -> Hashed:
@@ -152,9 +152,9 @@ def test_emulated_layers_have_no_attention() -> None:
 
 
 def test_from_the_config() -> None:
-    made = config(schedule=[[2, [0, 3]], [4, [1]]], buckets=8)
-    assert parse(tomllib.loads(made.to_toml())) == made
-    (case,) = make_cases(made, 18)
+    given = config(schedule=[[2, [0, 3]], [4, [1]]], buckets=8)
+    assert parse(tomllib.loads(given.to_toml())) == given
+    (case,) = make_cases(given, 18)
     model = layers(8)
     assert case.act(2, model) == Change((1, 7), "2 of 8 attention halves are sparse (schedule, step 2)")
     first = model.modules[1]

@@ -73,10 +73,10 @@ def test_buckets_are_the_argmax(shape: tuple[int, int, int, int], half: int, see
     directions = draw_directions(shape[2], shape[3], 2 * half, seed)
     torch.testing.assert_close(directions.norm(dim=1), torch.ones(shape[2], half))
     z = torch.einsum("bnhd,hdm->bnhm", x, directions.double())
-    found = hash_buckets(x, directions)
+    buckets = hash_buckets(x, directions)
     # Two may be equal but for the order of a sum.
-    torch.testing.assert_close(torch.cat((z, -z), -1).gather(-1, found[..., None])[..., 0], z.abs().amax(-1))
-    assert torch.equal(hash_buckets(4 * x, directions), found), "a key is in the bucket of its query"
+    torch.testing.assert_close(torch.cat((z, -z), -1).gather(-1, buckets[..., None])[..., 0], z.abs().amax(-1))
+    assert torch.equal(hash_buckets(4 * x, directions), buckets), "a key is in the bucket of its query"
 
 
 def test_the_first_of_equals() -> None:
@@ -99,7 +99,7 @@ def test_the_same_bits_again() -> None:
         leaves = (x.clone().requires_grad_(), v.clone().requires_grad_())
         hash_attention(leaves[0], leaves[1], buckets, 16).backward(g)
         results.append([leaf.grad for leaf in leaves if leaf.grad is not None])
-    assert all(torch.equal(a, b) for again in results[1:] for a, b in zip(results[0], again, strict=True))
+    assert all(torch.equal(a, b) for other in results[1:] for a, b in zip(results[0], other, strict=True))
 
 
 @pytest.mark.parametrize("tile", [8, 32])

@@ -105,8 +105,8 @@ def test_in_double_precision_the_gradient_is_the_derivative() -> None:
 @pytest.mark.parametrize("sparse", [True, False])
 def test_deferred_leaves_the_same_bits(sparse: bool) -> None:
     """Whatever the memory happens to be aligned to, and however many tokens more than a block there are."""
-    made = [pair(24, 40, some(960, 0.2), sparse)[1] for _ in range(3)]
-    for which, linear in enumerate(made):
+    linears = [pair(24, 40, some(960, 0.2), sparse)[1] for _ in range(3)]
+    for which, linear in enumerate(linears):
         tape = WeightTape()
         tape.deferred = which > 0
         install(linear, tape)
@@ -117,8 +117,8 @@ def test_deferred_leaves_the_same_bits(sparse: bool) -> None:
             if which == 1:
                 run(tape)
         run(tape)
-    for other in made[1:]:
-        for ours, first in zip(other.parameters(), made[0].parameters(), strict=True):
+    for other in linears[1:]:
+        for ours, first in zip(other.parameters(), linears[0].parameters(), strict=True):
             assert ours.grad is not None
             assert torch.equal(ours.grad, first.grad)  # pyright: ignore[reportArgumentType]
 
@@ -156,11 +156,11 @@ def test_moments_leave_with_their_weights() -> None:
     assert torch.equal(dense_weight(masked), dense_weight(linear))
     assert torch.equal(dense["exp_avg"], 2 * dense_weight(linear))
     # From under a mask into CSR, dropping nothing more.
-    again = prune(masked, torch.ones(len(left), dtype=torch.bool), True, dense)
+    pruned = prune(masked, torch.ones(len(left), dtype=torch.bool), True, dense)
     assert isinstance(masked, SparseLinear)
     assert torch.equal(masked.weight, linear.weight)
     assert torch.equal(masked.col, linear.col)
-    assert torch.equal(again["exp_avg"], sparse["exp_avg"])
+    assert torch.equal(pruned["exp_avg"], sparse["exp_avg"])
 
 
 def test_pruned_weights_stay_zero_under_adamw() -> None:

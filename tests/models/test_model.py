@@ -41,10 +41,10 @@ def test_of_factories_a_rank_runs_its_own() -> None:
     """The others make shapes only; and initial weights hang on the seed and the layer, not on what else was made."""
     model = load(HERE + "factories")
     assert model.names == ("0.Embedding", "1.Counted", "2.Counted", "3.Linear")
-    user_model.Counted.made.clear()
+    user_model.Counted.created.clear()
     built = model.build([2])
     assert [next(x.parameters()).is_meta for x in built] == [True, True, False, True]
-    assert user_model.Counted.made == ["meta", "cpu"]
+    assert user_model.Counted.created == ["meta", "cpu"]
     assert torch.equal(built[2].get_parameter("weight"), model.build([1, 2])[2].get_parameter("weight"))
     logits, targets = torch.randn(3, 256), torch.tensor([0, 5, 200])
     assert torch.equal(model.loss(logits, targets), functional.cross_entropy(logits, targets, weight=torch.arange(256.0)))
@@ -90,8 +90,8 @@ def test_initial_weights_do_not_hang_on_the_placement(kind: str) -> None:
                 else:
                     assert value.is_meta
     other = load_model(parse({**wanted, "seed": 4})).build(range(model.layers))
-    for layer, again in zip(other[1:3], model.build([1, 2])[1:3], strict=True):
-        ours, theirs = (torch.cat([p.flatten() for p in x.parameters() if p.dim() == 2]) for x in (layer, again))
+    for layer, copy in zip(other[1:3], model.build([1, 2])[1:3], strict=True):
+        ours, theirs = (torch.cat([p.flatten() for p in x.parameters() if p.dim() == 2]) for x in (layer, copy))
         assert not torch.equal(ours, theirs), "another seed gives other weights"
 
 

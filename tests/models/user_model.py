@@ -75,11 +75,11 @@ def with_weights() -> tuple[list[nn.Module], nn.Module]:
 class Counted(nn.Linear):
     """Says on which device it was made."""
 
-    made: ClassVar[list[str]] = []
+    created: ClassVar[list[str]] = []
 
     def __init__(self) -> None:
         super().__init__(8, 8)
-        self.made.append(self.weight.device.type)
+        self.created.append(self.weight.device.type)
 
 
 def factories() -> tuple[list[Callable[[], nn.Module]], nn.Module]:
@@ -119,9 +119,9 @@ def sparse() -> list[nn.Module]:
 
 
 def sharing() -> list[nn.Module]:
-    made = layers()
-    made[2].line = made[1].line
-    return made
+    built = layers()
+    built[2].line = built[1].line
+    return built
 
 
 class Aliased(nn.Module):
@@ -143,9 +143,9 @@ def bare() -> list[nn.Module]:
 
 
 def hooked() -> list[nn.Module]:
-    made = nn.Linear(8, 8)
-    made.weight.register_hook(torch.neg)
-    return [nn.Embedding(256, 8), made, nn.Linear(8, 256)]
+    linear = nn.Linear(8, 8)
+    linear.weight.register_hook(torch.neg)
+    return [nn.Embedding(256, 8), linear, nn.Linear(8, 256)]
 
 
 def no_list() -> dict[str, nn.Module]:

@@ -25,18 +25,18 @@ from tests.runtime.alone import MICROBATCHES, alone, emulated, gpt, ids, pipelin
 JOBS = "tests.runtime.jobs.checkpoint:"
 
 
-def weights(made: Pipeline) -> dict[int, list[Tensor]]:
-    return {i: [p.detach().clone() for p in module.parameters()] for i, (module, _) in made.own_layers.items()}
+def weights(pipeline: Pipeline) -> dict[int, list[Tensor]]:
+    return {i: [p.detach().clone() for p in module.parameters()] for i, (module, _) in pipeline.own_layers.items()}
 
 
-def changed(made: Pipeline, before: dict[int, list[Tensor]]) -> list[int]:
-    return [i for i, values in weights(made).items() if not all(map(torch.equal, values, before[i]))]
+def changed(pipeline: Pipeline, before: dict[int, list[Tensor]]) -> list[int]:
+    return [i for i, values in weights(pipeline).items() if not all(map(torch.equal, values, before[i]))]
 
 
 def test_a_step() -> None:
     """Loss, norm and update, against a plain backward over the same modules."""
-    made = gpt()
-    (inputs, targets), layers = tokens(0), made.model.build(range(made.count))
+    pipeline = gpt()
+    (inputs, targets), layers = tokens(0), pipeline.model.build(range(pipeline.count))
     plain = 0.0
     for x, y in zip(inputs, targets, strict=True):
         for layer in layers:
@@ -45,7 +45,7 @@ def test_a_step() -> None:
         loss.backward()
         plain += loss.item()
     norms = [math.fsum(float(p.grad.double().square().sum()) for p in layer.parameters() if p.grad is not None) for layer in layers]
-    result = made.step(0, inputs, targets, lr=0.1, flag=True)
+    result = pipeline.step(0, inputs, targets, lr=0.1, flag=True)
     assert result.loss == pytest.approx(plain, rel=1e-6)
     assert result.squared_norms == pytest.approx(norms, rel=1e-5)
     assert result.norm == pytest.approx(math.sqrt(sum(norms)), rel=1e-5)
@@ -57,19 +57,19 @@ def test_a_step() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_float16_is_scaled_unless_told_otherwise(dtype: torch.dtype) -> None:
     model = make_layers([0.0], [0.0], [0.0], size=4)
-    made = Pipeline(alone(), model, Partition((1,)), schedule="zb-h1", microbatches=MICROBATCHES, dtype=dtype)
-    assert made.scaler.dynamic == (dtype == torch.float16)
+    pipeline = Pipeline(alone(), model, Partition((1,)), schedule="zb-h1", microbatches=MICROBATCHES, dtype=dtype)
+    assert pipeline.scaler.dynamic == (dtype == torch.float16)
 
 
 def test_a_batch_of_another_count() -> None:
     """Half of it would be left out, unnoticed."""
-    made, (inputs, targets) = gpt(), tokens(0)
+    pipeline, (inputs, targets) = gpt(), tokens(0)
     for given in ((inputs.repeat(2, 1, 1), targets), (inputs, targets[:2])):
         with pytest.raises(InputError, match=r"s: \d microbatches, shape \[\d, 2, 8\], where 3 are expected; the first dimension counts"):
-            made.step(0, *given, lr=0.1)
+            pipeline.step(0, *given, lr=0.1)
         with pytest.raises(InputError, match="where 3 are expected"):
-            made.evaluate(*given, 3)
-    made.step(0, inputs, targets, lr=0.1)
+            pipeline.evaluate(*given, 3)
+    pipeline.step(0, inputs, targets, lr=0.1)
 
 
 def test_a_weight_that_is_not_in_rows() -> None:
@@ -77,10 +77,10 @@ def test_a_weight_that_is_not_in_rows() -> None:
 
     def model(turned: bool) -> Model:
         def weight() -> nn.Module:
-            made = nn.Linear(8, 8)
+            linear = nn.Linear(8, 8)
             if turned:
-                made.weight = nn.Parameter(made.weight.detach().t().contiguous().t())
-            return made
+                linear.weight = nn.Parameter(linear.weight.detach().t().contiguous().t())
+            return linear
 
         factories = [partial(nn.Embedding, 256, 8), weight, partial(nn.Linear, 8, 256)]
         return from_factories(["tokens", "middle", "head"], factories, 0, next_token_loss)
@@ -89,10 +89,10 @@ def test_a_weight_that_is_not_in_rows() -> None:
     for dtype in (torch.float32, torch.bfloat16):  # with float32 masters there
         digests = set[str]()
         for turned in (False, True):
-            made = Pipeline(alone(), model(turned), Partition((3,)), schedule="zb-h1", microbatches=MICROBATCHES, dtype=dtype)
+            linear = Pipeline(alone(), model(turned), Partition((3,)), schedule="zb-h1", microbatches=MICROBATCHES, dtype=dtype)
             for step in range(3):
-                made.step(step, *tokens(step), lr=0.1)
-            digests.add(made.digest())
+                linear.step(step, *tokens(step), lr=0.1)
+            digests.add(linear.digest())
         assert len(digests) == 1
 
 
@@ -114,28 +114,30 @@ def test_a_weight_used_twice_in_its_layer(dtype: torch.dtype) -> None:
     names = ["tokens", "first", "second", "head"]
     model = from_factories(names, [partial(nn.Embedding, 256, 8), Twice, Twice, partial(nn.Linear, 8, 256)], 0, next_token_loss)
 
-    def gradients(made: Pipeline) -> dict[str, Tensor]:
-        modules = {i: module for i, (module, _) in made.own_layers.items()}
+    def gradients(pipeline: Pipeline) -> dict[str, Tensor]:
+        modules = {i: module for i, (module, _) in pipeline.own_layers.items()}
         return {f"{i}.{n}": p.grad.clone() for i, m in modules.items() for n, p in m.named_parameters() if p.grad is not None}
 
     text = torch.randint(256, (4, 2, 9), generator=torch.Generator().manual_seed(0))
     inputs, targets = text[..., :-1], text[..., 1:]
-    found: dict[tuple[str, int], dict[str, Tensor]] = {}
+    states: dict[tuple[str, int], dict[str, Tensor]] = {}
     for schedule in ("1f1b", "zb-h2", "zb-v"):
-        for slots in (1, 2, 4):
+        for groups in (1, 2, 4):
             counts = (2, 2) if schedule == "zb-v" else (4,)
-            made = Pipeline(alone(), model, Partition(counts), schedule=schedule, microbatches=4, accumulation_groups=slots, dtype=dtype)
-            made.forward_backward(0, inputs, targets)
-            found[schedule, slots] = gradients(made)
+            pipeline = Pipeline(
+                alone(), model, Partition(counts), schedule=schedule, microbatches=4, accumulation_groups=groups, dtype=dtype
+            )
+            pipeline.forward_backward(0, inputs, targets)
+            states[schedule, groups] = gradients(pipeline)
     plain = nn.Sequential(*(m.float() for m in model.build(range(4))))
     loss = torch.stack([next_token_loss(plain(x), y) for x, y in zip(inputs, targets, strict=True)]).mean()
     loss.backward()
     wanted = {f"{i}.{n}": p.grad for i, m in enumerate(plain) for n, p in m.named_parameters()}
-    for slots in (1, 2, 4):
+    for groups in (1, 2, 4):
         for schedule in ("1f1b", "zb-h2", "zb-v"):
-            got = found[schedule, slots]
+            got = states[schedule, groups]
             assert got.keys() == wanted.keys()
-            assert all(torch.equal(g, found["1f1b", slots][key]) for key, g in got.items()), (schedule, slots)
+            assert all(torch.equal(g, states["1f1b", groups][key]) for key, g in got.items()), (schedule, groups)
             if dtype == torch.float32:
                 for key, g in got.items():
                     torch.testing.assert_close(g, wanted[key], rtol=1e-5, atol=1e-7, msg=lambda m, k=key: f"{k}: {m}")
@@ -180,10 +182,10 @@ def test_a_gradient_that_is_not_in_rows(optimizer: Literal["adamw", "sgd"], monk
         factories = [partial(nn.Embedding, 256, 8), partial(Turned, 8, 8, bias=False), partial(nn.Linear, 8, 256)]
         model = from_factories(["tokens", "turned", "head"], factories, 0, next_token_loss)
         settings = OptimizerSettings(optimizer, momentum=0.9)
-        made = Pipeline(alone(), model, Partition((3,)), schedule="zb-h1", microbatches=MICROBATCHES, optimizer=settings)
+        pipeline = Pipeline(alone(), model, Partition((3,)), schedule="zb-h1", microbatches=MICROBATCHES, optimizer=settings)
         for step in range(3):
-            made.step(step, *tokens(step), lr=0.1)
-        digests.add(made.digest())
+            pipeline.step(step, *tokens(step), lr=0.1)
+        digests.add(pipeline.digest())
     assert len(digests) == 1
 
 
@@ -195,16 +197,16 @@ def test_layers_share_nothing() -> None:
 
 
 def test_evaluation_without_gradients() -> None:
-    made, batch = gpt(), tokens(0)
+    pipeline, batch = gpt(), tokens(0)
     with torch.no_grad():
-        loss = made.evaluate(*batch, MICROBATCHES)
-    assert loss == made.evaluate(*batch, MICROBATCHES)
+        loss = pipeline.evaluate(*batch, MICROBATCHES)
+    assert loss == pipeline.evaluate(*batch, MICROBATCHES)
 
 
 def test_tied_embedding() -> None:
     """Its gradient is the head's sum plus the embedding's sum: what torch's own tying gives."""
-    made = gpt(tied=True)
-    layers = nn.ModuleList(made.model.build(range(made.count)))
+    pipeline = gpt(tied=True)
+    layers = nn.ModuleList(pipeline.model.build(range(pipeline.count)))
     owner = layers[0].get_submodule("tokens")
     layers[5].get_submodule("logits").weight = owner.weight  # pyright: ignore[reportAttributeAccessIssue]
     groups = [
@@ -221,9 +223,9 @@ def test_tied_embedding() -> None:
             (functional.cross_entropy(x.flatten(0, 1), y.flatten()) / MICROBATCHES).backward()
         expected = float(torch.nn.utils.clip_grad_norm_(layers.parameters(), 0.5))
         adamw.step()
-        result = made.step(step, inputs, targets, lr=0.01, max_norm=0.5)
+        result = pipeline.step(step, inputs, targets, lr=0.01, max_norm=0.5)
         assert result.norm == pytest.approx(expected, rel=1e-5)
-    first, last = (made.own_layers[i][0] for i in (0, 5))
+    first, last = (pipeline.own_layers[i][0] for i in (0, 5))
     assert torch.equal(first.get_parameter("tokens.weight"), last.get_parameter("logits.weight"))
     torch.testing.assert_close(first.get_parameter("tokens.weight"), owner.weight, rtol=1e-4, atol=1e-5)
 
@@ -239,111 +241,111 @@ def test_a_tied_weight_that_never_trains() -> None:
 
     factories = [fixed, partial(nn.Linear, 8, 8), head]
     tied = [((0, "weight"), (2, "weight"))]
-    made = pipeline(from_factories(["tokens", "middle", "head"], factories, 0, next_token_loss, tied=tied))
-    norms = {made.step(step, *tokens(0), lr=0.0).norm for step in range(3)}
+    pipe = pipeline(from_factories(["tokens", "middle", "head"], factories, 0, next_token_loss, tied=tied))
+    norms = {pipe.step(step, *tokens(0), lr=0.0).norm for step in range(3)}
     assert len(norms) == 1
-    assert not made.own_layers[2][0].get_parameter("weight").requires_grad
+    assert not pipe.own_layers[2][0].get_parameter("weight").requires_grad
 
 
 def test_a_tied_weight_freezes_with_its_owner() -> None:
-    made = gpt(tied=True)
-    made.freeze([0])
-    before = weights(made)
-    made.step(0, *tokens(0), lr=0.1)
-    assert changed(made, before) == [1, 2, 3, 4, 5], "the head's norm still trains"
-    head = made.own_layers[5][0]
+    pipeline = gpt(tied=True)
+    pipeline.freeze([0])
+    before = weights(pipeline)
+    pipeline.step(0, *tokens(0), lr=0.1)
+    assert changed(pipeline, before) == [1, 2, 3, 4, 5], "the head's norm still trains"
+    head = pipeline.own_layers[5][0]
     assert torch.equal(head.get_parameter("logits.weight"), before[0][0])
-    made.unfreeze([0])
-    made.step(1, *tokens(1), lr=0.1)
+    pipeline.unfreeze([0])
+    pipeline.step(1, *tokens(1), lr=0.1)
     assert not torch.equal(head.get_parameter("logits.weight"), before[0][0])
-    assert torch.equal(head.get_parameter("logits.weight"), made.own_layers[0][0].get_parameter("tokens.weight"))
+    assert torch.equal(head.get_parameter("logits.weight"), pipeline.own_layers[0][0].get_parameter("tokens.weight"))
 
 
 def test_freezing() -> None:
-    made = gpt()
-    before = weights(made)
-    made.freeze([0, 1, 3])
-    assert made.frozen == {0, 1, 3}
-    assert made.first_trainable == 2
-    result = made.step(0, *tokens(0), lr=0.1)
-    assert changed(made, before) == [2, 4, 5]
+    pipeline = gpt()
+    before = weights(pipeline)
+    pipeline.freeze([0, 1, 3])
+    assert pipeline.frozen == {0, 1, 3}
+    assert pipeline.first_trainable == 2
+    result = pipeline.step(0, *tokens(0), lr=0.1)
+    assert changed(pipeline, before) == [2, 4, 5]
     assert [x > 0 for x in result.squared_norms] == [False, False, True, False, True, True]
-    made.unfreeze([1, 3])
-    made.step(1, *tokens(1), lr=0.1)
-    assert changed(made, before) == [1, 2, 3, 4, 5]
-    assert made.first_trainable == 1
+    pipeline.unfreeze([1, 3])
+    pipeline.step(1, *tokens(1), lr=0.1)
+    assert changed(pipeline, before) == [1, 2, 3, 4, 5]
+    assert pipeline.first_trainable == 1
 
 
 def test_a_frozen_layer_keeps_its_moments() -> None:
-    made = gpt()
-    made.step(0, *tokens(0), lr=0.1)
-    kept = {k: v.clone() for k, v in made.own_layers[1][1].state().items()}
-    made.freeze([0, 1])
-    made.step(1, *tokens(1), lr=0.1)
-    state = made.own_layers[1][1].state()
+    pipeline = gpt()
+    pipeline.step(0, *tokens(0), lr=0.1)
+    kept = {k: v.clone() for k, v in pipeline.own_layers[1][1].state().items()}
+    pipeline.freeze([0, 1])
+    pipeline.step(1, *tokens(1), lr=0.1)
+    state = pipeline.own_layers[1][1].state()
     assert kept.keys() == state.keys()
     assert all(torch.equal(kept[k], state[k]) for k in kept)
-    made.unfreeze([0, 1])
-    made.step(2, *tokens(2), lr=0.1)
-    assert made.own_layers[1][1].state()["qkv.weight/step"] == 2
+    pipeline.unfreeze([0, 1])
+    pipeline.step(2, *tokens(2), lr=0.1)
+    assert pipeline.own_layers[1][1].state()["qkv.weight/step"] == 2
 
 
 def test_something_must_train() -> None:
-    made = gpt()
-    made.freeze([0, 1, 2])
+    pipeline = gpt()
+    pipeline.freeze([0, 1, 2])
     with pytest.raises(PartitionError, match=r"freezing layers \[3, 4, 5\] would leave nothing to train"):
-        made.freeze([5, 3, 4])
-    assert made.frozen == {0, 1, 2}
-    made.step(0, *tokens(0), lr=0.1)
+        pipeline.freeze([5, 3, 4])
+    assert pipeline.frozen == {0, 1, 2}
+    pipeline.step(0, *tokens(0), lr=0.1)
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_a_loss_that_is_not_finite(bad: float) -> None:
     """Nothing is updated; and who goes on with better data finds no trace of it."""
-    made, twin = gpt(), gpt()
-    weight = made.own_layers[5][0].get_parameter("logits.weight").data
+    pipeline, twin = gpt(), gpt()
+    weight = pipeline.own_layers[5][0].get_parameter("logits.weight").data
     kept = weight[0, 0].item()
     weight[0, 0] = bad
     with pytest.raises(RunError, match=r"step 0: loss .*nothing was updated. Lower train.lr or check the data"):
-        made.step(0, *tokens(0), lr=0.1)
+        pipeline.step(0, *tokens(0), lr=0.1)
     weight[0, 0] = kept
-    assert made.digest() == twin.digest()
+    assert pipeline.digest() == twin.digest()
     for step in (1, 2):
-        assert made.step(step, *tokens(step), lr=0.1).loss == twin.step(step, *tokens(step), lr=0.1).loss
-    assert made.digest() == twin.digest()
+        assert pipeline.step(step, *tokens(step), lr=0.1).loss == twin.step(step, *tokens(step), lr=0.1).loss
+    assert pipeline.digest() == twin.digest()
 
 
 def test_half_steps() -> None:
     """forward_backward and update are step; discard forgets the gradients."""
-    made, twin = gpt(tied=True), gpt(tied=True)
-    made.forward_backward(0, *tokens(7))
-    made.discard()
-    assert made.digest() == twin.digest()
-    step_output = made.forward_backward(0, *tokens(0))
-    result = made.update(0, step_output, lr=0.1)
+    pipeline, twin = gpt(tied=True), gpt(tied=True)
+    pipeline.forward_backward(0, *tokens(7))
+    pipeline.discard()
+    assert pipeline.digest() == twin.digest()
+    step_output = pipeline.forward_backward(0, *tokens(0))
+    result = pipeline.update(0, step_output, lr=0.1)
     assert result.loss == twin.step(0, *tokens(0), lr=0.1).loss
-    assert made.digest() == twin.digest()
+    assert pipeline.digest() == twin.digest()
 
 
 def test_evaluation() -> None:
     """The mean loss, without dropout and without a trace in what follows."""
-    made, twin = gpt(dropout=0.3), gpt(dropout=0.3)
+    pipeline, twin = gpt(dropout=0.3), gpt(dropout=0.3)
     inputs, targets = tokens(5)
     expected = 0.0
-    layers = made.model.build(range(made.count))
+    layers = pipeline.model.build(range(pipeline.count))
     for x, y in zip(inputs, targets, strict=True):
         for layer in layers:
             x = layer.eval()(x)
         expected += functional.cross_entropy(x.flatten(0, 1), y.flatten()).item() / MICROBATCHES
-    assert made.evaluate(inputs, targets, MICROBATCHES) == pytest.approx(expected, rel=1e-6)
-    assert made.evaluate(inputs[:1], targets[:1], 1) == pytest.approx(
+    assert pipeline.evaluate(inputs, targets, MICROBATCHES) == pytest.approx(expected, rel=1e-6)
+    assert pipeline.evaluate(inputs[:1], targets[:1], 1) == pytest.approx(
         functional.cross_entropy(_through(layers, inputs[0]).flatten(0, 1), targets[0].flatten()).item(), rel=1e-6
     )
     for step in range(2):
-        made.step(step, *tokens(step), lr=0.1)
-        made.evaluate(inputs, targets, MICROBATCHES)
+        pipeline.step(step, *tokens(step), lr=0.1)
+        pipeline.evaluate(inputs, targets, MICROBATCHES)
         twin.step(step, *tokens(step), lr=0.1)
-    assert made.digest() == twin.digest()
+    assert pipeline.digest() == twin.digest()
 
 
 def _through(layers: list[nn.Module], x: Tensor) -> Tensor:
@@ -354,42 +356,42 @@ def _through(layers: list[nn.Module], x: Tensor) -> Tensor:
 
 def test_after_a_reshape_nothing_is_known_of_layers_that_compute_again() -> None:
     """Which those are is asked anew; here the second layer does from the reshape on."""
-    again: set[int] = set()
+    recomputed: set[int] = set()
     model = make_layers([1e-3] * 3, [1e-3] * 3, [1e-3] * 3, size=8)
-    made = Pipeline(
+    pipeline = Pipeline(
         *(alone(), model, Partition((3,))),
         schedule="zb-h1",
         microbatches=MICROBATCHES,
-        recompute=lambda partition, schedule, replicas: frozenset(again),
+        recompute=lambda partition, schedule, replicas: frozenset(recomputed),
     )
-    made.step(0, ids(), ids(), lr=0.0)
-    assert all(cost.f > 0 for cost in made.costs())
-    again.add(1)
-    made.reshape(pipeline=1, data=1)
-    assert made.recomputed == {1}
-    assert [cost.f > 0 for cost in made.costs()] == [True, False, True]
+    pipeline.step(0, ids(), ids(), lr=0.0)
+    assert all(cost.f > 0 for cost in pipeline.costs())
+    recomputed.add(1)
+    pipeline.reshape(pipeline=1, data=1)
+    assert pipeline.recomputed == {1}
+    assert [cost.f > 0 for cost in pipeline.costs()] == [True, False, True]
 
 
 def test_digest() -> None:
     """Of every bit of every parameter: also of one without dimensions."""
-    made = pipeline(load_model(parse({"model": {"kind": "python:tests.models.user_model:layers"}})))
-    first = made.digest()
-    scale = made.own_layers[2][0].get_parameter("scale")
+    pipe = pipeline(load_model(parse({"model": {"kind": "python:tests.models.user_model:layers"}})))
+    first = pipe.digest()
+    scale = pipe.own_layers[2][0].get_parameter("scale")
     for change in (lambda: scale.data.add_(1e-6), lambda: scale.data.neg_()):
         change()
-        assert made.digest() != first
+        assert pipe.digest() != first
     scale.data.fill_(0.5)
-    assert made.digest() == first
+    assert pipe.digest() == first
 
 
 def test_placements_must_fit() -> None:
-    made = gpt()
+    pipeline = gpt()
     for counts in ((3, 3), (5,), (7,)):
         with pytest.raises(PartitionError, match="a placement of"):
-            made.move(Partition(counts))
+            pipeline.move(Partition(counts))
         with pytest.raises(PartitionError, match="a placement of"):
-            Pipeline(alone(), made.model, Partition(counts), schedule="1f1b", microbatches=2)
-    made.step(0, *tokens(0), lr=0.1)
+            Pipeline(alone(), pipeline.model, Partition(counts), schedule="1f1b", microbatches=2)
+    pipeline.step(0, *tokens(0), lr=0.1)
 
 
 OWN: dict[str, Any] = {"model": {"kind": "python:tests.models.user_model:layers"}}
@@ -407,13 +409,13 @@ def test_moves_between_steps(pool: Pool, config: dict[str, Any]) -> None:
 
 def test_predict_and_costs() -> None:
     """The simulator on measured costs: one rank does everything, so its step is the sum."""
-    made = emulated(f=[0.001] * 3, b=[0.002] * 3, w=[0.001] * 3)
+    pipeline = emulated(f=[0.001] * 3, b=[0.002] * 3, w=[0.001] * 3)
     for step in range(2):
-        made.step(step, ids(), ids(), lr=0.0)
-    costs = made.costs()
-    assert made.predict(costs, Partition((3,))).makespan == pytest.approx(MICROBATCHES * sum(c.seconds for c in costs))
-    assert made.largest(2.5) == 2.5
-    assert isinstance(made.model, Model)
+        pipeline.step(step, ids(), ids(), lr=0.0)
+    costs = pipeline.costs()
+    assert pipeline.predict(costs, Partition((3,))).makespan == pytest.approx(MICROBATCHES * sum(c.seconds for c in costs))
+    assert pipeline.largest(2.5) == 2.5
+    assert isinstance(pipeline.model, Model)
 
 
 def test_pieces_of_w_run_once_a_message_is_later_than_the_links_take(pool: Pool) -> None:

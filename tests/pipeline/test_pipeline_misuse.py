@@ -24,29 +24,29 @@ from tests.runtime.alone import MICROBATCHES, alone, gpt, pipeline, tokens
 
 def test_a_step_has_its_microbatches_at_once() -> None:
     """A second forward_backward would add up what replicas have summed already."""
-    made, twin = gpt(), gpt()
-    made.forward_backward(0, *tokens(0))
+    pipeline, twin = gpt(), gpt()
+    pipeline.forward_backward(0, *tokens(0))
     with pytest.raises(RunError, match="forward_backward was called again before update or discard"):
-        made.forward_backward(0, *tokens(1))
-    made.discard()
-    made.step(0, *tokens(0), lr=0.1)
+        pipeline.forward_backward(0, *tokens(1))
+    pipeline.discard()
+    pipeline.step(0, *tokens(0), lr=0.1)
     twin.step(0, *tokens(0), lr=0.1)
-    assert made.digest() == twin.digest()
+    assert pipeline.digest() == twin.digest()
 
 
 @pytest.mark.parametrize("layers", [[99], [-1], [0, 6]])
 def test_there_is_no_such_layer(layers: list[int]) -> None:
-    made = gpt()
+    pipeline = gpt()
     with pytest.raises(PartitionError, match=r"there is no layer -?\d+; the model has 6, from 0 to 5"):
-        made.freeze(layers)
+        pipeline.freeze(layers)
     with pytest.raises(PartitionError, match="there is no layer"):
-        made.unfreeze(layers)
-    assert made.frozen == frozenset()
+        pipeline.unfreeze(layers)
+    assert pipeline.frozen == frozenset()
 
 
 def test_batches_that_are_no_tensors() -> None:
     """One line that names the argument, before anything has run."""
-    made, twin = gpt(), gpt()
+    pipeline, twin = gpt(), gpt()
     inputs, targets = tokens(0)
     wrong: list[tuple[Any, Any, str]] = [
         ((inputs,), targets, "inputs is a tuple; give one tensor"),
@@ -57,18 +57,18 @@ def test_batches_that_are_no_tensors() -> None:
     ]
     for x, y, says in wrong:
         with pytest.raises(InputError, match=says):
-            made.step(0, x, y, lr=0.1)
+            pipeline.step(0, x, y, lr=0.1)
         with pytest.raises(InputError, match=says):
-            made.evaluate(x, y, MICROBATCHES)
+            pipeline.evaluate(x, y, MICROBATCHES)
     rates: dict[str, Any]
     for rates in ({"lr": math.nan}, {"lr": -1.0}, {"lr": 0.1, "max_norm": math.nan}):
         with pytest.raises(InputError, match=r"(lr|max_norm) = (nan|-1.0); give a"):
-            made.step(0, inputs, targets, **rates)
+            pipeline.step(0, inputs, targets, **rates)
     with pytest.raises(InputError, match="an evaluation needs at least 1"):
-        made.evaluate(inputs[:0], targets[:0], 0)
-    made.step(0, inputs, targets, lr=0.1)
+        pipeline.evaluate(inputs[:0], targets[:0], 0)
+    pipeline.step(0, inputs, targets, lr=0.1)
     twin.step(0, inputs, targets, lr=0.1)
-    assert made.digest() == twin.digest()
+    assert pipeline.digest() == twin.digest()
 
 
 def test_arguments_of_a_pipeline() -> None:
@@ -107,13 +107,13 @@ def test_a_tied_weight_that_its_owner_does_not_use() -> None:
             return self.tokens(ids)
 
     factories = [Unused, partial(nn.Linear, 8, 256, bias=False)]
-    made = pipeline(from_factories(["tokens", "head"], factories, 0, next_token_loss, tied=[((0, "table"), (1, "weight"))]))
-    before = made.own_layers[0][0].get_parameter("table").detach().clone()
+    pipe = pipeline(from_factories(["tokens", "head"], factories, 0, next_token_loss, tied=[((0, "table"), (1, "weight"))]))
+    before = pipe.own_layers[0][0].get_parameter("table").detach().clone()
     for step in range(2):
-        made.step(step, *tokens(step), lr=0.1)
-    table = made.own_layers[0][0].get_parameter("table")
+        pipe.step(step, *tokens(step), lr=0.1)
+    table = pipe.own_layers[0][0].get_parameter("table")
     assert not torch.equal(table, before)
-    assert torch.equal(table, made.own_layers[1][0].get_parameter("weight"))
+    assert torch.equal(table, pipe.own_layers[1][0].get_parameter("weight"))
 
 
 def threads(world: World, times: int) -> list[int]:
@@ -121,11 +121,11 @@ def threads(world: World, times: int) -> list[int]:
     model, mesh = gpt().model, arrange(world, world.size)
     out: list[int] = []
     for count in range(1, times + 1):
-        made = Pipeline(mesh, model, Partition((6,)), schedule="1f1b", microbatches=MICROBATCHES)
+        pipeline = Pipeline(mesh, model, Partition((6,)), schedule="1f1b", microbatches=MICROBATCHES)
         inputs, targets = tokens(0)
         for microbatches in range(1, 1 + count % 4):
-            made.evaluate(inputs[:1].repeat(microbatches, 1, 1), targets[:1].repeat(microbatches, 1, 1), microbatches)
-        del made
+            pipeline.evaluate(inputs[:1].repeat(microbatches, 1, 1), targets[:1].repeat(microbatches, 1, 1), microbatches)
+        del pipeline
         gc.collect()
         out.append(threading.active_count())
     return out
@@ -146,11 +146,11 @@ def test_threads_end_with_their_pipeline(pool: Pool) -> None:
 
 def evaluated(world: World) -> list[int]:
     """Threads after evaluations of more and more microbatches, on a pipeline of two."""
-    made = Pipeline(world, gpt().model, Partition((3, 3)), schedule="1f1b", microbatches=MICROBATCHES)
+    pipeline = Pipeline(world, gpt().model, Partition((3, 3)), schedule="1f1b", microbatches=MICROBATCHES)
     inputs, targets = tokens(0)
     out: list[int] = []
     for count in range(1, 9):
-        made.evaluate(inputs[:1].repeat(count, 1, 1), targets[:1].repeat(count, 1, 1), count)
+        pipeline.evaluate(inputs[:1].repeat(count, 1, 1), targets[:1].repeat(count, 1, 1), count)
         out.append(threading.active_count())
     return out
 

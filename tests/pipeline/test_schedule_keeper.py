@@ -39,8 +39,8 @@ def schedules(world: World, config: dict[str, Any]) -> list[list[Any]]:
     shapes = recompute_as_workspace(shape_costs(loaded, model), ())
 
     def say(layers: tuple[LayerCost, ...]) -> list[Any]:
-        made: Schedule = pipeline.schedule_for(pipeline.partition)
-        return [resident(made), rank_memory(layers, pipeline.partition.counts, made), str(made)]
+        schedule: Schedule = pipeline.schedule_for(pipeline.partition)
+        return [resident(schedule), rank_memory(layers, pipeline.partition.counts, schedule), str(schedule)]
 
     out = [say(shapes)]
     pipeline.freeze(range(3))
@@ -54,16 +54,16 @@ def schedules(world: World, config: dict[str, Any]) -> list[list[Any]]:
 def test_it_is_within_the_memory_from_the_first_step_on(pool: Pool, over: float) -> None:
     least = max(dry_run(parse(CONFIG | {"pipeline": {"schedule": "1f1b"}})).memory)
     config = CONFIG | {"pipeline": {"schedule": "zb-auto", "memory_limit": int(over * least)}}
-    first, frozen, again = pool.run("tests.pipeline.test_schedule_keeper:schedules", 2, config=config)[0]
-    for _, memory, _ in (first, frozen, again):
+    first, frozen, thawed = pool.run("tests.pipeline.test_schedule_keeper:schedules", 2, config=config)[0]
+    for _, memory, _ in (first, frozen, thawed):
         assert max(memory) <= over * least
-    assert first == again
+    assert first == thawed
     assert tuple(first[1]) == dry_run(parse(config)).memory, "what a dry run says"
 
 
 def test_without_a_limit_it_keeps_at_most_twice_what_1f1b_does(pool: Pool) -> None:
-    first, _, again = pool.run("tests.pipeline.test_schedule_keeper:schedules", 2, config=CONFIG)[0]
-    assert first == again
+    first, _, last = pool.run("tests.pipeline.test_schedule_keeper:schedules", 2, config=CONFIG)[0]
+    assert first == last
     most = max(alive for pairs in resident(make("1f1b", 2, 32)) for alive, _ in pairs)
     # A microbatch between B and W counts half.
     assert max(alive + stashed / 2 for pairs in first[0] for alive, stashed in pairs) <= 2 * most

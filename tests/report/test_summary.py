@@ -161,8 +161,8 @@ def test_what_happened_is_told_in_order() -> None:
     assert len(many) == 13
     assert many[-1] == "step 12 on: layer_drop 18 times more (events.jsonl)"
     # Resumed from the checkpoint after step 1: what was done again is told once.
-    again = [step(0), change(1), step(1), change(2), step(2), change(2), step(2)]
-    assert len(event_lines(summarize(again))) == 2
+    repeated = [step(0), change(1), step(1), change(2), step(2), change(2), step(2)]
+    assert len(event_lines(summarize(repeated))) == 2
 
 
 def test_runs_of_unequal_length_are_compared_per_step() -> None:
@@ -205,9 +205,9 @@ def test_the_end_of_a_resumed_run_tells_of_its_last_part() -> None:
 def test_what_configs_differ_in() -> None:
     one = {"name": "a", "train": {"steps": 6, "lr": 0.1}, "balance": {"balancer": "none"}}
     other = {"name": "b", "train": {"steps": 4, "lr": 0.1}, "balance": {"balancer": "none", "initial": [2, 4]}}
-    found = differences([one, other])
-    assert found == {"balance.initial": [None, [2, 4]], "train.steps": [6, 4]}
-    assert difference_line(found) == "the configs differ in balance.initial (not set, [2, 4]), train.steps (6, 4)"
+    told = differences([one, other])
+    assert told == {"balance.initial": [None, [2, 4]], "train.steps": [6, 4]}
+    assert difference_line(told) == "the configs differ in balance.initial (not set, [2, 4]), train.steps (6, 4)"
     assert difference_line(differences([one, one | {"name": "c"}])) == "the configs are the same"
 
 
@@ -228,17 +228,17 @@ def test_verdict() -> None:
 def test_a_machine_that_was_not_alike() -> None:
     """Told by the first steps, which are the same work as long as nothing has moved."""
 
-    def made(seconds: float, count: int = 6, layers: tuple[int, ...] = (2, 2)) -> list[tuple[str, Summary]]:
+    def runs(seconds: float, count: int = 6, layers: tuple[int, ...] = (2, 2)) -> list[tuple[str, Summary]]:
         return [(str(s), summarize([step(i, s, layers if s != 1.0 else (2, 2)) for i in range(count)])) for s in (1.0, seconds)]
 
     balancing = {"balance.balancer": ["none", "exact"]}
     told = "from step 1 to 5 all did the same work, at 1.000 and 1.200 s a step: the machine was not alike, and nor are the speed-ups; "
-    assert noise(made(1.2), balancing) == told + "compare runs of a quieter one"
-    assert noise(made(1.05), balancing) is None
-    assert noise(made(1.2, count=4), balancing) is None, "too few to say"
-    assert noise(made(1.2, layers=(3, 1)), balancing) is None, "other work"
-    assert noise(made(1.2), balancing | {"pipeline.schedule": ["1f1b", "zb-h1"]}) is None
-    assert noise(made(1.2), None) is None
+    assert noise(runs(1.2), balancing) == told + "compare runs of a quieter one"
+    assert noise(runs(1.05), balancing) is None
+    assert noise(runs(1.2, count=4), balancing) is None, "too few to say"
+    assert noise(runs(1.2, layers=(3, 1)), balancing) is None, "other work"
+    assert noise(runs(1.2), balancing | {"pipeline.schedule": ["1f1b", "zb-h1"]}) is None
+    assert noise(runs(1.2), None) is None
 
 
 def test_noise_is_told_by_the_same_work_only() -> None:

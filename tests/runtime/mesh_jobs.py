@@ -68,17 +68,17 @@ def _module() -> nn.Module:
     """Several norm blocks, an odd rest, small parameters, one that some have no gradient of, one that nobody has, one that does not train,
     one of another dtype."""
     torch.manual_seed(5)
-    made = nn.ModuleDict({"big": nn.Linear(300, 201), "norm": nn.LayerNorm(7), "some": nn.Linear(50, 3), "none": nn.Linear(3, 3)})
-    made["still"] = nn.Linear(4, 4).requires_grad_(False)
-    made["low"] = nn.Linear(5, 5, bias=False).to(torch.bfloat16)
-    return made
+    module = nn.ModuleDict({"big": nn.Linear(300, 201), "norm": nn.LayerNorm(7), "some": nn.Linear(50, 3), "none": nn.Linear(3, 3)})
+    module["still"] = nn.Linear(4, 4).requires_grad_(False)
+    module["low"] = nn.Linear(5, 5, bias=False).to(torch.bfloat16)
+    return module
 
 
 def _gradients(module: nn.Module, replica: int) -> dict[str, Tensor]:
     random = torch.Generator().manual_seed(100 + replica)
-    made = {name: torch.randn(p.shape, generator=random).to(p.dtype) for name, p in module.named_parameters()}
-    left_out = [name for name in made if name.startswith(("none", "still")) or (name.startswith("some") and replica != 1)]
-    return {name: g for name, g in made.items() if name not in left_out}
+    weights = {name: torch.randn(p.shape, generator=random).to(p.dtype) for name, p in module.named_parameters()}
+    left_out = [name for name in weights if name.startswith(("none", "still")) or (name.startswith("some") and replica != 1)]
+    return {name: g for name, g in weights.items() if name not in left_out}
 
 
 def reduce(world: World, everywhere: bool, bucket: int) -> dict[str, Any]:
@@ -145,9 +145,9 @@ def states(world: World, name: str) -> list[str]:
     bad += [
         key for key in expected.keys() & got.keys() if not torch.equal(expected[key], got[key]) or expected[key].shape != got[key].shape
     ]
-    again = cut_state(share, got)
-    bad += sorted(own.keys() ^ again.keys())
-    bad += [key for key in own.keys() & again.keys() if not torch.equal(own[key], again[key])]
+    twice = cut_state(share, got)
+    bad += sorted(own.keys() ^ twice.keys())
+    bad += [key for key in own.keys() & twice.keys() if not torch.equal(own[key], twice[key])]
     if here.replicas > 1 and not share.state_bytes < whole.state_bytes:
         bad.append("the share is not smaller")
     return bad

@@ -18,17 +18,17 @@ RARE = {"every", "near"}  # of memories or numbers of layers that the quick ones
 
 
 def loops(modules: Iterable[ModuleType]) -> list[Dispatcher]:
-    found = [loop for module in modules for loop in vars(module).values() if isinstance(loop, Dispatcher)]
-    return [loop for loop in found if loop.__name__ not in INNER]
+    loops = [loop for module in modules for loop in vars(module).values() if isinstance(loop, Dispatcher)]
+    return [loop for loop in loops if loop.__name__ not in INNER]
 
 
 def test_every_loop_is_compiled() -> None:
     """Of sparse layers, for float32; and of the balancers."""
     layers = loops((csr_loops, hash_attention, shared_qk))
-    called = {name for user in (chains, chunks) for name in re.findall(r"kernels\.(\w+)\(", inspect.getsource(user))} - RARE | {"replay"}
-    balancers = [loop for loop in loops((_kernels, _chunk_kernels, _replay)) if loop.__name__ in called]
+    used = {name for user in (chains, chunks) for name in re.findall(r"kernels\.(\w+)\(", inspect.getsource(user))} - RARE | {"replay"}
+    balancers = [loop for loop in loops((_kernels, _chunk_kernels, _replay)) if loop.__name__ in used]
     assert len(layers) >= 8
-    assert {loop.__name__ for loop in balancers} == called
+    assert {loop.__name__ for loop in balancers} == used
     prepare()
     for loop in layers + balancers:
         texts = [str(signature) for signature in loop.signatures]

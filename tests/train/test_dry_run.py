@@ -80,10 +80,10 @@ def test_shapes_say_what_a_run_measures(sequence: int) -> None:
     """To the byte: also attention, which keeps nothing that grows with the square of the sequence."""
     model = load_model(parse(TINY | {"model": TINY["model"] | {"sequence": sequence}}))
     costs = shape_costs(parse(TINY | {"model": TINY["model"] | {"sequence": sequence}}), model)
-    made = pipeline(model)
+    pipe = pipeline(model)
     text = torch.randint(256, (3, 2, sequence + 1))
-    made.step(0, text[..., :-1], text[..., 1:], lr=0.1)
-    measured = made.costs()
+    pipe.step(0, text[..., :-1], text[..., 1:], lr=0.1)
+    measured = pipe.costs()
     for field in ("parameters", "weight_bytes", "gradient_bytes", "activation_bytes", "stash_bytes", "output_bytes"):
         assert [getattr(c, field) for c in costs] == [getattr(c, field) for c in measured], field
 
@@ -117,14 +117,14 @@ def test_gpipe_keeps_every_microbatch() -> None:
 
 
 def test_precision_halves_what_computes_and_keeps_float32_where_it_must() -> None:
-    found = {name: shape_costs(made, load_model(made)) for name in PRECISIONS for made in [parse(_with(precision=name))]}
-    for wide, low, table in zip(found["float32"], found["bfloat16"], TABLES, strict=True):
+    costs = {name: shape_costs(config, load_model(config)) for name in PRECISIONS for config in [parse(_with(precision=name))]}
+    for wide, low, table in zip(costs["float32"], costs["bfloat16"], TABLES, strict=True):
         assert low.weight_bytes - table == (wide.weight_bytes - table) / 2
         assert low.gradient_bytes == wide.gradient_bytes
         assert low.optimizer_bytes == 12 * low.parameters  # a master and two moments
         assert low.activation_bytes < wide.activation_bytes
-    assert [c.output_bytes for c in found["bfloat16"]] == [TOKENS * 8 * 2] * 3 + [4]
-    assert found["float16"] == found["bfloat16"]
+    assert [c.output_bytes for c in costs["bfloat16"]] == [TOKENS * 8 * 2] * 3 + [4]
+    assert costs["float16"] == costs["bfloat16"]
 
 
 def _with(**train: object) -> dict[str, Any]:
@@ -132,15 +132,15 @@ def _with(**train: object) -> dict[str, Any]:
 
 
 def test_recomputing_is_chosen_where_memory_is_short() -> None:
-    kept, again = (dry_run(parse(_with(recompute=word))) for word in ("none", "all"))
-    assert (kept.recompute, again.recompute) == ((), (0, 1, 2, 3))
-    assert max(again.memory) < max(kept.memory)
-    for limit in (max(kept.memory), max(kept.memory) - 1, max(again.memory)):
+    kept, recomputed = (dry_run(parse(_with(recompute=word))) for word in ("none", "all"))
+    assert (kept.recompute, recomputed.recompute) == ((), (0, 1, 2, 3))
+    assert max(recomputed.memory) < max(kept.memory)
+    for limit in (max(kept.memory), max(kept.memory) - 1, max(recomputed.memory)):
         plan = dry_run(parse(_with(recompute="auto") | {"pipeline": {"schedule": "1f1b", "memory_limit": limit}}))
         assert max(plan.memory) <= limit
         assert bool(plan.recompute) == (limit < max(kept.memory))
     with pytest.raises(PartitionError, match="even when all its layers are recomputed"):
-        dry_run(parse(_with(recompute="auto") | {"pipeline": {"schedule": "1f1b", "memory_limit": min(again.memory) // 2}}))
+        dry_run(parse(_with(recompute="auto") | {"pipeline": {"schedule": "1f1b", "memory_limit": min(recomputed.memory) // 2}}))
 
 
 def test_emulated_layers_do_not_sleep() -> None:

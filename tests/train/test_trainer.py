@@ -79,8 +79,8 @@ def test_a_damaged_checkpoint_is_passed_over(pool: Pool, tmp_path: Path) -> None
     data = bytearray(tensors.read_bytes())
     data[-1] ^= 1
     tensors.write_bytes(data)
-    again = pool.run("train_in", 2, config=config(2, SCHEDULED), folder=str(folder), resume=True)
-    assert again[0]["weights_digest"] == whole[0]["weights_digest"]
+    resumed = pool.run("train_in", 2, config=config(2, SCHEDULED), folder=str(folder), resume=True)
+    assert resumed[0]["weights_digest"] == whole[0]["weights_digest"]
     assert [e.step for e in read(folder / "events.jsonl") if isinstance(e, StepEvent)] == [*range(12), 8, 9, 10, 11]
 
 
@@ -93,9 +93,9 @@ def test_a_checkpoint_of_an_earlier_version(pool: Pool, tmp_path: Path) -> None:
     manifest = json.loads(file.read_text())
     manifest.pop("sha256", None)
     file.write_text(json.dumps(manifest | {"version": 1}, indent=1))
-    (again,) = pool.run("resume_and_listen", 1, config=config(1, {}), folder=str(folder))
-    assert again["weights_digest"] == whole[0]["weights_digest"]
-    missing, earlier = again["said"].splitlines()
+    (resumed,) = pool.run("resume_and_listen", 1, config=config(1, {}), folder=str(folder))
+    assert resumed["weights_digest"] == whole[0]["weights_digest"]
+    missing, earlier = resumed["said"].splitlines()
     assert "latest names 'step-000012', which is missing; resuming from step-0" in missing
     told = "was written by an earlier version of dynmo: its manifest has no hash of its own"
     assert told in earlier
@@ -111,8 +111,8 @@ def test_resuming_a_finished_run(pool: Pool, tmp_path: Path) -> None:
     """Nothing is left to do, and its loss is still known: no NaN in the log."""
     folder = _made(tmp_path / "run")
     done = pool.run("train_in", 2, config=config(2, {}), folder=str(folder))
-    again = pool.run("train_in", 2, config=config(2, {}), folder=str(folder), resume=True)
-    assert [again[0][key] for key in ("loss", "weights_digest", "steps", "interrupted")] == [
+    resumed = pool.run("train_in", 2, config=config(2, {}), folder=str(folder), resume=True)
+    assert [resumed[0][key] for key in ("loss", "weights_digest", "steps", "interrupted")] == [
         done[0][key] for key in ("loss", "weights_digest", "steps", "interrupted")
     ]
     json.loads((folder / "events.jsonl").read_text().splitlines()[-1], parse_constant=pytest.fail)
@@ -136,8 +136,8 @@ def test_a_threshold_that_was_measured_is_in_the_runs_own_config(pool: Pool, tmp
     assert sorted(table) == ["128x16", "16x16", "16x64", "48x16"]
     assert all(0 <= share <= 1 for share in table.values())
     (tmp_path / "first" / "config.toml").unlink()
-    again = pool.run("train_in", 2, config=recorded, folder=str(_made(tmp_path / "again")))
-    assert [r["weights_digest"] for r in again] == [r["weights_digest"] for r in first]
+    resumed = pool.run("train_in", 2, config=recorded, folder=str(_made(tmp_path / "again")))
+    assert [r["weights_digest"] for r in resumed] == [r["weights_digest"] for r in first]
     assert not (tmp_path / "again" / "config.toml").exists(), "it says it already"
 
 

@@ -180,7 +180,7 @@ class World:
         return self
 
     def view(self, subgroups: Sequence[tuple[int, ...]], what: str) -> World:
-        """The one of these worlds that this rank is in. All ranks call it, on the world of all; lines: the global ranks of each."""
+        """The one of these worlds that this rank is in. All ranks call it, on the world of all; subgroups: the global ranks of each."""
         everyone = self.everyone
         subgroup, ranks = next((number, ranks) for number, ranks in enumerate(subgroups) if everyone.rank in ranks)
         try:

@@ -120,7 +120,7 @@ class Executor:
                             step_output.losses.append(y[0].detach())  # or it would keep its graph until nobody asks for the step any more
                         elif s + 1 in self._stages:
                             arrived[Direction.ACTIVATION, s + 1, j] = y
-                            streams.made((Direction.ACTIVATION, s + 1, j))
+                            streams.produced((Direction.ACTIVATION, s + 1, j))
                         else:
                             leaving[Direction.ACTIVATION, s, j] = y
                     elif kind is Kind.W:
@@ -133,7 +133,7 @@ class Executor:
                         g = stage.backward_input(j, gradients, deferred=kind is Kind.B)
                         if s > self._program.first_trainable and s - 1 in self._stages:
                             arrived[Direction.GRADIENT, s - 1, j] = g
-                            streams.made((Direction.GRADIENT, s - 1, j))
+                            streams.produced((Direction.GRADIENT, s - 1, j))
                         elif s > self._program.first_trainable:
                             leaving[Direction.GRADIENT, s, j] = g
                     queue.after(instruction.op)

@@ -91,11 +91,11 @@ class Profiler:
         return Times() if readings is None else readings.seconds
 
     def gather(
-        self, world: World, layers: Iterable[tuple[Layer, LayerOptimizer]], count: int, copies: bool = False, slots: int = 1
+        self, world: World, layers: Iterable[tuple[Layer, LayerOptimizer]], count: int, copies: bool = False, accumulation_groups: int = 1
     ) -> tuple[LayerCost, ...]:
         """Every layer's cost, the same on every rank: where there are replicas, of the one that takes longest.
 
-        copies: the optimizers keep some, to take steps back. slots: reduction slots of the whole mesh.
+        copies: the optimizers keep some, to take steps back. accumulation_groups: of the whole mesh.
         """
         table = torch.zeros(count, len(fields(LayerCost)), dtype=torch.float64)
         for layer, optimizer in layers:
@@ -114,7 +114,7 @@ class Profiler:
                     layer.forward_workspace_bytes,
                     layer.weight_workspace_bytes,
                     copies * optimizer.rollback_bytes,
-                    most_pending_gradients(slots // world.replicas) * sum(gradient_bytes(p) for p in trains),
+                    most_pending_gradients(accumulation_groups // world.replicas) * sum(gradient_bytes(p) for p in trains),
                 ],
                 dtype=torch.float64,
             )
@@ -222,11 +222,11 @@ def _rounds(pairs: Sequence[Pair]) -> list[list[Pair]]:
     rounds: list[list[Pair]] = []
     for pair in pairs:
         free = (known for known in rounds if not any(set(pair) & set(other) for other in known))
-        found = next(free, None)
-        if found is None:
+        concurrent = next(free, None)
+        if concurrent is None:
             rounds.append([pair])
         else:
-            found.append(pair)
+            concurrent.append(pair)
     return rounds
 
 

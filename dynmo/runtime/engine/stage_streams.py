@@ -31,7 +31,7 @@ class StageStreams(Protocol):
     def join(self) -> None: ...
     def of(self, stage: int) -> AbstractContextManager[object]: ...
     def need(self, key: Key, tensors: Tensors) -> None: ...
-    def made(self, key: Key) -> None: ...
+    def produced(self, key: Key) -> None: ...
 
 
 class DefaultStream:
@@ -51,7 +51,7 @@ class DefaultStream:
     def need(self, key: Key, tensors: Tensors) -> None:
         pass
 
-    def made(self, key: Key) -> None:
+    def produced(self, key: Key) -> None:
         pass
 
 
@@ -84,6 +84,6 @@ class SliceStreams:
             # Its memory is the other lane's, which would take it back as soon as this thread lets go of it.
             tensor.record_stream(stream)
 
-    def made(self, key: Key) -> None:
+    def produced(self, key: Key) -> None:
         event = self._events[key] = torch.cuda.Event()
         event.record()

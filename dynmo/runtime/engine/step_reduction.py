@@ -80,10 +80,10 @@ class StepReduction:
         own = layout.microbatches
         table = torch.zeros(self.length, dtype=torch.float64)
         norms, losses, rest = self._parts(table)
-        found = layer_store.replicas.squared_norms()
-        if found is None:
-            found = {index: squared_norm(p.grad for p in layer.module.parameters()) for index, layer in layer_store.layers.items()}
-        for index, value in found.items():
+        squares = layer_store.replicas.squared_norms()
+        if squares is None:
+            squares = {index: squared_norm(p.grad for p in layer.module.parameters()) for index, layer in layer_store.layers.items()}
+        for index, value in squares.items():
             norms[index] = value
         if step_output.losses:
             losses[world.replica * own :][:own] = torch.stack(step_output.losses)

@@ -49,9 +49,9 @@ class OutputCache:
         done, tensors = 0, inputs
         if key is not None:
             start = self._clock.mark()
-            done, found = self._find(layers, key)
-            if found is not None:
-                tensors = found.copies(inputs[0].device)
+            done, entry = self._find(layers, key)
+            if entry is not None:
+                tensors = entry.copies(inputs[0].device)
                 self.spared += done
                 self._mark(layers[:done], start)
         for layer in layers[done:]:
@@ -65,9 +65,9 @@ class OutputCache:
         come, runs."""
         known = next((i for i, layer in enumerate(layers) if not layer.output_bytes), len(layers))
         for count in range(known, 0, -1):
-            found = self._entries.get((layers[count - 1].index, key))
-            if found is not None:
-                return count, found
+            entry = self._entries.get((layers[count - 1].index, key))
+            if entry is not None:
+                return count, entry
         return 0, None
 
     def _mark(self, spared: Sequence[Layer], start: object) -> None:

@@ -82,6 +82,6 @@ def unread(error: OSError | ValidationError | KeyError) -> str:
     if first["type"] == "json_invalid":
         return "is damaged: it is not valid JSON"
     field = ".".join(map(str, first["loc"]))
-    words = {"missing": "is missing", "extra_forbidden": "is not one that this dynmo knows"}
-    problem = words.get(first["type"], "has a wrong value")
+    messages = {"missing": "is missing", "extra_forbidden": "is not one that this dynmo knows"}
+    problem = messages.get(first["type"], "has a wrong value")
     return f"is damaged: {f'its field {field} {problem}' if field else 'it holds no object'}"

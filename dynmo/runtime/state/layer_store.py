@@ -41,7 +41,7 @@ _KEPT = "case:"
 class LayerStore:
     """By global index: `modules` of all layers, those that are elsewhere on the meta device; `layers`, `optimizers` and `kept` of its own.
 
-    Made on every rank alike. seed, compiles, slots, zero, dtype, cache_bytes: as `Pipeline` has them.
+    Made on every rank alike. seed, compiles, accumulation_groups, zero, dtype, cache_bytes: as `Pipeline` has them.
     """
 
     def __init__(
@@ -54,14 +54,14 @@ class LayerStore:
         seed: int,
         optimizer: OptimizerSettings,
         compiles: bool,
-        slots: int,
+        accumulation_groups: int,
         zero: bool,
         dtype: torch.dtype,
         cache_bytes: int,
     ) -> None:
         self.world, self.model, self.layout = world, model, layout
         self._clock, self._seed, self._settings, self._compiles = clock, seed, optimizer, compiles
-        self._slots, self._zero = slots, zero
+        self._accumulation_groups, self._zero = accumulation_groups, zero
         own = [index for stage in self.own_stages for index in layout.partition.range_of(stage)]
         self.modules = model.build(frozenset(own))
         _check_same(world, model, self.modules)
@@ -112,9 +112,11 @@ class LayerStore:
         optimizer.load(cut_state(optimizer, state) if whole else state)
         self.replicas.adopt(index, module, shared)
         self.layers[index].first_microbatch = world.replica * microbatches
-        if self._slots > 1:
+        if self._accumulation_groups > 1:
             done = self.replicas.reduction(index)
-            self.layers[index].groups = AccumulationGroups(list(module.parameters()), microbatches, self._slots // world.replicas, done)
+            self.layers[index].groups = AccumulationGroups(
+                list(module.parameters()), microbatches, self._accumulation_groups // world.replicas, done
+            )
         self.kept[index] = {name.removeprefix(_KEPT): t.cpu() for name, t in optimizer_state.items() if name.startswith(_KEPT)}
 
     def _drop(self, index: int) -> None:

@@ -34,9 +34,9 @@ def test_seconds_without_other_processes(monkeypatch: pytest.MonkeyPatch, preemp
 
     start, end = at(100.0, 1.0, 5, 7), at(110.0, 2.5, 5 + preempted, 7 + waited)
     monkeypatch.undo()
-    made = HostClock()
-    assert made.seconds(start, end) == seconds
-    assert made.elapsed(start, end) == 10.0
+    host = HostClock()
+    assert host.seconds(start, end) == seconds
+    assert host.elapsed(start, end) == 10.0
 
 
 def test_a_mark_is_a_moment() -> None:

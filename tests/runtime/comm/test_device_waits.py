@@ -92,18 +92,18 @@ def test_a_message_that_never_comes(device: FakeDevice, monkeypatch: pytest.Monk
     monkeypatch.setattr(p2p.torch, "empty", lambda *shape, **options: torch.zeros(*shape))
     monkeypatch.setattr(FakeCudaWorld, "open_channels", lambda self, pairs: None)
     world = fake_world(rank=1)
-    made = ends(world, 2, 2)
-    made.open()
+    channels = ends(world, 2, 2)
+    channels.open()
     for j in range(2):
-        made.take(DOWN, j)
+        channels.take(DOWN, j)
     device.done = device.given - 2  # it has passed the first message and not come to the wait for the second
     threading.Timer(0.4, lambda: setattr(device, "done", device.given - 1)).start()
     start = time.perf_counter()
     with pytest.raises(WaitTimeout, match=r"rank 1 waited 0.2 s for rank 0: the activations? of microbatch 1; where it only takes longer"):
-        made.flush()
+        channels.flush()
     assert time.perf_counter() - start >= 0.5
     device.catch_up()
-    made.flush()
+    channels.flush()
 
 
 @pytest.mark.usefixtures("device")
@@ -135,13 +135,13 @@ class FakeGroups:
     """torch's process groups, made by name only."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
-        self.made: list[tuple[int, ...]] = []
+        self.created: list[tuple[int, ...]] = []
         patch.setattr(dist, "new_group", self._make)
         real = torch.ones
         patch.setattr(torch, "ones", lambda *shape, **options: real(*shape))
 
     def _make(self, ranks: Sequence[int], **options: Any) -> FakeGroups:
-        self.made.append(tuple(ranks))
+        self.created.append(tuple(ranks))
         return self
 
     def _get_backend(self, device: torch.device) -> FakeGroups:
@@ -165,7 +165,7 @@ def test_both_ends_open_a_channel_in_one_order(device: FakeDevice, monkeypatch: 
     assert opened(fake_world(0, 3), device, monkeypatch, keys) == ["send 1", "receive 1"]
     assert opened(fake_world(1, 3), device, monkeypatch, keys) == ["receive 0", "send 0", "send 2"]
     assert opened(fake_world(2, 3), device, monkeypatch, keys) == ["receive 1"]
-    assert groups.made == [(0, 1), (0, 1), (1, 2)] * 3, "all ranks make all groups"
+    assert groups.created == [(0, 1), (0, 1), (1, 2)] * 3, "all ranks make all groups"
 
 
 def test_a_shape_that_returns_has_its_channels(device: FakeDevice, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -175,13 +175,13 @@ def test_a_shape_that_returns_has_its_channels(device: FakeDevice, monkeypatch: 
     monkeypatch.setattr("dynmo.runtime.comm.world.World", lambda *given: FakeCudaWorld(*given))
     assert opened(world, device, monkeypatch, keys) == ["send 1"]
     view: Any = arrange(world, 2)
-    before = len(groups.made)
+    before = len(groups.created)
     assert opened(view, device, monkeypatch, keys[:1]) == ["send 1"]
-    assert groups.made[before:] == [(0, 2), (1, 3)]
+    assert groups.created[before:] == [(0, 2), (1, 3)]
     assert opened(world, device, monkeypatch, keys) == []
-    again: Any = arrange(world, 2)
-    assert opened(again, device, monkeypatch, keys[:1]) == []
-    assert len(groups.made) == before + 2
+    regrouped: Any = arrange(world, 2)
+    assert opened(regrouped, device, monkeypatch, keys[:1]) == []
+    assert len(groups.created) == before + 2
 
 
 @pytest.mark.parametrize(("rank", "order"), [(0, ["send 1", "receive 1"]), (1, ["receive 0", "send 0"])])

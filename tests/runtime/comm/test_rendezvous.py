@@ -12,9 +12,9 @@ SLURM = {"SLURM_PROCID": "2", "SLURM_NTASKS": "4", "SLURM_LOCALID": "0", "SLURM_
 
 
 def seen(environ: dict[str, str]) -> dict[str, object]:
-    found = from_environment(environ)
-    assert found is not None
-    return {key: value for key, value in vars(found).items() if value is not None and value is not False}
+    rendezvous = from_environment(environ)
+    assert rendezvous is not None
+    return {key: value for key, value in vars(rendezvous).items() if value is not None and value is not False}
 
 
 def test_alone() -> None:

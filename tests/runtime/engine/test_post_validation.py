@@ -33,8 +33,8 @@ STEPS, LAYERS = 7, 8
 def faults(seed: int) -> tuple[tuple[int, int, Any], ...]:
     """Overflow, or gradients so large that they are clipped, at random steps in random layers: sometimes both, sometimes in two layers."""
     random = Random(seed)
-    found = [(step, random.randrange(LAYERS), random.choice(["inf", 1000.0])) for step in range(STEPS) if random.random() < 0.5]
-    return (*found, (2, random.randrange(LAYERS), "inf"), (4, random.randrange(LAYERS), 1000.0))
+    faults_ = [(step, random.randrange(LAYERS), random.choice(["inf", 1000.0])) for step in range(STEPS) if random.random() < 0.5]
+    return (*faults_, (2, random.randrange(LAYERS), "inf"), (4, random.randrange(LAYERS), 1000.0))
 
 
 @cache
@@ -97,7 +97,7 @@ def test_in_place_is_close(pool: Pool) -> None:
         assert [what for _, what in result["rollbacks"]] == [what for what in expected["failed"] if what]
 
 
-def made(settings: OptimizerSettings | None = None, kind: str = "gpt", **options: Any) -> Pipeline:
+def own_pipeline(settings: OptimizerSettings | None = None, kind: str = "gpt", **options: Any) -> Pipeline:
     sizes = {"blocks": 1, "hidden": 16, "heads": 2} if kind == "gpt" else {}
     model = load_model(parse({"model": {"kind": kind, "sequence": 4, **sizes}}))
     return Pipeline(alone(), model, Partition((model.layers,)), schedule="zb-h1", microbatches=MICROBATCHES, optimizer=settings, **options)
@@ -116,7 +116,7 @@ def test_two_hundred_rollbacks(name: Any, monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(BarrierPolicy, "observe", lambda self, failed: None)
     settings = OptimizerSettings(name)
     small = "python:tests.models.user_model:with_a_loss"
-    expected, near = made(settings, small), made(settings, small, post_validation=True, rollback="in-place")
+    expected, near = own_pipeline(settings, small), own_pipeline(settings, small, post_validation=True, rollback="in-place")
     start = weights(expected)
     trained(expected, 200, 2e-6)
     # With one rank the prefix is the whole, so that no step would be made too early: it must not look.
@@ -146,7 +146,7 @@ def step_anyway(pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_results_come_a_step_late() -> None:
-    late, early = made(post_validation=True), made()
+    late, early = own_pipeline(post_validation=True), own_pipeline()
     got: list[list[int]] = []
     for step in range(3):
         got.append([r.step for r in late.advance(step, *tokens(step, 4), lr=0.1)])
@@ -161,7 +161,7 @@ def test_results_come_a_step_late() -> None:
 
 def test_not_finite_ends_the_run_a_step_late() -> None:
     """Nothing was updated; and who goes on with better data finds no trace of it, nor of the step that had begun."""
-    one, twin = made(post_validation=True), made()
+    one, twin = own_pipeline(post_validation=True), own_pipeline()
     weight = one.own_layers[3][0].get_parameter("logits.weight").data
     trained(one, 2, 0.0)
     trained(twin, 2, 0.0)
@@ -187,7 +187,7 @@ def test_every_rank_says_so(pool: Pool) -> None:
 
 def test_a_case_that_acts_unannounced_is_told() -> None:
     """What waits for the verdict may only be called on all ranks; what is called on one says that it cannot."""
-    one = made(post_validation=True)
+    one = own_pipeline(post_validation=True)
     one.advance(0, *tokens(0, 4), lr=0.1)
     with pytest.raises(RunError, match=r"step 0 may still be taken back; call drain\(\) on all ranks first"):
         one.moments(0)
@@ -208,7 +208,7 @@ def test_caution() -> None:
 
 
 def test_too_many_rollbacks_bring_the_barrier_back() -> None:
-    one, twin = made(post_validation=True), made()
+    one, twin = own_pipeline(post_validation=True), own_pipeline()
     results = trained(one, 12, 0.1)
     assert [r.step for r in results] == list(range(12))
     assert [r.rollback is not None for r in results] == [True] * 7 + [False] * 5, "the seventh had begun already"
@@ -223,7 +223,7 @@ def test_too_many_rollbacks_bring_the_barrier_back() -> None:
 
 def test_local_clipping_multiplies_each_layer_by_its_own() -> None:
     """Against clipping by hand."""
-    one, by_hand = made(clip_scope="local"), made()
+    one, by_hand = own_pipeline(clip_scope="local"), own_pipeline()
     step_output = by_hand.forward_backward(0, *tokens(0, 4))
     norms: list[float] = []
     for module, _ in by_hand.own_layers.values():

@@ -198,11 +198,11 @@ def test_observing_costs_a_few_reads_a_mark() -> None:
 
 def test_frozen_layers() -> None:
     """In the frozen prefix F only; above a layer that trains, F and B."""
-    made = emulated(f=[0.008] * 4, b=[0.008] * 4, w=[0.008] * 4)
-    made.freeze([0, 1, 3])
+    pipeline = emulated(f=[0.008] * 4, b=[0.008] * 4, w=[0.008] * 4)
+    pipeline.freeze([0, 1, 3])
     for step in range(2):
-        made.step(step, ids(), ids(), lr=0.0)
-    costs = made.costs()
+        pipeline.step(step, ids(), ids(), lr=0.0)
+    costs = pipeline.costs()
     for index, (b, w) in enumerate([(0, 0), (0, 0), (1, 1), (1, 0)]):
         cost = costs[index]
         assert cost.f >= 0.008
@@ -216,26 +216,26 @@ def test_frozen_layers() -> None:
 
 def test_what_is_measured_follows_what_is_frozen() -> None:
     """Layer 1 was frozen above a trainable layer; when layer 0 freezes too it becomes part of the prefix, and its old costs are void."""
-    made = emulated(f=[0.0] * 3, b=[0.001] * 3, w=[0.0] * 3)
-    made.freeze([1])
+    pipeline = emulated(f=[0.0] * 3, b=[0.001] * 3, w=[0.0] * 3)
+    pipeline.freeze([1])
     for frozen, runs_b in (((), [True, True, True]), ((0,), [False, False, True])):
-        made.freeze(frozen)
+        pipeline.freeze(frozen)
         for step in range(3):
-            made.step(step, ids(), ids(), lr=0.0)
-        assert [cost.b > 0 for cost in made.costs()] == runs_b
-    made.unfreeze([0, 1])
+            pipeline.step(step, ids(), ids(), lr=0.0)
+        assert [cost.b > 0 for cost in pipeline.costs()] == runs_b
+    pipeline.unfreeze([0, 1])
     for step in range(3):
-        made.step(step, ids(), ids(), lr=0.0)
-    costs = made.costs()
+        pipeline.step(step, ids(), ids(), lr=0.0)
+    costs = pipeline.costs()
     assert all(cost.b > 0 and cost.activation_bytes > 0 for cost in costs)
 
 
 def test_evaluation_leaves_measurements_alone() -> None:
-    made = emulated(f=[0.001] * 3, b=[0.001] * 3, w=[0.001] * 3)
-    made.step(0, ids(), ids(), lr=0.0)
-    before = made.costs()
-    made.evaluate(ids(), ids(), 3)
-    assert made.costs() == before
+    pipeline = emulated(f=[0.001] * 3, b=[0.001] * 3, w=[0.001] * 3)
+    pipeline.step(0, ids(), ids(), lr=0.0)
+    before = pipeline.costs()
+    pipeline.evaluate(ids(), ids(), 3)
+    assert pipeline.costs() == before
     assert all(cost.activation_bytes for cost in before)
 
 

@@ -48,8 +48,8 @@ class Noted:
         self.asked.append(("need", self._stage, key))
         self.sizes[key] = len(tensors)
 
-    def made(self, key: Key) -> None:
-        self.asked.append(("made", self._stage, key))
+    def produced(self, key: Key) -> None:
+        self.asked.append(("produced", self._stage, key))
 
 
 def executor(streams: Noted | DefaultStream, first: int) -> tuple[Executor, list[nn.Module]]:
@@ -66,9 +66,9 @@ def executor(streams: Noted | DefaultStream, first: int) -> tuple[Executor, list
 @pytest.mark.parametrize("first", [0, 1])
 def test_hand_overs(first: int) -> None:
     streams = Noted()
-    made, modules = executor(streams, first)
+    runner, modules = executor(streams, first)
     batch = torch.randn(MICROBATCHES, 2, 4, generator=torch.Generator().manual_seed(1))
-    losses = made.run(0, batch, batch).losses
+    losses = runner.run(0, batch, batch).losses
     assert [what for what, _, _ in streams.asked if what in ("fork", "join")] == ["fork", "join"]
     assert (streams.asked[0][0], streams.asked[-1][0]) == ("fork", "join")
     ready = dict[Key, int | None]()
@@ -77,7 +77,7 @@ def test_hand_overs(first: int) -> None:
         assert key is not None
         direction, needs, _ = key
         below = 1 if direction is Direction.ACTIVATION else -1
-        if what == "made":
+        if what == "produced":
             assert stage == needs - below
             ready[key] = stage
         else:

@@ -29,33 +29,33 @@ def pipeline(world: World, counts: list[int], config: dict[str, Any] | None = No
     return Pipeline(world, load_model(loaded), Partition(tuple(counts)), schedule="zb-h1", microbatches=3, seed=loaded.seed)
 
 
-def steps(made: Pipeline, first: int, last: int) -> list[float]:
+def steps(pipeline: Pipeline, first: int, last: int) -> list[float]:
     losses: list[float] = []
     for step in range(first, last):
         tokens = torch.randint(256, (3, 2, 9), generator=torch.Generator().manual_seed(step))
-        losses.append(made.step(step, tokens[..., :-1], tokens[..., 1:], lr=0.01).loss)
+        losses.append(pipeline.step(step, tokens[..., :-1], tokens[..., 1:], lr=0.01).loss)
     return losses
 
 
 def save_and_go_on(world: World, folder: str, counts: list[int]) -> dict[str, Any]:
     """Four steps with a checkpoint after two; layers 0 and 1 are frozen by then."""
-    made = pipeline(world, counts)
-    steps(made, 0, 1)
-    made.freeze([0, 1])
-    steps(made, 1, 2)
-    held = [(i, (m, o.state())) for i, (m, o) in made.own_layers.items()]
-    saved = checkpoint.save(world, Path(folder), 2, made.model.names, held, {"frozen": sorted(made.frozen)}, keep=2)
-    layers = {i: fingerprint(m, o, gradients=False) for i, (m, o) in made.own_layers.items()}
-    return {"layers": layers, "losses": steps(made, 2, 4), "digest": made.digest(), "bytes": saved.bytes}
+    pipe = pipeline(world, counts)
+    steps(pipe, 0, 1)
+    pipe.freeze([0, 1])
+    steps(pipe, 1, 2)
+    held = [(i, (m, o.state())) for i, (m, o) in pipe.own_layers.items()]
+    saved = checkpoint.save(world, Path(folder), 2, pipe.model.names, held, {"frozen": sorted(pipe.frozen)}, keep=2)
+    layers = {i: fingerprint(m, o, gradients=False) for i, (m, o) in pipe.own_layers.items()}
+    return {"layers": layers, "losses": steps(pipe, 2, 4), "digest": pipe.digest(), "bytes": saved.bytes}
 
 
 def save_on_a_full_disk(world: World, folder: str, full: int) -> str:
     """What is said where one rank can write nothing."""
-    made = pipeline(world, [3, 3])
-    held = [(i, (m, o.state())) for i, (m, o) in made.own_layers.items()]
+    pipe = pipeline(world, [3, 3])
+    held = [(i, (m, o.state())) for i, (m, o) in pipe.own_layers.items()]
     try:
         with full_at(0 if world.rank == full else -1):
-            checkpoint.save(world, Path(folder), 1, made.model.names, held, {}, keep=2)
+            checkpoint.save(world, Path(folder), 1, pipe.model.names, held, {}, keep=2)
     except RunError as error:
         return str(error).split(";")[0]
     return ""
@@ -63,12 +63,12 @@ def save_on_a_full_disk(world: World, folder: str, full: int) -> str:
 
 def load_and_go_on(world: World, folder: str, counts: list[int]) -> dict[str, Any]:
     path, manifest, _ = checkpoint.find(Path(folder), world)
-    made = pipeline(world, counts)
-    made.freeze(manifest.state["frozen"])
-    for index in made.own_layers:
-        made.restore(index, *checkpoint.load_layer(path, index, world.device))
-    layers = {i: fingerprint(m, o, gradients=False) for i, (m, o) in made.own_layers.items()}
-    return {"layers": layers, "losses": steps(made, manifest.step, 4), "digest": made.digest()}
+    pipe = pipeline(world, counts)
+    pipe.freeze(manifest.state["frozen"])
+    for index in pipe.own_layers:
+        pipe.restore(index, *checkpoint.load_layer(path, index, world.device))
+    layers = {i: fingerprint(m, o, gradients=False) for i, (m, o) in pipe.own_layers.items()}
+    return {"layers": layers, "losses": steps(pipe, manifest.step, 4), "digest": pipe.digest()}
 
 
 def look_together(world: World, folder: str) -> dict[str, Any]:
@@ -87,24 +87,24 @@ def look_together(world: World, folder: str) -> dict[str, Any]:
 
 def moving(world: World, config: dict[str, Any], placements: list[list[int]]) -> dict[str, Any]:
     """Two steps on each placement."""
-    made = pipeline(world, placements[0], config)
+    pipe = pipeline(world, placements[0], config)
     losses: list[float] = []
     digests: list[str] = []
     for turn, counts in enumerate(placements):
-        made.move(Partition(tuple(counts)))
-        losses += steps(made, 2 * turn, 2 * turn + 2)
-        digests.append(made.digest())
+        pipe.move(Partition(tuple(counts)))
+        losses += steps(pipe, 2 * turn, 2 * turn + 2)
+        digests.append(pipe.digest())
     return {"losses": losses, "digests": digests}
 
 
 def message_timeout(world: World, w_granularity: Literal["whole", "linear"]) -> list[Any]:
     """How long a rank waits for a message before it runs pieces of W, and the latency of each of the pipeline's links."""
-    made = Pipeline(
+    pipeline = Pipeline(
         world, load_model(parse({"model": GPT})), uniform(6, world.size), schedule="zb-h1", microbatches=3, w_granularity=w_granularity
     )
-    waits = made._executor()._timeout
-    made.on_workload_change(())  # closes its channels
-    return [waits, [link.latency for link in made.links.values()]]
+    waits = pipeline._executor()._timeout
+    pipeline.on_workload_change(())  # closes its channels
+    return [waits, [link.latency for link in pipeline.links.values()]]
 
 
 def builds_another(world: World, other: int) -> str:

@@ -45,31 +45,31 @@ class Late(Transport):
 
 
 def execute(
-    world: World, schedule: Any, layers: int, microbatches: int, frozen: int = 0, late: int | None = None, slots: int = 1
+    world: World, schedule: Any, layers: int, microbatches: int, frozen: int = 0, late: int | None = None, groups: int = 1
 ) -> dict[str, Any]:
     """Two steps of a schedule of any placement, with equally many layers a stage.
 
     schedule: text, or [placement, seed] for one at random. frozen: how many leading stages. late: pieces of W run ahead, for messages are
     late, by this seed. Returns losses, a hash of each gradient, the order in which layers ended, and how many pieces ran ahead.
     """
-    made = from_text(schedule) if isinstance(schedule, str) else wander(schedule[0], microbatches, frozen, Random(schedule[1]))
-    programs = lower(made)
-    each = layers // made.stages
-    first = made.first_trainable * each
+    order = from_text(schedule) if isinstance(schedule, str) else wander(schedule[0], microbatches, frozen, Random(schedule[1]))
+    programs = lower(order)
+    each = layers // order.stages
+    first = order.first_trainable * each
     modules: dict[int, nn.Module] = {}
     stages: dict[int, Stage] = {}
-    for s in made.stages_of(world.rank):
+    for s in order.stages_of(world.rank):
         own = range(s * each, (s + 1) * each)
         modules |= {i: _small_layer(i, layers).requires_grad_(i >= first) for i in own}
-        loss = functional.cross_entropy if s == made.stages - 1 else None
+        loss = functional.cross_entropy if s == order.stages - 1 else None
         stages[s] = Stage([Layer(i, modules[i], HostClock(), 4) for i in own], first, loss, 1 / microbatches)
     ended: list[int] = []
     for layer in (layer for stage in stages.values() for layer in stage.layers):
-        layer.groups = AccumulationGroups(list(layer.module.parameters()), microbatches, slots, partial(ended.append, layer.index))
+        layer.groups = AccumulationGroups(list(layer.module.parameters()), microbatches, groups, partial(ended.append, layer.index))
     Late.random = Random(late)
     ends = (Transport if late is None else Late)(world, programs)
     timeout = None if late is None else 3e-4
-    executor = Executor(programs[world.rank], stages, made.stages - 1, ends, HostClock(), DefaultStream(), timeout)
+    executor = Executor(programs[world.rank], stages, order.stages - 1, ends, HostClock(), DefaultStream(), timeout)
     random = torch.Generator().manual_seed(1)
     losses: list[float] = []
     ahead = 0
@@ -82,7 +82,7 @@ def execute(
     executor.close()
     left = sum(len(layer._saved) + len(layer._weight_work) for stage in stages.values() for layer in stage.layers)
     return {
-        "losses": losses if made.placement[-1] == world.rank else None,
+        "losses": losses if order.placement[-1] == world.rank else None,
         "gradients": {f"{i}.{n}": None if p.grad is None else bits_of(p.grad) for i, m in modules.items() for n, p in m.named_parameters()},
         "left": left,
         "ended": ended,

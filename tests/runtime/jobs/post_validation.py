@@ -21,15 +21,15 @@ from tests.runtime.jobs.migrate import any_partition
 PV_STEPS = 7
 
 
-def _spoiled(made: Pipeline, faults: list[list[Any]], now: list[int]) -> None:
+def _spoiled(pipeline: Pipeline, faults: list[list[Any]], now: list[int]) -> None:
     """Has the gradients of some layers spoiled as they are looked at: faults are [step, layer, what], what "inf" or a factor."""
-    table = made._optimizer_step.table  # pyright: ignore[reportPrivateUsage]
+    table = pipeline._optimizer_step.table  # pyright: ignore[reportPrivateUsage]
     own = table.own
 
     def spoil(*args: Any) -> Tensor:
         for step, layer, what in faults:
-            if step == now[0] and layer in made.own_layers:
-                gradients = [p.grad for p in made.own_layers[layer][0].parameters() if p.grad is not None]
+            if step == now[0] and layer in pipeline.own_layers:
+                gradients = [p.grad for p in pipeline.own_layers[layer][0].parameters() if p.grad is not None]
                 if not gradients:  # it is frozen
                     continue
                 if what == "inf":
@@ -50,26 +50,28 @@ def validated(
     whole = load_model(loaded)
     stages = len(Pipeline.placement_for(schedule, ranks))
     limit = options.pop("limit", 20.0)
-    made = Pipeline(world, whole, uniform(whole.layers, stages), schedule=schedule, microbatches=12, post_validation=afterwards, **options)
-    made.scaler = LossScaler(2.0**16, window=1 << 30)
+    pipeline = Pipeline(
+        world, whole, uniform(whole.layers, stages), schedule=schedule, microbatches=12, post_validation=afterwards, **options
+    )
+    pipeline.scaler = LossScaler(2.0**16, window=1 << 30)
     now = [0]
-    _spoiled(made, faults, now)
+    _spoiled(pipeline, faults, now)
     random = Random(stages)
     results: list[StepResult] = []
     seen: list[Any] = []
     for step in range(PV_STEPS):
         if changes and step % 3 == 2:
             if step == 5:
-                made.freeze([0, 1])
-            made.move(any_partition(whole.layers, stages, random))
-            seen.append(made.digest())
+                pipeline.freeze([0, 1])
+            pipeline.move(any_partition(whole.layers, stages, random))
+            seen.append(pipeline.digest())
         now[0] = step
         tokens = torch.randint(256, (12, 1, 5), generator=torch.Generator().manual_seed(step))
-        results += made.advance(step, tokens[..., :-1], tokens[..., 1:], lr=0.01, max_norm=limit)
+        results += pipeline.advance(step, tokens[..., :-1], tokens[..., 1:], lr=0.01, max_norm=limit)
         if changes and step % 3 == 1:
-            seen.append(made.evaluate(tokens[..., :-1], tokens[..., 1:], 12))
-    results += made.drain()
-    failed = made._optimizer_step.failed  # pyright: ignore[reportPrivateUsage]
+            seen.append(pipeline.evaluate(tokens[..., :-1], tokens[..., 1:], 12))
+    results += pipeline.drain()
+    failed = pipeline._optimizer_step.failed  # pyright: ignore[reportPrivateUsage]
     return {
         "steps": [r.step for r in results],
         "losses": [r.loss for r in results],
@@ -77,7 +79,7 @@ def validated(
         "rollbacks": [[r.step, r.rollback.what] for r in results if r.rollback],
         # What each step was up against, as the pipeline itself sees it afterwards; of a skipped one no norms are told.
         "failed": [NON_FINITE if r.skipped else failed(r.loss, r.squared_norms, limit) for r in results],
-        "digest": made.digest(),
+        "digest": pipeline.digest(),
         "seen": seen,
     }
 
@@ -85,18 +87,18 @@ def validated(
 def validated_raises(world: World, schedule: str) -> dict[str, Any]:
     """An overflow on the last rank, with nobody to skip it; then the step again, without."""
     whole = load_model(parse({"model": {"blocks": 3, "hidden": 16, "heads": 2, "sequence": 4}}))
-    made = Pipeline(world, whole, uniform(8, world.size), schedule=schedule, microbatches=6, post_validation=True)
+    pipeline = Pipeline(world, whole, uniform(8, world.size), schedule=schedule, microbatches=6, post_validation=True)
     now = [0]
-    _spoiled(made, [[2, 7, "inf"]], now)
+    _spoiled(pipeline, [[2, 7, "inf"]], now)
     tokens = torch.randint(256, (6, 1, 5), generator=torch.Generator().manual_seed(0))
     digests: list[str] = []
     error = ""
     for now[0] in (0, 1, 2, 3, 4, 5):
         try:
             if now[0] == 2:
-                digests.append(made.digest())
-            made.advance(now[0], tokens[..., :-1], tokens[..., 1:], lr=0.01)
+                digests.append(pipeline.digest())
+            pipeline.advance(now[0], tokens[..., :-1], tokens[..., 1:], lr=0.01)
         except RunError as caught:
             error = str(caught)
-            digests.append(made.digest())
-    return {"error": error, "digests": [*digests, made.digest()]}
+            digests.append(pipeline.digest())
+    return {"error": error, "digests": [*digests, pipeline.digest()]}

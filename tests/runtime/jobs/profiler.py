@@ -16,11 +16,11 @@ from dynmo.runtime.engine.profiler import measure_links
 def profile(world: World, f: list[float], b: list[float], w: list[float], counts: list[int]) -> list[list[Any]]:
     """Two steps of emulated layers; the costs gathered."""
     model = make_layers(f, b, w, size=64)
-    made = Pipeline(world, model, Partition(tuple(counts)), schedule="zb-h1", microbatches=3)
+    pipeline = Pipeline(world, model, Partition(tuple(counts)), schedule="zb-h1", microbatches=3)
     ids = torch.zeros(3, 1, dtype=torch.int64)
     for step in range(2):
-        made.step(step, ids, ids, lr=0.0)
-    return [list(vars(cost).values()) for cost in made.costs()]
+        pipeline.step(step, ids, ids, lr=0.0)
+    return [list(vars(cost).values()) for cost in pipeline.costs()]
 
 
 def links(world: World) -> list[list[float]]:

@@ -45,11 +45,11 @@ def after_a_failed_meeting(world: World) -> list[float]:
     if world.rank == 0:
         with contextlib.suppress(WaitTimeout):
             World.join(world.store, 0, 2, timeout=0.5, generation=1)
-    again = World.join(world.store, world.rank, world.size, timeout=10, generation=2)
+    rejoined = World.join(world.store, world.rank, world.size, timeout=10, generation=2)
     try:
-        return again.sum(torch.ones(1), "the sum").tolist()
+        return rejoined.sum(torch.ones(1), "the sum").tolist()
     finally:
-        again.close()
+        rejoined.close()
 
 
 def one_is_late(world: World, what: str) -> list[str]:

@@ -66,10 +66,10 @@ def test_what_waits_in_the_tree(count: int) -> None:
 def test_any_replicas_that_fit_give_the_same_bits(replicas: int, exponent: int, seed: int) -> None:
     """Each folds its own run of slots, then the replicas' sums are folded in order."""
     each = 2**exponent
-    slots = rows(replicas * each, seed)
-    assert accumulation_problem(len(slots), replicas, len(slots)) is None
-    alone = total(slots)
-    apart = total([total(slots[r * each :][:each]) for r in range(replicas)])
+    groups = rows(replicas * each, seed)
+    assert accumulation_problem(len(groups), replicas, len(groups)) is None
+    alone = total(groups)
+    apart = total([total(groups[r * each :][:each]) for r in range(replicas)])
     assert alone is not None
     assert apart is not None
     assert torch.equal(alone, apart)
@@ -92,7 +92,7 @@ def test_nothing_is_zeros() -> None:
 
 
 @pytest.mark.parametrize(
-    ("slots", "replicas", "microbatches", "problem"),
+    ("groups", "replicas", "microbatches", "problem"),
     [
         (1, 1, 5, None),
         (5, 1, 5, None),
@@ -103,8 +103,8 @@ def test_nothing_is_zeros() -> None:
         (2, 4, 8, "is not 4 (replicas) times a power of two"),
     ],
 )
-def test_slots_that_fit(slots: int, replicas: int, microbatches: int, problem: str | None) -> None:
-    assert accumulation_problem(slots, replicas, microbatches) == problem
+def test_slots_that_fit(groups: int, replicas: int, microbatches: int, problem: str | None) -> None:
+    assert accumulation_problem(groups, replicas, microbatches) == problem
 
 
 class Mixed(nn.Module):

@@ -69,131 +69,131 @@ def counting(count: int = 3) -> list[Layer]:
     return layers(*(Counting(WIDTH, WIDTH) for _ in range(count)))
 
 
-def calls(made: list[Layer]) -> list[int]:
-    return [getattr(layer.module, "calls", 0) for layer in made]
+def calls(counted: list[Layer]) -> list[int]:
+    return [getattr(layer.module, "calls", 0) for layer in counted]
 
 
 def inputs(key: int) -> Tensors:
     return (torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(key)),)
 
 
-def run(cache: OutputCache, made: list[Layer], key: int, step: int = 0, training: bool = True) -> Tensor:
+def run(cache: OutputCache, counted: list[Layer], key: int, step: int = 0, training: bool = True) -> Tensor:
     cache.begin([key], training)
-    for layer in made:
+    for layer in counted:
         layer.module.train(training)
-    (y,) = cache.forward(made, 0, inputs(key), step)
+    (y,) = cache.forward(counted, 0, inputs(key), step)
     return y
 
 
-def bare(made: list[Layer], key: int) -> Tensor:
+def bare(counted: list[Layer], key: int) -> Tensor:
     x = inputs(key)[0]
-    for layer in made:
+    for layer in counted:
         x = layer.module(x)
     return x.detach()
 
 
 def test_what_came_before_does_not_run_again() -> None:
-    made, cache = counting(), OutputCache(1 << 20, HostClock())
-    expected = {key: bare(made, key) for key in (1, 2)}
-    before = calls(made)
+    counted, cache = counting(), OutputCache(1 << 20, HostClock())
+    expected = {key: bare(counted, key) for key in (1, 2)}
+    before = calls(counted)
     for step, key in enumerate((1, 2, 1, 1, 2)):
-        assert torch.equal(run(cache, made, key, step), expected[key])
-    assert [after - was for after, was in zip(calls(made), before, strict=True)] == [2, 2, 2], "each key once"
+        assert torch.equal(run(cache, counted, key, step), expected[key])
+    assert [after - was for after, was in zip(calls(counted), before, strict=True)] == [2, 2, 2], "each key once"
     assert (cache.spared, cache.bytes) == (3 * 3, 2 * SIZE)
-    assert [[mark[0] for mark in layer.marks] for layer in made] == [[Kind.F] * 5] * 3, "the profiler sees every microbatch"
-    assert all(mark[1] == mark[2] for layer in made[:-1] for mark in layer.marks[2:])
+    assert [[mark[0] for mark in layer.marks] for layer in counted] == [[Kind.F] * 5] * 3, "the profiler sees every microbatch"
+    assert all(mark[1] == mark[2] for layer in counted[:-1] for mark in layer.marks[2:])
 
 
 def test_evaluation_and_training_are_told_apart() -> None:
-    made, cache = layers(nn.Linear(WIDTH, WIDTH), Viewing(lambda x: x)), OutputCache(1 << 20, HostClock())
-    made[1].module.forward = lambda x: x + made[1].module.training  # pyright: ignore[reportAttributeAccessIssue]
-    trained = run(cache, made, 1)
-    assert torch.equal(run(cache, made, 1, training=False) + 1, trained)
-    assert torch.equal(run(cache, made, 1), trained)
+    counted, cache = layers(nn.Linear(WIDTH, WIDTH), Viewing(lambda x: x)), OutputCache(1 << 20, HostClock())
+    counted[1].module.forward = lambda x: x + counted[1].module.training  # pyright: ignore[reportAttributeAccessIssue]
+    trained = run(cache, counted, 1)
+    assert torch.equal(run(cache, counted, 1, training=False) + 1, trained)
+    assert torch.equal(run(cache, counted, 1), trained)
     assert cache.spared == 2
 
 
 def test_within_the_limit() -> None:
     """What is kept stays: epochs go round, and an evicted output would be needed first."""
-    made, cache = counting(), OutputCache(2 * SIZE + SIZE // 2, HostClock())
+    counted, cache = counting(), OutputCache(2 * SIZE + SIZE // 2, HostClock())
     for _ in range(3):
         for key in range(4):
-            run(cache, made, key)
+            run(cache, counted, key)
             assert cache.bytes <= cache.limit
     assert (cache.spared, cache.bytes) == (2 * 2 * 3, 2 * SIZE)
-    assert calls(made) == [2 + 3 * 2] * 3
+    assert calls(counted) == [2 + 3 * 2] * 3
 
 
 def test_without_keys_nothing_is_kept() -> None:
-    made, cache = counting(), OutputCache(1 << 20, HostClock())
+    counted, cache = counting(), OutputCache(1 << 20, HostClock())
     for _ in range(2):
         cache.begin(None, training=True)
-        cache.forward(made, 0, inputs(1), 0)
-    assert (calls(made), cache.bytes, cache.spared) == ([2, 2, 2], 0, 0)
+        cache.forward(counted, 0, inputs(1), 0)
+    assert (calls(counted), cache.bytes, cache.spared) == ([2, 2, 2], 0, 0)
 
 
 def test_more_layers_freeze_and_layers_in_front_leave() -> None:
     """An output stays right: F goes on behind it, and then the deeper one is kept in its place."""
-    made, cache = counting(4), OutputCache(1 << 20, HostClock())
-    for layer in made:
+    counted, cache = counting(4), OutputCache(1 << 20, HostClock())
+    for layer in counted:
         layer.forward(0, inputs(0), 0, False, False, None)  # as any layer that has run: its sizes are known
-    expected, before = bare(made, 1), calls(made)
-    run(cache, made[:2], 1)
+    expected, before = bare(counted, 1), calls(counted)
+    run(cache, counted[:2], 1)
     cache.forget([2, 3])
     cache.hold({0, 1, 2, 3})
-    assert torch.equal(run(cache, made, 1), expected)
-    assert calls(made) == [n + 1 for n in before]
+    assert torch.equal(run(cache, counted, 1), expected)
+    assert calls(counted) == [n + 1 for n in before]
     assert cache.bytes == SIZE
     cache.hold({2, 3})  # 0 and 1 have moved to the rank in front
     cache.begin([1], training=True)
-    (y,) = cache.forward(made[2:], 0, (bare(made[:2], 1),), 0)
+    (y,) = cache.forward(counted[2:], 0, (bare(counted[:2], 1),), 0)
     assert torch.equal(y, expected)
-    assert calls(made)[2:] == [n + 1 for n in before[2:]]
+    assert calls(counted)[2:] == [n + 1 for n in before[2:]]
 
 
 @pytest.mark.parametrize("changed", [0, 1, 2])
 def test_a_layer_in_front_has_changed(changed: int) -> None:
-    made, cache = counting(), OutputCache(1 << 20, HostClock())
-    run(cache, made, 1)
+    counted, cache = counting(), OutputCache(1 << 20, HostClock())
+    run(cache, counted, 1)
     with torch.no_grad():
-        made[changed].module.get_parameter("weight").add_(1)
+        counted[changed].module.get_parameter("weight").add_(1)
     cache.forget([changed])
-    assert (cache.bytes, calls(made)) == (0, [1, 1, 1])
-    assert torch.equal(run(cache, made, 1), bare(made, 1))
+    assert (cache.bytes, calls(counted)) == (0, [1, 1, 1])
+    assert torch.equal(run(cache, counted, 1), bare(counted, 1))
 
 
 def test_an_output_whose_layer_has_left_is_dropped() -> None:
-    made, cache = counting(), OutputCache(1 << 20, HostClock())
-    run(cache, made, 1)
+    counted, cache = counting(), OutputCache(1 << 20, HostClock())
+    run(cache, counted, 1)
     cache.hold({0, 1})
     assert cache.bytes == 0
 
 
 def test_a_layer_that_has_just_come_runs_once() -> None:
     """Its sizes must be known, for plans."""
-    made, cache = counting(), OutputCache(1 << 20, HostClock())
-    expected = run(cache, made, 1)
-    made[0] = Layer(0, made[0].module, HostClock(), 0)
+    counted, cache = counting(), OutputCache(1 << 20, HostClock())
+    expected = run(cache, counted, 1)
+    counted[0] = Layer(0, counted[0].module, HostClock(), 0)
     for _ in range(2):
-        assert torch.equal(run(cache, made, 1), expected)
-    assert calls(made) == [2, 2, 2]
-    assert made[0].output_bytes == SIZE
+        assert torch.equal(run(cache, counted, 1), expected)
+    assert calls(counted) == [2, 2, 2]
+    assert counted[0].output_bytes == SIZE
 
 
 def test_nobody_can_write_to_what_is_kept() -> None:
-    made, cache = counting(), OutputCache(1 << 20, HostClock())
-    expected = bare(made, 1)
+    counted, cache = counting(), OutputCache(1 << 20, HostClock())
+    expected = bare(counted, 1)
     for _ in range(3):
-        y = run(cache, made, 1)
+        y = run(cache, counted, 1)
         assert torch.equal(y, expected)
         y.detach().zero_()
 
 
 def test_of_a_view_what_it_shows_is_kept() -> None:
     for view, size in ((lambda x: x.t(), 3 * WIDTH), (lambda x: x[:, 1:4], 9), (lambda x: x[:1].expand(7, WIDTH), 7 * WIDTH)):
-        made, cache = layers(nn.Linear(WIDTH, WIDTH), Viewing(view)), OutputCache(1 << 20, HostClock())
-        first, again = run(cache, made, 1), run(cache, made, 1)
-        assert torch.equal(first, again)
+        counted, cache = layers(nn.Linear(WIDTH, WIDTH), Viewing(view)), OutputCache(1 << 20, HostClock())
+        first, second = run(cache, counted, 1), run(cache, counted, 1)
+        assert torch.equal(first, second)
         assert cache.spared == 2
         assert sum(y.untyped_storage().nbytes() for kept in cache._entries.values() for y in kept.tensors) == cache.bytes == 4 * size
 
@@ -206,9 +206,9 @@ def test_what_differs_each_time_ends_the_run() -> None:
         run(OutputCache(1 << 20, HostClock()), dropping, 1)
     with pytest.raises(RunError, match=r"layer 1 \(Tracking\) is frozen and its forward writes to its buffer 'seen', "):
         run(OutputCache(1 << 20, HostClock()), tracking, 1)
-    for made in (dropping, tracking):
+    for stack in (dropping, tracking):
         cache = OutputCache(1 << 20, HostClock())
-        assert torch.equal(run(cache, made, 1, training=False), run(cache, made, 1, training=False))
+        assert torch.equal(run(cache, stack, 1, training=False), run(cache, stack, 1, training=False))
         assert cache.spared == 2, "in evaluation it is the same each time"
     # Where steps do not come again, drawing is nobody's harm; but an evaluation sees what a training forward has written.
     cache.begin(None, training=True)
@@ -244,8 +244,8 @@ def losses_and_calls(cache_bytes: int) -> tuple[list[float], list[int], tuple[in
 
 def test_a_pipeline_with_and_without() -> None:
     losses, run, _ = losses_and_calls(0)
-    again, fewer, (spared, held) = losses_and_calls(1 << 20)
-    assert again == losses
+    cached, fewer, (spared, held) = losses_and_calls(1 << 20)
+    assert cached == losses
     each = 2 * MICROBATCHES
     assert run == [0, *[10 * each] * 3, 0]
     # Per frozen phase: two steps and one evaluation, each once. All training between the two: the two steps and their evaluations.

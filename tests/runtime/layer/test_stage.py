@@ -25,15 +25,15 @@ def stage(first_trainable: int, loss: bool = False, share: float = 1.0) -> tuple
 
 @pytest.mark.parametrize("first_trainable", [0, 4, 5, 6, 7])
 def test_elision(first_trainable: int) -> None:
-    made, modules = stage(first_trainable)
+    whole, modules = stage(first_trainable)
     x = torch.randn(3, 6)
-    (y,) = made.forward(0, (x,), 0, None, training=True)
-    gradients = made.backward_input(0, (torch.ones_like(y),), deferred=True)
-    made.backward_weight(0)
-    elided = [layer.index < first_trainable for layer in made.layers]
-    kinds = [[mark[0] for mark in layer.marks] for layer in made.layers]
+    (y,) = whole.forward(0, (x,), 0, None, training=True)
+    gradients = whole.backward_input(0, (torch.ones_like(y),), deferred=True)
+    whole.backward_weight(0)
+    elided = [layer.index < first_trainable for layer in whole.layers]
+    kinds = [[mark[0] for mark in layer.marks] for layer in whole.layers]
     assert kinds == [[Kind.F] if gone else [Kind.F, Kind.B, Kind.W] for gone in elided]
-    assert [layer.activation_bytes > 0 for layer in made.layers] == [not gone for gone in elided]
+    assert [layer.activation_bytes > 0 for layer in whole.layers] == [not gone for gone in elided]
     assert [p.grad is not None for m in modules for p in m.parameters()] == [not gone for gone in elided for _ in range(2)]
     # Whose layer below trains hands on a gradient; where the trainable part begins, nobody waits for one.
     expected = x.clone().requires_grad_()
@@ -49,20 +49,20 @@ def test_elision(first_trainable: int) -> None:
 
 
 def test_a_frozen_layer_in_the_middle() -> None:
-    made, modules = stage(0)
+    whole, modules = stage(0)
     modules[2].requires_grad_(False)
-    (y,) = made.forward(0, (torch.randn(3, 6),), 0, None, training=True)
-    made.backward_input(0, (torch.ones_like(y),), deferred=True)
-    made.backward_weight(0)
+    (y,) = whole.forward(0, (torch.randn(3, 6),), 0, None, training=True)
+    whole.backward_input(0, (torch.ones_like(y),), deferred=True)
+    whole.backward_weight(0)
     assert [m.get_parameter("weight").grad is not None for m in modules] == [True, True, False, True]
-    assert made.layers[2].stash_bytes == made.layers[2].activation_bytes == 0
+    assert whole.layers[2].stash_bytes == whole.layers[2].activation_bytes == 0
 
 
 def test_the_loss_and_its_share() -> None:
-    made, modules = stage(0, loss=True, share=0.25)
+    whole, modules = stage(0, loss=True, share=0.25)
     x, aim = torch.randn(3, 6), torch.randn(3, 6)
-    (loss,) = made.forward(0, (x,), 0, aim, training=True)
-    made.backward_input(0, None, deferred=False)
+    (loss,) = whole.forward(0, (x,), 0, aim, training=True)
+    whole.backward_input(0, None, deferred=False)
     ours = [p.grad for m in modules for p in m.parameters()]
     plain: Tensor = x
     for module in modules:
@@ -75,21 +75,21 @@ def test_the_loss_and_its_share() -> None:
 
 
 def test_without_training_nothing_is_kept() -> None:
-    made, _ = stage(0, loss=True)
-    (loss,) = made.forward(0, (torch.randn(3, 6),), 0, torch.randn(3, 6), training=False)
+    whole, _ = stage(0, loss=True)
+    (loss,) = whole.forward(0, (torch.randn(3, 6),), 0, torch.randn(3, 6), training=False)
     assert not loss.requires_grad
-    assert not any(layer._saved for layer in made.layers)
+    assert not any(layer._saved for layer in whole.layers)
 
 
 def test_a_loss_must_be_a_scalar() -> None:
-    made, _ = stage(0)
-    made = Stage(made.layers, 0, lambda out, aim: out - aim)
+    whole, _ = stage(0)
+    whole = Stage(whole.layers, 0, lambda out, aim: out - aim)
     with pytest.raises(RunError, match=r"the loss function returned a tensor of shape \(3, 6\); it must return a scalar"):
-        made.forward(0, (torch.randn(3, 6),), 0, torch.randn(3, 6), training=True)
+        whole.forward(0, (torch.randn(3, 6),), 0, torch.randn(3, 6), training=True)
 
 
 def test_clear() -> None:
-    made, _ = stage(0)
-    made.forward(0, (torch.randn(3, 6),), 0, None, training=True)
-    made.clear()
-    assert not any(layer._saved or layer.marks for layer in made.layers)
+    whole, _ = stage(0)
+    whole.forward(0, (torch.randn(3, 6),), 0, None, training=True)
+    whole.clear()
+    assert not any(layer._saved or layer.marks for layer in whole.layers)

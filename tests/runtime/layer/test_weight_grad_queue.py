@@ -38,12 +38,12 @@ class Two(nn.Module):
         return self.two(self.norm(torch.tanh(self.one(x))))
 
 
-def gradients(order: str, slots: int, idle: bool = False) -> dict[str, Tensor | None]:
+def gradients(order: str, groups: int, idle: bool = False) -> dict[str, Tensor | None]:
     """order: what runs after the F's, of b, w (the next of each), x (both at once) and p (the next piece of the next W)."""
     module = Two(idle)
     ended: list[int] = []
     layer = Layer(0, module, HostClock(), 1)
-    layer.groups = AccumulationGroups(list(module.parameters()), 4, slots, lambda: ended.append(1))
+    layer.groups = AccumulationGroups(list(module.parameters()), 4, groups, lambda: ended.append(1))
     random = torch.Generator().manual_seed(2)
     for j in range(4):
         layer.forward(j, (torch.randn(3, 6, generator=random),), 0, True, True, None)
@@ -67,12 +67,12 @@ def gradients(order: str, slots: int, idle: bool = False) -> dict[str, Tensor | 
     return {name: p.grad for name, p in module.named_parameters()}
 
 
-@pytest.mark.parametrize("slots", [1, 2, 4])
+@pytest.mark.parametrize("groups", [1, 2, 4])
 @pytest.mark.parametrize("idle", [False, True])
 @pytest.mark.parametrize("order", ["bwbwbwbw", "bpbwbppwpbwpw", "bbpbbwpwppww", "bbbbpwpwpwpw", "xbpbpwbpww"])
-def test_same_bits(order: str, idle: bool, slots: int) -> None:
+def test_same_bits(order: str, idle: bool, groups: int) -> None:
     """B's of later microbatches between two pieces too: they end slots of their own parameters, and must not take others' for theirs."""
-    expected, got = gradients("xxxx", slots, idle), gradients(order, slots, idle)
+    expected, got = gradients("xxxx", groups, idle), gradients(order, groups, idle)
     assert got.keys() == expected.keys()
     for name, value in expected.items():
         actual = got[name]
@@ -182,11 +182,11 @@ def both(pool: Pool, ranks: int, schedule: Any, **options: Any) -> list[list[dic
     return [pool.run(EXECUTE, ranks, schedule=schedule, layers=LAYERS, late=late, **options) for late in (None, 1)]
 
 
-@pytest.mark.parametrize("slots", [1, 2, 4])
+@pytest.mark.parametrize("groups", [1, 2, 4])
 @pytest.mark.parametrize("placement", [[0, 1, 1, 0], [0, 0, 1, 1], [0, 1, 2, 3]])
-def test_late_messages_change_nothing(pool: Pool, placement: list[int], slots: int) -> None:
+def test_late_messages_change_nothing(pool: Pool, placement: list[int], groups: int) -> None:
     """Neither a gradient nor the order in which layers end, which replicas must share."""
-    whole, pieces = both(pool, max(placement) + 1, [placement, 1], microbatches=4, slots=slots)
+    whole, pieces = both(pool, max(placement) + 1, [placement, 1], microbatches=4, groups=groups)
     assert sum(r.pop("ahead") for r in whole) == 0
     assert sum(r.pop("ahead") for r in pieces) > 0
     assert pieces == whole

@@ -35,10 +35,10 @@ def test_buckets_hold_every_share_once(sizes: list[int], low: list[int], replica
             for replica, (start, stop) in enumerate(s.ranges):
                 parts[id(s.parameter)][replica].append((start, stop))
     for s in shares:
-        for (start, stop), found in zip(s.ranges, parts[id(s.parameter)], strict=True):
-            assert found, "a bucket says whether there is a gradient, though it were empty"
-            within = [part for part in found if part[0] < part[1]]
-            edges = [edge for part in within for edge in part]
+        for (start, stop), share in zip(s.ranges, parts[id(s.parameter)], strict=True):
+            assert share, "a bucket says whether there is a gradient, though it were empty"
+            filled = [part for part in share if part[0] < part[1]]
+            edges = [edge for part in filled for edge in part]
             assert edges == sorted(edges)
             assert edges[1:-1:2] == edges[2::2], "one after another"
             assert (edges[:1], edges[-1:]) == (([start], [stop]) if start < stop else ([], []))

@@ -348,23 +348,23 @@ def test_a_master_takes_steps_too_small_for_its_parameter() -> None:
         optimizer.step(1e-4)
     torch.testing.assert_close(optimizer.state()["weight/master"], torch.full((4, 4), 0.99), rtol=1e-4, atol=0)
     assert torch.equal(module.weight.detach(), optimizer.state()["weight/master"].bfloat16())
-    again = LayerOptimizer(module, OptimizerSettings())
-    again.load(optimizer.state())
-    assert torch.equal(again.state()["weight/master"], optimizer.state()["weight/master"])
+    loaded = LayerOptimizer(module, OptimizerSettings())
+    loaded.load(optimizer.state())
+    assert torch.equal(loaded.state()["weight/master"], optimizer.state()["weight/master"])
 
 
 def test_momentum_that_a_run_without_one_finds() -> None:
     """It is dropped, or in-place rollback would divide by a momentum of 0."""
     settings = OptimizerSettings("sgd", momentum=0.0)
     module = nn.Linear(4, 4)
-    made = LayerOptimizer(module, settings)
-    made.load({f"{name}/momentum_buffer": torch.ones_like(p) for name, p in module.named_parameters()})
+    optimizer = LayerOptimizer(module, settings)
+    optimizer.load({f"{name}/momentum_buffer": torch.ones_like(p) for name, p in module.named_parameters()})
     for _ in range(3):
         before = module.weight.detach().clone()
         for p in module.parameters():
             p.grad = torch.full_like(p, 0.5)
-        made.step(0.1)
-        made.invert(0.1)
+        optimizer.step(0.1)
+        optimizer.invert(0.1)
         torch.testing.assert_close(module.weight.detach(), before)
 
 

@@ -31,9 +31,9 @@ from tests.runtime.jobs.migrate import fingerprint
 JOBS = "tests.runtime.jobs.checkpoint:"
 
 
-def save(made: Pipeline, folder: Path, step: int, keep: int = 9, state: dict[str, Any] | None = None) -> Path:
-    layers = [(i, (m, o.state())) for i, (m, o) in made.own_layers.items()]
-    return checkpoint.save(made.world, folder, step, made.model.names, layers, state or {}, keep).path
+def save(pipeline: Pipeline, folder: Path, step: int, keep: int = 9, state: dict[str, Any] | None = None) -> Path:
+    layers = [(i, (m, o.state())) for i, (m, o) in pipeline.own_layers.items()]
+    return checkpoint.save(pipeline.world, folder, step, pipeline.model.names, layers, state or {}, keep).path
 
 
 def names(folder: Path) -> list[str]:
@@ -87,9 +87,9 @@ def test_no_pickles(tmp_path: Path) -> None:
 
 def test_a_flipped_bit_is_noticed(tmp_path: Path) -> None:
     """In any file; the message names it, and the checkpoint before is taken."""
-    made = gpt()
-    save(made, tmp_path, 1)
-    newest = save(made, tmp_path, 2)
+    pipeline = gpt()
+    save(pipeline, tmp_path, 1)
+    newest = save(pipeline, tmp_path, 2)
     assert checkpoint.find(tmp_path)[0] == newest
     for file in sorted(p for p in newest.rglob("*") if p.is_file()):
         flip(file)
@@ -106,8 +106,8 @@ def test_a_flipped_bit_is_noticed(tmp_path: Path) -> None:
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_ranks_read_a_part_each(pool: Pool, ranks: int, tmp_path: Path) -> None:
     """And all know what any of them has found."""
-    made = gpt()
-    first, second = save(made, tmp_path, 1), save(made, tmp_path, 2)
+    pipeline = gpt()
+    first, second = save(pipeline, tmp_path, 1), save(pipeline, tmp_path, 2)
     files = sorted(str(p.relative_to(tmp_path)) for p in second.glob("layer-*/*"))
     rows = pool.run("tests.runtime.jobs.checkpoint:look_together", ranks, folder=str(tmp_path))
     assert sorted(name for row in rows for name in row["read"]) == files, "each file once"
@@ -121,8 +121,8 @@ def test_ranks_read_a_part_each(pool: Pool, ranks: int, tmp_path: Path) -> None:
 def test_what_is_missing_or_torn(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="there is no checkpoint to resume from; start anew with --overwrite"):
         checkpoint.find(tmp_path / "nowhere")
-    made = gpt()
-    first, second, third = (save(made, tmp_path, step) for step in (1, 2, 3))
+    pipeline = gpt()
+    first, second, third = (save(pipeline, tmp_path, step) for step in (1, 2, 3))
     # A save that was cut off, one that lost its manifest, and what `latest` names is not there.
     third.rename(third.with_suffix(".tmp"))
     (second / "manifest.json").unlink()
@@ -138,8 +138,8 @@ def test_what_is_missing_or_torn(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs a file whose every read fails")
 def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
-    made = gpt()
-    first, second = save(made, tmp_path, 1), save(made, tmp_path, 2)
+    pipeline = gpt()
+    first, second = save(pipeline, tmp_path, 1), save(pipeline, tmp_path, 2)
     file = second / "layer-0003" / "tensors.safetensors"
     file.unlink()
     file.symlink_to("/proc/self/mem")  # of this process's memory nothing is at address 0
@@ -150,34 +150,34 @@ def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
 
 def test_only_the_last_are_kept(tmp_path: Path) -> None:
     """In the order of steps, not of letters, and without what earlier saves left."""
-    made = gpt()
+    pipeline = gpt()
     (tmp_path / "step-000007.tmp").mkdir()
     (tmp_path / "notes").mkdir()
     for step in (5, 999_999, 1_000_000, 1_000_001):
-        save(made, tmp_path, step, keep=2)
+        save(pipeline, tmp_path, step, keep=2)
     assert names(tmp_path) == ["latest", "notes", "step-1000000", "step-1000001"]
     assert checkpoint.find(tmp_path)[1].step == 1_000_001
     assert (tmp_path / "latest").read_text() == "step-1000001"
 
 
 def test_a_damaged_newer_one_does_not_push_out_the_only_good(tmp_path: Path) -> None:
-    made = gpt()
-    save(made, tmp_path, 4)
-    flip(save(made, tmp_path, 8) / "manifest.json", 3)
+    pipeline = gpt()
+    save(pipeline, tmp_path, 4)
+    flip(save(pipeline, tmp_path, 8) / "manifest.json", 3)
     assert checkpoint.find(tmp_path)[1].step == 4  # so the run went on from there
-    save(made, tmp_path, 6, keep=1)
+    save(pipeline, tmp_path, 6, keep=1)
     assert names(tmp_path) == ["latest", "step-000006"]
 
 
 def test_a_full_disk_at_any_file(tmp_path: Path) -> None:
     """One line, whichever file it is. What was there before is whole, and the next save works."""
-    made = gpt(blocks=1)
+    pipeline = gpt(blocks=1)
     with full_at(-1) as synced:
-        save(made, tmp_path, 1, keep=2)
+        save(pipeline, tmp_path, 1, keep=2)
     assert len(synced) >= 4 * 3 + 4, "layers (description, tensors, folder), manifest, latest"
     for number in range(len(synced)):
         with full_at(number), pytest.raises(RunError) as caught:
-            save(made, tmp_path, 2, keep=2)
+            save(pipeline, tmp_path, 2, keep=2)
         assert re.fullmatch(
             r"\S+/step-000002.tmp could not be written \(rank 0: No space left on device\); "
             "earlier checkpoints are untouched: mend this and go on with --resume",
@@ -185,7 +185,7 @@ def test_a_full_disk_at_any_file(tmp_path: Path) -> None:
         )
         assert checkpoint.verify(tmp_path / "step-000001").step == 1
         assert checkpoint.find(tmp_path)[2] == []
-    save(made, tmp_path, 2, keep=2)
+    save(pipeline, tmp_path, 2, keep=2)
     assert names(tmp_path) == ["latest", "step-000001", "step-000002"]
 
 
@@ -198,12 +198,12 @@ def test_a_full_disk_on_one_rank(pool: Pool, tmp_path: Path) -> None:
 
 
 def test_saving_a_step_again_replaces_it(tmp_path: Path) -> None:
-    made = gpt()
-    save(made, tmp_path, 2)
-    made.step(0, *tokens(0), lr=0.1)
-    path = save(made, tmp_path, 2)
+    pipeline = gpt()
+    save(pipeline, tmp_path, 2)
+    pipeline.step(0, *tokens(0), lr=0.1)
+    path = save(pipeline, tmp_path, 2)
     tensors, _ = checkpoint.load_layer(path, 5, torch.device("cpu"))
-    weight = made.own_layers[5][0].get_parameter("logits.weight")
+    weight = pipeline.own_layers[5][0].get_parameter("logits.weight")
     assert torch.equal(tensors["parameter", "logits.weight"], weight)
     assert tensors["optimizer", "logits.weight/step"] == 1
 
@@ -234,17 +234,17 @@ def test_a_buffer_that_a_forward_has_made(tmp_path: Path) -> None:
 
     def model(inside: bool, registers: bool = True) -> Model:
         def middle() -> nn.Module:
-            made = Counting(8, 8, bias=False)
+            pipe = Counting(8, 8, bias=False)
             if registers:
-                made.register_buffer("seen", None)
-            return nn.Sequential(nn.Identity(), made) if inside else made
+                pipe.register_buffer("seen", None)
+            return nn.Sequential(nn.Identity(), pipe) if inside else pipe
 
         factories = [partial(nn.Embedding, 256, 8), middle, partial(nn.Linear, 8, 256)]
         return from_factories(["tokens", "middle", "head"], factories, 0, next_token_loss)
 
-    made = pipeline(model(True))
-    made.step(0, *tokens(0), lr=0.1)
-    arrived = checkpoint.load_layer(save(made, tmp_path, 1), 1, torch.device("cpu"))
+    pipe = pipeline(model(True))
+    pipe.step(0, *tokens(0), lr=0.1)
+    arrived = checkpoint.load_layer(save(pipe, tmp_path, 1), 1, torch.device("cpu"))
     for registers in (True, False):
         other = pipeline(model(True, registers))
         other.restore(1, *arrived)
@@ -347,27 +347,27 @@ def test_so_is_what_a_layer_says_of_itself(tmp_path: Path, old: str, new: str, s
 @pytest.mark.parametrize("function", ["bare", "layers"])
 def test_layers_without_tensors_and_with_complex_ones(tmp_path: Path, function: str) -> None:
     config = parse({"model": {"kind": f"python:tests.models.user_model:{function}"}})
-    made, other = pipeline(load_model(config)), pipeline(load_model(config))
-    made.step(0, *tokens(0), lr=0.1)
-    path = save(made, tmp_path, 1)
+    pipe, other = pipeline(load_model(config)), pipeline(load_model(config))
+    pipe.step(0, *tokens(0), lr=0.1)
+    path = save(pipe, tmp_path, 1)
     checkpoint.verify(path)
     for index in other.own_layers:
         other.restore(index, *checkpoint.load_layer(path, index, torch.device("cpu")))
-        assert fingerprint(*other.own_layers[index]) == fingerprint(*made.own_layers[index])
+        assert fingerprint(*other.own_layers[index]) == fingerprint(*pipe.own_layers[index])
 
 
 def test_tied_weights_stay_tied(tmp_path: Path) -> None:
     """Saved as two, restored as one."""
-    made = gpt(tied=True)
-    made.step(0, *tokens(0), lr=0.1)
-    path = save(made, tmp_path, 1)
+    pipeline = gpt(tied=True)
+    pipeline.step(0, *tokens(0), lr=0.1)
+    path = save(pipeline, tmp_path, 1)
     other = gpt(tied=True)
     for index in other.own_layers:
         other.restore(index, *checkpoint.load_layer(path, index, torch.device("cpu")))
-    for each in (made, other):
+    for each in (pipeline, other):
         for step in (1, 2):
             each.step(step, *tokens(step), lr=0.1)
-    for index, (module, optimizer) in made.own_layers.items():
+    for index, (module, optimizer) in pipeline.own_layers.items():
         assert fingerprint(*other.own_layers[index]) == fingerprint(module, optimizer)
     modules = other.own_layers
     assert torch.equal(modules[0][0].get_parameter("tokens.weight"), modules[5][0].get_parameter("logits.weight"))
@@ -377,18 +377,18 @@ def test_tied_weights_stay_tied(tmp_path: Path) -> None:
 def test_another_optimizer_is_refused(tmp_path: Path, saved: str, resumed: str) -> None:
     """Its moments would be dropped, or missed in the middle of a step."""
 
-    def made(name: Any) -> Pipeline:
+    def built(name: Any) -> Pipeline:
         settings = OptimizerSettings(name, momentum=0.9)
         model = load_model(parse({"model": {"blocks": 1, "hidden": 16, "heads": 2, "sequence": 8}}))
         return Pipeline(alone(), model, Partition((4,)), schedule="zb-h1", microbatches=MICROBATCHES, optimizer=settings)
 
-    first = made(saved)
+    first = built(saved)
     first.step(0, *tokens(0), lr=0.1)
     path = save(first, tmp_path, 1)
     with pytest.raises(
         CheckpointError, match=r"layer 0 \(embedding\): the checkpoint has tokens.weight/.* of the optimizer, which the con"
     ):
-        made(resumed).restore(0, *checkpoint.load_layer(path, 0, torch.device("cpu")))
+        built(resumed).restore(0, *checkpoint.load_layer(path, 0, torch.device("cpu")))
 
 
 def test_a_weight_tied_since_is_refused(tmp_path: Path) -> None:
@@ -417,7 +417,7 @@ def test_what_a_module_makes_for_itself_is_its_own_where_the_shape_is_another(tm
 def test_buffers_of_a_checkpoint(tmp_path: Path) -> None:
     """Those that the model has are taken, also what a module makes for itself; one that the model lacks it may make in a forward."""
 
-    def made(names: list[str], value: float = 1.0) -> Pipeline:
+    def built(names: list[str], value: float = 1.0) -> Pipeline:
         def middle() -> nn.Module:
             layer = nn.Linear(8, 8)
             for name in names:
@@ -427,13 +427,13 @@ def test_buffers_of_a_checkpoint(tmp_path: Path) -> None:
         factories = [partial(nn.Embedding, 256, 8), middle, partial(nn.Linear, 8, 256)]
         return pipeline(from_factories(["tokens", "middle", "head"], factories, 0, next_token_loss))
 
-    path = save(made(["mean", "own"], 3.0), tmp_path, 1)
+    path = save(built(["mean", "own"], 3.0), tmp_path, 1)
     layer = checkpoint.load_layer(path, 1, torch.device("cpu"))
-    same = made(["mean", "own"])
+    same = built(["mean", "own"])
     same.restore(1, *layer)
     assert all((buffer == 3).all() for buffer in same.modules[1].buffers())
-    less = made([])
+    less = built([])
     less.restore(1, *layer)
     assert dict(less.modules[1].named_buffers())["mean"].tolist() == [3.0] * 8
     with pytest.raises(CheckpointError, match="the config's model has the buffer scale, the checkpoint has not; resume with the config"):
-        made(["mean", "scale"]).restore(1, *layer)
+        built(["mean", "scale"]).restore(1, *layer)
