@@ -188,10 +188,29 @@ class _Search:
             others = []
         if self.ties_only:
             self.limit = self.bottleneck(least_bottleneck[0].bounds) * (1 + 1e-12)
+        elif self.links is not None and self.stages == self.ranks:
+            others += self.with_links(weights, self.links)
         others.append(uniform(len(self.layers), self.stages))
         if self.current is not None and self.current.ranks == self.stages:
             others.append(self.current)
         return [x.bounds for x in least_bottleneck] + [x.bounds for x in others if self.allowed(x.bounds)]
+
+    def with_links(self, weights: Sequence[float], links: Sequence[LinkCost]) -> list[Partition]:
+        """The placement of the least bottleneck if a stage's time counts the way of its output, too; none if links take no time."""
+        sizes = [layer.output_bytes for layer in self.layers]
+        if not any(link.seconds(size) for link in links for size in sizes):
+            return []
+        return [
+            exact(
+                *(weights, self.stages),
+                memory=self.memory,
+                current=self.current,
+                move_bytes=self.sizes,
+                speeds=self.speeds,
+                links=links,
+                output_bytes=sizes,
+            )
+        ]
 
     def allowed(self, bounds: Bounds) -> bool:
         """Within memory and, if that is asked for, the least bottleneck."""

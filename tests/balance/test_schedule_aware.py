@@ -1,6 +1,7 @@
 """The search whose judge is the simulator."""
 
 import random
+from dataclasses import replace
 from itertools import combinations
 
 import pytest
@@ -202,3 +203,17 @@ def test_rows_of_a_schedule():
     assert shape.counts.tolist() == [[2, 0, 0, 2], [2, 0, 0, 2]]
     assert sorted(map(tuple, shape.rows[:, :3].tolist())) == sorted((s, s, k) for s in (0, 1) for k in (0, 0, 3, 3))
     assert replay.__name__ == "replay"
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_slow_links_are_a_start_of_their_own(seed: int):
+    """Never slower, by the simulator, than the placement whose stages count the way of their output."""
+    draw = random.Random(seed)
+    layers = tuple(replace(x, output_bytes=draw.choice([1, 40])) for x in drawn(draw, 12))
+    links = [LinkCost(0.0, draw.choice([10.0, 100.0])) for _ in range(3)]
+    make = by_name("1f1b", 8)
+    aware = exact([x.seconds for x in layers], 4, links=links, output_bytes=[x.output_bytes for x in layers])
+    result = search(layers, 4, make=make, links=links)
+    assert result.seconds <= time_of(layers, aware, make, SPAN, links=links) * (1 + 1e-9)
+    searched = _Search(layers, (0, 1, 2, 3), make, links, None, None, SPAN, None, False)
+    assert aware.bounds in searched.starts()
