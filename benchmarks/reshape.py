@@ -27,7 +27,8 @@ from benchmarks.cost_traces import Layers, bottleneck, in_blocks, in_halves, nam
 from benchmarks.harness import machine, save_picture
 from dynmo.balance.partition import exact, uniform
 from dynmo.cost.profile_file import Profile
-from dynmo.planner.mesh_search import Mesh, MeshPlan, MeshRequest, search
+from dynmo.planner.mesh_plan import Mesh, MeshPlan
+from dynmo.planner.mesh_search import MeshRequest, search
 from dynmo.planner.reshape import reshape
 from dynmo.schedule.bounds import Objective
 

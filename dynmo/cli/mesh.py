@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 
     from dynmo.cost.profile_file import Profile
     from dynmo.planner.evaluate import RecomputeMode
-    from dynmo.planner.mesh_search import MeshPlan, MeshRequest, MeshSearchResult
+    from dynmo.planner.mesh_plan import MeshPlan
+    from dynmo.planner.mesh_search import MeshRequest, MeshSearchResult
 
 
 @dataclass(frozen=True)

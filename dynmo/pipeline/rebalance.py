@@ -21,7 +21,8 @@ from dynmo.errors import NoRoomError, PartitionError
 from dynmo.events import ChangeEvent, Event, RebalanceEvent, RebalanceResultEvent, ScheduleEvent, now
 from dynmo.pipeline.pipeline import Pipeline
 from dynmo.pipeline.profile import profile_of
-from dynmo.planner.mesh_search import Mesh, MeshRequest
+from dynmo.planner.mesh_plan import Mesh
+from dynmo.planner.mesh_search import MeshRequest
 from dynmo.planner.reshape import Reshape, reshape
 from dynmo.runtime.engine.profiler import measure_links
 from dynmo.schedule.catalogue import entry

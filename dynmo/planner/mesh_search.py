@@ -9,18 +9,7 @@
 Zero Bubble's rebuttal makes the point: with no bubbles to hide, few microbatches are enough, so the same batch can go to more replicas, and
 ZeRO pays for the memory. Each candidate is a plan (`planning`): placed by a balancer, scheduled, simulated, its memory checked.
 
-Costs at another size of microbatch are in proportion to it (`planning.scale_layers`), a rank's optimizer state under ZeRO-1 is its part of
-one replica's, ceil(bytes / replicas), and the gradients cross a ring without latency:
-
-    zero = 0    all-reduce        2 (R - 1) / R x gradient bytes / bandwidth       as a layer's last W ends
-    zero = 1    reduce-scatter      (R - 1) / R x gradient bytes / bandwidth       as a layer's last W ends
-                all-gather          (R - 1) / R x weight bytes   / bandwidth       after the step's last op, hidden by nothing
-
-A rank reduces one layer after another, in the order in which their last W's end (within a stage: from its last layer to its first), while
-it works on: the link takes no time from the ops. What is not over by the end of the step's last op is `exposed`.
-
-    rank 0   ... W W[a f a]                    last W of the stage: of f, then of a
-             reductions     [ f ][ a ]         exposed: what lies beyond the step's end
+`mesh_plan` has the costs of a mesh and the time of its reductions.
 """
 
 from __future__ import annotations
@@ -33,69 +22,19 @@ from typing import final
 
 from dynmo.balance.partition import exact, stage_loads, uniform
 from dynmo.balance.stage_costs import freeze, pipeline_costs
-from dynmo.cost.layer_cost import LayerCost
 from dynmo.cost.profile_file import Profile
 from dynmo.errors import InputError, NoRoomError, PartitionError, ScheduleError
-from dynmo.planner.evaluate import Plan, PlanRequest, RecomputeMode
-from dynmo.planner.microbatches import scale_layers
+from dynmo.planner.evaluate import PlanRequest, RecomputeMode
+from dynmo.planner.mesh_plan import Mesh, MeshPlan, add_reductions, mesh_profile
 from dynmo.planner.recompute import planned_memory
 from dynmo.planner.stage_plan import make_plan
 from dynmo.schedule.automatic.make import make
 from dynmo.schedule.bounds import Objective
 from dynmo.schedule.catalogue import check_microbatches, chunks_of
-from dynmo.schedule.op import Kind
-from dynmo.schedule.simulator import Span
 
 SCHEDULES = ("zb-h1", "1f1b", "zb-h2", "zb-auto", "zb-v")
 FRUGAL = ("v-half", "v-min")  # with less memory than zb-v, and hardly ever faster: only where memory is limited
 BALANCERS = ("exact", "schedule-aware")
-
-
-@dataclass(frozen=True)
-class Mesh:
-    """micro_batch: sequences in one microbatch; microbatches: of each replica."""
-
-    pipeline: int
-    replicas: int
-    microbatches: int
-    micro_batch: int
-    schedule: str
-
-    @property
-    def gpus(self) -> int:
-        return self.pipeline * self.replicas
-
-    @property
-    def global_batch(self) -> int:
-        return self.replicas * self.microbatches * self.micro_batch
-
-    def __str__(self) -> str:
-        return (
-            f"{self.pipeline} ranks x {self.replicas} replicas, {self.microbatches} microbatches of {self.micro_batch} with {self.schedule}"
-        )
-
-
-@dataclass(frozen=True)
-class MeshPlan:
-    """`plan`: of one replica. seconds: of a step, with the reductions; exposed: the part of them that comes after all ops."""
-
-    mesh: Mesh
-    plan: Plan
-    seconds: float
-    exposed: float
-
-    @property
-    def memory(self) -> tuple[int, ...]:
-        """Bytes per rank."""
-        return self.plan.memory
-
-    @property
-    def bubble(self) -> float:
-        return self.plan.timeline.bubble_ratio
-
-    @property
-    def samples_per_second(self) -> float:
-        return self.mesh.global_batch / self.seconds if self.seconds else math.inf
 
 
 @dataclass(frozen=True)
@@ -362,48 +301,3 @@ class _Search:
             else:
                 self.loads[ranks, contiguous] = max(math.fsum(weights) / ranks, *weights)
         return self.loads[ranks, contiguous]
-
-
-def mesh_profile(profile: Profile, mesh: Mesh, zero: int, accumulation_groups: int | None = None) -> Profile:
-    """The costs of one replica: of the mesh's microbatches, with the optimizer state that ZeRO leaves on a rank and the gradients that wait
-    in accumulation groups."""
-    assert profile.microbatch is not None
-    layers = scale_layers(profile.layers, mesh.micro_batch / profile.microbatch)
-    if zero:
-        layers = tuple(layer.shared(mesh.replicas) for layer in layers)
-    if accumulation_groups is not None:
-        layers = tuple(layer.with_accumulation(accumulation_groups // mesh.replicas) for layer in layers)
-    return replace(profile, layers=layers, microbatch=mesh.micro_batch, microbatches=mesh.microbatches)
-
-
-def add_reductions(mesh: Mesh, plan: Plan, bandwidth: float, zero: int = 0) -> MeshPlan:
-    """The plan's ops, and then what is left of the reductions: the model is at the top of this file."""
-    ring = (mesh.replicas - 1) / mesh.replicas / bandwidth
-    ends: list[float] = []
-    gathers: list[float] = []
-    for row in plan.timeline.ranks:
-        trained = sorted(_ready(plan, row), key=lambda pair: pair[0])
-        over = -math.inf
-        for ready, layer in trained:
-            over = max(over, ready) + (1 if zero else 2) * ring * layer.gradient_bytes
-        ends.append(max(over, row[-1].end))
-        gathers.append(ring * sum(layer.weight_bytes for _, layer in trained) if zero else 0.0)
-    begins = [row[0].start for row in plan.timeline.ranks]
-    if plan.request.objective is Objective.MAKESPAN:  # the optimizer is a barrier
-        seconds = max(ends) + max(gathers) - min(begins)
-    else:
-        seconds = max(end + gather - begin for end, gather, begin in zip(ends, gathers, begins, strict=True))
-    if not math.isfinite(seconds):
-        raise PartitionError(f"at {bandwidth} bytes per second a step takes longer than a number can say; give a bandwidth that there is")
-    return MeshPlan(mesh, plan, seconds, max(0.0, seconds - plan.step))
-
-
-def _ready(plan: Plan, row: Sequence[Span]) -> Iterator[tuple[float, LayerCost]]:
-    """The layers of a rank that train, and when the last W of each ends."""
-    for op, start, _ in row:
-        if op.kind in (Kind.W, Kind.BW) and op.microbatch == plan.request.microbatches - 1:
-            for index in reversed(plan.partition.range_of(op.stage)):
-                layer = plan.request.layers[index]
-                start += layer.w + (layer.b if op.kind is Kind.BW else 0.0)
-                if layer.w:
-                    yield start, layer

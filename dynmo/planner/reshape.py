@@ -20,7 +20,8 @@ from dynmo.balance.trigger import Decision, worth_moving
 from dynmo.cost.layer_cost import LayerCost
 from dynmo.errors import PartitionError
 from dynmo.planner.evaluate import PlanRequest, evaluate_partition
-from dynmo.planner.mesh_search import Mesh, MeshPlan, MeshRequest, add_reductions, mesh_profile, search
+from dynmo.planner.mesh_plan import Mesh, MeshPlan, add_reductions, mesh_profile
+from dynmo.planner.mesh_search import MeshRequest, search
 from dynmo.schedule.catalogue import placement_of
 
 

@@ -14,7 +14,8 @@ from dynmo.cost.layer_cost import LayerCost, LinkCost
 from dynmo.cost.profile_file import Profile
 from dynmo.errors import InputError, PartitionError
 from dynmo.planner.evaluate import PlanRequest, evaluate_partition
-from dynmo.planner.mesh_search import Mesh, MeshPlan, MeshRequest, add_reductions, mesh_profile, search
+from dynmo.planner.mesh_plan import Mesh, MeshPlan, add_reductions, mesh_profile
+from dynmo.planner.mesh_search import MeshRequest, search
 from dynmo.planner.recompute import planned_memory
 from dynmo.planner.stage_plan import make_plan
 from dynmo.schedule.bounds import Objective

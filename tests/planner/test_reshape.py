@@ -11,7 +11,8 @@ from dynmo.cost.layer_cost import LayerCost
 from dynmo.cost.profile_file import Profile
 from dynmo.errors import PartitionError
 from dynmo.planner.evaluate import PlanRequest, evaluate_partition
-from dynmo.planner.mesh_search import Mesh, MeshRequest, add_reductions, mesh_profile
+from dynmo.planner.mesh_plan import Mesh, add_reductions, mesh_profile
+from dynmo.planner.mesh_search import MeshRequest
 from dynmo.planner.reshape import largest_arrival, reshape
 
 
