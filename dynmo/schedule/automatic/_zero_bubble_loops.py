@@ -68,14 +68,14 @@ def _build(m, f, b, w, link, mf, stash, cap, first, credits, lead, policy, most,
         left, right = tree[2 * i], tree[2 * i + 1]
         tree[i] = left if right < 0 or (left >= 0 and wake[left] <= wake[right]) else right
     left_over = p
-    looks = 0
+    visited = 0
     worst = 0.0
     while left_over > 0:
-        looks += 1
+        visited += 1
         r = tree[1]
         now = wake[r]
         if now >= _NEVER:
-            return _NEVER, looks
+            return _NEVER, visited
         held, stashed = nf[r] - nb[r], nb[r] - nw[r]
         live = held * mf[r] + stashed * stash[r]
         later = _NEVER
@@ -156,14 +156,14 @@ def _build(m, f, b, w, link, mf, stash, cap, first, credits, lead, policy, most,
             wake[told] = news
             _settle(tree, wake, told)
         if end + work[r] > most:
-            return _NEVER, looks
+            return _NEVER, visited
         wake[r] = end
         if nw[r] == m or (r < first and nf[r] == m):
             left_over -= 1
             wake[r] = _NEVER
             worst = max(worst, end - lead[r])
         _settle(tree, wake, r)
-    return worst, looks
+    return worst, visited
 
 
 @njit
@@ -410,39 +410,39 @@ def _polish(m, d, mf, stash, cap, first, credits, lead, goal, budget, best_order
                 kind = order[r, source]
                 tabu = barred[kind, r, before[kind, r, source]] > turn
                 # Each op may go before the block's first or behind its last (which helps nobody in the last block), the outer two anywhere.
-                found = 0
+                candidates = 0
                 if source - low <= _FAR:
-                    targets[found] = low
-                    found += 1
+                    targets[candidates] = low
+                    candidates += 1
                 if not last and high - source <= _FAR:
-                    targets[found] = high
-                    found += 1
+                    targets[candidates] = high
+                    candidates += 1
                 if source == low and not last:
                     for target in range(low + 1, min(high, low + _NEAR)):
-                        targets[found] = target
-                        found += 1
+                        targets[candidates] = target
+                        candidates += 1
                 if source == high:
                     for target in range(max(low + 1, high - _NEAR), high):
-                        targets[found] = target
-                        found += 1
+                        targets[candidates] = target
+                        candidates += 1
                 if kind == WEIGHT:  # also into the next gaps before and behind the block
                     gaps = 0
                     g = low - 1
                     while g > 0 and gaps < _GAPS and source - g <= _FAR:
                         if start[r, g] > start[r, g - 1] + d[order[r, g - 1], r] + slack:
-                            targets[found] = g
-                            found += 1
+                            targets[candidates] = g
+                            candidates += 1
                             gaps += 1
                         g -= 1
                     gaps = 0
                     g = high + 1
                     while g < n and gaps < _GAPS and g - source <= _FAR:
                         if start[r, g] > start[r, g - 1] + d[order[r, g - 1], r] + slack:
-                            targets[found] = g - 1
-                            found += 1
+                            targets[candidates] = g - 1
+                            candidates += 1
                             gaps += 1
                         g += 1
-                for at in range(found):
+                for at in range(candidates):
                     target = targets[at]
                     if target == source or (order[r, target] == kind and abs(target - source) == 1):
                         continue
@@ -559,10 +559,10 @@ def search(m, f, b, w, link, mf, stash, cap, first, credits, spans, goal, budget
                 else:  # the warm-up of the whole pipeline upstream
                     for q in range(first, r + 1):
                         policy[0, q] = min(max(1, policy[0, q] + (1 if by > 1 else -1)), room[q])
-        time, looks = _build(
+        time, visited = _build(
             m, f, b, w, link, mf, stash, cap, first, credits, lead, policy, best, order, arrival, clock, count, tree
         )  # fmt: skip
-        spent += looks + p
+        spent += visited + p
         # Of equals the later one, so that a plateau is crossed; but the table's first.
         if time < best or (time == best and turn >= starts.shape[0] and time < _NEVER):
             best = time
