@@ -94,7 +94,7 @@ def peak(
     # The allocator tells of this thread alone, so what messages take is made and dropped here, at the same moments.
     executor = pipeline._programs.training
     assert executor is not None
-    transport = executor._transport
+    transport = executor.transport
     reducer = pipeline._layer_store.replicas._reducer
     for worker in (
         *(transport._poster, *(outbox.worker for outbox in transport._outboxes.values())),

@@ -21,6 +21,7 @@ from dynmo.errors import ConfigError
 from dynmo.kernels.drop_attention import Dropped
 from dynmo.kernels.hash_attention import Hashed
 from dynmo.kernels.split import splits
+from dynmo.kernels.torch_private import configure_compiler, has_cpp_compiler, has_triton
 
 # A layer's code is compiled anew for each dtype, for training and evaluation, and with parts of it frozen: a dozen or two.
 _MOST = 64
@@ -37,16 +38,7 @@ def compiled(module: nn.Module) -> Callable[..., Any]:
     # Of torch's own making: as its compiler is imported, and when it looks at what a linear between two pieces hands on.
     for message in ("`torch.jit.script_method` is deprecated", "The .grad attribute of a Tensor that is not a leaf"):
         warnings.filterwarnings("ignore", message)
-    import torch._dynamo.config as dynamo  # takes a second, which only those who compile shall wait for
-    import torch._inductor.config as inductor
-
-    # One layer that silently fell back to eager arithmetic would give another digest than its twin on another rank.
-    dynamo.recompile_limit, dynamo.fail_on_recompile_limit_hit = _MOST, True  # pyright: ignore[reportAttributeAccessIssue]
-    inductor.compile_threads = torch.get_num_threads()  # a rank's own cores, not the machine's
-    inductor.fallback_random = True  # dropout draws from torch's own streams, which are keyed by layer and microbatch
-    if device.type == "cuda":
-        # Otherwise how a sum is split is chosen by timing, on each rank for itself, and bits with it.
-        inductor.deterministic = True
+    configure_compiler(device, _MOST)
     return torch.compile(module, dynamic=False)
 
 
@@ -60,15 +52,8 @@ def _leave_out(kind: type, name: str) -> None:
 
 def _check(device: torch.device) -> None:
     if device.type == "cuda":
-        from torch.utils._triton import has_triton
-
         if not has_triton():
             raise ConfigError("train.compile = true needs Triton on CUDA; install it, or set train.compile = false")
         return
-    from torch._inductor.cpp_builder import get_cpp_compiler
-    from torch._inductor.exc import InvalidCxxCompiler
-
-    try:
-        get_cpp_compiler()
-    except InvalidCxxCompiler:
-        raise ConfigError("train.compile = true needs a C++ compiler on CPU (g++ or clang++); install one, or set it to false") from None
+    if not has_cpp_compiler():
+        raise ConfigError("train.compile = true needs a C++ compiler on CPU (g++ or clang++); install one, or set it to false")

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from dynmo.kernels import csr_loops
 from dynmo.kernels.split import LOW
+from dynmo.kernels.torch_private import reshape_unsafe
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,11 +81,11 @@ def pack(x: Tensor) -> Tensor:
 def unpack(packed: Tensor, shape: Sequence[int]) -> Tensor:
     """The inverse of `pack`, to [..., features] of this shape, contiguous, no view."""
     if packed.is_cuda:
-        return torch.ops.aten._unsafe_view.default(packed.t().contiguous(), shape)
+        return reshape_unsafe(packed.t().contiguous(), shape)
     x = torch.empty(math.prod(shape[:-1]), shape[-1], dtype=packed.dtype)
     for panel, part in zip(packed, x.split(packed.shape[2]), strict=False):
         part.copy_(panel[:, : len(part)].t())
-    return torch.ops.aten._unsafe_view.default(x, shape)
+    return reshape_unsafe(x, shape)
 
 
 def _panel(tokens: int) -> int:

@@ -21,6 +21,7 @@ from torch.nn import functional
 
 from dynmo.jit import jit
 from dynmo.kernels.split import LOW
+from dynmo.kernels.torch_private import softmax_backward
 
 SHORTEST = 1e-6  # a shorter x is divided by this, not by its length
 # The sum over a head's numbers may be split over a vector's lanes: the same way on every rank, for all run this code.
@@ -78,7 +79,7 @@ def attend_backward(q: Tensor, k: Tensor, v: Tensor, gout: Tensor, gq: Tensor, g
     for tile in reversed(tiles):
         weights, g = _weights(q, k, tile), gout[:, tile.start : tile.stop]
         gweights = torch.bmm(g, v[:, : tile.end].mT)
-        gscores = torch._softmax_backward_data(gweights, weights, -1, weights.dtype)
+        gscores = softmax_backward(gweights, weights)
         gq[:, tile.start : tile.stop] = torch.bmm(gscores, k[:, : tile.end])
         to_k, to_v = torch.bmm(gscores.mT, q[:, tile.start : tile.stop]), torch.bmm(weights.mT, g)
         if tile is tiles[-1]:

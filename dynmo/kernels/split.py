@@ -18,6 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from dynmo.kernels.torch_private import in_functorch, reshape_unsafe
+
 WeightWork = Callable[[], None]
 
 LOW = (torch.bfloat16, torch.float16)
@@ -117,7 +119,7 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     if x.dim() == 2:
         return functional.linear(x, weight, bias)
     y = functional.linear(x.reshape(-1, x.shape[-1]), weight, bias)
-    return torch.ops.aten._unsafe_view.default(y, (*x.shape[:-1], weight.shape[0]))
+    return reshape_unsafe(y, (*x.shape[:-1], weight.shape[0]))
 
 
 class _LinearFunction(torch.autograd.Function):
@@ -155,7 +157,7 @@ def may_split(module: nn.Module, device: torch.device) -> bool:
     They may not where they are made from other parameters (weight_norm, functional_call), where
     torch.func transforms the call, or where autocast chooses what the product computes in.
     """
-    if not torch.is_grad_enabled() or torch.is_autocast_enabled(device.type) or torch._C._are_functorch_transforms_active():
+    if not torch.is_grad_enabled() or torch.is_autocast_enabled(device.type) or in_functorch():
         return False
     own = module._parameters
     bias = own.get("bias")

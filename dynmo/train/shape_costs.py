@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from dynmo.balance.layout import RecomputeRule
 from dynmo.balance.partition import Partition
@@ -20,6 +19,7 @@ from dynmo.cost.layer_cost import LayerCost
 from dynmo.errors import ConfigError, place
 from dynmo.kernels.seeds import generators_kept
 from dynmo.kernels.split import LOW, gradient_bytes
+from dynmo.kernels.torch_private import FakeTensorMode
 from dynmo.models.emulated import EmulatedLayer
 from dynmo.models.model import Model
 from dynmo.pipeline.optimizers import optimizer_settings

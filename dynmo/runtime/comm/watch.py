@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+
+from dynmo.kernels.torch_private import TorchDispatchMode, tree_leaves
 
 
 class Watch(TorchDispatchMode):

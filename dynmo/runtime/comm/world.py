@@ -25,6 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dynmo.errors import RankDied, RunError, WaitTimeout
+from dynmo.kernels.torch_private import abort_communicators, restart_group_names, set_group_timeout
 from dynmo.runtime.comm.device_waits import POLL, DeviceWaits
 from dynmo.runtime.comm.messages import LATE, first_line, ranks_text, reason
 from dynmo.runtime.comm.staging import StagedReceive
@@ -115,7 +116,7 @@ class World:
             channels.close()
         if failed and self.enqueues and dist.is_initialized():
             # Communicators end in order once their work is done, which would be never: the failure could not be told.
-            dist.distributed_c10d._abort_process_group()
+            abort_communicators()
         # A group ends, and its peers are told, when the last reference to it goes.
         for world in (everyone, *everyone._views):
             world.group = world.process_group = None
@@ -294,7 +295,7 @@ class World:
     def _lift_limit(self, group: Any) -> None:
         """Of NCCL alone; gloo's waits keep theirs."""
         if self.enqueues and group is not None:
-            group._get_backend(self.device)._set_default_timeout(_NEVER)
+            set_group_timeout(group, self.device, _NEVER)
 
     # -- collectives: fixed-schema tensors, never objects ---------------------------------------------------------------------
 
@@ -433,4 +434,4 @@ def _leave() -> None:
     anew where a group ends, but not where one could not be formed."""
     if dist.is_initialized():
         dist.destroy_process_group()
-    dist.distributed_c10d._world.group_count = 0
+    restart_group_names()

@@ -17,8 +17,8 @@ from dynmo.runtime.layer.buffers import BufferSet
 from dynmo.runtime.layer.split_backward import Tensors
 from dynmo.runtime.layer.stage import Stage
 from dynmo.runtime.layer.weight_grad_queue import WeightGradQueue
-from dynmo.schedule.lowering import Compute, Direction, Program, Receive, Verdict
-from dynmo.schedule.op import Kind
+from dynmo.schedule.lowering import Compute, Direction, Program, Receive, Send, Verdict
+from dynmo.schedule.op import Kind, Op
 
 # What a rank spends time on, beyond the kinds of op: waiting for a message, handing one over.
 WAIT, SEND = "wait", "send"
@@ -45,7 +45,7 @@ class StepOutput:
 class Executor:
     """Runs one rank's program over its stages and channels.
 
-    patience: seconds for which a rank waits for a message before it runs pieces of W's that are further on in the program
+    timeout: seconds for which a rank waits for a message before it runs pieces of W's that are further on in the program
     (`weight_grad_queue.py`); None where it never does. In a pipeline that keeps time every wait is as short as a message takes, and a piece
     begun there only holds up who waits for the next op.
     """
@@ -60,8 +60,8 @@ class Executor:
         streams: StageStreams,
         timeout: float | None = None,
     ) -> None:
-        self._program, self._stages, self._last = program, stages, last_stage
-        self._transport, self._clock, self._streams, self._timeout = transport, clock, streams, timeout
+        self.program, self.stages, self.last_stage = program, stages, last_stage
+        self.transport, self.clock, self.streams, self.timeout = transport, clock, streams, timeout
         self._buffers = BufferSet(layer.module for stage in stages.values() for layer in stage.layers)
 
     def run(
@@ -72,116 +72,49 @@ class Executor:
         training: bool = True,
         is_validated: Callable[[], bool] | None = None,
     ) -> StepOutput:
-        """inputs: [microbatches, ...] where the first stage is; targets: [microbatches, ...] where the last one is.
+        """Runs the program once.
 
-        stands: asked at the program's Verdict whether the step before does. If not, on all ranks, the program begins again.
+        Args:
+            step: Number of the step. It seeds what layers draw.
+            inputs: [microbatches, ...] on the rank of the first stage.
+            targets: [microbatches, ...] on the rank of the last stage.
+            training: Whether F keeps what B needs.
+            is_validated: Asked at the program's Verdict whether the step before is final. If it is
+                not, on all ranks, the program begins again.
+
+        Returns:
+            The losses, and when each op ran.
         """
         # A garbage collection in the middle of a step would hold up every rank downstream; between steps it holds up none.
         collecting = gc.isenabled()
         gc.disable()
         try:
-            self._transport.open()
+            self.transport.open()
             before = None if is_validated is None else self._buffers.copies()
-            self._streams.fork()
-            step_output = self._run(step, inputs, targets, training, is_validated)
+            self.streams.fork()
+            step_output = _ProgramRun(self, step, inputs, targets, training).run(is_validated)
             if step_output is None:
                 assert before is not None
                 self._buffers.restore(before)
-                step_output = self._run(step, inputs, targets, training, None)
+                step_output = _ProgramRun(self, step, inputs, targets, training).run(None)
                 assert step_output is not None
-            self._streams.join()
-            self._transport.flush()
+            self.streams.join()
+            self.transport.flush()
             return step_output
         finally:
             if collecting:
                 gc.enable()
 
-    def _run(
-        self, step: int, inputs: Tensor | None, targets: Tensor | None, training: bool, is_validated: Callable[[], bool] | None
-    ) -> StepOutput | None:
-        """None: it must begin again, and all but the buffers is as it was at its start."""
-        step_output = StepOutput()
-        mark, intervals, streams = self._clock.mark, step_output.intervals, self._streams
-        queue = WeightGradQueue(self._program.instructions, self._stages)
-        # Tensors on their way to an op or to a channel, by (direction, stage that needs or made them, microbatch).
-        arrived: dict[Key, Tensors] = {}
-        leaving: dict[Key, Tensors] = {}
-        for instruction in self._program.instructions:
-            if isinstance(instruction, Compute):
-                kind, s, j = instruction.op
-                stage = self._stages[s]
-                with streams.of(s):
-                    if kind is Kind.F:
-                        x = arrived.pop((Direction.ACTIVATION, s, j)) if s else (_at(inputs, j),)
-                        streams.need((Direction.ACTIVATION, s, j), x)
-                        start = mark()
-                        y = stage.forward(j, x, step, _at(targets, j) if s == self._last else None, training)
-                        if s == self._last:
-                            step_output.losses.append(y[0].detach())  # or it would keep its graph until nobody asks for the step any more
-                        elif s + 1 in self._stages:
-                            arrived[Direction.ACTIVATION, s + 1, j] = y
-                            streams.produced((Direction.ACTIVATION, s + 1, j))
-                        else:
-                            leaving[Direction.ACTIVATION, s, j] = y
-                    elif kind is Kind.W:
-                        start = mark()
-                        queue.run_rest(instruction.op)
-                    else:
-                        gradients = arrived.pop((Direction.GRADIENT, s, j)) if s != self._last else None
-                        streams.need((Direction.GRADIENT, s, j), gradients or ())
-                        start = mark()
-                        g = stage.backward_input(j, gradients, deferred=kind is Kind.B)
-                        if s > self._program.first_trainable and s - 1 in self._stages:
-                            arrived[Direction.GRADIENT, s - 1, j] = g
-                            streams.produced((Direction.GRADIENT, s - 1, j))
-                        elif s > self._program.first_trainable:
-                            leaving[Direction.GRADIENT, s, j] = g
-                    queue.after(instruction.op)
-                    intervals.append(Interval(kind, s, j, start, mark()))
-                x = y = g = gradients = ()  # or they would live on through the next op
-                continue
-            start = mark()
-            if isinstance(instruction, Verdict):
-                if is_validated is None:
-                    continue
-                if not is_validated():
-                    self.clear()
-                    self._transport.rewind(instruction.begun)
-                    return None
-                intervals.append(Interval(WAIT, self._program.stages[0], 0, start, mark()))
-                continue
-            channel, s, j = instruction
-            if isinstance(instruction, Receive):
-                if self._timeout is not None:
-                    start = self._meanwhile(instruction, self._timeout, queue, start, intervals)
-                arrived[channel.direction, s, j] = self._transport.take(channel, j)
-                intervals.append(Interval(WAIT, s, j, start, mark()))
-            else:
-                self._transport.put(channel, j, leaving.pop((channel.direction, s, j)))
-                intervals.append(Interval(SEND, s, j, start, mark()))
-        return step_output
-
-    def _meanwhile(self, awaited: Receive, timeout: float, queue: WeightGradQueue, start: Any, intervals: list[Interval]) -> Any:
-        """Runs pieces of W, if there are any, until the message is there. start, and what it returns: since when the rank waits."""
-        mark, (channel, s, j) = self._clock.mark, awaited
-        while queue.any and not self._transport.arrived(channel, j, timeout):
-            began, op, timeout = mark(), queue.run_one(), 0.0
-            if op is not None:
-                intervals.append(Interval(WAIT, s, j, start, began))
-                start = mark()
-                intervals.append(Interval(op.kind, op.stage, op.microbatch, began, start))
-        return start
-
     def scale_loss(self, scale: float) -> None:
         """From the next run on, gradients are those of `scale` times the loss."""
-        for stage in self._stages.values():
+        for stage in self.stages.values():
             stage.scale_loss(scale)
 
     def close(self) -> None:
-        self._transport.close()
+        self.transport.close()
 
     def clear(self) -> None:
-        for stage in self._stages.values():
+        for stage in self.stages.values():
             stage.clear()
 
 
@@ -193,3 +126,117 @@ def _at(batch: Tensor | None, microbatch: int) -> Tensor:
 def mean_loss(losses: list[Tensor]) -> float:
     """The step's loss: the mean over the microbatches, added in their order; 0 on a rank that has none."""
     return float(torch.stack(losses).double().mean()) if losses else 0.0
+
+
+class _ProgramRun:
+    """One run of an executor's program: the tensors that are on their way, and what has been measured."""
+
+    def __init__(self, executor: Executor, step: int, inputs: Tensor | None, targets: Tensor | None, training: bool) -> None:
+        self._executor, self._step, self._inputs, self._targets, self._training = executor, step, inputs, targets, training
+        self._program, self._stages, self._last = executor.program, executor.stages, executor.last_stage
+        self._transport, self._streams, self._mark = executor.transport, executor.streams, executor.clock.mark
+        self._output = StepOutput()
+        self._intervals = self._output.intervals
+        self._queue = WeightGradQueue(self._program.instructions, self._stages)
+        # Tensors on their way to an op or to a channel, by (direction, stage that needs or made them, microbatch).
+        self._arrived: dict[Key, Tensors] = {}
+        self._leaving: dict[Key, Tensors] = {}
+
+    def run(self, is_validated: Callable[[], bool] | None) -> StepOutput | None:
+        """Runs all instructions. Returns None if the program must begin again: all but the buffers is then as it was at its start."""
+        for instruction in self._program.instructions:
+            if isinstance(instruction, Compute):
+                self._compute(instruction.op)
+            elif isinstance(instruction, Receive):
+                self._receive(instruction)
+            elif isinstance(instruction, Send):
+                self._send(instruction)
+            elif is_validated is not None and not self._verdict(instruction, is_validated):
+                return None
+        return self._output
+
+    def _compute(self, op: Op) -> None:
+        kind, s, j = op
+        with self._streams.of(s):
+            if kind is Kind.F:
+                start = self._forward(s, j)
+            elif kind is Kind.W:
+                start = self._mark()
+                self._queue.run_rest(op)
+            else:
+                start = self._backward_input(kind, s, j)
+            self._queue.after(op)
+            self._intervals.append(Interval(kind, s, j, start, self._mark()))
+
+    def _forward(self, s: int, j: int) -> Any:
+        """Runs F, and hands its outputs on. Returns the mark of its start."""
+        x = self._arrived.pop((Direction.ACTIVATION, s, j)) if s else (_at(self._inputs, j),)
+        self._streams.need((Direction.ACTIVATION, s, j), x)
+        start = self._mark()
+        targets = _at(self._targets, j) if s == self._last else None
+        y = self._stages[s].forward(j, x, self._step, targets, self._training)
+        if s == self._last:
+            self._output.losses.append(y[0].detach())  # with its graph it would live until nobody needs the step any more
+        elif s + 1 in self._stages:
+            self._arrived[Direction.ACTIVATION, s + 1, j] = y
+            self._streams.produced((Direction.ACTIVATION, s + 1, j))
+        else:
+            self._leaving[Direction.ACTIVATION, s, j] = y
+        return start
+
+    def _backward_input(self, kind: Kind, s: int, j: int) -> Any:
+        """Runs B or BW, and hands the input's gradients on. Returns the mark of its start."""
+        gradients = self._arrived.pop((Direction.GRADIENT, s, j)) if s != self._last else None
+        self._streams.need((Direction.GRADIENT, s, j), gradients or ())
+        start = self._mark()
+        g = self._stages[s].backward_input(j, gradients, deferred=kind is Kind.B)
+        if s > self._program.first_trainable and s - 1 in self._stages:
+            self._arrived[Direction.GRADIENT, s - 1, j] = g
+            self._streams.produced((Direction.GRADIENT, s - 1, j))
+        elif s > self._program.first_trainable:
+            self._leaving[Direction.GRADIENT, s, j] = g
+        return start
+
+    def _receive(self, awaited: Receive) -> None:
+        start = self._mark()
+        channel, s, j = awaited
+        if self._executor.timeout is not None:
+            start = self._meanwhile(awaited, self._executor.timeout, start)
+        self._arrived[channel.direction, s, j] = self._transport.take(channel, j)
+        self._intervals.append(Interval(WAIT, s, j, start, self._mark()))
+
+    def _meanwhile(self, awaited: Receive, timeout: float, start: Any) -> Any:
+        """Runs partial W's, if there are any, until the message is there.
+
+        Args:
+            awaited: The message.
+            timeout: Seconds after which it counts as late.
+            start: The mark since which the rank waits.
+
+        Returns:
+            The mark since which the rank waits now.
+        """
+        mark, (channel, s, j) = self._mark, awaited
+        while self._queue.any and not self._transport.arrived(channel, j, timeout):
+            began, op, timeout = mark(), self._queue.run_one(), 0.0
+            if op is not None:
+                self._intervals.append(Interval(WAIT, s, j, start, began))
+                start = mark()
+                self._intervals.append(Interval(op.kind, op.stage, op.microbatch, began, start))
+        return start
+
+    def _send(self, sent: Send) -> None:
+        start = self._mark()
+        channel, s, j = sent
+        self._transport.put(channel, j, self._leaving.pop((channel.direction, s, j)))
+        self._intervals.append(Interval(SEND, s, j, start, self._mark()))
+
+    def _verdict(self, verdict: Verdict, is_validated: Callable[[], bool]) -> bool:
+        """Asks whether the step before is final. If it is not, takes back what this run has done."""
+        start = self._mark()
+        if not is_validated():
+            self._executor.clear()
+            self._transport.rewind(verdict.begun)
+            return False
+        self._intervals.append(Interval(WAIT, self._program.stages[0], 0, start, self._mark()))
+        return True

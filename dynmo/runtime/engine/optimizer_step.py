@@ -10,9 +10,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Literal
 
-import torch
-
 from dynmo.errors import RunError
+from dynmo.kernels.torch_private import scale_all
 from dynmo.runtime.engine.executor import StepOutput
 from dynmo.runtime.engine.norm_ring import CLIPPED, NON_FINITE
 from dynmo.runtime.engine.profiler import Profiler
@@ -67,7 +66,7 @@ class OptimizerStep:
         if self.scaler.scale != 1:
             gradients = [p.grad for layer in self._layer_store.layers.values() for p in layer.module.parameters() if p.grad is not None]
             if gradients:
-                torch._foreach_mul_(gradients, 1 / self.scaler.scale)
+                scale_all(gradients, 1 / self.scaler.scale)
 
     # -- what a step is up against ----------------------------------------------------------------------------------------------
 

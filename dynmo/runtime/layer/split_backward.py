@@ -18,7 +18,6 @@ from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
-from torch._C import _FunctionBase as FunctionBase
 from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
 
 from dynmo.errors import ConfigError, RunError
@@ -26,6 +25,7 @@ from dynmo.kernels.compiling import compiled
 from dynmo.kernels.seeds import generator_of, seed_forward
 from dynmo.kernels.sparse_linear import guarded
 from dynmo.kernels.split import WeightTape, WeightWork, install, used_twice
+from dynmo.kernels.torch_private import FunctionBase, run_backward
 from dynmo.runtime.comm.clock import Clock
 from dynmo.runtime.comm.headers import MOST_TENSORS, obstacle
 from dynmo.runtime.layer.accumulation import AccumulationGroups
@@ -326,7 +326,7 @@ def _run_graph(roots: Roots, gradients: Tensors) -> None:
     if not roots:
         return
     # keep_graph, create_graph, inputs, allow_unreachable, accumulate_grad
-    torch.autograd.Variable._execution_engine.run_backward(roots, gradients, False, False, (), True, True)
+    run_backward(roots, gradients)
 
 
 def _gradient(x: Tensor) -> Tensor:

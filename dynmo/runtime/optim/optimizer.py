@@ -19,6 +19,8 @@ from torch import Tensor, nn
 from torch.optim.adamw import adamw
 from torch.optim.sgd import sgd
 
+from dynmo.kernels.torch_private import scale_all
+
 # A squared norm is summed over blocks of this many elements, then over blocks in order: the same bits however a weight is sharded.
 NORM_BLOCK = 1 << 14
 _BLOCKS_AT_ONCE = 1 << 8
@@ -125,7 +127,7 @@ class LayerOptimizer:
         if not gradients:
             return
         if scale != 1.0:
-            torch._foreach_mul_(list(gradients.values()), scale)
+            scale_all(list(gradients.values()), scale)
         self._fresh = frozenset(gradients) - self._state.keys()
         for decay in (True, False):
             for fresh in (True, False):  # torch starts the momentum of all that it is given, or of none

@@ -102,7 +102,7 @@ def message_timeout(world: World, w_granularity: Literal["whole", "linear"]) -> 
     pipeline = Pipeline(
         world, load_model(parse({"model": GPT})), uniform(6, world.size), schedule="zb-h1", microbatches=3, w_granularity=w_granularity
     )
-    waits = pipeline._executor()._timeout
+    waits = pipeline._executor().timeout
     pipeline.on_workload_change(())  # closes its channels
     return [waits, [link.latency for link in pipeline.links.values()]]
 

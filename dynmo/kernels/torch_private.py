@@ -1,0 +1,129 @@
+"""The functions of torch that have no public name, all in one place, and the versions of torch that have them.
+
+Whatever dynmo takes from a module or an attribute of torch with a leading underscore is named here.
+A new version of torch is admitted by raising `BELOW`, once all tests pass with it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C import _FunctionBase as FunctionBase
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from dynmo.errors import ConfigError
+
+__all__ = ["FakeTensorMode", "FunctionBase", "TorchDispatchMode", "tree_leaves"]
+
+# The first version that has not been tried. pyproject.toml has the same limit.
+BELOW = (2, 14)
+
+
+def check_version(version: str) -> None:
+    """Refuse a version of torch that is newer than those that were tried.
+
+    Args:
+        version: As `torch.__version__` has it, such as "2.13.0+cpu".
+
+    Raises:
+        ConfigError: The version is at or above `BELOW`.
+    """
+    numbers = re.match(r"(\d+)\.(\d+)", version)
+    if numbers is not None and tuple(map(int, numbers.groups())) >= BELOW:
+        limit = ".".join(map(str, BELOW))
+        raise ConfigError(f"torch {version} is newer than this dynmo knows; install one below {limit}: pip install 'torch<{limit}'")
+
+
+check_version(torch.__version__)
+
+
+def scale_all(tensors: Sequence[Tensor], factor: float) -> None:
+    """Multiplies all tensors in place, in one kernel where the device has one."""
+    torch._foreach_mul_(list(tensors), factor)
+
+
+def reshape_unsafe(x: Tensor, shape: Sequence[int]) -> Tensor:
+    """Gives a tensor that nobody else uses another shape. The result is no view for autograd."""
+    return torch.ops.aten._unsafe_view.default(x, shape)
+
+
+def softmax_backward(gradient: Tensor, output: Tensor) -> Tensor:
+    """The gradient of the input of a softmax over the last dimension."""
+    return torch._softmax_backward_data(gradient, output, -1, output.dtype)
+
+
+def run_backward(roots: Any, gradients: Any) -> None:
+    """Runs the backward from `roots`, edges of the graph included, and accumulates into leaves.
+
+    Args:
+        roots: Tensors, or edges (node, index of the node's output).
+        gradients: One per root.
+    """
+    torch.autograd.Variable._execution_engine.run_backward(roots, gradients, False, False, (), True, True)
+
+
+def in_functorch() -> bool:
+    """Whether a transform of torch.func is active."""
+    return torch._C._are_functorch_transforms_active()
+
+
+def abort_communicators() -> None:
+    """Ends all process groups at once, whatever they wait for."""
+    dist.distributed_c10d._abort_process_group()
+
+
+def restart_group_names() -> None:
+    """Lets torch count process groups from 0 again. Ranks that meet again must have the same count."""
+    dist.distributed_c10d._world.group_count = 0
+
+
+def set_group_timeout(group: Any, device: torch.device, timeout: timedelta) -> None:
+    """Changes for how long a process group's backend for a device waits."""
+    group._get_backend(device)._set_default_timeout(timeout)
+
+
+def configure_compiler(device: torch.device, recompile_limit: int) -> None:
+    """Sets torch.compile up so that all ranks compile the same arithmetic.
+
+    Args:
+        device: What the compiled layers compute on.
+        recompile_limit: How often one function may be compiled. More is an error: a layer that fell
+            back to eager arithmetic would not have the bits of its twin on another rank.
+    """
+    # Importing these takes a second. Only runs that compile wait for it.
+    import torch._dynamo.config as dynamo
+    import torch._inductor.config as inductor
+
+    dynamo.recompile_limit, dynamo.fail_on_recompile_limit_hit = recompile_limit, True  # pyright: ignore[reportAttributeAccessIssue]
+    inductor.compile_threads = torch.get_num_threads()  # a rank's own cores, not the machine's
+    inductor.fallback_random = True  # dropout draws from torch's own streams, which are keyed by layer and microbatch
+    if device.type == "cuda":
+        # Otherwise each rank would choose by timing how a sum is split.
+        inductor.deterministic = True
+
+
+def has_triton() -> bool:
+    """Whether Triton is installed and knows the device."""
+    from torch.utils._triton import has_triton as found_by_torch
+
+    return found_by_torch()
+
+
+def has_cpp_compiler() -> bool:
+    """Whether torch finds a C++ compiler."""
+    from torch._inductor.cpp_builder import get_cpp_compiler
+    from torch._inductor.exc import InvalidCxxCompiler
+
+    try:
+        get_cpp_compiler()
+    except InvalidCxxCompiler:
+        return False
+    return True

@@ -1,0 +1,44 @@
+"""torch's private functions: named in one module, for the versions that were tried."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+import torch
+
+from dynmo.errors import ConfigError
+from dynmo.kernels import torch_private
+
+ROOT = Path(__file__).parents[2]
+# An attribute or a module of torch with one leading underscore.
+PRIVATE = re.compile(r"\b(?:torch|dist)(?:\.\w+)*\._[a-z]\w*|from torch(?:\.\w+)*\._\w+|from torch\S* import _")
+
+
+@pytest.mark.parametrize("version", ["2.14.0", "2.14.0+cpu", "3.0", "2.20.1"])
+def test_a_torch_that_was_not_tried_is_refused(version: str) -> None:
+    with pytest.raises(ConfigError, match=r"newer than this dynmo knows; install one below 2\.14: pip install 'torch<2\.14'"):
+        torch_private.check_version(version)
+
+
+@pytest.mark.parametrize("version", ["2.10.0", "2.13.0+cpu", "2.11.0+cu130", torch.__version__])
+def test_a_torch_that_was_tried(version: str) -> None:
+    torch_private.check_version(version)
+
+
+def test_the_package_has_the_same_limit() -> None:
+    needed = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    assert "torch>=2.10,<" + ".".join(map(str, torch_private.BELOW)) in needed
+
+
+def test_no_other_module_has_private_names_of_torch() -> None:
+    own = Path(torch_private.__file__)
+    wrong = [
+        f"{path.relative_to(ROOT)}:{number}: {line.strip()}"
+        for path in sorted((ROOT / "dynmo").rglob("*.py"))
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1)
+        if path != own and PRIVATE.search(line.split("#")[0]) and "getLogger" not in line
+    ]
+    assert wrong == []
