@@ -28,7 +28,7 @@ class BalanceRequest:
     both, and without them memory is not looked at. `seed` and `step` key what is random. `names` are the layers', for the baselines that
     go by them.
 
-    `make` gives the schedule that would run at some costs (`placed.by_name`): what "schedule-aware" needs, and what lets "exact" choose
+    `make` gives the schedule that would run at some costs (`by_name`): what "schedule-aware" needs, and what lets "exact" choose
     among ties. `links` (one per boundary), `objective` and `first_trainable_layer` are for it alone. `speeds` has one entry per rank.
     `placement` is the rank of each stage where a rank has several; then `current` has a count per stage, and "exact" and
     "schedule-aware" take it into account.

@@ -1,6 +1,6 @@
 """A mesh, the costs of one of its replicas, and the step's time with the reductions over the replicas.
 
-Costs at another size of microbatch are in proportion to it (`planning.scale_layers`), a rank's optimizer state under ZeRO-1 is its part of
+Costs at another size of microbatch are in proportion to it (`scale_layers`), a rank's optimizer state under ZeRO-1 is its part of
 one replica's, ceil(bytes / replicas), and the gradients cross a ring without latency:
 
     zero = 0    all-reduce        2 (R - 1) / R x gradient bytes / bandwidth       as a layer's last W ends

@@ -7,7 +7,7 @@
     ...                                        ...                          more weights on a rank, and gradients to reduce
 
 Zero Bubble's rebuttal makes the point: with no bubbles to hide, few microbatches are enough, so the same batch can go to more replicas, and
-ZeRO pays for the memory. Each candidate is a plan (`planning`): placed by a balancer, scheduled, simulated, its memory checked.
+ZeRO pays for the memory. Each candidate is a plan (`stage_plan`): placed by a balancer, scheduled, simulated, its memory checked.
 
 `mesh_plan` has the costs of a mesh and the time of its reductions.
 """
