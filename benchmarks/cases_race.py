@@ -21,7 +21,7 @@ from dynmo.events import ChangeEvent, EndEvent, Event, RebalanceEvent, StepEvent
 from dynmo.kernels.sparse_linear import linears
 from dynmo.models.model import Model
 from dynmo.models.registry import load_model
-from dynmo.pipeline.pipeline import Pipeline, StepResult
+from dynmo.pipeline.engine import Engine, StepResult
 from dynmo.runtime.comm.world import World
 from dynmo.runtime.engine.executor import SEND, WAIT
 from dynmo.train.trainer import Trainer
@@ -156,7 +156,7 @@ def phases(changes: Sequence[int], steps: int) -> list[tuple[int, int]]:
     return list(pairwise(sorted({0, *changes, steps})))
 
 
-def noted(pipeline: Pipeline) -> list[tuple[float, float]]:
+def noted(pipeline: Engine) -> list[tuple[float, float]]:
     """From now on, of each step on this rank: seconds from its program's first op or wait to its last, and of its ops together."""
     advance, seconds = pipeline.advance, list[tuple[float, float]]()
 

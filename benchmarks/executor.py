@@ -35,7 +35,7 @@ from dynmo.data.corpus import open_corpus
 from dynmo.models.emulated import make_layers
 from dynmo.models.model import Model, next_token_loss
 from dynmo.models.registry import load_model
-from dynmo.pipeline.pipeline import Pipeline
+from dynmo.pipeline.engine import Engine
 from dynmo.runtime.comm.world import World
 from dynmo.schedule.automatic.make import make
 from dynmo.schedule.bounds import Objective
@@ -46,7 +46,7 @@ MESSAGE_BYTES = 16384
 NAMED_PEERS = ("torch 1f1b", "torch zero-bubble", "torch interleaved-zero-bubble")
 
 
-def timed(world: World, pipeline: Pipeline, inputs: Tensor, targets: Tensor) -> Callable[[], float]:
+def timed(world: World, pipeline: Engine, inputs: Tensor, targets: Tensor) -> Callable[[], float]:
     """One step's forward and backward of ours: seconds on the slowest rank."""
 
     def step() -> float:
@@ -64,7 +64,7 @@ def timed(world: World, pipeline: Pipeline, inputs: Tensor, targets: Tensor) -> 
 STEPS = 4  # in a run of ZB-2p, whose first fills the pipeline
 
 
-def without_barrier(world: World, pipeline: Pipeline, batch: Tensor, busy: list[float]) -> Callable[[], float]:
+def without_barrier(world: World, pipeline: Engine, batch: Tensor, busy: list[float]) -> Callable[[], float]:
     """Steps that begin before the one before is final: seconds per step on the slowest rank. busy: takes the busiest rank's, of each."""
 
     def run() -> float:
@@ -86,15 +86,15 @@ def emulated(world: World, microbatches: int, milliseconds: int, rounds: int) ->
     schedules = ("1f1b", "zb-h1", "zb-h2", "zb-v")
     batch = torch.zeros(microbatches, 1, 1, dtype=torch.int64)
     sides: dict[str, Callable[[], float]] = {}
-    pipelines: dict[str, Pipeline] = {}
+    pipelines: dict[str, Engine] = {}
     for name in schedules:
         stages = world.size * chunks_of(name)
         times = [seconds / chunks_of(name)] * stages
         model = make_layers(times, times, times, MESSAGE_BYTES // 4)
-        pipelines[name] = Pipeline(world, model, uniform(stages, stages), schedule=name, microbatches=microbatches)
+        pipelines[name] = Engine(world, model, uniform(stages, stages), schedule=name, microbatches=microbatches)
         sides[f"dynmo {name}"] = timed(world, pipelines[name], batch, batch)
     model = make_layers([seconds] * world.size, [seconds] * world.size, [seconds] * world.size, MESSAGE_BYTES // 4)
-    second = Pipeline(world, model, uniform(world.size, world.size), schedule="zb-auto", microbatches=microbatches, post_validation=True)
+    second = Engine(world, model, uniform(world.size, world.size), schedule="zb-auto", microbatches=microbatches, post_validation=True)
     busy: list[float] = []
     without_barrier(world, second, batch, busy)()
     # Made for what the ops sleep, and for activations that half stay until W.
@@ -166,8 +166,7 @@ def real(world: World, microbatches: int, rounds: int, hidden: int) -> dict[str,
     model, inputs, targets = gpt(microbatches, blocks=6, hidden=hidden, sequence=128, micro_batch=2)
     stages = {name: world.size * chunks_of(name) for name in ("1f1b", "zb-h1", "zb-h2", "zb-auto", "zb-v")}
     pipelines = {
-        name: Pipeline(world, model, uniform(model.layers, count), schedule=name, microbatches=microbatches)
-        for name, count in stages.items()
+        name: Engine(world, model, uniform(model.layers, count), schedule=name, microbatches=microbatches) for name, count in stages.items()
     }
     # The same cut for all, by measured time.
     first = pipelines["zb-h1"]

@@ -21,7 +21,7 @@ from dynmo.cost.layer_cost import Costs
 from dynmo.data.batches import Batches
 from dynmo.data.corpus import open_corpus
 from dynmo.models.registry import load_model
-from dynmo.pipeline.pipeline import Pipeline
+from dynmo.pipeline.engine import Engine
 from dynmo.runtime.comm.world import World
 from dynmo.schedule.simulator import simulate
 
@@ -37,7 +37,7 @@ def balanced(world: World, pairs: int, steps: int, blocks: int, hidden: int, seq
     model = load_model(config)
     batches = Batches(open_corpus("stdlib"), sequence, 2 * microbatches, 2, 0)
     static = uniform(model.layers, world.size)
-    pipeline = Pipeline(world, model, static, schedule="zb-h1", microbatches=microbatches)
+    pipeline = Engine(world, model, static, schedule="zb-h1", microbatches=microbatches)
     counter = 0
 
     def run(count: int) -> list[float]:

@@ -28,7 +28,7 @@ from benchmarks.harness import alternate, main, run_ranks
 from dynmo.balance.partition import Partition, exact, uniform
 from dynmo.models.emulated import EmulatedLayer, mean_loss, precise_timers
 from dynmo.models.model import Model, from_factories
-from dynmo.pipeline.pipeline import Pipeline
+from dynmo.pipeline.engine import Engine
 from dynmo.runtime.comm.world import World
 from dynmo.runtime.engine.executor import SEND, WAIT, StepOutput
 from dynmo.runtime.layer.output_cache import Keys
@@ -75,11 +75,11 @@ def waits(step_output: StepOutput) -> tuple[float, float, float]:
     return busy, fillable, filled
 
 
-def compare(world: World, pipelines: dict[str, Pipeline], inputs: Tensor, targets: Tensor, rounds: int) -> dict[str, Any]:
+def compare(world: World, pipelines: dict[str, Engine], inputs: Tensor, targets: Tensor, rounds: int) -> dict[str, Any]:
     """Both sides in turn."""
     outcomes: dict[str, list[tuple[float, float, float]]] = {name: [] for name in SIDES}
 
-    def seen(name: str, pipeline: Pipeline) -> Callable[[], float]:
+    def seen(name: str, pipeline: Engine) -> Callable[[], float]:
         run = pipeline.forward_backward
 
         def recorded(step: int, inputs: Tensor | None, targets: Tensor | None, keys: Keys | None = None) -> StepOutput:
@@ -120,11 +120,11 @@ def emulated(world: World, microbatches: int, milliseconds: int, rounds: int) ->
     }
     figures: dict[str, Any] = {}
     for case, (schedule, spread, slow) in cases.items():
-        pipelines: dict[str, Pipeline] = {}
+        pipelines: dict[str, Engine] = {}
         for side in SIDES:
             model = emulated_model(world.size, milliseconds / 1000, spread, slow)
-            cut = uniform(model.layers, len(Pipeline.placement_for(schedule, world.size)))
-            pipelines[side] = Pipeline(world, model, cut, schedule=schedule, microbatches=microbatches, w_granularity=side)
+            cut = uniform(model.layers, len(Engine.placement_for(schedule, world.size)))
+            pipelines[side] = Engine(world, model, cut, schedule=schedule, microbatches=microbatches, w_granularity=side)
         figures[case] = compare(world, pipelines, batch, batch, rounds)
     return figures
 
@@ -133,9 +133,9 @@ def real(world: World, microbatches: int, rounds: int, blocks: int, hidden: int,
     """Runs on each rank."""
     model, inputs, targets = gpt(microbatches, blocks, hidden, sequence, micro_batch=4)
 
-    def make(schedule: str) -> dict[str, Pipeline]:
+    def make(schedule: str) -> dict[str, Engine]:
         cut = uniform(model.layers, world.size)
-        return {side: Pipeline(world, model, cut, schedule=schedule, microbatches=microbatches, w_granularity=side) for side in SIDES}
+        return {side: Engine(world, model, cut, schedule=schedule, microbatches=microbatches, w_granularity=side) for side in SIDES}
 
     pipelines = make("zb-h1")
     if world.size == 1:

@@ -30,7 +30,7 @@ import torch
 from benchmarks.harness import alternate, main, medians, run_ranks
 from dynmo.balance.partition import uniform
 from dynmo.models.emulated import make_layers
-from dynmo.pipeline.pipeline import Pipeline
+from dynmo.pipeline.engine import Engine
 from dynmo.runtime.comm.world import World
 
 MESSAGE_BYTES = 16384
@@ -38,7 +38,7 @@ TABLE = Path(__file__).resolve().parents[1] / "tests" / "facts" / "zero_bubble_t
 SCHEDULES = ("zb-auto", "zb-h2")
 
 
-def steps_of(world: World, pipeline: Pipeline, steps: int, every: int = 0) -> Callable[[], float]:
+def steps_of(world: World, pipeline: Engine, steps: int, every: int = 0) -> Callable[[], float]:
     """A run of so many steps: seconds per step. every: so many steps between two that are taken back (0: none is)."""
     microbatches = pipeline.schedule_for(pipeline.partition).microbatches
     batch = torch.zeros(microbatches, 1, 1, dtype=torch.int64)
@@ -66,13 +66,13 @@ def emulated(world: World, times: list[float], stash: float, microbatches: int, 
     """Runs on each rank. times: F, B and W in seconds. stash: the share of a forward's activations that stays until W."""
     f, b, w = times
     ranks = world.size
-    pipelines: dict[str, Pipeline] = {}
+    pipelines: dict[str, Engine] = {}
     sides: dict[str, Callable[[], float]] = {}
     predicted: dict[str, float] = {}
     for name in SCHEDULES:
         for afterwards in (False, True):
             model = make_layers([f] * ranks, [b] * ranks, [w] * ranks, MESSAGE_BYTES // 4)
-            pipeline = Pipeline(
+            pipeline = Engine(
                 world, model, uniform(ranks, ranks), schedule=name, microbatches=microbatches, post_validation=afterwards, rollback="exact"
             )
             side = f"{name} {'post-validation' if afterwards else 'barrier'}"

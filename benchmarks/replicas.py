@@ -24,7 +24,7 @@ from benchmarks.harness import alternate, main, run_ranks
 from dynmo.balance.partition import uniform
 from dynmo.config import parse
 from dynmo.models.registry import load_model
-from dynmo.pipeline.pipeline import Pipeline
+from dynmo.pipeline.engine import Engine
 from dynmo.runtime.comm.process_mesh import arrange
 from dynmo.runtime.comm.world import World
 
@@ -36,10 +36,10 @@ def sides(world: World, rounds: int, hidden: int, blocks: int) -> dict[str, Any]
     """Both ways in turn, on the same ranks. Of every figure the median over the steps, and of those the worst rank's."""
     model = {"blocks": blocks, "hidden": hidden, "heads": 4, "sequence": 64}
     here = arrange(world, 2)
-    pipelines: dict[str, Pipeline] = {}
+    pipelines: dict[str, Engine] = {}
     for name, zero in (("plain", 0), ("zero", 1)):
         loaded = load_model(parse({"model": model}))
-        pipelines[name] = Pipeline(
+        pipelines[name] = Engine(
             here, loaded, uniform(loaded.layers, here.size), schedule="zb-h1", microbatches=MICROBATCHES, accumulation_groups=2, zero=zero
         )
     text = torch.randint(256, (MICROBATCHES, 2, 65), generator=torch.Generator().manual_seed(here.replica))

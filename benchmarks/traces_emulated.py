@@ -14,7 +14,7 @@ from benchmarks.cost_traces import best, dense, in_halves, name_of, timeline, tr
 from dynmo.balance.partition import uniform
 from dynmo.balance.stage_costs import pipeline_costs
 from dynmo.models.emulated import make_layers
-from dynmo.pipeline.pipeline import Pipeline
+from dynmo.pipeline.engine import Engine
 from dynmo.runtime.comm.world import World
 
 MOMENT = 18  # of 24
@@ -52,12 +52,12 @@ def emulated(
     ops = [seconds for stage in stages for seconds in (stage.f, stage.b, stage.w) if seconds]
     unit = shortest / min(ops)  # seconds of a dense block's F
     model = make_layers(*([unit * getattr(x, key) for x in slept] for key in "fbw"), size=size)
-    pipeline = Pipeline(world, model, even, schedule="zb-h1", microbatches=microbatches)
+    pipeline = Engine(world, model, even, schedule="zb-h1", microbatches=microbatches)
     pipeline.freeze(range(frozen))
     sides = {"uniform": (pipeline, even), "ours": (pipeline, target)}
     if beside_dense:
         whole = make_layers(*([unit * getattr(x, key) for x in full] for key in "fbw"), size=size)
-        sides["dense"] = Pipeline(world, whole, even, schedule="zb-h1", microbatches=microbatches), even
+        sides["dense"] = Engine(world, whole, even, schedule="zb-h1", microbatches=microbatches), even
     data = torch.zeros(microbatches, 1, dtype=torch.int64)
     times: dict[str, list[float]] = {name: [] for name in sides}
     idle: dict[str, list[float]] = {name: [] for name in sides}

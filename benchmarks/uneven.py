@@ -23,7 +23,7 @@ from benchmarks.torch_peer import PEERS, EmulatedStage, TorchPeer
 from dynmo.balance.balancers import balancer
 from dynmo.balance.partition import uniform
 from dynmo.models.emulated import make_layers
-from dynmo.pipeline.pipeline import Pipeline
+from dynmo.pipeline.engine import Engine
 from dynmo.runtime.comm.world import World
 from dynmo.schedule.catalogue import SCHEDULES, chunks_of
 
@@ -44,11 +44,11 @@ def uneven(world: World, milliseconds: int, microbatches: int, rounds: int) -> d
     f, b, w = layer_seconds(milliseconds)
     model = make_layers(f, b, w, MESSAGE_BYTES // 4)
     batch = torch.zeros(microbatches, 1, 1, dtype=torch.int64)
-    pipelines: dict[str, Pipeline] = {}
+    pipelines: dict[str, Engine] = {}
     sides: dict[str, Callable[[], float]] = {}
     for name in SCHEDULES:
         placement = uniform(LAYERS, world.size * chunks_of(name))
-        pipelines[name] = Pipeline(world, model, placement, schedule=name, microbatches=microbatches)
+        pipelines[name] = Engine(world, model, placement, schedule=name, microbatches=microbatches)
         sides[name] = timed(world, pipelines[name], batch, batch)
         sides[name]()
         pipelines[name].replan(pipelines[name].costs())
@@ -59,7 +59,7 @@ def uneven(world: World, milliseconds: int, microbatches: int, rounds: int) -> d
     chosen = min(targets, key=lambda name: pipelines[name].predict(layers, targets[name]).makespan)
     planning = time.perf_counter() - start
     target = targets[chosen]
-    plan = Pipeline(world, model, target, schedule=chosen, microbatches=microbatches)
+    plan = Engine(world, model, target, schedule=chosen, microbatches=microbatches)
     sides["plan"] = timed(world, plan, batch, batch)
     sides["plan"]()
     plan.replan(plan.costs())

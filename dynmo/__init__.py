@@ -25,9 +25,9 @@ if TYPE_CHECKING:
     from dynmo.errors import DynmoError as DynmoError
     from dynmo.models.model import next_token_loss as next_token_loss
     from dynmo.models.sequential import Sequential as Sequential
-    from dynmo.pipeline.facade import Pipeline as Pipeline
     from dynmo.pipeline.optimizers import SGD as SGD
     from dynmo.pipeline.optimizers import AdamW as AdamW
+    from dynmo.pipeline.pipeline import Pipeline as Pipeline
     from dynmo.pipeline.start import init as init
     from dynmo.runtime.comm.world import World as World
     from dynmo.runtime.engine.step_reduction import StepResult as StepResult
@@ -42,7 +42,7 @@ _HOMES = {
     "DynmoError": "dynmo.errors",
     "LayerCost": "dynmo.cost.layer_cost",
     "Partition": "dynmo.balance.partition",
-    "Pipeline": "dynmo.pipeline.facade",
+    "Pipeline": "dynmo.pipeline.pipeline",
     "SGD": "dynmo.pipeline.optimizers",
     "Sequential": "dynmo.models.sequential",
     "StepResult": "dynmo.runtime.engine.step_reduction",

@@ -20,7 +20,7 @@ from dynmo.config import parse
 from dynmo.data.batches import Batches
 from dynmo.data.corpus import open_corpus
 from dynmo.models.registry import load_model
-from dynmo.pipeline.pipeline import Pipeline
+from dynmo.pipeline.engine import Engine
 from dynmo.planner.recompute import recompute_as_workspace
 from dynmo.runtime.comm.process_mesh import arrange
 from dynmo.runtime.comm.world import World
@@ -71,9 +71,9 @@ def peak(
     model = load_model(config)
     world = arrange(world, replicas)
     inputs, targets = Batches(open_corpus(SOURCE), config.model.sequence, 2 * MICROBATCHES, 2, 0).train(0)
-    stages = len(Pipeline.placement_for(schedule, world.size))
+    stages = len(Engine.placement_for(schedule, world.size))
     partition = uniform(model.layers, stages)
-    pipeline = Pipeline(
+    pipeline = Engine(
         *(world, model, partition),
         **{
             "schedule": schedule,

@@ -16,7 +16,7 @@ from dynmo.config import parse
 from dynmo.cost import profile_file
 from dynmo.events import ReshapeEvent, read
 from dynmo.models.registry import load_model
-from dynmo.pipeline.pipeline import Pipeline
+from dynmo.pipeline.engine import Engine
 from dynmo.runtime.comm.world import World
 from tests.pool import JobFailed, Pool
 
@@ -202,7 +202,7 @@ def test_what_replicas_would_each_have_of_their_own_is_refused(pool: Pool) -> No
 def after_a_reshape(world: World, data: int) -> None:
     """A loop of one's own, whose pipeline was not told that it may become replicas."""
     model = load_model(parse({"model": {"kind": "python:tests.runtime.written:layers", "sequence": 8}}))
-    pipeline = Pipeline(world, model, uniform(model.layers, world.size), schedule="zb-h1", microbatches=4, accumulation_groups=2)
+    pipeline = Engine(world, model, uniform(model.layers, world.size), schedule="zb-h1", microbatches=4, accumulation_groups=2)
     ids = torch.zeros(4, 1, 8, dtype=torch.int64)
     pipeline.step(0, ids, ids, lr=0.0)
     pipeline.reshape(pipeline=2 // data, data=data)

@@ -34,7 +34,7 @@ from benchmarks.gpu.device import Option, Verdict, built_on, main, progress, sec
 from dynmo.balance.partition import Partition, exact, uniform
 from dynmo.config import Config, parse
 from dynmo.dynamism import make_cases
-from dynmo.pipeline.pipeline import Pipeline
+from dynmo.pipeline.engine import Engine
 from dynmo.runtime.comm.world import World
 from dynmo.runtime.layer.precision import PRECISIONS
 
@@ -96,7 +96,7 @@ class Run:
         model = built_on(device, model_of("pruning", config))
         world = World(0, 1, device, 120.0, 0, dist.HashStore())
         self.even = uniform(model.layers, options.slices)
-        self.pipeline = Pipeline(
+        self.pipeline = Engine(
             world,
             model,
             self.even,

@@ -28,7 +28,7 @@ from benchmarks.harness import run_ranks
 from dynmo.balance.partition import Partition, uniform
 from dynmo.config import parse
 from dynmo.models.registry import load_model
-from dynmo.pipeline.pipeline import Pipeline
+from dynmo.pipeline.engine import Engine
 from dynmo.planner.recompute import recompute_as_workspace
 from dynmo.runtime.comm.world import World
 from dynmo.runtime.layer.precision import PRECISIONS
@@ -61,7 +61,7 @@ def on_a_rank(world: World, blocks: int, hidden: int, sequence: int, batch: int,
     model = load_model(config)
     partition = uniform(model.layers, world.size)
     dtype = PRECISIONS[config.train.precision]
-    pipeline = Pipeline(
+    pipeline = Engine(
         world,
         built_on(device, model),
         partition,

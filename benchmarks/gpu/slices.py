@@ -44,7 +44,7 @@ from dynmo.balance.partition import Partition, uniform
 from dynmo.config import parse
 from dynmo.models.model import Model, next_token_loss
 from dynmo.models.registry import load_model
-from dynmo.pipeline.pipeline import Pipeline
+from dynmo.pipeline.engine import Engine
 from dynmo.runtime.comm.world import World
 from dynmo.runtime.engine.sm_slices import cut
 from dynmo.schedule.automatic.make import make
@@ -62,7 +62,7 @@ class Sides:
         self._device, self._inputs, self._targets = device, inputs, targets
         self.steps: dict[str, Callable[[], float]] = {}
 
-    def add(self, name: str, pipeline: Pipeline, schedule: Schedule | None = None) -> None:
+    def add(self, name: str, pipeline: Engine, schedule: Schedule | None = None) -> None:
         """Adds a side. schedule: runs in place of the pipeline's own."""
 
         def step() -> float:
@@ -73,7 +73,7 @@ class Sides:
 
         self.steps[name] = step
 
-    def run(self, pipeline: Pipeline) -> None:
+    def run(self, pipeline: Engine) -> None:
         pipeline.forward_backward(0, self._inputs, self._targets)
         pipeline.discard()
 
@@ -95,7 +95,7 @@ def on_slices(sides: Sides, world: World, model: Model, count: int, microbatches
     rows: dict[str, Any] = {}
     for own, stages, names in (("zb-auto", count, FLAT), ("zb-v", 2 * count, V_SHAPED)):
         partition = uniform(model.layers, stages)
-        pipeline = Pipeline(world, model, partition, schedule=own, microbatches=microbatches, slices=count, dtype=dtype)
+        pipeline = Engine(world, model, partition, schedule=own, microbatches=microbatches, slices=count, dtype=dtype)
         for _ in range(2):  # the first loads kernels
             sides.run(pipeline)
         pipeline.replan(pipeline.costs())
@@ -148,7 +148,7 @@ def pipelines(
             rows = on_slices(sides, world, model, slices, microbatches, dtype)
             sides.add(
                 "whole",
-                Pipeline(
+                Engine(
                     world,
                     model,
                     Partition((model.layers,)),
@@ -160,7 +160,7 @@ def pipelines(
             # One rank with all stages, in both runtimes.
             kind = PeerSchedule(ScheduleInterleavedZeroBubble, stages_per_rank=slices)
             partition = uniform(model.layers, slices)
-            chunked = Pipeline(
+            chunked = Engine(
                 world,
                 model,
                 partition,

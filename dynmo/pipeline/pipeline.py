@@ -1,674 +1,380 @@
-"""For one's own training loop: `Pipeline`, one model over the ranks of a world.
-
-world = World.join(store, rank, size)
-pipeline = Pipeline(world, model, Partition((9, 9)), schedule="zb-h1", microbatches=8)
-for step in range(steps):
-    result = pipeline.step(step, inputs, targets, lr=3e-4, max_norm=1.0)
-    costs = pipeline.costs()                  # measured, the same on every rank
-    pipeline.move(exact(...))                 # layers change ranks; nothing else changes
-"""
+"""`Pipeline`: one model over the ranks of a world, for a training loop of one's own."""
 
 from __future__ import annotations
 
-import hashlib
 import math
-from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from functools import partial
-from numbers import Real
-from typing import Literal, cast
+import time
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from dynmo.balance.balancers import BalanceRequest
-from dynmo.balance.layout import Layouts, RecomputeRule, moves_between_ranks
-from dynmo.balance.partition import Cost, Partition
-from dynmo.cost.layer_cost import Costs, LayerCost, LinkCost
-from dynmo.errors import ConfigError, InputError, PartitionError, RunError
-from dynmo.kernels.seeds import generators_kept
+from dynmo.balance.partition import Partition, uniform
+from dynmo.config import Balance, parse
+from dynmo.cost.layer_cost import LayerCost
+from dynmo.dynamism import Dynamism, Signals
+from dynmo.dynamism.case import checked
+from dynmo.errors import CheckpointError, ConfigError, InputError, RunError
 from dynmo.models.model import Model
-from dynmo.pipeline.schedule_keeper import ScheduleKeeper, Shapes
-from dynmo.runtime.comm.clock import clock_for
-from dynmo.runtime.comm.process_mesh import FirstReplica
+from dynmo.models.sequential import Sequential
+from dynmo.pipeline.engine import Engine
+from dynmo.pipeline.optimizers import SGD, AdamW, OptimizerHandle
+from dynmo.pipeline.rebalance import Rebalancer
+from dynmo.runtime.comm.process_mesh import arrange
 from dynmo.runtime.comm.world import World
-from dynmo.runtime.engine.executor import Executor, StepOutput
-from dynmo.runtime.engine.optimizer_step import OptimizerStep
-from dynmo.runtime.engine.post_validation import PostValidation
-from dynmo.runtime.engine.profiler import Profiler, measure_links
-from dynmo.runtime.engine.programs import Programs
-from dynmo.runtime.engine.sm_slices import make_streams
-from dynmo.runtime.engine.stage_streams import DefaultStream
-from dynmo.runtime.engine.step_reduction import StepReduction, StepResult
-from dynmo.runtime.layer.output_cache import Keys
-from dynmo.runtime.optim.loss_scale import LossScaler, make_scaler
-from dynmo.runtime.optim.optimizer import LayerOptimizer, OptimizerSettings
+from dynmo.runtime.engine.step_reduction import StepResult
+from dynmo.runtime.layer.precision import PRECISIONS
 from dynmo.runtime.state import checkpoint
-from dynmo.runtime.state.digest import buffers_digest, weights_digest
-from dynmo.runtime.state.layer_store import LayerStore
-from dynmo.runtime.state.migration import Arrival, Migration, exchange
-from dynmo.runtime.state.reshape import holders, transfers
-from dynmo.schedule.bounds import Objective
-from dynmo.schedule.catalogue import placement_of
 from dynmo.schedule.op import Schedule
-from dynmo.schedule.simulator import Timeline
+
+_STATE = {"frozen", "loss", "moves", "loss_scale", "lr", "optimizer", "cases"}
 
 
 class Pipeline:
-    """A model's layers spread over a world of ranks, and what may be done with them.
+    """Trains one model over the ranks of a world.
 
-    Every method is called on every rank, with the same arguments. `partition` counts the layers of each stage; which rank holds which stage
-    is the schedule's: one each, or several (`chunks`). memory_limit: bytes per rank, for schedules that are made within one.
-    compiles: torch.compile runs the layers (`kernels/compiling.py`). dtype: what the model computes in (`runtime/layer/precision.py`);
-    scaler: of the loss (None: dynamic in float16, else none). recompute: the layers whose activations are computed again in B rather than
-    kept, or a pure function that says which, of a placement and the schedule with every stage training. cache_bytes: of host memory on each
-    rank, for the outputs of a frozen prefix (`runtime/layer/output_cache.py`), where steps and evaluations are given the keys of their
-    microbatches.
+    All ranks call every method together, with equal arguments. Batches are the exception: a rank
+    that holds neither the first nor the last stage may pass None for inputs and targets.
 
-    slices: the pipeline's ranks are so many slices of this process's GPU, which a world of one rank then holds
-    (`runtime/engine/sm_slices.py`; None: the ranks of the world). Layers move between them as between ranks, but nothing travels.
+    Args:
+        model: What to train, such as `dynmo.Sequential`.
+        world: The ranks, from `dynmo.init`.
+        schedule: Name of the schedule, such as "1f1b", "zb-h1", "zb-auto" or "zb-v".
+        microbatches: In how many microbatches a step cuts a batch. Each replica has so many.
+        optimizer: `dynmo.AdamW` or `dynmo.SGD`.
+        balance: "auto" moves layers between ranks when the work has become uneven and a move repays
+            itself. "none" leaves them where they are. `dynmo.Balance` sets all options.
+        partition: Number of layers on each stage at first. The default is as even as possible.
+        replicas: Number of pipelines that train side by side. It must divide the ranks.
+        max_norm: Gradients are clipped to this norm over all layers. 0 does not clip.
+        memory_limit: Bytes of each rank, for the placement and for schedules that are made within
+            a limit. None means unlimited.
+        precision: "float32", "bfloat16" or "float16". Weights have a float32 master.
+        recompute: Global indices of the layers whose activations are recomputed in the backward.
+        cases: Dynamic cases that act before each step.
+        horizon: Over so many further steps a move must repay itself.
+        seed: Seeds what layers draw while training, such as dropout.
 
-    The world may be one pipeline of several in a mesh (`mesh.arrange`): `microbatches` are those of one.
-    accumulation_groups: in how many parts the gradients of all their microbatches are added up (default: one per replica).
-    zero: 1 shards the optimizer's state over the replicas.
-    replicates: a reshape may make replicas later. shapes: what schedules are made from within `memory_limit` before costs are measured.
+    Raises:
+        ConfigError: An option is wrong, or the ranks made different modules.
 
-    w_granularity: a W runs "whole", where the schedule has it; or a "linear" of it at a time may run earlier, while a message is late.
-    post_validation: steps without a barrier at their end (`advance`). A step that must be taken back is, rollback "exact": from copies,
-    to the bit; "in-place": by arithmetic, without copies, nearly. clip_scope: by which norm a layer is clipped, that of all or its own.
+    Example:
+        >>> import torch
+        >>> import dynmo
+        >>> with dynmo.init() as world:
+        ...     model = dynmo.Sequential([torch.nn.Linear(4, 4) for _ in range(3)], loss=torch.nn.functional.mse_loss)
+        ...     pipeline = dynmo.Pipeline(model, world, schedule="1f1b", microbatches=2)
+        ...     result = pipeline.step(torch.ones(8, 4), torch.zeros(8, 4))
+        >>> result.loss > 0
+        True
     """
-
-    #   _layouts     which layouts there can be
-    #   _holding     what this rank holds, where everything is, what is frozen
-    #   _programs    what it runs                        _schedule_keeper   in which order, and what is known of costs
-    #   _step_end    what follows once it has run        _pending      with post-validation: what is not final yet
 
     def __init__(
         self,
-        world: World,
         model: Model,
-        partition: Partition,
+        world: World,
         *,
-        schedule: str,
+        schedule: str = "zb-auto",
         microbatches: int,
-        chunks: int | None = None,
-        slices: int | None = None,
+        optimizer: AdamW | SGD | None = None,
+        balance: Literal["auto", "none"] | Balance = "auto",
+        partition: Partition | Sequence[int] | None = None,
+        replicas: int = 1,
+        max_norm: float = 0.0,
         memory_limit: int | None = None,
+        precision: Literal["float32", "bfloat16", "float16"] = "float32",
+        recompute: Collection[int] = (),
+        cases: Sequence[Dynamism] = (),
+        horizon: int = 1000,
         seed: int = 0,
-        optimizer: OptimizerSettings | None = None,
-        compiles: bool = False,
-        accumulation_groups: int | None = None,
-        zero: int = 0,
-        w_granularity: Literal["whole", "linear"] = "whole",
-        post_validation: bool = False,
-        rollback: Literal["exact", "in-place"] = "exact",
-        clip_scope: Literal["global", "local"] = "global",
-        dtype: torch.dtype = torch.float32,
-        scaler: LossScaler | None = None,
-        recompute: RecomputeRule = (),
-        cache_bytes: int = 0,
-        replicates: bool = False,
-        shapes: Shapes | None = None,
     ) -> None:
-        for what, word, allowed in (
-            ("w_granularity", w_granularity, ("whole", "linear")),
-            ("rollback", rollback, ("exact", "in-place")),
-            ("clip_scope", clip_scope, ("global", "local")),
-        ):
-            if word not in allowed:
-                raise ConfigError(f"{what} = {word!r}; choose from {', '.join(allowed)}")
-        if not isinstance(cast(object, model), Model):
-            raise ConfigError(f"model is a {type(model).__name__}; make a Model of it with dynmo.models.model.from_factories")
-        _check_partition(partition)
-        _check_recompute(recompute, model.layers)
-        self.model = model
-        self._replicates = replicates or world.replicas > 1
-        accumulation_groups = accumulation_groups or world.replicas
-        if slices is not None and (world.size > 1 or post_validation):
-            raise ConfigError(
-                "slices of one GPU are one process, whose steps end together: use one rank a replica, without post_validation"
-            )
-        self._layouts = Layouts(model.layers, schedule, chunks, accumulation_groups, recompute, sliced=slices is not None)
-        layout = self._layouts.make(slices or world.size, world.replicas, microbatches, partition)
-        streams = DefaultStream() if slices is None else make_streams(world.device, slices, layout.placement)
-        self.clock = clock_for(world.device)
-        self.profiler = Profiler(self.clock)
-        self._layer_store = LayerStore(
-            world,
+        if precision not in PRECISIONS:
+            raise ConfigError(f"precision = {precision!r}; choose from {', '.join(PRECISIONS)}")
+        options = optimizer or AdamW()
+        self._max_norm, self._horizon, self._cases = max_norm, horizon, tuple(cases)
+        self._microbatches, self._schedule, self._dtype = microbatches, schedule, PRECISIONS[precision]
+        self._optimizer, self._optimizer_name = OptimizerHandle(options.lr), options.settings.name
+        if isinstance(model, Sequential):
+            _agree_on_modules(model, world)
+        mesh = arrange(world, replicas)
+        stages = len(Engine.placement_for(schedule, mesh.size))
+        counts = uniform(model.layers, stages) if partition is None else partition
+        self._engine = Engine(
+            mesh,
             model,
-            layout,
-            self.clock,
+            counts if isinstance(counts, Partition) else Partition(tuple(counts)),
+            schedule=schedule,
+            microbatches=microbatches,
+            memory_limit=memory_limit,
             seed=seed,
-            optimizer=optimizer or OptimizerSettings(),
-            compiles=compiles,
-            accumulation_groups=accumulation_groups,
-            zero=bool(zero),
-            dtype=dtype,
-            cache_bytes=cache_bytes,
+            optimizer=options.settings,
+            dtype=self._dtype,
+            recompute=recompute,
         )
-        links = measure_links(world, layout.pairs)
-        self._schedule_keeper = ScheduleKeeper(
-            *(self._layer_store, schedule, chunks, memory_limit, links),
-            post_validation=post_validation,
-            accumulation_groups=accumulation_groups,
-            shapes=shapes,
-        )
-        self._programs = Programs(self._layer_store, self.clock, streams, post_validation=post_validation)
-        self._partial_weights = w_granularity == "linear"
-        # Gradients wait for `update` or `discard`.
-        self._halfway = False
-        table = StepReduction(self._layer_store, self.clock)
-        self._optimizer_step = OptimizerStep(self._layer_store, table, self.profiler, scaler or make_scaler(dtype), clip_scope)
-        self._pending = PostValidation(self._layer_store, self._optimizer_step, validates=post_validation, copies=rollback == "exact")
+        self._balance = _balance_of(balance)
+        self._step, self._loss = 0, math.nan
+        for case in self._cases:
+            case.check(self._engine.modules)
+        self._rebalancer = self._make_rebalancer()
 
-    @staticmethod
-    def placement_for(schedule: str, ranks: int, chunks: int | None = None) -> tuple[int, ...]:
-        """Per stage of this schedule, the rank that holds it: how many counts a partition needs."""
-        return placement_of(schedule, ranks, chunks)
+    # -- training ----------------------------------------------------------------------------------
 
-    # -- what is where ----------------------------------------------------------------------------------------------------
+    def step(self, inputs: Tensor | None, targets: Tensor | None) -> StepResult:
+        """Trains on one batch: forward, backward, clipping, optimizer.
 
-    @property
-    def world(self) -> World:
-        """This rank's pipeline: one of the mesh."""
-        return self._layer_store.world
+        The batch is cut along its first dimension. Before the step, dynamic cases act, and layers
+        move if balancing decides so.
 
-    @property
-    def partition(self) -> Partition:
-        return self._layer_store.layout.partition
+        Args:
+            inputs: This replica's batch, [batch, ...]. `microbatches` must divide `batch`. Only the
+                rank of the first stage needs it. Floats are converted to `precision`.
+            targets: What the loss compares with, [batch, ...]. Only the rank of the last stage
+                needs it.
 
-    @property
-    def shape(self) -> tuple[int, int]:
-        """Ranks (or slices) of a pipeline, and how many pipelines."""
-        return self._layer_store.layout.ranks, self._layer_store.layout.replicas
+        Returns:
+            The loss, the gradient norm before clipping, and what each rank did. It is the same on
+            every rank.
 
-    @property
-    def sliced(self) -> bool:
-        """Whether the pipeline's ranks are slices of this process's GPU."""
-        return self._layer_store.layout.sliced
-
-    @property
-    def placement(self) -> tuple[int, ...]:
-        """Per stage, the rank (or slice) that holds it."""
-        return self._layer_store.layout.placement
-
-    @property
-    def recomputed(self) -> frozenset[int]:
-        """The layers whose activations are computed again in B."""
-        return self._layer_store.layout.recomputed
-
-    @property
-    def count(self) -> int:
-        return self.model.layers
-
-    @property
-    def own_stages(self) -> tuple[int, ...]:
-        return self._layer_store.own_stages
-
-    def rank_of(self, layer: int) -> int:
-        """The rank that holds the layer."""
-        return self._layer_store.rank_of(layer)
-
-    @property
-    def frozen(self) -> frozenset[int]:
-        return self._layer_store.frozen.layers
-
-    @property
-    def first_trainable(self) -> int:
-        """Global index of the first layer with something to train."""
-        return self._layer_store.frozen.first_trainable
-
-    def first_trainable_after(self, layers: Collection[int]) -> int | None:
-        return self._layer_store.frozen.first_trainable_after(layers)
-
-    # -- training -----------------------------------------------------------------------------------------------------------
-
-    @property
-    def scaler(self) -> LossScaler:
-        """Of the loss."""
-        return self._optimizer_step.scaler
-
-    @scaler.setter
-    def scaler(self, scaler: LossScaler) -> None:
-        self._optimizer_step.scaler = scaler
-
-    def step(
-        self,
-        step: int,
-        inputs: Tensor | None,
-        targets: Tensor | None,
-        *,
-        lr: float,
-        max_norm: float = 0.0,
-        flag: bool = False,
-        keys: Keys | None = None,
-    ) -> StepResult:
-        """Forward, backward, clip, update. inputs: [microbatches, ...] with the first stage, targets: [microbatches, ...] with the last:
-        this replica's, which are as many as all others' and follow those of the replica before it in the batch.
-
-        `flag` is handed to every rank in `StepResult.flags` (a wish to stop, say). keys, for the cache of outputs: of each microbatch, on
-        every rank, equal only where the inputs are (the numbers of its sequences, say); None where none comes again. Raises RunError if
-        loss or gradient is not finite; under a dynamic loss scale such a gradient skips the step.
+        Raises:
+            InputError: The batch is missing or cannot be cut.
+            RunError: The loss or a gradient is not finite.
         """
-        results = self.advance(step, inputs, targets, lr=lr, max_norm=max_norm, flag=flag, keys=keys) + self.drain()
-        return results[-1]
+        cut_inputs, cut_targets = self._cut_inputs(inputs), self._cut("targets", targets)
+        if self._rebalancer.is_due(self._step):
+            self._rebalancer.consider(self._step)
+        for case in self._cases:
+            change = checked(case, case.act(self._step, self._engine), self._engine.count)
+            if change is not None:
+                self._on_workload_change(change.layers)
+        start, rate = time.perf_counter(), self._optimizer.lr
+        result = self._engine.step(self._step, cut_inputs, cut_targets, lr=rate, max_norm=self._max_norm)
+        self._optimizer.step()
+        self._rebalancer.observe(self._step, time.perf_counter() - start, result.busy)
+        for case in self._cases:
+            case.observe(Signals(self._step, result.loss, result.squared_norms, rate))
+        self._step, self._loss = self._step + 1, result.loss
+        return result
 
-    def advance(
-        self,
-        step: int,
-        inputs: Tensor | None,
-        targets: Tensor | None,
-        *,
-        lr: float,
-        max_norm: float = 0.0,
-        flag: bool = False,
-        keys: Keys | None = None,
-    ) -> tuple[StepResult, ...]:
-        """As `step`, but without a barrier at its end where the pipeline validates afterwards: the next begins before this one is final.
-
-        Returns the results that have become final and were not returned before, in order: with a barrier this step's, without one that
-        of the step before. RunError, too, is then raised a step late; nothing was updated. `drain` waits for the last one, and so does
-        every method that looks at the model or changes it.
-        """
-        _check_rates(lr, max_norm)
-        pending = self._pending
-        if self.post_validates:
-            self._check_batch(inputs, targets, self._layer_store.layout.microbatches)
-            executor = self._executor()
-            pending.begin()
-            is_validated = partial(pending.is_validated, executor) if pending.is_out else None
-            step_output = self._run(executor, step, inputs, targets, keys, is_validated)
-            pending.end(step, step_output, lr, max_norm, flag)
-        else:
-            pending.settle()
-            step_output = self.forward_backward(step, inputs, targets, keys)
-            pending.add(self.update(step, step_output, lr=lr, max_norm=max_norm, flag=flag))
-        return pending.take_done()
-
-    def drain(self) -> tuple[StepResult, ...]:
-        """Waits until the last step is final, where `advance` has not. Returns the results that were not returned before."""
-        self._pending.settle()
-        return self._pending.take_done()
-
-    def forward_backward(self, step: int, inputs: Tensor | None, targets: Tensor | None, keys: Keys | None = None) -> StepOutput:
-        """The first half of `step`: runs the program; gradients are left on the parameters."""
-        self._check_batch(inputs, targets, self._layer_store.layout.microbatches)
-        self._pending.settle()
-        if self._halfway:
-            raise RunError("forward_backward was called again before update or discard; a step's microbatches are given all at once")
-        step_output = self._run(self._executor(), step, inputs, targets, keys)
-        self._halfway = True
-        return step_output
-
-    def update(self, step: int, step_output: StepOutput, *, lr: float, max_norm: float = 0.0, flag: bool = False) -> StepResult:
-        """The second half of `step`: what the ranks must agree on, clipping, the optimizer."""
-        _check_rates(lr, max_norm)
-        self._halfway = False
-        return self._pending.observed(*self._optimizer_step.update(step, step_output, lr, max_norm, flag))
-
-    def discard(self) -> None:
-        """Instead of `update`: drops the gradients and keeps the measurements."""
-        self._halfway = False
-        self._optimizer_step.discard()
-
-    def evaluate(
-        self, inputs: Tensor | None, targets: Tensor | None, microbatches: int, keys: Keys | None = None, *, shares: bool = False
-    ) -> float:
-        """Computes the mean loss over microbatches without training.
+    def evaluate(self, inputs: Tensor | None, targets: Tensor | None) -> float:
+        """Computes the mean loss of one batch without training.
 
         Args:
             inputs: As in `step`.
             targets: As in `step`.
-            microbatches: How many there are.
-            keys: As in `step`.
-            shares: Whether each replica has microbatches of its own. If not, the first replica's
-                loss counts, because all have the same.
 
         Returns:
-            The mean loss, the same on every rank.
+            The mean loss over all replicas' microbatches, the same on every rank.
+
+        Raises:
+            InputError: The batch is missing or cannot be cut.
         """
-        if microbatches < 1:
-            raise InputError(f"microbatches = {microbatches}: an evaluation needs at least 1")
-        self._check_batch(inputs, targets, microbatches)
-        self._pending.settle()
-        with generators_kept(self.world.device), self._buffers_as_they_were():
-            loss = self._programs.evaluate(inputs, targets, microbatches, keys)
-        table = torch.tensor([loss], dtype=torch.float64)
-        what = "the evaluation to end"
-        if shares:
-            return float(self.world.everyone.sum(table, what)) / self.world.replicas
-        return float(self.collective.sum(table, what))
+        return self._engine.evaluate(self._cut_inputs(inputs), self._cut("targets", targets), self._microbatches, shares=True)
 
     @property
-    def post_validates(self) -> bool:
-        """Whether the next step has no barrier at its end. A weight tied over two ranks gets its gradient from both: there, one stays."""
-        return self._pending.validates
+    def optimizer(self) -> torch.optim.Optimizer:
+        """Holds the learning rate, for torch's schedulers: `LambdaLR(pipeline.optimizer, ...)`."""
+        return self._optimizer
 
     @property
-    def objective(self) -> Objective:
-        """What makes a step of this pipeline short."""
-        return self._schedule_keeper.objective
+    def steps(self) -> int:
+        """Number of steps that are done, those of a loaded checkpoint included."""
+        return self._step
 
-    def _executor(self) -> Executor:
-        return self._programs.training or self._programs.lower(
-            self._schedule_keeper.agreed(), self._schedule_keeper.message_timeout if self._partial_weights else None
-        )
-
-    def _run(
-        self,
-        executor: Executor,
-        step: int,
-        inputs: Tensor | None,
-        targets: Tensor | None,
-        keys: Keys | None,
-        is_validated: Callable[[], bool] | None = None,
-    ) -> StepOutput:
-        """Runs the program that trains, until this rank's gradients are complete."""
-        for layer in self._layer_store.layers.values():
-            layer.module.train()
-        executor.scale_loss(self.scaler.scale)
-        self._layer_store.outputs.begin(keys, training=True)
-        with generators_kept(self.world.device), self._buffers_as_they_were():
-            step_output = executor.run(step, inputs, targets, is_validated=is_validated)
-        self._layer_store.replicas.await_gradients()
-        self.clock.settle()
-        if self.world.device.type == "cpu":  # no other process has a part of a GPU's time
-            self.profiler.observe_ops(step_output.intervals)
-        return step_output
-
-    @contextmanager
-    def _buffers_as_they_were(self) -> Generator[None]:
-        """Raises ConfigError if a forward within the context writes to a persistent buffer, and there are or may be replicas."""
-        layers = sorted(self._layer_store.layers.items()) if self._replicates else []
-        before = [layer.buffers.copies(persistent=True) for _, layer in layers]
-        yield
-        for (index, layer), copies in zip(layers, before, strict=True):
-            name = layer.buffers.first_persistent(layer.buffers.written(copies))
-            if name is not None:
-                raise ConfigError(
-                    f"layer {index} ({type(layer.module).__name__}): its forward writes to its buffer {name!r} (running statistics, "
-                    "say), of which every replica would have its own; use parallel.data = 1 without [elastic] reshape, or a layer "
-                    "that keeps none"
-                )
-
-    def _check_batch(self, inputs: Tensor | None, targets: Tensor | None, microbatches: int) -> None:
-        stages = self._layer_store.own_stages
-        last = len(self.placement) - 1
-        for name, batch, stage, holder in (("inputs", inputs, 0, "first"), ("targets", targets, last, "last")):
-            if batch is None:
-                if stage in stages:
-                    raise InputError(
-                        f"{name} is None, but rank {self.world.rank} holds the {holder} stage; give it a tensor [microbatches, ...]"
-                    )
-                continue
-            if not isinstance(cast(object, batch), Tensor):
-                raise InputError(f"{name} is a {type(batch).__name__}; give one tensor [microbatches, ...] (torch.stack, torch.as_tensor)")
-            if batch.dim() == 0 or len(batch) != microbatches:
-                own = " of this replica's own" if self.world.replicas > 1 else ""
-                count = len(batch) if batch.dim() else "no"
-                raise InputError(
-                    f"{name}: {count} microbatches, shape {list(batch.shape)}, where {microbatches}{own} are expected; the first "
-                    "dimension counts microbatches"
-                )
-
-    # -- what changes ---------------------------------------------------------------------------------------------------------
-
-    def freeze(self, layers: Collection[int]) -> None:
-        """These layers train no more. Their optimizer state stays; a leading run of frozen layers is elided from the backward."""
-        self._pending.settle()
-        self._check_layers(layers)
-        before, after = self.first_trainable, self.first_trainable_after(layers)
-        if after is None:
-            raise PartitionError(f"freezing layers {sorted(layers)} would leave nothing to train")
-        new = set(layers) - self.frozen
-        self._layer_store.frozen.freeze(layers)
-        self.on_workload_change({*new, *range(before, after + 1)})
-
-    def _check_layers(self, layers: Collection[int]) -> None:
-        outside = next((index for index in layers if not 0 <= index < self.count), None)
-        if outside is not None:
-            raise PartitionError(f"there is no layer {outside}; the model has {self.count}, from 0 to {self.count - 1}")
-
-    def unfreeze(self, layers: Collection[int]) -> None:
-        """Frozen layers train again, from the optimizer state that they had."""
-        self._pending.settle()
-        self._check_layers(layers)
-        before = self.first_trainable
-        self._schedule_keeper.forget()  # what a layer costs that trains again, nobody has measured
-        self._layer_store.frozen.thaw(layers)
-        # As in `freeze`: the layers between the old and the new end of the frozen prefix begin or cease to run B.
-        self.on_workload_change({*layers, *range(self.first_trainable, before + 1)})
-
-    def on_workload_change(self, layers: Iterable[int]) -> None:
-        """Their costs are no longer what was measured. Takes effect before the next step, by lowering again."""
-        self._pending.settle()
-        layers = list(layers)
-        self.profiler.forget(layers)
-        self._layer_store.outputs.forget(layers)
-        self._schedule_keeper.elide()
-        for index in layers:
-            if index in self._layer_store.layers:
-                self._layer_store.layers[index].forget_sizes()
-        self._programs.relower()
-
-    def move(self, partition: Partition) -> Migration:
-        """Puts the layers where `partition` says, with weights, gradients, optimizer state and flags. All or nothing."""
-        _check_partition(partition)
-        self._pending.settle()
-        layer_store, world, before = self._layer_store, self.world, self._layer_store.layout
-        layout = self._layouts.moved(before, partition)
-        plan = moves_between_ranks(before.partition, partition, before.processes)
-        world.agree(hashlib.sha256(repr((before.partition.counts, partition.counts)).encode()).digest(), "the new placement")
-
-        migration = exchange(
-            world, plan, lambda i: (layer_store.modules[i], layer_store.state(i)), partial(layer_store.moved, layout, plan)
-        )
-        layer_store.tied.join()
-        self.profiler.forget(move.layer for move in plan)
-        self._programs.relower()
-        self._switched(before.recomputed ^ layout.recomputed)
-        return migration
-
-    def _switched(self, layers: frozenset[int]) -> None:
-        """These compute again in B from now on, or no more: what they cost then nobody has measured."""
-        if layers:
-            self._schedule_keeper.forget()
-            self.on_workload_change(layers)
-
-    def reshape(self, *, pipeline: int, data: int, partition: Partition | None = None) -> Migration:
-        """Makes the same ranks a mesh of `data` replicas of a pipeline of `pipeline` ranks; between steps. The batch stays the same, so
-        each replica has other microbatches from the next step on. partition: of the new stages (default: equally many layers each).
-        Slices stay what they are.
-
-        All or nothing. Raises InputError, on every rank, where the ranks, the microbatches, the slots or the schedule do not fit.
-        """
-        self._pending.settle()
-        layer_store, everyone, before = self._layer_store, self.world.everyone, self._layer_store.layout
-        if before.sliced:
-            raise ConfigError("a pipeline of slices cannot be reshaped; make another")
-        layout = self._layouts.reshaped(before, pipeline, data, partition)
-        everyone.agree(hashlib.sha256(repr((pipeline, data, layout.partition.counts)).encode()).digest(), "the new mesh")
-        after = holders(layout.partition, layout.placement, data)
-        plan = transfers(holders(before.partition, before.placement, before.replicas), after)
-        whole = {i: layer_store.state(i, whole=True) for i in sorted(layer_store.layers)}
-
-        def adopt(arrivals: list[Arrival]) -> None:
-            self._programs.relower()
-            layer_store.reshaped(layout, [i for i in layer_store.layers if everyone.rank not in after[i]], whole, arrivals)
-            self._pending.reshaped()
-
-        migration = exchange(everyone, plan, lambda i: (layer_store.modules[i], whole[i]), adopt)
-        self.profiler.forget(move.layer for move in plan)
-        self._replicates = self._replicates or data > 1
-        self._schedule_keeper.links = measure_links(self.world, layout.pairs)
-        self._schedule_keeper.reshaped()
-        self._switched(before.recomputed ^ layout.recomputed)
-        return migration
-
-    # -- what a dynamic case sees (`dynmo.dynamism.Layers`) ----------------------------------------------------------------------
+    # -- where layers are --------------------------------------------------------------------------
 
     @property
-    def names(self) -> tuple[str, ...]:
-        return self.model.names
+    def partition(self) -> Partition:
+        """Number of layers on each stage."""
+        return self._engine.partition
 
     @property
-    def modules(self) -> Sequence[nn.Module]:
-        return self._layer_store.modules
+    def schedule(self) -> Schedule:
+        """The schedule of the next step."""
+        return self._engine.schedule_for(self._engine.partition)
 
     @property
-    def own(self) -> list[int]:
-        return sorted(self._layer_store.layers)
-
-    @property
-    def collective(self) -> FirstReplica:
-        return FirstReplica(self.world)
-
-    def kept(self, layer: int) -> dict[str, Tensor]:
-        return self._layer_store.kept[layer]
-
-    def moments(self, layer: int) -> dict[str, Tensor]:
-        self._pending.assert_final()
-        return self._layer_store.moments(layer)
-
-    def rebuild(self, layer: int, moments: Mapping[str, Tensor]) -> None:
-        self._pending.assert_final()
-        self._layer_store.rebuild(layer, moments)
-        self._programs.relower()
-
-    # -- what is known ----------------------------------------------------------------------------------------------------------
-
-    @property
-    def links(self) -> dict[tuple[int, int], LinkCost]:
-        """Between the ranks of a pair, the lower first, that hold neighbouring stages."""
-        return self._schedule_keeper.links
+    def modules(self) -> Mapping[int, nn.Module]:
+        """The layers that this rank holds, by their index in the model. A move changes them."""
+        return {index: self._engine.modules[index] for index in self._engine.own}
 
     def costs(self) -> tuple[LayerCost, ...]:
-        """Measured costs of all layers: seconds per microbatch, bytes."""
-        pairs = [(layer, self._layer_store.optimizers[index]) for index, layer in self._layer_store.layers.items()]
-        return self.profiler.gather(
-            self.world, pairs, self.count, copies=self._pending.copies, accumulation_groups=self._layouts.accumulation_groups
-        )
+        """Returns the measured cost of every layer: seconds per microbatch, and bytes."""
+        return self._engine.costs()
 
-    def cost_halves(self, costs: tuple[LayerCost, ...]) -> tuple[tuple[LayerCost, ...], ...]:
-        """`costs`, once by the earlier and once by the later readings alone; nothing if some time has one reading only."""
-        return self.profiler.gather_halves(self.world, self._layer_store.layers, costs)
+    def rebalance(self) -> bool:
+        """Decides now where layers should live, and moves them if that repays itself within `horizon` steps.
 
-    def preempted(self) -> float:
-        """The share of its ops' time for which a rank lost its core to other processes: of the rank that lost most."""
-        return self.largest(self.profiler.preempted)
+        Returns:
+            Whether layers have moved.
 
-    def predict(self, layers: tuple[LayerCost, ...], partition: Partition) -> Timeline:
-        """What the simulator says of one step under these costs and this placement, with the schedule made for them."""
-        return self._schedule_keeper.predict(layers, partition)
-
-    def schedule_for(self, partition: Partition, layers: tuple[LayerCost, ...] | None = None) -> Schedule:
-        """The schedule that would run on this placement, with what is frozen now, made for these costs (default: for what is known of
-        them) where it is made for any."""
-        return self._schedule_keeper.on(partition, layers)
-
-    def full_schedule(self) -> Schedule:
-        """The schedule with every stage training: an upper bound of what any frozen prefix keeps in memory."""
-        return self._schedule_keeper.full()
-
-    def request(self, layers: tuple[LayerCost, ...], *, cost: Cost = "time", seed: int = 0, step: int = 0) -> BalanceRequest:
-        """What a balancer is asked: where these layers should live, under this pipeline's schedule, links and memory limit."""
-        return self._schedule_keeper.request(layers, cost, seed, step)
-
-    def replan(self, layers: tuple[LayerCost, ...], least: float = 0.0) -> float:
-        """Makes the schedule anew from these costs (the same on every rank), where that saves more than the share `least` of a step.
-
-        Returns the share that the simulator says it saves; 0 where the schedule stays, as those do that are not made from costs.
+        Raises:
+            RunError: No step has been measured yet.
         """
-        self._pending.settle()
-        gain = self._schedule_keeper.replan(layers, least)
-        if gain is not None:
-            self._programs.relower()
-        return gain or 0.0
+        if not self._rebalancer.measured:
+            raise RunError("rebalance was called before a step was measured; train at least one step first")
+        before = self._engine.partition
+        self._rebalancer.consider(self._step)
+        return self._engine.partition != before
 
-    def largest(self, value: float) -> float:
-        """The largest of the ranks' values, on every rank."""
-        return float(self.world.everyone.largest(torch.tensor([value], dtype=torch.float64), "a measurement of every rank"))
+    def move(self, partition: Partition | Sequence[int]) -> None:
+        """Puts layers where `partition` says, with gradients and optimizer state.
 
-    def stage_costs(self, layers: tuple[LayerCost, ...], partition: Partition) -> Costs:
-        """The stages' costs, and the links' times for the messages that cross there."""
-        return self._schedule_keeper.stage_costs(layers, partition)
+        Args:
+            partition: Number of layers on each stage, first stage first.
 
-    @property
-    def caches(self) -> bool:
-        """Whether outputs of a frozen prefix are kept."""
-        return self._layer_store.outputs.limit > 0
-
-    def cached(self) -> tuple[int, int]:
-        """Of the caches of outputs, on all ranks together: F's of layers that they have spared, and the bytes that they hold."""
-        outputs = self._layer_store.outputs
-        table = torch.tensor([outputs.spared, outputs.bytes], dtype=torch.int64)
-        spared, held = self.world.everyone.sum(table, "what the caches hold").tolist()
-        return spared, held
-
-    @property
-    def reduction_seconds(self) -> tuple[float, float]:
-        """Of all steps so far: what this rank's collectives over the replicas took, and what of it its own work did not hide."""
-        return self._layer_store.replicas.seconds
-
-    # -- what is saved ----------------------------------------------------------------------------------------------------------
-
-    @property
-    def own_layers(self) -> dict[int, tuple[nn.Module, LayerOptimizer]]:
-        """This rank's layers by global index, for checkpoints."""
-        return {i: (layer.module, self._layer_store.optimizers[i]) for i, layer in self._layer_store.layers.items()}
-
-    def layer_state(self, index: int, whole: bool = False) -> dict[str, Tensor]:
-        """What of one of this rank's layers moves and is saved beside its module: optimizer state, and what cases keep with it.
-
-        whole: with ZeRO-1, the state of all replicas' shares; all replicas ask for it, in the same order.
+        Raises:
+            PartitionError: It has another number of layers or stages.
         """
-        self._pending.assert_final()
-        return self._layer_store.state(index, whole)
+        self._engine.move(partition if isinstance(partition, Partition) else Partition(tuple(partition)))
 
-    def saved_layers(self) -> Iterator[tuple[int, tuple[nn.Module, dict[str, Tensor]]]]:
-        """This rank's layers as a checkpoint has them, one whole layer at a time; the first replica's ranks write for all."""
-        for index in self.own:
-            state = self.layer_state(index, whole=True)
-            if self.world.replica == 0:
-                yield index, (self.modules[index], state)
+    # -- what trains -------------------------------------------------------------------------------
 
-    def restore(self, index: int, tensors: dict[tuple[str, str], Tensor], flags: dict[str, bool]) -> None:
-        """Replaces one of this rank's layers by what a checkpoint holds of it. Raises CheckpointError if it is of another shape."""
-        self._pending.assert_final()
-        tensors = checkpoint.fit(index, self.model.names[index], self.modules[index], tensors)
-        self._layer_store.replace(index, tensors, flags)
-        self._programs.relower()
+    def freeze(self, layers: Collection[int]) -> None:
+        """Stops training these layers. Their optimizer state stays.
+
+        Args:
+            layers: Indices in the model. A frozen prefix of the model runs no backward.
+
+        Raises:
+            PartitionError: There is no such layer, or none would train.
+        """
+        self._engine.freeze(layers)
+        self._rebalancer.on_workload_change(self._step)
+
+    def unfreeze(self, layers: Collection[int]) -> None:
+        """Trains frozen layers again, from the optimizer state that they had.
+
+        Args:
+            layers: Indices in the model.
+
+        Raises:
+            PartitionError: There is no such layer.
+        """
+        self._engine.unfreeze(layers)
+        self._rebalancer.on_workload_change(self._step)
+
+    # -- saving ------------------------------------------------------------------------------------
+
+    def save(self, folder: str | Path, keep: int = 2) -> Path:
+        """Saves weights, optimizer state and the loop's own state. All ranks share the folder.
+
+        Args:
+            folder: Holds the checkpoints of this training, each in a folder `step-N`.
+            keep: How many checkpoints stay, this one included.
+
+        Returns:
+            The folder of this checkpoint.
+
+        Raises:
+            RunError: A rank could not write its part. Older checkpoints are untouched.
+        """
+        engine = self._engine
+        state = {
+            "partition": list(engine.partition.counts),
+            "frozen": sorted(engine.frozen),
+            "loss": self._loss,
+            "moves": self._rebalancer.moves,
+            "loss_scale": engine.scaler.state(),
+            "lr": self._optimizer.lr,
+            "optimizer": self._optimizer_name,
+            "cases": {case.name: case.state() for case in self._cases},
+        }
+        saved = checkpoint.save(engine.world.everyone, Path(folder), self._step, engine.names, engine.saved_layers(), state, keep)
+        return saved.path
+
+    def load(self, folder: str | Path) -> int:
+        """Goes on from the newest complete checkpoint in `folder`, whatever placement it was saved on.
+
+        The state of a learning-rate scheduler is the caller's: save its `state_dict` beside this.
+
+        Args:
+            folder: What `save` was given.
+
+        Returns:
+            The number of steps that the checkpoint has done.
+
+        Raises:
+            CheckpointError: There is no complete checkpoint, or it is of another model or optimizer.
+        """
+        engine = self._engine
+        path, manifest, _ = checkpoint.find(Path(folder), engine.world.everyone)
+        state = manifest.state
+        if tuple(manifest.layers) != tuple(engine.names):
+            raise CheckpointError(
+                f"{path} has {len(manifest.layers)} layers of other names than this model's {engine.count}; load it into that model"
+            )
+        if not state.keys() >= _STATE:
+            raise CheckpointError(f"{path} was not written by Pipeline.save: its state lacks {min(_STATE - state.keys())!r}")
+        if state["optimizer"] != self._optimizer_name:
+            raise CheckpointError(f"{path} has the state of {state['optimizer']}, and this pipeline trains with {self._optimizer_name}")
+        if set(state["frozen"]) != engine.frozen:
+            engine.unfreeze(engine.frozen)
+            engine.freeze(state["frozen"])
+        for index in engine.own:
+            engine.restore(index, *checkpoint.load_layer(path, index, engine.world.device))
+        engine.scaler.load(state["loss_scale"])
+        for case in self._cases:
+            if case.name in state["cases"]:
+                case.load(state["cases"][case.name])
+        self._optimizer.param_groups[0]["lr"] = state["lr"]
+        self._step, self._loss = manifest.step, state["loss"]
+        self._rebalancer = self._make_rebalancer(state["moves"])
+        return self._step
 
     def digest(self) -> str:
-        """SHA-256 over the SHA-256 of each layer's parameters, pruned ones in dense form, in global layer order: equal exactly when all
-        weights are. Of a parameter that computes in lower precision its float32 master is hashed: the parameter is that, rounded. Raises
-        RunError if the replicas' weights are not equal."""
-        self._pending.settle()
-        return weights_digest(self._layer_store)
+        """Returns the SHA-256 of all weights. It is equal exactly if all weights are."""
+        return self._engine.digest()
 
-    def buffers_digest(self) -> str:
-        """Like `digest`, of the persistent buffers (running statistics, say), but for those that encode the sparsity of pruned weights."""
-        self._pending.settle()
-        return buffers_digest(self._layer_store)
+    # -- helpers -----------------------------------------------------------------------------------
+
+    def _cut_inputs(self, inputs: Tensor | None) -> Tensor | None:
+        """As `_cut`, in the precision that the first layer computes in."""
+        batch = self._cut("inputs", inputs)
+        return batch.to(self._dtype) if batch is not None and batch.is_floating_point() else batch
+
+    def _cut(self, name: str, batch: Tensor | None) -> Tensor | None:
+        """[batch, ...] as [microbatches, batch / microbatches, ...]."""
+        if batch is None:
+            return None
+        count = self._microbatches
+        if not isinstance(batch, Tensor) or not batch.dim() or len(batch) % count or not len(batch):
+            what = f"a tensor of shape {list(batch.shape)}" if isinstance(batch, Tensor) else f"a {type(batch).__name__}"
+            raise InputError(f"{name} is {what}; give a tensor whose first dimension is a multiple of {count} microbatches")
+        return batch.unflatten(0, (count, len(batch) // count))
+
+    def _on_workload_change(self, layers: Collection[int]) -> None:
+        self._engine.on_workload_change(layers)
+        self._rebalancer.on_workload_change(self._step)
+
+    def _make_rebalancer(self, moves: int = 0) -> Rebalancer:
+        """With the options as a run of `horizon` steps from now on has them."""
+        engine = self._engine
+        ranks, replicas = engine.shape
+        config = parse(
+            {
+                "train": {"steps": self._step + self._horizon, "global_batch": self._microbatches * replicas, "micro_batch": 1},
+                "parallel": {"pipeline": ranks, "data": replicas},
+                "pipeline": {"schedule": self._schedule},
+                "balance": self._balance.model_dump(exclude={"initial"}),
+            }
+        )
+        return Rebalancer(config, engine, engine.costs, moves, lambda step: [case.forecast(step) for case in self._cases])
 
 
-def _check_partition(partition: object) -> None:
-    if not isinstance(partition, Partition):
-        raise ConfigError(f"partition is a {type(partition).__name__}; give a Partition, such as Partition((4, 4))")
+def _balance_of(balance: Any) -> Balance:
+    if isinstance(balance, Balance):
+        return balance
+    if balance not in ("auto", "none"):
+        raise ConfigError(f"balance = {balance!r}; choose 'auto', 'none', or give dynmo.Balance(...)")
+    return Balance(every="auto") if balance == "auto" else Balance(balancer="none")
 
 
-def _check_recompute(recompute: object, layers: int) -> None:
-    if callable(recompute):
-        return
-    if isinstance(recompute, str) or not isinstance(recompute, Collection):
-        raise ConfigError(f"recompute = {recompute!r}; give the indices of layers, range({layers}) for all, or a function")
-    outside = [index for index in cast(Collection[object], recompute) if index not in range(layers)]
-    if outside:
-        raise ConfigError(f"recompute names layer {outside[0]!r}, but the model has {layers}, from 0 to {layers - 1}")
-
-
-def _check_rates(lr: object, max_norm: object) -> None:
-    if not isinstance(lr, Real) or not 0 <= float(lr) < math.inf:
-        raise InputError(f"lr = {lr!r}; give a finite number of at least 0")
-    if not isinstance(max_norm, Real) or not float(max_norm) >= 0:
-        raise InputError(f"max_norm = {max_norm!r}; give a number of at least 0, where 0 clips nothing")
+def _agree_on_modules(model: Sequential, world: World) -> None:
+    """Raises ConfigError on every rank if some made other modules."""
+    differs = world.everyone.first_difference([model.fingerprint().hex()], "all ranks to make the model")
+    if differs is not None:
+        raise ConfigError(
+            "the ranks made modules of different shapes or weights; call torch.manual_seed with one number on all of them before"
+        )

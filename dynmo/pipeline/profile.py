@@ -7,11 +7,11 @@ from dataclasses import replace
 from dynmo.config import Config
 from dynmo.cost.layer_cost import LayerCost
 from dynmo.cost.profile_file import Profile
+from dynmo.pipeline.engine import Engine
 from dynmo.pipeline.optimizers import optimizer_settings
-from dynmo.pipeline.pipeline import Pipeline
 
 
-def profile_of(config: Config, pipeline: Pipeline, costs: tuple[LayerCost, ...], steps: int | None = None) -> Profile:
+def profile_of(config: Config, pipeline: Engine, costs: tuple[LayerCost, ...], steps: int | None = None) -> Profile:
     """The costs of a pipeline's layers as a costs file records them.
 
     Args:
@@ -38,7 +38,7 @@ def profile_of(config: Config, pipeline: Pipeline, costs: tuple[LayerCost, ...],
     )
 
 
-def _whole(config: Config, pipeline: Pipeline, cost: LayerCost) -> LayerCost:
+def _whole(config: Config, pipeline: Engine, cost: LayerCost) -> LayerCost:
     """The layer with all replicas' shares of its optimizer state. Of a frozen one no more is known than that no share is larger."""
     moments, masters = optimizer_settings(config.train).moments, config.train.precision != "float32"
     if not cost.gradient_bytes:

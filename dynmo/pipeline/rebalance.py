@@ -19,7 +19,7 @@ from dynmo.cost.layer_cost import LayerCost, LinkCost
 from dynmo.cost.profile_file import Profile
 from dynmo.errors import NoRoomError, PartitionError
 from dynmo.events import ChangeEvent, Event, RebalanceEvent, RebalanceResultEvent, ScheduleEvent, now
-from dynmo.pipeline.pipeline import Pipeline
+from dynmo.pipeline.engine import Engine
 from dynmo.pipeline.profile import profile_of
 from dynmo.planner.mesh_plan import Mesh
 from dynmo.planner.mesh_search import MeshRequest
@@ -71,7 +71,7 @@ class Rebalancer:
     def __init__(
         self,
         config: Config,
-        pipeline: Pipeline,
+        pipeline: Engine,
         costs: Callable[[], tuple[LayerCost, ...]],
         moves: int = 0,
         forecasts: Forecasts | None = None,

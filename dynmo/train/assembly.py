@@ -8,8 +8,8 @@ from typing import Literal, cast
 from dynmo.balance.partition import Partition
 from dynmo.config import Config
 from dynmo.models.model import Model
+from dynmo.pipeline.engine import Engine
 from dynmo.pipeline.optimizers import optimizer_settings
-from dynmo.pipeline.pipeline import Pipeline
 from dynmo.runtime.comm.world import World
 from dynmo.runtime.layer.precision import dtype_for
 from dynmo.runtime.optim.loss_scale import make_scaler
@@ -17,11 +17,11 @@ from dynmo.train.setup import memory_limit
 from dynmo.train.shape_costs import recompute_for, shapes_of
 
 
-def pipeline_for(config: Config, world: World, model: Model, partition: Partition, cache_bytes: int = 0) -> Pipeline:
+def pipeline_for(config: Config, world: World, model: Model, partition: Partition, cache_bytes: int = 0) -> Engine:
     """world: one pipeline of the mesh (`mesh.arrange`), which need not be the config's first. cache_bytes: for outputs of frozen layers."""
     train, pipeline = config.train, config.pipeline
     dtype, limit = dtype_for(train.precision, world.device), memory_limit(config, world.device)
-    return Pipeline(
+    return Engine(
         world,
         model,
         partition,

@@ -13,7 +13,7 @@ from dynmo.data.batches import Batches
 from dynmo.data.corpus import check_vocab, open_corpus
 from dynmo.data.order import Order
 from dynmo.errors import ConfigError
-from dynmo.pipeline.pipeline import Pipeline
+from dynmo.pipeline.engine import Engine
 
 
 class Batch(NamedTuple):
@@ -29,7 +29,7 @@ class DataLoader:
     """Of one mesh: made anew when it is reshaped. Only the ranks that hold the first or the last layer read data; they compare what
     they read. Raises ConfigError where the data does not fit the config."""
 
-    def __init__(self, config: Config, pipeline: Pipeline) -> None:
+    def __init__(self, config: Config, pipeline: Engine) -> None:
         self._config, self._world = config, pipeline.world
         world, model, train = self._world, config.model, config.train
         order = model.sequence, train.global_batch, train.micro_batch, config.seed, config.data.shuffle

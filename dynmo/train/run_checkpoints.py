@@ -14,7 +14,7 @@ from dynmo.dynamism import Dynamism
 from dynmo.errors import CheckpointError
 from dynmo.events import CheckpointEvent, now
 from dynmo.models.model import Model
-from dynmo.pipeline.pipeline import Pipeline
+from dynmo.pipeline.engine import Engine
 from dynmo.runtime.comm.world import World
 from dynmo.runtime.state import checkpoint
 from dynmo.runtime.state.checkpoint_manifest import MANIFEST, UNSEALED
@@ -63,7 +63,7 @@ class RunCheckpoints:
         every = self._config.checkpoint.every
         return bool(every) and (step % every == 0 or step == self._config.train.steps or interrupted)
 
-    def save(self, step: int, pipeline: Pipeline, cases: Sequence[Dynamism], loss: float, moves: int) -> CheckpointEvent | None:
+    def save(self, step: int, pipeline: Engine, cases: Sequence[Dynamism], loss: float, moves: int) -> CheckpointEvent | None:
         """All ranks call it together, after the last result. None: there is no folder."""
         if self._folder is None:
             return None
@@ -113,7 +113,7 @@ class RunCheckpoints:
         """What a run keeps to its end, for its optimizer's state is of these weights."""
         return {"train.optimizer": self._config.train.optimizer, "model.tied": bool(model.tied)}
 
-    def restore(self, saved: SavedRun, pipeline: Pipeline, cases: Sequence[Dynamism]) -> None:
+    def restore(self, saved: SavedRun, pipeline: Engine, cases: Sequence[Dynamism]) -> None:
         """Puts the layers of this rank, the cases and the loss scale back as they were. All ranks call it together."""
         state = saved.state
         pipeline.world.agree(hashlib.sha256(saved.path.name.encode()).digest(), "which checkpoint to resume from")

@@ -35,7 +35,7 @@ from dynmo.events import (
 from dynmo.files import write_whole
 from dynmo.models.model import Model
 from dynmo.models.registry import load_model
-from dynmo.pipeline.pipeline import StepResult
+from dynmo.pipeline.engine import StepResult
 from dynmo.pipeline.profile import profile_of
 from dynmo.pipeline.rebalance import Rebalancer
 from dynmo.runtime.comm.process_mesh import arrange

@@ -20,7 +20,7 @@ from dynmo.dynamism.pruning import Alone, Cubic, Pruning, cut, masters
 from dynmo.errors import CheckpointError, ConfigError
 from dynmo.kernels.sparse_linear import MaskedLinear, SparseLinear, dense_weight, linears
 from dynmo.models.registry import load_model
-from dynmo.pipeline.pipeline import Pipeline
+from dynmo.pipeline.engine import Engine
 from dynmo.runtime.state import checkpoint
 from dynmo.runtime.state.migration import contents
 from tests.dynamism.kept import Kept
@@ -306,7 +306,7 @@ def test_a_model_with_nothing_to_prune() -> None:
 def test_of_the_optimizers_state_only_masters_are_kept(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """With ZeRO-1 to ask for a layer's state is to have the replicas put it together."""
     model = load_model(parse({"model": {"blocks": 2, "hidden": 16, "heads": 2, "sequence": 8}}))
-    pipeline = Pipeline(alone.alone(), model, Partition((6,)), schedule="zb-h1", microbatches=alone.MICROBATCHES, dtype=dtype)
+    pipeline = Engine(alone.alone(), model, Partition((6,)), schedule="zb-h1", microbatches=alone.MICROBATCHES, dtype=dtype)
     pipeline.step(0, *alone.tokens(0), lr=0.1)
     asked: list[int] = []
     whole = pipeline.moments

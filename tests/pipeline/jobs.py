@@ -1,4 +1,4 @@
-"""What the ranks of `test_public_pipeline.py` do. Each returns JSON."""
+"""What the ranks of `test_pipeline.py` do. Each returns JSON."""
 
 from __future__ import annotations
 

@@ -1,427 +1,239 @@
-"""Pipeline, as one's own training loop uses it."""
+"""`dynmo.Pipeline` in a world of one rank: whole batches, learning rates, freezing, saving, and what it refuses."""
 
 from __future__ import annotations
 
-import math
-from functools import partial
-from typing import Any, Literal, cast
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
-from torch.nn import functional
+from torch import nn
 
-from dynmo.balance.partition import Partition
-from dynmo.config import parse
-from dynmo.errors import ConfigError, InputError, PartitionError, RunError
-from dynmo.models.emulated import make_layers
-from dynmo.models.model import Model, from_factories, next_token_loss
-from dynmo.models.registry import load_model
-from dynmo.pipeline.pipeline import Pipeline
-from dynmo.runtime.optim.optimizer import OptimizerSettings
+import dynmo
+from dynmo.errors import CheckpointError, ConfigError, InputError, PartitionError, RunError
+from tests.pipeline.jobs import batch, layers
 from tests.pool import Pool
-from tests.runtime.alone import MICROBATCHES, alone, emulated, gpt, ids, pipeline, tokens
 
-JOBS = "tests.runtime.jobs.checkpoint:"
-
-
-def weights(pipeline: Pipeline) -> dict[int, list[Tensor]]:
-    return {i: [p.detach().clone() for p in module.parameters()] for i, (module, _) in pipeline.own_layers.items()}
+JOBS = "tests.pipeline.jobs:"
 
 
-def changed(pipeline: Pipeline, before: dict[int, list[Tensor]]) -> list[int]:
-    return [i for i, values in weights(pipeline).items() if not all(map(torch.equal, values, before[i]))]
+@pytest.fixture
+def world() -> Iterator[dynmo.World]:
+    with dynmo.init(device="cpu") as world:
+        yield world
 
 
-def test_a_step() -> None:
-    """Loss, norm and update, against a plain backward over the same modules."""
-    pipeline = gpt()
-    (inputs, targets), layers = tokens(0), pipeline.model.build(range(pipeline.count))
-    plain = 0.0
-    for x, y in zip(inputs, targets, strict=True):
-        for layer in layers:
-            x = layer(x)
-        loss = functional.cross_entropy(x.flatten(0, 1), y.flatten()) / MICROBATCHES
+def make(world: dynmo.World, **options: Any) -> dynmo.Pipeline:
+    model = dynmo.Sequential(layers(), loss=nn.functional.mse_loss)
+    return dynmo.Pipeline(model, world, **{"microbatches": 4, "schedule": "1f1b"} | options)
+
+
+def train(pipeline: dynmo.Pipeline, steps: int) -> list[float]:
+    return [pipeline.step(*batch(step)).loss for step in range(pipeline.steps, steps)]
+
+
+def test_it_trains_what_torch_trains(world: dynmo.World) -> None:
+    """The same losses as a loop of torch's own, with clipping and a learning-rate scheduler."""
+    own = nn.Sequential(*layers())
+    optimizer = torch.optim.SGD(own.parameters(), lr=0.1, momentum=0.9)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    pipeline = make(world, optimizer=dynmo.SGD(lr=0.1, momentum=0.9), max_norm=0.5)
+    ours = torch.optim.lr_scheduler.ExponentialLR(pipeline.optimizer, 0.5)
+    for step in range(6):
+        inputs, targets = batch(step)
+        optimizer.zero_grad()
+        loss = nn.functional.mse_loss(own(inputs), targets)
         loss.backward()
-        plain += loss.item()
-    norms = [math.fsum(float(p.grad.double().square().sum()) for p in layer.parameters() if p.grad is not None) for layer in layers]
-    result = pipeline.step(0, inputs, targets, lr=0.1, flag=True)
-    assert result.loss == pytest.approx(plain, rel=1e-6)
-    assert result.squared_norms == pytest.approx(norms, rel=1e-5)
-    assert result.norm == pytest.approx(math.sqrt(sum(norms)), rel=1e-5)
-    assert result.flags == (True,)
-    assert 0 <= result.idle_ratio < 1
-    assert result.busy[0] <= result.spans[0]
+        nn.utils.clip_grad_norm_(own.parameters(), 0.5)
+        optimizer.step()
+        scheduler.step()
+        result = pipeline.step(inputs, targets)
+        ours.step()
+        assert result.loss == pytest.approx(loss.item(), rel=1e-5)
+    assert pipeline.steps == 6
+    assert pipeline.optimizer.param_groups[0]["lr"] == optimizer.param_groups[0]["lr"]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_float16_is_scaled_unless_told_otherwise(dtype: torch.dtype) -> None:
-    model = make_layers([0.0], [0.0], [0.0], size=4)
-    pipeline = Pipeline(alone(), model, Partition((1,)), schedule="zb-h1", microbatches=MICROBATCHES, dtype=dtype)
-    assert pipeline.scaler.dynamic == (dtype == torch.float16)
+def test_the_given_modules_are_trained(world: dynmo.World) -> None:
+    modules = layers()
+    before = modules[0].get_parameter("weight").detach().clone()
+    pipeline = dynmo.Pipeline(dynmo.Sequential(modules, loss=nn.functional.mse_loss), world, microbatches=2)
+    pipeline.step(*batch(0))
+    assert pipeline.modules[0] is modules[0]
+    assert not torch.equal(modules[0].get_parameter("weight"), before)
 
 
-def test_a_batch_of_another_count() -> None:
-    """Half of it would be left out, unnoticed."""
-    pipeline, (inputs, targets) = gpt(), tokens(0)
-    for given in ((inputs.repeat(2, 1, 1), targets), (inputs, targets[:2])):
-        with pytest.raises(InputError, match=r"s: \d microbatches, shape \[\d, 2, 8\], where 3 are expected; the first dimension counts"):
-            pipeline.step(0, *given, lr=0.1)
-        with pytest.raises(InputError, match="where 3 are expected"):
-            pipeline.evaluate(*given, 3)
-    pipeline.step(0, inputs, targets, lr=0.1)
+def test_functions_make_the_same_layers_anywhere(world: dynmo.World) -> None:
+    factories = [lambda: nn.Linear(4, 8), lambda: nn.Linear(8, 3)]
+    digests = {
+        dynmo.Pipeline(dynmo.Sequential(factories, loss=nn.functional.mse_loss, seed=seed), world, microbatches=2).digest()
+        for seed in (0, 0, 1)
+    }
+    assert len(digests) == 2
 
 
-def test_a_weight_that_is_not_in_rows() -> None:
-    """As an import from another layout leaves it: the same bits as of one that is."""
-
-    def model(turned: bool) -> Model:
-        def weight() -> nn.Module:
-            linear = nn.Linear(8, 8)
-            if turned:
-                linear.weight = nn.Parameter(linear.weight.detach().t().contiguous().t())
-            return linear
-
-        factories = [partial(nn.Embedding, 256, 8), weight, partial(nn.Linear, 8, 256)]
-        return from_factories(["tokens", "middle", "head"], factories, 0, next_token_loss)
-
-    assert not model(True).build(range(3))[1].get_parameter("weight").is_contiguous()
-    for dtype in (torch.float32, torch.bfloat16):  # with float32 masters there
-        digests = set[str]()
-        for turned in (False, True):
-            linear = Pipeline(alone(), model(turned), Partition((3,)), schedule="zb-h1", microbatches=MICROBATCHES, dtype=dtype)
-            for step in range(3):
-                linear.step(step, *tokens(step), lr=0.1)
-            digests.add(linear.digest())
-        assert len(digests) == 1
+def test_an_evaluation_is_the_mean_loss_and_trains_nothing(world: dynmo.World) -> None:
+    pipeline = make(world)
+    before = pipeline.digest()
+    inputs, targets = batch(0)
+    expected = nn.functional.mse_loss(nn.Sequential(*layers())(inputs), targets).item()
+    assert pipeline.evaluate(inputs, targets) == pytest.approx(expected, rel=1e-6)
+    assert pipeline.digest() == before
 
 
-class Twice(nn.Module):
-    """Uses a weight through its module, and by itself."""
+@pytest.mark.parametrize("options", [{}, {"optimizer": dynmo.SGD()}, {"precision": "bfloat16"}])
+def test_a_loaded_run_ends_like_an_undisturbed_one(world: dynmo.World, tmp_path: Path, options: dict[str, Any]) -> None:
+    whole = make(world, **options)
+    train(whole, 8)
+    first = make(world, **options)
+    train(first, 4)
+    first.freeze([0])
+    first.unfreeze([0])
+    first.optimizer.param_groups[0]["lr"] *= 1.0
+    assert first.save(tmp_path).name == "step-000004"
+    second = make(world, **options)
+    assert second.load(tmp_path) == 4
+    train(second, 8)
+    assert second.digest() == whole.digest()
+
+
+def test_frozen_layers_and_the_learning_rate_are_saved(world: dynmo.World, tmp_path: Path) -> None:
+    first = make(world)
+    train(first, 2)
+    first.freeze([0])
+    first.optimizer.param_groups[0]["lr"] = 0.5
+    first.save(tmp_path)
+    second = make(world)
+    second.load(tmp_path)
+    assert second.optimizer.param_groups[0]["lr"] == 0.5
+    before = second.modules[0].get_parameter("weight").clone()
+    second.step(*batch(2))
+    assert torch.equal(second.modules[0].get_parameter("weight"), before)
+
+
+class Doubles(dynmo.Dynamism):
+    """Says before one step that a layer has changed, and remembers what it was told."""
+
+    name = "doubles"
 
     def __init__(self) -> None:
-        super().__init__()
-        self.embedding, self.linear = nn.Embedding(16, 8), nn.Linear(8, 8)
+        self.seen: list[int] = []
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.embedding((x[..., 0] > 0).long())
-        return functional.linear(torch.tanh(self.linear(x)), self.linear.weight) + functional.linear(x, self.embedding.weight)[..., :8]
+    def act(self, step: int, layers: Any) -> dynmo.Change | None:
+        return dynmo.Change((1,), "changed") if step == 1 else None
 
+    def observe(self, signals: Any) -> None:
+        self.seen.append(signals.step)
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_weight_used_twice_in_its_layer(dtype: torch.dtype) -> None:
-    """Not by another layer: its gradient is whole, in one order, whether W is apart from B or not and however it is summed."""
-    names = ["tokens", "first", "second", "head"]
-    model = from_factories(names, [partial(nn.Embedding, 256, 8), Twice, Twice, partial(nn.Linear, 8, 256)], 0, next_token_loss)
+    def state(self) -> dict[str, Any]:
+        return {"seen": self.seen}
 
-    def gradients(pipeline: Pipeline) -> dict[str, Tensor]:
-        modules = {i: module for i, (module, _) in pipeline.own_layers.items()}
-        return {f"{i}.{n}": p.grad.clone() for i, m in modules.items() for n, p in m.named_parameters() if p.grad is not None}
-
-    text = torch.randint(256, (4, 2, 9), generator=torch.Generator().manual_seed(0))
-    inputs, targets = text[..., :-1], text[..., 1:]
-    states: dict[tuple[str, int], dict[str, Tensor]] = {}
-    for schedule in ("1f1b", "zb-h2", "zb-v"):
-        for groups in (1, 2, 4):
-            counts = (2, 2) if schedule == "zb-v" else (4,)
-            pipeline = Pipeline(
-                alone(), model, Partition(counts), schedule=schedule, microbatches=4, accumulation_groups=groups, dtype=dtype
-            )
-            pipeline.forward_backward(0, inputs, targets)
-            states[schedule, groups] = gradients(pipeline)
-    plain = nn.Sequential(*(m.float() for m in model.build(range(4))))
-    loss = torch.stack([next_token_loss(plain(x), y) for x, y in zip(inputs, targets, strict=True)]).mean()
-    loss.backward()
-    wanted = {f"{i}.{n}": p.grad for i, m in enumerate(plain) for n, p in m.named_parameters()}
-    for groups in (1, 2, 4):
-        for schedule in ("1f1b", "zb-h2", "zb-v"):
-            got = states[schedule, groups]
-            assert got.keys() == wanted.keys()
-            assert all(torch.equal(g, states["1f1b", groups][key]) for key, g in got.items()), (schedule, groups)
-            if dtype == torch.float32:
-                for key, g in got.items():
-                    torch.testing.assert_close(g, wanted[key], rtol=1e-5, atol=1e-7, msg=lambda m, k=key: f"{k}: {m}")
+    def load(self, state: dict[str, Any]) -> None:
+        self.seen = state["seen"]
 
 
-class Turned(nn.Linear):
-    """A linear of one's own that defers, and leaves its gradient as columns."""
-
-    tape = None
-
-    def forward(self, input: Tensor) -> Tensor:
-        return cast(Tensor, _Turn.apply(input, self.weight, self))
-
-
-class _Turn(torch.autograd.Function):
-    columns = True
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: nn.Parameter, layer: Turned) -> Tensor:
-        ctx.save_for_backward(x)
-        ctx.layer = layer
-        return functional.linear(x, weight)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        (x,), layer, (gy,) = ctx.saved_tensors, ctx.layer, gradients
-
-        def work() -> None:
-            gradient = x.reshape(-1, x.shape[-1]).t().mm(gy.reshape(-1, gy.shape[-1])).t()
-            gradient = gradient if _Turn.columns else gradient.contiguous()
-            layer.weight.grad = gradient if layer.weight.grad is None else layer.weight.grad + gradient
-
-        layer.tape.add(work, x, gy)
-        return gy.matmul(layer.weight), None, None
+def test_a_dynamic_case_takes_part(world: dynmo.World, tmp_path: Path) -> None:
+    case, later = Doubles(), Doubles()
+    pipeline = make(world, cases=[case])
+    train(pipeline, 3)
+    assert case.seen == [0, 1, 2]
+    pipeline.save(tmp_path)
+    make(world, cases=[later]).load(tmp_path)
+    assert later.seen == [0, 1, 2]
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
-def test_a_gradient_that_is_not_in_rows(optimizer: Literal["adamw", "sgd"], monkeypatch: pytest.MonkeyPatch) -> None:
-    digests = set[str]()
-    for columns in (True, False):
-        monkeypatch.setattr(_Turn, "columns", columns)
-        factories = [partial(nn.Embedding, 256, 8), partial(Turned, 8, 8, bias=False), partial(nn.Linear, 8, 256)]
-        model = from_factories(["tokens", "turned", "head"], factories, 0, next_token_loss)
-        settings = OptimizerSettings(optimizer, momentum=0.9)
-        pipeline = Pipeline(alone(), model, Partition((3,)), schedule="zb-h1", microbatches=MICROBATCHES, optimizer=settings)
-        for step in range(3):
-            pipeline.step(step, *tokens(step), lr=0.1)
-        digests.add(pipeline.digest())
-    assert len(digests) == 1
+def test_rebalancing_by_hand(world: dynmo.World) -> None:
+    pipeline = make(world, balance="none")
+    with pytest.raises(RunError, match="rebalance was called before a step was measured"):
+        pipeline.rebalance()
+    train(pipeline, 3)
+    assert not pipeline.rebalance()  # one rank
+    assert all(cost.seconds > 0 for cost in pipeline.costs())
+    assert pipeline.schedule.microbatches == 4
+    pipeline.move([4])
+    assert pipeline.partition == dynmo.Partition((4,))
 
 
-def test_layers_share_nothing() -> None:
-    one = nn.Linear(8, 8)
-    factories = [partial(nn.Embedding, 256, 8), lambda: one, lambda: one, partial(nn.Linear, 8, 256)]
-    with pytest.raises(ConfigError, match="layers 1 and 2 share the parameter weight"):
-        pipeline(from_factories(list("abcd"), factories, 0, next_token_loss))
+@pytest.mark.parametrize(
+    ("inputs", "message"),
+    [
+        (torch.zeros(6, 4), "inputs is a tensor of shape [6, 4]; give a tensor whose first dimension is a multiple of 4 microbatches"),
+        (torch.zeros(0, 4), "inputs is a tensor of shape [0, 4]"),
+        (torch.tensor(1.0), "inputs is a tensor of shape []"),
+        ([1.0], "inputs is a list"),
+        (None, "inputs is None, but rank 0 holds the first stage"),
+    ],
+)
+def test_a_batch_that_cannot_be_cut(world: dynmo.World, inputs: Any, message: str) -> None:
+    with pytest.raises(InputError) as error:
+        make(world).step(inputs, torch.zeros(8, 3))
+    assert str(error.value).startswith(message)
 
 
-def test_evaluation_without_gradients() -> None:
-    pipeline, batch = gpt(), tokens(0)
-    with torch.no_grad():
-        loss = pipeline.evaluate(*batch, MICROBATCHES)
-    assert loss == pipeline.evaluate(*batch, MICROBATCHES)
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"balance": "always"}, "balance = 'always'; choose 'auto', 'none', or give dynmo.Balance"),
+        ({"precision": "float8"}, "precision = 'float8'; choose from float32"),
+        ({"schedule": "zb"}, "unknown schedule 'zb'; choose one of"),
+        ({"replicas": 2}, "1 ranks cannot be 2 replicas"),
+    ],
+)
+def test_a_wrong_option(world: dynmo.World, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputError) as error:
+        make(world, **options)
+    assert str(error.value).startswith(message)
 
 
-def test_tied_embedding() -> None:
-    """Its gradient is the head's sum plus the embedding's sum: what torch's own tying gives."""
-    pipeline = gpt(tied=True)
-    layers = nn.ModuleList(pipeline.model.build(range(pipeline.count)))
-    owner = layers[0].get_submodule("tokens")
-    layers[5].get_submodule("logits").weight = owner.weight  # pyright: ignore[reportAttributeAccessIssue]
-    groups = [
-        {"params": [p for p in layers.parameters() if p.dim() >= 2], "weight_decay": 0.1},
-        {"params": [p for p in layers.parameters() if p.dim() < 2], "weight_decay": 0.0},
-    ]
-    adamw = torch.optim.AdamW(groups, lr=0.01, betas=(0.9, 0.95), eps=1e-8)
-    for step in range(4):
-        inputs, targets = tokens(step)
-        adamw.zero_grad()
-        for x, y in zip(inputs, targets, strict=True):
-            for layer in layers:
-                x = layer(x)
-            (functional.cross_entropy(x.flatten(0, 1), y.flatten()) / MICROBATCHES).backward()
-        expected = float(torch.nn.utils.clip_grad_norm_(layers.parameters(), 0.5))
-        adamw.step()
-        result = pipeline.step(step, inputs, targets, lr=0.01, max_norm=0.5)
-        assert result.norm == pytest.approx(expected, rel=1e-5)
-    first, last = (pipeline.own_layers[i][0] for i in (0, 5))
-    assert torch.equal(first.get_parameter("tokens.weight"), last.get_parameter("logits.weight"))
-    torch.testing.assert_close(first.get_parameter("tokens.weight"), owner.weight, rtol=1e-4, atol=1e-5)
+def test_layers_that_cannot_be_a_model() -> None:
+    for wrong in ([], [nn.Linear(1, 1), lambda: nn.Linear(1, 1)], [1]):
+        with pytest.raises(ConfigError, match="Sequential needs a list of torch modules"):
+            dynmo.Sequential(wrong)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ConfigError, match="4 layers, but 1 names"):
+        dynmo.Sequential(layers(), names=["a"])
 
 
-def test_a_tied_weight_that_never_trains() -> None:
-    """Its owner says so; its other use has no gradient that would pile up and clip the rest."""
-
-    def head() -> nn.Module:
-        return nn.Linear(8, 256, bias=False)
-
-    def fixed() -> nn.Module:
-        return nn.Embedding(256, 8).requires_grad_(False)
-
-    factories = [fixed, partial(nn.Linear, 8, 8), head]
-    tied = [((0, "weight"), (2, "weight"))]
-    pipe = pipeline(from_factories(["tokens", "middle", "head"], factories, 0, next_token_loss, tied=tied))
-    norms = {pipe.step(step, *tokens(0), lr=0.0).norm for step in range(3)}
-    assert len(norms) == 1
-    assert not pipe.own_layers[2][0].get_parameter("weight").requires_grad
+def test_a_checkpoint_of_something_else(world: dynmo.World, tmp_path: Path) -> None:
+    pipeline = make(world)
+    with pytest.raises(CheckpointError):
+        pipeline.load(tmp_path)
+    train(pipeline, 1)
+    pipeline.save(tmp_path)
+    with pytest.raises(CheckpointError, match="has the state of adamw, and this pipeline trains with sgd"):
+        make(world, optimizer=dynmo.SGD()).load(tmp_path)
+    other = dynmo.Pipeline(dynmo.Sequential(layers()[:3], loss=nn.functional.mse_loss), world, microbatches=2)
+    with pytest.raises(CheckpointError, match="4 layers of other names than this model's 3"):
+        other.load(tmp_path)
 
 
-def test_a_tied_weight_freezes_with_its_owner() -> None:
-    pipeline = gpt(tied=True)
-    pipeline.freeze([0])
-    before = weights(pipeline)
-    pipeline.step(0, *tokens(0), lr=0.1)
-    assert changed(pipeline, before) == [1, 2, 3, 4, 5], "the head's norm still trains"
-    head = pipeline.own_layers[5][0]
-    assert torch.equal(head.get_parameter("logits.weight"), before[0][0])
-    pipeline.unfreeze([0])
-    pipeline.step(1, *tokens(1), lr=0.1)
-    assert not torch.equal(head.get_parameter("logits.weight"), before[0][0])
-    assert torch.equal(head.get_parameter("logits.weight"), pipeline.own_layers[0][0].get_parameter("tokens.weight"))
+def test_nothing_would_train(world: dynmo.World) -> None:
+    with pytest.raises(PartitionError, match="would leave nothing to train"):
+        make(world).freeze(range(4))
 
 
-def test_freezing() -> None:
-    pipeline = gpt()
-    before = weights(pipeline)
-    pipeline.freeze([0, 1, 3])
-    assert pipeline.frozen == {0, 1, 3}
-    assert pipeline.first_trainable == 2
-    result = pipeline.step(0, *tokens(0), lr=0.1)
-    assert changed(pipeline, before) == [2, 4, 5]
-    assert [x > 0 for x in result.squared_norms] == [False, False, True, False, True, True]
-    pipeline.unfreeze([1, 3])
-    pipeline.step(1, *tokens(1), lr=0.1)
-    assert changed(pipeline, before) == [1, 2, 3, 4, 5]
-    assert pipeline.first_trainable == 1
+# -- several ranks -----------------------------------------------------------------------------
 
 
-def test_a_frozen_layer_keeps_its_moments() -> None:
-    pipeline = gpt()
-    pipeline.step(0, *tokens(0), lr=0.1)
-    kept = {k: v.clone() for k, v in pipeline.own_layers[1][1].state().items()}
-    pipeline.freeze([0, 1])
-    pipeline.step(1, *tokens(1), lr=0.1)
-    state = pipeline.own_layers[1][1].state()
-    assert kept.keys() == state.keys()
-    assert all(torch.equal(kept[k], state[k]) for k in kept)
-    pipeline.unfreeze([0, 1])
-    pipeline.step(2, *tokens(2), lr=0.1)
-    assert pipeline.own_layers[1][1].state()["qkv.weight/step"] == 2
+def test_ranks_without_data_give_none(pool: Pool) -> None:
+    """Three ranks train what one trains, though the middle one has no data at all."""
+    (alone,) = pool.run(JOBS + "train", 1)
+    rows = pool.run(JOBS + "train", 3)
+    assert [row["layers"] for row in rows] == [[0, 1], [2], [3]]
+    for row in rows:
+        assert (row["losses"], row["weights"], row["evaluated"]) == (alone["losses"], alone["weights"], alone["evaluated"])
 
 
-def test_something_must_train() -> None:
-    pipeline = gpt()
-    pipeline.freeze([0, 1, 2])
-    with pytest.raises(PartitionError, match=r"freezing layers \[3, 4, 5\] would leave nothing to train"):
-        pipeline.freeze([5, 3, 4])
-    assert pipeline.frozen == {0, 1, 2}
-    pipeline.step(0, *tokens(0), lr=0.1)
+def test_each_replica_gives_its_own_share(pool: Pool) -> None:
+    """Replicas add gradients in two groups, so they agree with each other to the bit, and nearly with one rank."""
+    (alone,) = pool.run(JOBS + "train", 1)
+    rows = pool.run(JOBS + "train", 4, replicas=2)
+    assert len({row["weights"] for row in rows}) == 1
+    for row in rows:
+        assert row["losses"] == pytest.approx(alone["losses"], rel=1e-5)
+        assert row["evaluated"] == pytest.approx(alone["evaluated"], rel=1e-5)
 
 
-@pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_a_loss_that_is_not_finite(bad: float) -> None:
-    """Nothing is updated; and who goes on with better data finds no trace of it."""
-    pipeline, twin = gpt(), gpt()
-    weight = pipeline.own_layers[5][0].get_parameter("logits.weight").data
-    kept = weight[0, 0].item()
-    weight[0, 0] = bad
-    with pytest.raises(RunError, match=r"step 0: loss .*nothing was updated. Lower train.lr or check the data"):
-        pipeline.step(0, *tokens(0), lr=0.1)
-    weight[0, 0] = kept
-    assert pipeline.digest() == twin.digest()
-    for step in (1, 2):
-        assert pipeline.step(step, *tokens(step), lr=0.1).loss == twin.step(step, *tokens(step), lr=0.1).loss
-    assert pipeline.digest() == twin.digest()
-
-
-def test_half_steps() -> None:
-    """forward_backward and update are step; discard forgets the gradients."""
-    pipeline, twin = gpt(tied=True), gpt(tied=True)
-    pipeline.forward_backward(0, *tokens(7))
-    pipeline.discard()
-    assert pipeline.digest() == twin.digest()
-    step_output = pipeline.forward_backward(0, *tokens(0))
-    result = pipeline.update(0, step_output, lr=0.1)
-    assert result.loss == twin.step(0, *tokens(0), lr=0.1).loss
-    assert pipeline.digest() == twin.digest()
-
-
-def test_evaluation() -> None:
-    """The mean loss, without dropout and without a trace in what follows."""
-    pipeline, twin = gpt(dropout=0.3), gpt(dropout=0.3)
-    inputs, targets = tokens(5)
-    expected = 0.0
-    layers = pipeline.model.build(range(pipeline.count))
-    for x, y in zip(inputs, targets, strict=True):
-        for layer in layers:
-            x = layer.eval()(x)
-        expected += functional.cross_entropy(x.flatten(0, 1), y.flatten()).item() / MICROBATCHES
-    assert pipeline.evaluate(inputs, targets, MICROBATCHES) == pytest.approx(expected, rel=1e-6)
-    assert pipeline.evaluate(inputs[:1], targets[:1], 1) == pytest.approx(
-        functional.cross_entropy(_through(layers, inputs[0]).flatten(0, 1), targets[0].flatten()).item(), rel=1e-6
-    )
-    for step in range(2):
-        pipeline.step(step, *tokens(step), lr=0.1)
-        pipeline.evaluate(inputs, targets, MICROBATCHES)
-        twin.step(step, *tokens(step), lr=0.1)
-    assert pipeline.digest() == twin.digest()
-
-
-def _through(layers: list[nn.Module], x: Tensor) -> Tensor:
-    for layer in layers:
-        x = layer(x)
-    return x
-
-
-def test_after_a_reshape_nothing_is_known_of_layers_that_compute_again() -> None:
-    """Which those are is asked anew; here the second layer does from the reshape on."""
-    recomputed: set[int] = set()
-    model = make_layers([1e-3] * 3, [1e-3] * 3, [1e-3] * 3, size=8)
-    pipeline = Pipeline(
-        *(alone(), model, Partition((3,))),
-        schedule="zb-h1",
-        microbatches=MICROBATCHES,
-        recompute=lambda partition, schedule, replicas: frozenset(recomputed),
-    )
-    pipeline.step(0, ids(), ids(), lr=0.0)
-    assert all(cost.f > 0 for cost in pipeline.costs())
-    recomputed.add(1)
-    pipeline.reshape(pipeline=1, data=1)
-    assert pipeline.recomputed == {1}
-    assert [cost.f > 0 for cost in pipeline.costs()] == [True, False, True]
-
-
-def test_digest() -> None:
-    """Of every bit of every parameter: also of one without dimensions."""
-    pipe = pipeline(load_model(parse({"model": {"kind": "python:tests.models.user_model:layers"}})))
-    first = pipe.digest()
-    scale = pipe.own_layers[2][0].get_parameter("scale")
-    for change in (lambda: scale.data.add_(1e-6), lambda: scale.data.neg_()):
-        change()
-        assert pipe.digest() != first
-    scale.data.fill_(0.5)
-    assert pipe.digest() == first
-
-
-def test_placements_must_fit() -> None:
-    pipeline = gpt()
-    for counts in ((3, 3), (5,), (7,)):
-        with pytest.raises(PartitionError, match="a placement of"):
-            pipeline.move(Partition(counts))
-        with pytest.raises(PartitionError, match="a placement of"):
-            Pipeline(alone(), pipeline.model, Partition(counts), schedule="1f1b", microbatches=2)
-    pipeline.step(0, *tokens(0), lr=0.1)
-
-
-OWN: dict[str, Any] = {"model": {"kind": "python:tests.models.user_model:layers"}}
-
-
-@pytest.mark.parametrize("config", [{"model": {"blocks": 2, "hidden": 16, "heads": 2, "sequence": 8}}, OWN], ids=["gpt", "own"])
-def test_moves_between_steps(pool: Pool, config: dict[str, Any]) -> None:
-    """A model of one's own too: several tensors at a boundary, buffers, parts that never train, a weight without dimensions."""
-    layers = 6 if config is not OWN else 5
-    (stayed,) = pool.run(JOBS + "moving", 1, config=config, placements=[[layers]] * 3)
-    moved = pool.run(JOBS + "moving", 3, config=config, placements=[[1, 1, layers - 2], [layers - 2, 1, 1], [2, 2, layers - 4]])
-    assert all(result == stayed for result in moved)
-    assert len(set(stayed["digests"])) == 3
-
-
-def test_predict_and_costs() -> None:
-    """The simulator on measured costs: one rank does everything, so its step is the sum."""
-    pipeline = emulated(f=[0.001] * 3, b=[0.002] * 3, w=[0.001] * 3)
-    for step in range(2):
-        pipeline.step(step, ids(), ids(), lr=0.0)
-    costs = pipeline.costs()
-    assert pipeline.predict(costs, Partition((3,))).makespan == pytest.approx(MICROBATCHES * sum(c.seconds for c in costs))
-    assert pipeline.largest(2.5) == 2.5
-    assert isinstance(pipeline.model, Model)
-
-
-def test_pieces_of_w_run_once_a_message_is_later_than_the_links_take(pool: Pool) -> None:
-    ranks = pool.run(JOBS + "message_timeout", 3, w_granularity="linear")
-    for waits, latencies in ranks:
-        assert len(latencies) == 2
-        assert waits == 2 * max(latencies) > 0
-    assert len({waits for waits, _ in ranks}) == 1, "alike on all ranks"
-    assert [waits for waits, _ in pool.run(JOBS + "message_timeout", 2, w_granularity="whole")] == [None, None]
+def test_modules_of_other_seeds_are_refused(pool: Pool) -> None:
+    for message in pool.run(JOBS + "seeded_otherwise", 2):
+        assert message.startswith("the ranks made modules of different shapes or weights; call torch.manual_seed")

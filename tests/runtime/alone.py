@@ -14,7 +14,7 @@ from dynmo.config import parse
 from dynmo.models.emulated import make_layers
 from dynmo.models.model import Model
 from dynmo.models.registry import load_model
-from dynmo.pipeline.pipeline import Pipeline
+from dynmo.pipeline.engine import Engine
 from dynmo.runtime.comm.world import World
 
 MICROBATCHES = 3
@@ -24,15 +24,15 @@ def alone() -> World:
     return World(0, 1, torch.device("cpu"), 5.0, 0, dist.HashStore())
 
 
-def pipeline(model: Model, schedule: str = "zb-h1") -> Pipeline:
-    return Pipeline(alone(), model, Partition((model.layers,)), schedule=schedule, microbatches=MICROBATCHES)
+def pipeline(model: Model, schedule: str = "zb-h1") -> Engine:
+    return Engine(alone(), model, Partition((model.layers,)), schedule=schedule, microbatches=MICROBATCHES)
 
 
-def gpt(**model: Any) -> Pipeline:
+def gpt(**model: Any) -> Engine:
     return pipeline(load_model(parse({"model": {"blocks": 2, "hidden": 16, "heads": 2, "sequence": 8} | model})))
 
 
-def emulated(f: Sequence[float], b: Sequence[float], w: Sequence[float]) -> Pipeline:
+def emulated(f: Sequence[float], b: Sequence[float], w: Sequence[float]) -> Engine:
     return pipeline(make_layers(f, b, w, size=64))
 
 

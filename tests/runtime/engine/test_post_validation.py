@@ -17,7 +17,7 @@ from dynmo.config import parse
 from dynmo.cost.layer_cost import uniform_costs
 from dynmo.errors import RunError
 from dynmo.models.registry import load_model
-from dynmo.pipeline.pipeline import Pipeline, StepResult
+from dynmo.pipeline.engine import Engine, StepResult
 from dynmo.runtime.engine.norm_ring import CLIPPED, NON_FINITE, BarrierPolicy, Switch
 from dynmo.runtime.optim.optimizer import OptimizerSettings
 from dynmo.schedule.automatic.make import make
@@ -97,13 +97,13 @@ def test_in_place_is_close(pool: Pool) -> None:
         assert [what for _, what in result["rollbacks"]] == [what for what in expected["failed"] if what]
 
 
-def own_pipeline(settings: OptimizerSettings | None = None, kind: str = "gpt", **options: Any) -> Pipeline:
+def own_pipeline(settings: OptimizerSettings | None = None, kind: str = "gpt", **options: Any) -> Engine:
     sizes = {"blocks": 1, "hidden": 16, "heads": 2} if kind == "gpt" else {}
     model = load_model(parse({"model": {"kind": kind, "sequence": 4, **sizes}}))
-    return Pipeline(alone(), model, Partition((model.layers,)), schedule="zb-h1", microbatches=MICROBATCHES, optimizer=settings, **options)
+    return Engine(alone(), model, Partition((model.layers,)), schedule="zb-h1", microbatches=MICROBATCHES, optimizer=settings, **options)
 
 
-def trained(pipeline: Pipeline, steps: int, max_norm: float) -> list[StepResult]:
+def trained(pipeline: Engine, steps: int, max_norm: float) -> list[StepResult]:
     results: list[StepResult] = []
     for step in range(steps):
         results += pipeline.advance(step, *tokens(step, 4), lr=0.003, max_norm=max_norm)
@@ -127,11 +127,11 @@ def test_two_hundred_rollbacks(name: Any, monkeypatch: pytest.MonkeyPatch) -> No
     assert float(off) <= 1e-5 * float(way)
 
 
-def weights(pipeline: Pipeline) -> Tensor:
+def weights(pipeline: Engine) -> Tensor:
     return torch.cat([p.detach().flatten() for module, _ in pipeline.own_layers.values() for p in module.parameters()])
 
 
-def step_anyway(pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch) -> None:
+def step_anyway(pipeline: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """As the first of many ranks does, whose own gradient is small."""
     step_end, pending = pipeline._optimizer_step, pipeline._pending  # pyright: ignore[reportPrivateUsage]
     failed, end = step_end.failed, pending.end

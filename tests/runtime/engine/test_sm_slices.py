@@ -14,7 +14,7 @@ from dynmo.balance.partition import Partition
 from dynmo.config import parse
 from dynmo.errors import ConfigError
 from dynmo.models.registry import load_model
-from dynmo.pipeline.pipeline import Pipeline
+from dynmo.pipeline.engine import Engine
 from dynmo.runtime.engine.sm_slices import cut, sizes
 from dynmo.train.setup import check_world, device_for, memory_limit
 from tests.pool import Pool
@@ -75,12 +75,12 @@ def rendezvous(size: int) -> Any:
 
 def test_what_slices_are_not() -> None:
     model = load_model(parse(CONFIG))
-    pipeline = Pipeline(alone(), model, Partition((2, 2, 2)), schedule="zb-h1", microbatches=MICROBATCHES, slices=3)
+    pipeline = Engine(alone(), model, Partition((2, 2, 2)), schedule="zb-h1", microbatches=MICROBATCHES, slices=3)
     assert (pipeline.shape, pipeline.placement, pipeline.own_stages) == ((3, 1), (0, 1, 2), (0, 1, 2))
     with pytest.raises(ConfigError, match="cannot be reshaped"):
         pipeline.reshape(pipeline=1, data=3)
     with pytest.raises(ConfigError, match="without post_validation"):
-        Pipeline(alone(), model, Partition((2, 2, 2)), schedule="zb-h1", microbatches=MICROBATCHES, slices=3, post_validation=True)
+        Engine(alone(), model, Partition((2, 2, 2)), schedule="zb-h1", microbatches=MICROBATCHES, slices=3, post_validation=True)
 
 
 def test_moves_send_nothing_and_each_slice_is_accounted_for(pool: Pool, tmp_path: Path) -> None:

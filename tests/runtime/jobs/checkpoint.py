@@ -15,7 +15,7 @@ from dynmo.config import parse
 from dynmo.errors import ConfigError, RunError
 from dynmo.models.model import from_factories, next_token_loss
 from dynmo.models.registry import load_model
-from dynmo.pipeline.pipeline import Pipeline
+from dynmo.pipeline.engine import Engine
 from dynmo.runtime.comm.world import World
 from dynmo.runtime.state import checkpoint
 from tests.full_disk import full_at
@@ -24,12 +24,12 @@ from tests.runtime.jobs.migrate import fingerprint
 GPT = {"blocks": 2, "hidden": 16, "heads": 2, "sequence": 8}
 
 
-def pipeline(world: World, counts: list[int], config: dict[str, Any] | None = None) -> Pipeline:
+def pipeline(world: World, counts: list[int], config: dict[str, Any] | None = None) -> Engine:
     loaded = parse(config or {"model": GPT})
-    return Pipeline(world, load_model(loaded), Partition(tuple(counts)), schedule="zb-h1", microbatches=3, seed=loaded.seed)
+    return Engine(world, load_model(loaded), Partition(tuple(counts)), schedule="zb-h1", microbatches=3, seed=loaded.seed)
 
 
-def steps(pipeline: Pipeline, first: int, last: int) -> list[float]:
+def steps(pipeline: Engine, first: int, last: int) -> list[float]:
     losses: list[float] = []
     for step in range(first, last):
         tokens = torch.randint(256, (3, 2, 9), generator=torch.Generator().manual_seed(step))
@@ -99,7 +99,7 @@ def moving(world: World, config: dict[str, Any], placements: list[list[int]]) ->
 
 def message_timeout(world: World, w_granularity: Literal["whole", "linear"]) -> list[Any]:
     """How long a rank waits for a message before it runs pieces of W, and the latency of each of the pipeline's links."""
-    pipeline = Pipeline(
+    pipeline = Engine(
         world, load_model(parse({"model": GPT})), uniform(6, world.size), schedule="zb-h1", microbatches=3, w_granularity=w_granularity
     )
     waits = pipeline._executor().timeout
@@ -114,7 +114,7 @@ def builds_another(world: World, other: int) -> str:
     factories = [partial(nn.Linear, *size) for size in sizes]
     model = from_factories(list("abcd"), factories, 0, next_token_loss)
     try:
-        Pipeline(world, model, uniform(4, world.size), schedule="zb-h1", microbatches=2)
+        Engine(world, model, uniform(4, world.size), schedule="zb-h1", microbatches=2)
     except ConfigError as error:
         return str(error)
     return ""

@@ -12,7 +12,7 @@ from dynmo.balance.partition import uniform
 from dynmo.config import parse
 from dynmo.errors import RunError
 from dynmo.models.registry import load_model
-from dynmo.pipeline.pipeline import Pipeline, StepResult
+from dynmo.pipeline.engine import Engine, StepResult
 from dynmo.runtime.comm.world import World
 from dynmo.runtime.engine.norm_ring import NON_FINITE
 from dynmo.runtime.optim.loss_scale import LossScaler
@@ -21,7 +21,7 @@ from tests.runtime.jobs.migrate import any_partition
 PV_STEPS = 7
 
 
-def _spoiled(pipeline: Pipeline, faults: list[list[Any]], now: list[int]) -> None:
+def _spoiled(pipeline: Engine, faults: list[list[Any]], now: list[int]) -> None:
     """Has the gradients of some layers spoiled as they are looked at: faults are [step, layer, what], what "inf" or a factor."""
     table = pipeline._optimizer_step.table  # pyright: ignore[reportPrivateUsage]
     own = table.own
@@ -48,9 +48,9 @@ def validated(
     ranks, model = world.size, {"model": {"blocks": 3, "hidden": 16, "heads": 2, "sequence": 4, "dropout": 0.1}}
     loaded = parse(model if kind == "gpt" else {"model": {"kind": f"python:{kind}"}})
     whole = load_model(loaded)
-    stages = len(Pipeline.placement_for(schedule, ranks))
+    stages = len(Engine.placement_for(schedule, ranks))
     limit = options.pop("limit", 20.0)
-    pipeline = Pipeline(
+    pipeline = Engine(
         world, whole, uniform(whole.layers, stages), schedule=schedule, microbatches=12, post_validation=afterwards, **options
     )
     pipeline.scaler = LossScaler(2.0**16, window=1 << 30)
@@ -87,7 +87,7 @@ def validated(
 def validated_raises(world: World, schedule: str) -> dict[str, Any]:
     """An overflow on the last rank, with nobody to skip it; then the step again, without."""
     whole = load_model(parse({"model": {"blocks": 3, "hidden": 16, "heads": 2, "sequence": 4}}))
-    pipeline = Pipeline(world, whole, uniform(8, world.size), schedule=schedule, microbatches=6, post_validation=True)
+    pipeline = Engine(world, whole, uniform(8, world.size), schedule=schedule, microbatches=6, post_validation=True)
     now = [0]
     _spoiled(pipeline, [[2, 7, "inf"]], now)
     tokens = torch.randint(256, (6, 1, 5), generator=torch.Generator().manual_seed(0))

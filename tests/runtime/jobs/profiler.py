@@ -8,7 +8,7 @@ import torch
 
 from dynmo.balance.partition import Partition
 from dynmo.models.emulated import make_layers
-from dynmo.pipeline.pipeline import Pipeline
+from dynmo.pipeline.engine import Engine
 from dynmo.runtime.comm.world import World
 from dynmo.runtime.engine.profiler import measure_links
 
@@ -16,7 +16,7 @@ from dynmo.runtime.engine.profiler import measure_links
 def profile(world: World, f: list[float], b: list[float], w: list[float], counts: list[int]) -> list[list[Any]]:
     """Two steps of emulated layers; the costs gathered."""
     model = make_layers(f, b, w, size=64)
-    pipeline = Pipeline(world, model, Partition(tuple(counts)), schedule="zb-h1", microbatches=3)
+    pipeline = Engine(world, model, Partition(tuple(counts)), schedule="zb-h1", microbatches=3)
     ids = torch.zeros(3, 1, dtype=torch.int64)
     for step in range(2):
         pipeline.step(step, ids, ids, lr=0.0)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from dynmo.balance.partition import Partition
 from dynmo.errors import RunError
 from dynmo.models.model import Model, from_factories, next_token_loss
-from dynmo.pipeline.pipeline import Pipeline
+from dynmo.pipeline.engine import Engine
 from dynmo.runtime.comm.clock import HostClock
 from dynmo.runtime.layer.output_cache import OutputCache
 from dynmo.runtime.layer.split_backward import Layer, Tensors
@@ -227,7 +227,7 @@ def model() -> Model:
 
 def losses_and_calls(cache_bytes: int) -> tuple[list[float], list[int], tuple[int, int]]:
     """Two epochs of two steps with four layers frozen, one with the first alone, and two more; an evaluation after each step."""
-    pipeline = Pipeline(
+    pipeline = Engine(
         alone(), model(), Partition((5,)), schedule="zb-h1", microbatches=MICROBATCHES, post_validation=True, cache_bytes=cache_bytes
     )
     losses: list[float] = []

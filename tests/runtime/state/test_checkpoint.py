@@ -20,7 +20,7 @@ from dynmo.config import parse
 from dynmo.errors import CheckpointError, RunError
 from dynmo.models.model import Model, from_factories, next_token_loss
 from dynmo.models.registry import load_model
-from dynmo.pipeline.pipeline import Pipeline
+from dynmo.pipeline.engine import Engine
 from dynmo.runtime.optim.optimizer import OptimizerSettings
 from dynmo.runtime.state import checkpoint
 from tests.full_disk import full_at
@@ -31,7 +31,7 @@ from tests.runtime.jobs.migrate import fingerprint
 JOBS = "tests.runtime.jobs.checkpoint:"
 
 
-def save(pipeline: Pipeline, folder: Path, step: int, keep: int = 9, state: dict[str, Any] | None = None) -> Path:
+def save(pipeline: Engine, folder: Path, step: int, keep: int = 9, state: dict[str, Any] | None = None) -> Path:
     layers = [(i, (m, o.state())) for i, (m, o) in pipeline.own_layers.items()]
     return checkpoint.save(pipeline.world, folder, step, pipeline.model.names, layers, state or {}, keep).path
 
@@ -377,10 +377,10 @@ def test_tied_weights_stay_tied(tmp_path: Path) -> None:
 def test_another_optimizer_is_refused(tmp_path: Path, saved: str, resumed: str) -> None:
     """Its moments would be dropped, or missed in the middle of a step."""
 
-    def built(name: Any) -> Pipeline:
+    def built(name: Any) -> Engine:
         settings = OptimizerSettings(name, momentum=0.9)
         model = load_model(parse({"model": {"blocks": 1, "hidden": 16, "heads": 2, "sequence": 8}}))
-        return Pipeline(alone(), model, Partition((4,)), schedule="zb-h1", microbatches=MICROBATCHES, optimizer=settings)
+        return Engine(alone(), model, Partition((4,)), schedule="zb-h1", microbatches=MICROBATCHES, optimizer=settings)
 
     first = built(saved)
     first.step(0, *tokens(0), lr=0.1)
@@ -417,7 +417,7 @@ def test_what_a_module_makes_for_itself_is_its_own_where_the_shape_is_another(tm
 def test_buffers_of_a_checkpoint(tmp_path: Path) -> None:
     """Those that the model has are taken, also what a module makes for itself; one that the model lacks it may make in a forward."""
 
-    def built(names: list[str], value: float = 1.0) -> Pipeline:
+    def built(names: list[str], value: float = 1.0) -> Engine:
         def middle() -> nn.Module:
             layer = nn.Linear(8, 8)
             for name in names:

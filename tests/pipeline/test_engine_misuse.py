@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from dynmo.balance.partition import Partition
 from dynmo.errors import ConfigError, InputError, PartitionError, RunError
 from dynmo.models.model import from_factories, next_token_loss
-from dynmo.pipeline.pipeline import Pipeline
+from dynmo.pipeline.engine import Engine
 from dynmo.runtime.comm.process_mesh import arrange
 from dynmo.runtime.comm.world import World
 from tests.pool import Pool
@@ -81,7 +81,7 @@ def test_arguments_of_a_pipeline() -> None:
     ]
     for model_, partition, options, says in wrong:
         with pytest.raises(ConfigError, match=says):
-            Pipeline(alone(), model_, partition, schedule="1f1b", microbatches=2, **options)
+            Engine(alone(), model_, partition, schedule="1f1b", microbatches=2, **options)
     unplaced: Any = (6,)
     with pytest.raises(ConfigError, match="partition is a tuple"):
         gpt().move(unplaced)
@@ -91,7 +91,7 @@ def test_arguments_of_a_pipeline() -> None:
 def test_words(word: str) -> None:
     wrong: dict[str, Any] = {word: "Global"}
     with pytest.raises(ConfigError, match=f"{word} = 'Global'; choose from"):
-        Pipeline(alone(), gpt().model, Partition((6,)), schedule="1f1b", microbatches=2, **wrong)
+        Engine(alone(), gpt().model, Partition((6,)), schedule="1f1b", microbatches=2, **wrong)
 
 
 def test_a_tied_weight_that_its_owner_does_not_use() -> None:
@@ -121,7 +121,7 @@ def threads(world: World, times: int) -> list[int]:
     model, mesh = gpt().model, arrange(world, world.size)
     out: list[int] = []
     for count in range(1, times + 1):
-        pipeline = Pipeline(mesh, model, Partition((6,)), schedule="1f1b", microbatches=MICROBATCHES)
+        pipeline = Engine(mesh, model, Partition((6,)), schedule="1f1b", microbatches=MICROBATCHES)
         inputs, targets = tokens(0)
         for microbatches in range(1, 1 + count % 4):
             pipeline.evaluate(inputs[:1].repeat(microbatches, 1, 1), targets[:1].repeat(microbatches, 1, 1), microbatches)
@@ -140,13 +140,13 @@ def test_ranks_that_build_different_models(pool: Pool) -> None:
 
 
 def test_threads_end_with_their_pipeline(pool: Pool) -> None:
-    for counts in pool.run("tests.pipeline.test_pipeline_misuse:threads", 2, times=8):
+    for counts in pool.run("tests.pipeline.test_engine_misuse:threads", 2, times=8):
         assert max(counts[4:]) <= max(counts[:4])
 
 
 def evaluated(world: World) -> list[int]:
     """Threads after evaluations of more and more microbatches, on a pipeline of two."""
-    pipeline = Pipeline(world, gpt().model, Partition((3, 3)), schedule="1f1b", microbatches=MICROBATCHES)
+    pipeline = Engine(world, gpt().model, Partition((3, 3)), schedule="1f1b", microbatches=MICROBATCHES)
     inputs, targets = tokens(0)
     out: list[int] = []
     for count in range(1, 9):
@@ -156,5 +156,5 @@ def evaluated(world: World) -> list[int]:
 
 
 def test_threads_do_not_grow_with_evaluations(pool: Pool) -> None:
-    for counts in pool.run("tests.pipeline.test_pipeline_misuse:evaluated", 2):
+    for counts in pool.run("tests.pipeline.test_engine_misuse:evaluated", 2):
         assert counts[-1] == counts[2]

@@ -1,0 +1,425 @@
+"""Pipeline, as one's own training loop uses it."""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from typing import Any, Literal, cast
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from dynmo.balance.partition import Partition
+from dynmo.config import parse
+from dynmo.errors import ConfigError, InputError, PartitionError, RunError
+from dynmo.models.emulated import make_layers
+from dynmo.models.model import Model, from_factories, next_token_loss
+from dynmo.models.registry import load_model
+from dynmo.pipeline.engine import Engine
+from dynmo.runtime.optim.optimizer import OptimizerSettings
+from tests.pool import Pool
+from tests.runtime.alone import MICROBATCHES, alone, emulated, gpt, ids, pipeline, tokens
+
+JOBS = "tests.runtime.jobs.checkpoint:"
+
+
+def weights(pipeline: Engine) -> dict[int, list[Tensor]]:
+    return {i: [p.detach().clone() for p in module.parameters()] for i, (module, _) in pipeline.own_layers.items()}
+
+
+def changed(pipeline: Engine, before: dict[int, list[Tensor]]) -> list[int]:
+    return [i for i, values in weights(pipeline).items() if not all(map(torch.equal, values, before[i]))]
+
+
+def test_a_step() -> None:
+    """Loss, norm and update, against a plain backward over the same modules."""
+    pipeline = gpt()
+    (inputs, targets), layers = tokens(0), pipeline.model.build(range(pipeline.count))
+    plain = 0.0
+    for x, y in zip(inputs, targets, strict=True):
+        for layer in layers:
+            x = layer(x)
+        loss = functional.cross_entropy(x.flatten(0, 1), y.flatten()) / MICROBATCHES
+        loss.backward()
+        plain += loss.item()
+    norms = [math.fsum(float(p.grad.double().square().sum()) for p in layer.parameters() if p.grad is not None) for layer in layers]
+    result = pipeline.step(0, inputs, targets, lr=0.1, flag=True)
+    assert result.loss == pytest.approx(plain, rel=1e-6)
+    assert result.squared_norms == pytest.approx(norms, rel=1e-5)
+    assert result.norm == pytest.approx(math.sqrt(sum(norms)), rel=1e-5)
+    assert result.flags == (True,)
+    assert 0 <= result.idle_ratio < 1
+    assert result.busy[0] <= result.spans[0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_float16_is_scaled_unless_told_otherwise(dtype: torch.dtype) -> None:
+    model = make_layers([0.0], [0.0], [0.0], size=4)
+    pipeline = Engine(alone(), model, Partition((1,)), schedule="zb-h1", microbatches=MICROBATCHES, dtype=dtype)
+    assert pipeline.scaler.dynamic == (dtype == torch.float16)
+
+
+def test_a_batch_of_another_count() -> None:
+    """Half of it would be left out, unnoticed."""
+    pipeline, (inputs, targets) = gpt(), tokens(0)
+    for given in ((inputs.repeat(2, 1, 1), targets), (inputs, targets[:2])):
+        with pytest.raises(InputError, match=r"s: \d microbatches, shape \[\d, 2, 8\], where 3 are expected; the first dimension counts"):
+            pipeline.step(0, *given, lr=0.1)
+        with pytest.raises(InputError, match="where 3 are expected"):
+            pipeline.evaluate(*given, 3)
+    pipeline.step(0, inputs, targets, lr=0.1)
+
+
+def test_a_weight_that_is_not_in_rows() -> None:
+    """As an import from another layout leaves it: the same bits as of one that is."""
+
+    def model(turned: bool) -> Model:
+        def weight() -> nn.Module:
+            linear = nn.Linear(8, 8)
+            if turned:
+                linear.weight = nn.Parameter(linear.weight.detach().t().contiguous().t())
+            return linear
+
+        factories = [partial(nn.Embedding, 256, 8), weight, partial(nn.Linear, 8, 256)]
+        return from_factories(["tokens", "middle", "head"], factories, 0, next_token_loss)
+
+    assert not model(True).build(range(3))[1].get_parameter("weight").is_contiguous()
+    for dtype in (torch.float32, torch.bfloat16):  # with float32 masters there
+        digests = set[str]()
+        for turned in (False, True):
+            linear = Engine(alone(), model(turned), Partition((3,)), schedule="zb-h1", microbatches=MICROBATCHES, dtype=dtype)
+            for step in range(3):
+                linear.step(step, *tokens(step), lr=0.1)
+            digests.add(linear.digest())
+        assert len(digests) == 1
+
+
+class Twice(nn.Module):
+    """Uses a weight through its module, and by itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.linear = nn.Embedding(16, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.embedding((x[..., 0] > 0).long())
+        return functional.linear(torch.tanh(self.linear(x)), self.linear.weight) + functional.linear(x, self.embedding.weight)[..., :8]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_weight_used_twice_in_its_layer(dtype: torch.dtype) -> None:
+    """Not by another layer: its gradient is whole, in one order, whether W is apart from B or not and however it is summed."""
+    names = ["tokens", "first", "second", "head"]
+    model = from_factories(names, [partial(nn.Embedding, 256, 8), Twice, Twice, partial(nn.Linear, 8, 256)], 0, next_token_loss)
+
+    def gradients(pipeline: Engine) -> dict[str, Tensor]:
+        modules = {i: module for i, (module, _) in pipeline.own_layers.items()}
+        return {f"{i}.{n}": p.grad.clone() for i, m in modules.items() for n, p in m.named_parameters() if p.grad is not None}
+
+    text = torch.randint(256, (4, 2, 9), generator=torch.Generator().manual_seed(0))
+    inputs, targets = text[..., :-1], text[..., 1:]
+    states: dict[tuple[str, int], dict[str, Tensor]] = {}
+    for schedule in ("1f1b", "zb-h2", "zb-v"):
+        for groups in (1, 2, 4):
+            counts = (2, 2) if schedule == "zb-v" else (4,)
+            pipeline = Engine(alone(), model, Partition(counts), schedule=schedule, microbatches=4, accumulation_groups=groups, dtype=dtype)
+            pipeline.forward_backward(0, inputs, targets)
+            states[schedule, groups] = gradients(pipeline)
+    plain = nn.Sequential(*(m.float() for m in model.build(range(4))))
+    loss = torch.stack([next_token_loss(plain(x), y) for x, y in zip(inputs, targets, strict=True)]).mean()
+    loss.backward()
+    wanted = {f"{i}.{n}": p.grad for i, m in enumerate(plain) for n, p in m.named_parameters()}
+    for groups in (1, 2, 4):
+        for schedule in ("1f1b", "zb-h2", "zb-v"):
+            got = states[schedule, groups]
+            assert got.keys() == wanted.keys()
+            assert all(torch.equal(g, states["1f1b", groups][key]) for key, g in got.items()), (schedule, groups)
+            if dtype == torch.float32:
+                for key, g in got.items():
+                    torch.testing.assert_close(g, wanted[key], rtol=1e-5, atol=1e-7, msg=lambda m, k=key: f"{k}: {m}")
+
+
+class Turned(nn.Linear):
+    """A linear of one's own that defers, and leaves its gradient as columns."""
+
+    tape = None
+
+    def forward(self, input: Tensor) -> Tensor:
+        return cast(Tensor, _Turn.apply(input, self.weight, self))
+
+
+class _Turn(torch.autograd.Function):
+    columns = True
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: nn.Parameter, layer: Turned) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.layer = layer
+        return functional.linear(x, weight)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        (x,), layer, (gy,) = ctx.saved_tensors, ctx.layer, gradients
+
+        def work() -> None:
+            gradient = x.reshape(-1, x.shape[-1]).t().mm(gy.reshape(-1, gy.shape[-1])).t()
+            gradient = gradient if _Turn.columns else gradient.contiguous()
+            layer.weight.grad = gradient if layer.weight.grad is None else layer.weight.grad + gradient
+
+        layer.tape.add(work, x, gy)
+        return gy.matmul(layer.weight), None, None
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
+def test_a_gradient_that_is_not_in_rows(optimizer: Literal["adamw", "sgd"], monkeypatch: pytest.MonkeyPatch) -> None:
+    digests = set[str]()
+    for columns in (True, False):
+        monkeypatch.setattr(_Turn, "columns", columns)
+        factories = [partial(nn.Embedding, 256, 8), partial(Turned, 8, 8, bias=False), partial(nn.Linear, 8, 256)]
+        model = from_factories(["tokens", "turned", "head"], factories, 0, next_token_loss)
+        settings = OptimizerSettings(optimizer, momentum=0.9)
+        pipeline = Engine(alone(), model, Partition((3,)), schedule="zb-h1", microbatches=MICROBATCHES, optimizer=settings)
+        for step in range(3):
+            pipeline.step(step, *tokens(step), lr=0.1)
+        digests.add(pipeline.digest())
+    assert len(digests) == 1
+
+
+def test_layers_share_nothing() -> None:
+    one = nn.Linear(8, 8)
+    factories = [partial(nn.Embedding, 256, 8), lambda: one, lambda: one, partial(nn.Linear, 8, 256)]
+    with pytest.raises(ConfigError, match="layers 1 and 2 share the parameter weight"):
+        pipeline(from_factories(list("abcd"), factories, 0, next_token_loss))
+
+
+def test_evaluation_without_gradients() -> None:
+    pipeline, batch = gpt(), tokens(0)
+    with torch.no_grad():
+        loss = pipeline.evaluate(*batch, MICROBATCHES)
+    assert loss == pipeline.evaluate(*batch, MICROBATCHES)
+
+
+def test_tied_embedding() -> None:
+    """Its gradient is the head's sum plus the embedding's sum: what torch's own tying gives."""
+    pipeline = gpt(tied=True)
+    layers = nn.ModuleList(pipeline.model.build(range(pipeline.count)))
+    owner = layers[0].get_submodule("tokens")
+    layers[5].get_submodule("logits").weight = owner.weight  # pyright: ignore[reportAttributeAccessIssue]
+    groups = [
+        {"params": [p for p in layers.parameters() if p.dim() >= 2], "weight_decay": 0.1},
+        {"params": [p for p in layers.parameters() if p.dim() < 2], "weight_decay": 0.0},
+    ]
+    adamw = torch.optim.AdamW(groups, lr=0.01, betas=(0.9, 0.95), eps=1e-8)
+    for step in range(4):
+        inputs, targets = tokens(step)
+        adamw.zero_grad()
+        for x, y in zip(inputs, targets, strict=True):
+            for layer in layers:
+                x = layer(x)
+            (functional.cross_entropy(x.flatten(0, 1), y.flatten()) / MICROBATCHES).backward()
+        expected = float(torch.nn.utils.clip_grad_norm_(layers.parameters(), 0.5))
+        adamw.step()
+        result = pipeline.step(step, inputs, targets, lr=0.01, max_norm=0.5)
+        assert result.norm == pytest.approx(expected, rel=1e-5)
+    first, last = (pipeline.own_layers[i][0] for i in (0, 5))
+    assert torch.equal(first.get_parameter("tokens.weight"), last.get_parameter("logits.weight"))
+    torch.testing.assert_close(first.get_parameter("tokens.weight"), owner.weight, rtol=1e-4, atol=1e-5)
+
+
+def test_a_tied_weight_that_never_trains() -> None:
+    """Its owner says so; its other use has no gradient that would pile up and clip the rest."""
+
+    def head() -> nn.Module:
+        return nn.Linear(8, 256, bias=False)
+
+    def fixed() -> nn.Module:
+        return nn.Embedding(256, 8).requires_grad_(False)
+
+    factories = [fixed, partial(nn.Linear, 8, 8), head]
+    tied = [((0, "weight"), (2, "weight"))]
+    pipe = pipeline(from_factories(["tokens", "middle", "head"], factories, 0, next_token_loss, tied=tied))
+    norms = {pipe.step(step, *tokens(0), lr=0.0).norm for step in range(3)}
+    assert len(norms) == 1
+    assert not pipe.own_layers[2][0].get_parameter("weight").requires_grad
+
+
+def test_a_tied_weight_freezes_with_its_owner() -> None:
+    pipeline = gpt(tied=True)
+    pipeline.freeze([0])
+    before = weights(pipeline)
+    pipeline.step(0, *tokens(0), lr=0.1)
+    assert changed(pipeline, before) == [1, 2, 3, 4, 5], "the head's norm still trains"
+    head = pipeline.own_layers[5][0]
+    assert torch.equal(head.get_parameter("logits.weight"), before[0][0])
+    pipeline.unfreeze([0])
+    pipeline.step(1, *tokens(1), lr=0.1)
+    assert not torch.equal(head.get_parameter("logits.weight"), before[0][0])
+    assert torch.equal(head.get_parameter("logits.weight"), pipeline.own_layers[0][0].get_parameter("tokens.weight"))
+
+
+def test_freezing() -> None:
+    pipeline = gpt()
+    before = weights(pipeline)
+    pipeline.freeze([0, 1, 3])
+    assert pipeline.frozen == {0, 1, 3}
+    assert pipeline.first_trainable == 2
+    result = pipeline.step(0, *tokens(0), lr=0.1)
+    assert changed(pipeline, before) == [2, 4, 5]
+    assert [x > 0 for x in result.squared_norms] == [False, False, True, False, True, True]
+    pipeline.unfreeze([1, 3])
+    pipeline.step(1, *tokens(1), lr=0.1)
+    assert changed(pipeline, before) == [1, 2, 3, 4, 5]
+    assert pipeline.first_trainable == 1
+
+
+def test_a_frozen_layer_keeps_its_moments() -> None:
+    pipeline = gpt()
+    pipeline.step(0, *tokens(0), lr=0.1)
+    kept = {k: v.clone() for k, v in pipeline.own_layers[1][1].state().items()}
+    pipeline.freeze([0, 1])
+    pipeline.step(1, *tokens(1), lr=0.1)
+    state = pipeline.own_layers[1][1].state()
+    assert kept.keys() == state.keys()
+    assert all(torch.equal(kept[k], state[k]) for k in kept)
+    pipeline.unfreeze([0, 1])
+    pipeline.step(2, *tokens(2), lr=0.1)
+    assert pipeline.own_layers[1][1].state()["qkv.weight/step"] == 2
+
+
+def test_something_must_train() -> None:
+    pipeline = gpt()
+    pipeline.freeze([0, 1, 2])
+    with pytest.raises(PartitionError, match=r"freezing layers \[3, 4, 5\] would leave nothing to train"):
+        pipeline.freeze([5, 3, 4])
+    assert pipeline.frozen == {0, 1, 2}
+    pipeline.step(0, *tokens(0), lr=0.1)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_a_loss_that_is_not_finite(bad: float) -> None:
+    """Nothing is updated; and who goes on with better data finds no trace of it."""
+    pipeline, twin = gpt(), gpt()
+    weight = pipeline.own_layers[5][0].get_parameter("logits.weight").data
+    kept = weight[0, 0].item()
+    weight[0, 0] = bad
+    with pytest.raises(RunError, match=r"step 0: loss .*nothing was updated. Lower train.lr or check the data"):
+        pipeline.step(0, *tokens(0), lr=0.1)
+    weight[0, 0] = kept
+    assert pipeline.digest() == twin.digest()
+    for step in (1, 2):
+        assert pipeline.step(step, *tokens(step), lr=0.1).loss == twin.step(step, *tokens(step), lr=0.1).loss
+    assert pipeline.digest() == twin.digest()
+
+
+def test_half_steps() -> None:
+    """forward_backward and update are step; discard forgets the gradients."""
+    pipeline, twin = gpt(tied=True), gpt(tied=True)
+    pipeline.forward_backward(0, *tokens(7))
+    pipeline.discard()
+    assert pipeline.digest() == twin.digest()
+    step_output = pipeline.forward_backward(0, *tokens(0))
+    result = pipeline.update(0, step_output, lr=0.1)
+    assert result.loss == twin.step(0, *tokens(0), lr=0.1).loss
+    assert pipeline.digest() == twin.digest()
+
+
+def test_evaluation() -> None:
+    """The mean loss, without dropout and without a trace in what follows."""
+    pipeline, twin = gpt(dropout=0.3), gpt(dropout=0.3)
+    inputs, targets = tokens(5)
+    expected = 0.0
+    layers = pipeline.model.build(range(pipeline.count))
+    for x, y in zip(inputs, targets, strict=True):
+        for layer in layers:
+            x = layer.eval()(x)
+        expected += functional.cross_entropy(x.flatten(0, 1), y.flatten()).item() / MICROBATCHES
+    assert pipeline.evaluate(inputs, targets, MICROBATCHES) == pytest.approx(expected, rel=1e-6)
+    assert pipeline.evaluate(inputs[:1], targets[:1], 1) == pytest.approx(
+        functional.cross_entropy(_through(layers, inputs[0]).flatten(0, 1), targets[0].flatten()).item(), rel=1e-6
+    )
+    for step in range(2):
+        pipeline.step(step, *tokens(step), lr=0.1)
+        pipeline.evaluate(inputs, targets, MICROBATCHES)
+        twin.step(step, *tokens(step), lr=0.1)
+    assert pipeline.digest() == twin.digest()
+
+
+def _through(layers: list[nn.Module], x: Tensor) -> Tensor:
+    for layer in layers:
+        x = layer(x)
+    return x
+
+
+def test_after_a_reshape_nothing_is_known_of_layers_that_compute_again() -> None:
+    """Which those are is asked anew; here the second layer does from the reshape on."""
+    recomputed: set[int] = set()
+    model = make_layers([1e-3] * 3, [1e-3] * 3, [1e-3] * 3, size=8)
+    pipeline = Engine(
+        *(alone(), model, Partition((3,))),
+        schedule="zb-h1",
+        microbatches=MICROBATCHES,
+        recompute=lambda partition, schedule, replicas: frozenset(recomputed),
+    )
+    pipeline.step(0, ids(), ids(), lr=0.0)
+    assert all(cost.f > 0 for cost in pipeline.costs())
+    recomputed.add(1)
+    pipeline.reshape(pipeline=1, data=1)
+    assert pipeline.recomputed == {1}
+    assert [cost.f > 0 for cost in pipeline.costs()] == [True, False, True]
+
+
+def test_digest() -> None:
+    """Of every bit of every parameter: also of one without dimensions."""
+    pipe = pipeline(load_model(parse({"model": {"kind": "python:tests.models.user_model:layers"}})))
+    first = pipe.digest()
+    scale = pipe.own_layers[2][0].get_parameter("scale")
+    for change in (lambda: scale.data.add_(1e-6), lambda: scale.data.neg_()):
+        change()
+        assert pipe.digest() != first
+    scale.data.fill_(0.5)
+    assert pipe.digest() == first
+
+
+def test_placements_must_fit() -> None:
+    pipeline = gpt()
+    for counts in ((3, 3), (5,), (7,)):
+        with pytest.raises(PartitionError, match="a placement of"):
+            pipeline.move(Partition(counts))
+        with pytest.raises(PartitionError, match="a placement of"):
+            Engine(alone(), pipeline.model, Partition(counts), schedule="1f1b", microbatches=2)
+    pipeline.step(0, *tokens(0), lr=0.1)
+
+
+OWN: dict[str, Any] = {"model": {"kind": "python:tests.models.user_model:layers"}}
+
+
+@pytest.mark.parametrize("config", [{"model": {"blocks": 2, "hidden": 16, "heads": 2, "sequence": 8}}, OWN], ids=["gpt", "own"])
+def test_moves_between_steps(pool: Pool, config: dict[str, Any]) -> None:
+    """A model of one's own too: several tensors at a boundary, buffers, parts that never train, a weight without dimensions."""
+    layers = 6 if config is not OWN else 5
+    (stayed,) = pool.run(JOBS + "moving", 1, config=config, placements=[[layers]] * 3)
+    moved = pool.run(JOBS + "moving", 3, config=config, placements=[[1, 1, layers - 2], [layers - 2, 1, 1], [2, 2, layers - 4]])
+    assert all(result == stayed for result in moved)
+    assert len(set(stayed["digests"])) == 3
+
+
+def test_predict_and_costs() -> None:
+    """The simulator on measured costs: one rank does everything, so its step is the sum."""
+    pipeline = emulated(f=[0.001] * 3, b=[0.002] * 3, w=[0.001] * 3)
+    for step in range(2):
+        pipeline.step(step, ids(), ids(), lr=0.0)
+    costs = pipeline.costs()
+    assert pipeline.predict(costs, Partition((3,))).makespan == pytest.approx(MICROBATCHES * sum(c.seconds for c in costs))
+    assert pipeline.largest(2.5) == 2.5
+    assert isinstance(pipeline.model, Model)
+
+
+def test_pieces_of_w_run_once_a_message_is_later_than_the_links_take(pool: Pool) -> None:
+    ranks = pool.run(JOBS + "message_timeout", 3, w_granularity="linear")
+    for waits, latencies in ranks:
+        assert len(latencies) == 2
+        assert waits == 2 * max(latencies) > 0
+    assert len({waits for waits, _ in ranks}) == 1, "alike on all ranks"
+    assert [waits for waits, _ in pool.run(JOBS + "message_timeout", 2, w_granularity="whole")] == [None, None]
