@@ -162,15 +162,10 @@ class _Case:
 
     def run(self, order: _Order, share: float, patient: int = 0) -> float:
         """The span (or makespan) of the order with W's put in, which `ops` then holds; -1 where memory forbids it."""
-        problem = core.Problem(
-            self.microbatches,
-            self.frozen,
-            self.whole,
-            *(self.f, self.b, self.w, self.link),
-            *(self.hold, self.stash, self.cap),
-        )
-        timetable = core.Timetable(self.latest, self.arrival, self.start, self.began, self.ended, self.ops)
-        return core.play(problem, timetable, order, share, patient)
+        return core.play(
+            self.microbatches, self.frozen, order, self.f, self.b, self.w, self.link, self.hold, self.stash, self.cap,
+            share, self.latest, patient, self.whole, self.arrival, self.start, self.began, self.ended, self.ops,
+        )  # fmt: skip
 
     def cycles(self, cycle: tuple[int, ...]) -> _Order:
         order = np.zeros((self.ranks, 4 * self.microbatches), np.int8)
