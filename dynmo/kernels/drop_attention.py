@@ -30,7 +30,7 @@ def draw_kept(heads: int, sequence: int, dropped: float, seed: int) -> tuple[Ten
 
 @dataclass(frozen=True)
 class KeptPlan:
-    """The rows of x that are queries and keys, [batch * heads, kept] each, and the tiles. pairs, computed: as of `hash_attention.Plan`."""
+    """The rows of x that are queries and keys, [batch * heads, kept] each, and the tiles. pairs, computed: as in `BucketPlan`."""
 
     queries: Tensor
     keys: Tensor

@@ -108,7 +108,7 @@ class Chunk(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Plan:
+class BucketPlan:
     """Where each row of x goes. rows: the row in each place (-1: padding); places: the place of each row; pairs: (query, key) pairs
     that attend; computed: those the tiles compute, masked and padded ones among them."""
 
@@ -119,7 +119,7 @@ class Plan:
     computed: int
 
 
-def plan_buckets(buckets: Tensor, count: int, tile: int) -> Plan:
+def plan_buckets(buckets: Tensor, count: int, tile: int) -> BucketPlan:
     """buckets: [batch, sequence, heads], each of 0..count-1."""
     numbers = buckets.contiguous().numpy()
     batch, _, heads = numbers.shape
@@ -143,7 +143,7 @@ def plan_buckets(buckets: Tensor, count: int, tile: int) -> Plan:
     _place(segments, base, rows, places)
     computed = sum(c.buckets * sum((stop - start) * stop for start, stop in _steps(c.length - 1, tile)) for c in chunks)
     pairs = int((lengths * (lengths - 1) // 2).sum())
-    return Plan(torch.from_numpy(rows), torch.from_numpy(places), tuple(chunks), pairs, computed)
+    return BucketPlan(torch.from_numpy(rows), torch.from_numpy(places), tuple(chunks), pairs, computed)
 
 
 @jit(*FAST)
@@ -215,7 +215,7 @@ def _spread_x(
 
 class _HashAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, v: Tensor, plan: Plan, tile: int) -> Tensor:
+    def forward(ctx: Any, x: Tensor, v: Tensor, plan: BucketPlan, tile: int) -> Tensor:
         ctx.plan, ctx.tile, ctx.shape = plan, tile, x.shape
         ctx.scale = x.shape[-1] ** -0.5
         q, k, values, out = (x.new_empty(plan.rows.shape[0], x.shape[-1]) for _ in range(4))
@@ -233,7 +233,7 @@ class _HashAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None, None]:
-        plan: Plan = ctx.plan
+        plan: BucketPlan = ctx.plan
         q, k, factors, values = ctx.saved_tensors
         gq, gk, gv = torch.empty_like(q), torch.empty_like(q), torch.empty_like(q)
         for chunk in plan.chunks:

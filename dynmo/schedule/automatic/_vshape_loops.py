@@ -10,9 +10,11 @@ lower stage, 1 F of the upper one, 2 B of the upper one, 3 B of the lower one; 4
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import numpy as np
 
-from dynmo.jit import jit_as
+from dynmo.jit import jit, jit_as
 
 NEVER = 1e300
 
@@ -94,28 +96,87 @@ def block(m, frozen, f, b, link, unit, shape, period, order):
             at[best] += period
 
 
-@jit_as(
-    "float64(int64, int64, int8[:, ::1], float64[::1], float64[::1], float64[::1], float64[::1], float64[::1], float64[::1], float64[::1],"
-    " float64, float64[:, :, ::1], int64, boolean, float64[:, :, ::1], float64[:, :, ::1], float64[::1], float64[::1], int8[:, ::1])"
-)
-def play(m, frozen, order, f, b, w, link, hold, stash, cap, share, latest, patient, whole, arrival, start, began, ended, ops):
+class Problem(NamedTuple):
+    """What is scheduled.
+
+    Attributes:
+        m: Number of microbatches.
+        frozen: Number of stages before the first that trains.
+        whole: Whether the makespan counts, and not the span.
+        f: Seconds of F, [stages]. b, w: likewise.
+        link: Seconds of a message from each stage to the next, [stages].
+        hold: Memory that an F takes, [stages]. stash: what is left of it after B, [stages].
+        cap: Memory of each rank, [ranks].
+    """
+
+    m: int
+    frozen: int
+    whole: bool
+    f: Any
+    b: Any
+    w: Any
+    link: Any
+    hold: Any
+    stash: Any
+    cap: Any
+
+
+class Timetable(NamedTuple):
+    """Room to work in, and what `play` leaves there.
+
+    Attributes:
+        latest: By when each F and B must start, [2, stages, microbatches].
+        arrival: When what it needs is there, likewise. start: when it starts, likewise.
+        began: When each rank begins, [ranks]. ended: when its last F or B ends, [ranks].
+        ops: The ops of each rank by their codes, [ranks, 6 * microbatches].
+    """
+
+    latest: Any
+    arrival: Any
+    start: Any
+    began: Any
+    ended: Any
+    ops: Any
+
+
+@jit()
+def _order_of_visits(problem, run, stack):
+    """Clears the timetable, and puts all ranks on the stack, the first on top. Returns the number of ops to place."""
+    m, frozen, n, p = problem.m, problem.frozen, problem.f.shape[0], problem.cap.shape[0]
+    run.arrival[:] = NEVER
+    for j in range(m):
+        run.arrival[0, 0, j] = 0.0
+    left = 0
+    for at in range(p):
+        r = p - 1 - at
+        stack[at] = r
+        run.began[r], run.ended[r] = -1.0, 0.0
+        left += 2 * m + (2 * m if r >= frozen else 0) + (2 * m if n - 1 - r >= frozen else 0)
+    return left
+
+
+@jit()
+def play(problem: Any, timetable: Any, order: Any, share: float, patient: int) -> float:
     """Runs F's and B's in `order` and puts W's between them. Returns the span (the makespan if `whole`), or -1 where memory forbids it.
 
     A W runs where an F has no memory without it; in a gap that holds `share` of it; and, on the first `patient` ranks once they have no F
     left, in any gap if the op behind the gap still starts by its `latest` time.
+
+    Args:
+        problem: A `Problem` as a plain tuple, which a compiled function recognizes faster.
+        timetable: A `Timetable` as a plain tuple.
     """
+    problem, run = Problem(*problem), Timetable(*timetable)
+    m, frozen, whole = problem.m, problem.frozen, problem.whole
+    f, b, w, link = problem.f, problem.b, problem.w, problem.link
+    hold, stash, cap = problem.hold, problem.stash, problem.cap
+    latest, arrival, start = run.latest, run.arrival, run.start
+    began, ended, ops = run.began, run.ended, run.ops
     p, n = order.shape[0], f.shape[0]
-    arrival[:] = NEVER
-    for j in range(m):
-        arrival[0, 0, j] = 0.0
     count, weights = np.zeros((p, 4), np.int64), np.zeros(n, np.int64)
     live, free, ops_placed = np.zeros(p), np.zeros(p), np.zeros(p, np.int64)
-    stack, queued, top, left = np.zeros(p + 1, np.int64), np.ones(p, np.bool_), 0, 0
-    for r in range(p - 1, -1, -1):
-        stack[top] = r
-        top += 1
-        began[r], ended[r] = -1.0, 0.0
-        left += 2 * m + (2 * m if r >= frozen else 0) + (2 * m if n - 1 - r >= frozen else 0)
+    stack, queued, top = np.zeros(p + 1, np.int64), np.ones(p, np.bool_), p
+    left = _order_of_visits(problem, run, stack)
     while top > 0:
         top -= 1
         r = stack[top]

@@ -149,6 +149,10 @@ class _Case:
         self.latest, self.arrival, self.start = (np.zeros(shape) for _ in range(3))
         self.began, self.ended = np.zeros(self.ranks), np.zeros(self.ranks)
         self.ops = np.zeros((self.ranks, 6 * self.microbatches), np.int8)
+        times = (self.f, self.b, self.w, self.link)
+        problem = core.Problem(self.microbatches, self.frozen, self.whole, *times, self.hold, self.stash, self.cap)
+        timetable = core.Timetable(self.latest, self.arrival, self.start, self.began, self.ended, self.ops)
+        self._problem, self._timetable = tuple(problem), tuple(timetable)
 
     @property
     def ranks(self) -> int:
@@ -162,10 +166,7 @@ class _Case:
 
     def run(self, order: _Order, share: float, patient: int = 0) -> float:
         """The span (or makespan) of the order with W's put in, which `ops` then holds; -1 where memory forbids it."""
-        return core.play(
-            self.microbatches, self.frozen, order, self.f, self.b, self.w, self.link, self.hold, self.stash, self.cap,
-            share, self.latest, patient, self.whole, self.arrival, self.start, self.began, self.ended, self.ops,
-        )  # fmt: skip
+        return core.play(self._problem, self._timetable, order, share, patient)
 
     def cycles(self, cycle: tuple[int, ...]) -> _Order:
         order = np.zeros((self.ranks, 4 * self.microbatches), np.int8)

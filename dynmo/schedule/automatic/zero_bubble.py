@@ -28,6 +28,7 @@ from numpy.typing import NDArray
 
 from dynmo.cost.layer_cost import Costs
 from dynmo.errors import ScheduleError
+from dynmo.schedule.automatic._op_order_loops import polish
 from dynmo.schedule.automatic._zero_bubble_loops import search
 from dynmo.schedule.bounds import Objective, lower_bound
 from dynmo.schedule.op import Kind, Op, Schedule
@@ -97,7 +98,10 @@ def automatic(
     starts = np.array(_STARTS, np.int64)
     times = [x * unit for x in (f, b, w, link)]
     spans = objective is Objective.SPAN
-    search(m, *times, mem_f, stash, limits, first_trainable, p, spans, goal, *_budget(p, m), starts, order)
+    lead, (budget, polish_budget) = np.zeros(p), _budget(p, m)
+    best, _ = search(m, *times, mem_f, stash, limits, first_trainable, p, spans, goal, budget, starts, lead, order)
+    if best > goal:
+        polish(m, np.array(times), mem_f, stash, limits, first_trainable, p, lead, goal, polish_budget, order)
     rows = tuple(_row(order[r], r, m, r < first_trainable) for r in range(p))
     return Schedule(NAME, m, tuple(range(p)), rows, first_trainable)
 

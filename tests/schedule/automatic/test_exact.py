@@ -96,7 +96,7 @@ def test_agrees_with_every_order_there_is(p: int, m: int, data: st.DataObject) -
     costs, first_trainable = data.draw(whole_costs(p)), data.draw(st.sampled_from([0, 0, p - 1]))
     caps, objective = hold(costs, data), data.draw(st.sampled_from(Objective))
     with nullcontext() if data.draw(st.booleans()) else solver_alone():
-        result = exact(costs, m, caps=caps, first_trainable=first_trainable, objective=objective, workers=1)
+        result = exact(costs, m, caps=caps, first_trainable=first_trainable, objective=objective, seconds=60, workers=1)
     validate(result.schedule)
     least = shortest(result.schedule, costs, caps, objective)
     assert result.proven
@@ -112,7 +112,7 @@ def test_agrees_where_a_rank_holds_two_stages(seed: int, objective: Objective) -
     costs = Costs(tuple(stages), (random.randint(0, 3), random.randint(0, 3)))
     start = apart(wander((0, 1, 0), 2, seed % 2, random))
     caps = list(peak_memory(start, costs))
-    result = exact(costs, 2, caps=caps, first_trainable=seed % 2, objective=objective, start=start, workers=1)
+    result = exact(costs, 2, caps=caps, first_trainable=seed % 2, objective=objective, start=start, seconds=60, workers=1)
     assert result.proven
     assert result.bound == length(result.schedule, costs, objective) == shortest(start, costs, caps, objective)
 
