@@ -19,31 +19,9 @@ from dynmo.data.corpus import open_corpus
 from dynmo.models.gpt import make
 from dynmo.schedule.catalogue import SCHEDULES
 from dynmo.schedule.generators import GENERATORS
+from tests.equality import BALANCERS, STEPS, config, deeper, fields_of, pruned
 from tests.jobs import SOURCE
 from tests.pool import Pool
-
-# Every balancer acts: nothing holds it back, for gains in a model this small are noise.
-BALANCERS: dict[str, dict[str, Any]] = {
-    "none": {"balancer": "none"},
-    "exact": {"balancer": "exact", "every": 3, "margin": 0.0, "hysteresis": 0.0},
-    "diffusion": {"balancer": "diffusion", "every": 1, "margin": 0.0, "hysteresis": 0.0},
-    "random": {"balancer": "random", "every": 1},
-}
-STEPS = 7
-
-
-def config(ranks: int, schedule: str, balance: dict[str, Any], freezing: bool, clipping: bool, dropout: float = 0.1) -> dict[str, Any]:
-    """Six layers, five microbatches (no multiple of 2, 3 or 4). The norm starts near 2, so that 0.5 always clips."""
-    return {
-        "seed": 7,
-        "model": {"blocks": 2, "hidden": 32, "heads": 2, "sequence": 16, "dropout": dropout},
-        "train": {"steps": STEPS, "global_batch": 10, "micro_batch": 2, "lr": 1e-2, "warmup": 2, "max_grad_norm": 0.5 * clipping},
-        "parallel": {"pipeline": ranks, "timeout": 20.0},
-        "pipeline": {"schedule": schedule},
-        "balance": balance,
-        "dynamism": {"cases": ["freezing"], "freezing": {"schedule": [[2, 1], [4, 3]]}} if freezing else {},
-        "trace": {"steps": 0},
-    }
 
 
 @cache
@@ -94,14 +72,6 @@ def test_one_digest_of_one_rank(pool: Pool, schedule: str, freezing: bool, clipp
     """Where nothing can move, a balancer has nothing to say."""
     results = pool.run("train", 1, config=config(1, schedule, BALANCERS["exact"], freezing, clipping))
     assert results[0] == _reference(pool, freezing, clipping)
-
-
-def deeper(ranks: int, schedule: str, balance: dict[str, Any], freezing: bool) -> dict[str, Any]:
-    """Ten layers, for up to eight stages, and twelve microbatches, a multiple of 1 to 4 ranks, as interleaving needs."""
-    wanted = config(ranks, schedule, balance, freezing, freezing)
-    wanted["model"] = {"blocks": 4, "hidden": 16, "heads": 2, "sequence": 8, "dropout": 0.1}
-    wanted["train"] = {**wanted["train"], "global_batch": 12, "micro_batch": 1}
-    return wanted
 
 
 @cache
@@ -194,17 +164,6 @@ def test_what_changes_the_digest(pool: Pool) -> None:
     undropped = pool.run("train", 1, config=config(1, "1f1b", BALANCERS["none"], False, False, dropout=0.0))[0]["digest"]
     reseeded = pool.run("train", 1, config=config(1, "1f1b", BALANCERS["none"], False, False) | {"seed": 8})[0]["digest"]
     assert len({*digests, undropped, reseeded}) == 6
-
-
-def pruned(ranks: int, schedule: str, balance: dict[str, Any], **options: Any) -> dict[str, Any]:
-    """Four prunes in seven steps, from under a mask into CSR, layer by layer, while the front freezes."""
-    wanted = config(ranks, schedule, balance, True, True)
-    wanted["dynamism"] = {
-        "cases": ["pruning", "freezing"],
-        "freezing": {"schedule": [[5, 2]]},
-        "pruning": {"initial_sparsity": 0.5, "start": 1, "end": 6, "every": 2} | options,
-    }
-    return wanted
 
 
 @cache
@@ -309,135 +268,11 @@ def test_kept_outputs_of_frozen_layers_change_nothing(
         ("eval", ("step", "loss")),
         ("end", ("loss", "weights_digest")),
     ):
-        assert _of(events, kind, *keys) == _of(expected, kind, *keys)
-    ((spared, held),) = _of(events, "end", "spared_forwards", "cached_bytes")
+        assert fields_of(events, kind, *keys) == fields_of(expected, kind, *keys)
+    ((spared, held),) = fields_of(events, "end", "spared_forwards", "cached_bytes")
     assert spared > 0
     assert 0 < held <= ranks * limit
-    assert _of(expected, "end", "spared_forwards", "cached_bytes") == [(0, 0)]
-
-
-LIMITS = {"adamw": 1.55, "sgd": 1.1}  # of the gradient's norm, so that some steps are clipped and most are not
-
-
-def late(ranks: int, schedule: str, afterwards: bool = True, **sections: Any) -> dict[str, Any]:
-    """Twelve steps of which some are clipped; prunes, freezes and moves between some of them, the others follow each other closely."""
-    wanted = pruned(ranks, schedule, {"balancer": "random", "every": 4})
-    train: dict[str, Any] = wanted["train"]
-    train |= {"steps": 12, "max_grad_norm": LIMITS["adamw"], "eval_every": 5}
-    wanted["dynamism"] = {
-        **wanted["dynamism"],
-        "freezing": {"schedule": [[7, 2]]},
-        "pruning": {"initial_sparsity": 0.5, "start": 1, "end": 9, "every": 5},
-    }
-    wanted["pipeline"]["post_validation"] = afterwards
-    return {
-        key: value | sections.get(key, {}) if isinstance(value, dict) else value for key, value in (wanted | {"checkpoint": {}}).items()
-    }
-
-
-def _by(optimizer: str) -> dict[str, Any]:
-    return {"optimizer": optimizer, "max_grad_norm": LIMITS[optimizer]}
-
-
-@cache
-def _late_reference(pool: Pool, optimizer: str) -> list[dict[str, Any]]:
-    return pool.run("events", 1, config=late(1, "1f1b", False, train=_by(optimizer), balance={"balancer": "none"}))[0]
-
-
-def _of(events: list[dict[str, Any]], kind: str, *keys: str) -> list[Any]:
-    return [tuple(e[key] for key in keys) for e in events if e["event"] == kind]
-
-
-@pytest.mark.parametrize(
-    ("schedule", "ranks", "optimizer"), [("zb-h2", 3, "adamw"), ("zb-v", 2, "adamw"), ("zb-auto", 4, "sgd"), ("1f1b", 1, "sgd")]
-)
-def test_post_validation_changes_nothing(pool: Pool, schedule: str, ranks: int, optimizer: str) -> None:
-    """Steps are told a step late; all that looks at the model sees what it would see with a barrier."""
-    expected = _late_reference(pool, optimizer)
-    events = pool.run("events", ranks, config=late(ranks, schedule, train=_by(optimizer)))[0]
-    for kind, keys in (
-        ("step", ("step", "loss", "gradient_norm", "learning_rate", "frozen")),
-        ("change", ("step", "case", "layers", "what")),
-        ("eval", ("step", "loss")),
-        ("end", ("step", "loss", "weights_digest", "reason")),
-    ):
-        assert _of(events, kind, *keys) == _of(expected, kind, *keys)
-    clipped = [step for step, norm in _of(expected, "step", "step", "gradient_norm") if norm > LIMITS[optimizer]]
-    assert 0 < len(clipped) <= 5, "some are, but not so many that a barrier is put back"
-    assert _of(events, "rollback", "step", "what") == [(step, "clipped") for step in clipped]
-    assert all(seconds > 0 for (seconds,) in _of(events, "rollback", "seconds"))
-    if ranks > 1:
-        moves = _of(events, "rebalance", "step")
-        placements = dict(_of(events, "step", "step", "layers"))
-        assert moves == [(4,), (8,)]
-        assert placements[3] != placements[4] == placements[5], "the placement that a step had, not the next one's"
-
-
-@pytest.mark.parametrize("zero", [0, 1])
-def test_replicas_validate_together(pool: Pool, zero: int) -> None:
-    """The last ranks of two pipelines combine their tables before they go back; with ZeRO-1 what is taken back is shared out again."""
-    mesh = {"pipeline": 2, "data": 2, "zero": zero, "timeout": 20.0}
-    sections: dict[str, Any] = {"parallel": mesh, "train": {"global_batch": 12, "micro_batch": 1}}
-    expected, events = (pool.run("events", 4, config=late(2, "zb-h2", afterwards, **sections))[0] for afterwards in (False, True))
-    for kind, keys in (("step", ("step", "loss", "gradient_norm")), ("change", ("what",)), ("end", ("weights_digest",))):
-        assert _of(events, kind, *keys) == _of(expected, kind, *keys)
-    clipped = [(step, "clipped") for step, norm in _of(expected, "step", "step", "gradient_norm") if norm > LIMITS["adamw"]]
-    assert _of(events, "rollback", "step", "what") == clipped
-    assert 0 < len(clipped) < 6
-
-
-def test_a_weight_tied_over_two_ranks_keeps_the_barrier(pool: Pool) -> None:
-    """Neither rank could step without the other; on one rank, in a V, there is none."""
-    model = {"tied": True}
-    expected = pool.run("events", 1, config=late(1, "1f1b", False, model=model, balance={"balancer": "none"}))[0]
-    for schedule in ("zb-h1", "zb-v"):
-        events = pool.run("events", 2, config=late(2, schedule, model=model))[0]
-        assert _of(events, "end", "weights_digest") == _of(expected, "end", "weights_digest")
-        assert bool(_of(events, "rollback", "step")) == (schedule == "zb-v")
-
-
-@pytest.mark.parametrize("stop", [3, 6])
-def test_a_post_validated_run_stops_and_goes_on(pool: Pool, tmp_path: Path, stop: int) -> None:
-    """Its checkpoints are of final steps; it stops a step later than with a barrier, and goes on with one or without."""
-    expected = _of(_late_reference(pool, "adamw"), "end", "loss", "weights_digest")
-    tmp_path.joinpath("run").mkdir()
-    for (ranks, schedule, afterwards), resume in (((3, "zb-h2", True), False), ((2, "zb-v", stop == 3), True)):
-        wanted = late(ranks, schedule, afterwards, checkpoint={"every": 100})
-        folder = str(tmp_path / "run")
-        ended = pool.run("train_in", ranks, config=wanted, folder=folder, resume=resume, stop_after=None if resume else stop - 1)[0]
-        assert ended["interrupted"] is not resume
-    assert [(ended["loss"], ended["weights_digest"])] == expected
-
-
-@pytest.mark.parametrize("options", [{"policy": "autofreeze", "every": 2}, {"policy": "egeria", "every": 2, "window": 2, "tolerance": 0.9}])
-def test_what_freezes_by_itself_freezes_the_same(pool: Pool, options: dict[str, Any]) -> None:
-    """Decisions from measurements: those of a step are there before the case acts on them."""
-    runs: list[dict[str, Any]] = []
-    for ranks, afterwards in ((1, False), (3, True)):
-        wanted: dict[str, Any] = config(ranks, "zb-h1", BALANCERS["none"], False, False)
-        wanted["seed"] = 8
-        wanted["train"] = {**wanted["train"], "steps": 14}
-        wanted["pipeline"] = {**wanted["pipeline"], "post_validation": afterwards}
-        wanted["dynamism"] = {"cases": ["freezing"], "freezing": options}
-        runs.append(pool.run("train", ranks, config=wanted)[0])
-    assert runs[0]["frozen"][-1] > 0, "nothing froze"
-    assert [r["frozen"] for r in runs] == [runs[0]["frozen"]] * 2
-    assert [r["losses"] for r in runs] == [runs[0]["losses"]] * 2
-    assert [r["digest"] for r in runs] == [runs[0]["digest"]] * 2
-
-
-def test_a_barrier_where_all_is_clipped(pool: Pool) -> None:
-    """Six rollbacks, a seventh that was on its way, and the run says that it goes on with a barrier."""
-    wanted = config(2, "zb-h1", BALANCERS["none"], False, True)
-    wanted["train"] = {**wanted["train"], "steps": 10}
-    wanted["pipeline"]["post_validation"] = True
-    events = pool.run("events", 2, config=wanted)[0]
-    assert _of(events, "rollback", "step") == [(step,) for step in range(7)]
-    assert _of(events, "post_validation", "step", "on", "reason") == [(5, False, "6 of the last 6 steps were taken back")]
-    wanted["pipeline"]["post_validation"] = False
-    assert _of(events, "end", "weights_digest") == _of(
-        pool.run("events", 1, config=wanted | {"parallel": {"pipeline": 1}})[0], "end", "weights_digest"
-    )
+    assert fields_of(expected, "end", "spared_forwards", "cached_bytes") == [(0, 0)]
 
 
 def test_autofreeze_decides_the_same_on_any_ranks(pool: Pool) -> None:

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from dynmo.schedule.catalogue import SCHEDULES
+from tests.equality import BALANCERS, deeper, pruned
 from tests.pool import Pool
-from tests.test_equality import BALANCERS, deeper, pruned
 
 
 def wanted(ranks: int, schedule: str, precision: str, recompute: str | list[int] = "none", **train: Any) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from benchmarks.torch_orders import torch_order
 from benchmarks.torch_peer import PEERS
 from dynmo.schedule.catalogue import placement_of
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")
 NAMES = ["attention", "cases", "memory", "profile", "slices", "sparse", "split"]
 WITHOUT_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="of machines without a GPU")

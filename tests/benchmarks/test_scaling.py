@@ -8,7 +8,7 @@ from typing import Any
 
 from benchmarks.scaling import WEAK, equal_memory, tables, vertical, weak
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).parents[2]
 
 
 def test_weak_scaling_at_one_moment() -> None:

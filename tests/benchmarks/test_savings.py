@@ -13,7 +13,7 @@ from benchmarks.savings_attention import length
 from benchmarks.savings_freezing import cache
 from benchmarks.savings_pruning import half, layers, pruned_half, sparse_seconds
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 
 def test_a_bound_is_named_where_the_share_is_small() -> None:

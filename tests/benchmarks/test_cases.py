@@ -16,7 +16,7 @@ from dynmo.config import parse
 from dynmo.cost.layer_cost import LayerCost
 from tests.pool import Pool
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).parents[2]
 SMALL = {"blocks": 4, "hidden": 16, "heads": 2, "sequence": 32}
 
 

@@ -12,7 +12,7 @@ from benchmarks.traces import row, summary
 from benchmarks.traces_emulated import emulated_table
 from tests.pool import Pool
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize("blocks", [24, 48])

@@ -11,7 +11,7 @@ import pytest
 from benchmarks.quality import SHARED, STEPS, chosen, compare, config_of, draw, measure, runs, table
 from tests.pool import Pool
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize("steps", [40, STEPS])

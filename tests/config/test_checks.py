@@ -1,0 +1,251 @@
+"""Checks of a configuration: values and combinations that are refused, each in one line that names the key."""
+
+import pytest
+
+from dynmo.config import load
+from tests.config.refusal import refusal
+
+# Words of the contract that a later version serves.
+PLANNED = {
+    "model.kind": ["moe", "hf"],
+    "data.source": ["hf:wikitext"],
+    "train.optimizer": ["adam"],
+    "parallel.expert": ["2"],
+    "dynamism.cases": ['["freezing", "moe"]', '["early_exit"]', '["mixture_of_depths"]'],
+    "elastic.repack": ["true"],
+    "elastic.min_ranks": ["2"],
+    "elastic.target_ranks": ["1"],
+}
+
+
+@pytest.mark.parametrize(("key", "value"), [(key, value) for key, values in PLANNED.items() for value in values])
+def test_known_but_not_served(key, value):
+    message = refusal(f"{key}={value}")
+    assert key in message
+    assert "known but not served by this version" in message
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "hint"),
+    [
+        ("model.kind", "gtp", 'did you mean "gpt"?'),
+        ("model.kind", "gtp", '"gpt", "emulated", or "python:package.module:function" for your own'),
+        ("model.kind", "python:nothing", "python:package.module:function"),
+        ("model.kind", "python:a/b:c", "python:package.module:function"),
+        ("model.dropout", "1", "less than 1"),
+        ("model.blocks", "0", "greater than or equal to 1"),
+        ("model.f", "x", "per layer"),
+        ("model.f", "[0.1, -1]", "per layer"),
+        ("model.f", "[0.1, true]", "per layer"),
+        ("model.f", "inf", "per layer"),
+        ("data.source", "wiki", '"file:PATH"'),
+        ("data.source", "file:", '"file:PATH"'),
+        ("train.optimizer", "adamm", 'did you mean "adamw"?'),
+        ("train.decay", "cosin", 'did you mean "cosine"?'),
+        ("train.precision", "bfloat", 'did you mean "bfloat16"?'),
+        ("train.precision", "float8", 'choose one of "float32", "bfloat16", "float16"'),
+        ("train.loss_scale", "0", "power of two"),
+        ("train.loss_scale", "3", "power of two"),
+        ("train.loss_scale", "true", "power of two"),
+        ("train.loss_scale_window", "0", "greater than or equal to 1"),
+        ("train.recompute", "al", 'did you mean "all"?'),
+        ("train.recompute", "[1, -1]", "list of layer indices"),
+        ("train.recompute", "2", "list of layer indices"),
+        ("train.global_batch", "3000000000", "less than or equal"),
+        ("train.eps", "0", "greater than 0"),
+        ("parallel.zero", "2", "less than or equal to 1"),
+        ("parallel.timeout", "inf", "finite"),
+        ("parallel.device", "gpu", '"cuda"'),
+        ("pipeline.schedule", "zb-h3", "did you mean"),
+        ("pipeline.memory_limit", "40XB", "40GiB"),
+        ("pipeline.memory_limit", "0", "greater than or equal to 1"),
+        ("pipeline.memory_limit", "true", "integer"),
+        ("balance.balancer", "exat", 'did you mean "exact"?'),
+        ("balance.every", "0", "greater than or equal to 1"),
+        ("balance.every", "atuo", 'or "auto"'),
+        ("balance.every", "true", 'or "auto"'),
+        ("balance.every", "2.5", 'or "auto"'),
+        ("dynamism.cases", '["freezing", "freezing"]', "twice"),
+        ("dynamism.cases", '["frezing"]', 'did you mean "freezing"?'),
+        ("dynamism.freezing.schedule", "[[5, 1], [5, 2]]", "ascend"),
+        ("dynamism.freezing.schedule", "[[5, 2], [6, 1]]", "never be fewer"),
+        ("dynamism.freezing.schedule", "[[5]]", "missing"),
+        ("dynamism.freezing.cache_bytes", "-1", "greater than or equal to 0"),
+        ("dynamism.freezing.cache_bytes", "2XB", "40GiB"),
+        ("data.shuffle", "batch", 'did you mean "batches"?'),
+        ("dynamism.pruning.final_sparsity", "1", "less than 1"),
+        ("dynamism.pruning.initial_sparsity", "-0.1", "greater than or equal to 0"),
+        ("dynamism.pruning.criterion", "globl", 'did you mean "global"?'),
+        ("dynamism.pruning.dense_below", "1.5", 'a share from 0 to 1, a table of shares by shape, "auto" or "measured"'),
+        ("dynamism.pruning.dense_below", "measure", 'a share from 0 to 1, a table of shares by shape, "auto" or "measured"'),
+        ("dynamism.pruning.dense_below", "{16x16 = 2}", 'a share from 0 to 1, a table of shares by shape, "auto" or "measured"'),
+        ("dynamism.pruning.dense_below", "{16 = 0.5}", "the key '16'; a table says shapes of weights, such as \"256x1024\" = 0.6"),
+        ("parallel.data", "0", "greater than or equal to 1"),
+        ("train.reduction_slots", "0", "greater than or equal to 1"),
+        ("elastic.reshape_at", "[[3, 1, 2], [3, 2, 1]]", "step 3 after step 3: steps must ascend"),
+        ("elastic.reshape_at", "[[3, 1]]", "missing"),
+        ("elastic.reshape_at", "[[0, 1, 2]]", "greater than or equal to 1"),
+        ("seed", "-1", "greater than or equal to 0"),
+        ("checkpoint.keep", "0", "greater than or equal to 1"),
+    ],
+)
+def test_a_value_refused(key, value, hint):
+    message = refusal(f"{key}={value}")
+    assert message.startswith(f"--set: {key}")
+    assert hint in message
+    assert "known but not served" not in message
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (["train.micro_batch=3"], "train.micro_batch = 3 does not divide train.global_batch / parallel.data = 32; nearest that do: 2, 4"),
+        (["train.micro_batch=64"], "train.micro_batch = 64 does not divide train.global_batch / parallel.data = 32; nearest that do: 32"),
+        (["model.heads=3"], "model.heads = 3 does not divide model.hidden = 256; nearest that do: 2, 4"),
+        (["model.hidden=12"], "model.hidden / model.heads = 3 is odd, but rotary positions turn pairs; use hidden = 16, or other heads"),
+        (["parallel.data=5"], "parallel.data = 5 does not divide train.global_batch = 32; nearest that do: 4, 8"),
+        (["parallel.data=16"], "train.micro_batch = 4 does not divide train.global_batch / parallel.data = 2; nearest that do: 2"),
+        (
+            ["train.reduction_slots=3"],
+            "train.reduction_slots = 3 does not divide the 8 microbatches of a step; leave it out for one per replica, or use 1 or 2 or 4",
+        ),
+        (
+            ["train.global_batch=48", "parallel.data=2", "train.reduction_slots=6"],
+            "train.reduction_slots = 6 is not 2 (replicas) times a power of two; leave it out for one per replica, or use 2 or 4",
+        ),
+        (
+            ["parallel.data=4", "train.reduction_slots=2"],
+            "train.reduction_slots = 2 is not 4 (replicas) times a power of two; leave it out for one per replica, or use 4 or 8",
+        ),
+        (
+            ["parallel.slices=true"],
+            "parallel.slices = true with parallel.pipeline = 1: one stage has the whole GPU anyway; use 2 or more",
+        ),
+        (
+            ["parallel.pipeline=2", "parallel.slices=true", "pipeline.post_validation=true"],
+            "parallel.slices = true: one process ends the steps of all slices together, so pipeline.post_validation cannot be true",
+        ),
+        (
+            ["parallel.pipeline=2", "parallel.slices=true", "elastic.reshape_at=[[5, 1, 2]]"],
+            "parallel.slices = true: slices cannot be reshaped; leave out",
+        ),
+        (
+            ["parallel.data=2", "elastic.reshape_at=[[5, 2, 2]]"],
+            "elastic.reshape_at: [5, 2, 2] is 2 x 2 ranks, but the run has 2; a reshape",
+        ),
+        (
+            ["parallel.data=2", "elastic.reshape_at=[[100, 2, 1]]"],
+            "elastic.reshape_at: [100, 2, 1] is at step 100, but the run has 100 steps",
+        ),
+        (
+            ["parallel.pipeline=2", "elastic.reshape_at=[[5, 1, 2]]"],
+            "elastic.reshape_at: [5, 1, 2]: train.reduction_slots = 1 is not 2 (replicas) times a power of two; use 2 or 4 or 8",
+        ),
+        (
+            ["parallel.pipeline=3", "elastic.reshape_at=[[5, 1, 3]]"],
+            "elastic.reshape_at: [5, 1, 3]: 3 replicas do not divide the 8 microbatches of a step",
+        ),
+        (
+            ["parallel.pipeline=2", "elastic.reshape=true"],
+            "elastic.reshape = true: no other mesh of 2 ranks fits train.reduction_slots = 1; use 2 or 4 or 8",
+        ),
+        (["elastic.reshape=true"], "elastic.reshape = true: 1 rank and 8 microbatches allow no other mesh; leave it out"),
+        (
+            ["parallel.data=2", "elastic.reshape=true", "elastic.reshape_at=[[5, 2, 1]]"],
+            "elastic.reshape = true decides when to reshape, and elastic.reshape_at says when; leave one of them out",
+        ),
+        (
+            ["model.blocks=1", "parallel.data=8", "elastic.reshape_at=[[5, 8, 1]]"],
+            "elastic.reshape_at: [5, 8, 1] has 8 stages, more than the model's 4 layers",
+        ),
+        (["model.blocks=1", "parallel.pipeline=5"], "parallel.pipeline = 5 is more than the model's 4 layers"),
+        (["model.kind=emulated", "parallel.pipeline=9"], "parallel.pipeline = 9 is more than the model's 8 layers"),
+        (["balance.initial=[9, 9]"], "balance.initial has 2 entries, parallel.pipeline = 1"),
+        (["balance.initial=[9, 8]", "parallel.pipeline=2"], "balance.initial sums to 17, but the model has 18 layers"),
+        (["train.precision=float16", "train.loss_scale=1"], 'train.loss_scale = 1 with train.precision = "float16"'),
+        (["train.recompute=[3, 18]"], "train.recompute names layer 18, but the model has 18, from 0 to 17"),
+        (["model.kind=python:a:b", "balance.initial=[9, 8]"], "balance.initial has 2 entries, parallel.pipeline = 1"),
+        (["model.kind=emulated", "model.w=[1, 2]"], "model.w lists 2 layers, model.layers = 8"),
+        (
+            ["model.kind=emulated", "train.precision=bfloat16"],
+            'train.precision = "bfloat16", but emulated layers compute nothing but float32; leave it out',
+        ),
+        (["dynamism.cases=['freezing']", "dynamism.freezing.policy=schedule"], "dynamism.freezing.schedule is empty"),
+        (
+            ["dynamism.cases=['freezing']", "dynamism.freezing.schedule=[[1, 18]]"],
+            "dynamism.freezing.schedule freezes 18 of the model's 18 layers",
+        ),
+        (
+            ["dynamism.cases=['freezing']", "dynamism.freezing.schedule=[[100, 1], [200, 3]]"],
+            "dynamism.freezing.schedule starts at step 100, but the run has 100 steps, so nothing would freeze; start sooner",
+        ),
+        (["dynamism.cases=['freezing']", "dynamism.freezing.max_layers=18"], "dynamism.freezing.max_layers freezes 18"),
+        (
+            ["dynamism.cases=['freezing']", "dynamism.freezing.cache_bytes=4096", "model.dropout=0.1"],
+            "dynamism.freezing.cache_bytes = 4096 with model.dropout = 0.1: what is dropped is another each time; use cache_bytes = 0",
+        ),
+        (
+            ["dynamism.cases=['freezing', 'sparse_attention']", "dynamism.freezing.cache_bytes=4096"],
+            'dynamism.freezing.cache_bytes = 4096 with the case "sparse_attention", which draws anew at each step',
+        ),
+        (
+            ["dynamism.cases=['freezing']", "dynamism.freezing.cache_bytes=4096", "train.eval_every=101"],
+            "dynamism.freezing.cache_bytes = 4096: train.eval_every = 101 gives no evaluation in 100 steps, and no microbatch comes again",
+        ),
+        (
+            ["dynamism.cases=['freezing']", "dynamism.freezing.cache_bytes=4096", "train.eval_every=51"],
+            "dynamism.freezing.cache_bytes = 4096: train.eval_every = 51 gives one evaluation in 100 steps, and no microbatch comes again",
+        ),
+        (["dynamism.cases=['pruning']", "model.kind=emulated"], "dynamism.pruning: an emulated model has no weights to prune"),
+        (["dynamism.cases=['pruning']", "dynamism.pruning.end=100"], "dynamism.pruning.end = 100: the run has 100 steps"),
+        (["dynamism.cases=['pruning']", "dynamism.pruning.start=200"], "dynamism.pruning.start = 200: the run has 100 steps"),
+        (
+            ["dynamism.cases=['pruning']", "dynamism.pruning.start=9", "dynamism.pruning.end=8"],
+            "dynamism.pruning.start = 9 is after end = 8",
+        ),
+        (["dynamism.cases=['pruning']", "dynamism.pruning.every=41"], "dynamism.pruning.every = 41 is more than the 40 steps"),
+        (
+            ["dynamism.cases=['pruning']", "dynamism.pruning.initial_sparsity=0.95"],
+            "dynamism.pruning.initial_sparsity = 0.95 is over final_sparsity = 0.9",
+        ),
+    ],
+)
+def test_keys_that_do_not_go_together(overrides, expected):
+    assert refusal(*overrides).startswith(f"defaults and --set: {expected}")
+
+
+def test_an_initial_entry_is_at_least_one_layer():
+    assert "balance.initial[1] = 0" in refusal("balance.initial=[18, 0]", "parallel.pipeline=2")
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["parallel.pipeline=18"],
+        ["balance.initial=[10, 8]", "parallel.pipeline=2"],
+        ["model.kind=python:a:b", "parallel.pipeline=99"],  # only the function knows
+        ["dynamism.cases=['freezing']"],
+        ["dynamism.cases=['freezing']", "dynamism.freezing.schedule=[[1, 17]]"],
+        ["dynamism.cases=['freezing']", "dynamism.freezing.schedule=[[5, 1], [200, 3]]"],  # a run may be cut short
+        ["train.reduction_slots=1"],
+        ["dynamism.cases=['freezing']", "dynamism.freezing.cache_bytes=4096", "train.eval_every=50"],
+        [
+            "dynamism.cases=['freezing']",
+            "dynamism.freezing.cache_bytes=4096",
+            "train.eval_every=51",
+            "data.shuffle=batches",
+        ],  # the data tells how long an epoch is
+        ["dynamism.cases=['freezing']", "dynamism.freezing.cache_bytes=4096", "train.eval_every=51", "train.micro_batch=1"],
+    ],
+)
+def test_keys_that_do_go_together(overrides):
+    assert load(None, overrides) == load(None, overrides)
+
+
+def test_the_mesh_of_a_step():
+    overrides = ["parallel.pipeline=4", "train.reduction_slots=4", "elastic.reshape_at=[[5, 2, 2], [9, 1, 4]]"]
+    config = load(overrides=overrides)
+    assert [config.shape_at(step) for step in (0, 4, 5, 8, 9, 99)] == [(4, 1), (4, 1), (2, 2), (2, 2), (1, 4), (1, 4)]
+    assert (config.ranks, config.accumulation_groups, config.microbatches, config.all_microbatches) == (4, 4, 8, 8)
+    wide = load(overrides=["parallel.data=2", "parallel.pipeline=2"])
+    assert (wide.ranks, wide.accumulation_groups, wide.microbatches, wide.all_microbatches) == (4, 2, 4, 8)

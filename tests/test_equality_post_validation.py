@@ -1,0 +1,131 @@
+"""Same numbers with post-validation: one digest with and without it, with rollbacks, moves, freezing and replicas."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.equality import BALANCERS, config, fields_of, pruned
+from tests.pool import Pool
+
+LIMITS = {"adamw": 1.55, "sgd": 1.1}  # of the gradient's norm, so that some steps are clipped and most are not
+
+
+def late(ranks: int, schedule: str, afterwards: bool = True, **sections: Any) -> dict[str, Any]:
+    """Twelve steps of which some are clipped; prunes, freezes and moves between some of them, the others follow each other closely."""
+    wanted = pruned(ranks, schedule, {"balancer": "random", "every": 4})
+    train: dict[str, Any] = wanted["train"]
+    train |= {"steps": 12, "max_grad_norm": LIMITS["adamw"], "eval_every": 5}
+    wanted["dynamism"] = {
+        **wanted["dynamism"],
+        "freezing": {"schedule": [[7, 2]]},
+        "pruning": {"initial_sparsity": 0.5, "start": 1, "end": 9, "every": 5},
+    }
+    wanted["pipeline"]["post_validation"] = afterwards
+    return {
+        key: value | sections.get(key, {}) if isinstance(value, dict) else value for key, value in (wanted | {"checkpoint": {}}).items()
+    }
+
+
+def _by(optimizer: str) -> dict[str, Any]:
+    return {"optimizer": optimizer, "max_grad_norm": LIMITS[optimizer]}
+
+
+@cache
+def _late_reference(pool: Pool, optimizer: str) -> list[dict[str, Any]]:
+    return pool.run("events", 1, config=late(1, "1f1b", False, train=_by(optimizer), balance={"balancer": "none"}))[0]
+
+
+@pytest.mark.parametrize(
+    ("schedule", "ranks", "optimizer"), [("zb-h2", 3, "adamw"), ("zb-v", 2, "adamw"), ("zb-auto", 4, "sgd"), ("1f1b", 1, "sgd")]
+)
+def test_post_validation_changes_nothing(pool: Pool, schedule: str, ranks: int, optimizer: str) -> None:
+    """Steps are told a step late; all that looks at the model sees what it would see with a barrier."""
+    expected = _late_reference(pool, optimizer)
+    events = pool.run("events", ranks, config=late(ranks, schedule, train=_by(optimizer)))[0]
+    for kind, keys in (
+        ("step", ("step", "loss", "gradient_norm", "learning_rate", "frozen")),
+        ("change", ("step", "case", "layers", "what")),
+        ("eval", ("step", "loss")),
+        ("end", ("step", "loss", "weights_digest", "reason")),
+    ):
+        assert fields_of(events, kind, *keys) == fields_of(expected, kind, *keys)
+    clipped = [step for step, norm in fields_of(expected, "step", "step", "gradient_norm") if norm > LIMITS[optimizer]]
+    assert 0 < len(clipped) <= 5, "some are, but not so many that a barrier is put back"
+    assert fields_of(events, "rollback", "step", "what") == [(step, "clipped") for step in clipped]
+    assert all(seconds > 0 for (seconds,) in fields_of(events, "rollback", "seconds"))
+    if ranks > 1:
+        moves = fields_of(events, "rebalance", "step")
+        placements = dict(fields_of(events, "step", "step", "layers"))
+        assert moves == [(4,), (8,)]
+        assert placements[3] != placements[4] == placements[5], "the placement that a step had, not the next one's"
+
+
+@pytest.mark.parametrize("zero", [0, 1])
+def test_replicas_validate_together(pool: Pool, zero: int) -> None:
+    """The last ranks of two pipelines combine their tables before they go back; with ZeRO-1 what is taken back is shared out again."""
+    mesh = {"pipeline": 2, "data": 2, "zero": zero, "timeout": 20.0}
+    sections: dict[str, Any] = {"parallel": mesh, "train": {"global_batch": 12, "micro_batch": 1}}
+    expected, events = (pool.run("events", 4, config=late(2, "zb-h2", afterwards, **sections))[0] for afterwards in (False, True))
+    for kind, keys in (("step", ("step", "loss", "gradient_norm")), ("change", ("what",)), ("end", ("weights_digest",))):
+        assert fields_of(events, kind, *keys) == fields_of(expected, kind, *keys)
+    clipped = [(step, "clipped") for step, norm in fields_of(expected, "step", "step", "gradient_norm") if norm > LIMITS["adamw"]]
+    assert fields_of(events, "rollback", "step", "what") == clipped
+    assert 0 < len(clipped) < 6
+
+
+def test_a_weight_tied_over_two_ranks_keeps_the_barrier(pool: Pool) -> None:
+    """Neither rank could step without the other; on one rank, in a V, there is none."""
+    model = {"tied": True}
+    expected = pool.run("events", 1, config=late(1, "1f1b", False, model=model, balance={"balancer": "none"}))[0]
+    for schedule in ("zb-h1", "zb-v"):
+        events = pool.run("events", 2, config=late(2, schedule, model=model))[0]
+        assert fields_of(events, "end", "weights_digest") == fields_of(expected, "end", "weights_digest")
+        assert bool(fields_of(events, "rollback", "step")) == (schedule == "zb-v")
+
+
+@pytest.mark.parametrize("stop", [3, 6])
+def test_a_post_validated_run_stops_and_goes_on(pool: Pool, tmp_path: Path, stop: int) -> None:
+    """Its checkpoints are of final steps; it stops a step later than with a barrier, and goes on with one or without."""
+    expected = fields_of(_late_reference(pool, "adamw"), "end", "loss", "weights_digest")
+    tmp_path.joinpath("run").mkdir()
+    for (ranks, schedule, afterwards), resume in (((3, "zb-h2", True), False), ((2, "zb-v", stop == 3), True)):
+        wanted = late(ranks, schedule, afterwards, checkpoint={"every": 100})
+        folder = str(tmp_path / "run")
+        ended = pool.run("train_in", ranks, config=wanted, folder=folder, resume=resume, stop_after=None if resume else stop - 1)[0]
+        assert ended["interrupted"] is not resume
+    assert [(ended["loss"], ended["weights_digest"])] == expected
+
+
+@pytest.mark.parametrize("options", [{"policy": "autofreeze", "every": 2}, {"policy": "egeria", "every": 2, "window": 2, "tolerance": 0.9}])
+def test_what_freezes_by_itself_freezes_the_same(pool: Pool, options: dict[str, Any]) -> None:
+    """Decisions from measurements: those of a step are there before the case acts on them."""
+    runs: list[dict[str, Any]] = []
+    for ranks, afterwards in ((1, False), (3, True)):
+        wanted: dict[str, Any] = config(ranks, "zb-h1", BALANCERS["none"], False, False)
+        wanted["seed"] = 8
+        wanted["train"] = {**wanted["train"], "steps": 14}
+        wanted["pipeline"] = {**wanted["pipeline"], "post_validation": afterwards}
+        wanted["dynamism"] = {"cases": ["freezing"], "freezing": options}
+        runs.append(pool.run("train", ranks, config=wanted)[0])
+    assert runs[0]["frozen"][-1] > 0, "nothing froze"
+    assert [r["frozen"] for r in runs] == [runs[0]["frozen"]] * 2
+    assert [r["losses"] for r in runs] == [runs[0]["losses"]] * 2
+    assert [r["digest"] for r in runs] == [runs[0]["digest"]] * 2
+
+
+def test_a_barrier_where_all_is_clipped(pool: Pool) -> None:
+    """Six rollbacks, a seventh that was on its way, and the run says that it goes on with a barrier."""
+    wanted = config(2, "zb-h1", BALANCERS["none"], False, True)
+    wanted["train"] = {**wanted["train"], "steps": 10}
+    wanted["pipeline"]["post_validation"] = True
+    events = pool.run("events", 2, config=wanted)[0]
+    assert fields_of(events, "rollback", "step") == [(step,) for step in range(7)]
+    assert fields_of(events, "post_validation", "step", "on", "reason") == [(5, False, "6 of the last 6 steps were taken back")]
+    wanted["pipeline"]["post_validation"] = False
+    assert fields_of(events, "end", "weights_digest") == fields_of(
+        pool.run("events", 1, config=wanted | {"parallel": {"pipeline": 1}})[0], "end", "weights_digest"
+    )
