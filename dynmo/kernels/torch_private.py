@@ -85,6 +85,11 @@ def restart_group_names() -> None:
     dist.distributed_c10d._world.group_count = 0
 
 
+def default_store() -> dist.Store:
+    """The store through which the ranks of torch's default process group have met."""
+    return dist.distributed_c10d._get_default_store()
+
+
 def set_group_timeout(group: Any, device: torch.device, timeout: timedelta) -> None:
     """Changes for how long a process group's backend for a device waits."""
     group._get_backend(device)._set_default_timeout(timeout)

@@ -1,10 +1,12 @@
-"""`init`: joins the ranks that a launcher started, or makes a world of one."""
+"""`init`: joins the ranks that a launcher started, takes those of a process group, or makes a world of one."""
 
 from __future__ import annotations
 
 import os
 
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from dynmo.errors import ConfigError
 from dynmo.runtime.comm.launch import FOR_RANKS_ON_CUDA
@@ -13,12 +15,17 @@ from dynmo.runtime.comm.store import open_store
 from dynmo.runtime.comm.world import World
 
 
-def init(*, device: str | torch.device = "auto", timeout: float = 120.0) -> World:
+def init(group: dist.ProcessGroup | DeviceMesh | None = None, *, device: str | torch.device = "auto", timeout: float = 120.0) -> World:
     """Joins the ranks that torchrun, Slurm or dynmo's launcher started. Without a launcher the world has one rank.
 
-    Use it as a context manager, or call `close` at the end.
+    Use it as a context manager, or call `close` at the end. A program that has called
+    `torch.distributed.init_process_group` keeps its process groups: dynmo makes groups of its own
+    and closes only these.
 
     Args:
+        group: The ranks of the world, in a program with process groups of its own. None takes all
+            ranks. Only the ranks of the group call `init`. A `DeviceMesh` of two dimensions is
+            (pipeline, replicas); pass its second size as `replicas` to `dynmo.Pipeline`.
         device: Where this rank computes. "auto" is the CUDA device of the local rank if there is
             one, and the CPU otherwise.
         timeout: Seconds that a rank waits for another, at the start and in every message.
@@ -27,7 +34,8 @@ def init(*, device: str | torch.device = "auto", timeout: float = 120.0) -> Worl
         The world. It knows `rank`, `size` and `device`.
 
     Raises:
-        ConfigError: The launcher's variables are incomplete, or there is no such device.
+        ConfigError: The launcher's variables are incomplete, there is no such device, or the
+            group is not this rank's.
         WaitTimeout: A rank did not come. The message names it.
 
     Example:
@@ -35,6 +43,7 @@ def init(*, device: str | torch.device = "auto", timeout: float = 120.0) -> Worl
         ...     (world.rank, world.size)
         (0, 1)
     """
+    ranks = _ranks_of(group)
     place = from_environment() or ALONE
     if device == "auto":
         device = torch.device("cuda", place.local_rank) if torch.cuda.is_available() else torch.device("cpu")
@@ -45,4 +54,29 @@ def init(*, device: str | torch.device = "auto", timeout: float = 120.0) -> Worl
         if not torch.cuda.is_available() or (device.index or 0) >= torch.cuda.device_count():
             raise ConfigError(f"device = {str(device)!r}, but torch sees {torch.cuda.device_count()} CUDA devices; use 'auto' or 'cpu'")
         torch.cuda.set_device(device)
+    if ranks is not None:
+        return World.adopt(ranks, device=device, timeout=timeout)
     return World.join(open_store(place, timeout), place.rank, place.size, device=device, timeout=timeout)
+
+
+def _ranks_of(group: dist.ProcessGroup | DeviceMesh | None) -> list[int] | None:
+    """The ranks of a process group or a mesh in torch's default group. None if the program has no process group."""
+    if not dist.is_initialized():
+        if group is not None:
+            raise ConfigError("dynmo.init was given a process group, but torch.distributed is not initialized")
+        return None
+    if group is None:
+        return list(range(dist.get_world_size()))
+    ranks: list[int]
+    if isinstance(group, DeviceMesh):
+        ranks = group.mesh.flatten().tolist()
+        if group.ndim > 2 or ranks != sorted(ranks):
+            raise ConfigError(
+                f"dynmo.init was given a mesh of shape {tuple(group.shape)} with ranks {ranks}; it needs one dimension (pipeline) or two"
+                " (pipeline, replicas), with ranks in ascending order"
+            )
+    else:
+        ranks = sorted(dist.get_process_group_ranks(group)) if dist.get_rank(group) >= 0 else []
+    if dist.get_rank() not in ranks:
+        raise ConfigError(f"rank {dist.get_rank()} called dynmo.init with a process group that it is not in; only its ranks may call")
+    return ranks

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dynmo.errors import RankDied, RunError, WaitTimeout
-from dynmo.kernels.torch_private import abort_communicators, restart_group_names, set_group_timeout
+from dynmo.kernels.torch_private import abort_communicators, default_store, restart_group_names, set_group_timeout
 from dynmo.runtime.comm.device_waits import POLL, DeviceWaits
 from dynmo.runtime.comm.messages import LATE, first_line, ranks_text, reason
 from dynmo.runtime.comm.staging import StagedReceive
@@ -69,6 +69,8 @@ class World:
     _views: list[World] = field(default_factory=list["World"], repr=False, compare=False)
     _process_groups: dict[tuple[int, ...], Any] = field(default_factory=dict[tuple[int, ...], Any], repr=False, compare=False)
     _shape: int = 1
+    # Of a world within a program's own process groups: torch's number of each rank. Empty: the world is torch's default group.
+    _torch_ranks: tuple[int, ...] = field(default=(), repr=False, compare=False)
     # NCCL's communicators, by tag and global ranks.
     _channel_groups: dict[tuple[int, ...], Any] = field(default_factory=dict[tuple[int, ...], Any], repr=False, compare=False)
     # CUDA: where the stream waits for others.
@@ -108,6 +110,33 @@ class World:
         world._lift_limit(world.group)
         return world
 
+    @classmethod
+    def adopt(cls, ranks: Sequence[int], *, device: torch.device, timeout: float) -> World:
+        """Makes a world of ranks that have met before, within the program's own process groups. Only these ranks call it.
+
+        Args:
+            ranks: Ranks of torch's default group, in ascending order. They become ranks 0, 1, ...
+            device: Where this rank computes.
+            timeout: Seconds that a rank waits for another.
+
+        Raises:
+            WaitTimeout: A rank did not call in time.
+            RankDied: A rank ended meanwhile.
+        """
+        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+        rank, what = ranks.index(dist.get_rank()), f"ranks {', '.join(map(str, ranks))} of the process group"
+        try:
+            group = _new_group(ranks, timeout, backend, len(ranks))
+        except RuntimeError as error:
+            if LATE.search(first_line(error)):
+                raise WaitTimeout(f"rank {rank} waited {timeout:g} s for {what} to call dynmo.init") from None
+            raise RankDied(f"rank {rank} could not form a group of {what}: {reason(error)}") from None
+        store = dist.PrefixStore(f"dynmo/{'-'.join(map(str, ranks))}", default_store())
+        world = cls(rank, len(ranks), device, timeout, 0, store, group)
+        world.process_group, world._torch_ranks = group, tuple(ranks)
+        world._lift_limit(group)
+        return world
+
     def close(self, failed: bool = False) -> None:
         """Of all ranks: the views of a generation end with it. failed: messages may be under way that nobody will send."""
         everyone = self.everyone
@@ -117,13 +146,18 @@ class World:
         if failed and self.enqueues and dist.is_initialized():
             # Communicators end in order once their work is done, which would be never: the failure could not be told.
             abort_communicators()
+        adopted = [everyone.group, *everyone._process_groups.values(), *everyone._channel_groups.values()] if everyone._torch_ranks else []
         # A group ends, and its peers are told, when the last reference to it goes.
         for world in (everyone, *everyone._views):
             world.group = world.process_group = None
         everyone._views.clear()
         everyone._process_groups.clear()
         everyone._channel_groups.clear()
-        _leave()
+        if not everyone._torch_ranks:
+            _leave()
+        for group in adopted:
+            if group is not None:
+                dist.destroy_process_group(group)
 
     def __enter__(self) -> World:
         return self
@@ -187,7 +221,7 @@ class World:
         try:
             for members in subgroups:  # all make all groups, in one order
                 if 1 < len(members) < everyone.size and members not in everyone._process_groups:
-                    group = dist.new_group(list(members), timeout=timedelta(seconds=self.timeout))
+                    group = everyone._new_group(members)
                     everyone._process_groups[members] = group if ranks == members else None
                     self._lift_limit(everyone._process_groups[members])
         except RuntimeError as error:
@@ -195,10 +229,15 @@ class World:
         world = World(
             ranks.index(everyone.rank), len(ranks), self.device, self.timeout, self.generation, self.store, everyone.group, self.staged
         )
-        world.subgroups, world.subgroup, world.process_group = tuple(subgroups), subgroup, everyone._process_groups.get(ranks)
+        world.subgroups, world.subgroup = tuple(subgroups), subgroup
+        world.process_group = everyone._process_groups.get(ranks, everyone.process_group)
         world.channels, world._everyone = everyone.channels, everyone
         everyone._views.append(world)
         return world
+
+    def _new_group(self, members: Sequence[int], backend: str | None = None) -> Any:
+        """A process group of some of all ranks. All ranks call it."""
+        return _new_group([self._torch_rank(rank) for rank in members], self.timeout, backend, self.size)
 
     # -- point to point ---------------------------------------------------------------------------------------------------
 
@@ -214,7 +253,7 @@ class World:
                 if (tag, *ends) in groups:
                     continue
                 try:
-                    group = dist.new_group(sorted(set(ends)), timeout=timedelta(seconds=self.timeout), backend="nccl")
+                    group = self.everyone._new_group(sorted(set(ends)), "nccl")
                 except RuntimeError as error:
                     self.everyone.fail(error, None, "the channels to open")
                 groups[tag, *ends] = group
@@ -241,6 +280,11 @@ class World:
             return None
         return self.everyone._channel_groups.get((key[0], *(self.global_rank(rank) for rank in key[1:])))
 
+    def _torch_rank(self, global_rank: int) -> int:
+        """torch's number of one of all ranks."""
+        numbers = self.everyone._torch_ranks
+        return numbers[global_rank] if numbers else global_rank
+
     def send(self, tensor: Tensor, target: int, tag: int, key: tuple[int, ...] | None = None) -> dist.Work:
         group = self._channel(key, tensor)
         assert self.group is not None
@@ -248,7 +292,7 @@ class World:
         try:
             # dist.isend looks up the group and checks the tensor anew: on a small message that is half of the time it takes.
             global_rank = self.global_rank(target)
-            work = dist.isend(tensor, global_rank, group=group) if group else self.group.send([tensor], global_rank, tag)
+            work = dist.isend(tensor, self._torch_rank(global_rank), group=group) if group else self.group.send([tensor], global_rank, tag)
         except RuntimeError as error:
             self.fail(error, [target], "room for a message")
         assert work is not None
@@ -262,7 +306,7 @@ class World:
             if self.staged:
                 host = torch.empty_like(tensor, device="cpu")
                 return StagedReceive(self.group.recv([host], global_rank, tag), host, tensor)
-            work = dist.irecv(tensor, global_rank, group=group) if group else self.group.recv([tensor], global_rank, tag)
+            work = dist.irecv(tensor, self._torch_rank(global_rank), group=group) if group else self.group.recv([tensor], global_rank, tag)
         except RuntimeError as error:
             self.fail(error, [source], "a message")
         assert work is not None
@@ -427,6 +471,13 @@ class World:
         others = [rank for rank in range(self.size) if rank != self.rank]
         lacking = find_missing(self.store, [f"waiting/{self.global_rank(rank)}" for rank in others])
         return [others[at] for at in lacking]
+
+
+def _new_group(ranks: Sequence[int], timeout: float, backend: str | None, callers: int) -> Any:
+    """A process group of some ranks of torch's default group, which `callers` ranks make together."""
+    # torch names a group by a count that all ranks share, or by its ranks and a count of this rank's groups.
+    own_name = callers < dist.get_world_size()
+    return dist.new_group(list(ranks), timedelta(seconds=timeout), backend, use_local_synchronization=own_name)
 
 
 def _leave() -> None:
