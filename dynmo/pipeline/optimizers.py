@@ -13,6 +13,10 @@ from dynmo.config import Train
 from dynmo.runtime.optim.optimizer import OptimizerSettings
 
 
+# One default for a loop of one's own and for [train] of a config.
+_DEFAULTS = Train()
+
+
 @dataclass(frozen=True)
 class AdamW:
     """AdamW (Loshchilov and Hutter, 2019). Weight decay acts on parameters of two or more dimensions.
@@ -24,10 +28,10 @@ class AdamW:
         eps: Added to the denominator.
     """
 
-    lr: float = 3e-4
-    weight_decay: float = 0.1
-    betas: tuple[float, float] = (0.9, 0.95)
-    eps: float = 1e-8
+    lr: float = _DEFAULTS.lr
+    weight_decay: float = _DEFAULTS.weight_decay
+    betas: tuple[float, float] = _DEFAULTS.betas
+    eps: float = _DEFAULTS.eps
 
     @property
     def settings(self) -> OptimizerSettings:
@@ -46,7 +50,7 @@ class SGD:
     """
 
     lr: float = 0.1
-    momentum: float = 0.9
+    momentum: float = _DEFAULTS.momentum
     weight_decay: float = 0.0
 
     @property

@@ -22,6 +22,7 @@ from dynmo.models.sequential import Sequential
 from dynmo.pipeline.engine import Engine
 from dynmo.pipeline.optimizers import SGD, AdamW, OptimizerHandle
 from dynmo.pipeline.rebalance import Rebalancer
+from dynmo.pipeline.saving import STATE, restore_engine, save_engine
 from dynmo.runtime.comm.process_mesh import arrange
 from dynmo.runtime.comm.world import World
 from dynmo.runtime.engine.step_reduction import StepResult
@@ -29,7 +30,7 @@ from dynmo.runtime.layer.precision import PRECISIONS
 from dynmo.runtime.state import checkpoint
 from dynmo.schedule.op import Schedule
 
-_STATE = {"frozen", "loss", "moves", "loss_scale", "lr", "optimizer", "cases"}
+_STATE = STATE | {"lr", "optimizer"}
 
 
 class Pipeline:
@@ -270,18 +271,16 @@ class Pipeline:
         Raises:
             RunError: A rank could not write its part. Older checkpoints are untouched.
         """
-        engine = self._engine
-        state = {
-            "partition": list(engine.partition.counts),
-            "frozen": sorted(engine.frozen),
-            "loss": self._loss,
-            "moves": self._rebalancer.moves,
-            "loss_scale": engine.scaler.state(),
-            "lr": self._optimizer.lr,
-            "optimizer": self._optimizer_name,
-            "cases": {case.name: case.state() for case in self._cases},
-        }
-        saved = checkpoint.save(engine.world.everyone, Path(folder), self._step, engine.names, engine.saved_layers(), state, keep)
+        saved = save_engine(
+            self._engine,
+            Path(folder),
+            self._step,
+            keep,
+            self._cases,
+            loss=self._loss,
+            moves=self._rebalancer.moves,
+            extra={"lr": self._optimizer.lr, "optimizer": self._optimizer_name},
+        )
         return saved.path
 
     def load(self, folder: str | Path) -> int:
@@ -309,15 +308,7 @@ class Pipeline:
             raise CheckpointError(f"{path} was not written by Pipeline.save: its state lacks {min(_STATE - state.keys())!r}")
         if state["optimizer"] != self._optimizer_name:
             raise CheckpointError(f"{path} has the state of {state['optimizer']}, and this pipeline trains with {self._optimizer_name}")
-        if set(state["frozen"]) != engine.frozen:
-            engine.unfreeze(engine.frozen)
-            engine.freeze(state["frozen"])
-        for index in engine.own:
-            engine.restore(index, *checkpoint.load_layer(path, index, engine.world.device))
-        engine.scaler.load(state["loss_scale"])
-        for case in self._cases:
-            if case.name in state["cases"]:
-                case.load(state["cases"][case.name])
+        restore_engine(engine, path, state, self._cases)
         self._optimizer.param_groups[0]["lr"] = state["lr"]
         self._step, self._loss = manifest.step, state["loss"]
         self._rebalancer = self._make_rebalancer(state["moves"])

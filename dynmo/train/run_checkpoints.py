@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,14 +14,12 @@ from dynmo.errors import CheckpointError
 from dynmo.events import CheckpointEvent, now
 from dynmo.models.model import Model
 from dynmo.pipeline.engine import Engine
+from dynmo.pipeline.saving import STATE, restore_engine, save_engine
 from dynmo.runtime.comm.world import World
 from dynmo.runtime.state import checkpoint
 from dynmo.runtime.state.checkpoint_manifest import MANIFEST, UNSEALED
 
 _logger = logging.getLogger(__name__)
-
-# What every checkpoint of a run has in its state.
-_STATE = {"partition", "frozen", "loss", "moves", "cases"}
 
 
 @dataclass(frozen=True)
@@ -67,20 +64,16 @@ class RunCheckpoints:
         """All ranks call it together, after the last result. None: there is no folder."""
         if self._folder is None:
             return None
-        state = {
-            "partition": list(pipeline.partition.counts),
-            "frozen": sorted(pipeline.frozen),
-            "loss": loss,
-            "moves": moves,
-            "loss_scale": pipeline.scaler.state(),
-            "shape": list(pipeline.shape),
-            "cases": {case.name: case.state() for case in cases},
-            **self._fixed(pipeline.model),
-        }
-        if pipeline.world.replicas > 1:
-            pipeline.digest()  # the first replica's weights stand for all
-        keep, layers = self._config.checkpoint.keep, pipeline.saved_layers()
-        saved = checkpoint.save(self._world, self._folder, step, pipeline.model.names, layers, state, keep)
+        saved = save_engine(
+            pipeline,
+            self._folder,
+            step,
+            self._config.checkpoint.keep,
+            cases,
+            loss=loss,
+            moves=moves,
+            extra={"shape": list(pipeline.shape), **self._fixed(pipeline.model)},
+        )
         return CheckpointEvent(step - 1, now(), str(saved.path), saved.bytes, saved.seconds)
 
     def find(self, model: Model) -> SavedRun:
@@ -98,7 +91,7 @@ class RunCheckpoints:
                 f"{path} is of another model ({len(manifest.layers)} layers, the config's has {model.layers}, or layers of other names); "
                 "resume with the config of that run"
             )
-        lacking = _STATE - manifest.state.keys()
+        lacking = STATE - manifest.state.keys()
         if lacking:
             raise CheckpointError(f"{path}/{MANIFEST} is damaged: its state lacks {min(lacking)!r}")
         for key, value in self._fixed(model).items():
@@ -115,13 +108,4 @@ class RunCheckpoints:
 
     def restore(self, saved: SavedRun, pipeline: Engine, cases: Sequence[Dynamism]) -> None:
         """Puts the layers of this rank, the cases and the loss scale back as they were. All ranks call it together."""
-        state = saved.state
-        pipeline.world.agree(hashlib.sha256(saved.path.name.encode()).digest(), "which checkpoint to resume from")
-        pipeline.freeze(state["frozen"])
-        for index in pipeline.own_layers:
-            pipeline.restore(index, *checkpoint.load_layer(saved.path, index, pipeline.world.device))
-        for case in cases:
-            if case.name in state["cases"]:
-                case.load(state["cases"][case.name])
-        if "loss_scale" in state:
-            pipeline.scaler.load(state["loss_scale"])
+        restore_engine(pipeline, saved.path, saved.state, cases)

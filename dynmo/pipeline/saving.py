@@ -1,0 +1,79 @@
+"""A checkpoint of an engine: its layers, and the part of its state that no layer has."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from dynmo.dynamism import Dynamism
+from dynmo.pipeline.engine import Engine
+from dynmo.runtime.state import checkpoint
+from dynmo.runtime.state.checkpoint import Saved
+
+# What the state of every checkpoint has.
+STATE = frozenset({"partition", "frozen", "loss", "moves", "cases"})
+
+
+def save_engine(
+    engine: Engine, folder: Path, step: int, keep: int, cases: Sequence[Dynamism], *, loss: float, moves: int, extra: Mapping[str, Any]
+) -> Saved:
+    """Saves all layers and the state. All ranks call it together, after the last result.
+
+    Args:
+        engine: What trains.
+        folder: Holds the checkpoints of this training. All ranks share it.
+        step: Number of steps that are done.
+        keep: How many checkpoints stay, this one included.
+        cases: The dynamic cases, whose states are saved too.
+        loss: Loss of the last step.
+        moves: How many times layers have moved.
+        extra: Further state of the caller.
+
+    Returns:
+        The folder, bytes and seconds of this checkpoint.
+
+    Raises:
+        RunError: A rank could not write its part. Older checkpoints are untouched.
+    """
+    state = {
+        "partition": list(engine.partition.counts),
+        "frozen": sorted(engine.frozen),
+        "loss": loss,
+        "moves": moves,
+        "loss_scale": engine.scaler.state(),
+        "cases": {case.name: case.state() for case in cases},
+        **extra,
+    }
+    if engine.world.replicas > 1:
+        engine.digest()  # raises if replicas differ: the first replica's weights are saved for all
+    return checkpoint.save(engine.world.everyone, folder, step, engine.names, engine.saved_layers(), state, keep)
+
+
+def restore_engine(engine: Engine, path: Path, state: Mapping[str, Any], cases: Sequence[Dynamism]) -> None:
+    """Puts the layers of this rank, the frozen layers, the cases and the loss scale back as they were.
+
+    All ranks call it together.
+
+    Args:
+        engine: What goes on training, on any placement.
+        path: The folder of one checkpoint.
+        state: Its state, as `save_engine` wrote it.
+        cases: The dynamic cases. A case that the checkpoint does not have starts anew.
+
+    Raises:
+        RunError: The ranks found different checkpoints.
+        CheckpointError: A layer does not fit the model.
+    """
+    engine.world.agree(hashlib.sha256(path.name.encode()).digest(), "which checkpoint to resume from")
+    if engine.frozen - set(state["frozen"]):
+        engine.unfreeze(engine.frozen - set(state["frozen"]))
+    engine.freeze(state["frozen"])
+    for index in engine.own_layers:
+        engine.restore(index, *checkpoint.load_layer(path, index, engine.world.device))
+    for case in cases:
+        if case.name in state["cases"]:
+            case.load(state["cases"][case.name])
+    if "loss_scale" in state:
+        engine.scaler.load(state["loss_scale"])
