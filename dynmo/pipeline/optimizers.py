@@ -12,7 +12,6 @@ from torch import Tensor
 from dynmo.config import Train
 from dynmo.runtime.optim.optimizer import OptimizerSettings
 
-
 # One default for a loop of one's own and for [train] of a config.
 _DEFAULTS = Train()
 
