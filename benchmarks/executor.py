@@ -100,7 +100,7 @@ def emulated(world: World, microbatches: int, milliseconds: int, rounds: int) ->
     # Made for what the ops sleep, and for activations that half stay until W.
     even = {"f": seconds, "b": seconds, "w": seconds, "activation_bytes": 1_000_000, "stash_bytes": 500_000}
     layers = tuple(replace(layer, **even) for layer in second.costs())
-    second.replan(layers)
+    second.actions.replan(layers)
     busy.clear()
     sides["dynmo zb-2p"] = without_barrier(world, second, batch, busy)
     for name in PEERS:
@@ -178,7 +178,7 @@ def real(world: World, microbatches: int, rounds: int, hidden: int) -> dict[str,
     sides: dict[str, Callable[[], float]] = {}
     for name, pipeline in pipelines.items():
         pipeline.move(cuts[name])
-        pipeline.replan(layers)
+        pipeline.actions.replan(layers)
         sides[f"dynmo {name}"] = timed(world, pipeline, inputs, targets)
     flat_inputs, flat_targets = inputs.flatten(0, 1), targets.flatten(0, 1)
 

@@ -81,7 +81,7 @@ def emulated(world: World, times: list[float], stash: float, microbatches: int, 
             # Schedules are made for what the ops sleep, and not for what else this machine was doing; and for the paper's model's memory.
             memory = {"activation_bytes": 1_000_000, "stash_bytes": round(1_000_000 * stash)}
             costs = tuple(replace(layer, f=f, b=b, w=w, **memory) for layer in pipeline.costs())
-            pipeline.replan(costs)
+            pipeline.actions.replan(costs)
             predicted[side] = pipeline.predict(costs, pipeline.partition).length(pipeline.objective)
     best = pipelines["zb-auto post-validation"]
     sides[f"zb-auto post-validation, every {every}th step taken back"] = steps_of(world, best, every * math.ceil(steps / every), every)

@@ -51,7 +51,7 @@ def uneven(world: World, milliseconds: int, microbatches: int, rounds: int) -> d
         pipelines[name] = Engine(world, model, placement, schedule=name, microbatches=microbatches)
         sides[name] = timed(world, pipelines[name], batch, batch)
         sides[name]()
-        pipelines[name].replan(pipelines[name].costs())
+        pipelines[name].actions.replan(pipelines[name].costs())
     # The plan: of the schedules that are made from costs and keep no more than 1F1B does, each with its own placement, the best.
     layers = pipelines["zb-h1"].costs()
     start = time.perf_counter()
@@ -62,7 +62,7 @@ def uneven(world: World, milliseconds: int, microbatches: int, rounds: int) -> d
     plan = Engine(world, model, target, schedule=chosen, microbatches=microbatches)
     sides["plan"] = timed(world, plan, batch, batch)
     sides["plan"]()
-    plan.replan(plan.costs())
+    plan.actions.replan(plan.costs())
     pipelines["plan"] = plan
 
     def build(stage: int, stages: int) -> nn.Module:

@@ -145,7 +145,7 @@ class CheckpointEvent(Event):
 
 @dataclass(frozen=True)
 class EndEvent(Event):
-    """`weights_digest` and `buffers_digest` are those of `Pipeline.digest` and `Pipeline.buffers_digest`; older logs lack the second.
+    """`weights_digest` and `buffers_digest` are those of `LayerStates.digest` and `LayerStates.buffers_digest`; older logs lack the second.
     `reason` is "done", or "interrupted" when a signal ended the run early. What balancing took of all `seconds`, moves or not:
     `measure_seconds` to condense and gather the layers' costs, `decide_seconds`, `move_seconds`. Of the caches of a frozen prefix's
     outputs, on all ranks: `spared_forwards`, the F's of single layers that need not run, and `cached_bytes` at the end."""

@@ -89,7 +89,7 @@ def peak(
         pipeline.step(step, inputs, targets, lr=1e-3)
     layers = pipeline.costs()
     f, b, w = seconds
-    pipeline.replan(tuple(replace(c, f=f[i % len(f)], b=b[i % len(b)], w=w[i % len(w)]) for i, c in enumerate(layers)))
+    pipeline.actions.replan(tuple(replace(c, f=f[i % len(f)], b=b[i % len(b)], w=w[i % len(w)]) for i, c in enumerate(layers)))
     pipeline.step(2, inputs, targets, lr=1e-3)
     # The allocator tells of this thread alone, so what messages take is made and dropped here, at the same moments.
     executor = pipeline._programs.training

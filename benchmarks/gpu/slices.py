@@ -98,7 +98,7 @@ def on_slices(sides: Sides, world: World, model: Model, count: int, microbatches
         pipeline = Engine(world, model, partition, schedule=own, microbatches=microbatches, slices=count, dtype=dtype)
         for _ in range(2):  # the first loads kernels
             sides.run(pipeline)
-        pipeline.replan(pipeline.costs())
+        pipeline.actions.replan(pipeline.costs())
         for name in names:
             if name.startswith("torch "):
                 schedule = torch_order(PEERS[name.removeprefix("torch ")], count, microbatches, name)

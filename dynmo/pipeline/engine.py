@@ -10,25 +10,26 @@ for step in range(steps):
 
 from __future__ import annotations
 
-import hashlib
-import math
-from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Sequence
 from contextlib import contextmanager
 from functools import partial
-from numbers import Real
 from typing import Literal, cast
 
 import torch
 from torch import Tensor, nn
 
 from dynmo.balance.balancers import BalanceRequest
-from dynmo.balance.layout import Layouts, RecomputeRule, moves_between_ranks
+from dynmo.balance.layout import Layouts, RecomputeRule
 from dynmo.balance.partition import Cost, Partition
 from dynmo.cost.layer_cost import Costs, LayerCost, LinkCost
-from dynmo.errors import ConfigError, InputError, PartitionError, RunError
+from dynmo.errors import ConfigError, InputError, RunError
 from dynmo.kernels.seeds import generators_kept
 from dynmo.models.model import Model
+from dynmo.pipeline.actions import Actions
+from dynmo.pipeline.case_context import CaseContext
+from dynmo.pipeline.layer_states import LayerStates
 from dynmo.pipeline.schedule_keeper import ScheduleKeeper, Shapes
+from dynmo.pipeline.step_inputs import check_batch, check_partition, check_rates, check_recompute
 from dynmo.runtime.comm.clock import clock_for
 from dynmo.runtime.comm.process_mesh import FirstReplica
 from dynmo.runtime.comm.world import World
@@ -43,11 +44,8 @@ from dynmo.runtime.engine.step_reduction import StepReduction, StepResult
 from dynmo.runtime.layer.output_cache import Keys
 from dynmo.runtime.optim.loss_scale import LossScaler, make_scaler
 from dynmo.runtime.optim.optimizer import LayerOptimizer, OptimizerSettings
-from dynmo.runtime.state import checkpoint
-from dynmo.runtime.state.digest import buffers_digest, weights_digest
 from dynmo.runtime.state.layer_store import LayerStore
-from dynmo.runtime.state.migration import Arrival, Migration, exchange
-from dynmo.runtime.state.reshape import holders, transfers
+from dynmo.runtime.state.migration import Migration
 from dynmo.schedule.bounds import Objective
 from dynmo.schedule.catalogue import placement_of
 from dynmo.schedule.op import Schedule
@@ -78,10 +76,12 @@ class Engine:
     to the bit; "in-place": by arithmetic, without copies, nearly. clip_scope: by which norm a layer is clipped, that of all or its own.
     """
 
-    #   _layouts     which layouts there can be
-    #   _holding     what this rank holds, where everything is, what is frozen
-    #   _programs    what it runs                        _schedule_keeper   in which order, and what is known of costs
-    #   _step_end    what follows once it has run        _pending      with post-validation: what is not final yet
+    #   _layouts          which layouts there can be
+    #   _layer_store      what this rank holds, where everything is, what is frozen
+    #   _programs         what it runs                  _schedule_keeper   in which order, and what is known of costs
+    #   _optimizer_step   what follows once it has run  _pending           with post-validation: the step that is not final yet
+    #   actions           what changes any of these     case_context       what a dynamic case sees of them
+    #   layer_states      what is saved and restored
 
     def __init__(
         self,
@@ -119,8 +119,8 @@ class Engine:
                 raise ConfigError(f"{what} = {word!r}; choose from {', '.join(allowed)}")
         if not isinstance(cast(object, model), Model):
             raise ConfigError(f"model is a {type(model).__name__}; make a Model of it with dynmo.models.model.from_factories")
-        _check_partition(partition)
-        _check_recompute(recompute, model.layers)
+        check_partition(partition)
+        check_recompute(recompute, model.layers)
         self.model = model
         self._replicates = replicates or world.replicas > 1
         accumulation_groups = accumulation_groups or world.replicas
@@ -160,6 +160,9 @@ class Engine:
         table = StepReduction(self._layer_store, self.clock)
         self._optimizer_step = OptimizerStep(self._layer_store, table, self.profiler, scaler or make_scaler(dtype), clip_scope)
         self._pending = PostValidation(self._layer_store, self._optimizer_step, validates=post_validation, copies=rollback == "exact")
+        self.actions = Actions(self._layouts, self._layer_store, self._schedule_keeper, self._programs, self.profiler, self._pending)
+        self.case_context = CaseContext(self._layer_store, self.actions, self._pending)
+        self.layer_states = LayerStates(self._layer_store, self._pending, self._programs)
 
     @staticmethod
     def placement_for(schedule: str, ranks: int, chunks: int | None = None) -> tuple[int, ...]:
@@ -199,7 +202,23 @@ class Engine:
 
     @property
     def count(self) -> int:
+        """Number of layers of the model."""
         return self.model.layers
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Name of each layer."""
+        return self.model.names
+
+    @property
+    def modules(self) -> Sequence[nn.Module]:
+        """All layers. Those of other ranks are on the meta device."""
+        return self._layer_store.modules
+
+    @property
+    def own_layers(self) -> dict[int, tuple[nn.Module, LayerOptimizer]]:
+        """This rank's layers by their index in the model, each with its optimizer."""
+        return self.layer_states.own
 
     @property
     def own_stages(self) -> tuple[int, ...]:
@@ -270,10 +289,10 @@ class Engine:
         of the step before. RunError, too, is then raised a step late; nothing was updated. `drain` waits for the last one, and so does
         every method that looks at the model or changes it.
         """
-        _check_rates(lr, max_norm)
+        check_rates(lr, max_norm)
         pending = self._pending
         if self.post_validates:
-            self._check_batch(inputs, targets, self._layer_store.layout.microbatches)
+            check_batch(self._layer_store, inputs, targets, self._layer_store.layout.microbatches)
             executor = self._executor()
             pending.begin()
             is_validated = partial(pending.is_validated, executor) if pending.is_out else None
@@ -292,7 +311,7 @@ class Engine:
 
     def forward_backward(self, step: int, inputs: Tensor | None, targets: Tensor | None, keys: Keys | None = None) -> StepOutput:
         """The first half of `step`: runs the program; gradients are left on the parameters."""
-        self._check_batch(inputs, targets, self._layer_store.layout.microbatches)
+        check_batch(self._layer_store, inputs, targets, self._layer_store.layout.microbatches)
         self._pending.settle()
         if self._halfway:
             raise RunError("forward_backward was called again before update or discard; a step's microbatches are given all at once")
@@ -302,7 +321,7 @@ class Engine:
 
     def update(self, step: int, step_output: StepOutput, *, lr: float, max_norm: float = 0.0, flag: bool = False) -> StepResult:
         """The second half of `step`: what the ranks must agree on, clipping, the optimizer."""
-        _check_rates(lr, max_norm)
+        check_rates(lr, max_norm)
         self._halfway = False
         return self._pending.observed(*self._optimizer_step.update(step, step_output, lr, max_norm, flag))
 
@@ -329,7 +348,7 @@ class Engine:
         """
         if microbatches < 1:
             raise InputError(f"microbatches = {microbatches}: an evaluation needs at least 1")
-        self._check_batch(inputs, targets, microbatches)
+        check_batch(self._layer_store, inputs, targets, microbatches)
         self._pending.settle()
         with generators_kept(self.world.device), self._buffers_as_they_were():
             loss = self._programs.evaluate(inputs, targets, microbatches, keys)
@@ -337,7 +356,7 @@ class Engine:
         what = "the evaluation to end"
         if shares:
             return float(self.world.everyone.sum(table, what)) / self.world.replicas
-        return float(self.collective.sum(table, what))
+        return float(FirstReplica(self.world).sum(table, what))
 
     @property
     def post_validates(self) -> bool:
@@ -391,149 +410,33 @@ class Engine:
                     "that keeps none"
                 )
 
-    def _check_batch(self, inputs: Tensor | None, targets: Tensor | None, microbatches: int) -> None:
-        stages = self._layer_store.own_stages
-        last = len(self.placement) - 1
-        for name, batch, stage, holder in (("inputs", inputs, 0, "first"), ("targets", targets, last, "last")):
-            if batch is None:
-                if stage in stages:
-                    raise InputError(
-                        f"{name} is None, but rank {self.world.rank} holds the {holder} stage; give it a tensor [microbatches, ...]"
-                    )
-                continue
-            if not isinstance(cast(object, batch), Tensor):
-                raise InputError(f"{name} is a {type(batch).__name__}; give one tensor [microbatches, ...] (torch.stack, torch.as_tensor)")
-            if batch.dim() == 0 or len(batch) != microbatches:
-                own = " of this replica's own" if self.world.replicas > 1 else ""
-                count = len(batch) if batch.dim() else "no"
-                raise InputError(
-                    f"{name}: {count} microbatches, shape {list(batch.shape)}, where {microbatches}{own} are expected; the first "
-                    "dimension counts microbatches"
-                )
-
-    # -- what changes ---------------------------------------------------------------------------------------------------------
+    # -- what changes: between steps ----------------------------------------------------------------
 
     def freeze(self, layers: Collection[int]) -> None:
-        """These layers train no more. Their optimizer state stays; a leading run of frozen layers is elided from the backward."""
-        self._pending.settle()
-        self._check_layers(layers)
-        before, after = self.first_trainable, self.first_trainable_after(layers)
-        if after is None:
-            raise PartitionError(f"freezing layers {sorted(layers)} would leave nothing to train")
-        new = set(layers) - self.frozen
-        self._layer_store.frozen.freeze(layers)
-        self.on_workload_change({*new, *range(before, after + 1)})
-
-    def _check_layers(self, layers: Collection[int]) -> None:
-        outside = next((index for index in layers if not 0 <= index < self.count), None)
-        if outside is not None:
-            raise PartitionError(f"there is no layer {outside}; the model has {self.count}, from 0 to {self.count - 1}")
+        """See `Actions.freeze`."""
+        self.actions.freeze(layers)
 
     def unfreeze(self, layers: Collection[int]) -> None:
-        """Frozen layers train again, from the optimizer state that they had."""
-        self._pending.settle()
-        self._check_layers(layers)
-        before = self.first_trainable
-        self._schedule_keeper.forget()  # what a layer costs that trains again, nobody has measured
-        self._layer_store.frozen.thaw(layers)
-        # As in `freeze`: the layers between the old and the new end of the frozen prefix begin or cease to run B.
-        self.on_workload_change({*layers, *range(self.first_trainable, before + 1)})
+        """See `Actions.unfreeze`."""
+        self.actions.unfreeze(layers)
 
     def on_workload_change(self, layers: Iterable[int]) -> None:
-        """Their costs are no longer what was measured. Takes effect before the next step, by lowering again."""
-        self._pending.settle()
-        layers = list(layers)
-        self.profiler.forget(layers)
-        self._layer_store.outputs.forget(layers)
-        self._schedule_keeper.elide()
-        for index in layers:
-            if index in self._layer_store.layers:
-                self._layer_store.layers[index].forget_sizes()
-        self._programs.relower()
+        """See `Actions.on_workload_change`."""
+        self.actions.on_workload_change(layers)
 
     def move(self, partition: Partition) -> Migration:
-        """Puts the layers where `partition` says, with weights, gradients, optimizer state and flags. All or nothing."""
-        _check_partition(partition)
-        self._pending.settle()
-        layer_store, world, before = self._layer_store, self.world, self._layer_store.layout
-        layout = self._layouts.moved(before, partition)
-        plan = moves_between_ranks(before.partition, partition, before.processes)
-        world.agree(hashlib.sha256(repr((before.partition.counts, partition.counts)).encode()).digest(), "the new placement")
-
-        migration = exchange(
-            world, plan, lambda i: (layer_store.modules[i], layer_store.state(i)), partial(layer_store.moved, layout, plan)
-        )
-        layer_store.tied.join()
-        self.profiler.forget(move.layer for move in plan)
-        self._programs.relower()
-        self._switched(before.recomputed ^ layout.recomputed)
-        return migration
-
-    def _switched(self, layers: frozenset[int]) -> None:
-        """These compute again in B from now on, or no more: what they cost then nobody has measured."""
-        if layers:
-            self._schedule_keeper.forget()
-            self.on_workload_change(layers)
+        """See `Actions.move`."""
+        return self.actions.move(partition)
 
     def reshape(self, *, pipeline: int, data: int, partition: Partition | None = None) -> Migration:
-        """Makes the same ranks a mesh of `data` replicas of a pipeline of `pipeline` ranks; between steps. The batch stays the same, so
-        each replica has other microbatches from the next step on. partition: of the new stages (default: equally many layers each).
-        Slices stay what they are.
-
-        All or nothing. Raises InputError, on every rank, where the ranks, the microbatches, the slots or the schedule do not fit.
-        """
-        self._pending.settle()
-        layer_store, everyone, before = self._layer_store, self.world.everyone, self._layer_store.layout
-        if before.sliced:
-            raise ConfigError("a pipeline of slices cannot be reshaped; make another")
-        layout = self._layouts.reshaped(before, pipeline, data, partition)
-        everyone.agree(hashlib.sha256(repr((pipeline, data, layout.partition.counts)).encode()).digest(), "the new mesh")
-        after = holders(layout.partition, layout.placement, data)
-        plan = transfers(holders(before.partition, before.placement, before.replicas), after)
-        whole = {i: layer_store.state(i, whole=True) for i in sorted(layer_store.layers)}
-
-        def adopt(arrivals: list[Arrival]) -> None:
-            self._programs.relower()
-            layer_store.reshaped(layout, [i for i in layer_store.layers if everyone.rank not in after[i]], whole, arrivals)
-            self._pending.reshaped()
-
-        migration = exchange(everyone, plan, lambda i: (layer_store.modules[i], whole[i]), adopt)
-        self.profiler.forget(move.layer for move in plan)
+        """See `Actions.reshape`."""
+        migration = self.actions.reshape(pipeline=pipeline, data=data, partition=partition)
         self._replicates = self._replicates or data > 1
-        self._schedule_keeper.links = measure_links(self.world, layout.pairs)
-        self._schedule_keeper.reshaped()
-        self._switched(before.recomputed ^ layout.recomputed)
         return migration
 
-    # -- what a dynamic case sees (`dynmo.dynamism.Layers`) ----------------------------------------------------------------------
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        return self.model.names
-
-    @property
-    def modules(self) -> Sequence[nn.Module]:
-        return self._layer_store.modules
-
-    @property
-    def own(self) -> list[int]:
-        return sorted(self._layer_store.layers)
-
-    @property
-    def collective(self) -> FirstReplica:
-        return FirstReplica(self.world)
-
-    def kept(self, layer: int) -> dict[str, Tensor]:
-        return self._layer_store.kept[layer]
-
-    def moments(self, layer: int) -> dict[str, Tensor]:
-        self._pending.assert_final()
-        return self._layer_store.moments(layer)
-
-    def rebuild(self, layer: int, moments: Mapping[str, Tensor]) -> None:
-        self._pending.assert_final()
-        self._layer_store.rebuild(layer, moments)
-        self._programs.relower()
+    def digest(self) -> str:
+        """Returns the SHA-256 of all weights. See `LayerStates.digest`."""
+        return self.layer_states.digest()
 
     # -- what is known ----------------------------------------------------------------------------------------------------------
 
@@ -574,17 +477,6 @@ class Engine:
         """What a balancer is asked: where these layers should live, under this pipeline's schedule, links and memory limit."""
         return self._schedule_keeper.request(layers, cost, seed, step)
 
-    def replan(self, layers: tuple[LayerCost, ...], least: float = 0.0) -> float:
-        """Makes the schedule anew from these costs (the same on every rank), where that saves more than the share `least` of a step.
-
-        Returns the share that the simulator says it saves; 0 where the schedule stays, as those do that are not made from costs.
-        """
-        self._pending.settle()
-        gain = self._schedule_keeper.replan(layers, least)
-        if gain is not None:
-            self._programs.relower()
-        return gain or 0.0
-
     def largest(self, value: float) -> float:
         """The largest of the ranks' values, on every rank."""
         return float(self.world.everyone.largest(torch.tensor([value], dtype=torch.float64), "a measurement of every rank"))
@@ -609,66 +501,3 @@ class Engine:
     def reduction_seconds(self) -> tuple[float, float]:
         """Of all steps so far: what this rank's collectives over the replicas took, and what of it its own work did not hide."""
         return self._layer_store.replicas.seconds
-
-    # -- what is saved ----------------------------------------------------------------------------------------------------------
-
-    @property
-    def own_layers(self) -> dict[int, tuple[nn.Module, LayerOptimizer]]:
-        """This rank's layers by global index, for checkpoints."""
-        return {i: (layer.module, self._layer_store.optimizers[i]) for i, layer in self._layer_store.layers.items()}
-
-    def layer_state(self, index: int, whole: bool = False) -> dict[str, Tensor]:
-        """What of one of this rank's layers moves and is saved beside its module: optimizer state, and what cases keep with it.
-
-        whole: with ZeRO-1, the state of all replicas' shares; all replicas ask for it, in the same order.
-        """
-        self._pending.assert_final()
-        return self._layer_store.state(index, whole)
-
-    def saved_layers(self) -> Iterator[tuple[int, tuple[nn.Module, dict[str, Tensor]]]]:
-        """This rank's layers as a checkpoint has them, one whole layer at a time; the first replica's ranks write for all."""
-        for index in self.own:
-            state = self.layer_state(index, whole=True)
-            if self.world.replica == 0:
-                yield index, (self.modules[index], state)
-
-    def restore(self, index: int, tensors: dict[tuple[str, str], Tensor], flags: dict[str, bool]) -> None:
-        """Replaces one of this rank's layers by what a checkpoint holds of it. Raises CheckpointError if it is of another shape."""
-        self._pending.assert_final()
-        tensors = checkpoint.fit(index, self.model.names[index], self.modules[index], tensors)
-        self._layer_store.replace(index, tensors, flags)
-        self._programs.relower()
-
-    def digest(self) -> str:
-        """SHA-256 over the SHA-256 of each layer's parameters, pruned ones in dense form, in global layer order: equal exactly when all
-        weights are. Of a parameter that computes in lower precision its float32 master is hashed: the parameter is that, rounded. Raises
-        RunError if the replicas' weights are not equal."""
-        self._pending.settle()
-        return weights_digest(self._layer_store)
-
-    def buffers_digest(self) -> str:
-        """Like `digest`, of the persistent buffers (running statistics, say), but for those that encode the sparsity of pruned weights."""
-        self._pending.settle()
-        return buffers_digest(self._layer_store)
-
-
-def _check_partition(partition: object) -> None:
-    if not isinstance(partition, Partition):
-        raise ConfigError(f"partition is a {type(partition).__name__}; give a Partition, such as Partition((4, 4))")
-
-
-def _check_recompute(recompute: object, layers: int) -> None:
-    if callable(recompute):
-        return
-    if isinstance(recompute, str) or not isinstance(recompute, Collection):
-        raise ConfigError(f"recompute = {recompute!r}; give the indices of layers, range({layers}) for all, or a function")
-    outside = [index for index in cast(Collection[object], recompute) if index not in range(layers)]
-    if outside:
-        raise ConfigError(f"recompute names layer {outside[0]!r}, but the model has {layers}, from 0 to {layers - 1}")
-
-
-def _check_rates(lr: object, max_norm: object) -> None:
-    if not isinstance(lr, Real) or not 0 <= float(lr) < math.inf:
-        raise InputError(f"lr = {lr!r}; give a finite number of at least 0")
-    if not isinstance(max_norm, Real) or not float(max_norm) >= 0:
-        raise InputError(f"max_norm = {max_norm!r}; give a number of at least 0, where 0 clips nothing")

@@ -146,7 +146,7 @@ class Pipeline:
         if self._rebalancer.is_due(self._step):
             self._rebalancer.consider(self._step)
         for case in self._cases:
-            change = checked(case, case.act(self._step, self._engine), self._engine.count)
+            change = checked(case, case.act(self._step, self._engine.case_context), self._engine.count)
             if change is not None:
                 self._on_workload_change(change.layers)
         start, rate = time.perf_counter(), self._optimizer.lr
@@ -198,7 +198,7 @@ class Pipeline:
     @property
     def modules(self) -> Mapping[int, nn.Module]:
         """The layers that this rank holds, by their index in the model. A move changes them."""
-        return {index: self._engine.modules[index] for index in self._engine.own}
+        return {index: self._engine.modules[index] for index in self._engine.own_layers}
 
     def costs(self) -> tuple[LayerCost, ...]:
         """Returns the measured cost of every layer: seconds per microbatch, and bytes."""

@@ -217,7 +217,7 @@ class Rebalancer:
             done = self._move(step, costs, halves, measured - start)
         # Where the move has switched recomputation, the costs are no longer those that were measured. Nor does one reading tell any.
         steady = bool(halves) and self._pipeline.recomputed == recomputed
-        gain = self._pipeline.replan(costs, self._config.balance.hysteresis / 4) if steady else 0.0
+        gain = self._pipeline.actions.replan(costs, self._config.balance.hysteresis / 4) if steady else 0.0
         overhead.decide += time.perf_counter() - measured - (overhead.move - moved)
         return [*done, ScheduleEvent(step, now(), self._config.pipeline.schedule, gain)] if gain else done
 

@@ -48,7 +48,7 @@ def save_engine(
     }
     if engine.world.replicas > 1:
         engine.digest()  # raises if replicas differ: the first replica's weights are saved for all
-    return checkpoint.save(engine.world.everyone, folder, step, engine.names, engine.saved_layers(), state, keep)
+    return checkpoint.save(engine.world.everyone, folder, step, engine.names, engine.layer_states.saved(), state, keep)
 
 
 def restore_engine(engine: Engine, path: Path, state: Mapping[str, Any], cases: Sequence[Dynamism]) -> None:
@@ -71,7 +71,7 @@ def restore_engine(engine: Engine, path: Path, state: Mapping[str, Any], cases: 
         engine.unfreeze(engine.frozen - set(state["frozen"]))
     engine.freeze(state["frozen"])
     for index in engine.own_layers:
-        engine.restore(index, *checkpoint.load_layer(path, index, engine.world.device))
+        engine.layer_states.restore(index, *checkpoint.load_layer(path, index, engine.world.device))
     for case in cases:
         if case.name in state["cases"]:
             case.load(state["cases"][case.name])

@@ -48,7 +48,7 @@ def measure(config: Config, world: World, model: Model, steps: int, listen: List
     pipeline = pipeline_for(config, world, model, first_partition(config, model.layers))
     for case in make_cases(config, model.layers):
         case.check(pipeline.modules)
-        change = case.act(0, pipeline)
+        change = case.act(0, pipeline.case_context)
         if change is not None:
             pipeline.on_workload_change(change.layers)
     loader = DataLoader(config, pipeline)

@@ -208,7 +208,7 @@ class Trainer:
         """After the last turn: `step` steps are done, in so many seconds."""
         self._drain()
         self._emit(self._rebalancer.close_measurement(step))
-        digest, buffers = self.pipeline.digest(), self.pipeline.buffers_digest()
+        digest, buffers = self.pipeline.digest(), self.pipeline.layer_states.buffers_digest()
         if step > self.first_step:
             self._record_costs(step - self.first_step)
         self._tracer.finish(None if self._folder is None else self._folder / "trace.json")
@@ -239,7 +239,7 @@ class Trainer:
                 self._tracer.keep_around()
         for case in self._cases:
             with named(case, "act", step):
-                change = checked(case, case.act(step, self.pipeline), self.pipeline.count)
+                change = checked(case, case.act(step, self.pipeline.case_context), self.pipeline.count)
             if change is not None:
                 self.pipeline.on_workload_change(change.layers)
                 self._emit(self._rebalancer.on_workload_change(step))

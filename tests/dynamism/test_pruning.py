@@ -162,7 +162,7 @@ def case(steps: int = 10, **options: Any) -> Pruning:
 def train(pipeline: Any, pruning: Pruning, steps: int, first: int = 0) -> list[Change | None]:
     done: list[Change | None] = []
     for step in range(first, first + steps):
-        change = pruning.act(step, pipeline)
+        change = pruning.act(step, pipeline.case_context)
         done.append(change)
         if change is not None:
             pipeline.on_workload_change(change.layers)
@@ -200,7 +200,7 @@ def test_a_run_prunes_and_weights_never_return(criterion: str) -> None:
     assert forms[2] == {SparseLinear}
     assert not any(isinstance(x, SparseLinear | MaskedLinear) for i in (0, 5) for x in pipeline.modules[i].modules())
     for index in range(1, 5):
-        for key, moment in pipeline.moments(index).items():
+        for key, moment in pipeline.case_context.moments(index).items():
             if "exp_avg" in key:
                 parameter = pipeline.modules[index].get_parameter(key.rpartition("/")[0])
                 assert moment.shape == parameter.shape
@@ -222,7 +222,7 @@ def test_either_form_trains_as_a_masked_dense_model_does(dense_below: float) -> 
         masks = {key: ~x for key, x in zeros(pipeline).items() if 0 < key[0] < 5} if step >= 1 else {}
         # The masks of this step, read off after it: what stayed is not 0.
         for index in range(6):
-            moments = plain.moments(index)
+            moments = plain.case_context.moments(index)
             for name, linear in linears(plain.modules[index]):
                 mask = masks.get((index, name))
                 if mask is not None:
@@ -309,14 +309,14 @@ def test_of_the_optimizers_state_only_masters_are_kept(dtype: torch.dtype, monke
     pipeline = Engine(alone.alone(), model, Partition((6,)), schedule="zb-h1", microbatches=alone.MICROBATCHES, dtype=dtype)
     pipeline.step(0, *alone.tokens(0), lr=0.1)
     asked: list[int] = []
-    whole = pipeline.moments
+    whole = pipeline.case_context.moments
 
     def moments(layer: int) -> dict[str, Tensor]:
         asked.append(layer)
         return whole(layer)
 
-    monkeypatch.setattr(pipeline, "moments", moments)
-    kept = masters(2, pipeline)
+    monkeypatch.setattr(pipeline.case_context, "moments", moments)
+    kept = masters(2, pipeline.case_context)
     if dtype == torch.float32:
         assert not kept
         assert not asked
@@ -328,9 +328,9 @@ def test_of_the_optimizers_state_only_masters_are_kept(dtype: torch.dtype, monke
 def test_a_checkpoint_of_another_model_is_refused() -> None:
     pipeline, other = alone.gpt(), alone.gpt(hidden=32)
     train(pipeline, case(start=0, end=1, every=1), 2)
-    tensors = contents(pipeline.modules[1], pipeline.moments(1))
+    tensors = contents(pipeline.modules[1], pipeline.case_context.moments(1))
     with pytest.raises(CheckpointError, match=r"layer 1 \(blocks\.0\.attention\): qkv\.weight is sparse, but not of 96 x 32"):
-        other.restore(1, tensors, {})
+        other.layer_states.restore(1, tensors, {})
 
 
 def test_restored_it_is_the_same(tmp_path: Path) -> None:
@@ -338,9 +338,9 @@ def test_restored_it_is_the_same(tmp_path: Path) -> None:
     for dense_below in (0.0, 1.0):
         pipeline, other = alone.gpt(), alone.gpt()
         train(pipeline, case(start=0, end=1, every=1, dense_below=dense_below), 3)
-        saved = checkpoint.save(pipeline.world, tmp_path / str(dense_below), 3, pipeline.names, pipeline.saved_layers(), {}, 1)
+        saved = checkpoint.save(pipeline.world, tmp_path / str(dense_below), 3, pipeline.names, pipeline.layer_states.saved(), {}, 1)
         for index in range(6):
-            other.restore(index, *checkpoint.load_layer(saved.path, index, torch.device("cpu")))
+            other.layer_states.restore(index, *checkpoint.load_layer(saved.path, index, torch.device("cpu")))
         assert other.digest() == pipeline.digest()
         for each in (pipeline, other):
             each.step(3, *alone.tokens(3), lr=1e-2)

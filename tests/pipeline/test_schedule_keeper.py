@@ -78,7 +78,7 @@ def reshaped(world: World, config: dict[str, Any]) -> list[str]:
         pipeline = pipeline_for(loaded, world, model, uniform(model.layers, world.size))
         if measured:
             shapes = recompute_as_workspace(shape_costs(loaded, model), ())
-            pipeline.replan(tuple(replace(layer, activation_bytes=2 * layer.activation_bytes) for layer in shapes))
+            pipeline.actions.replan(tuple(replace(layer, activation_bytes=2 * layer.activation_bytes) for layer in shapes))
             out.append(str(pipeline.schedule_for(pipeline.partition)))
         pipeline.reshape(pipeline=2, data=2)
         out.append(str(pipeline.schedule_for(pipeline.partition)))

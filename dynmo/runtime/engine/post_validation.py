@@ -98,6 +98,12 @@ class PostValidation:
         self._pending = _Pending(step, step_output, lr, max_norm, stepped)
         self._end.observe()
 
+    @property
+    def final(self) -> LayerStore:
+        """The layers, once the last step is final. Whoever reads or changes the model takes them from here."""
+        self.settle()
+        return self._layer_store
+
     def settle(self) -> None:
         """Waits until the last step is final."""
         if self._pending is not None:

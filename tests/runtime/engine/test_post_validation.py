@@ -190,9 +190,9 @@ def test_a_case_that_acts_unannounced_is_told() -> None:
     one = own_pipeline(post_validation=True)
     one.advance(0, *tokens(0, 4), lr=0.1)
     with pytest.raises(RunError, match=r"step 0 may still be taken back; call drain\(\) on all ranks first"):
-        one.moments(0)
+        one.case_context.moments(0)
     one.freeze([0])
-    assert one.moments(1)["qkv.weight/step"] == 1
+    assert one.case_context.moments(1)["qkv.weight/step"] == 1
 
 
 def test_caution() -> None:

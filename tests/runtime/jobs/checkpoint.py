@@ -66,7 +66,7 @@ def load_and_go_on(world: World, folder: str, counts: list[int]) -> dict[str, An
     pipe = pipeline(world, counts)
     pipe.freeze(manifest.state["frozen"])
     for index in pipe.own_layers:
-        pipe.restore(index, *checkpoint.load_layer(path, index, world.device))
+        pipe.layer_states.restore(index, *checkpoint.load_layer(path, index, world.device))
     layers = {i: fingerprint(m, o, gradients=False) for i, (m, o) in pipe.own_layers.items()}
     return {"layers": layers, "losses": steps(pipe, manifest.step, 4), "digest": pipe.digest()}
 

@@ -220,7 +220,7 @@ def test_another_model_is_refused(tmp_path: Path) -> None:
     other = gpt(hidden=24)
     before = other.digest()
     with pytest.raises(CheckpointError, match=r"layer 0 \(embedding\): tokens.weight is \(256, 16\) in the checkpoint, \(256, 24\) in the"):
-        other.restore(0, *checkpoint.load_layer(path, 0, torch.device("cpu")))
+        other.layer_states.restore(0, *checkpoint.load_layer(path, 0, torch.device("cpu")))
     assert other.digest() == before
 
 
@@ -247,7 +247,7 @@ def test_a_buffer_that_a_forward_has_made(tmp_path: Path) -> None:
     arrived = checkpoint.load_layer(save(pipe, tmp_path, 1), 1, torch.device("cpu"))
     for registers in (True, False):
         other = pipeline(model(True, registers))
-        other.restore(1, *arrived)
+        other.layer_states.restore(1, *arrived)
         assert dict(other.own_layers[1][0].named_buffers())["1.seen"].tolist() == [1.0]
     tensors = {(section, key.removeprefix("1.") if section == "parameter" else key): t for (section, key), t in arrived[0].items()}
     with pytest.raises(CheckpointError, match=r"layer 1 \(middle\): the checkpoint has the buffer 1.seen, the config's model has not; "):
@@ -352,7 +352,7 @@ def test_layers_without_tensors_and_with_complex_ones(tmp_path: Path, function: 
     path = save(pipe, tmp_path, 1)
     checkpoint.verify(path)
     for index in other.own_layers:
-        other.restore(index, *checkpoint.load_layer(path, index, torch.device("cpu")))
+        other.layer_states.restore(index, *checkpoint.load_layer(path, index, torch.device("cpu")))
         assert fingerprint(*other.own_layers[index]) == fingerprint(*pipe.own_layers[index])
 
 
@@ -363,7 +363,7 @@ def test_tied_weights_stay_tied(tmp_path: Path) -> None:
     path = save(pipeline, tmp_path, 1)
     other = gpt(tied=True)
     for index in other.own_layers:
-        other.restore(index, *checkpoint.load_layer(path, index, torch.device("cpu")))
+        other.layer_states.restore(index, *checkpoint.load_layer(path, index, torch.device("cpu")))
     for each in (pipeline, other):
         for step in (1, 2):
             each.step(step, *tokens(step), lr=0.1)
@@ -388,7 +388,7 @@ def test_another_optimizer_is_refused(tmp_path: Path, saved: str, resumed: str) 
     with pytest.raises(
         CheckpointError, match=r"layer 0 \(embedding\): the checkpoint has tokens.weight/.* of the optimizer, which the con"
     ):
-        built(resumed).restore(0, *checkpoint.load_layer(path, 0, torch.device("cpu")))
+        built(resumed).layer_states.restore(0, *checkpoint.load_layer(path, 0, torch.device("cpu")))
 
 
 def test_a_weight_tied_since_is_refused(tmp_path: Path) -> None:
@@ -396,7 +396,7 @@ def test_a_weight_tied_since_is_refused(tmp_path: Path) -> None:
     first.step(0, *tokens(0), lr=0.1)
     path = save(first, tmp_path, 1)
     with pytest.raises(CheckpointError, match=r"layer 5 .* has logits.weight/step of the optimizer, .* train.optimizer and model.tied"):
-        gpt(tied=True).restore(5, *checkpoint.load_layer(path, 5, torch.device("cpu")))
+        gpt(tied=True).layer_states.restore(5, *checkpoint.load_layer(path, 5, torch.device("cpu")))
 
 
 def test_what_a_module_makes_for_itself_is_its_own_where_the_shape_is_another(tmp_path: Path) -> None:
@@ -405,7 +405,7 @@ def test_what_a_module_makes_for_itself_is_its_own_where_the_shape_is_another(tm
     longer = gpt(sequence=16)
     tables = {name: buffer.clone() for name, buffer in longer.modules[1].named_buffers()}
     layer = checkpoint.load_layer(path, 1, torch.device("cpu"))
-    longer.restore(1, *layer)
+    longer.layer_states.restore(1, *layer)
     for name, buffer in longer.modules[1].named_buffers():
         assert torch.equal(buffer, tables[name])
         assert buffer.shape != layer[0]["buffer", name].shape, "the saved one is shorter"
@@ -430,10 +430,10 @@ def test_buffers_of_a_checkpoint(tmp_path: Path) -> None:
     path = save(built(["mean", "own"], 3.0), tmp_path, 1)
     layer = checkpoint.load_layer(path, 1, torch.device("cpu"))
     same = built(["mean", "own"])
-    same.restore(1, *layer)
+    same.layer_states.restore(1, *layer)
     assert all((buffer == 3).all() for buffer in same.modules[1].buffers())
     less = built([])
-    less.restore(1, *layer)
+    less.layer_states.restore(1, *layer)
     assert dict(less.modules[1].named_buffers())["mean"].tolist() == [3.0] * 8
     with pytest.raises(CheckpointError, match="the config's model has the buffer scale, the checkpoint has not; resume with the config"):
-        built(["mean", "scale"]).restore(1, *layer)
+        built(["mean", "scale"]).layer_states.restore(1, *layer)

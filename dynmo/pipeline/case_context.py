@@ -1,0 +1,80 @@
+"""What a dynamic case sees of the model, and what it may do (`dynmo.dynamism.Layers`)."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+
+from torch import Tensor, nn
+
+from dynmo.pipeline.actions import Actions
+from dynmo.runtime.comm.process_mesh import FirstReplica
+from dynmo.runtime.engine.post_validation import PostValidation
+from dynmo.runtime.state.layer_store import LayerStore
+
+
+class CaseContext:
+    """The model as a dynamic case sees it.
+
+    Args:
+        layer_store: Holds this rank's layers, and all others without memory.
+        actions: Carries out what the case decides.
+        pending: Knows whether the last step is final.
+    """
+
+    def __init__(self, layer_store: LayerStore, actions: Actions, pending: PostValidation) -> None:
+        self._layer_store, self._actions, self._pending = layer_store, actions, pending
+
+    @property
+    def count(self) -> int:
+        """Number of layers of the model."""
+        return self._layer_store.model.layers
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Name of each layer."""
+        return self._layer_store.model.names
+
+    @property
+    def frozen(self) -> frozenset[int]:
+        """Layers that do not train."""
+        return self._layer_store.frozen.layers
+
+    @property
+    def modules(self) -> Sequence[nn.Module]:
+        """All layers. Those of other ranks are on the meta device."""
+        return self._layer_store.modules
+
+    @property
+    def own(self) -> list[int]:
+        """The layers of this rank, ascending. A move changes them."""
+        return sorted(self._layer_store.layers)
+
+    @property
+    def collective(self) -> FirstReplica:
+        """Sums over the ranks."""
+        return FirstReplica(self._layer_store.world)
+
+    def freeze(self, layers: Collection[int]) -> None:
+        """Stops training these layers. See `Actions.freeze`."""
+        self._actions.freeze(layers)
+
+    def unfreeze(self, layers: Collection[int]) -> None:
+        """Trains these layers again. See `Actions.unfreeze`."""
+        self._actions.unfreeze(layers)
+
+    def kept(self, layer: int) -> dict[str, Tensor]:
+        """The tensors that a case keeps with one of this rank's layers. They move and are saved with it."""
+        return self._layer_store.kept[layer]
+
+    def moments(self, layer: int) -> dict[str, Tensor]:
+        """The optimizer state of one of this rank's layers, `parameter/moment` -> tensor.
+
+        Raises:
+            RunError: The last step may still be taken back. See `Dynamism.acts`.
+        """
+        self._pending.assert_final()
+        return self._layer_store.moments(layer)
+
+    def rebuild(self, layer: int, moments: Mapping[str, Tensor]) -> None:
+        """Trains the new parameters of one of this rank's layers. See `Actions.rebuild`."""
+        self._actions.rebuild(layer, moments)
