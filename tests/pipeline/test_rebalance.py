@@ -150,7 +150,8 @@ def switching(world: World, config: dict[str, Any]) -> list[dict[str, Any]]:
     def recompute(partition: Partition, schedule: Schedule, replicas: int) -> frozenset[int]:
         return frozenset({1, 2} if partition.counts == (4, 4) else ())
 
-    trainer.pipeline._layouts = replace(trainer.pipeline._layouts, recompute=recompute)
+    actions = trainer.pipeline.actions
+    actions._layouts = replace(actions._layouts, recompute=recompute)
     trainer.run()
     return [to_json(event) for event in told]
 
