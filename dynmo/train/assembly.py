@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from functools import cache, partial
 from typing import Literal, cast
 
@@ -43,6 +44,7 @@ def pipeline_for(config: Config, world: World, model: Model, partition: Partitio
         recompute=recompute_for(config, model, world.device),
         scaler=make_scaler(dtype, train.loss_scale, train.loss_scale_window),
         cache_bytes=cache_bytes,
-        shapes=cache(partial(shapes_of, config, model)) if limit is not None else None,
+        # The trainer warns of unknown activations at its start.
+        shapes=cache(partial(shapes_of, config, model, level=logging.INFO)) if limit is not None else None,
         replicates=config.elastic.reshape or any(data > 1 for _, _, data in config.elastic.reshape_at),
     )

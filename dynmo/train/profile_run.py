@@ -6,6 +6,7 @@ warms up and is not counted.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import fields
@@ -64,7 +65,8 @@ def measure(config: Config, world: World, model: Model, steps: int, listen: List
             if listen is not None:
                 listen(step, time.perf_counter() - start)
     measured = tuple(_median(layer) for layer in zip(*readings, strict=True))
-    return profile_of(config, pipeline, with_workspace(measured, shapes_of(config, model), pipeline.recomputed), steps)
+    shapes = shapes_of(config, model, level=logging.INFO if world.everyone.rank else logging.WARNING)
+    return profile_of(config, pipeline, with_workspace(measured, shapes, pipeline.recomputed), steps)
 
 
 def _median(costs: Sequence[LayerCost]) -> LayerCost:

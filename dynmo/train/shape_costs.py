@@ -33,6 +33,8 @@ from dynmo.schedule.memory import rank_memory
 from dynmo.schedule.op import Schedule
 from dynmo.train.setup import memory_limit
 
+_logger = logging.getLogger(__name__)
+
 
 class ActivationsUnknown(ConfigError):
     """The layers of the user's own model do not run on shapes alone, although they may train."""
@@ -59,11 +61,22 @@ def known_costs(config: Config, model: Model) -> tuple[tuple[LayerCost, ...], st
         return static_costs(config, model), warning
 
 
-def shapes_of(config: Config, model: Model, replicas: int | None = None) -> tuple[LayerCost, ...] | None:
-    """Return costs from shapes, or None if the user's own layers do not run on shapes alone. replicas: as `shape_costs` takes them."""
+def shapes_of(config: Config, model: Model, replicas: int | None = None, level: int = logging.WARNING) -> tuple[LayerCost, ...] | None:
+    """Return the costs from shapes, or None if the user's own layers do not run on shapes alone.
+
+    Args:
+        config: The run.
+        model: Its model.
+        replicas: As `shape_costs` takes them.
+        level: Level of the log line that says why the costs are unknown.
+
+    Returns:
+        One cost a layer, or None. Only the user's own model gives None. Another model's error is raised.
+    """
     try:
         return shape_costs(config, model, replicas)
-    except ConfigError:
+    except ConfigError as error:
+        _logger.log(level, f"activations unknown, so costs are without what an op needs while it runs: {error}")
         return None
 
 

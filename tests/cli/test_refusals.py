@@ -4,10 +4,16 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Collection
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from torch import nn
 
+from dynmo.config import parse
+from dynmo.models.registry import load_model
+from dynmo.train.shape_costs import shapes_of
 from tests.cli.runs import GPT, Run, end, fill, train, tree
 from tests.processes import start
 
@@ -121,6 +127,25 @@ def test_a_run_says_what_a_dry_run_says(work: Path) -> None:
     assert "activations unknown" in warned
     assert "for parameters, gradients and optimizer state alone, over pipeline.memory_limit = 10000" in refused
     assert tree(work) == before
+
+
+def test_shapes_that_are_unknown_are_told(own: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.syspath_prepend(own)
+    config = parse({"model": {"kind": "python:own:asks"}})
+    model = load_model(config)
+    assert shapes_of(config, model) is None
+    (record,) = caplog.records
+    assert record.levelname == "WARNING"
+    assert "(own.py:11)" in record.getMessage()
+
+
+def test_an_error_of_dynmo_itself_is_not_swallowed() -> None:
+    def build(own: Collection[int]) -> list[nn.Module]:
+        raise RuntimeError("not the user's")
+
+    config = parse({})
+    with pytest.raises(RuntimeError, match="not the user's"):
+        shapes_of(config, replace(load_model(config), build=build))
 
 
 def test_a_model_that_leaves(own: Path, run: Run) -> None:
