@@ -22,7 +22,7 @@ from enum import StrEnum
 from typing import NamedTuple
 
 from dynmo.errors import ScheduleError
-from dynmo.schedule.op import Kind, Op, Schedule, dependencies, validate
+from dynmo.schedule.op import Kind, Op, Schedule, validate
 
 
 class Direction(StrEnum):
@@ -43,9 +43,21 @@ class Channel(NamedTuple):
 
 
 class Compute(NamedTuple):
-    """Run one op. What it needs is at hand."""
+    """Run one op. What it needs is at hand.
+
+    Attributes:
+        op: What to run.
+        takes: Whether it takes the result of another stage. If not, F takes the batch and B starts
+            from the loss.
+        to: The stage that takes its result. None if no stage does.
+        local: Whether `to` is on the same rank. The result is then handed over in memory.
+            Otherwise a `Send` follows.
+    """
 
     op: Op
+    takes: bool = False
+    to: int | None = None
+    local: bool = False
 
 
 class Send(NamedTuple):
@@ -161,24 +173,23 @@ def _channel(schedule: Schedule, boundary: int, direction: Direction) -> Channel
 
 def _around(schedule: Schedule, op: Op) -> Iterator[Instruction]:
     """What must be taken before an op, the op, and what it hands on."""
-    direction = Direction.ACTIVATION if op.kind is Kind.F else Direction.GRADIENT
-    if op.kind is not Kind.W:
-        for before, boundary in dependencies(schedule, op):
-            # A credit (F waiting for a later stage's F) is kept by the channel's depth; it is not a message.
-            if boundary is None or (op.kind is Kind.F and before.stage > op.stage):
-                continue
-            channel = _channel(schedule, boundary, direction)
-            if channel is not None:
-                yield Receive(channel, op.stage, op.microbatch)
-    yield Compute(op)
-    if op.kind is Kind.F and op.stage + 1 < schedule.stages:
-        channel = _channel(schedule, op.stage, Direction.ACTIVATION)
-    elif op.kind in (Kind.B, Kind.BW) and op.stage > schedule.first_trainable:
-        channel = _channel(schedule, op.stage - 1, Direction.GRADIENT)
-    else:
+    kind, stage, microbatch = op
+    if kind is Kind.W:
+        yield Compute(op)
         return
-    if channel is not None:
-        yield Send(channel, op.stage, op.microbatch)
+    forward = kind is Kind.F
+    direction = Direction.ACTIVATION if forward else Direction.GRADIENT
+    before, after = (stage - 1, stage + 1) if forward else (stage + 1, stage - 1)
+    takes = 0 <= before < schedule.stages
+    # B ends at the first trainable stage.
+    to = after if (after < schedule.stages if forward else stage > schedule.first_trainable) else None
+    taken = _channel(schedule, min(stage, before), direction) if takes else None
+    given = None if to is None else _channel(schedule, min(stage, to), direction)
+    if taken is not None:
+        yield Receive(taken, stage, microbatch)
+    yield Compute(op, takes, to, to is not None and given is None)
+    if given is not None:
+        yield Send(given, stage, microbatch)
 
 
 def _depths(schedule: Schedule) -> dict[Channel, int]:

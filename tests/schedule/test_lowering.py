@@ -317,3 +317,27 @@ def test_a_verdict_too_late_is_seen() -> None:
     programs[0] = replace(programs[0], instructions=(*head, *tail[: at + 1], verdict, *tail[at + 1 :]))
     with pytest.raises(ScheduleError, match="would wait for ever"):
         check_again(tuple(programs))
+
+
+def test_lowering_says_where_each_result_goes() -> None:
+    """Rank 0 holds stages 0 and 3, rank 1 stages 1 and 2; stage 0 is frozen."""
+    rows = (
+        (Op(Kind.F, 0, 0), Op(Kind.F, 3, 0), Op(Kind.B, 3, 0), Op(Kind.W, 3, 0)),
+        (Op(Kind.F, 1, 0), Op(Kind.F, 2, 0), Op(Kind.B, 2, 0), Op(Kind.B, 1, 0), Op(Kind.W, 2, 0), Op(Kind.W, 1, 0)),
+    )
+    first, second = lower(Schedule("by hand", 1, (0, 1, 1, 0), rows, first_trainable=1))
+    said = [{i.op: i[1:] for i in program.instructions if isinstance(i, Compute)} for program in (first, second)]
+    assert said[0] == {
+        Op(Kind.F, 0, 0): (False, 1, False),
+        Op(Kind.F, 3, 0): (True, None, False),
+        Op(Kind.B, 3, 0): (False, 2, False),
+        Op(Kind.W, 3, 0): (False, None, False),
+    }
+    assert said[1] == {
+        Op(Kind.F, 1, 0): (True, 2, True),
+        Op(Kind.F, 2, 0): (True, 3, False),
+        Op(Kind.B, 2, 0): (True, 1, True),
+        Op(Kind.B, 1, 0): (True, None, False),
+        Op(Kind.W, 2, 0): (False, None, False),
+        Op(Kind.W, 1, 0): (False, None, False),
+    }

@@ -18,7 +18,7 @@ from dynmo.runtime.layer.split_backward import Tensors
 from dynmo.runtime.layer.stage import Stage
 from dynmo.runtime.layer.weight_grad_queue import WeightGradQueue
 from dynmo.schedule.lowering import Compute, Direction, Program, Receive, Send, Verdict
-from dynmo.schedule.op import Kind, Op
+from dynmo.schedule.op import Kind
 
 # What a rank spends time on, beyond the kinds of op: waiting for a message, handing one over.
 WAIT, SEND = "wait", "send"
@@ -54,13 +54,12 @@ class Executor:
         self,
         program: Program,
         stages: Mapping[int, Stage],
-        last_stage: int,
         transport: Transport,
         clock: Clock,
         streams: StageStreams,
         timeout: float | None = None,
     ) -> None:
-        self.program, self.stages, self.last_stage = program, stages, last_stage
+        self.program, self.stages = program, stages
         self.transport, self.clock, self.streams, self.timeout = transport, clock, streams, timeout
         self._buffers = BufferSet(layer.module for stage in stages.values() for layer in stage.layers)
 
@@ -133,7 +132,7 @@ class _ProgramRun:
 
     def __init__(self, executor: Executor, step: int, inputs: Tensor | None, targets: Tensor | None, training: bool) -> None:
         self._executor, self._step, self._inputs, self._targets, self._training = executor, step, inputs, targets, training
-        self._program, self._stages, self._last = executor.program, executor.stages, executor.last_stage
+        self._program, self._stages = executor.program, executor.stages
         self._transport, self._streams, self._mark = executor.transport, executor.streams, executor.clock.mark
         self._output = StepOutput()
         self._intervals = self._output.intervals
@@ -146,7 +145,7 @@ class _ProgramRun:
         """Runs all instructions. Returns None if the program must begin again: all but the buffers is then as it was at its start."""
         for instruction in self._program.instructions:
             if isinstance(instruction, Compute):
-                self._compute(instruction.op)
+                self._compute(instruction)
             elif isinstance(instruction, Receive):
                 self._receive(instruction)
             elif isinstance(instruction, Send):
@@ -155,47 +154,52 @@ class _ProgramRun:
                 return None
         return self._output
 
-    def _compute(self, op: Op) -> None:
+    def _compute(self, compute: Compute) -> None:
+        op = compute.op
         kind, s, j = op
         with self._streams.of(s):
             if kind is Kind.F:
-                start = self._forward(s, j)
+                start = self._forward(compute)
             elif kind is Kind.W:
                 start = self._mark()
                 self._queue.run_rest(op)
             else:
-                start = self._backward_input(kind, s, j)
+                start = self._backward_input(compute)
             self._queue.after(op)
             self._intervals.append(Interval(kind, s, j, start, self._mark()))
 
-    def _forward(self, s: int, j: int) -> Any:
+    def _forward(self, compute: Compute) -> Any:
         """Runs F, and hands its outputs on. Returns the mark of its start."""
-        x = self._arrived.pop((Direction.ACTIVATION, s, j)) if s else (_at(self._inputs, j),)
+        (_, s, j), takes, to, local = compute
+        x = self._arrived.pop((Direction.ACTIVATION, s, j)) if takes else (_at(self._inputs, j),)
         self._streams.need((Direction.ACTIVATION, s, j), x)
         start = self._mark()
-        targets = _at(self._targets, j) if s == self._last else None
+        targets = _at(self._targets, j) if to is None else None
         y = self._stages[s].forward(j, x, self._step, targets, self._training)
-        if s == self._last:
+        if to is None:
             self._output.losses.append(y[0].detach())  # with its graph it would live until nobody needs the step any more
-        elif s + 1 in self._stages:
-            self._arrived[Direction.ACTIVATION, s + 1, j] = y
-            self._streams.produced((Direction.ACTIVATION, s + 1, j))
         else:
-            self._leaving[Direction.ACTIVATION, s, j] = y
+            self._hand_on(Direction.ACTIVATION, s, j, y, to, local)
         return start
 
-    def _backward_input(self, kind: Kind, s: int, j: int) -> Any:
+    def _backward_input(self, compute: Compute) -> Any:
         """Runs B or BW, and hands the input's gradients on. Returns the mark of its start."""
-        gradients = self._arrived.pop((Direction.GRADIENT, s, j)) if s != self._last else None
+        (kind, s, j), takes, to, local = compute
+        gradients = self._arrived.pop((Direction.GRADIENT, s, j)) if takes else None
         self._streams.need((Direction.GRADIENT, s, j), gradients or ())
         start = self._mark()
         g = self._stages[s].backward_input(j, gradients, deferred=kind is Kind.B)
-        if s > self._program.first_trainable and s - 1 in self._stages:
-            self._arrived[Direction.GRADIENT, s - 1, j] = g
-            self._streams.produced((Direction.GRADIENT, s - 1, j))
-        elif s > self._program.first_trainable:
-            self._leaving[Direction.GRADIENT, s, j] = g
+        if to is not None:
+            self._hand_on(Direction.GRADIENT, s, j, g, to, local)
         return start
+
+    def _hand_on(self, direction: Direction, s: int, j: int, tensors: Tensors, to: int, local: bool) -> None:
+        """Gives a result to a stage of this rank, or keeps it for the `Send` that follows."""
+        if local:
+            self._arrived[direction, to, j] = tensors
+            self._streams.produced((direction, to, j))
+        else:
+            self._leaving[direction, s, j] = tensors
 
     def _receive(self, awaited: Receive) -> None:
         start = self._mark()

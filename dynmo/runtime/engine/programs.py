@@ -73,4 +73,4 @@ class Programs:
             share, kept = 1 / (microbatches * world.replicas), sum(layer.index < frozen for layer in own)
             loss = layer_store.model.loss if stage == last else None
             stages[stage] = Stage(own, first, loss, share, cache, kept, world.device)
-        return Executor(programs[world.rank], stages, last, Transport(world, programs), self._clock, self._streams, timeout)
+        return Executor(programs[world.rank], stages, Transport(world, programs), self._clock, self._streams, timeout)

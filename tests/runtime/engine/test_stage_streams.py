@@ -60,7 +60,7 @@ def executor(streams: Noted | DefaultStream, first: int) -> tuple[Executor, list
         for i, m in enumerate(modules)
     }
     programs = lower(fold(make("zb-h1", 3, MICROBATCHES, first_trainable=first)))
-    return Executor(programs[0], stages, 2, Transport(alone(), programs), HostClock(), streams), modules
+    return Executor(programs[0], stages, Transport(alone(), programs), HostClock(), streams), modules
 
 
 @pytest.mark.parametrize("first", [0, 1])

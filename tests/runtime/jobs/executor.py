@@ -69,7 +69,7 @@ def execute(
     Late.random = Random(late)
     ends = (Transport if late is None else Late)(world, programs)
     timeout = None if late is None else 3e-4
-    executor = Executor(programs[world.rank], stages, order.stages - 1, ends, HostClock(), DefaultStream(), timeout)
+    executor = Executor(programs[world.rank], stages, ends, HostClock(), DefaultStream(), timeout)
     random = torch.Generator().manual_seed(1)
     losses: list[float] = []
     ahead = 0
