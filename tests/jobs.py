@@ -86,10 +86,10 @@ def events(world: World, config: dict[str, Any], fits: bool = True) -> list[dict
     trainer = Trainer(loaded, world, load_model(loaded), None, listen=told.append)
     if not fits:
 
-        def refuse(partition: Partition) -> Migration:
+        def refuse(partition: Partition, is_agreed: bool = False) -> Migration:
             raise NoRoomError(f"{partition.counts} does not fit")
 
-        trainer.pipeline.move = refuse
+        trainer.pipeline.actions.move = refuse
     trainer.run()
     return [to_json(event) for event in told]
 

@@ -106,11 +106,12 @@ class Actions:
                 layer_store.layers[index].forget_sizes()
         self._programs.relower()
 
-    def move(self, partition: Partition) -> Migration:
+    def move(self, partition: Partition, is_agreed: bool = False) -> Migration:
         """Moves layers with weights, gradients, optimizer state and flags. All or nothing.
 
         Args:
             partition: Number of layers on each stage, first stage first.
+            is_agreed: Whether the ranks have compared `partition` already.
 
         Returns:
             What has moved, and how long it took.
@@ -124,7 +125,8 @@ class Actions:
         world, before = layer_store.world, layer_store.layout
         layout = self._layouts.moved(before, partition)
         plan = moves_between_ranks(before.partition, partition, before.processes)
-        world.agree(hashlib.sha256(repr((before.partition.counts, partition.counts)).encode()).digest(), "the new placement")
+        if not is_agreed:
+            world.agree(hashlib.sha256(repr((before.partition.counts, partition.counts)).encode()).digest(), "the new placement")
 
         migration = exchange(
             world, plan, lambda i: (layer_store.modules[i], layer_store.state(i)), partial(layer_store.moved, layout, plan)
@@ -181,7 +183,7 @@ class Actions:
             self._schedule_keeper.forget()
             self.on_workload_change(layers)
 
-    def replan(self, layers: tuple[LayerCost, ...], least: float = 0.0) -> float:
+    def replan(self, layers: tuple[LayerCost, ...], least: float = 0.0) -> float | None:
         """Makes the schedule anew from these costs, if that is predicted to save enough.
 
         Args:
@@ -189,14 +191,14 @@ class Actions:
             least: Share of a step that must be saved.
 
         Returns:
-            The share of a step that the simulator says is saved. 0 if the schedule stays, as those
+            The share of a step that the simulator says is saved. None if the schedule stays, as those
             do that are not made from costs.
         """
         self._pending.settle()
         gain = self._schedule_keeper.replan(layers, least)
         if gain is not None:
             self._programs.relower()
-        return gain or 0.0
+        return gain
 
     def rebuild(self, layer: int, moments: Mapping[str, Tensor]) -> None:
         """Trains the new parameters of one of this rank's layers. Only its rank calls it.

@@ -456,10 +456,6 @@ class Engine:
         """`costs`, once by the earlier and once by the later readings alone; nothing if some time has one reading only."""
         return self.profiler.gather_halves(self.world, self._layer_store.layers, costs)
 
-    def preempted(self) -> float:
-        """The share of its ops' time for which a rank lost its core to other processes: of the rank that lost most."""
-        return self.largest(self.profiler.preempted)
-
     def predict(self, layers: tuple[LayerCost, ...], partition: Partition) -> Timeline:
         """What the simulator says of one step under these costs and this placement, with the schedule made for them."""
         return self._schedule_keeper.predict(layers, partition)
@@ -479,7 +475,12 @@ class Engine:
 
     def largest(self, value: float) -> float:
         """The largest of the ranks' values, on every rank."""
-        return float(self.world.everyone.largest(torch.tensor([value], dtype=torch.float64), "a measurement of every rank"))
+        return self.maxima((value,))[0]
+
+    def maxima(self, values: Sequence[float]) -> list[float]:
+        """Returns the largest of the ranks' first values, of their second, and so on."""
+        table = torch.tensor(values, dtype=torch.float64)
+        return self.world.everyone.largest(table, "a measurement of every rank").tolist()
 
     def stage_costs(self, layers: tuple[LayerCost, ...], partition: Partition) -> Costs:
         """The stages' costs, and the links' times for the messages that cross there."""

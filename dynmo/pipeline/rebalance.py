@@ -44,6 +44,15 @@ class _Pending:
     after: list[float]
 
 
+@dataclass(frozen=True)
+class _Choice:
+    """Whether the layers go to `target`. on_the_way: seconds that they take over the links."""
+
+    target: Partition
+    on_the_way: float
+    decision: Decision
+
+
 @dataclass
 class Overhead:
     """Seconds that balancing has taken of a run so far, on this rank."""
@@ -148,7 +157,8 @@ class Rebalancer:
         config, pipeline, world = self._config, self._pipeline, self._pipeline.world
         gathering = time.perf_counter()
         costs = self._costs()
-        halves, start = pipeline.cost_halves(costs), time.perf_counter()
+        halves, preempted = pipeline.cost_halves(costs), pipeline.largest(pipeline.profiler.preempted)
+        start = time.perf_counter()
         self.overhead.measure += start - gathering
         # Between replicas as between stages: the slowest of the links that were measured. A pipeline of one rank has none.
         links = pipeline.links or measure_links(world.everyone, [(0, 1)])
@@ -185,110 +195,167 @@ class Rebalancer:
                 hysteresis=balance.hysteresis,
             )
 
+        chosen = None
         try:
             best = decide(costs)
-            decision = best.decision
-            if decision.move and best.plan.mesh != current:
-                decision = self._confirmed(decision, (decide(layers).decision for layers in halves))
+            decision, target = best.decision, best.plan.mesh
+            if decision.move and target != current:
+                decision = self._confirmed(decision, (decide(layers).decision for layers in halves), preempted)
             self._unshaped = decision.uncertain
+            if decision.move and target != current:
+                chosen = target.pipeline, target.replicas, best.plan.plan.partition
         except NoRoomError:
-            return None
-        finally:
-            self.overhead.decide += time.perf_counter() - start
-        target = best.plan.mesh
-        chosen = (target.pipeline, target.replicas, best.plan.plan.partition)
-        world.everyone.agree(hashlib.sha256(repr((decision.move, chosen)).encode()).digest(), "whether to reshape")
-        return chosen if decision.move and target != current else None
+            pass  # the mesh stays, which does train
+        self.overhead.decide += time.perf_counter() - start
+        world.agree(hashlib.sha256(repr((chosen, self._unshaped)).encode()).digest(), "whether to reshape")
+        return chosen
 
     def _profile(self, costs: tuple[LayerCost, ...], links: dict[tuple[int, int], LinkCost]) -> Profile:
         return replace(profile_of(self._config, self._pipeline, costs), links=tuple(links.items()))
 
     def consider(self, step: int) -> list[Event]:
-        """Before `step`: decides, and acts where it pays. First where the layers live, then in which order the ranks work."""
+        """Decides before `step`, and acts if that pays: first where the layers live, then in which order the ranks work.
+
+        The ranks compare their decision before layers move or stay.
+
+        Raises:
+            RunError: The ranks have decided differently, because their cases forecast differently, say.
+        """
         if self._watch is not None:
             self._watch.decided()
-        overhead, start = self.overhead, time.perf_counter()
+        pipeline, overhead, start = self._pipeline, self.overhead, time.perf_counter()
         costs = self._costs()
-        halves = self._pipeline.cost_halves(costs)
+        halves = pipeline.cost_halves(costs)
+        # Every rank takes part before any decides. Ranks that decide differently must not wait for each other here.
+        fixed, doubt, preempted = pipeline.maxima((self._fixed, self._doubt, pipeline.profiler.preempted))
         measured, moved = time.perf_counter(), overhead.move
         overhead.measure += measured - start
-        done, recomputed = list[Event](), self._pipeline.recomputed
+        done, recomputed = list[Event](), pipeline.recomputed
+        choice = None
         if self._config.balance.balancer != "none":
-            done = self._move(step, costs, halves, measured - start)
-        # Where the move has switched recomputation, the costs are no longer those that were measured. Nor does one reading tell any.
-        steady = bool(halves) and self._pipeline.recomputed == recomputed
-        gain = self._pipeline.actions.replan(costs, self._config.balance.hysteresis / 4) if steady else 0.0
+            try:
+                choice = self._choose(step, costs, halves, fixed, doubt, preempted)
+            except PartitionError as error:  # no room; or a baseline that has no placement for such layers
+                if not self._told:
+                    done.append(ChangeEvent(step, now(), "balance", (), f"layers stay where they are: {error}"))
+                self._told = True
+        moves = choice is not None and choice.decision.move
+        if choice is not None and moves:
+            self._agree(choice, None)
+            done += self._move(step, choice, measured - start, time.perf_counter() - measured)
+        # Costs change if the move has switched recomputation. One reading alone proves nothing.
+        steady = bool(halves) and pipeline.recomputed == recomputed
+        gain = pipeline.actions.replan(costs, self._config.balance.hysteresis / 4) if steady else None
+        if not moves:
+            self._agree(choice, gain)
         overhead.decide += time.perf_counter() - measured - (overhead.move - moved)
         return [*done, ScheduleEvent(step, now(), self._config.pipeline.schedule, gain)] if gain else done
 
-    def _move(self, step: int, costs: tuple[LayerCost, ...], halves: tuple[tuple[LayerCost, ...], ...], measuring: float) -> list[Event]:
-        """Moves layers where that pays.
+    def _agree(self, choice: _Choice | None, gain: float | None) -> None:
+        """Compares the decision with the other ranks'.
+
+        Args:
+            choice: Where the layers go. None: the balancer leaves them where they are.
+            gain: Share of a step that another schedule saves. None: the schedule stays, or the
+                layers move. The ranks then compare the schedule that they run on the new placement.
+        """
+        # Floats are left out: they decide nothing more, and may differ in their last bit between kinds of CPU.
+        where = None if choice is None else (choice.target.counts, choice.decision.move, choice.decision.uncertain)
+        self._pipeline.world.agree(hashlib.sha256(repr((where, gain is not None)).encode()).digest(), "whether to move layers")
+
+    def _choose(
+        self,
+        step: int,
+        costs: tuple[LayerCost, ...],
+        halves: tuple[tuple[LayerCost, ...], ...],
+        fixed: float,
+        doubt: float,
+        preempted: float,
+    ) -> _Choice | None:
+        """Decides whether layers move, and where to. Every rank computes the same.
 
         Args:
             step: Before which it is asked.
             costs: By all readings.
             halves: The costs by the earlier and by the later readings alone. Both must support a move.
-            measuring: Seconds that it took to gather the costs.
+            fixed: Seconds that a move takes beyond its layers' way over the links.
+            doubt: How many times the usual gain is asked for.
+            preempted: Share of the ops' time that other processes take.
 
         Returns:
-            What was done, or why nothing can be; and before it what the move before has brought, if that is not told yet.
+            The decision, or None if the balancer leaves the layers where they are.
+
+        Raises:
+            PartitionError: The balancer has no placement.
         """
         balance, pipeline = self._config.balance, self._pipeline
-        start = time.perf_counter()
         request = pipeline.request(costs, cost=cast(Cost, balance.cost), seed=self._config.seed, step=step)
-        try:
-            target = balancer(balance.balancer)(request)
-        except PartitionError as error:  # no room; or a baseline that has no placement for such layers
-            told, self._told = self._told, True
-            return [] if told else [ChangeEvent(step, now(), "balance", (), f"layers stay where they are: {error}")]
+        target = balancer(balance.balancer)(request)
         if target == pipeline.partition:
-            return []
+            return None
         on_the_way = self._on_the_way(costs, pipeline.partition, target)
-        # What is measured on one rank only, every rank must take alike.
-        price, hysteresis = on_the_way + pipeline.largest(self._fixed), balance.hysteresis * pipeline.largest(self._doubt)
 
         def decide(layers: tuple[LayerCost, ...]) -> Decision:
             outlook = self._outlook(step, replace(request, layers=layers), target)
-            return worth_moving_through(outlook, price, balance.margin, hysteresis)
+            return worth_moving_through(outlook, on_the_way + fixed, balance.margin, balance.hysteresis * doubt)
 
-        decision, forced = decide(costs), balance.balancer in FORCED
-        if decision.move and not forced:
-            decision = self._confirmed(decision, map(decide, halves))
-        if not decision.move and not forced:
-            return []
-        before = median(self._recent)
+        decision = decide(costs)
+        if balance.balancer in FORCED:
+            decision = Decision(True, decision.predicted_gain, f"{balance.balancer}: forced")
+        elif decision.move:
+            decision = self._confirmed(decision, map(decide, halves), preempted)
+        return _Choice(target, on_the_way, decision)
+
+    def _move(self, step: int, choice: _Choice, measuring: float, deciding: float) -> list[Event]:
+        """Moves layers as all ranks have agreed.
+
+        Args:
+            step: Before which it is done.
+            choice: What is done.
+            measuring: Seconds that it took to gather the costs.
+            deciding: Seconds that it took to decide.
+
+        Returns:
+            The move, and before it what the last move has brought, if that is not told yet. Empty if
+            the layers do not fit the memory of their target.
+        """
+        pipeline, before, start = self._pipeline, median(self._recent), time.perf_counter()
         source = pipeline.partition
-        decided = time.perf_counter()
         try:
-            migration = pipeline.move(target)
+            migration = pipeline.actions.move(choice.target, is_agreed=True)
         except NoRoomError:
-            # By what the layers may take at most, not by what was measured, their activations do not fit there ("recompute" is "auto"). All
-            # ranks find so, and nothing has moved.
+            # "recompute" is "auto", which goes by the most that layers may take, not by what was measured. All ranks find so.
             return []
         ended = time.perf_counter()
-        self._fixed = max(0.0, migration.seconds - on_the_way)
-        self.overhead.move += ended - decided
+        self._fixed = max(0.0, migration.seconds - choice.on_the_way)
+        self.overhead.move += ended - start
         self.moves += 1
-        result, self._pending = self.close_measurement(step), _Pending(self.moves, decision.predicted_gain, before, [])
+        result, self._pending = self.close_measurement(step), _Pending(self.moves, choice.decision.predicted_gain, before, [])
         self._recent.clear()
         done = RebalanceEvent(
             step,
             now(),
             self.moves,
             source.counts,
-            target.counts,
+            choice.target.counts,
             migration.moved_bytes,
-            ended - start,
-            decision.predicted_gain,
-            f"{balance.balancer}: forced" if forced else decision.reason,
+            deciding + ended - start,
+            choice.decision.predicted_gain,
+            choice.decision.reason,
             measuring,
-            decided - start,
+            deciding,
         )
         return [done] if result is None else [result, done]
 
-    def _confirmed(self, decision: Decision, parts: Iterable[Decision]) -> Decision:
-        """The decision to move, if it is certain enough. If not, it is time to look again when there are other readings."""
-        decision = confirmed(decision, list(parts), self._pipeline.preempted())
+    def _confirmed(self, decision: Decision, parts: Iterable[Decision], preempted: float) -> Decision:
+        """Returns the decision to move if it is certain enough. If it is not, plans to look again.
+
+        Args:
+            decision: By all readings.
+            parts: By parts of the readings.
+            preempted: Share of the ops' time that other processes take.
+        """
+        decision = confirmed(decision, list(parts), preempted)
         if decision.uncertain and self._watch is not None:
             self._watch.check_later()
         return decision

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import count, cycle
@@ -13,7 +14,8 @@ import pytest
 from dynmo.balance.partition import Partition
 from dynmo.config import parse
 from dynmo.cost.layer_cost import LayerCost, LinkCost
-from dynmo.dynamism import Change, Dynamism, Layers
+from dynmo.dynamism import Change, Dynamism, Forecast, Layers
+from dynmo.errors import RunError
 from dynmo.events import Event, RebalanceResultEvent, to_json
 from dynmo.models.registry import load_model
 from dynmo.runtime.comm.clock import HostClock
@@ -195,6 +197,44 @@ def test_predictions_that_do_not_come_true_are_doubted(pool: Pool) -> None:
     assert all(0.05 < e["predicted_gain"] < 0.3 for e in moves)
     assert {e["measured_gain"] for e in results} == {0.0}
     assert 2 <= len(moves) <= 5, "of ten that noise asks for"
+
+
+class Hopeful(Dynamism):
+    """On rank 1 it forecasts that the layers which are slow now will be fast at once."""
+
+    name = "hopeful"
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+
+    def act(self, step: int, layers: Layers) -> Change | None:
+        return None
+
+    def forecast(self, step: int) -> Sequence[Forecast]:
+        return [Forecast(step + 2, tuple(range(6)), f=0.01, b=0.01, w=0.01)] if self._rank else []
+
+
+def forecasting(world: World, config: dict[str, Any]) -> str:
+    """A run in which rank 1's case forecasts something else than rank 0's. Returns how it ends."""
+    loaded = parse(config)
+    trainer = Trainer(loaded, world, load_model(loaded), None)
+    trainer._cases.append(Hopeful(world.rank))
+    try:
+        trainer.run()
+    except RunError as error:
+        return str(error)
+    return "done"
+
+
+def test_ranks_whose_forecasts_differ_fail_at_once(pool: Pool) -> None:
+    """One rank decides to move and the other to stay. Neither waits for the other."""
+    changes = {"balance": {"initial": [6, 2]}, "train": {"steps": 12}}
+    config = CONFIG | {section: CONFIG[section] | keys for section, keys in changes.items()} | {"dynamism": {}}
+    start = time.perf_counter()
+    ends = pool.run("tests.pipeline.test_rebalance:forecasting", 2, config=config)
+    line = "rank 0 and rank 1 disagree on whether to move layers; do all run the same dynmo, config and data?"
+    assert ends == [line, line]
+    assert time.perf_counter() - start < CONFIG["parallel"]["timeout"] / 2
 
 
 class Told(Dynamism):
