@@ -50,7 +50,9 @@ def test_few_public_members() -> None:
     assert len(members) <= MAX_MEMBERS, sorted(members)
 
 
-@pytest.mark.parametrize("name", ["Pipeline", "Sequential", "init"])
+@pytest.mark.parametrize(
+    "name", ["Change", "Dynamism", "LayerCost", "Partition", "Pipeline", "Sequential", "World", "init", "next_token_loss"]
+)
 def test_the_examples_run(name: str) -> None:
     value = getattr(dynmo, name)
     module = importlib.import_module(value.__module__)

@@ -29,7 +29,20 @@ Cost = Literal["time", "parameters"]
 
 @dataclass(frozen=True)
 class Partition:
-    """Layers per stage, in stage order. Raises PartitionError unless there is a stage and every stage has a layer."""
+    """Number of layers on each stage. The layers of a stage are contiguous.
+
+    Args:
+        counts: At least one stage, and at least one layer on each.
+
+    Raises:
+        PartitionError: There is no stage, or a stage without layers.
+
+    Example:
+        >>> Partition((3, 2, 3)).bounds
+        (0, 3, 5, 8)
+        >>> Partition((3, 2, 3)).owner(4)
+        1
+    """
 
     counts: tuple[int, ...]
 
@@ -42,14 +55,17 @@ class Partition:
 
     @classmethod
     def from_bounds(cls, bounds: Sequence[int]) -> Partition:
+        """The placement with these bounds. See `bounds`."""
         return cls(tuple(stop - start for start, stop in pairwise(bounds)))
 
     @property
     def layers(self) -> int:
+        """Number of layers."""
         return self.bounds[-1]
 
     @property
     def ranks(self) -> int:
+        """Number of stages."""
         return len(self.counts)
 
     @cached_property

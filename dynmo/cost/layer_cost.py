@@ -23,10 +23,11 @@ def most_pending_gradients(accumulation_groups: int) -> int:
 
 @dataclass(frozen=True)
 class LayerCost:
-    """One layer and one microbatch: seconds of F, B, W, and the bytes it holds.
+    """What one layer costs for one microbatch: seconds of F, B and W, and bytes.
 
     Args:
-        f: Seconds of F. A layer in a frozen prefix has b = w = 0. A frozen layer above a trainable one has w = 0 only.
+        f: Seconds of F. A layer in a frozen prefix has b = w = 0. A frozen layer above a trainable
+            one has w = 0 only.
         b: Seconds of B.
         w: Seconds of W.
         parameters: Number of parameters.
@@ -41,6 +42,10 @@ class LayerCost:
         weight_workspace_bytes: The same for W.
         rollback_bytes: What a step without a barrier keeps until it is final, so that it can be taken back.
         pending_gradient_bytes: Gradients of finished accumulation groups that wait to be summed.
+
+    Example:
+        >>> LayerCost(f=0.01, b=0.01, w=0.02, weight_bytes=400).static_bytes
+        400
     """
 
     f: float
@@ -61,20 +66,21 @@ class LayerCost:
 
     @property
     def seconds(self) -> float:
+        """F, B and W together."""
         return self.f + self.b + self.w
 
     @property
     def static_bytes(self) -> int:
-        """What is there whatever runs, counted as if it all stayed from step to step."""
+        """Bytes that are held whatever runs, counted as if all stayed from step to step."""
         return self.weight_bytes + self.gradient_bytes + self.optimizer_bytes + self.rollback_bytes + self.pending_gradient_bytes
 
     @property
     def moved_bytes(self) -> int:
-        """What travels when the layer changes ranks: between steps there are neither gradients nor copies."""
+        """Bytes that travel when the layer changes ranks."""
         return self.weight_bytes + self.optimizer_bytes
 
     def shared(self, replicas: int) -> LayerCost:
-        """With ZeRO-1, on a replica: its share of the optimizer's state and of what is kept to take that back."""
+        """The cost on one of so many replicas with ZeRO-1, which share the optimizer's state."""
         return replace(self, optimizer_bytes=-(-self.optimizer_bytes // replicas), rollback_bytes=-(-self.rollback_bytes // replicas))
 
     def with_accumulation(self, accumulation_groups: int) -> LayerCost:

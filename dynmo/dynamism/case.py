@@ -1,14 +1,16 @@
 """The protocol of a dynamic case: something that changes the model's work while it trains.
 
-    before a run         check(modules)           refuses a model that lacks what the case needs
-    before each step     act(step, layers)        changes layers, says which; acts(step) tells beforehand whether it may
-    after each step      observe(signals)         loss, gradient norms, learning rate
-    at any time          forecast(step)           what it expects to change, for a balancer that acts only where it pays
-    checkpoints          state() / load(state)    what every rank knows;  layers.kept(i): tensors that move and are saved with layer i
+    before a run       check(modules)       refuses a model that lacks what the case needs
+    before each step   act(step, layers)    changes layers, and says which
+    after each step    observe(signals)     takes loss, gradient norms and learning rate
+    at any time        forecast(step)       says what it expects to change
+    checkpoints        state(), load()      what every rank knows
 
-Every rank holds the same cases and calls them with the same measurements, so all reach the same decision. A case never knows ranks: it
-works on the layers that are here (`layers.own`), and where one number per layer must be known everywhere, it asks for a sum
-(`layers.collective`). dynmo never knows which case runs: it sees the costs that result.
+Every rank holds the same cases and calls them with the same measurements. So all ranks reach the
+same decision. A case knows no ranks: it works on the layers of its rank (`layers.own`). If every
+rank must know one number per layer, the case asks for a sum (`layers.collective`). Tensors in
+`layers.kept(i)` move and are saved with layer i. dynmo does not know which case runs: it sees the
+costs that result.
 """
 
 from __future__ import annotations
@@ -26,8 +28,14 @@ from dynmo.errors import RunError
 
 @dataclass(frozen=True)
 class Signals:
-    """What every rank knows after a step: the loss, squared gradient norms before clipping, one per layer in global order, and the
-    learning rate of the step."""
+    """What every rank knows after a step.
+
+    Attributes:
+        step: Number of the step.
+        loss: Mean loss of the step.
+        squared_norms: Of each layer's gradients before clipping, in the model's order.
+        rate: Learning rate of the step.
+    """
 
     step: int
     loss: float
@@ -39,14 +47,24 @@ class Collective(Protocol):
     """What a case may ask of the other ranks. Every rank must ask the same, in the same order."""
 
     def sum(self, tensor: Tensor, what: str) -> Tensor:
-        """The sum over the ranks, in place. For equal bits on any placement: integers, or floats of which each has one rank alone
-        that does not give 0. what: what is waited for, should a rank not come."""
+        """Adds a tensor up over the ranks, in place.
+
+        The result must not depend on the placement. So the tensor has integers, or floats of which
+        all ranks but one give 0.
+
+        Args:
+            tensor: Equal shapes on all ranks.
+            what: What is waited for, for messages.
+        """
         ...
 
 
 class Layers(Protocol):
-    """The model as a case sees it, and what it may do: `freeze` and `unfreeze` are called alike on every rank. What is done takes effect
-    before the next step. It is the same object at every call, so a case may hold on to it."""
+    """The model as a case sees it, and what a case may do.
+
+    All ranks call `freeze` and `unfreeze` alike. What a case does takes effect before the next
+    step. The object is the same at every call, so a case may keep it.
+    """
 
     @property
     def count(self) -> int: ...
@@ -59,36 +77,50 @@ class Layers(Protocol):
     def names(self) -> Sequence[str]: ...
     @property
     def modules(self) -> Sequence[nn.Module]:
-        """All layers; those that are elsewhere are on the meta device: shapes without memory."""
+        """All layers. Those of other ranks are on the meta device: shapes without memory."""
         ...
 
     @property
     def own(self) -> Sequence[int]:
-        """The layers that are here, ascending. After a move they are others."""
+        """Indices of this rank's layers, ascending. A move changes them."""
         ...
 
     @property
     def collective(self) -> Collective: ...
 
     def kept(self, layer: int) -> dict[str, Tensor]:
-        """Of a layer that is here: tensors on the CPU that move and are saved with it. The case fills it; names are its own."""
+        """The tensors on the CPU that move and are saved with one of this rank's layers. The case fills it."""
         ...
 
     def moments(self, layer: int) -> dict[str, Tensor]:
-        """Of a layer that is here: its optimizer's state, `parameter/moment` -> tensor."""
+        """The optimizer state of one of this rank's layers, `parameter/moment` -> tensor."""
         ...
 
     def rebuild(self, layer: int, moments: Mapping[str, Tensor]) -> None:
-        """After a layer that is here got other modules or parameters: trains these, from that optimizer state. A module that has other
-        names of parameters than before must get them on every rank, on the meta device too."""
+        """Trains the new modules or parameters of one of this rank's layers.
+
+        Args:
+            layer: Index of the layer. If its parameters have other names than before, every rank
+                must rename them, on the meta device too.
+            moments: Their optimizer state, `parameter/moment` -> tensor.
+        """
         ...
 
 
 @dataclass(frozen=True)
 class Change:
-    """What a case did: the global indices of the layers whose cost is no longer what was measured, or whose output is another now, and a
-    line for the log. options: those of `[dynamism.NAME]` that the case has measured by itself; the run's own config will say them, so
-    that a run from it need not. (Of one's own case there is no such section.)"""
+    """What a case did before a step.
+
+    Attributes:
+        layers: Indices of the layers whose cost or output is no longer what it was.
+        what: A line for the log.
+        options: Keys of `[dynamism.NAME]` that the case has measured. The run's saved config has
+            them, so that a run from it need not measure. A case of one's own has no section.
+
+    Example:
+        >>> Change((0, 1), "froze the first block").layers
+        (0, 1)
+    """
 
     layers: tuple[int, ...]
     what: str
@@ -97,8 +129,17 @@ class Change:
 
 @dataclass(frozen=True)
 class Forecast:
-    """From `step` on, these layers are expected to take `f`, `b`, `w` times what they take now (when the forecast is made). Of one case, a
-    later forecast for a layer replaces an earlier one."""
+    """What a case expects some layers to take from a step on.
+
+    A later forecast of the same case for a layer replaces an earlier one.
+
+    Attributes:
+        step: The first step with these costs.
+        layers: Indices of the layers.
+        f: Seconds of F, as a factor of what F takes now.
+        b: Likewise for B.
+        w: Likewise for W.
+    """
 
     step: int
     layers: tuple[int, ...]
@@ -108,45 +149,80 @@ class Forecast:
 
 
 class Dynamism(Protocol):
-    """One case. Inherit from it and write `act`; the rest has defaults, for a case that needs no more."""
+    """One dynamic case. Inherit from it and write `act`. The other methods have defaults.
+
+    Attributes:
+        name: Names the case in messages and checkpoints.
+
+    Example:
+        >>> class FreezeEmbedding(Dynamism):
+        ...     name = "freeze_embedding"
+        ...
+        ...     def act(self, step, layers):
+        ...         if step == 100:
+        ...             layers.freeze([0])
+        ...             return Change((0,), "the embedding is frozen")
+        >>> FreezeEmbedding().acts(5)
+        True
+    """
 
     name: str
 
     @abstractmethod
     def act(self, step: int, layers: Layers) -> Change | None:
-        """Before `step`."""
+        """Changes the model before a step.
+
+        Args:
+            step: Number of the step that comes.
+            layers: The model.
+
+        Returns:
+            What has changed. None if nothing has.
+        """
         ...
 
     def check(self, modules: Sequence[nn.Module]) -> None:
-        """Before a run, and in a dry run: raises ConfigError where the model lacks what the case needs. modules: all layers as they were
-        built; they may be on the meta device."""
+        """Refuses a model that lacks what the case needs. Called before a run, and in a dry run.
+
+        Args:
+            modules: All layers as they were built. They may be on the meta device.
+
+        Raises:
+            ConfigError: The model lacks something. The message says what.
+        """
         return
 
     def acts(self, step: int) -> bool:
-        """Whether `act` may do something before `step`, or `observe` did not only take its signals after the step before it. Asked with
-        post-validation, where a step usually begins before the one before it is final, and `observe` is told of that one late: False lets
-        it. `act` is called all the same, and must not look at weights, moments or the last signals then."""
+        """Says whether `act` may do something before a step.
+
+        Post-validation asks. False lets the step begin before the previous step is final. `act` is
+        called all the same. It must not read weights, moments or the last signals then.
+
+        Args:
+            step: Number of the step that comes.
+        """
         return True
 
     def observe(self, signals: Signals) -> None:
-        """After a step."""
+        """Takes what is known after a step."""
         return
 
     def forecast(self, step: int) -> Sequence[Forecast]:
-        """What it expects to do after `step`, soonest first. Empty where it cannot know: a hint, never a promise."""
+        """Returns what the case expects to do after a step, soonest first. Empty if it cannot know."""
         return ()
 
     def state(self) -> dict[str, Any]:
-        """Plain JSON, the same on every rank, for checkpoints."""
+        """Returns the case's own state for checkpoints: plain JSON, the same on every rank."""
         return {}
 
     def load(self, state: dict[str, Any]) -> None:
+        """Takes back what `state` returned."""
         return
 
 
 @contextmanager
 def named(case: Dynamism, what: str, step: int) -> Generator[None]:
-    """What the case raises within is told with its name."""
+    """Adds the case's name to what is raised within."""
     try:
         yield
     except Exception as error:
@@ -155,7 +231,7 @@ def named(case: Dynamism, what: str, step: int) -> Generator[None]:
 
 
 def checked(case: Dynamism, change: object, layers: int) -> Change | None:
-    """What `act` returned. Raises RunError where that is none of what it may return."""
+    """Returns what `act` returned. Raises RunError if `act` may not return that."""
     if change is None:
         return None
     if not isinstance(change, Change):

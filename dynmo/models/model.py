@@ -22,10 +22,17 @@ Factory = Callable[[], nn.Module]
 
 @dataclass(frozen=True)
 class Model:
-    """`build(owned)` gives all layers in order: those in `owned` real, the rest on the meta device (shapes without memory).
+    """A list of layers, each of which may live on any rank.
 
-    Each layer's initial weights depend on the seed and its global index alone, so that every placement starts from the same bits.
-    `tied` names pairs (layer, parameter) that are one weight: the first owns it, the second uses it.
+    Each layer's initial weights depend on the seed and its index alone, so that every placement
+    starts from the same bits.
+
+    Attributes:
+        names: Name of each layer, in order.
+        build: Takes the indices of this rank's layers. Returns all layers, those of other ranks on
+            the meta device (shapes without memory).
+        loss: Takes (output, targets) and returns the mean loss of a microbatch.
+        tied: Pairs of (layer, parameter) that are one weight. The first owns it.
     """
 
     names: tuple[str, ...]
@@ -35,11 +42,25 @@ class Model:
 
     @property
     def layers(self) -> int:
+        """Number of layers."""
         return len(self.names)
 
 
 def next_token_loss(logits: Tensor, targets: Tensor) -> Tensor:
-    """Mean cross entropy. logits: [..., vocab], targets: [...] of token ids."""
+    """The mean cross entropy.
+
+    Args:
+        logits: [..., vocabulary], of any floating-point type. Computed in float32.
+        targets: [...] of token ids.
+
+    Returns:
+        A tensor without dimensions.
+
+    Example:
+        >>> import torch
+        >>> round(float(next_token_loss(torch.zeros(2, 3, 10), torch.zeros(2, 3, dtype=torch.long))), 4)
+        2.3026
+    """
     return functional.cross_entropy(logits.reshape(-1, logits.shape[-1]).float(), targets.reshape(-1))
 
 

@@ -45,7 +45,22 @@ def _short_digest(text: str) -> int:
 
 @dataclass
 class World:
-    """One generation of ranks. `device` is where this rank computes; `timeout` (seconds) bounds every wait."""
+    """The ranks that train together. `dynmo.init` makes one.
+
+    Attributes:
+        rank: This rank's number, from 0.
+        size: Number of ranks.
+        device: Where this rank computes.
+        timeout: Limit of every wait, in seconds.
+        generation: How many times the ranks have met anew.
+        store: Where ranks tell each other what no collective can, such as who failed.
+
+    Example:
+        >>> import dynmo
+        >>> with dynmo.init(device="cpu") as world:
+        ...     world.describe_rank(0)
+        'rank 0'
+    """
 
     rank: int
     size: int
@@ -88,7 +103,24 @@ class World:
         generation: int = 0,
         staged: bool = False,
     ) -> World:
-        """Meets the other ranks of this generation, and returns once all have met. Raises WaitTimeout naming those that did not come."""
+        """Meets the other ranks of this generation.
+
+        Args:
+            store: Shared by all ranks.
+            rank: This rank's number.
+            size: Number of ranks.
+            device: Where this rank computes. The default is the CPU.
+            timeout: Limit of every wait, in seconds.
+            generation: How many times the ranks have met before.
+            staged: Whether all messages pass through host memory. Ranks may then share a GPU.
+
+        Returns:
+            The world, once all ranks have met.
+
+        Raises:
+            WaitTimeout: A rank did not come in time. The message names it.
+            RankDied: A rank came and is gone again.
+        """
         device = device or torch.device("cpu")
         prefixed = dist.PrefixStore(f"gen/{generation}", store)
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" and not staged else "gloo"
@@ -138,7 +170,11 @@ class World:
         return world
 
     def close(self, failed: bool = False) -> None:
-        """Of all ranks: the views of a generation end with it. failed: messages may be under way that nobody will send."""
+        """Ends this generation, with all its views. All ranks call it.
+
+        Args:
+            failed: Whether messages may be under way that nobody will send.
+        """
         everyone = self.everyone
         # Their threads must not be inside the backend when it goes.
         for channels in list(self.channels):
@@ -179,15 +215,17 @@ class World:
 
     @property
     def peers(self) -> World:
-        """The ranks that hold what this one holds in the other pipelines, by replica; this rank alone where there is one pipeline."""
+        """The ranks that hold the same layers in the other pipelines, by replica."""
         return self._peers or World(0, 1, self.device, self.timeout, self.generation, self.store)
 
     @property
     def replica(self) -> int:
+        """Which of the replicas this rank is in."""
         return 0 if self._peers is None else self._peers.rank
 
     @property
     def replicas(self) -> int:
+        """Number of pipelines that train side by side."""
         return 1 if self._peers is None else self._peers.size
 
     def global_rank(self, rank: int) -> int:
@@ -206,16 +244,25 @@ class World:
         return ranks_text([self._describe(self.global_rank(rank)) for rank in ranks])
 
     def reshaped(self, replicas: int) -> None:
-        """From now on the ranks are so many replicas: for the names of ranks in messages, and earlier views are no more."""
+        """Takes note of another number of replicas. It drops earlier views."""
         self._shape = replicas
         self._views.clear()
 
     def with_peers(self, peers: World) -> World:
+        """Sets `peers`, and returns this world."""
         self._peers = peers
         return self
 
     def view(self, subgroups: Sequence[tuple[int, ...]], what: str) -> World:
-        """The one of these worlds that this rank is in. All ranks call it, on the world of all; subgroups: the global ranks of each."""
+        """Divides the ranks into worlds of their own. All ranks call it, on the world of all.
+
+        Args:
+            subgroups: Global ranks of each world. Every rank is in one.
+            what: What the ranks wait for here, for messages.
+
+        Returns:
+            The world that this rank is in.
+        """
         everyone = self.everyone
         subgroup, ranks = next((number, ranks) for number, ranks in enumerate(subgroups) if everyone.rank in ranks)
         try:
@@ -242,8 +289,12 @@ class World:
     # -- point to point ---------------------------------------------------------------------------------------------------
 
     def open_channels(self, pairs: Sequence[tuple[int, ...]]) -> None:
-        """NCCL: one communicator per channel key (tag, source, target), in the same order on all ranks; one that was made for another mesh
-        is used again. gloo needs none: it has tags."""
+        """Makes NCCL's communicators, one per channel. gloo needs none, because it has tags.
+
+        Args:
+            pairs: Keys (tag, source, target), in the same order on all ranks. A communicator that
+                was made for another mesh is used again.
+        """
         if not self.enqueues:
             return
         groups, opened = self.everyone._channel_groups, list[tuple[int, ...]]()
@@ -286,6 +337,17 @@ class World:
         return numbers[global_rank] if numbers else global_rank
 
     def send(self, tensor: Tensor, target: int, tag: int, key: tuple[int, ...] | None = None) -> dist.Work:
+        """Begins to send a tensor.
+
+        Args:
+            tensor: Contiguous. It must not change until the work is done.
+            target: A rank of this world.
+            tag: Number that the receiver gives, too.
+            key: Of the channel's communicator. None if it has none.
+
+        Returns:
+            The work to wait for.
+        """
         group = self._channel(key, tensor)
         assert self.group is not None
         tensor = tensor.cpu() if self.staged else tensor
@@ -299,6 +361,17 @@ class World:
         return work
 
     def receive(self, tensor: Tensor, source: int, tag: int, key: tuple[int, ...] | None = None) -> dist.Work:
+        """Begins to receive into a tensor.
+
+        Args:
+            tensor: Has the shape and type of what is sent.
+            source: A rank of this world.
+            tag: Number that the sender gives, too.
+            key: Of the channel's communicator. None if it has none.
+
+        Returns:
+            The work to wait for.
+        """
         group = self._channel(key, tensor)
         assert self.group is not None
         try:
@@ -313,8 +386,17 @@ class World:
         return work
 
     def wait(self, work: dist.Work, peer: int, what: str) -> None:
-        """Waits for a message; `what` is said when it does not come: `the activations of microbatch 3`. On CUDA the stream waits, without
-        a limit: `look` and `settle` have one."""
+        """Waits for a message. With NCCL the stream waits, and `look` and `settle` keep the limit.
+
+        Args:
+            work: What `send` or `receive` returned.
+            peer: The other rank.
+            what: Names the message in errors, such as "the activations of microbatch 3".
+
+        Raises:
+            WaitTimeout: It did not come in time.
+            RankDied: The other rank is gone.
+        """
         try:
             if self.enqueues:
                 with self.waits.around(self.device, [peer], what):
@@ -325,13 +407,13 @@ class World:
             self.fail(error, [peer], what)
 
     def look(self) -> None:
-        """CUDA: raises WaitTimeout if the stream has stood at one of its waits for as long as any may."""
+        """Raises WaitTimeout if the CUDA stream has stood at a wait for longer than `timeout`."""
         standing = self.waits.standing()
         if standing is not None and standing[0] >= self.timeout:
             raise self._late(standing[1].peers, standing[1].what)
 
     def settle(self) -> None:
-        """CUDA: stands still until the stream has passed all its waits. Whoever asks the device for numbers would wait without a limit."""
+        """Waits until the CUDA stream has passed all its waits, within `timeout`."""
         while self.waits.any:
             self.look()
             time.sleep(POLL)
@@ -344,11 +426,29 @@ class World:
     # -- collectives: fixed-schema tensors, never objects ---------------------------------------------------------------------
 
     def sum(self, tensor: Tensor, what: str) -> Tensor:
-        """All-reduce in place. Used on vectors where one rank alone has a nonzero entry, so the order of the sum cannot matter."""
+        """Adds a tensor up over the ranks, in place.
+
+        The order of the sum must not matter: one rank alone has a nonzero entry, or all are integers.
+
+        Args:
+            tensor: Equal shapes on all ranks.
+            what: What is waited for, for messages.
+
+        Returns:
+            `tensor`.
+        """
         return self._all_reduce(tensor, dist.ReduceOp.SUM, what)
 
     def largest(self, tensor: Tensor, what: str) -> Tensor:
-        """The elementwise maximum over the ranks, in place."""
+        """Takes the elementwise maximum over the ranks, in place.
+
+        Args:
+            tensor: Equal shapes on all ranks.
+            what: What is waited for, for messages.
+
+        Returns:
+            `tensor`.
+        """
         return self._all_reduce(tensor, dist.ReduceOp.MAX, what)
 
     def _all_reduce(self, tensor: Tensor, operation: Any, what: str) -> Tensor:
@@ -363,7 +463,16 @@ class World:
         return tensor
 
     def exchange(self, parts: Sequence[Tensor], sizes: Sequence[int], what: str) -> list[Tensor]:
-        """Sends parts[r] to rank r, and returns what each rank sent here. parts: flat, of one dtype; sizes: elements that each sends."""
+        """Sends a tensor to every rank, and receives one from every rank.
+
+        Args:
+            parts: Goes to each rank. Flat tensors of one type.
+            sizes: Number of elements that each rank sends here.
+            what: What is waited for, for messages.
+
+        Returns:
+            What each rank sent here.
+        """
         if self.size == 1:
             return list(parts)
         own = torch.cat(list(parts))
@@ -376,13 +485,18 @@ class World:
         return list(out.to(parts[0].device).split(list(sizes)))
 
     def barrier(self, what: str) -> None:
-        """Of all ranks of all replicas."""
+        """Waits until all ranks of all replicas are here. `what` is named in messages."""
         self.everyone.sum(torch.zeros(1), what)
 
     def agree(self, digest: bytes | None, what: str) -> None:
-        """Every rank of every replica must have computed the same plan: compares a hash of it (None: this rank has no part).
+        """Compares a decision over all ranks of all replicas.
 
-        Raises RunError on all ranks, those without a part too, so that none goes on to wait for the others.
+        Args:
+            digest: Hash of what this rank decided. None if it has no part.
+            what: What was decided, for messages.
+
+        Raises:
+            RunError: The ranks decided differently. All ranks raise it, those without a part too.
         """
         everyone = self.everyone
         table = torch.zeros(everyone.size, dtype=torch.int64)
@@ -448,7 +562,17 @@ class World:
     # -- failures ---------------------------------------------------------------------------------------------------------
 
     def fail(self, error: RuntimeError, peers: Sequence[int] | None, what: str) -> NoReturn:
-        """Turns a backend's exception into one line that names who waits for whom."""
+        """Turns a backend's exception into one line that names who waits for whom.
+
+        Args:
+            error: What the backend raised.
+            peers: Ranks that this one waited for. None for a collective.
+            what: What was waited for.
+
+        Raises:
+            WaitTimeout: The wait was too long.
+            RankDied: A peer is gone.
+        """
         text, me = first_line(error), self.describe_rank(self.rank)
         if LATE.search(text):
             raise self._late(peers, what) from error

@@ -23,11 +23,21 @@ from dynmo.runtime.state.layer_store import LayerStore
 
 @dataclass(frozen=True)
 class StepResult:
-    """One step, the same on every rank. busy, spans, flags: of each global rank (or slice), in seconds; busy counts no time in which other
-    processes had a rank's core. squared_norms: per layer, before clipping, 0 where the step was skipped: gradients overflowed, nothing was
-    updated, and the loss scale falls.
+    """What one step did. It is the same on every rank.
 
-    rollback: with post-validation, where the step was taken back first. switch: where that makes the pipeline change its mode.
+    Attributes:
+        step: Number of the step.
+        loss: Mean loss over all microbatches.
+        norm: Norm of all gradients before clipping.
+        squared_norms: Of each layer's gradients before clipping. 0 if the step was skipped.
+        busy: Seconds that each rank (or slice) computed, without time that other processes took.
+        spans: Seconds from each rank's first op to its last.
+        flags: What each rank passed as `flag`.
+        step_output: The losses of this rank's microbatches, and when its ops ran.
+        loss_scale: Factor of the loss in float16.
+        rollback: With post-validation, why the step was taken back. None if it was not.
+        switch: With post-validation, a change between steps with and without a barrier.
+        skipped: Whether gradients overflowed. Nothing was updated then, and the loss scale falls.
     """
 
     step: int
