@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -188,19 +188,20 @@ def _shape_costs(config: Config, model: Model) -> list[LayerCost]:
         lower(module, PRECISIONS[config.train.precision])
         layers.append(Layer(index, module, HostClock(), config.seed))
     # The first microbatch makes the gradients and measures what stays, the second shows what an op needs beside.
+    workspaces: list[_Workspace] = []
     for microbatch in range(2):
-        _shape_microbatch(layers, microbatch, ids, lambda out: model.loss(out, targets))
+        workspaces = _shape_microbatch(layers, microbatch, ids, lambda out: model.loss(out, targets))
     return [
         replace(
             _static_cost(config, layer.module),
             activation_bytes=layer.activation_bytes,
             stash_bytes=layer.stash_bytes,
             output_bytes=layer.output_bytes,
-            workspace_bytes=layer.workspace_bytes,
-            forward_workspace_bytes=layer.forward_workspace_bytes,
-            weight_workspace_bytes=layer.weight_workspace_bytes,
+            workspace_bytes=max(workspace),
+            forward_workspace_bytes=workspace.forward,
+            weight_workspace_bytes=workspace.weight,
         )
-        for layer in layers
+        for layer, workspace in zip(layers, workspaces, strict=True)
     ]
 
 
@@ -220,26 +221,36 @@ def _static_cost(config: Config, module: nn.Module) -> LayerCost:
     )
 
 
-def _shape_microbatch(layers: Sequence[Layer], microbatch: int, ids: Tensor, loss: Callable[[Tensor], Tensor]) -> None:
+class _Workspace(NamedTuple):
+    """Bytes that a layer's F, B and W need at most beside what the layer keeps."""
+
+    forward: int
+    backward: int
+    weight: int
+
+
+def _shape_microbatch(layers: Sequence[Layer], microbatch: int, ids: Tensor, loss: Callable[[Tensor], Tensor]) -> list[_Workspace]:
+    """Runs F, B and W of all layers. Returns the workspace of each."""
     watches = [Watch() for _ in layers]
+    forward, backward, weight = ([0] * len(layers) for _ in range(3))
     tensors: Tensors = (ids,)
     for layer, watch in zip(layers, watches, strict=True):
         with watch:
             finish = loss if layer is layers[-1] else None
             tensors = layer.forward(microbatch, tensors, 0, graph=True, need_input=layer.index > 0, finish=finish)
-        layer.workspace_bytes = layer.forward_workspace_bytes = watch.excess(watch.live)
+        forward[layer.index] = watch.excess(watch.live)
     gradients: Tensors = (torch.ones(()),)
     for layer, watch in zip(reversed(layers), reversed(watches), strict=True):
         before, given = watch.restart(), sum(g.nbytes for g in gradients)
         with watch:
             gradients = layer.backward_input(microbatch, gradients, deferred=True)
-        layer.workspace_bytes = max(layer.workspace_bytes, watch.excess(before) + given)
+        backward[layer.index] = watch.excess(before) + given
     for layer, watch in zip(reversed(layers), reversed(watches), strict=True):
         before = watch.restart()
         with watch:
             layer.backward_weight(microbatch)
-        layer.weight_workspace_bytes = watch.excess(before)
-        layer.workspace_bytes = max(layer.workspace_bytes, layer.weight_workspace_bytes)
+        weight[layer.index] = watch.excess(before)
+    return list(map(_Workspace, forward, backward, weight))
 
 
 def with_workspace(costs: tuple[LayerCost, ...], shapes: Sequence[LayerCost] | None, recomputed: Collection[int]) -> tuple[LayerCost, ...]:

@@ -110,9 +110,7 @@ class Profiler:
                     layer.activation_bytes,
                     layer.stash_bytes,
                     layer.output_bytes,
-                    layer.workspace_bytes,
-                    layer.forward_workspace_bytes,
-                    layer.weight_workspace_bytes,
+                    *(0, 0, 0),  # workspaces, which shapes alone tell
                     copies * optimizer.rollback_bytes,
                     most_pending_gradients(accumulation_groups // world.replicas) * sum(gradient_bytes(p) for p in trains),
                 ],

@@ -52,19 +52,38 @@ class _Saved(NamedTuple):
 class Layer:
     """One layer of the model on this rank: its module, what its microbatches in flight keep, and how long its ops took.
 
-    `index` is global; `compiles`: torch.compile runs what lies between its linears. checks_state: refuse a module whose output depends on
-    plain attributes that it writes to. `loss`, on the model's last layer, turns the output and
-    the targets into the scalar that is differentiated.
+    Args:
+        index: Its index in the model.
+        module: Computes it.
+        clock: Gives the marks of its ops.
+        seed: The run's. With step, index and microbatch it seeds what the module draws.
+        compiles: Whether torch.compile runs what lies between its linears.
+        checks_state: Whether to refuse a module whose output depends on plain attributes that it
+            writes to.
+        recompute: Whether its activations are recomputed in B. `switch_recompute` changes it.
+        first_microbatch: Index in the batch of this replica's first microbatch.
+        groups: Adds up its gradients. None: they add up in `.grad`, and nobody is told when they
+            are complete.
     """
 
-    def __init__(self, index: int, module: nn.Module, clock: Clock, seed: int, compiles: bool = False, checks_state: bool = False) -> None:
+    def __init__(
+        self,
+        index: int,
+        module: nn.Module,
+        clock: Clock,
+        seed: int,
+        compiles: bool = False,
+        checks_state: bool = False,
+        *,
+        recompute: bool = False,
+        first_microbatch: int = 0,
+        groups: AccumulationGroups | None = None,
+    ) -> None:
         self.index, self.module = index, module
         self._clock, self._seed = clock, seed
-        # The global index of this replica's first microbatch, for the streams; and who is told when gradients are there.
-        self.first_microbatch = 0
-        self.groups: AccumulationGroups | None = None
+        self._first_microbatch, self._groups = first_microbatch, groups
         self._saved: dict[int, _Saved] = {}
-        self.recompute, self._checks_state = False, checks_state
+        self._recompute, self._checks_state = recompute, checks_state
         self.buffers = BufferSet([module])
         # Buffers that F writes to in place, so that autograd counts the write. The layer's first F finds them.
         self._writes_in_place: set[BufferKey] = set()
@@ -79,8 +98,6 @@ class Layer:
         self.marks: list[tuple[Kind, Any, Any, list[tuple[Any, Any]]]] = []
         self._inside: list[tuple[Any, Any]] = []
         self.activation_bytes = self.stash_bytes = self.output_bytes = 0
-        # Not measured in a run: `plan.shape_costs` finds them.
-        self.workspace_bytes = self.forward_workspace_bytes = self.weight_workspace_bytes = 0
         self._measured = False
         self.tape = WeightTape()
         self.tape.run, self.tape.taking = self._timed, False
@@ -91,6 +108,14 @@ class Layer:
         start = self._clock.mark()
         work()
         self._inside.append((start, self._clock.mark()))
+
+    def switch_recompute(self, recompute: bool) -> None:
+        """From the next F on, recomputes the activations in B, or keeps them. For use between steps, when the layer keeps nothing.
+
+        Args:
+            recompute: Whether to recompute them.
+        """
+        self._recompute = recompute
 
     def forget_sizes(self) -> None:
         """The layer has changed: measure its bytes again at the next microbatch that trains it (a frozen prefix keeps none)."""
@@ -103,7 +128,7 @@ class Layer:
     ) -> Tensors:
         """Runs F. graph: keep what B needs; need_input: B must yield input gradients; finish: the loss, on the last layer."""
         start = self._clock.mark()
-        seed_forward(_device_of(inputs), self._seed, step, self.index, self.first_microbatch + microbatch)
+        seed_forward(_device_of(inputs), self._seed, step, self.index, self._first_microbatch + microbatch)
         if not graph:
             with torch.no_grad():
                 outputs = self._call(inputs, finish, False)
@@ -112,13 +137,13 @@ class Layer:
         else:
             inputs = tuple(x.detach().requires_grad_(need_input and x.is_floating_point()) for x in inputs)
             # Until the first B has shown whether it writes to buffers, what F finds there is kept.
-            keeps = self.recompute or self._writes_in_backward or not self._measured
+            keeps = self._recompute or self._writes_in_backward or not self._measured
             before = self.buffers.copies() if keeps else {}
             # The backward of an earlier microbatch may need what this F writes to.
             self.buffers.renew(self._writes_in_place)
             versions = {} if self._measured else self.buffers.versions()
             state = PlainState(self.module) if self._checks_state and not self._measured else None
-            outputs = self._call(inputs, finish, True) if self.recompute else self._call_to_keep(inputs, finish)
+            outputs = self._call(inputs, finish, True) if self._recompute else self._call_to_keep(inputs, finish)
             buffers = self.buffers.maybe_written(before) if keeps else {}
             self._writes_in_place.update(key for key, (buffer, version) in versions.items() if buffer._version != version)
             rerun = partial(self._rerun_forward, microbatch, inputs, step, finish, buffers)
@@ -126,10 +151,10 @@ class Layer:
             if written is not None:
                 self._check_repeats(written, outputs, rerun)
             # The graph alone is kept: what it has not saved may go.
-            self._saved[microbatch] = _Saved(inputs, rerun if self.recompute else _roots(outputs), buffers)
+            self._saved[microbatch] = _Saved(inputs, rerun if self._recompute else _roots(outputs), buffers)
             # With recompute the graph goes with this detach. Without it, outputs keep their graph: who takes them detaches (the next
             # layer) or only reads (a channel, the loss account).
-            outputs = tuple(y.detach() for y in outputs) if self.recompute else outputs
+            outputs = tuple(y.detach() for y in outputs) if self._recompute else outputs
         self.marks.append((Kind.F, start, self._clock.mark(), []))
         return outputs
 
@@ -141,7 +166,7 @@ class Layer:
         """Whether F, which has just run, drew random numbers from torch's generator of the device."""
         generator = generator_of(device)
         after = generator.get_state()
-        seed_forward(device, self._seed, step, self.index, self.first_microbatch + microbatch)
+        seed_forward(device, self._seed, step, self.index, self._first_microbatch + microbatch)
         return not torch.equal(after, generator.get_state())
 
     def _call(self, inputs: Tensors, finish: Callable[[Tensor], Tensor] | None, graph: bool) -> Tensors:
@@ -189,7 +214,7 @@ class Layer:
         self, microbatch: int, inputs: Tensors, step: int, finish: Callable[[Tensor], Tensor] | None, buffers: Copies
     ) -> Tensors:
         """F again, with these values in the buffers that it writes to."""
-        seed_forward(_device_of(inputs), self._seed, step, self.index, self.first_microbatch + microbatch)
+        seed_forward(_device_of(inputs), self._seed, step, self.index, self._first_microbatch + microbatch)
         with self.buffers.replaced(buffers):
             return self._call_to_keep(inputs, finish)
 
@@ -221,7 +246,7 @@ class Layer:
         with saved_tensors_hooks(pack, lambda tensor: tensor):
             outputs = self._call(inputs, finish, True)
         self.tape.whole = used_twice(outputs)
-        self.activation_bytes = _storage_bytes(inputs if self.recompute else kept, inputs)
+        self.activation_bytes = _storage_bytes(inputs if self._recompute else kept, inputs)
         self.output_bytes = sum(y.nbytes for y in outputs)
         return outputs
 
@@ -232,7 +257,7 @@ class Layer:
         inputs, roots, buffers = self._saved.pop(microbatch)
         if callable(roots):
             roots = _roots(roots())
-        groups = self.groups
+        groups = self._groups
         self.tape.deferred = deferred or not self._measured or (groups is not None and groups.watching)
         self.tape.taking = True
         try:
@@ -252,7 +277,7 @@ class Layer:
             groups.after_input(microbatch)
         if not self._measured:
             self.stash_bytes = _storage_bytes((tensor for _, holds in work for tensor in holds), inputs)
-            if not self.recompute:
+            if not self._recompute:
                 self.activation_bytes = max(self.activation_bytes, self.stash_bytes)
             self._measured = True
         if not deferred:  # what was held back only to be looked at
@@ -273,8 +298,8 @@ class Layer:
         start = self._clock.mark()
         for work, _ in self._weight_work.pop(microbatch, ()):
             work()
-        if self.groups is not None:
-            self.groups.after_weight(microbatch)
+        if self._groups is not None:
+            self._groups.after_weight(microbatch)
         self.marks.append((Kind.W, start, self._clock.mark(), self._ahead.pop(microbatch, [])))
 
     def partial_weights(self, microbatch: int) -> Iterator[None]:
@@ -282,7 +307,7 @@ class Layer:
         as at once, so the same bits, whatever runs between two steps."""
         work = self._weight_work.get(microbatch, [])
         # A B between two pieces would take the gradients that are there already for its own.
-        while len(work) > 1 and not (self.groups is not None and self.groups.watching):
+        while len(work) > 1 and not (self._groups is not None and self._groups.watching):
             start = self._clock.mark()
             work.pop(0)[0]()
             self._ahead.setdefault(microbatch, []).append((start, self._clock.mark()))
@@ -299,8 +324,8 @@ class Layer:
         self._weight_work.clear()
         self._ahead.clear()
         self.tape.take()
-        if self.groups is not None:
-            self.groups.clear()
+        if self._groups is not None:
+            self._groups.clear()
         self.marks.clear()
 
 

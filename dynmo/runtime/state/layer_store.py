@@ -104,20 +104,24 @@ class LayerStore:
         _check(index, module, self.world.replicas)
         _contiguous(module)
         self.modules[index] = module
-        self.layers[index] = Layer(index, module, self._clock, self._seed, self._compiles, checks_state=True)
-        self.layers[index].recompute = index in self.layout.recomputed
-        world, microbatches = self.world, self.layout.microbatches
+        self.replicas.adopt(index, module, shared)
+        self.layers[index] = Layer(
+            *(index, module, self._clock, self._seed, self._compiles),
+            checks_state=True,
+            recompute=index in self.layout.recomputed,
+            first_microbatch=self.world.replica * self.layout.microbatches,
+            groups=self._groups(index, module),
+        )
         optimizer = self.optimizers[index] = LayerOptimizer(module, self._settings, shared, self.replicas.share, masters)
         state = {name: t for name, t in optimizer_state.items() if not name.startswith(_KEPT)}
         optimizer.load(cut_state(optimizer, state) if whole else state)
-        self.replicas.adopt(index, module, shared)
-        self.layers[index].first_microbatch = world.replica * microbatches
-        if self._accumulation_groups > 1:
-            done = self.replicas.reduction(index)
-            self.layers[index].groups = AccumulationGroups(
-                list(module.parameters()), microbatches, self._accumulation_groups // world.replicas, done
-            )
         self.kept[index] = {name.removeprefix(_KEPT): t.cpu() for name, t in optimizer_state.items() if name.startswith(_KEPT)}
+
+    def _groups(self, index: int, module: nn.Module) -> AccumulationGroups | None:
+        if self._accumulation_groups == 1:
+            return None
+        count, done = self._accumulation_groups // self.world.replicas, self.replicas.reduction(index)
+        return AccumulationGroups(list(module.parameters()), self.layout.microbatches, count, done)
 
     def _drop(self, index: int) -> None:
         """This rank holds the layer no more."""
@@ -160,7 +164,7 @@ class LayerStore:
             state = fill(self.modules[arrival.layer], arrival.tensors, arrival.flags)
             self._adopt(arrival.layer, self.modules[arrival.layer], state)
         for index, layer in self.layers.items():
-            layer.recompute = index in layout.recomputed
+            layer.switch_recompute(index in layout.recomputed)
 
     def reshaped(self, layout: Layout, gone: Collection[int], states: Mapping[int, dict[str, Tensor]], arrivals: Sequence[Arrival]) -> None:
         """The ranks are another mesh. gone: own layers that are here no more; states: whole, of those that stay."""

@@ -58,14 +58,18 @@ def execute(
     first = order.first_trainable * each
     modules: dict[int, nn.Module] = {}
     stages: dict[int, Stage] = {}
+    ended: list[int] = []
+
+    def groups_of(index: int, module: nn.Module) -> AccumulationGroups:
+        return AccumulationGroups(list(module.parameters()), microbatches, groups, partial(ended.append, index))
+
     for s in order.stages_of(world.rank):
         own = range(s * each, (s + 1) * each)
         modules |= {i: _small_layer(i, layers).requires_grad_(i >= first) for i in own}
         loss = functional.cross_entropy if s == order.stages - 1 else None
-        stages[s] = Stage([Layer(i, modules[i], HostClock(), 4) for i in own], first, loss, 1 / microbatches)
-    ended: list[int] = []
-    for layer in (layer for stage in stages.values() for layer in stage.layers):
-        layer.groups = AccumulationGroups(list(layer.module.parameters()), microbatches, groups, partial(ended.append, layer.index))
+        stages[s] = Stage(
+            [Layer(i, modules[i], HostClock(), 4, groups=groups_of(i, modules[i])) for i in own], first, loss, 1 / microbatches
+        )
     Late.random = Random(late)
     ends = (Transport if late is None else Late)(world, programs)
     timeout = None if late is None else 3e-4

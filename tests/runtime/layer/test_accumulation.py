@@ -129,8 +129,8 @@ def gradients(order: str, count: int) -> dict[str, Tensor | None]:
     """order: what runs after the F of every microbatch, as a string of b, w (the next of each) and x (both at once)."""
     module = Mixed()
     done: list[int] = []
-    layer = Layer(0, module, HostClock(), 1)
-    layer.groups = AccumulationGroups(list(module.parameters()), MICROBATCHES, count, lambda: done.append(1))
+    groups = AccumulationGroups(list(module.parameters()), MICROBATCHES, count, lambda: done.append(1))
+    layer = Layer(0, module, HostClock(), 1, groups=groups)
     random = torch.Generator().manual_seed(2)
     for step in range(2):
         module.zero_grad()

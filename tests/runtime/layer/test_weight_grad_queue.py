@@ -42,8 +42,7 @@ def gradients(order: str, groups: int, idle: bool = False) -> dict[str, Tensor |
     """order: what runs after the F's, of b, w (the next of each), x (both at once) and p (the next piece of the next W)."""
     module = Two(idle)
     ended: list[int] = []
-    layer = Layer(0, module, HostClock(), 1)
-    layer.groups = AccumulationGroups(list(module.parameters()), 4, groups, lambda: ended.append(1))
+    layer = Layer(0, module, HostClock(), 1, groups=AccumulationGroups(list(module.parameters()), 4, groups, lambda: ended.append(1)))
     random = torch.Generator().manual_seed(2)
     for j in range(4):
         layer.forward(j, (torch.randn(3, 6, generator=random),), 0, True, True, None)
