@@ -22,6 +22,9 @@ if TYPE_CHECKING:
     from dynmo.cost.layer_cost import LayerCost as LayerCost
     from dynmo.dynamism import Change as Change
     from dynmo.dynamism import Dynamism as Dynamism
+    from dynmo.dynamism import Forecast as Forecast
+    from dynmo.dynamism import Layers as Layers
+    from dynmo.dynamism import Signals as Signals
     from dynmo.errors import DynmoError as DynmoError
     from dynmo.models.model import next_token_loss as next_token_loss
     from dynmo.models.sequential import Sequential as Sequential
@@ -40,11 +43,14 @@ _HOMES = {
     "Change": "dynmo.dynamism",
     "Dynamism": "dynmo.dynamism",
     "DynmoError": "dynmo.errors",
+    "Forecast": "dynmo.dynamism",
     "LayerCost": "dynmo.cost.layer_cost",
+    "Layers": "dynmo.dynamism",
     "Partition": "dynmo.balance.partition",
     "Pipeline": "dynmo.pipeline.pipeline",
     "SGD": "dynmo.pipeline.optimizers",
     "Sequential": "dynmo.models.sequential",
+    "Signals": "dynmo.dynamism",
     "StepResult": "dynmo.runtime.engine.step_reduction",
     "World": "dynmo.runtime.comm.world",
     "init": "dynmo.pipeline.start",
@@ -58,10 +64,13 @@ __all__ = [
     "Change",
     "Dynamism",
     "DynmoError",
+    "Forecast",
     "LayerCost",
+    "Layers",
     "Partition",
     "Pipeline",
     "Sequential",
+    "Signals",
     "StepResult",
     "World",
     "__version__",

@@ -21,7 +21,8 @@ MAX_MEMBERS = 16
 def test_the_names_are_there_and_no_others() -> None:
     assert sorted(dynmo.__all__) == sorted(
         [
-            *("AdamW", "Balance", "Change", "Dynamism", "DynmoError", "LayerCost", "Partition", "Pipeline", "SGD", "Sequential"),
+            *("AdamW", "Balance", "Change", "Dynamism", "DynmoError", "Forecast", "LayerCost", "Layers"),
+            *("Partition", "Pipeline", "SGD", "Sequential", "Signals"),
             *("StepResult", "World", "__version__", "init", "next_token_loss"),
         ]
     )
