@@ -9,14 +9,13 @@ each op and sum to 0 per stage; they come together or not at all. cap is the mos
 from __future__ import annotations
 
 import json
-import math
 from dataclasses import dataclass
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any, cast
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from dynmo.cost.explain import first_problem, short, unknown_key
 from dynmo.cost.layer_cost import Costs, StageCost
 from dynmo.errors import InputError
 
@@ -132,22 +131,16 @@ def _memory(file: _File, stages: int, w_memory: float) -> list[tuple[float, floa
 
 def _explain(error: ValidationError) -> str:
     """Pydantic's first finding in this file's words; a mistyped key before the key that is missing for it."""
-    first = min(error.errors(include_url=False), key=lambda problem: problem["type"] != "extra_forbidden")
+    first = first_problem(error)
     if not first["loc"]:
         return f"a key is no text that can be written as UTF-8: {first['msg']}"
     key, *rest = first["loc"]
     if first["type"] == "extra_forbidden":
-        near = get_close_matches(str(key).lower(), _File.model_fields, n=1)
-        return f"unknown key {key!r}" + (f"; did you mean {near[0]!r}?" if near else f"; the keys are {', '.join(_File.model_fields)}")
+        return unknown_key(str(key), _File.model_fields)
     if first["type"] == "missing":
         return f"key {key!r} is missing; f, b and w are needed, one number per stage"
     if not rest:
-        return f"{key} is {_short(first['input'])}; it is a list of numbers, one per {'boundary' if key == 'comm' else 'stage'}"
+        return f"{key} is {short(first['input'])}; it is a list of numbers, one per {'boundary' if key == 'comm' else 'stage'}"
     rules = {"cap": "a limit is a number of at least 0", "mem": "a change of memory is a finite number"}
     rule = rules.get(str(key)[:3], "a time is a number of at least 0")
-    return f"{'boundary' if key == 'comm' else 'stage'} {rest[0]}: {key} is {_short(first['input'])}; {rule}"
-
-
-def _short(value: object) -> str:
-    text = "NaN" if isinstance(value, float) and math.isnan(value) else json.dumps(value)
-    return text if len(text) <= 40 else text[:37] + "..."
+    return f"{'boundary' if key == 'comm' else 'stage'} {rest[0]}: {key} is {short(first['input'])}; {rule}"

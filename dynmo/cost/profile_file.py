@@ -14,13 +14,13 @@ import json
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from difflib import get_close_matches
 from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, cast
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
+from dynmo.cost.explain import first_problem, short, unknown_key
 from dynmo.cost.layer_cost import LayerCost, LinkCost
 from dynmo.errors import InputError
 from dynmo.files import write_whole
@@ -224,10 +224,10 @@ def parse(data: object) -> Profile:
         raise InputError('expected an object such as {"f": [1, 1], "b": [1, 1], "w": [1, 1], "comm": 0}')
     fields = dict(cast("dict[str, Any]", data))
     if fields.get("kind", KIND) != KIND:
-        raise InputError(f"kind is {_short(fields['kind'])}; a costs file's is {KIND!r}")
+        raise InputError(f"kind is {short(fields['kind'])}; a costs file's is {KIND!r}")
     version: object = fields.get("version", VERSION)
     if version is True or version != VERSION:
-        raise InputError(f"version {_short(version)} is unknown; this dynmo reads version {VERSION}, so write the file anew")
+        raise InputError(f"version {short(version)} is unknown; this dynmo reads version {VERSION}, so write the file anew")
     comm = fields.get("comm")
     if comm is not None and not isinstance(comm, list):
         fields["comm"] = [comm]
@@ -300,17 +300,15 @@ def file_keys(section: type[BaseModel]) -> list[str]:
 
 def _explain(error: ValidationError) -> str:
     """Pydantic's first finding in this file's words; a mistyped key before the key that is missing for it."""
-    first = min(error.errors(include_url=False), key=lambda problem: problem["type"] != "extra_forbidden")
+    first = first_problem(error)
     if not first["loc"]:
         return f"a key is no text that can be written as UTF-8: {first['msg']}"
     key, *rest = (str(part) if isinstance(part, str) else part for part in first["loc"])
     if key == "links" and rest:
-        inner = "" if len(rest) < 2 else f"{rest[1]} is {_short(first['input'])}; "
+        inner = "" if len(rest) < 2 else f"{rest[1]} is {short(first['input'])}; "
         return f"link {rest[0]}: {inner}a link has latency (seconds) and bytes_per_second (over 0, or null), and may have between"
     if first["type"] == "extra_forbidden":
-        keys = file_keys(_File)
-        near = get_close_matches(str(key).lower(), keys, n=1)
-        return f"unknown key {key!r}" + (f"; did you mean {near[0]!r}?" if near else f"; the keys are {', '.join(keys)}")
+        return unknown_key(str(key), file_keys(_File))
     if first["type"] == "missing":
         return f"key {key!r} is missing; f, b and w are needed, one number per layer"
     rule = "it is a number of at least 0"
@@ -321,16 +319,11 @@ def _explain(error: ValidationError) -> str:
     elif key == "names":
         rule = "a name is text"
     elif key in ("model", "schedule"):
-        return f"{key} is {_short(first['input'])}; it is text"
+        return f"{key} is {short(first['input'])}; it is text"
     if not rest:
         lists = key in (*TIMES, *_SIZE_KEYS, "names", "partition", "links", "comm")
-        return f"{key} is {_short(first['input'])}; " + ("it is a list, one entry per layer" if lists else "it is a whole number")
+        return f"{key} is {short(first['input'])}; " + ("it is a list, one entry per layer" if lists else "it is a whole number")
     unit = {"comm": "boundary", "partition": "stage"}.get(str(key), "layer")
     if key == "partition":
         rule = "a stage has at least 1 layer"
-    return f"{unit} {rest[0]}: {key} is {_short(first['input'])}; {rule}"
-
-
-def _short(value: object) -> str:
-    text = "NaN" if isinstance(value, float) and math.isnan(value) else json.dumps(value)
-    return text if len(text) <= 40 else text[:37] + "..."
+    return f"{unit} {rest[0]}: {key} is {short(first['input'])}; {rule}"

@@ -6,7 +6,6 @@ import json
 import math
 import tomllib
 from collections.abc import Sequence
-from difflib import get_close_matches
 from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, Literal, cast
@@ -14,6 +13,7 @@ from typing import Annotated, Any, Literal, cast
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from dynmo.config import parse_bytes
+from dynmo.cost.explain import first_problem, short, unknown_key
 from dynmo.cost.layer_cost import LayerCost, LinkCost
 from dynmo.cost.profile_file import AT_MOST, KEY_OF, SIZES, TIMES, file_keys
 from dynmo.errors import InputError
@@ -224,7 +224,7 @@ def _read_trace(path: Path) -> list[_Times]:
         if first["type"] == "missing":
             raise InputError(f"trace {path}: key {key!r} is missing; {rule}") from None
         where = "".join(f"{word} {index}: " for word, index in zip(("moment", "layer"), rest, strict=False))
-        raise InputError(f"trace {path}: {where}{key} is {_short(first['input'])}; {rule}") from None
+        raise InputError(f"trace {path}: {where}{key} is {short(first['input'])}; {rule}") from None
     lengths = [len(trace.f), len(trace.b), len(trace.w)]
     if not lengths[0] or len(set(lengths)) > 1:
         raise InputError(f"trace {path}: f, b and w have {lengths} moments; all have as many, and at least one")
@@ -244,7 +244,7 @@ _SECTIONS: dict[str, type[BaseModel]] = {"layers": _Layers, "policy": _Policy, "
 
 def _explain(error: ValidationError) -> str:
     """Pydantic's first finding; a mistyped key before the key that is missing for it, an entry of a list before "it is no number"."""
-    first = min(error.errors(include_url=False), key=lambda problem: (problem["type"] != "extra_forbidden", -len(problem["loc"])))
+    first = first_problem(error, lambda problem: -len(problem["loc"]))
     location = [part for part in first["loc"] if part not in ("int", "str") and not str(part).startswith(("list[", "constrained"))]
     key_path = ".".join(part for part in location if isinstance(part, str))
     indices = [part for part in location if isinstance(part, int)]
@@ -254,14 +254,8 @@ def _explain(error: ValidationError) -> str:
         *section, key = (part for part in location if isinstance(part, str))
         kind = _SECTIONS.get(section[0], _File) if section else _File
         keys = file_keys(_Moment if section[1:] == ["moments"] else kind)
-        near = get_close_matches(key.lower(), keys, n=1)
-        return f"unknown key {key_path!r}" + (f"; did you mean {near[0]!r}?" if near else f"; the keys there are {', '.join(keys)}")
+        return unknown_key(key, keys, key_path)
     if first["type"] == "missing":
         return f"key {key_path!r} is missing"
     where = f"layer {indices[0]}: " if indices else ""
-    return f"{where}{key_path} = {_short(first['input'])}: {first['msg'][0].lower()}{first['msg'][1:]}"
-
-
-def _short(value: object) -> str:
-    text = "NaN" if isinstance(value, float) and math.isnan(value) else json.dumps(value, default=str)
-    return text if len(text) <= 40 else text[:37] + "..."
+    return f"{where}{key_path} = {short(first['input'])}: {first['msg'][0].lower()}{first['msg'][1:]}"
