@@ -299,20 +299,18 @@ class Engine:
             step_output = self._run(executor, step, inputs, targets, keys, is_validated)
             pending.end(step, step_output, lr, max_norm, flag)
         else:
-            pending.settle()
             step_output = self.forward_backward(step, inputs, targets, keys)
             pending.add(self.update(step, step_output, lr=lr, max_norm=max_norm, flag=flag))
         return pending.take_done()
 
     def drain(self) -> tuple[StepResult, ...]:
         """Waits until the last step is final, where `advance` has not. Returns the results that were not returned before."""
-        self._pending.settle()
-        return self._pending.take_done()
+        return self._pending.drain()
 
     def forward_backward(self, step: int, inputs: Tensor | None, targets: Tensor | None, keys: Keys | None = None) -> StepOutput:
         """The first half of `step`: runs the program; gradients are left on the parameters."""
-        check_batch(self._layer_store, inputs, targets, self._layer_store.layout.microbatches)
-        self._pending.settle()
+        layer_store = self._pending.final
+        check_batch(layer_store, inputs, targets, layer_store.layout.microbatches)
         if self._halfway:
             raise RunError("forward_backward was called again before update or discard; a step's microbatches are given all at once")
         step_output = self._run(self._executor(), step, inputs, targets, keys)
@@ -348,8 +346,7 @@ class Engine:
         """
         if microbatches < 1:
             raise InputError(f"microbatches = {microbatches}: an evaluation needs at least 1")
-        check_batch(self._layer_store, inputs, targets, microbatches)
-        self._pending.settle()
+        check_batch(self._pending.final, inputs, targets, microbatches)
         with generators_kept(self.world.device), self._buffers_as_they_were():
             loss = self._programs.evaluate(inputs, targets, microbatches, keys)
         table = torch.tensor([loss], dtype=torch.float64)

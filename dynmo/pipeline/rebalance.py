@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from statistics import median
 from typing import cast
 
 from dynmo.balance.balancers import BalanceRequest, balancer
@@ -18,8 +16,9 @@ from dynmo.config import Config, mesh_shapes
 from dynmo.cost.layer_cost import LayerCost, LinkCost
 from dynmo.cost.profile_file import Profile
 from dynmo.errors import NoRoomError, PartitionError
-from dynmo.events import ChangeEvent, Event, RebalanceEvent, RebalanceResultEvent, ScheduleEvent, now
+from dynmo.events import ChangeEvent, Event, RebalanceEvent, RebalanceResultEvent, ReshapeEvent, ScheduleEvent, now
 from dynmo.pipeline.engine import Engine
+from dynmo.pipeline.move_gain import MoveGain
 from dynmo.pipeline.profile import profile_of
 from dynmo.planner.mesh_plan import Mesh
 from dynmo.planner.mesh_search import MeshRequest
@@ -28,20 +27,8 @@ from dynmo.runtime.engine.profiler import measure_links
 from dynmo.schedule.catalogue import entry
 from dynmo.schedule.simulator import simulate
 
-# Steps whose median stands for "before" and "after" a move.
-_WINDOW = 5
-
-
 Forecasts = Callable[[int], Sequence[Sequence[Expected]]]
 """What each dynamic case expects to do after a step, the same on every rank."""
-
-
-@dataclass
-class _Pending:
-    id: int
-    predicted: float  # share of a step that it saves
-    before: float
-    after: list[float]
 
 
 @dataclass(frozen=True)
@@ -68,8 +55,7 @@ class Rebalancer:
 
     Every rank holds one and calls it alike; costs are the same on all, so the decision is too.
 
-    A move that brings less than half of what was predicted makes it doubt: the next prediction must be twice as large, until one comes true
-    or the work changes. So two placements that noise takes for better in turn do not follow each other for ever.
+    After a move that disappoints, the next one must promise more (`MoveGain`).
 
     Nothing is done that rests on one reading of a time, or that one half of the readings does not support (`trigger.confirmed`).
 
@@ -93,45 +79,45 @@ class Rebalancer:
         self._unshaped = config.elastic.reshape
         self._forecasts: Forecasts = forecasts or (lambda step: ())
         self._watch = RebalanceWatch(config.balance.hysteresis) if config.balance.every == "auto" else None
-        self._recent: deque[float] = deque(maxlen=_WINDOW)
-        self._pending: _Pending | None = None
+        self._gain = MoveGain()
         self.moves = moves
-        # What the last move took beyond its layers' way over the links; and how much more than usual a gain has to be.
-        self._fixed, self._doubt = 0.0, 1.0
+        # Seconds that the last move took beyond its layers' way over the links.
+        self._fixed = 0.0
         self._told = False  # that the memory allows no decision
         self.overhead = Overhead()
 
     def observe(self, step: int, seconds: float, busy: Sequence[float]) -> RebalanceResultEvent | None:
-        """Takes the wall time of a finished step and the ranks' busy seconds; reports what the last move brought once enough steps have
-        passed."""
-        self._recent.append(seconds)
+        """Takes what was measured of a step.
+
+        Args:
+            step: Number of the step.
+            seconds: Its wall time.
+            busy: Busy seconds of each rank.
+
+        Returns:
+            What the last move has brought, once enough steps have followed it.
+        """
         if self._watch is not None:
             self._watch.observe(busy)
-        pending = self._pending
-        if pending is None:
-            return None
-        pending.after.append(seconds)
-        return self.close_measurement(step) if len(pending.after) == _WINDOW + 1 else None
+        return self._gain.observe(step, seconds)
 
     def close_measurement(self, step: int) -> RebalanceResultEvent | None:
-        """Closes the measurement of the last move. The first step after it opens new channels and is not counted."""
-        pending, self._pending = self._pending, None
-        if pending is None or len(pending.after) < 2:
-            return None
-        gain = 1 - median(pending.after[1:]) / pending.before
-        self._doubt = 1.0 if gain >= pending.predicted / 2 else 2 * self._doubt
-        return RebalanceResultEvent(step, now(), pending.id, gain)
+        """Ends the measurement of the last move, at the end of a run. See `MoveGain.close`."""
+        return self._gain.close(step)
 
     def on_workload_change(self, step: int) -> RebalanceResultEvent | None:
-        """Before `step` the model's work changed: earlier step times do not compare with later ones. Returns what the last move brought
-        until then, where that is not told yet."""
-        result = self.close_measurement(step)
-        self._recent.clear()
-        self._doubt = 1.0
+        """Before `step` the model's work has changed.
+
+        Args:
+            step: The next step.
+
+        Returns:
+            What the last move has brought until then, if that is not told yet.
+        """
         self._unshaped = self._config.elastic.reshape
         if self._watch is not None:
             self._watch.on_workload_change()
-        return result
+        return self._gain.on_workload_change(step)
 
     def should_check(self, step: int) -> bool:
         """Whether it may do something before this step."""
@@ -143,11 +129,11 @@ class Rebalancer:
     @property
     def measured(self) -> bool:
         """Whether there is a step to decide on."""
-        return bool(self._recent)
+        return self._gain.measured
 
     def is_due(self, step: int) -> bool:
         # A run that was just resumed has measured nothing to decide on.
-        return self.should_check(step) and bool(self._recent)
+        return self.should_check(step) and self.measured
 
     def mesh(self, step: int) -> tuple[int, int, Partition] | None:
         """Before `step`, where the work has changed: ranks of a pipeline, replicas and placement of a mesh that repays its moves."""
@@ -210,6 +196,36 @@ class Rebalancer:
         world.agree(hashlib.sha256(repr((chosen, self._unshaped)).encode()).digest(), "whether to reshape")
         return chosen
 
+    def reshape(self, step: int, pipeline: int, data: int, partition: Partition) -> list[Event]:
+        """Makes the same ranks another mesh, before `step`.
+
+        Args:
+            step: The next step.
+            pipeline: Number of ranks of a pipeline.
+            data: Number of replicas.
+            partition: Layers on each new stage.
+
+        Returns:
+            The reshape, and before it what the last move has brought, if that is not told yet. No
+            reshape if `elastic.reshape` chose a mesh that the layers do not fit.
+
+        Raises:
+            NoRoomError: The layers do not fit a mesh that the config names.
+        """
+        engine, start = self._pipeline, time.perf_counter()
+        before, result = engine.shape, self._gain.close(step)
+        told: list[Event] = [] if result is None else [result]
+        try:
+            migration = engine.reshape(pipeline=pipeline, data=data, partition=partition)
+        except NoRoomError:
+            if not self._config.elastic.reshape:
+                raise
+            return told  # "recompute" is "auto", which goes by the most that layers may take; all ranks find so
+        self.on_workload_change(step)
+        seconds = time.perf_counter() - start
+        self.overhead.move += seconds
+        return [*told, ReshapeEvent(step, now(), before, (pipeline, data), partition.counts, migration.moved_bytes, seconds)]
+
     def _profile(self, costs: tuple[LayerCost, ...], links: dict[tuple[int, int], LinkCost]) -> Profile:
         return replace(profile_of(self._config, self._pipeline, costs), links=tuple(links.items()))
 
@@ -227,7 +243,7 @@ class Rebalancer:
         costs = self._costs()
         halves = pipeline.cost_halves(costs)
         # Every rank takes part before any decides. Ranks that decide differently must not wait for each other here.
-        fixed, doubt, preempted = pipeline.maxima((self._fixed, self._doubt, pipeline.profiler.preempted))
+        fixed, doubt, preempted = pipeline.maxima((self._fixed, self._gain.doubt, pipeline.profiler.preempted))
         measured, moved = time.perf_counter(), overhead.move
         overhead.measure += measured - start
         done, recomputed = list[Event](), pipeline.recomputed
@@ -319,7 +335,7 @@ class Rebalancer:
             The move, and before it what the last move has brought, if that is not told yet. Empty if
             the layers do not fit the memory of their target.
         """
-        pipeline, before, start = self._pipeline, median(self._recent), time.perf_counter()
+        pipeline, start = self._pipeline, time.perf_counter()
         source = pipeline.partition
         try:
             migration = pipeline.actions.move(choice.target, is_agreed=True)
@@ -330,8 +346,7 @@ class Rebalancer:
         self._fixed = max(0.0, migration.seconds - choice.on_the_way)
         self.overhead.move += ended - start
         self.moves += 1
-        result, self._pending = self.close_measurement(step), _Pending(self.moves, choice.decision.predicted_gain, before, [])
-        self._recent.clear()
+        result = self._gain.on_move(step, self.moves, choice.decision.predicted_gain)
         done = RebalanceEvent(
             step,
             now(),

@@ -18,7 +18,7 @@ from dynmo.cost import profile_file
 from dynmo.cost.layer_cost import LayerCost
 from dynmo.dynamism import Dynamism, Signals, make_cases
 from dynmo.dynamism.case import checked, named
-from dynmo.errors import InputError, NoRoomError, RunError
+from dynmo.errors import InputError, RunError
 from dynmo.events import (
     ChangeEvent,
     EndEvent,
@@ -26,7 +26,6 @@ from dynmo.events import (
     Event,
     EventLog,
     PostValidationEvent,
-    ReshapeEvent,
     RollbackEvent,
     SkippedEvent,
     StepEvent,
@@ -250,21 +249,13 @@ class Trainer:
 
     def _reshape(self, step: int, pipeline: int, data: int, partition: Partition) -> None:
         """The same ranks go on as `data` replicas of a pipeline of `pipeline` ranks."""
-        before, start = self.pipeline.shape, time.perf_counter()
-        self._emit(self._rebalancer.close_measurement(step))
-        try:
-            migration = self.pipeline.reshape(pipeline=pipeline, data=data, partition=partition)
-        except NoRoomError:
-            if not self.config.elastic.reshape:
-                raise
-            return  # by what layers may take at most it does not fit ("recompute" is "auto"); all ranks find so, and nothing has moved
-        self._loader = DataLoader(self.config, self.pipeline)
-        self._rebalancer.on_workload_change(step)
-        self._tracer.keep_around()
-        seconds = time.perf_counter() - start
-        self._rebalancer.overhead.move += seconds
-        self._emit(ReshapeEvent(step, now(), before, (pipeline, data), partition.counts, migration.moved_bytes, seconds))
-        self._tell_barrier(step)
+        before = self.pipeline.shape
+        for event in self._rebalancer.reshape(step, pipeline, data, partition):
+            self._emit(event)
+        if self.pipeline.shape != before:
+            self._loader = DataLoader(self.config, self.pipeline)
+            self._tracer.keep_around()
+            self._tell_barrier(step)
 
     def _tell_barrier(self, step: int) -> None:
         """Post-validation that is asked for and cannot be: a weight tied over two ranks gets its gradient from both. That ends in a mesh

@@ -104,6 +104,11 @@ class PostValidation:
         self.settle()
         return self._layer_store
 
+    def drain(self) -> tuple[StepResult, ...]:
+        """Waits until the last step is final. Returns the results of final steps that were not given before, in order."""
+        self.settle()
+        return self.take_done()
+
     def settle(self) -> None:
         """Waits until the last step is final."""
         if self._pending is not None:

@@ -1,0 +1,104 @@
+"""What a move has brought: the steps' wall times before and after it."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from statistics import median
+
+from dynmo.events import RebalanceResultEvent, now
+
+# Steps whose median stands for "before" and "after" a move.
+_WINDOW = 5
+
+
+@dataclass
+class _Measurement:
+    """Of the move `id`. predicted: share of a step that it saves. before, after: seconds of steps."""
+
+    id: int
+    predicted: float
+    before: float
+    after: list[float] = field(default_factory=list[float])
+
+
+class MoveGain:
+    """Compares the steps before a move with those after it.
+
+    `doubt` is how many times the usual gain the next move must promise. It doubles after a move that
+    brings less than half of what was predicted. It is 1 again once a prediction comes true, or the
+    work changes. Noise therefore cannot move layers to and fro for ever.
+    """
+
+    def __init__(self) -> None:
+        self._recent: deque[float] = deque(maxlen=_WINDOW)
+        self._measurement: _Measurement | None = None
+        self.doubt = 1.0
+
+    @property
+    def measured(self) -> bool:
+        """Whether a step has been observed since the last move or change of the work."""
+        return bool(self._recent)
+
+    def observe(self, step: int, seconds: float) -> RebalanceResultEvent | None:
+        """Takes the wall time of a step.
+
+        Args:
+            step: Number of the step.
+            seconds: Its wall time.
+
+        Returns:
+            What the last move has brought, once enough steps have followed it.
+        """
+        self._recent.append(seconds)
+        if self._measurement is None:
+            return None
+        self._measurement.after.append(seconds)
+        return self.close(step) if len(self._measurement.after) == _WINDOW + 1 else None
+
+    def on_move(self, step: int, move: int, predicted: float) -> RebalanceResultEvent | None:
+        """Begins to measure a move that was made before `step`.
+
+        Args:
+            step: The next step.
+            move: Number of the move.
+            predicted: Share of a step that it saves.
+
+        Returns:
+            What the move before it has brought, if that is not told yet.
+        """
+        result, self._measurement = self.close(step), _Measurement(move, predicted, median(self._recent))
+        self._recent.clear()
+        return result
+
+    def on_workload_change(self, step: int) -> RebalanceResultEvent | None:
+        """Before `step` the work has changed. Earlier steps do not compare with later ones.
+
+        Args:
+            step: The next step.
+
+        Returns:
+            What the last move has brought, if that is not told yet.
+        """
+        result = self.close(step)
+        self._recent.clear()
+        self.doubt = 1.0
+        return result
+
+    def close(self, step: int) -> RebalanceResultEvent | None:
+        """Ends the measurement of the last move.
+
+        The first step after a move opens new channels and does not count.
+
+        Args:
+            step: The next step.
+
+        Returns:
+            What the move has brought. None if no measurement is open, or it has too few steps.
+        """
+        measurement, self._measurement = self._measurement, None
+        if measurement is None or len(measurement.after) < 2:
+            return None
+        gain = 1 - median(measurement.after[1:]) / measurement.before
+        self.doubt = 1.0 if gain >= measurement.predicted / 2 else 2 * self.doubt
+        return RebalanceResultEvent(step, now(), measurement.id, gain)
