@@ -107,7 +107,7 @@ def emulated(world: World, microbatches: int, milliseconds: int, rounds: int) ->
         peer = emulated_peer(name, microbatches, seconds, seconds, seconds, MESSAGE_BYTES)
         sides[f"torch {name}"] = peer.step
     measured = medians(alternate(sides, rounds, warmup=1))
-    link = median(link.seconds(MESSAGE_BYTES) for link in pipelines["zb-h1"].links.values())
+    link = median(link.seconds(MESSAGE_BYTES) for link in pipelines["zb-h1"].schedule_keeper.links.values())
     predicted: dict[str, float] = {}
     for name in schedules:
         placement = placement_of(name, world.size)

@@ -77,7 +77,7 @@ def balanced(world: World, pairs: int, steps: int, blocks: int, hidden: int, seq
         idle.append((pipeline.predict(costs, static).idle_ratio, idle_fast))
 
     def span(partition: Partition) -> float:
-        stages = pipeline.stage_costs(costs, partition)
+        stages = pipeline.schedule_keeper.stage_costs(costs, partition)
         schedule = pipeline.schedule_for(partition)
         return simulate(schedule, Costs(stages.stages, (0.0,) * len(stages.links))).makespan
 

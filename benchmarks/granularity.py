@@ -32,6 +32,7 @@ from dynmo.pipeline.engine import Engine
 from dynmo.runtime.comm.world import World
 from dynmo.runtime.engine.executor import SEND, WAIT, StepOutput
 from dynmo.runtime.layer.output_cache import Keys
+from dynmo.schedule.catalogue import placement_of
 from dynmo.schedule.op import Kind
 
 SIDES = ("whole", "linear")
@@ -123,7 +124,7 @@ def emulated(world: World, microbatches: int, milliseconds: int, rounds: int) ->
         pipelines: dict[str, Engine] = {}
         for side in SIDES:
             model = emulated_model(world.size, milliseconds / 1000, spread, slow)
-            cut = uniform(model.layers, len(Engine.placement_for(schedule, world.size)))
+            cut = uniform(model.layers, len(placement_of(schedule, world.size)))
             pipelines[side] = Engine(world, model, cut, schedule=schedule, microbatches=microbatches, w_granularity=side)
         figures[case] = compare(world, pipelines, batch, batch, rounds)
     return figures

@@ -47,10 +47,10 @@ def sides(world: World, rounds: int, hidden: int, blocks: int) -> dict[str, Any]
 
     def step(name: str) -> float:
         pipeline = pipelines[name]
-        before, start = pipeline.reduction_seconds, time.perf_counter()
+        before, start = pipeline.measurements.reduction_seconds, time.perf_counter()
         pipeline.step(len(seconds[name]), text[..., :-1], text[..., 1:], lr=1e-3, max_norm=1.0)
         end = time.perf_counter()
-        seconds[name].append(tuple(b - a for a, b in zip(before, pipeline.reduction_seconds, strict=True)))  # pyright: ignore[reportArgumentType]
+        seconds[name].append(tuple(b - a for a, b in zip(before, pipeline.measurements.reduction_seconds, strict=True)))  # pyright: ignore[reportArgumentType]
         return end - start
 
     times = alternate({name: lambda name=name: step(name) for name in pipelines}, rounds, warmup=2)

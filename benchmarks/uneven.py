@@ -55,7 +55,9 @@ def uneven(world: World, milliseconds: int, microbatches: int, rounds: int) -> d
     # The plan: of the schedules that are made from costs and keep no more than 1F1B does, each with its own placement, the best.
     layers = pipelines["zb-h1"].costs()
     start = time.perf_counter()
-    targets = {name: balancer("schedule-aware")(pipelines[name].request(layers)) for name in ("zb-auto", "zb-v")}
+    targets = {
+        name: balancer("schedule-aware")(pipelines[name].schedule_keeper.request(layers, "time", 0, 0)) for name in ("zb-auto", "zb-v")
+    }
     chosen = min(targets, key=lambda name: pipelines[name].predict(layers, targets[name]).makespan)
     planning = time.perf_counter() - start
     target = targets[chosen]

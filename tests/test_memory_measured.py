@@ -25,7 +25,7 @@ from dynmo.planner.recompute import recompute_as_workspace
 from dynmo.runtime.comm.process_mesh import arrange
 from dynmo.runtime.comm.world import World
 from dynmo.runtime.layer.precision import PRECISIONS
-from dynmo.schedule.catalogue import SCHEDULES, entry
+from dynmo.schedule.catalogue import SCHEDULES, entry, placement_of
 from dynmo.schedule.memory import rank_memory
 from dynmo.train.shape_costs import shape_costs
 from tests.jobs import SOURCE
@@ -71,7 +71,7 @@ def peak(
     model = load_model(config)
     world = arrange(world, replicas)
     inputs, targets = Batches(open_corpus(SOURCE), config.model.sequence, 2 * MICROBATCHES, 2, 0).train(0)
-    stages = len(Engine.placement_for(schedule, world.size))
+    stages = len(placement_of(schedule, world.size))
     partition = uniform(model.layers, stages)
     pipeline = Engine(
         *(world, model, partition),

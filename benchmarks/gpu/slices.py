@@ -193,7 +193,7 @@ def pipelines(
                 "schedules": {},
             }
             for name, (pipeline, schedule) in rows.items():
-                costs = pipeline.stage_costs(pipeline.costs(), pipeline.partition)
+                costs = pipeline.schedule_keeper.stage_costs(pipeline.costs(), pipeline.partition)
                 said = simulate(schedule, costs)
                 taken = measured[f"{slices} {name}"]
                 out["schedules"][name] = {

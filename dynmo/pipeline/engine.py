@@ -10,30 +10,29 @@ for step in range(steps):
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Generator, Iterable, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Iterable, Sequence
 from functools import partial
 from typing import Literal, cast
 
 import torch
 from torch import Tensor, nn
 
-from dynmo.balance.balancers import BalanceRequest
 from dynmo.balance.layout import Layouts, RecomputeRule
-from dynmo.balance.partition import Cost, Partition
-from dynmo.cost.layer_cost import Costs, LayerCost, LinkCost
+from dynmo.balance.partition import Partition
+from dynmo.cost.layer_cost import LayerCost
 from dynmo.errors import ConfigError, InputError, RunError
-from dynmo.kernels.seeds import generators_kept
 from dynmo.models.model import Model
 from dynmo.pipeline.actions import Actions
 from dynmo.pipeline.case_context import CaseContext
 from dynmo.pipeline.layer_states import LayerStates
+from dynmo.pipeline.measurements import Measurements
+from dynmo.pipeline.program_runner import ProgramRunner
 from dynmo.pipeline.schedule_keeper import ScheduleKeeper, Shapes
-from dynmo.pipeline.step_inputs import check_batch, check_partition, check_rates, check_recompute
+from dynmo.pipeline.step_inputs import check_batch, check_choice, check_partition, check_rates, check_recompute
 from dynmo.runtime.comm.clock import clock_for
 from dynmo.runtime.comm.process_mesh import FirstReplica
 from dynmo.runtime.comm.world import World
-from dynmo.runtime.engine.executor import Executor, StepOutput
+from dynmo.runtime.engine.executor import StepOutput
 from dynmo.runtime.engine.optimizer_step import OptimizerStep
 from dynmo.runtime.engine.post_validation import PostValidation
 from dynmo.runtime.engine.profiler import Profiler, measure_links
@@ -47,7 +46,6 @@ from dynmo.runtime.optim.optimizer import LayerOptimizer, OptimizerSettings
 from dynmo.runtime.state.layer_store import LayerStore
 from dynmo.runtime.state.migration import Migration
 from dynmo.schedule.bounds import Objective
-from dynmo.schedule.catalogue import placement_of
 from dynmo.schedule.op import Schedule
 from dynmo.schedule.simulator import Timeline
 
@@ -78,9 +76,10 @@ class Engine:
 
     #   _layouts          which layouts there can be
     #   _layer_store      what this rank holds, where everything is, what is frozen
-    #   _programs         what it runs                  _schedule_keeper   in which order, and what is known of costs
+    #   _programs         what it runs                  schedule_keeper   in which order, and what is known of costs
     #   _optimizer_step   what follows once it has run  _pending           with post-validation: the step that is not final yet
     #   actions           what changes any of these     case_context       what a dynamic case sees of them
+    #   _runner           runs the programs             measurements       what was measured of the layers
     #   layer_states      what is saved and restored
 
     def __init__(
@@ -110,19 +109,14 @@ class Engine:
         replicates: bool = False,
         shapes: Shapes | None = None,
     ) -> None:
-        for what, word, allowed in (
-            ("w_granularity", w_granularity, ("whole", "linear")),
-            ("rollback", rollback, ("exact", "in-place")),
-            ("clip_scope", clip_scope, ("global", "local")),
-        ):
-            if word not in allowed:
-                raise ConfigError(f"{what} = {word!r}; choose from {', '.join(allowed)}")
+        check_choice("w_granularity", w_granularity, ("whole", "linear"))
+        check_choice("rollback", rollback, ("exact", "in-place"))
+        check_choice("clip_scope", clip_scope, ("global", "local"))
         if not isinstance(cast(object, model), Model):
             raise ConfigError(f"model is a {type(model).__name__}; make a Model of it with dynmo.models.model.from_factories")
         check_partition(partition)
         check_recompute(recompute, model.layers)
         self.model = model
-        self._replicates = replicates or world.replicas > 1
         accumulation_groups = accumulation_groups or world.replicas
         if slices is not None and (world.size > 1 or post_validation):
             raise ConfigError(
@@ -147,27 +141,27 @@ class Engine:
             cache_bytes=cache_bytes,
         )
         links = measure_links(world, layout.pairs)
-        self._schedule_keeper = ScheduleKeeper(
+        self.schedule_keeper = ScheduleKeeper(
             *(self._layer_store, schedule, chunks, memory_limit, links),
             post_validation=post_validation,
             accumulation_groups=accumulation_groups,
             shapes=shapes,
         )
         self._programs = Programs(self._layer_store, self.clock, streams, post_validation=post_validation)
-        self._partial_weights = w_granularity == "linear"
+        self._runner = ProgramRunner(
+            *(self._layer_store, self.schedule_keeper, self._programs, self.profiler, self.clock),
+            partial_weights=w_granularity == "linear",
+            replicates=replicates or world.replicas > 1,
+        )
         # Gradients wait for `update` or `discard`.
         self._halfway = False
         table = StepReduction(self._layer_store, self.clock)
         self._optimizer_step = OptimizerStep(self._layer_store, table, self.profiler, scaler or make_scaler(dtype), clip_scope)
         self._pending = PostValidation(self._layer_store, self._optimizer_step, validates=post_validation, copies=rollback == "exact")
-        self.actions = Actions(self._layouts, self._layer_store, self._schedule_keeper, self._programs, self.profiler, self._pending)
+        self.actions = Actions(self._layouts, self._layer_store, self.schedule_keeper, self._programs, self.profiler, self._pending)
         self.case_context = CaseContext(self._layer_store, self.actions, self._pending)
+        self.measurements = Measurements(self._layer_store, self.profiler, self._pending, accumulation_groups)
         self.layer_states = LayerStates(self._layer_store, self._pending, self._programs)
-
-    @staticmethod
-    def placement_for(schedule: str, ranks: int, chunks: int | None = None) -> tuple[int, ...]:
-        """Per stage of this schedule, the rank that holds it: how many counts a partition needs."""
-        return placement_of(schedule, ranks, chunks)
 
     # -- what is where ----------------------------------------------------------------------------------------------------
 
@@ -221,14 +215,6 @@ class Engine:
         return self.layer_states.own
 
     @property
-    def own_stages(self) -> tuple[int, ...]:
-        return self._layer_store.own_stages
-
-    def rank_of(self, layer: int) -> int:
-        """The rank that holds the layer."""
-        return self._layer_store.rank_of(layer)
-
-    @property
     def frozen(self) -> frozenset[int]:
         return self._layer_store.frozen.layers
 
@@ -236,9 +222,6 @@ class Engine:
     def first_trainable(self) -> int:
         """Global index of the first layer with something to train."""
         return self._layer_store.frozen.first_trainable
-
-    def first_trainable_after(self, layers: Collection[int]) -> int | None:
-        return self._layer_store.frozen.first_trainable_after(layers)
 
     # -- training -----------------------------------------------------------------------------------------------------------
 
@@ -293,10 +276,10 @@ class Engine:
         pending = self._pending
         if self.post_validates:
             check_batch(self._layer_store, inputs, targets, self._layer_store.layout.microbatches)
-            executor = self._executor()
+            executor = self._runner.executor()
             pending.begin()
             is_validated = partial(pending.is_validated, executor) if pending.is_out else None
-            step_output = self._run(executor, step, inputs, targets, keys, is_validated)
+            step_output = self._runner.train(executor, step, inputs, targets, keys, self.scaler.scale, is_validated)
             pending.end(step, step_output, lr, max_norm, flag)
         else:
             step_output = self.forward_backward(step, inputs, targets, keys)
@@ -313,7 +296,7 @@ class Engine:
         check_batch(layer_store, inputs, targets, layer_store.layout.microbatches)
         if self._halfway:
             raise RunError("forward_backward was called again before update or discard; a step's microbatches are given all at once")
-        step_output = self._run(self._executor(), step, inputs, targets, keys)
+        step_output = self._runner.train(self._runner.executor(), step, inputs, targets, keys, self.scaler.scale)
         self._halfway = True
         return step_output
 
@@ -347,8 +330,7 @@ class Engine:
         if microbatches < 1:
             raise InputError(f"microbatches = {microbatches}: an evaluation needs at least 1")
         check_batch(self._pending.final, inputs, targets, microbatches)
-        with generators_kept(self.world.device), self._buffers_as_they_were():
-            loss = self._programs.evaluate(inputs, targets, microbatches, keys)
+        loss = self._runner.evaluate(inputs, targets, microbatches, keys)
         table = torch.tensor([loss], dtype=torch.float64)
         what = "the evaluation to end"
         if shares:
@@ -363,49 +345,7 @@ class Engine:
     @property
     def objective(self) -> Objective:
         """What makes a step of this pipeline short."""
-        return self._schedule_keeper.objective
-
-    def _executor(self) -> Executor:
-        return self._programs.training or self._programs.lower(
-            self._schedule_keeper.agreed(), self._schedule_keeper.message_timeout if self._partial_weights else None
-        )
-
-    def _run(
-        self,
-        executor: Executor,
-        step: int,
-        inputs: Tensor | None,
-        targets: Tensor | None,
-        keys: Keys | None,
-        is_validated: Callable[[], bool] | None = None,
-    ) -> StepOutput:
-        """Runs the program that trains, until this rank's gradients are complete."""
-        for layer in self._layer_store.layers.values():
-            layer.module.train()
-        executor.scale_loss(self.scaler.scale)
-        self._layer_store.outputs.begin(keys, training=True)
-        with generators_kept(self.world.device), self._buffers_as_they_were():
-            step_output = executor.run(step, inputs, targets, is_validated=is_validated)
-        self._layer_store.replicas.await_gradients()
-        self.clock.settle()
-        if self.world.device.type == "cpu":  # no other process has a part of a GPU's time
-            self.profiler.observe_ops(step_output.intervals)
-        return step_output
-
-    @contextmanager
-    def _buffers_as_they_were(self) -> Generator[None]:
-        """Raises ConfigError if a forward within the context writes to a persistent buffer, and there are or may be replicas."""
-        layers = sorted(self._layer_store.layers.items()) if self._replicates else []
-        before = [layer.buffers.copies(persistent=True) for _, layer in layers]
-        yield
-        for (index, layer), copies in zip(layers, before, strict=True):
-            name = layer.buffers.first_persistent(layer.buffers.written(copies))
-            if name is not None:
-                raise ConfigError(
-                    f"layer {index} ({type(layer.module).__name__}): its forward writes to its buffer {name!r} (running statistics, "
-                    "say), of which every replica would have its own; use parallel.data = 1 without [elastic] reshape, or a layer "
-                    "that keeps none"
-                )
+        return self.schedule_keeper.objective
 
     # -- what changes: between steps ----------------------------------------------------------------
 
@@ -427,9 +367,7 @@ class Engine:
 
     def reshape(self, *, pipeline: int, data: int, partition: Partition | None = None) -> Migration:
         """See `Actions.reshape`."""
-        migration = self.actions.reshape(pipeline=pipeline, data=data, partition=partition)
-        self._replicates = self._replicates or data > 1
-        return migration
+        return self.actions.reshape(pipeline=pipeline, data=data, partition=partition)
 
     def digest(self) -> str:
         """Returns the SHA-256 of all weights. See `LayerStates.digest`."""
@@ -437,65 +375,19 @@ class Engine:
 
     # -- what is known ----------------------------------------------------------------------------------------------------------
 
-    @property
-    def links(self) -> dict[tuple[int, int], LinkCost]:
-        """Between the ranks of a pair, the lower first, that hold neighbouring stages."""
-        return self._schedule_keeper.links
-
     def costs(self) -> tuple[LayerCost, ...]:
-        """Measured costs of all layers: seconds per microbatch, bytes."""
-        pairs = [(layer, self._layer_store.optimizers[index]) for index, layer in self._layer_store.layers.items()]
-        return self.profiler.gather(
-            self.world, pairs, self.count, copies=self._pending.copies, accumulation_groups=self._layouts.accumulation_groups
-        )
-
-    def cost_halves(self, costs: tuple[LayerCost, ...]) -> tuple[tuple[LayerCost, ...], ...]:
-        """`costs`, once by the earlier and once by the later readings alone; nothing if some time has one reading only."""
-        return self.profiler.gather_halves(self.world, self._layer_store.layers, costs)
+        """See `Measurements.costs`."""
+        return self.measurements.costs()
 
     def predict(self, layers: tuple[LayerCost, ...], partition: Partition) -> Timeline:
         """What the simulator says of one step under these costs and this placement, with the schedule made for them."""
-        return self._schedule_keeper.predict(layers, partition)
+        return self.schedule_keeper.predict(layers, partition)
 
     def schedule_for(self, partition: Partition, layers: tuple[LayerCost, ...] | None = None) -> Schedule:
         """The schedule that would run on this placement, with what is frozen now, made for these costs (default: for what is known of
         them) where it is made for any."""
-        return self._schedule_keeper.on(partition, layers)
-
-    def full_schedule(self) -> Schedule:
-        """The schedule with every stage training: an upper bound of what any frozen prefix keeps in memory."""
-        return self._schedule_keeper.full()
-
-    def request(self, layers: tuple[LayerCost, ...], *, cost: Cost = "time", seed: int = 0, step: int = 0) -> BalanceRequest:
-        """What a balancer is asked: where these layers should live, under this pipeline's schedule, links and memory limit."""
-        return self._schedule_keeper.request(layers, cost, seed, step)
+        return self.schedule_keeper.on(partition, layers)
 
     def largest(self, value: float) -> float:
-        """The largest of the ranks' values, on every rank."""
-        return self.maxima((value,))[0]
-
-    def maxima(self, values: Sequence[float]) -> list[float]:
-        """Returns the largest of the ranks' first values, of their second, and so on."""
-        table = torch.tensor(values, dtype=torch.float64)
-        return self.world.everyone.largest(table, "a measurement of every rank").tolist()
-
-    def stage_costs(self, layers: tuple[LayerCost, ...], partition: Partition) -> Costs:
-        """The stages' costs, and the links' times for the messages that cross there."""
-        return self._schedule_keeper.stage_costs(layers, partition)
-
-    @property
-    def caches(self) -> bool:
-        """Whether outputs of a frozen prefix are kept."""
-        return self._layer_store.outputs.limit > 0
-
-    def cached(self) -> tuple[int, int]:
-        """Of the caches of outputs, on all ranks together: F's of layers that they have spared, and the bytes that they hold."""
-        outputs = self._layer_store.outputs
-        table = torch.tensor([outputs.spared, outputs.bytes], dtype=torch.int64)
-        spared, held = self.world.everyone.sum(table, "what the caches hold").tolist()
-        return spared, held
-
-    @property
-    def reduction_seconds(self) -> tuple[float, float]:
-        """Of all steps so far: what this rank's collectives over the replicas took, and what of it its own work did not hide."""
-        return self._layer_store.replicas.seconds
+        """Returns the largest of the ranks' values."""
+        return self.measurements.maxima((value,))[0]

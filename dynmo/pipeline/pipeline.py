@@ -28,6 +28,7 @@ from dynmo.runtime.comm.world import World
 from dynmo.runtime.engine.step_reduction import StepResult
 from dynmo.runtime.layer.precision import PRECISIONS
 from dynmo.runtime.state import checkpoint
+from dynmo.schedule.catalogue import placement_of
 from dynmo.schedule.op import Schedule
 
 _STATE = STATE | {"lr", "optimizer"}
@@ -100,7 +101,7 @@ class Pipeline:
         if isinstance(model, Sequential):
             _agree_on_modules(model, world)
         mesh = arrange(world, replicas)
-        stages = len(Engine.placement_for(schedule, mesh.size))
+        stages = len(placement_of(schedule, mesh.size))
         counts = uniform(model.layers, stages) if partition is None else partition
         self._engine = Engine(
             mesh,

@@ -27,7 +27,7 @@ def profile_of(config: Config, pipeline: Engine, costs: tuple[LayerCost, ...], s
         layers=tuple(_whole(config, pipeline, cost) for cost in costs) if config.parallel.zero else costs,
         names=pipeline.model.names,
         first_trainable=pipeline.first_trainable,
-        links=tuple(pipeline.links.items()),
+        links=tuple(pipeline.schedule_keeper.links.items()),
         model=config.model.kind,
         microbatch=config.train.micro_batch,
         microbatches=config.all_microbatches // pipeline.world.replicas,

@@ -143,11 +143,11 @@ class Rebalancer:
         config, pipeline, world = self._config, self._pipeline, self._pipeline.world
         gathering = time.perf_counter()
         costs = self._costs()
-        halves, preempted = pipeline.cost_halves(costs), pipeline.largest(pipeline.profiler.preempted)
+        halves, preempted = pipeline.measurements.halves(costs), pipeline.largest(pipeline.measurements.preempted)
         start = time.perf_counter()
         self.overhead.measure += start - gathering
         # Between replicas as between stages: the slowest of the links that were measured. A pipeline of one rank has none.
-        links = pipeline.links or measure_links(world.everyone, [(0, 1)])
+        links = pipeline.schedule_keeper.links or measure_links(world.everyone, [(0, 1)])
         slowest = min(link.bytes_per_second for link in links.values())
         current = Mesh(
             world.size,
@@ -241,9 +241,9 @@ class Rebalancer:
             self._watch.decided()
         pipeline, overhead, start = self._pipeline, self.overhead, time.perf_counter()
         costs = self._costs()
-        halves = pipeline.cost_halves(costs)
+        halves = pipeline.measurements.halves(costs)
         # Every rank takes part before any decides. Ranks that decide differently must not wait for each other here.
-        fixed, doubt, preempted = pipeline.maxima((self._fixed, self._gain.doubt, pipeline.profiler.preempted))
+        fixed, doubt, preempted = pipeline.measurements.maxima((self._fixed, self._gain.doubt, pipeline.measurements.preempted))
         measured, moved = time.perf_counter(), overhead.move
         overhead.measure += measured - start
         done, recomputed = list[Event](), pipeline.recomputed
@@ -305,7 +305,7 @@ class Rebalancer:
             PartitionError: The balancer has no placement.
         """
         balance, pipeline = self._config.balance, self._pipeline
-        request = pipeline.request(costs, cost=cast(Cost, balance.cost), seed=self._config.seed, step=step)
+        request = pipeline.schedule_keeper.request(costs, cast(Cost, balance.cost), self._config.seed, step)
         target = balancer(balance.balancer)(request)
         if target == pipeline.partition:
             return None
@@ -383,7 +383,7 @@ class Rebalancer:
         def seconds(layers: tuple[LayerCost, ...], partition: Partition) -> float:
             if layers == costs or request.make is None:
                 return pipeline.predict(layers, partition).length(pipeline.objective)
-            stages = pipeline.stage_costs(layers, partition)
+            stages = pipeline.schedule_keeper.stage_costs(layers, partition)
             return simulate(request.make(stages), stages).length(pipeline.objective)
 
         ahead = forecast_intervals(costs, self._forecasts(step - 1), step, self._config.train.steps)
@@ -393,4 +393,4 @@ class Rebalancer:
     def _on_the_way(self, costs: tuple[LayerCost, ...], old: Partition, new: Partition) -> float:
         """Seconds that the layers of a move take, one after another, over the slowest link."""
         sizes = [costs[move.layer].moved_bytes for move in moves_between_ranks(old, new, self._pipeline.placement)]
-        return sum(max((link.seconds(size) for link in self._pipeline.links.values()), default=0.0) for size in sizes)
+        return sum(max((link.seconds(size) for link in self._pipeline.schedule_keeper.links.values()), default=0.0) for size in sizes)

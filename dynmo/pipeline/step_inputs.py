@@ -61,6 +61,12 @@ def check_recompute(recompute: object, layers: int) -> None:
         raise ConfigError(f"recompute names layer {outside[0]!r}, but the model has {layers}, from 0 to {layers - 1}")
 
 
+def check_choice(option: str, value: object, allowed: Collection[str]) -> None:
+    """Raises ConfigError if the option has another value than those that are allowed."""
+    if value not in allowed:
+        raise ConfigError(f"{option} = {value!r}; choose from {', '.join(allowed)}")
+
+
 def check_rates(lr: object, max_norm: object) -> None:
     """Raises InputError if this is no learning rate, or no norm to clip to."""
     if not isinstance(lr, Real) or not 0 <= float(lr) < math.inf:

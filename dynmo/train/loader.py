@@ -44,7 +44,7 @@ class DataLoader:
             length = len(corpus)
             digest = hashlib.sha256(f"{length} ".encode() + ends).digest()
         world.agree(digest, "the data (data.source)")
-        self._order = Order(int(pipeline.largest(length)), *order) if pipeline.caches else None
+        self._order = Order(int(pipeline.largest(length)), *order) if pipeline.measurements.caches else None
         evaluates_again = train.eval_every and train.steps // train.eval_every > 1
         if self._order is not None and not evaluates_again and not self._order.repeats(train.steps):
             raise ConfigError(

@@ -213,7 +213,7 @@ class Trainer:
         self._tracer.finish(None if self._folder is None else self._folder / "trace.json")
         overhead, reason = self._rebalancer.overhead, "interrupted" if interrupted else "done"
         measuring = self.pipeline.profiler.spent + overhead.measure
-        cached = self.pipeline.cached() if self.pipeline.caches else (0, 0)
+        cached = self.pipeline.measurements.cached() if self.pipeline.measurements.caches else (0, 0)
         balancing = (measuring, overhead.decide, overhead.move)
         self._emit(EndEvent(step, now(), self._loss, digest, seconds, reason, *balancing, *cached, buffers))
         return RunResult(self._loss, digest, buffers, seconds, interrupted, step, self.pipeline.partition.counts)

@@ -182,7 +182,7 @@ def misled(world: World, config: dict[str, Any]) -> list[dict[str, Any]]:
         even = [replace(cost, f=0.001, b=0.001, w=0.001) for cost in known()]
         return tuple(replace(cost, f=2.5 * cost.f) if i in layers else cost for i, cost in enumerate(even))
 
-    trainer.pipeline._schedule_keeper.links = {(0, 1): LinkCost(1e-4, 1e9)}
+    trainer.pipeline.schedule_keeper.links = {(0, 1): LinkCost(1e-4, 1e9)}
     rebalancer._costs = costs
     rebalancer.observe = lambda step, seconds, busy: observe(step, 0.1, busy)
     trainer.run()

@@ -76,7 +76,7 @@ def rendezvous(size: int) -> Any:
 def test_what_slices_are_not() -> None:
     model = load_model(parse(CONFIG))
     pipeline = Engine(alone(), model, Partition((2, 2, 2)), schedule="zb-h1", microbatches=MICROBATCHES, slices=3)
-    assert (pipeline.shape, pipeline.placement, pipeline.own_stages) == ((3, 1), (0, 1, 2), (0, 1, 2))
+    assert (pipeline.shape, pipeline.placement, pipeline._layer_store.own_stages) == ((3, 1), (0, 1, 2), (0, 1, 2))
     with pytest.raises(ConfigError, match="cannot be reshaped"):
         pipeline.reshape(pipeline=1, data=3)
     with pytest.raises(ConfigError, match="without post_validation"):

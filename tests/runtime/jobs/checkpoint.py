@@ -102,9 +102,9 @@ def message_timeout(world: World, w_granularity: Literal["whole", "linear"]) -> 
     pipeline = Engine(
         world, load_model(parse({"model": GPT})), uniform(6, world.size), schedule="zb-h1", microbatches=3, w_granularity=w_granularity
     )
-    waits = pipeline._executor().timeout
+    waits = pipeline._runner.executor().timeout
     pipeline.on_workload_change(())  # closes its channels
-    return [waits, [link.latency for link in pipeline.links.values()]]
+    return [waits, [link.latency for link in pipeline.schedule_keeper.links.values()]]
 
 
 def builds_another(world: World, other: int) -> str:

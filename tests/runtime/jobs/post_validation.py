@@ -16,6 +16,7 @@ from dynmo.pipeline.engine import Engine, StepResult
 from dynmo.runtime.comm.world import World
 from dynmo.runtime.engine.norm_ring import NON_FINITE
 from dynmo.runtime.optim.loss_scale import LossScaler
+from dynmo.schedule.catalogue import placement_of
 from tests.runtime.jobs.migrate import any_partition
 
 PV_STEPS = 7
@@ -48,7 +49,7 @@ def validated(
     ranks, model = world.size, {"model": {"blocks": 3, "hidden": 16, "heads": 2, "sequence": 4, "dropout": 0.1}}
     loaded = parse(model if kind == "gpt" else {"model": {"kind": f"python:{kind}"}})
     whole = load_model(loaded)
-    stages = len(Engine.placement_for(schedule, ranks))
+    stages = len(placement_of(schedule, ranks))
     limit = options.pop("limit", 20.0)
     pipeline = Engine(
         world, whole, uniform(whole.layers, stages), schedule=schedule, microbatches=12, post_validation=afterwards, **options

@@ -239,7 +239,7 @@ def losses_and_calls(cache_bytes: int) -> tuple[list[float], list[int], tuple[in
         keys = [(step % 2, j) for j in range(MICROBATCHES)]
         pipeline.advance(step, *tokens(step % 2), lr=1e-2, keys=keys)
         losses.append(pipeline.evaluate(*tokens(9), MICROBATCHES, keys=[(9, j) for j in range(MICROBATCHES)]))
-    return losses, [getattr(module, "calls", 0) for module in pipeline.modules], pipeline.cached()
+    return losses, [getattr(module, "calls", 0) for module in pipeline.modules], pipeline.measurements.cached()
 
 
 def test_a_pipeline_with_and_without() -> None:
