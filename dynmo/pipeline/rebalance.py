@@ -12,18 +12,13 @@ from dynmo.balance.balancers import BalanceRequest, balancer
 from dynmo.balance.layout import moves_between_ranks
 from dynmo.balance.partition import Cost, Partition
 from dynmo.balance.trigger import FORCED, Decision, Expected, Outlook, RebalanceWatch, confirmed, forecast_intervals, worth_moving_through
-from dynmo.config import Config, mesh_shapes
-from dynmo.cost.layer_cost import LayerCost, LinkCost
-from dynmo.cost.profile_file import Profile
+from dynmo.config import Config
+from dynmo.cost.layer_cost import LayerCost
 from dynmo.errors import NoRoomError, PartitionError
 from dynmo.events import ChangeEvent, Event, RebalanceEvent, RebalanceResultEvent, ReshapeEvent, ScheduleEvent, now
 from dynmo.pipeline.engine import Engine
+from dynmo.pipeline.mesh_question import current_mesh, mesh_question
 from dynmo.pipeline.move_gain import MoveGain
-from dynmo.pipeline.profile import profile_of
-from dynmo.planner.mesh_plan import Mesh
-from dynmo.planner.mesh_search import MeshRequest
-from dynmo.planner.reshape import Reshape, reshape
-from dynmo.runtime.engine.profiler import measure_links
 from dynmo.schedule.catalogue import entry
 from dynmo.schedule.simulator import simulate
 
@@ -50,17 +45,27 @@ class Overhead:
 
 
 class Rebalancer:
-    """Asks the configured balancer every `balance.every` steps ("auto": when `RebalanceWatch` sees a reason), and moves when the simulator
-    says that it pays, as far as what the dynamic cases expect to do lets a gain last.
+    """Decides before a step whether layers move, and moves them.
 
-    Every rank holds one and calls it alike; costs are the same on all, so the decision is too.
+    It asks the configured balancer every `balance.every` steps. With "auto" it asks when
+    `RebalanceWatch` sees a reason. It moves layers if the simulator says that the gain repays the move
+    before a dynamic case ends it. No move rests on one reading of a time, or on one half of the
+    readings alone (`trigger.confirmed`). After a move that disappoints, the next one must promise more
+    (`MoveGain`).
 
-    After a move that disappoints, the next one must promise more (`MoveGain`).
+    Every rank holds a Rebalancer and calls every method alike. Costs are the same on all ranks, so the
+    decision is the same. The ranks compare it, "stay" included.
 
-    Nothing is done that rests on one reading of a time, or that one half of the readings does not support (`trigger.confirmed`).
+    Balancers count more than a rank holds at any one time, such as all gradients. If the balancer says
+    that no placement fits the memory, the layers stay and one event says so, because the run trains.
 
-    Balancers count more than a run may hold at one time (gradients at every moment, say). Where by their account nothing fits the memory, a
-    run stays as it is and says so once: it does train.
+    Args:
+        config: Of the run.
+        pipeline: Holds the layers.
+        costs: Returns the cost of every layer, as measured so far.
+        moves: How many moves an earlier part of the run has made, so that their numbers go on.
+        forecasts: What each dynamic case expects to do after a step.
+        memory_limit: Bytes of a rank. None means unlimited.
     """
 
     def __init__(
@@ -72,8 +77,6 @@ class Rebalancer:
         forecasts: Forecasts | None = None,
         memory_limit: int | None = None,
     ) -> None:
-        """costs: all layers', as measured so far, called on every rank alike. moves: how many an earlier part of the run has made, so that
-        ids go on. memory_limit: bytes of a rank."""
         self._config, self._pipeline, self._costs, self._memory_limit = config, pipeline, costs, memory_limit
         # Whether the work has changed since another mesh was last thought of.
         self._unshaped = config.elastic.reshape
@@ -136,52 +139,27 @@ class Rebalancer:
         return self.should_check(step) and self.measured
 
     def mesh(self, step: int) -> tuple[int, int, Partition] | None:
-        """Before `step`, where the work has changed: ranks of a pipeline, replicas and placement of a mesh that repays its moves."""
+        """Decides before `step` whether another mesh repays its reshape. It does so once after the work has changed.
+
+        Args:
+            step: The next step.
+
+        Returns:
+            Ranks of a pipeline, replicas, and placement. None: the mesh stays.
+
+        Raises:
+            RunError: The ranks have decided differently.
+        """
         if not self._unshaped:
             return None
         self._unshaped = False
-        config, pipeline, world = self._config, self._pipeline, self._pipeline.world
-        gathering = time.perf_counter()
+        config, pipeline, gathering = self._config, self._pipeline, time.perf_counter()
         costs = self._costs()
         halves, preempted = pipeline.measurements.halves(costs), pipeline.largest(pipeline.measurements.preempted)
         start = time.perf_counter()
         self.overhead.measure += start - gathering
-        # Between replicas as between stages: the slowest of the links that were measured. A pipeline of one rank has none.
-        links = pipeline.schedule_keeper.links or measure_links(world.everyone, [(0, 1)])
-        slowest = min(link.bytes_per_second for link in links.values())
-        current = Mesh(
-            world.size,
-            world.replicas,
-            config.all_microbatches // world.replicas,
-            config.train.micro_batch,
-            config.pipeline.schedule,
-        )
-        request = MeshRequest(
-            self._profile(costs, links),
-            gpus=world.everyone.size,
-            global_batch=config.train.global_batch,
-            micro_batches=(config.train.micro_batch,),
-            schedules=(config.pipeline.schedule,),
-            chunks=config.pipeline.chunks,
-            memory_limit=self._memory_limit,
-            zero=config.parallel.zero,
-            bandwidth=slowest,
-            objective=pipeline.objective,
-            replicas=tuple(data for _, data in mesh_shapes(config)),
-            accumulation_groups=config.accumulation_groups,
-        )
-        left, balance = config.train.steps - step, config.balance
-
-        def decide(layers: tuple[LayerCost, ...]) -> Reshape:
-            return reshape(
-                *(replace(request, profile=self._profile(layers, links)), current, pipeline.partition),
-                horizon_steps=left,
-                seconds_per_byte=1 / slowest,
-                margin=balance.margin,
-                hysteresis=balance.hysteresis,
-            )
-
-        chosen = None
+        current, chosen = current_mesh(config, pipeline), None
+        decide = mesh_question(config, pipeline, costs, config.train.steps - step, self._memory_limit)
         try:
             best = decide(costs)
             decision, target = best.decision, best.plan.mesh
@@ -193,7 +171,7 @@ class Rebalancer:
         except NoRoomError:
             pass  # the mesh stays, which does train
         self.overhead.decide += time.perf_counter() - start
-        world.agree(hashlib.sha256(repr((chosen, self._unshaped)).encode()).digest(), "whether to reshape")
+        pipeline.world.agree(hashlib.sha256(repr((chosen, self._unshaped)).encode()).digest(), "whether to reshape")
         return chosen
 
     def reshape(self, step: int, pipeline: int, data: int, partition: Partition) -> list[Event]:
@@ -225,9 +203,6 @@ class Rebalancer:
         seconds = time.perf_counter() - start
         self.overhead.move += seconds
         return [*told, ReshapeEvent(step, now(), before, (pipeline, data), partition.counts, migration.moved_bytes, seconds)]
-
-    def _profile(self, costs: tuple[LayerCost, ...], links: dict[tuple[int, int], LinkCost]) -> Profile:
-        return replace(profile_of(self._config, self._pipeline, costs), links=tuple(links.items()))
 
     def consider(self, step: int) -> list[Event]:
         """Decides before `step`, and acts if that pays: first where the layers live, then in which order the ranks work.

@@ -2,7 +2,7 @@
 
 import random
 
-from dynmo.dynamism import Change, Dynamism, Forecast
+from dynmo import Change, Dynamism, Forecast
 
 EVERY, SHARE, SEED = 5, 0.25, 0
 
