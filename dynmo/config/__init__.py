@@ -1,14 +1,18 @@
 """The configuration of a run: one frozen model, read from TOML and `--set section.key=value`. Pure: no torch.
 
-values.py    the types of single values
-sections.py  the sections and Config: every key with its default
-shapes.py    the meshes that a run's ranks can form
-checks.py    checks of values that must fit together
-reading.py   TOML and overrides -> Config, or one line that says what is wrong
+values.py             the types of single values
+section.py            the base class of all sections
+sections.py           Config and the sections about ranks and balancing: keys and defaults
+sections_training.py  [model], [data] and [train]
+sections_dynamism.py  [dynamism] and its cases
+shapes.py             the meshes that a run's ranks can form
+checks.py             checks of values that must fit together
+reading.py            TOML and overrides -> Config, or one line that says what is wrong
 """
 
 from dynmo.config.reading import load, parse, with_options, without_unused_keys
-from dynmo.config.sections import BALANCERS, Balance, Config, Model, Train
+from dynmo.config.sections import BALANCERS, Balance, Config
+from dynmo.config.sections_training import Model, Train
 from dynmo.config.shapes import accumulation_problem, mesh_shapes
 from dynmo.config.values import parse_bytes
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 
-from dynmo.config.sections import Config, Freezing
+from dynmo.config.sections import Config
+from dynmo.config.sections_dynamism import Freezing
 from dynmo.config.shapes import accumulation_problem, divisors, mesh_shapes, suggest_groups
 from dynmo.errors import ScheduleError
 from dynmo.schedule.catalogue import check_microbatches, chunks_of

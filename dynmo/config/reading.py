@@ -15,7 +15,9 @@ from typing import Any, cast
 from pydantic import ValidationError
 
 from dynmo.config.checks import first_problem
-from dynmo.config.sections import KEYS_OF_KIND, Config, Model, Section, keys_of_other_kinds
+from dynmo.config.section import Section
+from dynmo.config.sections import Config
+from dynmo.config.sections_training import KEYS_OF_KIND, Model, keys_of_other_kinds
 from dynmo.config.values import CASES, NOT_SERVED, PLANNED_CASES, value_text
 from dynmo.errors import ConfigError
 

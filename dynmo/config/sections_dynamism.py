@@ -1,0 +1,118 @@
+"""[dynamism]: the dynamic cases of a run, and one section of options for each case."""
+
+from __future__ import annotations
+
+from typing import Annotated, cast
+
+from pydantic import Field, model_validator
+
+from dynmo.config.section import Section
+from dynmo.config.values import (
+    BelowOne,
+    BlocksAt,
+    Buckets,
+    Bytes,
+    Cases,
+    Count,
+    DenseBelow,
+    FrozenAt,
+    Lax,
+    Whole,
+    word,
+)
+
+
+class Freezing(Section):
+    """Leading layers stop training. A given `schedule` sets the policy to "schedule"."""
+
+    policy: Annotated[str, word(("schedule", "autofreeze", "egeria"))] = "autofreeze"
+    """Who decides what is frozen. If `schedule` is given, the default is `schedule`."""
+    schedule: FrozenAt = ()
+    """`[[step, layers], ...]`: from each step on, this number of leading layers is frozen."""
+    every: Count = 10
+    """Steps between two decisions of `autofreeze` or `egeria`."""
+    start: Whole = 0
+    """First step at which `autofreeze` or `egeria` may freeze."""
+    max_layers: Count | None = None
+    """Most layers that are frozen. Not set: all but the last."""
+    unit: Annotated[str, word(("half", "block"))] = "half"
+    """What is frozen at once: half a block (one layer) or a whole block."""
+    window: Annotated[int, Field(ge=2, le=1000)] = 5
+    """Readings that `egeria` looks at, one each `every` steps."""
+    tolerance: Annotated[float, Field(gt=0, lt=1)] = 0.2
+    """`egeria` freezes a layer that changes less than this share of its first rate of change."""
+    refresh: Count = 200
+    """Largest age, in steps, of the reference model of `egeria`."""
+    thaw: BelowOne = 0.1
+    """`egeria` unfreezes all layers when the learning rate falls to this share of its value at the
+    freeze."""
+    cache_bytes: Bytes = 0
+    """Host memory per rank for the outputs of frozen leading layers: bytes, or a size such as
+    `"2GiB"`. A cached microbatch skips these layers. 0 caches nothing."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _policy_of_a_schedule(cls, data: object) -> object:
+        if isinstance(data, dict) and cast(dict[str, object], data).get("schedule"):
+            return {"policy": "schedule", **cast(dict[str, object], data)}
+        return cast(object, data)
+
+
+class Pruning(Section):
+    """Weights of least magnitude become zero, by a cubic schedule."""
+
+    criterion: Annotated[str, word(("global", "local"))] = "global"
+    """Which weights are compared: those of all layers, or those of each layer."""
+    initial_sparsity: BelowOne = 0.0
+    """Share of zero weights at `start`."""
+    final_sparsity: BelowOne = 0.9
+    """Share of zero weights at `end`."""
+    start: Whole | None = None
+    """First step that prunes. Not set: after 30 % of the run."""
+    end: Whole | None = None
+    """Last step that prunes. Not set: after 70 % of the run."""
+    every: Count | None = None
+    """Steps between two prunings. Not set: a quarter of the time from `start` to `end`."""
+    dense_below: DenseBelow = "auto"
+    """Sparsity below which a matrix stays dense: a share, a table of shares by shape, `measured`
+    (timed once per machine and shape), or `auto` (0.6 on CPU, measured on CUDA)."""
+
+    def steps_of(self, steps: int) -> tuple[int, int, int]:
+        """`start`, `end` and `every` in a run of this number of steps."""
+        start = 3 * steps // 10 if self.start is None else self.start
+        end = min(steps - 1, max(start, 7 * steps // 10)) if self.end is None else self.end
+        return start, end, max(1, (end - start) // 4) if self.every is None else self.every
+
+
+class SparseAttention(Section):
+    """Attention computes only a part of the pairs of queries and keys."""
+
+    kind: Annotated[str, word(("hash", "drop"))] = "hash"
+    """Which pairs are computed: those in one hash bucket, or those that a random drop leaves."""
+    start: Whole = 0
+    """Step from which on attention is sparse."""
+    blocks: Annotated[tuple[Whole, ...] | None, Lax] = None
+    """Indices of the blocks that are sparse from `start` on. Not set: all blocks."""
+    schedule: BlocksAt = ()
+    """`[[step, [block, ...]], ...]`: from each step on, these blocks are sparse and the others
+    dense."""
+    buckets: Buckets = 16
+    """Number of hash buckets. Even."""
+    drop: BelowOne = 0.5
+    """Share of the queries, and of the keys, that kind `drop` drops."""
+    tile: Annotated[int, Field(ge=1, le=65536)] = 32
+    """Queries that are computed together."""
+
+
+class Dynamism(Section):
+    """The dynamic cases of the run, and the options of each."""
+
+    cases: Cases = ()
+    """Cases that run: `freezing`, `pruning`, `sparse_attention`, or your own:
+    `python:package.module:Class`."""
+    freezing: Freezing = Freezing()
+    """Options of the case `freezing`."""
+    pruning: Pruning = Pruning()
+    """Options of the case `pruning`."""
+    sparse_attention: SparseAttention = SparseAttention()
+    """Options of the case `sparse_attention`."""
