@@ -44,8 +44,8 @@ class Freezing(Section):
     refresh: Count = 200
     """Largest age, in steps, of the reference model of `egeria`."""
     thaw: BelowOne = 0.1
-    """`egeria` unfreezes all layers when the learning rate falls to this share of its value at the
-    freeze."""
+    """`egeria` unfreezes all layers when the learning rate falls to this share of its value when
+    the first layer froze."""
     cache_bytes: Bytes = 0
     """Host memory per rank for the outputs of frozen leading layers: bytes, or a size such as
     `"2GiB"`. A cached microbatch skips these layers. 0 caches nothing."""

@@ -123,7 +123,7 @@ class Train(Section):
     """The norm that clips: `global` takes the norm over all layers, `local` clips each layer by its
     own norm."""
     precision: Annotated[str, word(("float32", "bfloat16", "float16"))] = "float32"
-    """Type of the weights that compute. `bfloat16` and `float16` keep float32 master weights and
+    """Number format of F, B and W. `bfloat16` and `float16` keep float32 master weights and
     gradients."""
     loss_scale: LossScale = None
     """A power of two, or `dynamic`: halved after an overflow, whose step is skipped. Not set:

@@ -8,12 +8,13 @@ import json
 import math
 import re
 from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 from typing import Annotated, TypeAlias, cast
 
 from pydantic import AfterValidator, BeforeValidator, ByteSize, Field, PlainValidator, TypeAdapter
 
 NOT_SERVED = "known but not served by this version"
-_LARGEST = 2**31 - 1  # of any count: a slip of the keyboard should not become an endless loop
+LARGEST = 2**31 - 1  # of any count: a slip of the keyboard should not become an endless loop
 _BYTE_SIZE = TypeAdapter(ByteSize)
 
 # Of [dynamism] cases: those of this version, and those of the contract that are still to come.
@@ -72,11 +73,18 @@ def _check_word(value: str, served: Collection[str], planned: Collection[str], o
     raise ValueError(f'unknown; did you mean "{near[0]}"? {choices}' if near else f"unknown; {choices}")
 
 
-def word(served: Collection[str], planned: Collection[str] = ()) -> AfterValidator:
+@dataclass(frozen=True, slots=True)
+class OneOf(AfterValidator):
+    """A check that a value is one of `words`."""
+
+    words: tuple[str, ...] = ()
+
+
+def word(served: Collection[str], planned: Collection[str] = ()) -> OneOf:
     def check(value: str) -> str:
         return _check_word(value, served, planned)
 
-    return AfterValidator(check)
+    return OneOf(check, tuple(served))
 
 
 def only(served: bool | int) -> AfterValidator:
@@ -176,7 +184,7 @@ def _check_recompute(value: object) -> str | tuple[int, ...]:
 def _check_every(value: object) -> int | str:
     if value == "auto":
         return "auto"
-    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= _LARGEST:
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= LARGEST:
         raise ValueError('must be a number of steps greater than or equal to 1, or "auto"')
     return value
 
@@ -218,8 +226,8 @@ def _check_shapes(value: tuple[tuple[int, int, int], ...]) -> tuple[tuple[int, i
     return value
 
 
-Count: TypeAlias = Annotated[int, Field(ge=1, le=_LARGEST)]
-Whole: TypeAlias = Annotated[int, Field(ge=0, le=_LARGEST)]
+Count: TypeAlias = Annotated[int, Field(ge=1, le=LARGEST)]
+Whole: TypeAlias = Annotated[int, Field(ge=0, le=LARGEST)]
 NonNegative: TypeAlias = Annotated[float, Field(ge=0)]
 Positive: TypeAlias = Annotated[float, Field(gt=0)]
 # A longer wait overflows what the system takes; more threads take long to start and gain nothing.
