@@ -5,6 +5,7 @@
 In a block of code, what stands under a line `dynmo schedule ..` is a part of its output: the drawing whole, of the rest the lines that the
 document wants to show. `export COLUMNS=..` gives the width from there on, and `echo '..' > FILE` makes the file for the commands after it.
 A table under `<!-- sweeps: NAME -->` is the one of this name that `python -m benchmarks.sweeps` prints from benchmarks/results/sweeps.json.
+A figure between `<!-- figure FILE PATH FORMAT -->` and `<!-- end -->` is the one of that result file (tests/figures.py).
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from dynmo.cost.layer_cost import split_costs, uniform_costs
 from dynmo.schedule.automatic.make import make
 from dynmo.schedule.catalogue import SCHEDULES, placement_of
 from dynmo.schedule.simulator import Timeline, simulate
+from tests import figures
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -175,6 +177,11 @@ def test_tables_are_those_of_the_result_file(path: Path) -> None:
         assert [text[i] for i in table_at(text, line)] == texts[name].splitlines(), f"{path.name}: table {name}"
 
 
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
+def test_figures_are_those_of_the_result_files(path: Path) -> None:
+    assert not figures.differences(path.read_text()), f"{path.name}; python -m tests.test_docs writes the figures"
+
+
 def test_code_in_python_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     text = (ROOT / "docs" / "schedules.md").read_text().splitlines()
@@ -238,7 +245,7 @@ def about(line: str) -> str:
 
 
 def write_anew(path: Path) -> None:
-    text = path.read_text().splitlines()
+    text = figures.fill(path.read_text()).splitlines()
     edits: list[tuple[range, list[str]]] = []
     for example in examples(text):
         if example.shown:
@@ -252,8 +259,9 @@ def write_anew(path: Path) -> None:
     edits += [(table_at(text, line), texts[name].splitlines()) for line, name in marked(text)]
     for lines, fresh in sorted(edits, key=lambda edit: edit[0].start, reverse=True):
         text[lines.start : lines.stop] = fresh
-    if edits:
-        path.write_text("\n".join(text) + "\n")
+    content = "\n".join(text) + "\n"
+    if content != path.read_text():
+        path.write_text(content)
 
 
 if __name__ == "__main__":
