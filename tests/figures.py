@@ -22,7 +22,8 @@ _FIGURE = re.compile(r"(<!-- figure (\S+\.json) (?:(min|max) )?(.+?) (\S+) -->)(
 
 
 @cache
-def _result(file: str) -> Any:
+def result_of(file: str) -> Any:
+    """The content of a result file."""
     return json.loads((RESULTS / file).read_text())
 
 
@@ -35,7 +36,7 @@ def figure(file: str, path: str, form: str, choose: str | None = None) -> str:
         form: A format of Python's, or `ms` for seconds in milliseconds.
         choose: `min` or `max` of a path with several values. None for a path with one value.
     """
-    values: list[Any] = [_result(file)]
+    values: list[Any] = [result_of(file)]
     for key in path.split("."):
         values = [item for value in values for item in _items(value, key)]
     value = {"min": min, "max": max}[choose](values) if choose else values[0]
@@ -59,6 +60,8 @@ def fill(text: str) -> str:
 
 
 def differences(text: str) -> list[str]:
-    """The figures of a text that differ from their result file."""
-    found = _FIGURE.finditer(text)
-    return [f"{m[2]} {m[4]}: {m[6]}" for m in found if m[6] != figure(m[2], m[4], m[5], m[3])]
+    """The figures of a text that differ from their result file, and the marks that are no figure."""
+    found = list(_FIGURE.finditer(text))
+    marks = text.count("<!-- figure ") - len(found)
+    unread = [f"{marks} marks of figures cannot be read"] if marks else []
+    return unread + [f"{m[2]} {m[4]}: {m[6]}" for m in found if m[6] != figure(m[2], m[4], m[5], m[3])]

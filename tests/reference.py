@@ -32,7 +32,7 @@ from dynmo.config.values import LARGEST, OneOf, value_text
 FOLDER = Path(__file__).parents[1] / "docs" / "reference"
 PAGES = [FOLDER / name for name in ("configuration.md", "commands.md", "python.md")]
 _TYPES: dict[object, str] = {bool: "boolean", int: "integer", float: "number", str: "string", type(None): ""}
-_MARK = re.compile(r"<!-- (keys|options|names)(?:: ([\w.]+))? -->\n.*?<!-- end -->", re.DOTALL)
+MARK = re.compile(r"<!-- (keys|options|names)(?:: ([\w.]+))? -->\n.*?<!-- end -->", re.DOTALL)
 
 
 # -- configuration ---------------------------------------------------------------------------------
@@ -225,7 +225,7 @@ def fill(text: str) -> str:
         mark = f"{kind}: {name}" if name else kind
         return f"<!-- {mark} -->\n\n{content}\n\n<!-- end -->"
 
-    return _MARK.sub(part, text)
+    return MARK.sub(part, text)
 
 
 def stale() -> list[Path]:

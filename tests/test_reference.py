@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
+
 import pytest
 
+import dynmo
 from dynmo.config.section import Section
 from tests import reference
 
@@ -20,3 +23,28 @@ def test_each_key_has_a_description_and_a_row(name: str, section: type[Section])
     if reference.keys(section):
         text = (reference.FOLDER / "configuration.md").read_text()
         assert f"<!-- keys: {name} -->" in text
+
+
+@pytest.mark.parametrize("name", list(reference.commands()))
+def test_each_option_has_a_help_text_and_each_command_a_table(name: str) -> None:
+    assert f"<!-- options: {name} -->" in (reference.FOLDER / "commands.md").read_text()
+    for option in reference.commands()[name].params:
+        assert option.help, f"dynmo {name}: {option.name} has no help text"
+
+
+@pytest.mark.parametrize("name", dynmo.__all__)
+def test_each_public_name_has_a_docstring(name: str) -> None:
+    assert f"\n### {name}\n" in (reference.FOLDER / "python.md").read_text()
+    assert inspect.getdoc(getattr(dynmo, name))
+
+
+def test_a_change_makes_the_page_stale() -> None:
+    text = (reference.FOLDER / "configuration.md").read_text()
+    assert reference.fill(text.replace("| `seed` | integer", "| `seed` | number")) == text
+
+
+def test_each_mark_is_read() -> None:
+    for page in reference.PAGES:
+        text = page.read_text()
+        assert text.count("<!-- end -->") == text.count("<!-- ") - text.count("<!-- end -->")
+        assert len(reference.MARK.findall(text)) == text.count("<!-- end -->"), page.name

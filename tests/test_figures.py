@@ -1,0 +1,37 @@
+"""Figures in the documents: how they are read from a result file and compared."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests import figures
+
+FILE = {"share": 0.0198, "runs": [{"seconds": 0.0131}, {"seconds": 0.72}, {"seconds": 0.05}]}
+
+
+@pytest.fixture(autouse=True)
+def _one_result_file(monkeypatch: pytest.MonkeyPatch) -> None:  # pyright: ignore[reportUnusedFunction]
+    monkeypatch.setattr(figures, "result_of", lambda file: {"a.json": FILE}[file])
+
+
+@pytest.mark.parametrize(
+    ("mark", "shown"),
+    [
+        ("share .1%", "2.0 %"),
+        ("runs.1.seconds .1f", "0.7"),
+        ("runs.0.seconds ms", "13"),
+        ("max runs.*.seconds .2f", "0.72"),
+        ("min runs.1:3.seconds .2f", "0.05"),
+    ],
+)
+def test_a_figure_is_written_and_compared(mark: str, shown: str) -> None:
+    text = f"about <!-- figure a.json {mark} -->9<!-- end --> of it"
+    assert figures.fill(text) == f"about <!-- figure a.json {mark} -->{shown}<!-- end --> of it"
+    assert len(figures.differences(text)) == 1
+    assert not figures.differences(figures.fill(text))
+
+
+def test_a_mark_that_cannot_be_read_is_told() -> None:
+    assert figures.differences("<!-- figure a.json share -->2<!-- end -->")
+    with pytest.raises(AssertionError, match="3 values"):
+        figures.fill("<!-- figure a.json runs.*.seconds .2f -->2<!-- end -->")
