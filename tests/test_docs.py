@@ -4,7 +4,7 @@
 
 In a block of code, what stands under a line `dynmo schedule ..` is a part of its output: the drawing whole, of the rest the lines that the
 document wants to show. `export COLUMNS=..` gives the width from there on, and `echo '..' > FILE` makes the file for the commands after it.
-A table under `<!-- sweeps: NAME -->` is the one of this name that `python -m benchmarks.sweeps` prints from benchmarks/results/sweeps.json.
+A table under `<!-- table: NAME -->` is made from a file in benchmarks/results (tests/result_tables.py).
 A figure between `<!-- figure FILE PATH FORMAT -->` and `<!-- end -->` is the one of that result file (tests/figures.py).
 """
 
@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import io
-import json
 import os
 import re
 import shlex
@@ -24,17 +23,16 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.sweeps import tables
 from dynmo.cli import main
 from dynmo.cost.layer_cost import split_costs, uniform_costs
 from dynmo.schedule.automatic.make import make
 from dynmo.schedule.catalogue import SCHEDULES, placement_of
 from dynmo.schedule.simulator import Timeline, simulate
 from tests import figures
+from tests.result_tables import result_tables
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-SWEEPS = ROOT / "benchmarks" / "results" / "sweeps.json"
 COMMAND = "dynmo schedule "
 
 
@@ -165,13 +163,13 @@ def table_at(text: list[str], line: int) -> range:
 
 def marked(text: list[str]) -> Iterator[tuple[int, str]]:
     for i, line in enumerate(text):
-        if match := re.fullmatch(r"<!-- sweeps: (\w+) -->", line):
+        if match := re.fullmatch(r"<!-- table: ([\w ]+) -->", line):
             yield i, match[1]
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
 def test_tables_are_those_of_the_result_file(path: Path) -> None:
-    texts = tables(json.loads(SWEEPS.read_text()))
+    texts = result_tables()
     text = path.read_text().splitlines()
     for line, name in marked(text):
         assert [text[i] for i in table_at(text, line)] == texts[name].splitlines(), f"{path.name}: table {name}"
@@ -180,6 +178,11 @@ def test_tables_are_those_of_the_result_file(path: Path) -> None:
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
 def test_figures_are_those_of_the_result_files(path: Path) -> None:
     assert not figures.differences(path.read_text()), f"{path.name}; python -m tests.test_docs writes the figures"
+
+
+def test_each_table_of_a_result_file_is_shown() -> None:
+    shown = {name for path in DOCUMENTS for _, name in marked(path.read_text().splitlines())}
+    assert set(result_tables()) - shown == {"sweeps attention"}, "shown as a picture"
 
 
 def test_code_in_python_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -255,7 +258,7 @@ def write_anew(path: Path) -> None:
             fresh = [line for before, line in pairwise(["", *printed]) if about(line) in wanted or about(before) in wanted & {"+-----"}]
             indent = " " * (len(text[example.line]) - len(text[example.line].lstrip()))
             edits.append((range(example.shown[0], example.shown[-1] + 1), [indent + line for line in fresh]))
-    texts = tables(json.loads(SWEEPS.read_text()))
+    texts = result_tables()
     edits += [(table_at(text, line), texts[name].splitlines()) for line, name in marked(text)]
     for lines, fresh in sorted(edits, key=lambda edit: edit[0].start, reverse=True):
         text[lines.start : lines.stop] = fresh

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +15,6 @@ from dynmo.config import parse
 from dynmo.cost.layer_cost import LayerCost
 from tests.pool import Pool
 
-ROOT = Path(__file__).parents[2]
 SMALL = {"blocks": 4, "hidden": 16, "heads": 2, "sequence": 32}
 
 
@@ -114,8 +112,3 @@ def test_the_sides_end_with_the_same_weights(pool: Pool, case: str) -> None:
     if case == "pruning":
         assert rounds[0]["mask"]["loss"] == pytest.approx(rounds[0]["uniform"]["loss"], rel=1e-4), "the same, summed in another order"
     json.dumps(row)
-
-
-def test_the_document_shows_the_results() -> None:
-    result = json.loads((ROOT / "benchmarks/results/cases.json").read_text())
-    assert f"<!-- cases -->\n{table(result['rows'])}\n" in (ROOT / "docs/cases.md").read_text()

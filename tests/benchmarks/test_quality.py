@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +9,6 @@ import pytest
 
 from benchmarks.quality import SHARED, STEPS, chosen, compare, config_of, draw, measure, runs, table
 from tests.pool import Pool
-
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize("steps", [40, STEPS])
@@ -65,11 +62,6 @@ def test_a_run_in_small(pool: Pool) -> None:
     (row,) = pool.run("benchmarks.quality:train", 1, steps=4, seed=0, dynamism=dynamism, evaluations=2, batches=1, hidden=64)
     assert [step for step, _ in row["curve"]] == [2, 4]
     assert [step for step, _ in row["changes"]] == [1]
-
-
-def test_the_document_shows_the_result_file() -> None:
-    result = json.loads((ROOT / "benchmarks" / "results" / "quality.json").read_text())
-    assert f"<!-- quality -->\n{table(result)}\n" in (ROOT / "docs" / "cases.md").read_text()
 
 
 def test_several_runs_at_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,25 @@
+"""The tables of the documents that the benchmarks make from their result files.
+
+A table stands under `<!-- table: NAME -->` and an empty line. `python -m tests.test_docs` writes it.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+from benchmarks import cases, quality, reshape, scaling, sweeps, traces, traces_emulated
+from tests.figures import result_of
+
+
+@cache
+def result_tables() -> dict[str, str]:
+    """The tables in Markdown by name."""
+    several = {"sweeps": sweeps.tables, "scaling": scaling.tables}
+    named = {f"{file} {name}": text for file, tables in several.items() for name, text in tables(result_of(f"{file}.json")).items()}
+    return named | {
+        "cases": cases.table(result_of("cases.json")["rows"]),
+        "quality": quality.table(result_of("quality.json")),
+        "reshape": reshape.table(result_of("reshape.json")["rows"]),
+        "traces": traces.summary(result_of("traces.json")["rows"]),
+        "traces emulated": traces_emulated.emulated_table(result_of("traces.json")["emulated"]),
+    }
