@@ -8,17 +8,17 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from itertools import pairwise
 
 from dynmo.balance.balancers import BalanceRequest
 from dynmo.balance.partition import Cost, Partition
-from dynmo.balance.stage_costs import Make, frozen_stages
-from dynmo.cost.layer_cost import Costs, LayerCost, LinkCost, elide, stage_costs
-from dynmo.planner.fit_memory import fit_memory
+from dynmo.balance.stage_costs import pipeline_costs
+from dynmo.cost.layer_cost import Costs, LayerCost, LinkCost, elide
 from dynmo.planner.recompute import recompute_as_workspace
+from dynmo.planner.stage_schedule import StagePlan, StageRequest, plan_stages, schedule_for_balancers
 from dynmo.runtime.state.layer_store import LayerStore
-from dynmo.schedule.automatic.make import full_schedule, make
+from dynmo.schedule.automatic.make import full_schedule
 from dynmo.schedule.bounds import Objective
 from dynmo.schedule.catalogue import entry
 from dynmo.schedule.op import Schedule
@@ -68,36 +68,36 @@ class ScheduleKeeper:
         return schedule
 
     def on(self, partition: Partition, layers: tuple[LayerCost, ...] | None = None) -> Schedule:
-        """The schedule that would run on this placement, with what is frozen now, made for these costs (default: for what is known of
-        them) where it is made for any."""
-        layout, from_costs = self._layer_store.layout, entry(self._name).from_costs
-        layers = layers or self.known or (self._guess() if from_costs else None)
-        costs = self.stage_costs(layers, partition) if from_costs and layers is not None else None
+        """The schedule that would run on this placement, with what is frozen now.
 
-        def make_schedule(caps: Sequence[float]) -> Schedule:
-            return make(
-                self._name,
-                layout.ranks,
-                layout.microbatches,
-                costs=costs,
-                chunks=self._chunks,
-                caps=caps,
-                first_trainable=partition.owner(self._layer_store.frozen.first_trainable),
-                objective=self.objective,
-            )
+        Args:
+            partition: Number of layers on each stage.
+            layers: Costs to make it for. The default is what is known of them.
+        """
+        layers = (layers or self.known or self._guess()) if entry(self._name).from_costs else None
+        if layers is None:  # all stages count as alike, their activations 1: at most twice as many as 1F1B keeps
+            placement = self._layer_store.layout.placement
+            caps = (2.0 * len(placement),) * self._layer_store.layout.ranks
+            return self._request.make(None, caps, partition.owner(self._layer_store.frozen.first_trainable))
+        return self.stage_plan(partition, layers).schedule
 
-        if layers is None or costs is None:  # all stages count as alike, their activations 1: at most twice as many as 1F1B keeps
-            return make_schedule((2.0 * len(layout.placement),) * layout.ranks)
-        return fit_memory(
+    def stage_plan(self, partition: Partition, layers: tuple[LayerCost, ...]) -> StagePlan:
+        """The schedule of a placement at these costs, with its caps and memory."""
+        return plan_stages(self._request, layers, partition, self._boundary_links(), self._layer_store.frozen.first_trainable)
+
+    @property
+    def _request(self) -> StageRequest:
+        layout = self._layer_store.layout
+        return StageRequest(
+            self._name,
+            layout.ranks,
+            layout.microbatches,
+            self._chunks,
             self._memory_limit,
-            make_schedule,
-            layers,
-            partition.counts,
-            costs,
-            layout.placement,
-            post_validation=self._post_validation,
-            replicas=layout.replicas,
-            accumulation_groups=self._accumulation_groups // layout.replicas,
+            self.objective,
+            self._post_validation,
+            layout.replicas,
+            self._accumulation_groups // layout.replicas,
         )
 
     def _guess(self) -> tuple[LayerCost, ...] | None:
@@ -166,44 +166,16 @@ class ScheduleKeeper:
             seed,
             step,
             self._layer_store.model.names,
-            self._make_for(layers),
+            schedule_for_balancers(self._request, layers),
             self._boundary_links(),
             self.objective,
             self._layer_store.frozen.first_trainable,
             placement=layout.placement,
         )
 
-    def _make_for(self, layers: tuple[LayerCost, ...]) -> Make:
-        """The schedule that would run at some stages' costs. What a rank holds anyway is taken as everyone's mean: only the plan that is
-        chosen is made within its ranks' true limits."""
-        layout = self._layer_store.layout
-        ranks = layout.ranks
-        held = sum(layer.static_bytes for layer in layers) // ranks
-        limit = None if self._memory_limit is None else float(max(0, self._memory_limit - held))
-
-        def scheduled(costs: Costs) -> Schedule:
-            kept = [0.0] * ranks
-            for stage, rank in zip(costs.stages, layout.placement, strict=True):
-                kept[rank] += stage.held
-            cap = 2.0 * ranks * max(kept) if limit is None else limit
-            return make(
-                self._name,
-                ranks,
-                layout.microbatches,
-                costs=costs,
-                chunks=self._chunks,
-                caps=(cap,) * ranks,
-                first_trainable=frozen_stages(costs),
-                objective=self.objective,
-            )
-
-        return scheduled
-
     def stage_costs(self, layers: tuple[LayerCost, ...], partition: Partition) -> Costs:
         """The stages' costs, and the links' times for the messages that cross there."""
-        ends = partition.bounds[1:-1]
-        seconds = tuple(link.seconds(layers[end - 1].output_bytes) for link, end in zip(self._boundary_links(), ends, strict=True))
-        return Costs(stage_costs(layers, partition.counts), seconds)
+        return pipeline_costs(layers, partition, links=self._boundary_links())
 
     def _boundary_links(self) -> tuple[LinkCost, ...]:
         """The link behind each stage but the last; between two stages of one rank it costs nothing."""

@@ -7,22 +7,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
 from dynmo.balance.partition import Cost, Move, Partition, imbalance, moves, uniform
-from dynmo.balance.stage_costs import freeze, frozen_stages, pipeline_costs
+from dynmo.balance.stage_costs import freeze, pipeline_costs
 from dynmo.cost.layer_cost import Costs, LayerCost, LinkCost
 from dynmo.cost.profile_file import Profile
 from dynmo.errors import InputError, NoRoomError, PartitionError
-from dynmo.planner.fit_memory import lower_caps
-from dynmo.planner.recompute import planned_memory, with_recompute
-from dynmo.schedule.automatic.make import make
+from dynmo.planner.recompute import with_recompute
+from dynmo.planner.stage_schedule import StageRequest, plan_stages
 from dynmo.schedule.bounds import Objective
-from dynmo.schedule.catalogue import entry, placement_of
+from dynmo.schedule.catalogue import placement_of
 from dynmo.schedule.chunk_bounds import lower_bound_on
-from dynmo.schedule.memory import live_limits, reduction_bytes
+from dynmo.schedule.memory import reduction_bytes
 from dynmo.schedule.op import Schedule
 from dynmo.schedule.simulator import Timeline, simulate
 
@@ -78,6 +77,21 @@ class PlanRequest:
         return back + (reduction_bytes(self.kept) if self.replicas > 1 else 0)
 
     @cached_property
+    def stages(self) -> StageRequest:
+        """What the stage planner is asked."""
+        return StageRequest(
+            self.schedule,
+            self.ranks,
+            self.microbatches,
+            self.chunks,
+            self.memory_limit,
+            self.objective,
+            # A costs file has rollback copies only if its steps had no barrier.
+            post_validation=any(layer.rollback_bytes for layer in self.layers),
+            replicas=self.replicas,
+        )
+
+    @cached_property
     def placement(self) -> tuple[int, ...]:
         return placement_of(self.schedule, self.ranks, self.chunks)
 
@@ -95,7 +109,18 @@ class PlanRequest:
 
 @dataclass(frozen=True)
 class Plan:
-    """`partition` has a count per stage, `stage_cost` seconds of one microbatch's F, B and W per stage."""
+    """What one placement takes.
+
+    Attributes:
+        request: What was asked.
+        partition: Number of layers on each stage.
+        costs: Of the stages.
+        schedule: Made for this placement.
+        timeline: The step by the simulator.
+        lower_bound: Seconds of a step that no schedule of this placement can beat.
+        caps: The most live memory of each rank that the schedule was first made within.
+        memory: Bytes of each rank at its peak.
+    """
 
     request: PlanRequest
     partition: Partition
@@ -103,11 +128,8 @@ class Plan:
     schedule: Schedule
     timeline: Timeline
     lower_bound: float
-
-    @cached_property
-    def memory(self) -> tuple[int, ...]:
-        """Bytes of each rank at its peak."""
-        return memory_needs(self.request, self.partition, self.schedule)
+    caps: tuple[float, ...]
+    memory: tuple[int, ...]
 
     @property
     def step(self) -> float:
@@ -140,50 +162,9 @@ class Plan:
         return sum(self.request.profile.layers[move.layer].moved_bytes for move in self.moves)
 
 
-def make_schedule_for(request: PlanRequest, costs: Costs, caps: tuple[float, ...]) -> Schedule:
-    return make(
-        request.schedule,
-        request.ranks,
-        request.microbatches,
-        costs=costs,
-        chunks=request.chunks,
-        caps=caps,
-        first_trainable=frozen_stages(costs),
-        objective=request.objective,
-    )
-
-
-def with_unit_memory(costs: Costs) -> Costs:
-    """Where no sizes are known, every stage's activations count 1: a schedule should not take memory for free."""
-    if any(stage.mem_f for stage in costs.stages):
-        return costs
-    return Costs(tuple(replace(stage, mem_f=1.0, mem_b=-0.5, mem_w=-0.5) for stage in costs.stages), costs.links)
-
-
-def schedule_within_memory(request: PlanRequest, partition: Partition, costs: Costs) -> tuple[Costs, tuple[float, ...], Schedule]:
-    """The schedule of this placement, and the costs and caps that it is made for."""
-    shaped = with_unit_memory(costs)
-    if shaped is not costs:
-        caps = (2.0 * len(request.placement),) * request.ranks
-        return shaped, caps, make_schedule_for(request, shaped, caps)
-    limit = request.memory_limit
-    caps = live_limits(request.layers, partition.counts, request.placement, None if limit is None else limit - request.reserve)
-    if limit is None or not entry(request.schedule).from_costs:
-        return shaped, caps, make_schedule_for(request, shaped, caps)
-    schedule = lower_caps(
-        limit,
-        lambda caps: make_schedule_for(request, shaped, tuple(caps)),
-        lambda schedule: memory_needs(request, partition, schedule),
-        caps,
-        shaped,
-        request.placement,
-    )
-    return shaped, caps, schedule
-
-
 def memory_needs(request: PlanRequest, partition: Partition, schedule: Schedule) -> tuple[int, ...]:
     """Bytes of each rank at its peak under `schedule`."""
-    return planned_memory(request.kept, request.recomputed, partition.counts, schedule, request.replicas)
+    return request.stages.memory(request.layers, partition.counts, schedule)
 
 
 class TooFullError(NoRoomError):
@@ -201,17 +182,15 @@ class TooFullError(NoRoomError):
 
 def evaluate_partition(request: PlanRequest, partition: Partition) -> Plan:
     """What this placement would take, by the simulator, with the schedule made for it. Raises NoRoomError where it does not fit."""
-    costs = pipeline_costs(request.layers, partition, links=request.links)
-    shaped, caps, schedule = schedule_within_memory(request, partition, costs)
-    if request.memory_limit is not None:
-        needs = memory_needs(request, partition, schedule)
-        if max(needs) > request.memory_limit:
-            raise TooFullError(request, partition, needs)
+    stage_plan = plan_stages(request.stages, request.layers, partition, request.links, request.profile.first_trainable)
+    if request.memory_limit is not None and max(stage_plan.memory) > request.memory_limit:
+        raise TooFullError(request, partition, stage_plan.memory)
+    costs, schedule = pipeline_costs(request.layers, partition, links=request.links), stage_plan.schedule
     timeline = simulate(schedule, costs)
     if not math.isfinite(timeline.makespan):
         raise InputError("the times are so large that their sum is not a number any more; choose a larger unit")
     reached = timeline.makespan if request.objective is Objective.MAKESPAN else timeline.span
-    limits = None if request.memory_limit is None else caps
-    bound = lower_bound_on(request.placement, shaped, request.microbatches, frozen_stages(costs), request.objective, limits)
+    limits = None if request.memory_limit is None else stage_plan.caps
+    bound = lower_bound_on(request.placement, stage_plan.costs, request.microbatches, schedule.first_trainable, request.objective, limits)
     # A bound that is reached may come out a rounding error above what reached it, since it is summed in another order.
-    return Plan(request, partition, costs, schedule, timeline, min(bound, reached))
+    return Plan(request, partition, costs, schedule, timeline, min(bound, reached), stage_plan.caps, stage_plan.memory)

@@ -24,9 +24,8 @@ from dynmo.balance.partition import exact, stage_loads, uniform
 from dynmo.balance.stage_costs import freeze, pipeline_costs
 from dynmo.cost.profile_file import Profile
 from dynmo.errors import InputError, NoRoomError, PartitionError, ScheduleError
-from dynmo.planner.evaluate import PlanRequest, RecomputeMode
+from dynmo.planner.evaluate import PlanRequest, RecomputeMode, memory_needs
 from dynmo.planner.mesh_plan import Mesh, MeshPlan, add_reductions, mesh_profile
-from dynmo.planner.recompute import planned_memory
 from dynmo.planner.stage_plan import make_plan
 from dynmo.schedule.automatic.make import make
 from dynmo.schedule.bounds import Objective
@@ -265,7 +264,7 @@ class _Search:
         schedule = make(
             plan_request.schedule, plan_request.ranks, plan_request.microbatches, costs=own, chunks=plan_request.chunks, caps=caps
         )
-        return planned_memory(plan_request.kept, chosen, even.counts, schedule, plan_request.replicas)
+        return memory_needs(plan_request, even, schedule)
 
     def nothing(self, meshes: Sequence[Mesh]) -> str:
         tried = [x for x in self.refused if x.mesh in set(meshes)]

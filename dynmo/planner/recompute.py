@@ -20,38 +20,46 @@ from itertools import accumulate
 
 from dynmo.cost.layer_cost import LayerCost
 from dynmo.errors import NoRoomError, PartitionError
-from dynmo.schedule.memory import rank_memory, reduction_bytes, static_bytes
+from dynmo.schedule.memory import reduction_bytes, static_bytes
 from dynmo.schedule.op import Kind, Schedule
 
 
 def with_recompute(layers: Sequence[LayerCost], chosen: Collection[int]) -> tuple[LayerCost, ...]:
     """The costs of the same layers when those of `chosen` (global indices) are recomputed.
 
-    A layer without B (in a frozen prefix) keeps nothing anyway, and stays as it is. The first layer's input is taken to be as large as its
-    output: a bound, for what it reads are tokens.
+    A layer without B (in a frozen prefix) keeps nothing anyway, and stays as it is. The activations that recomputing brings back count as
+    workspace of F and B. The first layer's input is taken to be as large as its output: a bound, for what it reads are tokens.
     """
     out = list(layers)
     for index in chosen:
         layer = layers[index]
         if layer.b or layer.w:
-            out[index] = replace(layer, b=layer.b + layer.f, activation_bytes=min(layer.activation_bytes, _input_bytes(layers, index)))
+            kept = min(layer.activation_bytes, _input_bytes(layers, index))
+            out[index] = replace(_keeping(layer, kept), b=layer.b + layer.f)
     return tuple(out)
+
+
+def _keeping(layer: LayerCost, kept: int) -> LayerCost:
+    """The layer if it keeps only so many bytes, and brings the rest back while F and B run."""
+    back = layer.activation_bytes - kept
+    return replace(
+        layer,
+        activation_bytes=kept,
+        workspace_bytes=layer.workspace_bytes + back,
+        forward_workspace_bytes=layer.forward_workspace_bytes + back,
+    )
 
 
 def recompute_as_workspace(costs: Sequence[LayerCost], chosen: Collection[int]) -> tuple[LayerCost, ...]:
     """Adds recomputation to costs that were derived from shapes.
 
-    The activations that recomputing brings back count as workspace of F and B. Shapes tell no times, so every layer counts the same.
+    Shapes tell no times, so every layer counts the same.
     """
     layers = [replace(c, f=1.0, b=1.0, w=1.0) for c in costs]
     recomputed = list(with_recompute(layers, chosen))
     if 0 in chosen:  # what the first layer keeps is a part of the batch, which is there anyway
-        recomputed[0] = replace(recomputed[0], activation_bytes=0)
-    back = (old.activation_bytes - new.activation_bytes for old, new in zip(layers, recomputed, strict=True))
-    return tuple(
-        replace(c, workspace_bytes=c.workspace_bytes + x, forward_workspace_bytes=c.forward_workspace_bytes + x)
-        for c, x in zip(recomputed, back, strict=True)
-    )
+        recomputed[0] = _keeping(recomputed[0], 0)
+    return tuple(recomputed)
 
 
 def _input_bytes(layers: Sequence[LayerCost], index: int) -> int:
@@ -61,33 +69,23 @@ def _input_bytes(layers: Sequence[LayerCost], index: int) -> int:
 def recompute_memory(
     layers: Sequence[LayerCost], chosen: Collection[int], counts: Sequence[int], schedule: Schedule, replicas: int = 1
 ) -> tuple[int, ...]:
-    """Bytes of each rank at its peak under `schedule`, as `memory.rank_memory`, when the layers of `chosen` are recomputed.
+    """An upper bound by which `choose_recomputed` chooses: bytes of each rank when the layers of `chosen` are recomputed.
 
-    layers: as they are without recomputing; replicas: that sum their gradients. Raises PartitionError when the counts are for another
-    number of layers or of stages.
+    It follows a backward layer by layer and counts gradients as always there. It leaves out messages that wait and other workspaces.
+
+    Args:
+        layers: Cost of each layer without recomputing.
+        chosen: Indices of the layers that are recomputed.
+        counts: Number of layers on each stage.
+        schedule: What runs.
+        replicas: Number of pipelines that sum their gradients.
+
+    Raises:
+        PartitionError: The counts are for another number of layers or stages.
     """
     ranks = _ranks(layers, counts, schedule, replicas)
     kept = with_recompute(layers, chosen)
     return tuple(rank.need(kept) for rank in ranks)
-
-
-def planned_memory(
-    layers: Sequence[LayerCost], chosen: Collection[int], counts: Sequence[int], schedule: Schedule, replicas: int = 1
-) -> tuple[int, ...]:
-    """Bytes of each rank at its peak, by whichever of the two accounts says more; arguments and errors as for `recompute_memory`.
-
-    `recompute_memory` follows a backward layer by layer and counts gradients as always there. `rank_memory`, by which a run is
-    refused, counts workspaces and waiting receives. A costs file lists rollback copies only if its steps had no barrier.
-    """
-    kept = recompute_memory(layers, chosen, counts, schedule, replicas)
-    # Costs do not tell the number of accumulation groups. Their pending gradients count as always there.
-    costs = [
-        replace(x, weight_bytes=x.weight_bytes + x.pending_gradient_bytes) if x.pending_gradient_bytes else x
-        for x in recompute_as_workspace(layers, chosen)
-    ]
-    copies = any(x.rollback_bytes for x in costs)
-    run = rank_memory(costs, counts, schedule, post_validation=copies, replicas=replicas)
-    return tuple(map(max, kept, run))
 
 
 def choose_recomputed(

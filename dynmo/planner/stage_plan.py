@@ -11,24 +11,21 @@ from itertools import product
 
 from dynmo.balance.balancers import BalanceRequest, balancer
 from dynmo.balance.partition import Partition, exact
-from dynmo.balance.stage_costs import Make, pipeline_costs
-from dynmo.cost.layer_cost import Costs, uniform_costs
+from dynmo.balance.stage_costs import frozen_stages, pipeline_costs
+from dynmo.cost.layer_cost import uniform_costs
 from dynmo.errors import InputError, PartitionError, ScheduleError
 from dynmo.planner.evaluate import (
     Plan,
     PlanRequest,
     TooFullError,
     evaluate_partition,
-    make_schedule_for,
     memory_needs,
-    schedule_within_memory,
-    with_unit_memory,
 )
-from dynmo.planner.recompute import choose_recomputed, planned_memory, recompute_memory
+from dynmo.planner.recompute import choose_recomputed, recompute_memory
+from dynmo.planner.stage_schedule import one_microbatch, plan_stages, schedule_for_balancers, with_unit_memory
 from dynmo.schedule.automatic.make import make
 from dynmo.schedule.catalogue import check_microbatches, entry
 from dynmo.schedule.memory import MemoryLimits, Pairs, stage_memory
-from dynmo.schedule.op import Schedule
 from dynmo.schedule.simulator import resident
 
 LARGE = 6000  # ops of a kind: a simulation takes a tenth of a second
@@ -87,9 +84,8 @@ def _chosen(request: PlanRequest, free: Plan, limit: int) -> frozenset[int]:
     counts, limits = free.partition.counts, [limit] * request.ranks
     chosen = choose_recomputed(request.kept, counts, free.schedule, limits, request.replicas)
     for _ in range(_ROUNDS):
-        needs, known = (
-            account(request.kept, chosen, counts, free.schedule, request.replicas) for account in (planned_memory, recompute_memory)
-        )
+        needs = memory_needs(replace(request, recomputed=chosen), free.partition, free.schedule)
+        known = recompute_memory(request.kept, chosen, counts, free.schedule, request.replicas)
         if max(needs) <= limit:
             break
         each = zip(limits, needs, known, strict=True)
@@ -150,7 +146,7 @@ def _placed(request: PlanRequest, pairs: tuple[Pairs, ...] | None, limit: int | 
         seed=request.seed,
         step=request.step,
         names=request.profile.names,
-        make=None if request.quick and request.balancer == "exact" else _maker(request),
+        make=None if request.quick and request.balancer == "exact" else schedule_for_balancers(request.stages, request.layers),
         links=request.links,
         objective=request.objective,
         first_trainable_layer=request.profile.first_trainable,
@@ -224,8 +220,9 @@ def _repaired(request: PlanRequest, refused: Partition | None) -> Plan | None:
         partition = Partition(counts)
         costs = with_unit_memory(pipeline_costs(request.layers, partition, links=request.links))
         if request.schedule == "zb-auto":  # within whatever there is: with one microbatch at a time at the least
-            return max(memory_needs(request, partition, make_schedule_for(request, costs, tuple(stage.held for stage in costs.stages))))
-        return max(memory_needs(request, partition, schedule_within_memory(free, partition, costs)[2]))
+            caps = one_microbatch(costs, request.placement)
+            return max(memory_needs(request, partition, request.stages.make(costs, caps, frozen_stages(costs))))
+        return max(plan_stages(free.stages, request.layers, partition, request.links, request.profile.first_trainable).memory)
 
     tries = min(300, (_QUICK_TRIES if request.quick else _TRIES) // (3 * len(request.placement) * request.microbatches))
     for start in starts:
@@ -265,21 +262,3 @@ def _neighbours(counts: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
         for by in (-1, 1):
             if counts[boundary] + by > 0 and counts[boundary + 1] - by > 0:
                 yield (*counts[:boundary], counts[boundary] + by, counts[boundary + 1] - by, *counts[boundary + 2 :])
-
-
-def _maker(request: PlanRequest) -> Make:
-    """The schedule that would run at some stages' costs. What a rank holds anyway is taken as everyone's mean: only the plan that is
-    chosen is made within its ranks' true limits."""
-    held = sum(layer.static_bytes for layer in request.layers) / request.ranks
-
-    def scheduled(costs: Costs) -> Schedule:
-        costs, kept = with_unit_memory(costs), [0.0] * request.ranks
-        for stage, rank in zip(costs.stages, request.placement, strict=True):
-            kept[rank] += stage.held
-        if request.memory_limit is None:
-            caps = (2.0 * request.ranks * max(kept),) * request.ranks
-        else:
-            caps = tuple(max(own, request.memory_limit - request.reserve - held) for own in kept)
-        return make_schedule_for(request, costs, caps)
-
-    return scheduled

@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
 
-from dynmo.cost.layer_cost import LayerCost, stage_costs
+from dynmo.cost.layer_cost import LayerCost
 from dynmo.errors import PartitionError
 from dynmo.schedule.lowering import Compute, Verdict, fuse, lower
 from dynmo.schedule.op import Kind, Schedule
@@ -216,20 +216,6 @@ def static_bytes(layers: Sequence[LayerCost], counts: Sequence[int], placement: 
         held[rank] += sum(x.static_bytes for x in layers[start : start + count])
         start += count
     return tuple(held)
-
-
-def live_limits(layers: Sequence[LayerCost], counts: Sequence[int], placement: Sequence[int], limit: int | None) -> tuple[float, ...]:
-    """Bytes that each rank may keep alive between F, B and W beside what it holds anyway, where a rank has `limit` bytes in all.
-
-    Without a limit: twice what 1F1B keeps where it keeps most, p microbatches (Zero Bubble's ZB-2p). More gains next to nothing.
-    """
-    if limit is not None:
-        aside = max((layer.workspace_bytes for layer in layers), default=0)
-        return tuple(float(max(0, limit - aside - held)) for held in static_bytes(layers, counts, placement))
-    ranks, kept = max(placement) + 1, [0.0] * (max(placement) + 1)
-    for stage, rank in zip(stage_costs(layers, counts), placement, strict=True):
-        kept[rank] += stage.held
-    return (2.0 * ranks * max(kept),) * ranks
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,19 +9,17 @@ import torch
 from rich.table import Table
 
 from dynmo.config import Config
-from dynmo.cost.layer_cost import Costs, LayerCost, stage_costs
+from dynmo.cost.layer_cost import LayerCost
 from dynmo.data.corpus import check_vocab, open_corpus
 from dynmo.dynamism import make_cases
 from dynmo.errors import NoRoomError
 from dynmo.models.model import Model
 from dynmo.models.registry import load_model
-from dynmo.planner.fit_memory import fit_memory
 from dynmo.planner.recompute import recompute_as_workspace
-from dynmo.schedule.automatic.make import full_schedule, make
-from dynmo.schedule.catalogue import placement_of
-from dynmo.schedule.op import Schedule
+from dynmo.planner.stage_schedule import plan_stages
+from dynmo.schedule.automatic.make import full_schedule
 from dynmo.train.setup import check_meshes, first_partition, memory_limit
-from dynmo.train.shape_costs import known_costs, memory_options, meta_layers, planned_memory, recompute_for
+from dynmo.train.shape_costs import known_costs, meta_layers, recompute_for, stage_request
 
 
 @dataclass(frozen=True)
@@ -101,14 +98,8 @@ def first_plan(
     full, replicas = full_schedule(name, ranks, config.microbatches, config.chunks), config.parallel.data
     recomputed = frozenset(recompute(partition, full, replicas) if callable(recompute) else recompute)
     costs = recompute_as_workspace(costs, recomputed)
-    placement = placement_of(name, ranks, config.chunks)
-    stages = Costs(stage_costs(costs, partition.counts), (0.0,) * (len(placement) - 1))
-
-    def make_schedule(caps: Sequence[float]) -> Schedule:
-        return make(name, ranks, config.microbatches, costs=stages, chunks=config.chunks, caps=caps)
-
-    schedule = fit_memory(limit, make_schedule, costs, partition.counts, stages, placement, **memory_options(config, replicas))
-    memory = planned_memory(config, costs, partition, schedule, replicas)
+    stage_plan = plan_stages(stage_request(config, replicas, limit), costs, partition, None, 0)
+    placement, schedule, memory = stage_plan.request.placement, stage_plan.schedule, stage_plan.memory
     for rank, need in enumerate(memory):
         if limit is not None and need > limit:
             if activations_unknown is not None:

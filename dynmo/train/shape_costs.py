@@ -24,12 +24,13 @@ from dynmo.models.emulated import EmulatedLayer
 from dynmo.models.model import Model
 from dynmo.pipeline.optimizers import optimizer_settings
 from dynmo.planner.recompute import choose_recomputed, recompute_as_workspace, recompute_memory
+from dynmo.planner.stage_schedule import StageRequest
 from dynmo.runtime.comm.clock import HostClock
 from dynmo.runtime.comm.watch import Watch
 from dynmo.runtime.engine.profiler import weight_bytes
 from dynmo.runtime.layer.precision import PRECISIONS, lower
 from dynmo.runtime.layer.split_backward import Layer, Tensors
-from dynmo.schedule.memory import rank_memory
+from dynmo.schedule.bounds import Objective
 from dynmo.schedule.op import Schedule
 from dynmo.train.setup import memory_limit
 
@@ -297,22 +298,30 @@ def recompute_for(config: Config, model: Model, device: torch.device) -> Recompu
     def fitting(partition: Partition, schedule: Schedule, replicas: int) -> frozenset[int]:
         # Beside what layers keep: messages, and what an op needs while it runs.
         costs, counts = costs_for(replicas), partition.counts
-        whole = planned_memory(config, costs, partition, schedule, replicas)
+        whole = stage_request(config, replicas, limit).memory(costs, counts, schedule)
         kept = recompute_memory(costs, (), counts, schedule)
         return choose_recomputed(costs, counts, schedule, [limit - max(0, a - b) for a, b in zip(whole, kept, strict=True)])
 
     return fitting
 
 
-def planned_memory(config: Config, costs: Sequence[LayerCost], partition: Partition, schedule: Schedule, replicas: int) -> tuple[int, ...]:
-    """Bytes of each rank at the peak of the schedule, in a mesh with this number of replicas."""
-    return rank_memory(costs, partition.counts, schedule, **memory_options(config, replicas))
+def stage_request(config: Config, replicas: int, limit: int | None) -> StageRequest:
+    """What the stage planner is asked for a run.
 
-
-def memory_options(config: Config, replicas: int) -> dict[str, Any]:
-    """What the memory of a rank depends on besides layers and schedule, as `rank_memory` takes it."""
-    return {
-        "post_validation": config.pipeline.post_validation,
-        "replicas": replicas,
-        "accumulation_groups": config.accumulation_groups // replicas,
-    }
+    Args:
+        config: Of the run.
+        replicas: Number of pipelines in the mesh.
+        limit: Bytes of a rank. None means unlimited.
+    """
+    validates = config.pipeline.post_validation
+    return StageRequest(
+        config.pipeline.schedule,
+        config.parallel.pipeline,
+        config.microbatches,
+        config.chunks,
+        limit,
+        Objective.SPAN if validates else Objective.MAKESPAN,
+        validates,
+        replicas,
+        config.accumulation_groups // replicas,
+    )

@@ -16,9 +16,10 @@ from dynmo.errors import InputError, PartitionError
 from dynmo.planner.evaluate import PlanRequest, evaluate_partition
 from dynmo.planner.mesh_plan import Mesh, MeshPlan, add_reductions, mesh_profile
 from dynmo.planner.mesh_search import MeshRequest, search
-from dynmo.planner.recompute import planned_memory
+from dynmo.planner.recompute import with_recompute
 from dynmo.planner.stage_plan import make_plan
 from dynmo.schedule.bounds import Objective
+from dynmo.schedule.memory import rank_memory
 from dynmo.schedule.op import Kind
 
 
@@ -170,9 +171,8 @@ def test_recomputing_makes_room():
     best = result.candidates[0]
     plan_request = best.plan.request
     assert plan_request.recomputed
-    assert best.memory == planned_memory(
-        plan_request.kept, plan_request.recomputed, best.plan.partition.counts, best.plan.schedule, plan_request.replicas
-    )
+    layers = with_recompute(plan_request.kept, plan_request.recomputed)
+    assert best.memory == rank_memory(layers, best.plan.partition.counts, best.plan.schedule, replicas=plan_request.replicas)
     assert max(best.memory) <= limit
     every = search(MeshRequest(given, 2, 16, (2,), ("1f1b",), memory_limit=limit, recompute="all")).candidates[0]
     assert len(every.plan.request.recomputed) == 8

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import combinations, pairwise
 
@@ -8,16 +9,17 @@ import pytest
 
 from dynmo.balance.partition import Partition
 from dynmo.balance.stage_costs import frozen_stages, pipeline_costs
-from dynmo.cost.layer_cost import LayerCost, LinkCost, stage_costs
+from dynmo.cost.layer_cost import Costs, LayerCost, LinkCost, stage_costs
 from dynmo.cost.profile_file import Profile
 from dynmo.errors import InputError, PartitionError
 from dynmo.planner.evaluate import Plan, PlanRequest, evaluate_partition
-from dynmo.planner.recompute import planned_memory, recompute_as_workspace
+from dynmo.planner.recompute import with_recompute
 from dynmo.planner.stage_plan import make_plan
 from dynmo.schedule.automatic.make import make
 from dynmo.schedule.bounds import Objective
 from dynmo.schedule.catalogue import SCHEDULES
-from dynmo.schedule.memory import rank_memory, stage_memory
+from dynmo.schedule.memory import rank_memory, static_bytes
+from dynmo.schedule.op import Schedule
 from dynmo.schedule.simulator import peak_memory, resident, simulate
 
 
@@ -38,6 +40,18 @@ def every(layers: int, stages: int) -> list[tuple[int, ...]]:
     return [tuple(b - a for a, b in pairwise((0, *cuts, layers))) for cuts in combinations(range(1, layers), stages - 1)]
 
 
+def bound(layers: Sequence[LayerCost], counts: tuple[int, ...], schedule: Schedule) -> int:
+    """Bytes of the fullest rank as balancers count them, gradients as always there, or as a run does if that is more."""
+    live = peak_memory(schedule, Costs(stage_costs(layers, counts), (0.0,) * (len(counts) - 1)))
+    static = static_bytes(layers, counts, schedule.placement)
+    counted = [held + round(peak) for held, peak in zip(static, live, strict=True)]
+    return max(*counted, *rank_memory(layers, counts, schedule))
+
+
+def bound_of(plan: Plan) -> int:
+    return bound(plan.request.layers, plan.partition.counts, plan.schedule)
+
+
 def replayed(plan: Plan) -> None:
     """What the plan says, checked from its placement and its schedule alone."""
     request = plan.request
@@ -48,13 +62,7 @@ def replayed(plan: Plan) -> None:
     assert plan.schedule.placement == request.placement
     stages = stage_costs(request.layers, plan.partition.counts)
     assert plan.costs.stages == stages
-    static = [0] * request.ranks
-    for layer, x in enumerate(request.layers):
-        static[request.placement[plan.partition.owner(layer)]] += x.static_bytes
-    kept = [s + round(peak) for s, peak in zip(static, peak_memory(plan.schedule, plan.costs), strict=True)]
-    # A run refuses by what waits and what ops need beside, too.
-    run = rank_memory(request.layers, plan.partition.counts, plan.schedule)
-    assert list(plan.memory) == list(map(max, kept, run))
+    assert plan.memory == rank_memory(request.layers, plan.partition.counts, plan.schedule)
     assert all(request.memory_limit is None or need <= request.memory_limit for need in plan.memory)
 
 
@@ -74,15 +82,12 @@ def test_exact_is_the_least_bottleneck_that_fits(seed: int) -> None:
     rng, known = random.Random(seed), profile(9, seed)
     ranks, microbatches = rng.randint(2, 4), rng.randint(1, 8)
     schedule = make("1f1b", ranks, microbatches)
-    pairs = resident(schedule)
-    needs = {
-        counts: max(*stage_memory(known.layers, counts, pairs), *rank_memory(known.layers, counts, schedule)) for counts in every(9, ranks)
-    }
+    needs = {counts: bound(known.layers, counts, schedule) for counts in every(9, ranks)}
     limit = sorted(needs.values())[len(needs) // rng.choice([20, 5, 2])]
     loads = {counts: max(x.seconds for x in stage_costs(known.layers, counts)) for counts in needs if needs[counts] <= limit}
     plan = make_plan(PlanRequest(known, ranks, microbatches, "1f1b", memory_limit=limit))
     assert loads[plan.partition.counts] == pytest.approx(min(loads.values()), rel=1e-12)
-    assert max(plan.memory) == needs[plan.partition.counts]
+    assert bound_of(plan) == needs[plan.partition.counts]
     replayed(plan)
 
 
@@ -95,12 +100,12 @@ def test_schedule_aware_is_no_worse(seed: int) -> None:
 @pytest.mark.parametrize("seed", range(6))
 def test_automatic_schedules_keep_within_the_limit(seed: int) -> None:
     known = profile(12, seed)
-    least = max(make_plan(PlanRequest(known, 3, 6, "1f1b")).memory)
+    least = bound_of(make_plan(PlanRequest(known, 3, 6, "1f1b")))
     plan = make_plan(PlanRequest(known, 3, 6, "zb-auto", memory_limit=least))
     replayed(plan)
     # There is room for one microbatch at a time where 1F1B's three would not fit.
     more = 2 * 5 * 10  # of the other five, messages of 10 bytes wait on both sides
-    tight = max(make_plan(PlanRequest(known, 3, 1, "1f1b")).memory) + more
+    tight = bound_of(make_plan(PlanRequest(known, 3, 1, "1f1b"))) + more
     assert tight < least
     replayed(make_plan(PlanRequest(known, 3, 6, "zb-auto", memory_limit=tight)))
 
@@ -111,11 +116,11 @@ def test_what_fits_is_not_refused(schedule: str) -> None:
     for seed in range(12):
         known = profile(7, seed, frozen=seed % 5)
         request = PlanRequest(known, 2 + seed % 2, 3, schedule)
-        needs = [max(evaluate_partition(request, Partition(counts)).memory) for counts in every(7, len(request.placement))]
-        replayed(make_plan(replace(request, memory_limit=min(needs))))
+        plans = [evaluate_partition(request, Partition(counts)) for counts in every(7, len(request.placement))]
+        replayed(make_plan(replace(request, memory_limit=min(map(bound_of, plans)))))
         if not SCHEDULES[schedule].from_costs:  # those may be made to keep still less
             with pytest.raises(InputError):
-                make_plan(replace(request, memory_limit=min(needs) - 1))
+                make_plan(replace(request, memory_limit=min(max(plan.memory) for plan in plans) - 1))
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -127,7 +132,7 @@ def test_the_automatic_schedule_fits_wherever_one_microbatch_does(seed: int) -> 
         stages = pipeline_costs(request.layers, Partition(counts))
         caps, first = [stage.held for stage in stages.stages], frozen_stages(stages)
         schedule = make("zb-auto", request.ranks, request.microbatches, costs=stages, caps=caps, first_trainable=first)
-        return max(planned_memory(request.layers, (), counts, schedule))
+        return bound(request.layers, counts, schedule)
 
     replayed(make_plan(replace(request, memory_limit=min(map(need, every(8, request.ranks))))))
 
@@ -168,8 +173,8 @@ def test_what_fits_a_plan_fits_a_run(schedule: str) -> None:
                 plan = make_plan(replace(request, memory_limit=limit, recompute=recompute))
             except InputError:
                 continue
-            counted = recompute_as_workspace(plan.request.kept, plan.request.recomputed)
-            assert max(rank_memory(counted, plan.partition.counts, plan.schedule)) <= max(plan.memory) <= limit
+            counted = with_recompute(plan.request.kept, plan.request.recomputed)
+            assert max(rank_memory(counted, plan.partition.counts, plan.schedule)) == max(plan.memory) <= limit
             fitting += 1
     assert fitting >= 4
 

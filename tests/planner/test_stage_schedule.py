@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from dynmo.balance.partition import Partition, uniform
 from dynmo.balance.stage_costs import pipeline_costs
 from dynmo.cost.layer_cost import LayerCost
-from dynmo.planner.fit_memory import fit_memory
+from dynmo.planner.stage_schedule import StageRequest, plan_stages
 from dynmo.schedule.automatic.make import make
 from dynmo.schedule.catalogue import placement_of
 from dynmo.schedule.memory import rank_memory
@@ -36,12 +36,7 @@ def schedule_within(
     limit: int | None, layers: Sequence[LayerCost], partition: Partition, microbatches: int, name: str = "zb-auto"
 ) -> Schedule:
     ranks = partition.ranks // (2 if name == "zb-v" else 1)
-    costs = pipeline_costs(layers, partition)
-
-    def make_schedule(caps: Sequence[float]) -> Schedule:
-        return make(name, ranks, microbatches, costs=costs, caps=caps)
-
-    return fit_memory(limit, make_schedule, layers, partition.counts, costs, placement_of(name, ranks))
+    return plan_stages(StageRequest(name, ranks, microbatches, memory_limit=limit), tuple(layers), partition, None, 0).schedule
 
 
 @pytest.mark.parametrize("spare", [1.0, 1.1, 1.5, 2.0])

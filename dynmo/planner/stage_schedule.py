@@ -1,0 +1,248 @@
+"""The stage planner: from layers' costs on a placement to the schedule, made within the memory of its ranks.
+
+    layers + placement -> costs of stages -> caps -> schedule -> bytes of each rank at its peak
+
+Runs, dry runs and plans all call `plan_stages`, so what a plan says is what a run does.
+
+A schedule is made to keep no more alive than its caps. Messages that wait, what an op needs for itself, and sums over the replicas come on
+top, and their size is known of a whole schedule only. If a rank needs more than it has, the caps are lowered by as much, and the schedule
+is made again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from dynmo.balance.partition import Partition
+from dynmo.balance.stage_costs import Make, frozen_stages, pipeline_costs
+from dynmo.cost.layer_cost import Costs, LayerCost, LinkCost
+from dynmo.errors import ScheduleError
+from dynmo.schedule.automatic.make import make
+from dynmo.schedule.bounds import Objective
+from dynmo.schedule.catalogue import entry, placement_of
+from dynmo.schedule.memory import bare, rank_memory, reduction_bytes, static_bytes
+from dynmo.schedule.op import Schedule
+from dynmo.schedule.simulator import peak_memory
+
+_ROUNDS = 8
+
+
+@dataclass(frozen=True)
+class StageRequest:
+    """What a schedule is made for, apart from layers and placement.
+
+    Attributes:
+        schedule: Name of the schedule.
+        ranks: Number of pipeline ranks.
+        microbatches: Microbatches of a step of one replica.
+        chunks: Stages per rank. None means the schedule's own number.
+        memory_limit: Bytes of a rank. None means unlimited.
+        objective: What the schedule keeps short.
+        post_validation: Whether a step begins before the previous one is final.
+        replicas: Number of pipelines that sum their gradients.
+        accumulation_groups: In how many groups a replica sums its gradients. None if unknown: the
+            layers' pending gradients then count as always there.
+    """
+
+    schedule: str
+    ranks: int
+    microbatches: int
+    chunks: int | None = None
+    memory_limit: int | None = None
+    objective: Objective = Objective.SPAN
+    post_validation: bool = False
+    replicas: int = 1
+    accumulation_groups: int | None = None
+
+    @cached_property
+    def placement(self) -> tuple[int, ...]:
+        """The rank of each stage."""
+        return placement_of(self.schedule, self.ranks, self.chunks)
+
+    def make(self, costs: Costs | None, caps: Sequence[float], first_trainable: int) -> Schedule:
+        """Makes the schedule.
+
+        Args:
+            costs: Of every stage. None means that all are alike.
+            caps: The most live memory of each rank, in the costs' unit.
+            first_trainable: The stages before this one run F only.
+        """
+        return make(
+            self.schedule,
+            self.ranks,
+            self.microbatches,
+            costs=costs,
+            chunks=self.chunks,
+            caps=caps,
+            first_trainable=first_trainable,
+            objective=self.objective,
+        )
+
+    def memory(self, layers: Sequence[LayerCost], counts: Sequence[int], schedule: Schedule) -> tuple[int, ...]:
+        """Bytes of each rank at its peak: the account by which runs and plans are refused.
+
+        Args:
+            layers: Cost of each layer, recomputation included.
+            counts: Number of layers on each stage.
+            schedule: What runs.
+        """
+        groups = self.accumulation_groups
+        if groups is None:
+            layers = [replace(x, weight_bytes=x.weight_bytes + x.pending_gradient_bytes) if x.pending_gradient_bytes else x for x in layers]
+        return rank_memory(
+            layers, counts, schedule, post_validation=self.post_validation, replicas=self.replicas, accumulation_groups=groups or 1
+        )
+
+
+@dataclass(frozen=True)
+class StagePlan:
+    """The schedule of one placement.
+
+    Attributes:
+        request: What it was made for.
+        layers: Cost of each layer.
+        partition: Number of layers on each stage.
+        costs: Of the stages, as the schedule was made for them.
+        caps: The most live memory of each rank that was aimed at first, in the costs' unit.
+        schedule: The schedule. If none fits the memory, the one that needs the least.
+    """
+
+    request: StageRequest
+    layers: tuple[LayerCost, ...]
+    partition: Partition
+    costs: Costs
+    caps: tuple[float, ...]
+    schedule: Schedule
+
+    @cached_property
+    def memory(self) -> tuple[int, ...]:
+        """Bytes of each rank at its peak."""
+        return self.request.memory(self.layers, self.partition.counts, self.schedule)
+
+
+def plan_stages(
+    request: StageRequest,
+    layers: tuple[LayerCost, ...],
+    partition: Partition,
+    links: Sequence[LinkCost] | None,
+    first_trainable: int,
+) -> StagePlan:
+    """Makes the schedule of a placement within the memory of its ranks.
+
+    Args:
+        request: Which schedule, and what it must fit.
+        layers: Cost of each layer. A layer of a frozen prefix has no B, no W and no activations. A
+            recomputed layer has its recomputation in B and its activations in the workspaces.
+        partition: Number of layers on each stage.
+        links: Of each boundary between stages. None means that messages take no time.
+        first_trainable: Index of the first layer that trains.
+
+    Returns:
+        The schedule, with costs and caps. If no schedule fits, the one that needs the least memory.
+        The caller must check.
+
+    Raises:
+        ScheduleError: The schedule cannot be made.
+        PartitionError: The placement has another number of layers or stages.
+    """
+    costs = with_unit_memory(pipeline_costs(layers, partition, links=links))
+    first = min(partition.owner(first_trainable), partition.ranks - 1)
+    limit, placement = request.memory_limit, request.placement
+    one = one_microbatch(costs, placement)
+
+    def plan(caps: Sequence[float], schedule: Schedule) -> StagePlan:
+        return StagePlan(request, layers, partition, costs, tuple(caps), schedule)
+
+    if limit is None:
+        caps = roomy_caps(costs, placement)
+        return plan(caps, request.make(costs, caps, first))
+    held = static_bytes(bare(layers), partition.counts, placement)
+    caps = tuple(max(least, float(limit - own)) for least, own in zip(one, held, strict=True))
+    if not entry(request.schedule).from_costs:
+        return plan(caps, request.make(costs, caps, first))
+    return plan(caps, _fitting(request, layers, partition, costs, caps, one, first))
+
+
+def _fitting(
+    request: StageRequest,
+    layers: Sequence[LayerCost],
+    partition: Partition,
+    costs: Costs,
+    caps: tuple[float, ...],
+    one: tuple[float, ...],
+    first: int,
+) -> Schedule:
+    """Lowers the caps until the schedule fits the memory. `one`: the least caps, for one microbatch at a time."""
+    limit = request.memory_limit
+    assert limit is not None
+    schedule = best = request.make(costs, caps, first)
+    most = float("inf")
+    for turn in range(_ROUNDS):
+        needed = request.memory(layers, partition.counts, schedule)
+        if max(needed) < most:
+            best, most = schedule, max(needed)
+        if most <= limit or caps == one:
+            break
+        alive = peak_memory(schedule, costs)
+        over = [max(0, need - limit) for need in needed]
+        lower = tuple(max(least, min(a, b) - more) for least, a, b, more in zip(one, caps, alive, over, strict=True))
+        # One microbatch at a time is the last that there is to try.
+        caps = one if lower == caps or turn == _ROUNDS - 2 else lower
+        try:
+            schedule = request.make(costs, caps, first)
+        except ScheduleError:
+            break
+    return best
+
+
+def schedule_for_balancers(request: StageRequest, layers: Sequence[LayerCost]) -> Make:
+    """Makes schedules for placements that a balancer compares.
+
+    Every rank is taken to hold the mean of the static memory. Only the chosen placement gets a
+    schedule within each rank's true limit, from `plan_stages`.
+
+    Args:
+        request: As for `plan_stages`.
+        layers: Cost of each layer, recomputation included.
+    """
+    limit = request.memory_limit
+    if limit is not None:
+        limit -= sum(layer.static_bytes for layer in layers) // request.ranks
+        limit -= max(layer.workspace_bytes for layer in layers)
+        limit -= reduction_bytes(layers) if request.replicas > 1 else 0
+
+    def scheduled(costs: Costs) -> Schedule:
+        costs = with_unit_memory(costs)
+        if limit is None:
+            caps = roomy_caps(costs, request.placement)
+        else:
+            caps = tuple(max(least, limit) for least in one_microbatch(costs, request.placement))
+        return request.make(costs, caps, frozen_stages(costs))
+
+    return scheduled
+
+
+def with_unit_memory(costs: Costs) -> Costs:
+    """Gives every stage activations of 1 if no sizes are known: a schedule should not take memory for free."""
+    if any(stage.mem_f for stage in costs.stages):
+        return costs
+    return Costs(tuple(replace(stage, mem_f=1.0, mem_b=-0.5, mem_w=-0.5) for stage in costs.stages), costs.links)
+
+
+def one_microbatch(costs: Costs, placement: Sequence[int]) -> tuple[float, ...]:
+    """What one microbatch keeps alive on each rank."""
+    kept = [0.0] * (max(placement) + 1)
+    for stage, rank in zip(costs.stages, placement, strict=True):
+        kept[rank] += stage.held
+    return tuple(kept)
+
+
+def roomy_caps(costs: Costs, placement: Sequence[int]) -> tuple[float, ...]:
+    """Caps without a memory limit: twice what 1F1B keeps where it keeps most, p microbatches (Zero Bubble's ZB-2p).
+
+    More gains next to nothing.
+    """
+    kept = one_microbatch(costs, placement)
+    return (2.0 * len(kept) * max(kept),) * len(kept)
