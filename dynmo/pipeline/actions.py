@@ -172,8 +172,7 @@ class Actions:
 
         migration = exchange(everyone, plan, lambda i: (layer_store.modules[i], whole[i]), adopt)
         self._profiler.forget(move.layer for move in plan)
-        self._schedule_keeper.links = measure_links(layer_store.world, layout.pairs)
-        self._schedule_keeper.reshaped()
+        self._schedule_keeper.reshaped(measure_links(layer_store.world, layout.pairs))
         self._on_recompute_change(before.recomputed ^ layout.recomputed)
         return migration
 

@@ -131,8 +131,13 @@ class ScheduleKeeper:
         self.known = layers
         return max(0.0, gain)
 
-    def reshaped(self) -> None:
-        """Of a rank of another mesh bytes are no longer what was measured: shares of the optimizer's state, accumulation groups."""
+    def reshaped(self, links: Links) -> None:
+        """Takes note of another mesh. A rank of it holds other bytes than were measured, such as shares of the optimizer state.
+
+        Args:
+            links: Between the ranks of the new mesh.
+        """
+        self.links = links
         if self._memory_limit is not None:
             self.forget()
 

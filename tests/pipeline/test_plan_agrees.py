@@ -1,0 +1,97 @@
+"""A plan and a run make the same schedule, within the same caps, and count the same memory."""
+
+from __future__ import annotations
+
+from random import Random
+from typing import Any
+
+import pytest
+
+from dynmo.balance.partition import Partition
+from dynmo.config import parse
+from dynmo.cost.layer_cost import LayerCost, elide
+from dynmo.cost.profile_file import Profile
+from dynmo.models.registry import load_model
+from dynmo.pipeline.engine import Engine
+from dynmo.planner.evaluate import PlanRequest, TooFullError, evaluate_partition
+from dynmo.runtime.comm.process_mesh import arrange
+from dynmo.runtime.comm.world import World
+from dynmo.schedule.bounds import Objective
+from tests.pool import Pool
+
+SCHEDULES = {"1f1b": 1, "zb-h1": 1, "zb-h2": 1, "zb-auto": 1, "zb-v": 2, "v-half": 2}
+
+
+def layer(random: Random, sized: bool) -> LayerCost:
+    times = [random.uniform(0.5, 2.0) for _ in range(3)]
+    if not sized:
+        return LayerCost(*times)
+    weight, activation = 4 * random.randrange(1, 200), random.randrange(1, 900)
+    return LayerCost(
+        *times,
+        parameters=weight // 4,
+        weight_bytes=weight,
+        gradient_bytes=weight,
+        optimizer_bytes=2 * weight,
+        activation_bytes=activation,
+        stash_bytes=random.randrange(activation + 1),
+        output_bytes=random.randrange(1, 99),
+        workspace_bytes=random.randrange(300),
+        forward_workspace_bytes=random.randrange(200),
+        weight_workspace_bytes=random.randrange(100),
+    )
+
+
+def cut(random: Random, layers: int, stages: int) -> Partition:
+    ends = sorted(random.sample(range(1, layers), stages - 1))
+    return Partition.from_bounds((0, *ends, layers))
+
+
+def compared(world: World, replicas: int, cases: int) -> list[dict[str, Any]]:
+    """Draws costs, a memory limit and a frozen prefix, and returns what a run and a plan make of each."""
+    random, out = Random(replicas), list[dict[str, Any]]()
+    world = arrange(world, replicas)
+    for _ in range(cases):
+        name, ranks = random.choice(list(SCHEDULES)), random.randint(2, 4)
+        microbatches, sized = random.randint(ranks, 10), random.random() < 0.8
+        count = random.randint(SCHEDULES[name] * ranks, 12)
+        partition = cut(random, count, SCHEDULES[name] * ranks)
+        frozen = random.choice([0, 0, random.randrange(count)])
+        costs = elide([layer(random, sized) for _ in range(count)], frozen, range(frozen))
+        limit = random.randrange(4000, 40_000) if sized and random.random() < 0.7 else None
+        model = load_model(parse({"model": {"kind": "emulated", "layers": count, "f": 0.0, "b": 0.0, "w": 0.0, "bytes": 8}}))
+        engine = Engine(world, model, partition, schedule=name, microbatches=microbatches, slices=ranks, memory_limit=limit)
+        engine.freeze(range(frozen))
+        run = engine.schedule_keeper.stage_plan(partition, costs)
+        request = PlanRequest(
+            Profile(costs, model.names, frozen),
+            *(ranks, microbatches, name),
+            memory_limit=limit,
+            objective=Objective.MAKESPAN,
+            replicas=replicas,
+        )
+        fits = limit is None or max(run.memory) <= limit
+        said: dict[str, Any] = {
+            "case": f"{name} {partition.counts} x {microbatches}, {frozen} frozen, limit {limit}",
+            "limited": limit is not None,
+            "fits": fits,
+            "run": (str(engine.schedule_for(partition, costs)), run.caps, run.memory),
+        }
+        try:
+            plan = evaluate_partition(request, partition)
+            said["plan"] = (str(plan.schedule), plan.caps, plan.memory)
+        except TooFullError as error:
+            said["plan"] = (said["run"][0], said["run"][1], error.needs)
+            said["refused"] = True
+        out.append(said)
+    return out
+
+
+@pytest.mark.parametrize(("replicas", "cases"), [(1, 120), (2, 60)])
+def test_a_plan_and_a_run_agree(pool: Pool, replicas: int, cases: int) -> None:
+    results = pool.run("tests.pipeline.test_plan_agrees:compared", replicas, replicas=replicas, cases=cases)
+    for said in results[0]:
+        assert said["plan"] == said["run"], said["case"]
+        assert said.get("refused", False) is not said["fits"], said["case"]
+    limited = [said for said in results[0] if said["limited"]]
+    assert min(sum(said["fits"] for said in limited), sum(not said["fits"] for said in limited)) > cases // 12
