@@ -111,10 +111,10 @@ def default_text(value: object) -> str:
 def meaning(field: FieldInfo) -> str:
     """The description of a key, and the words that it allows."""
     text = " ".join((field.description or "").split())
-    words = [f"`{word}`" for extra in field.metadata if isinstance(extra, OneOf) for word in extra.words]
-    if all(word in text for word in words):
+    allowed = [f"`{word}`" for extra in field.metadata if isinstance(extra, OneOf) for word in extra.allowed]
+    if all(word in text for word in allowed):
         return text
-    return f"{text} One of {', '.join(words)}."
+    return f"{text} One of {', '.join(allowed)}."
 
 
 # -- commands --------------------------------------------------------------------------------------

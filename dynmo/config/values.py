@@ -75,9 +75,9 @@ def _check_word(value: str, served: Collection[str], planned: Collection[str], o
 
 @dataclass(frozen=True, slots=True)
 class OneOf(AfterValidator):
-    """A check that a value is one of `words`."""
+    """A check that a value is one of `allowed`."""
 
-    words: tuple[str, ...] = ()
+    allowed: tuple[str, ...] = ()
 
 
 def word(served: Collection[str], planned: Collection[str] = ()) -> OneOf:

@@ -23,12 +23,12 @@ SCHEDULES = {"1f1b": 1, "zb-h1": 1, "zb-h2": 1, "zb-auto": 1, "zb-v": 2, "v-half
 
 
 def layer(random: Random, sized: bool) -> LayerCost:
-    times = [random.uniform(0.5, 2.0) for _ in range(3)]
+    f, b, w = (random.uniform(0.5, 2.0) for _ in range(3))
     if not sized:
-        return LayerCost(*times)
+        return LayerCost(f, b, w)
     weight, activation = 4 * random.randrange(1, 200), random.randrange(1, 900)
     return LayerCost(
-        *times,
+        *(f, b, w),
         parameters=weight // 4,
         weight_bytes=weight,
         gradient_bytes=weight,
