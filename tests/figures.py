@@ -61,7 +61,7 @@ def fill(text: str) -> str:
 
 def differences(text: str) -> list[str]:
     """The figures of a text that differ from their result file, and the marks that are no figure."""
-    found = list(_FIGURE.finditer(text))
-    marks = text.count("<!-- figure ") - len(found)
+    matches = list(_FIGURE.finditer(text))
+    marks = text.count("<!-- figure ") - len(matches)
     unread = [f"{marks} marks of figures cannot be read"] if marks else []
-    return unread + [f"{m[2]} {m[4]}: {m[6]}" for m in found if m[6] != figure(m[2], m[4], m[5], m[3])]
+    return unread + [f"{m[2]} {m[4]}: {m[6]}" for m in matches if m[6] != figure(m[2], m[4], m[5], m[3])]
