@@ -14,6 +14,7 @@ from dynmo.cost.layer_cost import LayerCost
 from dynmo.errors import ConfigError, PartitionError
 from dynmo.pipeline.schedule_keeper import ScheduleKeeper
 from dynmo.pipeline.step_inputs import check_partition
+from dynmo.runtime.comm.agreement import agree
 from dynmo.runtime.engine.post_validation import PostValidation
 from dynmo.runtime.engine.profiler import Profiler, measure_links
 from dynmo.runtime.engine.programs import Programs
@@ -126,7 +127,7 @@ class Actions:
         layout = self._layouts.moved(before, partition)
         plan = moves_between_ranks(before.partition, partition, before.processes)
         if not is_agreed:
-            world.agree(hashlib.sha256(repr((before.partition.counts, partition.counts)).encode()).digest(), "the new placement")
+            agree(world, hashlib.sha256(repr((before.partition.counts, partition.counts)).encode()).digest(), "the new placement")
 
         migration = exchange(
             world, plan, lambda i: (layer_store.modules[i], layer_store.state(i)), partial(layer_store.moved, layout, plan)
@@ -160,7 +161,7 @@ class Actions:
         if before.sliced:
             raise ConfigError("a pipeline of slices cannot be reshaped; make another")
         layout = self._layouts.reshaped(before, pipeline, data, partition)
-        everyone.agree(hashlib.sha256(repr((pipeline, data, layout.partition.counts)).encode()).digest(), "the new mesh")
+        agree(everyone, hashlib.sha256(repr((pipeline, data, layout.partition.counts)).encode()).digest(), "the new mesh")
         after = holders(layout.partition, layout.placement, data)
         plan = transfers(holders(before.partition, before.placement, before.replicas), after)
         whole = {i: layer_store.state(i, whole=True) for i in sorted(layer_store.layers)}

@@ -23,6 +23,7 @@ from dynmo.pipeline.engine import Engine
 from dynmo.pipeline.optimizers import SGD, AdamW, OptimizerHandle
 from dynmo.pipeline.rebalance import Rebalancer
 from dynmo.pipeline.saving import STATE, restore_engine, save_engine
+from dynmo.runtime.comm.agreement import first_difference
 from dynmo.runtime.comm.process_mesh import arrange
 from dynmo.runtime.comm.world import World
 from dynmo.runtime.engine.step_reduction import StepResult
@@ -365,7 +366,7 @@ def _balance_of(balance: Any) -> Balance:
 
 def _agree_on_modules(model: Sequential, world: World) -> None:
     """Raises ConfigError on every rank if some made other modules."""
-    differs = world.everyone.first_difference([model.fingerprint().hex()], "all ranks to make the model")
+    differs = first_difference(world, [model.fingerprint().hex()], "all ranks to make the model")
     if differs is not None:
         raise ConfigError(
             "the ranks made modules of different shapes or weights; call torch.manual_seed with one number on all of them before"

@@ -19,6 +19,7 @@ from dynmo.events import ChangeEvent, Event, RebalanceEvent, RebalanceResultEven
 from dynmo.pipeline.engine import Engine
 from dynmo.pipeline.mesh_question import current_mesh, mesh_question
 from dynmo.pipeline.move_gain import MoveGain
+from dynmo.runtime.comm.agreement import agree
 from dynmo.schedule.catalogue import entry
 from dynmo.schedule.simulator import simulate
 
@@ -171,7 +172,7 @@ class Rebalancer:
         except NoRoomError:
             pass  # the mesh stays, which does train
         self.overhead.decide += time.perf_counter() - start
-        pipeline.world.agree(hashlib.sha256(repr((chosen, self._unshaped)).encode()).digest(), "whether to reshape")
+        agree(pipeline.world, hashlib.sha256(repr((chosen, self._unshaped)).encode()).digest(), "whether to reshape")
         return chosen
 
     def reshape(self, step: int, pipeline: int, data: int, partition: Partition) -> list[Event]:
@@ -252,7 +253,7 @@ class Rebalancer:
         """
         # Floats are left out: they decide nothing more, and may differ in their last bit between kinds of CPU.
         where = None if choice is None else (choice.target.counts, choice.decision.move, choice.decision.uncertain)
-        self._pipeline.world.agree(hashlib.sha256(repr((where, gain is not None)).encode()).digest(), "whether to move layers")
+        agree(self._pipeline.world, hashlib.sha256(repr((where, gain is not None)).encode()).digest(), "whether to move layers")
 
     def _choose(
         self,

@@ -9,6 +9,7 @@ from typing import Any
 
 from dynmo.dynamism import Dynamism
 from dynmo.pipeline.engine import Engine
+from dynmo.runtime.comm.agreement import agree
 from dynmo.runtime.state import checkpoint
 from dynmo.runtime.state.checkpoint import Saved
 
@@ -66,7 +67,7 @@ def restore_engine(engine: Engine, path: Path, state: Mapping[str, Any], cases: 
         RunError: The ranks found different checkpoints.
         CheckpointError: A layer does not fit the model.
     """
-    engine.world.agree(hashlib.sha256(path.name.encode()).digest(), "which checkpoint to resume from")
+    agree(engine.world, hashlib.sha256(path.name.encode()).digest(), "which checkpoint to resume from")
     if engine.frozen - set(state["frozen"]):
         engine.unfreeze(engine.frozen - set(state["frozen"]))
     engine.freeze(state["frozen"])

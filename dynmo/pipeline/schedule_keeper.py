@@ -17,6 +17,7 @@ from dynmo.balance.stage_costs import pipeline_costs
 from dynmo.cost.layer_cost import Costs, LayerCost, LinkCost, elide
 from dynmo.planner.recompute import recompute_as_workspace
 from dynmo.planner.stage_schedule import StagePlan, StageRequest, plan_stages, schedule_for_balancers
+from dynmo.runtime.comm.agreement import agree
 from dynmo.runtime.state.layer_store import LayerStore
 from dynmo.schedule.automatic.make import full_schedule
 from dynmo.schedule.bounds import Objective
@@ -64,7 +65,7 @@ class ScheduleKeeper:
         """The schedule of the next steps, which all ranks have compared."""
         schedule = self.on(self._layer_store.layout.partition)
         if entry(self._name).from_costs:
-            self._layer_store.world.agree(hashlib.sha256(str(schedule).encode()).digest(), "the schedule")
+            agree(self._layer_store.world, hashlib.sha256(str(schedule).encode()).digest(), "the schedule")
         return schedule
 
     def on(self, partition: Partition, layers: tuple[LayerCost, ...] | None = None) -> Schedule:

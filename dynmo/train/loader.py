@@ -14,6 +14,7 @@ from dynmo.data.corpus import check_vocab, open_corpus
 from dynmo.data.order import Order
 from dynmo.errors import ConfigError
 from dynmo.pipeline.engine import Engine
+from dynmo.runtime.comm.agreement import agree
 
 
 class Batch(NamedTuple):
@@ -43,7 +44,7 @@ class DataLoader:
             ends = corpus[: 1 << 20].tobytes() + corpus[-(1 << 20) :].tobytes()
             length = len(corpus)
             digest = hashlib.sha256(f"{length} ".encode() + ends).digest()
-        world.agree(digest, "the data (data.source)")
+        agree(world, digest, "the data (data.source)")
         self._order = Order(int(pipeline.largest(length)), *order) if pipeline.measurements.caches else None
         evaluates_again = train.eval_every and train.steps // train.eval_every > 1
         if self._order is not None and not evaluates_again and not self._order.repeats(train.steps):

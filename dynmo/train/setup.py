@@ -15,6 +15,7 @@ from dynmo.balance.partition import Partition, uniform
 from dynmo.config import Config
 from dynmo.config.values import value_text
 from dynmo.errors import ConfigError
+from dynmo.runtime.comm.agreement import first_difference
 from dynmo.runtime.comm.launch import FOR_RANKS_ON_CUDA
 from dynmo.runtime.comm.messages import ranks_text
 from dynmo.runtime.comm.rendezvous import Rendezvous
@@ -65,7 +66,7 @@ def join_world(config: Config, rendezvous: Rendezvous, device: torch.device) -> 
 def _check_same(world: World, config: Config) -> None:
     values = {key: value for key, value in _flat(config.model_dump()) if key not in _OWN}
     parts = [f"{key} = {value_text(value)}" for key, value in values.items()]
-    difference = world.first_difference(parts, "the configs of all ranks to be compared")
+    difference = first_difference(world, parts, "the configs of all ranks to be compared")
     if difference is not None:
         index, others = difference
         here = f" ({parts[index]} on rank {world.rank})" if index < len(parts) else ""

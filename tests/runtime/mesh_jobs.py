@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from dynmo.errors import RunError
+from dynmo.runtime.comm.agreement import agree
 from dynmo.runtime.comm.process_mesh import FirstReplica, arrange
 from dynmo.runtime.comm.world import World
 from dynmo.runtime.layer.accumulation import Tree
@@ -38,7 +39,7 @@ def shape(world: World, replicas: list[int]) -> list[list[Any]]:
 def disagree(world: World) -> list[str]:
     here = arrange(world, 2)
     try:
-        here.agree(b"a" * 8 if here.replica else b"b" * 8, "the plan")
+        agree(here, b"a" * 8 if here.replica else b"b" * 8, "the plan")
     except RunError as error:
         return [type(error).__name__, str(error)]
     return []

@@ -10,7 +10,6 @@ world too, in which ranks count from 0, so whoever works in one pipeline need no
 
 from __future__ import annotations
 
-import hashlib
 import json
 import socket
 import time
@@ -24,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dynmo.errors import RankDied, RunError, WaitTimeout
+from dynmo.errors import RankDied, WaitTimeout
 from dynmo.kernels.torch_private import abort_communicators, default_store, restart_group_names, set_group_timeout
 from dynmo.runtime.comm.device_waits import POLL, DeviceWaits
 from dynmo.runtime.comm.messages import LATE, first_line, ranks_text, reason
@@ -33,14 +32,6 @@ from dynmo.runtime.comm.store import claim, find_missing
 
 # NCCL counts its limit from when work is enqueued, which may be a step ahead of the device, and then ends the process. `World.look` tells.
 _NEVER = timedelta(days=30)
-
-# Of a rank's reason for a failure, as it is told to the others.
-_REASON_BYTES = 200
-
-
-def _short_digest(text: str) -> int:
-    """Seven bytes of a hash, which fit into an int64."""
-    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7])
 
 
 @dataclass
@@ -240,7 +231,8 @@ class World:
         replicas = self.everyone._shape
         return f"{global_rank} (replica {global_rank % replicas})" if replicas > 1 else str(global_rank)
 
-    def _named(self, ranks: Sequence[int]) -> str:
+    def name_ranks(self, ranks: Sequence[int]) -> str:
+        """What to call several of this world's ranks where a person reads it."""
         return ranks_text([self._describe(self.global_rank(rank)) for rank in ranks])
 
     def reshaped(self, replicas: int) -> None:
@@ -488,77 +480,6 @@ class World:
         """Waits until all ranks of all replicas are here. `what` is named in messages."""
         self.everyone.sum(torch.zeros(1), what)
 
-    def agree(self, digest: bytes | None, what: str) -> None:
-        """Compares a decision over all ranks of all replicas.
-
-        Args:
-            digest: Hash of what this rank decided. None if it has no part.
-            what: What was decided, for messages.
-
-        Raises:
-            RunError: The ranks decided differently. All ranks raise it, those without a part too.
-        """
-        everyone = self.everyone
-        table = torch.zeros(everyone.size, dtype=torch.int64)
-        table[everyone.rank] = 0 if digest is None else 1 + int.from_bytes(digest[:7])
-        everyone.sum(table, what)
-        said = {r: value for r, value in enumerate(table.tolist()) if value}
-        if len(set(said.values())) > 1:
-            first = min(said)
-            other = [r for r, value in said.items() if value != said[first]]
-            raise RunError(
-                f"{everyone.describe_rank(first)} and {everyone._named(other)} disagree on {what}; "
-                "do all run the same dynmo, config and data?"
-            )
-
-    def first_difference(self, parts: Sequence[str], what: str) -> tuple[int, list[int]] | None:
-        """Compare a list over all ranks of all replicas. Its length may differ, too.
-
-        Args:
-            parts: This rank's list.
-            what: What is compared, for messages.
-
-        Returns:
-            None if all lists are equal. Otherwise the index of the first part that is not, and the
-            ranks that have another part there than rank 0, or none. The same on every rank.
-        """
-        everyone = self.everyone
-        digests = torch.tensor([_short_digest(part) for part in parts], dtype=torch.int64)
-        whole = torch.zeros(everyone.size, 2, dtype=torch.int64)
-        whole[everyone.rank] = torch.tensor([len(parts), _short_digest("\0".join(parts))])
-        everyone.sum(whole, what)
-        if bool((whole == whole[0]).all()):
-            return None
-        shared = int(whole[:, 0].min())
-        table = torch.zeros(everyone.size, shared, dtype=torch.int64)
-        table[everyone.rank] = digests[:shared]
-        everyone.sum(table, what)
-        other = table != table[0]
-        differing = other.any(0).nonzero().flatten().tolist()
-        if differing:
-            return differing[0], other[:, differing[0]].nonzero().flatten().tolist()
-        return shared, (whole[:, 0] != whole[0, 0]).nonzero().flatten().tolist()
-
-    def failures(self, error: BaseException | None, what: str) -> dict[int, str]:
-        """Tell all ranks of all replicas what went wrong here, and hear what did elsewhere.
-
-        Args:
-            error: What this rank could not do. None if all went well.
-            what: What the ranks wait for here, for messages.
-
-        Returns:
-            The reason of each rank that failed, by global rank. The same on every rank.
-        """
-        everyone = self.everyone
-        table = torch.zeros(everyone.size, _REASON_BYTES, dtype=torch.uint8)
-        if error is not None:
-            reason = error.strerror if isinstance(error, OSError) else None
-            text = (reason or first_line(error) or type(error).__name__).encode()[:_REASON_BYTES]
-            table[everyone.rank, : len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-        everyone.sum(table, what)
-        rows = (row.numpy().tobytes().rstrip(b"\0").decode(errors="replace") for row in table)
-        return {rank: text for rank, text in enumerate(rows) if text}
-
     # -- failures ---------------------------------------------------------------------------------------------------------
 
     def fail(self, error: RuntimeError, peers: Sequence[int] | None, what: str) -> NoReturn:
@@ -576,12 +497,12 @@ class World:
         text, me = first_line(error), self.describe_rank(self.rank)
         if LATE.search(text):
             raise self._late(peers, what) from error
-        whom = self._named(peers) if peers else "a peer"
+        whom = self.name_ranks(peers) if peers else "a peer"
         raise RankDied(f"{me} lost {whom} while waiting for {what} ({reason(error)})") from error
 
     def _late(self, peers: Sequence[int] | None, what: str) -> WaitTimeout:
         late = self._not_waiting(what) if peers is None else list(peers)
-        waited = f"{self.describe_rank(self.rank)} waited {self.timeout:g} s for {self._named(late)}: {what}"
+        waited = f"{self.describe_rank(self.rank)} waited {self.timeout:g} s for {self.name_ranks(late)}: {what}"
         return WaitTimeout(f"{waited}; where it only takes longer, raise parallel.timeout", [self.global_rank(rank) for rank in late])
 
     def _not_waiting(self, what: str) -> list[int]:

@@ -32,6 +32,7 @@ from torch import Tensor, nn
 from dynmo.errors import CheckpointError, RunError
 from dynmo.files import write_whole
 from dynmo.kernels.sparse_linear import conform
+from dynmo.runtime.comm.agreement import share_failures
 from dynmo.runtime.comm.headers import DTYPES
 from dynmo.runtime.comm.world import World
 from dynmo.runtime.state.checkpoint_manifest import (
@@ -140,7 +141,7 @@ class _Attempt:
 
     def agree(self, what: str) -> None:
         """Raises RunError on every rank if a part failed on any."""
-        failures = self._world.failures(self._failure, what)
+        failures = share_failures(self._world, self._failure, what)
         if not failures:
             return
         if self._world.rank == 0:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from dynmo.kernels.sparse_linear import dense_parameters
+from dynmo.runtime.comm.agreement import agree
 from dynmo.runtime.layer.buffers import BufferSet
 from dynmo.runtime.state.layer_store import LayerStore
 
@@ -51,7 +52,7 @@ def _digest(layer_store: LayerStore, what: str, parts: Callable[[int, nn.Module]
     world.sum(table, f"the digests of {what}")
     digest = hashlib.sha256(table.numpy().tobytes())
     if world.replicas > 1:
-        world.agree(digest.digest(), what)
+        agree(world, digest.digest(), what)
     return digest.hexdigest()
 
 

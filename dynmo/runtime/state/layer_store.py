@@ -18,6 +18,7 @@ from dynmo.balance.layout import Layout
 from dynmo.balance.partition import Move
 from dynmo.errors import CheckpointError, ConfigError
 from dynmo.models.model import Model
+from dynmo.runtime.comm.agreement import first_difference
 from dynmo.runtime.comm.clock import Clock
 from dynmo.runtime.comm.headers import DTYPES
 from dynmo.runtime.comm.messages import ranks_text
@@ -211,7 +212,7 @@ def _check_same(world: World, model: Model, modules: Sequence[nn.Module]) -> Non
         return repr((name, shapes))
 
     parts = [describe(name, module) for name, module in zip(model.names, modules, strict=True)]
-    difference = world.first_difference(parts, "the models of all ranks to be compared")
+    difference = first_difference(world, parts, "the models of all ranks to be compared")
     if difference is None:
         return
     index, others = difference

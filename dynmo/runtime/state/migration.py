@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from dynmo.balance.partition import Move
 from dynmo.errors import RunError
 from dynmo.kernels.sparse_linear import conform
+from dynmo.runtime.comm.agreement import share_failures
 from dynmo.runtime.comm.announced import check_announced
 from dynmo.runtime.comm.channels import TAG_MIGRATE
 from dynmo.runtime.comm.headers import DTYPES, on_wire
@@ -146,7 +147,7 @@ def exchange(
                 failure = failure or error
     # Of all replicas: none may go on without the others.
     everyone = world.everyone
-    failures = everyone.failures(failure, "all ranks to be ready to move layers")
+    failures = share_failures(everyone, failure, "all ranks to be ready to move layers")
     if failures:
         ranks, reason = ", ".join(map(str, failures)), next(iter(failures.values()))
         told = f"layers could not be moved (rank {ranks}): {reason}; all stay where they were"

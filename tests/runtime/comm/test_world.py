@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from dynmo.errors import RunError
+from dynmo.runtime.comm.agreement import agree
 from dynmo.runtime.comm.rendezvous import ALONE, Rendezvous, from_environment
 from dynmo.runtime.comm.store import open_store
 from dynmo.runtime.comm.world import World
@@ -163,7 +164,7 @@ def test_two_processes_of_one_rank(pool: Pool) -> None:
 def test_a_world_of_one() -> None:
     world = alone()
     world.barrier("nobody")
-    world.agree(b"0123456789", "the plan")
+    agree(world, b"0123456789", "the plan")
     assert world.sum(torch.ones(2), "nothing").tolist() == [1, 1]
     world.open_channels([(0, 0, 1)])
     with pytest.raises(RunError, match="rank 0 lost rank 3 while waiting for it"):

@@ -9,6 +9,7 @@ import time
 import torch
 
 from dynmo.errors import DynmoError, RankDied, WaitTimeout
+from dynmo.runtime.comm import agreement
 from dynmo.runtime.comm.world import World
 
 
@@ -73,11 +74,11 @@ def one_is_late(world: World, what: str) -> list[str]:
 def agree(world: World, said: list[str | None]) -> str:
     mine = said[world.rank]
     try:
-        world.agree(None if mine is None else hashlib.sha256(mine.encode()).digest(), "the plan")
+        agreement.agree(world, None if mine is None else hashlib.sha256(mine.encode()).digest(), "the plan")
     except DynmoError as error:
         return str(error)
     return ""
 
 
 def compare(world: World, lists: list[str]) -> tuple[int, list[int]] | None:
-    return world.first_difference(list(lists[world.rank]), "the lists")
+    return agreement.first_difference(world, list(lists[world.rank]), "the lists")

@@ -1,0 +1,97 @@
+"""What all ranks of all replicas compare or tell each other: decisions, lists, failures."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+
+import torch
+
+from dynmo.errors import RunError
+from dynmo.runtime.comm.messages import first_line
+from dynmo.runtime.comm.world import World
+
+# Of a rank's reason for a failure, as it is told to the others.
+_REASON_BYTES = 200
+
+
+def _short_digest(text: str) -> int:
+    """Seven bytes of a hash, which fit into an int64."""
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7])
+
+
+def agree(world: World, digest: bytes | None, what: str) -> None:
+    """Compares a decision over all ranks of all replicas.
+
+    Args:
+        world: Of this rank. All replicas take part.
+        digest: Hash of what this rank decided. None if it has no part.
+        what: What was decided, for messages.
+
+    Raises:
+        RunError: The ranks decided differently. All ranks raise it, those without a part too.
+    """
+    everyone = world.everyone
+    table = torch.zeros(everyone.size, dtype=torch.int64)
+    table[everyone.rank] = 0 if digest is None else 1 + int.from_bytes(digest[:7])
+    everyone.sum(table, what)
+    said = {r: value for r, value in enumerate(table.tolist()) if value}
+    if len(set(said.values())) > 1:
+        first = min(said)
+        other = [r for r, value in said.items() if value != said[first]]
+        raise RunError(
+            f"{everyone.describe_rank(first)} and {everyone.name_ranks(other)} disagree on {what}; "
+            "do all run the same dynmo, config and data?"
+        )
+
+
+def first_difference(world: World, parts: Sequence[str], what: str) -> tuple[int, list[int]] | None:
+    """Compare a list over all ranks of all replicas. Its length may differ, too.
+
+    Args:
+        world: Of this rank. All replicas take part.
+        parts: This rank's list.
+        what: What is compared, for messages.
+
+    Returns:
+        None if all lists are equal. Otherwise the index of the first part that is not, and the
+        ranks that have another part there than rank 0, or none. The same on every rank.
+    """
+    everyone = world.everyone
+    digests = torch.tensor([_short_digest(part) for part in parts], dtype=torch.int64)
+    whole = torch.zeros(everyone.size, 2, dtype=torch.int64)
+    whole[everyone.rank] = torch.tensor([len(parts), _short_digest("\0".join(parts))])
+    everyone.sum(whole, what)
+    if bool((whole == whole[0]).all()):
+        return None
+    shared = int(whole[:, 0].min())
+    table = torch.zeros(everyone.size, shared, dtype=torch.int64)
+    table[everyone.rank] = digests[:shared]
+    everyone.sum(table, what)
+    other = table != table[0]
+    differing = other.any(0).nonzero().flatten().tolist()
+    if differing:
+        return differing[0], other[:, differing[0]].nonzero().flatten().tolist()
+    return shared, (whole[:, 0] != whole[0, 0]).nonzero().flatten().tolist()
+
+
+def share_failures(world: World, error: BaseException | None, what: str) -> dict[int, str]:
+    """Tell all ranks of all replicas what went wrong here, and hear what did elsewhere.
+
+    Args:
+        world: Of this rank. All replicas take part.
+        error: What this rank could not do. None if all went well.
+        what: What the ranks wait for here, for messages.
+
+    Returns:
+        The reason of each rank that failed, by global rank. The same on every rank.
+    """
+    everyone = world.everyone
+    table = torch.zeros(everyone.size, _REASON_BYTES, dtype=torch.uint8)
+    if error is not None:
+        reason = error.strerror if isinstance(error, OSError) else None
+        text = (reason or first_line(error) or type(error).__name__).encode()[:_REASON_BYTES]
+        table[everyone.rank, : len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+    everyone.sum(table, what)
+    rows = (row.numpy().tobytes().rstrip(b"\0").decode(errors="replace") for row in table)
+    return {rank: text for rank, text in enumerate(rows) if text}
