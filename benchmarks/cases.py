@@ -1,7 +1,8 @@
-"""The dynamic cases end to end: whole training runs on two real ranks, one thread each, with everything that balancing costs.
+"""The dynamic cases end to end: whole training runs on two real ranks, one thread each, with
+everything that balancing costs.
 
-Sides of a case, all of one model, data and seed; each is the trainer's own loop (the case acts, layers are profiled, the balancer decides,
-layers move, a step trains):
+Sides of a case, all of one model, data and seed; each is the trainer's own loop (the case acts,
+layers are profiled, the balancer decides, layers move, a step trains):
 
     dense        without the technique, uniform
     uniform      the technique, layers spread evenly for good: what it brings by itself (for freezing: Egeria, AutoFreeze unbalanced)
@@ -9,19 +10,22 @@ layers move, a step trains):
     mask         pruning alone: weights are zeroed under a mask and the work stays dense, as frameworks do that prune by mask
     dynmo        the technique, starting uniform, balanced by measured time when the work has changed (`balance.every = "auto"`)
 
-One step of each in turn, so that all meet the same machine; the order turns with the step. Seconds are of the whole turn of the loop, from
-barrier to barrier; what is compiled once per process (the planner's loops, 0.3 s) is loaded before. The sides with the technique end with
-the same weights to the last bit (but mask, whose sums run in another order): `same_weights` says so.
+One step of each in turn, so that all meet the same machine; the order turns with the step. Seconds
+are of the whole turn of the loop, from barrier to barrier; what is compiled once per process (the
+planner's loops, 0.3 s) is loaded before. The sides with the technique end with the same weights to
+the last bit (but mask, whose sums run in another order): `same_weights` says so.
 
-`ideal` is the simulator's, from the layer costs measured in the same run, without links, phase by phase (a phase lasts until the technique
-changes the model again): the uniform placement's time over the best placement's, had it been known at once. `ideal_as_placed` takes the
-placements as they were, step by step: what deciding late costs is what lies between. `same_work_takes`: the layers' seconds in the balanced
-run over those in the uniform one, in the last phase: the same work, but on cores that no longer idle and share caches, memory and, on some
-machines, their arithmetic; the simulator knows nothing of that. share_of_ideal = (speedup - 1) / (ideal - 1), not
-given where the ideal is under 1.03. Overhead is what the run's own account (the `end` event) says.
+`ideal` is the simulator's, from the layer costs measured in the same run, without links, phase by
+phase (a phase lasts until the technique changes the model again): the uniform placement's time over
+the best placement's, had it been known at once. `ideal_as_placed` takes the placements as they
+were, step by step: what deciding late costs is what lies between. `same_work_takes`: the layers'
+seconds in the balanced run over those in the uniform one, in the last phase: the same work, but on
+cores that no longer idle and share caches, memory and, on some machines, their arithmetic; the
+simulator knows nothing of that. share_of_ideal = (speedup - 1) / (ideal - 1), not given where the
+ideal is under 1.03. Overhead is what the run's own account (the `end` event) says.
 
-Aims, written before measuring: 95 % of the ideal in the last phase; overhead under 1 % of the run. A round of all cases takes about half an
-hour.
+Aims, written before measuring: 95 % of the ideal in the last phase; overhead under 1 % of the run.
+A round of all cases takes about half an hour.
 """
 
 from __future__ import annotations
@@ -70,7 +74,8 @@ def work(account: dict[str, Any]) -> float:
 def simulated(
     spans: Sequence[tuple[int, int]], costs: Sequence[tuple[LayerCost, ...]], partitions: Sequence[Sequence[int]]
 ) -> dict[str, Any]:
-    """Seconds of each phase: placed uniformly, at its best, and as it was (`placed`, layer counts at each step)."""
+    """Seconds of each phase: placed uniformly, at its best, and as it was (`placed`, layer counts
+    at each step)."""
     out: dict[str, list[float]] = {"uniform": [], "best": [], "as_placed": []}
     for (start, stop), layers in zip(spans, costs, strict=True):
         even = uniform(len(layers), len(partitions[0]))
@@ -142,13 +147,15 @@ def summarize(case: str, rounds: Sequence[dict[str, Any]]) -> dict[str, Any]:
             "uniform": late["uniform"] * length / model["uniform"][-1],
             "dynmo": late["dynmo"] * length / model["as_placed"][-1],
         },
-        # Of that, what the step's program takes, which is all that the simulator knows of; the rest is the step's end and the loop's turn.
+        # Of that, what the step's program takes, which is all that the simulator knows of; the rest
+        # is the step's end and the loop's turn.
         "program_over_simulated": {
             "uniform": program["uniform"] * length / model["uniform"][-1],
             "dynmo": program["dynmo"] * length / model["as_placed"][-1],
         },
         "program_share": {name: program[name] / late[name] for name in program},
-        # What the ops took, over what the layers' costs say: these are medians, which know nothing of an op that was held up.
+        # What the ops took, over what the layers' costs say: these are medians, which know nothing
+        # of an op that was held up.
         "ops_over_costs": {
             name: median(median(r[name]["ops"][last]) / (MICROBATCHES * work(r[name])) for r in rounds) for name in ("uniform", "dynmo")
         },

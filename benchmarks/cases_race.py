@@ -1,4 +1,5 @@
-"""What `benchmarks.cases` runs: every side of a case, a step of each in turn, and what each did, as plain JSON."""
+"""What `benchmarks.cases` runs: every side of a case, a step of each in turn, and what each did, as
+plain JSON."""
 
 from __future__ import annotations
 
@@ -33,8 +34,8 @@ TECHNIQUE = ("uniform", "parameters", "dynmo")  # the same numbers
 
 
 def settings(case: str, steps: int, sizes: dict[str, int] | None = None) -> dict[str, Any]:
-    """The config of the side `uniform`. The policies that decide for themselves are hurried, to act within so few steps. sizes: of the
-    model, instead of those that are measured."""
+    """The config of the side `uniform`. The policies that decide for themselves are hurried, to act
+    within so few steps. sizes: of the model, instead of those that are measured."""
     model = {"blocks": 8, "hidden": 256, "heads": 4, "sequence": 128}
     if case == "pruning":
         model |= {"blocks": 6, "sequence": 256}
@@ -77,7 +78,8 @@ def sides(case: str, steps: int, sizes: dict[str, int] | None = None) -> dict[st
     by_parameters = placed_by_parameters(model)
     if by_parameters != uniform(model.layers, RANKS):
         configs["parameters"] = base | {"balance": {"balancer": "none", "initial": list(by_parameters.counts)}}
-    # Sparse attention shares queries and keys, so its dense side must too: there the case is named, and acts in the last step alone.
+    # Sparse attention shares queries and keys, so its dense side must too: there the case is named,
+    # and acts in the last step alone.
     shared = {"cases": ["sparse_attention"], "sparse_attention": {"start": steps - 1, "blocks": [0]}}
     configs["dense"] = base | {"dynamism": shared if case == "sparse_attention" else {}}
     if case == "pruning":
@@ -88,8 +90,9 @@ def sides(case: str, steps: int, sizes: dict[str, int] | None = None) -> dict[st
 
 
 def model_of(case: str, config: Config) -> Model:
-    """The config's model. For pruning its linears differ in scale, from 0.6 at the front to 1.6 at the end, so that one threshold for all
-    prunes the front more, as it does trained models (untrained ones are alike everywhere, which hides the case)."""
+    """The config's model. For pruning its linears differ in scale, from 0.6 at the front to 1.6 at
+    the end, so that one threshold for all prunes the front more, as it does trained models
+    (untrained ones are alike everywhere, which hides the case)."""
     model = load_model(config)
     if case != "pruning":
         return model
@@ -111,7 +114,8 @@ def placed_by_parameters(model: Model) -> Partition:
 
 
 def race(world: World, case: str, steps: int, rounds: int, sizes: dict[str, int] | None = None) -> list[dict[str, Any]]:
-    """Runs on each rank: every side trains `steps` steps, a step of each in turn; so many times. Per round and side: what happened."""
+    """Runs on each rank: every side trains `steps` steps, a step of each in turn; so many times.
+    Per round and side: what happened."""
     out: list[dict[str, Any]] = []
     best((LayerCost(1.0, 1.0, 1.0),) * 2 * RANKS, RANKS, MICROBATCHES, schedule=SCHEDULE)  # loads the planner
     for _ in range(rounds):
@@ -157,7 +161,8 @@ def phases(changes: Sequence[int], steps: int) -> list[tuple[int, int]]:
 
 
 def noted(pipeline: Engine) -> list[tuple[float, float]]:
-    """From now on, of each step on this rank: seconds from its program's first op or wait to its last, and of its ops together."""
+    """From now on, of each step on this rank: seconds from its program's first op or wait to its
+    last, and of its ops together."""
     advance, seconds = pipeline.advance, list[tuple[float, float]]()
 
     def noting(*args: Any, **options: Any) -> tuple[StepResult, ...]:

@@ -1,7 +1,8 @@
-"""The fixed cost traces that several benchmarks replay, and how they are placed and timed in the simulator: ZB-H1 if not
-said otherwise, no link times.
+"""The fixed cost traces that several benchmarks replay, and how they are placed and timed in the
+simulator: ZB-H1 if not said otherwise, no link times.
 
-Each trace (benchmarks/data/traces) is a model of cost, per half block, at 24 moments of a training run.
+Each trace (benchmarks/data/traces) is a model of cost, per half block, at 24 moments of a training
+run.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ def name_of(case: str, sequence: int) -> str:
     return case.replace("_", " ") + (f", {sequence // 1024}k tokens" if case == "sparse_attention" else "")
 
 
-# -- the traces ------------------------------------------------------------------------------------------------------------------
+# -- the traces ------------------------------------------------------------------------------------
 
 
 @cache
@@ -51,8 +52,8 @@ def trace(case: str, blocks: int, sequence: int) -> tuple[Layers, ...]:
 
 
 def pruned(blocks: int, sequence: int, seed: int, moments: int) -> list[list[float]]:
-    """The share of weights that the trace's own model leaves in each half: normal weights of layers that differ in scale, cut at one
-    magnitude over all so that 0, 52, 79, 90 % are gone."""
+    """The share of weights that the trace's own model leaves in each half: normal weights of layers
+    that differ in scale, cut at one magnitude over all so that 0, 52, 79, 90 % are gone."""
     draw = random.Random(f"{seed} pruning {blocks} {sequence}")
     scales = [math.exp(draw.gauss(0, 0.35)) for _ in range(2 * blocks)]
     shares = [1 / 3 / blocks, 2 / 3 / blocks] * blocks
@@ -69,7 +70,8 @@ def pruned(blocks: int, sequence: int, seed: int, moments: int) -> list[list[flo
 
 
 def dense(blocks: int, sequence: int) -> Layers:
-    """F = 2P + A, B = 2P + 2A, W = 2P, in units of a block's F: products with the P weights, and the A of the attention's pairs."""
+    """F = 2P + A, B = 2P + 2A, W = 2P, in units of a block's F: products with the P weights, and
+    the A of the attention's pairs."""
     linear, attention = 24 * HIDDEN**2, 2 * sequence * HIDDEN
     unit = linear + attention
     first, second, a = linear / 3 / unit, 2 * linear / 3 / unit, attention / unit
@@ -87,7 +89,7 @@ def in_halves(placement: Partition) -> Partition:
     return Partition(tuple(2 * count for count in placement.counts))
 
 
-# -- placements ------------------------------------------------------------------------------------------------------------------
+# -- placements ------------------------------------------------------------------------------------
 
 
 def timeline(layers: Layers, placement: Partition, microbatches: int, schedule: str = "zb-h1") -> Timeline:

@@ -1,9 +1,11 @@
-"""What a solver's proof adds to the heuristic: zb-auto's span, the best that CP-SAT finds from it, and what it proves, case by case.
+"""What a solver's proof adds to the heuristic: zb-auto's span, the best that CP-SAT finds from it,
+and what it proves, case by case.
 
-The named cases of the Zero Bubble paper's ILP (p ranks, m microbatches, memory for p or 2p microbatches) at equal times and at the
-published times of two models, two published settings at full size, and uneven stages drawn at random: links, memory limits between two
-microbatches and 2p, some with a frozen prefix; of these the table shows where the solver found something shorter or proved nothing. The
-bound is `lower_bound`'s, made without any search.
+The named cases of the Zero Bubble paper's ILP (p ranks, m microbatches, memory for p or 2p
+microbatches) at equal times and at the published times of two models, two published settings at
+full size, and uneven stages drawn at random: links, memory limits between two microbatches and 2p,
+some with a frozen prefix; of these the table shows where the solver found something shorter or
+proved nothing. The bound is `lower_bound`'s, made without any search.
 
     gain = 1 - exact span / auto span        room = 1 - bound / exact span
 """

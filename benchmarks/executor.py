@@ -1,16 +1,19 @@
 """The executor against its own simulator, and against torch.distributed.pipelining, in one run.
 
-Emulated: 8 ranks, 32 microbatches, ops that sleep 10 ms: what is left over is scheduling and messages. The limit is what the simulator
-predicts from the ops' times and the measured links. Real: 2 ranks of one thread, a GPT of 6 blocks and hidden size `--hidden`, 4 and 8
-microbatches of 2 x 128 tokens. Splitting a linear's backward costs some Python, which torch's fused 1F1B does not run: the smaller the
-model, the more it shows (`--hidden 256`).
+Emulated: 8 ranks, 32 microbatches, ops that sleep 10 ms: what is left over is scheduling and
+messages. The limit is what the simulator predicts from the ops' times and the measured links. Real:
+2 ranks of one thread, a GPT of 6 blocks and hidden size `--hidden`, 4 and 8 microbatches of 2 x 128
+tokens. Splitting a linear's backward costs some Python, which torch's fused 1F1B does not run: the
+smaller the model, the more it shows (`--hidden 256`).
 
-ZB-2p (zb-auto in twice 1F1B's memory, no barrier: post-validation) is timed per step, over several steps without their first. Its limit is
-the busiest rank's own time in ops, as measured: a schedule without any bubble.
+ZB-2p (zb-auto in twice 1F1B's memory, no barrier: post-validation) is timed per step, over several
+steps without their first. Its limit is the busiest rank's own time in ops, as measured: a schedule
+without any bubble.
 
-The others, ours and torch's, are timed from a start together to the end of the slowest rank's last op, without an optimizer. The peers are
-torch's Schedule1F1B and ScheduleInterleavedZeroBubble, the latter with one and with two stages a rank (torch_peer.py); the fastest of
-them in the same run counts. torch's other schedules are measured beside them.
+The others, ours and torch's, are timed from a start together to the end of the slowest rank's last
+op, without an optimizer. The peers are torch's Schedule1F1B and ScheduleInterleavedZeroBubble, the
+latter with one and with two stages a rank (torch_peer.py); the fastest of them in the same run
+counts. torch's other schedules are measured beside them.
 """
 
 from __future__ import annotations
@@ -65,7 +68,8 @@ STEPS = 4  # in a run of ZB-2p, whose first fills the pipeline
 
 
 def without_barrier(world: World, pipeline: Engine, batch: Tensor, busy: list[float]) -> Callable[[], float]:
-    """Steps that begin before the one before is final: seconds per step on the slowest rank. busy: takes the busiest rank's, of each."""
+    """Steps that begin before the one before is final: seconds per step on the slowest rank. busy:
+    takes the busiest rank's, of each."""
 
     def run() -> float:
         world.barrier("the run to start")
@@ -81,7 +85,8 @@ def without_barrier(world: World, pipeline: Engine, batch: Tensor, busy: list[fl
 
 
 def emulated(world: World, microbatches: int, milliseconds: int, rounds: int) -> dict[str, Any]:
-    """Runs on each rank. One emulated layer a stage; a rank's op takes as long whether it has one stage or two."""
+    """Runs on each rank. One emulated layer a stage; a rank's op takes as long whether it has one
+    stage or two."""
     seconds = milliseconds / 1000
     schedules = ("1f1b", "zb-h1", "zb-h2", "zb-v")
     batch = torch.zeros(microbatches, 1, 1, dtype=torch.int64)
@@ -148,7 +153,8 @@ def emulated(world: World, microbatches: int, milliseconds: int, rounds: int) ->
 
 
 def gpt(microbatches: int, blocks: int, hidden: int, sequence: int, micro_batch: int) -> tuple[Model, Tensor, Tensor]:
-    """A GPT, and the inputs and targets of one step of it: [microbatches, micro_batch, sequence]."""
+    """A GPT, and the inputs and targets of one step of it: [microbatches, micro_batch,
+    sequence]."""
     batch = micro_batch * microbatches
     config = parse(
         {
@@ -162,7 +168,8 @@ def gpt(microbatches: int, blocks: int, hidden: int, sequence: int, micro_batch:
 
 
 def real(world: World, microbatches: int, rounds: int, hidden: int) -> dict[str, Any]:
-    """Runs on each rank: the same GPT layers, cut the same way, under ours and each of torch's schedules."""
+    """Runs on each rank: the same GPT layers, cut the same way, under ours and each of torch's
+    schedules."""
     model, inputs, targets = gpt(microbatches, blocks=6, hidden=hidden, sequence=128, micro_batch=2)
     stages = {name: world.size * chunks_of(name) for name in ("1f1b", "zb-h1", "zb-h2", "zb-auto", "zb-v")}
     pipelines = {

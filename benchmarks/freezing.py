@@ -1,8 +1,10 @@
-"""Half of a GPT's layers frozen as a prefix: balanced over static-uniform, on two ranks of real compute, one thread each.
+"""Half of a GPT's layers frozen as a prefix: balanced over static-uniform, on two ranks of real
+compute, one thread each.
 
-One run holds both sides: the layers are moved to and fro between the static and the balanced placement, a few steps on each, pair
-after pair, so that both meet the same machine. Steps are whole ones: forward, backward, agreement, clipping, AdamW. The ideal is the
-simulator's, from the layers' measured costs without links: what a perfect executor would gain with this placement.
+One run holds both sides: the layers are moved to and fro between the static and the balanced
+placement, a few steps on each, pair after pair, so that both meet the same machine. Steps are whole
+ones: forward, backward, agreement, clipping, AdamW. The ideal is the simulator's, from the layers'
+measured costs without links: what a perfect executor would gain with this placement.
 """
 
 from __future__ import annotations

@@ -1,14 +1,17 @@
-"""W whole, or a linear at a time while a message is late (`pipeline.w_granularity`): the same schedules both ways, in turn, in one run.
+"""W whole, or a linear at a time while a message is late (`pipeline.w_granularity`): the same
+schedules both ways, in turn, in one run.
 
-Real: a GPT on 2 ranks of one thread, ZB-H1, cut evenly by measured time and with more on the last rank. Emulated: 4 ranks of several
-layers each, that are alike, whose ops take longer or shorter at random, and of which one is slower.
+Real: a GPT on 2 ranks of one thread, ZB-H1, cut evenly by measured time and with more on the last
+rank. Emulated: 4 ranks of several layers each, that are alike, whose ops take longer or shorter at
+random, and of which one is slower.
 
-Where there is nothing to fill the two should take the same time: one rank, which never waits; 1F1B, which never defers; ranks that are all
-alike, whose waits are as short as messages take.
+Where there is nothing to fill the two should take the same time: one rank, which never waits; 1F1B,
+which never defers; ranks that are all alike, whose waits are as short as messages take.
 
-The gain is the time of "whole" over that of "linear", of medians. No order of the same ops is shorter than the busiest rank's ops: that is
-the limit. `fillable` is what ranks waited, with "whole", while there was W to run, and `filled` the W that "linear" has run in such waits,
-as shares of a step, means over the ranks.
+The gain is the time of "whole" over that of "linear", of medians. No order of the same ops is
+shorter than the busiest rank's ops: that is the limit. `fillable` is what ranks waited, with
+"whole", while there was W to run, and `filled` the W that "linear" has run in such waits, as shares
+of a step, means over the ranks.
 """
 
 from __future__ import annotations
@@ -41,7 +44,8 @@ SLOW = 1.4
 
 
 class Jittery(EmulatedLayer):
-    """Its times are others at every microbatch: drawn in its own order, the same for both sides. spread: of their logarithm."""
+    """Its times are others at every microbatch: drawn in its own order, the same for both sides.
+    spread: of their logarithm."""
 
     def __init__(self, f: float, b: float, w: float, size: int, spread: float, seed: int) -> None:
         super().__init__(f, b, w, size)
@@ -61,7 +65,8 @@ def emulated_model(ranks: int, seconds: float, spread: float, slow: bool) -> Mod
 
 
 def waits(step_output: StepOutput) -> tuple[float, float, float]:
-    """Of this rank: seconds in ops, waited while there was W to run, and of W that ran in a wait."""
+    """Of this rank: seconds in ops, waited while there was W to run, and of W that ran in a
+    wait."""
     busy = fillable = filled = 0.0
     waiting = 0
     before = ""

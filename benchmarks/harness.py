@@ -1,4 +1,5 @@
-"""Runs a benchmark's function on several local ranks and brings back what rank 0 returned; and the statistics all benchmarks share."""
+"""Runs a benchmark's function on several local ranks and brings back what rank 0 returned; and the
+statistics all benchmarks share."""
 
 from __future__ import annotations
 
@@ -19,12 +20,14 @@ from dynmo.runtime.comm.launch import enter_rank, report_failure, spawn
 
 
 def run_ranks(function: str, ranks: int, device: str = "cpu", **arguments: Any) -> Any:
-    """`function` is "module:name", called as name(world, **arguments) on every rank, one thread each.
+    """`function` is "module:name", called as name(world, **arguments) on every rank, one thread
+    each.
 
     Ranks on a CUDA device share it: their messages pass through host memory.
     """
     if device != "cpu":
-        # No kernel of theirs waits on the device, so modules may be loaded late. To load all takes long.
+        # No kernel of theirs waits on the device, so modules may be loaded late. To load all takes
+        # long.
         os.environ.setdefault("CUDA_MODULE_LOADING", "LAZY")
     with tempfile.TemporaryDirectory() as name:
         out = Path(name) / "result.json"
@@ -36,7 +39,8 @@ def run_ranks(function: str, ranks: int, device: str = "cpu", **arguments: Any) 
 
 
 def alternate(sides: dict[str, Callable[[], float]], rounds: int, warmup: int) -> dict[str, list[float]]:
-    """Calls the sides in turn, round after round, so that all meet the same machine; seconds of each, warm-up left out."""
+    """Calls the sides in turn, round after round, so that all meet the same machine; seconds of
+    each, warm-up left out."""
     times: dict[str, list[float]] = {name: [] for name in sides}
     for turn in range(warmup + rounds):
         for name, side in sides.items():
@@ -47,8 +51,9 @@ def alternate(sides: dict[str, Callable[[], float]], rounds: int, warmup: int) -
 
 
 def start_together() -> float:
-    """On every rank: waits for the others, and then for a moment that all have agreed on, which it returns (time.perf_counter, the same
-    clock for all processes of a machine). Ranks leave a barrier apart where they share cores."""
+    """On every rank: waits for the others, and then for a moment that all have agreed on, which it
+    returns (time.perf_counter, the same clock for all processes of a machine). Ranks leave a
+    barrier apart where they share cores."""
     import torch
     import torch.distributed as dist
 
@@ -65,8 +70,8 @@ def medians(times: dict[str, list[float]]) -> dict[str, float]:
 
 
 def bound_of(share: float, lost: dict[str, float], least: float = 0.85) -> dict[str, Any]:
-    """What keeps a saving from its ideal. lost: measured seconds over the ideal by where they are spent; named where the share of the ideal
-    is under `least`."""
+    """What keeps a saving from its ideal. lost: measured seconds over the ideal by where they are
+    spent; named where the share of the ideal is under `least`."""
     return {"lost": lost, "bounded_by": max(lost, key=lost.__getitem__) if share < least else None}
 
 
@@ -94,7 +99,8 @@ def machine() -> dict[str, Any]:
 
 
 def main(about: str, measure: Callable[[argparse.Namespace], dict[str, Any]], options: Sequence[tuple[str, int, str]] = ()) -> None:
-    """`python -m benchmarks.NAME [--json]`: prints the figures as a table, or as one JSON object."""
+    """`python -m benchmarks.NAME [--json]`: prints the figures as a table, or as one JSON
+    object."""
     parser = argparse.ArgumentParser(description=about)
     parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
     for name, default, text in options:

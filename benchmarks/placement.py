@@ -1,4 +1,5 @@
-"""Placement of layers on stages: how long it takes, how near it comes to the best there is, and what it brings on fixed cost traces.
+"""Placement of layers on stages: how long it takes, how near it comes to the best there is, and
+what it brings on fixed cost traces.
 
 times           `exact`, warm (best of several) and in a new process
 brute_force     `exact` against every placement, under memory limits
@@ -6,7 +7,8 @@ chunked         several stages per rank: over equal shares, and whether proven
 diffusion       rounds, and the distance to the optimum in heaviest layers
 schedule_aware  under the best and the worst placement of the least bottleneck
 traces          48 blocks on 24 ranks, 24 moments of each case (benchmarks/data/traces: models of cost, per half block): the gain over
-                as many blocks on every rank, as the ratio of the bottlenecks summed over the moments; None where the balancer's answer
+                as many blocks on every rank, as the ratio of the bottlenecks summed over the
+                moments; None where the balancer's answer
                     cannot run at some of them (cannot_run_at: at how many)
 """
 
@@ -198,7 +200,8 @@ def diffusion_table(cases: int) -> list[dict[str, Any]]:
 
 
 def schedule_table(cases: int) -> list[dict[str, Any]]:
-    """18 halves on 5 ranks, a frozen prefix of 6 to 12 of them: all placements of the least bottleneck are simulated."""
+    """18 halves on 5 ranks, a frozen prefix of 6 to 12 of them: all placements of the least
+    bottleneck are simulated."""
     blocks = tuple(LayerCost(1.0, 1.0, 0.8) if i % 2 else LayerCost(1.2, 1.4, 0.6) for i in range(18))
     out: list[dict[str, Any]] = []
     for name in ("1f1b", "zb-h1", "zb-h2"):

@@ -1,15 +1,17 @@
-"""The planner: zb-auto against the published automatic schedules, on uneven stages, and against the clock.
+"""The planner: zb-auto against the published automatic schedules, on uneven stages, and against the
+clock.
 
 published    bubble = 1 - m (F + B + W) / span in the 12 settings of the Zero Bubble paper, with memory for p and for 2p microbatches: as
              published, ours, and the least that `lower_bound` leaves possible
 uneven       random stages (p 2-24, m 1-4p, times spread by up to 60 %, links, frozen prefixes, uneven memory and limits): the span of a
-             plan made from the stages' own times over that of a plan made from their median, as the published planner is fed; both
-             within the true limits and replayed at the true times
+             plan made from the stages' own times over that of a plan made from their median, as the
+             published planner is fed; both within the true limits and replayed at the true times
 seconds      to a schedule in a warm process, and from the start of Python in a new one, by then with the compiled code on disk; and in
              the very first one, which compiles it. The best of several runs, on uneven stages.
 
-`--plot` draws how the warm time grows with p and m into docs/pictures/planner_growth.svg. It is not smooth: a search
-ends where it meets the bound, and its budget grows from 24 ranks and 96 microbatches on.
+`--plot` draws how the warm time grows with p and m into docs/pictures/planner_growth.svg. It is not
+smooth: a search ends where it meets the bound, and its budget grows from 24 ranks and 96
+microbatches on.
 """
 
 from __future__ import annotations
@@ -67,7 +69,8 @@ def published() -> list[dict[str, Any]]:
 
 
 def uneven_case(random: Random) -> tuple[Costs, Costs, int, list[float], int]:
-    """Costs, the same with every stage's times at their median, microbatches, caps, first trainable stage."""
+    """Costs, the same with every stage's times at their median, microbatches, caps, first trainable
+    stage."""
     p = random.randint(2, 24)
     m, spread = random.randint(1, 4 * p), random.uniform(0, 0.6)
     first = random.randrange(1, p) if random.random() < 0.2 else 0

@@ -1,16 +1,21 @@
-"""A barrier at every step's end against post-validation (Zero Bubble, section 4): time per step over many steps, emulated.
+"""A barrier at every step's end against post-validation (Zero Bubble, section 4): time per step
+over many steps, emulated.
 
-8 ranks whose ops sleep four times as long as the paper's 28.3B model needs (tests/facts/zero_bubble_table5.json: F 10.4, B 10.2, W 7.7 ms):
-between eight processes on two cores a message takes far longer than between GPUs, and this is about the ends of steps. 3p microbatches,
-under zb-auto in twice the memory of 1F1B (ZB-2p) and under ZB-H2. Sides take turns, a run of several steps each; a side's figure is the
-median of its runs. A run's time per step is counted from the end of its first step to the end of its last, on the slowest rank, so
-that neither filling the pipeline nor emptying it counts.
+8 ranks whose ops sleep four times as long as the paper's 28.3B model needs
+(tests/facts/zero_bubble_table5.json: F 10.4, B 10.2, W 7.7 ms): between eight processes on two
+cores a message takes far longer than between GPUs, and this is about the ends of steps. 3p
+microbatches, under zb-auto in twice the memory of 1F1B (ZB-2p) and under ZB-H2. Sides take turns, a
+run of several steps each; a side's figure is the median of its runs. A run's time per step is
+counted from the end of its first step to the end of its last, on the slowest rank, so that neither
+filling the pipeline nor emptying it counts.
 
-What the simulator says of one step is the limit: the makespan with a barrier, the span without. Wanted: at most 3 % over the span. The
-paper's authors report that a synchronous optimizer is 8.8 % slower on average.
+What the simulator says of one step is the limit: the makespan with a barrier, the span without.
+Wanted: at most 3 % over the span. The paper's authors report that a synchronous optimizer is 8.8 %
+slower on average.
 
-A rollback's cost is measured with a limit on the gradient norm, at every so many steps, which the first ranks' norms keep and all
-together do not: so these ranks have stepped, take it back, do it again, and run their warm-up again.
+A rollback's cost is measured with a limit on the gradient norm, at every so many steps, which the
+first ranks' norms keep and all together do not: so these ranks have stepped, take it back, do it
+again, and run their warm-up again.
 """
 
 from __future__ import annotations
@@ -39,7 +44,8 @@ SCHEDULES = ("zb-auto", "zb-h2")
 
 
 def steps_of(world: World, pipeline: Engine, steps: int, every: int = 0) -> Callable[[], float]:
-    """A run of so many steps: seconds per step. every: so many steps between two that are taken back (0: none is)."""
+    """A run of so many steps: seconds per step. every: so many steps between two that are taken
+    back (0: none is)."""
     microbatches = pipeline.schedule_for(pipeline.partition).microbatches
     batch = torch.zeros(microbatches, 1, 1, dtype=torch.int64)
 
@@ -63,7 +69,8 @@ def steps_of(world: World, pipeline: Engine, steps: int, every: int = 0) -> Call
 
 
 def emulated(world: World, times: list[float], stash: float, microbatches: int, steps: int, every: int, rounds: int) -> dict[str, Any]:
-    """Runs on each rank. times: F, B and W in seconds. stash: the share of a forward's activations that stays until W."""
+    """Runs on each rank. times: F, B and W in seconds. stash: the share of a forward's activations
+    that stays until W."""
     f, b, w = times
     ranks = world.size
     pipelines: dict[str, Engine] = {}
@@ -78,7 +85,8 @@ def emulated(world: World, times: list[float], stash: float, microbatches: int, 
             side = f"{name} {'post-validation' if afterwards else 'barrier'}"
             pipelines[side], sides[side] = pipeline, steps_of(world, pipeline, steps)
             steps_of(world, pipeline, 3)()
-            # Schedules are made for what the ops sleep, and not for what else this machine was doing; and for the paper's model's memory.
+            # Schedules are made for what the ops sleep, and not for what else this machine was
+            # doing; and for the paper's model's memory.
             memory = {"activation_bytes": 1_000_000, "stash_bytes": round(1_000_000 * stash)}
             costs = tuple(replace(layer, f=f, b=b, w=w, **memory) for layer in pipeline.costs())
             pipeline.actions.replan(costs)

@@ -1,11 +1,13 @@
-"""What the dynamic techniques do to what is learnt: held-out loss of a small GPT on the standard library's sources, by case.
+"""What the dynamic techniques do to what is learnt: held-out loss of a small GPT on the standard
+library's sources, by case.
 
-Four blocks of the demo's width (`--hidden`), sequences of 128 bytes, 8 of them a step, one process (any ranks give the same bits:
-tests/test_equality.py). Every run sees the same data in the same order and is evaluated on the same held-out windows, with the technique
-as it is at that moment. The distance is the last held-out loss over the dense run's, less 1; its limits were written before the runs.
-Sparse attention is held against the same model with shared queries and keys that leaves no pair out, so that the distance is the
-sparsity's and not the sharing's; that model's own distance to dense is a row too. The dense run under other seeds shows how much chance
-alone does.
+Four blocks of the demo's width (`--hidden`), sequences of 128 bytes, 8 of them a step, one process
+(any ranks give the same bits: tests/test_equality.py). Every run sees the same data in the same
+order and is evaluated on the same held-out windows, with the technique as it is at that moment. The
+distance is the last held-out loss over the dense run's, less 1; its limits were written before the
+runs. Sparse attention is held against the same model with shared queries and keys that leaves no
+pair out, so that the distance is the sparsity's and not the sharing's; that model's own distance to
+dense is a row too. The dense run under other seeds shows how much chance alone does.
 """
 
 from __future__ import annotations
@@ -47,7 +49,8 @@ def attention(**options: Any) -> dict[str, Any]:
 
 
 def runs(steps: int) -> dict[str, tuple[str, float | None, dict[str, Any]]]:
-    """name -> what it is held against, the limit of the distance, `[dynamism]`. Up to half of the ten layers freeze."""
+    """name -> what it is held against, the limit of the distance, `[dynamism]`. Up to half of the
+    ten layers freeze."""
     third = steps // 3
     adaptive = {"start": steps // 10, "max_layers": 5}
     return {
@@ -104,7 +107,8 @@ def train(
 
 
 def compare(by_technique: dict[str, dict[str, Any]], steps: int) -> list[dict[str, Any]]:
-    """A row per run of `runs`: the last held-out loss and its distance to what it is held against."""
+    """A row per run of `runs`: the last held-out loss and its distance to what it is held
+    against."""
     out: list[dict[str, Any]] = []
     for name, (against, limit, dynamism) in runs(steps).items():
         if name not in by_technique:
@@ -119,7 +123,8 @@ def compare(by_technique: dict[str, dict[str, Any]], steps: int) -> list[dict[st
 def measure(
     steps: int, seeds: int, jobs: int = 1, evaluations: int = 24, batches: int = 16, hidden: int = HIDDEN, only: Sequence[str] = ()
 ) -> dict[str, Any]:
-    """jobs: runs at once, each of one thread in a process of its own. only: names of `runs` (and what they are held against), not all."""
+    """jobs: runs at once, each of one thread in a process of its own. only: names of `runs` (and
+    what they are held against), not all."""
     common = {"steps": steps, "evaluations": evaluations, "batches": batches, "hidden": hidden}
     techniques = chosen(steps, only)
     asked: list[dict[str, Any]] = [{"seed": 0, "dynamism": dynamism} for _, _, dynamism in techniques.values()]

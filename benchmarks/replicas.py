@@ -1,11 +1,14 @@
-"""What replicas cost: the share of the gradients' reduction that a rank's own work hides, and what ZeRO-1 saves in memory.
+"""What replicas cost: the share of the gradients' reduction that a rank's own work hides, and what
+ZeRO-1 saves in memory.
 
-Two replicas of two stages, a GPT, four processes. Limits, written before measuring: half of the reduction hidden, and a rank's optimizer
-state under 0.55 of the whole. With ZeRO-1 the parameters are gathered after the optimizer, where nothing is left to hide them: that part is
-reported with the rest, so its hidden share is lower.
+Two replicas of two stages, a GPT, four processes. Limits, written before measuring: half of the
+reduction hidden, and a rank's optimizer state under 0.55 of the whole. With ZeRO-1 the parameters
+are gathered after the optimizer, where nothing is left to hide them: that part is reported with the
+rest, so its hidden share is lower.
 
-`could_hide` is what the measured times of this run allow, on the rank where that is least: a layer's reduction starts when its last W
-has run, and hides behind the last W's of the layers that are still to come.
+`could_hide` is what the measured times of this run allow, on the rank where that is least: a
+layer's reduction starts when its last W has run, and hides behind the last W's of the layers that
+are still to come.
 
     W of layers   9 8 7 6 5|          the step's end
     reduction       9999|8888|7777|...
@@ -33,7 +36,8 @@ MICROBATCHES = 4
 
 
 def sides(world: World, rounds: int, hidden: int, blocks: int) -> dict[str, Any] | None:
-    """Both ways in turn, on the same ranks. Of every figure the median over the steps, and of those the worst rank's."""
+    """Both ways in turn, on the same ranks. Of every figure the median over the steps, and of those
+    the worst rank's."""
     model = {"blocks": blocks, "hidden": hidden, "heads": 4, "sequence": 64}
     here = arrange(world, 2)
     pipelines: dict[str, Engine] = {}
@@ -76,7 +80,8 @@ def sides(world: World, rounds: int, hidden: int, blocks: int) -> dict[str, Any]
 
 
 def could_hide(weights: list[float], reductions: list[float]) -> float:
-    """The share of the reductions, one after another, that ends before the last W does. Seconds by layer, in the order of the W's."""
+    """The share of the reductions, one after another, that ends before the last W does. Seconds by
+    layer, in the order of the W's."""
     now = free = 0.0
     for weight, reduction in zip(weights, reductions, strict=True):
         now += weight

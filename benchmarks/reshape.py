@@ -1,5 +1,5 @@
-"""Fixed cost traces (48 blocks, benchmarks/data/traces) on 24 ranks: how near to perfect balance they come, simulated. ZB-H1, 48
-microbatches, no link times, and reductions take none either.
+"""Fixed cost traces (48 blocks, benchmarks/data/traces) on 24 ranks: how near to perfect balance
+they come, simulated. ZB-H1, 48 microbatches, no link times, and reductions take none either.
 
 blocks      whole blocks, the best placement for each moment
 halves      halves of blocks, the same
@@ -48,8 +48,8 @@ AIM = 0.95
 
 
 def request(layers: Layers, memory: int) -> MeshRequest:
-    """Sizes are the dense model's, in thirds of a block: what is pruned or frozen still counts, as it may come back. The limit is just
-    under what the next shorter pipeline needs."""
+    """Sizes are the dense model's, in thirds of a block: what is pruned or frozen still counts, as
+    it may come back. The limit is just under what the next shorter pipeline needs."""
     sized = tuple(replace(x, weight_bytes=2 if i % 2 else 1) for i, x in enumerate(layers))
     share = sum(x.weight_bytes for x in sized) // RANKS
     first = next((i for i, x in enumerate(layers) if x.b or x.w), len(layers) - 1)

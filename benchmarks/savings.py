@@ -1,7 +1,9 @@
-"""What each case truly saves: F, B and W seconds of a layer against dense, at several intensities, beside the ideal of the arithmetic.
+"""What each case truly saves: F, B and W seconds of a layer against dense, at several intensities,
+beside the ideal of the arithmetic.
 
-Joins `savings_pruning`, `savings_attention` and `savings_freezing`, each of which runs alone too and says in its docstring what it measures
-and what bounds it. One thread; medians of counted turns, sparse and dense alternating.
+Joins `savings_pruning`, `savings_attention` and `savings_freezing`, each of which runs alone too
+and says in its docstring what it measures and what bounds it. One thread; medians of counted turns,
+sparse and dense alternating.
 """
 
 from __future__ import annotations

@@ -1,18 +1,22 @@
-"""What sparse attention saves: F, B and W of an attention half against dense attention (torch's SDPA), at several lengths.
+"""What sparse attention saves: F, B and W of an attention half against dense attention (torch's
+SDPA), at several lengths.
 
-Layer: `SharedAttentionHalf`, hidden 256, 4 heads, microbatches of 2, one thread, in the runtime's own `Layer` and a rank's environment. The
-sides take turns; medians. Seconds are the thread's own, so that what else runs on the machine counts little.
+Layer: `SharedAttentionHalf`, hidden 256, 4 heads, microbatches of 2, one thread, in the runtime's
+own `Layer` and a rank's environment. The sides take turns; medians. Seconds are the thread's own,
+so that what else runs on the machine counts little.
 
-The ideal takes from the dense half the part of its attention's own seconds, measured alone, that the pairs left out are
-of all pairs:
+The ideal takes from the dense half the part of its attention's own seconds, measured alone, that
+the pairs left out are of all pairs:
 
     ideal = dense - attention (1 - pairs)        share_of_ideal = (dense - sparse) / (dense - ideal)
 
-What bounds it: `computed` (pairs the tiles compute, over all: padding to the longest bucket of a batch, and what the mask hides in the
-last tile), `rate` (computed pairs per second in small tiles, over those of dense attention), `around` (seconds of hashing, sorting,
-gathering and spreading, and the keys' lengths). `lost`: seconds of F + B over the ideal, by where: `around`, `padding` (pairs computed in
-vain, at dense attention's speed), `rate` (what the computed pairs take over dense attention's speed), `elsewhere` (the rest; all of it, for
-`drop`). `bounded_by` names the largest where the share of the ideal is under 85 %.
+What bounds it: `computed` (pairs the tiles compute, over all: padding to the longest bucket of a
+batch, and what the mask hides in the last tile), `rate` (computed pairs per second in small tiles,
+over those of dense attention), `around` (seconds of hashing, sorting, gathering and spreading, and
+the keys' lengths). `lost`: seconds of F + B over the ideal, by where: `around`, `padding` (pairs
+computed in vain, at dense attention's speed), `rate` (what the computed pairs take over dense
+attention's speed), `elsewhere` (the rest; all of it, for `drop`). `bounded_by` names the largest
+where the share of the ideal is under 85 %.
 """
 
 from __future__ import annotations
@@ -91,7 +95,8 @@ def alone(attend: Callable[[Tensor, Tensor], Tensor], x: Tensor, v: Tensor, g: T
 
 
 def around(x: Tensor, v: Tensor, hashed: Hashed) -> Seconds:
-    """What the kernel does besides its tiles. F: hashing, planning, gathering, the keys' lengths, spreading; B: gathering and spreading."""
+    """What the kernel does besides its tiles. F: hashing, planning, gathering, the keys' lengths,
+    spreading; B: gathering and spreading."""
     start = time.thread_time()
     directions = kernel.draw_directions(HEADS, x.shape[3], hashed.buckets, hashed.seed)
     plan = plan_buckets(hash_buckets(x, directions), hashed.buckets, hashed.tile)

@@ -1,18 +1,21 @@
-"""What layer freezing saves: F, B and W of a layer against one that trains; and what watching it costs.
+"""What layer freezing saves: F, B and W of a layer against one that trains; and what watching it
+costs.
 
-Layers: both halves of a GPT block at DynMo's width (hidden 1024, 32 heads), one microbatch of one sequence, one thread, in the runtime's
-own `Layer`. The sides take turns; medians. The ideal:
+Layers: both halves of a GPT block at DynMo's width (hidden 1024, 32 heads), one microbatch of one
+sequence, one thread, in the runtime's own `Layer`. The sides take turns; medians. The ideal:
 
     prefix   nothing trainable before it: F alone      share_of_ideal = (trains - frozen) / (trains - ideal), over F + B + W
     above    a trainable layer before it: F and B
 
-`lost`: seconds over the ideal in each of F, B and W; `bounded_by` names the worst where the share is under 85 %.
+`lost`: seconds over the ideal in each of F, B and W; `bounded_by` names the worst where the share
+is under 85 %.
 
-`cache`: F of a frozen block, both halves, against getting at its output where that was kept (`dynamism.freezing.cache_bytes`), and
-against F and keeping it; and what a sequence's output takes. Only the last layer's output is kept, so longer prefixes gain more.
+`cache`: F of a frozen block, both halves, against getting at its output where that was kept
+(`dynamism.freezing.cache_bytes`), and against F and keeping it; and what a sequence's output takes.
+Only the last layer's output is kept, so longer prefixes gain more.
 
-`egeria`: a reading (the reference's forward and two similarities) and a new reference, as parts of a step: of 8 microbatches,
-one reading in 10 steps, one reference in 200.
+`egeria`: a reading (the reference's forward and two similarities) and a new reference, as parts of
+a step: of 8 microbatches, one reading in 10 steps, one reference in 200.
 """
 
 from __future__ import annotations
@@ -94,7 +97,8 @@ def layers(hidden: int, heads: int, sequence: int, rounds: int) -> list[dict[str
 
 
 def cache(hidden: int, heads: int, sequence: int, rounds: int) -> dict[str, Any]:
-    """Seconds of F of both halves of a frozen block, run, kept and taken from the cache, in turn."""
+    """Seconds of F of both halves of a frozen block, run, kept and taken from the cache, in
+    turn."""
     clock, x = clock_for(torch.device("cpu")), torch.randn(1, sequence, hidden)
     block = [Layer(which, half(which, hidden, heads, sequence).requires_grad_(False), clock, 0) for which in (0, 1)]
     outputs = OutputCache(1 << 40, clock)

@@ -1,18 +1,23 @@
-"""What gradual pruning saves: F, B and W of a layer against dense, and from which sparsity the sparse kernels win.
+"""What gradual pruning saves: F, B and W of a layer against dense, and from which sparsity the
+sparse kernels win.
 
-Layers: both halves of a GPT block at DynMo's width (hidden 1024, 32 heads, sequence 2048), one microbatch of one sequence, one thread, in
-the runtime's own `Layer`. The sides take turns; medians. The ideal is the count of products at the dense layer's own speed:
+Layers: both halves of a GPT block at DynMo's width (hidden 1024, 32 heads, sequence 2048), one
+microbatch of one sequence, one thread, in the runtime's own `Layer`. The sides take turns; medians.
+The ideal is the count of products at the dense layer's own speed:
 
     F  2P + A -> 2P (1-s) + A        B  2P + 2A -> 2P (1-s) + 2A        W  2P -> 2P (1-s)
 
-where the linears' dense time is measured and A's is the rest. share_of_ideal = (dense - pruned) / (dense - ideal).
+where the linears' dense time is measured and A's is the rest. share_of_ideal = (dense - pruned) /
+(dense - ideal).
 
-`lost`: seconds of F + B + W over the ideal, by parts measured alone: `kernel` (what the sparse kernels take over their share of the dense
-linears' time: they do fewer products a second), `packing` (tokens to panels and back, values to their transposed order), `elsewhere`
-(the rest: autograd, allocation, caches). `bounded_by` names the largest where the share is under 85 %.
+`lost`: seconds of F + B + W over the ideal, by parts measured alone: `kernel` (what the sparse
+kernels take over their share of the dense linears' time: they do fewer products a second),
+`packing` (tokens to panels and back, values to their transposed order), `elsewhere` (the rest:
+autograd, allocation, caches). `bounded_by` names the largest where the share is under 85 %.
 
-`crossover`: one matrix, sparse over dense time of F + B + W at each sparsity; and from where on sparse wins, by bisection apart from them.
-`--plot` draws it into docs/pictures/sparse_crossover.svg. DynMo's figure 6 has 75 % on an H100 (4096 x 4096 x 4096).
+`crossover`: one matrix, sparse over dense time of F + B + W at each sparsity; and from where on
+sparse wins, by bisection apart from them. `--plot` draws it into
+docs/pictures/sparse_crossover.svg. DynMo's figure 6 has 75 % on an H100 (4096 x 4096 x 4096).
 """
 
 from __future__ import annotations
@@ -74,7 +79,8 @@ def time_once(layer: Layer, x: torch.Tensor, gy: torch.Tensor) -> Seconds:
 
 
 def in_turn(layers: Sequence[Layer], x: torch.Tensor, rounds: int) -> list[Seconds]:
-    """Medians of each layer's F, B, W; one round of warm-up (in which a layer measures its sizes) is not counted."""
+    """Medians of each layer's F, B, W; one round of warm-up (in which a layer measures its sizes)
+    is not counted."""
     gy = torch.randn_like(x)
     rows: list[list[Seconds]] = [[] for _ in layers]
     for turn in range(rounds + 1):
@@ -94,7 +100,8 @@ def linear_seconds(module: nn.Module, tokens: int, rounds: int) -> Seconds:
 
 
 def sparse_seconds(module: nn.Module, tokens: int, rounds: int) -> dict[str, float]:
-    """Of a pruned module's sparse linears in one microbatch: seconds in the kernels, of F, B and W, and of packing for them."""
+    """Of a pruned module's sparse linears in one microbatch: seconds in the kernels, of F, B and W,
+    and of packing for them."""
     seconds = {"kernel": 0.0, "packing": 0.0}
 
     def add(key: str, run: Callable[[], object], times: int = 1) -> None:
@@ -123,7 +130,8 @@ def sparse_seconds(module: nn.Module, tokens: int, rounds: int) -> dict[str, flo
 
 
 def layers(hidden: int, heads: int, sequence: int, sparsities: Sequence[float], rounds: int) -> list[dict[str, Any]]:
-    """Rows of (half, sparsity): seconds of F, B, W dense and pruned, the ideal, the share reached."""
+    """Rows of (half, sparsity): seconds of F, B, W dense and pruned, the ideal, the share
+    reached."""
     out: list[dict[str, Any]] = []
     clock = clock_for(torch.device("cpu"))
     x = torch.randn(1, sequence, hidden)
@@ -159,7 +167,8 @@ def layers(hidden: int, heads: int, sequence: int, sparsities: Sequence[float], 
 
 
 def curves(tokens: int, rounds: int) -> list[dict[str, Any]]:
-    """Per matrix: sparse over dense time at each sparsity, F, B and W each, and the crossover by bisection."""
+    """Per matrix: sparse over dense time at each sparsity, F, B and W each, and the crossover by
+    bisection."""
     out: list[dict[str, Any]] = []
     for rows, columns in MATRICES:
         points: list[dict[str, float]] = []

@@ -1,16 +1,22 @@
-"""Scaling, static against balanced, in the simulator and on emulated ranks, beside the paper's figure 8 and table 1.
+"""Scaling, static against balanced, in the simulator and on emulated ranks, beside the paper's
+figure 8 and table 1.
 
 weak          the fixed trace of pruning (figure 8's case), two blocks a rank: 12 to 24 ranks x 30 replicas, up to 720. Throughput in
-              microbatches per unit of time (a block's F), mean over the moments; replicas multiply it, reductions are not counted.
-              `speed_up`: balanced over static; `efficiency`: throughput a rank over the smallest size's. Published: up to 2.12x
+              microbatches per unit of time (a block's F), mean over the moments; replicas multiply
+              it, reductions are not counted.
+              `speed_up`: balanced over static; `efficiency`: throughput a rank over the smallest
+                  size's. Published: up to 2.12x
 vertical      hash-sparse attention, table 1: so many blocks on 2, 4, 8 ranks, twice as many microbatches as ranks. static: whole blocks,
-              evenly; balanced: halves by `exact`, moment by moment. The published speed-ups are the best balancer's over Megatron-LM
+              evenly; balanced: halves by `exact`, moment by moment. The published speed-ups are the
+              best balancer's over Megatron-LM
 equal_memory  Zero Bubble's rebuttal: ZB-2p against 1F1B and ZB-1p that get the same memory by microbatches of twice the size. Costs of
-              table 5; twice the size is taken to cost twice the time, which is kinder to ZB-2p than a GPU that does better on more. The
-              published gain over 1F1B at twice the size is 14 % on average (4 to 22 %)
+              table 5; twice the size is taken to cost twice the time, which is kinder to ZB-2p than
+              a GPU that does better on more. The published gain over 1F1B at twice the size is 14 %
+              on average (4 to 22 %)
 emulated      the moment 18 of the same traces on real processes whose layers sleep: see `benchmarks.traces_emulated`
 
-Static and balanced are mean simulated makespans of ZB-H1; decisions are free and know each moment's costs.
+Static and balanced are mean simulated makespans of ZB-H1; decisions are free and know each moment's
+costs.
 """
 
 from __future__ import annotations
@@ -124,7 +130,8 @@ def equal_memory() -> list[dict[str, Any]]:
 
 
 def _costs(row: dict[str, Any], size: int) -> Costs:
-    """Of microbatches of `size` times the size, in milliseconds and in activations of one of the measured size."""
+    """Of microbatches of `size` times the size, in milliseconds and in activations of one of the
+    measured size."""
     f, b, w, comm = (size * row[f"t_{key}_ms"] for key in ("f", "b", "w", "comm"))
     costs = uniform_costs(row["ranks"], f, b, w, comm, row["w_memory_share"])
     return Costs(tuple(StageCost(x.f, x.b, x.w, size * x.mem_f, size * x.mem_b, size * x.mem_w) for x in costs.stages), costs.links)

@@ -1,7 +1,8 @@
 """A constant GPT on a busy machine: its layers should stay where they are.
 
-Other processes keep every core busy. A small GPT, whose work never changes, trains on two ranks with `every = "auto"`. Whatever
-the readings say beyond the truth is noise. A run may move once, to a placement that is better; no move may make the steps longer.
+Other processes keep every core busy. A small GPT, whose work never changes, trains on two ranks
+with `every = "auto"`. Whatever the readings say beyond the truth is noise. A run may move once, to
+a placement that is better; no move may make the steps longer.
 """
 
 from __future__ import annotations

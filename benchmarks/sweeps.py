@@ -1,8 +1,9 @@
-"""Every schedule over what a model, a memory limit and the number of microbatches do to it; docs/schedules.md shows the figures.
+"""Every schedule over what a model, a memory limit and the number of microbatches do to it;
+docs/schedules.md shows the figures.
 
 attention   s / h from 0.1 to 30: the longer the sequence, the larger F and B beside W. Per layer and token P = 12 h^2 weights and
-            A = 4 s h operations of attention's products make F = 2P + A, B = 2P + 2A, W = 2P, and the activations 34h + 5as, of which W
-            needs 32h (a heads of 128; h 4096). p 8, m 24.
+            A = 4 s h operations of attention's products make F = 2P + A, B = 2P + 2A, W = 2P, and
+            the activations 34h + 5as, of which W needs 32h (a heads of 128; h 4096). p 8, m 24.
 memory      zb-auto with memory for p to 3p microbatches, at the published times of four models (m = 3p)
 few         no more microbatches than ranks, m = 1..p, at the published times and links: by how much 1F1B takes longer than zb-auto and
             ZB-H1; and, without links, zb-auto's and ZB-H1's time over (m + p - 1)(F + B) + W
@@ -10,10 +11,11 @@ published   the 12 settings of the Zero Bubble paper (table 5) under all schedul
 
     bubble = 1 - m (F + B + W) / span        least: the bubble at the lower bound        gap = 1 - lower bound / span
 
-The lower bound is for the memory that the schedule was given; where it was given none, for its own peak on every rank.
+The lower bound is for the memory that the schedule was given; where it was given none, for its own
+peak on every rank.
 
-`--plot` draws docs/pictures/{attention,memory_limit,few_microbatches,published}.svg; `--read FILE` takes the figures of an earlier `--json`
-instead of measuring.
+`--plot` draws docs/pictures/{attention,memory_limit,few_microbatches,published}.svg; `--read FILE`
+takes the figures of an earlier `--json` instead of measuring.
 """
 
 from __future__ import annotations
@@ -84,7 +86,8 @@ def run(side: Side, setting: Setting, m: int, chunks: int | None = None) -> dict
     costs = split_costs(setting.costs(), placement)
     caps = None if side.limit is None else [side.limit * p] * p
     schedule = make(side.schedule, p, m, costs=costs, chunks=chunks, caps=caps)
-    # As `dynmo schedule` does: the published figures of interleaving let most messages from the last rank to the first come for nothing.
+    # As `dynmo schedule` does: the published figures of interleaving let most messages from the
+    # last rank to the first come for nothing.
     timeline = simulate(schedule, costs, wrap_group=p) if side.schedule == "interleaved-1f1b" else simulate(schedule, costs)
     peak = max(timeline.peak_memory)
     bound = lower_bound_on(placement, costs, m, 0, Objective.SPAN, caps or [peak] * p)
@@ -92,14 +95,15 @@ def run(side: Side, setting: Setting, m: int, chunks: int | None = None) -> dict
     return {
         "span": timeline.span,
         "bubble": 1 - work / timeline.span,
-        # A bound is summed in another order, so it may lie a rounding error under the work or over what reaches it.
+        # A bound is summed in another order, so it may lie a rounding error under the work or over
+        # what reaches it.
         "least": max(0.0, 1 - work / bound),
         "gap": max(0.0, 1 - bound / timeline.span),
         "peak": peak,
     }
 
 
-# -- the sweeps -----------------------------------------------------------------------------------------------------------
+# -- the sweeps ------------------------------------------------------------------------------------
 
 
 def attention_setting(ratio: float, ranks: int = 8, hidden: int = 4096, head: int = 128) -> Setting:
@@ -136,7 +140,8 @@ def memory(steps: int = 16) -> list[dict[str, Any]]:
 
 
 def few() -> list[dict[str, Any]]:
-    """gain: how much longer 1F1B takes; of_formula: the span over (m + p - 1)(F + B) + W, without links."""
+    """gain: how much longer 1F1B takes; of_formula: the span over (m + p - 1)(F + B) + W, without
+    links."""
     out: list[dict[str, Any]] = []
     for row in published_rows(3):
         for p in (8, 16):
@@ -179,7 +184,7 @@ def rounded(value: object) -> object:
     return float(f"{round(value, 12):.7g}") if isinstance(value, float) else value
 
 
-# -- tables ---------------------------------------------------------------------------------------------------------------
+# -- tables ----------------------------------------------------------------------------------------
 
 
 _FEW = (0.125, 0.25, 0.5, 1.0)
@@ -248,7 +253,7 @@ def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 
 
-# -- pictures -------------------------------------------------------------------------------------------------------------
+# -- pictures --------------------------------------------------------------------------------------
 
 # Colours that the colour-blind can tell apart; marker and dashes say the same without any.
 _LOOKS: dict[str, tuple[str, str, str]] = {

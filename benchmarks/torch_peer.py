@@ -1,8 +1,10 @@
-"""The peer: torch.distributed.pipelining's own schedules, timed as they are on the work that dynmo is timed on.
+"""The peer: torch.distributed.pipelining's own schedules, timed as they are on the work that dynmo
+is timed on.
 
-A `TorchPeer` is one rank's part of such a pipeline; its `step()` runs one whole training step (all microbatches forward and
-backward, gradients zeroed before, no optimizer) and returns its seconds. Make all peers first, then alternate their steps with
-those of the executor they are compared with, so that both meet the same machine. Both see the same gloo, threads, batch and loss.
+A `TorchPeer` is one rank's part of such a pipeline; its `step()` runs one whole training step (all
+microbatches forward and backward, gradients zeroed before, no optimizer) and returns its seconds.
+Make all peers first, then alternate their steps with those of the executor they are compared with,
+so that both meet the same machine. Both see the same gloo, threads, batch and loss.
 
 The stages are real modules, or emulated ones that sleep instead of computing (`emulated_peer`).
 """
@@ -27,7 +29,8 @@ from dynmo.models.emulated import precise_timers, sleep_until
 class PeerSchedule:
     """One of torch's schedules and how the model is cut for it.
 
-    With two stages on a rank a stage is half as large: a rank's work stays the same, its messages double.
+    With two stages on a rank a stage is half as large: a rank's work stays the same, its messages
+    double.
     """
 
     make: Callable[..., Any]
@@ -45,10 +48,12 @@ class PeerSchedule:
         return self.make(stages[0] if self.make is Schedule1F1B else stages, microbatches, **options)
 
 
-# Each schedule at its defaults; who compares takes the fastest of a kind, measured in the same run. Fewer stages on a rank cost less
-# Python and fewer messages, more leave a smaller bubble: which wins depends on how long an op is. Ideal step time over work, at 8
-# ranks, 32 microbatches and f = b = w: 1.22, 1.11, 1.07, 1.04, 1.04. Tried, and slower or the same: shapes given beforehand (used in
-# the first step only), `defer_pp_recv`, 1F1B's order in the runtime of the others, four stages on a rank.
+# Each schedule at its defaults; who compares takes the fastest of a kind, measured in the same run.
+# Fewer stages on a rank cost less Python and fewer messages, more leave a smaller bubble: which
+# wins depends on how long an op is. Ideal step time over work, at 8 ranks, 32 microbatches and f =
+# b = w: 1.22, 1.11, 1.07, 1.04, 1.04. Tried, and slower or the same: shapes given beforehand (used
+# in the first step only), `defer_pp_recv`, 1F1B's order in the runtime of the others, four stages
+# on a rank.
 PEERS = {
     "1f1b": PeerSchedule(Schedule1F1B),
     "interleaved-1f1b": PeerSchedule(ScheduleInterleaved1F1B, stages_per_rank=2),
@@ -59,10 +64,12 @@ PEERS = {
 
 
 class TorchPeer:
-    """One rank of a torch.distributed.pipelining run over the default process group, whose size is the number of ranks.
+    """One rank of a torch.distributed.pipelining run over the default process group, whose size is
+    the number of ranks.
 
-    All ranks make it, and step it, together. The first step is torch's set-up too (it infers the shapes by a forward and a
-    backward of its own): run at least one before any that counts. Threads are the caller's to set, for all that it compares.
+    All ranks make it, and step it, together. The first step is torch's set-up too (it infers the
+    shapes by a forward and a backward of its own): run at least one before any that counts. Threads
+    are the caller's to set, for all that it compares.
     """
 
     def __init__(
@@ -91,7 +98,8 @@ class TorchPeer:
         self.modules = [build_stage(index, count) for index in indices]
         stages = [PipelineStage(module, index, count, inputs.device) for module, index in zip(self.modules, indices, strict=True)]
         if ranks == 1:
-            # torch 2.11 opens connections by messages, also between stages of one rank. gloo cannot send to itself.
+            # torch 2.11 opens connections by messages, also between stages of one rank. gloo cannot
+            # send to itself.
             for stage in stages:
                 stage._get_init_p2p_neighbors_ops = list
         self._schedule = kind.build(stages, microbatches, loss_fn=loss_fn)
@@ -100,9 +108,11 @@ class TorchPeer:
         self._device = inputs.device
 
     def step(self) -> float:
-        """Seconds of one step on the slowest rank: from a start together to the end of the rank's last op. All ranks return the same.
+        """Seconds of one step on the slowest rank: from a start together to the end of the rank's
+        last op. All ranks return the same.
 
-        Outputs are not gathered (`return_outputs=False`), since nobody asks for them. Zeroing gradients is not timed.
+        Outputs are not gathered (`return_outputs=False`), since nobody asks for them. Zeroing
+        gradients is not timed.
         """
         for module in self.modules:
             module.zero_grad()
@@ -120,17 +130,20 @@ class TorchPeer:
 
 
 class EmulatedStage(nn.Module):
-    """Adds a one-element weight to its input; takes `f` seconds forward, `b` for the input's gradient and `w` for the weight's.
+    """Adds a one-element weight to its input; takes `f` seconds forward, `b` for the input's
+    gradient and `w` for the weight's.
 
-    torch splits a backward by walking the autograd graph: the input's gradient is what lies between output and input, the
-    weight's what hangs off it. It cannot split one node, so the two sleeps are two nodes (one graph of three nodes for a whole
-    stage is the least that torch can have to walk):
+    torch splits a backward by walking the autograd graph: the input's gradient is what lies between
+    output and input, the weight's what hangs off it. It cannot split one node, so the two sleeps
+    are two nodes (one graph of three nodes for a whole stage is the least that torch can have to
+    walk):
 
         input ── _InputPath ──┐
                               add ── output
         weight ─ _WeightPath ─┘
 
-    The stage that `ends` the model gives the mean, the loss, within its F. `slept` counts the sleeps of each kind.
+    The stage that `ends` the model gives the mean, the loss, within its F. `slept` counts the
+    sleeps of each kind.
     """
 
     def __init__(self, f: float, b: float, w: float, ends: bool = False) -> None:
@@ -142,7 +155,8 @@ class EmulatedStage(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         start = time.perf_counter()
-        # A batch needs no gradient, but a first stage of several layers does: all but its first layer pass one on.
+        # A batch needs no gradient, but a first stage of several layers does: all but its first
+        # layer pass one on.
         x = x if x.requires_grad else x.detach().requires_grad_()
         y = _InputPath.apply(x, self) + _WeightPath.apply(self.weight, x.shape, self)
         y = y.mean() if self.ends else y
@@ -150,7 +164,8 @@ class EmulatedStage(nn.Module):
         return y
 
     def sleep(self, kind: str, start: float) -> None:
-        """Sleeps until the op has taken its seconds since `start`: as in dynmo's own emulated layers, arithmetic is part of them."""
+        """Sleeps until the op has taken its seconds since `start`: as in dynmo's own emulated
+        layers, arithmetic is part of them."""
         sleep_until(start + self.seconds[kind])
         self.slept[kind] += 1
 
@@ -182,9 +197,11 @@ class _WeightPath(torch.autograd.Function):
 
 
 def emulated_peer(schedule: str, microbatches: int, f: float, b: float, w: float, message_bytes: int) -> TorchPeer:
-    """A peer whose ranks sleep `f`, `b` and `w` seconds for each microbatch and pass on messages of `message_bytes`.
+    """A peer whose ranks sleep `f`, `b` and `w` seconds for each microbatch and pass on messages of
+    `message_bytes`.
 
-    Of two stages on a rank each sleeps half of it. The loss is the mean of the output, so each weight's gradient is 1.
+    Of two stages on a rank each sleeps half of it. The loss is the mean of the output, so each
+    weight's gradient is 1.
     """
     precise_timers()
     share = 1 / PEERS[schedule].stages_per_rank

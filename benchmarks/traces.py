@@ -1,5 +1,6 @@
-"""Fixed cost traces of pruning, freezing and sparse attention under every balancer, in the simulator: ZB-H1, twice as many microbatches as
-ranks, no link times. Each trace (benchmarks/data/traces: models of cost, per half block, 24 moments) is timed as
+"""Fixed cost traces of pruning, freezing and sparse attention under every balancer, in the
+simulator: ZB-H1, twice as many microbatches as ranks, no link times. Each trace
+(benchmarks/data/traces: models of cost, per half block, 24 moments) is timed as
 
 dense                 without the technique, as many whole blocks on every rank as on any other
 uniform               with the technique, placed the same: what a run has that does not balance
@@ -9,11 +10,13 @@ partition, diffusion  whole blocks, by parameters that train or by time, anew at
 ours                  halves of blocks, schedule-aware, as a run decides: every 5 steps of 50 a moment, from the costs of the step
                       before, where it gains 2 % at least
 optimum               of whole blocks, of halves: the least time found for a moment's costs, known at once (`share_of_least_bottleneck` is
-                      against a proven optimum: the least bottleneck that any placement has, without the pipeline's filling)
+                      against a proven optimum: the least bottleneck that any placement has, without
+                          the pipeline's filling)
 perfect               every rank has the same part of all work, as if layers could be cut anywhere
 
-`gain` is the uniform placement's time over another's: placing whole blocks cannot gain more than `bound` = ceil(blocks / ranks). Speed-ups
-over dense contain what the technique itself saves. `published` are the paper's (figure 3).
+`gain` is the uniform placement's time over another's: placing whole blocks cannot gain more than
+`bound` = ceil(blocks / ranks). Speed-ups over dense contain what the technique itself saves.
+`published` are the paper's (figure 3).
 """
 
 from __future__ import annotations
@@ -124,12 +127,13 @@ def row(case: str, sequence: int, blocks: int, ranks: int, stride: int = 1) -> d
     }
 
 
-# -- idleness --------------------------------------------------------------------------------------------------------------------
+# -- idleness --------------------------------------------------------------------------------------
 
 
 def idleness(blocks: int, ranks: int) -> dict[str, Any]:
-    """The share of a step in which a rank does not work, mean over moments and ranks: placed evenly, balanced by halves; and of the
-    dense model. Moments with nothing of the technique yet count as any other."""
+    """The share of a step in which a rank does not work, mean over moments and ranks: placed
+    evenly, balanced by halves; and of the dense model. Moments with nothing of the technique yet
+    count as any other."""
     microbatches = 2 * ranks
     even = uniform(blocks, ranks)
 
@@ -176,7 +180,7 @@ def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
     save_picture(figure, path)
 
 
-# -- telling ---------------------------------------------------------------------------------------------------------------------
+# -- telling ---------------------------------------------------------------------------------------
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
@@ -194,7 +198,8 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def summary(rows: Sequence[dict[str, Any]], ranks: int = 24) -> str:
-    """What docs/cases.md shows: the best of the static placements and of the paper's dynamic ones beside ours."""
+    """What docs/cases.md shows: the best of the static placements and of the paper's dynamic ones
+    beside ours."""
     head = ["24 ranks", "blocks", "static", "DynMo's four", "ours", "optimum", "perfect", "bound", "ours over dense", "the paper's"]
     lines = [head, ["---", *["---:"] * (len(head) - 1)]]
     for x in (row for row in rows if row["ranks"] == ranks):

@@ -1,4 +1,5 @@
-"""The simulator against real ranks: a moment of a cost trace on processes whose layers sleep as long, evenly placed and balanced."""
+"""The simulator against real ranks: a moment of a cost trace on processes whose layers sleep as
+long, evenly placed and balanced."""
 
 from __future__ import annotations
 
@@ -38,8 +39,9 @@ def emulated(
     size: int = 1024,
     beside_dense: bool = False,
 ) -> dict[str, Any]:
-    """Runs on each rank: the uniform placement and ours in turn, on layers that sleep in proportion to the trace, and the model without the
-    technique, placed evenly, if it shall be `beside_dense`. size: floats of a message."""
+    """Runs on each rank: the uniform placement and ours in turn, on layers that sleep in proportion
+    to the trace, and the model without the technique, placed evenly, if it shall be `beside_dense`.
+    size: floats of a message."""
     ranks, microbatches = world.size, 2 * world.size
     layers = trace(case, blocks, sequence)[moment]
     frozen = next((i for i, x in enumerate(layers) if x.b or x.w), 0)

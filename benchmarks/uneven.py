@@ -1,10 +1,13 @@
-"""Uneven stages: does a step take what the simulator says, under every schedule; and does the plan gain what it promised?
+"""Uneven stages: does a step take what the simulator says, under every schedule; and does the plan
+gain what it promised?
 
-Emulated: 8 ranks, 16 microbatches, 32 layers that sleep 7.5 ms on average for each of F, B and W, so that a stage's op is 30 ms; the last
-layers three times as long as the first, as in a model whose front was pruned, and each up to 30 % more or less than that. Every schedule
-first runs on the uniform placement; its step is held against what the simulator says for the layer costs and links measured in the same
-run. Then the plan: the better of zb-auto and ZB-V, each with its schedule-aware placement, made from those costs, against uniform and
-ZB-H1. torch's schedules run the same uneven uniform stages beside it.
+Emulated: 8 ranks, 16 microbatches, 32 layers that sleep 7.5 ms on average for each of F, B and W,
+so that a stage's op is 30 ms; the last layers three times as long as the first, as in a model whose
+front was pruned, and each up to 30 % more or less than that. Every schedule first runs on the
+uniform placement; its step is held against what the simulator says for the layer costs and links
+measured in the same run. Then the plan: the better of zb-auto and ZB-V, each with its
+schedule-aware placement, made from those costs, against uniform and ZB-H1. torch's schedules run
+the same uneven uniform stages beside it.
 """
 
 from __future__ import annotations
@@ -32,7 +35,8 @@ MESSAGE_BYTES = 16384
 
 
 def layer_seconds(milliseconds: int) -> list[list[float]]:
-    """F, B and W of every layer, in seconds: the mean of a stage's op of four layers is `milliseconds`."""
+    """F, B and W of every layer, in seconds: the mean of a stage's op of four layers is
+    `milliseconds`."""
     generator = torch.Generator().manual_seed(3)
     mean = milliseconds / 1000 / 4
     spread = (torch.rand(3, LAYERS, generator=generator, dtype=torch.float64) * 0.6 + 0.7) * torch.linspace(0.5, 1.5, LAYERS)
@@ -52,7 +56,8 @@ def uneven(world: World, milliseconds: int, microbatches: int, rounds: int) -> d
         sides[name] = timed(world, pipelines[name], batch, batch)
         sides[name]()
         pipelines[name].actions.replan(pipelines[name].costs())
-    # The plan: of the schedules that are made from costs and keep no more than 1F1B does, each with its own placement, the best.
+    # The plan: of the schedules that are made from costs and keep no more than 1F1B does, each with
+    # its own placement, the best.
     layers = pipelines["zb-h1"].costs()
     start = time.perf_counter()
     targets = {

@@ -10,7 +10,7 @@
     └── RunError(RuntimeError)     the run failed: exit status 1
         ├── WaitTimeout            a rank waited too long; the message names who waits for whom
         ├── RankDied               a peer is gone
-        └── Interrupted            a signal ended the run before its ranks could stop by themselves: exit status 130
+        └── Interrupted            a signal ended the run before its ranks stopped: exit status 130
 
 Every message is one line: what was wrong, where, and what to do.
 """

@@ -1,6 +1,7 @@
 """The typed records of a run's log (`runs/<name>/events.jsonl`), one JSON object a line.
 
-Shared by the runtime, the trainer and the reports. Floats are written so that they read back exactly (Python's repr does).
+Shared by the runtime, the trainer and the reports. Floats are written so that they read back
+exactly (Python's repr does).
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ class Event:
 
 @dataclass(frozen=True)
 class StepEvent(Event):
-    """One optimizer step. `seconds` is its wall time; idle_ratio and imbalance are measured; layers is the placement."""
+    """One optimizer step. `seconds` is its wall time; idle_ratio and imbalance are measured; layers
+    is the placement."""
 
     event: ClassVar[str] = "step"
     loss: float
@@ -43,7 +45,8 @@ class StepEvent(Event):
 
 @dataclass(frozen=True)
 class SkippedEvent(Event):
-    """The step's gradients overflowed at `loss_scale`: nothing was updated, and the next step takes `next_scale`."""
+    """The step's gradients overflowed at `loss_scale`: nothing was updated, and the next step takes
+    `next_scale`."""
 
     event: ClassVar[str] = "skipped"
     loss_scale: float
@@ -58,8 +61,8 @@ class EvalEvent(Event):
 
 @dataclass(frozen=True)
 class ChangeEvent(Event):
-    """A dynamic case changed layers: which case, which global layer indices, in words what happened. The case "balance", and no layers:
-    why the balancer can do nothing."""
+    """A dynamic case changed layers: which case, which global layer indices, in words what
+    happened. The case "balance", and no layers: why the balancer can do nothing."""
 
     event: ClassVar[str] = "change"
     case: str
@@ -69,8 +72,9 @@ class ChangeEvent(Event):
 
 @dataclass(frozen=True)
 class RebalanceEvent(Event):
-    """`source` and `target` are written as `from` and `to`: layer counts per rank. Gathering the costs took `measure_seconds`; `seconds` is
-    what came then: `decide_seconds` to find out where to and whether it pays, and the move."""
+    """`source` and `target` are written as `from` and `to`: layer counts per rank. Gathering the
+    costs took `measure_seconds`; `seconds` is what came then: `decide_seconds` to find out where to
+    and whether it pays, and the move."""
 
     event: ClassVar[str] = "rebalance"
     id: int
@@ -86,7 +90,8 @@ class RebalanceEvent(Event):
 
 @dataclass(frozen=True)
 class ScheduleEvent(Event):
-    """The ranks' order of work was made anew from measured costs: the share of a step's time that the simulator says it saves."""
+    """The ranks' order of work was made anew from measured costs: the share of a step's time that
+    the simulator says it saves."""
 
     event: ClassVar[str] = "schedule"
     name: str
@@ -95,7 +100,8 @@ class ScheduleEvent(Event):
 
 @dataclass(frozen=True)
 class RebalanceResultEvent(Event):
-    """What rebalance `id` brought: the share of a step's time that it saved, measured (compare `predicted_gain`)."""
+    """What rebalance `id` brought: the share of a step's time that it saved, measured (compare
+    `predicted_gain`)."""
 
     event: ClassVar[str] = "rebalance_result"
     id: int
@@ -104,8 +110,8 @@ class RebalanceResultEvent(Event):
 
 @dataclass(frozen=True)
 class ReshapeEvent(Event):
-    """The same ranks became another mesh. `source` and `target` are written as `from` and `to`: ranks of a pipeline, and how many
-    pipelines; layers: the new placement, in counts."""
+    """The same ranks became another mesh. `source` and `target` are written as `from` and `to`:
+    ranks of a pipeline, and how many pipelines; layers: the new placement, in counts."""
 
     event: ClassVar[str] = "reshape"
     source: tuple[int, ...]
@@ -117,8 +123,8 @@ class ReshapeEvent(Event):
 
 @dataclass(frozen=True)
 class RollbackEvent(Event):
-    """With post-validation, step `step` was taken back. what: "non-finite" (and not made) or "clipped" (and made again, clipped). seconds:
-    of rank 0's work that was thrown away."""
+    """With post-validation, step `step` was taken back. what: "non-finite" (and not made) or
+    "clipped" (and made again, clipped). seconds: of rank 0's work that was thrown away."""
 
     event: ClassVar[str] = "rollback"
     what: str
@@ -127,8 +133,8 @@ class RollbackEvent(Event):
 
 @dataclass(frozen=True)
 class PostValidationEvent(Event):
-    """From the step after this one on, steps end without a barrier (`on`), or with one: too many were taken back, or what the model is asks
-    for it (then from this step on)."""
+    """From the step after this one on, steps end without a barrier (`on`), or with one: too many
+    were taken back, or what the model is asks for it (then from this step on)."""
 
     event: ClassVar[str] = "post_validation"
     on: bool
@@ -145,10 +151,12 @@ class CheckpointEvent(Event):
 
 @dataclass(frozen=True)
 class EndEvent(Event):
-    """`weights_digest` and `buffers_digest` are those of `LayerStates.digest` and `LayerStates.buffers_digest`; older logs lack the second.
-    `reason` is "done", or "interrupted" when a signal ended the run early. What balancing took of all `seconds`, moves or not:
-    `measure_seconds` to condense and gather the layers' costs, `decide_seconds`, `move_seconds`. Of the caches of a frozen prefix's
-    outputs, on all ranks: `spared_forwards`, the F's of single layers that need not run, and `cached_bytes` at the end."""
+    """`weights_digest` and `buffers_digest` are those of `LayerStates.digest` and
+    `LayerStates.buffers_digest`; older logs lack the second. `reason` is "done", or "interrupted"
+    when a signal ended the run early. What balancing took of all `seconds`, moves or not:
+    `measure_seconds` to condense and gather the layers' costs, `decide_seconds`, `move_seconds`. Of
+    the caches of a frozen prefix's outputs, on all ranks: `spared_forwards`, the F's of single
+    layers that need not run, and `cached_bytes` at the end."""
 
     event: ClassVar[str] = "end"
     loss: float
@@ -188,8 +196,8 @@ def to_json(event: Event) -> dict[str, Any]:
 
 
 def from_json(record: dict[str, Any]) -> Event:
-    """Raises InputError for a record of an unknown kind or with fields missing (but those with a default: an older version did not write
-    them); keys that it does not know are left out."""
+    """Raises InputError for a record of an unknown kind or with fields missing (but those with a
+    default: an older version did not write them); keys that it does not know are left out."""
     kind = _KINDS.get(str(record.get("event")))
     if kind is None:
         raise InputError(f"unknown event {record.get('event')!r}")
@@ -209,7 +217,8 @@ def from_json(record: dict[str, Any]) -> Event:
 class EventLog:
     """Appends events to a file, a line each, flushed at once so that a run can be watched.
 
-    A torn last line (an earlier run was cut off) is dropped: what follows must start a line of its own.
+    A torn last line (an earlier run was cut off) is dropped: what follows must start a line of its
+    own.
     """
 
     def __init__(self, path: Path) -> None:
@@ -239,7 +248,8 @@ class EventLog:
 
 
 def read(path: Path) -> Iterator[Event]:
-    """The events of a log. A torn last line (the run was cut off) is left out; any other bad line raises InputError with its number."""
+    """The events of a log. A torn last line (the run was cut off) is left out; any other bad line
+    raises InputError with its number."""
     lines = path.read_text(encoding="utf-8").split("\n")
     for number, line in enumerate(lines, start=1):
         if not line:

@@ -1,4 +1,5 @@
-"""Loops compiled by numba, without Python's lock: the same machine code on every rank, so the same bits."""
+"""Loops compiled by numba, without Python's lock: the same machine code on every rank, so the same
+bits."""
 
 # numba has no types: its functions are given theirs by `jit`.
 # pyright: reportMissingTypeStubs=false, reportUnknownMemberType=false

@@ -1,4 +1,5 @@
-"""Shared by all tests: CPU threads as one rank has them, and a pool of ranks for the whole session."""
+"""Shared by all tests: CPU threads as one rank has them, and a pool of ranks for the whole
+session."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ from tests.pool import Pool
 settings.register_profile("dynmo", deadline=None, max_examples=60)
 settings.load_profile("dynmo")
 
-# What is measured on this machine and kept for later runs would be somebody's: the pool's ranks inherit it too.
+# What is measured on this machine and kept for later runs would be somebody's: the pool's ranks
+# inherit it too.
 os.environ["DYNMO_CACHE"] = tempfile.mkdtemp(prefix="dynmo-test-cache-")
 atexit.register(shutil.rmtree, os.environ["DYNMO_CACHE"], ignore_errors=True)
 
@@ -39,7 +41,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Deselects tests marked gpu without their device, and tests marked matrix unless `-m` is given."""
+    """Deselects tests marked gpu without their device, and tests marked matrix unless `-m` is
+    given."""
     unwanted = set[str]() if config.option.markexpr else {"matrix"}
     if config.getoption("--gpu-device") == "cuda" and any(item.get_closest_marker("gpu") for item in items):
         import torch

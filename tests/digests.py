@@ -1,4 +1,5 @@
-"""Prints loss and weights digest of fixed configurations: run it before and after a change of structure.
+"""Prints loss and weights digest of fixed configurations: run it before and after a change of
+structure.
 
     python -m tests.digests > before.json       # at the old commit
     python -m tests.digests --compare before.json

@@ -1,4 +1,5 @@
-"""Configurations that the equality tests train: small, with clipping, dropout, freezing and pruning."""
+"""Configurations that the equality tests train: small, with clipping, dropout, freezing and
+pruning."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ STEPS = 7
 
 
 def config(ranks: int, schedule: str, balance: dict[str, Any], freezing: bool, clipping: bool, dropout: float = 0.1) -> dict[str, Any]:
-    """Six layers, five microbatches (no multiple of 2, 3 or 4). The norm starts near 2, so that 0.5 always clips."""
+    """Six layers, five microbatches (no multiple of 2, 3 or 4). The norm starts near 2, so that 0.5
+    always clips."""
     return {
         "seed": 7,
         "model": {"blocks": 2, "hidden": 32, "heads": 2, "sequence": 16, "dropout": dropout},
@@ -31,7 +33,8 @@ def config(ranks: int, schedule: str, balance: dict[str, Any], freezing: bool, c
 
 
 def deeper(ranks: int, schedule: str, balance: dict[str, Any], freezing: bool) -> dict[str, Any]:
-    """Ten layers, for up to eight stages, and twelve microbatches, a multiple of 1 to 4 ranks, as interleaving needs."""
+    """Ten layers, for up to eight stages, and twelve microbatches, a multiple of 1 to 4 ranks, as
+    interleaving needs."""
     wanted = config(ranks, schedule, balance, freezing, freezing)
     wanted["model"] = {"blocks": 4, "hidden": 16, "heads": 2, "sequence": 8, "dropout": 0.1}
     wanted["train"] = {**wanted["train"], "global_batch": 12, "micro_batch": 1}
@@ -39,7 +42,8 @@ def deeper(ranks: int, schedule: str, balance: dict[str, Any], freezing: bool) -
 
 
 def pruned(ranks: int, schedule: str, balance: dict[str, Any], **options: Any) -> dict[str, Any]:
-    """Four prunes in seven steps, from under a mask into CSR, layer by layer, while the front freezes."""
+    """Four prunes in seven steps, from under a mask into CSR, layer by layer, while the front
+    freezes."""
     wanted = config(ranks, schedule, balance, True, True)
     wanted["dynamism"] = {
         "cases": ["pruning", "freezing"],

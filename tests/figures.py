@@ -1,4 +1,5 @@
-"""Figures in the documents that stem from benchmarks/results: `python -m tests.test_docs` writes them.
+"""Figures in the documents that stem from benchmarks/results: `python -m tests.test_docs` writes
+them.
 
 A figure stands between two comments that do not show on the page:
 
@@ -60,7 +61,8 @@ def fill(text: str) -> str:
 
 
 def differences(text: str) -> list[str]:
-    """The figures of a text that differ from their result file, and the marks that are no figure."""
+    """The figures of a text that differ from their result file, and the marks that are no
+    figure."""
     matches = list(_FIGURE.finditer(text))
     marks = text.count("<!-- figure ") - len(matches)
     unread = [f"{marks} marks of figures cannot be read"] if marks else []

@@ -418,7 +418,8 @@ class Kind:
 
     Attributes:
         make: Makes one.
-        writes: Its forward writes to buffers, so replicas refuse it and frozen outputs are not kept.
+        writes: Its forward writes to buffers, so replicas refuse it and frozen outputs are not
+            kept.
         draws: Its forward draws random numbers.
         low: It computes in bfloat16 and float16 as well.
         prunes: Its linears can be pruned: it calls them, and differentiates them once.
@@ -597,7 +598,8 @@ def model_of(name: str) -> Callable[[], Any]:
 
     Args:
         name: A form, and a loss behind an underscore if it is not the default one; the layers, each
-            behind two underscores. `fan_N` hands on N more tensors from there on, and `mix` uses them.
+            behind two underscores. `fan_N` hands on N more tensors from there on, and `mix` uses
+            them.
 
     Returns:
         A function as `model.kind = "python:..."` wants it.

@@ -1,4 +1,5 @@
-"""What the pool's ranks can run. Each function takes the job's world first; arguments and results are JSON."""
+"""What the pool's ranks can run. Each function takes the job's world first; arguments and results
+are JSON."""
 
 from __future__ import annotations
 
@@ -23,12 +24,14 @@ SOURCE = f"file:{Path(__file__).resolve().parents[1] / 'LICENSE'}"
 
 
 def parsed(config: dict[str, Any]) -> Config:
-    """On a short text, if no other is asked for: collecting and shuffling the standard library takes longer than a small run."""
+    """On a short text, if no other is asked for: collecting and shuffling the standard library
+    takes longer than a small run."""
     return parse({"data": {"source": SOURCE}} | config)
 
 
 def train(world: World, config: dict[str, Any]) -> dict[str, Any]:
-    """A whole run without a folder: digest and last loss, and on rank 0 every step's loss and placement."""
+    """A whole run without a folder: digest and last loss, and on rank 0 every step's loss and
+    placement."""
     loaded = parsed(config)
     events: list[Event] = []
     result = Trainer(loaded, world, load_model(loaded), None, listen=events.append).run()
@@ -43,7 +46,8 @@ def train(world: World, config: dict[str, Any]) -> dict[str, Any]:
 
 
 def train_staged(world: World, config: dict[str, Any]) -> dict[str, Any]:
-    """As `train`, with messages that are received into other memory first, as between CUDA ranks over gloo."""
+    """As `train`, with messages that are received into other memory first, as between CUDA ranks
+    over gloo."""
     world.staged = True
     return train(world, config)
 
@@ -62,7 +66,8 @@ def train_and_weights(world: World, config: dict[str, Any]) -> dict[str, Any]:
 
 
 def train_in(world: World, config: dict[str, Any], folder: str, resume: bool = False, stop_after: int | None = None) -> dict[str, Any]:
-    """A run in a folder. stop_after: the step after which rank 0 is asked to stop, by the signal that a launcher sends."""
+    """A run in a folder. stop_after: the step after which rank 0 is asked to stop, by the signal
+    that a launcher sends."""
 
     def listen(event: Event) -> None:
         if isinstance(event, StepEvent) and event.step == stop_after:
@@ -80,7 +85,8 @@ def resume_and_listen(world: World, config: dict[str, Any], folder: str) -> dict
 
 
 def events(world: World, config: dict[str, Any], fits: bool = True) -> list[dict[str, Any]]:
-    """What a run without a folder tells its listener, as the log would have it. fits: whether any move that is tried finds room."""
+    """What a run without a folder tells its listener, as the log would have it. fits: whether any
+    move that is tried finds room."""
     loaded = parsed(config)
     told: list[Event] = []
     trainer = Trainer(loaded, world, load_model(loaded), None, listen=told.append)
@@ -95,7 +101,8 @@ def events(world: World, config: dict[str, Any], fits: bool = True) -> list[dict
 
 
 def costs_beside_a_slow_replica(world: World, config: dict[str, Any]) -> list[float]:
-    """Seconds of each layer's F, as all ranks know them, where the last rank's first emulated layer takes three times as long."""
+    """Seconds of each layer's F, as all ranks know them, where the last rank's first emulated layer
+    takes three times as long."""
     loaded = parsed(config)
     trainer = Trainer(loaded, world, load_model(loaded), None)
     if world.rank == world.size - 1:

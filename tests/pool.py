@@ -1,7 +1,8 @@
-"""A pool of rank processes that serves many tests: importing torch costs seconds a process, a job milliseconds.
+"""A pool of rank processes that serves many tests: importing torch costs seconds a process, a job
+milliseconds.
 
-Each job runs a function of `tests/jobs.py` (or `module:function`) on the first n ranks, in a world of its own (a generation), and brings
-back what each returned.
+Each job runs a function of `tests/jobs.py` (or `module:function`) on the first n ranks, in a world
+of its own (a generation), and brings back what each returned.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ class PoolLost(JobFailed):
 
 
 class Pool:
-    """Rank processes that wait for jobs. log: a file for what they write to stderr, else this process's own."""
+    """Rank processes that wait for jobs. log: a file for what they write to stderr, else this
+    process's own."""
 
     def __init__(self, size: int, log: Path | None = None) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="dynmo-pool-")
@@ -44,7 +46,8 @@ class Pool:
         for rank in range(size):
             env = rank_environment(rank, size, Path(self._folder.name), threads=1)
             env["PYTHONWARNINGS"] = "error"
-            # Kernels for AMX take scratch memory that no account has: tests of memory hold on any CPU.
+            # Kernels for AMX take scratch memory that no account has: tests of memory hold on any
+            # CPU.
             env["ONEDNN_MAX_CPU_ISA"] = "AVX512_CORE_BF16"
             command = [sys.executable, "-m", "tests.pool"]
             with contextlib.nullcontext() if log is None else log.open("a") as stderr:

@@ -10,7 +10,8 @@ from pathlib import Path
 
 
 def start(command: Sequence[str], folder: Path, env: Mapping[str, str] | None = None) -> subprocess.Popen[str]:
-    """A process group of its own, working in `folder`, with temporary files in `folder/tmp`. Warnings are errors there too."""
+    """A process group of its own, working in `folder`, with temporary files in `folder/tmp`.
+    Warnings are errors there too."""
     (folder / "tmp").mkdir(exist_ok=True)
     given = {"PYTHONWARNINGS": "error", "TMPDIR": str(folder / "tmp"), **(env or {})}
     pipe = subprocess.PIPE

@@ -1,6 +1,7 @@
 """The tables of the documents that the benchmarks make from their result files.
 
-A table stands under `<!-- table: NAME -->` and an empty line. `python -m tests.test_docs` writes it.
+A table stands under `<!-- table: NAME -->` and an empty line. `python -m tests.test_docs` writes
+it.
 """
 
 from __future__ import annotations

@@ -1,11 +1,14 @@
-"""What README.md and docs/ show is what the commands print, every link leads somewhere, and the formulas hold.
+"""What README.md and docs/ show is what the commands print, every link leads somewhere, and the
+formulas hold.
 
     python -m tests.test_docs      # prints the drawings and tables of the documents anew, into the documents
 
-In a block of code, what stands under a line `dynmo schedule ..` is a part of its output: the drawing whole, of the rest the lines that the
-document wants to show. `export COLUMNS=..` gives the width from there on, and `echo '..' > FILE` makes the file for the commands after it.
-A table under `<!-- table: NAME -->` is made from a file in benchmarks/results (tests/result_tables.py).
-A figure between `<!-- figure FILE PATH FORMAT -->` and `<!-- end -->` is the one of that result file (tests/figures.py).
+In a block of code, what stands under a line `dynmo schedule ..` is a part of its output: the
+drawing whole, of the rest the lines that the document wants to show. `export COLUMNS=..` gives the
+width from there on, and `echo '..' > FILE` makes the file for the commands after it. A table under
+`<!-- table: NAME -->` is made from a file in benchmarks/results (tests/result_tables.py). A figure
+between `<!-- figure FILE PATH FORMAT -->` and `<!-- end -->` is the one of that result file
+(tests/figures.py).
 """
 
 from __future__ import annotations
@@ -69,7 +72,8 @@ class Example:
 
 
 def code(text: list[str]) -> Iterator[tuple[list[int], str]]:
-    """The line numbers of each block of code, and its language: between fences, or indented by four."""
+    """The line numbers of each block of code, and its language: between fences, or indented by
+    four."""
     block: list[int] = []
     fence: str | None = None
     for i, line in enumerate([*text, "end"]):
@@ -109,7 +113,8 @@ def is_row(line: str) -> bool:
 
 
 def plain(line: str) -> str:
-    """A drawing to the column; of a table only the words, since its columns are as wide as the seconds it took make them."""
+    """A drawing to the column; of a table only the words, since its columns are as wide as the
+    seconds it took make them."""
     return line.strip() if is_row(line) else " ".join(line.split())
 
 
@@ -194,7 +199,7 @@ def test_code_in_python_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         exec(compile(block, "docs/schedules.md", "exec"), {})
 
 
-# -- the formulas of docs/schedules.md -------------------------------------------------------------------------------------
+# -- the formulas of docs/schedules.md -------------------------------------------------------------
 
 CASES = list(product((2, 3, 5, 8), (1, 2, 3), ((1, 1, 1), (4, 5, 3), (5, 4, 3), (8, 9, 2))))
 
@@ -236,7 +241,7 @@ def test_formulas_of_the_v_shapes(p: int, m: int) -> None:
         assert times.span <= 3 * m + over * (p - 1)
 
 
-# -- writing anew ----------------------------------------------------------------------------------------------------------
+# -- writing anew ----------------------------------------------------------------------------------
 
 
 def about(line: str) -> str:

@@ -41,7 +41,8 @@ def block(page: Path, kind: str, start: str = "") -> str:
 
 @pytest.fixture
 def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
-    """The working folder, which has `my_model.py`, as a world of one rank that no launcher has started."""
+    """The working folder, which has `my_model.py`, as a world of one rank that no launcher has
+    started."""
     for key in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(key, raising=False)
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
@@ -156,7 +157,8 @@ def test_the_model_of_the_tutorial_sees_no_token_before_its_time() -> None:
 
 
 def test_weights_go_out_and_in(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
-    """A run's checkpoint as a state_dict, and a model that begins with it; on shapes alone too, and without a warning."""
+    """A run's checkpoint as a state_dict, and a model that begins with it; on shapes alone too, and
+    without a warning."""
     (folder / "my_start.py").write_text(block(HOW_TO / "checkpoints.md", "python", "# my_start.py"))
     monkeypatch.delitem(sys.modules, "my_start", raising=False)
     given = tomllib.loads(block(TUTORIAL, "toml", "# run.toml"))

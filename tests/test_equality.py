@@ -1,4 +1,5 @@
-"""Same numbers: one digest for every number of ranks, schedule and balancer, with freezing, clipping and dropout.
+"""Same numbers: one digest for every number of ranks, schedule and balancer, with freezing,
+clipping and dropout.
 
 And a plain PyTorch loop, which shares no dynmo code beyond the modules, agrees closely.
 """
@@ -31,8 +32,9 @@ def _reference(pool: Pool, freezing: bool, clipping: bool) -> dict[str, Any]:
 
 
 def _combinations() -> list[Any]:
-    """Every balancer with and without freezing and clipping, on all ranks and schedules. Three of the modes for each two of those belong
-    to the everyday suite, so that every mode meets every number of ranks and every schedule; `pytest -m matrix` runs the rest."""
+    """Every balancer with and without freezing and clipping, on all ranks and schedules. Three of
+    the modes for each two of those belong to the everyday suite, so that every mode meets every
+    number of ranks and every schedule; `pytest -m matrix` runs the rest."""
     names = {(False, False): "plain", (False, True): "clip", (True, False): "freeze", (True, True): "freeze-clip"}
     modes = list(product(BALANCERS, names))
     cases: list[Any] = []
@@ -84,7 +86,8 @@ def _deeper_reference(pool: Pool, freezing: bool) -> dict[str, Any]:
 )
 @pytest.mark.parametrize("schedule", [name for name in SCHEDULES if name not in GENERATORS])
 def test_one_digest_of_chunks_and_of_schedules_from_costs(pool: Pool, ranks: int, schedule: str, balancer: str, freezing: bool) -> None:
-    """Several stages a rank, in loops and in V shapes, and schedules made anew from measured costs while layers move and freeze."""
+    """Several stages a rank, in loops and in V shapes, and schedules made anew from measured costs
+    while layers move and freeze."""
     expected = _deeper_reference(pool, freezing)
     results = pool.run("train", ranks, config=deeper(ranks, schedule, BALANCERS[balancer], freezing))
     assert results[0]["losses"] == expected["losses"]
@@ -106,7 +109,8 @@ def test_pieces_of_w_ahead_of_their_time(pool: Pool, schedule: str, ranks: int, 
 
 @pytest.mark.parametrize("schedule", ["zb-h1", "zb-v"])
 def test_slices(pool: Pool, schedule: str) -> None:
-    """A pipeline of slices in one process, without the GPU: layers move between the slices and freeze, in every step."""
+    """A pipeline of slices in one process, without the GPU: layers move between the slices and
+    freeze, in every step."""
     wanted = deeper(3, schedule, BALANCERS["random"], freezing=True)
     wanted["parallel"] |= {"slices": True, "device": "cpu"}
     (result,) = pool.run("train", 1, config=wanted)
@@ -136,7 +140,8 @@ def _tied_reference(pool: Pool) -> dict[str, Any]:
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_tied_embeddings(pool: Pool, ranks: int, schedule: str) -> None:
-    """One weight, on one rank (V shapes) or on two: its gradient is the head's sum plus the embedding's. It freezes at the third step."""
+    """One weight, on one rank (V shapes) or on two: its gradient is the head's sum plus the
+    embedding's. It freezes at the third step."""
     wanted = deeper(ranks, schedule, BALANCERS["random"], freezing=True)
     wanted["model"]["tied"] = True
     results = pool.run("train", ranks, config=wanted)
@@ -175,7 +180,8 @@ def _pruned_reference(pool: Pool) -> dict[str, Any]:
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_one_digest_with_pruning(pool: Pool, ranks: int, schedule: str, balancer: str) -> None:
-    """The largest of all layers stay, wherever these are; they move in sparse form, with their moments."""
+    """The largest of all layers stay, wherever these are; they move in sparse form, with their
+    moments."""
     expected = _pruned_reference(pool)
     results = pool.run("train", ranks, config=pruned(ranks, schedule, BALANCERS[balancer]))
     assert results[0]["losses"] == expected["losses"]
@@ -187,7 +193,8 @@ def test_one_digest_with_pruning(pool: Pool, ranks: int, schedule: str, balancer
 @pytest.mark.parametrize("stop", [2, 3, 5])
 @pytest.mark.parametrize(("before", "after"), [((2, "zb-h1"), (3, "1f1b")), ((3, "zb-h1"), (1, "1f1b"))])
 def test_a_pruned_run_goes_on_elsewhere(pool: Pool, tmp_path: Path, stop: int, before: tuple[int, str], after: tuple[int, str]) -> None:
-    """Stopped between two prunes and resumed on other ranks under another schedule: nothing shows."""
+    """Stopped between two prunes and resumed on other ranks under another schedule: nothing
+    shows."""
     expected = _pruned_reference(pool)
     tmp_path.joinpath("run").mkdir()
     for (ranks, schedule), resume in ((before, False), (after, True)):
@@ -200,7 +207,8 @@ def test_a_pruned_run_goes_on_elsewhere(pool: Pool, tmp_path: Path, stop: int, b
 
 
 def test_a_prune_that_drops_nothing(pool: Pool) -> None:
-    """All is gone at the first of three prunes; the last of four ranks has the head alone, which is never pruned."""
+    """All is gone at the first of three prunes; the last of four ranks has the head alone, which is
+    never pruned."""
     once = {"cases": ["pruning"], "pruning": {"initial_sparsity": 0.7, "final_sparsity": 0.7, "start": 1, "end": 3, "every": 1}}
     alone, spread = (config(ranks, "1f1b", BALANCERS["none"], False, True) | {"dynamism": once} for ranks in (1, 4))
     expected, results = pool.run("train", 1, config=alone)[0], pool.run("train", 4, config=spread)
@@ -221,8 +229,9 @@ def test_pruning_changes_the_digest_and_nearly_everything_may_go(pool: Pool) -> 
 
 
 def cached(ranks: int, schedule: str, data: Path, cache_bytes: int, **sections: dict[str, Any]) -> dict[str, Any]:
-    """Seventeen steps in epochs of two, of the same batches in another order. Layers freeze, and move every third step; all thaw for
-    step 3, 8 and 13; every five steps another one is left out, frozen or not; evaluations are of the same sequences each time."""
+    """Seventeen steps in epochs of two, of the same batches in another order. Layers freeze, and
+    move every third step; all thaw for step 3, 8 and 13; every five steps another one is left out,
+    frozen or not; evaluations are of the same sequences each time."""
     wanted = config(ranks, schedule, {"balancer": "random", "every": 3} if ranks > 1 else BALANCERS["none"], True, True, dropout=0.0)
     wanted["train"] |= {"steps": 17, "eval_every": 2, "eval_batches": 2}
     wanted["data"] = {"source": f"file:{data}", "shuffle": "batches"}
@@ -289,7 +298,8 @@ def test_autofreeze_decides_the_same_on_any_ranks(pool: Pool) -> None:
 
 @pytest.mark.parametrize(("freezing", "clipping"), list(product((False, True), repeat=2)))
 def test_a_plain_loop_agrees(pool: Pool, freezing: bool, clipping: bool) -> None:
-    """torch's own AdamW, clipping and backward over the same modules, 1e-6 relative in loss and weights."""
+    """torch's own AdamW, clipping and backward over the same modules, 1e-6 relative in loss and
+    weights."""
     wanted = config(3, "zb-h2", BALANCERS["random"], freezing, clipping, dropout=0.0)
     got = pool.run("train_and_weights", 3, config=wanted)
     losses, weights = _plain_loop(wanted, freezing, clipping)
@@ -334,7 +344,8 @@ def _plain_loop(wanted: dict[str, Any], freezing: bool, clipping: bool) -> tuple
 
 
 def _rate(step: int) -> float:
-    """Two steps of warm-up, then a cosine to a tenth at the last step: written out, not taken from the trainer."""
+    """Two steps of warm-up, then a cosine to a tenth at the last step: written out, not taken from
+    the trainer."""
     if step < 2:
         return 1e-2 * (step + 1) / 2
     return 1e-2 * (0.1 + 0.9 * 0.5 * (1 + float(torch.cos(torch.tensor(torch.pi * (step - 2) / (STEPS - 3), dtype=torch.float64)))))

@@ -1,4 +1,5 @@
-"""Same numbers with post-validation: one digest with and without it, with rollbacks, moves, freezing and replicas."""
+"""Same numbers with post-validation: one digest with and without it, with rollbacks, moves,
+freezing and replicas."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ LIMITS = {"adamw": 1.55, "sgd": 1.1}  # of the gradient's norm, so that some ste
 
 
 def late(ranks: int, schedule: str, afterwards: bool = True, **sections: Any) -> dict[str, Any]:
-    """Twelve steps of which some are clipped; prunes, freezes and moves between some of them, the others follow each other closely."""
+    """Twelve steps of which some are clipped; prunes, freezes and moves between some of them, the
+    others follow each other closely."""
     wanted = pruned(ranks, schedule, {"balancer": "random", "every": 4})
     train: dict[str, Any] = wanted["train"]
     train |= {"steps": 12, "max_grad_norm": LIMITS["adamw"], "eval_every": 5}
@@ -43,7 +45,8 @@ def _late_reference(pool: Pool, optimizer: str) -> list[dict[str, Any]]:
     ("schedule", "ranks", "optimizer"), [("zb-h2", 3, "adamw"), ("zb-v", 2, "adamw"), ("zb-auto", 4, "sgd"), ("1f1b", 1, "sgd")]
 )
 def test_post_validation_changes_nothing(pool: Pool, schedule: str, ranks: int, optimizer: str) -> None:
-    """Steps are told a step late; all that looks at the model sees what it would see with a barrier."""
+    """Steps are told a step late; all that looks at the model sees what it would see with a
+    barrier."""
     expected = _late_reference(pool, optimizer)
     events = pool.run("events", ranks, config=late(ranks, schedule, train=_by(optimizer)))[0]
     for kind, keys in (
@@ -66,7 +69,8 @@ def test_post_validation_changes_nothing(pool: Pool, schedule: str, ranks: int, 
 
 @pytest.mark.parametrize("zero", [0, 1])
 def test_replicas_validate_together(pool: Pool, zero: int) -> None:
-    """The last ranks of two pipelines combine their tables before they go back; with ZeRO-1 what is taken back is shared out again."""
+    """The last ranks of two pipelines combine their tables before they go back; with ZeRO-1 what is
+    taken back is shared out again."""
     mesh = {"pipeline": 2, "data": 2, "zero": zero, "timeout": 20.0}
     sections: dict[str, Any] = {"parallel": mesh, "train": {"global_batch": 12, "micro_batch": 1}}
     expected, events = (pool.run("events", 4, config=late(2, "zb-h2", afterwards, **sections))[0] for afterwards in (False, True))
@@ -89,7 +93,8 @@ def test_a_weight_tied_over_two_ranks_keeps_the_barrier(pool: Pool) -> None:
 
 @pytest.mark.parametrize("stop", [3, 6])
 def test_a_post_validated_run_stops_and_goes_on(pool: Pool, tmp_path: Path, stop: int) -> None:
-    """Its checkpoints are of final steps; it stops a step later than with a barrier, and goes on with one or without."""
+    """Its checkpoints are of final steps; it stops a step later than with a barrier, and goes on
+    with one or without."""
     expected = fields_of(_late_reference(pool, "adamw"), "end", "loss", "weights_digest")
     tmp_path.joinpath("run").mkdir()
     for (ranks, schedule, afterwards), resume in (((3, "zb-h2", True), False), ((2, "zb-v", stop == 3), True)):
@@ -118,7 +123,8 @@ def test_what_freezes_by_itself_freezes_the_same(pool: Pool, options: dict[str, 
 
 
 def test_a_barrier_where_all_is_clipped(pool: Pool) -> None:
-    """Six rollbacks, a seventh that was on its way, and the run says that it goes on with a barrier."""
+    """Six rollbacks, a seventh that was on its way, and the run says that it goes on with a
+    barrier."""
     wanted = config(2, "zb-h1", BALANCERS["none"], False, True)
     wanted["train"] = {**wanted["train"], "steps": 10}
     wanted["pipeline"]["post_validation"] = True

@@ -98,7 +98,8 @@ def test_floats_are_exact(loss: float, seconds: float) -> None:
 
 
 def test_a_torn_last_line(tmp_path: Path) -> None:
-    """Left out when read; dropped when a resumed run writes on, so that its first event has a line of its own."""
+    """Left out when read; dropped when a resumed run writes on, so that its first event has a line
+    of its own."""
     path = tmp_path / "events.jsonl"
     write(path, ALL[:3])
     whole = path.read_bytes()

@@ -1,4 +1,5 @@
-"""The layout's order: a package imports from packages above it in the list, never from below. There are no cycles."""
+"""The layout's order: a package imports from packages above it in the list, never from below. There
+are no cycles."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 
-# Packages and top modules in the order of the layout. Each imports only from itself and from those before it.
+# Packages and top modules in the order of the layout. Each imports only from itself and from those
+# before it.
 ORDER = (
     "dynmo.errors",
     "dynmo.events",
@@ -59,7 +61,8 @@ KNOWN: tuple[tuple[str, str], ...] = ()
 
 
 class Import(NamedTuple):
-    """`source` imports `target`: when it is imported itself, inside a function, or for the type checker only."""
+    """`source` imports `target`: when it is imported itself, inside a function, or for the type
+    checker only."""
 
     source: str
     target: str
@@ -76,7 +79,8 @@ FILES = {module(path): path for path in sorted((ROOT / "dynmo").rglob("*.py"))}
 
 
 def imports(name: str, text: str, package: bool, known: set[str]) -> Iterator[Import]:
-    """Every import in a module's text; `from a import b` is an import of `a.b` where that is a module."""
+    """Every import in a module's text; `from a import b` is an import of `a.b` where that is a
+    module."""
 
     def visit(node: ast.AST, place: Literal["module", "function", "typing"]) -> Iterator[Import]:
         if isinstance(node, ast.Import):
@@ -131,7 +135,8 @@ def going_up(imported: Sequence[Import]) -> list[str]:
 
 
 def cycle(imported: Sequence[Import]) -> list[str] | None:
-    """Returns a circle of imports, or None. Imports inside functions and for the type checker count.
+    """Returns a circle of imports, or None. Imports inside functions and for the type checker
+    count.
 
     An import of a module also runs the packages that contain it.
     """
@@ -179,7 +184,8 @@ def test_no_cycles() -> None:
 
 
 def test_functions_import_no_modules_of_dynmo() -> None:
-    """Only cli/ may, so that it starts fast, and a module that has an optional dependency may be imported late."""
+    """Only cli/ may, so that it starts fast, and a module that has an optional dependency may be
+    imported late."""
     late = [x for x in allowed_imports((*KNOWN, *OPTIONAL)) if x.place == "function" and x.target.split(".")[0] == "dynmo"]
     assert [f"{x.source}:{x.line}" for x in late if room(x.source) != "dynmo.cli"] == []
 

@@ -1,4 +1,5 @@
-"""The memory model, from shapes alone, against what ranks truly held: schedules, precisions, recomputation, replicas."""
+"""The memory model, from shapes alone, against what ranks truly held: schedules, precisions,
+recomputation, replicas."""
 
 from __future__ import annotations
 
@@ -56,9 +57,11 @@ def peak(
     sizes: Mapping[str, int] | None = None,
     seconds: Seconds = EVEN,
 ) -> dict[str, float]:
-    """Bytes that this rank held at the peak of one step, and what was predicted. Weights, masters and moments are counted one by one;
-    gradients, activations, messages and what ops need for themselves as torch's allocator tells them. rollback: with post-validation, two
-    steps, of which the first is final in the middle of the second. seconds: that schedules made from costs are made for."""
+    """Bytes that this rank held at the peak of one step, and what was predicted. Weights, masters
+    and moments are counted one by one; gradients, activations, messages and what ops need for
+    themselves as torch's allocator tells them. rollback: with post-validation, two steps, of which
+    the first is final in the middle of the second. seconds: that schedules made from costs are made
+    for."""
     pipelined = {"post_validation": rollback is not None} | ({"rollback": rollback} if rollback else {})
     config = parse(
         {
@@ -91,7 +94,8 @@ def peak(
     f, b, w = seconds
     pipeline.actions.replan(tuple(replace(c, f=f[i % len(f)], b=b[i % len(b)], w=w[i % len(w)]) for i, c in enumerate(layers)))
     pipeline.step(2, inputs, targets, lr=1e-3)
-    # The allocator tells of this thread alone, so what messages take is made and dropped here, at the same moments.
+    # The allocator tells of this thread alone, so what messages take is made and dropped here, at
+    # the same moments.
     executor = pipeline._programs.training
     assert executor is not None
     transport = executor.transport
@@ -139,7 +143,8 @@ def peak(
 CASES = [(schedule, "float32", False, None) for schedule in SCHEDULES]
 CASES += [(*case, None) for case in product(("zb-h2",), PRECISIONS, (False, True))]
 CASES += [("1f1b", "float16", False, None), ("zb-v", "bfloat16", True, None), ("zb-h1", "bfloat16", False, "exact")]
-# Where a rank runs ahead of its peer while the peer waits for a verdict, sends in place (see above) would wait for each other: not zb-h2.
+# Where a rank runs ahead of its peer while the peer waits for a verdict, sends in place (see above)
+# would wait for each other: not zb-h2.
 AFTERWARDS = ("gpipe", "1f1b", "zb-h1", "zb-v", "zb-auto")
 CASES += [(schedule, "float32", False, rollback) for schedule in AFTERWARDS for rollback in ("exact", "in-place")]
 
@@ -164,7 +169,8 @@ def test_peaks_of_schedules_made_from_uneven_costs(pool: Pool, schedule: str, se
 
 @pytest.mark.parametrize(("schedule", "zero"), [("1f1b", 0), ("zb-v", 0), ("zb-h1", 1)])
 def test_the_reduction_over_replicas_is_part_of_it(pool: Pool, schedule: str, zero: int) -> None:
-    """Of a model whose weights are most of what it holds. With ZeRO-1 a share is of whole norm blocks, of which a layer needs several."""
+    """Of a model whose weights are most of what it holds. With ZeRO-1 a share is of whole norm
+    blocks, of which a layer needs several."""
     sizes = {"hidden": 256 if zero else 64, "sequence": 4}
     for rank, row in enumerate(pool.run("tests.test_memory_measured:peak", 4, schedule=schedule, replicas=2, zero=zero, sizes=sizes)):
         assert row["predicted"] == pytest.approx(row["measured"], rel=0.05), (rank, row)

@@ -1,4 +1,5 @@
-"""Names that say too little are gone. The list is the left column of the style guide's table of names."""
+"""Names that say too little are gone. The list is the left column of the style guide's table of
+names."""
 
 from __future__ import annotations
 
@@ -12,7 +13,8 @@ from typing import NamedTuple
 ROOT = Path(__file__).parents[1]
 FOLDERS = ("dynmo", "tests", "benchmarks", "examples")
 
-# The words `line`, `address`, `changed` and `settle` are fine with another meaning, such as a line of a text.
+# The words `line`, `address`, `changed` and `settle` are fine with another meaning, such as a line
+# of a text.
 OLD = frozenset(
     {
         *("Holding", "Lanes", "OneLane", "Pieces", "PendingStep", "Passage", "Caution", "stands", "StepEnd", "StepTable"),
@@ -31,7 +33,8 @@ class Use(NamedTuple):
 
 
 def identifiers(text: str) -> Iterator[Use]:
-    """Every identifier of a Python text. Also those inside f-strings, which the tokenizer of Python 3.11 hides."""
+    """Every identifier of a Python text. Also those inside f-strings, which the tokenizer of Python
+    3.11 hides."""
     for node in ast.walk(ast.parse(text)):
         line = getattr(node, "lineno", 0)
         match node:
@@ -60,7 +63,8 @@ def old_names(text: str) -> list[Use]:
 
 
 def code_blocks(text: str) -> Iterator[str]:
-    """The Python blocks of a Markdown text. A block that is only a part of a file may be indented."""
+    """The Python blocks of a Markdown text. A block that is only a part of a file may be
+    indented."""
     for block in re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL):
         lines = block.splitlines()
         indent = min((len(line) - len(line.lstrip()) for line in lines if line.strip()), default=0)

@@ -1,4 +1,5 @@
-"""Layers of one's own, however they are built and whatever they hand on: the same bits anywhere, or one line that says why not."""
+"""Layers of one's own, however they are built and whatever they hand on: the same bits anywhere, or
+one line that says why not."""
 
 from __future__ import annotations
 
@@ -54,7 +55,7 @@ def test_a_scripted_module_is_refused() -> None:
         load_model(parse(config(HERE + "scripted"))).build(range(3))
 
 
-# -- cases ------------------------------------------------------------------------------------------------------------------------
+# -- cases -----------------------------------------------------------------------------------------
 
 
 def test_a_reference_leaves_a_module_that_is_used_twice_alone() -> None:
@@ -65,7 +66,8 @@ def test_a_reference_leaves_a_module_that_is_used_twice_alone() -> None:
 
 
 def test_watching_changes_no_weights(pool: Pool) -> None:
-    """Egeria compares layers with their references while they move, and with this tolerance freezes none."""
+    """Egeria compares layers with their references while they move, and with this tolerance freezes
+    none."""
     watched = {"cases": ["freezing"], "freezing": {"policy": "egeria", "every": 1, "window": 2, "tolerance": 1e-9}}
     digest = run(pool, HERE + "shared", train={"steps": 8})["digest"]
     assert run(pool, HERE + "shared", 2, train={"steps": 8}, dynamism=watched, pipeline={"schedule": "v-min"})["digest"] == digest

@@ -1,4 +1,5 @@
-"""Models of one's own, whatever their layers do: the same bits anywhere, or one line that says what cannot be."""
+"""Models of one's own, whatever their layers do: the same bits anywhere, or one line that says what
+cannot be."""
 
 from __future__ import annotations
 
@@ -64,7 +65,8 @@ def plain_losses(function: str) -> list[float]:
 
 @pytest.mark.parametrize("function", ["columns", "table", "energy", "spectral", "in_place", "narrow"])
 def test_the_same_bits_anywhere(pool: Pool, function: str) -> None:
-    """Outputs and buffers in columns, backwards within F, buffers that F writes to, work in place, a dtype that few have."""
+    """Outputs and buffers in columns, backwards within F, buffers that F writes to, work in place,
+    a dtype that few have."""
     first = run(pool, function, train={"max_grad_norm": 0.0})
     assert first["losses"] == pytest.approx(plain_losses(function), rel=1e-5)
     for ranks, schedule in ((2, "zb-h1"), (3, "gpipe")):
@@ -74,7 +76,8 @@ def test_the_same_bits_anywhere(pool: Pool, function: str) -> None:
 
 
 def test_work_in_place_changes_nothing(pool: Pool) -> None:
-    """torch gives what functions of one's own return to nobody to work on in place, if it is a view."""
+    """torch gives what functions of one's own return to nobody to work on in place, if it is a
+    view."""
     assert run(pool, "in_place")["losses"] == run(pool, "not_in_place")["losses"]
 
 
@@ -92,7 +95,8 @@ def numbers(pool: Pool, function: str, ranks: int = 1, **changes: dict[str, Any]
 
 @pytest.mark.parametrize("function", ["statistics", "checkpointed"])
 def test_running_statistics(pool: Pool, function: str) -> None:
-    """Weights, buffers and held-out losses are those of one rank, under recompute and every schedule; layers move at each step."""
+    """Weights, buffers and held-out losses are those of one rank, under recompute and every
+    schedule; layers move at each step."""
     expected = numbers(pool, function)
     assert expected[2].keys() >= {"weights_digest", "buffers_digest"}
     assert numbers(pool, function, train={"recompute": "all"}) == expected

@@ -1,4 +1,5 @@
-"""Low precision, loss scaling and recomputation: one digest wherever and however it runs, and float32's loss nearly."""
+"""Low precision, loss scaling and recomputation: one digest wherever and however it runs, and
+float32's loss nearly."""
 
 from __future__ import annotations
 
@@ -90,7 +91,8 @@ def test_an_overflow_skips_its_step_and_the_run_goes_on(pool: Pool) -> None:
     assert [e["step"] for e in steps if e["gradient_norm"] is None] == [e["step"] for e in skipped]
     assert steps[-1]["loss"] < steps[0]["loss"]
     assert next(e for e in runs[1][0] if e["event"] == "end")["weights_digest"] == told[-1]["weights_digest"]
-    # Without a barrier: the step is taken back first, and the next one's B starts from the scale that the verdict leaves.
+    # Without a barrier: the step is taken back first, and the next one's B starts from the scale
+    # that the verdict leaves.
     later = wanted(2, "zb-h1", "float16", steps=12, loss_scale_window=1)
     later["pipeline"]["post_validation"] = True
     resumed = pool.run("events", 2, config=later)[0]
@@ -99,7 +101,8 @@ def test_an_overflow_skips_its_step_and_the_run_goes_on(pool: Pool) -> None:
 
 
 def test_replicas_skip_together(pool: Pool) -> None:
-    """With shares of the optimizer's state, and without a barrier: the steps that one process of as many slots skips."""
+    """With shares of the optimizer's state, and without a barrier: the steps that one process of as
+    many slots skips."""
     results: dict[tuple[int, int, bool], tuple[list[tuple[int, float]], str]] = {}
     for pipeline, data, later in ((1, 1, False), (1, 2, False), (2, 2, True)):
         config = wanted(pipeline, "zb-h1", "float16", steps=12, loss_scale_window=1, reduction_slots=2)
@@ -113,7 +116,8 @@ def test_replicas_skip_together(pool: Pool) -> None:
 
 
 def test_the_scale_goes_on_after_a_restart(pool: Pool, tmp_path: Path) -> None:
-    """Stopped in the middle of what doubles and halves it, resumed on other ranks: the same as in one go."""
+    """Stopped in the middle of what doubles and halves it, resumed on other ranks: the same as in
+    one go."""
     expected = pool.run("train", 1, config=wanted(1, "1f1b", "float16", steps=10, loss_scale_window=1))[0]
     for ranks, schedule, resume in ((2, "zb-h1", False), (3, "1f1b", True)):
         config = wanted(ranks, schedule, "float16", steps=10, loss_scale_window=1) | {"checkpoint": {"every": 100}}

@@ -1,4 +1,5 @@
-"""Replicas: at fixed reduction slots, any mesh gives the digest of one process, and so does one that changes its shape on the way."""
+"""Replicas: at fixed reduction slots, any mesh gives the digest of one process, and so does one
+that changes its shape on the way."""
 
 from __future__ import annotations
 
@@ -36,7 +37,8 @@ def config(
     cases: bool = True,
     **model: Any,
 ) -> dict[str, Any]:
-    """Six layers, eight microbatches; dropout, clipping, freezing. The embedding has several norm blocks, so that shares cut it."""
+    """Six layers, eight microbatches; dropout, clipping, freezing. The embedding has several norm
+    blocks, so that shares cut it."""
     sections: dict[str, Any] = {
         "seed": 7,
         "model": {"blocks": 2, "hidden": 96, "heads": 2, "sequence": 8, "dropout": 0.1} | model,
@@ -122,21 +124,24 @@ def test_a_live_reshape(pool: Pool, pipeline: int, data: int, reshape_at: list[l
 
 
 def test_masters_in_shares_after_a_reshape(pool: Pool) -> None:
-    """Replicas have got their layers in other orders, and together make the masters whole that the digest is of."""
+    """Replicas have got their layers in other orders, and together make the masters whole that the
+    digest is of."""
     wanted = config(4, 1, zero=1, reshape_at=[[2, 2, 2]])
     wanted["train"]["precision"] = "bfloat16"
     assert len({r["digest"] for r in run(pool, wanted)}) == 1
 
 
 def test_a_reshape_after_a_verdict(pool: Pool) -> None:
-    """Steps without a barrier, all of them taken back, with shares of the optimizer: the mesh changes between final ones."""
+    """Steps without a barrier, all of them taken back, with shares of the optimizer: the mesh
+    changes between final ones."""
     wanted = config(2, 2, zero=1, balance=RANDOM, reshape_at=[[2, 4, 1], [4, 2, 2]])
     wanted["pipeline"]["post_validation"] = True
     same(run(pool, wanted), reference(pool, 4))
 
 
 def test_three_replicas(pool: Pool) -> None:
-    """No power of two: what is left over of the tree folds last. Slots are counted out once per replica by default."""
+    """No power of two: what is left over of the tree folds last. Slots are counted out once per
+    replica by default."""
     wanted = config(1, 3, groups=None, zero=1)
     wanted["train"]["global_batch"] = 6
     alone = config(1, 1, groups=3, schedule="1f1b")
@@ -145,7 +150,8 @@ def test_three_replicas(pool: Pool) -> None:
 
 
 def test_cases_decide_alike(pool: Pool) -> None:
-    """What a replica measures on its own microbatches, or in seconds, is not what the others measure: the first one's counts."""
+    """What a replica measures on its own microbatches, or in seconds, is not what the others
+    measure: the first one's counts."""
     for cases in (
         {"cases": ["pruning"], "pruning": {"initial_sparsity": 0.5, "start": 1, "end": 5, "every": 2}},
         {"cases": ["pruning"], "pruning": {"final_sparsity": 0.7, "start": 1, "end": 3, "every": 2, "dense_below": "measured"}},
@@ -225,7 +231,8 @@ def test_slots_change_the_bits(pool: Pool) -> None:
 
 @pytest.mark.parametrize("balancer", ["exact", "none"])
 def test_a_run_reshapes_itself_where_it_pays(pool: Pool, balancer: str) -> None:
-    """One layer is half of the work: two stages can never be even, two replicas are. The bits are those of the run that does not."""
+    """One layer is half of the work: two stages can never be even, two replicas are. The bits are
+    those of the run that does not."""
     wanted: dict[str, Any] = {
         "model": {"kind": "emulated", "layers": 3, "f": [0.004, 0.02, 0.004], "b": [0.004, 0.02, 0.004], "w": [0.004, 0.02, 0.004]},
         "train": {"steps": 8, "global_batch": 4, "micro_batch": 1, "reduction_slots": 2, "max_grad_norm": 0.0},
@@ -244,7 +251,8 @@ def test_a_run_reshapes_itself_where_it_pays(pool: Pool, balancer: str) -> None:
 
 
 def test_a_run_of_one_rank_pipelines_weighs_another_mesh_by_a_link_that_it_measures(pool: Pool) -> None:
-    """It has none between stages. Gradients of 4 bytes cost nothing, so replicas of an even model stay; and the bits do."""
+    """It has none between stages. Gradients of 4 bytes cost nothing, so replicas of an even model
+    stay; and the bits do."""
     wanted: dict[str, Any] = {
         "model": {"kind": "emulated", "layers": 4, "f": 0.002, "b": 0.002, "w": 0.002},
         "train": {"steps": 5, "global_batch": 4, "micro_batch": 1, "reduction_slots": 2},
@@ -265,7 +273,8 @@ def test_a_reduction_hides_behind_the_layers_that_are_still_to_come() -> None:
 
 
 def test_the_slowest_replica_is_planned_for(pool: Pool) -> None:
-    """One placement serves all: a layer counts as long as it takes where it takes longest, on whichever replica that is."""
+    """One placement serves all: a layer counts as long as it takes where it takes longest, on
+    whichever replica that is."""
     wanted: dict[str, Any] = {
         "model": {"kind": "emulated", "layers": 2, "f": 0.004, "b": 0.004, "w": 0.004},
         "train": {"steps": 3, "global_batch": 4, "micro_batch": 1},
@@ -278,7 +287,8 @@ def test_the_slowest_replica_is_planned_for(pool: Pool) -> None:
 
 
 def test_what_a_costs_file_says_of_optimizer_state(pool: Pool, tmp_path: Path) -> None:
-    """A whole replica's, also where each keeps a share: who plans another mesh divides it by its replicas. And what waits in slots."""
+    """A whole replica's, also where each keeps a share: who plans another mesh divides it by its
+    replicas. And what waits in slots."""
     profiles: dict[int, profile_file.Profile] = {}
     for zero in (0, 1):
         folder = tmp_path / str(zero)

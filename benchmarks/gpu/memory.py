@@ -1,8 +1,9 @@
 """Two processes that share the GPU: peak memory beside the account, and a move in mid-training.
 
 Each process has its own allocator, so `torch.cuda.max_memory_allocated` is a rank's own peak. Of
-one process with slices it would be the peak of all. The account (`dynmo.schedule.memory.rank_memory`) knows
-tensors only: cuBLAS's workspace and what the allocator rounds up come on top.
+one process with slices it would be the peak of all. The account
+(`dynmo.schedule.memory.rank_memory`) knows tensors only: cuBLAS's workspace and what the allocator
+rounds up come on top.
 
 The account is made from what the layers were measured to keep. The plan's account is made before
 any run, from shapes alone. It counts more than CUDA keeps: torch has one kernel for an RMS norm

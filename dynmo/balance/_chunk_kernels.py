@@ -1,6 +1,8 @@
-"""Compiled inner loops of `chunks`: several stages per rank. Loads are int64, times floats: load / speed.
+"""Compiled inner loops of `chunks`: several stages per rank. Loads are int64, times floats: load /
+speed.
 
-rank_of[s] is the rank of stage s; memory as in `_kernels`, caps per rank: what a rank's stages need together.
+rank_of[s] is the rank of stage s; memory as in `_kernels`, caps per rank: what a rank's stages need
+together.
 """
 
 from __future__ import annotations
@@ -30,7 +32,8 @@ def need(held: Ints, pairs: Ints, pair_at: Ints, stage: int, start: int, stop: i
 def evaluate_bounds(
     sums: Ints, rank_of: Ints, speeds: Floats, held: Ints, pairs: Ints, pair_at: Ints, caps: Ints, bounds: Ints, scratch: Ints
 ) -> tuple[float, float, int]:
-    """(largest time of a rank, sum of squared times, bytes over the caps). scratch: two numbers per rank."""
+    """(largest time of a rank, sum of squared times, bytes over the caps). scratch: two numbers per
+    rank."""
     scratch[:] = 0
     for s in range(len(rank_of)):
         scratch[rank_of[s], 0] += sums[bounds[s + 1]] - sums[bounds[s]]
@@ -50,7 +53,8 @@ def evaluate_bounds(
 def descend(
     sums: Ints, rank_of: Ints, speeds: Floats, held: Ints, pairs: Ints, pair_at: Ints, caps: Ints, bounds: Ints
 ) -> tuple[float, float, int]:
-    """One layer at a time along the path between two stages, while (bytes over, largest time, squares) falls. Changes `bounds`."""
+    """One layer at a time along the path between two stages, while (bytes over, largest time,
+    squares) falls. Changes `bounds`."""
     stages, scratch = len(rank_of), np.zeros((len(speeds), 2), np.int64)
     largest, squares, over = evaluate_bounds(sums, rank_of, speeds, held, pairs, pair_at, caps, bounds, scratch)
     trial = bounds.copy()
@@ -85,9 +89,11 @@ def wander(
     kicks: int,
     floor: float,
 ) -> tuple[float, int]:
-    """Iterated descent: some boundaries are pushed by a layer or two, and down again; the best is kept in `bounds`.
+    """Iterated descent: some boundaries are pushed by a layer or two, and down again; the best is
+    kept in `bounds`.
 
-    The pushes come from a generator with a fixed seed. Ends early at `floor`, below which no placement can be.
+    The pushes come from a generator with a fixed seed. Ends early at `floor`, below which no
+    placement can be.
     """
     stages = len(rank_of)
     best, squares, over = descend(sums, rank_of, speeds, held, pairs, pair_at, caps, bounds)
@@ -123,9 +129,11 @@ def branch(
     best: float,
     nodes: int,
 ) -> tuple[float, bool]:
-    """Depth first over the stages in order, for placements of less than `best`: (the least, whether everything was seen).
+    """Depth first over the stages in order, for placements of less than `best`: (the least, whether
+    everything was seen).
 
-    A branch ends where a rank is full, or where the rest weighs as much as the ranks that still come can take. Changes `bounds`.
+    A branch ends where a rank is full, or where the rest weighs as much as the ranks that still
+    come can take. Changes `bounds`.
     """
     stages, layers, ranks = len(rank_of), len(sums) - 1, len(speeds)
     last_of = np.zeros(ranks, np.int64)
@@ -192,8 +200,8 @@ def nested(
     reached: NDArray[np.uint8],
     bounds: Ints,
 ) -> tuple[bool, float]:
-    """The V: rank r holds stages r and 2 p - 1 - r. Whether a placement within `limit` exists: (True, its largest time), or
-    (False, the least limit worth trying next).
+    """The V: rank r holds stages r and 2 p - 1 - r. Whether a placement within `limit` exists:
+    (True, its largest time), or (False, the least limit worth trying next).
 
     reached[r, x, y]: ranks 0 .. r-1 can hold exactly the layers before x and from y on.
     """

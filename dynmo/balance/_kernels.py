@@ -1,9 +1,12 @@
-"""Compiled inner loops of `partition.exact`: exact sums of layers as limbs, and what a stage can hold.
+"""Compiled inner loops of `partition.exact`: exact sums of layers as limbs, and what a stage can
+hold.
 
-A prefix sum is an integer of any length, so it is kept as limbs of 32 bits, the most significant first, one row per layer boundary:
-loads are compared exactly, whatever the floats were. Bytes are int64 (the caller checks that they fit).
+A prefix sum is an integer of any length, so it is kept as limbs of 32 bits, the most significant
+first, one row per layer boundary: loads are compared exactly, whatever the floats were. Bytes are
+int64 (the caller checks that they fit).
 
-Windows: stage s may start at low[s] .. high[s]; `offset[s]` is where its states begin in the flat tables.
+Windows: stage s may start at low[s] .. high[s]; `offset[s]` is where its states begin in the flat
+tables.
 """
 
 from __future__ import annotations
@@ -46,7 +49,8 @@ def lighter(sums: Ints, start: int, stop: int, other_start: int, other_stop: int
 
 @jit()
 def fits(held: Ints, pairs: Ints, pair_at: Ints, caps: Ints, stage: int, start: int, stop: int) -> bool:
-    """`MemoryLimits.fits`. held: prefix sums of static, activation and stash bytes; no caps, no limits."""
+    """`MemoryLimits.fits`. held: prefix sums of static, activation and stash bytes; no caps, no
+    limits."""
     if caps.size == 0:
         return True
     static = held[0, stop] - held[0, start]
@@ -60,7 +64,8 @@ def fits(held: Ints, pairs: Ints, pair_at: Ints, caps: Ints, stage: int, start: 
 
 @jit()
 def farthest(sums: Ints, start: int, limit: Ints, high: int) -> int:
-    """The largest stop up to `high` for which the layers from `start` on weigh at most `limit`: by doubling, then by halving."""
+    """The largest stop up to `high` for which the layers from `start` on weigh at most `limit`: by
+    doubling, then by halving."""
     if limit[0] < 0:
         return start
     step, low = 1, start
@@ -100,10 +105,12 @@ def reach(held: Ints, pairs: Ints, pair_at: Ints, caps: Ints, stage: int, start:
 def greedy(
     sums: Ints, limits: Ints, held: Ints, pairs: Ints, pair_at: Ints, caps: Ints, stages: int, bounds: Ints, rise: Ints
 ) -> tuple[int, int]:
-    """Fills the stages in order, each as far as it goes: (FOUND, FAILED or STUCK, stages looked at).
+    """Fills the stages in order, each as far as it goes: (FOUND, FAILED or STUCK, stages looked
+    at).
 
-    rise[s] = (start, stop) is the least load at which stage s could have taken one layer more; stop -1 where memory ended it.
-    STUCK: a stage cannot hold the very layer that it starts with, so an earlier one would have to stop short.
+    rise[s] = (start, stop) is the least load at which stage s could have taken one layer more; stop
+    -1 where memory ended it. STUCK: a stage cannot hold the very layer that it starts with, so an
+    earlier one would have to stop short.
     """
     layers, start = sums.shape[0] - 1, 0
     bounds[0] = 0
@@ -149,11 +156,13 @@ def every(
     bounds: Ints,
     rise: Ints,
 ) -> tuple[int, int]:
-    """As `greedy`, but tries every stop: for memory that makes a stage stop short, and for links whose time depends on where it stops.
+    """As `greedy`, but tries every stop: for memory that makes a stage stop short, and for links
+    whose time depends on where it stops.
 
-    The layers before stop e weigh and hold the least behind the latest start before e, so that start alone decides whether e is reached.
-    Starts before low[s] (see `floors`) lead nowhere. classes[e] says which of a stage's limits counts if it stops at e; rise has a pair
-    for each. high[s] becomes the latest start that is reached.
+    The layers before stop e weigh and hold the least behind the latest start before e, so that
+    start alone decides whether e is reached. Starts before low[s] (see `floors`) lead nowhere.
+    classes[e] says which of a stage's limits counts if it stops at e; rise has a pair for each.
+    high[s] becomes the latest start that is reached.
     """
     layers, stages = sums.shape[0] - 1, len(low) - 1
     kinds = limits.shape[1]
@@ -206,7 +215,8 @@ def every(
 
 @jit()
 def floors(sums: Ints, limits: Ints, held: Ints, pairs: Ints, pair_at: Ints, caps: Ints, stages: int, low: Ints) -> None:
-    """low[s]: before it stage s cannot start, for the stages from there on would carry too much, or hold too much."""
+    """low[s]: before it stage s cannot start, for the stages from there on would carry too much, or
+    hold too much."""
     low[stages] = sums.shape[0] - 1
     for stage in range(stages - 1, -1, -1):
         stop = low[stage + 1]
@@ -240,10 +250,11 @@ def best_tie(
     slowness: Ints,
     bounds: Ints,
 ) -> bool:
-    """Dynamic programming over (stage, stop) inside the windows: least (bytes moved, squared times, squared counts), then least stops.
+    """Dynamic programming over (stage, stop) inside the windows: least (bytes moved, squared times,
+    squared counts), then least stops.
 
-    own[s]: what stage s holds now; sizes, loads: prefix sums of bytes and of rounded weights. A stage's time is load * slowness / 2^30
-    + extra. False when nothing is reached.
+    own[s]: what stage s holds now; sizes, loads: prefix sums of bytes and of rounded weights. A
+    stage's time is load * slowness / 2^30 + extra. False when nothing is reached.
     """
     stages = len(low) - 1
     states = offset[stages + 1]
@@ -293,7 +304,8 @@ def best_tie(
 
 @jit()
 def near(sums: Ints, limits: Ints, held: Ints, pairs: Ints, pair_at: Ints, caps: Ints, low: Ints, targets: Ints, bounds: Ints) -> bool:
-    """A placement whose boundaries are, one after another, as near to `targets` as the limits and low[s] allow."""
+    """A placement whose boundaries are, one after another, as near to `targets` as the limits and
+    low[s] allow."""
     stages = len(low) - 1
     bounds[0] = 0
     for stage in range(stages):

@@ -1,9 +1,12 @@
-"""`simulator.simulate`, compiled: one schedule under many placements. The clock only, in floats; the last word is the simulator's.
+"""`simulator.simulate`, compiled: one schedule under many placements. The clock only, in floats;
+the last word is the simulator's.
 
-A schedule becomes rows of numbers, one per op, in an order in which every op stands behind what it waits for:
+A schedule becomes rows of numbers, one per op, in an order in which every op stands behind what it
+waits for:
 
     rank  stage  kind  | before  boundary | before  boundary        before: the row of an op that must have ended, or -1
-                                                                    boundary: the link that its result crosses, or -1
+                                                                    boundary: the link that its
+                                                                        result crosses, or -1
 """
 
 from __future__ import annotations
@@ -54,10 +57,12 @@ def shape_of(schedule: Schedule) -> Shape:
 
 @jit()
 def replay(rows: Ints, counts: Ints, placement: Ints, works: Floats, sends: Floats, bounds: Ints, best: float, whole: bool) -> float:
-    """The time of the schedule with stage s on layers bounds[s] .. bounds[s + 1] - 1: makespan if `whole`, else span.
+    """The time of the schedule with stage s on layers bounds[s] .. bounds[s + 1] - 1: makespan if
+    `whole`, else span.
 
-    works[k, s, i]: time of kind k (F, B, W) of the layers before i on stage s's rank (one s where all ranks are alike); sends[s, i]: of
-    the output of a stage s that stops at i. Infinity as soon as some rank's work alone takes `best` or longer.
+    works[k, s, i]: time of kind k (F, B, W) of the layers before i on stage s's rank (one s where
+    all ranks are alike); sends[s, i]: of the output of a stage s that stops at i. Infinity as soon
+    as some rank's work alone takes `best` or longer.
     """
     stages, ranks = len(bounds) - 1, placement.max() + 1
     cost = np.empty((stages, 4))

@@ -1,4 +1,5 @@
-"""The balancers by name: pure functions from a request to a `Partition`, the same on every rank that asks the same."""
+"""The balancers by name: pure functions from a request to a `Partition`, the same on every rank
+that asks the same."""
 
 from __future__ import annotations
 
@@ -24,14 +25,15 @@ from dynmo.schedule.memory import MemoryLimits, Pairs
 class BalanceRequest:
     """Where the layers are and what they cost.
 
-    `resident` (from `simulator.resident`, of the schedule that will run) and `memory_limit` (bytes) have one entry per stage; a limit needs
-    both, and without them memory is not looked at. `seed` and `step` key what is random. `names` are the layers', for the baselines that
-    go by them.
+    `resident` (from `simulator.resident`, of the schedule that will run) and `memory_limit` (bytes)
+    have one entry per stage; a limit needs both, and without them memory is not looked at. `seed`
+    and `step` key what is random. `names` are the layers', for the baselines that go by them.
 
-    `make` gives the schedule that would run at some costs (`by_name`): what "schedule-aware" needs, and what lets "exact" choose
-    among ties. `links` (one per boundary), `objective` and `first_trainable_layer` are for it alone. `speeds` has one entry per rank.
-    `placement` is the rank of each stage where a rank has several; then `current` has a count per stage, and "exact" and
-    "schedule-aware" take it into account.
+    `make` gives the schedule that would run at some costs (`by_name`): what "schedule-aware" needs,
+    and what lets "exact" choose among ties. `links` (one per boundary), `objective` and
+    `first_trainable_layer` are for it alone. `speeds` has one entry per rank. `placement` is the
+    rank of each stage where a rank has several; then `current` has a count per stage, and "exact"
+    and "schedule-aware" take it into account.
     """
 
     layers: tuple[LayerCost, ...]
@@ -83,7 +85,8 @@ class BalanceRequest:
 
 
 Balancer = Callable[[BalanceRequest], Partition]
-"""Returns a placement on as many ranks as `current` has; PartitionError where what it stands for does not fit the memory."""
+"""Returns a placement on as many ranks as `current` has; PartitionError where what it stands for
+does not fit the memory."""
 
 
 def _none(request: BalanceRequest) -> Partition:
@@ -173,7 +176,8 @@ def _algorithm_3(request: BalanceRequest) -> Partition:
 
 
 def _random(request: BalanceRequest) -> Partition:
-    """Forced moves, for testing: any other placement that fits, each with the same chance; `current` where there is no other.
+    """Forced moves, for testing: any other placement that fits, each with the same chance;
+    `current` where there is no other.
 
     The generator is a hash of (seed, step): nothing to carry along, and the same on every rank.
     """
@@ -183,8 +187,8 @@ def _random(request: BalanceRequest) -> Partition:
         last = layers - (ranks - 1 - stage)
         return last if memory is None else min(last, memory.reach(stage, start))
 
-    # ways[stage][start]: in how many ways the stages from there on can hold the layers from there on. below[...] are their running
-    # sums, so that a range of ends is one subtraction.
+    # ways[stage][start]: in how many ways the stages from there on can hold the layers from there
+    # on. below[...] are their running sums, so that a range of ends is one subtraction.
     ways = [[0] * layers + [1]]
     below: list[list[int]] = []
     for stage in reversed(range(ranks)):
@@ -247,7 +251,8 @@ BALANCERS: dict[str, Balancer] = {
     "algorithm-3": _algorithm_3,
 }
 
-# "deepspeed-type:attention" balances the layers whose names match the regular expression behind the colon.
+# "deepspeed-type:attention" balances the layers whose names match the regular expression behind the
+# colon.
 _BY_TYPE = "deepspeed-type:"
 
 

@@ -1,17 +1,20 @@
 """How others place layers, as they published it: for comparison, with their faults.
 
-DeepSpeed (runtime/utils.py, the pipeline module's `partition_method`): "uniform" counts layers, "parameters" and "type:REGEX" balance
-weights by bisecting the bottleneck with a linear probe; DynMo's "partition by time" is the same on measured times (section 3.3). What
-the tests show of it, and `partition.exact` does without:
+DeepSpeed (runtime/utils.py, the pipeline module's `partition_method`): "uniform" counts layers,
+"parameters" and "type:REGEX" balance weights by bisecting the bottleneck with a linear probe;
+DynMo's "partition by time" is the same on measured times (section 3.3). What the tests show of it,
+and `partition.exact` does without:
 
 - it stops at an absolute tolerance of 1e-3: right for parameters, and up to a tenth off for layers that take some milliseconds;
 - a stage may stay empty, where a layer weighs as much as the bottleneck, and wherever layers are no more than stages;
 - a load equal to the bottleneck counts as too much; and with fewer layers than stages the probe never ends.
 
-Megatron-LM: the same number of transformer blocks on every stage, which must divide; the embedding sits on the first stage, the loss on
-the last, on top or counted as a block each (`account_for_embedding_in_pipeline_split`, `account_for_loss_in_pipeline_split`).
+Megatron-LM: the same number of transformer blocks on every stage, which must divide; the embedding
+sits on the first stage, the loss on the last, on top or counted as a block each
+(`account_for_embedding_in_pipeline_split`, `account_for_loss_in_pipeline_split`).
 
-DynMo's Algorithm 3 is `diffusion.published_diffusion`; `in_order` says whether what it arrives at can run at all.
+DynMo's Algorithm 3 is `diffusion.published_diffusion`; `in_order` says whether what it arrives at
+can run at all.
 """
 
 from __future__ import annotations
@@ -30,8 +33,9 @@ TOLERANCE = 1e-3
 
 
 def deepspeed_uniform(items: int, parts: int, *, rest_last: bool = False) -> list[int]:
-    """Bounds with items // parts in each part; the first parts take one more each. In older versions (`rest_last`) the last part takes
-    all that is left. With fewer items than parts the last parts are empty."""
+    """Bounds with items // parts in each part; the first parts take one more each. In older
+    versions (`rest_last`) the last part takes all that is left. With fewer items than parts the
+    last parts are empty."""
     if items <= parts:
         return [min(part, items) for part in range(parts + 1)]
     each, more = divmod(items, parts)
@@ -41,9 +45,11 @@ def deepspeed_uniform(items: int, parts: int, *, rest_last: bool = False) -> lis
 
 
 def deepspeed_balanced(weights: Sequence[float], parts: int, *, tolerance: float = TOLERANCE) -> list[int]:
-    """Bounds by bisecting the bottleneck between the mean and the sum until they are `tolerance` apart. Parts may be empty.
+    """Bounds by bisecting the bottleneck between the mean and the sum until they are `tolerance`
+    apart. Parts may be empty.
 
-    Raises PartitionError where the published code fails on its own assertion: its probe refuses the bottleneck that it ends at.
+    Raises PartitionError where the published code fails on its own assertion: its probe refuses the
+    bottleneck that it ends at.
     """
     if len(weights) <= parts:
         return deepspeed_uniform(len(weights), parts)
@@ -64,7 +70,8 @@ def deepspeed_balanced(weights: Sequence[float], parts: int, *, tolerance: float
 
 
 def deepspeed_probe(sums: Sequence[float], parts: int, bottleneck: float) -> tuple[list[int], bool]:
-    """Fills the parts in order with sums that stay under `bottleneck`; whether that was enough. sums: of the weights up to each item.
+    """Fills the parts in order with sums that stay under `bottleneck`; whether that was enough.
+    sums: of the weights up to each item.
 
     Raises PartitionError for fewer items than parts, where the published loop never ends.
     """
@@ -81,7 +88,8 @@ def deepspeed_probe(sums: Sequence[float], parts: int, bottleneck: float) -> tup
             at += stride
         bounds[part] = bisect_left(sums, target, lo=at - stride, hi=min(at, items))
         if bounds[part] == items:
-            # As published: the sum up to and with the part's first item is taken off, one item too many.
+            # As published: the sum up to and with the part's first item is taken off, one item too
+            # many.
             return bounds, sums[-1] - sums[bounds[part - 1]] < bottleneck
         # As published: with nothing placed yet, index -1 is the sum of everything.
         target = sums[bounds[part] - 1] + bottleneck
@@ -89,7 +97,8 @@ def deepspeed_probe(sums: Sequence[float], parts: int, bottleneck: float) -> tup
 
 
 def deepspeed_type(names: Sequence[str], pattern: str, parts: int) -> list[int]:
-    """Bounds that balance how many layers have a name in which `pattern` is found, upper and lower case alike.
+    """Bounds that balance how many layers have a name in which `pattern` is found, upper and lower
+    case alike.
 
     Raises PartitionError where none has, or the pattern is no regular expression.
     """
@@ -125,7 +134,8 @@ def megatron_uniform(names: Sequence[str], stages: int, *, embedding: bool = Fal
 
 
 def placement(bounds: Sequence[int], whose: str) -> Partition:
-    """As a `Partition`. Raises PartitionError naming the first empty stage: nothing could run there."""
+    """As a `Partition`. Raises PartitionError naming the first empty stage: nothing could run
+    there."""
     for stage, (start, stop) in enumerate(pairwise(bounds)):
         if stop <= start:
             raise PartitionError(f"{whose} leaves stage {stage} without a layer (bounds {list(bounds)}), which cannot run; use 'exact'")
@@ -133,7 +143,8 @@ def placement(bounds: Sequence[int], whose: str) -> Partition:
 
 
 def in_order(transfers: Transfers) -> Partition:
-    """As a `Partition`. Raises PartitionError naming the first rank whose layers are not the neighbours of the rank's before."""
+    """As a `Partition`. Raises PartitionError naming the first rank whose layers are not the
+    neighbours of the rank's before."""
     bounds = [0]
     for rank, held in enumerate(transfers.ranks):
         if sorted(held) != list(range(bounds[-1], bounds[-1] + len(held))) or not held:

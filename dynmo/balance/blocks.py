@@ -15,7 +15,8 @@ _NUMBER = re.compile(r"(?:^|\.)(\d+)(?:\.|$)")
 
 
 def blocks_of(names: Sequence[str]) -> tuple[int, list[range], range]:
-    """(layers before the first block, each block's layers, the layers after the last). Names without numbers are a block each.
+    """(layers before the first block, each block's layers, the layers after the last). Names
+    without numbers are a block each.
 
     Raises PartitionError where a layer without a number stands between blocks.
     """

@@ -1,10 +1,12 @@
-"""Chains on chains: the least largest time of contiguous stages, exactly, and the best of the placements that attain it.
+"""Chains on chains: the least largest time of contiguous stages, exactly, and the best of the
+placements that attain it.
 
     sums     0 3 5 9 10 16      of the weights, as integers: every float is one over a power of two
     stage s  sums[stop] - sums[start] <= limit[s]       and its memory fits, and a layer is left for each stage after it
 
-The bottleneck is found by bisection between times that placements truly have, so it is a sum of layers and never a number near one; the
-ties by dynamic programming. The loops run compiled, in `_kernels`.
+The bottleneck is found by bisection between times that placements truly have, so it is a sum of
+layers and never a number near one; the ties by dynamic programming. The loops run compiled, in
+`_kernels`.
 """
 
 from __future__ import annotations
@@ -29,7 +31,8 @@ Time = int | Fraction
 
 
 def integer_sums(weights: Sequence[float]) -> list[int]:
-    """Prefix sums of the weights (one longer than they), exact: every float is an integer over a power of two."""
+    """Prefix sums of the weights (one longer than they), exact: every float is an integer over a
+    power of two."""
     for layer, weight in enumerate(weights):
         if not math.isfinite(weight) or weight < 0:
             raise PartitionError(f"layer {layer} has the weight {weight}; a weight is a number of at least 0")
@@ -51,7 +54,8 @@ def same_layers(have: int, want: int) -> None:
 
 
 def tie_unit(largest: int, stages: int) -> int:
-    """The step in which loads up to `largest` are counted where ties are compared, so that the sum of their squares is an int64."""
+    """The step in which loads up to `largest` are counted where ties are compared, so that the sum
+    of their squares is an int64."""
     if stages * largest * largest < 1 << 62:
         return 1
     bits = (62 - stages.bit_length()) // 2
@@ -65,7 +69,8 @@ def _limbs(values: Sequence[int], limbs: int) -> Ints:
 
 
 def rank_speeds(speeds: Sequence[float] | None, ranks: int) -> list[Fraction] | None:
-    """As fractions; None where all are 1. Raises PartitionError for another number of them, or one that is not over 0."""
+    """As fractions; None where all are 1. Raises PartitionError for another number of them, or one
+    that is not over 0."""
     if speeds is None:
         return None
     if len(speeds) != ranks:
@@ -77,7 +82,8 @@ def rank_speeds(speeds: Sequence[float] | None, ranks: int) -> list[Fraction] | 
 
 
 def memory_tables(memory: MemoryLimits | None) -> tuple[Ints, Ints, Ints, Ints]:
-    """The limits as `_kernels` takes them: held, pairs, where each stage's pairs begin, caps; without limits, no caps."""
+    """The limits as `_kernels` takes them: held, pairs, where each stage's pairs begin, caps;
+    without limits, no caps."""
     if memory is None:
         return np.zeros((3, 1), np.int64), np.zeros((0, 2), np.int64), np.zeros(1, np.int64), np.zeros(0, np.int64)
     rows = [pairs or ((0, 0),) for pairs in memory.resident]
@@ -96,7 +102,8 @@ def memory_tables(memory: MemoryLimits | None) -> tuple[Ints, Ints, Ints, Ints]:
 
 
 class _Filled(NamedTuple):
-    """What `greedy` or `every` (then with `low`) came to: a placement if FOUND, the latest starts, and what each stage was refused."""
+    """What `greedy` or `every` (then with `low`) came to: a placement if FOUND, the latest starts,
+    and what each stage was refused."""
 
     code: int
     bounds: Ints
@@ -110,9 +117,11 @@ _TRANSITIONS = 2_500_000  # of the search among ties: some milliseconds
 
 @final
 class Problem:
-    """Weights as exact prefix sums, and what bounds a stage: its time, its memory, and one layer left for each stage after it.
+    """Weights as exact prefix sums, and what bounds a stage: its time, its memory, and one layer
+    left for each stage after it.
 
-    A time is in units of the weights' own smallest step, divided by a rank's speed: an integer while all speeds are 1 and no link counts.
+    A time is in units of the weights' own smallest step, divided by a rank's speed: an integer
+    while all speeds are 1 and no link counts.
     """
 
     def __init__(
@@ -127,7 +136,8 @@ class Problem:
         self.layers, self.ranks, self.memory = len(weights), ranks, memory
         enough(self.layers, ranks)
         sums = integer_sums(weights)
-        # As small as integers can be: then a small model is compared in one limb, and its ties exactly.
+        # As small as integers can be: then a small model is compared in one limb, and its ties
+        # exactly.
         shared = gcd(*(stop - start for start, stop in pairwise(sums))) or 1
         self.sums = [x // shared for x in sums] if shared > 1 else sums
         self.heaviest = max(stop - start for start, stop in pairwise(self.sums))
@@ -144,7 +154,8 @@ class Problem:
     def _sends(
         self, weights: Sequence[float], links: Sequence[LinkCost] | None, output_bytes: Sequence[int] | None
     ) -> tuple[Ints, list[list[Fraction]] | None]:
-        """classes[e]: which of the sizes a stage that stops at e sends; and per stage, the time of sending each size."""
+        """classes[e]: which of the sizes a stage that stops at e sends; and per stage, the time of
+        sending each size."""
         if links is None and output_bytes is None:
             return np.zeros(0, np.int64), None
         if links is None or output_bytes is None:
@@ -165,7 +176,7 @@ class Problem:
             sends.append([Fraction(value) / unit for value in seconds])
         return classes, [*sends, [Fraction(0)] * len(sizes)]
 
-    # -- times and limits -------------------------------------------------------------------------------------------------------
+    # -- times and limits --------------------------------------------------------------------------
 
     def time(self, stage: int, start: int, stop: int) -> Time:
         time: Time = self.sums[stop] - self.sums[start]
@@ -176,7 +187,8 @@ class Problem:
         return time
 
     def limits(self, bottleneck: Time) -> list[list[int]]:
-        """Per stage (or one row for all) and size sent: the largest load within `bottleneck`; -1 where sending alone takes longer."""
+        """Per stage (or one row for all) and size sent: the largest load within `bottleneck`; -1
+        where sending alone takes longer."""
         total = self.sums[-1]
         if self.speeds is None and self.sends is None:
             return [[min(total, int(bottleneck))]]
@@ -195,11 +207,12 @@ class Problem:
             flat[np.array(rows) < 0] = -1
         return flat
 
-    # -- the bottleneck ---------------------------------------------------------------------------------------------------------
+    # -- the bottleneck ----------------------------------------------------------------------------
 
     def least_bottleneck(self) -> Time:
-        """Bisection between values that placements truly have: a success lowers `high` to the time of what was found, a failure
-        raises `low` to the least time at which some stage could take one layer more (Pinar and Aykanat's exact bisection)."""
+        """Bisection between values that placements truly have: a success lowers `high` to the time
+        of what was found, a failure raises `low` to the least time at which some stage could take
+        one layer more (Pinar and Aykanat's exact bisection)."""
         low: Time
         high: Time
         total = self.sums[-1]
@@ -222,7 +235,8 @@ class Problem:
         return high
 
     def probe(self, bottleneck: Time) -> tuple[bool, Time]:
-        """(True, the largest time of a placement within `bottleneck`), or (False, the least bottleneck worth trying next)."""
+        """(True, the largest time of a placement within `bottleneck`), or (False, the least
+        bottleneck worth trying next)."""
         filled = self._fill(self._table(bottleneck))
         if filled.code == FOUND:
             ends: list[int] = filled.bounds.tolist()
@@ -262,10 +276,11 @@ class Problem:
         kernels.floors(self.table, limits, *self.bytes, self.ranks, low)
         return low
 
-    # -- the best of the ties -----------------------------------------------------------------------------------------------------
+    # -- the best of the ties ----------------------------------------------------------------------
 
     def best_tie(self, bottleneck: Time, current: Sequence[int] | None, move_bytes: Sequence[int]) -> list[int]:
-        """The bounds of the best placement with no time above `bottleneck`: dynamic programming over (stage, end).
+        """The bounds of the best placement with no time above `bottleneck`: dynamic programming
+        over (stage, end).
 
         current: the bounds to stay near, move_bytes: what moving each layer away from there costs.
         """
@@ -288,8 +303,9 @@ class Problem:
         return bounds.tolist()
 
     def _windows(self, limits: Ints, current: Sequence[int] | None) -> tuple[Ints, Ints]:
-        """Per stage, the first and the last layer that it may start with; where that is more than can all be looked at, only what lies
-        around a placement near `current`, or near equal shares."""
+        """Per stage, the first and the last layer that it may start with; where that is more than
+        can all be looked at, only what lies around a placement near `current`, or near equal
+        shares."""
         filled = self._fill(limits)
         low, high = self._floors(limits), filled.high
         low[0] = 0
@@ -304,7 +320,8 @@ class Problem:
         return np.maximum(low, guide - half), np.minimum(high, guide + half)
 
     def extremes(self, bottleneck: Time) -> list[list[int]]:
-        """Filled from the front, and from the back. Where memory makes a stage stop short, one of them may not exist."""
+        """Filled from the front, and from the back. Where memory makes a stage stop short, one of
+        them may not exist."""
         limits = self._table(bottleneck)
         both: list[list[int]] = [self._fill(limits).high.tolist(), [0, *self._floors(limits)[1:].tolist()]]
         return [
@@ -322,7 +339,8 @@ class Problem:
         return [min(self.layers, bisect_left(self.sums, total * stage // self.ranks)) for stage in range(self.ranks)] + [self.layers]
 
     def _rounded(self, limits: Ints, bottleneck: Time) -> tuple[Ints, Ints, Ints]:
-        """Prefix sums of the weights, and links' times, in whole units so coarse that the sum of all squared times is an int64."""
+        """Prefix sums of the weights, and links' times, in whole units so coarse that the sum of
+        all squared times is an int64."""
         slowest = Fraction(1) if self.speeds is None else min(self.speeds)
         largest = max(math.floor(bottleneck * slowest), *map(max, self.limits(bottleneck)))
         unit = tie_unit(largest, self.ranks)

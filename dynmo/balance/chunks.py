@@ -3,9 +3,10 @@
     looped  placement 0 1 2 0 1 2        V  placement 0 1 2 2 1 0
     layers  . . | . . | . | . | . . | .     rank 0 holds stages 0 and 3      rank 0 holds stages 0 and 5
 
-Only the sum of a rank's stages counts, so one of its stages may be long and another short. For the V an exact answer is cheap: the ranks
-are nested from the outside inwards. For any other placement it is a hard problem: it is solved by branch and bound while that takes
-`NODES` steps at most, and otherwise by an iterated descent, whose answer is then not proven to be the best.
+Only the sum of a rank's stages counts, so one of its stages may be long and another short. For the
+V an exact answer is cheap: the ranks are nested from the outside inwards. For any other placement
+it is a hard problem: it is solved by branch and bound while that takes `NODES` steps at most, and
+otherwise by an iterated descent, whose answer is then not proven to be the best.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ _BITS = 52  # of all weights together: loads are exact in a float
 
 @dataclass(frozen=True)
 class Chunked:
-    """`partition` has a count per stage; `seconds` is the most loaded rank's time; `proven`: no placement has less."""
+    """`partition` has a count per stage; `seconds` is the most loaded rank's time; `proven`: no
+    placement has less."""
 
     partition: Partition
     seconds: float
@@ -52,11 +54,13 @@ def chunked(
 ) -> Chunked:
     """Contiguous stages, stage s on rank placement[s] (`Schedule.placement`), none empty.
 
-    A rank's time is the sum of its stages' loads divided by its entry of `speeds` (per rank, default 1). What its stages need at their
-    peaks may together not be more than the least of their `memory.limits`. `current` is returned where nothing takes less time.
-    Weights that are not small integers count in units of 2^-52 of their sum. With one stage per rank this is `exact`.
+    A rank's time is the sum of its stages' loads divided by its entry of `speeds` (per rank,
+    default 1). What its stages need at their peaks may together not be more than the least of their
+    `memory.limits`. `current` is returned where nothing takes less time. Weights that are not small
+    integers count in units of 2^-52 of their sum. With one stage per rank this is `exact`.
 
-    Raises PartitionError where there are fewer layers than stages, a number is negative or not finite, or nothing is found that fits.
+    Raises PartitionError where there are fewer layers than stages, a number is negative or not
+    finite, or nothing is found that fits.
     """
     stages, ranks = len(placement), max(placement, default=-1) + 1
     if sorted(set(placement)) != list(range(ranks)) or not ranks:
@@ -123,7 +127,8 @@ class _Chunks:
         return kernels.evaluate_bounds(*self.what, np.array(bounds, np.int64), np.zeros((self.ranks, 2), np.int64))
 
     def nested(self, bounds: Ints) -> float:
-        """The V, by bisection between times that placements truly have, as in `chains`; infinity where nothing fits."""
+        """The V, by bisection between times that placements truly have, as in `chains`; infinity
+        where nothing fits."""
         reached = np.zeros((self.ranks + 1, len(self.sums), len(self.sums)), np.uint8)
         total, largest = int(self.sums[-1]), int(np.diff(self.sums).max())
         low = max(total / float(self.speeds.sum()), largest / float(self.speeds.max()))

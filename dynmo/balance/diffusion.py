@@ -1,4 +1,5 @@
-"""Diffusion along the pipeline, which keeps the order of the layers; and DynMo's Algorithm 3 as published, which does not.
+"""Diffusion along the pipeline, which keeps the order of the layers; and DynMo's Algorithm 3 as
+published, which does not.
 
 loads        9       3       3      mean 5
 flow     0   |  +4   |  +2   |   0          prefix of the loads - i * mean, over boundary i
@@ -16,12 +17,14 @@ from dynmo.balance.partition import Move, Partition, moves
 from dynmo.errors import PartitionError
 
 Fits = Callable[[int, int, int], bool]
-"""(stage, start, stop) -> whether the layers start..stop-1 fit the stage, as `MemoryLimits.fits`."""
+"""(stage, start, stop) -> whether the layers start..stop-1 fit the stage, as
+`MemoryLimits.fits`."""
 
 
 @dataclass(frozen=True)
 class Diffusion:
-    """What a diffusion arrived at: in how many rounds, and each layer's crossing of a boundary in the order made."""
+    """What a diffusion arrived at: in how many rounds, and each layer's crossing of a boundary in
+    the order made."""
 
     partition: Partition
     rounds: int
@@ -29,11 +32,14 @@ class Diffusion:
 
 
 def diffuse(weights: Sequence[float], current: Partition, *, fits: Fits | None = None) -> Diffusion:
-    """Path diffusion from `current`: in each round at most one layer crosses each boundary, to the neighbouring stage.
+    """Path diffusion from `current`: in each round at most one layer crosses each boundary, to the
+    neighbouring stage.
 
-    A round is accepted when the loads, sorted from the largest, fall lexicographically, and every stage that gains a layer `fits`. So no
-    placement comes back, and it ends. It ends where neither the flows nor one path between two stages lower the loads further: as a rule
-    within one layer of `exact`, without a promise. Raises PartitionError for weights of another number of layers, negative or not finite.
+    A round is accepted when the loads, sorted from the largest, fall lexicographically, and every
+    stage that gains a layer `fits`. So no placement comes back, and it ends. It ends where neither
+    the flows nor one path between two stages lower the loads further: as a rule within one layer of
+    `exact`, without a promise. Raises PartitionError for weights of another number of layers,
+    negative or not finite.
     """
     if len(weights) != current.layers:
         raise PartitionError(f"{len(weights)} weights for a placement of {current.layers} layers; give one weight per layer")
@@ -60,8 +66,9 @@ def _next_round(sums: Sequence[int], bounds: list[int], fits: Fits | None) -> li
 
 
 def _candidates(sums: Sequence[int], bounds: list[int]) -> Iterator[list[int]]:
-    """First every boundary over which a layer lessens the flow, together; then one layer along the path from one stage to another, from
-    the most loaded to the least loaded first. The paths are what gets a load down a slope such as 4 3 2, where no neighbours can trade.
+    """First every boundary over which a layer lessens the flow, together; then one layer along the
+    path from one stage to another, from the most loaded to the least loaded first. The paths are
+    what gets a load down a slope such as 4 3 2, where no neighbours can trade.
     """
     ranks, total = len(bounds) - 1, sums[-1]
     shifted = list(bounds)
@@ -85,7 +92,8 @@ def _sorted_loads(sums: Sequence[int], bounds: Sequence[int]) -> list[int]:
 
 @dataclass(frozen=True)
 class Transfers:
-    """What Algorithm 3 arrived at: the layers of each rank in the order in which the rank holds them, and the transfers in order."""
+    """What Algorithm 3 arrived at: the layers of each rank in the order in which the rank holds
+    them, and the transfers in order."""
 
     ranks: tuple[tuple[int, ...], ...]
     moves: tuple[Move, ...]
@@ -101,12 +109,14 @@ def published_diffusion(
 ) -> Transfers:
     """DynMo's Algorithm 3 (appendix C.3), a baseline on loads alone. The runtime never uses it.
 
-    Every overloaded rank offers its lightest layer to the least loaded rank, wherever that sits; the receiver appends it. A rank then holds
-    layers that are not neighbours, and the network would run in another order: so the result is sets of layers, not a `Partition`. As
-    published, memory is a sum of bytes per layer, whatever the schedule keeps.
+    Every overloaded rank offers its lightest layer to the least loaded rank, wherever that sits;
+    the receiver appends it. A rank then holds layers that are not neighbours, and the network would
+    run in another order: so the result is sets of layers, not a `Partition`. As published, memory
+    is a sum of bytes per layer, whatever the schedule keeps.
 
-    Where the printed text compares with the variance of the start of the iteration, this compares with the variance as it is now: the
-    stale one accepts transfers that make the balance worse. Stops after `iterations`, or after one that accepts nothing.
+    Where the printed text compares with the variance of the start of the iteration, this compares
+    with the variance as it is now: the stale one accepts transfers that make the balance worse.
+    Stops after `iterations`, or after one that accepts nothing.
     """
     if len(weights) != current.layers:
         raise PartitionError(f"{len(weights)} weights for a placement of {current.layers} layers; give one weight per layer")
@@ -125,7 +135,8 @@ def published_diffusion(
             layer = min(ranks[source], key=lambda held: weight[held], default=None)
             if layer is None or target == source:
                 continue
-            # Two loads change and the mean does not: the variance falls by 2 w (load of source - load of target - w) / ranks.
+            # Two loads change and the mean does not: the variance falls by 2 w (load of source -
+            # load of target - w) / ranks.
             if weight[layer] * (load[source] - load[target] - weight[layer]) <= 0:
                 continue
             if layer_bytes is not None and limits is not None:

@@ -1,11 +1,12 @@
-"""Where a model is: the layers of each stage, the rank of each stage, and how many microbatches each pipeline of the mesh takes.
+"""Where a model is: the layers of each stage, the rank of each stage, and how many microbatches
+each pipeline of the mesh takes.
 
     layers      e  a f | a  f a | f a  f | a f  h       partition (3, 3, 3, 3): how many each stage has
     stages         0   |   1    |   2    |   3
     ranks          0   |   1    |   1    |   0          placement (0, 1, 1, 0): two stages a rank, as a V
 
-A pipeline has one layout at a time. It gets another where layers move (the same ranks) or the mesh is reshaped (more replicas of fewer
-ranks, or the reverse).
+A pipeline has one layout at a time. It gets another where layers move (the same ranks) or the mesh
+is reshaped (more replicas of fewer ranks, or the reverse).
 """
 
 from __future__ import annotations
@@ -22,15 +23,15 @@ from dynmo.schedule.catalogue import check_microbatches, placement_of
 from dynmo.schedule.op import Schedule
 
 RecomputeRule = Collection[int] | Callable[[Partition, Schedule, int], Collection[int]]
-"""The layers whose activations are computed again in B, or a pure function of a placement, the schedule with every stage training, and the
-number of replicas."""
+"""The layers whose activations are computed again in B, or a pure function of a placement, the
+schedule with every stage training, and the number of replicas."""
 
 
 @dataclass(frozen=True)
 class Layout:
-    """ranks: of one pipeline; replicas: pipelines in the mesh; microbatches: of one of them in a step. placement: per stage, the rank that
-    holds it. recomputed: the layers whose activations are computed again in B. sliced: the pipeline's ranks are slices of one GPU, in one
-    process."""
+    """ranks: of one pipeline; replicas: pipelines in the mesh; microbatches: of one of them in a
+    step. placement: per stage, the rank that holds it. recomputed: the layers whose activations are
+    computed again in B. sliced: the pipeline's ranks are slices of one GPU, in one process."""
 
     ranks: int
     replicas: int
@@ -60,8 +61,8 @@ class Layout:
 
 @dataclass(frozen=True)
 class Layouts:
-    """Makes the layouts that one pipeline can have: of a model of so many layers, under one schedule. accumulation_groups: of the
-    whole mesh."""
+    """Makes the layouts that one pipeline can have: of a model of so many layers, under one
+    schedule. accumulation_groups: of the whole mesh."""
 
     layers: int
     schedule: str
@@ -71,7 +72,8 @@ class Layouts:
     sliced: bool = False
 
     def make(self, ranks: int, replicas: int, microbatches: int, partition: Partition | None = None) -> Layout:
-        """partition: default is equally many layers for each stage. Raises InputError where something does not fit."""
+        """partition: default is equally many layers for each stage. Raises InputError where
+        something does not fit."""
         check_microbatches(self.schedule, ranks, microbatches)
         problem = accumulation_problem(self.accumulation_groups, replicas, replicas * microbatches)
         if problem:

@@ -3,10 +3,11 @@
     counts (3, 2, 3)   layers  0 1 2 | 3 4 | 5 6 7
                        stage     0   |  1  |   2         bounds (0, 3, 5, 8)
 
-Here every rank has one stage (several: see `chunks`). `exact` solves chains-on-chains partitioning: the least largest stage time over all
-contiguous placements (DynMo, section 3.3, without the faults of the DeepSpeed utility it builds on, which `baselines` keeps: empty
-stages, an absolute tolerance, an endless loop when layers are fewer than ranks). Loads are compared as exact integers (`chains`), so the
-bottleneck is a sum of layers, never a number near one, and a tie is a tie.
+Here every rank has one stage (several: see `chunks`). `exact` solves chains-on-chains partitioning:
+the least largest stage time over all contiguous placements (DynMo, section 3.3, without the faults
+of the DeepSpeed utility it builds on, which `baselines` keeps: empty stages, an absolute tolerance,
+an endless loop when layers are fewer than ranks). Loads are compared as exact integers (`chains`),
+so the bottleneck is a sum of layers, never a number near one, and a tie is a tie.
 """
 
 from __future__ import annotations
@@ -70,7 +71,8 @@ class Partition:
 
     @cached_property
     def bounds(self) -> tuple[int, ...]:
-        """First layer of each stage, then the number of layers: stage s holds bounds[s] .. bounds[s + 1] - 1."""
+        """First layer of each stage, then the number of layers: stage s holds bounds[s] .. bounds[s
+        + 1] - 1."""
         return tuple(accumulate(self.counts, initial=0))
 
     def range_of(self, stage: int) -> range:
@@ -95,14 +97,16 @@ class Move(NamedTuple):
 
 
 def moves(old: Partition, new: Partition) -> tuple[Move, ...]:
-    """The layers whose stage changes, in layer order; the numbers of ranks may differ, the layers may not (PartitionError)."""
+    """The layers whose stage changes, in layer order; the numbers of ranks may differ, the layers
+    may not (PartitionError)."""
     same_layers(old.layers, new.layers)
     both = ((layer, old.owner(layer), new.owner(layer)) for layer in range(old.layers))
     return tuple(Move(layer, source, target) for layer, source, target in both if source != target)
 
 
 def imbalance(loads: Sequence[float]) -> float:
-    """DynMo's dL = (max - min) / mean (section 2.2); 0 where nothing is loaded. Raises PartitionError for no loads at all."""
+    """DynMo's dL = (max - min) / mean (section 2.2); 0 where nothing is loaded. Raises
+    PartitionError for no loads at all."""
     if not loads:
         raise PartitionError("the imbalance of no loads; give one load per stage")
     mean = math.fsum(loads) / len(loads)
@@ -112,7 +116,8 @@ def imbalance(loads: Sequence[float]) -> float:
 def weigh(layers: Sequence[LayerCost], cost: str) -> tuple[float, ...]:
     """One weight per layer: "time" is F + B + W in seconds, "parameters" their number.
 
-    By parameters a frozen layer weighs as much as a trained one: that is the baseline's own fault, and it is kept.
+    By parameters a frozen layer weighs as much as a trained one: that is the baseline's own fault,
+    and it is kept.
     """
     if cost == "time":
         return tuple(layer.seconds for layer in layers)
@@ -128,7 +133,8 @@ def stage_loads(weights: Sequence[float], partition: Partition) -> tuple[float, 
 
 
 def uniform(layers: int, ranks: int) -> Partition:
-    """As many layers on every stage; where they do not divide, the first stages take one more (DeepSpeed's order)."""
+    """As many layers on every stage; where they do not divide, the first stages take one more
+    (DeepSpeed's order)."""
     enough(layers, ranks)
     each, more = divmod(layers, ranks)
     return Partition((each + 1,) * more + (each,) * (ranks - more))
@@ -145,18 +151,23 @@ def exact(
     links: Sequence[LinkCost] | None = None,
     output_bytes: Sequence[int] | None = None,
 ) -> Partition:
-    """The placement whose largest stage time is least, among all that fit `memory` and leave no stage empty.
+    """The placement whose largest stage time is least, among all that fit `memory` and leave no
+    stage empty.
 
-    A stage's time is its load, divided by its rank's entry of `speeds` (default 1), plus the time its output takes over the link behind
-    it: links[s].seconds(output_bytes of its last layer). That is DynMo's reading of a slow network (E.1): the work of A and the
-    transfer after it are to equal the work of B. The last stage sends nothing.
+    A stage's time is its load, divided by its rank's entry of `speeds` (default 1), plus the time
+    its output takes over the link behind it: links[s].seconds(output_bytes of its last layer). That
+    is DynMo's reading of a slow network (E.1): the work of A and the transfer after it are to equal
+    the work of B. The last stage sends nothing.
 
-    Of several, the one that moves the fewest `move_bytes` (per layer; without them, the fewest layers) away from `current`; then the one
-    with the least sum of squared times, then of squared counts; then the one whose last boundaries are nearest the front. Times are
-    squared in whole units, of 2^-25 of the bottleneck or finer where the weights are not small integers; the bottleneck itself is
-    exact. Where there are more ties than can be looked at, those near `current`, or near an even spread, are.
+    Of several, the one that moves the fewest `move_bytes` (per layer; without them, the fewest
+    layers) away from `current`; then the one with the least sum of squared times, then of squared
+    counts; then the one whose last boundaries are nearest the front. Times are squared in whole
+    units, of 2^-25 of the bottleneck or finer where the weights are not small integers; the
+    bottleneck itself is exact. Where there are more ties than can be looked at, those near
+    `current`, or near an even spread, are.
 
-    Raises PartitionError where there are fewer layers than ranks, a number is negative or not finite, or no placement fits `memory`.
+    Raises PartitionError where there are fewer layers than ranks, a number is negative or not
+    finite, or no placement fits `memory`.
     """
     problem = Problem(weights, ranks, memory, speeds, links, output_bytes)
     if current is not None:
@@ -177,8 +188,9 @@ def ties(
     move_bytes: Sequence[int] | None = None,
     speeds: Sequence[float] | None = None,
 ) -> list[Partition]:
-    """Some of the placements with the least largest stage time, all different: `exact`'s; the one that `exact` would take if nothing
-    were placed yet; the ones that fill the stages from the front and from the back, each as far as it goes. Raises as `exact`."""
+    """Some of the placements with the least largest stage time, all different: `exact`'s; the one
+    that `exact` would take if nothing were placed yet; the ones that fill the stages from the front
+    and from the back, each as far as it goes. Raises as `exact`."""
     problem = Problem(weights, ranks, memory, speeds)
     if current is not None:
         same_layers(current.layers, problem.layers)

@@ -5,7 +5,8 @@
     seconds     | median over the steps of each step's median |
     halves      | earlier steps    |        | later steps     |   of one step: its earlier and its later microbatches
 
-The two halves share no reading. A difference between layers that both halves show is a difference that two independent measurements show.
+The two halves share no reading. A difference between layers that both halves show is a difference
+that two independent measurements show.
 """
 
 from __future__ import annotations
@@ -39,7 +40,8 @@ class Readings:
         self._steps: deque[_Step] = deque(maxlen=WINDOW)
 
     def add(self, f: Sequence[float], b: Sequence[float], w: Sequence[float]) -> None:
-        """Takes the readings of one step, in the order in which they were taken: seconds, one per microbatch.
+        """Takes the readings of one step, in the order in which they were taken: seconds, one per
+        microbatch.
 
         Args:
             f: Of the forwards.
@@ -60,7 +62,8 @@ class Readings:
 
     @property
     def halves(self) -> tuple[Times, Times] | None:
-        """The layer's times by the earlier readings alone, and by the later ones; None if some time has one reading only."""
+        """The layer's times by the earlier readings alone, and by the later ones; None if some time
+        has one reading only."""
         steps = list(self._steps)
         count = len(steps) // 2
         if count:

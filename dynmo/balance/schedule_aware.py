@@ -1,13 +1,15 @@
 """The placement whose simulated time, under the schedule that will run, is least.
 
-The least bottleneck is shared by many placements, and they do not take the same time: a heavy stage far upstream fills the pipeline more
-slowly than one near its end, and a slightly larger bottleneck may be worth a shorter way. So the search starts from several placements of
-the least bottleneck, and moves one layer at a time along the path between two stages as long as the simulated time falls:
+The least bottleneck is shared by many placements, and they do not take the same time: a heavy stage
+far upstream fills the pipeline more slowly than one near its end, and a slightly larger bottleneck
+may be worth a shorter way. So the search starts from several placements of the least bottleneck,
+and moves one layer at a time along the path between two stages as long as the simulated time falls:
 
     4 3 | 2 2 | 1 1 2      from stage 0 to stage 2:      4 | 3 2 | 2 1 1 2
 
-Every step is judged by a compiled replay of one schedule (`_replay`); what is returned was judged by the simulator, with the schedule that
-would be made for it. Nothing depends on the clock or on chance: equal inputs give equal placements, on every rank.
+Every step is judged by a compiled replay of one schedule (`_replay`); what is returned was judged
+by the simulator, with the schedule that would be made for it. Nothing depends on the clock or on
+chance: equal inputs give equal placements, on every rank.
 """
 
 from __future__ import annotations
@@ -33,7 +35,8 @@ from dynmo.schedule.simulator import simulate
 
 Bounds = tuple[int, ...]
 
-# Times nearer than this share are equal, and fewer bytes moved decide: sums in another order differ by as much.
+# Times nearer than this share are equal, and fewer bytes moved decide: sums in another order differ
+# by as much.
 _SAME = 1e-9
 _STARTS = 3  # placements from which a round descends
 _ROUNDS = 3  # a schedule that follows the costs is made anew for what was found, at most so often
@@ -42,7 +45,8 @@ _OPS = 40_000_000  # ops replayed in one round: some tenths of a second
 
 @dataclass(frozen=True)
 class PlacementSearchResult:
-    """`seconds`: simulated, in the costs' unit. `started`: the same of `exact`'s placement, where the search began."""
+    """`seconds`: simulated, in the costs' unit. `started`: the same of `exact`'s placement, where
+    the search began."""
 
     partition: Partition
     seconds: float
@@ -94,12 +98,15 @@ def search(
     placement: Sequence[int] | None = None,
     ties_only: bool = False,
 ) -> PlacementSearchResult:
-    """Looks for the placement with the least span or makespan of the schedule that `make` gives for its costs.
+    """Looks for the placement with the least span or makespan of the schedule that `make` gives for
+    its costs.
 
-    placement: the rank of each stage, as the schedule has it (default: one stage per rank, in order). The layers before
-    `first_trainable_layer` are a frozen prefix: forward only, whatever their costs say. links: one per boundary between stages, speeds:
-    one per rank. Never worse, by the simulator, than the placement of `exact` (or `chunked`), nor than `current` where that has as many
-    stages and fits. Of placements of equal time, the one that moves the fewest bytes. `ties_only` keeps to the least bottleneck.
+    placement: the rank of each stage, as the schedule has it (default: one stage per rank, in
+    order). The layers before `first_trainable_layer` are a frozen prefix: forward only, whatever
+    their costs say. links: one per boundary between stages, speeds: one per rank. Never worse, by
+    the simulator, than the placement of `exact` (or `chunked`), nor than `current` where that has
+    as many stages and fits. Of placements of equal time, the one that moves the fewest bytes.
+    `ties_only` keeps to the least bottleneck.
 
     Raises PartitionError as `exact` does, and ScheduleError as `make` does for `exact`'s placement.
     """
@@ -147,14 +154,16 @@ class _Search:
         sizes = [layer.moved_bytes for layer in layers]
         self.sizes = sizes if any(sizes) else [1] * len(sizes)
         self.size_sums = [0, *accumulate(self.sizes)]
-        # What the replay reads: sums of F, B, W before each layer, on each stage's rank; and each link's time wherever a stage may stop.
+        # What the replay reads: sums of F, B, W before each layer, on each stage's rank; and each
+        # link's time wherever a stage may stop.
         sums = np.array([[0.0, *accumulate(times)] for times in zip(*((x.f, x.b, x.w) for x in layers), strict=True)])
         self.works = sums[:, None, :] / np.array(self.speeds or [1.0])[None, :, None]
         self.work = self.works.sum(0)
         self.sends = np.zeros((max(1, self.stages - 1), len(layers) + 1))
         for boundary, link in enumerate(links or ()):
             self.sends[boundary, 1:] = [link.seconds(x.output_bytes) for x in layers]
-        # Layers before this one have neither B nor W. How many stages they fill decides which ops a schedule has.
+        # Layers before this one have neither B nor W. How many stages they fill decides which ops a
+        # schedule has.
         self.frozen = next((i for i, x in enumerate(layers) if x.b or x.w), len(layers))
         self.shapes: dict[int, Shape] = {}
         self.limit = math.inf
@@ -176,7 +185,8 @@ class _Search:
         return PlacementSearchResult(Partition.from_bounds(best.bounds), best.seconds, first.seconds, self.evaluations)
 
     def starts(self) -> list[Bounds]:
-        """Placements of the least bottleneck, the one with the fewest moves first; and, where they may be, the current and the even one."""
+        """Placements of the least bottleneck, the one with the fewest moves first; and, where they
+        may be, the current and the even one."""
         weights = [layer.seconds for layer in self.layers]
         if self.stages > self.ranks:
             best = chunked(weights, self.placement, memory=self.memory, current=self.current, speeds=self.rates)
@@ -196,7 +206,8 @@ class _Search:
         return [x.bounds for x in least_bottleneck] + [x.bounds for x in others if self.allowed(x.bounds)]
 
     def with_links(self, weights: Sequence[float], links: Sequence[LinkCost]) -> list[Partition]:
-        """The placement of the least bottleneck if a stage's time counts the way of its output, too; none if links take no time."""
+        """The placement of the least bottleneck if a stage's time counts the way of its output,
+        too; none if links take no time."""
         sizes = [layer.output_bytes for layer in self.layers]
         if not any(link.seconds(size) for link in links for size in sizes):
             return []
@@ -244,7 +255,7 @@ class _Search:
             kept += max(0, sums[min(stop, old_stop)] - sums[max(start, old_start)])
         return sums[-1] - kept
 
-    # -- how long it takes ------------------------------------------------------------------------------------------------------
+    # -- how long it takes -------------------------------------------------------------------------
 
     def evaluate(self, bounds: Bounds) -> _Candidate:
         """By the simulator, under the schedule made for this placement."""
@@ -276,7 +287,8 @@ class _Search:
         return self.shapes[frozen]
 
     def replay(self, bounds: Bounds, best: float = math.inf) -> float:
-        """The time under the round's schedule; infinity where it is not less than `best` for sure, or there is no schedule."""
+        """The time under the round's schedule; infinity where it is not less than `best` for sure,
+        or there is no schedule."""
         shape = self.shape(bounds)
         if shape is None:
             return math.inf
@@ -285,10 +297,11 @@ class _Search:
         at = np.array(bounds, np.int64)
         return replay(shape.rows, shape.counts, shape.placement, self.works, self.sends, at, best, self.whole)
 
-    # -- the descent --------------------------------------------------------------------------------------------------------------
+    # -- the descent -------------------------------------------------------------------------------
 
     def descend(self, bounds: Bounds) -> Bounds:
-        """One layer at a time along a path of stages, as long as the time falls, or stays and fewer bytes move."""
+        """One layer at a time along a path of stages, as long as the time falls, or stays and fewer
+        bytes move."""
         least = value = self.replay(bounds)
         moved = self.moved(bounds)
         tried = {bounds}
@@ -308,7 +321,8 @@ class _Search:
         return bounds
 
     def neighbours(self, bounds: Bounds) -> Iterator[Bounds]:
-        """From the most loaded stage to the least loaded first, though a load is not all that counts."""
+        """From the most loaded stage to the least loaded first, though a load is not all that
+        counts."""
         load = self.loads(bounds)
         order = sorted(range(self.stages), key=lambda stage: (-load[stage], stage))
         for source in order:

@@ -1,4 +1,5 @@
-"""From a placement of layers to what the simulator and the schedulers take: the costs of stages and boundaries.
+"""From a placement of layers to what the simulator and the schedulers take: the costs of stages and
+boundaries.
 
 layers    e  a f | a f | a f  h        a layer's F, B, W, bytes
 stages       0   |  1  |   2           sums of the layers, divided by the speed of the stage's rank
@@ -28,7 +29,8 @@ def pipeline_costs(
     links: Sequence[LinkCost] | None = None,
     speeds: Sequence[float] | None = None,
 ) -> Costs:
-    """The costs of `partition`: one link per boundary (none: no time), one speed per stage (none: 1)."""
+    """The costs of `partition`: one link per boundary (none: no time), one speed per stage (none:
+    1)."""
     stages = stage_costs(layers, partition.counts)
     check_lengths(partition.ranks, links, speeds)
     if speeds is not None:
@@ -40,7 +42,8 @@ def pipeline_costs(
 
 
 def check_lengths(stages: int, links: Sequence[LinkCost] | None, speeds: Sequence[float] | None) -> None:
-    """Raises PartitionError unless there is a link per boundary and a speed per stage, where there are any."""
+    """Raises PartitionError unless there is a link per boundary and a speed per stage, where there
+    are any."""
     if links is not None and len(links) != stages - 1:
         raise PartitionError(f"{len(links)} links for {stages} stages; give {stages - 1}, one per boundary")
     if speeds is not None and len(speeds) != stages:
@@ -48,7 +51,8 @@ def check_lengths(stages: int, links: Sequence[LinkCost] | None, speeds: Sequenc
 
 
 def freeze(layers: Sequence[LayerCost], first_trainable_layer: int) -> tuple[LayerCost, ...]:
-    """The layers before `first_trainable_layer` as a frozen prefix: forward only, and nothing kept."""
+    """The layers before `first_trainable_layer` as a frozen prefix: forward only, and nothing
+    kept."""
     if not 0 <= first_trainable_layer < max(1, len(layers)):
         raise PartitionError(f"first trainable layer {first_trainable_layer} of {len(layers)} layers; at least the last must train")
     frozen = (replace(x, b=0.0, w=0.0, activation_bytes=0, stash_bytes=0) for x in layers[:first_trainable_layer])

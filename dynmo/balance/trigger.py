@@ -1,17 +1,21 @@
-"""Does the gain repay the move? DynMo moves at a fixed frequency and leaves the question open (section 3.6).
+"""Does the gain repay the move? DynMo moves at a fixed frequency and leaves the question open
+(section 3.6).
 
 (seconds_now - seconds_then) * steps left  >  seconds of the move * margin      and      1 - then / now  >=  hysteresis
 
-Where it is known what will change (a forecast), the steps left are cut into intervals, and the gain is believed only as far as it lasts:
+Where it is known what will change (a forecast), the steps left are cut into intervals, and the gain
+is believed only as far as it lasts:
 
     intervals       |  now 1.2 s, then 1.0 s  |  now 1.0 s, then 0.9 s  |  now 0.8 s, then 1.1 s  |
                     step                                                turn                      end of the run
     believed         saved: 0.2 s a step        and 0.1 s a step        | from here on it is wrong: the move back is paid too
 
-A gain that rests on measured times must be certain, too (`confirmed`): the earlier and the later half of the readings must each support it,
-and on a machine that is busy with other processes it must stand out from what they disturb.
+A gain that rests on measured times must be certain, too (`confirmed`): the earlier and the later
+half of the readings must each support it, and on a machine that is busy with other processes it
+must stand out from what they disturb.
 
-`RebalanceWatch` serves `balance.every = "auto"`. After every step it checks the step's measurements for a reason to decide.
+`RebalanceWatch` serves `balance.every = "auto"`. After every step it checks the step's measurements
+for a reason to decide.
 """
 
 from __future__ import annotations
@@ -33,8 +37,9 @@ FORCED = ("uniform", "random", "deepspeed-uniform", "megatron-uniform", "megatro
 
 @dataclass(frozen=True)
 class Decision:
-    """Whether to move; the share of a step's time that the move is predicted to save (negative where it loses); one line that says why.
-    uncertain: more readings may confirm a gain that is not acted on yet."""
+    """Whether to move; the share of a step's time that the move is predicted to save (negative
+    where it loses); one line that says why. uncertain: more readings may confirm a gain that is not
+    acted on yet."""
 
     move: bool
     predicted_gain: float
@@ -50,11 +55,12 @@ def worth_moving(
     margin: float = 1.5,
     hysteresis: float = 0.02,
 ) -> Decision:
-    """Decides from the seconds of a step as placed now and as it would be, over the `horizon_steps` for which that is believed to hold.
+    """Decides from the seconds of a step as placed now and as it would be, over the `horizon_steps`
+    for which that is believed to hold.
 
-    `move_seconds` is the measured cost of a move. `margin` multiplies it, for predictions are better than what follows; `hysteresis` is
-    the least relative gain, for noise of a percent must not move layers to and fro. Raises PartitionError for a number that is negative
-    or not finite.
+    `move_seconds` is the measured cost of a move. `margin` multiplies it, for predictions are
+    better than what follows; `hysteresis` is the least relative gain, for noise of a percent must
+    not move layers to and fro. Raises PartitionError for a number that is negative or not finite.
     """
     given = {
         "seconds_now": seconds_now,
@@ -79,7 +85,8 @@ def worth_moving(
 
 
 class Expected(Protocol):
-    """What is known of the future: from `step` on these layers take `f`, `b`, `w` times what they take now (`dynamism.Forecast`)."""
+    """What is known of the future: from `step` on these layers take `f`, `b`, `w` times what they
+    take now (`dynamism.Forecast`)."""
 
     @property
     def step(self) -> int: ...
@@ -105,10 +112,12 @@ class ForecastInterval:
 def forecast_intervals(
     layers: Sequence[LayerCost], forecasts: Sequence[Sequence[Expected]], step: int, end: int
 ) -> tuple[ForecastInterval, ...]:
-    """The steps `step` .. end - 1, cut where a forecast says that costs change. `layers`: what they cost now.
+    """The steps `step` .. end - 1, cut where a forecast says that costs change. `layers`: what they
+    cost now.
 
-    forecasts: of each case its own. Of one case the latest for a layer holds, and what several cases say of it is multiplied. A layer that
-    will have neither B nor W keeps nothing between F and B; one without W nothing for W.
+    forecasts: of each case its own. Of one case the latest for a layer holds, and what several
+    cases say of it is multiplied. A layer that will have neither B nor W keeps nothing between F
+    and B; one without W nothing for W.
     """
     if end <= step:
         return ()
@@ -142,7 +151,8 @@ class Outlook:
     then: float
 
 
-# A gain that is known to end in fewer steps is not begun: the first step after a move opens channels anew.
+# A gain that is known to end in fewer steps is not begun: the first step after a move opens
+# channels anew.
 _SOON = 5
 
 
@@ -151,9 +161,10 @@ def worth_moving_through(
 ) -> Decision:
     """As `worth_moving`, over steps of which it is known how they will differ.
 
-    The gain is believed up to the first phase in which the move would be no gain any more. If there is one, it is taken that the layers
-    will have to move again then, so that the price is paid twice; and if it comes in fewer than `soon` steps, nothing moves: wait. With
-    nothing known it is `worth_moving`. Raises PartitionError as that.
+    The gain is believed up to the first phase in which the move would be no gain any more. If there
+    is one, it is taken that the layers will have to move again then, so that the price is paid
+    twice; and if it comes in fewer than `soon` steps, nothing moves: wait. With nothing known it is
+    `worth_moving`. Raises PartitionError as that.
     """
     if len(outlook) < 2:
         first = outlook[0] if outlook else Outlook(0, 0, 0.0, 0.0)
@@ -179,8 +190,9 @@ def worth_moving_through(
     return Decision(whole.move, first, f"{whole.reason}{until}")
 
 
-# A gain must be at least this times the share of the ops' time that other processes take: the steps' own lengths scatter with that share
-# (`benchmarks.steadiness` shows by how much), so a smaller gain would come out as a loss now and then.
+# A gain must be at least this times the share of the ops' time that other processes take: the
+# steps' own lengths scatter with that share (`benchmarks.steadiness` shows by how much), so a
+# smaller gain would come out as a loss now and then.
 _PREEMPTED_COUNTS = 1 / 3
 
 
@@ -189,12 +201,13 @@ def confirmed(decision: Decision, parts: Sequence[Decision], preempted: float = 
 
     Args:
         decision: By all readings.
-        parts: The same question answered by disjoint parts of the readings. None: there is one reading only, which proves nothing.
+        parts: The same question answered by disjoint parts of the readings. None: there is one
+            reading only, which proves nothing.
         preempted: The share of its ops' time for which a rank lost its core to other processes.
 
     Returns:
-        `decision` if it is to stay, or if every part would move, too, and the gain stands out from the disturbance. Otherwise to stay,
-        as an uncertain decision.
+        `decision` if it is to stay, or if every part would move, too, and the gain stands out from
+        the disturbance. Otherwise to stay, as an uncertain decision.
     """
     if not decision.move:
         return decision
@@ -210,15 +223,17 @@ def confirmed(decision: Decision, parts: Sequence[Decision], preempted: float = 
     return Decision(False, gain, f"stay: {why}", uncertain=True)
 
 
-# After so many measured steps of changed work it is time to look. A step's figures are medians over its microbatches, so one says much; the
-# second look is for when that one was a freak, and moves nothing where it finds the same.
+# After so many measured steps of changed work it is time to look. A step's figures are medians over
+# its microbatches, so one says much; the second look is for when that one was a freak, and moves
+# nothing where it finds the same.
 _LOOKS = (1, 3)
 
 
 @final
 class RebalanceWatch:
-    """Is it time to look whether moving pays? After some steps at first; one step after the work changed, and again a few later; and when
-    the imbalance of the ranks' busy seconds, max / mean, has drifted by more than `drift` from what it was after the last decision.
+    """Is it time to look whether moving pays? After some steps at first; one step after the work
+    changed, and again a few later; and when the imbalance of the ranks' busy seconds, max / mean,
+    has drifted by more than `drift` from what it was after the last decision.
 
     Fed with what all ranks know of a step, so all ranks find the same.
     """
@@ -241,13 +256,15 @@ class RebalanceWatch:
             self._reference = median(self._recent)
 
     def on_workload_change(self) -> None:
-        """The work has changed before the next step. Of changes that follow one upon another the first counts: else none would ever."""
+        """The work has changed before the next step. Of changes that follow one upon another the
+        first counts: else none would ever."""
         if not self._looks:
             self._measured = 0
             self._looks.extend(_LOOKS)
 
     def check_later(self) -> None:
-        """What was decided is not certain yet. Looks once more when the readings that it was decided by have been replaced."""
+        """What was decided is not certain yet. Looks once more when the readings that it was
+        decided by have been replaced."""
         if not self._looks:
             self._measured = 0
             self._looks.append(WINDOW)
@@ -261,7 +278,8 @@ class RebalanceWatch:
         return self._first or abs(median(self._recent) / self._reference - 1) > self._drift
 
     def decided(self) -> None:
-        """Something was decided: what is measured from now on is what the next decision compares with."""
+        """Something was decided: what is measured from now on is what the next decision compares
+        with."""
         self._first, self._reference = False, None
         while self._looks and self._measured >= self._looks[0]:
             self._looks.popleft()

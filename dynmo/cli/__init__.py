@@ -1,6 +1,8 @@
-"""The `dynmo` command: one file per command here, and `main`, the one place where errors become a line and an exit status.
+"""The `dynmo` command: one file per command here, and `main`, the one place where errors become a
+line and an exit status.
 
-A command's file imports what it needs inside its function, so that `dynmo --help` and a typing mistake are answered at once.
+A command's file imports what it needs inside its function, so that `dynmo --help` and a typing
+mistake are answered at once.
 """
 
 from __future__ import annotations
@@ -34,7 +36,8 @@ app.command("schedule")(schedule)
 app.command("simulate")(simulate)
 app.command("report")(report)
 
-# The base of the usage errors (wrong option, missing argument, wrong type), which typer does not export by name.
+# The base of the usage errors (wrong option, missing argument, wrong type), which typer does not
+# export by name.
 _ClickException: type[Exception] = typer.BadParameter.__mro__[2]
 
 
@@ -54,7 +57,8 @@ def _options(
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command line and returns the exit status: 0 done, 1 the run failed, 2 the input is wrong, 130 interrupted.
+    """Runs the command line and returns the exit status: 0 done, 1 the run failed, 2 the input is
+    wrong, 130 interrupted.
 
     Whatever goes wrong is one line on stderr. `arguments` default to the process's own.
     """
@@ -81,7 +85,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (KeyboardInterrupt, typer.Abort):
         return _fail("interrupted", 130)
     except BrokenPipeError:
-        # Whoever read our output has seen enough (`| head`). Python would complain again when it flushes at exit.
+        # Whoever read our output has seen enough (`| head`). Python would complain again when it
+        # flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except Exception as error:

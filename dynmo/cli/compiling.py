@@ -12,7 +12,8 @@ from contextlib import contextmanager
 
 @contextmanager
 def compilation_told() -> Iterator[None]:
-    """While open, the first loop that numba compiles is told on stderr. Loops that are loaded from its cache are not."""
+    """While open, the first loop that numba compiles is told on stderr. Loops that are loaded from
+    its cache are not."""
     from numba.core import event
 
     class Notice(event.Listener):

@@ -1,4 +1,5 @@
-"""`dynmo plan --gpus N --global-batch B`: how many replicas of how long a pipeline, with which microbatches and schedule."""
+"""`dynmo plan --gpus N --global-batch B`: how many replicas of how long a pipeline, with which
+microbatches and schedule."""
 
 from __future__ import annotations
 
@@ -35,7 +36,8 @@ class Options:
     microbatches: int | None
 
     def wanted(self) -> bool:
-        """Whether a mesh is asked for. Raises InputError where an option goes without those that it belongs to."""
+        """Whether a mesh is asked for. Raises InputError where an option goes without those that it
+        belongs to."""
         if self.gpus is None:
             for option in ("global_batch", "micro_batch", "zero", "bandwidth"):
                 if getattr(self, option) is not None:
@@ -130,11 +132,12 @@ def run(request: MeshRequest, as_json: bool, exports: list[str]) -> None:
     console.print(f"searched in {show_time(seconds)}", highlight=False, soft_wrap=True)
 
 
-# -- JSON --------------------------------------------------------------------------------------------------------------------------
+# -- JSON ------------------------------------------------------------------------------------------
 
 
 def to_json(request: MeshRequest, result: MeshSearchResult, seconds: float) -> dict[str, Any]:
-    """The plan of the best mesh's one replica, in the words of `dynmo plan`; `mesh` and `candidates`, the best first; `refused`."""
+    """The plan of the best mesh's one replica, in the words of `dynmo plan`; `mesh` and
+    `candidates`, the best first; `refused`."""
     best = result.candidates[0]
     return plan_json(best.plan, seconds) | {
         "alternatives": {},
@@ -165,7 +168,7 @@ def _mesh(candidate: MeshPlan) -> dict[str, Any]:
     }
 
 
-# -- text --------------------------------------------------------------------------------------------------------------------------
+# -- text ------------------------------------------------------------------------------------------
 
 
 def _print_best(console: Console, request: MeshRequest, best: MeshPlan) -> None:

@@ -14,7 +14,8 @@ class _StderrHandler(logging.Handler):
 
 
 def show_notices() -> None:
-    """Print warnings of dynmo's loggers as lines `dynmo: ...` on stderr. A second call changes nothing."""
+    """Print warnings of dynmo's loggers as lines `dynmo: ...` on stderr. A second call changes
+    nothing."""
     logger = logging.getLogger("dynmo")
     if not any(isinstance(handler, _StderrHandler) for handler in logger.handlers):
         logger.addHandler(_StderrHandler())

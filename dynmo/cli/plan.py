@@ -1,4 +1,5 @@
-"""`dynmo plan`: the placement and the schedule for measured costs, what they would take, and what another choice would give."""
+"""`dynmo plan`: the placement and the schedule for measured costs, what they would take, and what
+another choice would give."""
 
 from __future__ import annotations
 
@@ -136,7 +137,7 @@ def _bytes(text: str | None) -> int | None:
     return size
 
 
-# -- JSON --------------------------------------------------------------------------------------------------------------------------
+# -- JSON ------------------------------------------------------------------------------------------
 
 
 def _alternatives_json(others: Alternatives, plan: Plan) -> dict[str, Any]:
@@ -164,7 +165,7 @@ def _gain(other: Plan, plan: Plan) -> float:
     return 1 - other.step / plan.step if plan.step else 0.0
 
 
-# -- text --------------------------------------------------------------------------------------------------------------------------
+# -- text ------------------------------------------------------------------------------------------
 
 
 def _print_text(plan: Plan, seconds: float, others: Alternatives, exports: list[str]) -> None:

@@ -1,4 +1,5 @@
-"""`dynmo profile`: measures a model's layers for a few steps and writes a costs file, which `dynmo plan` reads."""
+"""`dynmo profile`: measures a model's layers for a few steps and writes a costs file, which `dynmo
+plan` reads."""
 
 from __future__ import annotations
 
@@ -65,7 +66,8 @@ def profile(
 
 
 def _check_out(out: Path) -> None:
-    """Another file of that name is not lost, and a folder that is missing is told before the work."""
+    """Another file of that name is not lost, and a folder that is missing is told before the
+    work."""
     from dynmo.cost.profile_file import KIND
 
     if not out.parent.is_dir():
@@ -100,7 +102,8 @@ def _spawn(config: Config, steps: int, out: Path, as_json: bool) -> int:
 
 
 def _local_rank(path: Path, steps: int, out: Path, as_json: bool) -> int:
-    """A rank that this machine's launcher started: errors go to the launcher, which tells the cause."""
+    """A rank that this machine's launcher started: errors go to the launcher, which tells the
+    cause."""
     from dynmo.runtime.comm.launch import enter_rank, report_failure
 
     log = path.parent / f"rank-{os.environ['RANK']}.log"

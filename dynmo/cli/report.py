@@ -80,7 +80,8 @@ def report(
 
 
 def _config(folder: Path) -> dict[str, Any] | None:
-    """The run's config as it was written down; None where it cannot be read (a report needs it not)."""
+    """The run's config as it was written down; None where it cannot be read (a report needs it
+    not)."""
     from dynmo.config import without_unused_keys
 
     try:

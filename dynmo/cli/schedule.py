@@ -31,11 +31,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Result:
-    """The contract's words. Times and memory in the units of the given costs, `seconds` what making the schedule took.
+    """The contract's words. Times and memory in the units of the given costs, `seconds` what making
+    the schedule took.
 
-    proven: whether the solver, where asked, found that nothing is shorter; None where it was not asked.
-    every_message: interleaving, whose published figures let most messages between the last rank and the first come for nothing, with every
-    message waited for; None for the others, whose figures are that anyway.
+    proven: whether the solver, where asked, found that nothing is shorter; None where it was not
+    asked. every_message: interleaving, whose published figures let most messages between the last
+    rank and the first come for nothing, with every message waited for; None for the others, whose
+    figures are that anyway.
     """
 
     schedule: str
@@ -114,7 +116,8 @@ def schedule(
     proof = None if exact is None else _prove(schedule, wanted, exact)
     if proof is not None and proof.schedule.ops != schedule.ops:
         name, schedule = "exact", proof.schedule
-    # The published figures of interleaving do not wait for every message; where costs are measured, we do.
+    # The published figures of interleaving do not wait for every message; where costs are measured,
+    # we do.
     published = name == "interleaved-1f1b" and costs is None and len(placement) > ranks > 1
     plain = simulate(schedule, stage_costs)
     timeline = simulate(schedule, stage_costs, wrap_group=ranks) if published else plain
@@ -132,7 +135,8 @@ def schedule(
         bubble_ratio=timeline.bubble_ratio,
         makespan_bubble_ratio=timeline.makespan_bubble_ratio,
         idle_ratio=timeline.idle_ratio,
-        # A bound that is reached may come out a rounding error above what reached it, since it is summed in another order.
+        # A bound that is reached may come out a rounding error above what reached it, since it is
+        # summed in another order.
         lower_bound=min(bound, reached),
         peak_memory=timeline.peak_memory,
         seconds=seconds,
@@ -159,7 +163,8 @@ def _needed(option: str, value: _T | None) -> _T:
 
 
 def _read_torch_csv(path: Path, asked: dict[str, object]) -> Schedule:
-    """Reads a schedule. Raises InputError if the file is wrong, or an option of `asked` is given too."""
+    """Reads a schedule. Raises InputError if the file is wrong, or an option of `asked` is given
+    too."""
     from dynmo.schedule.torch_csv import from_torch_csv
 
     given = next((option for option, value in asked.items() if value is not None), None)
@@ -216,7 +221,8 @@ class _Wanted:
 def _uniform(
     placement: tuple[int, ...], tf: float | None, tb: float | None, tw: float | None, tcomm: float | None, w_memory: float
 ) -> Costs:
-    """The times are a rank's: of several stages on a rank each has its part of them, and of the memory."""
+    """The times are a rank's: of several stages on a rank each has its part of them, and of the
+    memory."""
     if tf is None or tb is None or tw is None:
         raise InputError("no costs: give --tf, --tb and --tw (and --tcomm), or --costs FILE")
     tcomm = 0.0 if tcomm is None else tcomm
@@ -231,7 +237,8 @@ def _from_file(
 ) -> tuple[Costs, int, tuple[float, ...]]:
     """Costs, first trainable stage, and the limit of every rank.
 
-    Where ranks hold several stages, the file's lists are one number per stage, or one per rank: then each stage has its part.
+    Where ranks hold several stages, the file's lists are one number per stage, or one per rank:
+    then each stage has its part.
     """
     from dynmo.cost.costs_file import read_costs
 
@@ -272,7 +279,8 @@ def _prove(schedule: Schedule, wanted: _Wanted, seconds: float) -> Exact:
 
 
 def _check_memory(schedule: Schedule, wanted: _Wanted) -> None:
-    """Raises ScheduleError, with the schedules that would fit, where a rank's peak is over its cap."""
+    """Raises ScheduleError, with the schedules that would fit, where a rank's peak is over its
+    cap."""
     peaks, caps = peak_memory(schedule, wanted.costs), wanted.caps
     over = [rank for rank in range(schedule.ranks) if not _fits(peaks[rank], caps[rank])]
     if not over:
@@ -294,7 +302,8 @@ def _fits_all(name: str, placement: tuple[int, ...], wanted: _Wanted) -> bool:
 
 
 def _fits(peak: float, cap: float) -> bool:
-    # A peak is a running sum, so it may lie a rounding error above the number of activations that it stands for.
+    # A peak is a running sum, so it may lie a rounding error above the number of activations that
+    # it stands for.
     return peak <= cap * (1 + 1e-9)
 
 

@@ -63,7 +63,7 @@ def plan_json(plan: Plan, seconds: float) -> dict[str, Any]:
     }
 
 
-# -- in the form of other trainers ------------------------------------------------------------------------------------------------
+# -- in the form of other trainers -----------------------------------------------------------------
 
 
 def _megatron(plan: Plan) -> dict[str, Any]:
@@ -98,7 +98,8 @@ def _export(name: str, plan: Plan) -> dict[str, Any]:
 
 
 def picture(plan: Plan) -> list[Text]:
-    """One bar per stage, as long as its work of one microbatch; dots where its rank waits for the longest."""
+    """One bar per stage, as long as its work of one microbatch; dots where its rank waits for the
+    longest."""
     from rich.text import Text
 
     request, ranks = plan.request, plan.rank_cost

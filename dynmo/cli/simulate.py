@@ -1,4 +1,5 @@
-"""`dynmo simulate`: replays a workload that changes over time under a policy, and says what balancing would bring."""
+"""`dynmo simulate`: replays a workload that changes over time under a policy, and says what
+balancing would bring."""
 
 from __future__ import annotations
 
@@ -47,7 +48,8 @@ def simulate(
 
 
 def to_json(outcome: ReplayResult, seconds: float) -> dict[str, Any]:
-    """Seconds and bytes. `speedup`: of the whole run with its moves, against static; `perfect_speedup`: what perfect balance would have."""
+    """Seconds and bytes. `speedup`: of the whole run with its moves, against static;
+    `perfect_speedup`: what perfect balance would have."""
     workload = outcome.workload
     total = {
         "seconds": outcome.seconds,
@@ -91,7 +93,7 @@ def _idle(steps: Sequence[StepTime]) -> float:
     return sum(x.seconds * x.idle_ratio for x in steps) / whole if whole else 0.0
 
 
-# -- text --------------------------------------------------------------------------------------------------------------------------
+# -- text ------------------------------------------------------------------------------------------
 
 
 def _print_text(outcome: ReplayResult, seconds: float) -> None:
@@ -152,7 +154,8 @@ def _verdict(outcome: ReplayResult) -> list[str]:
 
 
 def picture(outcome: ReplayResult) -> list[str]:
-    """Step time over steps: s static, * the policy, - perfect, | a rebalance. A column is the mean of its steps."""
+    """Step time over steps: s static, * the policy, - perfect, | a rebalance. A column is the mean
+    of its steps."""
     count = outcome.workload.steps
     columns = min(_COLUMNS, count)
     cuts = [(count * i // columns, count * (i + 1) // columns) for i in range(columns)]
@@ -171,7 +174,7 @@ def picture(outcome: ReplayResult) -> list[str]:
     return [*lines, f"           steps 0 to {count - 1}; seconds a step: s static, * policy, - perfect"]
 
 
-# -- plot --------------------------------------------------------------------------------------------------------------------------
+# -- plot ------------------------------------------------------------------------------------------
 
 
 def _check_plot(path: Path) -> None:

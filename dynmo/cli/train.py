@@ -1,4 +1,5 @@
-"""`dynmo train`: starts the ranks it needs on this machine, or joins the world it finds itself in."""
+"""`dynmo train`: starts the ranks it needs on this machine, or joins the world it finds itself
+in."""
 
 from __future__ import annotations
 
@@ -76,12 +77,14 @@ def import_from_working_folder() -> None:
 
 
 def rank_command(*arguments: str) -> list[str]:
-    """The command line of a local rank. With -P, Python does not put the working folder first in `sys.path`."""
+    """The command line of a local rank. With -P, Python does not put the working folder first in
+    `sys.path`."""
     return [sys.executable, "-P", "-m", "dynmo", *arguments]
 
 
 def _check_input(config: Config) -> None:
-    """What can be known at once, without torch: for an error a second after the start, nothing need be made or overwritten."""
+    """What can be known at once, without torch: for an error a second after the start, nothing need
+    be made or overwritten."""
     from dynmo.data.corpus import check_vocab, open_corpus
 
     if config.model.kind != "emulated":
@@ -94,8 +97,9 @@ def _check_input(config: Config) -> None:
 def _run_folder(config: Config, resume: bool, overwrite: bool) -> Iterator[Path]:
     """runs/NAME, made ready. Raises ConfigError rather than lose anything.
 
-    Where the ranks find the input wrong, or are interrupted, before anything has happened, the folder is left as it was found, so that it
-    does not stand in the way of the next attempt: what --overwrite replaces is gone only once the new run has written its first event.
+    Where the ranks find the input wrong, or are interrupted, before anything has happened, the
+    folder is left as it was found, so that it does not stand in the way of the next attempt: what
+    --overwrite replaces is gone only once the new run has written its first event.
     """
     folder = RUNS / config.name
     with _alone(folder):
@@ -123,7 +127,8 @@ def _alone(folder: Path) -> Iterator[None]:
     import filelock
 
     path = folder.with_name(f".{folder.name}.lock")
-    # A process that ends removes its lock file. Whoever opened the removed file tries again, so the timeout is not 0.
+    # A process that ends removes its lock file. Whoever opened the removed file tries again, so the
+    # timeout is not 0.
     lock = filelock.FileLock(path, timeout=0.1, poll_interval=0.02)
     with contextlib.ExitStack() as stack:
         try:
@@ -230,7 +235,8 @@ def _spawn(config: Config, folder: Path, resume: bool, as_json: bool) -> int:
 
 
 def _local_rank(path: Path, resume: bool, as_json: bool) -> int:
-    """A rank that this machine's launcher started on the config in its run's folder: errors go to the launcher, which tells the cause."""
+    """A rank that this machine's launcher started on the config in its run's folder: errors go to
+    the launcher, which tells the cause."""
     from dynmo.runtime.comm.launch import enter_rank, report_failure
 
     log = path.parent / f"rank-{os.environ['RANK']}.log"
@@ -290,7 +296,8 @@ def _rank(config: Config, rendezvous: Rendezvous, folder: Path, resume: bool, as
 
 
 def _stdout_for_json(as_json: bool) -> contextlib.AbstractContextManager[object]:
-    """With --json, what a model of one's own prints goes to stderr: stdout is for the one object."""
+    """With --json, what a model of one's own prints goes to stderr: stdout is for the one
+    object."""
     return contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext()
 
 

@@ -1,4 +1,5 @@
-"""The configuration of a run: one frozen model, read from TOML and `--set section.key=value`. Pure: no torch.
+"""The configuration of a run: one frozen model, read from TOML and `--set section.key=value`. Pure:
+no torch.
 
 values.py             the types of single values
 section.py            the base class of all sections

@@ -256,8 +256,9 @@ def _egeria(freezing: Freezing, steps: int) -> Iterator[str]:
 def first_stale_step(freezing: Freezing, steps: int) -> int:
     """The first step before which Egeria can freeze a module.
 
-    Egeria needs `window` slopes after the first one, which they are compared with. A reading uses the last
-    reference taken before its step. Each reference begins a new curve, whose first window has no slope.
+    Egeria needs `window` slopes after the first one, which they are compared with. A reading uses
+    the last reference taken before its step. Each reference begins a new curve, whose first window
+    has no slope.
 
     Args:
         freezing: The section `[dynamism.freezing]`.
@@ -279,13 +280,15 @@ def first_stale_step(freezing: Freezing, steps: int) -> int:
 
 
 def _output_cache(config: Config) -> Iterator[str]:
-    """A cache of outputs is useless if a frozen layer gives another output each time, or if no microbatch comes again."""
+    """A cache of outputs is useless if a frozen layer gives another output each time, or if no
+    microbatch comes again."""
     key = f"dynamism.freezing.cache_bytes = {config.dynamism.freezing.cache_bytes}"
     if config.model.dropout:
         yield f"{key} with model.dropout = {config.model.dropout}: what is dropped is another each time; use cache_bytes = 0 or dropout = 0"
     if "sparse_attention" in config.dynamism.cases:
         yield f'{key} with the case "sparse_attention", which draws anew at each step; use cache_bytes = 0, or leave the case out'
-    # In other cases the length of the data decides, which `DataLoader` knows. With these settings nothing comes again at any length.
+    # In other cases the length of the data decides, which `DataLoader` knows. With these settings
+    # nothing comes again at any length.
     train = config.train
     if train.eval_every and train.steps // train.eval_every < 2 and config.data.shuffle == "windows" and train.micro_batch > 1:
         evaluations = "one evaluation" if train.steps >= train.eval_every else "no evaluation"

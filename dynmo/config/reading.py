@@ -1,7 +1,8 @@
-"""Reading a config: TOML and `--set section.key=value` in, a `Config` or one line that says what was wrong out.
+"""Reading a config: TOML and `--set section.key=value` in, a `Config` or one line that says what
+was wrong out.
 
-Defaults < TOML < `--set`. A key or value of the contract that this version cannot serve yet is an error that says so: it is never ignored,
-and never taken for a typing mistake.
+Defaults < TOML < `--set`. A key or value of the contract that this version cannot serve yet is an
+error that says so: it is never ignored, and never taken for a typing mistake.
 """
 
 from __future__ import annotations
@@ -23,9 +24,11 @@ from dynmo.errors import ConfigError
 
 
 def load(path: str | Path | None = None, overrides: Sequence[str] = ()) -> Config:
-    """The config of the TOML file at `path` (None: the defaults), changed by `section.key=value` overrides, the last of a key winning.
+    """The config of the TOML file at `path` (None: the defaults), changed by `section.key=value`
+    overrides, the last of a key winning.
 
-    A value is in TOML syntax; a string may go without quotes. Raises ConfigError, one line: file, key, what was wrong, what to do.
+    A value is in TOML syntax; a string may go without quotes. Raises ConfigError, one line: file,
+    key, what was wrong, what to do.
     """
     data = {} if path is None else without_unused_keys(_read(Path(path)))
     before = _kind_of(data)
@@ -39,13 +42,15 @@ def load(path: str | Path | None = None, overrides: Sequence[str] = ()) -> Confi
 
 
 def parse(data: Mapping[str, Any], where: str = "config", overridden: Collection[str] = ()) -> Config:
-    """The config of nested dicts. `where` is named in errors, but for the `overridden` keys `--set` is. Raises ConfigError."""
+    """The config of nested dicts. `where` is named in errors, but for the `overridden` keys `--set`
+    is. Raises ConfigError."""
     data = without_unused_keys(data)
     try:
         config = Config.model_validate(data)
     except ValidationError as error:
         problems = error.errors(include_url=False)
-        # One line tells one problem, and of several the one most likely at the root: a key that nobody knows.
+        # One line tells one problem, and of several the one most likely at the root: a key that
+        # nobody knows.
         problem = next((p for p in problems if p["type"] == "extra_forbidden"), problems[0])
         parts = tuple(str(part) for part in problem["loc"] if not isinstance(part, int))
         where = "--set" if ".".join(parts) in overridden else where
@@ -73,7 +78,8 @@ def _drop(data: dict[str, Any], keys: Collection[str]) -> None:
 
 
 def without_unused_keys(data: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy without the keys of [model] that its kind does not have, if the run of an earlier version wrote it.
+    """A copy without the keys of [model] that its kind does not have, if the run of an earlier
+    version wrote it.
 
     Such a file lists every key there is, also those that were ignored.
     """
@@ -147,7 +153,8 @@ def _override(data: dict[str, Any], text: str) -> None:
 
 
 def _value(text: str, value: str, plain: bool) -> Any:
-    """An override's value: TOML, or else a bare string. A `plain` key is a string, so that a run may be called 2024."""
+    """An override's value: TOML, or else a bare string. A `plain` key is a string, so that a run
+    may be called 2024."""
     try:
         table = tomllib.loads(f"value = {value}")
     except (ValueError, RecursionError) as error:
@@ -179,7 +186,8 @@ def _keys(parts: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
 
 
 def _unknown(parts: tuple[str, ...]) -> str:
-    """An unknown key, and the nearest: in its own section, else the same word elsewhere; or of an unknown section, the whole path."""
+    """An unknown key, and the nearest: in its own section, else the same word elsewhere; or of an
+    unknown section, the whole path."""
     key, section = ".".join(parts), parts[:-1]
     if section == ("dynamism",) and parts[-1] in PLANNED_CASES:
         return f"{key} is {NOT_SERVED}; the cases served are {', '.join(CASES)}"

@@ -215,7 +215,8 @@ class Config(Section):
 
     @property
     def ranks(self) -> int:
-        """The size of the world: pipeline x data x expert; a pipeline of slices is one rank of it."""
+        """The size of the world: pipeline x data x expert; a pipeline of slices is one rank of
+        it."""
         return (1 if self.parallel.slices else self.parallel.pipeline) * self.parallel.data * self.parallel.expert
 
     def to_toml(self) -> str:

@@ -30,14 +30,16 @@ def accumulation_problem(groups: int, replicas: int, microbatches: int) -> str |
 
 
 def suggest_groups(config: Config, replicas: Collection[int]) -> str:
-    """The numbers of accumulation groups that fit each of these numbers of replicas, for an error message."""
+    """The numbers of accumulation groups that fit each of these numbers of replicas, for an error
+    message."""
     microbatches = config.all_microbatches
     fitting = [str(n) for n in divisors(microbatches) if not any(accumulation_problem(n, r, microbatches) for r in replicas)]
     return " or ".join(fitting[:4]) if fitting else "another train.global_batch"
 
 
 def mesh_shapes(config: Config) -> tuple[tuple[int, int], ...]:
-    """The meshes that the run's ranks can form with the same batch, accumulation groups and schedule.
+    """The meshes that the run's ranks can form with the same batch, accumulation groups and
+    schedule.
 
     Args:
         config: The run.

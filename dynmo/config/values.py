@@ -1,4 +1,5 @@
-"""What a single value may be: types with their limits, and checks whose message says what was wrong and what to write instead."""
+"""What a single value may be: types with their limits, and checks whose message says what was wrong
+and what to write instead."""
 
 from __future__ import annotations
 
@@ -235,7 +236,8 @@ Timeout: TypeAlias = Annotated[float, Field(gt=0, le=1e9)]
 Threads: TypeAlias = Annotated[int, Field(ge=1, le=1024)]
 Share: TypeAlias = Annotated[float, Field(ge=0, le=1)]
 BelowOne: TypeAlias = Annotated[float, Field(ge=0, lt=1)]
-# TOML has lists only, and strict pydantic takes no list for a tuple: so tuples (frozen, hashable) are lax, their items are not.
+# TOML has lists only, and strict pydantic takes no list for a tuple: so tuples (frozen, hashable)
+# are lax, their items are not.
 Lax = Field(strict=False)
 
 Seconds: TypeAlias = Annotated[float | tuple[float, ...], PlainValidator(_check_seconds)]

@@ -2,8 +2,9 @@
 
     {"f": [1, 1], "b": [1, 1.2], "w": [1, 0.8], "comm": 0.1, "cap": [2, 2]}
 
-f, b, w are times per stage; comm is one link time or one per boundary (default 0). mem_f, mem_b, mem_w are the changes of live memory at
-each op and sum to 0 per stage; they come together or not at all. cap is the most live memory a stage may have, in the same unit.
+f, b, w are times per stage; comm is one link time or one per boundary (default 0). mem_f, mem_b,
+mem_w are the changes of live memory at each op and sum to 0 per stage; they come together or not at
+all. cap is the most live memory a stage may have, in the same unit.
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ class _File(BaseModel):
 
 @dataclass(frozen=True)
 class CostsFile:
-    """What the file says: `caps` per stage in its unit of memory (None: no limit), `has_memory` whether it gives mem_f, mem_b, mem_w."""
+    """What the file says: `caps` per stage in its unit of memory (None: no limit), `has_memory`
+    whether it gives mem_f, mem_b, mem_w."""
 
     costs: Costs
     caps: tuple[float, ...] | None
@@ -54,10 +56,11 @@ _OF_LAYERS = "here one number per stage is wanted; dynmo plan --costs takes the 
 
 
 def read_costs(path: Path, stages: int, w_memory: float = 0.5, or_stages: int | None = None) -> CostsFile:
-    """Reads and checks the file for a pipeline of `stages` stages; of `or_stages` where its list f has so many.
+    """Reads and checks the file for a pipeline of `stages` stages; of `or_stages` where its list f
+    has so many.
 
-    Where the file gives no memory, F adds 1, W takes `w_memory` of it away and B the rest. Raises InputError, one line, with the file, the
-    list and the stage.
+    Where the file gives no memory, F adds 1, W takes `w_memory` of it away and B the rest. Raises
+    InputError, one line, with the file, the list and the stage.
     """
     try:
         if path.is_dir():
@@ -84,13 +87,15 @@ def read_costs(path: Path, stages: int, w_memory: float = 0.5, or_stages: int | 
 
 
 def parse_costs(data: object, stages: int, w_memory: float = 0.5) -> CostsFile:
-    """The same for data that is already read from JSON. Raises InputError without the file's name."""
+    """The same for data that is already read from JSON. Raises InputError without the file's
+    name."""
     if not isinstance(data, dict):
         raise InputError('expected an object such as {"f": [1, 1], "b": [1, 1], "w": [1, 1], "comm": 0}')
     fields = dict(cast("dict[str, Any]", data))
     comm = fields.get("comm", 0.0)
     if not isinstance(comm, list):
-        # One number serves all boundaries; a single stage has none, but the number is still checked.
+        # One number serves all boundaries; a single stage has none, but the number is still
+        # checked.
         fields["comm"] = [comm] * max(1, stages - 1)
     try:
         file = _File.model_validate(fields)
@@ -130,7 +135,8 @@ def _memory(file: _File, stages: int, w_memory: float) -> list[tuple[float, floa
 
 
 def _explain(error: ValidationError) -> str:
-    """Pydantic's first finding in this file's words; a mistyped key before the key that is missing for it."""
+    """Pydantic's first finding in this file's words; a mistyped key before the key that is missing
+    for it."""
     first = first_problem(error)
     if not first["loc"]:
         return f"a key is no text that can be written as UTF-8: {first['msg']}"

@@ -1,6 +1,7 @@
 """What work costs: one layer (`LayerCost`), one stage (`StageCost`), and the links between stages.
 
-Seconds and bytes when measured; any one unit of time, and memory in units of one stage's forward activations, when given by hand.
+Seconds and bytes when measured; any one unit of time, and memory in units of one stage's forward
+activations, when given by hand.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from dynmo.errors import InputError
 def most_pending_gradients(accumulation_groups: int) -> int:
     """The most gradients of one parameter that wait while the next accumulation group is summed.
 
-    Groups fold as a binary tree (`runtime/layer/accumulation.py`), in which a finished group waits for its neighbour.
+    Groups fold as a binary tree (`runtime/layer/accumulation.py`), in which a finished group waits
+    for its neighbour.
     """
     return max(finished.bit_count() for finished in range(accumulation_groups))
 
@@ -35,12 +37,14 @@ class LayerCost:
         gradient_bytes: Bytes of their gradients.
         optimizer_bytes: Bytes of the optimizer's state.
         activation_bytes: Live from F until B.
-        stash_bytes: The part of the activations (inputs and output gradients) that W still needs after B.
+        stash_bytes: The part of the activations (inputs and output gradients) that W still needs
+            after B.
         output_bytes: What the layer hands on.
         workspace_bytes: What B needs beside all this while it runs.
         forward_workspace_bytes: The same for F, if it keeps what B needs.
         weight_workspace_bytes: The same for W.
-        rollback_bytes: What a step without a barrier keeps until it is final, so that it can be taken back.
+        rollback_bytes: What a step without a barrier keeps until it is final, so that it can be
+            taken back.
         pending_gradient_bytes: Gradients of finished accumulation groups that wait to be summed.
 
     Example:
@@ -90,7 +94,8 @@ class LayerCost:
 
 @dataclass(frozen=True)
 class StageCost:
-    """One stage and one microbatch: times of F, B, W and the change of live memory at each op (the three sum to 0)."""
+    """One stage and one microbatch: times of F, B, W and the change of live memory at each op (the
+    three sum to 0)."""
 
     f: float
     b: float
@@ -105,7 +110,8 @@ class StageCost:
 
     @property
     def held(self) -> float:
-        """The most that one microbatch holds: before B, or before W where B computes again what F did not keep."""
+        """The most that one microbatch holds: before B, or before W where B computes again what F
+        did not keep."""
         return max(self.mem_f, self.mem_f + self.mem_b)
 
 
@@ -132,7 +138,8 @@ class Costs:
 
 
 def uniform_costs(stages: int, f: float, b: float, w: float, comm: float = 0.0, w_memory: float = 0.5) -> Costs:
-    """The same stage `stages` times. `w_memory` is the share of a forward's activations that stays until W has run."""
+    """The same stage `stages` times. `w_memory` is the share of a forward's activations that stays
+    until W has run."""
     if not 0 <= w_memory <= 1:
         raise InputError(f"w-memory is {w_memory}; it is a share between 0 and 1")
     stage = StageCost(f, b, w, 1.0, w_memory - 1.0, -w_memory)
@@ -140,8 +147,9 @@ def uniform_costs(stages: int, f: float, b: float, w: float, comm: float = 0.0, 
 
 
 def split_costs(costs: Costs, placement: Sequence[int]) -> Costs:
-    """Costs of ranks, one stage each, as costs of the stages of `placement` (stage -> rank): each has its part of its rank's times and
-    memory. Between two stages lies the slowest of the links between their ranks; none where they share one."""
+    """Costs of ranks, one stage each, as costs of the stages of `placement` (stage -> rank): each
+    has its part of its rank's times and memory. Between two stages lies the slowest of the links
+    between their ranks; none where they share one."""
     parts = [placement.count(rank) for rank in range(len(costs.stages))]
     stages = tuple(_part(costs.stages[rank], parts[rank]) for rank in placement)
     links = tuple(max(costs.links[min(pair) : max(pair)], default=0.0) for pair in pairwise(placement))
@@ -153,7 +161,8 @@ def _part(stage: StageCost, parts: int) -> StageCost:
 
 
 def elide(layers: Sequence[LayerCost], first_trainable: int, frozen: Collection[int]) -> tuple[LayerCost, ...]:
-    """The same layers, without the work that freezing spares: B, W and stash below `first_trainable`, W of frozen layers above it."""
+    """The same layers, without the work that freezing spares: B, W and stash below
+    `first_trainable`, W of frozen layers above it."""
     out: list[LayerCost] = []
     for index, layer in enumerate(layers):
         if index < first_trainable:
@@ -165,7 +174,8 @@ def elide(layers: Sequence[LayerCost], first_trainable: int, frozen: Collection[
 
 
 def stage_costs(layers: Sequence[LayerCost], counts: Sequence[int]) -> tuple[StageCost, ...]:
-    """Sums layers into contiguous stages of `counts` layers each: the one cost function of simulator, scheduler and balancers."""
+    """Sums layers into contiguous stages of `counts` layers each: the one cost function of
+    simulator, scheduler and balancers."""
     if sum(counts) != len(layers):
         raise InputError(f"a placement of {sum(counts)} layers for {len(layers)} layer costs")
     out: list[StageCost] = []

@@ -1,11 +1,14 @@
 """The costs file of a model's layers: what `dynmo profile` writes and `dynmo plan` reads.
 
-    {"version": 1, "kind": "dynmo-costs", "names": ["embedding", ...], "f": [...], "b": [...], "w": [...], "weight_bytes": [...], ...,
-     "links": [{"latency": 2e-5, "bytes_per_second": 1e9}, ...], "partition": [3, 3], "first_trainable": 0, ...}
+    {"version": 1, "kind": "dynmo-costs", "names": ["embedding", ...], "f": [...], "b": [...], "w":
+    [...], "weight_bytes": [...], ...,
+     "links": [{"latency": 2e-5, "bytes_per_second": 1e9}, ...], "partition": [3, 3],
+         "first_trainable": 0, ...}
 
-Every list has one entry per layer; times are seconds of one microbatch. Only f, b and w are needed, so a file can be written by hand; sizes
-that are not given are 0. `links` has one entry per pair of neighbouring ranks (`between` says which pair, where it is not i and i + 1), or
-`comm` gives the seconds of a message over any boundary, or one number per boundary.
+Every list has one entry per layer; times are seconds of one microbatch. Only f, b and w are needed,
+so a file can be written by hand; sizes that are not given are 0. `links` has one entry per pair of
+neighbouring ranks (`between` says which pair, where it is not i and i + 1), or `comm` gives the
+seconds of a message over any boundary, or one number per boundary.
 """
 
 from __future__ import annotations
@@ -60,9 +63,10 @@ Pair = tuple[int, int]
 class Profile:
     """A model's layers, and the links between the ranks they were measured on.
 
-    links: per pair of ranks, the lower first; comm: instead of them, seconds over every boundary (one number) or over each. partition and
-    schedule: how the layers lay, in which order the ranks worked, where that is known. microbatch: sequences in one of the `microbatches`
-    of a step. first_trainable: the layers before it have neither B nor W.
+    links: per pair of ranks, the lower first; comm: instead of them, seconds over every boundary
+    (one number) or over each. partition and schedule: how the layers lay, in which order the ranks
+    worked, where that is known. microbatch: sequences in one of the `microbatches` of a step.
+    first_trainable: the layers before it have neither B nor W.
     """
 
     layers: tuple[LayerCost, ...]
@@ -81,8 +85,8 @@ class Profile:
     def boundaries(self, placement: Sequence[int], exactly: bool = True) -> tuple[LinkCost, ...]:
         """The link behind each stage but the last; between two stages of one rank it costs nothing.
 
-        A pair of ranks that was not measured gets the slowest of those that were. Raises InputError where `comm` lists another number of
-        boundaries; not `exactly`: its largest counts for all.
+        A pair of ranks that was not measured gets the slowest of those that were. Raises InputError
+        where `comm` lists another number of boundaries; not `exactly`: its largest counts for all.
         """
         pairs = [(min(pair), max(pair)) for pair in pairwise(placement)]
         if self.links:
@@ -163,7 +167,7 @@ def to_json(profile: Profile) -> dict[str, Any]:
     return {key: whole[key] for key in order if whole.get(key) is not None}
 
 
-# -- reading --------------------------------------------------------------------------------------------------------------------
+# -- reading ---------------------------------------------------------------------------------------
 
 
 def _whole(value: object) -> object:
@@ -219,7 +223,8 @@ class _File(BaseModel):
 
 
 def parse(data: object) -> Profile:
-    """The same for data that is already read from JSON. Raises InputError without the file's name."""
+    """The same for data that is already read from JSON. Raises InputError without the file's
+    name."""
     if not isinstance(data, dict):
         raise InputError('expected an object such as {"f": [1, 1], "b": [1, 1], "w": [1, 1], "comm": 0}')
     fields = dict(cast("dict[str, Any]", data))
@@ -299,7 +304,8 @@ def file_keys(section: type[BaseModel]) -> list[str]:
 
 
 def _explain(error: ValidationError) -> str:
-    """Pydantic's first finding in this file's words; a mistyped key before the key that is missing for it."""
+    """Pydantic's first finding in this file's words; a mistyped key before the key that is missing
+    for it."""
     first = first_problem(error)
     if not first["loc"]:
         return f"a key is no text that can be written as UTF-8: {first['msg']}"

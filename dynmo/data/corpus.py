@@ -1,4 +1,5 @@
-"""A corpus is one array of bytes, and a byte is a token: nothing to download, nothing to train first.
+"""A corpus is one array of bytes, and a byte is a token: nothing to download, nothing to train
+first.
 
 "stdlib" is the running Python's own standard library, so every machine has some megabytes of text;
 "file:PATH" is any file, read a window at a time, so it may be larger than memory.
@@ -22,7 +23,8 @@ VOCAB = 256  # a token is a byte
 STDLIB_LIMIT = 16 * 2**20
 SEPARATOR = b"\0"  # between files: no source text holds it
 
-# What is installed beside the library, or is no prose; and files that tell of this machine rather than of this Python.
+# What is installed beside the library, or is no prose; and files that tell of this machine rather
+# than of this Python.
 _SKIPPED_FOLDERS = {"site-packages", "dist-packages", "test", "tests", "idlelib", "__pycache__"}
 _MACHINE = ("config-", "_sysconfigdata", "sitecustomize", "usercustomize")
 
@@ -82,7 +84,8 @@ def open_corpus(source: str) -> Corpus:
 
 
 def stdlib(folder: Path, limit: int = STDLIB_LIMIT) -> NDArray[np.uint8]:
-    """The .py files under `folder`, each followed by a separator, in the order of their relative paths; at most `limit` bytes."""
+    """The .py files under `folder`, each followed by a separator, in the order of their relative
+    paths; at most `limit` bytes."""
     text = bytearray()
     for _, path in sorted((path.relative_to(folder).as_posix(), path) for path in _sources(folder)):
         text += path.read_bytes() + SEPARATOR
@@ -95,7 +98,8 @@ def stdlib(folder: Path, limit: int = STDLIB_LIMIT) -> NDArray[np.uint8]:
 
 def _sources(folder: Path) -> Iterator[Path]:
     for where, folders, names in os.walk(folder):
-        # In place, so that the walk never enters them: site-packages may hold far more than the library.
+        # In place, so that the walk never enters them: site-packages may hold far more than the
+        # library.
         folders[:] = [name for name in folders if name not in _SKIPPED_FOLDERS and not name.startswith(_MACHINE)]
         yield from (Path(where, name) for name in names if name.endswith(".py") and not name.startswith(_MACHINE))
 

@@ -1,4 +1,5 @@
-"""Which windows of the corpus a step reads, as a pure function of (seed, step): numbers only, so that every rank may know them.
+"""Which windows of the corpus a step reads, as a pure function of (seed, step): numbers only, so
+that every rank may know them.
 
 corpus   |--w0--|--w1--|--w2--|  ...  |--w(n-1)--|.|--h0--|--h1--|      each window is `sequence` tokens and the next one
           training: shuffled every epoch            held out: never trained on
@@ -25,14 +26,17 @@ Numbers = NDArray[np.int64]
 
 
 class Order:
-    """Windows of a corpus of `length` tokens. `windows` is how many are trained on, `held_out_windows` how many are not.
+    """Windows of a corpus of `length` tokens. `windows` is how many are trained on,
+    `held_out_windows` how many are not.
 
-    Raises ConfigError if the corpus is too short for one of each, or for the batches that are to come again.
+    Raises ConfigError if the corpus is too short for one of each, or for the batches that are to
+    come again.
     """
 
     def __init__(self, length: int, sequence: int, global_batch: int, micro_batch: int, seed: int, shuffle: str = "windows") -> None:
         assert global_batch % micro_batch == 0, "the config checks this"
-        # Two bytes more than the windows: the last target, and a gap that keeps the last training target out of the held-out text.
+        # Two bytes more than the windows: the last target, and a gap that keeps the last training
+        # target out of the held-out text.
         windows = (length - 2) // sequence
         if windows < 2:
             raise ConfigError(
@@ -48,9 +52,11 @@ class Order:
                 f'data.shuffle = "batches": data.source has {self.windows} windows to train on, fewer than train.global_batch = '
                 f'{global_batch}; use a smaller batch or "windows"'
             )
-        # Spread over the held-out text, and the same for every seed, so that losses of different runs compare.
+        # Spread over the held-out text, and the same for every seed, so that losses of different
+        # runs compare.
         self._held_out = self.windows + _permutation(self.held_out_windows, 0, 2**64 - 1)
-        # Steps come in order: the current epoch's, and that of the first, where it says what the batches are.
+        # Steps come in order: the current epoch's, and that of the first, where it says what the
+        # batches are.
         self._permutation = lru_cache(maxsize=2)(lambda size, epoch: _permutation(size, seed, epoch))
 
     def train(self, step: int) -> Numbers:
@@ -65,18 +71,21 @@ class Order:
         return np.concatenate(order).reshape(-1, self._micro_batch)
 
     def held_out(self, index: int) -> Numbers:
-        """The windows of one microbatch to evaluate on: [micro_batch]; after the last window, the first."""
+        """The windows of one microbatch to evaluate on: [micro_batch]; after the last window, the
+        first."""
         assert index >= 0
         return self._held_out[np.arange(index * self._micro_batch, (index + 1) * self._micro_batch) % self.held_out_windows]
 
     def repeats(self, steps: int) -> bool:
-        """Whether, within so many steps, a microbatch comes again with the very same sequences, other than by rare chance."""
+        """Whether, within so many steps, a microbatch comes again with the very same sequences,
+        other than by rare chance."""
         if self._batches is not None:
             return steps > self._batches
         return self._micro_batch == 1 and steps * self._global_batch > self.windows
 
 
 def _permutation(size: int, seed: int, epoch: int) -> Numbers:
-    """By sorting raw random numbers: numpy keeps those of a bit generator from version to version, not what `permutation` makes of them."""
+    """By sorting raw random numbers: numpy keeps those of a bit generator from version to version,
+    not what `permutation` makes of them."""
     random = np.random.Philox(key=np.array([seed, epoch], dtype=np.uint64)).random_raw(size)
     return np.argsort(random, kind="stable")

@@ -89,7 +89,8 @@ class Layers(Protocol):
     def collective(self) -> Collective: ...
 
     def kept(self, layer: int) -> dict[str, Tensor]:
-        """The tensors on the CPU that move and are saved with one of this rank's layers. The case fills it."""
+        """The tensors on the CPU that move and are saved with one of this rank's layers. The case
+        fills it."""
         ...
 
     def moments(self, layer: int) -> dict[str, Tensor]:
@@ -208,7 +209,8 @@ class Dynamism(Protocol):
         return
 
     def forecast(self, step: int) -> Sequence[Forecast]:
-        """Returns what the case expects to do after a step, soonest first. Empty if it cannot know."""
+        """Returns what the case expects to do after a step, soonest first. Empty if it cannot
+        know."""
         return ()
 
     def state(self) -> dict[str, Any]:

@@ -11,10 +11,12 @@
                   o'
                  '------------------ readings
 
-Where this differs from Egeria, and why. A layer and its reference get the same input, the live one (Egeria runs the whole reference
-model): so nothing but the plasticities crosses ranks, and for the front module, the only one that may freeze, the input is a
-frozen prefix's, the same in both. b counts tokens, not sequences, evenly picked: a microbatch of a language model has few sequences,
-sometimes one, and one has no similarities. Both sides drop the same activations: random numbers are keyed by layer and microbatch.
+Where this differs from Egeria, and why. A layer and its reference get the same input, the live one
+(Egeria runs the whole reference model): so nothing but the plasticities crosses ranks, and for the
+front module, the only one that may freeze, the input is a frozen prefix's, the same in both. b
+counts tokens, not sequences, evenly picked: a microbatch of a language model has few sequences,
+sometimes one, and one has no similarities. Both sides drop the same activations: random numbers are
+keyed by layer and microbatch.
 """
 
 from __future__ import annotations
@@ -39,9 +41,10 @@ _KEPT = "egeria/"
 
 @final
 class Egeria(Dynamism):
-    """`every` steps a reading, from step `start` on; `window` readings make a slope, and as many stale slopes a frozen module. tolerance:
-    the share of the first slopes under which one is stale. `refresh`: steps between references. When the learning rate falls to
-    `thaw` times what it was when the first module froze, all train again. most: leading layers that may freeze.
+    """`every` steps a reading, from step `start` on; `window` readings make a slope, and as many
+    stale slopes a frozen module. tolerance: the share of the first slopes under which one is stale.
+    `refresh`: steps between references. When the learning rate falls to `thaw` times what it was
+    when the first module froze, all train again. most: leading layers that may freeze.
     """
 
     name = "freezing"
@@ -54,14 +57,15 @@ class Egeria(Dynamism):
         self._layers: Layers | None = None
         self._hooks: list[RemovableHandle] = []
         self._seen: dict[int, tuple[tuple[Any, ...], Tensor]] = {}
-        # What follows is the same on every rank. By the first layer of a module: readings since its reference, ...
+        # What follows is the same on every rank. By the first layer of a module: readings since its
+        # reference, ...
         self._readings: dict[int, list[float]] = {}
         self._first_slopes: dict[int, list[float]] = {}
         self._stale: dict[int, int] = {}
         self._referenced: set[int] = set()  # layers
         self._rate = self._frozen_at = 0.0  # the last step's, and the first frozen module's; 0: none is frozen
 
-    # -- deciding ---------------------------------------------------------------------------------------------------------------------
+    # -- deciding ----------------------------------------------------------------------------------
 
     def check(self, modules: Sequence[nn.Module]) -> None:
         self._most = min(self._most, last_to_learn(modules))
@@ -75,11 +79,13 @@ class Egeria(Dynamism):
         return change
 
     def acts(self, step: int) -> bool:
-        """It watches a step, or has just read one or taken references; and while layers are frozen, any learning rate may thaw them."""
+        """It watches a step, or has just read one or taken references; and while layers are frozen,
+        any learning rate may thaw them."""
         return self._reads(step) or self._reads(step - 1) or self._refers(step - 1) or self._frozen_at > 0
 
     def _freeze(self, layers: Layers) -> Change | None:
-        """The front module, if it is stale, and those right behind it that are as well. One with nothing to train freezes with the next."""
+        """The front module, if it is stale, and those right behind it that are as well. One with
+        nothing to train freezes with the next."""
         stop = front(layers)
         for module in units(layers.names, self._unit):
             if module.start >= stop and learns(layers.modules, module):
@@ -108,7 +114,7 @@ class Egeria(Dynamism):
             if layer in layers.own:
                 drop(layers.kept(layer))
 
-    # -- measuring --------------------------------------------------------------------------------------------------------------------
+    # -- measuring ---------------------------------------------------------------------------------
 
     def _reads(self, step: int) -> bool:
         return step >= self._start and (step - self._start) % self._every == 0
@@ -117,7 +123,8 @@ class Egeria(Dynamism):
         return step >= self._start and (step - self._start) % self._refresh == 0
 
     def _watch(self, layers: Layers) -> None:
-        """Keeps input and output of the first microbatch of the step that comes, of the layers here that have a reference."""
+        """Keeps input and output of the first microbatch of the step that comes, of the layers here
+        that have a reference."""
         self._seen.clear()
         for layer in layers.own:
             if layer in self._referenced:
@@ -143,7 +150,8 @@ class Egeria(Dynamism):
         self._hooks.clear()
         table = torch.zeros(layers.count, dtype=torch.float64)
         for layer, (inputs, live) in self._seen.items():
-            # No number: the layer has changed shape since, so there is nothing to compare until the next reference.
+            # No number: the layer has changed shape since, so there is nothing to compare until the
+            # next reference.
             table[layer] = plasticity(layers.modules[layer], layers.kept(layer), inputs, live, (self._seed, step, layer))
         self._seen.clear()
         values: list[float] = layers.collective.sum(table, "the plasticity of every layer").tolist()
@@ -176,7 +184,7 @@ class Egeria(Dynamism):
             if layer in self._referenced:
                 layers.kept(layer).update(quantised(layers.modules[layer]))
 
-    # -- state ------------------------------------------------------------------------------------------------------------------------
+    # -- state -------------------------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
         return {
@@ -207,7 +215,8 @@ def slope(values: Sequence[float]) -> float:
 
 
 def relations(output: Any) -> Tensor:
-    """A A^T with rows of length 1, of up to 64 tokens. output: of a layer, [..., features]; of several, the first floating-point one."""
+    """A A^T with rows of length 1, of up to 64 tokens. output: of a layer, [..., features]; of
+    several, the first floating-point one."""
     tensors = (output,) if isinstance(output, Tensor) else output
     a = next(x for x in tensors if isinstance(x, Tensor) and x.is_floating_point()).detach()
     rows = a.reshape(-1, a.shape[-1]) if a.dim() > 1 else a.reshape(-1, 1)
@@ -218,7 +227,8 @@ def relations(output: Any) -> Tensor:
 
 
 def plasticity(module: nn.Module, reference: dict[str, Tensor], inputs: tuple[Any, ...], live: Tensor, key: tuple[int, int, int]) -> float:
-    """Between a layer and its reference on the same input; NaN where the reference is of other shapes. key: (seed, step, layer)."""
+    """Between a layer and its reference on the same input; NaN where the reference is of other
+    shapes. key: (seed, step, layer)."""
     weights = dequantised(reference)
     if {name: p.shape for name, p in module.named_parameters()} != {name: w.shape for name, w in weights.items()}:
         return math.nan
@@ -228,15 +238,16 @@ def plasticity(module: nn.Module, reference: dict[str, Tensor], inputs: tuple[An
     seed_forward(device, *key, microbatch=0)
     with torch.no_grad():
         copies = tuple(x.clone() if isinstance(x, Tensor) else x for x in inputs)
-        # torch's own tying would put a parameter of a submodule that is used twice back in the wrong order, and lose it. It is not needed:
-        # a layer has each parameter under one name.
+        # torch's own tying would put a parameter of a submodule that is used twice back in the
+        # wrong order, and lose it. It is not needed: a layer has each parameter under one name.
         output = functional_call(module, tensors, copies, tie_weights=False)
     difference = live - relations(output)
     return float(difference.square().sum()) / live.shape[0] ** 2
 
 
 def quantised(module: nn.Module) -> dict[str, Tensor]:
-    """A layer's weights on the CPU: matrices in int8 with a scale per row, the rest (norms, biases, what is pruned away) as they are."""
+    """A layer's weights on the CPU: matrices in int8 with a scale per row, the rest (norms, biases,
+    what is pruned away) as they are."""
     out: dict[str, Tensor] = {}
     for name, parameter in module.named_parameters():
         weight = parameter.detach().cpu()

@@ -1,7 +1,9 @@
-"""Layer freezing: a prefix of the model stops training (DynMo 2.2 and F.4): by schedule, by AutoFreeze, or by Egeria (`egeria.py`).
+"""Layer freezing: a prefix of the model stops training (DynMo 2.2 and F.4): by schedule, by
+AutoFreeze, or by Egeria (`egeria.py`).
 
-A frozen prefix starts at the embedding. It runs no B and no W, keeps no activations and sends no gradients; its optimizer state stays, for
-unfreezing. Forward work remains, so freezing makes early stages cheap, not free.
+A frozen prefix starts at the embedding. It runs no B and no W, keeps no activations and sends no
+gradients; its optimizer state stays, for unfreezing. Forward work remains, so freezing makes early
+stages cheap, not free.
 """
 
 from __future__ import annotations
@@ -57,10 +59,12 @@ class ScheduledFreezing(Dynamism):
 class AutoFreeze(Dynamism):
     """AutoFreeze (Liu et al. 2021): a module whose gradient norm has stopped changing may freeze.
 
-    Per interval, G_l is the norm of module l's gradient added up over the interval's steps, and eta_l = |G_prev - G_l| / G_prev. The
-    prefix up to the first module whose eta is at or over the median of the unfrozen ones freezes. (The original adds up the gradients
-    themselves, which costs another copy of the weights; norms are at hand from clipping.) Modules with nothing to train have no eta: they
-    freeze with those behind them. Steps without a gradient anywhere, which overflow has skipped, do not count.
+    Per interval, G_l is the norm of module l's gradient added up over the interval's steps, and
+    eta_l = |G_prev - G_l| / G_prev. The prefix up to the first module whose eta is at or over the
+    median of the unfrozen ones freezes. (The original adds up the gradients themselves, which costs
+    another copy of the weights; norms are at hand from clipping.) Modules with nothing to train
+    have no eta: they freeze with those behind them. Steps without a gradient anywhere, which
+    overflow has skipped, do not count.
     """
 
     name = "freezing"

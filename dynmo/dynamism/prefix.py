@@ -1,4 +1,5 @@
-"""A frozen prefix of the model: its units, its end, and how it grows. All freezing policies use these functions."""
+"""A frozen prefix of the model: its units, its end, and how it grows. All freezing policies use
+these functions."""
 
 from __future__ import annotations
 
@@ -12,7 +13,8 @@ from dynmo.dynamism.case import Change, Layers
 
 
 def units(names: Sequence[str], unit: str) -> tuple[range, ...]:
-    """What freezes as one: "half" a layer each; "block" the layers that are parts of one block, as their names say.
+    """What freezes as one: "half" a layer each; "block" the layers that are parts of one block, as
+    their names say.
 
     embedding | blocks.0.attention  blocks.0.feed_forward | blocks.1.attention  ... | head
     """

@@ -1,13 +1,16 @@
-"""Gradual pruning (Zhu & Gupta 2017; DynMo 2.2, C.1): weights of least magnitude leave for good, a few at a time, and their work with them.
+"""Gradual pruning (Zhu & Gupta 2017; DynMo 2.2, C.1): weights of least magnitude leave for good, a
+few at a time, and their work with them.
 
     sparsity  S_t = S_f + (S_i - S_f) (1 - (t - t0) / (t1 - t0))^3        steep first, while there is much to spare
 
-What is pruned: the linears of every layer but the first and the last (embedding, head); norms and biases stay. A frozen layer is left
-alone. Pruned weights never return: their values, moments and gradients are gone.
+What is pruned: the linears of every layer but the first and the last (embedding, head); norms and
+biases stay. A frozen layer is left alone. Pruned weights never return: their values, moments and
+gradients are gone.
 
-The global criterion keeps the k largest weights of all layers, wherever these are. Magnitudes order like their bit patterns, so the
-smallest that is kept is found by three histograms, digit by digit, each summed over the ranks: 2048 + 1024 + 1024 counts, whatever k is,
-and exact. Of equal magnitudes those of the lower layer, then of the lower position, stay.
+The global criterion keeps the k largest weights of all layers, wherever these are. Magnitudes order
+like their bit patterns, so the smallest that is kept is found by three histograms, digit by digit,
+each summed over the ranks: 2048 + 1024 + 1024 counts, whatever k is, and exact. Of equal magnitudes
+those of the lower layer, then of the lower position, stay.
 
     bit pattern of |w|   0 eeeeeeee mmm | mmmmmmmmmm | mmmmmmmmmm
                               11 bits   |  10 bits   |  10 bits
@@ -53,7 +56,7 @@ class Cubic:
         return self.final + (self.initial - self.final) * left**3
 
 
-# -- which weights stay -------------------------------------------------------------------------------------------------------
+# -- which weights stay ----------------------------------------------------------------------------
 
 
 Parts = Mapping[int, "Sequence[Tensor] | Candidates"]
@@ -62,8 +65,8 @@ Parts = Mapping[int, "Sequence[Tensor] | Candidates"]
 
 @dataclass(frozen=True)
 class Candidates:
-    """A layer's, made one at a time: of a linear under a mask they are a copy. Where weights have float32 masters, those are compared:
-    rounded, too many would be equal."""
+    """A layer's, made one at a time: of a linear under a mask they are a copy. Where weights have
+    float32 masters, those are compared: rounded, too many would be equal."""
 
     module: nn.Module
     masters: Mapping[str, Tensor]
@@ -73,7 +76,8 @@ class Candidates:
 
 
 def masters(layer: int, layers: Layers) -> dict[str, Tensor]:
-    """The float32 masters among a layer's moments. The rest, which the replicas may have to put together, is not kept."""
+    """The float32 masters among a layer's moments. The rest, which the replicas may have to put
+    together, is not kept."""
     if not any(linear.weight.dtype in LOW for _, linear in linears(layers.modules[layer])):
         return {}
     return {key: moment for key, moment in layers.moments(layer).items() if key.endswith("/master")}
@@ -88,7 +92,8 @@ class Alone:
 
 @dataclass(frozen=True)
 class Cut:
-    """What stays: magnitudes whose bit pattern is over `bits`, and of each layer the first `ties[layer]` that are equal to it."""
+    """What stays: magnitudes whose bit pattern is over `bits`, and of each layer the first
+    `ties[layer]` that are equal to it."""
 
     bits: int
     ties: tuple[int, ...]
@@ -107,8 +112,8 @@ class Cut:
 
 
 def _keys(tensor: Tensor) -> Tensor:
-    """Integers that order as magnitudes do. NaN is over all: a broken weight is for the loss to find. (Of float64 weights the rounded
-    magnitudes are compared.)"""
+    """Integers that order as magnitudes do. NaN is over all: a broken weight is for the loss to
+    find. (Of float64 weights the rounded magnitudes are compared.)"""
     return tensor.detach().float().abs().view(torch.int32)
 
 
@@ -116,7 +121,8 @@ _DIGITS = ((20, 11), (10, 10), (0, 10))  # shift and width in bits, the highest 
 
 
 def cut(parts: Parts, keep: int, layers: int, collective: Collective) -> Cut:
-    """Where to cut so that exactly `keep` of everyone's candidates stay (all, if there are no more). Works on one tensor at a time."""
+    """Where to cut so that exactly `keep` of everyone's candidates stay (all, if there are no
+    more). Works on one tensor at a time."""
     device = next((t.device for tensors in parts.values() for t in tensors), torch.device("cpu"))
     bits, left = 0, keep
     for shift, width in _DIGITS:
@@ -144,16 +150,17 @@ def cut(parts: Parts, keep: int, layers: int, collective: Collective) -> Cut:
     return Cut(bits, tuple(torch.minimum((left - before).clamp(min=0), equal).tolist()))
 
 
-# -- the case -----------------------------------------------------------------------------------------------------------------
+# -- the case --------------------------------------------------------------------------------------
 
 
 @final
 class Pruning(Dynamism):
     """criterion: "global" (the largest of all layers stay) or "local" (the largest of each layer).
 
-    dense_below: a linear that has lost less than this share of its weights stays dense under a mask, which saves nothing; None: measured
-    once per machine and shape, where the first layer is that has it, for `tokens` of a microbatch, and kept in the state. known: of shapes
-    of which the config says it.
+    dense_below: a linear that has lost less than this share of its weights stays dense under a
+    mask, which saves nothing; None: measured once per machine and shape, where the first layer is
+    that has it, for `tokens` of a microbatch, and kept in the state. known: of shapes of which the
+    config says it.
     """
 
     name = "pruning"

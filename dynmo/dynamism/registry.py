@@ -12,7 +12,8 @@ from dynmo.errors import ConfigError, place
 
 
 def make_cases(config: Any, layers: int) -> list[Dynamism]:
-    """The cases that `[dynamism]` names. They act in the order below, whatever the order there; one's own come last, as named."""
+    """The cases that `[dynamism]` names. They act in the order below, whatever the order there;
+    one's own come last, as named."""
     makers: dict[str, Callable[[Any, int], Dynamism]] = {
         "pruning": pruning.make,
         "sparse_attention": sparse_attention.make,
@@ -32,7 +33,8 @@ def make_cases(config: Any, layers: int) -> list[Dynamism]:
 
 
 def from_class(path: str) -> Dynamism:
-    """`package.module:Class`, called without arguments. Raises ConfigError if the path does not lead to a case."""
+    """`package.module:Class`, called without arguments. Raises ConfigError if the path does not
+    lead to a case."""
     where = f"dynamism.cases: 'python:{path}'"
     module_name, _, class_name = path.partition(":")
     try:

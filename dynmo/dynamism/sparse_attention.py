@@ -1,11 +1,13 @@
-"""Sparse attention: from a step on, the attention of some blocks computes only a part of its pairs (DynMo 2.2 and F.5).
+"""Sparse attention: from a step on, the attention of some blocks computes only a part of its pairs
+(DynMo 2.2 and F.5).
 
-Which pairs, the kernel says: those in one hash bucket (`hash_attention`), or those of the queries and keys that are not dropped
-(`drop_attention`). F and B of the attention fall, W does not. Blocks differ: by schedule, and by how
-evenly their buckets fill.
+Which pairs, the kernel says: those in one hash bucket (`hash_attention`), or those of the queries
+and keys that are not dropped (`drop_attention`). F and B of the attention fall, W does not. Blocks
+differ: by schedule, and by how evenly their buckets fill.
 
-Directions (or what is dropped) are drawn anew each step from a stream keyed by seed, layer and step. Every rank tells all layers, those of
-other ranks too, what they compute at this step; so a layer that moves knows already, and nothing has to be sent.
+Directions (or what is dropped) are drawn anew each step from a stream keyed by seed, layer and
+step. Every rank tells all layers, those of other ranks too, what they compute at this step; so a
+layer that moves knows already, and nothing has to be sent.
 """
 
 from __future__ import annotations
@@ -29,8 +31,9 @@ Blocks = tuple[int, ...] | None
 
 
 class SparseAttentionCase(Dynamism):
-    """schedule: [(step, blocks), ...]: from that step on these blocks are sparse and the others dense. kind: makes what a layer computes
-    from a seed. ratio: what F and B of a sparse half are expected to take, over dense, where that is known."""
+    """schedule: [(step, blocks), ...]: from that step on these blocks are sparse and the others
+    dense. kind: makes what a layer computes from a seed. ratio: what F and B of a sparse half are
+    expected to take, over dense, where that is known."""
 
     name = "sparse_attention"
 
@@ -88,7 +91,8 @@ class SparseAttentionCase(Dynamism):
             if at <= step:
                 continue
             then = self._wanted(at)
-            # A factor is of what a layer takes now: one that becomes sparse and dense again takes what it takes now.
+            # A factor is of what a layer takes now: one that becomes sparse and dense again takes
+            # what it takes now.
             for sparse, changing in ((True, then - before), (False, before - then)):
                 for now, which in ((True, changing & self._sparse), (False, changing - self._sparse)):
                     if which:
@@ -105,7 +109,8 @@ class SparseAttentionCase(Dynamism):
 
 
 def halves_of(modules: Sequence[nn.Module]) -> list[int]:
-    """The layers whose attention can be sparse: they have an attribute `sparse_attention`. Raises ConfigError if there is none."""
+    """The layers whose attention can be sparse: they have an attribute `sparse_attention`. Raises
+    ConfigError if there is none."""
     halves = [index for index, module in enumerate(modules) if hasattr(module, "sparse_attention")]
     if not halves:
         raise ConfigError(
@@ -116,7 +121,8 @@ def halves_of(modules: Sequence[nn.Module]) -> list[int]:
 
 
 def expected_ratio(hidden: int, sequence: int, share: float) -> tuple[float, float]:
-    """F and B of a half whose attention computes this share of the pairs, over dense: P = 3 hidden^2 weights, A = 2 sequence hidden."""
+    """F and B of a half whose attention computes this share of the pairs, over dense: P = 3
+    hidden^2 weights, A = 2 sequence hidden."""
     linear, attention = 6 * hidden**2, 2 * sequence * hidden
     return (linear + share * attention) / (linear + attention), (linear + 2.5 * share * attention) / (linear + 2.5 * attention)
 

@@ -1,11 +1,13 @@
 """torch.compile of a layer, in the pieces between what splits its backward.
 
-A split linear's backward leaves work on a tape, which a compiler would trace away. So these modules stay as they are, and what lies between
-them (norms, rotary positions, gates) is compiled, forward and backward: B is faster, W is what it was.
+A split linear's backward leaves work on a tape, which a compiler would trace away. So these modules
+stay as they are, and what lies between them (norms, rotary positions, gates) is compiled, forward
+and backward: B is faster, W is what it was.
 
     compiled | linear | compiled | linear | compiled            (one half of a block)
 
-Compiled arithmetic is rounded otherwise than eager arithmetic, but the same on every rank: a run has one digest, and not the eager run's.
+Compiled arithmetic is rounded otherwise than eager arithmetic, but the same on every rank: a run
+has one digest, and not the eager run's.
 """
 
 from __future__ import annotations
@@ -23,19 +25,22 @@ from dynmo.kernels.hash_attention import Hashed
 from dynmo.kernels.split import splits
 from dynmo.kernels.torch_private import configure_compiler, has_cpp_compiler, has_triton
 
-# A layer's code is compiled anew for each dtype, for training and evaluation, and with parts of it frozen: a dozen or two.
+# A layer's code is compiled anew for each dtype, for training and evaluation, and with parts of it
+# frozen: a dozen or two.
 _MOST = 64
 
 
 def compiled(module: nn.Module) -> Callable[..., Any]:
-    """What to call in the module's place. Raises ConfigError where this machine has nothing to compile with."""
+    """What to call in the module's place. Raises ConfigError where this machine has nothing to
+    compile with."""
     device = next((p.device for p in module.parameters()), torch.device("cpu"))
     _check(device)
     for kind in {type(child) for child in module.modules() if splits(child)}:
         _leave_out(kind, "forward")
     for kind in (Hashed, Dropped):
         _leave_out(kind, "__call__")
-    # Of torch's own making: as its compiler is imported, and when it looks at what a linear between two pieces hands on.
+    # Of torch's own making: as its compiler is imported, and when it looks at what a linear between
+    # two pieces hands on.
     for message in ("`torch.jit.script_method` is deprecated", "The .grad attribute of a Tensor that is not a leaf"):
         warnings.filterwarnings("ignore", message)
     configure_compiler(device, _MOST)
@@ -43,7 +48,8 @@ def compiled(module: nn.Module) -> Callable[..., Any]:
 
 
 def _leave_out(kind: type, name: str) -> None:
-    """Has the compiler step around a method, where its class defines it; without a compiler nothing changes."""
+    """Has the compiler step around a method, where its class defines it; without a compiler nothing
+    changes."""
     owner = next(base for base in kind.__mro__ if name in vars(base))
     method = vars(owner)[name]
     if not getattr(method, "_torchdynamo_disable", False):

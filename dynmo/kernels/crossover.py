@@ -1,10 +1,11 @@
-"""From which sparsity on the CSR kernels pay: measured once per machine and shape, and kept among this user's files.
+"""From which sparsity on the CSR kernels pay: measured once per machine and shape, and kept among
+this user's files.
 
     ~/.cache/dynmo/crossover/1f0c9a....json     {"measured_on": "AMD EPYC, 2 cores, 1 threads, torch 2.13.0, float32, 1024x256, 512 tokens",
                                                  "sparsity": 0.6875}
 
-A measurement differs from time to time: who asks for it twice gets one answer, and two runs of one machine the same bits. `DYNMO_CACHE` in
-the environment is another folder.
+A measurement differs from time to time: who asks for it twice gets one answer, and two runs of one
+machine the same bits. `DYNMO_CACHE` in the environment is another folder.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ _KERNELS = 1
 
 
 def known_crossover(linear: nn.Linear, tokens: int) -> float:
-    """For so many tokens of a microbatch: as it was measured here, else measured now, which takes a second or so."""
+    """For so many tokens of a microbatch: as it was measured here, else measured now, which takes a
+    second or so."""
     weight = cast(nn.Parameter, linear.weight)
     shape = f"{str(weight.dtype).removeprefix('torch.')}, {linear.out_features}x{linear.in_features}, {tokens} tokens"
     where = f"{_machine(weight.device)}, torch {torch.__version__}, kernels {_KERNELS}, {shape}"
@@ -116,8 +118,8 @@ def measure_crossover(
 ) -> float:
     """Find the sparsity from which F + B + W take less time in CSR form than dense.
 
-    The result differs from time to time and from rank to rank. All ranks must use one rank's result,
-    and a resumed run must use the result that it began with.
+    The result differs from time to time and from rank to rank. All ranks must use one rank's
+    result, and a resumed run must use the result that it began with.
 
     Args:
         rows: Output features.
@@ -172,8 +174,8 @@ def _read(path: Path, where: str) -> float | None:
 
 
 def _keep(path: Path, where: str, sparsity: float) -> float:
-    """Returns what is kept: the first number, should several processes have measured at once. Where nothing can be written, the next run
-    measures again."""
+    """Returns what is kept: the first number, should several processes have measured at once. Where
+    nothing can be written, the next run measures again."""
     partial = path.with_suffix(f".{os.getpid()}")
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -3,11 +3,13 @@
     SpMM    y      = A x                             each kept weight times the tokens of its column, added to those of its row
     SDDMM   out[k] += g[row of k] . x[column of k]   one dot product over the tokens for each kept weight, nothing for the others
 
-Tokens are packed in panels of at most 64, each [features, tokens] and contiguous: what is gathered for a row of a panel fits a second-level
-cache, where a row of a plain x^T would share its few cache sets with every other row.
+Tokens are packed in panels of at most 64, each [features, tokens] and contiguous: what is gathered
+for a row of a panel fits a second-level cache, where a row of a plain x^T would share its few cache
+sets with every other row.
 
-On CPU the loops are our own (csr_loops.py): each sum has one order, given by the number of tokens. On CUDA they are torch's. Values and
-tokens of bfloat16 or float16 are multiplied and summed in float32; SpMM's result is rounded, SDDMM's stays so.
+On CPU the loops are our own (csr_loops.py): each sum has one order, given by the number of tokens.
+On CUDA they are torch's. Values and tokens of bfloat16 or float16 are multiplied and summed in
+float32; SpMM's result is rounded, SDDMM's stays so.
 """
 
 from __future__ import annotations
@@ -28,7 +30,8 @@ from dynmo.kernels.torch_private import reshape_unsafe
 
 @dataclass(frozen=True, eq=False)
 class Csr:
-    """Where the kept weights are: row r holds the columns col[crow[r]:crow[r + 1]], ascending. int32, on the device of the weights."""
+    """Where the kept weights are: row r holds the columns col[crow[r]:crow[r + 1]], ascending.
+    int32, on the device of the weights."""
 
     crow: Tensor
     col: Tensor
@@ -64,13 +67,15 @@ class Csr:
 
 
 def pack(x: Tensor) -> Tensor:
-    """[..., features] -> panels [panels, features, tokens of one], the last filled up with zeros; on CUDA one [features, tokens]."""
+    """[..., features] -> panels [panels, features, tokens of one], the last filled up with zeros;
+    on CUDA one [features, tokens]."""
     x = x.reshape(-1, x.shape[-1])
     if x.is_cuda:
         return x.t().contiguous()
     tokens = _panel(len(x))
     packed = torch.empty(-(-len(x) // tokens), x.shape[1], tokens, dtype=x.dtype)
-    # Panel by panel: torch copies a plain transpose four times as fast as the same as one permutation of three dimensions.
+    # Panel by panel: torch copies a plain transpose four times as fast as the same as one
+    # permutation of three dimensions.
     for panel, part in zip(packed, x.split(tokens), strict=False):
         if len(part) < tokens:
             panel[:, len(part) :] = 0
@@ -106,7 +111,8 @@ def spmm(csr: Csr, values: Tensor, packed: Tensor) -> Tensor:
 
 
 def sddmm_(csr: Csr, left: Tensor, right: Tensor, out: Tensor) -> None:
-    """out[k] += left[row of k] . right[column of k], over all tokens. left, right: packed; out: [kept], float32 where these are lower."""
+    """out[k] += left[row of k] . right[column of k], over all tokens. left, right: packed; out:
+    [kept], float32 where these are lower."""
     if left.dtype in LOW:
         sddmm_(csr, left.float(), right.float(), out)
         return

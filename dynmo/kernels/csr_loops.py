@@ -1,13 +1,16 @@
-"""The loops of the products in csr.py on CPU, compiled by numba. Packed tokens are [panels, features, tokens of one].
+"""The loops of the products in csr.py on CPU, compiled by numba. Packed tokens are [panels,
+features, tokens of one].
 
-A panel is gone through in blocks of columns, each small enough for a second-level cache: every row's kept weights of the first block, then
-of the second. Inside, LLVM code of our own keeps 64 tokens of a row in vector registers until all of its kept weights there are done:
+A panel is gone through in blocks of columns, each small enough for a second-level cache: every
+row's kept weights of the first block, then of the second. Inside, LLVM code of our own keeps 64
+tokens of a row in vector registers until all of its kept weights there are done:
 
     _add_columns   y[j : j+64] += values[k] * x[col[k], j : j+64]        for start <= k < end, in this order
     _add_dots      out[k] += g[j : j+64] . x[col[k], j : j+64]           for start <= k < end
 
-numba alone makes vectors of such a loop over tokens too, but asks anew for every few k whether the arrays overlap, and its sums go through
-memory. The order of every sum is the one written here, on any machine.
+numba alone makes vectors of such a loop over tokens too, but asks anew for every few k whether the
+arrays overlap, and its sums go through memory. The order of every sum is the one written here, on
+any machine.
 """
 
 # Neither numba nor llvmlite has types.
@@ -37,13 +40,15 @@ VECTOR = 16
 _COLUMNS = 512  # of a block
 
 _LANES = 8
-# A product and a sum may be one instruction: for all tokens, so the bits do not depend on where in a panel one stands.
+# A product and a sum may be one instruction: for all tokens, so the bits do not depend on where in
+# a panel one stands.
 _FUSED = ("contract",)
 _INT = ir.IntType(64)
 
 
 class _Code:
-    """Builds what both loops are made of. arrays: numba's own, by their places among the arguments."""
+    """Builds what both loops are made of. arrays: numba's own, by their places among the
+    arguments."""
 
     def __init__(self, context: Any, builder: Any, kinds: Any, arguments: Any) -> None:
         if any(kind.layout != "C" for kind in kinds[:4]):
@@ -98,7 +103,8 @@ class _Code:
 
 
 def _add_columns(width: int) -> Any:
-    """(col, values, x, y, j, start, end), where x is [columns, tokens] and contiguous; width: a multiple of 8."""
+    """(col, values, x, y, j, start, end), where x is [columns, tokens] and contiguous; width: a
+    multiple of 8."""
 
     @intrinsic
     def add(_typing, col, values, x, y, j, start, end):
@@ -122,7 +128,8 @@ def _add_columns(width: int) -> Any:
 
 
 def _add_dots(width: int) -> Any:
-    """(col, g, x, out, j, start, end), where x is [columns, tokens] and contiguous; width: a multiple of 16."""
+    """(col, g, x, out, j, start, end), where x is [columns, tokens] and contiguous; width: a
+    multiple of 16."""
 
     @intrinsic
     def add(_typing, col, g, x, out, j, start, end):
@@ -151,7 +158,8 @@ _columns_64, _columns_16, _dots_64, _dots_16 = _add_columns(TOKENS), _add_column
 
 @jit()
 def _blocks(crow: Array, col: Array, columns: int) -> Array:
-    """[blocks + 1, rows]: of each row, where its kept weights of a block begin, and the last ones end."""
+    """[blocks + 1, rows]: of each row, where its kept weights of a block begin, and the last ones
+    end."""
     rows, count = crow.shape[0] - 1, max(1, -(-columns // _COLUMNS))
     out = np.empty((count + 1, rows), np.int64)
     for row in range(rows):

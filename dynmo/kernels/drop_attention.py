@@ -1,7 +1,8 @@
 """Sparse causal attention with queries and keys dropped (Pagliardini et al. 2023).
 
-Of the attention of `shared_qk.py`, a kept query at i attends to the kept keys at j < i; a dropped query gives 0. Tiles of queries meet the
-keys up to the last that any of them sees, and a mask hides the rest:
+Of the attention of `shared_qk.py`, a kept query at i attends to the kept keys at j < i; a dropped
+query gives 0. Tiles of queries meet the keys up to the last that any of them sees, and a mask hides
+the rest:
 
     kept queries 1 4 6 7, kept keys 0 3 5, tiles of 2       keys 0 3 5
                                            queries 1, 4          # #           # computed
@@ -21,7 +22,8 @@ from dynmo.kernels.shared_qk import Tile, attend, attend_backward, scale_keys, t
 
 
 def draw_kept(heads: int, sequence: int, dropped: float, seed: int) -> tuple[Tensor, Tensor]:
-    """Positions of the queries and of the keys that stay, ascending, per head: [heads, kept] each, a function of the seed alone."""
+    """Positions of the queries and of the keys that stay, ascending, per head: [heads, kept] each,
+    a function of the seed alone."""
     generator = torch.Generator().manual_seed(seed)
     kept = max(1, round((1 - dropped) * sequence))
     queries, keys = (torch.rand(heads, sequence, generator=generator).argsort(-1)[:, :kept].sort(-1).values for _ in range(2))
@@ -30,7 +32,8 @@ def draw_kept(heads: int, sequence: int, dropped: float, seed: int) -> tuple[Ten
 
 @dataclass(frozen=True)
 class KeptPlan:
-    """The rows of x that are queries and keys, [batch * heads, kept] each, and the tiles. pairs, computed: as in `BucketPlan`."""
+    """The rows of x that are queries and keys, [batch * heads, kept] each, and the tiles. pairs,
+    computed: as in `BucketPlan`."""
 
     queries: Tensor
     keys: Tensor
@@ -98,7 +101,8 @@ def _apart(x: Tensor, n: int) -> Tensor:
 
 
 def drop_attention(x: Tensor, v: Tensor, queries: Tensor, keys: Tensor, tile: int = 64) -> Tensor:
-    """Attention of the queries and keys that are kept, [heads, kept] positions, ascending. x, v: [batch, sequence, heads, size]; like x."""
+    """Attention of the queries and keys that are kept, [heads, kept] positions, ascending. x, v:
+    [batch, sequence, heads, size]; like x."""
     if x.device.type != "cpu":
         raise RunError('dynamism.sparse_attention.kind = "drop" has no CUDA kernel; use "hash", or train on the CPU')
     wide = widened(x)

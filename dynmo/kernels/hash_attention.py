@@ -1,16 +1,19 @@
-"""Sparse causal attention that computes only the pairs within one hash bucket (Pagliardini et al. 2023).
+"""Sparse causal attention that computes only the pairs within one hash bucket (Pagliardini et al.
+2023).
 
-Of the attention of `shared_qk.py`, position i attends to j < i of its own bucket; bucket = argmax [xR, -xR] with R random unit directions
-per head, so a key is in the bucket of its query.
+Of the attention of `shared_qk.py`, position i attends to j < i of its own bucket; bucket = argmax
+[xR, -xR] with R random unit directions per head, so a key is in the bucket of its query.
 
-On CPU the positions of a bucket are gathered one behind the other (stable, so by position), buckets of like length are laid side by side
-and attended tile by tile. Only the staircase below the diagonal is computed, and B computes the same tiles again from what F gathered:
+On CPU the positions of a bucket are gathered one behind the other (stable, so by position), buckets
+of like length are laid side by side and attended tile by tile. Only the staircase below the
+diagonal is computed, and B computes the same tiles again from what F gathered:
 
     a bucket of 5, tiles of 2          keys  0 1 2 3
                            queries 1, 2      # #           # computed
                            queries 3, 4      # # # #
 
-The order of all sums follows from the buckets' lengths alone, so a layer leaves the same bits on any rank.
+The order of all sums follows from the buckets' lengths alone, so a layer leaves the same bits on
+any rank.
 """
 
 from __future__ import annotations
@@ -35,7 +38,7 @@ _CHUNK_ROWS = 2048
 _MOST_TILES = 8
 
 
-# -- buckets ------------------------------------------------------------------------------------------------------------------
+# -- buckets ---------------------------------------------------------------------------------------
 
 
 def draw_directions(heads: int, size: int, buckets: int, seed: int, device: torch.device | None = None) -> Tensor:
@@ -44,12 +47,14 @@ def draw_directions(heads: int, size: int, buckets: int, seed: int, device: torc
     return functional.normalize(torch.randn(heads, size, buckets // 2, generator=generator), dim=1).to(device)
 
 
-# On CUDA a copy from host memory makes the host wait for the device. As many as one rank may have of layers.
+# On CUDA a copy from host memory makes the host wait for the device. As many as one rank may have
+# of layers.
 _directions_on_device = lru_cache(maxsize=128)(draw_directions)
 
 
 def hash_buckets(x: Tensor, directions: Tensor) -> Tensor:
-    """x: [batch, sequence, heads, size] -> bucket of each, [batch, sequence, heads] of int64: argmax [xR, -xR], the first of equals."""
+    """x: [batch, sequence, heads, size] -> bucket of each, [batch, sequence, heads] of int64:
+    argmax [xR, -xR], the first of equals."""
     batch, sequence, heads, size = x.shape
     with torch.no_grad():
         rows = x.reshape(batch * sequence, heads, size)
@@ -84,7 +89,7 @@ def _argmax(z: NDArray[Any], out: NDArray[np.int64]) -> None:
             out[row, h] = highest[row] if high[row] >= -low[row] else half + lowest[row]
 
 
-# -- what is computed -----------------------------------------------------------------------------------------------------------
+# -- what is computed ------------------------------------------------------------------------------
 
 
 class Chunk(NamedTuple):
@@ -109,8 +114,9 @@ class Chunk(NamedTuple):
 
 @dataclass(frozen=True)
 class BucketPlan:
-    """Where each row of x goes. rows: the row in each place (-1: padding); places: the place of each row; pairs: (query, key) pairs
-    that attend; computed: those the tiles compute, masked and padded ones among them."""
+    """Where each row of x goes. rows: the row in each place (-1: padding); places: the place of
+    each row; pairs: (query, key) pairs that attend; computed: those the tiles compute, masked and
+    padded ones among them."""
 
     rows: Tensor
     places: Tensor
@@ -165,7 +171,8 @@ def _count(buckets: NDArray[np.int64], count: int) -> tuple[NDArray[np.int64], N
 
 @jit(*FAST)
 def _place(segments: NDArray[np.int64], base: NDArray[np.int64], rows: NDArray[np.int64], places: NDArray[np.int64]) -> None:
-    """A stable sort by counting: rows come in the order of their positions, and take the next place of their segment."""
+    """A stable sort by counting: rows come in the order of their positions, and take the next place
+    of their segment."""
     following = base.copy()
     for row in range(segments.shape[0]):
         place = following[segments[row]]
@@ -187,7 +194,7 @@ def _staircase(queries: int, tile: int, like: Tensor) -> list[Tile]:
     return [Tile(start, stop, stop, start, above[: stop - start, : stop - start]) for start, stop in steps]
 
 
-# -- hashed -----------------------------------------------------------------------------------------------------------------------
+# -- hashed ----------------------------------------------------------------------------------------
 
 
 @jit(*FAST)
@@ -200,7 +207,8 @@ def _spread_x(
     places: NDArray[np.int64],
     out: NDArray[Any],
 ) -> None:
-    """The gradient of x: as a query, and as a key through k = scale x / |x|. unscale: 1 / scale^2."""
+    """The gradient of x: as a query, and as a key through k = scale x / |x|. unscale: 1 /
+    scale^2."""
     for row in range(places.shape[0]):
         place = places[row]
         as_query, as_key, key, to = gq[place], gk[place], k[place], out[row]
@@ -250,7 +258,8 @@ class _HashAttention(torch.autograd.Function):
 
 
 def hash_attention(x: Tensor, v: Tensor, buckets: Tensor, count: int, tile: int = 32) -> Tensor:
-    """Attention within buckets. x, v: [batch, sequence, heads, size]; buckets: [batch, sequence, heads] of 0..count-1; like x.
+    """Attention within buckets. x, v: [batch, sequence, heads, size]; buckets: [batch, sequence,
+    heads] of 0..count-1; like x.
 
     tile: queries that are computed together (a long bucket takes a multiple of it).
     """
@@ -263,7 +272,8 @@ def hash_attention(x: Tensor, v: Tensor, buckets: Tensor, count: int, tile: int 
 
 @dataclass(frozen=True)
 class Hashed:
-    """The directions follow from the seed, so nothing of it has to be moved; on CPU they are drawn anew at each call."""
+    """The directions follow from the seed, so nothing of it has to be moved; on CPU they are drawn
+    anew at each call."""
 
     buckets: int
     tile: int

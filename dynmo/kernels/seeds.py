@@ -1,6 +1,8 @@
-"""Counter-based random streams: a seed is a pure function of what it is for, never of a rank or of how often anything was called.
+"""Counter-based random streams: a seed is a pure function of what it is for, never of a rank or of
+how often anything was called.
 
-So nothing about randomness has to move with a layer, and any schedule or placement draws the same numbers.
+So nothing about randomness has to move with a layer, and any schedule or placement draws the same
+numbers.
 """
 
 from __future__ import annotations
@@ -24,7 +26,8 @@ class Purpose(IntEnum):
 
 
 def mix(*keys: int) -> int:
-    """A 63-bit seed from integers: each in turn is added and the sum scrambled (splitmix64's last step)."""
+    """A 63-bit seed from integers: each in turn is added and the sum scrambled (splitmix64's last
+    step)."""
     state = 0x9E3779B97F4A7C15
     for key in keys:
         state = (state + key) * 0xBF58476D1CE4E5B9 & _MASK
@@ -33,13 +36,15 @@ def mix(*keys: int) -> int:
 
 
 def seed_forward(device: torch.device, seed: int, step: int, layer: int, microbatch: int) -> None:
-    """Points torch's generator of `device` at the stream of one layer and one microbatch, so that dropout draws the same anywhere."""
+    """Points torch's generator of `device` at the stream of one layer and one microbatch, so that
+    dropout draws the same anywhere."""
     generator_of(device).manual_seed(mix(seed, Purpose.FORWARD, step, layer, microbatch))
 
 
 @contextmanager
 def generators_kept(device: torch.device) -> Generator[None]:
-    """Whatever is seeded within, torch's generators of the CPU and of `device` are behind it as they were: they are the caller's."""
+    """Whatever is seeded within, torch's generators of the CPU and of `device` are behind it as
+    they were: they are the caller's."""
     generators = {generator_of(torch.device("cpu")), generator_of(device)}
     states = [(generator, generator.get_state()) for generator in generators]
     try:

@@ -1,11 +1,13 @@
-"""Strict causal attention whose queries and keys are one vector x per position and head; the key is x / |x|.
+"""Strict causal attention whose queries and keys are one vector x per position and head; the key is
+x / |x|.
 
-A position never attends to itself (its own key would always win): i attends to j < i, and a query with nothing before it gives 0. Here are
-dense attention, and what sparse kinds of it are made of on CPU: rows gathered one behind the other, and tiles of queries and keys. B
-computes the same tiles again from what F gathered.
+A position never attends to itself (its own key would always win): i attends to j < i, and a query
+with nothing before it gives 0. Here are dense attention, and what sparse kinds of it are made of on
+CPU: rows gathered one behind the other, and tiles of queries and keys. B computes the same tiles
+again from what F gathered.
 
-The order of all sums follows from the tiles alone, so a layer leaves the same bits on any rank. On CPU the sparse kinds attend x and v of
-bfloat16 or float16 in float32, and round the result.
+The order of all sums follows from the tiles alone, so a layer leaves the same bits on any rank. On
+CPU the sparse kinds attend x and v of bfloat16 or float16 in float32, and round the result.
 """
 
 from __future__ import annotations
@@ -24,7 +26,8 @@ from dynmo.kernels.split import LOW
 from dynmo.kernels.torch_private import softmax_backward
 
 SHORTEST = 1e-6  # a shorter x is divided by this, not by its length
-# The sum over a head's numbers may be split over a vector's lanes: the same way on every rank, for all run this code.
+# The sum over a head's numbers may be split over a vector's lanes: the same way on every rank, for
+# all run this code.
 FAST = ("reassoc", "contract", "nsz")
 
 Layout = tuple[int, int, int, int, int]  # sequence, heads, and the strides of batch, position and head
@@ -34,7 +37,8 @@ SparseAttention = Callable[[Tensor, Tensor], Tensor]
 
 
 def dense_attention(x: Tensor, v: Tensor) -> Tensor:
-    """The same attention with nothing left out: position i attends to all j < i. x, v: [batch, sequence, heads, size]; like x.
+    """The same attention with nothing left out: position i attends to all j < i. x, v: [batch,
+    sequence, heads, size]; like x.
 
     Query i + 1 sees keys 0..i, so one place aside it is plain causal attention.
     """
@@ -43,11 +47,12 @@ def dense_attention(x: Tensor, v: Tensor) -> Tensor:
     return functional.pad(out.transpose(1, 2), (0, 0, 0, 0, 1, 0))
 
 
-# -- tiles ------------------------------------------------------------------------------------------------------------------------
+# -- tiles -----------------------------------------------------------------------------------------
 
 
 class Tile(NamedTuple):
-    """Queries start..stop-1 against keys 0..end-1; `mask` hides some of the keys masked_from..end-1. rows: 0 for a query without keys."""
+    """Queries start..stop-1 against keys 0..end-1; `mask` hides some of the keys
+    masked_from..end-1. rows: 0 for a query without keys."""
 
     start: int
     stop: int
@@ -66,7 +71,8 @@ def _weights(q: Tensor, k: Tensor, tile: Tile) -> Tensor:
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, out: Tensor, tiles: Sequence[Tile]) -> None:
-    """out = softmax(q k^T) v, tile by tile. q, out: [n, queries, size]; k, v: [n, keys, size]; k is scaled."""
+    """out = softmax(q k^T) v, tile by tile. q, out: [n, queries, size]; k, v: [n, keys, size]; k is
+    scaled."""
     for tile in tiles:
         out[:, tile.start : tile.stop] = torch.bmm(_weights(q, k, tile), v[:, : tile.end])
 
@@ -90,7 +96,7 @@ def attend_backward(q: Tensor, k: Tensor, v: Tensor, gout: Tensor, gq: Tensor, g
             gv[:, : tile.end] += to_v
 
 
-# -- gathering --------------------------------------------------------------------------------------------------------------------
+# -- gathering -------------------------------------------------------------------------------------
 
 
 def widened(x: Tensor) -> Tensor:
@@ -99,7 +105,8 @@ def widened(x: Tensor) -> Tensor:
 
 
 def _flat(x: Tensor) -> tuple[NDArray[Any], Layout]:
-    """The memory behind x [batch, sequence, heads, size] from its first number on, and its strides; copies only where the last is not 1."""
+    """The memory behind x [batch, sequence, heads, size] from its first number on, and its strides;
+    copies only where the last is not 1."""
     x = x.detach()
     if x.stride(-1) != 1:
         x = x.contiguous()
@@ -141,7 +148,8 @@ def _gather_keys(q: NDArray[Any], scale: float, shortest: float, k: NDArray[Any]
 
 
 def take(x: Tensor, rows: Tensor, out: Tensor) -> None:
-    """x: [batch, sequence, heads, size]; rows: of it as [batch * sequence * heads, size], -1 for zeros; out: [rows, size]."""
+    """x: [batch, sequence, heads, size]; rows: of it as [batch * sequence * heads, size], -1 for
+    zeros; out: [rows, size]."""
     _gather(*_flat(x), rows.numpy(), out.numpy())
 
 

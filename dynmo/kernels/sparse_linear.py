@@ -1,4 +1,5 @@
-"""A pruned linear layer that does less work: its weight is CSR, and the kept values are the parameter.
+"""A pruned linear layer that does less work: its weight is CSR, and the kept values are the
+parameter.
 
 Every product walks the kept weights once and works on whole vectors of tokens (csr.py):
 
@@ -6,10 +7,12 @@ Every product walks the kept weights once and works on whole vectors of tokens (
     B   gx^T = A^T gy^T        SpMM with the transposed CSR, whose permutation is made once per prune
     W   gA   = gy^T x          SDDMM: one dot product over the tokens for each kept weight, nothing for the others
 
-Deferred or not, W adds into the gradient with the same kernel in microbatch order. Values, tokens and what is kept for W may be of bfloat16
-or float16: the products are then made in float32, and W's sum stays so.
+Deferred or not, W adds into the gradient with the same kernel in microbatch order. Values, tokens
+and what is kept for W may be of bfloat16 or float16: the products are then made in float32, and W's
+sum stays so.
 
-Below the sparsity where CSR pays, a layer stays dense under a mask (`MaskedLinear`): the same numbers to within rounding, nothing saved.
+Below the sparsity where CSR pays, a layer stays dense under a mask (`MaskedLinear`): the same
+numbers to within rounding, nothing saved.
 """
 
 from __future__ import annotations
@@ -69,7 +72,8 @@ class _SparseFunction(torch.autograd.Function):
 
 
 def accumulate_sparse(csr: Csr, weight: nn.Parameter, bias: nn.Parameter | None, columns: Tensor, rows: Tensor) -> None:
-    """weight.grad += gy^T x at the kept positions, bias.grad += sum of gy. columns, rows: x and gy, packed."""
+    """weight.grad += gy^T x at the kept positions, bias.grad += sum of gy. columns, rows: x and gy,
+    packed."""
     with torch.no_grad():
         if weight.grad is None:
             weight.grad = zero_gradient(weight)
@@ -79,7 +83,8 @@ def accumulate_sparse(csr: Csr, weight: nn.Parameter, bias: nn.Parameter | None,
 
 
 class _Pruned(nn.Linear):
-    """A linear whose weight has meaning for itself alone. guard: what to say of whoever asks for it now."""
+    """A linear whose weight has meaning for itself alone. guard: what to say of whoever asks for it
+    now."""
 
     guard: str | None = None
 
@@ -94,13 +99,15 @@ class _Pruned(nn.Linear):
 
 
 class SparseLinear(_Pruned):
-    """nn.Linear whose `weight` is [1, kept]: the kept values in row order (a matrix still, so that it decays as one does). `crow` and `col`
-    say where they are. Made by `prune`, never by its constructor."""
+    """nn.Linear whose `weight` is [1, kept]: the kept values in row order (a matrix still, so that
+    it decays as one does). `crow` and `col` say where they are. Made by `prune`, never by its
+    constructor."""
 
     tape: WeightTape | None = None
     crow: Tensor
     col: Tensor
-    # Derived from crow and col, so that neither travels: which CSR, its transposed and the order of the values there.
+    # Derived from crow and col, so that neither travels: which CSR, its transposed and the order of
+    # the values there.
     _csr: Csr | None = None
     _flipped: tuple[Csr, Tensor] | None = None
 
@@ -156,7 +163,8 @@ def _accumulate_masked(weight: nn.Parameter, bias: nn.Parameter | None, mask: Te
 
 
 class MaskedLinear(SplitLinear, _Pruned):
-    """A pruned nn.Linear that stays dense: dropped weights are 0 and get no gradient. Saves nothing; for sparsities below the crossover."""
+    """A pruned nn.Linear that stays dense: dropped weights are 0 and get no gradient. Saves
+    nothing; for sparsities below the crossover."""
 
     kept_mask: Tensor
 
@@ -169,15 +177,17 @@ class MaskedLinear(SplitLinear, _Pruned):
         return cast(Tensor, _MaskedFunction.apply(input, weight, self.bias, self))
 
 
-# -- pruning ------------------------------------------------------------------------------------------------------------------
+# -- pruning ---------------------------------------------------------------------------------------
 
 
-# Exact types only: a subclass may mean something else by its weight. And the weight must be a parameter, not made from others.
+# Exact types only: a subclass may mean something else by its weight. And the weight must be a
+# parameter, not made from others.
 _PRUNABLE = (nn.Linear, SplitLinear, MaskedLinear, SparseLinear)
 
 
 def linears(module: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
-    """The linear layers of a module that can be pruned, in order of their names in the tree. Also on the meta device."""
+    """The linear layers of a module that can be pruned, in order of their names in the tree. Also
+    on the meta device."""
     for name, child in module.named_modules():
         if type(child) in _PRUNABLE and "weight" in child._parameters:
             yield name, cast(nn.Linear, child)
@@ -222,7 +232,8 @@ def dense_size(linear: nn.Linear) -> int:
 
 
 def survivors(linear: nn.Linear, master: Tensor | None = None) -> Tensor:
-    """The weights that have not been pruned, [kept], in row order: as the float32 master has them, where one is given."""
+    """The weights that have not been pruned, [kept], in row order: as the float32 master has them,
+    where one is given."""
     weight = linear.weight.detach() if master is None else master
     if isinstance(linear, SparseLinear):
         return weight[0]
@@ -238,10 +249,12 @@ def _positions(linear: nn.Linear) -> Tensor:
 
 
 def prune(linear: nn.Linear, keep: Tensor, sparse: bool, moments: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Drops survivors for good, and with them their part of the moments; returns what is left of those.
+    """Drops survivors for good, and with them their part of the moments; returns what is left of
+    those.
 
-    keep: one bool per survivor. sparse: take the CSR form (which a layer that has it keeps anyway). moments: tensors of the weight's shape
-    by name; others (step counts) pass through. Gradients are dropped.
+    keep: one bool per survivor. sparse: take the CSR form (which a layer that has it keeps anyway).
+    moments: tensors of the weight's shape by name; others (step counts) pass through. Gradients are
+    dropped.
     """
     assert type(linear) in _PRUNABLE
     weight = linear.weight
@@ -271,7 +284,8 @@ def prune(linear: nn.Linear, keep: Tensor, sparse: bool, moments: dict[str, Tens
 
 
 def _become(linear: nn.Linear, kind: type[nn.Linear], buffers: dict[str, Tensor]) -> None:
-    """Replaces the class, not the module: names, bias, hooks and place in the tree stay as they are."""
+    """Replaces the class, not the module: names, bias, hooks and place in the tree stay as they
+    are."""
     for name in ("kept_mask", "crow", "col"):
         linear._buffers.pop(name, None)
     linear.__class__ = kind
@@ -280,14 +294,17 @@ def _become(linear: nn.Linear, kind: type[nn.Linear], buffers: dict[str, Tensor]
 
 
 def encodes_sparsity(module: nn.Module, name: str) -> bool:
-    """Whether the module's own buffer of this name says where a pruned weight's values are. Forwards never write to it."""
+    """Whether the module's own buffer of this name says where a pruned weight's values are.
+    Forwards never write to it."""
     return (isinstance(module, SparseLinear) and name in ("crow", "col")) or (isinstance(module, MaskedLinear) and name == "kept_mask")
 
 
 def conform(module: nn.Module, buffers: dict[str, Tensor]) -> frozenset[str]:
-    """Gives the linears of `module` (on any device) the form, not the contents, that a layer with these buffers by name has.
+    """Gives the linears of `module` (on any device) the form, not the contents, that a layer with
+    these buffers by name has.
 
-    Returns the names of the weights whose shape is now their own. Raises ValueError where a pruned weight cannot be this module's.
+    Returns the names of the weights whose shape is now their own. Raises ValueError where a pruned
+    weight cannot be this module's.
     """
     own: set[str] = set()
     for name, linear in list(linears(module)):
@@ -321,7 +338,8 @@ def dense_weight(linear: nn.Linear, master: Tensor | None = None) -> Tensor:
 
 
 def dense_parameters(module: nn.Module, masters: Mapping[str, Tensor] | None = None) -> Iterator[tuple[str, Tensor]]:
-    """Every parameter by name, in order, pruned ones in dense form. In place of a parameter that has a float32 master stands that."""
+    """Every parameter by name, in order, pruned ones in dense form. In place of a parameter that
+    has a float32 master stands that."""
     masters = masters or {}
     sparse = {f"{name}.weight" if name else "weight": x for name, x in linears(module) if isinstance(x, SparseLinear)}
     for name, parameter in module.named_parameters():

@@ -1,11 +1,14 @@
-"""The backward in two parts: a module returns its input gradient at once and leaves the weight gradient on a tape.
+"""The backward in two parts: a module returns its input gradient at once and leaves the weight
+gradient on a tape.
 
-A linear's backward is two products: gx = gy W (others wait for it: B) and gW = gy^T x (nobody waits for it: W). `SplitLinear` runs the
-first and hands the second to its layer's `WeightTape`, which runs it at once (BW) or keeps it for later (W). Both ways use the same kernel,
-in microbatch order, so they leave the same bits.
+A linear's backward is two products: gx = gy W (others wait for it: B) and gW = gy^T x (nobody waits
+for it: W). `SplitLinear` runs the first and hands the second to its layer's `WeightTape`, which
+runs it at once (BW) or keeps it for later (W). Both ways use the same kernel, in microbatch order,
+so they leave the same bits.
 
-Gradients are summed in float32 also where the parameter computes in a lower precision: there, a microbatch's product is of the lower
-precision (on CUDA of float32), and only the sum over microbatches must not lose what is small.
+Gradients are summed in float32 also where the parameter computes in a lower precision: there, a
+microbatch's product is of the lower precision (on CUDA of float32), and only the sum over
+microbatches must not lose what is small.
 """
 
 from __future__ import annotations
@@ -26,7 +29,8 @@ LOW = (torch.bfloat16, torch.float16)
 
 
 def float32_gradients(module: nn.Module) -> None:
-    """From now on `.grad` of the module's low-precision parameters is float32, whoever adds to it: autograd, or W."""
+    """From now on `.grad` of the module's low-precision parameters is float32, whoever adds to it:
+    autograd, or W."""
     for parameter in module.parameters():
         if parameter.dtype in LOW:
             parameter.grad_dtype = torch.float32
@@ -70,10 +74,12 @@ def add_rows(bias: nn.Parameter, rows: Tensor) -> None:
 class WeightTape:
     """Takes the weight-gradient work of one layer while its backward runs.
 
-    `run` is called for work that is not deferred; the layer sets it to time the work. taking: it takes work now. The layer has it do so in
-    its B alone: a backward that its F runs (`torch.autograd.grad`) is no part of that, and gives gradients as autograd does. whole:
-    parameters that the layer also uses by itself, not through their module (`used_twice`): their gradient comes from autograd, all of it in
-    B, or the order of its parts, and so the bits, would depend on where W runs.
+    `run` is called for work that is not deferred; the layer sets it to time the work. taking: it
+    takes work now. The layer has it do so in its B alone: a backward that its F runs
+    (`torch.autograd.grad`) is no part of that, and gives gradients as autograd does. whole:
+    parameters that the layer also uses by itself, not through their module (`used_twice`): their
+    gradient comes from autograd, all of it in B, or the order of its parts, and so the bits, would
+    depend on where W runs.
     """
 
     __slots__ = ("deferred", "pending", "run", "taking", "whole")
@@ -101,21 +107,25 @@ class WeightTape:
 
 
 class Split(Protocol):
-    """A module that leaves its weight gradient on a tape. With tape None it behaves as any module does.
+    """A module that leaves its weight gradient on a tape. With tape None it behaves as any module
+    does.
 
-    The class of a user's module opts in with the attribute `tape = None`. dynmo sets it on the instance.
+    The class of a user's module opts in with the attribute `tape = None`. dynmo sets it on the
+    instance.
     """
 
     tape: WeightTape | None
 
 
 def splits(module: nn.Module) -> TypeGuard[Split]:
-    """Whether the module has opted in to a tape. An attribute `tape` of another kind is the module's own affair."""
+    """Whether the module has opted in to a tape. An attribute `tape` of another kind is the
+    module's own affair."""
     return getattr(type(module), "tape", module) is None and isinstance(vars(module).get("tape"), WeightTape | None)
 
 
 def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """functional.linear, for a function of its own: what that returns must be no view, or nobody may work on it in place."""
+    """functional.linear, for a function of its own: what that returns must be no view, or nobody
+    may work on it in place."""
     if x.dim() == 2:
         return functional.linear(x, weight, bias)
     y = functional.linear(x.reshape(-1, x.shape[-1]), weight, bias)
@@ -144,7 +154,8 @@ class _LinearFunction(torch.autograd.Function):
 
 
 def accumulate_linear(weight: nn.Parameter, bias: nn.Parameter | None, x: Tensor, gy: Tensor) -> None:
-    """weight.grad += gy^T x and bias.grad += sum of gy, over all leading dimensions. x: [..., in], gy: [..., out]; no graph behind them."""
+    """weight.grad += gy^T x and bias.grad += sum of gy, over all leading dimensions. x: [..., in],
+    gy: [..., out]; no graph behind them."""
     rows = gy.reshape(-1, gy.shape[-1])
     add_product(weight, rows.t(), x.reshape(-1, x.shape[-1]))
     if bias is not None and bias.requires_grad:
@@ -152,7 +163,8 @@ def accumulate_linear(weight: nn.Parameter, bias: nn.Parameter | None, x: Tensor
 
 
 def may_split(module: nn.Module, device: torch.device) -> bool:
-    """Whether the gradients of the module's weight and bias may come from here and not from autograd.
+    """Whether the gradients of the module's weight and bias may come from here and not from
+    autograd.
 
     They may not where they are made from other parameters (weight_norm, functional_call), where
     torch.func transforms the call, or where autocast chooses what the product computes in.
@@ -198,7 +210,8 @@ class _EmbeddingFunction(torch.autograd.Function):
 
 
 def used_twice(outputs: Iterable[Tensor]) -> frozenset[Tensor]:
-    """Of a layer's outputs with their graph: the parameters that it has from a module that splits and, besides, without it."""
+    """Of a layer's outputs with their graph: the parameters that it has from a module that splits
+    and, besides, without it."""
     by_module, by_itself = set[Tensor](), set[Tensor]()
     nodes = [y.grad_fn for y in outputs if y.grad_fn is not None]
     seen = set(nodes)
@@ -241,7 +254,8 @@ def _plain_embedding(module: nn.Module) -> bool:
     return module.padding_idx is None and module.max_norm is None and not module.scale_grad_by_freq and not module.sparse
 
 
-# Exact types only: a subclass may mean something else by `forward`, so it keeps its own backward and takes its weight gradient in B.
+# Exact types only: a subclass may mean something else by `forward`, so it keeps its own backward
+# and takes its weight gradient in B.
 _SPLIT: dict[type[nn.Module], tuple[type[nn.Module], Callable[[nn.Module], bool]]] = {
     nn.Linear: (SplitLinear, lambda _: True),
     nn.Embedding: (SplitEmbedding, _plain_embedding),
@@ -249,9 +263,11 @@ _SPLIT: dict[type[nn.Module], tuple[type[nn.Module], Callable[[nn.Module], bool]
 
 
 def install(module: nn.Module, tape: WeightTape | None) -> None:
-    """Gives every module of the tree that can split its backward the tape; the rest takes its weight gradient in B.
+    """Gives every module of the tree that can split its backward the tape; the rest takes its
+    weight gradient in B.
 
-    The class of a known module is replaced, not the module: names, parameters, hooks and state stay as they are.
+    The class of a known module is replaced, not the module: names, parameters, hooks and state stay
+    as they are.
     """
     float32_gradients(module)
     for child in module.modules():

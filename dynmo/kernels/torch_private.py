@@ -1,4 +1,5 @@
-"""The functions of torch that have no public name, all in one place, and the versions of torch that have them.
+"""The functions of torch that have no public name, all in one place, and the versions of torch that
+have them.
 
 Whatever dynmo takes from a module or an attribute of torch with a leading underscore is named here.
 A new version of torch is admitted by raising `BELOW`, once all tests pass with it.
@@ -81,7 +82,8 @@ def abort_communicators() -> None:
 
 
 def restart_group_names() -> None:
-    """Lets torch count process groups from 0 again. Ranks that meet again must have the same count."""
+    """Lets torch count process groups from 0 again. Ranks that meet again must have the same
+    count."""
     dist.distributed_c10d._world.group_count = 0
 
 

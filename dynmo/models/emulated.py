@@ -1,6 +1,8 @@
-"""Emulated layers: they sleep for given F, B and W seconds and carry given bytes, so that 24 ranks can be tried on a laptop.
+"""Emulated layers: they sleep for given F, B and W seconds and carry given bytes, so that 24 ranks
+can be tried on a laptop.
 
-Each is a true layer all the same, y = x (1 + a / 1000) with one weight a, so that losses, gradients and digests mean something.
+Each is a true layer all the same, y = x (1 + a / 1000) with one weight a, so that losses, gradients
+and digests mean something.
 """
 
 from __future__ import annotations
@@ -21,18 +23,20 @@ from dynmo.models.model import Model, from_factories
 
 
 def precise_timers() -> None:
-    """Asks Linux to wake this process on time: the default slack of 50 microseconds adds up over thousands of short sleeps."""
+    """Asks Linux to wake this process on time: the default slack of 50 microseconds adds up over
+    thousands of short sleeps."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(29, 1, 0, 0, 0)  # PR_SET_TIMERSLACK, nanoseconds
 
 
-# Waking up takes some 50 to 100 microseconds; the end of a sleep is spun away instead. Not all of it: where ranks share cores, who spins
-# holds up who should wake.
+# Waking up takes some 50 to 100 microseconds; the end of a sleep is spun away instead. Not all of
+# it: where ranks share cores, who spins holds up who should wake.
 _SPIN = 5e-5
 
 
 def sleep_until(deadline: float) -> None:
-    """Sleeps to a moment of time.perf_counter, so that what was computed meanwhile counts as part of the sleep."""
+    """Sleeps to a moment of time.perf_counter, so that what was computed meanwhile counts as part
+    of the sleep."""
     remaining = deadline - time.perf_counter()
     if remaining > _SPIN:
         time.sleep(remaining - _SPIN)
@@ -41,7 +45,8 @@ def sleep_until(deadline: float) -> None:
 
 
 class _Scale(torch.autograd.Function):
-    """y = x (1 + a / 1000), or its mean where the model ends; the backward takes `b` seconds, the weight's part `w` seconds on the tape."""
+    """y = x (1 + a / 1000), or its mean where the model ends; the backward takes `b` seconds, the
+    weight's part `w` seconds on the tape."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, a: nn.Parameter, b: float, w: float, tape: WeightTape | None, ends: bool) -> Tensor:
@@ -83,8 +88,9 @@ def _weight_work(a: nn.Parameter, x: Tensor, gy: Tensor, w: float) -> None:
 
 
 class EmulatedLayer(nn.Module):
-    """Sleeps f, b, w seconds for one microbatch. The first layer turns token ids into a message of `size` float32 numbers; the one that
-    `ends` the model gives the mean of its own: the loss, within its seconds."""
+    """Sleeps f, b, w seconds for one microbatch. The first layer turns token ids into a message of
+    `size` float32 numbers; the one that `ends` the model gives the mean of its own: the loss,
+    within its seconds."""
 
     tape: WeightTape | None = None
 

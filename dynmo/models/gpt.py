@@ -2,7 +2,8 @@
 
     embedding | attention half | feed-forward half | ... | head        2 * blocks + 2 layers
 
-Both halves read and write the same residual stream [microbatch, sequence, hidden], so a boundary may fall between any two layers.
+Both halves read and write the same residual stream [microbatch, sequence, hidden], so a boundary
+may fall between any two layers.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ class Embedding(nn.Module):
 
 
 def rotate(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
-    """Rotary positions. x: [microbatch, heads, sequence, head_size]; cosine, sine: [sequence, head_size / 2]."""
+    """Rotary positions. x: [microbatch, heads, sequence, head_size]; cosine, sine: [sequence,
+    head_size / 2]."""
     first, second = x.chunk(2, dim=-1)
     return torch.cat((first * cosine - second * sine, second * cosine + first * sine), dim=-1)
 
@@ -73,7 +75,8 @@ class AttentionHalf(nn.Module):
 class SharedAttentionHalf(AttentionHalf):
     """Queries and keys are one vector, and the key is normalised: attention that can be hashed.
 
-    `sparse_attention` says what is left out, and the case of that name sets it; None leaves out nothing.
+    `sparse_attention` says what is left out, and the case of that name sets it; None leaves out
+    nothing.
     """
 
     vectors = 2  # query and key, value
@@ -92,7 +95,8 @@ class SharedAttentionHalf(AttentionHalf):
 
 
 def feed_forward_size(hidden: int) -> int:
-    """8/3 of hidden, so that SwiGLU's three matrices weigh as much as two of 4 hidden; rounded up to a multiple of 32."""
+    """8/3 of hidden, so that SwiGLU's three matrices weigh as much as two of 4 hidden; rounded up
+    to a multiple of 32."""
     return -(-8 * hidden // 3 // 32) * 32
 
 

@@ -58,14 +58,16 @@ def next_token_loss(logits: Tensor, targets: Tensor) -> Tensor:
 
     Example:
         >>> import torch
-        >>> round(float(next_token_loss(torch.zeros(2, 3, 10), torch.zeros(2, 3, dtype=torch.long))), 4)
+        >>> logits, targets = torch.zeros(2, 3, 10), torch.zeros(2, 3, dtype=torch.long)
+        >>> round(float(next_token_loss(logits, targets)), 4)
         2.3026
     """
     return functional.cross_entropy(logits.reshape(-1, logits.shape[-1]).float(), targets.reshape(-1))
 
 
 class _Uninitialised(TorchFunctionMode):
-    """Leaves initial values out: what is on the meta device has none, and pretending takes milliseconds a weight.
+    """Leaves initial values out: what is on the meta device has none, and pretending takes
+    milliseconds a weight.
 
     Remembers which tensors were made, for `keeps_others`.
     """
@@ -84,13 +86,15 @@ class _Uninitialised(TorchFunctionMode):
         return out
 
     def keeps_others(self, layer: nn.Module) -> bool:
-        """Whether a tensor lives on that is no parameter or buffer: an attribute of a module, say. Nothing would ever fill it."""
+        """Whether a tensor lives on that is no parameter or buffer: an attribute of a module, say.
+        Nothing would ever fill it."""
         own = {id(tensor) for _, _, tensor in named_tensors(layer)}
         return any((tensor := each()) is not None and tensor.is_meta and id(tensor) not in own for each in self._tensors)
 
 
 def on_meta(factory: Factory) -> nn.Module:
-    """A layer whose parameters and buffers are on the meta device; what else it keeps is real, since no move would bring it."""
+    """A layer whose parameters and buffers are on the meta device; what else it keeps is real,
+    since no move would bring it."""
     try:
         with torch.device("meta"), _Uninitialised() as tracker:
             layer = factory()
@@ -160,7 +164,8 @@ def check_layers(where: str, layers: Sequence[nn.Module]) -> None:
 
 
 def named_tensors(layer: nn.Module) -> Iterator[tuple[str, str, Tensor]]:
-    """Parameters and buffers as a layer's modules have them, each module once however often it is used."""
+    """Parameters and buffers as a layer's modules have them, each module once however often it is
+    used."""
     for prefix, module in layer.named_modules():
         for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
             yield "parameter", f"{prefix}.{name}".lstrip("."), parameter

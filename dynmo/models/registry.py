@@ -30,10 +30,12 @@ def load_model(config: Config) -> Model:
 
 
 def from_function(path: str, seed: int) -> Model:
-    """`package.module:function`, called without arguments: returns a list of layers, or (list of layers, loss function).
+    """`package.module:function`, called without arguments: returns a list of layers, or (list of
+    layers, loss function).
 
-    Layers are modules: all are made on every rank under a fixed seed, and those of other ranks are dropped at once. Or they are functions
-    without arguments that make a module each: then a rank makes its own only. Raises ConfigError if the path leads to no such function.
+    Layers are modules: all are made on every rank under a fixed seed, and those of other ranks are
+    dropped at once. Or they are functions without arguments that make a module each: then a rank
+    makes its own only. Raises ConfigError if the path leads to no such function.
     """
     where = f"model.kind = 'python:{path}'"
     module_name, _, function_name = path.partition(":")

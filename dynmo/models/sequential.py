@@ -39,7 +39,8 @@ class Sequential(Model):
 
     Example:
         >>> from torch import nn
-        >>> model = Sequential([nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)], loss=nn.functional.mse_loss)
+        >>> layers = [nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)]
+        >>> model = Sequential(layers, loss=nn.functional.mse_loss)
         >>> model.names
         ('0.Linear', '1.ReLU', '2.Linear')
     """
@@ -69,7 +70,8 @@ class Sequential(Model):
         object.__setattr__(self, "_modules", tuple(modules))
 
     def fingerprint(self) -> bytes:
-        """Returns a digest of some weights of every layer. It is the same on all ranks that made the same modules."""
+        """Returns a digest of some weights of every layer. It is the same on all ranks that made
+        the same modules."""
         digest = hashlib.sha256(repr(self.names).encode())
         modules: tuple[nn.Module, ...] = self.__dict__["_modules"]
         for module in modules:

@@ -1,4 +1,5 @@
-"""Everything that changes what the ranks hold or run, between steps: freezing, moves, other meshes, other schedules."""
+"""Everything that changes what the ranks hold or run, between steps: freezing, moves, other meshes,
+other schedules."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ from dynmo.runtime.state.reshape import holders, transfers
 
 
 class Actions:
-    """Carries out decisions. All ranks call every method but `rebuild` together, with equal arguments.
+    """Carries out decisions. All ranks call every method but `rebuild` together, with equal
+    arguments.
 
     Each method first waits until the last step is final.
 
@@ -93,7 +95,8 @@ class Actions:
             raise PartitionError(f"there is no layer {outside}; the model has {count}, from 0 to {count - 1}")
 
     def on_workload_change(self, layers: Iterable[int]) -> None:
-        """Drops what was measured of these layers, because they cost something else from the next step on.
+        """Drops what was measured of these layers, because they cost something else from the next
+        step on.
 
         Args:
             layers: Indices in the model.
@@ -178,7 +181,8 @@ class Actions:
         return migration
 
     def _on_recompute_change(self, layers: frozenset[int]) -> None:
-        """Takes note of layers that begin or cease to be recomputed. Nobody has measured what they cost now."""
+        """Takes note of layers that begin or cease to be recomputed. Nobody has measured what they
+        cost now."""
         if layers:
             self._schedule_keeper.forget()
             self.on_workload_change(layers)
@@ -191,8 +195,8 @@ class Actions:
             least: Share of a step that must be saved.
 
         Returns:
-            The share of a step that the simulator says is saved. None if the schedule stays, as those
-            do that are not made from costs.
+            The share of a step that the simulator says is saved. None if the schedule stays, as
+            those do that are not made from costs.
         """
         self._pending.settle()
         gain = self._schedule_keeper.replan(layers, least)

@@ -63,7 +63,8 @@ class CaseContext:
         self._actions.unfreeze(layers)
 
     def kept(self, layer: int) -> dict[str, Tensor]:
-        """The tensors that a case keeps with one of this rank's layers. They move and are saved with it."""
+        """The tensors that a case keeps with one of this rank's layers. They move and are saved
+        with it."""
         return self._layer_store.kept[layer]
 
     def moments(self, layer: int) -> dict[str, Tensor]:

@@ -53,33 +53,44 @@ from dynmo.schedule.simulator import Timeline
 class Engine:
     """A model's layers spread over a world of ranks, and what may be done with them.
 
-    Every method is called on every rank, with the same arguments. `partition` counts the layers of each stage; which rank holds which stage
-    is the schedule's: one each, or several (`chunks`). memory_limit: bytes per rank, for schedules that are made within one.
-    compiles: torch.compile runs the layers (`kernels/compiling.py`). dtype: what the model computes in (`runtime/layer/precision.py`);
-    scaler: of the loss (None: dynamic in float16, else none). recompute: the layers whose activations are computed again in B rather than
-    kept, or a pure function that says which, of a placement and the schedule with every stage training. cache_bytes: of host memory on each
-    rank, for the outputs of a frozen prefix (`runtime/layer/output_cache.py`), where steps and evaluations are given the keys of their
+    Every method is called on every rank, with the same arguments. `partition` counts the layers of
+    each stage; which rank holds which stage is the schedule's: one each, or several (`chunks`).
+    memory_limit: bytes per rank, for schedules that are made within one. compiles: torch.compile
+    runs the layers (`kernels/compiling.py`). dtype: what the model computes in
+    (`runtime/layer/precision.py`); scaler: of the loss (None: dynamic in float16, else none).
+    recompute: the layers whose activations are computed again in B rather than kept, or a pure
+    function that says which, of a placement and the schedule with every stage training.
+    cache_bytes: of host memory on each rank, for the outputs of a frozen prefix
+    (`runtime/layer/output_cache.py`), where steps and evaluations are given the keys of their
     microbatches.
 
-    slices: the pipeline's ranks are so many slices of this process's GPU, which a world of one rank then holds
-    (`runtime/engine/sm_slices.py`; None: the ranks of the world). Layers move between them as between ranks, but nothing travels.
+    slices: the pipeline's ranks are so many slices of this process's GPU, which a world of one rank
+    then holds (`runtime/engine/sm_slices.py`; None: the ranks of the world). Layers move between
+    them as between ranks, but nothing travels.
 
-    The world may be one pipeline of several in a mesh (`mesh.arrange`): `microbatches` are those of one.
-    accumulation_groups: in how many parts the gradients of all their microbatches are added up (default: one per replica).
-    zero: 1 shards the optimizer's state over the replicas.
-    replicates: a reshape may make replicas later. shapes: what schedules are made from within `memory_limit` before costs are measured.
+    The world may be one pipeline of several in a mesh (`mesh.arrange`): `microbatches` are those of
+    one. accumulation_groups: in how many parts the gradients of all their microbatches are added up
+    (default: one per replica). zero: 1 shards the optimizer's state over the replicas. replicates:
+    a reshape may make replicas later. shapes: what schedules are made from within `memory_limit`
+    before costs are measured.
 
-    w_granularity: a W runs "whole", where the schedule has it; or a "linear" of it at a time may run earlier, while a message is late.
-    post_validation: steps without a barrier at their end (`advance`). A step that must be taken back is, rollback "exact": from copies,
-    to the bit; "in-place": by arithmetic, without copies, nearly. clip_scope: by which norm a layer is clipped, that of all or its own.
+    w_granularity: a W runs "whole", where the schedule has it; or a "linear" of it at a time may
+    run earlier, while a message is late. post_validation: steps without a barrier at their end
+    (`advance`). A step that must be taken back is, rollback "exact": from copies, to the bit;
+    "in-place": by arithmetic, without copies, nearly. clip_scope: by which norm a layer is clipped,
+    that of all or its own.
     """
 
     #   _layouts          which layouts there can be
     #   _layer_store      what this rank holds, where everything is, what is frozen
-    #   _programs         what it runs                  schedule_keeper   in which order, and what is known of costs
-    #   _optimizer_step   what follows once it has run  _pending           with post-validation: the step that is not final yet
-    #   actions           what changes any of these     case_context       what a dynamic case sees of them
-    #   _runner           runs the programs             measurements       what was measured of the layers
+    #   _programs         what it runs
+    #   _optimizer_step   what follows once it has run
+    #   _pending          with post-validation: the step that is not final yet
+    #   _runner           runs the programs
+    #   schedule_keeper   in which order the ranks work, and what is known of costs
+    #   actions           what changes any of these
+    #   case_context      what a dynamic case sees of them
+    #   measurements      what was measured of the layers
     #   layer_states      what is saved and restored
 
     def __init__(
@@ -163,7 +174,7 @@ class Engine:
         self.measurements = Measurements(self._layer_store, self.profiler, self._pending, accumulation_groups)
         self.layer_states = LayerStates(self._layer_store, self._pending, self._programs)
 
-    # -- what is where ----------------------------------------------------------------------------------------------------
+    # -- what is where -----------------------------------------------------------------------------
 
     @property
     def world(self) -> World:
@@ -223,7 +234,7 @@ class Engine:
         """Global index of the first layer with something to train."""
         return self._layer_store.frozen.first_trainable
 
-    # -- training -----------------------------------------------------------------------------------------------------------
+    # -- training ----------------------------------------------------------------------------------
 
     @property
     def scaler(self) -> LossScaler:
@@ -245,12 +256,14 @@ class Engine:
         flag: bool = False,
         keys: Keys | None = None,
     ) -> StepResult:
-        """Forward, backward, clip, update. inputs: [microbatches, ...] with the first stage, targets: [microbatches, ...] with the last:
-        this replica's, which are as many as all others' and follow those of the replica before it in the batch.
+        """Forward, backward, clip, update. inputs: [microbatches, ...] with the first stage,
+        targets: [microbatches, ...] with the last: this replica's, which are as many as all others'
+        and follow those of the replica before it in the batch.
 
-        `flag` is handed to every rank in `StepResult.flags` (a wish to stop, say). keys, for the cache of outputs: of each microbatch, on
-        every rank, equal only where the inputs are (the numbers of its sequences, say); None where none comes again. Raises RunError if
-        loss or gradient is not finite; under a dynamic loss scale such a gradient skips the step.
+        `flag` is handed to every rank in `StepResult.flags` (a wish to stop, say). keys, for the
+        cache of outputs: of each microbatch, on every rank, equal only where the inputs are (the
+        numbers of its sequences, say); None where none comes again. Raises RunError if loss or
+        gradient is not finite; under a dynamic loss scale such a gradient skips the step.
         """
         results = self.advance(step, inputs, targets, lr=lr, max_norm=max_norm, flag=flag, keys=keys) + self.drain()
         return results[-1]
@@ -266,11 +279,13 @@ class Engine:
         flag: bool = False,
         keys: Keys | None = None,
     ) -> tuple[StepResult, ...]:
-        """As `step`, but without a barrier at its end where the pipeline validates afterwards: the next begins before this one is final.
+        """As `step`, but without a barrier at its end where the pipeline validates afterwards: the
+        next begins before this one is final.
 
-        Returns the results that have become final and were not returned before, in order: with a barrier this step's, without one that
-        of the step before. RunError, too, is then raised a step late; nothing was updated. `drain` waits for the last one, and so does
-        every method that looks at the model or changes it.
+        Returns the results that have become final and were not returned before, in order: with a
+        barrier this step's, without one that of the step before. RunError, too, is then raised a
+        step late; nothing was updated. `drain` waits for the last one, and so does every method
+        that looks at the model or changes it.
         """
         check_rates(lr, max_norm)
         pending = self._pending
@@ -287,7 +302,8 @@ class Engine:
         return pending.take_done()
 
     def drain(self) -> tuple[StepResult, ...]:
-        """Waits until the last step is final, where `advance` has not. Returns the results that were not returned before."""
+        """Waits until the last step is final, where `advance` has not. Returns the results that
+        were not returned before."""
         return self._pending.drain()
 
     def forward_backward(self, step: int, inputs: Tensor | None, targets: Tensor | None, keys: Keys | None = None) -> StepOutput:
@@ -339,7 +355,8 @@ class Engine:
 
     @property
     def post_validates(self) -> bool:
-        """Whether the next step has no barrier at its end. A weight tied over two ranks gets its gradient from both: there, one stays."""
+        """Whether the next step has no barrier at its end. A weight tied over two ranks gets its
+        gradient from both: there, one stays."""
         return self._pending.validates
 
     @property
@@ -347,7 +364,7 @@ class Engine:
         """What makes a step of this pipeline short."""
         return self.schedule_keeper.objective
 
-    # -- what changes: between steps ----------------------------------------------------------------
+    # -- what changes: between steps ---------------------------------------------------------------
 
     def freeze(self, layers: Collection[int]) -> None:
         """See `Actions.freeze`."""
@@ -373,19 +390,20 @@ class Engine:
         """Returns the SHA-256 of all weights. See `LayerStates.digest`."""
         return self.layer_states.digest()
 
-    # -- what is known ----------------------------------------------------------------------------------------------------------
+    # -- what is known -----------------------------------------------------------------------------
 
     def costs(self) -> tuple[LayerCost, ...]:
         """See `Measurements.costs`."""
         return self.measurements.costs()
 
     def predict(self, layers: tuple[LayerCost, ...], partition: Partition) -> Timeline:
-        """What the simulator says of one step under these costs and this placement, with the schedule made for them."""
+        """What the simulator says of one step under these costs and this placement, with the
+        schedule made for them."""
         return self.schedule_keeper.predict(layers, partition)
 
     def schedule_for(self, partition: Partition, layers: tuple[LayerCost, ...] | None = None) -> Schedule:
-        """The schedule that would run on this placement, with what is frozen now, made for these costs (default: for what is known of
-        them) where it is made for any."""
+        """The schedule that would run on this placement, with what is frozen now, made for these
+        costs (default: for what is known of them) where it is made for any."""
         return self.schedule_keeper.on(partition, layers)
 
     def largest(self, value: float) -> float:

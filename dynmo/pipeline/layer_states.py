@@ -32,7 +32,8 @@ class LayerStates:
         return {i: (layer.module, self._layer_store.optimizers[i]) for i, layer in self._layer_store.layers.items()}
 
     def state(self, index: int, whole: bool = False) -> dict[str, Tensor]:
-        """Returns what moves and is saved beside a layer's module: optimizer state, and what cases keep.
+        """Returns what moves and is saved beside a layer's module: optimizer state, and what cases
+        keep.
 
         Args:
             index: One of this rank's layers.
@@ -81,5 +82,6 @@ class LayerStates:
         return weights_digest(self._pending.final)
 
     def buffers_digest(self) -> str:
-        """Like `digest`, of the persistent buffers. Buffers that encode the sparsity of pruned weights do not count."""
+        """Like `digest`, of the persistent buffers. Buffers that encode the sparsity of pruned
+        weights do not count."""
         return buffers_digest(self._pending.final)

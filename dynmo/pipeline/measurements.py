@@ -35,7 +35,8 @@ class Measurements:
         )
 
     def halves(self, costs: tuple[LayerCost, ...]) -> tuple[tuple[LayerCost, ...], ...]:
-        """Returns `costs` by the earlier and by the later readings alone. Empty if some time has one reading only.
+        """Returns `costs` by the earlier and by the later readings alone. Empty if some time has
+        one reading only.
 
         Args:
             costs: By all readings.
@@ -62,7 +63,8 @@ class Measurements:
         return self._layer_store.outputs.limit > 0
 
     def cached(self) -> tuple[int, int]:
-        """Returns what the caches of outputs have saved on all ranks: the F's of layers that they spared, and the bytes that they hold."""
+        """Returns what the caches of outputs have saved on all ranks: the F's of layers that they
+        spared, and the bytes that they hold."""
         outputs = self._layer_store.outputs
         table = torch.tensor([outputs.spared, outputs.bytes], dtype=torch.int64)
         spared, held = self._layer_store.world.everyone.sum(table, "what the caches hold").tolist()
@@ -70,5 +72,6 @@ class Measurements:
 
     @property
     def reduction_seconds(self) -> tuple[float, float]:
-        """Of all steps so far: what this rank's collectives over the replicas took, and what of it its own work did not hide."""
+        """Of all steps so far: what this rank's collectives over the replicas took, and what of it
+        its own work did not hide."""
         return self._layer_store.replicas.seconds

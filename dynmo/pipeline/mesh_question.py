@@ -1,4 +1,5 @@
-"""What a running engine asks the planner: would another mesh of the same ranks repay its reshape?"""
+"""What a running engine asks the planner: would another mesh of the same ranks repay its
+reshape?"""
 
 from __future__ import annotations
 

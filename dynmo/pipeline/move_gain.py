@@ -14,7 +14,8 @@ _WINDOW = 5
 
 @dataclass
 class _Measurement:
-    """Of the move `id`. predicted: share of a step that it saves. before, after: seconds of steps."""
+    """Of the move `id`. predicted: share of a step that it saves. before, after: seconds of
+    steps."""
 
     id: int
     predicted: float
@@ -25,9 +26,9 @@ class _Measurement:
 class MoveGain:
     """Compares the steps before a move with those after it.
 
-    `doubt` is how many times the usual gain the next move must promise. It doubles after a move that
-    brings less than half of what was predicted. It is 1 again once a prediction comes true, or the
-    work changes. Noise therefore cannot move layers to and fro for ever.
+    `doubt` is how many times the usual gain the next move must promise. It doubles after a move
+    that brings less than half of what was predicted. It is 1 again once a prediction comes true, or
+    the work changes. Noise therefore cannot move layers to and fro for ever.
     """
 
     def __init__(self) -> None:

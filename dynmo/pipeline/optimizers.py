@@ -1,4 +1,5 @@
-"""The optimizers that a user chooses from, and the handle by which learning-rate schedulers reach them."""
+"""The optimizers that a user chooses from, and the handle by which learning-rate schedulers reach
+them."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ _DEFAULTS = Train()
 
 @dataclass(frozen=True)
 class AdamW:
-    """AdamW (Loshchilov and Hutter, 2019). Weight decay acts on parameters of two or more dimensions.
+    """AdamW (Loshchilov and Hutter, 2019). Weight decay acts on parameters of two or more
+    dimensions.
 
     Attributes:
         lr: Learning rate of the first step. A scheduler changes it through `Pipeline.optimizer`.
@@ -40,7 +42,8 @@ class AdamW:
 
 @dataclass(frozen=True)
 class SGD:
-    """Stochastic gradient descent with momentum. Weight decay acts on parameters of two or more dimensions.
+    """Stochastic gradient descent with momentum. Weight decay acts on parameters of two or more
+    dimensions.
 
     Attributes:
         lr: Learning rate of the first step. A scheduler changes it through `Pipeline.optimizer`.

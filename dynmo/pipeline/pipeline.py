@@ -67,7 +67,8 @@ class Pipeline:
         >>> import torch
         >>> import dynmo
         >>> with dynmo.init() as world:
-        ...     model = dynmo.Sequential([torch.nn.Linear(4, 4) for _ in range(3)], loss=torch.nn.functional.mse_loss)
+        ...     layers = [torch.nn.Linear(4, 4) for _ in range(3)]
+        ...     model = dynmo.Sequential(layers, loss=torch.nn.functional.mse_loss)
         ...     pipeline = dynmo.Pipeline(model, world, schedule="1f1b", microbatches=2)
         ...     result = pipeline.step(torch.ones(8, 4), torch.zeros(8, 4))
         >>> result.loss > 0
@@ -207,7 +208,8 @@ class Pipeline:
         return self._engine.costs()
 
     def rebalance(self) -> bool:
-        """Decides now where layers should live, and moves them if that repays itself within `horizon` steps.
+        """Decides now where layers should live, and moves them if that repays itself within
+        `horizon` steps.
 
         Returns:
             Whether layers have moved.
@@ -286,7 +288,8 @@ class Pipeline:
         return saved.path
 
     def load(self, folder: str | Path) -> int:
-        """Goes on from the newest complete checkpoint in `folder`, whatever placement it was saved on.
+        """Goes on from the newest complete checkpoint in `folder`, whatever placement it was saved
+        on.
 
         The state of a learning-rate scheduler is the caller's: save its `state_dict` beside this.
 
@@ -297,7 +300,8 @@ class Pipeline:
             The number of steps that the checkpoint has done.
 
         Raises:
-            CheckpointError: There is no complete checkpoint, or it is of another model or optimizer.
+            CheckpointError: There is no complete checkpoint, or it is of another model or
+                optimizer.
         """
         engine = self._engine
         path, manifest, _ = checkpoint.find(Path(folder), engine.world.everyone)

@@ -39,7 +39,8 @@ def profile_of(config: Config, pipeline: Engine, costs: tuple[LayerCost, ...], s
 
 
 def _whole(config: Config, pipeline: Engine, cost: LayerCost) -> LayerCost:
-    """The layer with all replicas' shares of its optimizer state. Of a frozen one no more is known than that no share is larger."""
+    """The layer with all replicas' shares of its optimizer state. Of a frozen one no more is known
+    than that no share is larger."""
     moments, masters = optimizer_settings(config.train).moments, config.train.precision != "float32"
     if not cost.gradient_bytes:
         return replace(cost, optimizer_bytes=pipeline.world.replicas * cost.optimizer_bytes)

@@ -47,7 +47,8 @@ class ProgramRunner:
         self._partial_weights, self._replicates = partial_weights, replicates
 
     def executor(self) -> Executor:
-        """Returns what runs the program that trains. After a change the program is lowered again, and the ranks compare the schedule."""
+        """Returns what runs the program that trains. After a change the program is lowered again,
+        and the ranks compare the schedule."""
         return self._programs.training or self._programs.lower(
             self._schedule_keeper.agreed(), self._schedule_keeper.message_timeout if self._partial_weights else None
         )
@@ -106,7 +107,8 @@ class ProgramRunner:
 
     @contextmanager
     def _buffers_as_they_were(self) -> Generator[None]:
-        """Raises ConfigError if a forward within the context writes to a persistent buffer, and there are or may be replicas."""
+        """Raises ConfigError if a forward within the context writes to a persistent buffer, and
+        there are or may be replicas."""
         self._replicates = self._replicates or self._layer_store.world.replicas > 1
         layers = sorted(self._layer_store.layers.items()) if self._replicates else []
         before = [layer.buffers.copies(persistent=True) for _, layer in layers]

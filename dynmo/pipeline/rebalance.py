@@ -49,16 +49,17 @@ class Rebalancer:
     """Decides before a step whether layers move, and moves them.
 
     It asks the configured balancer every `balance.every` steps. With "auto" it asks when
-    `RebalanceWatch` sees a reason. It moves layers if the simulator says that the gain repays the move
-    before a dynamic case ends it. No move rests on one reading of a time, or on one half of the
-    readings alone (`trigger.confirmed`). After a move that disappoints, the next one must promise more
-    (`MoveGain`).
+    `RebalanceWatch` sees a reason. It moves layers if the simulator says that the gain repays the
+    move before a dynamic case ends it. No move rests on one reading of a time, or on one half of
+    the readings alone (`trigger.confirmed`). After a move that disappoints, the next one must
+    promise more (`MoveGain`).
 
-    Every rank holds a Rebalancer and calls every method alike. Costs are the same on all ranks, so the
-    decision is the same. The ranks compare it, "stay" included.
+    Every rank holds a Rebalancer and calls every method alike. Costs are the same on all ranks, so
+    the decision is the same. The ranks compare it, "stay" included.
 
-    Balancers count more than a rank holds at any one time, such as all gradients. If the balancer says
-    that no placement fits the memory, the layers stay and one event says so, because the run trains.
+    Balancers count more than a rank holds at any one time, such as all gradients. If the balancer
+    says that no placement fits the memory, the layers stay and one event says so, because the run
+    trains.
 
     Args:
         config: Of the run.
@@ -140,7 +141,8 @@ class Rebalancer:
         return self.should_check(step) and self.measured
 
     def mesh(self, step: int) -> tuple[int, int, Partition] | None:
-        """Decides before `step` whether another mesh repays its reshape. It does so once after the work has changed.
+        """Decides before `step` whether another mesh repays its reshape. It does so once after the
+        work has changed.
 
         Args:
             step: The next step.
@@ -206,19 +208,22 @@ class Rebalancer:
         return [*told, ReshapeEvent(step, now(), before, (pipeline, data), partition.counts, migration.moved_bytes, seconds)]
 
     def consider(self, step: int) -> list[Event]:
-        """Decides before `step`, and acts if that pays: first where the layers live, then in which order the ranks work.
+        """Decides before `step`, and acts if that pays: first where the layers live, then in which
+        order the ranks work.
 
         The ranks compare their decision before layers move or stay.
 
         Raises:
-            RunError: The ranks have decided differently, because their cases forecast differently, say.
+            RunError: The ranks have decided differently, because their cases forecast differently,
+                say.
         """
         if self._watch is not None:
             self._watch.decided()
         pipeline, overhead, start = self._pipeline, self.overhead, time.perf_counter()
         costs = self._costs()
         halves = pipeline.measurements.halves(costs)
-        # Every rank takes part before any decides. Ranks that decide differently must not wait for each other here.
+        # Every rank takes part before any decides. Ranks that decide differently must not wait for
+        # each other here.
         fixed, doubt, preempted = pipeline.measurements.maxima((self._fixed, self._gain.doubt, pipeline.measurements.preempted))
         measured, moved = time.perf_counter(), overhead.move
         overhead.measure += measured - start
@@ -251,7 +256,8 @@ class Rebalancer:
             gain: Share of a step that another schedule saves. None: the schedule stays, or the
                 layers move. The ranks then compare the schedule that they run on the new placement.
         """
-        # Floats are left out: they decide nothing more, and may differ in their last bit between kinds of CPU.
+        # Floats are left out: they decide nothing more, and may differ in their last bit between
+        # kinds of CPU.
         where = None if choice is None else (choice.target.counts, choice.decision.move, choice.decision.uncertain)
         agree(self._pipeline.world, hashlib.sha256(repr((where, gain is not None)).encode()).digest(), "whether to move layers")
 
@@ -269,7 +275,8 @@ class Rebalancer:
         Args:
             step: Before which it is asked.
             costs: By all readings.
-            halves: The costs by the earlier and by the later readings alone. Both must support a move.
+            halves: The costs by the earlier and by the later readings alone. Both must support a
+                move.
             fixed: Seconds that a move takes beyond its layers' way over the links.
             doubt: How many times the usual gain is asked for.
             preempted: Share of the ops' time that other processes take.
@@ -308,15 +315,16 @@ class Rebalancer:
             deciding: Seconds that it took to decide.
 
         Returns:
-            The move, and before it what the last move has brought, if that is not told yet. Empty if
-            the layers do not fit the memory of their target.
+            The move, and before it what the last move has brought, if that is not told yet. Empty
+            if the layers do not fit the memory of their target.
         """
         pipeline, start = self._pipeline, time.perf_counter()
         source = pipeline.partition
         try:
             migration = pipeline.actions.move(choice.target, is_agreed=True)
         except NoRoomError:
-            # "recompute" is "auto", which goes by the most that layers may take, not by what was measured. All ranks find so.
+            # "recompute" is "auto", which goes by the most that layers may take, not by what was
+            # measured. All ranks find so.
             return []
         ended = time.perf_counter()
         self._fixed = max(0.0, migration.seconds - choice.on_the_way)
@@ -352,8 +360,8 @@ class Rebalancer:
         return decision
 
     def _outlook(self, step: int, request: BalanceRequest, target: Partition) -> list[Outlook]:
-        """What a step takes on the placement now and on `target`, from `step` to the run's end. What the cases do before `step` itself is
-        still to come, and was not measured."""
+        """What a step takes on the placement now and on `target`, from `step` to the run's end.
+        What the cases do before `step` itself is still to come, and was not measured."""
         pipeline, costs = self._pipeline, request.layers
 
         def seconds(layers: tuple[LayerCost, ...], partition: Partition) -> float:

@@ -53,7 +53,8 @@ def save_engine(
 
 
 def restore_engine(engine: Engine, path: Path, state: Mapping[str, Any], cases: Sequence[Dynamism]) -> None:
-    """Puts the layers of this rank, the frozen layers, the cases and the loss scale back as they were.
+    """Puts the layers of this rank, the frozen layers, the cases and the loss scale back as they
+    were.
 
     All ranks call it together.
 

@@ -1,6 +1,8 @@
-"""Which schedule a pipeline runs, what it would run on another placement, and what a balancer is asked; nothing moves here.
+"""Which schedule a pipeline runs, what it would run on another placement, and what a balancer is
+asked; nothing moves here.
 
-layers' measured costs, links, layout --> stages' costs --> schedule --simulator--> seconds of a step
+layers' measured costs, links, layout --> stages' costs --> schedule --simulator--> seconds of a
+step
                                                         --> request of a balancer
 """
 
@@ -29,13 +31,15 @@ Links = dict[tuple[int, int], LinkCost]
 """Between the ranks of a pair, the lower first, that hold neighbouring stages."""
 
 Shapes = Callable[[int], tuple[LayerCost, ...] | None]
-"""What the layers hold, from shapes alone, on one of so many replicas; None where shapes do not tell."""
+"""What the layers hold, from shapes alone, on one of so many replicas; None where shapes do not
+tell."""
 
 
 class ScheduleKeeper:
-    """Of the layers that `holding` knows, under the schedule of this name. memory_limit: bytes per rank, for schedules that are made within
-    one. post_validation: steps may have no barrier at their end. accumulation_groups: of the whole mesh. shapes: what schedules are
-    made from while nothing is measured."""
+    """Of the layers that `holding` knows, under the schedule of this name. memory_limit: bytes per
+    rank, for schedules that are made within one. post_validation: steps may have no barrier at
+    their end. accumulation_groups: of the whole mesh. shapes: what schedules are made from while
+    nothing is measured."""
 
     def __init__(
         self,
@@ -59,7 +63,7 @@ class ScheduleKeeper:
         """What makes a step of this pipeline short."""
         return Objective.MAKESPAN if not self._post_validation or self._layer_store.tied.apart else Objective.SPAN
 
-    # -- the schedule ---------------------------------------------------------------------------------------------------------
+    # -- the schedule ------------------------------------------------------------------------------
 
     def agreed(self) -> Schedule:
         """The schedule of the next steps, which all ranks have compared."""
@@ -108,17 +112,21 @@ class ScheduleKeeper:
         return None if shapes is None else elide(recompute_as_workspace(shapes, layout.recomputed), frozen.first_trainable, frozen.layers)
 
     def full(self) -> Schedule:
-        """The schedule with every stage training: an upper bound of what any frozen prefix keeps in memory."""
+        """The schedule with every stage training: an upper bound of what any frozen prefix keeps in
+        memory."""
         return full_schedule(self._name, self._layer_store.layout.ranks, self._layer_store.layout.microbatches, self._chunks)
 
     def predict(self, layers: tuple[LayerCost, ...], partition: Partition) -> Timeline:
-        """What the simulator says of one step under these costs and this placement, with the schedule made for them."""
+        """What the simulator says of one step under these costs and this placement, with the
+        schedule made for them."""
         return simulate(self.on(partition, layers), self.stage_costs(layers, partition))
 
     def replan(self, layers: tuple[LayerCost, ...], least: float) -> float | None:
-        """Takes these costs for the next schedule, where that saves more than the share `least` of a step.
+        """Takes these costs for the next schedule, where that saves more than the share `least` of
+        a step.
 
-        Returns the share that the simulator says it saves; None where the schedule stays, as those do that are not made from costs.
+        Returns the share that the simulator says it saves; None where the schedule stays, as those
+        do that are not made from costs.
         """
         if not entry(self._name).from_costs:
             return None
@@ -133,7 +141,8 @@ class ScheduleKeeper:
         return max(0.0, gain)
 
     def reshaped(self, links: Links) -> None:
-        """Takes note of another mesh. A rank of it holds other bytes than were measured, such as shares of the optimizer state.
+        """Takes note of another mesh. A rank of it holds other bytes than were measured, such as
+        shares of the optimizer state.
 
         Args:
             links: Between the ranks of the new mesh.
@@ -153,15 +162,18 @@ class ScheduleKeeper:
 
     @property
     def message_timeout(self) -> float:
-        """Seconds within which a message that was sent in time is there: twice what the slowest link takes for the smallest."""
+        """Seconds within which a message that was sent in time is there: twice what the slowest
+        link takes for the smallest."""
         return 2 * max((link.latency for link in self.links.values()), default=0.0)
 
-    # -- what a balancer is asked -----------------------------------------------------------------------------------------------
+    # -- what a balancer is asked ------------------------------------------------------------------
 
     def request(self, layers: tuple[LayerCost, ...], cost: Cost, seed: int, step: int) -> BalanceRequest:
-        """What a balancer is asked: where these layers should live, under this pipeline's schedule, links and memory limit."""
+        """What a balancer is asked: where these layers should live, under this pipeline's schedule,
+        links and memory limit."""
         limit, layout = self._memory_limit, self._layer_store.layout
-        # Each stage is given its rank's whole limit: a balancer that knows of the placement adds up what a rank's stages hold.
+        # Each stage is given its rank's whole limit: a balancer that knows of the placement adds up
+        # what a rank's stages hold.
         limits = None if limit is None else (limit,) * len(layout.placement)
         return BalanceRequest(
             layers,
@@ -184,6 +196,7 @@ class ScheduleKeeper:
         return pipeline_costs(layers, partition, links=self._boundary_links())
 
     def _boundary_links(self) -> tuple[LinkCost, ...]:
-        """The link behind each stage but the last; between two stages of one rank it costs nothing."""
+        """The link behind each stage but the last; between two stages of one rank it costs
+        nothing."""
         here = LinkCost(0.0, math.inf)
         return tuple(self.links.get((min(pair), max(pair)), here) for pair in pairwise(self._layer_store.layout.placement))

@@ -1,4 +1,5 @@
-"""`init`: joins the ranks that a launcher started, takes those of a process group, or makes a world of one."""
+"""`init`: joins the ranks that a launcher started, takes those of a process group, or makes a world
+of one."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ from dynmo.runtime.comm.world import World
 
 
 def init(group: dist.ProcessGroup | DeviceMesh | None = None, *, device: str | torch.device = "auto", timeout: float = 120.0) -> World:
-    """Joins the ranks that torchrun, Slurm or dynmo's launcher started. Without a launcher the world has one rank.
+    """Joins the ranks that torchrun, Slurm or dynmo's launcher started. Without a launcher the
+    world has one rank.
 
     Use it as a context manager, or call `close` at the end. A program that has called
     `torch.distributed.init_process_group` keeps its process groups: dynmo makes groups of its own
@@ -60,7 +62,8 @@ def init(group: dist.ProcessGroup | DeviceMesh | None = None, *, device: str | t
 
 
 def _ranks_of(group: dist.ProcessGroup | DeviceMesh | None) -> list[int] | None:
-    """The ranks of a process group or a mesh in torch's default group. None if the program has no process group."""
+    """The ranks of a process group or a mesh in torch's default group. None if the program has no
+    process group."""
     if not dist.is_initialized():
         if group is not None:
             raise ConfigError("dynmo.init was given a process group, but torch.distributed is not initialized")

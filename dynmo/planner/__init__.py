@@ -1,1 +1,2 @@
-"""Which plan is best: evaluates one plan, searches meshes, reshapes, recomputes and suggests. No torch."""
+"""Which plan is best: evaluates one plan, searches meshes, reshapes, recomputes and suggests. No
+torch."""

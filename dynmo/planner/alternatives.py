@@ -1,4 +1,5 @@
-"""What another choice than a plan's would give: each alternative is a plan of its own, made in the same way."""
+"""What another choice than a plan's would give: each alternative is a plan of its own, made in the
+same way."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ from dynmo.schedule.catalogue import SCHEDULES, chunks_of
 
 @dataclass(frozen=True)
 class Alternative:
-    """`choice` in place of the plan's own; `plan` is None where there is none, and `problem` says why."""
+    """`choice` in place of the plan's own; `plan` is None where there is none, and `problem` says
+    why."""
 
     choice: str | int
     plan: Plan | None
@@ -35,7 +37,8 @@ def other_schedules(request: PlanRequest) -> list[Alternative]:
 
 
 def other_microbatches(request: PlanRequest) -> list[Alternative]:
-    """At the same global batch: a microbatch of half the size is taken to need half the time and half the activations."""
+    """At the same global batch: a microbatch of half the size is taken to need half the time and
+    half the activations."""
     resizes = resize(request.profile, request.microbatches, (0.25, 0.5, 2, 4))
     return _attempt_all((m, replace(request, profile=profile, microbatches=m)) for m, profile in resizes)
 
@@ -47,7 +50,8 @@ def other_ranks(request: PlanRequest) -> list[Alternative]:
 
 
 def _attempt_all(requests: Iterable[tuple[str | int, PlanRequest]]) -> list[Alternative]:
-    """By predicted step time; those that cannot be had last. Of large plans there are too many to search each as long."""
+    """By predicted step time; those that cannot be had last. Of large plans there are too many to
+    search each as long."""
     alternatives: list[Alternative] = []
     for choice, request in requests:
         try:

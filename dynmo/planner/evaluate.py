@@ -1,6 +1,8 @@
-"""A request for a plan, and what one placement of it would take: the schedule made for it, its seconds by the simulator, its memory.
+"""A request for a plan, and what one placement of it would take: the schedule made for it, its
+seconds by the simulator, its memory.
 
-costs of layers + placement -> costs of stages -> schedule -> simulator -> step time, idleness, memory
+costs of layers + placement -> costs of stages -> schedule -> simulator -> step time, idleness,
+memory
 """
 
 from __future__ import annotations
@@ -26,15 +28,18 @@ from dynmo.schedule.op import Schedule
 from dynmo.schedule.simulator import Timeline, simulate
 
 RecomputeMode = Literal["none", "auto", "all"]
-"""Which layers keep only their input and run F again in B: none, those that must so that all fits, or all."""
+"""Which layers keep only their input and run F again in B: none, those that must so that all fits,
+or all."""
 
 
 @dataclass(frozen=True)
 class PlanRequest:
-    """What to plan for. memory_limit: bytes of a rank. any_links: take the slowest known link where the file lists other boundaries. cost:
-    what the balancer goes by; seed and step: for the balancer that is random. quick: "exact" does not simulate its ties, and a placement
-    that does not fit is hardly repaired. recomputed: layers that are recomputed whatever `recompute` says. replicas: of this pipeline, that
-    sum their gradients, which takes memory; its seconds are `mesh`'s."""
+    """What to plan for. memory_limit: bytes of a rank. any_links: take the slowest known link where
+    the file lists other boundaries. cost: what the balancer goes by; seed and step: for the
+    balancer that is random. quick: "exact" does not simulate its ties, and a placement that does
+    not fit is hardly repaired. recomputed: layers that are recomputed whatever `recompute` says.
+    replicas: of this pipeline, that sum their gradients, which takes memory; its seconds are
+    `mesh`'s."""
 
     profile: Profile
     ranks: int
@@ -70,8 +75,8 @@ class PlanRequest:
 
     @cached_property
     def reserve(self) -> int:
-        """The most bytes that come for a moment, beside what is live between ops: recomputing a layer brings them back during its B, and
-        summing gradients over the replicas takes them."""
+        """The most bytes that come for a moment, beside what is live between ops: recomputing a
+        layer brings them back during its B, and summing gradients over the replicas takes them."""
         pairs = zip(self.kept, self.layers, strict=True)
         back = max((kept.activation_bytes - left.activation_bytes for kept, left in pairs), default=0)
         return back + (reduction_bytes(self.kept) if self.replicas > 1 else 0)
@@ -101,7 +106,8 @@ class PlanRequest:
 
     @cached_property
     def current(self) -> Partition:
-        """Where the layers are: as the file says, if that was for as many stages; else evenly spread."""
+        """Where the layers are: as the file says, if that was for as many stages; else evenly
+        spread."""
         known, stages = self.profile.partition, len(self.placement)
         fits = known is not None and len(known) == stages and self.profile.ranks in (None, self.ranks)
         return Partition(known) if known is not None and fits else uniform(len(self.layers), stages)
@@ -152,7 +158,8 @@ class Plan:
 
     @cached_property
     def moves(self) -> tuple[Move, ...]:
-        """The layers that change ranks, from the placement as it is; source and target are ranks."""
+        """The layers that change ranks, from the placement as it is; source and target are
+        ranks."""
         placement = self.request.placement
         across = (Move(layer, placement[a], placement[b]) for layer, a, b in moves(self.request.current, self.partition))
         return tuple(move for move in across if move.source != move.target)
@@ -181,7 +188,8 @@ class TooFullError(NoRoomError):
 
 
 def evaluate_partition(request: PlanRequest, partition: Partition) -> Plan:
-    """What this placement would take, by the simulator, with the schedule made for it. Raises NoRoomError where it does not fit."""
+    """What this placement would take, by the simulator, with the schedule made for it. Raises
+    NoRoomError where it does not fit."""
     stage_plan = plan_stages(request.stages, request.layers, partition, request.links, request.profile.first_trainable)
     if request.memory_limit is not None and max(stage_plan.memory) > request.memory_limit:
         raise TooFullError(request, partition, stage_plan.memory)
@@ -192,5 +200,6 @@ def evaluate_partition(request: PlanRequest, partition: Partition) -> Plan:
     reached = timeline.makespan if request.objective is Objective.MAKESPAN else timeline.span
     limits = None if request.memory_limit is None else stage_plan.caps
     bound = lower_bound_on(request.placement, stage_plan.costs, request.microbatches, schedule.first_trainable, request.objective, limits)
-    # A bound that is reached may come out a rounding error above what reached it, since it is summed in another order.
+    # A bound that is reached may come out a rounding error above what reached it, since it is
+    # summed in another order.
     return Plan(request, partition, costs, schedule, timeline, min(bound, reached), stage_plan.caps, stage_plan.memory)

@@ -1,17 +1,18 @@
 """A placement in the words of other trainers, for people who stay there.
 
-Layers go by their names: `embedding`, `blocks.0.attention`, `blocks.0.feed_forward`, ..., `head`; or any names, where all layers that
-share a number (`blocks.3.*`, `layers.3`) are one block, what stands before the first is the input side and what follows the last the
-output side.
+Layers go by their names: `embedding`, `blocks.0.attention`, `blocks.0.feed_forward`, ..., `head`;
+or any names, where all layers that share a number (`blocks.3.*`, `layers.3`) are one block, what
+stands before the first is the input side and what follows the last the output side.
 
     names       embedding  b0.att  b0.ff | b1.att  b1.ff  b2.att | b2.ff  head
     Megatron    Et|tt|L            a block is one letter: the cut in the middle of block 2 is rounded
     torchtitan  [[tok_embeddings, layers.0], [layers.1, layers.2], [norm, output]]
     DeepSpeed   [0, 3, 6, 8]       layer indices, halves and all
 
-They know whole blocks only. A cut inside one goes to the nearer end of it, by layers, and to its end where both are as near; `rounded`
-says which cuts those were. A stage may be left without a block by that: Megatron and torchtitan take it where there is something else
-on it, and Megatron even without.
+They know whole blocks only. A cut inside one goes to the nearer end of it, by layers, and to its
+end where both are as near; `rounded` says which cuts those were. A stage may be left without a
+block by that: Megatron and torchtitan take it where there is something else on it, and Megatron
+even without.
 """
 
 from __future__ import annotations
@@ -27,14 +28,16 @@ from dynmo.errors import PartitionError
 
 @dataclass(frozen=True)
 class MegatronLayout:
-    """`text`: what to give the trainer. `rounded`: the boundaries (between stages i and i + 1) that fell inside a block and were moved."""
+    """`text`: what to give the trainer. `rounded`: the boundaries (between stages i and i + 1) that
+    fell inside a block and were moved."""
 
     text: str
     rounded: tuple[int, ...]
 
 
 def _whole_blocks(names: Sequence[str], partition: Partition) -> tuple[list[range], tuple[int, ...]]:
-    """The blocks on each stage once every cut is at the end of a block, and the cuts that were moved."""
+    """The blocks on each stage once every cut is at the end of a block, and the cuts that were
+    moved."""
     if partition.layers != len(names):
         raise PartitionError(f"{len(names)} names for a placement of {partition.layers} layers; give one name per layer")
     first, blocks, _ = blocks_of(names)
@@ -50,9 +53,11 @@ def _whole_blocks(names: Sequence[str], partition: Partition) -> tuple[list[rang
 
 
 def megatron_layout(names: Sequence[str], partition: Partition) -> MegatronLayout:
-    """`--pipeline-model-parallel-layout`: E the embedding, t a transformer block, L the loss, | between stages; `t*3` is `ttt`.
+    """`--pipeline-model-parallel-layout`: E the embedding, t a transformer block, L the loss, |
+    between stages; `t*3` is `ttt`.
 
-    Stages in pipeline order; with several stages per rank Megatron deals them out in turn (looped), rank by rank.
+    Stages in pipeline order; with several stages per rank Megatron deals them out in turn (looped),
+    rank by rank.
     """
     stages, rounded = _whole_blocks(names, partition)
     last = len(stages) - 1
@@ -80,7 +85,8 @@ def torchtitan_modules(
     inputs: Sequence[str] = ("tok_embeddings",),
     outputs: Sequence[str] = ("norm", "output"),
 ) -> Modules:
-    """`module_fqns_per_model_part`: `tok_embeddings`, `layers.N`, `norm`, `output` (`outputs` where a model calls them otherwise).
+    """`module_fqns_per_model_part`: `tok_embeddings`, `layers.N`, `norm`, `output` (`outputs` where
+    a model calls them otherwise).
 
     Raises PartitionError where a stage would be left without a module.
     """
@@ -96,5 +102,6 @@ def torchtitan_modules(
 
 
 def deepspeed_parts(partition: Partition) -> list[int]:
-    """`PipelineModule.parts`: the first layer of each stage, then the number of layers. Its layers are the list's own, halves and all."""
+    """`PipelineModule.parts`: the first layer of each stage, then the number of layers. Its layers
+    are the list's own, halves and all."""
     return list(partition.bounds)

@@ -1,14 +1,17 @@
-"""A mesh, the costs of one of its replicas, and the step's time with the reductions over the replicas.
+"""A mesh, the costs of one of its replicas, and the step's time with the reductions over the
+replicas.
 
-Costs at another size of microbatch are in proportion to it (`scale_layers`), a rank's optimizer state under ZeRO-1 is its part of
-one replica's, ceil(bytes / replicas), and the gradients cross a ring without latency:
+Costs at another size of microbatch are in proportion to it (`scale_layers`), a rank's optimizer
+state under ZeRO-1 is its part of one replica's, ceil(bytes / replicas), and the gradients cross a
+ring without latency:
 
     zero = 0    all-reduce        2 (R - 1) / R x gradient bytes / bandwidth       as a layer's last W ends
     zero = 1    reduce-scatter      (R - 1) / R x gradient bytes / bandwidth       as a layer's last W ends
                 all-gather          (R - 1) / R x weight bytes   / bandwidth       after the step's last op, hidden by nothing
 
-A rank reduces one layer after another, in the order in which their last W's end (within a stage: from its last layer to its first), while
-it works on: the link takes no time from the ops. What is not over by the end of the step's last op is `exposed`.
+A rank reduces one layer after another, in the order in which their last W's end (within a stage:
+from its last layer to its first), while it works on: the link takes no time from the ops. What is
+not over by the end of the step's last op is `exposed`.
 
     rank 0   ... W W[a f a]                    last W of the stage: of f, then of a
              reductions     [ f ][ a ]         exposed: what lies beyond the step's end
@@ -56,7 +59,8 @@ class Mesh:
 
 @dataclass(frozen=True)
 class MeshPlan:
-    """`plan`: of one replica. seconds: of a step, with the reductions; exposed: the part of them that comes after all ops."""
+    """`plan`: of one replica. seconds: of a step, with the reductions; exposed: the part of them
+    that comes after all ops."""
 
     mesh: Mesh
     plan: Plan
@@ -78,8 +82,8 @@ class MeshPlan:
 
 
 def mesh_profile(profile: Profile, mesh: Mesh, zero: int, accumulation_groups: int | None = None) -> Profile:
-    """The costs of one replica: of the mesh's microbatches, with the optimizer state that ZeRO leaves on a rank and the gradients that wait
-    in accumulation groups."""
+    """The costs of one replica: of the mesh's microbatches, with the optimizer state that ZeRO
+    leaves on a rank and the gradients that wait in accumulation groups."""
     assert profile.microbatch is not None
     layers = scale_layers(profile.layers, mesh.micro_batch / profile.microbatch)
     if zero:
@@ -90,7 +94,8 @@ def mesh_profile(profile: Profile, mesh: Mesh, zero: int, accumulation_groups: i
 
 
 def add_reductions(mesh: Mesh, plan: Plan, bandwidth: float, zero: int = 0) -> MeshPlan:
-    """The plan's ops, and then what is left of the reductions: the model is at the top of this file."""
+    """The plan's ops, and then what is left of the reductions: the model is at the top of this
+    file."""
     ring = (mesh.replicas - 1) / mesh.replicas / bandwidth
     ends: list[float] = []
     gathers: list[float] = []

@@ -1,4 +1,5 @@
-"""How many replicas of how long a pipeline, with which microbatches and schedule: the fastest use of N GPUs for one global batch.
+"""How many replicas of how long a pipeline, with which microbatches and schedule: the fastest use
+of N GPUs for one global batch.
 
     gpus = pipeline x replicas            global batch = replicas x microbatches x micro_batch
 
@@ -6,8 +7,9 @@
     rank 0  F0 F1 F2 F3 B0 ...                 F0 F1 B0 ... | reduce        half the microbatches each, half the pipeline to fill:
     ...                                        ...                          more weights on a rank, and gradients to reduce
 
-Zero Bubble's rebuttal makes the point: with no bubbles to hide, few microbatches are enough, so the same batch can go to more replicas, and
-ZeRO pays for the memory. Each candidate is a plan (`stage_plan`): placed by a balancer, scheduled, simulated, its memory checked.
+Zero Bubble's rebuttal makes the point: with no bubbles to hide, few microbatches are enough, so the
+same batch can go to more replicas, and ZeRO pays for the memory. Each candidate is a plan
+(`stage_plan`): placed by a balancer, scheduled, simulated, its memory checked.
 
 `mesh_plan` has the costs of a mesh and the time of its reductions.
 """
@@ -38,7 +40,8 @@ BALANCERS = ("exact", "schedule-aware")
 
 @dataclass(frozen=True)
 class RefusedMesh:
-    """`need`: bytes of the fullest rank of what comes nearest to the memory limit; None where something else is wrong."""
+    """`need`: bytes of the fullest rank of what comes nearest to the memory limit; None where
+    something else is wrong."""
 
     mesh: Mesh
     reason: str
@@ -47,8 +50,8 @@ class RefusedMesh:
 
 @dataclass(frozen=True)
 class MeshSearchResult:
-    """candidates: the best first. refused: those that cannot be had. slower: how many were left out, because even without any bubble they
-    would take longer than the candidates."""
+    """candidates: the best first. refused: those that cannot be had. slower: how many were left
+    out, because even without any bubble they would take longer than the candidates."""
 
     candidates: tuple[MeshPlan, ...]
     refused: tuple[RefusedMesh, ...]
@@ -62,10 +65,12 @@ _MOST = 1 << 53  # whole numbers of so much are exact as floats
 class MeshRequest:
     """What is searched.
 
-    micro_batches: sizes to try; empty: the measured one, its halves and its doubles. schedules: empty: those of SCHEDULES, and where memory
-    is limited FRUGAL. chunks: stages a rank, for the schedule that lets one choose. memory_limit: bytes of a rank. bandwidth: bytes per
-    second between replicas; inf: reductions take no time. keep: how many candidates are wanted. replicas: the numbers of them that
-    may be; empty: any. accumulation_groups: of the whole mesh; None: what the profile says of them, in any mesh.
+    micro_batches: sizes to try; empty: the measured one, its halves and its doubles. schedules:
+    empty: those of SCHEDULES, and where memory is limited FRUGAL. chunks: stages a rank, for the
+    schedule that lets one choose. memory_limit: bytes of a rank. bandwidth: bytes per second
+    between replicas; inf: reductions take no time. keep: how many candidates are wanted. replicas:
+    the numbers of them that may be; empty: any. accumulation_groups: of the whole mesh; None: what
+    the profile says of them, in any mesh.
     """
 
     profile: Profile
@@ -117,13 +122,14 @@ class MeshRequest:
 def search(request: MeshRequest) -> MeshSearchResult:
     """Every mesh that the request allows, each placed by each of the balancers; the best first.
 
-    Raises PartitionError, one line: no pipeline divides the GPUs, no size divides the batch, or nothing fits the memory, and by how much
-    the least misses it.
+    Raises PartitionError, one line: no pipeline divides the GPUs, no size divides the batch, or
+    nothing fits the memory, and by how much the least misses it.
     """
     return _Search(request).run()
 
 
-# How many ops may be placed by simulation, of the meshes that a quick look finds best; the three best of them are in any case.
+# How many ops may be placed by simulation, of the meshes that a quick look finds best; the three
+# best of them are in any case.
 _REFINED = 30_000
 
 
@@ -141,7 +147,8 @@ class _Search:
         slower = 0
         for mesh in meshes:
             shown = sorted(x.seconds for x in quick)[: request.keep]
-            # A quick look may be some percent off its best, and so may those that it is compared with.
+            # A quick look may be some percent off its best, and so may those that it is compared
+            # with.
             if len(shown) == request.keep and self.bound(mesh) > shown[-1]:
                 slower += 1
                 continue
@@ -157,12 +164,13 @@ class _Search:
         best.sort(key=lambda x: (x.seconds, x.mesh.pipeline, x.mesh.microbatches, request.names.index(x.mesh.schedule)))
         return MeshSearchResult(tuple(best[: request.keep]), tuple(self.refused), slower + max(0, len(best) - request.keep))
 
-    # -- what there is to try ------------------------------------------------------------------------------------------------------
+    # -- what there is to try ----------------------------------------------------------------------
 
     def meshes(self) -> Iterator[Mesh]:
         request, layers = self.request, len(self.request.profile.layers)
         pipelines = [p for p in range(1, min(request.gpus, layers) + 1) if request.gpus % p == 0]
-        # On one rank there is nothing to fill: any schedule is as fast, and one stage keeps the least.
+        # On one rank there is nothing to fill: any schedule is as fast, and one stage keeps the
+        # least.
         alone = [name for name in request.names if chunks_of(name, request.chunks) == 1][:1]
         possible = False
         for pipeline in pipelines:
@@ -209,7 +217,7 @@ class _Search:
             f"take a multiple of {' or '.join(map(str, batches))}, or another number of GPUs"
         )
 
-    # -- one mesh ------------------------------------------------------------------------------------------------------------------
+    # -- one mesh ----------------------------------------------------------------------------------
 
     def plan_request(self, mesh: Mesh) -> PlanRequest:
         request = self.request

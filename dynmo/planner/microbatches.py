@@ -23,8 +23,9 @@ def resize(profile: Profile, microbatches: int, factors: Iterable[float]) -> Ite
 
 
 def scale_layers(layers: Iterable[LayerCost], share: float) -> tuple[LayerCost, ...]:
-    """The costs of a microbatch of `share` times the size: seconds, activations and messages in proportion. Real kernels do less well on
-    small ones, so a measurement at that size is better where there is one."""
+    """The costs of a microbatch of `share` times the size: seconds, activations and messages in
+    proportion. Real kernels do less well on small ones, so a measurement at that size is better
+    where there is one."""
     return tuple(
         replace(
             x,

@@ -1,11 +1,13 @@
-"""Activation checkpointing, layer by layer: a layer keeps only its input from F to B, and runs F once more at the start of its B.
+"""Activation checkpointing, layer by layer: a layer keeps only its input from F to B, and runs F
+once more at the start of its B.
 
                    b      live from F to B               live from B to W
     kept           b      activation_bytes               stash_bytes
     recomputed     b + f  the layer before's output      stash_bytes
 
-A backward goes through a stage from its last layer to its first, so one layer's activations are back at a time. At layer i the layers
-behind it hold what W needs, those before it what their own B will need:
+A backward goes through a stage from its last layer to its first, so one layer's activations are
+back at a time. At layer i the layers behind it hold what W needs, those before it what their own B
+will need:
 
     kept' of layers < i    +    activation_bytes of i    +    stash_bytes of layers > i
 
@@ -27,8 +29,9 @@ from dynmo.schedule.op import Kind, Schedule
 def with_recompute(layers: Sequence[LayerCost], chosen: Collection[int]) -> tuple[LayerCost, ...]:
     """The costs of the same layers when those of `chosen` (global indices) are recomputed.
 
-    A layer without B (in a frozen prefix) keeps nothing anyway, and stays as it is. The activations that recomputing brings back count as
-    workspace of F and B. The first layer's input is taken to be as large as its output: a bound, for what it reads are tokens.
+    A layer without B (in a frozen prefix) keeps nothing anyway, and stays as it is. The activations
+    that recomputing brings back count as workspace of F and B. The first layer's input is taken to
+    be as large as its output: a bound, for what it reads are tokens.
     """
     out = list(layers)
     for index in chosen:
@@ -69,9 +72,11 @@ def _input_bytes(layers: Sequence[LayerCost], index: int) -> int:
 def recompute_memory(
     layers: Sequence[LayerCost], chosen: Collection[int], counts: Sequence[int], schedule: Schedule, replicas: int = 1
 ) -> tuple[int, ...]:
-    """An upper bound by which `choose_recomputed` chooses: bytes of each rank when the layers of `chosen` are recomputed.
+    """An upper bound by which `choose_recomputed` chooses: bytes of each rank when the layers of
+    `chosen` are recomputed.
 
-    It follows a backward layer by layer and counts gradients as always there. It leaves out messages that wait and other workspaces.
+    It follows a backward layer by layer and counts gradients as always there. It leaves out
+    messages that wait and other workspaces.
 
     Args:
         layers: Cost of each layer without recomputing.
@@ -91,11 +96,14 @@ def recompute_memory(
 def choose_recomputed(
     layers: Sequence[LayerCost], counts: Sequence[int], schedule: Schedule, limit: int | Sequence[int], replicas: int = 1
 ) -> frozenset[int]:
-    """The layers to recompute so that every rank fits `limit` bytes (one number, or one per rank), for this placement and schedule.
+    """The layers to recompute so that every rank fits `limit` bytes (one number, or one per rank),
+    for this placement and schedule.
 
-    On a rank that is too full, the layer that saves the most bytes of the peak per second of F is taken first, until the rank fits; then
-    those that turn out not to be needed are given back, the most expensive first. So no chosen layer could be left out. Recomputing one
-    more layer never needs more memory. Raises NoRoomError where not even recomputing everything fits, saying by how much.
+    On a rank that is too full, the layer that saves the most bytes of the peak per second of F is
+    taken first, until the rank fits; then those that turn out not to be needed are given back, the
+    most expensive first. So no chosen layer could be left out. Recomputing one more layer never
+    needs more memory. Raises NoRoomError where not even recomputing everything fits, saying by how
+    much.
     """
     limits = (limit,) * schedule.ranks if isinstance(limit, int) else tuple(limit)
     if len(limits) != schedule.ranks:
@@ -129,8 +137,8 @@ def _ranks(layers: Sequence[LayerCost], counts: Sequence[int], schedule: Schedul
 
 
 _Moment = tuple[tuple[int, ...], tuple[int, ...], int, bool, int]
-"""Per own stage the microbatches between F and B, and between B and W; which of the stages runs a B now (-1: none); with its W at once?
-And bytes of reductions over the replicas."""
+"""Per own stage the microbatches between F and B, and between B and W; which of the stages runs a B
+now (-1: none); with its W at once? And bytes of reductions over the replicas."""
 
 
 def _moments(schedule: Schedule, rank: int, stages: tuple[int, ...], summed: Sequence[int]) -> Iterator[_Moment]:
@@ -193,7 +201,8 @@ class _Rank:
                 saved, own = need - self.need(kept), self.layers[index].activation_bytes - every[index].activation_bytes
                 kept[index] = self.layers[index]
                 seconds = self.layers[index].f or 1e-30
-                # Where two moments are as full, one layer alone may save nothing: then what it keeps counts.
+                # Where two moments are as full, one layer alone may save nothing: then what it
+                # keeps counts.
                 ranked.append((saved / seconds, own / seconds, -index))
             best = -max(ranked)[2]
             chosen.add(best)

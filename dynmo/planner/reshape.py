@@ -1,4 +1,5 @@
-"""The same GPUs as a shorter pipeline with more replicas, or the other way round: is it faster, and does it repay what it moves?
+"""The same GPUs as a shorter pipeline with more replicas, or the other way round: is it faster, and
+does it repay what it moves?
 
     4 ranks                 2 ranks x 2 replicas           stage-major: the copies of a stage are neighbours, and a rank finds in
     rank 0  a b             rank 0  a b c d                its new stage what it holds already
@@ -6,8 +7,9 @@
          2  e f                  2  e f g h                rank 0 must get c and d, rank 1 a and b, ...
          3  g h                  3  e f g h
 
-Few layers on a rank cannot be balanced, however they are placed: the larger of two halves stays the larger. Twice as many layers on half
-as many stages can, where the memory holds them. `reduction_slots` keep the bits when the replicas change.
+Few layers on a rank cannot be balanced, however they are placed: the larger of two halves stays the
+larger. Twice as many layers on half as many stages can, where the memory holds them.
+`reduction_slots` keep the bits when the replicas change.
 """
 
 from __future__ import annotations
@@ -27,7 +29,8 @@ from dynmo.schedule.catalogue import placement_of
 
 @dataclass(frozen=True)
 class Reshape:
-    """`plan`: what to run from now on, which is as now where `decision.move` is false. moved_bytes: of the rank that must get most."""
+    """`plan`: what to run from now on, which is as now where `decision.move` is false. moved_bytes:
+    of the rank that must get most."""
 
     plan: MeshPlan
     decision: Decision
@@ -44,12 +47,14 @@ def reshape(
     margin: float = 1.5,
     hysteresis: float = 0.02,
 ) -> Reshape:
-    """The best mesh for these costs, and whether changing to it pays within `horizon_steps`; the mesh as it is takes part, placed anew.
+    """The best mesh for these costs, and whether changing to it pays within `horizon_steps`; the
+    mesh as it is takes part, placed anew.
 
-    `request` says what may be searched (`gpus`, `global_batch`, memory); `partition` is where the layers are on `current`. A move takes
-    the bytes of the rank that must get most times `seconds_per_byte`, since all get theirs at once. Of all candidates the one that saves
-    most after its price, so nothing is chosen that is predicted to be slower than to stay. Raises PartitionError where `current` is for
-    another number of GPUs or sequences, or nothing fits.
+    `request` says what may be searched (`gpus`, `global_batch`, memory); `partition` is where the
+    layers are on `current`. A move takes the bytes of the rank that must get most times
+    `seconds_per_byte`, since all get theirs at once. Of all candidates the one that saves most
+    after its price, so nothing is chosen that is predicted to be slower than to stay. Raises
+    PartitionError where `current` is for another number of GPUs or sequences, or nothing fits.
     """
     if (current.gpus, current.global_batch) != (request.gpus, request.global_batch):
         raise PartitionError(
@@ -88,7 +93,8 @@ def _as_now(request: MeshRequest, current: Mesh, partition: Partition) -> MeshPl
 
 
 def largest_arrival(layers: Sequence[LayerCost], old: Mesh, old_partition: Partition, new: Mesh, new_partition: Partition) -> int:
-    """Bytes that the rank that must get most must get: what its new stages hold and its old ones did not."""
+    """Bytes that the rank that must get most must get: what its new stages hold and its old ones
+    did not."""
     return max(
         sum(layers[i].moved_bytes for i in _held(new, new_partition, rank) - _held(old, old_partition, rank)) for rank in range(new.gpus)
     )

@@ -1,6 +1,8 @@
-"""A whole plan from measured costs, without running anything: where the layers live, in which order the ranks work, what it takes.
+"""A whole plan from measured costs, without running anything: where the layers live, in which order
+the ranks work, what it takes.
 
-costs of layers -> balancer -> placement -> costs of stages -> schedule -> simulator -> step time, idleness, memory
+costs of layers -> balancer -> placement -> costs of stages -> schedule -> simulator -> step time,
+idleness, memory
 """
 
 from __future__ import annotations
@@ -32,7 +34,8 @@ LARGE = 6000  # ops of a kind: a simulation takes a tenth of a second
 
 
 def make_plan(request: PlanRequest) -> Plan:
-    """The plan for exactly this request. Raises PartitionError or ScheduleError where it cannot be made or does not fit the memory."""
+    """The plan for exactly this request. Raises PartitionError or ScheduleError where it cannot be
+    made or does not fit the memory."""
     if request.recompute == "all":
         return _attempt(replace(request, recompute="none", recomputed=frozenset(range(len(request.kept)))))
     if request.recompute == "auto" and request.memory_limit is not None:
@@ -41,8 +44,9 @@ def make_plan(request: PlanRequest) -> Plan:
 
 
 def _recomputing(request: PlanRequest, limit: int) -> Plan:
-    """The best of: fitting without recomputing; and the placement that would be best with enough memory, made to fit by recomputing. Other
-    costs want another placement, and that may want other layers to be recomputed: a few rounds of both."""
+    """The best of: fitting without recomputing; and the placement that would be best with enough
+    memory, made to fit by recomputing. Other costs want another placement, and that may want other
+    layers to be recomputed: a few rounds of both."""
     plans: list[Plan] = []
     failed = _into(plans, lambda: _attempt(request))
     free = _attempt(replace(request, memory_limit=None))  # what is wrong apart from memory is told as it is
@@ -52,7 +56,8 @@ def _recomputing(request: PlanRequest, limit: int) -> Plan:
         try:
             chosen = _chosen(request, free, limit)
         except PartitionError:
-            # This placement does not fit in any way. From one that does with all recomputed, what is not needed is given back.
+            # This placement does not fit in any way. From one that does with all recomputed, what
+            # is not needed is given back.
             every = replace(request, recomputed=frozenset(range(len(request.kept))))
             problem = _into(plans, lambda every=every: _attempt(every))
             if problem is not None:
@@ -79,7 +84,8 @@ def _recomputing(request: PlanRequest, limit: int) -> Plan:
 def _chosen(request: PlanRequest, free: Plan, limit: int) -> frozenset[int]:
     """The layers to recompute for this placement and schedule.
 
-    `choose_recomputed` does not know of messages that wait and of ops' workspaces. They come on top.
+    `choose_recomputed` does not know of messages that wait and of ops' workspaces. They come on
+    top.
     """
     counts, limits = free.partition.counts, [limit] * request.ranks
     chosen = choose_recomputed(request.kept, counts, free.schedule, limits, request.replicas)
@@ -103,7 +109,8 @@ def _into(plans: list[Plan], make: Callable[[], Plan]) -> InputError | None:
 
 
 def _limits(request: PlanRequest) -> tuple[int | None, ...]:
-    """What balancers are told at first. They do not know what comes for a moment only, so there is a second try with that set aside."""
+    """What balancers are told at first. They do not know what comes for a moment only, so there is
+    a second try with that set aside."""
     if request.memory_limit is None or not request.reserve:
         return (request.memory_limit,)
     return (request.memory_limit, max(0, request.memory_limit - request.reserve))
@@ -135,8 +142,8 @@ _ROUNDS = 4  # of asking a balancer anew
 
 
 def _placed(request: PlanRequest, pairs: tuple[Pairs, ...] | None, limit: int | None) -> Plan:
-    """By the balancer, and judged. Balancers do not know of messages that wait: where a rank is too full, they are told of less room there,
-    and asked again."""
+    """By the balancer, and judged. Balancers do not know of messages that wait: where a rank is too
+    full, they are told of less room there, and asked again."""
     told = None if limit is None else (limit,) * len(request.placement)
     balance_request = BalanceRequest(
         request.layers,
@@ -166,7 +173,8 @@ def _placed(request: PlanRequest, pairs: tuple[Pairs, ...] | None, limit: int | 
 
 
 def _less(request: PlanRequest, pairs: tuple[Pairs, ...], told: tuple[int, ...], refused: TooFullError) -> tuple[int, ...]:
-    """Per stage, the limit to tell a balancer that was told this much and filled some rank beyond the memory."""
+    """Per stage, the limit to tell a balancer that was told this much and filled some rank beyond
+    the memory."""
     limit, needs = request.memory_limit, refused.needs
     assert limit is not None
     known = [max((layer.workspace_bytes for layer in request.layers), default=0)] * request.ranks
@@ -179,7 +187,8 @@ def _less(request: PlanRequest, pairs: tuple[Pairs, ...], told: tuple[int, ...],
 
 
 def _residents(request: PlanRequest) -> Iterator[tuple[Pairs, ...] | None]:
-    """What the schedule keeps alive, as the balancer is told: a schedule that is made within limits may keep little or much."""
+    """What the schedule keeps alive, as the balancer is told: a schedule that is made within limits
+    may keep little or much."""
     if request.memory_limit is None:
         yield None
         return
@@ -191,7 +200,8 @@ def _residents(request: PlanRequest) -> Iterator[tuple[Pairs, ...] | None]:
     if request.schedule == "zb-auto" and request.ranks > 1:
         yield (((1, 0), (0, 1)),) * stages
     elif not entry(request.schedule).from_costs and request.profile.first_trainable:
-        # With a frozen prefix the others may keep less. How many stages it fills, only the placement says.
+        # With a frozen prefix the others may keep less. How many stages it fills, only the
+        # placement says.
         for frozen in range(1, stages):
             yield resident(make(request.schedule, request.ranks, request.microbatches, chunks=request.chunks, first_trainable=frozen))
 
@@ -201,9 +211,10 @@ _CHOOSING = ("exact", "schedule-aware")
 
 
 def _repaired(request: PlanRequest, refused: Partition | None) -> Plan | None:
-    """What a rank needs is less than its stages' peaks and the largest workspace together, so the balancers may refuse what fits: from the
-    placement that was `refused` as it was judged, and that without a limit, one boundary at a time, as long as the fullest rank gets
-    emptier. For balancers that choose; a baseline's placement is what it is."""
+    """What a rank needs is less than its stages' peaks and the largest workspace together, so the
+    balancers may refuse what fits: from the placement that was `refused` as it was judged, and that
+    without a limit, one boundary at a time, as long as the fullest rank gets emptier. For balancers
+    that choose; a baseline's placement is what it is."""
     limit = request.memory_limit
     assert limit is not None
     if request.balancer not in _CHOOSING or not _may_fit(request, limit):
@@ -243,8 +254,8 @@ def _repaired(request: PlanRequest, refused: Partition | None) -> Plan | None:
 
 
 def _may_fit(request: PlanRequest, limit: int) -> bool:
-    """No where it is certain that no placement fits. Only of one stage a rank, without a frozen prefix, are a stage's peaks known before
-    there is a placement."""
+    """No where it is certain that no placement fits. Only of one stage a rank, without a frozen
+    prefix, are a stage's peaks known before there is a placement."""
     if len(request.placement) > request.ranks or request.profile.first_trainable or entry(request.schedule).from_costs:
         return True
     known = resident(make(request.schedule, request.ranks, request.microbatches))

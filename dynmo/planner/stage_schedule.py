@@ -1,12 +1,13 @@
-"""The stage planner: from layers' costs on a placement to the schedule, made within the memory of its ranks.
+"""The stage planner: from layers' costs on a placement to the schedule, made within the memory of
+its ranks.
 
     layers + placement -> costs of stages -> caps -> schedule -> bytes of each rank at its peak
 
 Runs, dry runs and plans all call `plan_stages`, so what a plan says is what a run does.
 
-A schedule is made to keep no more alive than its caps. Messages that wait, what an op needs for itself, and sums over the replicas come on
-top, and their size is known of a whole schedule only. If a rank needs more than it has, the caps are lowered by as much, and the schedule
-is made again.
+A schedule is made to keep no more alive than its caps. Messages that wait, what an op needs for
+itself, and sums over the replicas come on top, and their size is known of a whole schedule only. If
+a rank needs more than it has, the caps are lowered by as much, and the schedule is made again.
 """
 
 from __future__ import annotations
@@ -174,7 +175,8 @@ def _fitting(
     one: tuple[float, ...],
     first: int,
 ) -> Schedule:
-    """Lowers the caps until the schedule fits the memory. `one`: the least caps, for one microbatch at a time."""
+    """Lowers the caps until the schedule fits the memory. `one`: the least caps, for one microbatch
+    at a time."""
     limit = request.memory_limit
     assert limit is not None
     schedule = best = request.make(costs, caps, first)
@@ -225,7 +227,8 @@ def schedule_for_balancers(request: StageRequest, layers: Sequence[LayerCost]) -
 
 
 def with_unit_memory(costs: Costs) -> Costs:
-    """Gives every stage activations of 1 if no sizes are known: a schedule should not take memory for free."""
+    """Gives every stage activations of 1 if no sizes are known: a schedule should not take memory
+    for free."""
     if any(stage.mem_f for stage in costs.stages):
         return costs
     return Costs(tuple(replace(stage, mem_f=1.0, mem_b=-0.5, mem_w=-0.5) for stage in costs.stages), costs.links)
@@ -240,7 +243,8 @@ def one_microbatch(costs: Costs, placement: Sequence[int]) -> tuple[float, ...]:
 
 
 def roomy_caps(costs: Costs, placement: Sequence[int]) -> tuple[float, ...]:
-    """Caps without a memory limit: twice what 1F1B keeps where it keeps most, p microbatches (Zero Bubble's ZB-2p).
+    """Caps without a memory limit: twice what 1F1B keeps where it keeps most, p microbatches (Zero
+    Bubble's ZB-2p).
 
     More gains next to nothing.
     """

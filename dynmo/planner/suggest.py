@@ -1,4 +1,5 @@
-"""A plan, or, if nothing fits the memory, an error that names the smallest change to the request that fits."""
+"""A plan, or, if nothing fits the memory, an error that names the smallest change to the request
+that fits."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ def plan_or_suggest(request: PlanRequest) -> Plan:
     """Makes the plan, or raises an error that says what would fit.
 
     Raises:
-        InputError: The request is wrong, or it does not fit the memory. The message names the rank, its bytes and a change that fits.
+        InputError: The request is wrong, or it does not fit the memory. The message names the rank,
+            its bytes and a change that fits.
     """
     try:
         return make_plan(request)
@@ -44,7 +46,8 @@ _BY_MEMORY = ("zb-h1", "zb-auto", "zb-v", "1f1b", "v-half", "v-min")
 
 
 def _suggestion(request: PlanRequest, free: Plan) -> str:
-    """In words, the first plan that fits: another placement, schedule, size of microbatches, number of ranks."""
+    """In words, the first plan that fits: another placement, schedule, size of microbatches, number
+    of ranks."""
     for what, other in _candidates(request):
         try:
             plan = make_plan(other)

@@ -1,14 +1,17 @@
-"""A workload that changes while it trains, replayed under a policy: what balancing would bring, on any number of ranks, without running it.
+"""A workload that changes while it trains, replayed under a policy: what balancing would bring, on
+any number of ranks, without running it.
 
     moments of the workload   |  costs 0  |  costs 1  |  costs 2  | ...      each holds for some steps
     decisions                 ^     ^     ^     ^     ^     ^                every so many steps, from the costs of the step before
 
-A decision is what a run would do: the balancer proposes, the simulator predicts, and layers move if that is worth it (`trigger`). Beside
-the policy run two others: `static`, which leaves the layers where they started, evenly spread; and `perfect`, in which every stage has
-the same part of every F, B and W, as if layers could be cut anywhere (or the shorter of the other two, where that takes less: a frozen
-prefix by itself needs no backward of its stages).
+A decision is what a run would do: the balancer proposes, the simulator predicts, and layers move if
+that is worth it (`trigger`). Beside the policy run two others: `static`, which leaves the layers
+where they started, evenly spread; and `perfect`, in which every stage has the same part of every F,
+B and W, as if layers could be cut anywhere (or the shorter of the other two, where that takes less:
+a frozen prefix by itself needs no backward of its stages).
 
-Replicas. After its last op a rank reduces the gradients of its layers with its r - 1 copies, on a ring:
+Replicas. After its last op a rank reduces the gradients of its layers with its r - 1 copies, on a
+ring:
 
     2 (r - 1) latency  +  2 (r - 1) / r * gradient bytes / bytes per second
 """
@@ -39,7 +42,8 @@ _FREE = LinkCost(0.0, math.inf)
 
 @dataclass(frozen=True)
 class Policy:
-    """Who decides, every how many steps, and what a move must bring: see `trigger`. seconds_per_byte: of a move; None: over the link."""
+    """Who decides, every how many steps, and what a move must bring: see `trigger`.
+    seconds_per_byte: of a move; None: over the link."""
 
     balancer: str = "exact"
     cost: Cost = "time"
@@ -52,7 +56,8 @@ class Policy:
 
 @dataclass(frozen=True)
 class Workload:
-    """`moments`: from which step on which layers cost what; the first is at step 0. link: between ranks; replica_link: between copies."""
+    """`moments`: from which step on which layers cost what; the first is at step 0. link: between
+    ranks; replica_link: between copies."""
 
     name: str
     moments: tuple[tuple[int, tuple[LayerCost, ...]], ...]
@@ -85,7 +90,8 @@ class StepTime:
 
 @dataclass(frozen=True)
 class Rebalance:
-    """Before `step`. `moved`: whether it was done; seconds and bytes are what it takes or would take."""
+    """Before `step`. `moved`: whether it was done; seconds and bytes are what it takes or would
+    take."""
 
     step: int
     moved: bool
@@ -100,7 +106,8 @@ class Rebalance:
 
 @dataclass(frozen=True)
 class MomentResult:
-    """Steps first..last, in which the costs stay: means over them. seconds, static, perfect: of a step, without moves."""
+    """Steps first..last, in which the costs stay: means over them. seconds, static, perfect: of a
+    step, without moves."""
 
     first: int
     last: int
@@ -118,7 +125,8 @@ class MomentResult:
 
 @dataclass(frozen=True)
 class ReplayResult:
-    """Every step of the three, and what was decided. `bound`: placing whole layers cannot gain more over an even placement."""
+    """Every step of the three, and what was decided. `bound`: placing whole layers cannot gain more
+    over an even placement."""
 
     workload: Workload
     policy: tuple[StepTime, ...]
@@ -177,7 +185,8 @@ def _mean(values: Sequence[float]) -> float:
 
 
 def replay(workload: Workload, listen: Callable[[int], None] | None = None) -> ReplayResult:
-    """Raises InputError where the schedule cannot be made, or the placement does not fit the memory. listen: told of every step."""
+    """Raises InputError where the schedule cannot be made, or the placement does not fit the
+    memory. listen: told of every step."""
     return _Replay(workload).run(listen)
 
 
@@ -218,7 +227,8 @@ class _Replay:
             had = self.step(moment, measured, current), self.step(moment, measured, self.even)
             steps["policy"].append(had[0])
             steps["static"].append(had[1])
-            # Even stages share a frozen prefix's work, so that all of them run backwards: a placement may do better than that.
+            # Even stages share a frozen prefix's work, so that all of them run backwards: a
+            # placement may do better than that.
             steps["perfect"].append(min(perfect[moment], *had, key=lambda x: x.seconds))
             partitions.append(current.counts)
             if listen is not None:
@@ -250,7 +260,7 @@ class _Replay:
             step=step,
         )
 
-    # -- deciding, as a run does -----------------------------------------------------------------------------------------------------
+    # -- deciding, as a run does -------------------------------------------------------------------
 
     def consider(self, step: int, measured: int, current: Partition) -> Rebalance | None:
         policy = self.workload.policy
@@ -290,7 +300,7 @@ class _Replay:
             return rate * plan.moved_bytes
         return math.fsum(self.workload.link.seconds(layers[move.layer].moved_bytes) for move in plan.moves)
 
-    # -- how long a step takes -------------------------------------------------------------------------------------------------------
+    # -- how long a step takes ---------------------------------------------------------------------
 
     def plan(self, moment: int, partition: Partition) -> Plan:
         key = moment, partition.counts
@@ -299,7 +309,8 @@ class _Replay:
         return self.plans[key]
 
     def step(self, moment: int, measured: int, partition: Partition) -> StepTime:
-        """Under the schedule made from what was measured last, where the schedule is made from costs at all."""
+        """Under the schedule made from what was measured last, where the schedule is made from
+        costs at all."""
         if not self.from_costs:
             measured = moment
         key = moment, measured, partition.counts
@@ -308,7 +319,8 @@ class _Replay:
             timeline = plan.timeline
             if measured != moment:
                 schedule = self.plan(measured, partition).schedule
-                # Another frozen prefix: then the order is made anew at once, for there are other ops.
+                # Another frozen prefix: then the order is made anew at once, for there are other
+                # ops.
                 if schedule.first_trainable == plan.schedule.first_trainable:
                     timeline = simulate(schedule, plan.costs)
             self.known[key] = self.finish(timeline, plan)

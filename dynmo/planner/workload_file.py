@@ -103,7 +103,8 @@ class _Trace(BaseModel):
 
 
 def read(path: Path) -> Workload:
-    """Reads and checks a workload, and the trace it names (from its own folder). Raises InputError, one line: file, key, what would do."""
+    """Reads and checks a workload, and the trace it names (from its own folder). Raises InputError,
+    one line: file, key, what would do."""
     try:
         data = tomllib.loads(_text(path))
     except tomllib.TOMLDecodeError as error:
@@ -243,7 +244,8 @@ _SECTIONS: dict[str, type[BaseModel]] = {"layers": _Layers, "policy": _Policy, "
 
 
 def _explain(error: ValidationError) -> str:
-    """Pydantic's first finding; a mistyped key before the key that is missing for it, an entry of a list before "it is no number"."""
+    """Pydantic's first finding; a mistyped key before the key that is missing for it, an entry of a
+    list before "it is no number"."""
     first = first_problem(error, lambda problem: -len(problem["loc"]))
     location = [part for part in first["loc"] if part not in ("int", "str") and not str(part).startswith(("list[", "constrained"))]
     key_path = ".".join(part for part in location if isinstance(part, str))

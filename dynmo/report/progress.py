@@ -1,4 +1,5 @@
-"""The line one watches while a run goes: loss, tokens/s, idle ratio, layers per rank. On stderr, so that --json has stdout to itself."""
+"""The line one watches while a run goes: loss, tokens/s, idle ratio, layers per rank. On stderr, so
+that --json has stdout to itself."""
 
 from __future__ import annotations
 

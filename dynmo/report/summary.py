@@ -1,4 +1,5 @@
-"""What a run's events say: phases between changes, each with its measured step time, and runs side by side."""
+"""What a run's events say: phases between changes, each with its measured step time, and runs side
+by side."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ from dynmo.events import (
     StepEvent,
 )
 
-# Steps after the first of a run that are enough for a median, and by what share such medians differ on a quiet machine at most.
+# Steps after the first of a run that are enough for a median, and by what share such medians differ
+# on a quiet machine at most.
 _ENOUGH, _NOISE = 4, 0.1
 
 _SHOWN = 12  # events of a case that are told one by one, and phases at either end
@@ -35,7 +37,8 @@ Changes = ChangeEvent | ReshapeEvent | SkippedEvent | RollbackEvent | PostValida
 
 @dataclass(frozen=True)
 class Phase:
-    """Steps first..last of the same work in one placement. Medians over its steps; the first one warms up and is left out."""
+    """Steps first..last of the same work in one placement. Medians over its steps; the first one
+    warms up and is left out."""
 
     first: int
     last: int
@@ -49,10 +52,12 @@ class Phase:
 
 @dataclass(frozen=True)
 class Summary:
-    """A run in figures. seconds: of all steps; losses as the events have them; changes: what cases, reshaping and step ends did.
+    """A run in figures. seconds: of all steps; losses as the events have them; changes: what cases,
+    reshaping and step ends did.
 
-    changed: the steps before which the work changed. done: the steps, for phases cut anew. run_seconds: of all that the run did, steps
-    and what is between them; measure_seconds, decide_seconds and move_seconds of these went to balancing. The four are None where no one
+    changed: the steps before which the work changed. done: the steps, for phases cut anew.
+    run_seconds: of all that the run did, steps and what is between them; measure_seconds,
+    decide_seconds and move_seconds of these went to balancing. The four are None where no one
     process did all steps: a run that has not ended, or was resumed.
     """
 
@@ -112,7 +117,8 @@ def summarize(events: Iterable[Event]) -> Summary:
                 pass
     changed = _changed(steps, changes)
     seconds = sum(s.seconds for s in steps)
-    # One that was cut off right behind a checkpoint and resumed repeats no step: its last process took less than all steps.
+    # One that was cut off right behind a checkpoint and resumed repeats no step: its last process
+    # took less than all steps.
     whole = end if end is not None and not resumed and end.seconds >= seconds else None
     return Summary(
         _phases(steps, changed),
@@ -136,7 +142,8 @@ def summarize(events: Iterable[Event]) -> Summary:
 
 
 def aligned(runs: Sequence[Summary]) -> list[Summary]:
-    """For a comparison: the phases of each cut wherever the work of any of them changed, so that what is compared are the same steps."""
+    """For a comparison: the phases of each cut wherever the work of any of them changed, so that
+    what is compared are the same steps."""
     changed = {step for run in runs for step in run.changed}
     return [replace(run, phases=_phases(run.done, changed)) for run in runs]
 
@@ -196,7 +203,8 @@ def phase_table(summary: Summary) -> Table:
 
 
 def event_lines(summary: Summary) -> list[str]:
-    """What happened between the steps, in order: what the cases changed, where the layers went, which steps did not count."""
+    """What happened between the steps, in order: what the cases changed, where the layers went,
+    which steps did not count."""
     lines = [*zip((event.step for event in summary.rebalances), rebalance_lines(summary), strict=True)]
     by_kind: dict[str, list[tuple[int, str]]] = {}
     for event in summary.changes:
@@ -286,8 +294,9 @@ def _speed_up(first: Summary, run: Summary) -> str:
 
 
 def noise(runs: Sequence[tuple[str, Summary]], differ: Mapping[str, Sequence[Any]] | None) -> str | None:
-    """A line where the machine was not as fast for each run, as far as work tells that is the same in all: of configs that differ in their
-    balancing only, the steps before the work or the placement of any changed; but the first, which warms up."""
+    """A line where the machine was not as fast for each run, as far as work tells that is the same
+    in all: of configs that differ in their balancing only, the steps before the work or the
+    placement of any changed; but the first, which warms up."""
     starts = {(run.done[0].step, run.done[0].layers, run.done[0].frozen) for _, run in runs}
     first, last = runs[0][1].done[0].step, min(run.phases[0].last for _, run in runs)
     if len(starts) > 1 or last - first < _ENOUGH or differ is None or any(not key.startswith("balance.") for key in differ):
@@ -317,7 +326,8 @@ def verdict(runs: Sequence[tuple[str, Summary]]) -> str:
 
 
 def differences(configs: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
-    """Keys, as SECTION.KEY, in which the configs of runs differ, with the value of each (None: not set). The name is a run's own."""
+    """Keys, as SECTION.KEY, in which the configs of runs differ, with the value of each (None: not
+    set). The name is a run's own."""
     flat = [_flat(config) for config in configs]
     keys = sorted({key for config in flat for key in config} - {"name"})
     values = {key: [config.get(key) for config in flat] for key in keys}

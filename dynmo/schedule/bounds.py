@@ -1,23 +1,26 @@
 """Lower bounds on the time of any schedule at given costs: what no order of the ops can beat.
 
-One stage per rank, ops run as soon as their order lets them. For rank r with m microbatches, F, B, W its own times, and c the links:
+One stage per rank, ops run as soon as their order lets them. For rank r with m microbatches, F, B,
+W its own times, and c the links:
 
     lead    from the start of the step until F of any microbatch can reach r:      sum over s < r of F_s + c_s
     trip    from the end of F(r,j) to the start of B(r,j), out and back:           sum over s > r of F_s + B_s + 2 c
     k       how many microbatches the memory of r holds between F and B:           cap / mem_f, at most m
 
-Nothing comes before F(r,0), so every rank starts exactly at its lead, and its own span ends at (its last op's end) - lead.
+Nothing comes before F(r,0), so every rank starts exactly at its lead, and its own span ends at (its
+last op's end) - lead.
 
 Memory. A rank's time is cut by its first B, its last F and its last B:
 
     | F F F ..      first B |  F B W ..  last F |  B W B W ..  last B | W ..
     |- x F's in F + trip ---|                   |- a-1 B's in trip ---|
 
-The first B comes F + trip after the first F, and at most k F's, and not the last, lie before it: so the F's and this wait take at least
-front = max(m F, F + trip + (m - min(k, m - 1)) F). The last B starts a trip after the last F. If a microbatches are between F and B just
-after the last F, a - 1 B's lie in that trip; m - a lie before it, and so do as many of their W's as make room: with
-a mem_f + c stash <= cap, at least w = m - a - c. Every other W but the last microbatch's may lie in the trip, too. So for some a, and
-therefore for the least over a, counted from the rank's first F,
+The first B comes F + trip after the first F, and at most k F's, and not the last, lie before it: so
+the F's and this wait take at least front = max(m F, F + trip + (m - min(k, m - 1)) F). The last B
+starts a trip after the last F. If a microbatches are between F and B just after the last F, a - 1
+B's lie in that trip; m - a lie before it, and so do as many of their W's as make room: with a mem_f
++ c stash <= cap, at least w = m - a - c. Every other W but the last microbatch's may lie in the
+trip, too. So for some a, and therefore for the least over a, counted from the rank's first F,
 
     end of the last F    >=  front + (m - a) B + w W
     end of the last B    >=  front + (m - a) B + w W + max(trip, (a - 1) B) + B
@@ -29,15 +32,18 @@ If all F's come before the first B, which takes k >= m, its wait and the trip ov
     end of the last B    >=  max(max(m F, F + trip) + (m - 1) B, m F + trip) + B
     end of the last W    >=  max(max(m F, F + trip) + (m - 1) (B + W), m F + trip) + B + W
 
-One of the two holds, so the lesser does. A B that adds memory must find room with the F's there: where mem_b > 0, k counts from
-cap - mem_b. (A fused BW hides from the accounting what its B adds until its W; only there could a schedule with BW do with less.)
+One of the two holds, so the lesser does. A B that adds memory must find room with the F's there:
+where mem_b > 0, k counts from cap - mem_b. (A fused BW hides from the accounting what its B adds
+until its W; only there could a schedule with BW do with less.)
 
-Rounds. F(r,j+k) must wait for B(r,j), so F(r,0) -> B(r,0) -> F(r,k) -> B(r,k) -> F(r,2k) .. is a chain of ceil(m / k) rounds of
-F + trip + B. Where nothing at all fits beside k microbatches, a W or another B lies between the B and the F, too.
+Rounds. F(r,j+k) must wait for B(r,j), so F(r,0) -> B(r,0) -> F(r,k) -> B(r,k) -> F(r,2k) .. is a
+chain of ceil(m / k) rounds of F + trip + B. Where nothing at all fits beside k microbatches, a W or
+another B lies between the B and the F, too.
 
-Ways. From the end of the last F the microbatch still goes out to the last rank and back to any rank s, which then has its W to run;
-from the end of the last B it goes back to any rank s < r and its W. Rank s ends no sooner, and neither does the step: for the makespan
-its end counts, for the span its end - lead.
+Ways. From the end of the last F the microbatch still goes out to the last rank and back to any rank
+s, which then has its W to run; from the end of the last B it goes back to any rank s < r and its W.
+Rank s ends no sooner, and neither does the step: for the makespan its end counts, for the span its
+end - lead.
 """
 
 from __future__ import annotations
@@ -69,19 +75,22 @@ def lower_bound(
     objective: Objective = Objective.SPAN,
     caps: Sequence[float] | None = None,
 ) -> float:
-    """The least time, in the costs' unit, in which any schedule of one stage per rank can end with each stage's memory under its cap.
+    """The least time, in the costs' unit, in which any schedule of one stage per rank can end with
+    each stage's memory under its cap.
 
-    Exact for one microbatch, for m <= p with equal times and W <= F and no links, and for ZB-1p with equal times and m >= 2p - 1.
+    Exact for one microbatch, for m <= p with equal times and W <= F and no links, and for ZB-1p
+    with equal times and m >= 2p - 1.
     """
     stages, links, m, last = costs.stages, costs.links, microbatches, len(costs.stages) - 1
-    # One microbatch's way: lead[s] from its start to the start of F(s), out[s] from the end of F(s) to the end of the last stage's F,
-    # back[s] from there to the end of B(s).
+    # One microbatch's way: lead[s] from its start to the start of F(s), out[s] from the end of F(s)
+    # to the end of the last stage's F, back[s] from there to the end of B(s).
     lead = list(accumulate((stages[s].f + links[s] for s in range(last)), initial=0.0))
     out = list(accumulate((links[s] + stages[s + 1].f for s in reversed(range(last))), initial=0.0))[::-1]
     back = list(accumulate((links[s] + stages[s].b for s in reversed(range(last))), initial=stages[last].b))[::-1]
 
     since = lead if objective is Objective.SPAN else [0.0] * (last + 1)  # what counts as a rank's start
-    # From the end of the last F on the last rank to the end of the last microbatch's W on s, for the best s, of all and of those up to r.
+    # From the end of the last F on the last rank to the end of the last microbatch's W on s, for
+    # the best s, of all and of those up to r.
     trained = range(first_trainable, last + 1)
     finish = list(accumulate((back[s] + stages[s].w - since[s] for s in trained), max))
     bounds: list[float] = []
@@ -102,7 +111,8 @@ def _ends(cost: StageCost, m: int, trip: float, cap: float) -> tuple[float, floa
     """Of one rank: the soonest ends of its last F, B and W, from the start of its first F on."""
     f, b, w, held, stash = cost.f, cost.b, cost.w, cost.mem_f, cost.mem_f + cost.mem_b
     limit = cap * (1 + _ROUNDING)
-    # Where a B adds memory (its stash is larger than what it frees), the first B after k F's must fit, too.
+    # Where a B adds memory (its stash is larger than what it frees), the first B after k F's must
+    # fit, too.
     needed = max(held, stash)
     k = m if held <= 0 or limit >= (m - 1) * held + needed else max(1, 1 + int((limit - needed) / held))
     forwards: list[float] = []

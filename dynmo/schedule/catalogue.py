@@ -24,7 +24,8 @@ from dynmo.schedule.op import Schedule
 
 
 class _Entry(NamedTuple):
-    """chunks: stages a rank when nothing is said; free: other numbers may be asked for; from_costs: costs shape the schedule."""
+    """chunks: stages a rank when nothing is said; free: other numbers may be asked for; from_costs:
+    costs shape the schedule."""
 
     chunks: int = 1
     free: bool = False
@@ -48,7 +49,8 @@ def entry(name: str) -> _Entry:
 
 
 def chunks_of(name: str, asked: int | None = None) -> int:
-    """Stages a rank under this schedule; `asked` is what the user says, None nothing. Raises ScheduleError where it cannot have so many."""
+    """Stages a rank under this schedule; `asked` is what the user says, None nothing. Raises
+    ScheduleError where it cannot have so many."""
     known = entry(name)
     if asked is None or asked == known.chunks:
         return known.chunks
@@ -60,7 +62,8 @@ def chunks_of(name: str, asked: int | None = None) -> int:
 
 
 def placement_of(name: str, ranks: int, chunks: int | None = None) -> tuple[int, ...]:
-    """Per stage, the rank that holds it: once through the ranks, round and round (interleaved), or down and up again (V shapes)."""
+    """Per stage, the rank that holds it: once through the ranks, round and round (interleaved), or
+    down and up again (V shapes)."""
     count = chunks_of(name, chunks)
     if ranks < 1:
         raise ScheduleError(f"{name}: {ranks} ranks; at least 1 is needed")
@@ -70,7 +73,8 @@ def placement_of(name: str, ranks: int, chunks: int | None = None) -> tuple[int,
 
 
 def check_microbatches(name: str, ranks: int, microbatches: int) -> None:
-    """Raises ScheduleError where the schedule cannot be made for so many; only interleaving is choosy."""
+    """Raises ScheduleError where the schedule cannot be made for so many; only interleaving is
+    choosy."""
     if microbatches < 1:
         raise ScheduleError(f"{name}: {microbatches} microbatches; at least 1 is needed")
     if name == "interleaved-1f1b" and microbatches % ranks:

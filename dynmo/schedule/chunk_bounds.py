@@ -1,13 +1,15 @@
-"""A lower bound on the time of any schedule with several stages a rank: `bound.lower_bound`'s two cuts, with a rank's stages together.
+"""A lower bound on the time of any schedule with several stages a rank: `bound.lower_bound`'s two
+cuts, with a rank's stages together.
 
 For rank r with stages S, of which `low` is the first and `high` the last in model order:
 
     | F's of S only            first B, on `high` |  B's, and F's and W's  | last B |  W's only             |
     | at least F .. B of one microbatch           |                        |        | the way back to q, W_q |
 
-Before its first B a rank can run only F's, and the first microbatch's way from F(low) out to the last stage and back to B(high) must
-pass. After its last B it can run only W's, and for the makespan the gradient must still get from `low` to every stage before it, which
-then has its W. In between lie all its B's, and every F and W that ran in neither part. Memory is not looked at.
+Before its first B a rank can run only F's, and the first microbatch's way from F(low) out to the
+last stage and back to B(high) must pass. After its last B it can run only W's, and for the makespan
+the gradient must still get from `low` to every stage before it, which then has its W. In between
+lie all its B's, and every F and W that ran in neither part. Memory is not looked at.
 """
 
 from __future__ import annotations
@@ -27,7 +29,8 @@ def lower_bound_on(
     objective: Objective = Objective.SPAN,
     caps: Sequence[float] | None = None,
 ) -> float:
-    """The least time, in the costs' unit, of any schedule with stage s on rank placement[s]; caps per rank."""
+    """The least time, in the costs' unit, of any schedule with stage s on rank placement[s]; caps
+    per rank."""
     ranks, stages, m = max(placement) + 1, costs.stages, microbatches
     if ranks == len(placement):
         of_stages = None if caps is None else [caps[rank] for rank in placement]
@@ -38,7 +41,8 @@ def lower_bound_on(
     trains = [s >= first_trainable for s in range(last + 1)]
     b = [stage.b if t else 0.0 for stage, t in zip(stages, trains, strict=True)]
     w = [stage.w if t else 0.0 for stage, t in zip(stages, trains, strict=True)]
-    # From the start of the step to the start of F on each stage, and from the end of the last F to the end of B on each.
+    # From the start of the step to the start of F on each stage, and from the end of the last F to
+    # the end of B on each.
     lead = list(accumulate((stages[s].f + links[s] for s in range(last)), initial=0.0))
     back = list(accumulate((links[s] + b[s] for s in reversed(range(last))), initial=b[last]))[::-1]
     turn = lead[last] + stages[last].f

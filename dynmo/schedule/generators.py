@@ -1,6 +1,8 @@
-"""The schedules made by hand: GPipe, 1F1B, ZB-H1 and ZB-H2 (Zero Bubble, section 2). Pure functions of p and m.
+"""The schedules made by hand: GPipe, 1F1B, ZB-H1 and ZB-H2 (Zero Bubble, section 2). Pure functions
+of p and m.
 
-Each takes the number of ranks, the number of microbatches and the first trainable stage: below it a rank runs forwards only.
+Each takes the number of ranks, the number of microbatches and the first trainable stage: below it a
+rank runs forwards only.
 """
 
 from __future__ import annotations
@@ -34,7 +36,8 @@ def gpipe(ranks: int, microbatches: int, first_trainable: int = 0) -> Schedule:
 
 
 def one_f_one_b(ranks: int, microbatches: int, first_trainable: int = 0) -> Schedule:
-    """p - 1 - rank forwards of warm-up, then one forward and one backward in turn: at most p - rank microbatches in flight."""
+    """p - 1 - rank forwards of warm-up, then one forward and one backward in turn: at most p - rank
+    microbatches in flight."""
 
     def row(rank: int) -> list[tuple[Kind, int]]:
         warmup = min(ranks - 1 - rank, microbatches)
@@ -49,9 +52,11 @@ def one_f_one_b(ranks: int, microbatches: int, first_trainable: int = 0) -> Sche
 
 
 def _zero_bubble(name: str, k: int, ranks: int, microbatches: int, first_trainable: int) -> Schedule:
-    """k = 1 is ZB-H1, k = 2 is ZB-H2. W is held back so that in steady state every rank is k (p - 1) microbatches past the first F.
+    """k = 1 is ZB-H1, k = 2 is ZB-H2. W is held back so that in steady state every rank is k (p -
+    1) microbatches past the first F.
 
-    Over a frozen prefix the pipeline that trains starts at `first_trainable`: nobody upstream of it waits for a B, so it holds no W back.
+    Over a frozen prefix the pipeline that trains starts at `first_trainable`: nobody upstream of it
+    waits for a B, so it holds no W back.
     """
     held_back = k * (ranks - 1 - first_trainable)
 
@@ -85,7 +90,8 @@ GENERATORS: dict[str, Generator] = {"gpipe": gpipe, "1f1b": one_f_one_b, "zb-h1"
 
 
 def make_schedule(name: str, ranks: int, microbatches: int, first_trainable: int = 0) -> Schedule:
-    """The schedule called `name`, of those in this file (`automatic.make.make` has all). Raises ScheduleError listing the known ones."""
+    """The schedule called `name`, of those in this file (`automatic.make.make` has all). Raises
+    ScheduleError listing the known ones."""
     if name not in GENERATORS:
         raise ScheduleError(f"unknown schedule {name!r}; choose one of {', '.join(GENERATORS)}")
     return GENERATORS[name](ranks, microbatches, first_trainable)

@@ -6,14 +6,16 @@
       +---------+---------+---------+---------+---------+---------+----------
       0         2         4         6         8         10        12
 
-A cell starts with the kind and the microbatch (`F3`; `2F3` for stage 2 where a rank has several stages) and lasts until the next cell
-or the first dot; dots are idle time. Where a cell is too narrow the stage is left out first, then the microbatch (X for a narrow BW); a
-small letter then stands for the second of a rank's stages (or the fourth, ..), a capital for the first:
+A cell starts with the kind and the microbatch (`F3`; `2F3` for stage 2 where a rank has several
+stages) and lasts until the next cell or the first dot; dots are idle time. Where a cell is too
+narrow the stage is left out first, then the microbatch (X for a narrow BW); a small letter then
+stands for the second of a rank's stages (or the fourth, ..), a capital for the first:
 
     0 |FFFfbwfbwFBWfbwBWfbBWBWw.|
     1 |.FfFfbwFBWfbwFBWfbBbBWwWw|
 
-Where many ops share a column it shows the kind that fills more than half of it, or # for several together.
+Where many ops share a column it shows the kind that fills more than half of it, or # for several
+together.
 """
 
 from __future__ import annotations
@@ -44,7 +46,8 @@ _Column = tuple[str, _Mark | None]
 
 
 def draw(timeline: Timeline, width: int = 120) -> str:
-    """The picture, with a time axis and a legend, in lines of at most `width` characters. Raises InputError under 32 of them."""
+    """The picture, with a time axis and a legend, in lines of at most `width` characters. Raises
+    InputError under 32 of them."""
     label, rows, below = _layout(timeline, width)
     lines = [f"{rank:>{label}} |{''.join(char for char, _ in row)}|" for rank, row in enumerate(rows)]
     return "\n".join(lines + below) + "\n"
@@ -80,7 +83,8 @@ def _layout(timeline: Timeline, width: int) -> tuple[int, list[list[_Column]], l
 
 
 def _scale(timeline: Timeline, columns: int) -> float:
-    """Columns per unit of time. Where every op can have a column, the shortest gets a whole number of them: equal ops look equal."""
+    """Columns per unit of time. Where every op can have a column, the shortest gets a whole number
+    of them: equal ops look equal."""
     if not timeline.makespan:
         return 0.0
     scale = columns / timeline.makespan
@@ -90,7 +94,8 @@ def _scale(timeline: Timeline, columns: int) -> float:
 
 
 def _row(spans: tuple[Span, ...], origin: float, scale: float, columns: int) -> list[_Column]:
-    # First what fills each column, which is all there is to show of ops narrower than one; then the wider ops over it, with labels.
+    # First what fills each column, which is all there is to show of ops narrower than one; then the
+    # wider ops over it, with labels.
     stages = sorted({span.op.stage for span in spans})
     odd = {stage: bool(chunk % 2) for chunk, stage in enumerate(stages)}
     filled: list[dict[_Mark, float]] = [{} for _ in range(columns)]
@@ -110,7 +115,8 @@ def _row(spans: tuple[Span, ...], origin: float, scale: float, columns: int) -> 
 
 
 def _round(position: float) -> int:
-    """To the nearest column, halves up: an op of at least one column then never vanishes. 1e-6 takes up rounding errors of the clock."""
+    """To the nearest column, halves up: an op of at least one column then never vanishes. 1e-6
+    takes up rounding errors of the clock."""
     return math.floor(position + 0.5 + 1e-6)
 
 
@@ -133,7 +139,8 @@ def _letter(mark: _Mark) -> str:
 
 
 def _cell(op: Op, width: int, several: bool, odd: bool) -> str:
-    """The fullest label that fits. Never the two letters of BW without a number: they would read as a B and a W."""
+    """The fullest label that fits. Never the two letters of BW without a number: they would read as
+    a B and a W."""
     short = f"{op.kind.lower() if odd else op.kind}{op.microbatch}"
     # Two numbers to an op are only read with a space behind them.
     labels = (f"{op.stage}{op.kind}{op.microbatch} ", short) if several else (short,)
@@ -141,13 +148,15 @@ def _cell(op: Op, width: int, several: bool, odd: bool) -> str:
 
 
 def _axis(makespan: float, scale: float, used: int) -> list[str]:
-    """A ruler with a tick at round times at least 10 columns apart, and the times under their ticks."""
+    """A ruler with a tick at round times at least 10 columns apart, and the times under their
+    ticks."""
     step = 10 / scale
     power = 10.0 ** math.floor(math.log10(step))
     step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= step * (1 - 1e-9))
     ruler, times = ["-"] * (used + 1), ""
     for tick in range(math.floor(makespan / step + 1e-9) + 1):
-        # The ruler's first character stands under the rows' bar, so a tick stands on the left edge of its column.
+        # The ruler's first character stands under the rows' bar, so a tick stands on the left edge
+        # of its column.
         column = _round(tick * step * scale)
         text = f"{tick * step:g}"
         if column > used or column + len(text) > used + 1:

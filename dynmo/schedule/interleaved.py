@@ -1,12 +1,14 @@
-"""Interleaved 1F1B (Megatron-LM's): v stages a rank, placed round and round, so that the warm-up's wait is v times shorter.
+"""Interleaved 1F1B (Megatron-LM's): v stages a rank, placed round and round, so that the warm-up's
+wait is v times shorter.
 
     # interleaved-1f1b  ranks=2 microbatches=4 placement=0,1,0,1
     0 | 0F0 0F1 2F0 2F1 0F2 2BW0 0F3 2BW1 2F2 0BW0 2F3 0BW1 2BW2 2BW3 0BW2 0BW3
     1 | 1F0 1F1 3F0 3BW0 3F1 3BW1 1F2 1BW0 1F3 1BW1 3F2 3BW2 3F3 3BW3 1BW2 1BW3
 
-Microbatches go in groups of p: a group passes all stages of a rank one after the other, forwards from the lowest, backwards from the
-highest. Without links the bubble is that of 1F1B divided by v, (p - 1)(F + B + W) / v, and rank 0 holds up to (v + 1) p - 1 activations of
-one stage, v-th parts of a rank's: p + (p - 1) / v whole ones.
+Microbatches go in groups of p: a group passes all stages of a rank one after the other, forwards
+from the lowest, backwards from the highest. Without links the bubble is that of 1F1B divided by v,
+(p - 1)(F + B + W) / v, and rank 0 holds up to (v + 1) p - 1 activations of one stage, v-th parts of
+a rank's: p + (p - 1) / v whole ones.
 """
 
 from __future__ import annotations
@@ -47,7 +49,8 @@ def interleaved(ranks: int, microbatches: int, chunks: int, first_trainable: int
     turns = microbatches * chunks
     rows: list[tuple[Op, ...]] = []
     for rank in range(ranks):
-        # One chunk needs no more than 1F1B's warm-up; several need the way to the last rank and back, and all chunks but the last filled.
+        # One chunk needs no more than 1F1B's warm-up; several need the way to the last rank and
+        # back, and all chunks but the last filled.
         ahead = ranks - 1 - rank if chunks == 1 else 2 * (ranks - 1 - rank) + (chunks - 1) * ranks
         warmup = min(ahead, turns)
         row = [op(Kind.F, rank, turn) for turn in range(warmup)]

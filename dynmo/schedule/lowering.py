@@ -1,13 +1,16 @@
-"""Schedule -> one program per rank: the ops with the messages between them, deadlock-free by construction.
+"""Schedule -> one program per rank: the ops with the messages between them, deadlock-free by
+construction.
 
     rank 0 | F0 F0>1 F1 F1>1 <B0 BW0 <B1 BW1          `F0>1` sends the activation of microbatch 0 to stage 1,
     rank 1 | <F0 F0 B0 B0>0 <F1 F1 B1 B1>0 W0 W1      `<B0` takes the gradient of microbatch 0
 
-One channel is one boundary and one direction; its messages are in microbatch order on both sides, because every stage runs F
-and B in microbatch order. Neighbouring stages on one rank hand over in memory and have no channel.
+One channel is one boundary and one direction; its messages are in microbatch order on both sides,
+because every stage runs F and B in microbatch order. Neighbouring stages on one rank hand over in
+memory and have no channel.
 
-With post-validation (Zero Bubble, section 4) the step before is not yet final while a program begins, and a `Verdict` says from where on
-it must be. It stands as late as it can, on all ranks together: what comes before it, anywhere, needs no B and no W of any rank.
+With post-validation (Zero Bubble, section 4) the step before is not yet final while a program
+begins, and a `Verdict` says from where on it must be. It stands as late as it can, on all ranks
+together: what comes before it, anywhere, needs no B and no W of any rank.
 
     rank 0 | F0 F0>1 F1 F1>1 ? <B0 BW0 <B1 BW1        `?` takes the verdict. If the step before was rolled back, rank 1 throws F1
     rank 1 | <F0 F0 ? B0 B0>0 <F1 F1 B1 B1>0 W0 W1    away, which rank 0 has sent already, and both start again
@@ -34,7 +37,8 @@ class Direction(StrEnum):
 
 
 class Channel(NamedTuple):
-    """Messages across `boundary` (between stages `boundary` and `boundary + 1`) in one direction, from rank `source` to `target`."""
+    """Messages across `boundary` (between stages `boundary` and `boundary + 1`) in one direction,
+    from rank `source` to `target`."""
 
     boundary: int
     direction: Direction
@@ -61,7 +65,8 @@ class Compute(NamedTuple):
 
 
 class Send(NamedTuple):
-    """Hand the result of `stage` for `microbatch` to the channel; never waits longer than for a place in its depth."""
+    """Hand the result of `stage` for `microbatch` to the channel; never waits longer than for a
+    place in its depth."""
 
     channel: Channel
     stage: int
@@ -77,7 +82,8 @@ class Receive(NamedTuple):
 
 
 class Begun(NamedTuple):
-    """Of an incoming channel: how many messages are sent before the sender's own verdict, and how many of them taken before this one."""
+    """Of an incoming channel: how many messages are sent before the sender's own verdict, and how
+    many of them taken before this one."""
 
     channel: Channel
     sent: int
@@ -85,8 +91,8 @@ class Begun(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """From here on the step before is final. If it was rolled back, what this program has done so far is thrown away, with the messages
-    that are on their way, and the program starts again."""
+    """From here on the step before is final. If it was rolled back, what this program has done so
+    far is thrown away, with the messages that are on their way, and the program starts again."""
 
     begun: tuple[Begun, ...]
 
@@ -96,7 +102,8 @@ Instruction = Compute | Send | Receive | Verdict
 
 @dataclass(frozen=True)
 class Program:
-    """What one rank does in one step. `depth` is how many messages of a channel may be sent and not yet taken."""
+    """What one rank does in one step. `depth` is how many messages of a channel may be sent and not
+    yet taken."""
 
     rank: int
     stages: tuple[int, ...]
@@ -115,8 +122,9 @@ class Program:
 
 
 def fuse(schedule: Schedule) -> Schedule:
-    """Turns B directly followed by W of the same microbatch into BW where no upstream rank waits for that B: on the first
-    trainable stage. There is nothing to gain by deferring that W, and its inputs are still in the cache."""
+    """Turns B directly followed by W of the same microbatch into BW where no upstream rank waits
+    for that B: on the first trainable stage. There is nothing to gain by deferring that W, and its
+    inputs are still in the cache."""
     rows: list[tuple[Op, ...]] = []
     for row in schedule.ops:
         out: list[Op] = []
@@ -131,8 +139,9 @@ def fuse(schedule: Schedule) -> Schedule:
 
 
 def lower(schedule: Schedule, post_validation: bool = False) -> tuple[Program, ...]:
-    """One program per rank; with post_validation each has its Verdict. Raises ScheduleError if the schedule does not hold together or its
-    messages could wait in a circle, in a step, from one to the next, or when one is begun again."""
+    """One program per rank; with post_validation each has its Verdict. Raises ScheduleError if the
+    schedule does not hold together or its messages could wait in a circle, in a step, from one to
+    the next, or when one is begun again."""
     validate(schedule)
     programs = _programs(fuse(schedule))
     if not post_validation:
@@ -143,7 +152,8 @@ def lower(schedule: Schedule, post_validation: bool = False) -> tuple[Program, .
 
 
 def lower_forward(placement: tuple[int, ...], ranks: int, microbatches: int) -> tuple[Program, ...]:
-    """Forward only, for evaluation: every stage is a frozen prefix. A rank with several stages takes what can be there first."""
+    """Forward only, for evaluation: every stage is a frozen prefix. A rank with several stages
+    takes what can be there first."""
     order = sorted((s + j, j, s) for s in range(len(placement)) for j in range(microbatches))
     rows = tuple(tuple(Op(Kind.F, s, j) for _, j, s in order if placement[s] == rank) for rank in range(ranks))
     return _programs(Schedule("forward", microbatches, placement, rows, first_trainable=len(placement)))
@@ -193,7 +203,8 @@ def _around(schedule: Schedule, op: Op) -> Iterator[Instruction]:
 
 
 def _depths(schedule: Schedule) -> dict[Channel, int]:
-    """How far each channel's sender may be ahead: as far as the schedule lets it, but `credits` behind a forward-only stage."""
+    """How far each channel's sender may be ahead: as far as the schedule lets it, but `credits`
+    behind a forward-only stage."""
     depths: dict[Channel, int] = {}
     credits = schedule.ranks if schedule.credits is None else schedule.credits
     for boundary in range(schedule.stages - 1):
@@ -207,7 +218,8 @@ def _depths(schedule: Schedule) -> dict[Channel, int]:
 
 
 def check(programs: tuple[Program, ...]) -> None:
-    """Runs the programs on paper with channels of their depths. Raises ScheduleError where ranks would wait for each other for ever."""
+    """Runs the programs on paper with channels of their depths. Raises ScheduleError where ranks
+    would wait for each other for ever."""
     for program in programs:
         following: dict[tuple[type[Instruction], Channel], int] = {}
         for instruction in program.instructions:
@@ -222,7 +234,8 @@ def check(programs: tuple[Program, ...]) -> None:
 
 
 def check_again(programs: tuple[Program, ...]) -> None:
-    """As `check`, over two steps with what the ranks tell each other between them: once the first step stands, once it is rolled back."""
+    """As `check`, over two steps with what the ranks tell each other between them: once the first
+    step stands, once it is rolled back."""
     depth = _all_depths(programs)
     down, up = routes(_placement(programs))
     for rolled_back in (False, True):
@@ -248,13 +261,15 @@ def check_again(programs: tuple[Program, ...]) -> None:
 
 
 def routes(placement: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """With post-validation, the ranks in the order in which the prefix passes them at a step's end, and in which the verdict does.
+    """With post-validation, the ranks in the order in which the prefix passes them at a step's end,
+    and in which the verdict does.
 
         placement 0 1 2        prefix 0 > 1 > 2    verdict 2 > 1 > 0
         placement 0 1 2 2 1 0  prefix 0 > 1 > 2    verdict 2 > 0 > 1 > 2
 
-    The prefix goes with the first microbatch's F's and the verdict with its B's. So neither holds anyone up: a rank whose next F waits for
-    the prefix would have to wait for the F of the rank that it comes from, and likewise for the verdict and B.
+    The prefix goes with the first microbatch's F's and the verdict with its B's. So neither holds
+    anyone up: a rank whose next F waits for the prefix would have to wait for the F of the rank
+    that it comes from, and likewise for the verdict and B.
     """
     return tuple(dict.fromkeys(placement)), tuple(dict.fromkeys(reversed(placement)))
 
@@ -273,7 +288,8 @@ def _between(route: tuple[int, ...], rank: int, direction: Direction) -> Iterato
 
 
 def _with_verdicts(programs: tuple[Program, ...]) -> tuple[Program, ...]:
-    """Lets every rank run as far as it gets while none runs a B or a W: there its verdict stands."""
+    """Lets every rank run as far as it gets while none runs a B or a W: there its verdict
+    stands."""
     rows = [program.instructions for program in programs]
     position = _play(rows, _all_depths(programs), lambda i: isinstance(i, Compute) and i.op.kind is not Kind.F)
     sent, taken = (
@@ -295,7 +311,8 @@ Rows = Sequence[Sequence[Instruction]]
 
 
 def _play(rows: Rows, depth: dict[Channel, int], stops: Callable[[Instruction], bool] = lambda _: False) -> list[int]:
-    """Runs every rank as far as it gets, and returns how far. Of a channel without a depth nothing is ever too much."""
+    """Runs every rank as far as it gets, and returns how far. Of a channel without a depth nothing
+    is ever too much."""
     position = [0] * len(rows)
     flight: defaultdict[Channel, deque[int]] = defaultdict(deque)
     moved = True

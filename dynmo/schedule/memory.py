@@ -1,15 +1,18 @@
-"""What a stage holds: weights, gradients and optimizer state of its layers, and what the schedule keeps alive between F, B and W.
+"""What a stage holds: weights, gradients and optimizer state of its layers, and what the schedule
+keeps alive between F, B and W.
 
     bytes(stage) = sum(static_bytes) + max over (n_f, n_s) of  n_f * sum(activation_bytes) + n_s * sum(stash_bytes)
     bytes(rank)  = sum over its layers of weights and optimizer state
                  + max over its ops of  live + gradients + receives + workspace + reduction
 
-where gradients begin with a stage's first W of the step, receives are those posted for messages to come, the workspace is the op's, and the
-reduction over replicas of a stage's gradients begins with its last W. With post-validation the gradients of the step before are there, too,
-and copies to take it back from, until the verdict on it: under the first forwards.
+where gradients begin with a stage's first W of the step, receives are those posted for messages to
+come, the workspace is the op's, and the reduction over replicas of a stage's gradients begins with
+its last W. With post-validation the gradients of the step before are there, too, and copies to take
+it back from, until the verdict on it: under the first forwards.
 
-The pairs come from `simulator.resident`: n_f microbatches of the stage are between F and B, and n_s between B and W, at one time. A
-frozen prefix keeps nothing: the caller gives its layers with activation_bytes = stash_bytes = 0.
+The pairs come from `simulator.resident`: n_f microbatches of the stage are between F and B, and n_s
+between B and W, at one time. A frozen prefix keeps nothing: the caller gives its layers with
+activation_bytes = stash_bytes = 0.
 """
 
 from __future__ import annotations
@@ -29,7 +32,8 @@ Pairs = Sequence[tuple[int, int]]
 
 
 def stage_memory(layers: Sequence[LayerCost], counts: Sequence[int], resident: Sequence[Pairs]) -> tuple[int, ...]:
-    """Bytes of each stage at its peak, for contiguous stages of `counts` layers; `resident` is `simulator.resident` of the schedule.
+    """Bytes of each stage at its peak, for contiguous stages of `counts` layers; `resident` is
+    `simulator.resident` of the schedule.
 
     Raises PartitionError when the counts are for another number of layers or of stages.
     """
@@ -59,10 +63,11 @@ def rank_memory(
     replicas: int = 1,
     accumulation_groups: int = 1,
 ) -> tuple[int, ...]:
-    """Bytes of each rank at its peak under `schedule`: what its stages hold anyway, and the most they keep alive together.
+    """Bytes of each rank at its peak under `schedule`: what its stages hold anyway, and the most
+    they keep alive together.
 
-    post_validation: the step before is not final as a step begins. replicas: that sum their gradients, each in so many accumulation
-    groups.
+    post_validation: the step before is not final as a step begins. replicas: that sum their
+    gradients, each in so many accumulation groups.
 
     Raises PartitionError when the counts are for another number of layers or of stages.
     """
@@ -81,7 +86,8 @@ def bare(layers: Sequence[LayerCost]) -> list[LayerCost]:
     return [replace(layer, gradient_bytes=0, rollback_bytes=0, pending_gradient_bytes=0) for layer in layers]
 
 
-# Receives are posted ahead of what is asked for: so many of a channel, or all of a step's where together they are small.
+# Receives are posted ahead of what is asked for: so many of a channel, or all of a step's where
+# together they are small.
 POSTED_AHEAD = 8
 POSTED_SMALL = 16 << 20  # bytes
 
@@ -91,12 +97,14 @@ REDUCED_AT_ONCE = 32 << 20
 
 
 def reduction_bytes(layers: Sequence[LayerCost]) -> int:
-    """What summing these layers' gradients over replicas takes at most, one layer after another: cut into shares, joined, received."""
+    """What summing these layers' gradients over replicas takes at most, one layer after another:
+    cut into shares, joined, received."""
     return 3 * min(REDUCED_AT_ONCE, max((layer.gradient_bytes for layer in layers), default=0))
 
 
 def posted(messages: int, size: int, depth: int) -> int:
-    """How many receives of a step's `messages` of `size` bytes a channel of this depth keeps posted."""
+    """How many receives of a step's `messages` of `size` bytes a channel of this depth keeps
+    posted."""
     return messages if messages <= depth and messages * size <= POSTED_SMALL else min(POSTED_AHEAD, depth - 1)
 
 
@@ -120,14 +128,16 @@ def _peak(
 ) -> int:
     """The most that a rank holds beside weights and optimizer state.
 
-    A stage has gradients from its first W of the step on. It has more from the first W of an accumulation group until the group is summed
-    with others. If the step before is not final, its gradients and rollback copies are live under the first `pending` ops.
+    A stage has gradients from its first W of the step on. It has more from the first W of an
+    accumulation group until the group is summed with others. If the step before is not final, its
+    gradients and rollback copies are live under the first `pending` ops.
     """
     bounds, m = [0, *accumulate(counts)], schedule.microbatches
     stages = {s: layers[bounds[s] : bounds[s + 1]] for s in schedule.stages_of(rank)}
     kept = {s: sum(x.activation_bytes for x in own) for s, own in stages.items()}
     stash = {s: sum(x.stash_bytes for x in own) for s, own in stages.items()}
-    # By (stage, whether it is the gradient): bytes of a message from elsewhere, how many receives are kept posted, messages taken.
+    # By (stage, whether it is the gradient): bytes of a message from elsewhere, how many receives
+    # are kept posted, messages taken.
     inboxes: dict[tuple[int, bool], tuple[int, int]] = {}
     for s in stages:
         below, above = s > 0 and schedule.placement[s - 1] != rank, s + 1 < schedule.stages and schedule.placement[s + 1] != rank
@@ -147,7 +157,8 @@ def _peak(
     undecided = 0
     if pending is not None:
         undecided = sum(gradients[s] + sum(x.rollback_bytes for x in own) for s, own in stages.items() if s >= schedule.first_trainable)
-    # Of each stage, the W's still to come; and what the reduction takes of those that have had theirs.
+    # Of each stage, the W's still to come; and what the reduction takes of those that have had
+    # theirs.
     left = dict.fromkeys(stages, m)
     reduction = 0
     live = most = undecided
@@ -161,7 +172,8 @@ def _peak(
         weighs = op.kind is Kind.W or op.kind is Kind.BW
         fresh = trains and weighs and (m - left[s]) % each == 0  # a slot's first: its gradients are made
         folded = _folded((m - left[s]) // each + 1, accumulation_groups) if weighs else 0
-        # A slot of one microbatch is made and folded layer by layer: not all of its gradients are there at one time.
+        # A slot of one microbatch is made and folded layer by layer: not all of its gradients are
+        # there at one time.
         spared = gradients[s] - max(x.gradient_bytes for x in stages[s]) if fresh and folded and each == 1 else 0
         if fresh and op.kind is Kind.W:
             live += gradients[s]
@@ -187,14 +199,16 @@ def _peak(
 
 
 def _folded(group: int, accumulation_groups: int) -> int:
-    """How many gradients fewer there are once the step's `group`-th accumulation group is in the tree."""
+    """How many gradients fewer there are once the step's `group`-th accumulation group is in the
+    tree."""
     merged = (group & -group).bit_length() - 1
     return merged + (group.bit_count() - 1 if group == accumulation_groups else 0)
 
 
 def _workspace(layers: Sequence[LayerCost], kind: Kind, fresh: bool = False) -> int:
-    """Bytes that an op of a stage needs at most, beside what is alive: in F those above hold nothing yet, in B no more than W needs, in W
-    nothing more. fresh: gradients are made as it goes."""
+    """Bytes that an op of a stage needs at most, beside what is alive: in F those above hold
+    nothing yet, in B no more than W needs, in W nothing more. fresh: gradients are made as it
+    goes."""
     most = above = 0
     for layer in reversed(layers):
         above -= layer.gradient_bytes * fresh
@@ -220,9 +234,11 @@ def static_bytes(layers: Sequence[LayerCost], counts: Sequence[int], placement: 
 
 @dataclass(frozen=True)
 class MemoryLimits:
-    """Which contiguous ranges of layers fit which stage: `limits` is in bytes, one per stage, `resident` as for `stage_memory`.
+    """Which contiguous ranges of layers fit which stage: `limits` is in bytes, one per stage,
+    `resident` as for `stage_memory`.
 
-    Bytes are never negative, so a range that does not fit still does not fit with more layers: that is what makes exact search quick.
+    Bytes are never negative, so a range that does not fit still does not fit with more layers: that
+    is what makes exact search quick.
     """
 
     layers: tuple[LayerCost, ...]
@@ -248,13 +264,15 @@ class MemoryLimits:
         return self.need(stage, start, stop) <= self.limits[stage]
 
     def reach(self, stage: int, start: int) -> int:
-        """The largest stop for which the layers start..stop-1 fit `stage`; `start` itself when not even one layer does."""
+        """The largest stop for which the layers start..stop-1 fit `stage`; `start` itself when not
+        even one layer does."""
         limit = self.limits[stage]
         return max(start, min(bisect_right(sums, sums[start] + limit, start) - 1 for sums in self._sums[stage]))
 
     @cached_property
     def _sums(self) -> tuple[tuple[list[int], ...], ...]:
-        """Per stage and per pair, prefix sums over the layers of the bytes that the pair makes a layer hold."""
+        """Per stage and per pair, prefix sums over the layers of the bytes that the pair makes a
+        layer hold."""
         known: dict[tuple[int, int], list[int]] = {}
         for pair in {pair for pairs in self.resident for pair in pairs} | {(0, 0)}:
             forward, stashed = pair

@@ -5,10 +5,12 @@
     1 | F0 F1 B0 F2 B1 W0 F3 B2 W1 B3 W2 W3
     2 | F0 B0 F1 B1 F2 B2 W0 F3 B3 W1 W2 W3
 
-F is the forward of one microbatch through one stage, B the gradient of its input, W the gradient of its weights, and
-BW both at once (an ordinary backward). Where a rank holds several stages (chunks), the stage stands before the kind: `3B7`.
+F is the forward of one microbatch through one stage, B the gradient of its input, W the gradient of
+its weights, and BW both at once (an ordinary backward). Where a rank holds several stages (chunks),
+the stage stands before the kind: `3B7`.
 
-Stages below `first_trainable` are a frozen prefix: they have F only, and stage `first_trainable` sends no gradient upstream.
+Stages below `first_trainable` are a frozen prefix: they have F only, and stage `first_trainable`
+sends no gradient upstream.
 """
 
 from __future__ import annotations
@@ -41,7 +43,8 @@ class Op(NamedTuple):
 
 
 class Dependency(NamedTuple):
-    """`op` must have ended; `boundary` is the link its result crosses (between stages `boundary` and `boundary + 1`), or None."""
+    """`op` must have ended; `boundary` is the link its result crosses (between stages `boundary`
+    and `boundary + 1`), or None."""
 
     op: Op
     boundary: int | None
@@ -51,8 +54,9 @@ class Dependency(NamedTuple):
 class Schedule:
     """Per rank, the ops in order.
 
-    placement[stage] is the rank that holds the stage. `credits` is how many microbatches a forward-only stage may be ahead of the
-    stage that it feeds, so that a frozen prefix does not run away with memory (None: the number of ranks).
+    placement[stage] is the rank that holds the stage. `credits` is how many microbatches a
+    forward-only stage may be ahead of the stage that it feeds, so that a frozen prefix does not run
+    away with memory (None: the number of ranks).
     """
 
     name: str
@@ -87,10 +91,11 @@ class Schedule:
 
 
 def dependencies(schedule: Schedule, op: Op) -> Iterator[Dependency]:
-    """What must have ended before `op` may start. The simulator, the lowering and every planner use this and nothing else.
+    """What must have ended before `op` may start. The simulator, the lowering and every planner use
+    this and nothing else.
 
-    F(s,j) needs F(s-1,j); B(s,j) needs F(s,j) and B(s+1,j); W(s,j) needs B(s,j); and on a frozen prefix F(s,j) needs
-    F(s+1, j-credits), the credit that holds forward-only ranks back.
+    F(s,j) needs F(s-1,j); B(s,j) needs F(s,j) and B(s+1,j); W(s,j) needs B(s,j); and on a frozen
+    prefix F(s,j) needs F(s+1, j-credits), the credit that holds forward-only ranks back.
     """
     kind, s, j = op
     if kind is Kind.F:
@@ -109,7 +114,8 @@ def dependencies(schedule: Schedule, op: Op) -> Iterator[Dependency]:
 
 
 def validate(schedule: Schedule) -> None:
-    """Raises ScheduleError unless every stage has each op exactly once, on its rank, in microbatch order, and nothing waits in a circle."""
+    """Raises ScheduleError unless every stage has each op exactly once, on its rank, in microbatch
+    order, and nothing waits in a circle."""
     if schedule.microbatches < 1:
         raise ScheduleError(f"{schedule.name}: {schedule.microbatches} microbatches; at least 1 is needed")
     if any(not 0 <= rank < schedule.ranks for rank in schedule.placement):
@@ -144,7 +150,8 @@ def validate(schedule: Schedule) -> None:
 def in_order(schedule: Schedule) -> Iterator[tuple[int, Op]]:
     """Every (rank, op) in an order that respects both the ranks' own orders and `dependencies`.
 
-    Raises ScheduleError, naming the first op that can never run, when the ranks wait for each other in a circle.
+    Raises ScheduleError, naming the first op that can never run, when the ranks wait for each other
+    in a circle.
     """
     position = [0] * schedule.ranks
     done: set[Op] = set()

@@ -1,7 +1,7 @@
 """Replays a schedule under given costs: (Schedule, Costs) -> Timeline.
 
-Each rank runs its ops in order; an op starts when the rank is free and every dependency has ended and crossed its link. Links are
-pure delay: a message never keeps a rank busy.
+Each rank runs its ops in order; an op starts when the rank is free and every dependency has ended
+and crossed its link. Links are pure delay: a message never keeps a rank busy.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True)
 class Timeline:
-    """When each rank ran what, in the costs' unit of time; `peak_memory` per rank, in the costs' unit of memory."""
+    """When each rank ran what, in the costs' unit of time; `peak_memory` per rank, in the costs'
+    unit of memory."""
 
     ranks: tuple[tuple[Span, ...], ...]
     peak_memory: tuple[float, ...]
@@ -42,7 +43,8 @@ class Timeline:
 
     @cached_property
     def span(self) -> float:
-        """The longest of a rank's own first op to its own last op (what counts without an optimizer barrier)."""
+        """The longest of a rank's own first op to its own last op (what counts without an optimizer
+        barrier)."""
         return max(row[-1].end - row[0].start for row in self.ranks)
 
     def length(self, objective: Objective) -> float:
@@ -78,7 +80,8 @@ def duration(costs: Costs, op: Op) -> float:
 
 
 def memory_change(costs: Costs, op: Op, first_trainable: int = 0) -> float:
-    """Change of live memory: F's counts from its start, B's and W's from their end. A frozen prefix keeps nothing."""
+    """Change of live memory: F's counts from its start, B's and W's from their end. A frozen prefix
+    keeps nothing."""
     if op.stage < first_trainable:
         return 0.0
     stage = costs.stages[op.stage]
@@ -94,11 +97,13 @@ def memory_change(costs: Costs, op: Op, first_trainable: int = 0) -> float:
 
 
 def simulate(schedule: Schedule, costs: Costs, wrap_group: int | None = None) -> Timeline:
-    """Raises ScheduleError when the costs are for another number of stages, or the schedule can never finish.
+    """Raises ScheduleError when the costs are for another number of stages, or the schedule can
+    never finish.
 
-    wrap_group: interleaving as Zero Bubble's table 5 counts it. Of what wraps around between the last rank and the first, only the
-    microbatches j with j % wrap_group == 0 are waited for; a few ops then start before what they need is there, by p - 1 link times at
-    most. None, which is what a run does: every message is waited for.
+    wrap_group: interleaving as Zero Bubble's table 5 counts it. Of what wraps around between the
+    last rank and the first, only the microbatches j with j % wrap_group == 0 are waited for; a few
+    ops then start before what they need is there, by p - 1 link times at most. None, which is what
+    a run does: every message is waited for.
     """
     if len(costs.stages) != schedule.stages:
         raise ScheduleError(f"{schedule.name} has {schedule.stages} stages, but costs are given for {len(costs.stages)}")
@@ -122,7 +127,8 @@ def simulate(schedule: Schedule, costs: Costs, wrap_group: int | None = None) ->
 
 
 def peak_memory(schedule: Schedule, costs: Costs) -> tuple[float, ...]:
-    """Per rank, the most that is live at once. It depends on the order of the ops alone, not on their times."""
+    """Per rank, the most that is live at once. It depends on the order of the ops alone, not on
+    their times."""
     peaks: list[float] = []
     for row in schedule.ops:
         live = peak = 0.0
@@ -134,10 +140,11 @@ def peak_memory(schedule: Schedule, costs: Costs) -> tuple[float, ...]:
 
 
 def resident(schedule: Schedule) -> tuple[tuple[tuple[int, int], ...], ...]:
-    """Per stage, the pairs (microbatches between F and B, microbatches between B and W) that are live at once and not dominated.
+    """Per stage, the pairs (microbatches between F and B, microbatches between B and W) that are
+    live at once and not dominated.
 
-    A stage's live bytes are `pair[0] * activation_bytes + pair[1] * stash_bytes`, at most, over its pairs: this is how a memory limit
-    can be checked for any placement without another simulation.
+    A stage's live bytes are `pair[0] * activation_bytes + pair[1] * stash_bytes`, at most, over its
+    pairs: this is how a memory limit can be checked for any placement without another simulation.
     """
     out: list[tuple[tuple[int, int], ...]] = []
     for stage in range(schedule.stages):

@@ -1,11 +1,14 @@
-"""Schedules in the CSV form of torch.distributed.pipelining (`_load_csv`, `_dump_csv`), the form without messages ("compute_only").
+"""Schedules in the CSV form of torch.distributed.pipelining (`_load_csv`, `_dump_csv`), the form
+without messages ("compute_only").
 
-One row per rank, one cell per op: stage, kind, microbatch. What dynmo calls B is I there, and an ordinary backward is B:
+One row per rank, one cell per op: stage, kind, microbatch. What dynmo calls B is I there, and an
+ordinary backward is B:
 
     0F0,0F1,0I0,0W0,0I1,0W1        F forward, I input gradient, W weight gradient
     1F0,1B0,1F1,1B1                B both at once (dynmo's BW)
 
-torch pads its rows with empty cells for steps in which a rank idles; they say nothing about the order and are dropped.
+torch pads its rows with empty cells for steps in which a rank idles; they say nothing about the
+order and are dropped.
 """
 
 from __future__ import annotations
@@ -23,14 +26,16 @@ _FROM_TORCH = {word: kind for kind, word in _TO_TORCH.items()}
 _ACTION = re.compile(r"(\d+)([FIWB])(\d+)")
 # Messages and what FSDP does around the ops: each runtime adds its own.
 _AROUND = re.compile(r"\d+((SEND|RECV)_[FB]\d+|UNSHARD|RESHARD|REDUCE_GRAD)")
-# Two ops that torch may run as one; without a function for that it runs them one after the other, as here.
+# Two ops that torch may run as one; without a function for that it runs them one after the other,
+# as here.
 _OVERLAP = re.compile(r"\((.*)\)OVERLAP_F_B")
 
 
 def to_torch_csv(schedule: Schedule) -> str:
     """The schedule for `_PipelineScheduleRuntime._load_csv`, one line per rank.
 
-    Raises ScheduleError for a schedule with a frozen prefix: torch wants a backward of every microbatch on every stage.
+    Raises ScheduleError for a schedule with a frozen prefix: torch wants a backward of every
+    microbatch on every stage.
     """
     if schedule.first_trainable:
         raise ScheduleError(
@@ -41,10 +46,12 @@ def to_torch_csv(schedule: Schedule) -> str:
 
 
 def from_torch_csv(text: str, placement: Sequence[int] | None = None, name: str = "torch") -> Schedule:
-    """Reads torch's CSV, with or without messages, and checks it as `validate` does; the file does not have the `name`.
+    """Reads torch's CSV, with or without messages, and checks it as `validate` does; the file does
+    not have the `name`.
 
-    placement[stage] is the rank on which the file must have the stage; None takes it from the file. Raises ScheduleError, one line, with
-    row and cell (both from 0, as torch counts ranks and steps), or with the rank and op that do not fit.
+    placement[stage] is the rank on which the file must have the stage; None takes it from the file.
+    Raises ScheduleError, one line, with row and cell (both from 0, as torch counts ranks and
+    steps), or with the rank and op that do not fit.
     """
     rows: list[tuple[Op, ...]] = []
     holds: dict[int, int] = {}

@@ -19,7 +19,8 @@ from dynmo.train.shape_costs import recompute_for, shapes_of
 
 
 def pipeline_for(config: Config, world: World, model: Model, partition: Partition, cache_bytes: int = 0) -> Engine:
-    """world: one pipeline of the mesh (`mesh.arrange`), which need not be the config's first. cache_bytes: for outputs of frozen layers."""
+    """world: one pipeline of the mesh (`mesh.arrange`), which need not be the config's first.
+    cache_bytes: for outputs of frozen layers."""
     train, pipeline = config.train, config.pipeline
     dtype, limit = dtype_for(train.precision, world.device), memory_limit(config, world.device)
     return Engine(

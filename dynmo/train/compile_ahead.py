@@ -1,6 +1,8 @@
-"""`python -m dynmo.train.compile_ahead` compiles dynmo's loops, of sparse layers and of planning, and keeps the machine code.
+"""`python -m dynmo.train.compile_ahead` compiles dynmo's loops, of sparse layers and of planning,
+and keeps the machine code.
 
-It is a part of the set-up, so that no step and no decision of a first run waits for that, on all its ranks at once.
+It is a part of the set-up, so that no step and no decision of a first run waits for that, on all
+its ranks at once.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""What a config would run, from shapes alone: placement, schedule, and memory of each rank. Nothing is computed or allocated."""
+"""What a config would run, from shapes alone: placement, schedule, and memory of each rank. Nothing
+is computed or allocated."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ from dynmo.train.shape_costs import known_costs, meta_layers, recompute_for, sta
 
 @dataclass(frozen=True)
 class RunPlan:
-    """Per stage: layers, the rank that holds it, parameters; per rank: bytes at the schedule's peak.
+    """Per stage: layers, the rank that holds it, parameters; per rank: bytes at the schedule's
+    peak.
 
     activations_unknown: Why the layers' activations are unknown. `memory` is then without them.
     """
@@ -65,7 +67,8 @@ class RunPlan:
 
 
 def dry_run(config: Config) -> RunPlan:
-    """Raises NoRoomError if a rank's memory at the schedule's peak is over the limit, ConfigError as a run would."""
+    """Raises NoRoomError if a rank's memory at the schedule's peak is over the limit, ConfigError
+    as a run would."""
     model = load_model(config)
     if config.model.kind != "emulated":
         check_vocab(config.model.vocab)
@@ -87,7 +90,8 @@ def first_plan(
     device: torch.device,
     activations_unknown: str | None = None,
 ) -> RunPlan:
-    """What runs from the first step on. costs: from shapes. Raises NoRoomError where a rank's memory is over the limit.
+    """What runs from the first step on. costs: from shapes. Raises NoRoomError where a rank's
+    memory is over the limit.
 
     activations_unknown: Why `costs` are without activations. None: they are not.
     """

@@ -1,4 +1,5 @@
-"""What a rank reads: the batches, where its stages need them, and the keys by which microbatches are known again."""
+"""What a rank reads: the batches, where its stages need them, and the keys by which microbatches
+are known again."""
 
 from __future__ import annotations
 
@@ -18,8 +19,9 @@ from dynmo.runtime.comm.agreement import agree
 
 
 class Batch(NamedTuple):
-    """inputs, targets: int64 [microbatches, micro_batch, sequence]; None on ranks with neither the first nor the last layer. keys: of the
-    cache of a frozen prefix's outputs; None where nothing is cached."""
+    """inputs, targets: int64 [microbatches, micro_batch, sequence]; None on ranks with neither the
+    first nor the last layer. keys: of the cache of a frozen prefix's outputs; None where nothing is
+    cached."""
 
     inputs: Tensor | None
     targets: Tensor | None
@@ -27,8 +29,9 @@ class Batch(NamedTuple):
 
 
 class DataLoader:
-    """Of one mesh: made anew when it is reshaped. Only the ranks that hold the first or the last layer read data; they compare what
-    they read. Raises ConfigError where the data does not fit the config."""
+    """Of one mesh: made anew when it is reshaped. Only the ranks that hold the first or the last
+    layer read data; they compare what they read. Raises ConfigError where the data does not fit the
+    config."""
 
     def __init__(self, config: Config, pipeline: Engine) -> None:
         self._config, self._world = config, pipeline.world
@@ -55,7 +58,8 @@ class DataLoader:
             )
 
     def train(self, step: int) -> Batch:
-        """This replica's microbatches of a step: those of the replicas follow one another in the batch."""
+        """This replica's microbatches of a step: those of the replicas follow one another in the
+        batch."""
         own = self._config.all_microbatches // self._world.replicas
         part = slice(self._world.replica * own, (self._world.replica + 1) * own)
         inputs = targets = keys = None

@@ -1,7 +1,8 @@
-"""Measures a model's layers over a few steps, as they run in training: the same ranks, schedule, microbatches and data, no updates.
+"""Measures a model's layers over a few steps, as they run in training: the same ranks, schedule,
+microbatches and data, no updates.
 
-Every step is measured for itself and a layer's figure is the median of the steps, so that one disturbed step does no harm. The first step
-warms up and is not counted.
+Every step is measured for itself and a layer's figure is the median of the steps, so that one
+disturbed step does no harm. The first step warms up and is not counted.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ Listener = Callable[[int, float], None]
 
 
 def run(config: Config, rendezvous: Rendezvous, steps: int, listen: Listener | None = None) -> Profile:
-    """Measures as one rank of the world at `rendezvous`; returns the same on every rank. Raises as `trainer.run` does."""
+    """Measures as one rank of the world at `rendezvous`; returns the same on every rank. Raises as
+    `trainer.run` does."""
     check_world(config, rendezvous)
     torch.set_num_threads(config.parallel.threads)
     device = device_for(config, rendezvous.local_rank)
@@ -44,7 +46,8 @@ def run(config: Config, rendezvous: Rendezvous, steps: int, listen: Listener | N
 
 
 def measure(config: Config, world: World, model: Model, steps: int, listen: Listener | None = None) -> Profile:
-    """What the dynamic cases do before the first step is done (a prefix that is frozen from the start, say); nothing changes later."""
+    """What the dynamic cases do before the first step is done (a prefix that is frozen from the
+    start, say); nothing changes later."""
     world = arrange(world, config.parallel.data)
     pipeline = pipeline_for(config, world, model, first_partition(config, model.layers))
     for case in make_cases(config, model.layers):
@@ -70,6 +73,7 @@ def measure(config: Config, world: World, model: Model, steps: int, listen: List
 
 
 def _median(costs: Sequence[LayerCost]) -> LayerCost:
-    """Of each figure; sizes are the same in every step, up to what a microbatch's content changes."""
+    """Of each figure; sizes are the same in every step, up to what a microbatch's content
+    changes."""
     middle = {field.name: median(getattr(cost, field.name) for cost in costs) for field in fields(LayerCost)}
     return LayerCost(**{name: value if name in ("f", "b", "w") else int(value) for name, value in middle.items()})

@@ -24,7 +24,8 @@ _logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class SavedRun:
-    """A checkpoint to go on from. state: the run's own part of it, as `RunCheckpoints.save` wrote it."""
+    """A checkpoint to go on from. state: the run's own part of it, as `RunCheckpoints.save` wrote
+    it."""
 
     path: Path
     step: int
@@ -43,14 +44,16 @@ class SavedRun:
         return self.state["moves"]
 
     def shape(self, config: Config) -> tuple[int, int]:
-        """The mesh to resume in: where the run chooses it, the one that it had, as long as that is one of this config's."""
+        """The mesh to resume in: where the run chooses it, the one that it had, as long as that is
+        one of this config's."""
         saved = tuple(self.state.get("shape", ()))
         known = config.elastic.reshape and saved in mesh_shapes(config)
         return (saved[0], saved[1]) if known else config.shape_at(self.step)
 
 
 class RunCheckpoints:
-    """Those of the run that `config` describes, in `folder` (None: none are written). world: of all ranks, which share the folder."""
+    """Those of the run that `config` describes, in `folder` (None: none are written). world: of all
+    ranks, which share the folder."""
 
     def __init__(self, config: Config, world: World, folder: Path | None) -> None:
         self._config, self._world, self._folder = config, world, folder
@@ -77,8 +80,8 @@ class RunCheckpoints:
         return CheckpointEvent(step - 1, now(), str(saved.path), saved.bytes, saved.seconds)
 
     def find(self, model: Model) -> SavedRun:
-        """The newest that is whole. All ranks call it together. Raises CheckpointError where there is none, or where it is of another
-        model."""
+        """The newest that is whole. All ranks call it together. Raises CheckpointError where there
+        is none, or where it is of another model."""
         assert self._folder is not None, "only a run with a folder resumes"
         path, manifest, problems = checkpoint.find(self._folder, self._world)
         if manifest.version == UNSEALED:
@@ -107,5 +110,6 @@ class RunCheckpoints:
         return {"train.optimizer": self._config.train.optimizer, "model.tied": bool(model.tied)}
 
     def restore(self, saved: SavedRun, pipeline: Engine, cases: Sequence[Dynamism]) -> None:
-        """Puts the layers of this rank, the cases and the loss scale back as they were. All ranks call it together."""
+        """Puts the layers of this rank, the cases and the loss scale back as they were. All ranks
+        call it together."""
         restore_engine(pipeline, saved.path, saved.state, cases)

@@ -1,4 +1,5 @@
-"""What a config asks for, on this machine: how many ranks, which device, how much memory, where layers live at first, which optimizer.
+"""What a config asks for, on this machine: how many ranks, which device, how much memory, where
+layers live at first, which optimizer.
 
 The trainer, the profiler and the plan all begin with it.
 """
@@ -84,12 +85,13 @@ def _flat(table: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]
 
 
 def device_for(config: Config, local_rank: int) -> torch.device:
-    """The CUDA device of this local rank if there is one, else the CPU, set up as the config asks. Raises ConfigError if CUDA is
-    asked for and missing."""
+    """The CUDA device of this local rank if there is one, else the CPU, set up as the config asks.
+    Raises ConfigError if CUDA is asked for and missing."""
     wanted = config.parallel.device
     if wanted != "cpu":
-        # Before anything asks CUDA, which reads them once in a process. So does cuBLAS, whose workspaces must be of one size for the same
-        # bits: a run that asks for these may not be the first of its process.
+        # Before anything asks CUDA, which reads them once in a process. So does cuBLAS, whose
+        # workspaces must be of one size for the same bits: a run that asks for these may not be the
+        # first of its process.
         for name, value in {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", **(FOR_RANKS_ON_CUDA if config.ranks > 1 else {})}.items():
             os.environ.setdefault(name, value)
     available = torch.cuda.is_available()
@@ -115,11 +117,12 @@ def device_for(config: Config, local_rank: int) -> torch.device:
 
 
 def memory_limit(config: Config, device: torch.device) -> int | None:
-    """Bytes per rank: as configured, else what tensors may have of the CUDA device's, in equal parts for its slices and for the ranks that
-    share it; None (no limit) on CPU.
+    """Bytes per rank: as configured, else what tensors may have of the CUDA device's, in equal
+    parts for its slices and for the ranks that share it; None (no limit) on CPU.
 
-    The rest is for what no account of tensors has: the context and its kernels, NCCL's buffers, cuBLAS's workspaces, what the allocator
-    rounds up. By the device's size alone, so that equal devices have equal limits.
+    The rest is for what no account of tensors has: the context and its kernels, NCCL's buffers,
+    cuBLAS's workspaces, what the allocator rounds up. By the device's size alone, so that equal
+    devices have equal limits.
     """
     if config.pipeline.memory_limit is not None:
         return config.pipeline.memory_limit
@@ -133,13 +136,15 @@ def memory_limit(config: Config, device: torch.device) -> int | None:
 
 
 def check_meshes(config: Config, layers: int) -> None:
-    """Raises ConfigError where a mesh that the run comes to at some step cannot hold so many layers."""
+    """Raises ConfigError where a mesh that the run comes to at some step cannot hold so many
+    layers."""
     for _, pipeline, _ in config.elastic.reshape_at:
         first_partition(config, layers, pipeline)
 
 
 def first_partition(config: Config, layers: int, pipeline: int | None = None) -> Partition:
-    """`balance.initial`, else uniform: before anything is measured nothing is better to go by. pipeline: ranks, if not the config's."""
+    """`balance.initial`, else uniform: before anything is measured nothing is better to go by.
+    pipeline: ranks, if not the config's."""
     stages = (pipeline or config.parallel.pipeline) * config.chunks
     if stages > layers:
         what = f"parallel.pipeline = {stages // config.chunks}"

@@ -1,4 +1,5 @@
-"""Bytes of a model's layers from shapes alone, and which layers recompute: nothing is computed or allocated."""
+"""Bytes of a model's layers from shapes alone, and which layers recompute: nothing is computed or
+allocated."""
 
 from __future__ import annotations
 
@@ -72,7 +73,8 @@ def shapes_of(config: Config, model: Model, replicas: int | None = None, level: 
         level: Level of the log line that says why the costs are unknown.
 
     Returns:
-        One cost a layer, or None. Only the user's own model gives None. Another model's error is raised.
+        One cost a layer, or None. Only the user's own model gives None. Another model's error is
+        raised.
     """
     try:
         return shape_costs(config, model, replicas)
@@ -82,7 +84,8 @@ def shapes_of(config: Config, model: Model, replicas: int | None = None, level: 
 
 
 def shape_costs(config: Config, model: Model, replicas: int | None = None) -> tuple[LayerCost, ...]:
-    """Bytes of every layer, by running one microbatch on fake tensors: shapes without memory. Seconds are 0.
+    """Bytes of every layer, by running one microbatch on fake tensors: shapes without memory.
+    Seconds are 0.
 
     Fake tensors are better than the meta device, where attention would run and save the plain
     product of all positions with all, which no real device does.
@@ -130,7 +133,8 @@ def _per_replica(config: Config, costs: Sequence[LayerCost], replicas: int | Non
 
 
 def meta_layers(model: Model) -> list[nn.Module]:
-    """All layers on the meta device, which takes no memory. A model that needs values to be built is built, then moved there."""
+    """All layers on the meta device, which takes no memory. A model that needs values to be built
+    is built, then moved there."""
     try:
         with torch.device("meta"):
             return model.build(frozenset())
@@ -154,7 +158,8 @@ def _is_own_error(config: Config, model: Model) -> bool:
 def _forward_error(
     config: Config, model: Model, mode: AbstractContextManager[Any], layers: Callable[[], Iterable[nn.Module]]
 ) -> list[tuple[type[BaseException], str]]:
-    """What a forward pass of the plain layers raises in this mode: the error, and those it came from."""
+    """What a forward pass of the plain layers raises in this mode: the error, and those it came
+    from."""
     causes: list[tuple[type[BaseException], str]] = []
     try:
         with mode, torch.no_grad():
@@ -188,7 +193,8 @@ def _shape_costs(config: Config, model: Model) -> list[LayerCost]:
             module.f = module.b = module.w = 0.0
         lower(module, PRECISIONS[config.train.precision])
         layers.append(Layer(index, module, HostClock(), config.seed))
-    # The first microbatch makes the gradients and measures what stays, the second shows what an op needs beside.
+    # The first microbatch makes the gradients and measures what stays, the second shows what an op
+    # needs beside.
     workspaces: list[_Workspace] = []
     for microbatch in range(2):
         workspaces = _shape_microbatch(layers, microbatch, ids, lambda out: model.loss(out, targets))
@@ -255,7 +261,8 @@ def _shape_microbatch(layers: Sequence[Layer], microbatch: int, ids: Tensor, los
 
 
 def with_workspace(costs: tuple[LayerCost, ...], shapes: Sequence[LayerCost] | None, recomputed: Collection[int]) -> tuple[LayerCost, ...]:
-    """Measured costs, and what an op needs beside what it keeps: no run tells that, so it is taken from `shapes`, where they are known.
+    """Measured costs, and what an op needs beside what it keeps: no run tells that, so it is taken
+    from `shapes`, where they are known.
 
     recomputed: the layers that recompute."""
     if shapes is None:
@@ -273,9 +280,11 @@ def with_workspace(costs: tuple[LayerCost, ...], shapes: Sequence[LayerCost] | N
 
 
 def recompute_for(config: Config, model: Model, device: torch.device) -> RecomputeRule:
-    """`train.recompute`, as a pipeline takes it. "auto" goes by shapes alone, so that every rank chooses alike, whatever is measured.
+    """`train.recompute`, as a pipeline takes it. "auto" goes by shapes alone, so that every rank
+    chooses alike, whatever is measured.
 
-    Raises ConfigError for a layer that the model has not; what it returns raises NoRoomError where not even computing all again fits.
+    Raises ConfigError for a layer that the model has not; what it returns raises NoRoomError where
+    not even computing all again fits.
     """
     wanted = config.train.recompute
     if isinstance(wanted, tuple):

@@ -11,9 +11,11 @@ from types import FrameType
 
 @contextmanager
 def stop_flag() -> Iterator[Callable[[], bool]]:
-    """SIGTERM and SIGINT ask for a stop after the current step; the ranks agree on it at that step's end (with post-validation, one later).
+    """SIGTERM and SIGINT ask for a stop after the current step; the ranks agree on it at that
+    step's end (with post-validation, one later).
 
-    A second SIGINT interrupts at once. Ranks of dynmo's own launcher ignore SIGINT: it turns it into SIGTERM.
+    A second SIGINT interrupts at once. Ranks of dynmo's own launcher ignore SIGINT: it turns it
+    into SIGTERM.
     """
     asked = False
 

@@ -1,6 +1,8 @@
-"""A Perfetto / Chrome trace of what each rank measured: F, B, W, sends and waits. Open it at ui.perfetto.dev.
+"""A Perfetto / Chrome trace of what each rank measured: F, B, W, sends and waits. Open it at
+ui.perfetto.dev.
 
-Kept are the last steps before, and the first after, every change of the model or of the placement, and the last steps of the run.
+Kept are the last steps before, and the first after, every change of the model or of the placement,
+and the last steps of the run.
 """
 
 from __future__ import annotations
@@ -37,14 +39,16 @@ _BARRIERS = 9
 # A long run with many changes must not fill the memory: the oldest kept steps make room.
 _MOST_STEPS = 64
 
-# One row of the tensor that travels: step, kind, stage, microbatch, start, end (seconds since the common origin).
+# One row of the tensor that travels: step, kind, stage, microbatch, start, end (seconds since the
+# common origin).
 Row = tuple[int, int, int, int, float, float]
 
 
 class Tracer:
     """Collects a rank's slices of time; `finish` brings them to rank 0, which writes the file.
 
-    placement: where each rank of the world is a pipeline on slices of a GPU, per stage its slice: these are then shown as ranks are.
+    placement: where each rank of the world is a pipeline on slices of a GPU, per stage its slice:
+    these are then shown as ranks are.
     """
 
     def __init__(self, world: World, clock: Clock, steps: int, placement: tuple[int, ...] | None = None) -> None:
@@ -52,7 +56,8 @@ class Tracer:
         self._recent: deque[list[Row]] = deque(maxlen=steps)
         self._kept: deque[list[Row]] = deque(maxlen=_MOST_STEPS)
         self._coming = 0
-        # All ranks leave a barrier within a link's latency, unless one is held up just then: the median of several is everyone's time zero.
+        # All ranks leave a barrier within a link's latency, unless one is held up just then: the
+        # median of several is everyone's time zero.
         marks: list[Any] = []
         for _ in range(_BARRIERS):
             world.barrier("the trace's time zero")
@@ -75,7 +80,8 @@ class Tracer:
         if not self._steps or not slices:
             return
         elapsed = self._clock.elapsed
-        # From step to step: CUDA tells the time between two marks in milliseconds of float32, which over an hour are coarser than an op.
+        # From step to step: CUDA tells the time between two marks in milliseconds of float32, which
+        # over an hour are coarser than an op.
         self._since += elapsed(self._anchor, slices[0].start)
         self._anchor = anchor = slices[0].start
         rows: list[Row] = [
@@ -123,7 +129,8 @@ class Tracer:
                 _logger.warning(f"{path} cannot be written: {error.strerror}")
 
     def _rows(self, tables: list[list[list[float]]]) -> list[list[list[float]]]:
-        """Of each rank; of each slice in the place of its rank, which is slice * replicas + replica."""
+        """Of each rank; of each slice in the place of its rank, which is slice * replicas +
+        replica."""
         placement = self._placement
         if placement is None:
             return tables
@@ -139,7 +146,8 @@ def chrome_trace(ranks: Sequence[Sequence[Sequence[float]]]) -> dict[str, Any]:
     for rank, rows in enumerate(ranks):
         for step, code, stage, microbatch, start, end in rows:
             kind = _KINDS[int(code)]
-            # Both ends rounded, not the length: otherwise neighbours could overlap, which viewers take for nesting.
+            # Both ends rounded, not the length: otherwise neighbours could overlap, which viewers
+            # take for nesting.
             ts, stop = round(start * 1e6, 1), round(end * 1e6, 1)
             events.append(
                 {

@@ -1,4 +1,5 @@
-"""The training loop of one rank: change, rebalance, step, log, save; the same on every rank but for who writes."""
+"""The training loop of one rank: change, rebalance, step, log, save; the same on every rank but for
+who writes."""
 
 from __future__ import annotations
 
@@ -63,7 +64,8 @@ Listener = Callable[[Event], None]
 
 
 def learning_rate(train: Train, step: int) -> float:
-    """Linear warm-up over `warmup` steps, then the decay down to `lr * min_lr_ratio` at the last step. A pure function of the step."""
+    """Linear warm-up over `warmup` steps, then the decay down to `lr * min_lr_ratio` at the last
+    step. A pure function of the step."""
     if step < train.warmup:
         return train.lr * (step + 1) / train.warmup
     if train.decay == "constant" or train.steps <= train.warmup + 1:
@@ -75,7 +77,8 @@ def learning_rate(train: Train, step: int) -> float:
 
 @dataclass(frozen=True)
 class RunResult:
-    """What a finished run left, the same on every rank. `seconds`: of training, without starting up."""
+    """What a finished run left, the same on every rank. `seconds`: of training, without starting
+    up."""
 
     loss: float
     weights_digest: str
@@ -88,7 +91,8 @@ class RunResult:
 
 @dataclass
 class _Started:
-    """A step as it began: learning rate, placement, frozen layers; and how long it took, without what of its end fell into the next."""
+    """A step as it began: learning rate, placement, frozen layers; and how long it took, without
+    what of its end fell into the next."""
 
     rate: float
     layers: tuple[int, ...]
@@ -97,9 +101,11 @@ class _Started:
 
 
 def run(config: Config, rendezvous: Rendezvous, folder: Path | None, resume: bool, listen: Listener | None = None) -> RunResult:
-    """Trains as one rank of the world at `rendezvous`. folder: `runs/<name>`, where rank 0 writes (None: nothing is written).
+    """Trains as one rank of the world at `rendezvous`. folder: `runs/<name>`, where rank 0 writes
+    (None: nothing is written).
 
-    Raises ConfigError for input that only now turns out wrong, RunError when the run fails. listen: told of every event, on rank 0.
+    Raises ConfigError for input that only now turns out wrong, RunError when the run fails. listen:
+    told of every event, on rank 0.
     """
     check_world(config, rendezvous)
     torch.set_num_threads(config.parallel.threads)
@@ -161,10 +167,11 @@ class Trainer:
         """This rank's pipeline: one of the mesh."""
         return self.pipeline.world
 
-    # -- the loop -----------------------------------------------------------------------------------------------------------
+    # -- the loop ----------------------------------------------------------------------------------
 
     def run(self) -> RunResult:
-        # Up to the last event: a signal that comes after the last step must not cut the account short.
+        # Up to the last event: a signal that comes after the last step must not cut the account
+        # short.
         with stop_flag() as stopping:
             try:
                 return self._run(stopping)
@@ -187,7 +194,8 @@ class Trainer:
         return self.finish(step, time.perf_counter() - start, interrupted)
 
     def advance(self, step: int, stop: bool = False) -> bool:
-        """One turn of the loop, with all that belongs to it. Returns whether some rank wants to `stop`."""
+        """One turn of the loop, with all that belongs to it. Returns whether some rank wants to
+        `stop`."""
         train = self.config.train
         interrupted = self._must_drain(step) and self._drain()
         self._change(step)
@@ -219,11 +227,13 @@ class Trainer:
         return RunResult(self._loss, digest, buffers, seconds, interrupted, step, self.pipeline.partition.counts)
 
     def _must_drain(self, step: int) -> bool:
-        """Whether something before this step may look at the model or the last signals, or change it: the step before must be final."""
+        """Whether something before this step may look at the model or the last signals, or change
+        it: the step before must be final."""
         return self._rebalancer.should_check(step) or any(case.acts(step) for case in self._cases)
 
     def _change(self, step: int) -> None:
-        """The mesh changes, or the balancer looks at what was measured; then the dynamic cases act."""
+        """The mesh changes, or the balancer looks at what was measured; then the dynamic cases
+        act."""
         shape = self.config.shape_at(step)
         wanted = None
         if self.config.elastic.reshape:
@@ -258,8 +268,8 @@ class Trainer:
             self._tell_barrier(step)
 
     def _tell_barrier(self, step: int) -> None:
-        """Post-validation that is asked for and cannot be: a weight tied over two ranks gets its gradient from both. That ends in a mesh
-        that has it on one."""
+        """Post-validation that is asked for and cannot be: a weight tied over two ranks gets its
+        gradient from both. That ends in a mesh that has it on one."""
         stays = self.config.pipeline.post_validation and self.pipeline.objective is Objective.MAKESPAN
         if stays != self._barrier_stays:
             self._barrier_stays = stays
@@ -267,7 +277,8 @@ class Trainer:
             self._emit(PostValidationEvent(step, now(), not stays, reason))
 
     def _step(self, step: int, stop: bool) -> bool:
-        """Runs a step, and tells of those that are final by now. Returns whether a rank wished to stop."""
+        """Runs a step, and tells of those that are final by now. Returns whether a rank wished to
+        stop."""
         train, start = self.config.train, time.perf_counter()
         rate = learning_rate(train, step)
         self._started[step] = _Started(rate, self.pipeline.partition.counts, len(self.pipeline.frozen))
@@ -352,7 +363,7 @@ class Trainer:
             except OSError as error:  # the checkpoints have it, too
                 _logger.warning(f"{path} cannot be written: {error.strerror}; it does not say {', '.join(options)} as found")
 
-    # -- telling ----------------------------------------------------------------------------------------------------------------
+    # -- telling -----------------------------------------------------------------------------------
 
     def _emit(self, event: Event | None) -> None:
         if event is None or self._everyone.rank != 0:

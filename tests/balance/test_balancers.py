@@ -24,7 +24,8 @@ def limited(sizes: list[int], current: tuple[int, ...], limit: tuple[int, ...]) 
 
 def test_what_each_returns():
     placements = {name: balance(REQUEST).counts for name, balance in BALANCERS.items() if name != "random"}
-    # By time 1 1 1 3 3 3: three and one layer of 3 against two of 3. The current placement is one of the best already.
+    # By time 1 1 1 3 3 3: three and one layer of 3 against two of 3. The current placement is one
+    # of the best already.
     by_count = dict.fromkeys(
         ("uniform", "deepspeed-uniform", "deepspeed-parameters", "megatron-uniform", "megatron-embedding-loss"), (3, 3)
     )
@@ -129,7 +130,8 @@ def test_several_stages_per_rank():
 
 
 def test_exact_breaks_ties_by_the_simulated_time():
-    # Layer 0 decides the bottleneck; how the others are divided is free, and (1, 2, 5) takes an eighth longer than (1, 3, 4).
+    # Layer 0 decides the bottleneck; how the others are divided is free, and (1, 2, 5) takes an
+    # eighth longer than (1, 3, 4).
     layers = (LayerCost(5.0, 5.0, 5.0), *(LayerCost(1.0, 1.0, 1.0) for _ in range(7)))
     request = BalanceRequest(layers, Partition((1, 2, 5)))
     make = by_name("1f1b", 4)

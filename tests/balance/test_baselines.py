@@ -34,7 +34,8 @@ def test_deepspeed_finds_the_optimum_where_its_tolerance_is_small():
 
 
 def test_deepspeed_in_seconds_stops_too_early():
-    # The same layers in milliseconds and in seconds: only the number of the tolerance, 1e-3, is the same.
+    # The same layers in milliseconds and in seconds: only the number of the tolerance, 1e-3, is the
+    # same.
     milliseconds = [2.1, 1.2, 1.3, 2.7, 2.7, 2.7, 1.9, 2.5, 1.7, 2.0]
     seconds = [x / 1000 for x in milliseconds]
     best = max(stage_loads(milliseconds, exact(milliseconds, 4)))
@@ -49,7 +50,8 @@ def test_deepspeed_in_seconds_stops_too_early():
 
 
 def test_deepspeed_leaves_stages_empty():
-    # A first layer as heavy as the bottleneck does not get under it, so the first stage stays empty.
+    # A first layer as heavy as the bottleneck does not get under it, so the first stage stays
+    # empty.
     bounds = deepspeed_balanced([5, 1, 1, 1, 1], 3)
     assert any(start == stop for start, stop in pairwise(bounds))
     assert exact([5, 1, 1, 1, 1], 3).counts == (1, 2, 2)

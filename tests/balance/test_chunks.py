@@ -77,7 +77,8 @@ def test_one_stage_per_rank_is_exact():
 
 
 def test_a_rank_evens_out_over_its_stages():
-    # One stage per rank cannot: 8 | 1 1 1 1 | 1 1 1 1. The V can: rank 0 has the heavy layer and nothing more than it must.
+    # One stage per rank cannot: 8 | 1 1 1 1 | 1 1 1 1. The V can: rank 0 has the heavy layer and
+    # nothing more than it must.
     weights = [5.0, *[1.0] * 8]
     result = chunked(weights, v_shaped(2))
     assert result.seconds == 7.0
@@ -86,7 +87,8 @@ def test_a_rank_evens_out_over_its_stages():
 
 @pytest.mark.parametrize("placement", [looped(4, 2), looped(3, 3), (0, 1, 2, 3, 1, 0, 2, 3)])
 def test_without_proof_it_is_near(placement: tuple[int, ...]):
-    """The descent alone (no node for branch and bound), against the proven optimum: within 3 % on average, 12 % at worst."""
+    """The descent alone (no node for branch and bound), against the proven optimum: within 3 % on
+    average, 12 % at worst."""
     draw = random.Random(str(placement))
     over: list[float] = []
     for _ in range(20):

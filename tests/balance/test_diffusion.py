@@ -65,14 +65,16 @@ def test_no_stage_gains_what_does_not_fit(case: tuple[list[float], Partition], l
 
 
 def test_a_load_goes_down_a_slope_where_no_neighbours_can_trade():
-    # 4 3 2 layers: one layer to the next stage only exchanges the two loads; the path to the last stage evens all three.
+    # 4 3 2 layers: one layer to the next stage only exchanges the two loads; the path to the last
+    # stage evens all three.
     assert diffuse([1.0] * 9, Partition((4, 3, 2))).partition.counts == (3, 3, 3)
     slope = diffuse([1.0] * 55, Partition((10, 9, 8, 7, 6, 5, 4, 3, 2, 1))).partition
     assert sorted(slope.counts) == [5] * 5 + [6] * 5
 
 
 def test_by_hand():
-    # Loads 9 3 3. Both flows run downstream and a layer over each boundary lessens them: 7 4 4; then no path lowers the largest.
+    # Loads 9 3 3. Both flows run downstream and a layer over each boundary lessens them: 7 4 4;
+    # then no path lowers the largest.
     result = diffuse([4.0, 3.0, 2.0, 2.0, 1.0, 1.0, 2.0], Partition((3, 2, 2)))
     assert result.moves[:2] == ((2, 0, 1), (4, 1, 2))
     assert max(stage_loads([4.0, 3.0, 2.0, 2.0, 1.0, 1.0, 2.0], result.partition)) <= 7.0
@@ -146,8 +148,8 @@ def test_algorithm_3_within_memory_and_iterations():
 
 
 def test_algorithm_3_compares_with_the_variance_as_it_is_now():
-    # Loads 20 18 1, two of them over the mean. The first transfer makes them 10 18 11; the second would make them 19 9 11: better than
-    # the start of the iteration, and worse than now.
+    # Loads 20 18 1, two of them over the mean. The first transfer makes them 10 18 11; the second
+    # would make them 19 9 11: better than the start of the iteration, and worse than now.
     weights = [10.0, 10.0, 9.0, 9.0, 1.0]
     current = Partition((2, 2, 1))
     transfers = published_diffusion(weights, current, iterations=1)

@@ -36,7 +36,8 @@ def best_of(
     speeds: list[float] | None = None,
     sends: Callable[[int, int], Fraction] = lambda stage, stop: Fraction(),
 ) -> tuple[int, ...]:
-    """What `exact` promises to minimise, in its order: times in fractions, their squares in whole units."""
+    """What `exact` promises to minimise, in its order: times in fractions, their squares in whole
+    units."""
     layers, ranks = len(weights), len(every[0]) - 1
     rates = [Fraction(speed) for speed in speeds or [1] * ranks]
 
@@ -67,7 +68,8 @@ def best_of(
 
 @st.composite
 def cases(draw: st.DrawFn) -> tuple[list[float], int]:
-    # Few distinct values make ties; any float makes sums that round; zeros are layers that cost nothing.
+    # Few distinct values make ties; any float makes sums that round; zeros are layers that cost
+    # nothing.
     weight = draw(st.sampled_from([st.sampled_from([0.0, 1.0, 2.0, 3.0]), st.floats(0, 1e6), st.sampled_from([0.1, 0.2, 0.3, 1e-9])]))
     weights = draw(st.lists(weight, min_size=1, max_size=9))
     return weights, draw(st.integers(1, len(weights)))
@@ -168,7 +170,8 @@ def test_a_thousand_small_cases_under_memory_limits():
 
 @pytest.mark.parametrize("kind", ["memory", "links", "both"])
 def test_middling_cases_where_a_stage_may_have_to_stop_short(kind: str):
-    """Against Bellman's table, with layers that only some stages can hold, and outputs of several sizes."""
+    """Against Bellman's table, with layers that only some stages can hold, and outputs of several
+    sizes."""
     draw = random.Random(kind)
     feasible = 0
     for _ in range(12):
@@ -199,7 +202,8 @@ def test_middling_cases_where_a_stage_may_have_to_stop_short(kind: str):
 
 
 def test_halves_of_blocks_on_the_fixed_traces():
-    """What whole blocks, halves and equal shares gain over two blocks on each of 24 ranks, as the ratio of the bottlenecks' sums."""
+    """What whole blocks, halves and equal shares gain over two blocks on each of 24 ranks, as the
+    ratio of the bottlenecks' sums."""
     expected = {"early_exit": (1.00, 1.24, 1.39), "freezing": (1.09, 1.19, 1.36), "pruning": (1.06, 1.10, 1.17)}
     folder = Path(__file__).parents[2] / "benchmarks" / "data" / "traces"
     for case, gains in expected.items():

@@ -70,8 +70,9 @@ def test_close_to_the_best_of_every_placement(name: str, objective: Objective):
 
 
 def test_what_it_is_worth():
-    """About as many microbatches as ranks and a frozen prefix: a percent or two under the best placement of the least bottleneck, and
-    8 % and more under the worst of them, all of them tried."""
+    """About as many microbatches as ranks and a frozen prefix: a percent or two under the best
+    placement of the least bottleneck, and 8 % and more under the worst of them, all of them
+    tried."""
     draw = random.Random(3)
     blocks = tuple(LayerCost(1.0, 1.0, 0.8) if i % 2 else LayerCost(1.2, 1.4, 0.6) for i in range(18))
     under_best: list[float] = []
@@ -152,7 +153,8 @@ def test_slow_links_and_slow_ranks():
 
 
 def test_a_schedule_that_follows_the_costs():
-    """Judged in the end by the schedule made for the placement; one that cannot be made is passed over."""
+    """Judged in the end by the schedule made for the placement; one that cannot be made is passed
+    over."""
     layers = drawn(random.Random(8), 14)
     asked: list[Costs] = []
 
@@ -207,7 +209,8 @@ def test_rows_of_a_schedule():
 
 @pytest.mark.parametrize("seed", range(6))
 def test_slow_links_are_a_start_of_their_own(seed: int):
-    """Never slower, by the simulator, than the placement whose stages count the way of their output."""
+    """Never slower, by the simulator, than the placement whose stages count the way of their
+    output."""
     draw = random.Random(seed)
     layers = tuple(replace(x, output_bytes=draw.choice([1, 40])) for x in drawn(draw, 12))
     links = [LinkCost(0.0, draw.choice([10.0, 100.0])) for _ in range(3)]

@@ -54,7 +54,7 @@ def test_numbers_that_are_none(position: int, value: float):
         worth_moving(*arguments)  # pyright: ignore[reportArgumentType]
 
 
-# -- what is known of the future ------------------------------------------------------------------------------------------------
+# -- what is known of the future -------------------------------------------------------------------
 
 
 def test_the_steps_left_are_cut_where_costs_are_to_change():
@@ -127,7 +127,7 @@ def test_a_move_is_never_made_at_a_loss(parts: list[tuple[int, float, float]], p
         assert scaled_decision.move == decision.move or close or math.isclose(gain, hysteresis, rel_tol=1e-9, abs_tol=1e-12)
 
 
-# -- what is certain ------------------------------------------------------------------------------------------------------------
+# -- what is certain -------------------------------------------------------------------------------
 
 
 MOVE, STAY = Decision(True, 0.1, "move: it pays"), Decision(False, 0.0, "stay: no gain")
@@ -150,7 +150,7 @@ def test_a_move_must_stand_out_from_what_other_processes_disturb():
     assert decision.reason.startswith("stay: other processes take 50% of the ops' time")
 
 
-# -- every = "auto" ---------------------------------------------------------------------------------------------------------------
+# -- every = "auto" --------------------------------------------------------------------------------
 
 
 def seen(watch: RebalanceWatch, *steps: tuple[float, ...]) -> list[bool]:

@@ -1,4 +1,5 @@
-"""The end-to-end benchmark of the cases: what it makes of measurements, and, in small, that its sides are the same training."""
+"""The end-to-end benchmark of the cases: what it makes of measurements, and, in small, that its
+sides are the same training."""
 
 from __future__ import annotations
 
@@ -98,7 +99,8 @@ def test_every_side_is_a_valid_run(case: str) -> None:
 
 @pytest.mark.parametrize("case", ["freezing", "pruning"])
 def test_the_sides_end_with_the_same_weights(pool: Pool, case: str) -> None:
-    """On real ranks. Whether layers move is up to the timing, so here only the numbers are certain."""
+    """On real ranks. Whether layers move is up to the timing, so here only the numbers are
+    certain."""
     rounds = pool.run("benchmarks.cases_race:race", 2, timeout=120, case=case, steps=20, rounds=1, sizes=SMALL)[0]
     row = summarize(case, rounds)
     assert row["same_weights"]

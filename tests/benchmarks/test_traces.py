@@ -1,4 +1,5 @@
-"""The benchmark of the cost traces, in small: what it takes for granted about the traces, and that the figures stand."""
+"""The benchmark of the cost traces, in small: what it takes for granted about the traces, and that
+the figures stand."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.mark.parametrize("blocks", [24, 48])
 def test_the_densities_are_those_that_the_trace_was_made_from(blocks: int) -> None:
-    """Sparse kernels pay from 75 % on: a half's W is its dense one times its density / 0.25, at most 1."""
+    """Sparse kernels pay from 75 % on: a half's W is its dense one times its density / 0.25, at
+    most 1."""
     densities = pruned(blocks, 2048, 1, 24)
     for moment, layers in enumerate(trace("pruning", blocks, 2048)):
         for layer, (cost, whole) in enumerate(zip(layers, dense(blocks, 2048), strict=True)):
@@ -48,7 +50,8 @@ def test_ours_is_near_the_optimum_and_no_less_than_the_usual(case: str, sequence
 
 
 def test_emulated_ranks_in_small(pool: Pool) -> None:
-    """Two ranks of a few long ops: a moment with a frozen prefix, measured beside the simulator's."""
+    """Two ranks of a few long ops: a moment with a frozen prefix, measured beside the
+    simulator's."""
     given = {"case": "freezing", "sequence": 2048, "blocks": 24, "moment": 18, "shortest": 0.003, "pairs": 1, "steps": 1, "size": 16}
     given["beside_dense"] = True
     result = pool.run("benchmarks.traces_emulated:emulated", 2, **given)[0]

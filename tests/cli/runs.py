@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 
 from tests.processes import start
 
-# Emulated layers, so that timings mean something on any machine: freezing the first half moves the optimum, and layers move.
+# Emulated layers, so that timings mean something on any machine: freezing the first half moves the
+# optimum, and layers move.
 CONFIG = """
 name = "main"
 [model]

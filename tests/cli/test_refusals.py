@@ -1,4 +1,5 @@
-"""What a stranger's folder, model or number may do wrong: one line that says what, or a run all the same."""
+"""What a stranger's folder, model or number may do wrong: one line that says what, or a run all the
+same."""
 
 from __future__ import annotations
 
@@ -78,7 +79,7 @@ def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-# -- models that train, but not on shapes alone -----------------------------------------------------------------------------
+# -- models that train, but not on shapes alone ----------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -118,7 +119,8 @@ def test_recompute_auto_needs_activations(own: Path, run: Run) -> None:
 
 
 def test_a_run_says_what_a_dry_run_says(work: Path) -> None:
-    """The limit that parameters alone are over is refused before the first step, and the folder is as it was."""
+    """The limit that parameters alone are over is refused before the first step, and the folder is
+    as it was."""
     fill_own(work)
     before = tree(work)
     done = end(train(work, sets=of("asks", "pipeline.memory_limit=10KB")))
@@ -154,7 +156,7 @@ def test_a_model_that_leaves(own: Path, run: Run) -> None:
     assert "leaves() raised SystemExit: 0 (own.py:42)" in done.line
 
 
-# -- what lies in the folder ------------------------------------------------------------------------------------------------
+# -- what lies in the folder -----------------------------------------------------------------------
 
 
 def test_files_that_are_called_like_pythons_modules(work: Path) -> None:
@@ -187,7 +189,7 @@ def test_a_saved_config_that_is_not_text(tmp_path: Path, run: Run) -> None:
     assert done.line.startswith("dynmo: runs/main/config.toml: not UTF-8 text (byte 11); save it as UTF-8")
 
 
-# -- numbers ----------------------------------------------------------------------------------------------------------------
+# -- numbers ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -210,7 +212,7 @@ def test_numbers_too_large(tmp_path: Path, run: Run, sets: tuple[str, ...], says
     assert tree(tmp_path) == before
 
 
-# -- waits ------------------------------------------------------------------------------------------------------------------
+# -- waits -----------------------------------------------------------------------------------------
 
 
 def test_compiling_is_told_once(tmp_path: Path) -> None:

@@ -1,4 +1,5 @@
-"""`dynmo train` with replicas, as processes: a rank that is killed is named, and nobody is left waiting."""
+"""`dynmo train` with replicas, as processes: a rank that is killed is named, and nobody is left
+waiting."""
 
 from __future__ import annotations
 
@@ -37,7 +38,8 @@ balancer = "none"
 
 
 def test_a_rank_of_another_replica_dies(tmp_path: Path) -> None:
-    """It is named by its global rank, whatever the others, who wait for it in pipelines and reductions, have to say."""
+    """It is named by its global rank, whatever the others, who wait for it in pipelines and
+    reductions, have to say."""
     work = tmp_path
     (work / "text").write_bytes(bytes(range(256)) * 40)
     (work / "run.toml").write_text(CONFIG)

@@ -18,7 +18,8 @@ Run = Callable[..., tuple[int, str, str]]
 
 @pytest.fixture
 def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Run:
-    """Runs the command line in this process and a folder of its own, as if piped: exit status, stdout, stderr."""
+    """Runs the command line in this process and a folder of its own, as if piped: exit status,
+    stdout, stderr."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("FORCE_COLOR", raising=False)
     monkeypatch.setenv("COLUMNS", "80")
@@ -158,7 +159,8 @@ def test_phases_of_runs_that_are_compared(run: Run) -> None:
 
 
 def test_a_resumed_run(run: Run) -> None:
-    """What was done twice counts once, as it was done the second time; a torn line of the first time is no harm."""
+    """What was done twice counts once, as it was done the second time; a torn line of the first
+    time is no harm."""
     path = log("a", [*(step(i) for i in range(4)), moved(4, 1, (5, 3)), *(step(i) for i in range(4, 8)), moved(8, 2), step(8)])
     with path.open("a") as file:
         file.write('{"event": "step", "st')

@@ -361,7 +361,7 @@ def test_the_published_table(run: Run, row: dict[str, Any]) -> None:
         assert max(ratio["peak_memory"]) <= p * (1 + 1e-9)
 
 
-# -- torch's CSV -------------------------------------------------------------------------------------------------------------------
+# -- torch's CSV -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["1f1b", "zb-h2", "zb-v", "interleaved-1f1b"])

@@ -20,7 +20,7 @@ STEP = {"loss", "tokens_per_s", "idle_ratio", "imbalance"}
 REBALANCE = {"id", "from", "to", "moved_bytes", "seconds", "predicted_gain", "reason"}
 
 
-# -- a whole run ------------------------------------------------------------------------------------------------------------
+# -- a whole run -----------------------------------------------------------------------------------
 
 
 def test_what_a_run_says(base: Base) -> None:
@@ -98,7 +98,7 @@ def test_it_is_reported(base: Base, capsys: pytest.CaptureFixture[str], monkeypa
     assert re.search(r"step \d+: moved 3\+3 to \d\+\d .* predicted", out)
 
 
-# -- what is there already --------------------------------------------------------------------------------------------------
+# -- what is there already -------------------------------------------------------------------------
 
 
 def test_a_run_is_not_lost(base: Base, run: Run) -> None:
@@ -150,7 +150,8 @@ def test_a_full_disk_before_the_ranks_start(tmp_path: Path, run: Run) -> None:
 
 
 def test_a_run_is_back_after_a_failed_attempt_to_replace_it(tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The attempt's own log stays until the next one; what it was to replace is there again, for --resume or another --overwrite."""
+    """The attempt's own log stays until the next one; what it was to replace is there again, for
+    --resume or another --overwrite."""
     fill(tmp_path)
     (tmp_path / "runs/main").mkdir(parents=True)
     (tmp_path / "runs/main/config.toml").write_text("")
@@ -169,7 +170,8 @@ def test_a_run_is_back_after_a_failed_attempt_to_replace_it(tmp_path: Path, run:
 
 
 def test_a_run_that_another_process_trains_is_left_alone(tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    """From its start on, and whatever is asked for; also where it is one that replaces another and has no event yet."""
+    """From its start on, and whatever is asked for; also where it is one that replaces another and
+    has no event yet."""
     fill(tmp_path)
     seen: list[str] = []
 
@@ -215,7 +217,7 @@ def test_what_is_no_run_is_not_lost(tmp_path: Path, run: Run) -> None:
         assert tree(tmp_path) == before
 
 
-# -- what would run -----------------------------------------------------------------------------------------------------------
+# -- what would run --------------------------------------------------------------------------------
 
 
 def test_dry_run(tmp_path: Path, run: Run) -> None:
@@ -238,7 +240,7 @@ def test_dry_run(tmp_path: Path, run: Run) -> None:
     assert tree(tmp_path) == before
 
 
-# -- wrong input ----------------------------------------------------------------------------------------------------------------
+# -- wrong input -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -297,7 +299,8 @@ def test_a_model_of_ones_own_that_is_none(tmp_path: Path, run: Run, caplog: pyte
 
 
 def test_what_only_the_ranks_can_know(work: Path) -> None:
-    """The folder that was made for the run is gone again: it does not stand in the way of the next attempt."""
+    """The folder that was made for the run is gone again: it does not stand in the way of the next
+    attempt."""
     done = end(train(work, sets=("model.kind=python:models:raises", "dynamism.cases=[]")))
     assert (done.status, done.out, done.err.count("\n")) == (2, "", 1)
     says = "raises() raised ArithmeticError: no model today (models.py:24)"

@@ -1,4 +1,5 @@
-"""`dynmo train` as a process: how it fails, how it is stopped and goes on, and the worlds that others start."""
+"""`dynmo train` as a process: how it fails, how it is stopped and goes on, and the worlds that
+others start."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os
 
 
 def test_stopped_killed_and_resumed(base: Base, work: Path) -> None:
-    """Ctrl-C, then the launcher is killed, then to the end: the same weights as in one go. And once more: it is done."""
+    """Ctrl-C, then the launcher is killed, then to the end: the same weights as in one go. And once
+    more: it is done."""
     process = train(work, name="cut")
     wait_until(lambda: steps(work, "cut") >= 8)
     os.killpg(process.pid, signal.SIGINT)
@@ -56,11 +58,12 @@ def test_stopped_killed_and_resumed(base: Base, work: Path) -> None:
     assert events(work, "cut")[-1]["loss"] == expected["loss"]
 
 
-# -- failures ---------------------------------------------------------------------------------------------------------------------
+# -- failures --------------------------------------------------------------------------------------
 
 
 def test_a_rank_that_raises(work: Path, run: Run) -> None:
-    """The cause is told, not what followed from it on the other rank; the traceback is in its log; the next attempt must choose."""
+    """The cause is told, not what followed from it on the other rank; the traceback is in its log;
+    the next attempt must choose."""
     done = end(train(work, "--json", sets=("model.kind=python:models:tires", "dynamism.cases=[]", "checkpoint.every=0")))
     assert (done.status, done.out) == (1, "")
     assert (
@@ -108,7 +111,7 @@ def test_stopped_while_starting(work: Path) -> None:
     assert not list((work / "runs").iterdir())
 
 
-# -- worlds that others start -------------------------------------------------------------------------------------------------------
+# -- worlds that others start ----------------------------------------------------------------------
 
 
 def test_torchrun(base: Base, work: Path) -> None:
@@ -133,7 +136,8 @@ def test_a_world_of_another_size(tmp_path: Path, run: Run, monkeypatch: pytest.M
 
 
 def test_a_joined_rank_that_raises(tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No launcher of ours tells the cause, so the rank does; and what --overwrite names is replaced."""
+    """No launcher of ours tells the cause, so the rank does; and what --overwrite names is
+    replaced."""
     fill(tmp_path)
     (tmp_path / "runs/main").mkdir(parents=True)
     (tmp_path / "runs/main/config.toml").write_text("")

@@ -1,4 +1,5 @@
-"""Checks of a configuration: values and combinations that are refused, each in one line that names the key."""
+"""Checks of a configuration: values and combinations that are refused, each in one line that names
+the key."""
 
 import pytest
 

@@ -1,4 +1,5 @@
-"""Reading a configuration: files, overrides, defaults, and refusals of one line that name the key."""
+"""Reading a configuration: files, overrides, defaults, and refusals of one line that name the
+key."""
 
 import re
 import tomllib

@@ -47,7 +47,8 @@ def test_shapes_and_targets():
     steps=st.permutations(range(8)),
 )
 def test_a_batch_depends_on_nothing_but_seed_and_step(windows, micro_batch, seed, steps):
-    """Not on the microbatch split, nor on what was asked before: in order, shuffled, or by a fresh object."""
+    """Not on the microbatch split, nor on what was asked before: in order, shuffled, or by a fresh
+    object."""
     whole = Batches(numbered(windows), SEQUENCE, 12, 12, seed)
     expected = [whole.train(step)[0].reshape(12, SEQUENCE) for step in range(8)]
     split = Batches(numbered(windows), SEQUENCE, 12, micro_batch, seed)
@@ -82,7 +83,8 @@ def test_epochs_and_seeds_are_shuffled_differently():
 
 @given(windows=st.integers(8, 80), global_batch=st.sampled_from([2, 4, 6]), seed=st.integers(0, 100))
 def test_batches_that_come_again_are_the_same_in_another_order(windows, global_batch, seed):
-    """The first epoch is that of shuffled windows; a later one has its batches, each once, with the same sequences in the same order."""
+    """The first epoch is that of shuffled windows; a later one has its batches, each once, with the
+    same sequences in the same order."""
     plain = Order(windows * SEQUENCE + 2, SEQUENCE, global_batch, 2, seed)
     order = Order(windows * SEQUENCE + 2, SEQUENCE, global_batch, 2, seed, "batches")
     steps = order.windows // global_batch

@@ -1,4 +1,4 @@
-"""LayerDrop (Fan et al. 2019), by halves of blocks: every 5 steps, another quarter of them is left out of training."""
+"""LayerDrop (Fan et al., 2019): every 5 steps another quarter of the half blocks does not train."""
 
 import random
 

@@ -1,4 +1,5 @@
-"""Cases compose: all at once, in a fixed order, with the same numbers on any ranks, and on slices, under moves."""
+"""Cases compose: all at once, in a fixed order, with the same numbers on any ranks, and on slices,
+under moves."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Egeria: what plasticity is, when a module freezes and thaws, and that every rank decides the same through moves and restarts."""
+"""Egeria: what plasticity is, when a module freezes and thaws, and that every rank decides the same
+through moves and restarts."""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ from tests.dynamism.kept import Kept
 from tests.pool import Pool
 from tests.runtime import alone
 
-# Freezes 2 layers at step 13 and 5 soon after, thaws when the rate has halved, freezes again, thaws again.
+# Freezes 2 layers at step 13 and 5 soon after, thaws when the rate has halved, freezes again, thaws
+# again.
 OPTIONS = {"policy": "egeria", "every": 1, "window": 3, "refresh": 8, "tolerance": 0.3, "thaw": 0.5}
 
 
@@ -44,7 +46,7 @@ def config(ranks: int, schedule: str = "zb-h1", balance: dict[str, Any] | None =
     }
 
 
-# -- measuring -------------------------------------------------------------------------------------------------------------------
+# -- measuring -------------------------------------------------------------------------------------
 
 
 def test_slope() -> None:
@@ -119,7 +121,7 @@ def test_no_number_where_the_reference_is_of_another_shape() -> None:
     assert np.isnan(plasticity(nn.Linear(3, 3), quantised(nn.Linear(3, 4)), (x,), relations(x), (0, 0, 0)))
 
 
-# -- deciding --------------------------------------------------------------------------------------------------------------------
+# -- deciding --------------------------------------------------------------------------------------
 
 
 def egeria(**options: Any) -> Egeria:
@@ -128,7 +130,8 @@ def egeria(**options: Any) -> Egeria:
 
 
 class Moving(Kept):
-    """Four linear layers; layer i stops changing after its time. A step runs them one after another."""
+    """Four linear layers; layer i stops changing after its time. A step runs them one after
+    another."""
 
     def __init__(self, times: list[int]) -> None:
         torch.manual_seed(1)
@@ -169,7 +172,8 @@ def test_front_modules_freeze_as_they_settle() -> None:
 @settings(max_examples=60)
 @given(st.integers(1, 4), st.integers(2, 4), st.integers(0, 12), st.integers(0, 5))
 def test_the_first_step_at_which_something_can_freeze(every: int, window: int, longer: int, start: int) -> None:
-    """A plasticity that swings less and less is stale as soon as can be: what the config's check says is just possible."""
+    """A plasticity that swings less and less is stale as soon as can be: what the config's check
+    says is just possible."""
     refresh, layers, readings = window * every + longer, Moving([0] * 4), count()
     case = egeria(every=every, window=window, refresh=refresh, start=start, tolerance=0.99)
     freezing = parse(config(1) | {"dynamism": {}}).dynamism.freezing.model_copy(
@@ -187,7 +191,8 @@ def test_the_first_step_at_which_something_can_freeze(every: int, window: int, l
 
 
 def test_what_has_nothing_to_train_freezes_with_what_follows() -> None:
-    """An activation has no plasticity: it must not stand in the way. What is behind the last weight does not count as what must train."""
+    """An activation has no plasticity: it must not stand in the way. What is behind the last weight
+    does not count as what must train."""
     for last, frozen in ((nn.Linear(6, 6), {0, 1, 2}), (nn.Identity(), {0})):
         layers, case = Moving([10, 0, 10, 0]), egeria(most=3)
         layers.modules = layers.linears = [layers.linears[0], nn.Identity(), layers.linears[2], last]
@@ -262,7 +267,7 @@ def test_bad_input(options: dict[str, Any], parts: list[str]) -> None:
     assert "\n" not in str(error.value)
 
 
-# -- the same everywhere -----------------------------------------------------------------------------------------------------------
+# -- the same everywhere ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -282,7 +287,8 @@ def test_one_digest_on_any_ranks_under_moves(pool: Pool, options: dict[str, Any]
 
 
 def test_resumed_is_uninterrupted(pool: Pool, tmp_path: Path) -> None:
-    """Stopped between two references, while layers are frozen; resumed on other ranks. References and readings come back."""
+    """Stopped between two references, while layers are frozen; resumed on other ranks. References
+    and readings come back."""
     for name in ("whole", "parts"):
         (tmp_path / name).mkdir()
     whole = pool.run("train_in", 3, config=config(3), folder=str(tmp_path / "whole"))

@@ -55,7 +55,8 @@ def test_units() -> None:
 
 
 def test_autofreeze_by_blocks() -> None:
-    """Norms of a block are its halves' together: 3 and 4 make 5. The median of the four changes 0, 0.2, 0.2, 0.4 is 0.2."""
+    """Norms of a block are its halves' together: 3 and 4 make 5. The median of the four changes 0,
+    0.2, 0.2, 0.4 is 0.2."""
     names = ["embedding", "blocks.0.attention", "blocks.0.feed_forward", "blocks.1.attention", "blocks.1.feed_forward", "head"]
     for unit, expected in (("block", {0}), ("half", {0, 1})):
         layers, case = Kept(6, names), AutoFreeze(every=1, start=0, most=5, unit=unit)
@@ -75,7 +76,8 @@ def test_freeze_prefix_never_thaws() -> None:
 
 
 def test_autofreeze() -> None:
-    """Intervals of 2 steps. Changes |before - now| / before of the four layers: 0.0, 0.1, 0.5, 0.0; their median is 0.05."""
+    """Intervals of 2 steps. Changes |before - now| / before of the four layers: 0.0, 0.1, 0.5, 0.0;
+    their median is 0.05."""
     layers, case = Kept(4), AutoFreeze(every=2, start=0, most=3)
     done = feed(case, layers, [(1, 10, 4, 2), (1, 10, 4, 2), (1, 9, 2, 2), (1, 9, 2, 2)])
     assert [d is None for d in done] == [True] * 4 + [False]
@@ -90,7 +92,8 @@ def test_autofreeze() -> None:
 def test_autofreeze_leaves_the_last_and_minds_its_limit() -> None:
     for most in (1, 2, 3):
         layers, case = Kept(4), AutoFreeze(every=1, start=0, most=most)
-        # Each layer changes less than those above it, so that as much as allowed freezes in the end.
+        # Each layer changes less than those above it, so that as much as allowed freezes in the
+        # end.
         feed(case, layers, [[10 + (1 + layer) * 0.1 * step for layer in range(4)] for step in range(30)])
         assert layers.frozen == set(range(most))
 
@@ -109,7 +112,8 @@ def test_autofreeze_without_gradients() -> None:
 
 
 def test_autofreeze_passes_over_what_has_nothing_to_train() -> None:
-    """Neither an activation in the middle nor one at the end has a gradient, so neither has stopped changing: they do not count."""
+    """Neither an activation in the middle nor one at the end has a gradient, so neither has stopped
+    changing: they do not count."""
     modules = [nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2), nn.Linear(2, 2), nn.ReLU()]
     layers, case = Kept(5, modules=modules), AutoFreeze(every=1, start=0, most=4)
     case.check(modules)

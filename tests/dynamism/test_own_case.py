@@ -1,4 +1,5 @@
-"""A case of the user's own: the one that docs/cases.md shows, on any ranks; and what is said of one that is wrong."""
+"""A case of the user's own: the one that docs/cases.md shows, on any ranks; and what is said of one
+that is wrong."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ from dynmo.runtime.state.migration import contents
 from tests.dynamism.kept import Kept
 from tests.runtime import alone
 
-# -- when -------------------------------------------------------------------------------------------------------------------
+# -- when ------------------------------------------------------------------------------------------
 
 
 def test_the_published_schedule() -> None:
@@ -48,11 +48,12 @@ def test_the_last_step_always_prunes() -> None:
     assert Cubic(0.2, 0.8, 2, 9, 3).sparsity(2) == pytest.approx(0.2)
 
 
-# -- which ------------------------------------------------------------------------------------------------------------------
+# -- which -----------------------------------------------------------------------------------------
 
 
 class Several:
-    """The collective of one of several ranks whose questions are known: each call's other contributions are added."""
+    """The collective of one of several ranks whose questions are known: each call's other
+    contributions are added."""
 
     def __init__(self, others: list[list[Tensor]]) -> None:
         self.others, self.asked = others, list[Tensor]()
@@ -65,10 +66,12 @@ class Several:
 
 
 def over_ranks(parts: dict[int, list[Tensor]], split: int, keep: int, layers: int) -> dict[int, list[Tensor]]:
-    """As `cut` and `Cut.keep` give with layers below `split` on one rank and the rest on another, asking in lockstep."""
+    """As `cut` and `Cut.keep` give with layers below `split` on one rank and the rest on another,
+    asking in lockstep."""
     sides = [{i: t for i, t in parts.items() if (i < split) == first} for first in (True, False)]
     answers: list[list[Tensor]] = [[], []]
-    # Each question needs the other side's answer to the same one: one more is known after each pass.
+    # Each question needs the other side's answer to the same one: one more is known after each
+    # pass.
     for _ in range(5):
         for which in (0, 1):
             asker = Several([answers[1 - which] + [torch.zeros(1, dtype=torch.int64)] * 9])
@@ -117,10 +120,12 @@ def test_exactly_the_largest_stay(parts: list[list[list[float]]], keep: int, spl
 
 
 def algorithm_2(ranks: Sequence[Tensor], sparsity: float) -> list[Tensor]:
-    """DynMo's Algorithm 2 as published: of each rank's flat weights, the indices to keep, ascending.
+    """DynMo's Algorithm 2 as published: of each rank's flat weights, the indices to keep,
+    ascending.
 
-    Each rank finds its k largest, rank 0 gathers them all, finds the k largest of those and sends everyone its own. k is the whole
-    model's: rank 0 holds up to `ranks` times k values. Which of equal magnitudes stay is left open.
+    Each rank finds its k largest, rank 0 gathers them all, finds the k largest of those and sends
+    everyone its own. k is the whole model's: rank 0 holds up to `ranks` times k values. Which of
+    equal magnitudes stay is left open.
     """
     keep = round(sum(len(x) for x in ranks) * (1 - sparsity))
     local = [x.abs().topk(min(keep, len(x))) for x in ranks]
@@ -149,7 +154,7 @@ def test_the_memory_of_the_search_is_bounded() -> None:
     assert [len(t) for t in asker.asked] == [2048, 1024, 1024, 2]
 
 
-# -- the case ---------------------------------------------------------------------------------------------------------------
+# -- the case --------------------------------------------------------------------------------------
 
 
 def case(steps: int = 10, **options: Any) -> Pruning:
@@ -213,7 +218,8 @@ def test_a_run_prunes_and_weights_never_return(criterion: str) -> None:
 
 @pytest.mark.parametrize("dense_below", [0.0, 1.0])
 def test_either_form_trains_as_a_masked_dense_model_does(dense_below: float) -> None:
-    """The reference: torch's AdamW over the plain modules, with weights, gradients and moments masked by hand."""
+    """The reference: torch's AdamW over the plain modules, with weights, gradients and moments
+    masked by hand."""
     pipeline, plain = alone.gpt(), alone.gpt()
     pruning = case(start=1, end=3, every=1, initial_sparsity=0.3, dense_below=dense_below)
     masks: dict[tuple[int, str], Tensor] = {}

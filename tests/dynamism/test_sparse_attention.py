@@ -1,4 +1,5 @@
-"""Which attention is sparse when, that any placement leaves the same bits, and that F and B fall while W stays."""
+"""Which attention is sparse when, that any placement leaves the same bits, and that F and B fall
+while W stays."""
 
 from __future__ import annotations
 
@@ -31,7 +32,8 @@ def half() -> SharedAttentionHalf:
 
 
 def layers(blocks: int = 3) -> Kept:
-    """embedding, then (attention, feed forward) ..., head; an embedding has an attribute `sparse` of its own."""
+    """embedding, then (attention, feed forward) ..., head; an embedding has an attribute `sparse`
+    of its own."""
     modules = [nn.Embedding(4, 16), *(m for _ in range(blocks) for m in (half(), nn.Linear(16, 16))), nn.Linear(16, 4)]
     return Kept(len(modules), modules=modules)
 
@@ -167,7 +169,8 @@ def test_from_the_config() -> None:
 
 
 def test_the_half() -> None:
-    """Only what attention computes changes with the switch: the same weights, the same shapes; one bucket is dense attention."""
+    """Only what attention computes changes with the switch: the same weights, the same shapes; one
+    bucket is dense attention."""
     torch.manual_seed(0)
     module, x = half(), torch.randn(2, 8, 16)
     dense = module(x)
@@ -190,7 +193,7 @@ def test_only_a_model_with_the_case_shares_queries_and_keys() -> None:
     assert [type(a) for a in plain[::2]] == [type(b) for b in shared[::2]]
 
 
-# -- the same bits ----------------------------------------------------------------------------------------------------------------
+# -- the same bits ---------------------------------------------------------------------------------
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "hash": {"schedule": [[2, [1]], [4, [0, 2]]], "buckets": 4, "tile": 4},

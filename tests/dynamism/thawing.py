@@ -1,4 +1,5 @@
-"""A case that lets all layers train for a step now and then, for tests: what freezes by schedule freezes again right after."""
+"""A case that lets all layers train for a step now and then, for tests: what freezes by schedule
+freezes again right after."""
 
 from dynmo.dynamism import Change, Dynamism
 

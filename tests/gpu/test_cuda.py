@@ -55,7 +55,8 @@ def test_two_cuda_runs_agree(device: torch.device) -> None:
 
 @pytest.mark.gpu
 def test_nccl_with_one_rank(cuda: torch.device, tmp_path: Path) -> None:
-    """What a world asks of NCCL: collectives, a group of its own with its limit lifted, an end in order, and one after a failure."""
+    """What a world asks of NCCL: collectives, a group of its own with its limit lifted, an end in
+    order, and one after a failure."""
     store = dist.FileStore(str(tmp_path / "store"), 1)
     for generation, failed in enumerate((False, True, False)):
         world = World.join(store, 0, 1, device=cuda, generation=generation)

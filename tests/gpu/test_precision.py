@@ -1,4 +1,5 @@
-"""Low precision and recomputation on a CUDA device: the same code path, with the tolerance that other kernels need."""
+"""Low precision and recomputation on a CUDA device: the same code path, with the tolerance that
+other kernels need."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Ranks that are processes train what one trains, bit for bit: NCCL on several GPUs, gloo on one."""
+"""Ranks that are processes train what one trains, bit for bit: NCCL on several GPUs, gloo on
+one."""
 
 from __future__ import annotations
 
@@ -31,8 +32,8 @@ CONFIG = {
     "balance": {"balancer": "random", "every": 1},
     "dynamism": {"cases": ["freezing"], "freezing": {"schedule": [[3, 3]]}},
 }
-# Another machine's packages may warn. No kernel of ranks over gloo waits on the device, so modules may
-# be loaded late.
+# Another machine's packages may warn. No kernel of ranks over gloo waits on the device, so modules
+# may be loaded late.
 ENVIRONMENT = {"PYTHONWARNINGS": "default", "CUDA_MODULE_LOADING": "LAZY"}
 
 

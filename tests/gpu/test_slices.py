@@ -1,4 +1,5 @@
-"""Slices of one GPU: disjoint, and a pipeline on them trains what one stage on the whole GPU does."""
+"""Slices of one GPU: disjoint, and a pipeline on them trains what one stage on the whole GPU
+does."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ SHAPE = {"blocks": 4, "hidden": 128, "heads": 4, "sequence": 64, "dropout": 0.1}
 
 
 def run(device: torch.device, parallel: dict[str, Any], schedule: str) -> tuple[list[float], str]:
-    """The losses, and the digest of the weights. Layers move at every step and freeze, where there is more than one stage."""
+    """The losses, and the digest of the weights. Layers move at every step and freeze, where there
+    is more than one stage."""
     config = parse(
         {
             "data": {"source": SOURCE},
@@ -69,8 +71,9 @@ def test_too_many() -> None:
 @pytest.mark.usefixtures("cuda_core")
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "zb-v"])
 def test_a_pipeline_on_slices_trains_the_same(device: torch.device, schedule: str) -> None:
-    """cuBLAS may choose another kernel where a stream has fewer SMs, so near is all that is promised; a slot of memory that is reused too
-    early, or a tensor that is read too soon, is far off."""
+    """cuBLAS may choose another kernel where a stream has fewer SMs, so near is all that is
+    promised; a slot of memory that is reused too early, or a tensor that is read too soon, is far
+    off."""
     losses, digest = run(device, {"pipeline": 3, "slices": True}, schedule)
     assert losses == pytest.approx(run(device, {"pipeline": 1}, "1f1b")[0], rel=1e-3)
     assert run(device, {"pipeline": 3, "slices": True}, schedule) == (losses, digest)

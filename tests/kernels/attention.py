@@ -15,7 +15,8 @@ shapes = st.tuples(st.integers(1, 3), st.integers(1, 70), st.integers(1, 3), st.
 
 
 def reference(x: Tensor, v: Tensor, seen: Tensor) -> Tensor:
-    """Every pair is computed, and those not in `seen` [batch, heads, query, key] masked away. A row without any gives 0."""
+    """Every pair is computed, and those not in `seen` [batch, heads, query, key] masked away. A row
+    without any gives 0."""
     q, k, values = x.transpose(1, 2), (x / x.norm(dim=-1, keepdim=True)).transpose(1, 2), v.transpose(1, 2)
     scores = (q @ k.mT / x.shape[-1] ** 0.5).masked_fill(~seen, -torch.inf)
     some = seen.any(-1, keepdim=True)

@@ -1,4 +1,5 @@
-"""A compiled layer computes what the layer does, and still leaves its weight gradients on the tape."""
+"""A compiled layer computes what the layer does, and still leaves its weight gradients on the
+tape."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Attention with queries and keys dropped against dense attention with a mask: values and gradients, whatever the shapes and tiles."""
+"""Attention with queries and keys dropped against dense attention with a mask: values and
+gradients, whatever the shapes and tiles."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Attention within hash buckets against dense attention with a mask: values and gradients, whatever the shapes, buckets and tiles."""
+"""Attention within hash buckets against dense attention with a mask: values and gradients, whatever
+the shapes, buckets and tiles."""
 
 from __future__ import annotations
 
@@ -104,7 +105,8 @@ def test_the_same_bits_again() -> None:
 
 @pytest.mark.parametrize("tile", [8, 32])
 def test_work_is_skipped(tile: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is computed is counted where it is computed: F and B together, two and four products a tile besides the scores again."""
+    """What is computed is counted where it is computed: F and B together, two and four products a
+    tile besides the scores again."""
     done = 0
     bmm = torch.bmm
 

@@ -1,4 +1,5 @@
-"""Dense attention with one vector as query and key, against all pairs with a mask; and the tiles and rows that sparse kinds are made of."""
+"""Dense attention with one vector as query and key, against all pairs with a mask; and the tiles
+and rows that sparse kinds are made of."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Layers that are built, or handed on, in ways that few are: `model.kind = "python:tests.models.odd_layers:..."` finds them."""
+"""Layers that are built, or handed on, in ways that few are: `model.kind =
+"python:tests.models.odd_layers:..."` finds them."""
 
 from __future__ import annotations
 
@@ -101,7 +102,8 @@ def too_many() -> list[nn.Module]:
 
 
 class Kinds(nn.Module):
-    """Begins, hands on and uses tensors of every kind: dtypes, no dimensions, no elements, views."""
+    """Begins, hands on and uses tensors of every kind: dtypes, no dimensions, no elements,
+    views."""
 
     def __init__(self, ends: bool = False) -> None:
         super().__init__()
@@ -182,7 +184,8 @@ def _lowered(module: nn.Module, into: Any, out: Any) -> Any:
 
 
 class Containers(nn.Module):
-    """Modules and parameters in torch's containers, hooks, parametrizations, checkpoint() and a function with its own backward."""
+    """Modules and parameters in torch's containers, hooks, parametrizations, checkpoint() and a
+    function with its own backward."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,5 @@
-"""Models of one's own that do what few do, as `model.kind = "python:tests.models.odd_models:..."` finds them."""
+"""Models of one's own that do what few do, as `model.kind = "python:tests.models.odd_models:..."`
+finds them."""
 
 from __future__ import annotations
 
@@ -110,7 +111,8 @@ class Unversioned(nn.Module):
 
 
 class Counting(nn.Module):
-    """Counts its calls in a plain attribute, and keeps its last output and a mask. `reads`: its output depends on the count."""
+    """Counts its calls in a plain attribute, and keeps its last output and a mask. `reads`: its
+    output depends on the count."""
 
     def __init__(self, reads: bool) -> None:
         super().__init__()
@@ -153,7 +155,8 @@ class Recurrent(nn.Module):
 
 
 class Rewriting(nn.Module):
-    """Writes to all of its inputs: an integer one in place, a float one in place and through `.data`."""
+    """Writes to all of its inputs: an integer one in place, a float one in place and through
+    `.data`."""
 
     def __init__(self, writes: bool) -> None:
         super().__init__()

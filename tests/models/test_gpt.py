@@ -76,7 +76,8 @@ def test_rotary_positions_are_relative() -> None:
 
 
 def test_first_weights() -> None:
-    """Of the given spread; what writes to the residual stream, smaller by the root of twice the blocks."""
+    """Of the given spread; what writes to the residual stream, smaller by the root of twice the
+    blocks."""
     layers = build(hidden=128, vocab=512, init_std=0.05)
     spread = {name: float(p.detach().std()) for layer in layers for name, p in layer.named_parameters() if p.dim() == 2}
     assert all(0.9 < spread[name] / 0.05 < 1.1 for name in ("tokens.weight", "qkv.weight", "gate_up.weight", "logits.weight"))

@@ -1,4 +1,5 @@
-"""A model of one's own, and what every model promises: initial weights that hang on the seed and the layer alone."""
+"""A model of one's own, and what every model promises: initial weights that hang on the seed and
+the layer alone."""
 
 from __future__ import annotations
 
@@ -38,7 +39,8 @@ def test_a_loss_of_ones_own() -> None:
 
 
 def test_of_factories_a_rank_runs_its_own() -> None:
-    """The others make shapes only; and initial weights hang on the seed and the layer, not on what else was made."""
+    """The others make shapes only; and initial weights hang on the seed and the layer, not on what
+    else was made."""
     model = load(HERE + "factories")
     assert model.names == ("0.Embedding", "1.Counted", "2.Counted", "3.Linear")
     user_model.Counted.created.clear()
@@ -51,7 +53,8 @@ def test_of_factories_a_rank_runs_its_own() -> None:
 
 
 def test_what_is_computed_to_make_it_is_computed() -> None:
-    """Shapes alone tell neither the numbers of a tensor nor what a loss weighs with. And the caller's random numbers are its own."""
+    """Shapes alone tell neither the numbers of a tensor nor what a loss weighs with. And the
+    caller's random numbers are its own."""
     torch.manual_seed(1)
     before = torch.get_rng_state()
     model = load(HERE + "weighted")

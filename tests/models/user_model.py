@@ -14,7 +14,8 @@ from dynmo.models.gpt import FeedForwardHalf
 
 
 class Scaled(nn.Module):
-    """A frozen part, buffers, one of them complex, a weight without dimensions, and two inputs and outputs."""
+    """A frozen part, buffers, one of them complex, a weight without dimensions, and two inputs and
+    outputs."""
 
     shift: Tensor
     turn: Tensor

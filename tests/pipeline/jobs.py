@@ -25,7 +25,8 @@ def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def train(world: dynmo.World, replicas: int = 1, microbatches: int = 4, steps: int = 4) -> dict[str, Any]:
-    """Each rank gives what it must and no more: ranks between the first and the last stage give None."""
+    """Each rank gives what it must and no more: ranks between the first and the last stage give
+    None."""
     model = dynmo.Sequential(layers(), loss=nn.functional.mse_loss)
     pipeline = dynmo.Pipeline(model, world, microbatches=microbatches // replicas, schedule="zb-h1", replicas=replicas)
     mine = pipeline.modules

@@ -110,7 +110,8 @@ class Twice(nn.Module):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_weight_used_twice_in_its_layer(dtype: torch.dtype) -> None:
-    """Not by another layer: its gradient is whole, in one order, whether W is apart from B or not and however it is summed."""
+    """Not by another layer: its gradient is whole, in one order, whether W is apart from B or not
+    and however it is summed."""
     names = ["tokens", "first", "second", "head"]
     model = from_factories(names, [partial(nn.Embedding, 256, 8), Twice, Twice, partial(nn.Linear, 8, 256)], 0, next_token_loss)
 
@@ -397,7 +398,8 @@ OWN: dict[str, Any] = {"model": {"kind": "python:tests.models.user_model:layers"
 
 @pytest.mark.parametrize("config", [{"model": {"blocks": 2, "hidden": 16, "heads": 2, "sequence": 8}}, OWN], ids=["gpt", "own"])
 def test_moves_between_steps(pool: Pool, config: dict[str, Any]) -> None:
-    """A model of one's own too: several tensors at a boundary, buffers, parts that never train, a weight without dimensions."""
+    """A model of one's own too: several tensors at a boundary, buffers, parts that never train, a
+    weight without dimensions."""
     layers = 6 if config is not OWN else 5
     (stayed,) = pool.run(JOBS + "moving", 1, config=config, placements=[[layers]] * 3)
     moved = pool.run(JOBS + "moving", 3, config=config, placements=[[1, 1, layers - 2], [layers - 2, 1, 1], [2, 2, layers - 4]])

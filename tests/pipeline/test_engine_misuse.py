@@ -117,7 +117,8 @@ def test_a_tied_weight_that_its_owner_does_not_use() -> None:
 
 
 def threads(world: World, times: int) -> list[int]:
-    """After each of so many pipelines with replicas, made and dropped, and evaluated by as many numbers of microbatches."""
+    """After each of so many pipelines with replicas, made and dropped, and evaluated by as many
+    numbers of microbatches."""
     model, mesh = gpt().model, arrange(world, world.size)
     out: list[int] = []
     for count in range(1, times + 1):

@@ -1,4 +1,5 @@
-"""`dynmo.Pipeline` in a world of one rank: whole batches, learning rates, freezing, saving, and what it refuses."""
+"""`dynmo.Pipeline` in a world of one rank: whole batches, learning rates, freezing, saving, and
+what it refuses."""
 
 from __future__ import annotations
 
@@ -225,7 +226,8 @@ def test_ranks_without_data_give_none(pool: Pool) -> None:
 
 
 def test_each_replica_gives_its_own_share(pool: Pool) -> None:
-    """Replicas add gradients in two groups, so they agree with each other to the bit, and nearly with one rank."""
+    """Replicas add gradients in two groups, so they agree with each other to the bit, and nearly
+    with one rank."""
     (alone,) = pool.run(JOBS + "train", 1)
     rows = pool.run(JOBS + "train", 4, replicas=2)
     assert len({row["weights"] for row in rows}) == 1

@@ -48,7 +48,8 @@ def cut(random: Random, layers: int, stages: int) -> Partition:
 
 
 def compared(world: World, replicas: int, cases: int) -> list[dict[str, Any]]:
-    """Draws costs, a memory limit and a frozen prefix, and returns what a run and a plan make of each."""
+    """Draws costs, a memory limit and a frozen prefix, and returns what a run and a plan make of
+    each."""
     random, out = Random(replicas), list[dict[str, Any]]()
     world = arrange(world, replicas)
     for _ in range(cases):

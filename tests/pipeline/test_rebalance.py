@@ -26,7 +26,8 @@ from dynmo.train.dry_run import dry_run
 from dynmo.train.trainer import Trainer
 from tests.pool import JobFailed, Pool
 
-# Eight layers of 4 ms each way; the first four freeze at step 1, which leaves rank 0 a third of its work.
+# Eight layers of 4 ms each way; the first four freeze at step 1, which leaves rank 0 a third of its
+# work.
 CONFIG: dict[str, Any] = {
     "model": {"kind": "emulated", "layers": 8, "f": 0.004, "b": 0.004, "w": 0.004, "bytes": 4096},
     "train": {"steps": 17, "global_batch": 4, "micro_batch": 1},
@@ -50,7 +51,8 @@ def of(events: list[dict[str, Any]], kind: str) -> list[dict[str, Any]]:
 
 
 def test_the_gain_is_predicted_and_measured(pool: Pool) -> None:
-    """Loads of 4 x 4 and 4 x 12 ms become 4 x 4 + 12 and 3 x 12 ms: about a fifth of a step. The gain is judged by the steps' own times."""
+    """Loads of 4 x 4 and 4 x 12 ms become 4 x 4 + 12 and 3 x 12 ms: about a fifth of a step. The
+    gain is judged by the steps' own times."""
     events = run(pool)
     (move,) = of(events, "rebalance")
     assert (move["step"], move["id"], move["from"], move["to"]) == (8, 1, [4, 4], [5, 3])
@@ -64,7 +66,8 @@ def test_the_gain_is_predicted_and_measured(pool: Pool) -> None:
     assert result["measured_gain"] == pytest.approx(1 - median(seconds[9:14]) / median(seconds[3:8]))
     assert [s["layers"] for s in steps] == [[4, 4]] * 8 + [[5, 3]] * 9
     assert move["moved_bytes"] == 4 + 3 * 4, "a weight, two moments, a counter"
-    # One decision, at step 8, and one move: the run's account is this event's, and what profiling took at each step.
+    # One decision, at step 8, and one move: the run's account is this event's, and what profiling
+    # took at each step.
     (end,) = of(events, "end")
     assert 0 < move["measure_seconds"] < end["measure_seconds"]
     assert 0 < move["decide_seconds"] < move["seconds"]
@@ -74,7 +77,8 @@ def test_the_gain_is_predicted_and_measured(pool: Pool) -> None:
 
 
 def test_what_a_move_brought_ends_where_the_work_changes(pool: Pool) -> None:
-    """After step 8's move there are four steps, and then the next layers freeze: faster, but not for the move."""
+    """After step 8's move there are four steps, and then the next layers freeze: faster, but not
+    for the move."""
     events = run(pool, dynamism={"freezing": {"schedule": [[1, 4], [12, 6]]}}, train={"steps": 16})
     (move,) = of(events, "rebalance")
     (result,) = of(events, "rebalance_result")
@@ -98,7 +102,8 @@ def test_a_move_must_repay_itself(pool: Pool) -> None:
 
 
 def test_forced_moves(pool: Pool) -> None:
-    """`uniform` and `random` ask nobody; a result needs two steps, and comes at the next move or the run's end if not before."""
+    """`uniform` and `random` ask nobody; a result needs two steps, and comes at the next move or
+    the run's end if not before."""
     events = run(pool, balance={"balancer": "random", "every": 3}, train={"steps": 9}, model={"f": 0.0, "b": 0.0, "w": 0.0})
     moves, results = of(events, "rebalance"), of(events, "rebalance_result")
     assert [m["step"] for m in moves] == [3, 6]
@@ -107,9 +112,11 @@ def test_forced_moves(pool: Pool) -> None:
 
 
 def test_the_memory_limit_is_respected(pool: Pool) -> None:
-    """Rank 0's layers are slow, so that one of them should go to rank 1; but in GPipe that holds four microbatches of each."""
+    """Rank 0's layers are slow, so that one of them should go to rank 1; but in GPipe that holds
+    four microbatches of each."""
     times = (0.003,) * 4 + (0.001,) * 4
-    # Weight, gradient, moments and counter; input and output gradient of the microbatches. The last output is one number.
+    # Weight, gradient, moments and counter; input and output gradient of the microbatches. The last
+    # output is one number.
     layer, last = 20 + 4 * 2 * 4096, 20 + 4 * (4096 + 4)
     # Beside them, while a B runs: the gradient that it was given, and the one it makes.
     enough = 4 * layer + last + 2 * 4096
@@ -159,7 +166,8 @@ def switching(world: World, config: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def test_no_schedule_is_made_from_costs_that_a_move_has_changed(pool: Pool) -> None:
-    """Layers that compute again from a move on cost what nobody has measured: it is made anew once they are."""
+    """Layers that compute again from a move on cost what nobody has measured: it is made anew once
+    they are."""
     changes = {"model": _UNEVEN, "train": {"steps": 10}, "balance": {"initial": [3, 5]}}
     config = CONFIG | {section: CONFIG[section] | keys for section, keys in changes.items()}
     config |= {"pipeline": {"schedule": "zb-auto"}, "dynamism": {}}
@@ -169,8 +177,8 @@ def test_no_schedule_is_made_from_costs_that_a_move_has_changed(pool: Pool) -> N
 
 
 def misled(world: World, config: dict[str, Any]) -> list[dict[str, Any]]:
-    """A run of even layers. Every other decision takes the first rank's for slower than they are, the rest the second's. Every step
-    counts as equally long."""
+    """A run of even layers. Every other decision takes the first rank's for slower than they are,
+    the rest the second's. Every step counts as equally long."""
     loaded = parse(config)
     told: list[Event] = []
     trainer = Trainer(loaded, world, load_model(loaded), None, listen=told.append)
@@ -258,8 +266,9 @@ class Numbers(HostClock):
 
 
 def read(world: World, config: dict[str, Any], first: int, last: int, told: bool) -> list[dict[str, Any]]:
-    """A run with made-up readings: a microbatch takes 1 ms in F and B of each layer and 10 ms in W, but 30 ms in layer 5's W in the steps
-    `first` to `last`. told: a case says so before the first of them. Every step counts as equally long."""
+    """A run with made-up readings: a microbatch takes 1 ms in F and B of each layer and 10 ms in W,
+    but 30 ms in layer 5's W in the steps `first` to `last`. told: a case says so before the first
+    of them. Every step counts as equally long."""
     loaded = parse(config)
     events: list[Event] = []
     trainer = Trainer(loaded, world, load_model(loaded), None, listen=events.append)
@@ -306,7 +315,8 @@ def test_no_move_rests_on_one_reading(pool: Pool, first: int, last: int, told: b
     assert [e["step"] for e in of(events, "rebalance")] == moves
 
 
-# Rank 0's layers take twice as long, until the first four freeze: from then on rank 1 is the busier one.
+# Rank 0's layers take twice as long, until the first four freeze: from then on rank 1 is the busier
+# one.
 _TURN = {"model": dict.fromkeys("fbw", [0.006] * 4 + [0.003] * 4), "train": {"steps": 18}}
 
 
@@ -321,9 +331,11 @@ def test_a_move_that_is_soon_wrong_waits(pool: Pool) -> None:
 
 
 def test_auto_decides_when_something_happened(pool: Pool) -> None:
-    """Even layers stay at the look after five steps. After the freezing there are looks at steps 8 and 10.
+    """Even layers stay at the look after five steps. After the freezing there are looks at steps 8
+    and 10.
 
-    If other processes disturb the readings of both, the next look is at step 15. Then nothing drifts.
+    If other processes disturb the readings of both, the next look is at step 15. Then nothing
+    drifts.
     """
     freezing = {"freezing": {"schedule": [[7, 4]]}}
     events = run(pool, balance={"every": "auto", "hysteresis": 0.05}, dynamism=freezing)
@@ -333,14 +345,16 @@ def test_auto_decides_when_something_happened(pool: Pool) -> None:
 
 
 def test_a_target_that_has_no_room_is_left_alone(pool: Pool) -> None:
-    """What may be computed again is chosen by shapes, and may find less room than the balancer, which goes by what was measured."""
+    """What may be computed again is chosen by shapes, and may find less room than the balancer,
+    which goes by what was measured."""
     (told, _) = pool.run("events", 2, config=CONFIG | {"train": CONFIG["train"] | {"steps": 10}}, fits=False)
     assert of(told, "rebalance") == []
     assert [e["layers"] for e in of(told, "step")] == [[4, 4]] * 10
 
 
 def test_where_nothing_fits_by_the_balancers_account_a_run_goes_on(pool: Pool) -> None:
-    """It counts gradients at every moment, and the largest workspace on every rank: more than what the ranks hold at their peaks."""
+    """It counts gradients at every moment, and the largest workspace on every rank: more than what
+    the ranks hold at their peaks."""
     wanted: dict[str, Any] = {
         "model": {"blocks": 2, "hidden": 32, "heads": 2, "sequence": 16},
         "train": {"steps": 6, "global_batch": 4, "micro_batch": 1},

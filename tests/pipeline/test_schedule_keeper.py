@@ -1,4 +1,5 @@
-"""Which schedule a pipeline runs before anything is measured, and once what was measured holds no more."""
+"""Which schedule a pipeline runs before anything is measured, and once what was measured holds no
+more."""
 
 from __future__ import annotations
 
@@ -31,8 +32,8 @@ CONFIG: dict[str, Any] = {
 
 
 def schedules(world: World, config: dict[str, Any]) -> list[list[Any]]:
-    """Of a run that has not begun; with a frozen prefix; once that trains again: how many microbatches each stage keeps, and bytes of
-    every rank."""
+    """Of a run that has not begun; with a frozen prefix; once that trains again: how many
+    microbatches each stage keeps, and bytes of every rank."""
     loaded = parse(config)
     model = load_model(loaded)
     pipeline = pipeline_for(loaded, world, model, uniform(model.layers, 2))
@@ -70,7 +71,8 @@ def test_without_a_limit_it_keeps_at_most_twice_what_1f1b_does(pool: Pool) -> No
 
 
 def reshaped(world: World, config: dict[str, Any]) -> list[str]:
-    """The schedule after a reshape of a pipeline that has measured nothing, and of one that knows its layers' costs."""
+    """The schedule after a reshape of a pipeline that has measured nothing, and of one that knows
+    its layers' costs."""
     loaded = parse(config)
     model = load_model(loaded)
     out: list[str] = []
@@ -86,7 +88,8 @@ def reshaped(world: World, config: dict[str, Any]) -> list[str]:
 
 
 def test_after_a_reshape_bytes_are_those_of_its_mesh(pool: Pool) -> None:
-    """What was measured on four ranks with all of a layer's optimizer state is not what two hold that share it."""
+    """What was measured on four ranks with all of a layer's optimizer state is not what two hold
+    that share it."""
     config = CONFIG | {"train": CONFIG["train"] | {"reduction_slots": 2}, "parallel": {"pipeline": 4, "zero": 1}}
     after = {"parallel": {"pipeline": 2, "data": 2, "zero": 1}, "pipeline": {"schedule": "1f1b"}}
     least = max(dry_run(parse(config | after)).memory)

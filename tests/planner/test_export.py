@@ -26,7 +26,8 @@ def test_whole_blocks():
 
 
 def test_halves_are_rounded_and_said_so():
-    # embedding b0 | b0 b1 b1 b2 | b2 head: the first cut is in block 0, the second in block 2; both to the end of the block.
+    # embedding b0 | b0 b1 b1 b2 | b2 head: the first cut is in block 0, the second in block 2; both
+    # to the end of the block.
     layout = megatron_layout(names(3), Partition((2, 4, 2)))
     assert layout == MegatronLayout("Et|tt|L", (0, 1))
     assert torchtitan_modules(names(3), Partition((2, 4, 2))).rounded == (0, 1)
@@ -37,7 +38,8 @@ def test_halves_are_rounded_and_said_so():
 
 
 def test_a_stage_of_half_a_block():
-    # Cuts on both sides of one half go to the same place: Megatron knows empty stages, torchtitan does not.
+    # Cuts on both sides of one half go to the same place: Megatron knows empty stages, torchtitan
+    # does not.
     partition = Partition((2, 1, 5))
     assert megatron_layout(names(3), partition).text == "Et||ttL"
     with pytest.raises(PartitionError, match="stage 1 has less than half a block"):

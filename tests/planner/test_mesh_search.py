@@ -33,7 +33,8 @@ def profile(count: int, seed: int, microbatch: int = 2) -> Profile:
 
 
 def reduced(plan: MeshPlan, bandwidth: float, zero: int) -> float:
-    """The step's end, from the definition: a layer's reduction waits for its last W and for the reduction before it on the rank's link."""
+    """The step's end, from the definition: a layer's reduction waits for its last W and for the
+    reduction before it on the rank's link."""
     mesh, timeline = plan.mesh, plan.plan.timeline
     ring = (mesh.replicas - 1) / mesh.replicas
     ends: list[float] = []
@@ -74,7 +75,8 @@ def requests(draw: st.DrawFn) -> MeshRequest:
 @settings(max_examples=25)
 @given(requests())
 def test_the_search_is_brute_force(request: MeshRequest):
-    """Every mesh, placed by every balancer: nothing that was passed over is better, and what is refused cannot be had."""
+    """Every mesh, placed by every balancer: nothing that was passed over is better, and what is
+    refused cannot be had."""
     best: dict[Mesh, float] = {}
     for pipeline in range(1, request.gpus + 1):
         for size in request.sizes:

@@ -38,8 +38,9 @@ def cases(draw: st.DrawFn) -> tuple[tuple[LayerCost, ...], tuple[int, ...], Sche
 def replayed(
     layers: tuple[LayerCost, ...], chosen: frozenset[int], counts: tuple[int, ...], schedule: Schedule, replicas: int = 1
 ) -> list[int]:
-    """Layer by layer, what is live, by the definition: the peak of each rank. Between replicas, a layer's gradients are three times there
-    while they are summed: cut into shares, joined, received."""
+    """Layer by layer, what is live, by the definition: the peak of each rank. Between replicas, a
+    layer's gradients are three times there while they are summed: cut into shares, joined,
+    received."""
     bounds = [sum(counts[:s]) for s in range(len(counts) + 1)]
     kept = with_recompute(layers, chosen)
     peaks: list[int] = []
@@ -103,7 +104,8 @@ def test_the_choice_fits_and_nothing_of_it_can_be_left_out(
 
 
 def test_the_seconds_are_near_the_least():
-    """Against every subset, on a rank of nine layers: greedy is no knapsack solver, but it is not far off."""
+    """Against every subset, on a rank of nine layers: greedy is no knapsack solver, but it is not
+    far off."""
     layers = tuple(LayerCost(f, 2.0, 1.0, 0, 1, 1, 2, a, 1, 2) for f, a in zip((3, 1, 4, 1, 5, 9, 2, 6, 5), range(8, 26, 2), strict=True))
     schedule = make("gpipe", 1, 3)
     (low,), (high,) = recompute_memory(layers, range(9), (9,), schedule), recompute_memory(layers, (), (9,), schedule)

@@ -41,7 +41,8 @@ def every(layers: int, stages: int) -> list[tuple[int, ...]]:
 
 
 def bound(layers: Sequence[LayerCost], counts: tuple[int, ...], schedule: Schedule) -> int:
-    """Bytes of the fullest rank as balancers count them, gradients as always there, or as a run does if that is more."""
+    """Bytes of the fullest rank as balancers count them, gradients as always there, or as a run
+    does if that is more."""
     live = peak_memory(schedule, Costs(stage_costs(layers, counts), (0.0,) * (len(counts) - 1)))
     static = static_bytes(layers, counts, schedule.placement)
     counted = [held + round(peak) for held, peak in zip(static, live, strict=True)]
@@ -112,7 +113,8 @@ def test_automatic_schedules_keep_within_the_limit(seed: int) -> None:
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "zb-h2", "zb-v", "v-half"])
 def test_what_fits_is_not_refused(schedule: str) -> None:
-    """Against all placements: frozen prefixes and several stages a rank keep less than their stages' peaks together."""
+    """Against all placements: frozen prefixes and several stages a rank keep less than their
+    stages' peaks together."""
     for seed in range(12):
         known = profile(7, seed, frozen=seed % 5)
         request = PlanRequest(known, 2 + seed % 2, 3, schedule)
@@ -159,7 +161,8 @@ def test_the_file_without_sizes() -> None:
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "zb-auto", "zb-v"])
 def test_what_fits_a_plan_fits_a_run(schedule: str) -> None:
-    """A run counts what ops need beside, and messages that wait: here half as much as the activations."""
+    """A run counts what ops need beside, and messages that wait: here half as much as the
+    activations."""
     known = profile(12)
     layers = tuple(
         replace(x, output_bytes=40, workspace_bytes=60, forward_workspace_bytes=60, weight_workspace_bytes=30) for x in known.layers
@@ -180,7 +183,8 @@ def test_what_fits_a_plan_fits_a_run(schedule: str) -> None:
 
 
 def test_recomputing_all_looks_as_far_as_recomputing_none() -> None:
-    """Balancers set the largest layer's activations aside on every rank; where not every rank needs them, a placement may still fit."""
+    """Balancers set the largest layer's activations aside on every rank; where not every rank needs
+    them, a placement may still fit."""
     rng, hits = random.Random(5), 0
     for _ in range(20):
         layers = tuple(LayerCost(1, 1, 1, 0, 10, 10, 20, rng.randint(10, 400), 5, rng.randint(1, 9)) for _ in range(7))

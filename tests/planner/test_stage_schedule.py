@@ -77,7 +77,8 @@ uneven = st.builds(
 
 @given(st.lists(uneven, min_size=8, max_size=8), st.integers(1, 12), st.sampled_from(["zb-auto", "zb-v"]), st.floats(0.0, 2.0))
 def test_what_fits_is_found(layers: list[LayerCost], microbatches: int, name: str, share: float) -> None:
-    """Limits from what the tightest schedule needs (one microbatch alive on a rank) to twice that of 1F1B."""
+    """Limits from what the tightest schedule needs (one microbatch alive on a rank) to twice that
+    of 1F1B."""
     partition, ranks = uniform(8, 4), 2 if name == "zb-v" else 4
     costs, placement = pipeline_costs(layers, partition), placement_of(name, ranks)
     one = [sum(stage.held for stage, rank in zip(costs.stages, placement, strict=True) if rank == r) for r in range(ranks)]

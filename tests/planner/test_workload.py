@@ -112,14 +112,16 @@ def test_a_move_is_weighed_at_its_own_price() -> None:
 
 
 def test_perfect_is_no_slower_than_what_is_had() -> None:
-    """Beside a frozen prefix whole layers may do better than even stages, which all run backwards."""
+    """Beside a frozen prefix whole layers may do better than even stages, which all run
+    backwards."""
     outcome = replay(workload(moments=((0, (FROZEN,) * 2 + (ONE,) * 10),), microbatches=2))
     pairs = zip(outcome.perfect, outcome.policy, outcome.static, strict=True)
     assert all(perfect.seconds <= min(policy.seconds, static.seconds) for perfect, policy, static in pairs)
 
 
 def test_replicas_reduce_their_gradients() -> None:
-    """On a ring: 2 (r - 1) latencies, 2 (r - 1) / r of the bytes; the ranks of 1F1B all end with rank 0's last backward at the latest."""
+    """On a ring: 2 (r - 1) latencies, 2 (r - 1) / r of the bytes; the ranks of 1F1B all end with
+    rank 0's last backward at the latest."""
     alone = replay(workload(moments=((0, (ONE,) * 12),)))
     four = replay(workload(moments=((0, (ONE,) * 12),), replicas=4, replica_link=LinkCost(0.25, 100.0)))
     assert four.policy[0].seconds - alone.policy[0].seconds == pytest.approx(6 * 0.25 + 1.5 * 400 / 100)

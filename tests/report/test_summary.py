@@ -58,7 +58,8 @@ def test_phases() -> None:
     events += [step(4, 9.0, frozen=1), step(5, 0.5, frozen=1), move(6, 1), step(6, 5.0, (3, 1), 1), EvalEvent(6, 0.0, 2.5), end()]
     summary = summarize(events)
     assert [(p.first, p.last, p.layers, p.frozen) for p in summary.phases] == [(0, 3, (2, 2), 0), (4, 5, (2, 2), 1), (6, 6, (3, 1), 1)]
-    # Medians without the first step of a phase, which warms up; where it is the only one, it counts.
+    # Medians without the first step of a phase, which warms up; where it is the only one, it
+    # counts.
     assert [p.seconds for p in summary.phases] == [2.0, 0.5, 5.0]
     assert [p.tokens_per_s for p in summary.phases] == [4.0, 16.0, 1.6]
     assert [p.idle_ratio for p in summary.phases] == [0.2, 0.05, 0.5]
@@ -76,7 +77,8 @@ def cells(table: Table) -> dict[str, list[str]]:
 
 
 def test_phases_end_where_the_work_changes() -> None:
-    """Whatever changes it: a case that freezes nothing too, and a reshape to the same layers. What changed no layer is no other work."""
+    """Whatever changes it: a case that freezes nothing too, and a reshape to the same layers. What
+    changed no layer is no other work."""
     events: list[Event] = [change(0), step(0), step(1), change(2, "sparse_attention"), step(2), step(3)]
     events += [ReshapeEvent(4, 0.0, (2, 1), (1, 2), (2, 2), 8, 0.1), step(4), ChangeEvent(5, 0.0, "balance", (), "layers stay"), step(5)]
     summary = summarize(events)
@@ -87,7 +89,8 @@ def test_phases_end_where_the_work_changes() -> None:
 
 
 def test_runs_are_compared_over_the_same_steps() -> None:
-    """From step 6 on the work is another; in the second run layers move, and in the third the case is missing."""
+    """From step 6 on the work is another; in the second run layers move, and in the third the case
+    is missing."""
     steady = [step(i, 4.0 if i < 6 else 2.0) for i in range(12)]
     moving = [step(i, 4.0 if i < 6 else 1.0, (2, 2) if i < 8 else (3, 1)) for i in range(12)]
     one, two, without = summarize(changed(6, steady)), summarize(changed(6, moving)), summarize(steady)
@@ -119,7 +122,8 @@ def test_an_empty_or_unfinished_run() -> None:
 
 
 def test_a_resumed_run_is_told_once() -> None:
-    """Cut off after step 5, resumed from the checkpoint after step 3: the later account counts, of steps and of moves."""
+    """Cut off after step 5, resumed from the checkpoint after step 3: the later account counts, of
+    steps and of moves."""
     before: Sequence[Event] = [step(0), step(1), move(2, 1), step(2), result(3, 1, 0.1), step(3), move(4, 2), step(4, 7.0), step(5, 7.0)]
     after: Sequence[Event] = [move(4, 2, 0.3), step(4), result(5, 2, 0.4), step(5), end()]
     summary = summarize([*before, *after])
@@ -242,7 +246,8 @@ def test_a_machine_that_was_not_alike() -> None:
 
 
 def test_noise_is_told_by_the_same_work_only() -> None:
-    """Two runs in which attention gets sparse at step 6; layers move in the second alone. Steps after either say nothing of the machine."""
+    """Two runs in which attention gets sparse at step 6; layers move in the second alone. Steps
+    after either say nothing of the machine."""
     balancing = {"balance.balancer": ["none", "exact"]}
 
     def runs(early: float, at: int) -> list[tuple[str, Summary]]:
@@ -255,7 +260,8 @@ def test_noise_is_told_by_the_same_work_only() -> None:
     assert told is not None
     assert told.startswith("from step 1 to 5 all did the same work, at 2.000 and 3.000 s a step")
     assert noise(runs(3.0, 4), balancing) is None, "too few to say"
-    # The work is the same, but one run has moved: its steps from there on are not counted, nor those of the other.
+    # The work is the same, but one run has moved: its steps from there on are not counted, nor
+    # those of the other.
     static = summarize([step(i, 2.0 if i < 8 else 9.0) for i in range(24)])
     moved = summarize([step(i, 2.0, (2, 2) if i < 8 else (3, 1)) for i in range(24)])
     assert noise([("a", static), ("b", moved)], balancing) is None

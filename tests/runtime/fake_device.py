@@ -1,4 +1,5 @@
-"""A CUDA device that does nothing by itself: what is given to it is done when a test says so. Messages of its world complete likewise."""
+"""A CUDA device that does nothing by itself: what is given to it is done when a test says so.
+Messages of its world complete likewise."""
 
 from __future__ import annotations
 
@@ -50,7 +51,8 @@ def install(patch: pytest.MonkeyPatch) -> FakeDevice:
 
 @dataclass
 class FakeWork:
-    """Of NCCL: `completed` as a test says. Of gloo (`host`): says so only once it has been waited for."""
+    """Of NCCL: `completed` as a test says. Of gloo (`host`): says so only once it has been waited
+    for."""
 
     what: str
     host: bool
@@ -66,7 +68,8 @@ class FakeWork:
 
 @dataclass
 class FakeCudaWorld(World):
-    """Notes what is sent and received. A header is gloo's, as it lies in host memory; here all tensors do, so the tag tells."""
+    """Notes what is sent and received. A header is gloo's, as it lies in host memory; here all
+    tensors do, so the tag tells."""
 
     works: list[FakeWork] = field(default_factory=list[FakeWork])
 

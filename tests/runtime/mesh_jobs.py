@@ -1,4 +1,5 @@
-"""What the pool's ranks run for the tests of meshes. Each function takes the job's world first; arguments and results are JSON."""
+"""What the pool's ranks run for the tests of meshes. Each function takes the job's world first;
+arguments and results are JSON."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ from dynmo.runtime.optim.zero import cut_state, whole_state
 
 
 def shape(world: World, replicas: list[int]) -> list[list[Any]]:
-    """Arranged several times in turn: who this rank is, the sums over its pipeline, its peers and all, and whom a message reaches."""
+    """Arranged several times in turn: who this rank is, the sums over its pipeline, its peers and
+    all, and whom a message reaches."""
     out: list[list[Any]] = []
     for count in replicas:
         here = arrange(world, count)
@@ -66,8 +68,8 @@ def reduction_fails(world: World) -> list[Any]:
 
 
 def _module() -> nn.Module:
-    """Several norm blocks, an odd rest, small parameters, one that some have no gradient of, one that nobody has, one that does not train,
-    one of another dtype."""
+    """Several norm blocks, an odd rest, small parameters, one that some have no gradient of, one
+    that nobody has, one that does not train, one of another dtype."""
     torch.manual_seed(5)
     module = nn.ModuleDict({"big": nn.Linear(300, 201), "norm": nn.LayerNorm(7), "some": nn.Linear(50, 3), "none": nn.Linear(3, 3)})
     module["still"] = nn.Linear(4, 4).requires_grad_(False)
@@ -83,7 +85,8 @@ def _gradients(module: nn.Module, replica: int) -> dict[str, Tensor]:
 
 
 def reduce(world: World, everywhere: bool, bucket: int) -> dict[str, Any]:
-    """Against the tree of all replicas' gradients, made here: whole, or the own share; and the norm, and parameters gathered again."""
+    """Against the tree of all replicas' gradients, made here: whole, or the own share; and the
+    norm, and parameters gathered again."""
     here = arrange(world, world.size)
     module, count = _module(), here.replicas
     shared = frozenset({"some.weight"})
@@ -129,7 +132,8 @@ def reduce(world: World, everywhere: bool, bucket: int) -> dict[str, Any]:
 
 
 def states(world: World, name: str) -> list[str]:
-    """An optimizer's state, cut into shares and made whole again, is the state of the whole one; the shares are smaller."""
+    """An optimizer's state, cut into shares and made whole again, is the state of the whole one;
+    the shares are smaller."""
     here = arrange(world, world.size)
     settings = OptimizerSettings(name=name)  # pyright: ignore[reportArgumentType]
     alone, cut = _module(), _module()

@@ -7,7 +7,8 @@ from torch import Tensor, nn
 
 
 class Centred(nn.Module):
-    """A linear after which a running mean is taken off; `late`: it is written to by putting another tensor there."""
+    """A linear after which a running mean is taken off; `late`: it is written to by putting another
+    tensor there."""
 
     mean: Tensor
 

@@ -12,7 +12,8 @@ from dynmo.schedule.op import Kind, Op, Schedule
 
 
 def wander(placement: Sequence[int], microbatches: int, first_trainable: int, random: Random) -> Schedule:
-    """A valid schedule made by running, again and again, any op that could run. Each stage has BW, or B and W, throughout."""
+    """A valid schedule made by running, again and again, any op that could run. Each stage has BW,
+    or B and W, throughout."""
     stages, ranks = len(placement), max(placement) + 1
     fused = [random.random() < 0.3 for _ in range(stages)]
     f, b, w = [0] * stages, [0] * stages, [0] * stages
@@ -22,7 +23,8 @@ def wander(placement: Sequence[int], microbatches: int, first_trainable: int, ra
         ops: list[Op] = []
         for s in range(stages):
             fed = s == 0 or f[s - 1] > f[s]
-            # Written out here, not taken from dependencies(): forwards of a frozen stage may be `ranks` ahead of the next stage's.
+            # Written out here, not taken from dependencies(): forwards of a frozen stage may be
+            # `ranks` ahead of the next stage's.
             held = s < first_trainable and f[s] >= f[s + 1] + ranks
             if f[s] < microbatches and fed and not held:
                 ops.append(Op(Kind.F, s, f[s]))
@@ -43,7 +45,8 @@ def wander(placement: Sequence[int], microbatches: int, first_trainable: int, ra
 
 @st.composite
 def schedules(draw: st.DrawFn, several: bool = True) -> Schedule:
-    """Any valid schedule of up to 4 ranks and 5 microbatches; with `several`, also two chunks a rank, looped or in a V."""
+    """Any valid schedule of up to 4 ranks and 5 microbatches; with `several`, also two chunks a
+    rank, looped or in a V."""
     ranks = draw(st.integers(1, 4))
     down = list(range(ranks))
     placement = draw(st.sampled_from([down, down + down, down + down[::-1]] if several else [down]))

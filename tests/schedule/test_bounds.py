@@ -55,10 +55,12 @@ def test_exact_for_few_microbatches_of_equal_times(p: int, data: st.DataObject) 
 
 
 def test_by_hand() -> None:
-    # Rank 1 is the busiest (4 x 6); before it lie F and the link of rank 0, after it the link, B and W of rank 0.
+    # Rank 1 is the busiest (4 x 6); before it lie F and the link of rank 0, after it the link, B
+    # and W of rank 0.
     costs = Costs((StageCost(1, 1, 1), StageCost(2, 2, 2)), (0.5,))
     assert lower_bound(costs, 4) == 24
-    # m W = 8 on rank 1 can hide the drain of 2.5, so only the 1.5 before rank 1's first F are added.
+    # m W = 8 on rank 1 can hide the drain of 2.5, so only the 1.5 before rank 1's first F are
+    # added.
     assert lower_bound(costs, 4, objective=Objective.MAKESPAN) == 25.5
     # Where rank 1 has no W, nothing hides it.
     costs = Costs((StageCost(1, 1, 1), StageCost(2, 4, 0)), (0.5,))
@@ -68,7 +70,8 @@ def test_by_hand() -> None:
     costs = Costs((StageCost(9, 0, 0), StageCost(2, 4, 0)), (0.5,))
     assert lower_bound(costs, 4, 1) == 36
     assert lower_bound(costs, 4, 1, Objective.MAKESPAN) == 36 + 0.5 + 2 + 4
-    # A long F before a long way: the last of 3 microbatches leaves rank 0 at 15, is away for 6 and needs B there.
+    # A long F before a long way: the last of 3 microbatches leaves rank 0 at 15, is away for 6 and
+    # needs B there.
     costs = Costs((StageCost(5, 1, 0), StageCost(3, 1, 0)), (0,))
     assert lower_bound(costs, 3) == 15 + 4 + 1
     # With a longer B there, rank 1 is busy from 5 on, and rank 0 has a B left when it ends.
@@ -77,7 +80,8 @@ def test_by_hand() -> None:
 
 
 def test_memory_by_hand() -> None:
-    # One microbatch at a time on rank 0: F, 2 out and back, B, four times; the W's fit in the trips but the last.
+    # One microbatch at a time on rank 0: F, 2 out and back, B, four times; the W's fit in the trips
+    # but the last.
     costs = Costs((StageCost(1, 1, 1, 1, -1, 0), StageCost(1, 1, 1)), (0,))
     assert lower_bound(costs, 4) == 12
     assert lower_bound(costs, 4, caps=[1, 9]) == 4 * 4 + 1

@@ -1,4 +1,5 @@
-"""A schedule of several ranks on one: the same ops, every rank's own order, and nothing before what it needs."""
+"""A schedule of several ranks on one: the same ops, every rank's own order, and nothing before what
+it needs."""
 
 from __future__ import annotations
 

@@ -82,7 +82,8 @@ def test_stages_are_named_where_a_rank_has_several() -> None:
 def test_without_room_for_the_stage_small_letters_are_the_upper_one() -> None:
     schedule = from_text("# v  ranks=2 microbatches=1 placement=0,1,1,0\n0 | 0F0 3F0 3B0 3W0 0BW0\n1 | 1F0 2F0 2BW0 1B0 1W0\n")
     timeline = simulate(schedule, uniform_costs(4, 1, 1, 1))
-    # 4 columns for each unit of time, then 3, where only BW (6 of them) has room for two numbers and a space.
+    # 4 columns for each unit of time, then 3, where only BW (6 of them) has room for two numbers
+    # and a space.
     assert cells(draw(timeline, 52), 2) == [
         "0F0 ........3F0 3B0 3W0 ........0BW0    ",
         "....1F0 2F0 ........2BW0    1B0 1W0 ....",

@@ -18,7 +18,8 @@ from dynmo.schedule.simulator import duration, peak_memory, simulate
 GOLDEN = Path(__file__).parent / "golden" / "chunks"
 TABLE_5 = json.loads((Path(__file__).parents[1] / "facts" / "zero_bubble_table5.json").read_text())["rows"]
 
-# The published runs give every rank as many layers as it takes to reach 24, 32, 48 and 64, and interleave single layers.
+# The published runs give every rank as many layers as it takes to reach 24, 32, 48 and 64, and
+# interleave single layers.
 LAYERS = {"1.5B": 24, "6.2B": 32, "14.6B": 48, "28.3B": 64}
 
 times = st.integers(1, 50)
@@ -30,7 +31,8 @@ def split(p: int, v: int, f: float, b: float, w: float, comm: float = 0.0) -> Co
 
 
 def published_span(schedule: Schedule, costs: Costs) -> float:
-    """As the table's authors count: of what wraps around from the last rank to the first, or back, only a group's first is waited for."""
+    """As the table's authors count: of what wraps around from the last rank to the first, or back,
+    only a group's first is waited for."""
     p = schedule.ranks
     ended: dict[Op, float] = {}
     free, began = [0.0] * p, [-1.0] * p

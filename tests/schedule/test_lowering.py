@@ -1,4 +1,5 @@
-"""Programs: every message is sent once and taken once, in order, and what runs has what it needs."""
+"""Programs: every message is sent once and taken once, in order, and what runs has what it
+needs."""
 
 from __future__ import annotations
 
@@ -61,7 +62,8 @@ def draw(program: Program) -> str:
 
 
 def play(schedule: Schedule, programs: tuple[Program, ...]) -> None:
-    """Runs the programs with queues for channels. Fails unless every op finds its inputs, and every message is used exactly once."""
+    """Runs the programs with queues for channels. Fails unless every op finds its inputs, and every
+    message is used exactly once."""
     schedule = fuse(schedule)
     queues: defaultdict[Channel, list[int]] = defaultdict(list)
     position, done = [0] * len(programs), set[Op]()
@@ -176,7 +178,8 @@ def test_forward_only() -> None:
 
 
 def test_depths() -> None:
-    """A forward-only stage runs ahead by the credits; nothing holds a training stage's messages back but the schedule."""
+    """A forward-only stage runs ahead by the credits; nothing holds a training stage's messages
+    back but the schedule."""
     schedule = make_schedule("1f1b", 4, 9, 2)
     depth = lower(schedule)[1].depth
     assert depth == {Channel(0, Direction.ACTIVATION, 0, 1): 4, Channel(1, Direction.ACTIVATION, 1, 2): 4}
@@ -196,7 +199,8 @@ def programs(depth: int, first: list[Instruction], second: list[Instruction]) ->
 
 
 def test_a_deadlock_of_finite_depth_is_seen() -> None:
-    """Rank 0 has two messages for one channel before the message that rank 1 takes first: two places are enough, one is not."""
+    """Rank 0 has two messages for one channel before the message that rank 1 takes first: two
+    places are enough, one is not."""
     sends: list[Instruction] = [Send(DOWN, 0, 0), Send(DOWN, 0, 1), Send(ACROSS, 2, 0)]
     takes: list[Instruction] = [Receive(ACROSS, 3, 0), Receive(DOWN, 1, 0), Receive(DOWN, 1, 1)]
     check(programs(2, sends, takes))
@@ -239,7 +243,8 @@ def cut(program: Program) -> tuple[list[Instruction], Verdict, list[Instruction]
 
 
 def holds(schedule: Schedule) -> None:
-    """Verdicts change nothing but that they are there; before them no B or W runs, nor does anything that needs one elsewhere."""
+    """Verdicts change nothing but that they are there; before them no B or W runs, nor does
+    anything that needs one elsewhere."""
     plain, programs = lower(schedule), lower(schedule, post_validation=True)
     heads: set[Op] = set()
     sent: Counter[Channel] = Counter()
@@ -274,7 +279,8 @@ def test_verdicts_of_any_schedule(schedule: Schedule) -> None:
 
 @pytest.mark.parametrize(("name", "p"), list(product(SCHEDULES, (1, 2, 4))))
 def test_verdicts_of_the_catalogue(name: str, p: int) -> None:
-    """As late as can be: every rank's own first B or W is next, or something that waits for another's."""
+    """As late as can be: every rank's own first B or W is next, or something that waits for
+    another's."""
     schedule = make(name, p, 8)
     holds(schedule)
     for program in lower(schedule, post_validation=True):
@@ -284,7 +290,8 @@ def test_verdicts_of_the_catalogue(name: str, p: int) -> None:
 
 
 def test_a_forward_only_rank_goes_as_far_as_its_credits() -> None:
-    """Rank 0 is frozen: rank 1 takes three messages before its verdict, and there are four credits; the next would have to wait."""
+    """Rank 0 is frozen: rank 1 takes three messages before its verdict, and there are four credits;
+    the next would have to wait."""
     head, _, tail = cut(lower(make_schedule("1f1b", 4, 12, 1), post_validation=True)[0])
     assert sum(isinstance(i, Send) for i in head) == 3 + 4
     assert isinstance(tail[0], Send)
@@ -297,7 +304,8 @@ def test_routes() -> None:
 
 
 def test_messages_left_over_are_seen() -> None:
-    """Where a rank would throw away one too few, it would take an old message for a new one; one too many, and it would wait for ever."""
+    """Where a rank would throw away one too few, it would take an old message for a new one; one
+    too many, and it would wait for ever."""
     programs = lower(zb_h1(2, 2), post_validation=True)
     check_again(programs)
     for sent, message in ((1, r"message 1 on the activations .* comes where microbatch 0 is waited for"), (3, "comes where|for ever")):
@@ -308,11 +316,13 @@ def test_messages_left_over_are_seen() -> None:
 
 
 def test_a_verdict_too_late_is_seen() -> None:
-    """Behind a B whose gradient rank 1 has only once it has passed its own verdict on: and that comes from here, in a V."""
+    """Behind a B whose gradient rank 1 has only once it has passed its own verdict on: and that
+    comes from here, in a V."""
     schedule = make("zb-v", 2, 2)
     programs = list(lower(schedule, post_validation=True))
     head, verdict, tail = cut(programs[0])
-    # The first gradient that is received on rank 0: rank 1 sends it after its verdict, which rank 0 hands on after its own.
+    # The first gradient that is received on rank 0: rank 1 sends it after its verdict, which rank 0
+    # hands on after its own.
     at = next(i for i, x in enumerate(tail) if isinstance(x, Receive) and x.channel.direction is Direction.GRADIENT)
     programs[0] = replace(programs[0], instructions=(*head, *tail[: at + 1], verdict, *tail[at + 1 :]))
     with pytest.raises(ScheduleError, match="would wait for ever"):

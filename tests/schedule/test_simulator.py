@@ -38,7 +38,8 @@ def test_by_hand() -> None:
 
 def test_no_link_between_stages_of_one_rank() -> None:
     schedule = from_text("# v  ranks=2 microbatches=1 placement=0,1,1,0\n0 | 0F0 3F0 3BW0 0BW0\n1 | 1F0 2F0 2BW0 1BW0\n")
-    # F and BW take 1 and 2 on each of 4 stages, and the message crosses 0-1 and 2-3 twice, 1-2 never.
+    # F and BW take 1 and 2 on each of 4 stages, and the message crosses 0-1 and 2-3 twice, 1-2
+    # never.
     assert simulate(schedule, uniform_costs(4, 1, 1, 1, comm=10)).makespan == 4 * 3 + 4 * 10
 
 
@@ -154,7 +155,8 @@ def test_peak_memory_by_hand() -> None:
 
 @given(schedules(), st.data())
 def test_peak_memory_of_the_timeline(schedule: Schedule, data: st.DataObject) -> None:
-    """By the clock: an op's microbatch holds its activations from F's start to B's end, its stash from there to W's end."""
+    """By the clock: an op's microbatch holds its activations from F's start to B's end, its stash
+    from there to W's end."""
     costs = data.draw(whole_costs(schedule.stages).map(with_time))
     timeline = simulate(schedule, costs)
     for row, peak in zip(timeline.ranks, timeline.peak_memory, strict=True):

@@ -24,7 +24,8 @@ from dynmo.schedule.torch_csv import from_torch_csv, to_torch_csv
 from tests.pool import Pool
 from tests.schedule.samples import wander
 
-# Two chunks a rank: placed around and around, and down and up again, where rank 1 hands from stage 1 to stage 2 in memory.
+# Two chunks a rank: placed around and around, and down and up again, where rank 1 hands from stage
+# 1 to stage 2 in memory.
 LOOPED = """
 # looped  ranks=2 microbatches=4 placement=0,1,0,1
 0 | 0F0 0F1 2F0 2F1 0F2 2B0 0F3 2W0 2B1 2W1 0B0 0W0 2F2 0B1 2F3 0W1 2B2 2W2 2BW3 0BW2 0B3 0W3
@@ -37,7 +38,7 @@ V_SHAPED = """
 """
 
 
-# -- text -----------------------------------------------------------------------------------------------------------------
+# -- text ------------------------------------------------------------------------------------------
 
 
 def test_by_hand() -> None:
@@ -130,7 +131,7 @@ def test_a_frozen_prefix_is_not_for_torch() -> None:
         to_torch_csv(make_schedule("zb-h1", 3, 4, 1))
 
 
-# -- torch's runtime ------------------------------------------------------------------------------------------------------
+# -- torch's runtime -------------------------------------------------------------------------------
 
 
 def _stage(index: int) -> nn.Module:
@@ -139,7 +140,8 @@ def _stage(index: int) -> nn.Module:
 
 
 def run_in_torch(world: World, text: str, stages: int, microbatches: int) -> dict[str, Any]:
-    """Runs on each rank: two steps of torch's runtime with the schedule, gradients and loss held against one process with all stages."""
+    """Runs on each rank: two steps of torch's runtime with the schedule, gradients and loss held
+    against one process with all stages."""
     from torch.distributed.pipelining import PipelineStage
     from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
 

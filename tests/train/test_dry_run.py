@@ -25,7 +25,8 @@ TOKENS = 2 * 4  # of a microbatch
 EMBEDDING, ATTENTION, FEED_FORWARD, HEAD = 256 * 8, 8 + 3 * 64 + 64, 8 + 2 * 32 * 8 + 32 * 8, 8 + 8 * 256
 
 
-# Bytes of rotary tables: cosine and sine of a sequence of 4, for 2 heads of 4 numbers, 2 pairs each.
+# Bytes of rotary tables: cosine and sine of a sequence of 4, for 2 heads of 4 numbers, 2 pairs
+# each.
 TABLES = (0, 2 * 4 * 2 * 4, 0, 0)
 
 
@@ -44,7 +45,8 @@ def test_parameters_and_static_bytes() -> None:
 
 
 def test_stash_by_hand() -> None:
-    """What W needs: ids and output gradient of the embedding, input and output gradient of every linear."""
+    """What W needs: ids and output gradient of the embedding, input and output gradient of every
+    linear."""
     costs = shape_costs(parse(TINY), load_model(parse(TINY)))
     embedding = TOKENS * 8 + 4 * TOKENS * 8
     attention = 4 * TOKENS * ((8 + 3 * 8) + (8 + 8))
@@ -55,7 +57,8 @@ def test_stash_by_hand() -> None:
 
 
 def test_memory_by_hand() -> None:
-    """1F1B on two ranks: the first has two microbatches in flight, the last one; nothing waits for W."""
+    """1F1B on two ranks: the first has two microbatches in flight, the last one; nothing waits for
+    W."""
     config = parse(TINY)
     costs = shape_costs(config, load_model(config))
     plan = dry_run(config)
@@ -63,8 +66,9 @@ def test_memory_by_hand() -> None:
     assert plan.parameters == (EMBEDDING + ATTENTION, FEED_FORWARD + HEAD)
     for rank, in_flight in enumerate((2, 1)):
         own = costs[2 * rank : 2 * rank + 2]
-        # A step's five messages, small as they are, are all posted at once. Each rank holds most in the B after the first W, when there are
-        # gradients: it has then taken two messages. (The last as much in the F before it.)
+        # A step's five messages, small as they are, are all posted at once. Each rank holds most in
+        # the B after the first W, when there are gradients: it has then taken two messages. (The
+        # last as much in the F before it.)
         messages = 3 * costs[1].output_bytes
         workspace = max(own[1].workspace_bytes, own[0].workspace_bytes - own[1].activation_bytes + own[1].stash_bytes * rank)
         expected = sum(16 * c.parameters + in_flight * c.activation_bytes for c in own) + messages + workspace
@@ -77,7 +81,8 @@ def test_memory_by_hand() -> None:
 
 @pytest.mark.parametrize("sequence", [4, 64])
 def test_shapes_say_what_a_run_measures(sequence: int) -> None:
-    """To the byte: also attention, which keeps nothing that grows with the square of the sequence."""
+    """To the byte: also attention, which keeps nothing that grows with the square of the
+    sequence."""
     model = load_model(parse(TINY | {"model": TINY["model"] | {"sequence": sequence}}))
     costs = shape_costs(parse(TINY | {"model": TINY["model"] | {"sequence": sequence}}), model)
     pipe = pipeline(model)
@@ -111,7 +116,8 @@ def test_gpipe_keeps_every_microbatch() -> None:
     for rank, own in enumerate((costs[:2], costs[2:])):
         # Before the first W there are no gradients.
         least = sum(12 * c.parameters + 5 * c.activation_bytes for c in own)
-        # Beside these an op's workspace, gradients, and on the first rank five messages that may land.
+        # Beside these an op's workspace, gradients, and on the first rank five messages that may
+        # land.
         most = sum(4 * c.parameters for c in own) + max(c.workspace_bytes for c in own) + 5 * costs[1].output_bytes * (rank == 0)
         assert least < memory[rank] <= least + most
 

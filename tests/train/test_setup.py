@@ -64,7 +64,8 @@ def test_what_cuda_reads_as_it_starts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_ranks_share_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Five ranks over gloo on two GPUs: in turn, and each with a third of the memory. NCCL refuses that."""
+    """Five ranks over gloo on two GPUs: in turn, and each with a third of the memory. NCCL refuses
+    that."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     chosen: list[int] = []

@@ -43,7 +43,8 @@ def test_a_run(pool: Pool, tmp_path: Path) -> None:
         assert e["ts"] >= 0
         assert e["dur"] >= 0
         assert isinstance(e["name"], str)
-    # The last two steps before the layers freeze at step 6, the first two after, and the last two of the run.
+    # The last two steps before the layers freeze at step 6, the first two after, and the last two
+    # of the run.
     assert {e["args"]["step"] for e in slices} == {4, 5, 6, 7, 10, 11}
     seen = Counter((e["tid"], e["args"]["step"], part, e["args"]["microbatch"]) for e in slices for part in _parts(e["cat"]))
     # Layers 0 to 3 of 6 freeze: all of rank 0's three.

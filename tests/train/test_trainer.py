@@ -34,7 +34,8 @@ def config(ranks: int, dynamism: dict[str, Any], **changes: Any) -> dict[str, An
 
 @pytest.mark.parametrize("dynamism", [{}, SCHEDULED, AUTO], ids=["plain", "scheduled", "autofreeze"])
 def test_resumed_is_uninterrupted(pool: Pool, tmp_path: Path, dynamism: dict[str, Any]) -> None:
-    """Stopped by a signal after step 4, resumed on fewer ranks; stopped again; resumed on more. Same loss, same weights."""
+    """Stopped by a signal after step 4, resumed on fewer ranks; stopped again; resumed on more.
+    Same loss, same weights."""
     whole = pool.run("train_in", 3, config=config(3, dynamism), folder=str(_made(tmp_path / "whole")))
     folder = str(_made(tmp_path / "parts"))
     first = pool.run("train_in", 3, config=config(3, dynamism), folder=folder, stop_after=4)
@@ -181,7 +182,8 @@ def test_learning_rate() -> None:
 
 
 def test_a_cache_for_what_never_comes_again_is_refused(pool: Pool) -> None:
-    """On every rank alike; evaluations come again, and so do single sequences and whole batches in a later epoch."""
+    """On every rank alike; evaluations come again, and so do single sequences and whole batches in
+    a later epoch."""
     cached = {"cases": ["freezing"], "freezing": {"schedule": [[1, 2]], "cache_bytes": 1 << 20}}
     wanted = config(2, cached, checkpoint={}, balance={"balancer": "none"})
     wanted["model"]["dropout"] = 0.0

@@ -1,17 +1,18 @@
 """Channels: one per stage boundary and direction, carrying tuples of tensors in microbatch order.
 
-The first message of a channel is preceded by a header that tells dtypes and shapes (`headers.py`); from then on receives are posted ahead,
-so that a message lands while the receiver computes. Where shapes vary (`varying`), every message has its header, and the headers' leads are
-posted ahead.
+The first message of a channel is preceded by a header that tells dtypes and shapes (`headers.py`);
+from then on receives are posted ahead, so that a message lands while the receiver computes. Where
+shapes vary (`varying`), every message has its header, and the headers' leads are posted ahead.
 
     the rank's thread   F0 ───────── F1 ─────────      puts a message into an outbox: microseconds
     the outbox's            └ send, wait  └ send,      talks to gloo, and lets go of the tensors once the peer has them
     the poster's        post, post, post               keeps receives posted, for all inboxes
     the watcher's              wait                    waits for a message, where the rank's thread has something else to do
 
-On CPU gloo writes to the socket within the call that sends, and posting a receive tells the peer: threads of their own take both off
-the ops' path. On CUDA both only enqueue, on the current stream, and are done in place. That a message has arrived gloo tells only who
-waits for it, hence the watcher; on CUDA it can be asked. Headers are gloo's there, too.
+On CPU gloo writes to the socket within the call that sends, and posting a receive tells the peer:
+threads of their own take both off the ops' path. On CUDA both only enqueue, on the current stream,
+and are done in place. That a message has arrived gloo tells only who waits for it, hence the
+watcher; on CUDA it can be asked. Headers are gloo's there, too.
 """
 
 from __future__ import annotations
@@ -37,8 +38,9 @@ from dynmo.runtime.comm.world import World
 from dynmo.schedule.lowering import Begun, Channel, Direction, Program, describe
 from dynmo.schedule.memory import POSTED_AHEAD, posted
 
-# Message tags: channels use 2 * boundary + direction; everything else is above. Headers have tags of their own: messages of one tag fill
-# the receives posted for it in order, and the receives of headers are posted ahead of those of the tensors.
+# Message tags: channels use 2 * boundary + direction; everything else is above. Headers have tags
+# of their own: messages of one tag fill the receives posted for it in order, and the receives of
+# headers are posted ahead of those of the tensors.
 TAG_HEADERS = 1 << 19
 TAG_LINKS = 1 << 20
 TAG_MIGRATE = 1 << 21
@@ -52,7 +54,8 @@ _POSTED_ON_CUDA = 1
 
 
 def _ahead(world: World, depth: int, varying: bool) -> int:
-    """How many of the `depth` messages on their way may land before they are asked for. Varying ones land when they are taken."""
+    """How many of the `depth` messages on their way may land before they are asked for. Varying
+    ones land when they are taken."""
     return 0 if varying else min(_POSTED_ON_CUDA if world.enqueues else POSTED_AHEAD, depth - 1)
 
 
@@ -92,7 +95,8 @@ class Worker:
                 self.error = RunError(f"{self._name}: {type(error).__name__}: {error}")
 
     def close(self) -> None:
-        """The thread ends once all that was given is done; it is not waited for long, since after a failure that may be never."""
+        """The thread ends once all that was given is done; it is not waited for long, since after a
+        failure that may be never."""
         self._queue.put(None)
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(timeout=0.5)
@@ -112,7 +116,8 @@ class Inbox:
         self._spec: Spec | None = None
         self._unposted = self._open = self._messages = 0
         self._posted: queue.SimpleQueue[Posted] = queue.SimpleQueue()
-        # The next message, once `arrived` has asked for it; on CPU with what is set when it is here, or will not come.
+        # The next message, once `arrived` has asked for it; on CPU with what is set when it is
+        # here, or will not come.
         self._due: Posted | None = None
         self._here: threading.Event | None = None
 
@@ -123,14 +128,16 @@ class Inbox:
         self._post(self._window())
 
     def rewind(self, sent: int, taken: int) -> None:
-        """The step begins again: throws away those of the `sent` messages that are not among the `taken` ones. As many more will come."""
+        """The step begins again: throws away those of the `sent` messages that are not among the
+        `taken` ones. As many more will come."""
         for microbatch in range(taken, sent):
             self.take(microbatch)
         self._unposted += sent
         self._post(self._window())
 
     def _window(self) -> int:
-        """How many receives to keep posted: all of a step's where nothing limits them and they are small, so that none is posted later."""
+        """How many receives to keep posted: all of a step's where nothing limits them and they are
+        small, so that none is posted later."""
         if self._spec is None or self._varying or self._world.enqueues:
             return self._ahead
         return posted(self._messages, sum(dtype.itemsize * math.prod(shape) for dtype, shape in self._spec), self._depth)
@@ -196,10 +203,12 @@ class Inbox:
         return WaitTimeout(f"{self._world.describe_rank(me)} waited {self._world.timeout:g} s for {what}", [self._world.global_rank(me)])
 
     def arrived(self, microbatch: int, timeout: float) -> bool:
-        """Whether the next message is here, or comes within `patience` seconds. Where there is no telling, yes: the first of a channel,
-        whose shapes are not known. Of one that varies, whether its header is.
+        """Whether the next message is here, or comes within `timeout` seconds. Where there is no
+        telling, yes: the first of a channel, whose shapes are not known. Of one that varies,
+        whether its header is.
 
-        On CUDA the patience counts from when the device has nothing left to do: until then nobody waits.
+        On CUDA the timeout counts from when the device has nothing left to do: until then nobody
+        waits.
         """
         if self._spec is None and not self._varying:
             return True
@@ -240,7 +249,8 @@ class Inbox:
         return buffers
 
     def _read(self, lead: Tensor, microbatch: int) -> Spec:
-        """What the header announces. Its rest, if it has one, comes before the message's tensors, in one line with them."""
+        """What the header announces. Its rest, if it has one, comes before the message's tensors,
+        in one line with them."""
         what = describe(self.channel)
         rest = rest_of(lead, what)
         if rest is None:
@@ -250,7 +260,8 @@ class Inbox:
 
 
 def _filled(world: World, works: list[dist.Work], seconds: float) -> bool:
-    """Whether the receives are, so many seconds after the stream has run dry. Only asks: nothing is held up on the device."""
+    """Whether the receives are, so many seconds after the stream has run dry. Only asks: nothing is
+    held up on the device."""
     timeout = WaitLimit(world.device, seconds)
     while not all(work.is_completed() for work in works):
         if timeout.over():
@@ -261,7 +272,8 @@ def _filled(world: World, works: list[dist.Work], seconds: float) -> bool:
 
 
 class Enqueued(NamedTuple):
-    """CUDA: a message on its way. Its header, if it has one, is gloo's, who says of none that it is completed before it is waited for."""
+    """CUDA: a message on its way. Its header, if it has one, is gloo's, who says of none that it is
+    completed before it is waited for."""
 
     header: list[dist.Work]
     works: list[dist.Work]
@@ -278,7 +290,8 @@ class Outbox:
         self.worker = Worker(f"outbox {channel.source}-{channel.target}", threaded)
         # CUDA: waiting for a send in place would hold up the compute stream.
         self._enqueued: deque[Enqueued] = deque()
-        # How many messages may be here and not yet with the peer; the rest of the depth is what the peer has posted.
+        # How many messages may be here and not yet with the peer; the rest of the depth is what the
+        # peer has posted.
         self._depth = depth - _ahead(world, depth, varying)
         self._room = threading.BoundedSemaphore(self._depth)
         self._threaded = threaded
@@ -326,7 +339,8 @@ class Outbox:
         return len(self._enqueued) < before
 
     def _acquire(self, microbatch: int) -> None:
-        """Waits for a place in the channel's depth. The worker's own wait has a shorter limit and says more: it speaks first."""
+        """Waits for a place in the channel's depth. The worker's own wait has a shorter limit and
+        says more: it speaks first."""
         taken = False
         if self.worker.error is None:
             taken = self._room.acquire(timeout=self._world.timeout + 5) if self._threaded else self._acquire_enqueued()
@@ -339,8 +353,9 @@ class Outbox:
             )
 
     def _acquire_enqueued(self) -> bool:
-        """CUDA: nobody but this thread finds out that a send is done, so it looks again and again. The host may be a step ahead of the
-        device, so time counts only while that has nothing to do and nothing comes through."""
+        """CUDA: nobody but this thread finds out that a send is done, so it looks again and again.
+        The host may be a step ahead of the device, so time counts only while that has nothing to do
+        and nothing comes through."""
         timeout = WaitLimit(self._world.device, self._world.timeout)
         while not self._room.acquire(blocking=False):
             if self._release_done():
@@ -361,7 +376,8 @@ class Outbox:
 
 
 class Transport:
-    """This rank's ends of the channels of one set of programs. All ranks must make it at the same time, from the same programs."""
+    """This rank's ends of the channels of one set of programs. All ranks must make it at the same
+    time, from the same programs."""
 
     def __init__(self, world: World, programs: tuple[Program, ...], varying: bool = False) -> None:
         own = programs[world.rank]
@@ -381,7 +397,8 @@ class Transport:
             inbox.open(self._messages)
 
     def rewind(self, begun: tuple[Begun, ...]) -> None:
-        """Begins a step again, of which so much is done; all ranks do. Receives that are posted stay: what is sent anew fills them."""
+        """Begins a step again, of which so much is done; all ranks do. Receives that are posted
+        stay: what is sent anew fills them."""
         for channel, sent, taken in begun:
             self._inboxes[channel].rewind(sent, taken)
 

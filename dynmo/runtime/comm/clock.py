@@ -1,12 +1,15 @@
-"""Marks in time on the device that does the work: host clock on CPU, CUDA events on a GPU (read once a step, when its loss is known).
+"""Marks in time on the device that does the work: host clock on CPU, CUDA events on a GPU (read
+once a step, when its loss is known).
 
-On a busy machine another process may take the core away in the middle of an op. The host clock knows that from the thread's own account:
+On a busy machine another process may take the core away in the middle of an op. The host clock
+knows that from the thread's own account:
 
     elapsed     |#####---------#####|     # the thread runs    - another process has its core
     seconds     |#####         #####|     its CPU time: it lost the core and never waited by itself
 
-An op that waits by itself (an emulated layer sleeps, a kernel waits for its helper threads) takes all the time that elapses. If such an
-op also loses its core, nobody knows which of the two took how long.
+An op that waits by itself (an emulated layer sleeps, a kernel waits for its helper threads) takes
+all the time that elapses. If such an op also loses its core, nobody knows which of the two took how
+long.
 """
 
 from __future__ import annotations
@@ -24,7 +27,8 @@ if sys.platform == "linux":
 class Clock(Protocol):
     """`mark()` notes now, in the order of the device's work; the rest is asked after `settle()`.
 
-    seconds: of work between two marks; None if nobody can tell. elapsed: all of the time between them.
+    seconds: of work between two marks; None if nobody can tell. elapsed: all of the time between
+    them.
     """
 
     def mark(self) -> Any: ...
@@ -34,7 +38,8 @@ class Clock(Protocol):
 
 
 class Mark(float):
-    """A moment of time.perf_counter, with the thread's CPU seconds and its context switches until then.
+    """A moment of time.perf_counter, with the thread's CPU seconds and its context switches until
+    then.
 
     preempted: switches that others forced on the thread. waited: switches that it asked for.
     """
@@ -47,7 +52,8 @@ class Mark(float):
 
 
 class HostClock:
-    """time.perf_counter, without the time in which other processes had the thread's core. A mark takes less than a microsecond.
+    """time.perf_counter, without the time in which other processes had the thread's core. A mark
+    takes less than a microsecond.
 
     Only Linux counts a thread's context switches. Elsewhere all time that elapses counts as work.
     """
@@ -64,7 +70,8 @@ class HostClock:
 
     @staticmethod
     def seconds(start: Mark, end: Mark) -> float | None:
-        """The elapsed time if the thread kept its core, its CPU time if it lost that and never waited, None if it did both."""
+        """The elapsed time if the thread kept its core, its CPU time if it lost that and never
+        waited, None if it did both."""
         if end.preempted == start.preempted:
             return end - start
         return end.cpu - start.cpu if end.waited == start.waited else None

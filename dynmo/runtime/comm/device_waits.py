@@ -1,4 +1,5 @@
-"""Waits of a CUDA device, seen from the host. There a wait for a message holds up the stream and not the host, and never raises.
+"""Waits of a CUDA device, seen from the host. There a wait for a message holds up the stream and
+not the host, and never raises.
 
 host     take 0   take 1   put 0 ...                          asks: how long has the stream stood there?
 stream            F0 ..... [reached | message 1 ... | passed] F1
@@ -35,7 +36,8 @@ class DeviceWaits:
 
     @contextmanager
     def around(self, device: torch.device, peers: Sequence[int] | None, what: str) -> Iterator[None]:
-        """What is enqueued inside holds up the device's current stream until the peers do their part."""
+        """What is enqueued inside holds up the device's current stream until the peers do their
+        part."""
         stream = torch.cuda.current_stream(device)  # a thread's own current device may be another
         wait = Wait(torch.cuda.Event(), torch.cuda.Event(), peers, what)
         wait.reached.record(stream)
@@ -44,7 +46,8 @@ class DeviceWaits:
         self._open.append(wait)
 
     def standing(self) -> tuple[float, Wait] | None:
-        """The wait at which the stream stands, and since how many seconds; None where it stands at none. Forgets those it has passed."""
+        """The wait at which the stream stands, and since how many seconds; None where it stands at
+        none. Forgets those it has passed."""
         while self._open and self._open[0].passed.query():
             self._open.popleft()
             self._since = None
@@ -61,7 +64,8 @@ class DeviceWaits:
 
 
 class WaitLimit:
-    """Seconds for which a host waits that asks a device again and again. They count while the stream is dry: until then nobody waits."""
+    """Seconds for which a host waits that asks a device again and again. They count while the
+    stream is dry: until then nobody waits."""
 
     def __init__(self, device: torch.device, seconds: float) -> None:
         self._stream, self._seconds = torch.cuda.current_stream(device), seconds

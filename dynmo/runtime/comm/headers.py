@@ -1,7 +1,9 @@
-"""How tensors travel: the dtypes that may, and the header that announces a message's dtypes and shapes.
+"""How tensors travel: the dtypes that may, and the header that announces a message's dtypes and
+shapes.
 
-A header is a lead of fixed size, which needs no announcement itself. The lead holds the numbers of a usual message. The numbers that do not
-fit follow in a second tensor, whose length the lead states.
+A header is a lead of fixed size, which needs no announcement itself. The lead holds the numbers of
+a usual message. The numbers that do not fit follow in a second tensor, whose length the lead
+states.
 
     lead    [n, number 1, ..., number 63]       n: how many numbers there are in all
     rest    [number 64, ..., number n]          only where n > 63
@@ -61,7 +63,8 @@ def spec_of(tensors: tuple[Tensor, ...]) -> Spec:
 def obstacle(tensor: Tensor) -> str | None:
     """Returns why a layer cannot hand on this tensor, with what to do instead, or None if it can.
 
-    Backward passes know no complex gradients, so a complex tensor cannot go from layer to layer. It may be a parameter or a buffer.
+    Backward passes know no complex gradients, so a complex tensor cannot go from layer to layer. It
+    may be a parameter or a buffer.
     """
     if tensor.is_complex():
         return f"a tensor of {tensor.dtype}, which cannot travel; let it hand on torch.view_as_real of that"
@@ -85,7 +88,8 @@ def as_bytes(tensor: Tensor) -> Tensor:
 
 
 def encode(spec: Spec) -> tuple[Tensor, ...]:
-    """Returns the lead, and the rest if there is one. Layers check that what they hand on can be announced (`obstacle`)."""
+    """Returns the lead, and the rest if there is one. Layers check that what they hand on can be
+    announced (`obstacle`)."""
     assert len(spec) <= MOST_TENSORS, "the layer checks this"
     numbers = [n for dtype, shape in spec for n in (_CODES[dtype], len(shape), *shape)]
     numbers = [len(numbers), *numbers]

@@ -1,11 +1,13 @@
-"""Starts the ranks of a run on this machine and looks after them: logs, signals, orphans, and one line when it fails.
+"""Starts the ranks of a run on this machine and looks after them: logs, signals, orphans, and one
+line when it fails.
 
     dynmo train ── rank 0 ── (terminal: progress, result)  runs/<name>/rank-0.log (crashes)
              ├──── rank 1 ── runs/<name>/rank-1.log
              └──── rank 2 ── runs/<name>/rank-2.log
 
-The ranks meet through a folder that only this user can read. Ctrl-C asks all ranks to stop after the current step; a second one kills them.
-A rank that fails leaves its reason in the folder; the others are ended and the cause, not its consequences, is reported.
+The ranks meet through a folder that only this user can read. Ctrl-C asks all ranks to stop after
+the current step; a second one kills them. A rank that fails leaves its reason in the folder; the
+others are ended and the cause, not its consequences, is reported.
 """
 
 from __future__ import annotations
@@ -37,15 +39,16 @@ _GRACE = 3.0
 _GRACE_WHEN_HUNG = 0.3
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
-# A receive that is posted is a kernel that turns until its message is there. A kernel that is loaded at its first launch may wait for the
-# device to run dry, which such a one prevents; and streams that share a connection wait for each other. CUDA reads both as it starts.
+# A receive that is posted is a kernel that turns until its message is there. A kernel that is
+# loaded at its first launch may wait for the device to run dry, which such a one prevents; and
+# streams that share a connection wait for each other. CUDA reads both as it starts.
 FOR_RANKS_ON_CUDA = {"CUDA_MODULE_LOADING": "EAGER", "CUDA_DEVICE_MAX_CONNECTIONS": "32"}
 
 
 @dataclass(frozen=True)
 class Failure:
-    """Why a rank ended. weight: causes come before consequences (lower is closer to the cause). waits_for: ranks that did not come.
-    trace: the traceback, for DYNMO_TRACEBACK=1."""
+    """Why a rank ended. weight: causes come before consequences (lower is closer to the cause).
+    waits_for: ranks that did not come. trace: the traceback, for DYNMO_TRACEBACK=1."""
 
     weight: int
     status: int
@@ -55,15 +58,17 @@ class Failure:
 
 
 def most_local_ranks() -> int:
-    """The number of ranks that one machine may start. A process of torch takes some 200 MB, and many ranks share a core poorly."""
+    """The number of ranks that one machine may start. A process of torch takes some 200 MB, and
+    many ranks share a core poorly."""
     return max(64, 4 * (os.cpu_count() or 1))
 
 
 def rank_environment(rank: int, size: int, folder: Path, threads: int) -> dict[str, str]:
     """The environment of one local rank.
 
-    glibc would return each large block to the system when it is freed, and stashes are freed all the time; the page faults cost
-    several percent. The MALLOC_ settings keep the memory (32 MiB is the largest threshold that glibc takes).
+    glibc would return each large block to the system when it is freed, and stashes are freed all
+    the time; the page faults cost several percent. The MALLOC_ settings keep the memory (32 MiB is
+    the largest threshold that glibc takes).
     """
     env = dict(os.environ)
     env.update(
@@ -88,10 +93,12 @@ def rank_environment(rank: int, size: int, folder: Path, threads: int) -> dict[s
 
 
 def spawn(command: Sequence[str], size: int, threads: int, log_folder: Path) -> int:
-    """Runs `command` (an argument list) as `size` ranks until all have ended. Returns 0, or 130 when all stopped as a signal asked.
+    """Runs `command` (an argument list) as `size` ranks until all have ended. Returns 0, or 130
+    when all stopped as a signal asked.
 
-    The command calls `enter_rank` first. Raises RunError or InputError with the cause if a rank fails, Interrupted if a signal ended
-    ranks that were not training; no process is left behind. Raises ConfigError before any rank starts if they are too many.
+    The command calls `enter_rank` first. Raises RunError or InputError with the cause if a rank
+    fails, Interrupted if a signal ended ranks that were not training; no process is left behind.
+    Raises ConfigError before any rank starts if they are too many.
     """
     if size > most_local_ranks():
         raise ConfigError(
@@ -117,8 +124,8 @@ def spawn(command: Sequence[str], size: int, threads: int, log_folder: Path) -> 
 
 def _start(ranks: list[subprocess.Popen[bytes]], asked: list[float], command: Sequence[str], env: dict[str, str], log: Path | None) -> None:
     """Adds one process to `ranks`, unless a stop was asked for."""
-    # Signals wait until it is on the list. It inherits that, so that Ctrl-C, which a terminal sends to all processes, does not break into
-    # its imports; `enter_rank` lets them in again.
+    # Signals wait until it is on the list. It inherits that, so that Ctrl-C, which a terminal sends
+    # to all processes, does not break into its imports; `enter_rank` lets them in again.
     signal.pthread_sigmask(signal.SIG_BLOCK, _STOP_SIGNALS)
     try:
         if asked:
@@ -133,7 +140,8 @@ def _start(ranks: list[subprocess.Popen[bytes]], asked: list[float], command: Se
 
 @contextlib.contextmanager
 def _signals(ranks: list[subprocess.Popen[bytes]]) -> Iterator[list[float]]:
-    """While open, SIGINT and SIGTERM ask the ranks to stop; yields the moments at which that was asked."""
+    """While open, SIGINT and SIGTERM ask the ranks to stop; yields the moments at which that was
+    asked."""
     asked: list[float] = []
 
     def ask(number: int, frame: FrameType | None) -> None:
@@ -154,8 +162,8 @@ _STOPPED = 130  # a rank's exit status when it was asked to stop, and did: no fa
 
 
 def _watch(ranks: list[subprocess.Popen[bytes]], folder: Path) -> None:
-    """Returns when all ranks have ended, or the grace after a failure is over. After a signal they take as long as their step and what
-    they save takes: a second signal kills them.
+    """Returns when all ranks have ended, or the grace after a failure is over. After a signal they
+    take as long as their step and what they save takes: a second signal kills them.
 
     Ranks that others have waited for in vain get the short grace: they hang, and will not say why.
     """
@@ -189,8 +197,9 @@ def _failures(folder: Path) -> dict[int, Failure]:
 
 def _verdict(ranks: list[subprocess.Popen[bytes]], folder: Path, log_folder: Path, asked: list[float]) -> int:
     codes = [process.poll() for process in ranks]
-    # A rank that we ended on request (it was not training, or was asked twice) has not failed, and what its peers say is a consequence.
-    # (If one returned 130, all had agreed to stop, and a late signal met the others on their way out.)
+    # A rank that we ended on request (it was not training, or was asked twice) has not failed, and
+    # what its peers say is a consequence. (If one returned 130, all had agreed to stop, and a late
+    # signal met the others on their way out.)
     ours = (None, -signal.SIGTERM, -signal.SIGKILL) if asked else ()
     ended = 130 not in codes and (not codes or any(code in ours for code in codes))
     failures: dict[int, Failure] = {}
@@ -225,12 +234,13 @@ def _verdict(ranks: list[subprocess.Popen[bytes]], folder: Path, log_folder: Pat
 
 
 def _distance(rank: int, failures: dict[int, Failure]) -> tuple[int, bool, int]:
-    """Orders failures from cause to consequence: one that waited for ranks which themselves complain is further away."""
+    """Orders failures from cause to consequence: one that waited for ranks which themselves
+    complain is further away."""
     failure = failures[rank]
     return failure.weight, bool(failure.waits_for) and failures.keys() >= set(failure.waits_for), rank
 
 
-# -- the rank's side ----------------------------------------------------------------------------------------------------------
+# -- the rank's side -------------------------------------------------------------------------------
 
 
 def is_local_rank() -> bool:
@@ -268,7 +278,8 @@ def _native_stderr_to(log: Path) -> None:
 
 
 def report_failure(error: BaseException, log: Path | None = None) -> int:
-    """Leaves the reason for the launcher; returns the exit status. log: where the traceback is written."""
+    """Leaves the reason for the launcher; returns the exit status. log: where the traceback is
+    written."""
     rank, trace = int(os.environ["RANK"]), "".join(traceback.format_exception(error))
     logged = log is not None and _log_traceback(error, log)
     if isinstance(error, DynmoError):
@@ -307,6 +318,7 @@ def _log_traceback(error: BaseException, log: Path) -> bool:
 
 
 def describe(error: BaseException, rank: int) -> str:
-    """One line for an error that is not dynmo's own: rank, what, where (in which layer, where its note says so)."""
+    """One line for an error that is not dynmo's own: rank, what, where (in which layer, where its
+    note says so)."""
     notes = "".join(f", {' '.join(note.split())}" for note in getattr(error, "__notes__", ()))
     return f"rank {rank}: {type(error).__name__}: {' '.join(str(error).split())}{place(error, own=True)}{notes}"

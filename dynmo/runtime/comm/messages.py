@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-# FileStore and gloo give no reason codes. Only the words of their messages tell a late peer from a dead one.
+# FileStore and gloo give no reason codes. Only the words of their messages tell a late peer from a
+# dead one.
 LATE = re.compile(r"timed? ?out|timeout", re.IGNORECASE)
 
 

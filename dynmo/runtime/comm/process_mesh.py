@@ -1,4 +1,5 @@
-"""The mesh: pipelines of equal placement that train side by side on different microbatches (replicas).
+"""The mesh: pipelines of equal placement that train side by side on different microbatches
+(replicas).
 
     8 ranks, 2 replicas         pipeline rank   0      1      2      3
                                  replica 0    rank 0 rank 2 rank 4 rank 6      the pipelines: activations, gradients of inputs
@@ -7,7 +8,8 @@
 
     global rank = pipeline rank * replicas + replica
 
-Peers are neighbours: what they exchange, all gradients of a step, is more than what passes between stages.
+Peers are neighbours: what they exchange, all gradients of a step, is more than what passes between
+stages.
 """
 
 from __future__ import annotations
@@ -19,10 +21,11 @@ from dynmo.runtime.comm.world import World
 
 
 def arrange(world: World, replicas: int) -> World:
-    """This rank's pipeline in a mesh of so many replicas over all of the world's ranks; `peers` and `everyone` lead to the others.
+    """This rank's pipeline in a mesh of so many replicas over all of the world's ranks; `peers` and
+    `everyone` lead to the others.
 
-    Called on all ranks; again, for another shape of the same ranks, once nothing is under way. Raises ConfigError if replicas do not divide
-    the ranks.
+    Called on all ranks; again, for another shape of the same ranks, once nothing is under way.
+    Raises ConfigError if replicas do not divide the ranks.
     """
     everyone = world.everyone
     if everyone.size % replicas:
@@ -39,8 +42,8 @@ def arrange(world: World, replicas: int) -> World:
 
 
 class FirstReplica:
-    """Sums over the ranks of one pipeline, the first replica's, for all: what every replica must know alike though each could measure it
-    differently (on other data, or in time)."""
+    """Sums over the ranks of one pipeline, the first replica's, for all: what every replica must
+    know alike though each could measure it differently (on other data, or in time)."""
 
     def __init__(self, world: World) -> None:
         self._world = world

@@ -1,4 +1,5 @@
-"""Where the ranks of a run find each other, read from what the launcher set. No torch here: the launcher itself needs none."""
+"""Where the ranks of a run find each other, read from what the launcher set. No torch here: the
+launcher itself needs none."""
 
 from __future__ import annotations
 
@@ -12,8 +13,8 @@ from dynmo.errors import ConfigError
 
 @dataclass(frozen=True)
 class Rendezvous:
-    """Where the ranks of a run find each other: a folder that only this user can read (local ranks), or an address (torchrun, Slurm).
-    Neither: one rank, which need not find any other."""
+    """Where the ranks of a run find each other: a folder that only this user can read (local
+    ranks), or an address (torchrun, Slurm). Neither: one rank, which need not find any other."""
 
     rank: int
     size: int
@@ -21,7 +22,8 @@ class Rendezvous:
     folder: str | None = None
     address: str | None = None
     port: int | None = None
-    # The address is the loopback's and every rank is on this machine: nothing needs to be open to the network.
+    # The address is the loopback's and every rank is on this machine: nothing needs to be open to
+    # the network.
     loopback: bool = False
 
     def __post_init__(self) -> None:
@@ -33,7 +35,8 @@ ALONE = Rendezvous(rank=0, size=1, local_rank=0)
 
 
 def from_environment(environ: Mapping[str, str] = os.environ) -> Rendezvous | None:
-    """The world this process was started in: dynmo's own, torchrun's or Slurm's; None when it was started alone.
+    """The world this process was started in: dynmo's own, torchrun's or Slurm's; None when it was
+    started alone.
 
     Raises ConfigError when the variables are there but incomplete.
     """
@@ -56,7 +59,8 @@ def from_environment(environ: Mapping[str, str] = os.environ) -> Rendezvous | No
         here = environ.get("LOCAL_WORLD_SIZE") == environ["WORLD_SIZE"]
         loopback = _is_loopback(address) and (here or address != "localhost")
         return Rendezvous(rank, size, local, address=address, port=number("MASTER_PORT"), loopback=loopback)
-    # A single interactive Slurm shell also has SLURM_PROCID; only several tasks are a world to join.
+    # A single interactive Slurm shell also has SLURM_PROCID; only several tasks are a world to
+    # join.
     if "SLURM_PROCID" in environ and "SLURM_NTASKS" in environ and number("SLURM_NTASKS") > 1:
         rank, size, local = number("SLURM_PROCID"), number("SLURM_NTASKS"), number("SLURM_LOCALID")
         address = environ.get("MASTER_ADDR") or first_host(environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST", ""))

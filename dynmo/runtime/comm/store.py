@@ -22,8 +22,9 @@ _SLACK = 2.0
 
 
 def open_store(rendezvous: Rendezvous | None, timeout: float) -> dist.Store:
-    """The key-value store through which the ranks of `rendezvous` meet. timeout: seconds. Raises RunError for None, which is what
-    `from_environment` finds where no launcher started this process, and where no store can be made."""
+    """The key-value store through which the ranks of `rendezvous` meet. timeout: seconds. Raises
+    RunError for None, which is what `from_environment` finds where no launcher started this
+    process, and where no store can be made."""
     if rendezvous is None:
         raise RunError(
             "this process was started alone, in no world of ranks: start it with torchrun, or take a world of one rank, "

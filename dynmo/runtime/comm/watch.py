@@ -1,4 +1,5 @@
-"""Bytes of the tensors that ops make while it watches, at most and now. For shapes alone: under it torch may compute otherwise."""
+"""Bytes of the tensors that ops make while it watches, at most and now. For shapes alone: under it
+torch may compute otherwise."""
 
 from __future__ import annotations
 
@@ -12,7 +13,8 @@ from dynmo.kernels.torch_private import TorchDispatchMode, tree_leaves
 
 
 class Watch(TorchDispatchMode):
-    """Entered again, it goes on counting. What it has seen made counts until it is gone, also while it does not watch."""
+    """Entered again, it goes on counting. What it has seen made counts until it is gone, also while
+    it does not watch."""
 
     def __init__(self) -> None:
         super().__init__()

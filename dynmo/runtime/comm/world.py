@@ -1,11 +1,13 @@
 """The ranks that train together: one generation of process groups, passed explicitly.
 
-A generation is one `init_process_group` over a prefixed store (`gen/<k>`), so that a planned change of the world is milliseconds and no
-restart. CPU tensors travel by gloo. CUDA tensors travel by NCCL, with a communicator per channel. In a `staged` world gloo carries them
-through host memory (`staging.py`).
+A generation is one `init_process_group` over a prefixed store (`gen/<k>`), so that a planned change
+of the world is milliseconds and no restart. CPU tensors travel by gloo. CUDA tensors travel by
+NCCL, with a communicator per channel. In a `staged` world gloo carries them through host memory
+(`staging.py`).
 
-All ranks of a generation are one world. `mesh.arrange` gives views of it for pipelines that train side by side (replicas): a view is a
-world too, in which ranks count from 0, so whoever works in one pipeline need not know that there are others.
+All ranks of a generation are one world. `mesh.arrange` gives views of it for pipelines that train
+side by side (replicas): a view is a world too, in which ranks count from 0, so whoever works in one
+pipeline need not know that there are others.
 """
 
 from __future__ import annotations
@@ -30,7 +32,8 @@ from dynmo.runtime.comm.messages import LATE, first_line, ranks_text, reason
 from dynmo.runtime.comm.staging import StagedReceive
 from dynmo.runtime.comm.store import claim, find_missing
 
-# NCCL counts its limit from when work is enqueued, which may be a step ahead of the device, and then ends the process. `World.look` tells.
+# NCCL counts its limit from when work is enqueued, which may be a step ahead of the device, and
+# then ends the process. `World.look` tells.
 _NEVER = timedelta(days=30)
 
 
@@ -59,23 +62,28 @@ class World:
     timeout: float
     generation: int
     store: dist.Store
-    # Where messages travel that have no communicator of their own; None in a world of one rank that needs no messages.
+    # Where messages travel that have no communicator of their own; None in a world of one rank that
+    # needs no messages.
     group: dist.ProcessGroup | None = None
     # All messages travel by gloo, through host memory. Ranks may then share a GPU.
     staged: bool = False
     channels: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet[Any])
-    # Of a view: all the worlds that it is one of, as the global ranks of each; which one it is; its group (None: the one of all ranks).
+    # Of a view: all the worlds that it is one of, as the global ranks of each; which one it is; its
+    # group (None: the one of all ranks).
     subgroups: tuple[tuple[int, ...], ...] = ()
     subgroup: int = 0
     process_group: dist.ProcessGroup | None = None
-    # All ranks of this generation, and the ranks that do the same as this one in the other replicas; None: this rank's world has no others.
+    # All ranks of this generation, and the ranks that do the same as this one in the other
+    # replicas; None: this rank's world has no others.
     _everyone: World | None = field(default=None, repr=False, compare=False)
     _peers: World | None = field(default=None, repr=False, compare=False)
-    # Of the world of all ranks: its views, their groups by global ranks (a shape that comes back needs no new ones), and how many replicas.
+    # Of the world of all ranks: its views, their groups by global ranks (a shape that comes back
+    # needs no new ones), and how many replicas.
     _views: list[World] = field(default_factory=list["World"], repr=False, compare=False)
     _process_groups: dict[tuple[int, ...], Any] = field(default_factory=dict[tuple[int, ...], Any], repr=False, compare=False)
     _shape: int = 1
-    # Of a world within a program's own process groups: torch's number of each rank. Empty: the world is torch's default group.
+    # Of a world within a program's own process groups: torch's number of each rank. Empty: the
+    # world is torch's default group.
     _torch_ranks: tuple[int, ...] = field(default=(), repr=False, compare=False)
     # NCCL's communicators, by tag and global ranks.
     _channel_groups: dict[tuple[int, ...], Any] = field(default_factory=dict[tuple[int, ...], Any], repr=False, compare=False)
@@ -118,7 +126,8 @@ class World:
         claim(prefixed, rank, timeout)
         try:
             dist.init_process_group(backend, store=prefixed, rank=rank, world_size=size, timeout=timedelta(seconds=timeout))
-            # A rank that fails at once and leaves would break the connections that others are still making.
+            # A rank that fails at once and leaves would break the connections that others are still
+            # making.
             prefixed.set(f"joined/{rank}", "1")
             prefixed.wait([f"joined/{other}" for other in range(size)], timedelta(seconds=timeout))
         except RuntimeError as error:
@@ -135,7 +144,8 @@ class World:
 
     @classmethod
     def adopt(cls, ranks: Sequence[int], *, device: torch.device, timeout: float) -> World:
-        """Makes a world of ranks that have met before, within the program's own process groups. Only these ranks call it.
+        """Makes a world of ranks that have met before, within the program's own process groups.
+        Only these ranks call it.
 
         Args:
             ranks: Ranks of torch's default group, in ascending order. They become ranks 0, 1, ...
@@ -171,7 +181,8 @@ class World:
         for channels in list(self.channels):
             channels.close()
         if failed and self.enqueues and dist.is_initialized():
-            # Communicators end in order once their work is done, which would be never: the failure could not be told.
+            # Communicators end in order once their work is done, which would be never: the failure
+            # could not be told.
             abort_communicators()
         adopted = [everyone.group, *everyone._process_groups.values(), *everyone._channel_groups.values()] if everyone._torch_ranks else []
         # A group ends, and its peers are told, when the last reference to it goes.
@@ -194,10 +205,11 @@ class World:
 
     @property
     def enqueues(self) -> bool:
-        """Whether messages are enqueued on the device's stream (NCCL). Otherwise the host waits for them (gloo)."""
+        """Whether messages are enqueued on the device's stream (NCCL). Otherwise the host waits for
+        them (gloo)."""
         return self.device.type == "cuda" and not self.staged
 
-    # -- the mesh -----------------------------------------------------------------------------------------------------------
+    # -- the mesh ----------------------------------------------------------------------------------
 
     @property
     def everyone(self) -> World:
@@ -276,9 +288,11 @@ class World:
 
     def _new_group(self, members: Sequence[int], backend: str | None = None) -> Any:
         """A process group of some of all ranks. All ranks call it."""
+        if not self._torch_ranks:
+            return dist.new_group(list(members), timeout=timedelta(seconds=self.timeout), backend=backend)
         return _new_group([self._torch_rank(rank) for rank in members], self.timeout, backend, self.size)
 
-    # -- point to point ---------------------------------------------------------------------------------------------------
+    # -- point to point ----------------------------------------------------------------------------
 
     def open_channels(self, pairs: Sequence[tuple[int, ...]]) -> None:
         """Makes NCCL's communicators, one per channel. gloo needs none, because it has tags.
@@ -303,8 +317,9 @@ class World:
                 if self.everyone.rank in ends:
                     self._lift_limit(group)
                     opened.append(key)
-        # A communicator is made at its first message, and its sender's thread stands until its receiver's is there, too: all in one order
-        # now, or two ranks that both send first would wait for each other for ever.
+        # A communicator is made at its first message, and its sender's thread stands until its
+        # receiver's is there, too: all in one order now, or two ranks that both send first would
+        # wait for each other for ever.
         for key in opened:
             _, source, target = key
             mark, what = (
@@ -344,7 +359,8 @@ class World:
         assert self.group is not None
         tensor = tensor.cpu() if self.staged else tensor
         try:
-            # dist.isend looks up the group and checks the tensor anew: on a small message that is half of the time it takes.
+            # dist.isend looks up the group and checks the tensor anew: on a small message that is
+            # half of the time it takes.
             global_rank = self.global_rank(target)
             work = dist.isend(tensor, self._torch_rank(global_rank), group=group) if group else self.group.send([tensor], global_rank, tag)
         except RuntimeError as error:
@@ -415,12 +431,13 @@ class World:
         if self.enqueues and group is not None:
             set_group_timeout(group, self.device, _NEVER)
 
-    # -- collectives: fixed-schema tensors, never objects ---------------------------------------------------------------------
+    # -- collectives: fixed-schema tensors, never objects ------------------------------------------
 
     def sum(self, tensor: Tensor, what: str) -> Tensor:
         """Adds a tensor up over the ranks, in place.
 
-        The order of the sum must not matter: one rank alone has a nonzero entry, or all are integers.
+        The order of the sum must not matter: one rank alone has a nonzero entry, or all are
+        integers.
 
         Args:
             tensor: Equal shapes on all ranks.
@@ -480,7 +497,7 @@ class World:
         """Waits until all ranks of all replicas are here. `what` is named in messages."""
         self.everyone.sum(torch.zeros(1), what)
 
-    # -- failures ---------------------------------------------------------------------------------------------------------
+    # -- failures ----------------------------------------------------------------------------------
 
     def fail(self, error: RuntimeError, peers: Sequence[int] | None, what: str) -> NoReturn:
         """Turns a backend's exception into one line that names who waits for whom.
@@ -506,7 +523,8 @@ class World:
         return WaitTimeout(f"{waited}; where it only takes longer, raise parallel.timeout", [self.global_rank(rank) for rank in late])
 
     def _not_waiting(self, what: str) -> list[int]:
-        """Who is not in this collective: every rank that gives up says so in the store; those that do not are the ones waited for."""
+        """Who is not in this collective: every rank that gives up says so in the store; those that
+        do not are the ones waited for."""
         key = f"waiting/{self.global_rank(self.rank)}"
         try:
             self.store.set(key, json.dumps({"host": socket.gethostname(), "what": what}))
@@ -519,15 +537,18 @@ class World:
 
 
 def _new_group(ranks: Sequence[int], timeout: float, backend: str | None, callers: int) -> Any:
-    """A process group of some ranks of torch's default group, which `callers` ranks make together."""
-    # torch names a group by a count that all ranks share, or by its ranks and a count of this rank's groups.
+    """A process group of some ranks of torch's default group, which `callers` ranks make
+    together."""
+    # torch names a group by a count that all ranks share, or by its ranks and a count of this
+    # rank's groups.
     own_name = callers < dist.get_world_size()
     return dist.new_group(list(ranks), timedelta(seconds=timeout), backend, use_local_synchronization=own_name)
 
 
 def _leave() -> None:
-    """Ends the group, if there is one. torch names groups by a count, which must be the same on all ranks when they meet again: it starts
-    anew where a group ends, but not where one could not be formed."""
+    """Ends the group, if there is one. torch names groups by a count, which must be the same on all
+    ranks when they meet again: it starts anew where a group ends, but not where one could not be
+    formed."""
     if dist.is_initialized():
         dist.destroy_process_group()
     restart_group_names()

@@ -45,9 +45,10 @@ class StepOutput:
 class Executor:
     """Runs one rank's program over its stages and channels.
 
-    timeout: seconds for which a rank waits for a message before it runs pieces of W's that are further on in the program
-    (`weight_grad_queue.py`); None where it never does. In a pipeline that keeps time every wait is as short as a message takes, and a piece
-    begun there only holds up who waits for the next op.
+    timeout: seconds for which a rank waits for a message before it runs pieces of W's that are
+    further on in the program (`weight_grad_queue.py`); None where it never does. In a pipeline that
+    keeps time every wait is as short as a message takes, and a piece begun there only holds up who
+    waits for the next op.
     """
 
     def __init__(
@@ -84,7 +85,8 @@ class Executor:
         Returns:
             The losses, and when each op ran.
         """
-        # A garbage collection in the middle of a step would hold up every rank downstream; between steps it holds up none.
+        # A garbage collection in the middle of a step would hold up every rank downstream; between
+        # steps it holds up none.
         collecting = gc.isenabled()
         gc.disable()
         try:
@@ -123,12 +125,14 @@ def _at(batch: Tensor | None, microbatch: int) -> Tensor:
 
 
 def mean_loss(losses: list[Tensor]) -> float:
-    """The step's loss: the mean over the microbatches, added in their order; 0 on a rank that has none."""
+    """The step's loss: the mean over the microbatches, added in their order; 0 on a rank that has
+    none."""
     return float(torch.stack(losses).double().mean()) if losses else 0.0
 
 
 class _ProgramRun:
-    """One run of an executor's program: the tensors that are on their way, and what has been measured."""
+    """One run of an executor's program: the tensors that are on their way, and what has been
+    measured."""
 
     def __init__(self, executor: Executor, step: int, inputs: Tensor | None, targets: Tensor | None, training: bool) -> None:
         self._executor, self._step, self._inputs, self._targets, self._training = executor, step, inputs, targets, training
@@ -137,12 +141,14 @@ class _ProgramRun:
         self._output = StepOutput()
         self._intervals = self._output.intervals
         self._queue = WeightGradQueue(self._program.instructions, self._stages)
-        # Tensors on their way to an op or to a channel, by (direction, stage that needs or made them, microbatch).
+        # Tensors on their way to an op or to a channel, by (direction, stage that needs or made
+        # them, microbatch).
         self._arrived: dict[Key, Tensors] = {}
         self._leaving: dict[Key, Tensors] = {}
 
     def run(self, is_validated: Callable[[], bool] | None) -> StepOutput | None:
-        """Runs all instructions. Returns None if the program must begin again: all but the buffers is then as it was at its start."""
+        """Runs all instructions. Returns None if the program must begin again: all but the buffers
+        is then as it was at its start."""
         for instruction in self._program.instructions:
             if isinstance(instruction, Compute):
                 self._compute(instruction)
@@ -236,7 +242,8 @@ class _ProgramRun:
         self._intervals.append(Interval(SEND, s, j, start, self._mark()))
 
     def _verdict(self, verdict: Verdict, is_validated: Callable[[], bool]) -> bool:
-        """Asks whether the step before is final. If it is not, takes back what this run has done."""
+        """Asks whether the step before is final. If it is not, takes back what this run has
+        done."""
         start = self._mark()
         if not is_validated():
             self._executor.clear()

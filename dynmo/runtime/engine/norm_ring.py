@@ -1,15 +1,18 @@
-"""The end of a step without a barrier (Zero Bubble, section 4): step first, check later, take it back where the check fails.
+"""The end of a step without a barrier (Zero Bubble, section 4): step first, check later, take it
+back where the check fails.
 
     rank 0 | .. W W |u F F F ? B W ..        u  own gradients are complete: add own part to the prefix (what the ranks before have
     rank 1 |  .. W W |u F F ? B W ..            added), step if it is finite and does not clip, and hand it on
     rank 2 |    .. W W |u F ? B W ..         ?  the whole table, from the last rank back: the step stands, or is taken back
 
-A squared norm only grows as parts are added, and what is not finite stays so. So where the whole is finite and does not clip, every rank
-has stepped; and a rank whose own gradient is bad never steps, so every step that is taken back had a good gradient and can be inverted.
+A squared norm only grows as parts are added, and what is not finite stays so. So where the whole is
+finite and does not clip, every rank has stepped; and a rank whose own gradient is bad never steps,
+so every step that is taken back had a good gradient and can be inverted.
 
-Several stages on a rank are one part: the rank has one prefix, one decision and one verdict. Nothing above depends on the order in which
-parts are added, and the rank begins its next step with the F of its first stage, for which `lower.routes` shows that the prefix
-delays nobody; its other stages' layers are ready sooner than they are needed.
+Several stages on a rank are one part: the rank has one prefix, one decision and one verdict.
+Nothing above depends on the order in which parts are added, and the rank begins its next step with
+the F of its first stage, for which `lower.routes` shows that the prefix delays nobody; its other
+stages' layers are ready sooner than they are needed.
 """
 
 from __future__ import annotations
@@ -31,14 +34,16 @@ NON_FINITE, CLIPPED = "non-finite", "clipped"
 
 @dataclass(frozen=True)
 class Rollback:
-    """A step that was not as some ranks had made it. what: NON_FINITE or CLIPPED. seconds: of this rank's work, thrown away."""
+    """A step that was not as some ranks had made it. what: NON_FINITE or CLIPPED. seconds: of this
+    rank's work, thrown away."""
 
     what: str
     seconds: float
 
 
 class NormRing:
-    """How the table of a step's end passes the ranks: down as a prefix, up as the verdict (`lower.routes`). Receives are posted ahead."""
+    """How the table of a step's end passes the ranks: down as a prefix, up as the verdict
+    (`lower.routes`). Receives are posted ahead."""
 
     def __init__(self, world: World, placement: tuple[int, ...], length: int) -> None:
         self._world, self._length = world, length
@@ -49,7 +54,8 @@ class NormRing:
         self._prefix_from = down[place - 1] if place else None
         self._prefix_to = None if completes else down[place + 1]
         place = up.index(rank)
-        # The first on the way up has the whole table from the rank that completed it, itself perhaps.
+        # The first on the way up has the whole table from the rank that completed it, itself
+        # perhaps.
         self._verdict_from = up[place - 1] if place else (None if completes else down[-1])
         self._verdict_to = up[place + 1] if place + 1 < len(up) else None
         self._starts_at = up[0] if completes and up[0] != rank else None
@@ -67,11 +73,13 @@ class NormRing:
             self._posted[tag] = table, self._world.receive(table, source, tag)
 
     def prefix(self, own: Tensor) -> Tensor:
-        """own: this rank's entries, zeros elsewhere. Returns them with those of the ranks before."""
+        """own: this rank's entries, zeros elsewhere. Returns them with those of the ranks
+        before."""
         return own if self._prefix_from is None else own + self._take(TAG_PREFIX, self._prefix_from, "the norms of the ranks before it")
 
     def pass_on(self, prefix: Tensor) -> None:
-        """Hands the prefix to the next rank; the last one sends what is the whole table on its way back."""
+        """Hands the prefix to the next rank; the last one sends what is the whole table on its way
+        back."""
         self._finish_sends()
         self._post(TAG_VERDICT, self._verdict_from)
         if self._prefix_to is not None:
@@ -112,7 +120,8 @@ class NormRing:
         self._sent.clear()
 
 
-# Of the last `_WINDOW` steps: taken back more often than `_MOST`, and there is a barrier again; no oftener than `_FEW`, and there is none.
+# Of the last `_WINDOW` steps: taken back more often than `_MOST`, and there is a barrier again; no
+# oftener than `_FEW`, and there is none.
 _WINDOW, _MOST, _FEW = 20, 5, 1
 
 
@@ -125,7 +134,8 @@ class Switch:
 
 
 class BarrierPolicy:
-    """Whether steps are validated afterwards or before, by how often they fail. Fed with verdicts, so it is the same on every rank."""
+    """Whether steps are validated afterwards or before, by how often they fail. Fed with verdicts,
+    so it is the same on every rank."""
 
     def __init__(self) -> None:
         self._recent: deque[bool] = deque(maxlen=_WINDOW)

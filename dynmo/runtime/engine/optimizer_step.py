@@ -1,6 +1,7 @@
 """The end of a step with a barrier: what the ranks must agree on, clipping, the optimizer.
 
-gradients --merge tied, unscale--> norms --sum over all ranks--> finite? clip factor? --> optimizers, or nothing
+gradients --merge tied, unscale--> norms --sum over all ranks--> finite? clip factor? -->
+optimizers, or nothing
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ class OptimizerStep:
         self.scaler, self.clip_scope = scaler, clip_scope
 
     def update(self, step: int, step_output: StepOutput, lr: float, max_norm: float, flag: bool) -> tuple[StepResult, str | None]:
-        """The step's result, and what kept it from being made as its gradients were. Raises RunError where that ends the run."""
+        """The step's result, and what kept it from being made as its gradients were. Raises
+        RunError where that ends the run."""
         self.prepare()
         table = self.table.once(self.table.own(step_output, flag))
         everyone = self._layer_store.world.everyone
@@ -52,11 +54,13 @@ class OptimizerStep:
         return result, failed
 
     def prepare(self) -> None:
-        """Before anyone looks at the gradients: those of tied weights are summed, and the loss scale is divided out."""
+        """Before anyone looks at the gradients: those of tied weights are summed, and the loss
+        scale is divided out."""
         self._layer_store.tied.merge()
         for layer in self._layer_store.layers.values():
             for parameter in layer.module.parameters():
-                # Fused optimizers read memory as it lies; the tape of a module of one's own may leave a gradient in another order.
+                # Fused optimizers read memory as it lies; the tape of a module of one's own may
+                # leave a gradient in another order.
                 if parameter.grad is not None and not parameter.grad.is_contiguous():
                     parameter.grad = parameter.grad.contiguous()
         self._unscale()
@@ -68,18 +72,20 @@ class OptimizerStep:
             if gradients:
                 scale_all(gradients, 1 / self.scaler.scale)
 
-    # -- what a step is up against ----------------------------------------------------------------------------------------------
+    # -- what a step is up against -----------------------------------------------------------------
 
     def failed(self, loss: float, squared_norms: Sequence[float], max_norm: float) -> str | None:
-        """What keeps a step from being made as its gradients are; of a prefix, where the entries of later ranks are still 0, so far."""
+        """What keeps a step from being made as its gradients are; of a prefix, where the entries of
+        later ranks are still 0, so far."""
         if not all(map(math.isfinite, (loss, *squared_norms))):
             return NON_FINITE
         clips = self.clip_scope == "global" and clip_factor(math.sqrt(math.fsum(squared_norms)), max_norm) != 1.0
         return CLIPPED if clips else None
 
     def error(self, result: StepResult) -> RunError | None:
-        """Of a step whose loss or norm is not finite: what ends the run; None where the step is skipped, for gradients overflowed under a
-        loss scale that may fall. The one place where that is decided, alike on every rank."""
+        """Of a step whose loss or norm is not finite: what ends the run; None where the step is
+        skipped, for gradients overflowed under a loss scale that may fall. The one place where that
+        is decided, alike on every rank."""
         scaler, finite = self.scaler, math.isfinite(result.loss)
         if finite and scaler.skips:
             return None
@@ -92,10 +98,11 @@ class OptimizerStep:
     def skipped(self, result: StepResult) -> StepResult:
         return replace(result, squared_norms=(0.0,) * self._layer_store.model.layers, skipped=True)
 
-    # -- what is done to the layers ---------------------------------------------------------------------------------------------
+    # -- what is done to the layers ----------------------------------------------------------------
 
     def apply(self, squared_norms: Sequence[float], lr: float, max_norm: float) -> None:
-        """Steps the layers, clipped. squared_norms: of all layers, or of its own where each is clipped by its own."""
+        """Steps the layers, clipped. squared_norms: of all layers, or of its own where each is
+        clipped by its own."""
         norm = math.sqrt(math.fsum(squared_norms))
         own = self.clip_scope == "local"
         self._each(lambda index, optimizer: optimizer.step(lr, clip_factor(math.sqrt(squared_norms[index]) if own else norm, max_norm)))

@@ -1,8 +1,9 @@
-"""The end of a step without a barrier: the step is made on what the ranks before know, and pending until the verdict on it is in.
+"""The end of a step without a barrier: the step is made on what the ranks before know, and pending
+until the verdict on it is in.
 
     end(step)        made where the prefix has nothing against it, and told to the next rank; then the next step begins
-    its program      F F F ?        `stands`: the verdict; a step that failed is taken back, and made again where it only clips
-    settle()         takes the verdict at once, before anything that looks at the model or changes it
+    its program      F F F ?        `is_validated`: the verdict; a step that failed is taken back, and made again where it only clips
+    final            takes the verdict at once, before anything that looks at the model or changes it
 
 How the table of the step passes the ranks, and when there is a barrier again: `norm_ring.py`.
 """
@@ -33,9 +34,11 @@ class _Pending:
 
 
 class PostValidation:
-    """The last step, where it is not final yet, and the results of final ones that nobody has been given.
+    """The last step, where it is not final yet, and the results of final ones that nobody has been
+    given.
 
-    validates: whether steps ever are left pending. copies: a step is taken back from copies, to the bit, else by arithmetic.
+    validates: whether steps ever are left pending. copies: a step is taken back from copies, to the
+    bit, else by arithmetic.
     """
 
     def __init__(self, layer_store: LayerStore, end: OptimizerStep, *, validates: bool, copies: bool) -> None:
@@ -50,7 +53,8 @@ class PostValidation:
 
     @property
     def validates(self) -> bool:
-        """Whether the next step has no barrier at its end. A weight tied over two ranks gets its gradient from both: there, one stays."""
+        """Whether the next step has no barrier at its end. A weight tied over two ranks gets its
+        gradient from both: there, one stays."""
         return self._policy is not None and self._policy.on and not self._layer_store.tied.apart
 
     @property
@@ -70,7 +74,8 @@ class PostValidation:
         self._begun = time.perf_counter()
 
     def is_validated(self, executor: Executor) -> bool:
-        """In the middle of the next step's program, which the executor runs: whether it may go on."""
+        """In the middle of the next step's program, which the executor runs: whether it may go
+        on."""
         is_validated = self._is_validated()
         if self._failure is None:
             self._ring.expect()
@@ -78,15 +83,16 @@ class PostValidation:
         return is_validated
 
     def end(self, step: int, step_output: StepOutput, lr: float, max_norm: float, flag: bool) -> None:
-        """Of a step without a barrier: makes it if the ranks so far have nothing against it, and tells the next. Raises the RunError of
-        the step before, if that has failed meanwhile."""
+        """Of a step without a barrier: makes it if the ranks so far have nothing against it, and
+        tells the next. Raises the RunError of the step before, if that has failed meanwhile."""
         if self._failure is not None:
             self._end.discard()
             self._raise()
         self._end.prepare()
         prefix = self._ring.prefix(self._end.table.own(step_output, flag))
         known = self._end.table.read(step, prefix, step_output, self._end.scaler.scale)
-        # By the norms alone: they are the same on all replicas, which must do alike. A loss that is not finite is for the verdict to find.
+        # By the norms alone: they are the same on all replicas, which must do alike. A loss that is
+        # not finite is for the verdict to find.
         stepped = self._end.failed(0.0, known.squared_norms, max_norm) is None
         if stepped:
             if self._copies:
@@ -100,12 +106,14 @@ class PostValidation:
 
     @property
     def final(self) -> LayerStore:
-        """The layers, once the last step is final. Whoever reads or changes the model takes them from here."""
+        """The layers, once the last step is final. Whoever reads or changes the model takes them
+        from here."""
         self.settle()
         return self._layer_store
 
     def drain(self) -> tuple[StepResult, ...]:
-        """Waits until the last step is final. Returns the results of final steps that were not given before, in order."""
+        """Waits until the last step is final. Returns the results of final steps that were not
+        given before, in order."""
         self.settle()
         return self.take_done()
 
@@ -125,7 +133,8 @@ class PostValidation:
             )
 
     def _is_validated(self) -> bool:
-        """Takes the verdict on the pending step and does what it says. False: the step was not made as it was thought to be."""
+        """Takes the verdict on the pending step and does what it says. False: the step was not made
+        as it was thought to be."""
         pending, self._pending = self._pending, None
         assert pending is not None
         end = self._end
@@ -157,7 +166,8 @@ class PostValidation:
         raise failure
 
     def observed(self, result: StepResult, failed: str | None) -> StepResult:
-        """Of a step with a barrier: as the verdict on it would have been, so that there may be none again."""
+        """Of a step with a barrier: as the verdict on it would have been, so that there may be none
+        again."""
         return replace(result, switch=self._policy.observe(failed is not None)) if self._policy else result
 
     def add(self, result: StepResult) -> None:

@@ -1,7 +1,9 @@
-"""Measured costs of every layer, continuously: the F, B and W seconds of each microbatch are timed as they run, and condensed once a step.
+"""Measured costs of every layer, continuously: the F, B and W seconds of each microbatch are timed
+as they run, and condensed once a step.
 
-Robust to noise: the clock leaves out what other processes took (`clock.py`), and medians leave out single readings
-(`balance/readings.py`). Gathered as one fixed vector in which every layer is filled in by the rank that holds it.
+Robust to noise: the clock leaves out what other processes took (`clock.py`), and medians leave out
+single readings (`balance/readings.py`). Gathered as one fixed vector in which every layer is filled
+in by the rank that holds it.
 """
 
 from __future__ import annotations
@@ -30,12 +32,14 @@ from dynmo.schedule.op import Kind
 
 
 def weight_bytes(module: nn.Module) -> int:
-    """Parameters, and the buffers that are held with them: a pruned weight's indices are more than its values."""
+    """Parameters, and the buffers that are held with them: a pruned weight's indices are more than
+    its values."""
     return sum(t.nbytes for t in (*module.parameters(), *module.buffers()))
 
 
 OpMark = tuple[Kind, Any, Any, list[tuple[Any, Any]]]
-"""Of a layer's op: kind, start, end, and the parts of W inside a BW, or ahead of a W (`Layer.marks`)."""
+"""Of a layer's op: kind, start, end, and the parts of W inside a BW, or ahead of a W
+(`Layer.marks`)."""
 
 
 class Profiler:
@@ -61,7 +65,8 @@ class Profiler:
         self.spent += time.perf_counter() - start
 
     def observe_ops(self, intervals: Iterable[Interval]) -> None:
-        """Notes which share of the time of one step's ops other processes took. The clock must be settled."""
+        """Notes which share of the time of one step's ops other processes took. The clock must be
+        settled."""
         seconds = elapsed = 0.0
         for s in intervals:
             known = None if s.kind in (WAIT, SEND) else self._clock.seconds(s.start, s.end)
@@ -72,11 +77,13 @@ class Profiler:
 
     @property
     def preempted(self) -> float:
-        """The share of its ops' time for which this rank lost its core to other processes: median of the newest steps."""
+        """The share of its ops' time for which this rank lost its core to other processes: median
+        of the newest steps."""
         return median(self._preempted) if self._preempted else 0.0
 
     def _read(self, marks: Sequence[OpMark]) -> list[list[float]]:
-        """A step's readings of F, B and W. A doubtful one counts only where there is no other of its kind."""
+        """A step's readings of F, B and W. A doubtful one counts only where there is no other of
+        its kind."""
         readings = list[list[float]]()
         for which, kind in enumerate(_by_kind(marks, self._clock.seconds)):
             known = [seconds for seconds in kind if seconds is not None]
@@ -93,9 +100,11 @@ class Profiler:
     def gather(
         self, world: World, layers: Iterable[tuple[Layer, LayerOptimizer]], count: int, copies: bool = False, accumulation_groups: int = 1
     ) -> tuple[LayerCost, ...]:
-        """Every layer's cost, the same on every rank: where there are replicas, of the one that takes longest.
+        """Every layer's cost, the same on every rank: where there are replicas, of the one that
+        takes longest.
 
-        copies: the optimizers keep some, to take steps back. accumulation_groups: of the whole mesh.
+        copies: the optimizers keep some, to take steps back. accumulation_groups: of the whole
+        mesh.
         """
         table = torch.zeros(count, len(fields(LayerCost)), dtype=torch.float64)
         for layer, optimizer in layers:
@@ -128,10 +137,12 @@ class Profiler:
         Args:
             world: Every rank of it must call.
             own: This rank's layers.
-            costs: All layers', by all readings. They may be scaled: the halves are told in proportion.
+            costs: All layers', by all readings. They may be scaled: the halves are told in
+                proportion.
 
         Returns:
-            The costs by the earlier readings and by the later ones; nothing if some layer has a time of one reading only.
+            The costs by the earlier readings and by the later ones; nothing if some layer has a
+            time of one reading only.
         """
         unknown = Times(math.inf, math.inf, math.inf)
         table = torch.zeros(len(costs), 3, len(unknown), dtype=torch.float64)
@@ -148,7 +159,8 @@ class Profiler:
 
 
 def _in_proportion(cost: LayerCost, f: float, b: float, w: float, half_f: float, half_b: float, half_w: float) -> LayerCost:
-    """A cost for which F, B and W are known as f, b and w by all readings, as half of the readings tell it."""
+    """A cost for which F, B and W are known as f, b and w by all readings, as half of the readings
+    tell it."""
     return replace(
         cost,
         f=cost.f * half_f / f if f else half_f,
@@ -194,10 +206,12 @@ Pair = tuple[int, int]
 
 
 def measure_links(world: World, pairs: Sequence[Pair], sizes: Pair = (1 << 10, 1 << 20), repeats: int = 5) -> dict[Pair, LinkCost]:
-    """Latency and bandwidth of each pair of ranks: the median of several ping-pongs, with pauses, as messages have in training.
+    """Latency and bandwidth of each pair of ranks: the median of several ping-pongs, with pauses,
+    as messages have in training.
 
-    Back to back they would be several times faster than any message ever is: caches, threads and cores are awake then. Pairs that share no
-    rank are measured at once; a chain of ranks takes about a fifth of a second.
+    Back to back they would be several times faster than any message ever is: caches, threads and
+    cores are awake then. Pairs that share no rank are measured at once; a chain of ranks takes
+    about a fifth of a second.
     """
     table = torch.zeros(len(pairs), 2, dtype=torch.float64)
     world.open_channels([(TAG_LINKS, low, high) for low, high in pairs])
@@ -233,8 +247,8 @@ _LINKS = "the links to be measured"
 
 
 def _ping(world: World, peer: int, key: tuple[int, ...], size: int, repeats: int) -> float:
-    """Seconds one way, sent and received as channels do: from a thread, into a receive that is posted. The first exchange opens the
-    connection and is not counted."""
+    """Seconds one way, sent and received as channels do: from a thread, into a receive that is
+    posted. The first exchange opens the connection and is not counted."""
     if world.enqueues:
         return _ping_on_device(world, peer, key, size, repeats)
     sender = Worker("links", threaded=True)
@@ -255,7 +269,8 @@ def _ping(world: World, peer: int, key: tuple[int, ...], size: int, repeats: int
 
 
 def _ping_on_device(world: World, peer: int, key: tuple[int, ...], size: int, repeats: int) -> float:
-    """A communicator has one stream for both directions, so a receive that is posted first would hold up the send that it waits for."""
+    """A communicator has one stream for both directions, so a receive that is posted first would
+    hold up the send that it waits for."""
     buffer = torch.zeros(size, dtype=torch.uint8, device=world.device)
     both = [world.send, world.receive] if world.rank < peer else [world.receive, world.send]
     times: list[float] = []

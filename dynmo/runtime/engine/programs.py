@@ -1,5 +1,5 @@
-"""The programs that this rank runs, over its layers as they are: one that trains, and those that evaluated last, by their number of
-microbatches.
+"""The programs that this rank runs, over its layers as they are: one that trains, and those that
+evaluated last, by their number of microbatches.
 
 They are lowered when they are first needed, and again after layers have moved, frozen or changed.
 """
@@ -24,7 +24,8 @@ _EVALUATORS = 2
 
 
 class Programs:
-    """post_validation: programs have a place for the verdict on the step before. lanes: where the stages compute."""
+    """post_validation: programs have a place for the verdict on the step before. streams: where the
+    stages compute."""
 
     def __init__(self, layer_store: LayerStore, clock: Clock, streams: StageStreams, *, post_validation: bool) -> None:
         self._layer_store, self._clock, self._streams = layer_store, clock, streams
@@ -41,13 +42,15 @@ class Programs:
         self._evaluators.clear()
 
     def lower(self, schedule: Schedule, timeout: float | None) -> Executor:
-        """The program that trains, under a schedule that is the same on all ranks. patience: as the executor has it."""
+        """The program that trains, under a schedule that is the same on all ranks. timeout: as the
+        executor has it."""
         programs = lower(fold(schedule) if self._layer_store.layout.sliced else schedule, post_validation=self._post_validation)
         self.training = self._execute(programs, self._layer_store.frozen.first_trainable, self._layer_store.layout.microbatches, timeout)
         return self.training
 
     def evaluate(self, inputs: Tensor | None, targets: Tensor | None, microbatches: int, keys: Keys | None = None) -> float:
-        """The mean loss, on the rank of the last stage; 0 elsewhere. keys: as `Pipeline.advance` has them."""
+        """The mean loss, on the rank of the last stage; 0 elsewhere. keys: as `Pipeline.advance`
+        has them."""
         layer_store = self._layer_store
         if microbatches not in self._evaluators:
             while len(self._evaluators) >= _EVALUATORS:  # the oldest; each has channels and threads of its own

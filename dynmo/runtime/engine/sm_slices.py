@@ -1,9 +1,13 @@
-"""Slices of one GPU: disjoint groups of its SMs with a stream on each, so that several stages compute at once. UNPROVEN: never yet run on
-a device; written after the documentation of cuda-core 1.2 and of CUDA's green contexts.
+"""Slices of one GPU: disjoint groups of its SMs with a stream on each, so that several stages
+compute at once.
+
+It follows the documentation of cuda-core 1.2 and of CUDA's green contexts. `make gpu` has run it on
+an H100.
 
     132 SMs, 4 slices:   | 32 | 32 | 32 | 32 | 4 left over, of no slice
 
-This is overlap on slices of one GPU, not several GPUs: memory, its bandwidth and the L2 cache are shared.
+This is overlap on slices of one GPU, not several GPUs: memory, its bandwidth and the L2 cache are
+shared.
 """
 
 from __future__ import annotations
@@ -20,7 +24,8 @@ from dynmo.runtime.engine.stage_streams import DefaultStream, SliceStreams, Stag
 
 
 class SmSlice(NamedTuple):
-    """sms: how many SMs compute what the stream is given. owner: what must live as long as the stream."""
+    """sms: how many SMs compute what the stream is given. owner: what must live as long as the
+    stream."""
 
     sms: int
     stream: torch.cuda.Stream
@@ -28,7 +33,8 @@ class SmSlice(NamedTuple):
 
 
 def make_streams(device: torch.device, slices: int, placement: Sequence[int]) -> StageStreams:
-    """A lane on each of so many slices of a CUDA device; on CPU all stages compute in turn. placement: per stage, its slice."""
+    """A stream on each of so many slices of a CUDA device. On CPU all stages compute in turn.
+    placement: the slice of each stage."""
     if device.type != "cuda":
         return DefaultStream()
     return SliceStreams([each.stream for each in cut(device.index or 0, slices)], placement)
@@ -42,7 +48,8 @@ def sizes(sms: int, slices: int, least: int, step: int) -> range:
 
 @cache  # once a process: the groups of two splits overlap, and torch keeps memory for a stream that must not end before it
 def cut(device: int, slices: int) -> tuple[SmSlice, ...]:
-    """So many equal slices, all from one split (torch.cuda.green_contexts splits anew for each context, and its groups overlap).
+    """So many equal slices, all from one split (torch.cuda.green_contexts splits anew for each
+    context, and its groups overlap).
 
     Raises ConfigError where cuda-core is missing, or the driver cannot cut this GPU so.
     """
@@ -69,7 +76,8 @@ def cut(device: int, slices: int) -> tuple[SmSlice, ...]:
 
 
 def _split(cuda: Any, whole: Any, slices: int) -> Sequence[Any]:
-    """One split into equal groups, as large as the GPU's topology allows: what it allows, only trying tells."""
+    """One split into equal groups, as large as the GPU's topology allows: what it allows, only
+    trying tells."""
     refused: Exception | None = None
     for count in sizes(whole.sm_count, slices, whole.min_partition_size, whole.coscheduled_alignment):
         try:

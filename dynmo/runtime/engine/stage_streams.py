@@ -1,11 +1,13 @@
-"""Where the stages of one process compute: all on the current stream, or each in its lane, a stream that runs beside the others'.
+"""Where the stages of one process compute: all on the current stream, or each in its lane, a stream
+that runs beside the others'.
 
     current stream   .. optimizer |fork                              |join  norms, optimizer ..
     lane 0 (stage 0)              | F0 F1 .. B0 W0 B1 W1             |
     lane 1 (stage 1)              | .. F0 B0 F1 B1 W0 W1             |
                                        waits for the event behind stage 0's F0
 
-One thread gives every lane its work, in the order of the program; only the lanes wait for each other, the thread for nobody.
+One thread gives every lane its work, in the order of the program; only the lanes wait for each
+other, the thread for nobody.
 """
 
 from __future__ import annotations
@@ -24,8 +26,8 @@ Key = tuple[Direction, int, int]
 
 
 class StageStreams(Protocol):
-    """`fork` before a program and `join` behind it, on the same stream. Within `of(stage)`: `need` before an op takes something, `made`
-    after an op has made it."""
+    """`fork` before a program and `join` behind it, on the same stream. Within `of(stage)`: `need`
+    before an op takes something, `made` after an op has made it."""
 
     def fork(self) -> None: ...
     def join(self) -> None: ...
@@ -81,7 +83,8 @@ class SliceStreams:
         stream = torch.cuda.current_stream()
         stream.wait_event(event)
         for tensor in tensors:
-            # Its memory is the other lane's, which would take it back as soon as this thread lets go of it.
+            # Its memory is the other lane's, which would take it back as soon as this thread lets
+            # go of it.
             tensor.record_stream(stream)
 
     def produced(self, key: Key) -> None:

@@ -1,9 +1,11 @@
-"""What the ranks know of a step at its end: one table, and the result that is read from it, the same on every rank.
+"""What the ranks know of a step at its end: one table, and the result that is read from it, the
+same on every rank.
 
     squared norms of the layers | losses of the microbatches | busy, span, flag
     on all replicas               of all replicas              of every global rank, or slice
 
-But for the norms each entry is filled by one rank, and of those by one in a pipeline: so no sum is rounded.
+But for the norms each entry is filled by one rank, and of those by one in a pipeline: so no sum is
+rounded.
 """
 
 from __future__ import annotations
@@ -61,7 +63,8 @@ class StepResult:
 
 
 class StepReduction:
-    """The table as this rank fills it in and reads it. float64, [length]; its parts follow the holding's mesh."""
+    """The table as this rank fills it in and reads it. float64, [length]; its parts follow the
+    holding's mesh."""
 
     def __init__(self, layer_store: LayerStore, clock: Clock) -> None:
         self._layer_store, self._clock = layer_store, clock
@@ -106,13 +109,15 @@ class StepReduction:
         return table
 
     def once(self, table: Tensor) -> Tensor:
-        """All replicas have the same norms, for their gradients are summed: one of them gives them to a sum over all."""
+        """All replicas have the same norms, for their gradients are summed: one of them gives them
+        to a sum over all."""
         if self._layer_store.world.replica:
             self._parts(table)[0].zero_()
         return table
 
     def complete(self, table: Tensor) -> Tensor:
-        """The table has the entries of all of a pipeline's ranks, here: now those of the other replicas', before it goes back."""
+        """The table has the entries of all of a pipeline's ranks, here: now those of the other
+        replicas', before it goes back."""
         if self._layer_store.world.replicas == 1:
             return table
         return self._layer_store.world.peers.sum(self.once(table.clone()), "the other replicas' steps to end")

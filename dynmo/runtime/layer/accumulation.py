@@ -20,7 +20,8 @@ from torch import Tensor, nn
 
 
 class Tree:
-    """The sum of tensors, added as the tree above; None stands for zeros. It adds into the tensors that it is given."""
+    """The sum of tensors, added as the tree above; None stands for zeros. It adds into the tensors
+    that it is given."""
 
     def __init__(self) -> None:
         self._parts: list[Tensor | None] = []
@@ -60,10 +61,12 @@ def _add(a: Tensor | None, b: Tensor | None) -> Tensor | None:
 
 
 class AccumulationGroups:
-    """Of one layer: sets its gradients aside where a slot ends, and says when those of the step are complete.
+    """Of one layer: sets its gradients aside where a slot ends, and says when those of the step are
+    complete.
 
-    Some parameters take their gradient in B (norms), others in W, and B may be ahead of W by several microbatches: each ends a slot where
-    its own gradient of the slot's last microbatch is there. Which one is which shows at the first microbatch that uses it.
+    Some parameters take their gradient in B (norms), others in W, and B may be ahead of W by
+    several microbatches: each ends a slot where its own gradient of the slot's last microbatch is
+    there. Which one is which shows at the first microbatch that uses it.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter], microbatches: int, count: int, done: Callable[[], None] | None = None) -> None:
@@ -78,7 +81,8 @@ class AccumulationGroups:
 
     @property
     def watching(self) -> bool:
-        """Whether W must be kept apart from B, to see which of them gives a parameter its gradient."""
+        """Whether W must be kept apart from B, to see which of them gives a parameter its
+        gradient."""
         return self._count > 1 and any(p.requires_grad for p in self._undecided)
 
     def after_input(self, microbatch: int) -> None:

@@ -1,8 +1,9 @@
-"""Copies of the buffers that forwards write to, so that a forward can run again from the same values.
+"""Copies of the buffers that forwards write to, so that a forward can run again from the same
+values.
 
-Buffers are copied and compared by value. A tensor's `_version` does not tell: torch's batch norm leaves it as it is, and
-so do writes through `.data` or numpy. Buffers that encode the sparsity of a pruned weight are left out. Forwards only
-read them, and they are large.
+Buffers are copied and compared by value. A tensor's `_version` does not tell: torch's batch norm
+leaves it as it is, and so do writes through `.data` or numpy. Buffers that encode the sparsity of a
+pruned weight are left out. Forwards only read them, and they are large.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16:
 
 
 class BufferKey(NamedTuple):
-    """Which buffer of a `BufferSet`: the place of its owner among the modules, and its name there."""
+    """Which buffer of a `BufferSet`: the place of its owner among the modules, and its name
+    there."""
 
     owner: int
     name: str
@@ -60,7 +62,8 @@ class BufferSet:
         return {key: before.get(key) for key, now in self._pairs(before) if not _is_same(before.get(key), now)}
 
     def maybe_written(self, before: Copies) -> Copies:
-        """Like `written`, but without waiting for a device: buffers that are not on the CPU count as written."""
+        """Like `written`, but without waiting for a device: buffers that are not on the CPU count
+        as written."""
         pairs = self._pairs(before)
         return {key: before.get(key) for key, now in pairs if now is None or not now.is_cpu or not _is_same(before.get(key), now)}
 
@@ -69,11 +72,13 @@ class BufferSet:
         return (dict.fromkeys(before) | dict(self)).items()
 
     def persistent(self) -> Iterator[tuple[str, Tensor]]:
-        """The buffers that are part of the model's state, by their names in the module, in its order."""
+        """The buffers that are part of the model's state, by their names in the module, in its
+        order."""
         return ((self.name_of(key), b) for key, b in self if self._is_persistent(key))
 
     def first_persistent(self, keys: Iterable[BufferKey]) -> str | None:
-        """Returns the name of the first of these buffers that is part of the model's state, or None."""
+        """Returns the name of the first of these buffers that is part of the model's state, or
+        None."""
         return next((self.name_of(key) for key in sorted(keys) if self._is_persistent(key)), None)
 
     def name_of(self, key: BufferKey) -> str:
@@ -81,7 +86,8 @@ class BufferSet:
         return f"{self._prefixes[key.owner]}.{key.name}".lstrip(".")
 
     def restore(self, copies: Copies) -> None:
-        """Gives every buffer the value that it had when `copies` were made, and removes newer ones."""
+        """Gives every buffer the value that it had when `copies` were made, and removes newer
+        ones."""
         with torch.no_grad():
             for key, buffer in self._pairs(copies):
                 copy = copies.get(key)
@@ -95,7 +101,8 @@ class BufferSet:
         return {key: (buffer, buffer._version) for key, buffer in self}
 
     def renew(self, keys: Iterable[BufferKey]) -> None:
-        """Puts equal tensors in the places of these buffers. Graphs that have saved the old ones keep them as they are."""
+        """Puts equal tensors in the places of these buffers. Graphs that have saved the old ones
+        keep them as they are."""
         for key in keys:
             buffer = self._owners[key.owner]._buffers.get(key.name)
             if buffer is not None:
@@ -105,7 +112,8 @@ class BufferSet:
     def replaced(self, copies: Copies) -> Generator[None]:
         """Within the context, fresh tensors with these values take the places of the buffers.
 
-        What is written within the context is lost. The buffers themselves stay as they are, since autograd may need them.
+        What is written within the context is lost. The buffers themselves stay as they are, since
+        autograd may need them.
         """
         now = {key: self._owners[key.owner]._buffers.get(key.name) for key in copies}
         try:
@@ -122,9 +130,11 @@ def _is_same(before: Tensor | None, now: Tensor | None) -> bool:
 
 
 def has_same_bits(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors are equal bit for bit, so that NaN equals NaN. A CUDA device is waited for.
+    """Whether two tensors are equal bit for bit, so that NaN equals NaN. A CUDA device is waited
+    for.
 
-    Tensors of subclasses (fake tensors, say) and sparse tensors cannot be compared and count as different.
+    Tensors of subclasses (fake tensors, say) and sparse tensors cannot be compared and count as
+    different.
     """
     plain = type(a) is Tensor and type(b) is Tensor and a.layout == b.layout == torch.strided
     return plain and a.shape == b.shape and a.dtype == b.dtype and torch.equal(_bits(a), _bits(b))

@@ -1,17 +1,21 @@
-"""A frozen prefix's outputs, kept for when the same microbatch comes again (Egeria, Wang et al. 2022).
+"""A frozen prefix's outputs, kept for when the same microbatch comes again (Egeria, Wang et al.
+2022).
 
-A rank keeps what the last of its frozen leading layers made of a microbatch, under that layer's index and the microbatch's key. Where it
-comes again, they do not run. Nothing of this crosses ranks: messages are what they were.
+A rank keeps what the last of its frozen leading layers made of a microbatch, under that layer's
+index and the microbatch's key. Where it comes again, they do not run. Nothing of this crosses
+ranks: messages are what they were.
 
     rank 0 | layers 0 1 2 | 3 4 5    frozen: 0 to 4        rank 0 keeps the outputs of 2, rank 1 those of 4, and its F is 5's alone
                    kept ^     ^
 
-An output is a function of the key and of the weights up to its layer: it stays right wherever the layers in front move, and when more
-layers freeze behind it; then F goes on from there. It is wrong once a layer up to it thaws or changes (`forget`), and of no use once its
-layer is elsewhere (`hold`).
+An output is a function of the key and of the weights up to its layer: it stays right wherever the
+layers in front move, and when more layers freeze behind it; then F goes on from there. It is wrong
+once a layer up to it thaws or changes (`forget`), and of no use once its layer is elsewhere
+(`hold`).
 
-Equal bits: only copies are kept, and only copies handed out, so that nobody can write to what is kept. A layer that draws random numbers,
-or that writes to a buffer, does something else each time, which no other rank can know: such a run fails.
+Equal bits: only copies are kept, and only copies handed out, so that nobody can write to what is
+kept. A layer that draws random numbers, or that writes to a buffer, does something else each time,
+which no other rank can know: such a run fails.
 """
 
 from __future__ import annotations
@@ -29,9 +33,11 @@ Keys = Sequence[Hashable]
 
 
 class OutputCache:
-    """limit: bytes of host memory; 0: nothing is kept. `bytes` is what is in use, `spared` how many layers' F were."""
+    """limit: bytes of host memory; 0: nothing is kept. `bytes` is what is in use, `spared` how many
+    layers' F were."""
 
-    # Full, it keeps what it has: epochs go round, so whatever would be evicted is needed again sooner than what came last.
+    # Full, it keeps what it has: epochs go round, so whatever would be evicted is needed again
+    # sooner than what came last.
 
     def __init__(self, limit: int, clock: Clock) -> None:
         self.limit, self._clock = limit, clock
@@ -44,7 +50,8 @@ class OutputCache:
         self._keys = None if keys is None else [(training, key) for key in keys]
 
     def forward(self, layers: Sequence[Layer], microbatch: int, inputs: Tensors, step: int) -> Tensors:
-        """F of frozen leading layers, as far as it must run. Raises RunError where a layer does not do the same each time."""
+        """F of frozen leading layers, as far as it must run. Raises RunError where a layer does not
+        do the same each time."""
         key = None if self._keys is None else self._keys[microbatch]
         done, tensors = 0, inputs
         if key is not None:
@@ -61,8 +68,8 @@ class OutputCache:
         return tensors
 
     def _find(self, layers: Sequence[Layer], key: Hashable) -> tuple[int, _Kept | None]:
-        """How many of the layers need not run, and the output of the last of these. A layer whose sizes are not known yet, as it has just
-        come, runs."""
+        """How many of the layers need not run, and the output of the last of these. A layer whose
+        sizes are not known yet, as it has just come, runs."""
         known = next((i for i, layer in enumerate(layers) if not layer.output_bytes), len(layers))
         for count in range(known, 0, -1):
             entry = self._entries.get((layers[count - 1].index, key))
@@ -87,10 +94,11 @@ class OutputCache:
         kept = self._entries[layers[-1].index, key] = _Kept(outputs)
         self.bytes += kept.bytes
 
-    # -- what holds no longer ---------------------------------------------------------------------------------------------------------
+    # -- what holds no longer ----------------------------------------------------------------------
 
     def forget(self, layers: Iterable[int]) -> None:
-        """These layers have changed, on whatever rank: what was made of them or behind them is wrong now."""
+        """These layers have changed, on whatever rank: what was made of them or behind them is
+        wrong now."""
         first = min(layers, default=None)
         if first is not None:
             self._drop([at for at in self._entries if at[0] >= first])
@@ -105,7 +113,8 @@ class OutputCache:
 
 
 class _Kept:
-    """Copies in host memory. From a CUDA device and to it only the stream waits for them, which needs memory that is pinned."""
+    """Copies in host memory. From a CUDA device and to it only the stream waits for them, which
+    needs memory that is pinned."""
 
     def __init__(self, outputs: Tensors) -> None:
         self.bytes = _size(outputs)
@@ -129,8 +138,8 @@ def _size(tensors: Tensors) -> int:
 
 
 def _forward(layer: Layer, microbatch: int, inputs: Tensors, step: int, drawing: bool) -> Tensors:
-    """drawing: it may draw random numbers, for its output is not kept. Buffers it may never write to: outputs that are kept of evaluations,
-    here or on ranks behind, know the ones before."""
+    """drawing: it may draw random numbers, for its output is not kept. Buffers it may never write
+    to: outputs that are kept of evaluations, here or on ranks behind, know the ones before."""
     before = layer.buffers.copies()
     outputs = layer.forward(microbatch, inputs, step, False, False, None)
     wrong = None if drawing or not layer.drew(microbatch, inputs[0].device, step) else "draws random numbers"

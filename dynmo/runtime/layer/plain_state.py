@@ -1,7 +1,9 @@
-"""Attributes of modules that are neither parameters nor buffers, and that a forward may write to (a counter, say).
+"""Attributes of modules that are neither parameters nor buffers, and that a forward may write to (a
+counter, say).
 
-They do not move with a layer, no checkpoint has them, and a forward that runs again finds them changed. Many are harmless:
-a cached mask, or the last attention map. `Layer.forward` refuses those that change the layer's output.
+They do not move with a layer, no checkpoint has them, and a forward that runs again finds them
+changed. Many are harmless: a cached mask, or the last attention map. `Layer.forward` refuses those
+that change the layer's output.
 """
 
 from __future__ import annotations
@@ -18,7 +20,8 @@ _CONTAINERS = (list, dict, set)
 
 
 class PlainState:
-    """The attributes of a module and its submodules as they are when this object is made. dynmo's own modules are left out."""
+    """The attributes of a module and its submodules as they are when this object is made. dynmo's
+    own modules are left out."""
 
     def __init__(self, module: nn.Module) -> None:
         self._parts = [(name, part) for name, part in module.named_modules() if not type(part).__module__.startswith("dynmo.")]

@@ -1,10 +1,12 @@
 """What a model computes in: float32, or bfloat16 or float16 with float32 masters.
 
-    master (float32) --rounded--> parameter (low) --F, B, W--> gradient (float32) --optimizer--> master
+    master (float32) --rounded--> parameter (low) --F, B, W--> gradient (float32) --optimizer-->
+    master
 
-Every float32 parameter is lowered, norms' weights too: torch's norms compute in float32 within, on CUDA they take no mixture, and the
-master keeps what rounding hides. Buffers (rotary tables, running statistics) stay as the model made them, for a table loses more by
-rounding than it saves; a module casts them where it uses them. The loss is taken in float32.
+Every float32 parameter is lowered, norms' weights too: torch's norms compute in float32 within, on
+CUDA they take no mixture, and the master keeps what rounding hides. Buffers (rotary tables, running
+statistics) stay as the model made them, for a table loses more by rounding than it saves; a module
+casts them where it uses them. The loss is taken in float32.
 """
 
 from __future__ import annotations
@@ -19,7 +21,8 @@ PRECISIONS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": t
 
 
 def lower(module: nn.Module, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Rounds the float32 parameters of a module in place; returns what they were, by name. Of float32 nothing changes."""
+    """Rounds the float32 parameters of a module in place; returns what they were, by name. Of
+    float32 nothing changes."""
     masters: dict[str, Tensor] = {}
     if dtype == torch.float32:
         return masters
@@ -31,7 +34,8 @@ def lower(module: nn.Module, dtype: torch.dtype) -> dict[str, Tensor]:
 
 
 def dtype_for(precision: str, device: torch.device) -> torch.dtype:
-    """Raises ConfigError where torch cannot train in this precision on the device: tried on a few numbers."""
+    """Raises ConfigError where torch cannot train in this precision on the device: tried on a few
+    numbers."""
     dtype = PRECISIONS[precision]
     check(dtype, device)
     return dtype

@@ -1,10 +1,12 @@
 """B now, W later, for any module tree: one layer with its own small autograd graph per microbatch.
 
-A layer's inputs are detached, so that its graph ends at its own boundary. B runs that graph and yields the input gradients; what the
-tape has collected meanwhile is W. Small parameters (norms) and modules that cannot be split take their weight gradient in B.
+A layer's inputs are detached, so that its graph ends at its own boundary. B runs that graph and
+yields the input gradients; what the tape has collected meanwhile is W. Small parameters (norms) and
+modules that cannot be split take their weight gradient in B.
 
-With `recompute` (activation checkpointing) F keeps its inputs only, and B begins with F again, from the same seed: the same bits.
-Both F's build a graph, since some kernels (torch's LSTM on the CPU) compute other bits without one. The first graph is dropped at once.
+With `recompute` (activation checkpointing) F keeps its inputs only, and B begins with F again, from
+the same seed: the same bits. Both F's build a graph, since some kernels (torch's LSTM on the CPU)
+compute other bits without one. The first graph is dropped at once.
 
     kept         F ----------- activations -----------> B -- stash --> W
     recomputed   F -- inputs --> (F again: activations) B -- stash --> W
@@ -41,7 +43,8 @@ Roots = tuple[GradientEdge | None, ...]
 class _Saved(NamedTuple):
     """What a microbatch keeps from F to B.
 
-    graph: Where the graph begins, or what builds it again. buffers: The values that F found in the buffers that it wrote to.
+    graph: Where the graph begins, or what builds it again. buffers: The values that F found in the
+    buffers that it wrote to.
     """
 
     inputs: Tensors
@@ -50,7 +53,8 @@ class _Saved(NamedTuple):
 
 
 class Layer:
-    """One layer of the model on this rank: its module, what its microbatches in flight keep, and how long its ops took.
+    """One layer of the model on this rank: its module, what its microbatches in flight keep, and
+    how long its ops took.
 
     Args:
         index: Its index in the model.
@@ -85,11 +89,14 @@ class Layer:
         self._saved: dict[int, _Saved] = {}
         self._recompute, self._checks_state = recompute, checks_state
         self.buffers = BufferSet([module])
-        # Buffers that F writes to in place, so that autograd counts the write. The layer's first F finds them.
+        # Buffers that F writes to in place, so that autograd counts the write. The layer's first F
+        # finds them.
         self._writes_in_place: set[BufferKey] = set()
-        # Whether B writes to buffers, since it runs parts of the module again (torch.utils.checkpoint).
+        # Whether B writes to buffers, since it runs parts of the module again
+        # (torch.utils.checkpoint).
         self._writes_in_backward = False
-        # Whether F writes to its inputs in place, by (keeps a graph, training). It may differ, and a layer's first F of each finds out.
+        # Whether F writes to its inputs in place, by (keeps a graph, training). It may differ, and
+        # a layer's first F of each finds out.
         self._writes_inputs: dict[tuple[bool, bool], bool] = {}
         self._weight_work: dict[int, list[tuple[WeightWork, Tensors]]] = {}
         # Of W's that have begun ahead of time: when their pieces ran.
@@ -110,7 +117,8 @@ class Layer:
         self._inside.append((start, self._clock.mark()))
 
     def switch_recompute(self, recompute: bool) -> None:
-        """From the next F on, recomputes the activations in B, or keeps them. For use between steps, when the layer keeps nothing.
+        """From the next F on, recomputes the activations in B, or keeps them. For use between
+        steps, when the layer keeps nothing.
 
         Args:
             recompute: Whether to recompute them.
@@ -118,7 +126,8 @@ class Layer:
         self._recompute = recompute
 
     def forget_sizes(self) -> None:
-        """The layer has changed: measure its bytes again at the next microbatch that trains it (a frozen prefix keeps none)."""
+        """The layer has changed: measure its bytes again at the next microbatch that trains it (a
+        frozen prefix keeps none)."""
         self._measured = False
         self.activation_bytes = self.stash_bytes = 0
         self._writes_inputs.clear()
@@ -126,7 +135,8 @@ class Layer:
     def forward(
         self, microbatch: int, inputs: Tensors, step: int, graph: bool, need_input: bool, finish: Callable[[Tensor], Tensor] | None
     ) -> Tensors:
-        """Runs F. graph: keep what B needs; need_input: B must yield input gradients; finish: the loss, on the last layer."""
+        """Runs F. graph: keep what B needs; need_input: B must yield input gradients; finish: the
+        loss, on the last layer."""
         start = self._clock.mark()
         seed_forward(_device_of(inputs), self._seed, step, self.index, self._first_microbatch + microbatch)
         if not graph:
@@ -152,8 +162,8 @@ class Layer:
                 self._check_repeats(written, outputs, rerun)
             # The graph alone is kept: what it has not saved may go.
             self._saved[microbatch] = _Saved(inputs, rerun if self._recompute else _roots(outputs), buffers)
-            # With recompute the graph goes with this detach. Without it, outputs keep their graph: who takes them detaches (the next
-            # layer) or only reads (a channel, the loss account).
+            # With recompute the graph goes with this detach. Without it, outputs keep their graph:
+            # who takes them detaches (the next layer) or only reads (a channel, the loss account).
             outputs = tuple(y.detach() for y in outputs) if self._recompute else outputs
         self.marks.append((Kind.F, start, self._clock.mark(), []))
         return outputs
@@ -163,14 +173,16 @@ class Layer:
         self.marks.append((Kind.F, start, end, []))
 
     def drew(self, microbatch: int, device: torch.device, step: int) -> bool:
-        """Whether F, which has just run, drew random numbers from torch's generator of the device."""
+        """Whether F, which has just run, drew random numbers from torch's generator of the
+        device."""
         generator = generator_of(device)
         after = generator.get_state()
         seed_forward(device, self._seed, step, self.index, self._first_microbatch + microbatch)
         return not torch.equal(after, generator.get_state())
 
     def _call(self, inputs: Tensors, finish: Callable[[Tensor], Tensor] | None, graph: bool) -> Tensors:
-        """Runs the module, on copies of its inputs where it writes to them, so that they stay as they are."""
+        """Runs the module, on copies of its inputs where it writes to them, so that they stay as
+        they are."""
         mode = (graph, self.module.training)
         copies = self._writes_inputs.get(mode, True)
         given = tuple(x.clone() for x in inputs) if copies else inputs
@@ -196,7 +208,8 @@ class Layer:
             raise
 
     def _handed_on(self, out: object) -> Tensors:
-        """What the module returned, as it goes to the next layer. A message that travels loses its strides, so they all do."""
+        """What the module returned, as it goes to the next layer. A message that travels loses its
+        strides, so they all do."""
         outputs = cast("tuple[object, ...]", tuple(out) if isinstance(out, tuple | list) else (out,))
         what = f"layer {self.index} ({type(self.module).__name__}) returned"
         if len(outputs) > MOST_TENSORS:
@@ -219,7 +232,8 @@ class Layer:
             return self._call_to_keep(inputs, finish)
 
     def _check_repeats(self, written: str, outputs: Tensors, rerun: Callable[[], Tensors]) -> None:
-        """Raises ConfigError if F has another output when it runs again, since it has written to the plain attribute `written`."""
+        """Raises ConfigError if F has another output when it runs again, since it has written to
+        the plain attribute `written`."""
         if not all(type(y) is Tensor and y.is_cpu for y in outputs):
             return  # fake tensors have no values, and kernels of a GPU may round otherwise each time
         state = PlainState(self.module)
@@ -251,8 +265,8 @@ class Layer:
         return outputs
 
     def backward_input(self, microbatch: int, gradients: Tensors, deferred: bool) -> Tensors:
-        """Runs B, and W too unless `deferred`. gradients: one per floating-point output; yields one per floating-point input (zeros
-        where an input has no influence)."""
+        """Runs B, and W too unless `deferred`. gradients: one per floating-point output; yields one
+        per floating-point input (zeros where an input has no influence)."""
         start = self._clock.mark()
         inputs, roots, buffers = self._saved.pop(microbatch)
         if callable(roots):
@@ -303,8 +317,9 @@ class Layer:
         self.marks.append((Kind.W, start, self._clock.mark(), self._ahead.pop(microbatch, [])))
 
     def partial_weights(self, microbatch: int) -> Iterator[None]:
-        """Runs W in pieces, one at each step: one deferred weight gradient, which lets go of what it held. The same work in the same order
-        as at once, so the same bits, whatever runs between two steps."""
+        """Runs W in pieces, one at each step: one deferred weight gradient, which lets go of what
+        it held. The same work in the same order as at once, so the same bits, whatever runs between
+        two steps."""
         work = self._weight_work.get(microbatch, [])
         # A B between two pieces would take the gradients that are there already for its own.
         while len(work) > 1 and not (self._groups is not None and self._groups.watching):
@@ -334,17 +349,20 @@ def _roots(outputs: Tensors) -> Roots:
 
 
 def _edge(output: Tensor) -> GradientEdge:
-    """get_gradient_edge without its checks, which take long after an op that has used the caches."""
+    """get_gradient_edge without its checks, which take long after an op that has used the
+    caches."""
     node = output.grad_fn
     if node is None:
         return get_gradient_edge(output)  # an input, handed on
-    # A node written in Python does not live by the object that is at hand; one in C++ behind it keeps it.
+    # A node written in Python does not live by the object that is at hand; one in C++ behind it
+    # keeps it.
     token = output.view_as(output).grad_fn if isinstance(node, FunctionBase) else None
     return GradientEdge(node, output.output_nr, token)
 
 
 def _run_graph(roots: Roots, gradients: Tensors) -> None:
-    """torch.autograd.backward for outputs whose gradients are at hand and fit: its checks cost as much again as a small graph."""
+    """torch.autograd.backward for outputs whose gradients are at hand and fit: its checks cost as
+    much again as a small graph."""
     if None in roots:
         pairs = [(root, g) for root, g in zip(roots, gradients, strict=True) if root is not None]
         roots, gradients = tuple(root for root, _ in pairs), tuple(g for _, g in pairs)
@@ -360,7 +378,8 @@ def _gradient(x: Tensor) -> Tensor:
 
 
 def _differs(original: Tensor, copy: Tensor) -> bool:
-    """Whether a fresh copy has been written to; through `.data`, say, that does not raise its version."""
+    """Whether a fresh copy has been written to; through `.data`, say, that does not raise its
+    version."""
     return copy._version > 0 or (type(copy) is Tensor and not has_same_bits(original, copy))
 
 
@@ -374,7 +393,8 @@ def _storage(tensor: Tensor) -> int:
 
 
 def _storage_bytes(tensors: Iterable[Tensor], inputs: Tensors) -> int:
-    """Of the memory blocks behind the tensors. An input counts as itself: it may be a view of a whole batch, which is there anyway."""
+    """Of the memory blocks behind the tensors. An input counts as itself: it may be a view of a
+    whole batch, which is there anyway."""
     sizes = {_storage(t): t.untyped_storage().nbytes() for t in tensors}
     sizes |= {_storage(x): x.nbytes for x in inputs if _storage(x) in sizes}
     return sum(sizes.values())

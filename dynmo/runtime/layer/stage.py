@@ -1,4 +1,5 @@
-"""A stage: contiguous layers on one rank, run as forward, backward_input and backward_weight of one microbatch."""
+"""A stage: contiguous layers on one rank, run as forward, backward_input and backward_weight of one
+microbatch."""
 
 from __future__ import annotations
 
@@ -16,11 +17,13 @@ from dynmo.runtime.layer.split_backward import Layer, Tensors
 
 
 class Stage:
-    """first_trainable is the global index of the first layer that trains: below it a layer keeps nothing, and B stops there.
+    """first_trainable is the global index of the first layer that trains: below it a layer keeps
+    nothing, and B stops there.
 
-    `loss`, on the model's last stage, takes (output, targets) and gives a scalar; `share` is its part of the step's loss (one over the
-    global number of microbatches), with which B starts, on `device`: a copy to it would hold up each B. outputs: keeps what the first
-    `kept` layers make of a microbatch, which are frozen.
+    `loss`, on the model's last stage, takes (output, targets) and gives a scalar; `share` is its
+    part of the step's loss (one over the global number of microbatches), with which B starts, on
+    `device`: a copy to it would hold up each B. outputs: keeps what the first `kept` layers make of
+    a microbatch, which are frozen.
     """
 
     def __init__(
@@ -58,14 +61,16 @@ class Stage:
     def _finish(self, targets: Tensor | None, output: Tensor) -> Tensor:
         assert self._loss is not None
         assert targets is not None
-        # A loss may write to its targets (to mask some, say). They may be a view of the batch, and recompute needs them again.
+        # A loss may write to its targets (to mask some, say). They may be a view of the batch, and
+        # recompute needs them again.
         loss = cast(object, self._loss(output, targets.clone()))
         if not isinstance(loss, Tensor) or loss.dim():
             what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
             raise RunError(f"the loss function returned {what}; it must return a scalar tensor, the mean")
         outputs = cast("Tensor | tuple[object, ...]", output)  # of a last layer that returns several
         several = outputs if isinstance(outputs, tuple | list) else (outputs,)
-        # Where F runs without its graph, to run again in B, an input that is handed on still says that it requires a gradient.
+        # Where F runs without its graph, to run again in B, an input that is handed on still says
+        # that it requires a gradient.
         if torch.is_grad_enabled() and not loss.requires_grad and any(isinstance(y, Tensor) and y.requires_grad for y in several):
             raise RunError("the loss does not depend on the model's output in a way that autograd follows, so nothing would train")
         return loss.float() if loss.dtype in LOW else loss

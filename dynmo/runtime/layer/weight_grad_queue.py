@@ -1,11 +1,13 @@
-"""W ahead of its time: while a rank waits for a message, it may run pieces of W's that its program has further on.
+"""W ahead of its time: while a rank waits for a message, it may run pieces of W's that its program
+has further on.
 
     program     F3 B2 <F4 F4 B3 W2          `<F4` takes a message that is late
     whole       F3 B2 ....... F4 B3 W2
     in pieces   F3 B2 w2 w2 . F4 B3 w2      a piece is one deferred weight gradient; the W runs what is left
 
-The program says by when a W must have run, so memory is never more than it says. Pieces run in the program's order of W's, so every
-gradient is summed over its microbatches in the same order, and replicas reduce their layers in the same order, however late messages are.
+The program says by when a W must have run, so memory is never more than it says. Pieces run in the
+program's order of W's, so every gradient is summed over its microbatches in the same order, and
+replicas reduce their layers in the same order, however late messages are.
 """
 
 from __future__ import annotations

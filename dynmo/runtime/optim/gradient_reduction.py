@@ -1,13 +1,15 @@
-"""Sums gradients over the replicas, layer by layer, while the rank is still at work on other layers.
+"""Sums gradients over the replicas, layer by layer, while the rank is still at work on other
+layers.
 
     the rank's thread   ... B W | B W | B W ── norms ── step
     the reducer's                └ layer 7 ┘└ layer 6 ┘└ layer 5 ┘
 
-Each layer's gradients are cut into a share per replica. A share goes to its replica, which adds what comes from all of them as a fixed tree
-(`accumulation.py`), in the order of replicas: no all-reduce, whose order of sums is its own. Then the sums go back to everyone; or with
-ZeRO-1 they stay, the optimizer updates its share of the parameters, and these go to everyone. What is on its way at once is a bucket: a
-part of every share (`memory.REDUCED_AT_ONCE` bytes of all shares), so that a large layer needs no more memory for its reduction than a
-small one.
+Each layer's gradients are cut into a share per replica. A share goes to its replica, which adds
+what comes from all of them as a fixed tree (`accumulation.py`), in the order of replicas: no
+all-reduce, whose order of sums is its own. Then the sums go back to everyone; or with ZeRO-1 they
+stay, the optimizer updates its share of the parameters, and these go to everyone. What is on its
+way at once is a bucket: a part of every share (`memory.REDUCED_AT_ONCE` bytes of all shares), so
+that a large layer needs no more memory for its reduction than a small one.
 
     shares of 2 replicas   | 0 0 0 0 0 | 1 1 1 1 1 |
     buckets                | a a b b c | a a b b c |
@@ -36,7 +38,8 @@ from dynmo.schedule.memory import REDUCED_AT_ONCE
 
 @dataclass(frozen=True)
 class Shared:
-    """A parameter, and the range of its elements that is in each replica's share. owned: this layer's optimizer updates it."""
+    """A parameter, and the range of its elements that is in each replica's share. owned: this
+    layer's optimizer updates it."""
 
     parameter: nn.Parameter
     ranges: tuple[tuple[int, int], ...]
@@ -44,7 +47,8 @@ class Shared:
 
 
 def shares_of(module: nn.Module, shared: frozenset[str], replicas: int) -> list[Shared]:
-    """The cut of a layer, as its optimizer has it. shared: names of parameters that another layer owns; these are cut one by one."""
+    """The cut of a layer, as its optimizer has it. shared: names of parameters that another layer
+    owns; these are cut one by one."""
     named = dict(module.named_parameters())
     owned = [p for name, p in named.items() if name not in shared]
     out: list[Shared] = []
@@ -55,7 +59,8 @@ def shares_of(module: nn.Module, shared: frozenset[str], replicas: int) -> list[
 
 
 class Reducer:
-    """Runs collectives over the peers in the order in which they are given. With gloo in a thread of its own, with NCCL in a stream."""
+    """Runs collectives over the peers in the order in which they are given. With gloo in a thread
+    of its own, with NCCL in a stream."""
 
     def __init__(self, peers: World) -> None:
         self.peers = peers
@@ -63,7 +68,8 @@ class Reducer:
         self._stream = torch.cuda.Stream(peers.device) if peers.enqueues else None
         # Told once the work that was given before it is done.
         self._settle: list[Callable[[], None]] = []
-        # Seconds of all collectives so far (on CPU), and of waiting for them at a step's end: what the rank's own work did not hide.
+        # Seconds of all collectives so far (on CPU), and of waiting for them at a step's end: what
+        # the rank's own work did not hide.
         self.worked = self.waited = 0.0
         # The thread ends with the reducer, also where nobody closes it.
         self._finish = weakref.finalize(self, self._worker.close)
@@ -96,7 +102,8 @@ class Reducer:
         else:
             done = threading.Event()
             self._worker.submit(done.set)
-            # The worker's own wait has a shorter limit and says more: it speaks first. A failed one runs nothing more, so it is asked.
+            # The worker's own wait has a shorter limit and says more: it speaks first. A failed one
+            # runs nothing more, so it is asked.
             limit = self.peers.timeout + 5
             while not done.wait(0.05) and self._worker.error is None and time.perf_counter() - start < limit:
                 pass
@@ -115,7 +122,8 @@ class Reducer:
 def reduce_gradients(
     peers: World, layer: int, shares: Sequence[Shared], everywhere: bool, bucket: int = REDUCED_AT_ONCE
 ) -> Callable[[], None]:
-    """Sums one layer's gradients over the peers, in place. everywhere: on all of them, else each its own share, and the rest is left as is.
+    """Sums one layer's gradients over the peers, in place. everywhere: on all of them, else each
+    its own share, and the rest is left as is.
 
     Returns what is left to do: a gradient that nobody had is to be None again.
     """
@@ -170,7 +178,8 @@ def gather_shares(peers: World, shares: Sequence[Shared], flats: Sequence[Tensor
 
 
 def squared_norms(peers: World, layers: Mapping[int, Sequence[Shared]]) -> dict[int, float]:
-    """Of each layer's gradients, of which every replica has its own share: the same bits as `squared_norm` of the whole gradients."""
+    """Of each layer's gradients, of which every replica has its own share: the same bits as
+    `squared_norm` of the whole gradients."""
     lengths = {index: sum(_blocks(s) for s in shares) for index, shares in layers.items()}
     table = torch.zeros(sum(lengths.values()), dtype=torch.float64)
     start = 0
@@ -190,7 +199,8 @@ def _blocks(shared: Shared) -> int:
 
 
 def buckets(shares: Iterable[Shared], size: int) -> Iterator[list[Shared]]:
-    """Those that train, in groups of one dtype, each cut into buckets of up to so many bytes: what they have of every share."""
+    """Those that train, in groups of one dtype, each cut into buckets of up to so many bytes: what
+    they have of every share."""
     groups: dict[torch.dtype, list[Shared]] = {}
     for s in shares:
         if s.parameter.requires_grad:

@@ -1,10 +1,12 @@
-"""Loss scaling: B starts from the loss times a power of two, so that small gradients do not vanish in float16.
+"""Loss scaling: B starts from the loss times a power of two, so that small gradients do not vanish
+in float16.
 
     step       0 ... 1999      2000 ... 3999       4000    4001 ...
     scale      65536           131072              262144  131072       # doubled every window of good steps, halved by an overflow,
     gradients  finite          finite              inf     finite       # whose step is skipped
 
-The gradients are divided again before anyone looks at them. Powers of two change no bits, but for what would be lost without them.
+The gradients are divided again before anyone looks at them. Powers of two change no bits, but for
+what would be lost without them.
 """
 
 from __future__ import annotations
@@ -19,7 +21,8 @@ _LARGEST = 2.0**64  # float32 gradients times this are still far from its end
 
 
 class LossScaler:
-    """`scale` is what the next step's loss is multiplied by: 1 without scaling. window: None for a scale that stays."""
+    """`scale` is what the next step's loss is multiplied by: 1 without scaling. window: None for a
+    scale that stays."""
 
     def __init__(self, scale: float = 1.0, window: int | None = None) -> None:
         assert math.frexp(scale)[0] == 0.5, "a power of two"
@@ -32,7 +35,8 @@ class LossScaler:
 
     @property
     def skips(self) -> bool:
-        """Whether a step whose gradients are not finite is skipped, for a lower scale may do. False: it is an error."""
+        """Whether a step whose gradients are not finite is skipped, for a lower scale may do.
+        False: it is an error."""
         return self._window is not None and self.scale > 1
 
     def observe(self, finite: bool) -> None:
@@ -58,7 +62,8 @@ class LossScaler:
 
 
 def make_scaler(dtype: torch.dtype, loss_scale: float | str | None = None, window: int = WINDOW) -> LossScaler:
-    """dtype: what the model computes in. loss_scale: as in `[train]`; None is "dynamic" for float16, and no scaling for others."""
+    """dtype: what the model computes in. loss_scale: as in `[train]`; None is "dynamic" for
+    float16, and no scaling for others."""
     if loss_scale == "dynamic" or (loss_scale is None and dtype == torch.float16):
         return LossScaler(INITIAL, window)
     return LossScaler(1.0 if loss_scale is None else float(loss_scale))

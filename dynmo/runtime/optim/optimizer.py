@@ -1,11 +1,13 @@
 """The optimizer of one layer, and a gradient norm that does not depend on the placement.
 
-Each layer has its own optimizer object, so its state travels with it, and a frozen layer is simply not stepped: no decay, no moments.
+Each layer has its own optimizer object, so its state travels with it, and a frozen layer is simply
+not stepped: no decay, no moments.
 
     parameter (what computes)  -- float32: itself -->  source  -- a share of it -->  piece (what AdamW sees)
                                -- lower:  `master` ->
 
-With ZeRO-1 a replica owns a share of each layer, cut at whole norm blocks; a parameter of lower precision has a float32 master.
+With ZeRO-1 a replica owns a share of each layer, cut at whole norm blocks; a parameter of lower
+precision has a float32 master.
 """
 
 from __future__ import annotations
@@ -21,7 +23,8 @@ from torch.optim.sgd import sgd
 
 from dynmo.kernels.torch_private import scale_all
 
-# A squared norm is summed over blocks of this many elements, then over blocks in order: the same bits however a weight is sharded.
+# A squared norm is summed over blocks of this many elements, then over blocks in order: the same
+# bits however a weight is sharded.
 NORM_BLOCK = 1 << 14
 _BLOCKS_AT_ONCE = 1 << 8
 _MASTER = "master"
@@ -29,7 +32,8 @@ _MASTER = "master"
 
 @dataclass(frozen=True)
 class OptimizerSettings:
-    """Weight decay acts on matrices only (parameters of two or more dimensions): decoupled in AdamW, added to the gradient in SGD."""
+    """Weight decay acts on matrices only (parameters of two or more dimensions): decoupled in
+    AdamW, added to the gradient in SGD."""
 
     name: Literal["adamw", "sgd"] = "adamw"
     weight_decay: float = 0.1
@@ -45,7 +49,8 @@ class OptimizerSettings:
 
 @dataclass(frozen=True)
 class Share:
-    """Which of `count` equal parts of every layer's optimizer this process holds (ZeRO-1); the whole by default."""
+    """Which of `count` equal parts of every layer's optimizer this process holds (ZeRO-1); the
+    whole by default."""
 
     index: int = 0
     count: int = 1
@@ -59,7 +64,8 @@ def decays(parameter: Tensor) -> bool:
 
 
 def cut(sizes: Sequence[int], share: Share) -> list[tuple[int, int]]:
-    """Of parameters of so many elements, in order, the range of each that is in the share: contiguous over all, in whole norm blocks."""
+    """Of parameters of so many elements, in order, the range of each that is in the share:
+    contiguous over all, in whole norm blocks."""
     blocks = [-(-size // NORM_BLOCK) for size in sizes]
     total = sum(blocks)
     first, last = (total * i // share.count for i in (share.index, share.index + 1))
@@ -73,9 +79,11 @@ def cut(sizes: Sequence[int], share: Share) -> list[tuple[int, int]]:
 
 
 class LayerOptimizer:
-    """AdamW or SGD over one layer. `shared` names parameters that another layer owns and updates (tied weights).
+    """AdamW or SGD over one layer. `shared` names parameters that another layer owns and updates
+    (tied weights).
 
-    A parameter that is not float32 is trained through a float32 master, which is `masters[name]` where given, else what the parameter says.
+    A parameter that is not float32 is trained through a float32 master, which is `masters[name]`
+    where given, else what the parameter says.
     """
 
     def __init__(
@@ -105,16 +113,18 @@ class LayerOptimizer:
         self._state: dict[str, dict[str, Tensor]] = {}  # of a piece that has been stepped, by moment
 
     def _slice(self, name: str, tensor: Tensor) -> Tensor:
-        """This share's part of a tensor of the parameter's shape: itself where the share is the whole, else flat."""
+        """This share's part of a tensor of the parameter's shape: itself where the share is the
+        whole, else flat."""
         if self.whole:
             return tensor
         low, high = self.ranges[name]
         return tensor.reshape(-1)[low:high]
 
-    # -- a step ---------------------------------------------------------------------------------------------------------------
+    # -- a step ------------------------------------------------------------------------------------
 
     def _gradients(self) -> dict[str, Tensor]:
-        """Of each piece that has one: in the dtype of the piece, in place of the parameter's own where that has the same."""
+        """Of each piece that has one: in the dtype of the piece, in place of the parameter's own
+        where that has the same."""
         out: dict[str, Tensor] = {}
         for name, p in self._named.items():
             if p.grad is not None and self._pieces[name].numel():
@@ -122,7 +132,8 @@ class LayerOptimizer:
         return out
 
     def step(self, lr: float, scale: float = 1.0) -> None:
-        """Applies the gradients times `scale` (the clip factor). They stay, multiplied: `drop_gradients` drops them."""
+        """Applies the gradients times `scale` (the clip factor). They stay, multiplied:
+        `drop_gradients` drops them."""
         gradients = self._gradients()
         if not gradients:
             return
@@ -137,7 +148,8 @@ class LayerOptimizer:
         self._publish(gradients)
 
     def _apply(self, names: Sequence[str], gradients: Mapping[str, Tensor], lr: float, weight_decay: float) -> None:
-        """torch's functions and not its classes: those bring its compiler, which takes seconds to import."""
+        """torch's functions and not its classes: those bring its compiler, which takes seconds to
+        import."""
         s, pieces = self._settings, [self._pieces[name] for name in names]
         given = [gradients[name] for name in names]
         common: dict[str, Any] = {"fused": True, "lr": lr, "weight_decay": weight_decay, "maximize": False}
@@ -158,7 +170,8 @@ class LayerOptimizer:
             adamw(pieces, given, first, second, [], steps, amsgrad=False, beta1=b1, beta2=b2, eps=s.eps, **common)
 
     def _publish(self, names: Iterable[str]) -> None:
-        """Parameters of lower precision take what their masters say. With ZeRO-1, each in its own range."""
+        """Parameters of lower precision take what their masters say. With ZeRO-1, each in its own
+        range."""
         for name in names:
             master = self._masters.get(name)
             if master is not None:
@@ -168,7 +181,7 @@ class LayerOptimizer:
         for p in self._named.values():
             p.grad = None
 
-    # -- taking it back (Zero Bubble, post-validation) ---------------------------------------------------------------------------
+    # -- taking it back (Zero Bubble, post-validation) ---------------------------------------------
 
     def keep(self) -> None:
         """Copies all that the next `step` will change, for `restore`."""
@@ -196,8 +209,8 @@ class LayerOptimizer:
         self._kept = None
 
     def invert(self, lr: float) -> None:
-        """Takes back the last step, made with this lr and the gradients that are still there, by arithmetic: not the same bits, but no
-        copy (Zero Bubble, in-place rollback).
+        """Takes back the last step, made with this lr and the gradients that are still there, by
+        arithmetic: not the same bits, but no copy (Zero Bubble, in-place rollback).
 
             AdamW  u = lr (m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + eps);  p = (p + u) / (1 - lr wd)
                    v = (v - (1 - b2) g^2) / b2;  m = (m - (1 - b1) g) / b1;  t = t - 1   (where b is 0 a moment has no past: 0)
@@ -237,10 +250,11 @@ class LayerOptimizer:
         """Float32 masters by parameter, those of this share."""
         return self._masters
 
-    # -- what moves and is saved -----------------------------------------------------------------------------------------------
+    # -- what moves and is saved -------------------------------------------------------------------
 
     def state(self) -> dict[str, Tensor]:
-        """`parameter/moment` -> tensor of this share, for those parameters that have been stepped; and `parameter/master`."""
+        """`parameter/moment` -> tensor of this share, for those parameters that have been stepped;
+        and `parameter/master`."""
         out = {f"{name}/{_MASTER}": master for name, master in self._masters.items() if master.numel()}
         return out | {f"{name}/{key}": value for name in self._pieces for key, value in self._state.get(name, {}).items()}
 
@@ -258,7 +272,8 @@ class LayerOptimizer:
         return self._pieces[name].dtype
 
     def load(self, state: Mapping[str, Tensor]) -> None:
-        """The inverse of `state`; the optimizer takes the tensors as they are, on the device of their parameters."""
+        """The inverse of `state`; the optimizer takes the tensors as they are, on the device of
+        their parameters."""
         for key, value in state.items():
             name, _, moment = key.rpartition("/")
             if moment == _MASTER:
@@ -268,7 +283,8 @@ class LayerOptimizer:
 
     @property
     def state_bytes(self) -> int:
-        """What is kept for the parameters that train: moments, masters (and whatever frozen ones left)."""
+        """What is kept for the parameters that train: moments, masters (and whatever frozen ones
+        left)."""
         held = sum(t.nbytes for t in self.state().values())
         waiting = [n for n, p in self._named.items() if p.requires_grad and not self._state.get(n)]
         return held + sum(self._settings.moments * self._pieces[name].nbytes for name in waiting)
@@ -286,7 +302,8 @@ def squared_norm(gradients: Iterable[Tensor | None]) -> float:
 
 
 def fold_blocks(blocks: Iterable[float]) -> float:
-    """The sums of blocks, added one by one: a tensor's own sum would be rounded in an order that depends on how many there are."""
+    """The sums of blocks, added one by one: a tensor's own sum would be rounded in an order that
+    depends on how many there are."""
     total = 0.0
     for block in blocks:
         total += block
@@ -294,7 +311,8 @@ def fold_blocks(blocks: Iterable[float]) -> float:
 
 
 def block_sums(gradient: Tensor) -> list[float]:
-    """The sum of squares of each norm block of a gradient, or of a part of one that begins at a block."""
+    """The sum of squares of each norm block of a gradient, or of a part of one that begins at a
+    block."""
     flat = gradient.detach().reshape(-1).float()
     whole = flat.numel() // NORM_BLOCK * NORM_BLOCK
     # Not all at once: the squares of a large gradient would take as much memory as it does.

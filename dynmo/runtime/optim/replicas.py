@@ -1,6 +1,8 @@
-"""What the replicas of a pipeline exchange of the layers that each of them has: sums of gradients and, with ZeRO-1, updated parameters.
+"""What the replicas of a pipeline exchange of the layers that each of them has: sums of gradients
+and, with ZeRO-1, updated parameters.
 
-Both travel layer by layer while the rank goes on (`gradient_reduction.py`). Where there are no other replicas, nothing is exchanged.
+Both travel layer by layer while the rank goes on (`gradient_reduction.py`). Where there are no
+other replicas, nothing is exchanged.
 """
 
 from __future__ import annotations
@@ -17,11 +19,13 @@ from dynmo.runtime.optim.tied_weights import Pair
 
 
 class Replicas:
-    """This rank's side of it. sharded: each replica keeps a share of the optimizer's state (ZeRO-1)."""
+    """This rank's side of it. sharded: each replica keeps a share of the optimizer's state
+    (ZeRO-1)."""
 
     def __init__(self, world: World, tied: Sequence[Pair], sharded: bool) -> None:
         self._world, self._tied, self._sharded = world, tied, sharded
-        # Who does the summing, where there are replicas; and of each own layer, who sums and updates which part.
+        # Who does the summing, where there are replicas; and of each own layer, who sums and
+        # updates which part.
         self._reducer = Reducer(world.peers) if world.replicas > 1 else None
         self._shares: dict[int, list[Shared]] = {}
 
@@ -32,7 +36,8 @@ class Replicas:
 
     @property
     def seconds(self) -> tuple[float, float]:
-        """Of all steps so far: what this rank's collectives over the replicas took, and what of it its own work did not hide."""
+        """Of all steps so far: what this rank's collectives over the replicas took, and what of it
+        its own work did not hide."""
         return (0.0, 0.0) if self._reducer is None else (self._reducer.worked, self._reducer.waited)
 
     def adopt(self, index: int, module: nn.Module, shared: frozenset[str]) -> None:
@@ -43,11 +48,13 @@ class Replicas:
         del self._shares[index]
 
     def reduction(self, index: int) -> Callable[[], None] | None:
-        """What to call when the layer's last W has run; None where there is nobody to add it up with."""
+        """What to call when the layer's last W has run; None where there is nobody to add it up
+        with."""
         return None if self._reducer is None else partial(self._reduce_layer, index)
 
     def _reduce_layer(self, index: int) -> None:
-        """A layer's last W has run: its gradients go to the other replicas while this rank goes on."""
+        """A layer's last W has run: its gradients go to the other replicas while this rank goes
+        on."""
         assert self._reducer is not None
         tied = any(index in (owner, user) for (owner, _), (user, _) in self._tied)  # their sum is made before it is cut
         work = partial(reduce_gradients, self._world.peers, index, self._shares[index], everywhere=tied or not self._sharded)
@@ -58,13 +65,15 @@ class Replicas:
             self._reducer.finish("the gradients of the step")
 
     def squared_norms(self) -> dict[int, float] | None:
-        """Of this rank's layers, whose gradients the replicas have in shares; None where each has them whole."""
+        """Of this rank's layers, whose gradients the replicas have in shares; None where each has
+        them whole."""
         if not self._sharded or self._reducer is None:
             return None
         return squared_norms(self._world.peers, dict(sorted(self._shares.items())))
 
     def send_parameters(self, index: int) -> None:
-        """With ZeRO-1 every replica has its share of a layer's parameters: it gets the others' while this rank goes on."""
+        """With ZeRO-1 every replica has its share of a layer's parameters: it gets the others'
+        while this rank goes on."""
         if self._reducer is not None and self._sharded:
             self._reducer.submit(partial(gather_parameters, self._world.peers, index, self._shares[index]))
 

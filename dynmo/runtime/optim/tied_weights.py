@@ -4,8 +4,9 @@
     two ranks     a step:  gradients ──┐                      ┌─> the owner's new weight
                            user's rank └─> owner's rank: sum, norm, optimizer
 
-Each use keeps a gradient of its own until the step's end: the weight's gradient is the user's sum plus the owner's sum, in that order, also
-where both are on one rank. Only the owner's layer has optimizer state, so a layer moves as any other does.
+Each use keeps a gradient of its own until the step's end: the weight's gradient is the user's sum
+plus the owner's sum, in that order, also where both are on one rank. Only the owner's layer has
+optimizer state, so a layer moves as any other does.
 """
 
 from __future__ import annotations
@@ -23,14 +24,16 @@ Pair = tuple[tuple[int, str], tuple[int, str]]
 
 
 class TiedWeights:
-    """The shared weights of one model, as its ranks hand them to each other. Each method is called on every rank alike."""
+    """The shared weights of one model, as its ranks hand them to each other. Each method is called
+    on every rank alike."""
 
     def __init__(self, world: World, pairs: Sequence[Pair], rank_of: Callable[[int], int], modules: Sequence[nn.Module]) -> None:
         self._world, self._pairs, self._rank_of, self._modules = world, pairs, rank_of, modules
 
     @property
     def apart(self) -> bool:
-        """Whether some weight lives on two ranks, which must then wait for each other at every step's end."""
+        """Whether some weight lives on two ranks, which must then wait for each other at every
+        step's end."""
         return any(self._rank_of(owner) != self._rank_of(user) for (owner, _), (user, _) in self._pairs)
 
     def join(self) -> None:
@@ -58,7 +61,8 @@ class TiedWeights:
             used.grad = None
 
     def publish(self, frozen: Collection[int]) -> None:
-        """After the optimizer, and once at the start: a user elsewhere takes the owner's weight. `frozen` owners have not changed."""
+        """After the optimizer, and once at the start: a user elsewhere takes the owner's weight.
+        `frozen` owners have not changed."""
         for index, ((owner, owner_name), (user, name)) in enumerate(self._pairs):
             source, target = self._rank_of(owner), self._rank_of(user)
             if source == target or owner in frozen or self._world.rank not in (source, target):

@@ -1,4 +1,5 @@
-"""ZeRO-1: each replica keeps the optimizer state of its share of a layer. It is made whole where a layer is saved or goes elsewhere."""
+"""ZeRO-1: each replica keeps the optimizer state of its share of a layer. It is made whole where a
+layer is saved or goes elsewhere."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ _COUNTER = "step"
 
 
 def cut_state(optimizer: LayerOptimizer, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Of a whole layer's optimizer state (`parameter/moment` -> tensor of the parameter's shape), what is in the optimizer's share."""
+    """Of a whole layer's optimizer state (`parameter/moment` -> tensor of the parameter's shape),
+    what is in the optimizer's share."""
     if optimizer.whole:
         return dict(state)
     out: dict[str, Tensor] = {}
@@ -28,7 +30,8 @@ def cut_state(optimizer: LayerOptimizer, state: Mapping[str, Tensor]) -> dict[st
 
 
 def whole_state(peers: World, optimizer: LayerOptimizer) -> dict[str, Tensor]:
-    """The state of a layer of which every peer has a share, on all of them. The inverse of `cut_state`."""
+    """The state of a layer of which every peer has a share, on all of them. The inverse of
+    `cut_state`."""
     own = optimizer.state()
     if optimizer.whole:
         return own
@@ -51,7 +54,8 @@ def whole_state(peers: World, optimizer: LayerOptimizer) -> dict[str, Tensor]:
         elif key in own:
             whole.view(-1)[slice(*optimizer.ranges[name])] = own[key].view(-1)
         if whole.numel():
-            # As bytes, of which one peer gives each and the others 0: a sum of floats would lose the minus of a zero.
+            # As bytes, of which one peer gives each and the others 0: a sum of floats would lose
+            # the minus of a zero.
             peers.sum(whole.view(-1).view(torch.uint8), what)
         out[key] = whole
     return out

@@ -1,12 +1,14 @@
-"""Checkpoints: torch DCP over safetensors, a folder per global layer, and a manifest of our own. No pickles are written or read.
+"""Checkpoints: torch DCP over safetensors, a folder per global layer, and a manifest of our own. No
+pickles are written or read.
 
     checkpoints/latest                  the name of the newest complete checkpoint
     checkpoints/step-000120/manifest.json        step, layer names, state, SHA-256 of every file
                             layer-0007/          layer.json (names, dtypes, shapes) and DCP's safetensors
 
-A save goes to `step-N.tmp`, is hashed and synced, then renamed; only then does `latest` move. A load verifies every hash (each rank those
-of some layers), and falls back one checkpoint if the newest is damaged. Layers are keyed by global index, so any placement can load any
-checkpoint. The ranks share the file system.
+A save goes to `step-N.tmp`, is hashed and synced, then renamed; only then does `latest` move. A
+load verifies every hash (each rank those of some layers), and falls back one checkpoint if the
+newest is damaged. Layers are keyed by global index, so any placement can load any checkpoint. The
+ranks share the file system.
 """
 
 from __future__ import annotations
@@ -349,8 +351,9 @@ def load_layer(path: Path, index: int, device: torch.device) -> tuple[Contents, 
 
 
 def fit(index: int, name: str, module: nn.Module, tensors: Contents) -> Contents:
-    """Gives a layer's module the form that a checkpoint has of it. Returns what of the checkpoint it is to take: of buffers that it makes
-    for itself (not `persistent`), those of its own shape. Raises CheckpointError if it is of another shape or dtype."""
+    """Gives a layer's module the form that a checkpoint has of it. Returns what of the checkpoint
+    it is to take: of buffers that it makes for itself (not `persistent`), those of its own shape.
+    Raises CheckpointError if it is of another shape or dtype."""
     try:
         pruned = conform(module, {key: t for (section, key), t in tensors.items() if section == "buffer"})
     except ValueError as error:

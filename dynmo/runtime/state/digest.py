@@ -1,4 +1,5 @@
-"""The digests of a model's weights and buffers, wherever its layers are. They say whether two runs have the same numbers."""
+"""The digests of a model's weights and buffers, wherever its layers are. They say whether two runs
+have the same numbers."""
 
 from __future__ import annotations
 
@@ -15,9 +16,10 @@ from dynmo.runtime.state.layer_store import LayerStore
 
 
 def weights_digest(layer_store: LayerStore) -> str:
-    """SHA-256 over the SHA-256 of each layer's parameters, pruned ones in dense form, in global layer order: equal exactly when all
-    weights are. Of a parameter that computes in lower precision its float32 master is hashed: the parameter is that, rounded. Called on
-    every rank. Raises RunError if the replicas' weights are not equal."""
+    """SHA-256 over the SHA-256 of each layer's parameters, pruned ones in dense form, in global
+    layer order: equal exactly when all weights are. Of a parameter that computes in lower precision
+    its float32 master is hashed: the parameter is that, rounded. Called on every rank. Raises
+    RunError if the replicas' weights are not equal."""
 
     def parts(index: int, module: nn.Module) -> Iterable[bytes]:
         return (_bytes(parameter) for _, parameter in dense_parameters(module, layer_store.masters(index)))
@@ -28,8 +30,9 @@ def weights_digest(layer_store: LayerStore) -> str:
 def buffers_digest(layer_store: LayerStore) -> str:
     """SHA-256 over the SHA-256 of each layer's persistent buffers, in global layer order.
 
-    Buffers that encode the sparsity of pruned weights are left out. Of the others the name, dtype, shape and values count.
-    Called on every rank. Raises RunError if the replicas' buffers are not equal.
+    Buffers that encode the sparsity of pruned weights are left out. Of the others the name, dtype,
+    shape and values count. Called on every rank. Raises RunError if the replicas' buffers are not
+    equal.
     """
 
     def parts(index: int, module: nn.Module) -> Iterable[bytes]:
@@ -43,7 +46,8 @@ def buffers_digest(layer_store: LayerStore) -> str:
 def _digest(layer_store: LayerStore, what: str, parts: Callable[[int, nn.Module], Iterable[bytes]]) -> str:
     world = layer_store.world
     table = torch.zeros(layer_store.model.layers, 32, dtype=torch.uint8)
-    # In one order on all replicas, which make a layer's masters whole together: after a reshape each has got its layers in its own order.
+    # In one order on all replicas, which make a layer's masters whole together: after a reshape
+    # each has got its layers in its own order.
     for index, layer in sorted(layer_store.layers.items()):
         digest = hashlib.sha256()
         for part in parts(index, layer.module):

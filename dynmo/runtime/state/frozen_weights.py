@@ -1,4 +1,5 @@
-"""Which layers train: frozen ones keep their weights and their optimizer state until they thaw. The same on every rank."""
+"""Which layers train: frozen ones keep their weights and their optimizer state until they thaw. The
+same on every rank."""
 
 from __future__ import annotations
 
@@ -11,7 +12,8 @@ from dynmo.runtime.optim.tied_weights import Pair
 
 
 class Frozen:
-    """modules: all layers, those that are elsewhere on the meta device. tied: a tied weight is one weight, frozen with its owner."""
+    """modules: all layers, those that are elsewhere on the meta device. tied: a tied weight is one
+    weight, frozen with its owner."""
 
     def __init__(self, modules: Sequence[nn.Module], tied: Sequence[Pair]) -> None:
         self._modules, self._tied = modules, tied

@@ -1,4 +1,5 @@
-"""What this rank holds of a model: some of its layers, each with its optimizer and what dynamic cases keep with it.
+"""What this rank holds of a model: some of its layers, each with its optimizer and what dynamic
+cases keep with it.
 
     layer 4    module       here, or on the meta device: shapes without memory
                Layer        runs it: F, B, W               optimizer    its state, or this replica's share of it
@@ -40,9 +41,11 @@ _KEPT = "case:"
 
 
 class LayerStore:
-    """By global index: `modules` of all layers, those that are elsewhere on the meta device; `layers`, `optimizers` and `kept` of its own.
+    """By global index: `modules` of all layers, those that are elsewhere on the meta device;
+    `layers`, `optimizers` and `kept` of its own.
 
-    Made on every rank alike. seed, compiles, accumulation_groups, zero, dtype, cache_bytes: as `Pipeline` has them.
+    Made on every rank alike. seed, compiles, accumulation_groups, zero, dtype, cache_bytes: as
+    `Pipeline` has them.
     """
 
     def __init__(
@@ -89,7 +92,7 @@ class LayerStore:
         """The rank that holds the layer."""
         return self.layout.rank_of(layer)
 
-    # -- layers come and go ---------------------------------------------------------------------------------------------------
+    # -- layers come and go ------------------------------------------------------------------------
 
     def _adopt(
         self,
@@ -99,8 +102,8 @@ class LayerStore:
         whole: bool = False,
         masters: Mapping[str, Tensor] | None = None,
     ) -> None:
-        """whole: the optimizer's state is the whole layer's, of which this replica may keep a share only. masters: float32 weights of a
-        layer that is new, by parameter."""
+        """whole: the optimizer's state is the whole layer's, of which this replica may keep a share
+        only. masters: float32 weights of a layer that is new, by parameter."""
         shared = frozenset(name for _, (layer, name) in self.model.tied if layer == index)
         _check(index, module, self.world.replicas)
         _contiguous(module)
@@ -142,8 +145,8 @@ class LayerStore:
         self.tied.join()
 
     def replace(self, index: int, tensors: dict[tuple[str, str], Tensor], flags: dict[str, bool]) -> None:
-        """One of this rank's layers becomes what was saved of it, whole. Raises CheckpointError where that has optimizer state which is not
-        this optimizer's."""
+        """One of this rank's layers becomes what was saved of it, whole. Raises CheckpointError
+        where that has optimizer state which is not this optimizer's."""
         state = (name for section, name in tensors if section == "optimizer" and not name.startswith(_KEPT))
         unknown = next((name for name in state if not self.optimizers[index].knows(name)), None)
         if unknown is not None:
@@ -156,7 +159,8 @@ class LayerStore:
         self.tied.join()
 
     def moved(self, layout: Layout, plan: Sequence[Move], arrivals: Sequence[Arrival]) -> None:
-        """The plan's layers have changed ranks. Tied weights are still to be joined: once all ranks are here."""
+        """The plan's layers have changed ranks. Tied weights are still to be joined: once all ranks
+        are here."""
         self.layout = layout
         for move in plan:
             if move.source == self.world.rank:
@@ -168,7 +172,8 @@ class LayerStore:
             layer.switch_recompute(index in layout.recomputed)
 
     def reshaped(self, layout: Layout, gone: Collection[int], states: Mapping[int, dict[str, Tensor]], arrivals: Sequence[Arrival]) -> None:
-        """The ranks are another mesh. gone: own layers that are here no more; states: whole, of those that stay."""
+        """The ranks are another mesh. gone: own layers that are here no more; states: whole, of
+        those that stay."""
         self.replicas.close()
         for index in gone:
             self._drop(index)
@@ -181,12 +186,14 @@ class LayerStore:
         self.tied = TiedWeights(self.world, self.model.tied, self.rank_of, self.modules)
         self.tied.join()
 
-    # -- what a layer has beside its module -------------------------------------------------------------------------------------
+    # -- what a layer has beside its module --------------------------------------------------------
 
     def state(self, index: int, whole: bool = False) -> dict[str, Tensor]:
-        """What of one of this rank's layers moves and is saved beside its module: optimizer state, and what cases keep with it.
+        """What of one of this rank's layers moves and is saved beside its module: optimizer state,
+        and what cases keep with it.
 
-        whole: with ZeRO-1, the state of all replicas' shares; all replicas ask for it, in the same order.
+        whole: with ZeRO-1, the state of all replicas' shares; all replicas ask for it, in the same
+        order.
         """
         kept = {f"{_KEPT}{name}": t.to(self.world.device) for name, t in self.kept[index].items()}
         return (self.moments(index) if whole else self.optimizers[index].state()) | kept
@@ -240,7 +247,8 @@ def _check(index: int, module: nn.Module, replicas: int) -> None:
 
 
 def _contiguous(module: nn.Module) -> None:
-    """Gradients and moments are made row by row, as a layer that arrives has its parameters and buffers too."""
+    """Gradients and moments are made row by row, as a layer that arrives has its parameters and
+    buffers too."""
     for parameter in module.parameters():
         if not parameter.is_contiguous():
             parameter.data = parameter.data.contiguous()

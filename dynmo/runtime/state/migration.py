@@ -1,7 +1,9 @@
-"""Moves layers between ranks: weights, gradients, optimizer state, buffers, frozen flags. All or nothing.
+"""Moves layers between ranks: weights, gradients, optimizer state, buffers, frozen flags. All or
+nothing.
 
-Everything is received beside the live model first; only when every rank has all of its new layers do they change hands. Random state does
-not travel: streams are keyed by the layer's global index (`kernels/seeds.py`).
+Everything is received beside the live model first; only when every rank has all of its new layers
+do they change hands. Random state does not travel: streams are keyed by the layer's global index
+(`kernels/seeds.py`).
 
     for each move, in layer order:   source --- length, JSON (names, dtypes, shapes) ---> target, which makes room
     all ranks agree that nothing failed
@@ -66,9 +68,11 @@ def contents(module: nn.Module, optimizer_state: dict[str, Tensor]) -> Contents:
 
 
 def fill(module: nn.Module, tensors: Contents, flags: dict[str, bool]) -> dict[str, Tensor]:
-    """Puts tensors into a module on the meta device (shapes may differ from its own); returns the optimizer's part.
+    """Puts tensors into a module on the meta device (shapes may differ from its own); returns the
+    optimizer's part.
 
-    flags: requires_grad of each parameter. Pruned linears take the form that they have where they come from.
+    flags: requires_grad of each parameter. Pruned linears take the form that they have where they
+    come from.
     """
     conform(module, {name: t for (section, name), t in tensors.items() if section == "buffer"})
     for name in [n for n, _ in module.named_parameters()]:
@@ -79,7 +83,8 @@ def fill(module: nn.Module, tensors: Contents, flags: dict[str, bool]) -> dict[s
             parameter.grad_dtype = gradient.dtype
         parameter.grad = gradient
         setattr(owner, key, parameter)
-    # A checkpoint leaves out what the module makes for itself; what it has and this module lacks, a forward made.
+    # A checkpoint leaves out what the module makes for itself; what it has and this module lacks, a
+    # forward made.
     for section, name in tensors:
         if section == "buffer":
             owner, key = _owner(module, name)
@@ -115,10 +120,12 @@ def exchange(
     leaving: Callable[[int], tuple[nn.Module, dict[str, Tensor]]],
     adopt: Callable[[list[Arrival]], None],
 ) -> Migration:
-    """Runs the moves. `leaving(layer)` gives a layer of this rank that goes; `adopt(arrivals)` makes the new placement live. A layer may
-    go to several ranks: it is then asked for once for each.
+    """Runs the moves. `leaving(layer)` gives a layer of this rank that goes; `adopt(arrivals)`
+    makes the new placement live. A layer may go to several ranks: it is then asked for once for
+    each.
 
-    Raises RunError on every rank, with the live model untouched on all of them, if any rank could not give or take a layer.
+    Raises RunError on every rank, with the live model untouched on all of them, if any rank could
+    not give or take a layer.
     """
     start = time.perf_counter()
     world.open_channels(sorted({(TAG_MIGRATE, move.source, move.target) for move in moves}))
@@ -127,7 +134,8 @@ def exchange(
     works: list[tuple[dist.Work, Tensor, Move]] = []
     failure: Exception | None = None
     for move in moves:
-        # Whatever goes wrong on one rank, each still exchanges every manifest, so that none waits for one that does not come.
+        # Whatever goes wrong on one rank, each still exchanges every manifest, so that none waits
+        # for one that does not come.
         if move.source == world.rank:
             text = b""
             try:
@@ -190,7 +198,8 @@ def describe(layer: int, module: nn.Module, tensors: Contents) -> Manifest:
 
 
 def unpack(text: bytes, move: Move, device: torch.device) -> Arrival:
-    """Memory for what a manifest announces. Raises RunError for one that is damaged, of another layer or of unknown dtypes."""
+    """Memory for what a manifest announces. Raises RunError for one that is damaged, of another
+    layer or of unknown dtypes."""
     try:
         manifest = Manifest.model_validate_json(text)
     except ValidationError as error:

@@ -1,4 +1,5 @@
-"""Which layers travel when the same ranks become another mesh: a shorter pipeline of more replicas, or the reverse.
+"""Which layers travel when the same ranks become another mesh: a shorter pipeline of more replicas,
+or the reverse.
 
 4 ranks    2 stages x 2 replicas             1 stage x 4 replicas
 rank 0     layers 0-3                        layers 0-7       <- 4-7 from rank 2
@@ -24,7 +25,8 @@ def holders(partition: Partition, placement: Sequence[int], replicas: int) -> Ho
 
 
 def transfers(old: Holders, new: Holders) -> tuple[Move, ...]:
-    """What must travel, in layer order: who holds a layer already gets nothing, and those who hold it take turns in giving it."""
+    """What must travel, in layer order: who holds a layer already gets nothing, and those who hold
+    it take turns in giving it."""
     moves: list[Move] = []
     for layer, (before, after) in enumerate(zip(old, new, strict=True)):
         targets = [rank for rank in after if rank not in before]

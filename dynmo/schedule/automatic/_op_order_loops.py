@@ -1,4 +1,5 @@
-"""The search over the order of single ops in `zero_bubble`, compiled: a tabu search from a good schedule."""
+"""The search over the order of single ops in `zero_bubble`, compiled: a tabu search from a good
+schedule."""
 
 # numba has no types of its own, so what it compiles is untyped to pyright.
 # pyright: reportMissingTypeStubs=false, reportUnknownMemberType=false, reportUnknownVariableType=false
@@ -21,7 +22,8 @@ _FAR, _NEAR, _GAPS = 60, 12, 3  # how many places an op may be moved by, within 
 
 
 class _Problem(NamedTuple):
-    """What is scheduled. d[kind, r]: seconds of F, B and W on rank r; d[3, r]: of the link behind it."""
+    """What is scheduled. d[kind, r]: seconds of F, B and W on rank r; d[3, r]: of the link behind
+    it."""
 
     m: Any
     d: Any
@@ -34,7 +36,8 @@ class _Problem(NamedTuple):
 
 
 class _Run(NamedTuple):
-    """An order of ops, and what its replay has found: see `_replay` and `_tails`. count, scratch: room to work in."""
+    """An order of ops, and what its replay has found: see `_replay` and `_tails`. count, scratch:
+    room to work in."""
 
     order: Any
     start: Any
@@ -56,7 +59,8 @@ def _copy(to, of):  # by hand: numba takes long to compile whole-array statement
 
 @njit
 def _draw(state):
-    """The next number of a xorshift generator. It always starts at the same seed: every rank must find the same schedule."""
+    """The next number of a xorshift generator. It always starts at the same seed: every rank must
+    find the same schedule."""
     state ^= state << np.uint64(13)
     state ^= state >> np.uint64(7)
     return state ^ (state << np.uint64(17))
@@ -67,8 +71,8 @@ def _replay(problem, run):
     """Replays `run.order`. Returns the greatest end - lead, or never if the order goes in a circle.
 
     It fills in start[r, i] of op i, end[kind, r, j] and where[kind, r, j] of each F and B,
-    before[kind, r, i] = how many ops of a kind lie before op i, and path = all ops, each after what it
-    needs.
+    before[kind, r, i] = how many ops of a kind lie before op i, and path = all ops, each after what
+    it needs.
     """
     m, d, first, credits, lead = problem.m, problem.d, problem.first, problem.credits, problem.lead
     order, start, end, where, before, count, path = run.order, run.start, run.end, run.where, run.before, run.count, run.path
@@ -173,8 +177,8 @@ def _tails(problem, run):
 
 @njit(inline="always")
 def _guess(problem, run, r, source, target, most):
-    """A lower estimate of the longest way through the ops that move when op `source` of rank r goes to place `target`, or never where
-    that is not allowed or the estimate passes `most`."""
+    """A lower estimate of the longest way through the ops that move when op `source` of rank r goes
+    to place `target`, or never where that is not allowed or the estimate passes `most`."""
     m, d, first, lead, mf, stash, cap = problem.m, problem.d, problem.first, problem.lead, problem.mf, problem.stash, problem.cap
     order, start, end, where = run.order, run.start, run.end, run.where
     before, tail, scratch = run.before, run.tail, run.scratch
@@ -235,7 +239,8 @@ def _move(order, r, source, target):
 
 @njit
 def _by_hand(problem, k, hold, order):
-    """Writes ZB-H1 (k = 1), ZB-H2 (k = 2), or without `hold` 1F1B with B and W apart. Returns whether it fits the caps."""
+    """Writes ZB-H1 (k = 1), ZB-H2 (k = 2), or without `hold` 1F1B with B and W apart. Returns
+    whether it fits the caps."""
     m, first, mf, stash, cap = problem.m, problem.first, problem.mf, problem.stash, problem.cap
     p = mf.shape[0]
     for r in range(p):
@@ -271,13 +276,15 @@ def _longest_way_end(problem, run, now, slack):
 
 @njit(inline="always")
 def _block_start(problem, run, r, i, slack, state):
-    """The first op of the block that ends with op i of rank r: ops without a gap between them. Returns it and the generator's state."""
+    """The first op of the block that ends with op i of rank r: ops without a gap between them.
+    Returns it and the generator's state."""
     d, start, end = problem.d, run.start, run.end
     p, low = d.shape[1], i
     while low > 0 and start[r, low - 1] + d[run.order[r, low - 1], r] >= start[r, low] - slack:
         kind = run.order[r, low]
         j = run.before[kind, r, low]
-        # Where both the rank and a neighbour let it start just now, leave by the neighbour half of the time.
+        # Where both the rank and a neighbour let it start just now, leave by the neighbour half of
+        # the time.
         crosses = (kind == FORWARD and r > 0 and end[0, r - 1, j] + d[3, r - 1] >= start[r, low] - slack) or (
             kind == BACKWARD and r + 1 < p and end[1, r + 1, j] + d[3, r] >= start[r, low] - slack
         )
@@ -291,10 +298,11 @@ def _block_start(problem, run, r, i, slack, state):
 
 @njit(inline="always")
 def _places(problem, run, r, source, low, high, slack, targets):
-    """Where op `source` of the block low..high may go: writes the places to `targets`, and returns how many there are.
+    """Where op `source` of the block low..high may go: writes the places to `targets`, and returns
+    how many there are.
 
-    Each op may go before the block's first or behind its last (which helps nobody in the last block), the outer two anywhere. A W may
-    also go into the next gaps before and behind the block.
+    Each op may go before the block's first or behind its last (which helps nobody in the last
+    block), the outer two anywhere. A W may also go into the next gaps before and behind the block.
     """
     n, d, order, start = 3 * problem.m, problem.d, run.order, run.start
     last = high == n - 1
@@ -333,7 +341,8 @@ def _places(problem, run, r, source, low, high, slack, targets):
 
 @njit(inline="always")
 def _waited_for(problem, run, r, low):
-    """The rank and the place of the op of a neighbour that op `low` of rank r waits for, or -1, -1."""
+    """The rank and the place of the op of a neighbour that op `low` of rank r waits for, or -1,
+    -1."""
     kind = run.order[r, low]
     j = run.before[kind, r, low]
     if (low == 0 and r == 0) or kind == WEIGHT:
@@ -349,9 +358,11 @@ def _waited_for(problem, run, r, low):
 
 @njit
 def _best_move(problem, run, best, slack, turn, barred, targets, state, r, i):
-    """Goes along a longest way from its last op, op i of rank r, to its first, and estimates every move of an op on it.
+    """Goes along a longest way from its last op, op i of rank r, to its first, and estimates every
+    move of an op on it.
 
-    Returns the rank of the best move (-1: none is allowed), from and to where, the effort in ops, and the generator's state.
+    Returns the rank of the best move (-1: none is allowed), from and to where, the effort in ops,
+    and the generator's state.
     """
     order, before = run.order, run.before
     chosen, chosen_r, chosen_from, chosen_to = _NEVER, -1, -1, -1
@@ -376,7 +387,8 @@ def _best_move(problem, run, best, slack, turn, barred, targets, state, r, i):
 
 @njit
 def _best_by_hand(problem, run, best, best_order):
-    """Replays the schedules that are made by hand. Returns the least time, its order then in `best_order`, and the effort in ops."""
+    """Replays the schedules that are made by hand. Returns the least time, its order then in
+    `best_order`, and the effort in ops."""
     spent = 0
     for hand in range(3):
         if _by_hand(problem, max(1, hand), hand > 0, run.order):
@@ -393,7 +405,8 @@ def _best_by_hand(problem, run, best, best_order):
     "float64, int64, int8[:, ::1])"
 )
 def polish(m, d, mf, stash, cap, first, credits, lead, goal, budget, best_order):
-    """A tabu search over the order of single ops: moves ops of a longest way to another place on their rank.
+    """A tabu search over the order of single ops: moves ops of a longest way to another place on
+    their rank.
 
     Returns the least time and the number of ops replayed; `best_order` becomes the best order.
     """

@@ -1,7 +1,9 @@
-"""The inner loops of `vshape`, compiled. Plain arithmetic on arrays; what it means is told in `vshape`.
+"""The inner loops of `vshape`, compiled. Plain arithmetic on arrays; what it means is told in
+`vshape`.
 
-Rank r holds the stages r and 2p - 1 - r. Its F's and B's are numbered in the order in which one microbatch meets them: 0 is F of the
-lower stage, 1 F of the upper one, 2 B of the upper one, 3 B of the lower one; 4 and 5 are W of the lower and of the upper stage.
+Rank r holds the stages r and 2p - 1 - r. Its F's and B's are numbered in the order in which one
+microbatch meets them: 0 is F of the lower stage, 1 F of the upper one, 2 B of the upper one, 3 B of
+the lower one; 4 and 5 are W of the lower and of the upper stage.
 """
 
 # numba has no types of its own, so what it compiles is untyped to pyright.
@@ -21,7 +23,8 @@ NEVER = 1e300
 
 @jit_as("void(int64, int64, int64[::1], int8[:, ::1])")
 def cycles(m, frozen, cycle, order):
-    """The hand-made ZB-V: a warm-up of 2 (p - r) - 1 F's, r pairs of both F's, p - r pairs of F and B; then `cycle` again and again."""
+    """The hand-made ZB-V: a warm-up of 2 (p - r) - 1 F's, r pairs of both F's, p - r pairs of F and
+    B; then `cycle` again and again."""
     p = order.shape[0]
     most, done = np.zeros(4, np.int64), np.zeros(4, np.int64)
     for r in range(p):
@@ -35,7 +38,8 @@ def cycles(m, frozen, cycle, order):
         lead, pairs = 2 * (p - r) - 1, r
         step, total = 0, most[0] + most[1] + most[2] + most[3]
         while at < total:
-            # A step is one place of the pattern; a place whose op is not due yet, or has run m times, is passed over.
+            # A step is one place of the pattern; a place whose op is not due yet, or has run m
+            # times, is passed over.
             if step < lead:
                 k = 0
             elif step < lead + 2 * pairs:
@@ -54,7 +58,8 @@ def cycles(m, frozen, cycle, order):
 
 @jit_as("void(int64, int64, float64[::1], float64[::1], float64[::1], float64, float64[::1], float64, int8[:, ::1])")
 def block(m, frozen, f, b, link, unit, shape, period, order):
-    """A repeating block: microbatch 0 at its own pace, every hop at least shape[0..3] units long, and the others a period behind.
+    """A repeating block: microbatch 0 at its own pace, every hop at least shape[0..3] units long,
+    and the others a period behind.
 
     A period of 0 stands for one in which a microbatch is through before the next one starts.
     """
@@ -141,7 +146,8 @@ class Timetable(NamedTuple):
 
 @jit()
 def _order_of_visits(problem, run, stack):
-    """Clears the timetable, and puts all ranks on the stack, the first on top. Returns the number of ops to place."""
+    """Clears the timetable, and puts all ranks on the stack, the first on top. Returns the number
+    of ops to place."""
     m, frozen, n, p = problem.m, problem.frozen, problem.f.shape[0], problem.cap.shape[0]
     run.arrival[:] = NEVER
     for j in range(m):
@@ -157,14 +163,21 @@ def _order_of_visits(problem, run, stack):
 
 @jit()
 def play(problem: Any, timetable: Any, order: Any, share: float, patient: int) -> float:
-    """Runs F's and B's in `order` and puts W's between them. Returns the span (the makespan if `whole`), or -1 where memory forbids it.
+    """Runs F's and B's in `order`, and puts W's between them.
 
-    A W runs where an F has no memory without it; in a gap that holds `share` of it; and, on the first `patient` ranks once they have no F
-    left, in any gap if the op behind the gap still starts by its `latest` time.
+    A W runs in three cases: an F has no memory without it; a gap holds `share` of it; its rank is
+    one of the first `patient` ranks, has no F left, and the op behind the gap still starts by its
+    `latest` time.
 
     Args:
         problem: A `Problem` as a plain tuple, which a compiled function recognizes faster.
         timetable: A `Timetable` as a plain tuple.
+        order: F's and B's of each rank by their codes, [ranks, 4 * microbatches].
+        share: The share of a W that a gap must hold.
+        patient: Number of ranks that put a W into any gap at the end.
+
+    Returns:
+        The span, or the makespan if `whole`. -1 if memory forbids the order.
     """
     problem, run = Problem(*problem), Timetable(*timetable)
     m, frozen, whole = problem.m, problem.frozen, problem.whole
@@ -200,7 +213,8 @@ def play(problem: Any, timetable: Any, order: Any, share: float, patient: int) -
                 j = count[r, k]
                 a = arrival[g, s, j]
                 if g == 0 and s < frozen and j >= p and s + 1 < n:
-                    # A forward-only stage is at most p microbatches ahead of the next one: see op.dependencies.
+                    # A forward-only stage is at most p microbatches ahead of the next one: see
+                    # op.dependencies.
                     ahead = s + 1 if s + 1 < p else n - 2 - s
                     gone = count[ahead, 0 if s + 1 < p else 1] > j - p
                     a = max(a, start[0, s + 1, j - p] + f[s + 1] + link[s]) if gone else NEVER
@@ -268,7 +282,8 @@ def play(problem: Any, timetable: Any, order: Any, share: float, patient: int) -
 
 @jit_as("void(int64, int64, int8[:, ::1], float64[::1], float64[::1], float64[::1], float64[::1], float64[:, :, ::1])")
 def latest_starts(m, frozen, order, f, b, link, deadline, latest):
-    """When each F and B must start, if a rank's last one is to end by its deadline, ranks keep to `order` and W's take no time."""
+    """When each F and B must start, if a rank's last one is to end by its deadline, ranks keep to
+    `order` and W's take no time."""
     p, n = order.shape[0], f.shape[0]
     latest[:] = -NEVER
     count, at, limit = np.full((p, 4), m - 1), np.zeros(p, np.int64), deadline.copy()

@@ -1,4 +1,5 @@
-"""The inner loops of `auto`, compiled. Plain arithmetic on arrays; what it means is told in `auto`."""
+"""The inner loops of `auto`, compiled. Plain arithmetic on arrays; what it means is told in
+`auto`."""
 
 # numba has no types of its own, so what it compiles is untyped to pyright.
 # pyright: reportMissingTypeStubs=false, reportUnknownMemberType=false, reportUnknownVariableType=false
@@ -27,7 +28,8 @@ def _copy(to, of):  # by hand, as below: numba takes long to compile whole-array
 
 @njit
 def _draw(state):
-    """The next number of a xorshift generator. It always starts at the same seed: every rank must find the same schedule."""
+    """The next number of a xorshift generator. It always starts at the same seed: every rank must
+    find the same schedule."""
     state ^= state << np.uint64(13)
     state ^= state >> np.uint64(7)
     return state ^ (state << np.uint64(17))
@@ -35,7 +37,8 @@ def _draw(state):
 
 @njit
 def _settle(tree, wake, rank):
-    """Restores a winner tree (tree[1] is the rank that wakes first, the lower one of equals) after a change of wake[rank]."""
+    """Restores a winner tree (tree[1] is the rank that wakes first, the lower one of equals) after
+    a change of wake[rank]."""
     i = (tree.shape[0] // 2 + rank) // 2
     while i > 0:
         left, right = tree[2 * i], tree[2 * i + 1]
@@ -45,8 +48,9 @@ def _settle(tree, wake, rank):
 
 @njit
 def _build(m, f, b, w, link, mf, stash, cap, first, credits, lead, policy, most, order, arrival, clock, count, tree):
-    """Runs all ranks on one clock under `policy`. Returns the greatest (end - lead) of a rank, or never once it must pass `most`,
-    and how often it looked at a rank, which is its effort; the ops are in `order`."""
+    """Runs all ranks on one clock under `policy`. Returns the greatest (end - lead) of a rank, or
+    never once it must pass `most`, and how often it looked at a rank, which is its effort; the ops
+    are in `order`."""
     p = f.shape[0]
     wake, work = clock[0], clock[1]
     nf, nb, nw, idle, last = count[0], count[1], count[2], count[3], count[4]
@@ -89,7 +93,8 @@ def _build(m, f, b, w, link, mf, stash, cap, first, credits, lead, policy, most,
                 else:
                     later = at
             elif held < policy[0, r]:
-                # After this F the rank must still be able to empty itself: W's first, then B and W in turn.
+                # After this F the rank must still be able to empty itself: W's first, then B and W
+                # in turn.
                 if live + mf[r] <= cap[r] and (held + 1) * mf[r] <= cap[r] and held * mf[r] + stash[r] <= cap[r]:
                     if at <= now:
                         forward = True
@@ -170,9 +175,11 @@ def _build(m, f, b, w, link, mf, stash, cap, first, credits, lead, policy, most,
     "int64, int64, boolean, float64, int64, int64[:, ::1], float64[::1], int8[:, ::1])"
 )
 def search(m, f, b, w, link, mf, stash, cap, first, credits, spans, goal, budget, starts, lead, best_order):
-    """Tries the policies of `starts`, then changes of the best one, until `goal` is met or `budget` is spent.
+    """Tries the policies of `starts`, then changes of the best one, until `goal` is met or `budget`
+    is spent.
 
-    Returns the least time and what was spent; the ops are in `best_order`. lead: zeros, which become what each rank's time is counted from.
+    Returns the least time and what was spent; the ops are in `best_order`. lead: zeros, which
+    become what each rank's time is counted from.
     """
     p = f.shape[0]
     trip = np.zeros(p)

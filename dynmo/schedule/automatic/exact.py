@@ -1,12 +1,15 @@
-"""The best schedule of a small case, and the proof of it, by OR-tools' CP-SAT (the optional extra `exact`).
+"""The best schedule of a small case, and the proof of it, by OR-tools' CP-SAT (the optional extra
+`exact`).
 
-Every F, B and W is an interval of time on its rank, and every pair of ops on one rank whose order is open has a yes/no variable
-`before`. What makes the proof quick is how few of these there are. Each kind runs in microbatch order, and one microbatch runs F's down
-and B's up the pipeline, so of the pairs of one stage only these are open, for j < i:
+Every F, B and W is an interval of time on its rank, and every pair of ops on one rank whose order
+is open has a yes/no variable `before`. What makes the proof quick is how few of these there are.
+Each kind runs in microbatch order, and one microbatch runs F's down and B's up the pipeline, so of
+the pairs of one stage only these are open, for j < i:
 
     B(j) or F(i) first      W(j) or F(i) first      W(j) or B(i) first
 
-Memory depends on the order alone, so it needs no time variable: F(i) may start only if enough of B(0..) and W(0..) come before it.
+Memory depends on the order alone, so it needs no time variable: F(i) may start only if enough of
+B(0..) and W(0..) come before it.
 """
 
 # OR-tools types only_enforce_if in part.
@@ -45,7 +48,8 @@ LARGEST = 20_000
 
 @dataclass(frozen=True)
 class Exact:
-    """`schedule` and what no schedule can beat, in the costs' unit; `proven`: the two are equal within PROVEN; `seconds` it took."""
+    """`schedule` and what no schedule can beat, in the costs' unit; `proven`: the two are equal
+    within PROVEN; `seconds` it took."""
 
     schedule: Schedule
     bound: float
@@ -64,20 +68,25 @@ def exact(
     seconds: float = 5.0,
     workers: int = 2,
 ) -> Exact:
-    """The shortest schedule that can be found in `seconds`, never longer than `start`, with a bound that holds for the given costs.
+    """The shortest schedule that can be found in `seconds`, never longer than `start`, with a bound
+    that holds for the given costs.
 
-    caps is the most live memory of each rank, in the costs' unit. `start` also gives the placement, one stage per rank or several, as long
-    as the first stages lie one on each rank; without it `automatic`'s is taken. B and W are separate ops in what is searched, and in what
-    is found; its name is that of `start`, or "exact". With one worker the result is the same in every run that is not cut short.
+    caps is the most live memory of each rank, in the costs' unit. `start` also gives the placement,
+    one stage per rank or several, as long as the first stages lie one on each rank; without it
+    `automatic`'s is taken. B and W are separate ops in what is searched, and in what is found; its
+    name is that of `start`, or "exact". With one worker the result is the same in every run that is
+    not cut short.
 
-    The bound: the solver works in whole ticks. Decimal times are whole numbers of ticks if the length has no more than 1e7 of them. Others
-    are rounded down, each op and link for itself. No order takes longer for it: it takes as long as its longest chain of ops and links,
-    and what a rank's own span leaves out, its lead, is in every chain that gets there. So what is proven for the rounded times holds
-    for the true ones, and is less than they would give by at most a tick, 1e-7 of the length, for each op and link of a chain. The larger
-    of this and `lower_bound` is returned. A schedule's own length is always simulated with the true costs.
+    The bound: the solver works in whole ticks. Decimal times are whole numbers of ticks if the
+    length has no more than 1e7 of them. Others are rounded down, each op and link for itself. No
+    order takes longer for it: it takes as long as its longest chain of ops and links, and what a
+    rank's own span leaves out, its lead, is in every chain that gets there. So what is proven for
+    the rounded times holds for the true ones, and is less than they would give by at most a tick,
+    1e-7 of the length, for each op and link of a chain. The larger of this and `lower_bound` is
+    returned. A schedule's own length is always simulated with the true costs.
 
-    Raises ScheduleError when the solver is needed and missing, when `start` is for another case or over a cap, and when a cap admits no
-    schedule at all.
+    Raises ScheduleError when the solver is needed and missing, when `start` is for another case or
+    over a cap, and when a cap admits no schedule at all.
     """
     began = time.perf_counter()
     if start is None:
@@ -100,7 +109,7 @@ def exact(
     return Exact(best, bound, length <= bound * (1 + PROVEN), time.perf_counter() - began)
 
 
-# -- the case -------------------------------------------------------------------------------------------------------------
+# -- the case --------------------------------------------------------------------------------------
 
 
 def _length(schedule: Schedule, costs: Costs, objective: Objective) -> float:
@@ -122,7 +131,8 @@ def _one_stage_each(schedule: Schedule) -> bool:
 
 
 def _busiest(schedule: Schedule, costs: Costs) -> float:
-    """The work of the busiest rank: all that is known beforehand where ranks hold several stages."""
+    """The work of the busiest rank: all that is known beforehand where ranks hold several
+    stages."""
     return max(sum(duration(costs, op) for op in row) for row in schedule.ops)
 
 
@@ -159,11 +169,12 @@ def _split(schedule: Schedule) -> Schedule:
     return replace(schedule, ops=tuple(tuple(part for op in row for part in parts(op)) for row in schedule.ops))
 
 
-# -- whole numbers --------------------------------------------------------------------------------------------------------
+# -- whole numbers ---------------------------------------------------------------------------------
 
 
 def _scale(values: Iterable[float], whole: float, most: int) -> Fraction:
-    """How many ticks a unit has: so that all values are whole numbers of ticks, if `whole` then has no more than `most`."""
+    """How many ticks a unit has: so that all values are whole numbers of ticks, if `whole` then has
+    no more than `most`."""
     given = [Fraction(str(value)) for value in values if value]
     parts = lcm(*(x.denominator for x in given))
     scale = Fraction(parts, gcd(*(int(x * parts) for x in given)) or 1)
@@ -186,11 +197,12 @@ def _in_ticks(costs: Costs, scale: Fraction) -> Costs:
     return Costs(tuple(stages), tuple(map(ticks, costs.links)))
 
 
-# -- the model ------------------------------------------------------------------------------------------------------------
+# -- the model -------------------------------------------------------------------------------------
 
 
 def _settled(x: Op, y: Op) -> bool:
-    """Whether x comes before y on their rank in every schedule: the closure of `dependencies` and of microbatch order."""
+    """Whether x comes before y on their rank in every schedule: the closure of `dependencies` and
+    of microbatch order."""
     if x == y or x.microbatch > y.microbatch:
         return False
     match x.kind, y.kind:
@@ -207,7 +219,8 @@ def _settled(x: Op, y: Op) -> bool:
 
 
 class _Model:
-    """The case of `start`, B and W apart, in whole ticks, with `start` as the hint and as the longest that there may be."""
+    """The case of `start`, B and W apart, in whole ticks, with `start` as the hint and as the
+    longest that there may be."""
 
     def __init__(self, start: Schedule, costs: Costs, caps: Sequence[float] | None, objective: Objective, bound: float) -> None:
         self.start, self.costs, self.objective = start, costs, objective
@@ -257,7 +270,8 @@ class _Model:
         timeline = simulate(start, ticks)
         hint = {span.op: int(span.start) for row in timeline.ranks for span in row}
         longest = int(timeline.span if self.objective is Objective.SPAN else timeline.makespan)
-        # A rank's first op is the F of microbatch 0 on its first stage, at the same time in every schedule: it follows only its like.
+        # A rank's first op is the F of microbatch 0 on its first stage, at the same time in every
+        # schedule: it follows only its like.
         opening = [int(row[0].start) for row in timeline.ranks]
         length = model.new_int_var(min(longest, floor(Fraction(self.least) * self.scale * (1 - Fraction(1, 10**9)))), longest, "length")
         model.add_hint(length, longest)
@@ -282,7 +296,8 @@ class _Model:
         model.minimize(length)
 
     def _one_at_a_time(self, row: Sequence[Op]) -> None:
-        """The order of a rank's ops: who is before whom, without circles, and what that means for the times."""
+        """The order of a rank's ops: who is before whom, without circles, and what that means for
+        the times."""
         model = self.model
         model.add_no_overlap(model.new_fixed_size_interval_var(self.at[op], self.took[op], "") for op in row)
         place = {op: index for index, op in enumerate(row)}
@@ -312,7 +327,8 @@ class _Model:
                     model.add_bool_or(self.before[x, y], self.before[y, z], ~self.before[x, z])
 
     def _just_before(self, op: Op) -> Iterator[Op]:
-        """The ops on the same rank that are settled to come before `op`, without those that this follows for from others."""
+        """The ops on the same rank that are settled to come before `op`, without those that this
+        follows for from others."""
         own = self.start.stages_of(self.start.placement[op.stage])
         trained = [s for s in own if s >= self.start.first_trainable]
         if op.microbatch:
@@ -334,7 +350,8 @@ class _Model:
             if row[0].stage >= self.start.first_trainable:
                 self._few_enough(row[0].stage, stage, cap)
             return
-        # In whole parts of a unit, rounded down where there is no such part: what is found is checked.
+        # In whole parts of a unit, rounded down where there is no such part: what is found is
+        # checked.
         changes = {op: memory_change(self.costs, op, self.start.first_trainable) for op in row}
         scale = _scale(changes.values(), cap or 1.0, 10**12)
         parts = {op: floor(Fraction(str(change)) * scale) for op, change in changes.items()}
@@ -344,7 +361,8 @@ class _Model:
                 self.model.add(sum(parts[y] * self._is_before(y, x) for y in row if y != x) <= room - parts[x])
 
     def _few_enough(self, stage: int, cost: StageCost, cap: float) -> None:
-        """One stage on the rank. When F(i) starts, with `y` B's done, so many W's must be done that i + 1 microbatches fit."""
+        """One stage on the rank. When F(i) starts, with `y` B's done, so many W's must be done that
+        i + 1 microbatches fit."""
         m = self.start.microbatches
         for i in range(m):
             for y in range(i + 1):

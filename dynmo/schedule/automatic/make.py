@@ -1,4 +1,5 @@
-"""Makes any schedule by its name: by hand where the catalogue can, else by a search for the costs at hand."""
+"""Makes any schedule by its name: by hand where the catalogue can, else by a search for the costs
+at hand."""
 
 from __future__ import annotations
 
@@ -34,8 +35,8 @@ def make(
         microbatches: Microbatches of a step.
         costs: Of every stage. None means that all are alike: F = B = W, and no links.
         chunks: Stages per rank. None means the schedule's own number.
-        caps: The most live memory of each rank, in the costs' unit. Only schedules that are made from costs keep to it.
-            The caller checks the others.
+        caps: The most live memory of each rank, in the costs' unit. Only schedules that are made
+            from costs keep to it. The caller checks the others.
         first_trainable: The stages before this one run F only.
         objective: What a schedule that is made from costs keeps short.
 

@@ -1,23 +1,27 @@
-"""Schedules in a V: two stages a rank, placed down the ranks and up again. Where a rank waits long for the one's B, the other's comes soon.
+"""Schedules in a V: two stages a rank, placed down the ranks and up again. Where a rank waits long
+for the one's B, the other's comes soon.
 
     stage  0 1 2 3 4 5      on 3 ranks: rank 0 holds the stages 0 and 5, rank 1 holds 1 and 4, rank 2 holds 2 and 3,
     rank   0 1 2 2 1 0      between which nothing travels
 
-ZB-V fills the pipeline as far as p activations of a whole rank (both its stages, one microbatch) allow; V-Half and V-Min let a microbatch
-pass in less time and keep about p / 2 + 1 and p / 3 + 1 of them (Zero Bubble, section 6; Pipeline Parallelism with Controllable Memory).
+ZB-V fills the pipeline as far as p activations of a whole rank (both its stages, one microbatch)
+allow; V-Half and V-Min let a microbatch pass in less time and keep about p / 2 + 1 and p / 3 + 1 of
+them (Zero Bubble, section 6; Pipeline Parallelism with Controllable Memory).
 
 How one is made. Each rank's order of F's and B's is laid down first, by one of two rules:
 
     cycles  the hand-made ZB-V: F's for as long as the first microbatch is on its way, then F and B of both stages in turn
     block   one microbatch's F's and B's, spread over time, repeated at one interval for all microbatches
 
-Then the ranks run their orders at the true costs, and W's go where they cost least: into gaps that hold most of one, and before an F that
-has no memory without it. Before its last B's a rank has gaps each too short for a W, but not all together; there a W may push B's back as
-far as the last microbatch's way home allows.
+Then the ranks run their orders at the true costs, and W's go where they cost least: into gaps that
+hold most of one, and before an F that has no memory without it. Before its last B's a rank has gaps
+each too short for a W, but not all together; there a W may push B's back as far as the last
+microbatch's way home allows.
 
-Out of many blocks the one that comes out shortest within memory is taken, and changed a little for as long as that helps. One always keeps
-within memory: the block so long that one microbatch is through before the next. How many are tried depends on the size of the case, never
-on time, so every rank finds the same schedule.
+Out of many blocks the one that comes out shortest within memory is taken, and changed a little for
+as long as that helps. One always keeps within memory: the block so long that one microbatch is
+through before the next. How many are tried depends on the size of the case, never on time, so every
+rank finds the same schedule.
 """
 
 from __future__ import annotations
@@ -42,17 +46,19 @@ _Order = NDArray[np.int8]
 _SHARES = (1.0, 0.5)
 # The steady state of ZB-V: 0 F below, 1 F above, 2 B above, 3 B below.
 _CYCLES = ((0, 3, 1, 2), (3, 0, 1, 2))
-# A block: least lengths of the four hops (F down, F up, B down, B up) and rests at the three turns (F to F, F to B, B to B), in sixths of
-# what the busiest rank works for one microbatch.
+# A block: least lengths of the four hops (F down, F up, B down, B up) and rests at the three turns
+# (F to F, F to B, B to B), in sixths of what the busiest rank works for one microbatch.
 _HOPS = ((0, 0, 0, 0), (1, 2, 1, 2), (2, 1, 2, 1), (2.5, 1, 2.5, 1), (2, 0, 2, 1.5), (1.5, 2, 1.5, 2), (2, 4, 2, 4), (4, 2, 4, 2))
 _TURNS = ((0, 0, 0), (2, 0, 2), (0, 0, 1))
 _STEPS = (1.0, 0.5, 0.25)
-# The interval is in multiples of that work. It is doubled until memory holds the block, then halved back so many times.
+# The interval is in multiples of that work. It is doubled until memory holds the block, then halved
+# back so many times.
 _HALVINGS = 5
 # Times up to core.NEVER are times, and a block takes some multiple of all work.
 _LARGEST = core.NEVER / 1e6
 _SERIAL = ((0.0,) * 7, 0.0)
-# How many ops may be placed in all while looking for the best order, and how often they may be placed at least and at most.
+# How many ops may be placed in all while looking for the best order, and how often they may be
+# placed at least and at most.
 _BUDGET = 8_000_000
 _TRIES = (60, 600)
 
@@ -74,8 +80,9 @@ def zb_v(
 ) -> Schedule:
     """At most p activations of a whole rank, as 1F1B, and next to no bubble where F = B = W.
 
-    costs are of the 2p stages, in the model's order; caps is the most live memory of each rank, in the costs' unit, where it is to be less
-    than that. Raises ScheduleError where a rank cannot hold one microbatch.
+    costs are of the 2p stages, in the model's order; caps is the most live memory of each rank, in
+    the costs' unit, where it is to be less than that. Raises ScheduleError where a rank cannot hold
+    one microbatch.
     """
     return _make("zb-v", float(len(costs.stages) // 2), costs, microbatches, caps, first_trainable, objective)
 
@@ -88,7 +95,8 @@ def v_half(
     first_trainable: int = 0,
     objective: Objective = Objective.SPAN,
 ) -> Schedule:
-    """At most p / 2 + 1 activations of a whole rank, half of 1F1B's, and less bubble. Arguments and errors as for `zb_v`."""
+    """At most p / 2 + 1 activations of a whole rank, half of 1F1B's, and less bubble. Arguments and
+    errors as for `zb_v`."""
     return _make("v-half", len(costs.stages) // 2 / 2 + 1, costs, microbatches, caps, first_trainable, objective)
 
 
@@ -100,7 +108,8 @@ def v_min(
     first_trainable: int = 0,
     objective: Objective = Objective.SPAN,
 ) -> Schedule:
-    """At most p / 3 + 1 activations of a whole rank, about the least with which the ranks can all be busy. Else as `zb_v`."""
+    """At most p / 3 + 1 activations of a whole rank, about the least with which the ranks can all
+    be busy. Else as `zb_v`."""
     return _make("v-min", len(costs.stages) // 2 / 3 + 1, costs, microbatches, caps, first_trainable, objective)
 
 
@@ -125,7 +134,8 @@ def _make(
 
 @dataclass
 class _Case:
-    """The costs as arrays, the limits, and room to work in. `hold` is what an F takes and `stash` what is left of it after B."""
+    """The costs as arrays, the limits, and room to work in. `hold` is what an F takes and `stash`
+    what is left of it after B."""
 
     microbatches: int
     frozen: int
@@ -165,7 +175,8 @@ class _Case:
         return float((stages[: self.ranks] + stages[: self.ranks - 1 : -1]).max())
 
     def run(self, order: _Order, share: float, patient: int = 0) -> float:
-        """The span (or makespan) of the order with W's put in, which `ops` then holds; -1 where memory forbids it."""
+        """The span (or makespan) of the order with W's put in, which `ops` then holds; -1 where
+        memory forbids it."""
         return core.play(self._problem, self._timetable, order, share, patient)
 
     def cycles(self, cycle: tuple[int, ...]) -> _Order:
@@ -190,7 +201,8 @@ def _case(
         raise ScheduleError(f"{name}: {len(caps)} memory limits for {ranks} ranks; give one limit per rank")
     trains = np.arange(n) >= first_trainable
     stages = costs.stages
-    # An F takes at once what its microbatch will hold at most, so a B that adds to it never finds too little memory.
+    # An F takes at once what its microbatch will hold at most, so a B that adds to it never finds
+    # too little memory.
     hold = np.array([max(s.mem_f, s.mem_f + s.mem_b, 0.0) for s in stages], np.float64) * trains
     stash = np.array([max(s.mem_f + s.mem_b, 0.0) for s in stages], np.float64) * trains
     both = hold[:ranks] + hold[: ranks - 1 : -1]
@@ -220,7 +232,8 @@ def _case(
 
 
 def _search(case: _Case) -> tuple[_Order, float, int]:
-    """The order, the share of W that a gap must hold, and the number of patient ranks that come out shortest."""
+    """The order, the share of W that a gap must hold, and the number of patient ranks that come out
+    shortest."""
     search = _Search(case)
     search.order(case.block(_SERIAL))
     for cycle in _CYCLES:
@@ -276,7 +289,8 @@ class _Search:
             low, high = (middle, high) if self.try_((shape, middle)) == np.inf else (low, middle)
 
     def descend(self) -> None:
-        """Changes the best block one number at a time, in smaller and smaller steps, for as long as that helps."""
+        """Changes the best block one number at a time, in smaller and smaller steps, for as long as
+        that helps."""
         for step in _STEPS:
             helped = True
             while helped:

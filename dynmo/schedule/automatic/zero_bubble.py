@@ -1,18 +1,22 @@
-"""zb-auto: a schedule for the costs at hand, every stage's own, within every stage's memory (Zero Bubble, section 3).
+"""zb-auto: a schedule for the costs at hand, every stage's own, within every stage's memory (Zero
+Bubble, section 3).
 
-One clock runs all ranks. Whenever a rank is free it takes what its policy prefers among the ops that have arrived and fit its memory:
+One clock runs all ranks. Whenever a rank is free it takes what its policy prefers among the ops
+that have arrived and fit its memory:
 
     warm    at most this many microbatches between F and B: how far the warm-up goes while the first B is on its way
     prefer  B, F, or the two in turn, where both could run
     wait    W fills a gap before a known arrival if that many quarters of it fit the gap; a gap without end is always filled
     save    W is saved for gaps until this many wait, or until a B or F that has arrived needs their memory
 
-An F is admitted only if the rank could empty itself afterwards, with W's first and then B and W in turn. So there is never a circle of
-ranks that wait for memory, and every case in which one microbatch fits each stage has a schedule.
+An F is admitted only if the rank could empty itself afterwards, with W's first and then B and W in
+turn. So there is never a circle of ranks that wait for memory, and every case in which one
+microbatch fits each stage has a schedule.
 
-The search first tries a table of policies, the same on all ranks, then changes single ranks' policies, then the order of single ops
-along the critical path. It gives up a try at the first op after which it must end later than the best so far, stops where `lower_bound`
-is met, and has a budget in steps, never in time: every rank that runs it finds the same schedule.
+The search first tries a table of policies, the same on all ranks, then changes single ranks'
+policies, then the order of single ops along the critical path. It gives up a try at the first op
+after which it must end later than the best so far, stops where `lower_bound` is met, and has a
+budget in steps, never in time: every rank that runs it finds the same schedule.
 """
 
 from __future__ import annotations
@@ -37,9 +41,10 @@ NAME = "zb-auto"
 
 _NO_LIMIT = 1 << 40
 
-# Policies to start from, those first that did best together with the ones before them on random uneven costs:
-# 0, percent, more: a warm-up of as many F's as fill this share of the way to the last stage and back, and some more
-# 1, k, 0: ZB-H1's (k = 1) and ZB-H2's warm-up; then wait, prefer (0 B, 1 F, 2 in turn) and save.
+# Policies to start from, those first that did best together with the ones before them on random
+# uneven costs: 0, percent, more: a warm-up of as many F's as fill this share of the way to the last
+# stage and back, and some more 1, k, 0: ZB-H1's (k = 1) and ZB-H2's warm-up; then wait, prefer (0
+# B, 1 F, 2 in turn) and save.
 _STARTS = (
     (0, 75, 1, 2, 2, _NO_LIMIT),
     (0, 105, 0, 3, 1, _NO_LIMIT),
@@ -60,7 +65,8 @@ _STARTS = (
 _new_op = cast("Callable[[tuple[Kind, int, int]], Op]", partial(cast("Any", tuple).__new__, Op))
 _KINDS = (Kind.F, Kind.B, Kind.W)
 
-# A peak is a running sum, so it may lie a rounding error above the activations that it stands for; half of what is allowed for that.
+# A peak is a running sum, so it may lie a rounding error above the activations that it stands for;
+# half of what is allowed for that.
 _ROUNDING = 5e-10
 
 
@@ -72,10 +78,11 @@ def automatic(
     first_trainable: int = 0,
     objective: Objective = Objective.SPAN,
 ) -> Schedule:
-    """The shortest schedule found for these costs, one stage per rank, with no stage's live memory over its cap (in the costs' unit).
+    """The shortest schedule found for these costs, one stage per rank, with no stage's live memory
+    over its cap (in the costs' unit).
 
-    ZB-1p and ZB-2p are caps of p and 2p forward activations. Raises ScheduleError where a single microbatch does not fit a stage: that is
-    the only case without a schedule.
+    ZB-1p and ZB-2p are caps of p and 2p forward activations. Raises ScheduleError where a single
+    microbatch does not fit a stage: that is the only case without a schedule.
     """
     stages, p, m = costs.stages, len(costs.stages), microbatches
     if p < 1 or m < 1:
@@ -107,8 +114,9 @@ def automatic(
 
 
 def _budget(ranks: int, microbatches: int) -> tuple[int, int]:
-    """How many times the search may look at a rank, and how many ops it may replay while single ones move: some 15 and 12 whole schedules
-    at 24 ranks and 96 microbatches, more of larger ones, whose plan may take longer, and no fewer ops for smaller ones."""
+    """How many times the search may look at a rank, and how many ops it may replay while single
+    ones move: some 15 and 12 whole schedules at 24 ranks and 96 microbatches, more of larger ones,
+    whose plan may take longer, and no fewer ops for smaller ones."""
     share = min(30.0, max(1.0, 3 * ranks * microbatches / 6912) ** 1.6)
     return int(110_000 * share), int(80_000 * share)
 

@@ -1,4 +1,5 @@
-"""Channels: what is put arrives, in order, whatever its shape; and a sender waits where a channel is full."""
+"""Channels: what is put arrives, in order, whatever its shape; and a sender waits where a channel
+is full."""
 
 from __future__ import annotations
 
@@ -98,7 +99,8 @@ def test_a_changed_shape_is_an_error(pool: Pool) -> None:
 
 @pytest.mark.parametrize("depth", [1, 3, 12])
 def test_backpressure(pool: Pool, depth: int) -> None:
-    """`depth` messages may have been put and not taken: no more, and once shapes are known, no fewer."""
+    """`depth` messages may have been put and not taken: no more, and once shapes are known, no
+    fewer."""
     _, counts = pool.run(JOBS + "backpressure", 2, depth=depth, messages=16)
     for step, row in enumerate(counts):
         assert len(row) == 16
@@ -116,7 +118,8 @@ def test_taken_messages_are_let_go(pool: Pool) -> None:
 
 @pytest.mark.parametrize("depth", [1, 20])
 def test_a_peer_that_is_gone(pool: Pool, depth: int) -> None:
-    """Who waits for room, or for the step's end, is told at once, and not after the limit of 20 s."""
+    """Who waits for room, or for the step's end, is told at once, and not after the limit of 20
+    s."""
     (kind, text, seconds), _ = pool.run(JOBS + "peer_gone", 2, depth=depth)
     assert kind == "RankDied", text
     assert text.startswith("rank 0 lost rank 1 while waiting for room")
@@ -124,7 +127,8 @@ def test_a_peer_that_is_gone(pool: Pool, depth: int) -> None:
 
 
 def test_a_receive_that_cannot_be_posted() -> None:
-    """Its thread knows why at once; who waits for the message is told so then, and not after the world's 5 s."""
+    """Its thread knows why at once; who waits for the message is told so then, and not after the
+    world's 5 s."""
     poster, watcher = Worker("poster", threaded=True), Worker("watcher", threaded=False)
     poster.error = RankDied("the peer is gone")
     inbox = Inbox(alone(), Channel(0, Direction.ACTIVATION, 1, 0), True, 4, poster, watcher)

@@ -1,4 +1,5 @@
-"""On CUDA, as far as a stubbed device shows it: who waits for whom is told, places are released, and a busy device is no late peer."""
+"""On CUDA, as far as a stubbed device shows it: who waits for whom is told, places are released,
+and a busy device is no late peer."""
 
 from __future__ import annotations
 
@@ -34,7 +35,7 @@ def outbox(world: FakeCudaWorld, depth: int, varying: bool = False) -> Outbox:
     return Outbox(world, DOWN, varying, depth)
 
 
-# -- sending ----------------------------------------------------------------------------------------------------------------------
+# -- sending ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.usefixtures("device")
@@ -79,7 +80,7 @@ def test_a_busy_device_is_no_late_peer(device: FakeDevice) -> None:
     assert time.perf_counter() - start >= 0.3
 
 
-# -- receiving --------------------------------------------------------------------------------------------------------------------
+# -- receiving -------------------------------------------------------------------------------------
 
 
 def ends(world: FakeCudaWorld, messages: int, depth: int) -> Transport:
@@ -87,7 +88,8 @@ def ends(world: FakeCudaWorld, messages: int, depth: int) -> Transport:
 
 
 def test_a_message_that_never_comes(device: FakeDevice, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Told at the step's end, though no wait of the stream ever raises; and not before the stream stands at it."""
+    """Told at the step's end, though no wait of the stream ever raises; and not before the stream
+    stands at it."""
     monkeypatch.setattr(p2p, "decode", lambda header, device, what: ((torch.float32, (2,)),))
     monkeypatch.setattr(p2p.torch, "empty", lambda *shape, **options: torch.zeros(*shape))
     monkeypatch.setattr(FakeCudaWorld, "open_channels", lambda self, pairs: None)
@@ -128,7 +130,7 @@ def test_whether_a_message_has_arrived() -> None:
     assert p2p._filled(world, works, 0.0)
 
 
-# -- channels ---------------------------------------------------------------------------------------------------------------------
+# -- channels --------------------------------------------------------------------------------------
 
 
 class FakeGroups:
@@ -186,7 +188,8 @@ def test_a_shape_that_returns_has_its_channels(device: FakeDevice, monkeypatch: 
 
 @pytest.mark.parametrize(("rank", "order"), [(0, ["send 1", "receive 1"]), (1, ["receive 0", "send 0"])])
 def test_links_are_measured_in_turns(device: FakeDevice, monkeypatch: pytest.MonkeyPatch, rank: int, order: list[str]) -> None:
-    """Both directions of a communicator are one stream: two receives that come first would wait for ever."""
+    """Both directions of a communicator are one stream: two receives that come first would wait for
+    ever."""
     world = fake_world(rank)
     monkeypatch.setattr(type(world), "settle", lambda self: device.catch_up())
     monkeypatch.setattr(profiler, "PAUSE", 0.0)
@@ -196,12 +199,13 @@ def test_links_are_measured_in_turns(device: FakeDevice, monkeypatch: pytest.Mon
     assert [work.what for work in world.works] == order * 3
 
 
-# -- ends -------------------------------------------------------------------------------------------------------------------------
+# -- ends ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("failed", "cuda", "aborts"), [(True, True, 1), (False, True, 0), (True, False, 0)])
 def test_a_failed_run_does_not_wait_for_messages(failed: bool, cuda: bool, aborts: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its communicators would end only after all that was enqueued, and what ended the run would never be told."""
+    """Its communicators would end only after all that was enqueued, and what ended the run would
+    never be told."""
     done: list[str] = []
     monkeypatch.setattr(dist, "is_initialized", lambda: not done)
     monkeypatch.setattr(dist, "destroy_process_group", lambda: done.append("destroyed"))
@@ -214,7 +218,8 @@ def test_a_failed_run_does_not_wait_for_messages(failed: bool, cuda: bool, abort
 
 
 def test_a_staged_world_waits_on_the_host(device: FakeDevice) -> None:
-    """Its messages are gloo's, although it computes on a GPU: nothing is enqueued, and threads send and post."""
+    """Its messages are gloo's, although it computes on a GPU: nothing is enqueued, and threads send
+    and post."""
     world = fake_world()
     world.staged = True
     assert not world.enqueues

@@ -1,4 +1,5 @@
-"""The launcher over ranks that do nothing but live and die: whose fault is told, how signals travel, that nothing is left behind."""
+"""The launcher over ranks that do nothing but live and die: whose fault is told, how signals
+travel, that nothing is left behind."""
 
 from __future__ import annotations
 
@@ -66,7 +67,8 @@ Launch = Callable[..., "subprocess.Popen[str]"]
 
 @pytest.fixture
 def go(tmp_path: Path) -> Iterator[Launch]:
-    """Starts the launcher on ranks that do `body`; after the test none of its processes may be left."""
+    """Starts the launcher on ranks that do `body`; after the test none of its processes may be
+    left."""
     started: list[subprocess.Popen[str]] = []
 
     def call(body: str, ranks: int = 2, before: str = "") -> subprocess.Popen[str]:
@@ -92,7 +94,8 @@ def up(folder: Path, ranks: int = 2) -> None:
 
 
 def test_what_a_rank_is_given(go: Launch, tmp_path: Path) -> None:
-    """Its place in the world, its threads, a folder to meet in that only this user can read; rank 0 speaks, the others log."""
+    """Its place in the world, its threads, a folder to meet in that only this user can read; rank 0
+    speaks, the others log."""
     body = """
 folder = Path(os.environ["DYNMO_RENDEZVOUS"])
 keys = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "GLOO_SOCKET_IFNAME")
@@ -149,13 +152,15 @@ def test_a_signal_asks_all_ranks_to_stop(go: Launch, tmp_path: Path, number: sig
     (os.killpg if to_all else os.kill)(process.pid, number)
     status, out, err = end(process)
     assert (status, out) == (130, "")
-    # The launcher passes on a SIGTERM that the ranks had, too; steps as short as these may be over before it comes.
+    # The launcher passes on a SIGTERM that the ranks had, too; steps as short as these may be over
+    # before it comes.
     late = "Interrupted: interrupted while starting or finishing\n"
     assert err == "" or (to_all and number is signal.SIGTERM and err == late)
 
 
 def test_who_stops_last_may_write_its_files(go: Launch, tmp_path: Path) -> None:
-    """A rank that stopped as it was asked has not failed: the others have more than the grace after a failure, here half a second."""
+    """A rank that stopped as it was asked has not failed: the others have more than the grace after
+    a failure, here half a second."""
     process = go("""
 if rank:
     train()

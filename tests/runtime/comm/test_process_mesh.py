@@ -1,4 +1,5 @@
-"""Meshes: who is beside whom, and that a wait names the right one. Then what replicas do: reduce, gather, keep shares."""
+"""Meshes: who is beside whom, and that a wait names the right one. Then what replicas do: reduce,
+gather, keep shares."""
 
 from __future__ import annotations
 
@@ -14,11 +15,13 @@ JOBS = "tests.runtime.mesh_jobs:"
 
 
 def test_views_of_the_same_ranks(pool: Pool) -> None:
-    """Four ranks as 2 x 2, 1 x 4, 4 x 1 and 2 x 2 again. Rank r's mark is 2^r, so that a sum tells who was in it."""
+    """Four ranks as 2 x 2, 1 x 4, 4 x 1 and 2 x 2 again. Rank r's mark is 2^r, so that a sum tells
+    who was in it."""
     ranks = pool.run(JOBS + "shape", 4, replicas=[2, 4, 1, 2])
     two, four, one = ([r[i] for r in ranks] for i in range(3))
     assert [r[3] for r in ranks] == two, "the same shape again"
-    # rank, size, replica, replicas; sums over pipeline, peers, all; from the rank before; the first replica's sum; name
+    # rank, size, replica, replicas; sums over pipeline, peers, all; from the rank before; the first
+    # replica's sum; name
     assert two == [
         [0, 2, 0, 2, 0b0101, 0b0011, 15, 0b0100, 0b0101, "rank 0 (replica 0)"],
         [0, 2, 1, 2, 0b1010, 0b0011, 15, 0b1000, 0b0101, "rank 1 (replica 1)"],

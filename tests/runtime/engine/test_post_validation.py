@@ -1,4 +1,5 @@
-"""Steps without a barrier: whatever must be taken back, wherever, the bits are those of a run that checks first."""
+"""Steps without a barrier: whatever must be taken back, wherever, the bits are those of a run that
+checks first."""
 
 from __future__ import annotations
 
@@ -31,7 +32,8 @@ STEPS, LAYERS = 7, 8
 
 
 def faults(seed: int) -> tuple[tuple[int, int, Any], ...]:
-    """Overflow, or gradients so large that they are clipped, at random steps in random layers: sometimes both, sometimes in two layers."""
+    """Overflow, or gradients so large that they are clipped, at random steps in random layers:
+    sometimes both, sometimes in two layers."""
     random = Random(seed)
     faults_ = [(step, random.randrange(LAYERS), random.choice(["inf", 1000.0])) for step in range(STEPS) if random.random() < 0.5]
     return (*faults_, (2, random.randrange(LAYERS), "inf"), (4, random.randrange(LAYERS), 1000.0))
@@ -69,7 +71,8 @@ def test_the_same_bits(pool: Pool, schedule: str, ranks: int) -> None:
 
 @pytest.mark.parametrize(("schedule", "ranks"), [("zb-h2", 4), ("zb-auto", 3), ("zb-v", 3), ("interleaved-1f1b", 2)])
 def test_freezing_moves_and_evaluations_between(pool: Pool, schedule: str, ranks: int) -> None:
-    """They see the model as it is once the last step is final. Then ranks only run forwards, and have a verdict all the same."""
+    """They see the model as it is once the last step is final. Then ranks only run forwards, and
+    have a verdict all the same."""
     same(pool.run(VALIDATED, ranks, schedule=schedule, faults=faults(1), afterwards=True, changes=True), reference(pool, 1, True))
 
 
@@ -112,14 +115,16 @@ def trained(pipeline: Engine, steps: int, max_norm: float) -> list[StepResult]:
 
 @pytest.mark.parametrize("name", ["adamw", "sgd"])
 def test_two_hundred_rollbacks(name: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every step is clipped, so made, taken back and made again: in place, that is off by 1e-5 of the way that the weights went."""
+    """Every step is clipped, so made, taken back and made again: in place, that is off by 1e-5 of
+    the way that the weights went."""
     monkeypatch.setattr(BarrierPolicy, "observe", lambda self, failed: None)
     settings = OptimizerSettings(name)
     small = "python:tests.models.user_model:with_a_loss"
     expected, near = own_pipeline(settings, small), own_pipeline(settings, small, post_validation=True, rollback="in-place")
     start = weights(expected)
     trained(expected, 200, 2e-6)
-    # With one rank the prefix is the whole, so that no step would be made too early: it must not look.
+    # With one rank the prefix is the whole, so that no step would be made too early: it must not
+    # look.
     step_anyway(near, monkeypatch)
     assert sum(r.rollback is not None for r in trained(near, 200, 2e-6)) == 200
     assert near.digest() != expected.digest(), "else this shows nothing"
@@ -160,7 +165,8 @@ def test_results_come_a_step_late() -> None:
 
 
 def test_not_finite_ends_the_run_a_step_late() -> None:
-    """Nothing was updated; and who goes on with better data finds no trace of it, nor of the step that had begun."""
+    """Nothing was updated; and who goes on with better data finds no trace of it, nor of the step
+    that had begun."""
     one, twin = own_pipeline(post_validation=True), own_pipeline()
     weight = one.own_layers[3][0].get_parameter("logits.weight").data
     trained(one, 2, 0.0)
@@ -186,7 +192,8 @@ def test_every_rank_says_so(pool: Pool) -> None:
 
 
 def test_a_case_that_acts_unannounced_is_told() -> None:
-    """What waits for the verdict may only be called on all ranks; what is called on one says that it cannot."""
+    """What waits for the verdict may only be called on all ranks; what is called on one says that
+    it cannot."""
     one = own_pipeline(post_validation=True)
     one.advance(0, *tokens(0, 4), lr=0.1)
     with pytest.raises(RunError, match=r"step 0 may still be taken back; call drain\(\) on all ranks first"):

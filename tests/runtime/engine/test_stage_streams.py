@@ -1,4 +1,5 @@
-"""What the executor asks of the lanes: every hand-over between stages is waited for where it is taken, and forks and joins enclose it."""
+"""What the executor asks of the lanes: every hand-over between stages is waited for where it is
+taken, and forks and joins enclose it."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ MICROBATCHES = 4
 
 
 class Noted:
-    """Lanes that compute in turn and note what they are asked: (what, stage whose lane it is, key)."""
+    """Lanes that compute in turn and note what they are asked: (what, stage whose lane it is,
+    key)."""
 
     def __init__(self) -> None:
         self.asked: list[tuple[str, int | None, Key | None]] = []

@@ -98,7 +98,8 @@ def moving(world: World, config: dict[str, Any], placements: list[list[int]]) ->
 
 
 def message_timeout(world: World, w_granularity: Literal["whole", "linear"]) -> list[Any]:
-    """How long a rank waits for a message before it runs pieces of W, and the latency of each of the pipeline's links."""
+    """How long a rank waits for a message before it runs pieces of W, and the latency of each of
+    the pipeline's links."""
     pipeline = Engine(
         world, load_model(parse({"model": GPT})), uniform(6, world.size), schedule="zb-h1", microbatches=3, w_granularity=w_granularity
     )

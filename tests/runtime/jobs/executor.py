@@ -49,8 +49,9 @@ def execute(
 ) -> dict[str, Any]:
     """Two steps of a schedule of any placement, with equally many layers a stage.
 
-    schedule: text, or [placement, seed] for one at random. frozen: how many leading stages. late: pieces of W run ahead, for messages are
-    late, by this seed. Returns losses, a hash of each gradient, the order in which layers ended, and how many pieces ran ahead.
+    schedule: text, or [placement, seed] for one at random. frozen: how many leading stages. late:
+    pieces of W run ahead, for messages are late, by this seed. Returns losses, a hash of each
+    gradient, the order in which layers ended, and how many pieces ran ahead.
     """
     order = from_text(schedule) if isinstance(schedule, str) else wander(schedule[0], microbatches, frozen, Random(schedule[1]))
     programs = lower(order)

@@ -84,7 +84,8 @@ def any_partition(layers: int, ranks: int, random: Random) -> Partition:
 
 
 def migrate(world: World, kind: dict[str, Any], seed: int, rounds: int) -> dict[str, Any]:
-    """Random placements with an update between them. Bits may not change on the way, nor the updates that follow."""
+    """Random placements with an update between them. Bits may not change on the way, nor the
+    updates that follow."""
     random = Random(seed)
     layers = load_model(parse({"model": kind})).layers
     held = Held(world, kind, any_partition(layers, world.size, random))
@@ -107,7 +108,8 @@ def _everyones(world: World, own: dict[int, Any], layers: int) -> list[str]:
 
 
 def migrate_fails(world: World, how: str) -> dict[str, Any]:
-    """Layers 1 and 2 of (3, 1, 2) are to go from rank 0 to rank 1, and layer 3 on to rank 2, when one rank fails."""
+    """Layers 1 and 2 of (3, 1, 2) are to go from rank 0 to rank 1, and layer 3 on to rank 2, when
+    one rank fails."""
     kind = {"kind": "gpt", "blocks": 2, "hidden": 16, "heads": 2, "sequence": 4}
     held = Held(world, kind, Partition((3, 1, 2)))
     held.train(0)

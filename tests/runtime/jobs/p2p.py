@@ -32,7 +32,8 @@ def message(shapes: list[Any], j: int) -> tuple[Tensor, ...]:
 
 
 def channel(world: World, steps: list[list[list[Any]]], varying: bool, depth: int, transposed: bool = False) -> int:
-    """steps[s][j]: the tensors of message j of step s. Rank 1 compares what arrives; returns how many did."""
+    """steps[s][j]: the tensors of message j of step s. Rank 1 compares what arrives; returns how
+    many did."""
     ends = transport(world, len(steps[0]), depth, varying)
     seen = 0
     for shapes in steps:
@@ -52,7 +53,8 @@ def channel(world: World, steps: list[list[list[Any]]], varying: bool, depth: in
 
 
 def asked(world: World, varying: bool) -> list[bool]:
-    """Rank 1 asks for messages before and after rank 0 has put them: what it is told from the second on, for the first tells the shapes."""
+    """Rank 1 asks for messages before and after rank 0 has put them: what it is told from the
+    second on, for the first tells the shapes."""
     ends = transport(world, 4, 4, varying)
     ends.open()
     told: list[bool] = []
@@ -114,7 +116,8 @@ def shapes_change(world: World) -> Any:
 
 
 def backpressure(world: World, depth: int, messages: int) -> list[list[int]]:
-    """Rank 1 takes late, and counts how many messages rank 0 could put before each take; in two steps, for the first has no shapes."""
+    """Rank 1 takes late, and counts how many messages rank 0 could put before each take; in two
+    steps, for the first has no shapes."""
     ends = transport(world, messages, depth)
     counts: list[list[int]] = []
     for step in range(2):
@@ -135,7 +138,8 @@ def backpressure(world: World, depth: int, messages: int) -> list[list[int]]:
 
 
 def letting_go(world: World, messages: int) -> list[bool]:
-    """Which messages rank 0 still keeps, long after rank 1 took the first half of them and before the step ends."""
+    """Which messages rank 0 still keeps, long after rank 1 took the first half of them and before
+    the step ends."""
     ends = transport(world, messages, messages)
     ends.open()
     refs: list[StorageWeakRef] = []

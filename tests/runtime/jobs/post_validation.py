@@ -23,7 +23,8 @@ PV_STEPS = 7
 
 
 def _spoiled(pipeline: Engine, faults: list[list[Any]], now: list[int]) -> None:
-    """Has the gradients of some layers spoiled as they are looked at: faults are [step, layer, what], what "inf" or a factor."""
+    """Has the gradients of some layers spoiled as they are looked at: faults are [step, layer,
+    what], what "inf" or a factor."""
     table = pipeline._optimizer_step.table  # pyright: ignore[reportPrivateUsage]
     own = table.own
 
@@ -45,7 +46,8 @@ def _spoiled(pipeline: Engine, faults: list[list[Any]], now: list[int]) -> None:
 def validated(
     world: World, schedule: str, faults: list[list[Any]], afterwards: bool, changes: bool = False, kind: str = "gpt", **options: Any
 ) -> dict[str, Any]:
-    """Some steps with gradients spoiled on the way; changes: layers freeze, move, and are evaluated in between."""
+    """Some steps with gradients spoiled on the way; changes: layers freeze, move, and are evaluated
+    in between."""
     ranks, model = world.size, {"model": {"blocks": 3, "hidden": 16, "heads": 2, "sequence": 4, "dropout": 0.1}}
     loaded = parse(model if kind == "gpt" else {"model": {"kind": f"python:{kind}"}})
     whole = load_model(loaded)
@@ -78,7 +80,8 @@ def validated(
         "losses": [r.loss for r in results],
         "norms": [r.squared_norms for r in results],
         "rollbacks": [[r.step, r.rollback.what] for r in results if r.rollback],
-        # What each step was up against, as the pipeline itself sees it afterwards; of a skipped one no norms are told.
+        # What each step was up against, as the pipeline itself sees it afterwards; of a skipped one
+        # no norms are told.
         "failed": [NON_FINITE if r.skipped else failed(r.loss, r.squared_norms, limit) for r in results],
         "digest": pipeline.digest(),
         "seen": seen,

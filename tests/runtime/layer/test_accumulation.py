@@ -1,4 +1,5 @@
-"""The order of a sum: the same tree whoever holds which part of it, and whichever of B and W is ahead."""
+"""The order of a sum: the same tree whoever holds which part of it, and whichever of B and W is
+ahead."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ def total(tensors: Sequence[Tensor | None]) -> Tensor | None:
 
 
 def written_out(tensors: Sequence[Tensor]) -> Tensor:
-    """The picture, level by level: neighbours merge; what has no neighbour waits, and is folded in from the last to the first."""
+    """The picture, level by level: neighbours merge; what has no neighbour waits, and is folded in
+    from the last to the first."""
     left: list[Tensor] = []
     level = list(tensors)
     while level:
@@ -108,7 +110,8 @@ def test_slots_that_fit(groups: int, replicas: int, microbatches: int, problem: 
 
 
 class Mixed(nn.Module):
-    """A linear, whose gradient is W's; a norm, whose gradient is B's; a linear used from the third microbatch on, and one never."""
+    """A linear, whose gradient is W's; a norm, whose gradient is B's; a linear used from the third
+    microbatch on, and one never."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -126,7 +129,8 @@ MICROBATCHES = 8
 
 
 def gradients(order: str, count: int) -> dict[str, Tensor | None]:
-    """order: what runs after the F of every microbatch, as a string of b, w (the next of each) and x (both at once)."""
+    """order: what runs after the F of every microbatch, as a string of b, w (the next of each) and
+    x (both at once)."""
     module = Mixed()
     done: list[int] = []
     groups = AccumulationGroups(list(module.parameters()), MICROBATCHES, count, lambda: done.append(1))
@@ -149,7 +153,8 @@ def gradients(order: str, count: int) -> dict[str, Tensor | None]:
 
 
 def plain(count: int) -> dict[str, Tensor | None]:
-    """Written out: a fresh sum for every slot, and the sums folded. No slots, both parts at once."""
+    """Written out: a fresh sum for every slot, and the sums folded. No slots, both parts at
+    once."""
     module = Mixed()
     layer = Layer(0, module, HostClock(), 1)
     random = torch.Generator().manual_seed(2)
@@ -169,7 +174,8 @@ def plain(count: int) -> dict[str, Tensor | None]:
 @pytest.mark.parametrize("count", [1, 2, 4, 8])
 @pytest.mark.parametrize("order", ["x" * 8, "bw" * 8, "b" * 8 + "w" * 8, "bbb" + "bw" * 5 + "www", "bbw" + "x" * 0 + "bw" * 6 + "w"])
 def test_b_may_be_ahead_of_w(order: str, count: int) -> None:
-    """Norms end a slot at B, linears at W: however far apart these are, each gradient is the same tree of the same sums."""
+    """Norms end a slot at B, linears at W: however far apart these are, each gradient is the same
+    tree of the same sums."""
     got, expected = gradients(order, count), plain(count)
     for name, value in expected.items():
         actual = got[name]

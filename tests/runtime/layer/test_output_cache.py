@@ -1,4 +1,5 @@
-"""Outputs of frozen layers that are kept: the very bits, nothing runs, within the limit, and only for as long as they are right."""
+"""Outputs of frozen layers that are kept: the very bits, nothing runs, within the limit, and only
+for as long as they are right."""
 
 from __future__ import annotations
 
@@ -210,7 +211,8 @@ def test_what_differs_each_time_ends_the_run() -> None:
         cache = OutputCache(1 << 20, HostClock())
         assert torch.equal(run(cache, stack, 1, training=False), run(cache, stack, 1, training=False))
         assert cache.spared == 2, "in evaluation it is the same each time"
-    # Where steps do not come again, drawing is nobody's harm; but an evaluation sees what a training forward has written.
+    # Where steps do not come again, drawing is nobody's harm; but an evaluation sees what a
+    # training forward has written.
     cache.begin(None, training=True)
     cache.forward([layer for layer in dropping if layer.module.train() is not None], 0, inputs(1), 0)
     with pytest.raises(RunError, match="writes to its buffer"):
@@ -226,7 +228,8 @@ def model() -> Model:
 
 
 def losses_and_calls(cache_bytes: int) -> tuple[list[float], list[int], tuple[int, int]]:
-    """Two epochs of two steps with four layers frozen, one with the first alone, and two more; an evaluation after each step."""
+    """Two epochs of two steps with four layers frozen, one with the first alone, and two more; an
+    evaluation after each step."""
     pipeline = Engine(
         alone(), model(), Partition((5,)), schedule="zb-h1", microbatches=MICROBATCHES, post_validation=True, cache_bytes=cache_bytes
     )
@@ -248,8 +251,10 @@ def test_a_pipeline_with_and_without() -> None:
     assert cached == losses
     each = 2 * MICROBATCHES
     assert run == [0, *[10 * each] * 3, 0]
-    # Per frozen phase: two steps and one evaluation, each once. All training between the two: the two steps and their evaluations.
+    # Per frozen phase: two steps and one evaluation, each once. All training between the two: the
+    # two steps and their evaluations.
     assert fewer == [0, *[2 * 3 * MICROBATCHES + 2 * each] * 3, 0]
-    # The embedding stayed frozen. What was kept of it gave way to outputs from further behind, and was made once more after these.
+    # The embedding stayed frozen. What was kept of it gave way to outputs from further behind, and
+    # was made once more after these.
     assert spared == 3 * (run[1] - fewer[1]) + (10 * each - 2 * 3 * MICROBATCHES)
     assert held == 3 * MICROBATCHES * 2 * 8 * WIDTH * 4

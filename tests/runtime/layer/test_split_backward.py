@@ -1,4 +1,5 @@
-"""B then W, both at once, and plain autograd: the same gradients for any layer, and nothing kept longer than it is needed."""
+"""B then W, both at once, and plain autograd: the same gradients for any layer, and nothing kept
+longer than it is needed."""
 
 from __future__ import annotations
 
@@ -364,7 +365,8 @@ def test_frozen_prefix() -> None:
 
 
 def test_bytes() -> None:
-    """Counted by hand: a linear keeps its input [3, 6] until B, and input and output gradient until W; tanh its output."""
+    """Counted by hand: a linear keeps its input [3, 6] until B, and input and output gradient until
+    W; tanh its output."""
     layer = layer_of(nn.Sequential(nn.Linear(6, 4), nn.Tanh(), nn.Linear(4, 5)))
     start(layer, (torch.randn(3, 6),))
     layer.backward_input(0, (torch.randn(3, 5),), deferred=True)

@@ -35,7 +35,8 @@ def test_elision(first_trainable: int) -> None:
     assert kinds == [[Kind.F] if gone else [Kind.F, Kind.B, Kind.W] for gone in elided]
     assert [layer.activation_bytes > 0 for layer in whole.layers] == [not gone for gone in elided]
     assert [p.grad is not None for m in modules for p in m.parameters()] == [not gone for gone in elided for _ in range(2)]
-    # Whose layer below trains hands on a gradient; where the trainable part begins, nobody waits for one.
+    # Whose layer below trains hands on a gradient; where the trainable part begins, nobody waits
+    # for one.
     expected = x.clone().requires_grad_()
     out = expected
     for module in modules:

@@ -1,4 +1,5 @@
-"""W in pieces, ahead of its time: the same bits, in the program's order, and never later than the program says."""
+"""W in pieces, ahead of its time: the same bits, in the program's order, and never later than the
+program says."""
 
 from __future__ import annotations
 
@@ -22,11 +23,12 @@ from tests.runtime.engine.test_executor import EXECUTE, LAYERS
 from tests.runtime.layer.test_split_backward import no_collection
 from tests.schedule.test_lowering import LOOPED, VSHAPE
 
-# -- a layer ----------------------------------------------------------------------------------------------------------------
+# -- a layer ---------------------------------------------------------------------------------------
 
 
 class Two(nn.Module):
-    """Two linears, whose gradients are W's, and a norm, whose gradient is B's; with `idle` also a linear that is never used."""
+    """Two linears, whose gradients are W's, and a norm, whose gradient is B's; with `idle` also a
+    linear that is never used."""
 
     def __init__(self, idle: bool) -> None:
         super().__init__()
@@ -39,7 +41,8 @@ class Two(nn.Module):
 
 
 def gradients(order: str, groups: int, idle: bool = False) -> dict[str, Tensor | None]:
-    """order: what runs after the F's, of b, w (the next of each), x (both at once) and p (the next piece of the next W)."""
+    """order: what runs after the F's, of b, w (the next of each), x (both at once) and p (the next
+    piece of the next W)."""
     module = Two(idle)
     ended: list[int] = []
     layer = Layer(0, module, HostClock(), 1, groups=AccumulationGroups(list(module.parameters()), 4, groups, lambda: ended.append(1)))
@@ -70,7 +73,8 @@ def gradients(order: str, groups: int, idle: bool = False) -> dict[str, Tensor |
 @pytest.mark.parametrize("idle", [False, True])
 @pytest.mark.parametrize("order", ["bwbwbwbw", "bpbwbppwpbwpw", "bbpbbwpwppww", "bbbbpwpwpwpw", "xbpbpwbpww"])
 def test_same_bits(order: str, idle: bool, groups: int) -> None:
-    """B's of later microbatches between two pieces too: they end slots of their own parameters, and must not take others' for theirs."""
+    """B's of later microbatches between two pieces too: they end slots of their own parameters, and
+    must not take others' for theirs."""
     expected, got = gradients("xxxx", groups, idle), gradients(order, groups, idle)
     assert got.keys() == expected.keys()
     for name, value in expected.items():
@@ -104,7 +108,7 @@ def test_marks_of_pieces_are_of_their_w() -> None:
     assert times == sorted(times)
 
 
-# -- a program ----------------------------------------------------------------------------------------------------------------
+# -- a program -------------------------------------------------------------------------------------
 
 # One rank, of two stages; what lowering makes of stage 0 is BW.
 PROGRAM = """
@@ -129,7 +133,8 @@ class Recorded(Stage):
 
 
 def run(ahead: dict[str, int]) -> tuple[list[str], list[str | None]]:
-    """The program's W's, with so many pieces wished for before the ops named: what ran, and what each wish was told."""
+    """The program's W's, with so many pieces wished for before the ops named: what ran, and what
+    each wish was told."""
     told: list[str] = []
     instructions = lower(from_text(PROGRAM))[0].instructions
     pieces = WeightGradQueue(instructions, {s: Recorded(s, told) for s in range(2)})
@@ -154,7 +159,8 @@ def test_the_program_alone() -> None:
 
 
 def test_no_piece_before_its_b_and_none_out_of_turn() -> None:
-    """Stage 1 has two W's due once its B's have run, but stage 0's BW comes first; then there are as many as wished for, in turn."""
+    """Stage 1 has two W's due once its B's have run, but stage 0's BW comes first; then there are
+    as many as wished for, in turn."""
     told, wishes = run({"0F1": 1, "0BW0": 2, "1W0": 2, "0BW1": 2, "1W1": 4, "0BW2": 1})
     assert wishes == [None, None, None, "1W0", "1W0", None, None, "1W1", "1W1", "1W1", None, None]
     assert told == ["0BW0", "1w0a", "1w0b", "1w0c", "0BW1", "1w1a", "1w1b", "1w1c", "1W2", "0BW2"]
@@ -173,11 +179,12 @@ def test_pieces_of_several_ws() -> None:
     assert told == [f"{w}{piece}" for w in ("1w0", "1w1", "0w0") for piece in "abc"]
 
 
-# -- ranks --------------------------------------------------------------------------------------------------------------------
+# -- ranks -----------------------------------------------------------------------------------------
 
 
 def both(pool: Pool, ranks: int, schedule: Any, **options: Any) -> list[list[dict[str, Any]]]:
-    """The same schedule with every W in its place, and with pieces of W wherever a message may be late."""
+    """The same schedule with every W in its place, and with pieces of W wherever a message may be
+    late."""
     return [pool.run(EXECUTE, ranks, schedule=schedule, layers=LAYERS, late=late, **options) for late in (None, 1)]
 
 

@@ -1,4 +1,5 @@
-"""How a layer's gradients are cut before replicas exchange them; the exchange itself is in `test_mesh.py`."""
+"""How a layer's gradients are cut before replicas exchange them; the exchange itself is in
+`test_mesh.py`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""AdamW per layer is AdamW over the model, and the norm does not depend on how gradients are cut."""
+"""AdamW per layer is AdamW over the model, and the norm does not depend on how gradients are
+cut."""
 
 from __future__ import annotations
 
@@ -60,7 +61,8 @@ def same_bits(ours: list[nn.Module], theirs: list[nn.Module]) -> bool:
 
 
 def test_equals_torch_over_the_whole_model() -> None:
-    """Bit for bit with torch's fused kernel; within rounding with its plain one, which orders the arithmetic differently."""
+    """Bit for bit with torch's fused kernel; within rounding with its plain one, which orders the
+    arithmetic differently."""
     ours, theirs, plain = layers(), layers(), layers()
     optimizers = [LayerOptimizer(m, SETTINGS) for m in ours]
     others = [(theirs, whole(theirs, fused=True)), (plain, whole(plain, fused=False))]
@@ -242,7 +244,7 @@ def test_clip_factor() -> None:
         torch.testing.assert_close(p.grad, g * factor)
 
 
-# -- shares (ZeRO-1), masters, taking back -----------------------------------------------------------------------------------
+# -- shares (ZeRO-1), masters, taking back ---------------------------------------------------------
 
 BOTH = [OptimizerSettings(weight_decay=0.2, betas=(0.8, 0.9), eps=1e-6), OptimizerSettings("sgd", weight_decay=0.2, momentum=0.7)]
 PLAIN_SGD = OptimizerSettings("sgd", weight_decay=0.2, momentum=0.0)
@@ -301,7 +303,8 @@ NO_PAST = [OptimizerSettings(weight_decay=0.2, betas=betas, eps=1e-6) for betas 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("first", [True, False])
 def test_restore_is_exact_and_invert_is_near(settings: OptimizerSettings, dtype: torch.dtype, first: bool) -> None:
-    """A step taken back and made again with another scale leaves what the other scale alone leaves."""
+    """A step taken back and made again with another scale leaves what the other scale alone
+    leaves."""
     plain, kept, inverted = (large().to(dtype) for _ in range(3))
     optimizers = [LayerOptimizer(m, settings) for m in (plain, kept, inverted)]
     for module in (plain, kept, inverted):
@@ -369,7 +372,8 @@ def test_momentum_that_a_run_without_one_finds() -> None:
 
 
 def test_in_place_over_two_hundred_rollbacks() -> None:
-    """Each step is first made, taken back by arithmetic, and made again clipped: the drift stays at rounding."""
+    """Each step is first made, taken back by arithmetic, and made again clipped: the drift stays at
+    rounding."""
     settings = OptimizerSettings(weight_decay=0.1)
     exact, near = large(), large()
     one, other = LayerOptimizer(exact, settings), LayerOptimizer(near, settings)
@@ -385,7 +389,8 @@ def test_in_place_over_two_hundred_rollbacks() -> None:
 
 
 def test_a_norm_takes_little_memory() -> None:
-    """Of a large gradient a part of the squares is there at one time, and the sums are those of all at once."""
+    """Of a large gradient a part of the squares is there at one time, and the sums are those of all
+    at once."""
     gradient = torch.randn(40 * _BLOCKS_AT_ONCE // 16, NORM_BLOCK, generator=torch.Generator().manual_seed(0))
     with Watch() as watch:
         sums = block_sums(gradient)

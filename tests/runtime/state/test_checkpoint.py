@@ -1,4 +1,5 @@
-"""Checkpoints: any placement reads any checkpoint bit for bit, and what is damaged is never loaded."""
+"""Checkpoints: any placement reads any checkpoint bit for bit, and what is damaged is never
+loaded."""
 
 from __future__ import annotations
 
@@ -415,7 +416,8 @@ def test_what_a_module_makes_for_itself_is_its_own_where_the_shape_is_another(tm
 
 
 def test_buffers_of_a_checkpoint(tmp_path: Path) -> None:
-    """Those that the model has are taken, also what a module makes for itself; one that the model lacks it may make in a forward."""
+    """Those that the model has are taken, also what a module makes for itself; one that the model
+    lacks it may make in a forward."""
 
     def built(names: list[str], value: float = 1.0) -> Engine:
         def middle() -> nn.Module:

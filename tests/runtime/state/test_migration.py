@@ -27,7 +27,8 @@ MOVE = Move(2, 0, 1)
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("seed", [0, 1])
 def test_random_moves(pool: Pool, kind: str, ranks: int, seed: int) -> None:
-    """With gradients, moments, buffers and frozen layers, trained in between; at the end all is as if nothing had moved."""
+    """With gradients, moments, buffers and frozen layers, trained in between; at the end all is as
+    if nothing had moved."""
     moved = pool.run(JOBS + "migrate", ranks, kind=KINDS[kind], seed=seed, rounds=4)
     (stayed,) = pool.run(JOBS + "migrate", 1, kind=KINDS[kind], seed=seed, rounds=4)
     assert {index: layer for result in moved for index, layer in result["layers"].items()} == stayed["layers"]
@@ -47,7 +48,8 @@ def test_random_moves(pool: Pool, kind: str, ranks: int, seed: int) -> None:
     ],
 )
 def test_a_failure_moves_nothing(pool: Pool, how: str, rank: int, reason: str) -> None:
-    """Three ranks; one cannot give or take a layer. All raise at once, nothing has changed, and the next move succeeds."""
+    """Three ranks; one cannot give or take a layer. All raise at once, nothing has changed, and the
+    next move succeeds."""
     results = pool.run(JOBS + "migrate_fails", 3, how=how)
     for each, result in enumerate(results):
         assert result["error"].startswith(f"layers could not be moved (rank {rank})")

@@ -52,7 +52,7 @@ def apart(schedule: Schedule) -> Schedule:
     return replace(schedule, ops=tuple(tuple(part for op in row for part in parts(op)) for row in schedule.ops))
 
 
-# -- every order there is -------------------------------------------------------------------------------------------------
+# -- every order there is --------------------------------------------------------------------------
 
 
 def orders(ops: Sequence[Op], frame: Schedule) -> Iterator[tuple[Op, ...]]:
@@ -69,7 +69,8 @@ def orders(ops: Sequence[Op], frame: Schedule) -> Iterator[tuple[Op, ...]]:
 
 
 def shortest(frame: Schedule, costs: Costs, caps: Sequence[float], objective: Objective) -> float | None:
-    """The least length of any schedule with `frame`'s ops that fits, by trying each; None where none fits."""
+    """The least length of any schedule with `frame`'s ops that fits, by trying each; None where
+    none fits."""
     fitting = (
         [row for row in orders(own, frame) if peak_memory(replace(frame, ops=(row,)), costs)[0] <= cap * (1 + 1e-9)]
         for own, cap in zip(frame.ops, caps, strict=True)
@@ -118,7 +119,8 @@ def test_agrees_where_a_rank_holds_two_stages(seed: int, objective: Objective) -
 
 
 def test_agrees_where_a_backward_adds_memory() -> None:
-    # What W needs of a lone linear layer is its input and its output's gradient: more than F left behind.
+    # What W needs of a lone linear layer is its input and its output's gradient: more than F left
+    # behind.
     costs = Costs((StageCost(2, 1, 1, 1, 1, -2), StageCost(1, 3, 2, 2, -1, -1)), (0.5,))
     for caps in ([2, 2], [3, 4], [4, 2], [5, 6]):
         result = exact(costs, 3, caps=caps, workers=1)
@@ -127,7 +129,7 @@ def test_agrees_where_a_backward_adds_memory() -> None:
         exact(costs, 3, caps=[1.5, 9])
 
 
-# -- what always holds ----------------------------------------------------------------------------------------------------
+# -- what always holds -----------------------------------------------------------------------------
 
 
 @settings(max_examples=25)
@@ -155,7 +157,7 @@ def test_bound_holds_for_times_that_have_no_common_unit(p: int, m: int, data: st
     assert all(result.bound <= length(schedule, costs) for schedule in tried if max(peak_memory(schedule, costs)) <= p)
 
 
-# -- the figures of the contract ------------------------------------------------------------------------------------------
+# -- the figures of the contract -------------------------------------------------------------------
 
 # What the best schedule takes: of equal times, of the 1.5B and of the 6.2B model.
 BEST = {
@@ -214,7 +216,7 @@ def test_no_work_at_all() -> None:
     assert exact(uniform_costs(2, 0, 0, 0), 3).bound == 0
 
 
-# -- bad input ------------------------------------------------------------------------------------------------------------
+# -- bad input -------------------------------------------------------------------------------------
 
 
 def test_a_cap_that_admits_nothing_is_refused_in_one_line() -> None:
@@ -264,7 +266,8 @@ def test_without_the_solver(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_schedule_it_finds() -> None:
-    """Warm-up of two where memory would let rank 0 have four: the first B can only come back so soon."""
+    """Warm-up of two where memory would let rank 0 have four: the first B can only come back so
+    soon."""
     result = exact(uniform_costs(2, 1, 1, 1), 3, caps=[2, 2], workers=1)
     assert [op.kind for op in result.schedule.ops[0][:2]] == [Kind.F, Kind.F]
     assert result.bound == lower_bound(uniform_costs(2, 1, 1, 1), 3) + 1

@@ -116,7 +116,8 @@ def test_less_memory_for_more_bubble(row: int, half: float, least: float) -> Non
         assert max(timeline.peak_memory) <= most(name, p) * (1 + 1e-9)
     full, middle, small = (timeline.bubble_ratio for timeline in timelines)
     assert full < middle < small
-    # With about half of its memory V-Half still beats 1F1B. V-Min does so where F = B = W; here F + B are over two thirds of the work.
+    # With about half of its memory V-Half still beats 1F1B. V-Min does so where F = B = W; here F +
+    # B are over two thirds of the work.
     assert middle < half < TABLE_5[row]["bubble"]["1f1b"]
     assert small < least
 

@@ -100,7 +100,8 @@ def test_few_microbatches_of_equal_times(p: int, data: st.DataObject) -> None:
 
 @st.composite
 def cases(draw: st.DrawFn) -> tuple[Costs, int, list[float], int]:
-    """Any costs, with a B that frees or takes memory, and caps down to the least for one microbatch."""
+    """Any costs, with a B that frees or takes memory, and caps down to the least for one
+    microbatch."""
     p, m = draw(st.integers(1, 6)), draw(st.integers(1, 14))
     times = st.integers(0, 9)
     stages: list[StageCost] = []
@@ -127,9 +128,11 @@ def test_always_a_schedule_that_fits(case: tuple[Costs, int, list[float], int], 
     assert fits(schedule, costs, caps)
     time = reached(simulate(schedule, costs), objective)
     assert lower_bound(costs, m, first_trainable, objective, caps) <= time * (1 + 1e-9)
-    # A budget in ops, not in seconds: what is made is always the same, and no worse than what is made by hand.
+    # A budget in ops, not in seconds: what is made is always the same, and no worse than what is
+    # made by hand.
     assert automatic(costs, m, caps=caps, first_trainable=first_trainable, objective=objective) == schedule
-    # (1F1B's fused backward hides the memory that a B takes until its W, so it is left out where one does.)
+    # (1F1B's fused backward hides the memory that a B takes until its W, so it is left out where
+    # one does.)
     for name in ("1f1b", "zb-h1", "zb-h2") if all(cost.mem_b <= 0 for cost in costs.stages) else ("zb-h1", "zb-h2"):
         by_hand = make_schedule(name, len(costs.stages), m, first_trainable)
         if fits(by_hand, costs, caps):
@@ -137,7 +140,8 @@ def test_always_a_schedule_that_fits(case: tuple[Costs, int, list[float], int], 
 
 
 def uneven(rng: random.Random) -> tuple[Costs, Costs, int, list[float], int]:
-    """Costs, the same with every stage's times at the median, m, caps, first trainable: as in `benchmarks.planner`, but smaller."""
+    """Costs, the same with every stage's times at the median, m, caps, first trainable: as in
+    `benchmarks.planner`, but smaller."""
     p = rng.randint(2, 12)
     m, spread, first = rng.randint(1, 4 * p), rng.uniform(0, 0.6), rng.choice((0, 0, 0, 0, p // 3))
     base = (10.0, rng.uniform(8, 14), rng.uniform(4, 10))
@@ -197,7 +201,8 @@ def test_what_cannot_be_made(keywords: dict, message: str) -> None:
 
 
 def test_a_b_that_takes_memory() -> None:
-    # F takes 1, B another 0.5 before W frees all: 1.5 is needed, and with less than 2.5 one microbatch at a time.
+    # F takes 1, B another 0.5 before W frees all: 1.5 is needed, and with less than 2.5 one
+    # microbatch at a time.
     stage = StageCost(1, 1, 1, 1, 0.5, -1.5)
     costs = Costs((stage, stage), (0.0,))
     with pytest.raises(ScheduleError, match=r"stage 0 needs 1.5, over its limit of 1.4"):
