@@ -25,6 +25,7 @@ from dynmo.balance._kernels import Ints
 from dynmo.balance.chains import enough, integer_sums, memory_tables, rank_speeds, same_layers
 from dynmo.balance.partition import Partition, exact, stage_loads
 from dynmo.errors import NoRoomError, PartitionError
+from dynmo.schedule.automatic.vshape import v_placement
 from dynmo.schedule.memory import MemoryLimits
 
 NODES = 2_000_000  # of branch and bound: some hundredths of a second
@@ -104,8 +105,7 @@ class _Chunks:
 
     def solve(self, current: Partition | None, nodes: int) -> tuple[Partition, bool]:
         bounds = np.array(exact(self.weights, self.stages).bounds, np.int64)
-        inside_out = [*range(self.ranks), *reversed(range(self.ranks))]
-        if list(self.placement) == inside_out and (self.ranks + 1) * len(self.sums) ** 2 <= _STATES:
+        if tuple(self.placement) == v_placement(self.ranks) and (self.ranks + 1) * len(self.sums) ** 2 <= _STATES:
             best, proven = self.nested(bounds), True
         else:
             floor = int(self.sums[-1]) / float(self.speeds.sum())

@@ -99,7 +99,7 @@ BALANCERS = (
 
 
 class Balance(Section):
-    """Who decides where layers live, by which cost and how often."""
+    """Decides where layers live: by which algorithm, by which cost and how often."""
 
     balancer: Annotated[str, word(BALANCERS)] = "exact"
     """Algorithm that places the layers."""
@@ -168,7 +168,7 @@ class Config(Section):
     pipeline: Pipeline = Pipeline()
     """The schedule of a step and its memory."""
     balance: Balance = Balance()
-    """Who decides where layers live, by which cost and how often."""
+    """Decides where layers live: by which algorithm, by which cost and how often."""
     dynamism: Dynamism = Dynamism()
     """The dynamic cases of the run, and the options of each."""
     elastic: Elastic = Elastic()

@@ -25,7 +25,7 @@ def most_pending_gradients(accumulation_groups: int) -> int:
 
 @dataclass(frozen=True)
 class LayerCost:
-    """What one layer costs for one microbatch: seconds of F, B and W, and bytes.
+    """The cost of one layer for one microbatch: seconds of F, B and W, and bytes.
 
     Args:
         f: Seconds of F. A layer in a frozen prefix has b = w = 0. A frozen layer above a trainable
@@ -205,4 +205,18 @@ class LinkCost:
     bytes_per_second: float
 
     def seconds(self, size: int) -> float:
+        """Seconds of a message of so many bytes."""
         return self.latency + (size / self.bytes_per_second if size else 0.0)
+
+    def ring_seconds(self, size: int, ranks: int) -> float:
+        """Seconds of one pass around a ring: a reduce-scatter or an all-gather.
+
+        An all-reduce is two passes.
+
+        Args:
+            size: Bytes of the whole tensor.
+            ranks: Number of ranks in the ring.
+        """
+        if ranks == 1 or not size:
+            return 0.0
+        return (ranks - 1) * self.latency + (ranks - 1) / ranks * size / self.bytes_per_second

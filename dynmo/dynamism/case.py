@@ -130,7 +130,7 @@ class Change:
 
 @dataclass(frozen=True)
 class Forecast:
-    """What a case expects some layers to take from a step on.
+    """The cost that a case expects of some layers from a step on.
 
     A later forecast of the same case for a layer replaces an earlier one.
 

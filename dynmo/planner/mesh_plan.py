@@ -23,7 +23,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from dynmo.cost.layer_cost import LayerCost
+from dynmo.cost.layer_cost import LayerCost, LinkCost
 from dynmo.cost.profile_file import Profile
 from dynmo.errors import PartitionError
 from dynmo.planner.evaluate import Plan
@@ -96,16 +96,17 @@ def mesh_profile(profile: Profile, mesh: Mesh, zero: int, accumulation_groups: i
 def add_reductions(mesh: Mesh, plan: Plan, bandwidth: float, zero: int = 0) -> MeshPlan:
     """The plan's ops, and then what is left of the reductions: the model is at the top of this
     file."""
-    ring = (mesh.replicas - 1) / mesh.replicas / bandwidth
+    link = LinkCost(0.0, bandwidth)
     ends: list[float] = []
     gathers: list[float] = []
     for row in plan.timeline.ranks:
         trained = sorted(_ready(plan, row), key=lambda pair: pair[0])
         over = -math.inf
         for ready, layer in trained:
-            over = max(over, ready) + (1 if zero else 2) * ring * layer.gradient_bytes
+            over = max(over, ready) + (1 if zero else 2) * link.ring_seconds(layer.gradient_bytes, mesh.replicas)
         ends.append(max(over, row[-1].end))
-        gathers.append(ring * sum(layer.weight_bytes for _, layer in trained) if zero else 0.0)
+        weights = sum(layer.weight_bytes for _, layer in trained)
+        gathers.append(link.ring_seconds(weights, mesh.replicas) if zero else 0.0)
     begins = [row[0].start for row in plan.timeline.ranks]
     if plan.request.objective is Objective.MAKESPAN:  # the optimizer is a barrier
         seconds = max(ends) + max(gathers) - min(begins)

@@ -342,10 +342,7 @@ class _Replay:
         return StepTime(seconds, 1 - busy / seconds if seconds else 0.0)
 
     def reduce(self, size: float) -> float:
-        copies, link = self.workload.replicas, self.workload.replica_link
-        if copies == 1 or not size:
-            return 0.0
-        return 2 * (copies - 1) * link.latency + 2 * (copies - 1) / copies * size / link.bytes_per_second
+        return 2 * self.workload.replica_link.ring_seconds(size, self.workload.replicas)
 
     def perfect(self, moment: int) -> StepTime:
         """Every stage has the mean of F, B, W and gradients; the links are the even placement's."""

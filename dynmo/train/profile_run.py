@@ -13,21 +13,18 @@ from collections.abc import Callable, Sequence
 from dataclasses import fields
 from statistics import median
 
-import torch
-
 from dynmo.config import Config
 from dynmo.cost.layer_cost import LayerCost
 from dynmo.cost.profile_file import Profile
 from dynmo.dynamism import make_cases
 from dynmo.models.model import Model
-from dynmo.models.registry import load_model
 from dynmo.pipeline.profile import profile_of
 from dynmo.runtime.comm.process_mesh import arrange
 from dynmo.runtime.comm.rendezvous import Rendezvous
 from dynmo.runtime.comm.world import World
 from dynmo.train.assembly import pipeline_for
 from dynmo.train.loader import DataLoader
-from dynmo.train.setup import check_world, device_for, first_partition, join_world
+from dynmo.train.setup import first_partition, start
 from dynmo.train.shape_costs import shapes_of, with_workspace
 
 Listener = Callable[[int, float], None]
@@ -37,11 +34,7 @@ Listener = Callable[[int, float], None]
 def run(config: Config, rendezvous: Rendezvous, steps: int, listen: Listener | None = None) -> Profile:
     """Measures as one rank of the world at `rendezvous`; returns the same on every rank. Raises as
     `trainer.run` does."""
-    check_world(config, rendezvous)
-    torch.set_num_threads(config.parallel.threads)
-    device = device_for(config, rendezvous.local_rank)
-    model = load_model(config)
-    with join_world(config, rendezvous, device) as world:
+    with start(config, rendezvous) as (world, model):
         return measure(config, world, model, steps, listen)
 
 

@@ -7,7 +7,8 @@ The trainer, the profiler and the plan all begin with it.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
@@ -16,6 +17,8 @@ from dynmo.balance.partition import Partition, uniform
 from dynmo.config import Config
 from dynmo.config.values import value_text
 from dynmo.errors import ConfigError
+from dynmo.models.model import Model
+from dynmo.models.registry import load_model
 from dynmo.runtime.comm.agreement import first_difference
 from dynmo.runtime.comm.launch import FOR_RANKS_ON_CUDA
 from dynmo.runtime.comm.messages import ranks_text
@@ -31,6 +34,29 @@ def check_world(config: Config, rendezvous: Rendezvous) -> None:
         raise ConfigError(
             f"the launcher started {rendezvous.size} ranks, but parallel.{sizes} = {config.ranks}; start as many as the config says"
         )
+
+
+@contextmanager
+def start(config: Config, rendezvous: Rendezvous) -> Generator[tuple[World, Model]]:
+    """Sets a rank up: threads, device, model, and the world of all ranks, which ends with the context.
+
+    Args:
+        config: The run, which must be the same on every rank.
+        rendezvous: Where the ranks meet.
+
+    Yields:
+        The world of all ranks, and the model.
+
+    Raises:
+        ConfigError: The config does not fit the ranks or this machine, or differs between ranks.
+        RunError: The ranks do not meet.
+    """
+    check_world(config, rendezvous)
+    torch.set_num_threads(config.parallel.threads)
+    device = device_for(config, rendezvous.local_rank)
+    model = load_model(config)
+    with join_world(config, rendezvous, device) as world:
+        yield world, model
 
 
 # What may differ from rank to rank. The data itself is compared where it is read.

@@ -11,8 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from dynmo.balance.partition import Partition, imbalance
 from dynmo.config import Config, Train, with_options
 from dynmo.cost import profile_file
@@ -34,7 +32,6 @@ from dynmo.events import (
 )
 from dynmo.files import write_whole
 from dynmo.models.model import Model
-from dynmo.models.registry import load_model
 from dynmo.pipeline.engine import StepResult
 from dynmo.pipeline.profile import profile_of
 from dynmo.pipeline.rebalance import Rebalancer
@@ -48,11 +45,9 @@ from dynmo.train.loader import DataLoader
 from dynmo.train.run_checkpoints import RunCheckpoints
 from dynmo.train.setup import (
     check_meshes,
-    check_world,
-    device_for,
     first_partition,
-    join_world,
     memory_limit,
+    start,
 )
 from dynmo.train.shape_costs import known_costs, shapes_of, with_workspace
 from dynmo.train.stop_flag import stop_flag
@@ -107,11 +102,7 @@ def run(config: Config, rendezvous: Rendezvous, folder: Path | None, resume: boo
     Raises ConfigError for input that only now turns out wrong, RunError when the run fails. listen:
     told of every event, on rank 0.
     """
-    check_world(config, rendezvous)
-    torch.set_num_threads(config.parallel.threads)
-    device = device_for(config, rendezvous.local_rank)
-    model = load_model(config)
-    with join_world(config, rendezvous, device) as world:
+    with start(config, rendezvous) as (world, model):
         return Trainer(config, world, model, folder, resume, listen).run()
 
 
