@@ -1,5 +1,6 @@
 # make demo   set up everything, train the demo static and balanced, compare
 # make test   set up everything, run the tests
+# make matrix the long tests: combinations of what `make test` covers one by one
 # make gpu    everything that needs a GPU, with this machine's python3: installs nothing (DRY=1: on CPU with tiny sizes)
 # make check  formatting, lint, types: exactly what CI runs before the tests
 
@@ -7,7 +8,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: demo test gpu check format clean
+.PHONY: demo test matrix gpu check format clean
 
 # The inner loops of the planner and of sparse layers are compiled once and kept: at set-up, so that no first run waits for it.
 $(READY): pyproject.toml constraints.txt
@@ -25,6 +26,9 @@ demo: $(READY)
 
 test: $(READY)
 	$(BIN)/python -m pytest --numprocesses 2 --dist worksteal
+
+matrix: $(READY)
+	$(BIN)/python -m pytest --numprocesses 2 --dist worksteal -m matrix
 
 # Needs no .venv: a GPU machine may have no network.
 gpu:

@@ -13,7 +13,7 @@ reading.py            TOML and overrides -> Config, or one line that says what i
 
 from dynmo.config.reading import load, parse, with_options, without_unused_keys
 from dynmo.config.sections import BALANCERS, Balance, Config
-from dynmo.config.sections_training import Model, Train
+from dynmo.config.sections_training import ModelSection, TrainSection
 from dynmo.config.shapes import accumulation_problem, mesh_shapes
 from dynmo.config.values import parse_bytes
 
@@ -21,8 +21,8 @@ __all__ = [
     "BALANCERS",
     "Balance",
     "Config",
-    "Model",
-    "Train",
+    "ModelSection",
+    "TrainSection",
     "accumulation_problem",
     "load",
     "mesh_shapes",

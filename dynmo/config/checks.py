@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterator
 
 from dynmo.config.sections import Config
-from dynmo.config.sections_dynamism import Freezing
+from dynmo.config.sections_dynamism import FreezingSection
 from dynmo.config.shapes import accumulation_problem, divisors, mesh_shapes, suggest_groups
 from dynmo.errors import ScheduleError
 from dynmo.schedule.catalogue import check_microbatches, chunks_of
@@ -229,7 +229,7 @@ def _freezing(config: Config) -> Iterator[str]:
         yield from _output_cache(config)
 
 
-def _autofreeze(freezing: Freezing, steps: int) -> Iterator[str]:
+def _autofreeze(freezing: FreezingSection, steps: int) -> Iterator[str]:
     if freezing.start + 2 * freezing.every >= steps:
         needs = f"{freezing.start} + 2 x {freezing.every}"
         yield (
@@ -238,7 +238,7 @@ def _autofreeze(freezing: Freezing, steps: int) -> Iterator[str]:
         )
 
 
-def _egeria(freezing: Freezing, steps: int) -> Iterator[str]:
+def _egeria(freezing: FreezingSection, steps: int) -> Iterator[str]:
     key, every, window = "dynamism.freezing", freezing.every, freezing.window
     if freezing.refresh < window * every:
         yield (
@@ -253,7 +253,7 @@ def _egeria(freezing: Freezing, steps: int) -> Iterator[str]:
         )
 
 
-def first_stale_step(freezing: Freezing, steps: int) -> int:
+def first_stale_step(freezing: FreezingSection, steps: int) -> int:
     """The first step before which Egeria can freeze a module.
 
     Egeria needs `window` slopes after the first one, which they are compared with. A reading uses

@@ -18,7 +18,7 @@ from pydantic import ValidationError
 from dynmo.config.checks import first_problem
 from dynmo.config.section import Section
 from dynmo.config.sections import Config
-from dynmo.config.sections_training import KEYS_OF_KIND, Model, keys_of_other_kinds
+from dynmo.config.sections_training import KEYS_OF_KIND, ModelSection, keys_of_other_kinds
 from dynmo.config.values import CASES, NOT_SERVED, PLANNED_CASES, value_text
 from dynmo.errors import ConfigError
 
@@ -66,7 +66,7 @@ def parse(data: Mapping[str, Any], where: str = "config", overridden: Collection
 def _kind_of(data: Mapping[str, Any]) -> str:
     """`model.kind`, or "" if it is not text."""
     model: object = data.get("model", {})
-    kind: object = cast(Mapping[str, object], model).get("kind", Model().kind) if isinstance(model, Mapping) else ""
+    kind: object = cast(Mapping[str, object], model).get("kind", ModelSection().kind) if isinstance(model, Mapping) else ""
     return kind if isinstance(kind, str) else ""
 
 
@@ -85,7 +85,7 @@ def without_unused_keys(data: Mapping[str, Any]) -> dict[str, Any]:
     """
     copy = dict(data)
     model: object = copy.get("model")
-    if isinstance(model, Mapping) and Model.model_fields.keys() <= cast(Mapping[str, Any], model).keys():
+    if isinstance(model, Mapping) and ModelSection.model_fields.keys() <= cast(Mapping[str, Any], model).keys():
         _drop(copy, keys_of_other_kinds(_kind_of(copy)))
     return copy
 

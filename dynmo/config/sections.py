@@ -11,8 +11,8 @@ import tomli_w
 from pydantic import Field
 
 from dynmo.config.section import Section
-from dynmo.config.sections_dynamism import Dynamism
-from dynmo.config.sections_training import Data, Model, Train
+from dynmo.config.sections_dynamism import DynamismSection
+from dynmo.config.sections_training import DataSection, ModelSection, TrainSection
 from dynmo.config.values import (
     Count,
     Every,
@@ -31,7 +31,7 @@ from dynmo.config.values import (
 from dynmo.schedule.catalogue import SCHEDULES, chunks_of
 
 
-class Parallel(Section):
+class ParallelSection(Section):
     """The mesh of ranks, and the devices that they use."""
 
     pipeline: Count = 1
@@ -60,7 +60,7 @@ class Parallel(Section):
         return self.backend == "gloo"
 
 
-class Pipeline(Section):
+class PipelineSection(Section):
     """The schedule of a step and its memory."""
 
     schedule: Annotated[str, word(SCHEDULES)] = "zb-h1"
@@ -116,7 +116,7 @@ class Balance(Section):
     """A move must save at least this share of a step."""
 
 
-class Elastic(Section):
+class ElasticSection(Section):
     """Changes of the mesh while training."""
 
     repack: Annotated[bool, only(False)] = False
@@ -131,7 +131,7 @@ class Elastic(Section):
     """Reserved for a later version. Must not be set."""
 
 
-class Checkpoint(Section):
+class CheckpointSection(Section):
     """When checkpoints are saved."""
 
     every: Whole = 0
@@ -140,7 +140,7 @@ class Checkpoint(Section):
     """Number of newest checkpoints that are kept."""
 
 
-class Trace(Section):
+class TraceSection(Section):
     """What `trace.json` records."""
 
     steps: Whole = 3
@@ -157,25 +157,25 @@ class Config(Section):
     """Name of the run. `runs/NAME` is its folder."""
     seed: Annotated[int, Field(ge=0, le=2**63 - 1)] = 0
     """Seed of the weights, the data and dropout."""
-    model: Model = Model()
+    model: ModelSection = ModelSection()
     """The model that is trained."""
-    data: Data = Data()
+    data: DataSection = DataSection()
     """The text that the model is trained on."""
-    train: Train = Train()
+    train: TrainSection = TrainSection()
     """The training loop, the optimizer and the precision."""
-    parallel: Parallel = Parallel()
+    parallel: ParallelSection = ParallelSection()
     """The mesh of ranks, and the devices that they use."""
-    pipeline: Pipeline = Pipeline()
+    pipeline: PipelineSection = PipelineSection()
     """The schedule of a step and its memory."""
     balance: Balance = Balance()
     """Decides where layers live: by which algorithm, by which cost and how often."""
-    dynamism: Dynamism = Dynamism()
+    dynamism: DynamismSection = DynamismSection()
     """The dynamic cases of the run, and the options of each."""
-    elastic: Elastic = Elastic()
+    elastic: ElasticSection = ElasticSection()
     """Changes of the mesh while training."""
-    checkpoint: Checkpoint = Checkpoint()
+    checkpoint: CheckpointSection = CheckpointSection()
     """When checkpoints are saved."""
-    trace: Trace = Trace()
+    trace: TraceSection = TraceSection()
     """What `trace.json` records."""
 
     @property

@@ -22,7 +22,7 @@ from dynmo.config.values import (
 )
 
 
-class Freezing(Section):
+class FreezingSection(Section):
     """Leading layers stop training. A given `schedule` sets the policy to "schedule"."""
 
     policy: Annotated[str, word(("schedule", "autofreeze", "egeria"))] = "autofreeze"
@@ -58,7 +58,7 @@ class Freezing(Section):
         return cast(object, data)
 
 
-class Pruning(Section):
+class PruningSection(Section):
     """Weights of least magnitude become zero, by a cubic schedule."""
 
     criterion: Annotated[str, word(("global", "local"))] = "global"
@@ -84,7 +84,7 @@ class Pruning(Section):
         return start, end, max(1, (end - start) // 4) if self.every is None else self.every
 
 
-class SparseAttention(Section):
+class SparseAttentionSection(Section):
     """Attention computes only a part of the pairs of queries and keys."""
 
     kind: Annotated[str, word(("hash", "drop"))] = "hash"
@@ -104,15 +104,15 @@ class SparseAttention(Section):
     """Queries that are computed together."""
 
 
-class Dynamism(Section):
+class DynamismSection(Section):
     """The dynamic cases of the run, and the options of each."""
 
     cases: Cases = ()
     """Cases that run: `freezing`, `pruning`, `sparse_attention`, or your own:
     `python:package.module:Class`."""
-    freezing: Freezing = Freezing()
+    freezing: FreezingSection = FreezingSection()
     """Options of the case `freezing`."""
-    pruning: Pruning = Pruning()
+    pruning: PruningSection = PruningSection()
     """Options of the case `pruning`."""
-    sparse_attention: SparseAttention = SparseAttention()
+    sparse_attention: SparseAttentionSection = SparseAttentionSection()
     """Options of the case `sparse_attention`."""

@@ -35,7 +35,7 @@ def keys_of_other_kinds(kind: str) -> frozenset[str]:
     return frozenset(key for owner, keys in KEYS_OF_KIND.items() if owner != kind for key in keys)
 
 
-class Model(Section):
+class ModelSection(Section):
     """The model that is trained. `KEYS_OF_KIND` has the keys that belong to one kind only."""
 
     kind: ModelKind = "gpt"
@@ -80,7 +80,7 @@ class Model(Section):
         return self.layers if self.kind == "emulated" else None
 
 
-class Data(Section):
+class DataSection(Section):
     """The text that the model is trained on."""
 
     source: DataSource = "stdlib"
@@ -90,7 +90,7 @@ class Data(Section):
     `batches` repeats the batches of the first epoch in another order."""
 
 
-class Train(Section):
+class TrainSection(Section):
     """The training loop, the optimizer and the precision."""
 
     steps: Count = 100

@@ -10,11 +10,11 @@ from typing import Any, Literal, cast
 import torch
 from torch import Tensor
 
-from dynmo.config import Train
+from dynmo.config import TrainSection
 from dynmo.runtime.optim.optimizer import OptimizerSettings
 
 # One default for a loop of one's own and for [train] of a config.
-_DEFAULTS = Train()
+_DEFAULTS = TrainSection()
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class SGD:
         return OptimizerSettings("sgd", weight_decay=self.weight_decay, momentum=self.momentum)
 
 
-def optimizer_settings(train: Train) -> OptimizerSettings:
+def optimizer_settings(train: TrainSection) -> OptimizerSettings:
     """The optimizer that `[train]` of a config asks for."""
     name = cast(Literal["adamw", "sgd"], train.optimizer)
     return OptimizerSettings(name, train.weight_decay, train.betas, train.eps, train.momentum)

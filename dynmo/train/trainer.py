@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from dynmo.balance.partition import Partition, imbalance
-from dynmo.config import Config, Train, with_options
+from dynmo.config import Config, TrainSection, with_options
 from dynmo.cost import profile_file
 from dynmo.cost.layer_cost import LayerCost
 from dynmo.dynamism import Dynamism, Signals, make_cases
@@ -58,7 +58,7 @@ _logger = logging.getLogger(__name__)
 Listener = Callable[[Event], None]
 
 
-def learning_rate(train: Train, step: int) -> float:
+def learning_rate(train: TrainSection, step: int) -> float:
     """Linear warm-up over `warmup` steps, then the decay down to `lr * min_lr_ratio` at the last
     step. A pure function of the step."""
     if step < train.warmup:

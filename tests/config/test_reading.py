@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from dynmo.balance import balancers
-from dynmo.config import BALANCERS, Balance, Config, Model, load, parse, parse_bytes
+from dynmo.config import BALANCERS, Balance, Config, ModelSection, load, parse, parse_bytes
 from dynmo.config.values import value_text
 from dynmo.errors import ConfigError
 from tests.config.refusal import refusal
@@ -84,8 +84,8 @@ def test_an_override_reads_back_what_was_written(steps, lr, tied, name):
 
 
 def test_python_gets_frozen_hashable_sections():
-    config = Config(model=Model(blocks=2), balance=Balance(initial=(6,)))
-    assert hash(config) == hash(Config(model=Model(blocks=2), balance=Balance(initial=(6,))))
+    config = Config(model=ModelSection(blocks=2), balance=Balance(initial=(6,)))
+    assert hash(config) == hash(Config(model=ModelSection(blocks=2), balance=Balance(initial=(6,))))
     with pytest.raises(ValidationError, match="frozen"):
         config.train.steps = 3  # pyright: ignore[reportAttributeAccessIssue]
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from dynmo.config import Train, load
+from dynmo.config import TrainSection, load
 from dynmo.events import ChangeEvent, CheckpointEvent, EndEvent, RebalanceEvent, StepEvent, read
 from dynmo.train.trainer import learning_rate
 from tests.pool import JobFailed, Pool
@@ -161,7 +161,7 @@ def test_resuming_with_another_model_is_refused(pool: Pool, tmp_path: Path) -> N
 
 
 def rates(**changes: Any) -> list[float]:
-    train = Train.model_validate({"steps": 11, "lr": 1.0, "warmup": 0, "min_lr_ratio": 0.1} | changes)
+    train = TrainSection.model_validate({"steps": 11, "lr": 1.0, "warmup": 0, "min_lr_ratio": 0.1} | changes)
     return [learning_rate(train, step) for step in range(train.steps)]
 
 

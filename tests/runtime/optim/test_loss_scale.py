@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dynmo.config import Train
+from dynmo.config import TrainSection
 from dynmo.runtime.optim.loss_scale import INITIAL, WINDOW, LossScaler, make_scaler
 
 
@@ -39,7 +39,7 @@ def test_a_shorter_window_than_what_is_saved() -> None:
 
 
 def test_who_scales() -> None:
-    assert Train().loss_scale_window == WINDOW
+    assert TrainSection().loss_scale_window == WINDOW
     assert make_scaler(torch.float16, None, 7).dynamic
     assert make_scaler(torch.bfloat16, "dynamic", 7).dynamic
     for scaler, scale in ((make_scaler(torch.float32, None, 7), 1), (make_scaler(torch.float16, 1024.0, 7), 1024)):
