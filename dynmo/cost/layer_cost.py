@@ -208,7 +208,7 @@ class LinkCost:
         """Seconds of a message of so many bytes."""
         return self.latency + (size / self.bytes_per_second if size else 0.0)
 
-    def ring_seconds(self, size: int, ranks: int) -> float:
+    def ring_seconds(self, size: float, ranks: int) -> float:
         """Seconds of one pass around a ring: a reduce-scatter or an all-gather.
 
         An all-reduce is two passes.

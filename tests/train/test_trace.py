@@ -131,9 +131,8 @@ def test_a_long_run_keeps_its_resolution(tmp_path: Path) -> None:
     assert lengths == pytest.approx([100.0] * 5, abs=0.2)
 
 
-def test_a_trace_that_cannot_be_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_trace_that_cannot_be_written(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """What has been trained is not lost for that."""
     path = tmp_path / "nowhere" / "trace.json"
     Tracer(alone(), HostClock(), 3).finish(path)
-    told = f"dynmo: {path} cannot be written: No such file or directory\n"
-    assert capsys.readouterr().err == told
+    assert caplog.messages == [f"{path} cannot be written: No such file or directory"]
