@@ -88,7 +88,9 @@ def __getattr__(name: str) -> Any:
     elif name in _HOMES:
         value = getattr(importlib.import_module(_HOMES[name]), name)
     else:
-        raise AttributeError(f"module 'dynmo' has no attribute {name!r}; its public names are {', '.join(__all__)}")
+        raise AttributeError(
+            f"module 'dynmo' has no attribute {name!r}; its public names are {', '.join(__all__)}"
+        )
     globals()[name] = value
     return value
 

@@ -90,10 +90,16 @@ def place(error: BaseException, own: bool = False) -> str:
     """
     if isinstance(error, SyntaxError):  # says so itself
         return ""
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith("<frozen")]
+    frames = [
+        f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith("<frozen")
+    ]
     files = [Path(f.filename) for f in frames]
     users = [f for f, file in zip(frames, files, strict=True) if not _is_installed(file)]
-    others = [f for f, file in zip(frames, files, strict=True) if not {"torch", "importlib"} & set(file.parts)]
+    others = [
+        f
+        for f, file in zip(frames, files, strict=True)
+        if not {"torch", "importlib"} & set(file.parts)
+    ]
     foreign = [f for f in others if not Path(f.filename).is_relative_to(_DYNMO)]
     blamed = users or foreign or (others if own else [])
     return f" ({Path(blamed[-1].filename).name}:{blamed[-1].lineno})" if blamed else ""
@@ -105,4 +111,8 @@ _STDLIB = Path(sysconfig.get_path("stdlib"))
 
 def _is_installed(file: Path) -> bool:
     """Whether the file belongs to dynmo, to Python or to an installed package."""
-    return file.is_relative_to(_DYNMO) or file.is_relative_to(_STDLIB) or bool({"site-packages", "dist-packages"} & set(file.parts))
+    return (
+        file.is_relative_to(_DYNMO)
+        or file.is_relative_to(_STDLIB)
+        or bool({"site-packages", "dist-packages"} & set(file.parts))
+    )

@@ -7,6 +7,7 @@ import importlib
 import inspect
 import subprocess
 import sys
+import tomllib
 from importlib.metadata import version
 from pathlib import Path
 
@@ -67,3 +68,14 @@ def test_the_examples_run(name: str) -> None:
 @pytest.mark.parametrize("name", [name for name in dynmo.__all__ if not name.startswith("_")])
 def test_all_are_described(name: str) -> None:
     assert inspect.getdoc(getattr(dynmo, name))
+
+
+def test_the_files_that_users_read_are_narrow() -> None:
+    """`make check` formats and checks them at 100 columns."""
+    makefile = (ROOT / "Makefile").read_text()
+    _, _, listed = makefile.partition("PUBLIC := ")
+    narrow = set(listed.partition("\n\n")[0].replace("\\", " ").split())
+    homes = {inspect.getsourcefile(getattr(dynmo, name)) for name in dynmo.__all__ if not name.startswith("_")}
+    assert {str(Path(home or "").relative_to(ROOT)) for home in homes} <= narrow
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    assert set(settings["tool"]["ruff"]["format"]["exclude"]) == narrow

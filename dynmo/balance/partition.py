@@ -52,7 +52,10 @@ class Partition:
             raise PartitionError("a placement without stages; give at least one count of layers")
         for stage, count in enumerate(self.counts):
             if count < 1:
-                raise PartitionError(f"stage {stage} of the placement {self.counts} has {count} layers; every stage needs at least 1")
+                raise PartitionError(
+                    f"stage {stage} of the placement {self.counts} has {count} layers; every "
+                    "stage needs at least 1"
+                )
 
     @classmethod
     def from_bounds(cls, bounds: Sequence[int]) -> Partition:
@@ -176,7 +179,9 @@ def exact(
         same_layers(len(move_bytes), problem.layers)
     sizes = [1] * problem.layers if move_bytes is None else move_bytes
     bottleneck = problem.least_bottleneck()
-    return Partition.from_bounds(problem.best_tie(bottleneck, None if current is None else current.bounds, sizes))
+    return Partition.from_bounds(
+        problem.best_tie(bottleneck, None if current is None else current.bounds, sizes)
+    )
 
 
 def ties(
@@ -194,7 +199,10 @@ def ties(
     problem = Problem(weights, ranks, memory, speeds)
     if current is not None:
         same_layers(current.layers, problem.layers)
-    bottleneck, sizes = problem.least_bottleneck(), [1] * problem.layers if move_bytes is None else move_bytes
+    bottleneck, sizes = (
+        problem.least_bottleneck(),
+        [1] * problem.layers if move_bytes is None else move_bytes,
+    )
     tied_bounds = [problem.best_tie(bottleneck, None, sizes), *problem.extremes(bottleneck)]
     if current is not None:
         tied_bounds.insert(0, problem.best_tie(bottleneck, current.bounds, sizes))

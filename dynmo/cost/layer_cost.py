@@ -76,7 +76,13 @@ class LayerCost:
     @property
     def static_bytes(self) -> int:
         """Bytes that are held whatever runs, counted as if all stayed from step to step."""
-        return self.weight_bytes + self.gradient_bytes + self.optimizer_bytes + self.rollback_bytes + self.pending_gradient_bytes
+        return (
+            self.weight_bytes
+            + self.gradient_bytes
+            + self.optimizer_bytes
+            + self.rollback_bytes
+            + self.pending_gradient_bytes
+        )
 
     @property
     def moved_bytes(self) -> int:
@@ -85,11 +91,19 @@ class LayerCost:
 
     def shared(self, replicas: int) -> LayerCost:
         """The cost on one of so many replicas with ZeRO-1, which share the optimizer's state."""
-        return replace(self, optimizer_bytes=-(-self.optimizer_bytes // replicas), rollback_bytes=-(-self.rollback_bytes // replicas))
+        return replace(
+            self,
+            optimizer_bytes=-(-self.optimizer_bytes // replicas),
+            rollback_bytes=-(-self.rollback_bytes // replicas),
+        )
 
     def with_accumulation(self, accumulation_groups: int) -> LayerCost:
         """The cost if a replica sums its gradients in so many groups."""
-        return replace(self, pending_gradient_bytes=most_pending_gradients(accumulation_groups) * self.gradient_bytes)
+        return replace(
+            self,
+            pending_gradient_bytes=most_pending_gradients(accumulation_groups)
+            * self.gradient_bytes,
+        )
 
 
 @dataclass(frozen=True)
@@ -125,19 +139,26 @@ class Costs:
     def __post_init__(self) -> None:
         if len(self.links) != max(0, len(self.stages) - 1):
             raise InputError(
-                f"{len(self.stages)} stages have {max(0, len(self.stages) - 1)} boundaries, but {len(self.links)} link times are given"
+                f"{len(self.stages)} stages have {max(0, len(self.stages) - 1)} boundaries, but "
+                f"{len(self.links)} link times are given"
             )
         for index, stage in enumerate(self.stages):
             for field in ("f", "b", "w"):
                 value = getattr(stage, field)
                 if not math.isfinite(value) or value < 0:
-                    raise InputError(f"stage {index}: {field} is {value}; a time is a number of at least 0")
+                    raise InputError(
+                        f"stage {index}: {field} is {value}; a time is a number of at least 0"
+                    )
         for boundary, value in enumerate(self.links):
             if not math.isfinite(value) or value < 0:
-                raise InputError(f"comm of boundary {boundary}: {value}; a time is a number of at least 0")
+                raise InputError(
+                    f"comm of boundary {boundary}: {value}; a time is a number of at least 0"
+                )
 
 
-def uniform_costs(stages: int, f: float, b: float, w: float, comm: float = 0.0, w_memory: float = 0.5) -> Costs:
+def uniform_costs(
+    stages: int, f: float, b: float, w: float, comm: float = 0.0, w_memory: float = 0.5
+) -> Costs:
     """The same stage `stages` times. `w_memory` is the share of a forward's activations that stays
     until W has run."""
     if not 0 <= w_memory <= 1:
@@ -152,15 +173,24 @@ def split_costs(costs: Costs, placement: Sequence[int]) -> Costs:
     between their ranks; none where they share one."""
     parts = [placement.count(rank) for rank in range(len(costs.stages))]
     stages = tuple(_part(costs.stages[rank], parts[rank]) for rank in placement)
-    links = tuple(max(costs.links[min(pair) : max(pair)], default=0.0) for pair in pairwise(placement))
+    links = tuple(
+        max(costs.links[min(pair) : max(pair)], default=0.0) for pair in pairwise(placement)
+    )
     return Costs(stages, links)
 
 
 def _part(stage: StageCost, parts: int) -> StageCost:
-    return StageCost(*(value / parts for value in (stage.f, stage.b, stage.w, stage.mem_f, stage.mem_b, stage.mem_w)))
+    return StageCost(
+        *(
+            value / parts
+            for value in (stage.f, stage.b, stage.w, stage.mem_f, stage.mem_b, stage.mem_w)
+        )
+    )
 
 
-def elide(layers: Sequence[LayerCost], first_trainable: int, frozen: Collection[int]) -> tuple[LayerCost, ...]:
+def elide(
+    layers: Sequence[LayerCost], first_trainable: int, frozen: Collection[int]
+) -> tuple[LayerCost, ...]:
     """The same layers, without the work that freezing spares: B, W and stash below
     `first_trainable`, W of frozen layers above it."""
     out: list[LayerCost] = []
@@ -183,7 +213,10 @@ def stage_costs(layers: Sequence[LayerCost], counts: Sequence[int]) -> tuple[Sta
     for count in counts:
         own = layers[start : start + count]
         start += count
-        activation, stash = float(sum(x.activation_bytes for x in own)), float(sum(x.stash_bytes for x in own))
+        activation, stash = (
+            float(sum(x.activation_bytes for x in own)),
+            float(sum(x.stash_bytes for x in own)),
+        )
         out.append(
             StageCost(
                 math.fsum(x.f for x in own),

@@ -238,8 +238,13 @@ def checked(case: Dynamism, change: object, layers: int) -> Change | None:
         return None
     if not isinstance(change, Change):
         what = f"case {case.name!r}: act returned a {type(change).__name__}"
-        raise RunError(f"{what}; return dynmo.dynamism.Change(layers, text), or None where nothing changed")
+        raise RunError(
+            f"{what}; return dynmo.dynamism.Change(layers, text), or None where nothing changed"
+        )
     outside = [index for index in change.layers if not 0 <= index < layers]
     if outside:
-        raise RunError(f"case {case.name!r}: act changed layer {outside[0]}, but the model has {layers}, from 0 to {layers - 1}")
+        raise RunError(
+            f"case {case.name!r}: act changed layer {outside[0]}, but the model has {layers}, "
+            f"from 0 to {layers - 1}"
+        )
     return change

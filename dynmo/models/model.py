@@ -62,7 +62,9 @@ def next_token_loss(logits: Tensor, targets: Tensor) -> Tensor:
         >>> round(float(next_token_loss(logits, targets)), 4)
         2.3026
     """
-    return functional.cross_entropy(logits.reshape(-1, logits.shape[-1]).float(), targets.reshape(-1))
+    return functional.cross_entropy(
+        logits.reshape(-1, logits.shape[-1]).float(), targets.reshape(-1)
+    )
 
 
 class _Uninitialised(TorchFunctionMode):
@@ -89,7 +91,10 @@ class _Uninitialised(TorchFunctionMode):
         """Whether a tensor lives on that is no parameter or buffer: an attribute of a module, say.
         Nothing would ever fill it."""
         own = {id(tensor) for _, _, tensor in named_tensors(layer)}
-        return any((tensor := each()) is not None and tensor.is_meta and id(tensor) not in own for each in self._tensors)
+        return any(
+            (tensor := each()) is not None and tensor.is_meta and id(tensor) not in own
+            for each in self._tensors
+        )
 
 
 def on_meta(factory: Factory) -> nn.Module:
@@ -105,7 +110,9 @@ def on_meta(factory: Factory) -> nn.Module:
     return factory().to("meta")
 
 
-def from_factories(names: Sequence[str], factories: Sequence[Factory], seed: int, loss: Loss, tied: Any = ()) -> Model:
+def from_factories(
+    names: Sequence[str], factories: Sequence[Factory], seed: int, loss: Loss, tied: Any = ()
+) -> Model:
     """A model whose layers can be built one by one."""
 
     def initialised(index: int) -> nn.Module:
@@ -113,7 +120,10 @@ def from_factories(names: Sequence[str], factories: Sequence[Factory], seed: int
         return factories[index]()
 
     def build(owned: Collection[int]) -> list[nn.Module]:
-        layers = [initialised(i) if i in owned else on_meta(partial(initialised, i)) for i in range(len(factories))]
+        layers = [
+            initialised(i) if i in owned else on_meta(partial(initialised, i))
+            for i in range(len(factories))
+        ]
         check_layers("from_factories", layers)
         return layers
 
@@ -128,38 +138,56 @@ def check_layers(where: str, layers: Sequence[nn.Module]) -> None:
     """Raises ConfigError for what would be lost when a layer moves."""
     owner: dict[int, tuple[int, str]] = {}
     for index, layer in enumerate(layers):
-        scripted = next((name for name, x in layer.named_modules() if isinstance(x, torch.jit.ScriptModule)), None)
+        scripted = next(
+            (name for name, x in layer.named_modules() if isinstance(x, torch.jit.ScriptModule)),
+            None,
+        )
         if scripted is not None:
             raise ConfigError(
-                f"{where}: the module {scripted or 'itself'} of layer {index} is a ScriptModule, whose parameters cannot be "
+                f"{where}: the module {scripted or 'itself'} of layer {index} is a ScriptModule, "
+                "whose parameters cannot be "
                 "exchanged when it moves; use the module that it was scripted from"
             )
-        sparse = next((name for name, x in layer.named_modules() if isinstance(x, nn.Embedding) and x.sparse), None)
+        sparse = next(
+            (name for name, x in layer.named_modules() if isinstance(x, nn.Embedding) and x.sparse),
+            None,
+        )
         if sparse is not None:
             raise ConfigError(
-                f"{where}: the embedding {sparse or 'itself'} of layer {index} has sparse gradients; make it with sparse=False"
+                f"{where}: the embedding {sparse or 'itself'} of layer {index} has sparse "
+                "gradients; make it with sparse=False"
             )
         for what, name, tensor in named_tensors(layer):
-            if isinstance(tensor, nn.parameter.UninitializedParameter | nn.parameter.UninitializedBuffer):
-                raise ConfigError(f"{where}: the {what} {name} of layer {index} has no shape yet (a lazy module); give its size")
+            if isinstance(
+                tensor, nn.parameter.UninitializedParameter | nn.parameter.UninitializedBuffer
+            ):
+                raise ConfigError(
+                    f"{where}: the {what} {name} of layer {index} has no shape yet (a lazy "
+                    "module); give its size"
+                )
             if tensor.requires_grad and not tensor.is_floating_point():
                 raise ConfigError(
-                    f"{where}: the {what} {name} of layer {index} is {tensor.dtype} and trains; use torch.view_as_real and train that"
+                    f"{where}: the {what} {name} of layer {index} is {tensor.dtype} and trains; "
+                    "use torch.view_as_real and train that"
                 )
             if tensor._backward_hooks or tensor._post_accumulate_grad_hooks:
                 raise ConfigError(
-                    f"{where}: the {what} {name} of layer {index} has a hook, which would not move with it; let a module's forward or the "
+                    f"{where}: the {what} {name} of layer {index} has a hook, which would not "
+                    "move with it; let a module's forward or the "
                     "loss do what it does"
                 )
             first, other = owner.setdefault(id(tensor), (index, name))
             if first != index:
                 raise ConfigError(
-                    f"{where}: layers {first} and {index} share the {what} {name}; layers that may sit on different ranks cannot share one"
+                    f"{where}: layers {first} and {index} share the {what} {name}; layers that "
+                    "may sit on different ranks cannot share one"
                 )
             if other != name:
                 raise ConfigError(
-                    f"{where}: layer {index} has one {what} under two names, {other} and {name}; a layer that moves "
-                    "or is resumed has each once, so let one module keep it, or use one module twice"
+                    f"{where}: layer {index} has one {what} under two names, {other} and {name}; "
+                    "a layer that moves "
+                    "or is resumed has each once, so let one module keep it, or use one module "
+                    "twice"
                 )
 
 

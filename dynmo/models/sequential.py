@@ -56,12 +56,20 @@ class Sequential(Model):
         given = list(layers)
         modules = [layer for layer in given if isinstance(layer, nn.Module)]
         if not given or len(modules) not in (0, len(given)) or not all(map(callable, given)):
-            raise ConfigError("Sequential needs a list of torch modules, or a list of functions that make one module each")
+            raise ConfigError(
+                "Sequential needs a list of torch modules, or a list of functions that make one "
+                "module each"
+            )
         if names is not None and len(names) != len(given):
-            raise ConfigError(f"Sequential has {len(given)} layers, but {len(names)} names; give one name per layer")
+            raise ConfigError(
+                f"Sequential has {len(given)} layers, but {len(names)} names; give one name per "
+                "layer"
+            )
         if modules:
             check_layers("Sequential", modules)
-            named = names or [f"{index}.{type(module).__name__}" for index, module in enumerate(modules)]
+            named = names or [
+                f"{index}.{type(module).__name__}" for index, module in enumerate(modules)
+            ]
             super().__init__(tuple(named), _builder(modules), loss)
         else:
             factories = [layer for layer in given if not isinstance(layer, nn.Module)]
@@ -77,12 +85,17 @@ class Sequential(Model):
         for module in modules:
             for name, parameter in module.named_parameters():
                 sample = parameter.detach().flatten()[:_SAMPLE].double().cpu()
-                digest.update(f"{name} {tuple(parameter.shape)}".encode() + sample.numpy().tobytes())
+                digest.update(
+                    f"{name} {tuple(parameter.shape)}".encode() + sample.numpy().tobytes()
+                )
         return digest.digest()
 
 
 def _builder(modules: Sequence[nn.Module]) -> Callable[[Collection[int]], list[nn.Module]]:
     def build(owned: Collection[int]) -> list[nn.Module]:
-        return [module if index in owned else copy.deepcopy(module).to("meta") for index, module in enumerate(modules)]
+        return [
+            module if index in owned else copy.deepcopy(module).to("meta")
+            for index, module in enumerate(modules)
+        ]
 
     return build

@@ -37,7 +37,9 @@ class AdamW:
     @property
     def settings(self) -> OptimizerSettings:
         """The options that the runtime takes."""
-        return OptimizerSettings("adamw", weight_decay=self.weight_decay, betas=self.betas, eps=self.eps)
+        return OptimizerSettings(
+            "adamw", weight_decay=self.weight_decay, betas=self.betas, eps=self.eps
+        )
 
 
 @dataclass(frozen=True)

@@ -98,7 +98,11 @@ class Pipeline:
             raise ConfigError(f"precision = {precision!r}; choose from {', '.join(PRECISIONS)}")
         options = optimizer or AdamW()
         self._max_norm, self._horizon, self._cases = max_norm, horizon, tuple(cases)
-        self._microbatches, self._schedule, self._dtype = microbatches, schedule, PRECISIONS[precision]
+        self._microbatches, self._schedule, self._dtype = (
+            microbatches,
+            schedule,
+            PRECISIONS[precision],
+        )
         self._optimizer, self._optimizer_name = OptimizerHandle(options.lr), options.settings.name
         if isinstance(model, Sequential):
             _agree_on_modules(model, world)
@@ -149,11 +153,15 @@ class Pipeline:
         if self._rebalancer.is_due(self._step):
             self._rebalancer.consider(self._step)
         for case in self._cases:
-            change = checked(case, case.act(self._step, self._engine.case_context), self._engine.count)
+            change = checked(
+                case, case.act(self._step, self._engine.case_context), self._engine.count
+            )
             if change is not None:
                 self._on_workload_change(change.layers)
         start, rate = time.perf_counter(), self._optimizer.lr
-        result = self._engine.step(self._step, cut_inputs, cut_targets, lr=rate, max_norm=self._max_norm)
+        result = self._engine.step(
+            self._step, cut_inputs, cut_targets, lr=rate, max_norm=self._max_norm
+        )
         self._optimizer.step()
         self._rebalancer.observe(self._step, time.perf_counter() - start, result.busy)
         for case in self._cases:
@@ -174,7 +182,9 @@ class Pipeline:
         Raises:
             InputError: The batch is missing or cannot be cut.
         """
-        return self._engine.evaluate(self._cut_inputs(inputs), self._cut("targets", targets), self._microbatches, shares=True)
+        return self._engine.evaluate(
+            self._cut_inputs(inputs), self._cut("targets", targets), self._microbatches, shares=True
+        )
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
@@ -218,7 +228,9 @@ class Pipeline:
             RunError: No step has been measured yet.
         """
         if not self._rebalancer.measured:
-            raise RunError("rebalance was called before a step was measured; train at least one step first")
+            raise RunError(
+                "rebalance was called before a step was measured; train at least one step first"
+            )
         before = self._engine.partition
         self._rebalancer.consider(self._step)
         return self._engine.partition != before
@@ -232,7 +244,9 @@ class Pipeline:
         Raises:
             PartitionError: It has another number of layers or stages.
         """
-        self._engine.move(partition if isinstance(partition, Partition) else Partition(tuple(partition)))
+        self._engine.move(
+            partition if isinstance(partition, Partition) else Partition(tuple(partition))
+        )
 
     # -- what trains -------------------------------------------------------------------------------
 
@@ -308,12 +322,19 @@ class Pipeline:
         state = manifest.state
         if tuple(manifest.layers) != tuple(engine.names):
             raise CheckpointError(
-                f"{path} has {len(manifest.layers)} layers of other names than this model's {engine.count}; load it into that model"
+                f"{path} has {len(manifest.layers)} layers of other names than this model's "
+                f"{engine.count}; load it into that model"
             )
         if not state.keys() >= _STATE:
-            raise CheckpointError(f"{path} was not written by Pipeline.save: its state lacks {min(_STATE - state.keys())!r}")
+            raise CheckpointError(
+                f"{path} was not written by Pipeline.save: its state lacks "
+                f"{min(_STATE - state.keys())!r}"
+            )
         if state["optimizer"] != self._optimizer_name:
-            raise CheckpointError(f"{path} has the state of {state['optimizer']}, and this pipeline trains with {self._optimizer_name}")
+            raise CheckpointError(
+                f"{path} has the state of {state['optimizer']}, and this pipeline trains with "
+                f"{self._optimizer_name}"
+            )
         restore_engine(engine, path, state, self._cases)
         self._optimizer.param_groups[0]["lr"] = state["lr"]
         self._step, self._loss = manifest.step, state["loss"]
@@ -337,8 +358,15 @@ class Pipeline:
             return None
         count = self._microbatches
         if not isinstance(batch, Tensor) or not batch.dim() or len(batch) % count or not len(batch):
-            what = f"a tensor of shape {list(batch.shape)}" if isinstance(batch, Tensor) else f"a {type(batch).__name__}"
-            raise InputError(f"{name} is {what}; give a tensor whose first dimension is a multiple of {count} microbatches")
+            what = (
+                f"a tensor of shape {list(batch.shape)}"
+                if isinstance(batch, Tensor)
+                else f"a {type(batch).__name__}"
+            )
+            raise InputError(
+                f"{name} is {what}; give a tensor whose first dimension is a multiple of {count} "
+                "microbatches"
+            )
         return batch.unflatten(0, (count, len(batch) // count))
 
     def _on_workload_change(self, layers: Collection[int]) -> None:
@@ -351,20 +379,32 @@ class Pipeline:
         ranks, replicas = engine.shape
         config = parse(
             {
-                "train": {"steps": self._step + self._horizon, "global_batch": self._microbatches * replicas, "micro_batch": 1},
+                "train": {
+                    "steps": self._step + self._horizon,
+                    "global_batch": self._microbatches * replicas,
+                    "micro_batch": 1,
+                },
                 "parallel": {"pipeline": ranks, "data": replicas},
                 "pipeline": {"schedule": self._schedule},
                 "balance": self._balance.model_dump(exclude={"initial"}),
             }
         )
-        return Rebalancer(config, engine, engine.costs, moves, lambda step: [case.forecast(step) for case in self._cases])
+        return Rebalancer(
+            config,
+            engine,
+            engine.costs,
+            moves,
+            lambda step: [case.forecast(step) for case in self._cases],
+        )
 
 
 def _balance_of(balance: Any) -> Balance:
     if isinstance(balance, Balance):
         return balance
     if balance not in ("auto", "none"):
-        raise ConfigError(f"balance = {balance!r}; choose 'auto', 'none', or give dynmo.Balance(...)")
+        raise ConfigError(
+            f"balance = {balance!r}; choose 'auto', 'none', or give dynmo.Balance(...)"
+        )
     return Balance(every="auto") if balance == "auto" else Balance(balancer="none")
 
 
@@ -373,5 +413,6 @@ def _agree_on_modules(model: Sequential, world: World) -> None:
     differs = first_difference(world, [model.fingerprint().hex()], "all ranks to make the model")
     if differs is not None:
         raise ConfigError(
-            "the ranks made modules of different shapes or weights; call torch.manual_seed with one number on all of them before"
+            "the ranks made modules of different shapes or weights; call torch.manual_seed with "
+            "one number on all of them before"
         )

@@ -16,7 +16,12 @@ from dynmo.runtime.comm.store import open_store
 from dynmo.runtime.comm.world import World
 
 
-def init(group: dist.ProcessGroup | DeviceMesh | None = None, *, device: str | torch.device = "auto", timeout: float = 120.0) -> World:
+def init(
+    group: dist.ProcessGroup | DeviceMesh | None = None,
+    *,
+    device: str | torch.device = "auto",
+    timeout: float = 120.0,
+) -> World:
     """Joins the ranks that torchrun, Slurm or dynmo's launcher started. Without a launcher the
     world has one rank.
 
@@ -48,17 +53,29 @@ def init(group: dist.ProcessGroup | DeviceMesh | None = None, *, device: str | t
     ranks = _ranks_of(group)
     place = from_environment() or ALONE
     if device == "auto":
-        device = torch.device("cuda", place.local_rank) if torch.cuda.is_available() else torch.device("cpu")
+        device = (
+            torch.device("cuda", place.local_rank)
+            if torch.cuda.is_available()
+            else torch.device("cpu")
+        )
     device = torch.device(device)
     if device.type == "cuda":
-        for name, value in {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", **(FOR_RANKS_ON_CUDA if place.size > 1 else {})}.items():
+        for name, value in {
+            "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
+            **(FOR_RANKS_ON_CUDA if place.size > 1 else {}),
+        }.items():
             os.environ.setdefault(name, value)
         if not torch.cuda.is_available() or (device.index or 0) >= torch.cuda.device_count():
-            raise ConfigError(f"device = {str(device)!r}, but torch sees {torch.cuda.device_count()} CUDA devices; use 'auto' or 'cpu'")
+            raise ConfigError(
+                f"device = {str(device)!r}, but torch sees {torch.cuda.device_count()} CUDA "
+                "devices; use 'auto' or 'cpu'"
+            )
         torch.cuda.set_device(device)
     if ranks is not None:
         return World.adopt(ranks, device=device, timeout=timeout)
-    return World.join(open_store(place, timeout), place.rank, place.size, device=device, timeout=timeout)
+    return World.join(
+        open_store(place, timeout), place.rank, place.size, device=device, timeout=timeout
+    )
 
 
 def _ranks_of(group: dist.ProcessGroup | DeviceMesh | None) -> list[int] | None:
@@ -66,7 +83,9 @@ def _ranks_of(group: dist.ProcessGroup | DeviceMesh | None) -> list[int] | None:
     process group."""
     if not dist.is_initialized():
         if group is not None:
-            raise ConfigError("dynmo.init was given a process group, but torch.distributed is not initialized")
+            raise ConfigError(
+                "dynmo.init was given a process group, but torch.distributed is not initialized"
+            )
         return None
     if group is None:
         return list(range(dist.get_world_size()))
@@ -75,11 +94,15 @@ def _ranks_of(group: dist.ProcessGroup | DeviceMesh | None) -> list[int] | None:
         ranks = group.mesh.flatten().tolist()
         if group.ndim > 2 or ranks != sorted(ranks):
             raise ConfigError(
-                f"dynmo.init was given a mesh of shape {tuple(group.shape)} with ranks {ranks}; it needs one dimension (pipeline) or two"
+                f"dynmo.init was given a mesh of shape {tuple(group.shape)} with ranks {ranks}; "
+                "it needs one dimension (pipeline) or two"
                 " (pipeline, replicas), with ranks in ascending order"
             )
     else:
         ranks = sorted(dist.get_process_group_ranks(group)) if dist.get_rank(group) >= 0 else []
     if dist.get_rank() not in ranks:
-        raise ConfigError(f"rank {dist.get_rank()} called dynmo.init with a process group that it is not in; only its ranks may call")
+        raise ConfigError(
+            f"rank {dist.get_rank()} called dynmo.init with a process group that it is not in; "
+            "only its ranks may call"
+        )
     return ranks

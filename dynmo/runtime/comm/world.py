@@ -26,7 +26,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dynmo.errors import RankDied, WaitTimeout
-from dynmo.kernels.torch_private import abort_communicators, default_store, restart_group_names, set_group_timeout
+from dynmo.kernels.torch_private import (
+    abort_communicators,
+    default_store,
+    restart_group_names,
+    set_group_timeout,
+)
 from dynmo.runtime.comm.device_waits import POLL, DeviceWaits
 from dynmo.runtime.comm.messages import LATE, first_line, ranks_text, reason
 from dynmo.runtime.comm.staging import StagedReceive
@@ -80,13 +85,17 @@ class World:
     # Of the world of all ranks: its views, their groups by global ranks (a shape that comes back
     # needs no new ones), and how many replicas.
     _views: list[World] = field(default_factory=list["World"], repr=False, compare=False)
-    _process_groups: dict[tuple[int, ...], Any] = field(default_factory=dict[tuple[int, ...], Any], repr=False, compare=False)
+    _process_groups: dict[tuple[int, ...], Any] = field(
+        default_factory=dict[tuple[int, ...], Any], repr=False, compare=False
+    )
     _shape: int = 1
     # Of a world within a program's own process groups: torch's number of each rank. Empty: the
     # world is torch's default group.
     _torch_ranks: tuple[int, ...] = field(default=(), repr=False, compare=False)
     # NCCL's communicators, by tag and global ranks.
-    _channel_groups: dict[tuple[int, ...], Any] = field(default_factory=dict[tuple[int, ...], Any], repr=False, compare=False)
+    _channel_groups: dict[tuple[int, ...], Any] = field(
+        default_factory=dict[tuple[int, ...], Any], repr=False, compare=False
+    )
     # CUDA: where the stream waits for others.
     waits: DeviceWaits = field(default_factory=DeviceWaits, repr=False, compare=False)
 
@@ -125,7 +134,13 @@ class World:
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" and not staged else "gloo"
         claim(prefixed, rank, timeout)
         try:
-            dist.init_process_group(backend, store=prefixed, rank=rank, world_size=size, timeout=timedelta(seconds=timeout))
+            dist.init_process_group(
+                backend,
+                store=prefixed,
+                rank=rank,
+                world_size=size,
+                timeout=timedelta(seconds=timeout),
+            )
             # A rank that fails at once and leaves would break the connections that others are still
             # making.
             prefixed.set(f"joined/{rank}", "1")
@@ -137,7 +152,9 @@ class World:
                 waited = f"rank {rank} waited {timeout:g} s for {ranks_text(absent)} to join"
                 raise WaitTimeout(f"{waited}; started with too few ranks?", absent) from None
             # All came, and one is gone again.
-            raise RankDied(f"rank {rank} could not form a group of {size}: {reason(error)}") from None
+            raise RankDied(
+                f"rank {rank} could not form a group of {size}: {reason(error)}"
+            ) from None
         world = cls(rank, size, device, timeout, generation, prefixed, dist.group.WORLD, staged)
         world._lift_limit(world.group)
         return world
@@ -157,13 +174,20 @@ class World:
             RankDied: A rank ended meanwhile.
         """
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-        rank, what = ranks.index(dist.get_rank()), f"ranks {', '.join(map(str, ranks))} of the process group"
+        rank, what = (
+            ranks.index(dist.get_rank()),
+            f"ranks {', '.join(map(str, ranks))} of the process group",
+        )
         try:
             group = _new_group(ranks, timeout, backend, len(ranks))
         except RuntimeError as error:
             if LATE.search(first_line(error)):
-                raise WaitTimeout(f"rank {rank} waited {timeout:g} s for {what} to call dynmo.init") from None
-            raise RankDied(f"rank {rank} could not form a group of {what}: {reason(error)}") from None
+                raise WaitTimeout(
+                    f"rank {rank} waited {timeout:g} s for {what} to call dynmo.init"
+                ) from None
+            raise RankDied(
+                f"rank {rank} could not form a group of {what}: {reason(error)}"
+            ) from None
         store = dist.PrefixStore(f"dynmo/{'-'.join(map(str, ranks))}", default_store())
         world = cls(rank, len(ranks), device, timeout, 0, store, group)
         world.process_group, world._torch_ranks = group, tuple(ranks)
@@ -184,7 +208,11 @@ class World:
             # Communicators end in order once their work is done, which would be never: the failure
             # could not be told.
             abort_communicators()
-        adopted = [everyone.group, *everyone._process_groups.values(), *everyone._channel_groups.values()] if everyone._torch_ranks else []
+        adopted = (
+            [everyone.group, *everyone._process_groups.values(), *everyone._channel_groups.values()]
+            if everyone._torch_ranks
+            else []
+        )
         # A group ends, and its peers are told, when the last reference to it goes.
         for world in (everyone, *everyone._views):
             world.group = world.process_group = None
@@ -241,7 +269,11 @@ class World:
 
     def _describe(self, global_rank: int) -> str:
         replicas = self.everyone._shape
-        return f"{global_rank} (replica {global_rank % replicas})" if replicas > 1 else str(global_rank)
+        return (
+            f"{global_rank} (replica {global_rank % replicas})"
+            if replicas > 1
+            else str(global_rank)
+        )
 
     def name_ranks(self, ranks: Sequence[int]) -> str:
         """What to call several of this world's ranks where a person reads it."""
@@ -268,7 +300,9 @@ class World:
             The world that this rank is in.
         """
         everyone = self.everyone
-        subgroup, ranks = next((number, ranks) for number, ranks in enumerate(subgroups) if everyone.rank in ranks)
+        subgroup, ranks = next(
+            (number, ranks) for number, ranks in enumerate(subgroups) if everyone.rank in ranks
+        )
         try:
             for members in subgroups:  # all make all groups, in one order
                 if 1 < len(members) < everyone.size and members not in everyone._process_groups:
@@ -278,7 +312,14 @@ class World:
         except RuntimeError as error:
             everyone.fail(error, None, what)
         world = World(
-            ranks.index(everyone.rank), len(ranks), self.device, self.timeout, self.generation, self.store, everyone.group, self.staged
+            ranks.index(everyone.rank),
+            len(ranks),
+            self.device,
+            self.timeout,
+            self.generation,
+            self.store,
+            everyone.group,
+            self.staged,
         )
         world.subgroups, world.subgroup = tuple(subgroups), subgroup
         world.process_group = everyone._process_groups.get(ranks, everyone.process_group)
@@ -289,8 +330,12 @@ class World:
     def _new_group(self, members: Sequence[int], backend: str | None = None) -> Any:
         """A process group of some of all ranks. All ranks call it."""
         if not self._torch_ranks:
-            return dist.new_group(list(members), timeout=timedelta(seconds=self.timeout), backend=backend)
-        return _new_group([self._torch_rank(rank) for rank in members], self.timeout, backend, self.size)
+            return dist.new_group(
+                list(members), timeout=timedelta(seconds=self.timeout), backend=backend
+            )
+        return _new_group(
+            [self._torch_rank(rank) for rank in members], self.timeout, backend, self.size
+        )
 
     # -- point to point ----------------------------------------------------------------------------
 
@@ -324,7 +369,8 @@ class World:
             _, source, target = key
             mark, what = (
                 torch.ones(1, device=self.device),
-                f"the channel from {self.describe_rank(source)} to {self.describe_rank(target)} to open",
+                f"the channel from {self.describe_rank(source)} to {self.describe_rank(target)} "
+                "to open",
             )
             if self.rank == source:
                 self.wait(self.send(mark, target, 0, key), target, what)
@@ -336,14 +382,18 @@ class World:
         """The communicator of a message; None where it has none of its own."""
         if key is None or not tensor.is_cuda:
             return None
-        return self.everyone._channel_groups.get((key[0], *(self.global_rank(rank) for rank in key[1:])))
+        return self.everyone._channel_groups.get(
+            (key[0], *(self.global_rank(rank) for rank in key[1:]))
+        )
 
     def _torch_rank(self, global_rank: int) -> int:
         """torch's number of one of all ranks."""
         numbers = self.everyone._torch_ranks
         return numbers[global_rank] if numbers else global_rank
 
-    def send(self, tensor: Tensor, target: int, tag: int, key: tuple[int, ...] | None = None) -> dist.Work:
+    def send(
+        self, tensor: Tensor, target: int, tag: int, key: tuple[int, ...] | None = None
+    ) -> dist.Work:
         """Begins to send a tensor.
 
         Args:
@@ -362,13 +412,19 @@ class World:
             # dist.isend looks up the group and checks the tensor anew: on a small message that is
             # half of the time it takes.
             global_rank = self.global_rank(target)
-            work = dist.isend(tensor, self._torch_rank(global_rank), group=group) if group else self.group.send([tensor], global_rank, tag)
+            work = (
+                dist.isend(tensor, self._torch_rank(global_rank), group=group)
+                if group
+                else self.group.send([tensor], global_rank, tag)
+            )
         except RuntimeError as error:
             self.fail(error, [target], "room for a message")
         assert work is not None
         return work
 
-    def receive(self, tensor: Tensor, source: int, tag: int, key: tuple[int, ...] | None = None) -> dist.Work:
+    def receive(
+        self, tensor: Tensor, source: int, tag: int, key: tuple[int, ...] | None = None
+    ) -> dist.Work:
         """Begins to receive into a tensor.
 
         Args:
@@ -387,7 +443,11 @@ class World:
             if self.staged:
                 host = torch.empty_like(tensor, device="cpu")
                 return StagedReceive(self.group.recv([host], global_rank, tag), host, tensor)
-            work = dist.irecv(tensor, self._torch_rank(global_rank), group=group) if group else self.group.recv([tensor], global_rank, tag)
+            work = (
+                dist.irecv(tensor, self._torch_rank(global_rank), group=group)
+                if group
+                else self.group.recv([tensor], global_rank, tag)
+            )
         except RuntimeError as error:
             self.fail(error, [source], "a message")
         assert work is not None
@@ -488,7 +548,9 @@ class World:
         own = own.cpu() if self.staged else own
         out = own.new_empty(sum(sizes))
         try:
-            dist.all_to_all_single(out, own, list(sizes), [part.numel() for part in parts], group=self.process_group)
+            dist.all_to_all_single(
+                out, own, list(sizes), [part.numel() for part in parts], group=self.process_group
+            )
         except RuntimeError as error:
             self.fail(error, None, what)
         return list(out.to(parts[0].device).split(list(sizes)))
@@ -519,8 +581,12 @@ class World:
 
     def _late(self, peers: Sequence[int] | None, what: str) -> WaitTimeout:
         late = self._not_waiting(what) if peers is None else list(peers)
-        waited = f"{self.describe_rank(self.rank)} waited {self.timeout:g} s for {self.name_ranks(late)}: {what}"
-        return WaitTimeout(f"{waited}; where it only takes longer, raise parallel.timeout", [self.global_rank(rank) for rank in late])
+        me, others = self.describe_rank(self.rank), self.name_ranks(late)
+        waited = f"{me} waited {self.timeout:g} s for {others}: {what}"
+        return WaitTimeout(
+            f"{waited}; where it only takes longer, raise parallel.timeout",
+            [self.global_rank(rank) for rank in late],
+        )
 
     def _not_waiting(self, what: str) -> list[int]:
         """Who is not in this collective: every rank that gives up says so in the store; those that
@@ -542,7 +608,9 @@ def _new_group(ranks: Sequence[int], timeout: float, backend: str | None, caller
     # torch names a group by a count that all ranks share, or by its ranks and a count of this
     # rank's groups.
     own_name = callers < dist.get_world_size()
-    return dist.new_group(list(ranks), timedelta(seconds=timeout), backend, use_local_synchronization=own_name)
+    return dist.new_group(
+        list(ranks), timedelta(seconds=timeout), backend, use_local_synchronization=own_name
+    )
 
 
 def _leave() -> None:

@@ -89,13 +89,21 @@ class StepReduction:
 
     def own(self, step_output: StepOutput, flag: bool) -> Tensor:
         """This rank's entries; its gradients must be complete."""
-        layer_store, world, layout, clock = self._layer_store, self._layer_store.world, self._layer_store.layout, self._clock
+        layer_store, world, layout, clock = (
+            self._layer_store,
+            self._layer_store.world,
+            self._layer_store.layout,
+            self._clock,
+        )
         own = layout.microbatches
         table = torch.zeros(self.length, dtype=torch.float64)
         norms, losses, rest = self._parts(table)
         squares = layer_store.replicas.squared_norms()
         if squares is None:
-            squares = {index: squared_norm(p.grad for p in layer.module.parameters()) for index, layer in layer_store.layers.items()}
+            squares = {
+                index: squared_norm(p.grad for p in layer.module.parameters())
+                for index, layer in layer_store.layers.items()
+            }
         for index, value in squares.items():
             norms[index] = value
         if step_output.losses:
@@ -103,7 +111,11 @@ class StepReduction:
         for rank in {layout.placement[stage] for stage in layer_store.own_stages}:
             spent = [s for s in step_output.intervals if layout.placement[s.stage] == rank]
             column = rest[:, rank * layout.replicas + world.replica]
-            column[0] = sum(seconds_or_elapsed(clock, s.start, s.end) for s in spent if s.kind not in (WAIT, SEND))
+            column[0] = sum(
+                seconds_or_elapsed(clock, s.start, s.end)
+                for s in spent
+                if s.kind not in (WAIT, SEND)
+            )
             column[1] = clock.elapsed(spent[0].start, spent[-1].end)
             column[2] = float(flag)
         return table
@@ -120,13 +132,19 @@ class StepReduction:
         replicas', before it goes back."""
         if self._layer_store.world.replicas == 1:
             return table
-        return self._layer_store.world.peers.sum(self.once(table.clone()), "the other replicas' steps to end")
+        return self._layer_store.world.peers.sum(
+            self.once(table.clone()), "the other replicas' steps to end"
+        )
 
-    def read(self, step: int, table: Tensor, step_output: StepOutput, loss_scale: float) -> StepResult:
+    def read(
+        self, step: int, table: Tensor, step_output: StepOutput, loss_scale: float
+    ) -> StepResult:
         norms, losses, rest = self._parts(table)
         squares = tuple(norms.tolist())
         busy, spans, flags = rest.tolist()
         norm = math.sqrt(math.fsum(squares)) if all(map(math.isfinite, squares)) else math.nan
         loss = float(losses.clone().mean())
         flags = tuple(x != 0 for x in flags)
-        return StepResult(step, loss, norm, squares, tuple(busy), tuple(spans), flags, step_output, loss_scale)
+        return StepResult(
+            step, loss, norm, squares, tuple(busy), tuple(spans), flags, step_output, loss_scale
+        )
