@@ -3,7 +3,7 @@ is computed or allocated."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from dynmo.models.registry import load_model
 from dynmo.planner.recompute import recompute_as_workspace
 from dynmo.planner.stage_schedule import plan_stages
 from dynmo.schedule.automatic.make import full_schedule
+from dynmo.schedule.bounds import Objective
 from dynmo.train.setup import check_meshes, first_partition, memory_limit
 from dynmo.train.shape_costs import known_costs, meta_layers, recompute_for, stage_request
 
@@ -102,7 +103,12 @@ def first_plan(
     full, replicas = full_schedule(name, ranks, config.microbatches, config.chunks), config.parallel.data
     recomputed = frozenset(recompute(partition, full, replicas) if callable(recompute) else recompute)
     costs = recompute_as_workspace(costs, recomputed)
-    stage_plan = plan_stages(stage_request(config, replicas, limit), costs, partition, None, 0)
+    request = stage_request(config, replicas, limit)
+    holder = [request.placement[partition.owner(layer)] for layer in range(model.layers)]
+    if any(holder[owner] != holder[user] for (owner, _), (user, _) in model.tied):
+        # A weight that is tied over two ranks keeps the barrier at the end of a step.
+        request = replace(request, objective=Objective.MAKESPAN)
+    stage_plan = plan_stages(request, costs, partition, None, 0)
     placement, schedule, memory = stage_plan.request.placement, stage_plan.schedule, stage_plan.memory
     for rank, need in enumerate(memory):
         if limit is not None and need > limit:

@@ -14,6 +14,7 @@ from dynmo.cost.profile_file import Profile
 from dynmo.models.registry import load_model
 from dynmo.pipeline.engine import Engine
 from dynmo.planner.evaluate import PlanRequest, TooFullError, evaluate_partition
+from dynmo.planner.stage_schedule import plan_stages
 from dynmo.runtime.comm.process_mesh import arrange
 from dynmo.runtime.comm.world import World
 from dynmo.schedule.bounds import Objective
@@ -82,7 +83,8 @@ def compared(world: World, replicas: int, cases: int) -> list[dict[str, Any]]:
             plan = evaluate_partition(request, partition)
             said["plan"] = (str(plan.schedule), plan.caps, plan.memory)
         except TooFullError as error:
-            said["plan"] = (said["run"][0], said["run"][1], error.needs)
+            planned = plan_stages(request.stages, request.layers, partition, request.links, frozen)
+            said["plan"] = (str(planned.schedule), planned.caps, error.needs)
             said["refused"] = True
         out.append(said)
     return out
