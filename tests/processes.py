@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -25,6 +26,21 @@ def start(command: Sequence[str], folder: Path, env: Mapping[str, str] | None = 
         text=True,
         start_new_session=True,
     )
+
+
+def run_script(script: Path, *arguments: str, ranks: int = 1) -> str:
+    """Runs a Python script that must end well, under torchrun if it has several ranks. Returns its output."""
+    root = Path(__file__).parents[1]
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if ranks > 1 else []
+    done = subprocess.run(
+        [sys.executable, *launcher, str(script), *arguments],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(root)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 def gone(folder: Path) -> bool:

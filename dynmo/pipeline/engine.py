@@ -53,32 +53,44 @@ from dynmo.schedule.simulator import Timeline
 class Engine:
     """A model's layers spread over a world of ranks, and what may be done with them.
 
-    Every method is called on every rank, with the same arguments. `partition` counts the layers of
-    each stage; which rank holds which stage is the schedule's: one each, or several (`chunks`).
-    memory_limit: bytes per rank, for schedules that are made within one. compiles: torch.compile
-    runs the layers (`kernels/compiling.py`). dtype: what the model computes in
-    (`runtime/layer/precision.py`); scaler: of the loss (None: dynamic in float16, else none).
-    recompute: the layers whose activations are computed again in B rather than kept, or a pure
-    function that says which, of a placement and the schedule with every stage training.
-    cache_bytes: of host memory on each rank, for the outputs of a frozen prefix
-    (`runtime/layer/output_cache.py`), where steps and evaluations are given the keys of their
-    microbatches.
+    All ranks call every method together, with equal arguments.
 
-    slices: the pipeline's ranks are so many slices of this process's GPU, which a world of one rank
-    then holds (`runtime/engine/sm_slices.py`; None: the ranks of the world). Layers move between
-    them as between ranks, but nothing travels.
+    Args:
+        world: The ranks of one pipeline. It may be one of several in a mesh (`arrange`).
+        model: What to train.
+        partition: Number of layers on each stage. The schedule says which rank holds which stage.
+        schedule: Name of the schedule.
+        microbatches: Microbatches of a step of one pipeline.
+        chunks: Stages per rank. None means the schedule's own number.
+        slices: Number of slices of this process's GPU that are the pipeline's ranks. The world then
+            has one rank, and layers move between slices without a message. None means that the
+            ranks of the world are the pipeline's.
+        memory_limit: Bytes of a rank, for schedules that are made within a limit.
+        seed: Seeds what layers draw while training.
+        optimizer: Its kind and options.
+        compiles: Whether torch.compile runs the layers.
+        accumulation_groups: In how many groups the gradients of all pipelines' microbatches are
+            summed. The default is one group per replica.
+        zero: 1 shares the optimizer's state over the replicas (ZeRO-1).
+        w_granularity: "whole" runs every W where the schedule has it. "linear" may run parts of a W
+            earlier, while a message is late.
+        post_validation: Whether steps have no barrier at their end. See `advance`.
+        rollback: How a step is taken back. "exact" restores copies. "in-place" inverts the update
+            without copies and is approximate.
+        clip_scope: "global" clips by the norm of all layers, "local" each layer by its own.
+        dtype: What the model computes in.
+        scaler: Scale of the loss. The default is dynamic in float16, and none otherwise.
+        recompute: Indices of the layers whose activations are recomputed in B. Or a pure function
+            of a placement, the schedule with every stage training, and the number of replicas.
+        cache_bytes: Host memory of each rank for the outputs of a frozen prefix. Steps and
+            evaluations must then get the keys of their microbatches.
+        replicates: Whether a reshape may make replicas later.
+        shapes: Costs by shapes alone. Schedules within `memory_limit` are made from them until
+            costs are measured.
 
-    The world may be one pipeline of several in a mesh (`mesh.arrange`): `microbatches` are those of
-    one. accumulation_groups: in how many parts the gradients of all their microbatches are added up
-    (default: one per replica). zero: 1 shards the optimizer's state over the replicas. replicates:
-    a reshape may make replicas later. shapes: what schedules are made from within `memory_limit`
-    before costs are measured.
-
-    w_granularity: a W runs "whole", where the schedule has it; or a "linear" of it at a time may
-    run earlier, while a message is late. post_validation: steps without a barrier at their end
-    (`advance`). A step that must be taken back is, rollback "exact": from copies, to the bit;
-    "in-place": by arithmetic, without copies, nearly. clip_scope: by which norm a layer is clipped,
-    that of all or its own.
+    Raises:
+        ConfigError: An option is wrong, or the model has a layer that cannot be trained so.
+        PartitionError: The placement does not fit the model or the schedule.
     """
 
     #   _layouts          which layouts there can be

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from tests.processes import run_script
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "own_loop.py"
@@ -17,17 +17,9 @@ EXAMPLE = ROOT / "examples" / "own_loop.py"
 
 def train(script: Path, folder: Path, ranks: int = 1) -> list[tuple[tuple[int, ...], str]]:
     """Runs the script, and returns placement and weights as each rank printed them."""
-    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if ranks > 1 else []
-    done = subprocess.run(
-        [sys.executable, *launcher, str(script), str(folder)],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert done.returncode == 0, done.stderr
-    rows = re.findall(r"layers \(([\d, ]+)\), weights (\w{64})", done.stdout)
-    assert len(rows) == ranks, done.stdout
+    out = run_script(script, str(folder), ranks=ranks)
+    rows = re.findall(r"layers \(([\d, ]+)\), weights (\w{64})", out)
+    assert len(rows) == ranks, out
     return [(tuple(int(x) for x in counts.split(",") if x.strip()), weights) for counts, weights in rows]
 
 

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,28 +10,19 @@ import torch.distributed as dist
 
 from dynmo.errors import ConfigError
 from dynmo.pipeline.start import init
-
-ROOT = Path(__file__).parents[2]
+from tests.processes import run_script
 
 
 def test_process_groups_meshes_and_the_default_group_train_the_same() -> None:
-    script = ROOT / "tests" / "pipeline" / "adopting.py"
-    done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4", str(script)],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert done.returncode == 0, done.stderr
-    rows = re.findall(r"(\w+) (\d) of (\d): (\w{64})", done.stdout)
+    out = run_script(Path(__file__).with_name("adopting.py"), ranks=4)
+    rows = re.findall(r"(\w+) (\d) of (\d): (\w{64})", out)
     of = {where: [(rank, digest) for place, rank, _, digest in sorted(rows) if place == where] for where in ("middle", "mesh", "all")}
     assert [[rank for rank, _ in of[where]] for where in of] == [["0", "1"], ["0", "1", "2", "3"], ["0", "1", "2", "3"]]
     assert len({digest for _, digest in of["middle"] + of["all"]}) == 1
     assert len({digest for _, digest in of["mesh"]}) == 1
-    assert done.stdout.count("a process group that it is not in") == 2
+    assert out.count("a process group that it is not in") == 2
     # The program's own group outlives dynmo's worlds.
-    assert done.stdout.count("total 4") == 4
+    assert out.count("total 4") == 4
 
 
 def test_a_group_needs_torch_distributed(monkeypatch: pytest.MonkeyPatch) -> None:

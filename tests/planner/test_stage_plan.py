@@ -18,7 +18,7 @@ from dynmo.planner.stage_plan import make_plan
 from dynmo.schedule.automatic.make import make
 from dynmo.schedule.bounds import Objective
 from dynmo.schedule.catalogue import SCHEDULES
-from dynmo.schedule.memory import rank_memory, static_bytes
+from dynmo.schedule.memory import bare, rank_memory, static_bytes
 from dynmo.schedule.op import Schedule
 from dynmo.schedule.simulator import peak_memory, resident, simulate
 
@@ -64,6 +64,10 @@ def replayed(plan: Plan) -> None:
     stages = stage_costs(request.layers, plan.partition.counts)
     assert plan.costs.stages == stages
     assert plan.memory == rank_memory(request.layers, plan.partition.counts, plan.schedule)
+    # By the simulator: never less than what is live beside weights and optimizer state.
+    held = static_bytes(bare(request.layers), plan.partition.counts, request.placement)
+    live = peak_memory(plan.schedule, plan.costs)
+    assert all(need >= own + peak - 1e-6 for need, own, peak in zip(plan.memory, held, live, strict=True))
     assert all(request.memory_limit is None or need <= request.memory_limit for need in plan.memory)
 
 

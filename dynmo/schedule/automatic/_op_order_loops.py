@@ -50,6 +50,10 @@ class _Run(NamedTuple):
     scratch: Any
 
 
+# _zero_bubble_loops.py has these two as well. numba keeps compiled code until the file that asks for it changes, so a function of
+# another file could stay as it was on one machine, and its ranks would make another schedule.
+
+
 @njit
 def _copy(to, of):  # by hand: numba takes long to compile whole-array statements
     for r in range(of.shape[0]):
