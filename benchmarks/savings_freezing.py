@@ -34,7 +34,7 @@ from torch import nn
 from benchmarks.harness import alternate, bound_of, machine, medians
 from dynmo.config import parse
 from dynmo.dynamism.egeria import plasticity, quantised, relations
-from dynmo.models.gpt import make
+from dynmo.models.gpt_config import make
 from dynmo.runtime.comm.clock import clock_for
 from dynmo.runtime.layer.output_cache import OutputCache
 from dynmo.runtime.layer.split_backward import Layer

@@ -38,7 +38,7 @@ from dynmo.config import parse
 from dynmo.kernels.crossover import make_pruned, measure_crossover, time_linear
 from dynmo.kernels.csr import pack, sddmm_, spmm, unpack
 from dynmo.kernels.sparse_linear import SparseLinear, linears, prune, survivors
-from dynmo.models.gpt import make
+from dynmo.models.gpt_config import make
 from dynmo.runtime.comm.clock import clock_for
 from dynmo.runtime.comm.world import World
 from dynmo.runtime.layer.split_backward import Layer

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import Any, ClassVar, cast
@@ -55,8 +55,14 @@ class SkippedEvent(Event):
 
 @dataclass(frozen=True)
 class EvalEvent(Event):
+    """An evaluation. If tokens exit early, it runs once more without exits, and `dense_loss` and
+    `dense_tokens_per_s` are of that run. Older logs have the loss alone."""
+
     event: ClassVar[str] = "eval"
     loss: float
+    tokens_per_s: float | None = None
+    dense_loss: float | None = None
+    dense_tokens_per_s: float | None = None
 
 
 @dataclass(frozen=True)
@@ -68,6 +74,17 @@ class ChangeEvent(Event):
     case: str
     layers: tuple[int, ...]
     what: str
+
+
+@dataclass(frozen=True)
+class TokensEvent(Event):
+    """How many tokens some layers computed or let go, since the last such record: of the first
+    replica, shares of all tokens by what is counted, one a layer."""
+
+    event: ClassVar[str] = "tokens"
+    case: str
+    layers: tuple[int, ...]
+    shares: Mapping[str, list[float]]
 
 
 @dataclass(frozen=True)
@@ -178,6 +195,7 @@ _KINDS: dict[str, type[Event]] = {
         SkippedEvent,
         EvalEvent,
         ChangeEvent,
+        TokensEvent,
         RebalanceEvent,
         ScheduleEvent,
         RebalanceResultEvent,

@@ -17,7 +17,7 @@ import torch
 from dynmo.config import parse
 from dynmo.data.batches import Batches
 from dynmo.data.corpus import open_corpus
-from dynmo.models.gpt import make
+from dynmo.models.gpt_config import make
 from dynmo.schedule.catalogue import SCHEDULES
 from dynmo.schedule.generators import GENERATORS
 from tests.equality import BALANCERS, STEPS, config, deeper, fields_of, pruned

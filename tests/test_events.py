@@ -28,6 +28,7 @@ from dynmo.events import (
     ScheduleEvent,
     SkippedEvent,
     StepEvent,
+    TokensEvent,
     from_json,
     now,
     read,
@@ -39,6 +40,7 @@ ALL: list[Event] = [
     StepEvent(0, 1.5, 0.1 + 0.2, 1e5 / 3, 0.25, math.pi, 1e-300, None, 3e-4, (4, 4), 2),
     SkippedEvent(0, 2.25, 65536.0, 32768.0),
     EvalEvent(0, 2.5, 5e-324),
+    TokensEvent(10, 1.0, "early_exit", (5, 8), {"exited": [0.25, 0.5]}),
     ChangeEvent(1, 2.75, "freezing", (0, 1), "froze layers 0 to 1"),
     RebalanceEvent(1, 3.0, 1, (4, 4), (6, 2), 123456789, 0.01, -0.0, "exact: é\n", 0.2, 0.3),
     ScheduleEvent(1, 3.25, "zb-auto", 0.0625),
@@ -67,6 +69,7 @@ def test_round_trip(tmp_path: Path) -> None:
         "step",
         "skipped",
         "eval",
+        "tokens",
         "change",
         "rebalance",
         "schedule",
@@ -77,7 +80,7 @@ def test_round_trip(tmp_path: Path) -> None:
         "checkpoint",
         "end",
     ]
-    moved = json.loads(lines[4])
+    moved = json.loads(lines[5])
     assert (moved["from"], moved["to"]) == ([4, 4], [6, 2]), "the words of the contract"
     assert "source" not in moved
 

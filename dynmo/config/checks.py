@@ -62,7 +62,7 @@ def _loss_scale(config: Config) -> Iterator[str]:
 
 
 def _recompute(config: Config) -> Iterator[str]:
-    recompute, layers = config.train.recompute, config.model.layer_count
+    recompute, layers = config.train.recompute, config.layer_count
     last = max(recompute, default=0) if isinstance(recompute, tuple) else 0
     if layers is not None and last >= layers:
         yield f"train.recompute names layer {last}, but the model has {layers}, from 0 to {layers - 1}"
@@ -89,7 +89,7 @@ def _schedule(config: Config) -> Iterator[str]:
 
 
 def _placement(config: Config) -> Iterator[str]:
-    layers, ranks, chunks, stages = config.model.layer_count, config.parallel.pipeline, config.chunks, config.stages
+    layers, ranks, chunks, stages = config.layer_count, config.parallel.pipeline, config.chunks, config.stages
     initial = config.balance.initial
     if initial is not None and len(initial) != stages:
         if chunks == 1:
@@ -139,7 +139,7 @@ def _reshape(config: Config) -> Iterator[str]:
 
 def _reshape_at(config: Config) -> Iterator[str]:
     """Every mesh that the run takes must pass the checks of the first one."""
-    layers, microbatches = config.model.layer_count, config.all_microbatches
+    layers, microbatches = config.layer_count, config.all_microbatches
     replicas = (config.parallel.data, *(data for _, _, data in config.elastic.reshape_at))
     for step, pipeline, data in config.elastic.reshape_at:
         key = f"elastic.reshape_at: [{step}, {pipeline}, {data}]"
@@ -185,6 +185,61 @@ def _sparse_attention(config: Config) -> Iterator[str]:
         yield f"{key}.buckets = {sparse.buckets} is more than model.sequence = {model.sequence} tokens; use {most} or fewer"
 
 
+def _early_exit(config: Config) -> Iterator[str]:
+    if "early_exit" not in config.dynamism.cases:
+        return
+    options, model, steps, key = config.dynamism.early_exit, config.model, config.train.steps, "dynamism.early_exit"
+    if model.kind == "emulated":
+        yield f'{key}: model.kind = "emulated" has no tokens that could exit; use "gpt" or a model of your own'
+    yield from _chosen_tokens(config, "early_exit")
+    if model.kind == "gpt":
+        exits = options.exits_of(model.blocks)
+        if not exits:
+            yield f"{key}: a model of {model.blocks} blocks has no place for an exit; use more blocks, or name one in {key}.exits"
+        elif list(exits) != sorted(set(exits)):
+            yield f"{key}.exits = {list(exits)} must ascend, each block once"
+        elif exits[-1] >= model.blocks - 1:
+            yield (
+                f"{key}.exits names block {exits[-1]}, but an exit can stand after the blocks 0 to {model.blocks - 2}; "
+                "behind the last block is the head"
+            )
+    if options.policy == "adp-c" and options.confidence != "softmax":
+        yield f'{key}.confidence = "{options.confidence}" is of policy "calm"; leave it out, for "adp-c" compares the largest probability'
+    if options.start_of(steps) >= steps:
+        yield f"{key}.start = {options.start_of(steps)}, but the run has {steps} steps, so no token would exit; start sooner"
+
+
+def _mixture_of_depths(config: Config) -> Iterator[str]:
+    if "mixture_of_depths" not in config.dynamism.cases:
+        return
+    options, model, steps, key = config.dynamism.mixture_of_depths, config.model, config.train.steps, "dynamism.mixture_of_depths"
+    if model.kind == "emulated":
+        yield f'{key}: model.kind = "emulated" has no tokens to select; use "gpt" or a model of your own'
+    yield from _chosen_tokens(config, "mixture_of_depths")
+    if "early_exit" in config.dynamism.cases:
+        yield 'dynamism.cases: "early_exit" and "mixture_of_depths" both choose tokens for a block; leave one of them out'
+    if model.kind == "gpt" and options.every > model.blocks:
+        yield f"{key}.every = {options.every} routes none of the model's {model.blocks} blocks; use {model.blocks} or less"
+    if options.capacity * model.sequence < 0.5:
+        least = math.ceil(5000 / model.sequence) / 10000
+        yield f"{key}.capacity = {options.capacity} selects no token of model.sequence = {model.sequence}; use {least} or more"
+    if options.threshold_from is not None and options.threshold_from >= steps:
+        yield f"{key}.threshold_from = {options.threshold_from}, but the run has {steps} steps; use less, or leave it out"
+
+
+def _chosen_tokens(config: Config, case: str) -> Iterator[str]:
+    """What a case that chooses tokens cannot be combined with."""
+    if "sparse_attention" in config.dynamism.cases:
+        yield f'dynamism.cases: "{case}" and "sparse_attention" both say what attention computes; leave one of them out'
+    if "freezing" in config.dynamism.cases and config.dynamism.freezing.policy == "egeria":
+        yield (
+            f'dynamism.freezing.policy = "egeria" compares the outputs of a layer and its reference, which choose other tokens under '
+            f'"{case}"; use "autofreeze" or a schedule'
+        )
+    if config.train.compile:
+        yield f'train.compile = true with "{case}": shapes vary, and each would be compiled anew; use compile = false'
+
+
 def _pruning(config: Config) -> Iterator[str]:
     if "pruning" not in config.dynamism.cases:
         return
@@ -209,7 +264,7 @@ def _pruning(config: Config) -> Iterator[str]:
 def _freezing(config: Config) -> Iterator[str]:
     if "freezing" not in config.dynamism.cases:
         return
-    freezing, steps, layers = config.dynamism.freezing, config.train.steps, config.model.layer_count
+    freezing, steps, layers = config.dynamism.freezing, config.train.steps, config.layer_count
     if freezing.policy == "schedule":
         if not freezing.schedule:
             yield 'dynamism.freezing.schedule is empty, so nothing would freeze; give [[step, layers], ...] or policy = "autofreeze"'
@@ -310,6 +365,8 @@ _RULES: tuple[Callable[[Config], Iterator[str]], ...] = (
     _reshape,
     _reshape_at,
     _sparse_attention,
+    _early_exit,
+    _mixture_of_depths,
     _pruning,
     _freezing,
 )

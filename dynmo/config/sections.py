@@ -189,6 +189,14 @@ class Config(Section):
         return self.train.global_batch // self.train.micro_batch
 
     @property
+    def layer_count(self) -> int | None:
+        """The number of layers as placements count them. None for a model of the user's own."""
+        exits = self.dynamism.early_exit.exits_of(self.model.blocks)
+        has_exits = self.model.kind == "gpt" and "early_exit" in self.dynamism.cases
+        count = self.model.layer_count
+        return count + len(exits) if has_exits and count is not None else count
+
+    @property
     def accumulation_groups(self) -> int:
         """The number of parts in which the gradients of a step are summed, over all replicas."""
         return self.train.reduction_slots or self.parallel.data

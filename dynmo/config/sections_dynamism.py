@@ -17,6 +17,7 @@ from dynmo.config.values import (
     DenseBelow,
     FrozenAt,
     Lax,
+    NonNegative,
     Whole,
     word,
 )
@@ -104,15 +105,80 @@ class SparseAttentionSection(Section):
     """Queries that are computed together."""
 
 
+class EarlyExitSection(Section):
+    """Tokens that a model is sure of leave it at exit heads."""
+
+    policy: Annotated[str, word(("calm", "adp-c"))] = "calm"
+    """How exits decide and learn. `calm` weighs the losses by depth, and its threshold falls over
+    the sequence. `adp-c` weighs them equally, and compares the largest probability."""
+    confidence: Annotated[str, word(("softmax", "state", "classifier"))] = "softmax"
+    """What `calm` compares with the threshold: the largest probability minus the second, the cosine
+    of the states before and after the last block, or a classifier of each exit."""
+    threshold: Annotated[float, Field(ge=0, le=1)] | None = None
+    """A token exits when its confidence is over this. Not set: 0.9 for `calm`, 0.998 for
+    `adp-c`."""
+    exits: Annotated[tuple[Whole, ...] | None, Lax] = None
+    """Blocks after which an exit head stands. Not set: at a third and two thirds of the depth."""
+    start: Whole | None = None
+    """Step from which tokens exit. Before it, exits only learn. Not set: after 30 % of the run."""
+    record_every: Count = 10
+    """Steps between two records of how many tokens exit at each depth."""
+
+    @property
+    def threshold_of_policy(self) -> float:
+        """The threshold, or the policy's own."""
+        if self.threshold is not None:
+            return self.threshold
+        return 0.9 if self.policy == "calm" else 0.998
+
+    def exits_of(self, blocks: int) -> tuple[int, ...]:
+        """The blocks after which an exit head stands, in a model of so many."""
+        if self.exits is not None:
+            return self.exits
+        thirds = (-(-third * blocks // 3) - 1 for third in (1, 2))
+        return tuple(sorted({block for block in thirds if 0 <= block < blocks - 1}))
+
+    def start_of(self, steps: int) -> int:
+        """The first step at which tokens exit, in a run of so many."""
+        return 3 * steps // 10 if self.start is None else self.start
+
+
+class MixtureOfDepthsSection(Section):
+    """Some blocks let only a part of the tokens pass."""
+
+    capacity: Annotated[float, Field(gt=0, le=1)] = 0.125
+    """Share of the tokens of a sequence that a routed block computes."""
+    every: Count = 2
+    """Every so many-th block is routed."""
+    predictor: Annotated[str, word(("mlp", "bce"))] = "mlp"
+    """How the selection is predicted: by a small network with a stopped gradient, or by the
+    router's own weight under a binary cross entropy."""
+    predictor_weight: NonNegative = 0.01
+    """Weight of the predictor's loss."""
+    threshold_from: Whole | None = None
+    """Step from which training selects tokens by the predictor. Not set: never, each sequence keeps
+    its best tokens. Evaluation always selects by the predictor, which sees no later token."""
+    record_every: Count = 10
+    """Steps between two records of how many tokens each routed block computes."""
+
+    def routed_blocks(self, blocks: int) -> tuple[int, ...]:
+        """The blocks that only some tokens pass, in a model of so many."""
+        return tuple(range(self.every - 1, blocks, self.every))
+
+
 class DynamismSection(Section):
     """The dynamic cases of the run, and the options of each."""
 
     cases: Cases = ()
-    """Cases that run: `freezing`, `pruning`, `sparse_attention`, or your own:
-    `python:package.module:Class`."""
+    """Cases that run: `freezing`, `pruning`, `sparse_attention`, `early_exit`,
+    `mixture_of_depths`, or your own: `python:package.module:Class`."""
     freezing: FreezingSection = FreezingSection()
     """Options of the case `freezing`."""
     pruning: PruningSection = PruningSection()
     """Options of the case `pruning`."""
     sparse_attention: SparseAttentionSection = SparseAttentionSection()
     """Options of the case `sparse_attention`."""
+    early_exit: EarlyExitSection = EarlyExitSection()
+    """Options of the case `early_exit`."""
+    mixture_of_depths: MixtureOfDepthsSection = MixtureOfDepthsSection()
+    """Options of the case `mixture_of_depths`."""

@@ -47,7 +47,7 @@ def mesh_shapes(config: Config) -> tuple[tuple[int, int], ...]:
     Returns:
         (ranks of a pipeline, replicas) of each mesh, fewest replicas first.
     """
-    ranks, microbatches, layers = config.parallel.pipeline * config.parallel.data, config.all_microbatches, config.model.layer_count
+    ranks, microbatches, layers = config.parallel.pipeline * config.parallel.data, config.all_microbatches, config.layer_count
     shapes: list[tuple[int, int]] = []
     for data in divisors(math.gcd(ranks, microbatches)):
         pipeline = ranks // data

@@ -19,8 +19,8 @@ LARGEST = 2**31 - 1  # of any count: a slip of the keyboard should not become an
 _BYTE_SIZE = TypeAdapter(ByteSize)
 
 # Of [dynamism] cases: those of this version, and those of the contract that are still to come.
-CASES = ("freezing", "pruning", "sparse_attention")
-PLANNED_CASES = ("early_exit", "moe", "mixture_of_depths")
+CASES = ("freezing", "pruning", "sparse_attention", "early_exit", "mixture_of_depths")
+PLANNED_CASES = ("moe",)
 
 
 def parse_bytes(text: str) -> int:

@@ -5,10 +5,10 @@ registry.py  the cases that a config names
 prefix.py    freezing a prefix of the model, for all policies
 freezing.py  freezing by a schedule or by AutoFreeze
 egeria.py    freezing by Egeria
-pruning.py, sparse_attention.py  one case each
+pruning.py, sparse_attention.py, early_exit.py, mixture_of_depths.py  one case each
 """
 
-from dynmo.dynamism.case import Change, Collective, Dynamism, Forecast, Layers, Signals
+from dynmo.dynamism.case import Change, Collective, Dynamism, Forecast, Layers, Signals, TokenShares
 from dynmo.dynamism.registry import make_cases
 
-__all__ = ["Change", "Collective", "Dynamism", "Forecast", "Layers", "Signals", "make_cases"]
+__all__ = ["Change", "Collective", "Dynamism", "Forecast", "Layers", "Signals", "TokenShares", "make_cases"]

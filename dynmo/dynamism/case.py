@@ -3,6 +3,8 @@
     before a run       check(modules)       refuses a model that lacks what the case needs
     before each step   act(step, layers)    changes layers, and says which
     after each step    observe(signals)     takes loss, gradient norms and learning rate
+    now and then       record(step, layers) returns how many tokens layers compute, for the log
+    evaluations        dense(layers)        switches the case off, to compare
     at any time        forecast(step)       says what it expects to change
     checkpoints        state(), load()      what every rank knows
 
@@ -17,7 +19,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Collection, Generator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -149,6 +151,19 @@ class Forecast:
     w: float = 1.0
 
 
+@dataclass(frozen=True)
+class TokenShares:
+    """How many of the tokens some layers compute, or let go.
+
+    Attributes:
+        layers: Indices of the layers.
+        shares: By what is counted, e.g. "exited": the share of all tokens, one a layer.
+    """
+
+    layers: tuple[int, ...]
+    shares: Mapping[str, list[float]]
+
+
 class Dynamism(Protocol):
     """One dynamic case. Inherit from it and write `act`. The other methods have defaults.
 
@@ -212,6 +227,31 @@ class Dynamism(Protocol):
         """Returns what the case expects to do after a step, soonest first. Empty if it cannot
         know."""
         return ()
+
+    def record(self, step: int, layers: Layers) -> TokenShares | None:
+        """Returns what the log should know of tokens. Called before `act`, on all ranks.
+
+        Args:
+            step: Number of the step that comes. `acts` must be true of it.
+            layers: The model.
+
+        Returns:
+            Shares of the steps since the last record. None if there is nothing to record.
+        """
+        return None
+
+    @property
+    def has_dense(self) -> bool:
+        """Whether an evaluation shall also run without what the case does, to compare."""
+        return False
+
+    def dense(self, layers: Layers) -> AbstractContextManager[None]:
+        """Switches the case off within the context.
+
+        Args:
+            layers: The model.
+        """
+        return nullcontext()
 
     def state(self) -> dict[str, Any]:
         """Returns the case's own state for checkpoints: plain JSON, the same on every rank."""

@@ -6,7 +6,7 @@ import importlib
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
-from dynmo.dynamism import freezing, pruning, sparse_attention
+from dynmo.dynamism import early_exit, freezing, mixture_of_depths, pruning, sparse_attention
 from dynmo.dynamism.case import Dynamism
 from dynmo.errors import ConfigError, place
 
@@ -17,6 +17,8 @@ def make_cases(config: Any, layers: int) -> list[Dynamism]:
     makers: dict[str, Callable[[Any, int], Dynamism]] = {
         "pruning": pruning.make,
         "sparse_attention": sparse_attention.make,
+        "early_exit": early_exit.make,
+        "mixture_of_depths": mixture_of_depths.make,
         "freezing": freezing.make,
     }
     named: Sequence[str] = config.dynamism.cases
@@ -48,7 +50,11 @@ def from_class(path: str) -> Dynamism:
         raise ConfigError(f"{where}: {module_name} has no class {class_name}") from None
     except Exception as error:  # whatever its own code raises
         raise ConfigError(f"{where}: raised {type(error).__name__}: {error}{place(error)}") from error
-    missing = [x for x in ("act", "check", "observe", "forecast", "state", "load", "acts") if not callable(getattr(case, x, None))]
+    missing = [
+        x
+        for x in ("act", "check", "observe", "forecast", "record", "dense", "state", "load", "acts")
+        if not callable(getattr(case, x, None))
+    ]
     missing += [] if isinstance(getattr(case, "name", None), str) else ["name"]
     if missing:
         raise ConfigError(f"{where}: has no {missing[0]}; inherit from dynmo.dynamism.Dynamism, give it a name and write act")

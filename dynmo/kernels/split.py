@@ -79,13 +79,15 @@ class WeightTape:
     (`torch.autograd.grad`) is no part of that, and gives gradients as autograd does. whole:
     parameters that the layer also uses by itself, not through their module (`used_twice`): their
     gradient comes from autograd, all of it in B, or the order of its parts, and so the bits, would
-    depend on where W runs.
+    depend on where W runs. loss_share: with what the gradient of a loss of the layer's own starts
+    (`own_loss.py`), a tensor without dimensions on the layer's device.
     """
 
-    __slots__ = ("deferred", "pending", "run", "taking", "whole")
+    __slots__ = ("deferred", "loss_share", "pending", "run", "taking", "whole")
 
     def __init__(self) -> None:
         self.deferred, self.taking = False, True
+        self.loss_share = torch.ones(())
         self.pending: list[tuple[WeightWork, tuple[Tensor, ...]]] = []
         self.run: Callable[[WeightWork], None] = lambda work: work()
         self.whole: frozenset[Tensor] = frozenset()

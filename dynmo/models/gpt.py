@@ -8,18 +8,13 @@ may fall between any two layers.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
-
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from dynmo.config import Config
 from dynmo.kernels import shared_qk
 from dynmo.kernels.shared_qk import SparseAttention
-from dynmo.models.model import Model, from_factories, next_token_loss
 
 
 class Embedding(nn.Module):
@@ -42,6 +37,12 @@ def rotate(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
     return torch.cat((first * cosine - second * sine, second * cosine + first * sine), dim=-1)
 
 
+def rotary_tables(sequence: int, size: int) -> tuple[Tensor, Tensor]:
+    """Cosines and sines of the rotary angles, float32 [sequence, size / 2] each."""
+    angle = np.outer(np.arange(sequence), 10000.0 ** (-np.arange(0, size, 2) / size))
+    return torch.tensor(np.cos(angle), dtype=torch.float32), torch.tensor(np.sin(angle), dtype=torch.float32)
+
+
 class AttentionHalf(nn.Module):
     """x + proj(attention(norm(x))), causal, rotary."""
 
@@ -58,10 +59,9 @@ class AttentionHalf(nn.Module):
         self.dropout = nn.Dropout(dropout)
         nn.init.normal_(self.qkv.weight, std=std)
         nn.init.normal_(self.proj.weight, std=residual_std)
-        size = hidden // heads
-        angle = np.outer(np.arange(sequence), 10000.0 ** (-np.arange(0, size, 2) / size))
-        self.register_buffer("cosine", torch.tensor(np.cos(angle), dtype=torch.float32), persistent=False)
-        self.register_buffer("sine", torch.tensor(np.sin(angle), dtype=torch.float32), persistent=False)
+        cosine, sine = rotary_tables(sequence, hidden // heads)
+        self.register_buffer("cosine", cosine, persistent=False)
+        self.register_buffer("sine", sine, persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
         batch, sequence, hidden = x.shape
@@ -114,8 +114,12 @@ class FeedForwardHalf(nn.Module):
         nn.init.normal_(self.down.weight, std=residual_std)
 
     def forward(self, x: Tensor) -> Tensor:
+        return x + self.added(x)
+
+    def added(self, x: Tensor) -> Tensor:
+        """What the half adds to the stream."""
         gate, up = self.gate_up(self.norm(x)).chunk(2, dim=-1)
-        return x + self.dropout(self.down(functional.silu(gate) * up))
+        return self.dropout(self.down(functional.silu(gate) * up))
 
 
 class Head(nn.Module):
@@ -129,19 +133,3 @@ class Head(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.logits(self.norm(x))
-
-
-def make(config: Config) -> Model:
-    m = config.model
-    residual_std = m.init_std / (2 * m.blocks) ** 0.5
-    names = ["embedding"]
-    factories: list[Callable[[], nn.Module]] = [partial(Embedding, m.vocab, m.hidden, m.init_std, m.dropout)]
-    attention = SharedAttentionHalf if "sparse_attention" in config.dynamism.cases else AttentionHalf
-    for block in range(m.blocks):
-        names += [f"blocks.{block}.attention", f"blocks.{block}.feed_forward"]
-        factories.append(partial(attention, m.hidden, m.heads, m.sequence, m.init_std, residual_std, m.dropout))
-        factories.append(partial(FeedForwardHalf, m.hidden, m.init_std, residual_std, m.dropout))
-    names.append("head")
-    factories.append(partial(Head, m.hidden, m.vocab, m.init_std))
-    tied = (((0, "tokens.weight"), (len(names) - 1, "logits.weight")),) if m.tied else ()
-    return from_factories(names, factories, config.seed, next_token_loss, tied)

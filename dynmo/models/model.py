@@ -33,17 +33,29 @@ class Model:
             the meta device (shapes without memory).
         loss: Takes (output, targets) and returns the mean loss of a microbatch.
         tied: Pairs of (layer, parameter) that are one weight. The first owns it.
+        takes_targets: Whether the first layer takes inputs and targets of a microbatch in one
+            tensor, [microbatch, 2, ...].
     """
 
     names: tuple[str, ...]
     build: Callable[[Collection[int]], list[nn.Module]]
     loss: Loss
     tied: tuple[tuple[tuple[int, str], tuple[int, str]], ...] = ()
+    takes_targets: bool = False
 
     @property
     def layers(self) -> int:
         """Number of layers."""
         return len(self.names)
+
+    def first_inputs(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        """Returns what the first layer takes.
+
+        Args:
+            inputs: [..., sequence].
+            targets: Like the inputs.
+        """
+        return torch.stack((inputs, targets), dim=-2) if self.takes_targets else inputs
 
 
 def next_token_loss(logits: Tensor, targets: Tensor) -> Tensor:
@@ -111,9 +123,23 @@ def on_meta(factory: Factory) -> nn.Module:
 
 
 def from_factories(
-    names: Sequence[str], factories: Sequence[Factory], seed: int, loss: Loss, tied: Any = ()
+    names: Sequence[str],
+    factories: Sequence[Factory],
+    seed: int,
+    loss: Loss,
+    tied: Any = (),
+    takes_targets: bool = False,
 ) -> Model:
-    """A model whose layers can be built one by one."""
+    """Makes a model whose layers can be built one by one.
+
+    Args:
+        names: Name of each layer.
+        factories: Make one layer each.
+        seed: With the layer's index it seeds the initial weights.
+        loss: See `Model`.
+        tied: See `Model`.
+        takes_targets: See `Model`.
+    """
 
     def initialised(index: int) -> nn.Module:
         torch.manual_seed(mix(seed, Purpose.INITIAL, index))
@@ -131,7 +157,7 @@ def from_factories(
         with generators_kept(torch.device("cpu")):
             return build(owned)
 
-    return Model(tuple(names), build_aside, loss, tied)
+    return Model(tuple(names), build_aside, loss, tied, takes_targets)
 
 
 def check_layers(where: str, layers: Sequence[nn.Module]) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from dynmo.config import Config
 from dynmo.errors import ConfigError, place
 from dynmo.kernels.seeds import Purpose, generators_kept, mix
-from dynmo.models import emulated, gpt
+from dynmo.models import emulated, gpt_config
 from dynmo.models.model import Factory, Loss, Model, check_layers, from_factories, next_token_loss, on_meta
 
 
@@ -23,7 +23,7 @@ def load_model(config: Config) -> Model:
     """The model that the config names."""
     kind = config.model.kind
     if kind == "gpt":
-        return gpt.make(config)
+        return gpt_config.make(config)
     if kind == "emulated":
         return emulated.make(config)
     return from_function(kind.removeprefix("python:"), config.seed)

@@ -19,7 +19,7 @@ together: what comes before it, anywhere, needs no B and no W of any rank.
 from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import NamedTuple
@@ -102,8 +102,17 @@ Instruction = Compute | Send | Receive | Verdict
 
 @dataclass(frozen=True)
 class Program:
-    """What one rank does in one step. `depth` is how many messages of a channel may be sent and not
-    yet taken."""
+    """What one rank does in one step.
+
+    Attributes:
+        rank: The rank.
+        stages: Its stages.
+        microbatches: Number of microbatches of a step.
+        first_trainable: First stage that runs a backward.
+        instructions: In the order in which they run.
+        depth: How many messages of a channel may be sent and not yet taken.
+        varying: The channels whose messages have other shapes from microbatch to microbatch.
+    """
 
     rank: int
     stages: tuple[int, ...]
@@ -111,6 +120,7 @@ class Program:
     first_trainable: int
     instructions: tuple[Instruction, ...]
     depth: dict[Channel, int]
+    varying: frozenset[Channel] = frozenset()
 
     @property
     def incoming(self) -> tuple[Channel, ...]:
@@ -138,12 +148,24 @@ def fuse(schedule: Schedule) -> Schedule:
     return Schedule(schedule.name, schedule.microbatches, schedule.placement, tuple(rows), schedule.first_trainable, schedule.credits)
 
 
-def lower(schedule: Schedule, post_validation: bool = False) -> tuple[Program, ...]:
-    """One program per rank; with post_validation each has its Verdict. Raises ScheduleError if the
-    schedule does not hold together or its messages could wait in a circle, in a step, from one to
-    the next, or when one is begun again."""
+def lower(schedule: Schedule, post_validation: bool = False, varying: Collection[int] = ()) -> tuple[Program, ...]:
+    """Makes the programs of a training step.
+
+    Args:
+        schedule: The order of the ops on each rank.
+        post_validation: Whether each program has a Verdict.
+        varying: Boundaries whose messages have other shapes from microbatch to microbatch.
+            Boundary b is between the stages b and b + 1.
+
+    Returns:
+        One program per rank.
+
+    Raises:
+        ScheduleError: The schedule does not hold together. Or its messages could wait in a circle:
+            in a step, from one step to the next, or when a step is begun again.
+    """
     validate(schedule)
-    programs = _programs(fuse(schedule))
+    programs = _programs(fuse(schedule), varying)
     if not post_validation:
         return programs
     programs = _with_verdicts(programs)
@@ -151,15 +173,26 @@ def lower(schedule: Schedule, post_validation: bool = False) -> tuple[Program, .
     return programs
 
 
-def lower_forward(placement: tuple[int, ...], ranks: int, microbatches: int) -> tuple[Program, ...]:
-    """Forward only, for evaluation: every stage is a frozen prefix. A rank with several stages
-    takes what can be there first."""
+def lower_forward(placement: tuple[int, ...], ranks: int, microbatches: int, varying: Collection[int] = ()) -> tuple[Program, ...]:
+    """Makes the programs of an evaluation, which runs forwards only.
+
+    Every stage is a frozen prefix. A rank with several stages takes what can be there first.
+
+    Args:
+        placement: Rank of each stage.
+        ranks: Number of ranks.
+        microbatches: Number of microbatches.
+        varying: As `lower` takes it.
+
+    Returns:
+        One program per rank.
+    """
     order = sorted((s + j, j, s) for s in range(len(placement)) for j in range(microbatches))
     rows = tuple(tuple(Op(Kind.F, s, j) for _, j, s in order if placement[s] == rank) for rank in range(ranks))
-    return _programs(Schedule("forward", microbatches, placement, rows, first_trainable=len(placement)))
+    return _programs(Schedule("forward", microbatches, placement, rows, first_trainable=len(placement)), varying)
 
 
-def _programs(schedule: Schedule) -> tuple[Program, ...]:
+def _programs(schedule: Schedule, varying: Collection[int]) -> tuple[Program, ...]:
     depth = _depths(schedule)
     programs: list[Program] = []
     for rank, row in enumerate(schedule.ops):
@@ -167,7 +200,10 @@ def _programs(schedule: Schedule) -> tuple[Program, ...]:
         for op in row:
             instructions.extend(_around(schedule, op))
         own = {c: d for c, d in depth.items() if rank in (c.source, c.target)}
-        programs.append(Program(rank, schedule.stages_of(rank), schedule.microbatches, schedule.first_trainable, tuple(instructions), own))
+        changing = frozenset(channel for channel in own if channel.boundary in varying)
+        programs.append(
+            Program(rank, schedule.stages_of(rank), schedule.microbatches, schedule.first_trainable, tuple(instructions), own, changing)
+        )
     check(tuple(programs))
     return tuple(programs)
 

@@ -19,9 +19,14 @@ from dynmo.runtime.comm.agreement import agree
 
 
 class Batch(NamedTuple):
-    """inputs, targets: int64 [microbatches, micro_batch, sequence]; None on ranks with neither the
-    first nor the last layer. keys: of the cache of a frozen prefix's outputs; None where nothing is
-    cached."""
+    """What a rank reads for one step.
+
+    Attributes:
+        inputs: What the model's first layer takes, int64 [microbatches, micro_batch, ...]
+            (`Model.first_inputs`). None on ranks with neither the first nor the last layer.
+        targets: int64 [microbatches, micro_batch, sequence], or None likewise.
+        keys: Of the cache of a frozen prefix's outputs. None if nothing is cached.
+    """
 
     inputs: Tensor | None
     targets: Tensor | None
@@ -34,7 +39,7 @@ class DataLoader:
     config."""
 
     def __init__(self, config: Config, pipeline: Engine) -> None:
-        self._config, self._world = config, pipeline.world
+        self._config, self._world, self._model = config, pipeline.world, pipeline.model
         world, model, train = self._world, config.model, config.train
         order = model.sequence, train.global_batch, train.micro_batch, config.seed, config.data.shuffle
         digest, length = None, 0
@@ -64,7 +69,7 @@ class DataLoader:
         part = slice(self._world.replica * own, (self._world.replica + 1) * own)
         inputs = targets = keys = None
         if self._batches is not None:
-            inputs, targets = (self._to_device(x[part]) for x in self._batches.train(step))
+            inputs, targets = self._to_device(*(x[part] for x in self._batches.train(step)))
         if self._order is not None and self._order.repeats(self._config.train.steps):
             keys = [tuple(windows) for windows in self._order.train(step)[part].tolist()]
         return Batch(inputs, targets, keys)
@@ -74,12 +79,15 @@ class DataLoader:
         inputs = targets = keys = None
         if self._batches is not None:
             pairs = [self._batches.held_out(i) for i in range(microbatches)]
-            inputs, targets = (self._to_device(torch.stack(x)) for x in zip(*pairs, strict=True))
+            inputs, targets = self._to_device(*(torch.stack(x) for x in zip(*pairs, strict=True)))
         if self._order is not None:
             keys = [tuple(self._order.held_out(i).tolist()) for i in range(microbatches)]
         return Batch(inputs, targets, keys)
 
-    def _to_device(self, tensor: Tensor) -> Tensor:
-        """From pinned memory the copy runs beside what the device computes."""
-        device = self._world.device
-        return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
+    def _to_device(self, inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """What the first layer and the loss take. From pinned memory the copy runs beside what the
+        device computes."""
+        device, pair = self._world.device, (self._model.first_inputs(inputs, targets), targets)
+        if device.type == "cuda":
+            pair = pair[0].pin_memory().to(device, non_blocking=True), pair[1].pin_memory().to(device, non_blocking=True)
+        return pair

@@ -186,7 +186,8 @@ def _said(error: Exception) -> str:
 
 
 def _shape_costs(config: Config, model: Model) -> list[LayerCost]:
-    ids, targets = _ids(config), _ids(config)
+    targets = _ids(config)
+    ids = model.first_inputs(_ids(config), targets)
     layers: list[Layer] = []
     for index, module in enumerate(model.build(range(model.layers))):
         if isinstance(module, EmulatedLayer):

@@ -28,6 +28,7 @@ from dynmo.events import (
     RollbackEvent,
     SkippedEvent,
     StepEvent,
+    TokensEvent,
     now,
 )
 from dynmo.files import write_whole
@@ -38,6 +39,7 @@ from dynmo.pipeline.rebalance import Rebalancer
 from dynmo.runtime.comm.process_mesh import arrange
 from dynmo.runtime.comm.rendezvous import Rendezvous
 from dynmo.runtime.comm.world import World
+from dynmo.runtime.layer.output_cache import Keys
 from dynmo.schedule.bounds import Objective
 from dynmo.train.assembly import pipeline_for
 from dynmo.train.dry_run import first_plan
@@ -225,6 +227,11 @@ class Trainer:
     def _change(self, step: int) -> None:
         """The mesh changes, or the balancer looks at what was measured; then the dynamic cases
         act."""
+        for case in self._cases:
+            with named(case, "record", step):
+                shares = case.record(step, self.pipeline.case_context)
+            if shares is not None:
+                self._emit(TokensEvent(step, now(), case.name, shares.layers, shares.shares))
         shape = self.config.shape_at(step)
         wanted = None
         if self.config.elastic.reshape:
@@ -325,9 +332,21 @@ class Trainer:
             self._emit(SkippedEvent(step, now(), result.loss_scale, self.pipeline.scaler.scale))
 
     def _evaluate(self, step: int) -> None:
-        count = self.config.train.eval_batches
-        inputs, targets, keys = self._loader.held_out(count)
-        self._emit(EvalEvent(step - 1, now(), self.pipeline.evaluate(inputs, targets, count, keys)))
+        train, pipeline = self.config.train, self.pipeline
+        inputs, targets, keys = self._loader.held_out(train.eval_batches)
+        tokens = train.eval_batches * train.micro_batch * self.config.model.sequence
+
+        def evaluate(keys: Keys | None) -> tuple[float, float]:
+            start = time.perf_counter()
+            loss = pipeline.evaluate(inputs, targets, train.eval_batches, keys)
+            return loss, tokens / (time.perf_counter() - start)
+
+        results = evaluate(keys)
+        for case in self._cases:
+            if case.has_dense:
+                with case.dense(pipeline.case_context):
+                    results += evaluate(None)  # what a cache has is of the other evaluation
+        self._emit(EvalEvent(step - 1, now(), *results))
 
     def _costs(self) -> tuple[LayerCost, ...]:
         return with_workspace(self.pipeline.costs(), self._shapes, self.pipeline.recomputed)

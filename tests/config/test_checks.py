@@ -6,13 +6,15 @@ import pytest
 from dynmo.config import load
 from tests.config.refusal import refusal
 
+EXIT, DEPTHS = "dynamism.cases=['early_exit']", "dynamism.cases=['mixture_of_depths']"
+
 # Words of the contract that a later version serves.
 PLANNED = {
     "model.kind": ["moe", "hf"],
     "data.source": ["hf:wikitext"],
     "train.optimizer": ["adam"],
     "parallel.expert": ["2"],
-    "dynamism.cases": ['["freezing", "moe"]', '["early_exit"]', '["mixture_of_depths"]'],
+    "dynamism.cases": ['["freezing", "moe"]'],
     "elastic.repack": ["true"],
     "elastic.min_ranks": ["2"],
     "elastic.target_ranks": ["1"],
@@ -75,6 +77,12 @@ def test_known_but_not_served(key, value):
         ("dynamism.freezing.cache_bytes", "2XB", "40GiB"),
         ("data.shuffle", "batch", 'did you mean "batches"?'),
         ("dynamism.pruning.final_sparsity", "1", "less than 1"),
+        ("dynamism.early_exit.threshold", "1.5", "less than or equal to 1"),
+        ("dynamism.early_exit.threshold", "-0.1", "greater than or equal to 0"),
+        ("dynamism.early_exit.confidence", "softmx", 'did you mean "softmax"?'),
+        ("dynamism.mixture_of_depths.capacity", "0", "greater than 0"),
+        ("dynamism.mixture_of_depths.capacity", "1.1", "less than or equal to 1"),
+        ("dynamism.mixture_of_depths.predictor", "mpl", 'did you mean "mlp"?'),
         ("dynamism.pruning.initial_sparsity", "-0.1", "greater than or equal to 0"),
         ("dynamism.pruning.criterion", "globl", 'did you mean "global"?'),
         ("dynamism.pruning.dense_below", "1.5", 'a share from 0 to 1, a table of shares by shape, "auto" or "measured"'),
@@ -209,6 +217,29 @@ def test_a_value_refused(key, value, hint):
             ["dynamism.cases=['pruning']", "dynamism.pruning.initial_sparsity=0.95"],
             "dynamism.pruning.initial_sparsity = 0.95 is over final_sparsity = 0.9",
         ),
+        ([EXIT, "model.kind=emulated"], 'dynamism.early_exit: model.kind = "emulated" has no tokens that could exit'),
+        ([EXIT, "model.blocks=1"], "dynamism.early_exit: a model of 1 blocks has no place for an exit"),
+        ([EXIT, "dynamism.early_exit.exits=[3, 1]"], "dynamism.early_exit.exits = [3, 1] must ascend"),
+        ([EXIT, "dynamism.early_exit.exits=[7]"], "dynamism.early_exit.exits names block 7, but an exit can stand after the blocks 0 to 6"),
+        ([EXIT, "dynamism.early_exit.start=100"], "dynamism.early_exit.start = 100, but the run has 100 steps"),
+        (
+            [EXIT, "dynamism.early_exit.policy=adp-c", "dynamism.early_exit.confidence=state"],
+            'dynamism.early_exit.confidence = "state" is of policy "calm"',
+        ),
+        ([EXIT, "train.compile=true"], 'train.compile = true with "early_exit": shapes vary'),
+        (["dynamism.cases=['early_exit', 'sparse_attention']"], 'dynamism.cases: "early_exit" and "sparse_attention"'),
+        (["dynamism.cases=['early_exit', 'mixture_of_depths']"], 'dynamism.cases: "early_exit" and "mixture_of_depths"'),
+        (
+            ["dynamism.cases=['early_exit', 'freezing']", "dynamism.freezing.policy=egeria", "train.steps=2000"],
+            'dynamism.freezing.policy = "egeria" compares the outputs',
+        ),
+        ([DEPTHS, "model.kind=emulated"], 'dynamism.mixture_of_depths: model.kind = "emulated" has no tokens to select'),
+        ([DEPTHS, "dynamism.mixture_of_depths.every=9"], "dynamism.mixture_of_depths.every = 9 routes none of the model's 8 blocks"),
+        (
+            [DEPTHS, "dynamism.mixture_of_depths.capacity=0.001"],
+            "dynamism.mixture_of_depths.capacity = 0.001 selects no token of model.sequence = 256; use 0.002 or more",
+        ),
+        ([DEPTHS, "dynamism.mixture_of_depths.threshold_from=100"], "dynamism.mixture_of_depths.threshold_from = 100, but the run has"),
     ],
 )
 def test_keys_that_do_not_go_together(overrides, expected):

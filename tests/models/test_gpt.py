@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from dynmo.config import parse
-from dynmo.models.gpt import feed_forward_size, make, rotate
+from dynmo.models.gpt import feed_forward_size, rotate
+from dynmo.models.gpt_config import make
 
 WANTED: dict[str, Any] = {"blocks": 2, "hidden": 32, "heads": 4, "vocab": 300, "sequence": 12}
 

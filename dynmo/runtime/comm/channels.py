@@ -2,7 +2,8 @@
 
 The first message of a channel is preceded by a header that tells dtypes and shapes (`headers.py`);
 from then on receives are posted ahead, so that a message lands while the receiver computes. Where
-shapes vary (`varying`), every message has its header, and the headers' leads are posted ahead.
+shapes vary (`Program.varying`), every message has its header, and the headers' leads are posted
+ahead. A tensor without elements is announced and not sent.
 
     the rank's thread   F0 ───────── F1 ─────────      puts a message into an outbox: microseconds
     the outbox's            └ send, wait  └ send,      talks to gloo, and lets go of the tensors once the peer has them
@@ -162,7 +163,7 @@ class Inbox:
     def _receive(self, buffers: tuple[Tensor, ...], header: bool = False) -> list[dist.Work]:
         channel = self.channel
         tag = _tag(channel) + header * TAG_HEADERS
-        return [self._world.receive(on_wire(b), channel.source, tag, _key(channel)) for b in buffers]
+        return [self._world.receive(on_wire(b), channel.source, tag, _key(channel)) for b in buffers if b.numel()]
 
     def _wait(self, works: list[dist.Work], microbatch: int) -> None:
         for work in works:
@@ -305,7 +306,7 @@ class Outbox:
         elif spec != self._spec:
             raise RunError(
                 f"{describe(self.channel)} changed shape from {self._spec} to {spec} at microbatch {microbatch}; "
-                "every microbatch must hand on tensors of the same shapes; pad them"
+                "pad the tensors, or give the layer that hands them on the attribute varying_shapes = True"
             )
         self._acquire(microbatch)
         self.worker.submit(lambda: self._send(microbatch, header, tensors))
@@ -316,7 +317,7 @@ class Outbox:
         try:
             head = [self._world.send(lead, channel.target, tag + TAG_HEADERS, key) for lead in header[:1]]
             head += [self._world.send(rest, channel.target, tag, key) for rest in header[1:]]
-            works = [self._world.send(part, channel.target, tag, key) for part in parts]
+            works = [self._world.send(part, channel.target, tag, key) for part in parts if part.numel()]
             if not self._threaded:
                 self._enqueued.append(Enqueued(head, works, [*parts, *header]))
                 self._release_done()
@@ -379,14 +380,14 @@ class Transport:
     """This rank's ends of the channels of one set of programs. All ranks must make it at the same
     time, from the same programs."""
 
-    def __init__(self, world: World, programs: tuple[Program, ...], varying: bool = False) -> None:
+    def __init__(self, world: World, programs: tuple[Program, ...]) -> None:
         own = programs[world.rank]
         world.open_channels(sorted({_key(c) for p in programs for c in p.depth}))
         self._world, self._messages = world, own.microbatches
         self._poster = Worker("poster", bool(own.incoming) and not world.enqueues)
-        self._watcher = Worker("watcher", bool(own.incoming) and (varying or not world.enqueues))
-        self._inboxes = {c: Inbox(world, c, varying, own.depth[c], self._poster, self._watcher) for c in own.incoming}
-        self._outboxes = {c: Outbox(world, c, varying, own.depth[c]) for c in own.outgoing}
+        self._watcher = Worker("watcher", any(c in own.varying or not world.enqueues for c in own.incoming))
+        self._inboxes = {c: Inbox(world, c, c in own.varying, own.depth[c], self._poster, self._watcher) for c in own.incoming}
+        self._outboxes = {c: Outbox(world, c, c in own.varying, own.depth[c]) for c in own.outgoing}
         # The threads end with the transport, also where nobody closes it.
         workers = [self._poster, self._watcher, *(outbox.worker for outbox in self._outboxes.values())]
         self._finish = weakref.finalize(self, _end, workers)

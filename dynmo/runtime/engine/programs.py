@@ -44,7 +44,8 @@ class Programs:
     def lower(self, schedule: Schedule, timeout: float | None) -> Executor:
         """The program that trains, under a schedule that is the same on all ranks. timeout: as the
         executor has it."""
-        programs = lower(fold(schedule) if self._layer_store.layout.sliced else schedule, post_validation=self._post_validation)
+        schedule = fold(schedule) if self._layer_store.layout.sliced else schedule
+        programs = lower(schedule, self._post_validation, self._varying())
         self.training = self._execute(programs, self._layer_store.frozen.first_trainable, self._layer_store.layout.microbatches, timeout)
         return self.training
 
@@ -55,7 +56,7 @@ class Programs:
         if microbatches not in self._evaluators:
             while len(self._evaluators) >= _EVALUATORS:  # the oldest; each has channels and threads of its own
                 self._evaluators.pop(next(iter(self._evaluators))).close()
-            programs = lower_forward(layer_store.layout.processes, layer_store.world.size, microbatches)
+            programs = lower_forward(layer_store.layout.processes, layer_store.world.size, microbatches, self._varying())
             self._evaluators[microbatches] = self._execute(programs, layer_store.model.layers, microbatches)
         for layer in layer_store.layers.values():
             layer.module.eval()
@@ -65,6 +66,12 @@ class Programs:
         for layer in layer_store.layers.values():
             layer.marks.clear()
         return mean_loss(step_output.losses)
+
+    def _varying(self) -> list[int]:
+        """The boundaries behind stages whose last layer says that its outputs vary in shape."""
+        modules, partition = self._layer_store.modules, self._layer_store.layout.partition
+        ends = [partition.range_of(stage).stop - 1 for stage in range(partition.ranks - 1)]
+        return [boundary for boundary, end in enumerate(ends) if getattr(modules[end], "varying_shapes", False)]
 
     def _execute(self, programs: tuple[Program, ...], first: int, microbatches: int, timeout: float | None = None) -> Executor:
         layer_store, world, last = self._layer_store, self._layer_store.world, len(self._layer_store.layout.placement) - 1

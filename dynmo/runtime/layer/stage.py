@@ -46,6 +46,8 @@ class Stage:
     def scale_loss(self, scale: float) -> None:
         """From the next B on, gradients are those of `scale` times the loss."""
         self._share = torch.full((), self._portion * scale, device=self._device)
+        for layer in self.layers:
+            layer.tape.loss_share = self._share
 
     def forward(self, microbatch: int, tensors: Tensors, step: int, targets: Tensor | None, training: bool) -> Tensors:
         assert torch.is_grad_enabled(), "the executor runs with gradients enabled"

@@ -19,7 +19,9 @@ DOWN = Channel(0, Direction.ACTIVATION, 0, 1)
 
 def transport(world: World, messages: int, depth: int, varying: bool = False) -> Transport:
     """One channel, from rank 0 to rank 1."""
-    return Transport(world, tuple(Program(rank, (rank,), messages, 0, (), {DOWN: depth}) for rank in range(2)), varying)
+    changing = frozenset({DOWN}) if varying else frozenset()
+    programs = tuple(Program(rank, (rank,), messages, 0, (), {DOWN: depth}, changing) for rank in range(2))
+    return Transport(world, programs)
 
 
 def message(shapes: list[Any], j: int) -> tuple[Tensor, ...]:

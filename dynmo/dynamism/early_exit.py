@@ -1,0 +1,114 @@
+"""Early exit: from a step on, tokens leave the model at exit heads (DynMo 2.2 and F.6).
+
+The layers do the work (`dynmo.models.early_exit`). The case says from when on tokens leave, and
+records how many do. What a token does depends on the model alone, so a layer that moves knows
+already, and nothing has to be sent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+from typing import Any, final
+
+import torch
+from torch import nn
+
+from dynmo.dynamism.case import Change, Dynamism, Layers, TokenShares
+from dynmo.errors import ConfigError
+
+
+@final
+class EarlyExitCase(Dynamism):
+    """Lets tokens exit.
+
+    Args:
+        start: First step at which tokens exit.
+        record_every: Steps between two records.
+    """
+
+    name = "early_exit"
+
+    def __init__(self, start: int, record_every: int) -> None:
+        self._start, self._every = start, record_every
+        self._on = False
+
+    def check(self, modules: Sequence[nn.Module]) -> None:
+        exits_of(modules)
+
+    def act(self, step: int, layers: Layers) -> Change | None:
+        before, self._on = self._on, step >= self._start
+        exits = exits_of(layers.modules)
+        behind = range(exits[0], layers.count)
+        for index in behind:
+            _set(layers.modules[index], "varying_shapes", self._on)
+        for index in exits:
+            _set(layers.modules[index], "exits", self._on)
+        if before == self._on:
+            return None
+        return Change(tuple(behind), f"tokens may leave at {len(exits)} exits (step {step})")
+
+    def acts(self, step: int) -> bool:
+        return (step >= self._start) != self._on or self._records(step)
+
+    def _records(self, step: int) -> bool:
+        return step > self._start and step % self._every == 0
+
+    def record(self, step: int, layers: Layers) -> TokenShares | None:
+        if not self._records(step):
+            return None
+        exits = exits_of(layers.modules)
+        counts = torch.zeros(len(exits), 2, dtype=torch.float64)
+        for place, index in enumerate(exits):
+            if index in layers.own:
+                counts[place] = torch.tensor(layers.modules[index].seen, dtype=torch.float64)
+            _set(layers.modules[index], "seen", (0, 0))
+        rows: list[list[float]] = layers.collective.sum(counts, "the tokens of every exit").tolist()
+        shares = [gone / tokens if tokens else 0.0 for tokens, gone in rows]
+        return TokenShares(tuple(exits), {"exited": shares})
+
+    @contextmanager
+    def dense(self, layers: Layers) -> Generator[None]:
+        exits = exits_of(layers.modules)
+        try:
+            for index in exits:
+                _set(layers.modules[index], "exits", False)
+            yield
+        finally:
+            for index in exits:
+                _set(layers.modules[index], "exits", self._on)
+
+    @property
+    def has_dense(self) -> bool:
+        return self._on
+
+    def state(self) -> dict[str, Any]:
+        return {"on": self._on}
+
+    def load(self, state: dict[str, Any]) -> None:
+        self._on = bool(state["on"])
+
+
+def _set(module: nn.Module, name: str, value: object) -> None:
+    setattr(module, name, value)
+
+
+def exits_of(modules: Sequence[nn.Module]) -> list[int]:
+    """Returns the layers at which tokens can exit: they have the attributes `exits` and `seen`.
+
+    Raises:
+        ConfigError: There is none.
+    """
+    exits = [index for index, module in enumerate(modules) if hasattr(module, "exits") and hasattr(module, "seen")]
+    if not exits:
+        raise ConfigError(
+            "dynamism.cases: early_exit, but no layer of the model lets tokens exit; give one of your own the attributes `exits` "
+            "and `seen`, as dynmo.models.early_exit.ExitHead has"
+        )
+    return exits
+
+
+def make(config: Any, layers: int) -> Dynamism:
+    """From `[dynamism.early_exit]`."""
+    options = config.dynamism.early_exit
+    return EarlyExitCase(options.start_of(config.train.steps), options.record_every)

@@ -1,0 +1,103 @@
+"""Mixture of depths: some blocks compute only the tokens that their router selects (DynMo 2.2).
+
+The layers do the work (`dynmo.models.mixture_of_depths`). The case says from when on training
+selects by the predictor, and records how many tokens are selected and how often the predictor is
+right.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, final
+
+import torch
+from torch import nn
+
+from dynmo.dynamism.case import Change, Dynamism, Layers, TokenShares
+from dynmo.errors import ConfigError
+
+
+@final
+class MixtureOfDepthsCase(Dynamism):
+    """Switches the routers.
+
+    Args:
+        threshold_from: First step at which training selects by the predictor. None means never.
+        record_every: Steps between two records.
+    """
+
+    name = "mixture_of_depths"
+
+    def __init__(self, threshold_from: int | None, record_every: int) -> None:
+        self._from, self._every = threshold_from, record_every
+        self._by_threshold = False
+
+    def check(self, modules: Sequence[nn.Module]) -> None:
+        routed_of(modules)
+
+    def act(self, step: int, layers: Layers) -> Change | None:
+        before, self._by_threshold = self._by_threshold, self._wanted(step)
+        routed = routed_of(layers.modules)
+        for index in routed:
+            _router(layers.modules[index]).by_threshold = self._by_threshold
+        if before == self._by_threshold:
+            return None
+        # Of a routed block both halves compute the selected tokens.
+        changed = sorted({place for index in routed for place in (index, index + 1)})
+        return Change(tuple(changed), f"{len(routed)} blocks select tokens by their predictors (step {step})")
+
+    def acts(self, step: int) -> bool:
+        return self._wanted(step) != self._by_threshold or self._records(step)
+
+    def _wanted(self, step: int) -> bool:
+        return self._from is not None and step >= self._from
+
+    def _records(self, step: int) -> bool:
+        return step > 0 and step % self._every == 0
+
+    def record(self, step: int, layers: Layers) -> TokenShares | None:
+        if not self._records(step):
+            return None
+        routed = routed_of(layers.modules)
+        counts = torch.zeros(len(routed), 3, dtype=torch.float64)
+        for place, index in enumerate(routed):
+            router = _router(layers.modules[index])
+            if index in layers.own:
+                counts[place] = torch.tensor([float(count) for count in router.seen], dtype=torch.float64)
+            router.seen = (0, 0, 0)
+        rows: list[list[float]] = layers.collective.sum(counts, "the tokens of every router").tolist()
+        names = ("selected", "predicted_right")
+        shares = {name: [row[1 + i] / row[0] if row[0] else 0.0 for row in rows] for i, name in enumerate(names)}
+        return TokenShares(tuple(routed), shares)
+
+    def state(self) -> dict[str, Any]:
+        return {"by_threshold": self._by_threshold}
+
+    def load(self, state: dict[str, Any]) -> None:
+        self._by_threshold = bool(state["by_threshold"])
+
+
+def _router(module: nn.Module) -> Any:
+    """Of any class that has `by_threshold` and `seen`."""
+    return getattr(module, "router", None)
+
+
+def routed_of(modules: Sequence[nn.Module]) -> list[int]:
+    """Returns the layers that select tokens: they have an attribute `router`.
+
+    Raises:
+        ConfigError: There is none.
+    """
+    routed = [index for index, module in enumerate(modules) if hasattr(_router(module), "by_threshold")]
+    if not routed:
+        raise ConfigError(
+            "dynamism.cases: mixture_of_depths, but no layer of the model selects tokens; give one of your own an attribute "
+            "`router`, as dynmo.models.mixture_of_depths.RoutedAttentionHalf has"
+        )
+    return routed
+
+
+def make(config: Any, layers: int) -> Dynamism:
+    """From `[dynamism.mixture_of_depths]`."""
+    options = config.dynamism.mixture_of_depths
+    return MixtureOfDepthsCase(options.threshold_from, options.record_every)

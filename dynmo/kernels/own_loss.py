@@ -1,0 +1,44 @@
+"""A loss of a layer's own, beside the model's: a router that predicts, or that must stay balanced.
+
+Its gradient starts in the layer's own B, with the weight that the model's loss has there (its share
+of the step, times the loss scale). So nothing travels. The loss that a run reports does not have
+it.
+"""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from dynmo.kernels.split import WeightTape
+
+
+class _AddLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, loss: Tensor, tape: WeightTape | None) -> Tensor:
+        ctx.tape, ctx.dtype = tape, loss.dtype
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None]:
+        share = torch.ones((), device=gradients[0].device) if ctx.tape is None else ctx.tape.loss_share
+        return gradients[0], share.to(ctx.dtype), None
+
+
+def add_loss(x: Tensor, loss: Tensor, tape: WeightTape | None) -> Tensor:
+    """Returns `x`. Its backward also runs that of a loss.
+
+    Args:
+        x: What the layer hands on.
+        loss: The mean over a microbatch, a tensor without dimensions.
+        tape: The layer's. None means that the model's loss has the weight 1.
+
+    Example:
+        >>> x, a = torch.ones(2, requires_grad=True), torch.ones((), requires_grad=True)
+        >>> add_loss(x, 3 * a, None).sum().backward()
+        >>> float(a.grad)
+        3.0
+    """
+    return cast(Tensor, _AddLoss.apply(x, loss, tape))

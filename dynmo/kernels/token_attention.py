@@ -1,0 +1,144 @@
+"""Causal attention of a part of the tokens: those that a model has not let go.
+
+    attend_kept    some queries, the keys and values of all tokens        early exit
+    attend_packed  queries, keys and values of the same selected tokens   mixture of depths
+
+Tokens are named by their index in the microbatch, [batch * sequence] in rows. A query attends to
+the keys at its own position and before, in its own row. The order of all sums follows from the
+indices alone. So a layer leaves the same bits on any rank.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any, cast
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from dynmo.kernels.shared_qk import Tile, attend, attend_backward, widened
+
+# Queries that are computed together. A tile computes the pairs above its diagonal in vain.
+_TILE = 64
+
+
+def row_lengths(index: Tensor, batch: int, sequence: int) -> list[int]:
+    """Counts the tokens of each row.
+
+    Args:
+        index: int64 [tokens], ascending.
+        batch: Rows of the microbatch.
+        sequence: Tokens of a row.
+
+    Returns:
+        One count a row.
+    """
+    return torch.bincount(index // sequence, minlength=batch).tolist()
+
+
+def plan_tiles(positions: Tensor, dtype: torch.dtype, tile: int = _TILE) -> list[Tile]:
+    """Cuts the queries of one row into tiles.
+
+    Args:
+        positions: int64 [queries], ascending, within the row.
+        dtype: Of the scores that the masks are added to.
+        tile: Most queries in a tile.
+
+    Returns:
+        The tiles. The last one sees all keys that any does.
+    """
+    places = positions.tolist()
+    tiles: list[Tile] = []
+    for start in range(0, len(places), tile):
+        stop = min(start + tile, len(places))
+        end, seen_by_all = places[stop - 1] + 1, places[start] + 1
+        keys = torch.arange(seen_by_all, end, device=positions.device)
+        hidden = keys[None, :] > positions[start:stop, None]
+        mask = torch.zeros(hidden.shape, dtype=dtype, device=positions.device).masked_fill_(hidden, -torch.inf)
+        tiles.append(Tile(start, stop, end, seen_by_all, mask))
+    return tiles
+
+
+class _KeptAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, index: Tensor) -> Tensor:
+        batch, sequence = k.shape[:2]
+        lengths = row_lengths(index, batch, sequence)
+        ctx.save_for_backward(q, k, v, index)
+        ctx.lengths = lengths
+        out = torch.empty_like(q)
+        for row, part in _rows(lengths):
+            queries, keys, values = _heads_first(q[part], k[row], v[row])
+            result = torch.empty_like(queries)
+            attend(queries, keys, values, result, plan_tiles(index[part] - row * sequence, queries.dtype))
+            out[part] = result.transpose(0, 1)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+        q, k, v, index = ctx.saved_tensors
+        gq, gk, gv = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
+        scale = q.shape[-1] ** -0.5
+        for row, part in _rows(ctx.lengths):
+            queries, keys, values = _heads_first(q[part], k[row], v[row])
+            gout = widened(gradients[0][part]).transpose(0, 1).contiguous()
+            to_q, to_k, to_v = torch.empty_like(queries), torch.empty_like(keys), torch.empty_like(values)
+            tiles = plan_tiles(index[part] - row * k.shape[1], queries.dtype)
+            attend_backward(queries, keys, values, gout, to_q, to_k, to_v, tiles)
+            gq[part], gk[row], gv[row] = to_q.transpose(0, 1), to_k.transpose(0, 1).mul_(scale), to_v.transpose(0, 1)
+        return gq, gk, gv, None
+
+
+def _rows(lengths: list[int]) -> list[tuple[int, slice]]:
+    """The rows that have tokens, and where these lie."""
+    ends = np.cumsum([0, *lengths]).tolist()
+    return [(row, slice(start, stop)) for row, (start, stop) in enumerate(pairwise(ends)) if stop > start]
+
+
+def _heads_first(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """[tokens, heads, size] -> [heads, tokens, size] in one piece. The keys are scaled. On CPU low
+    precisions are computed in float32."""
+    q, k, v = (widened(x).transpose(0, 1).contiguous() for x in (q, k, v))
+    return q, k * q.shape[-1] ** -0.5, v
+
+
+def attend_kept(q: Tensor, k: Tensor, v: Tensor, index: Tensor) -> Tensor:
+    """Attends from some tokens to all tokens.
+
+    Args:
+        q: Queries, [kept, heads, size].
+        k: Keys, [batch, sequence, heads, size].
+        v: Values, like the keys.
+        index: Tokens of the queries, int64 [kept], ascending.
+
+    Returns:
+        A tensor like the queries.
+    """
+    return cast(Tensor, _KeptAttention.apply(q, k, v, index))
+
+
+def attend_packed(q: Tensor, k: Tensor, v: Tensor, lengths: list[int]) -> Tensor:
+    """Attends among the selected tokens of each row, which lie behind one another.
+
+    Args:
+        q: Queries, [selected, heads, size].
+        k: Keys, like the queries.
+        v: Values, like the queries.
+        lengths: Selected tokens of each row. Their sum is `selected`.
+
+    Returns:
+        A tensor like the queries.
+    """
+    if len(set(lengths)) == 1 and lengths[0]:
+        q, k, v = (x.unflatten(0, (len(lengths), lengths[0])).transpose(1, 2) for x in (q, k, v))
+        return functional.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(0, 1)
+    parts = zip(*(x.split(lengths) for x in (q, k, v)), strict=True)
+    out = [_row(*part) if part[0].shape[0] else part[0] for part in parts]
+    return torch.cat(out)
+
+
+def _row(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
+    return functional.scaled_dot_product_attention(q, k, v, is_causal=True).squeeze(0).transpose(0, 1)

@@ -1,0 +1,66 @@
+"""Taking some tokens out of a residual stream, and putting several streams together.
+
+The backwards write each gradient once. Plain indexing would fill a tensor with zeros and add to it.
+"""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+
+class _Select(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(index)
+        return x.view_as(x), x.index_select(0, index)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        (index,) = ctx.saved_tensors
+        stream, selected = gradients
+        return stream.index_add(0, index, selected), None
+
+
+def select(x: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
+    """Takes rows, and hands the whole on.
+
+    Args:
+        x: [tokens, features].
+        index: int64 [selected], without repetitions.
+
+    Returns:
+        `x`, and its rows [selected, features].
+    """
+    return cast("tuple[Tensor, Tensor]", _Select.apply(x, index))
+
+
+class _Merge(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, first: Tensor, at_first: Tensor, second: Tensor, at_second: Tensor) -> Tensor:
+        ctx.save_for_backward(at_first, at_second)
+        out = first.new_empty(first.shape[0] + second.shape[0], first.shape[1])
+        out.index_copy_(0, at_first, first)
+        return out.index_copy_(0, at_second, second)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, Tensor, None]:
+        at_first, at_second = ctx.saved_tensors
+        return gradients[0].index_select(0, at_first), None, gradients[0].index_select(0, at_second), None
+
+
+def merge(first: Tensor, at_first: Tensor, second: Tensor, at_second: Tensor) -> Tensor:
+    """Puts two sets of rows in one tensor.
+
+    Args:
+        first: [m, features].
+        at_first: Place of each row, int64 [m].
+        second: [n, features].
+        at_second: Place of each row, int64 [n]. Both together are 0 .. m + n - 1.
+
+    Returns:
+        [m + n, features].
+    """
+    return cast(Tensor, _Merge.apply(first, at_first, second, at_second))

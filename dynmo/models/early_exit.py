@@ -1,0 +1,291 @@
+"""A GPT whose tokens leave at exit heads (CALM, Schuster et al. 2022; ADP-C, Liu et al. 2022).
+
+    embedding | attention, feed-forward | ... | exit | attention, feed-forward | ... | head
+
+The computation of a token that exits stops there. Its last state is its output, and its source for
+keys and values in the attention of later blocks. Layers hand on six tensors:
+
+    x        [tokens, hidden]    states of the tokens that remain
+    index    int64 [tokens]      their places in the microbatch, ascending
+    exited   [gone, hidden]      last states of the others
+    places   int64 [gone]        their places
+    targets  int64 [all tokens]  what each token should predict
+    loss     []                  the weighted loss of the exits so far
+
+The loss of an exit is the mean over all tokens of the cross entropy of their outputs. A token that
+has exited keeps the output of its exit. In training the loss is sum(w l) / sum(w) over exits and
+head. CALM weighs by depth, ADP-C equally. In evaluation it is the loss of the outputs alone.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from dynmo.kernels.own_loss import add_loss
+from dynmo.kernels.split import WeightTape
+from dynmo.kernels.token_attention import attend_kept
+from dynmo.kernels.token_select import merge
+from dynmo.models.gpt import Embedding, FeedForwardHalf, Head, rotary_tables, rotate
+
+Tensors = tuple[Tensor, ...]
+
+# CALM's threshold falls over a sequence: 0.9 L + 0.1 L exp(-4 t / N) at token t of N.
+_STEEPNESS = 4.0
+
+
+@dataclass(frozen=True)
+class ExitRule:
+    """When a token exits.
+
+    Attributes:
+        confidence: "softmax" (largest probability minus the second), "state" (cosine of the states
+            before and after the last block), "classifier" (of the exit's own), or "top-1" (largest
+            probability, as in ADP-C).
+        threshold: A token exits when its confidence is over this.
+        decays: Whether the threshold falls over the sequence, as in CALM.
+    """
+
+    confidence: str
+    threshold: float
+    decays: bool
+
+    def thresholds(self, places: Tensor, sequence: int) -> Tensor:
+        """Returns the threshold of each token.
+
+        Args:
+            places: int64 [tokens], of the microbatch.
+            sequence: Tokens of a row.
+
+        Returns:
+            float32 [tokens].
+        """
+        if not self.decays:
+            return torch.full(places.shape, self.threshold, device=places.device)
+        time = (places % sequence).float() / sequence
+        return (self.threshold * (0.9 + 0.1 * torch.exp(-_STEEPNESS * time))).clamp(0, 1)
+
+
+class ExitEmbedding(Embedding):
+    """Token ids and targets, int64 [microbatch, 2, sequence], to what early exit hands on."""
+
+    def forward(self, pair: Tensor) -> Tensors:  # pyright: ignore[reportIncompatibleMethodOverride]
+        ids, targets = pair.unbind(1)
+        x = super().forward(ids.reshape(-1))
+        index = torch.arange(x.shape[0], device=x.device)
+        loss = torch.zeros((), device=x.device)
+        return x, index, x.new_empty(0, x.shape[1]), index[:0], targets.reshape(-1), loss
+
+
+class ExitAttentionHalf(nn.Module):
+    """Causal rotary attention of the tokens that remain to all tokens.
+
+    Args:
+        hidden: Width of the stream.
+        heads: Number of heads.
+        sequence: Tokens of a row.
+        std: Standard deviation of the initial weights.
+        residual_std: The same of the projection.
+        dropout: Probability of dropout.
+        keeps_state: Whether to hand on the states before this block too, for an exit that
+            compares them.
+    """
+
+    cosine: Tensor
+    sine: Tensor
+    varying_shapes = False
+
+    def __init__(
+        self, hidden: int, heads: int, sequence: int, std: float, residual_std: float, dropout: float, keeps_state: bool = False
+    ) -> None:
+        super().__init__()
+        self.heads, self.sequence, self.keeps_state = heads, sequence, keeps_state
+        self.norm = nn.RMSNorm(hidden, eps=1e-6)
+        # Apart: tokens that have exited need keys and values, but no queries.
+        self.q = nn.Linear(hidden, hidden, bias=False)
+        self.kv = nn.Linear(hidden, 2 * hidden, bias=False)
+        self.proj = nn.Linear(hidden, hidden, bias=False)
+        self.dropout = nn.Dropout(dropout)
+        for linear, deviation in ((self.q, std), (self.kv, std), (self.proj, residual_std)):
+            nn.init.normal_(linear.weight, std=deviation)
+        cosine, sine = rotary_tables(sequence, hidden // heads)
+        self.register_buffer("cosine", cosine, persistent=False)
+        self.register_buffer("sine", sine, persistent=False)
+
+    def forward(self, x: Tensor, index: Tensor, exited: Tensor, places: Tensor, targets: Tensor, loss: Tensor) -> Tensors:
+        everything = not exited.shape[0]
+        states = x if everything else merge(x, index, exited, places)
+        shape = -1, self.sequence, self.heads, states.shape[1] // self.heads
+        normed = self.norm(states)
+        k, v = self.kv(normed).chunk(2, dim=-1)
+        k, v = k.reshape(shape), v.reshape(shape)
+        cosine, sine = (table[:, None].to(x.dtype) for table in (self.cosine, self.sine))
+        k = rotate(k, cosine, sine)
+        if everything:
+            q = rotate(self.q(normed).reshape(shape), cosine, sine)
+            q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+            out = functional.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
+        else:
+            times = index % self.sequence
+            q = rotate(self.q(self.norm(x)).unflatten(-1, shape[2:]), cosine[times], sine[times])
+            out = attend_kept(q, k, v, index)
+        y = x + self.dropout(self.proj(out.reshape(x.shape)))
+        rest = exited, places, targets, loss
+        return (y, index, *rest, x) if self.keeps_state else (y, index, *rest)
+
+
+class ExitFeedForwardHalf(FeedForwardHalf):
+    """The feed-forward half, on the tokens that remain."""
+
+    varying_shapes = False
+
+    def forward(self, x: Tensor, *rest: Tensor) -> Tensors:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return super().forward(x), *rest
+
+
+class ExitHead(nn.Module):
+    """Predicts, and lets the tokens go whose confidence is over the threshold.
+
+    Args:
+        hidden: Width of the stream.
+        vocab: Number of different tokens.
+        std: Standard deviation of the initial weights.
+        sequence: Tokens of a row.
+        rule: When a token exits.
+        weight: Weight of this exit's loss.
+        later: Sum of the weights of later exits and the head.
+        total: Sum of all weights.
+
+    Attributes:
+        exits: Whether tokens leave. If not, the exit only adds its loss.
+        seen: Tokens of all microbatches since the last record: all, and those that left here.
+    """
+
+    tape: WeightTape | None = None
+    varying_shapes = False
+
+    def __init__(
+        self, hidden: int, vocab: int, std: float, sequence: int, rule: ExitRule, weight: float, later: float, total: float
+    ) -> None:
+        super().__init__()
+        self.sequence, self.rule = sequence, rule
+        self.weight, self.later, self.total = weight, later, total
+        self.exits, self.seen = False, (0, 0)
+        self.norm = nn.RMSNorm(hidden, eps=1e-6)
+        self.logits = nn.Linear(hidden, vocab, bias=False)
+        nn.init.normal_(self.logits.weight, std=std)
+        if rule.confidence == "classifier":
+            self.classifier = nn.Linear(hidden, 1)
+            nn.init.normal_(self.classifier.weight, std=std)
+            nn.init.zeros_(self.classifier.bias)
+
+    def forward(
+        self, x: Tensor, index: Tensor, exited: Tensor, places: Tensor, targets: Tensor, loss: Tensor, before: Tensor | None = None
+    ) -> Tensors:
+        if not self.training:
+            return self._evaluate(x, index, exited, places, targets, loss, before)
+        normed = self.norm(x)
+        logits = self.logits(normed).float()
+        each = functional.cross_entropy(logits, targets[index], reduction="none")
+        own = self.weight * each.sum()
+        if self.rule.confidence == "classifier":
+            x = add_loss(x, self._classifier_loss(x, logits, targets[index]), self.tape)
+        if self.exits:
+            leave = self._leaves(x, logits, before, index)
+            own = own + self.later * torch.where(leave, each, 0).sum()
+            x, index, exited, places = _split(x, index, exited, places, leave)
+            self.seen = self.seen[0] + len(targets), self.seen[1] + len(leave) - len(index)
+        return x, index, exited, places, targets, loss + own / (self.total * len(targets))
+
+    def _evaluate(
+        self, x: Tensor, index: Tensor, exited: Tensor, places: Tensor, targets: Tensor, loss: Tensor, before: Tensor | None
+    ) -> Tensors:
+        """Adds the loss of the tokens that exit here. Without exits the head alone predicts."""
+        if self.exits:
+            needs_all = self.rule.confidence in ("softmax", "top-1")
+            logits = self.logits(self.norm(x)).float() if needs_all else None
+            leave = self._leaves(x, logits, before, index)
+            gone = leave.nonzero().squeeze(1)
+            logits = self.logits(self.norm(x[gone])).float() if logits is None else logits[gone]
+            loss = loss + functional.cross_entropy(logits, targets[index[gone]], reduction="sum") / len(targets)
+            x, index, exited, places = _split(x, index, exited, places, leave)
+        return x, index, exited, places, targets, loss
+
+    def _leaves(self, x: Tensor, logits: Tensor | None, before: Tensor | None, index: Tensor) -> Tensor:
+        """Which tokens exit, bool [tokens]."""
+        with torch.no_grad():
+            confidence = self._confidence(x, logits, before)
+            return confidence > self.rule.thresholds(index, self.sequence)
+
+    def _confidence(self, x: Tensor, logits: Tensor | None, before: Tensor | None) -> Tensor:
+        """float32 [tokens]."""
+        kind = self.rule.confidence
+        if kind == "state":
+            assert before is not None, "the block before this exit keeps the states"
+            return functional.cosine_similarity(x.float(), before.float(), dim=-1)
+        if kind == "classifier":
+            return self.classifier(x).float().sigmoid().squeeze(-1)
+        assert logits is not None
+        whole = logits.logsumexp(-1)
+        if kind == "top-1" or logits.shape[-1] == 1:
+            return torch.exp(logits.amax(-1) - whole)
+        first, second = logits.topk(2, dim=-1).values.unbind(-1)
+        return torch.exp(first - whole) - torch.exp(second - whole)
+
+    def _classifier_loss(self, x: Tensor, logits: Tensor, targets: Tensor) -> Tensor:
+        """Teaches the classifier whether this exit is right. It trains nothing else. The mean over
+        the tokens that came here, 0 if there are none."""
+        right = (logits.detach().argmax(-1) == targets).float()
+        guesses = self.classifier(x.detach()).float().squeeze(-1)
+        return functional.binary_cross_entropy_with_logits(guesses, right, reduction="sum") / max(1, len(targets))
+
+
+def _split(x: Tensor, index: Tensor, exited: Tensor, places: Tensor, leave: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    stay, gone = (~leave).nonzero().squeeze(1), leave.nonzero().squeeze(1)
+    if not len(gone):
+        return x, index, exited, places
+    return x[stay], index[stay], torch.cat((exited, x[gone])), torch.cat((places, index[gone]))
+
+
+class FinalHead(Head):
+    """The head of the tokens that remain. Returns the loss.
+
+    Args:
+        hidden: Width of the stream.
+        vocab: Number of different tokens.
+        std: Standard deviation of the initial weights.
+        share: Weight of this head's loss over the sum of all weights.
+    """
+
+    def __init__(self, hidden: int, vocab: int, std: float, share: float) -> None:
+        super().__init__(hidden, vocab, std)
+        self.share = share
+
+    def forward(self, x: Tensor, index: Tensor, exited: Tensor, places: Tensor, targets: Tensor, loss: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        del exited, places
+        each = functional.cross_entropy(super().forward(x).float(), targets[index], reduction="sum")
+        return loss + each * ((self.share if self.training else 1.0) / len(targets))
+
+
+def loss_of_exits(output: Tensor, targets: Tensor) -> Tensor:
+    """Returns the loss that the last layer has put together. The targets came with the inputs."""
+    del targets
+    return output
+
+
+def exit_weights(blocks: tuple[int, ...], depth: int, by_depth: bool) -> list[float]:
+    """Weights of the losses of the exits, and of the head.
+
+    Args:
+        blocks: The block before each exit.
+        depth: Number of blocks.
+        by_depth: Whether an exit counts by its number of blocks, as in CALM. If not, all count
+            alike.
+
+    Returns:
+        One weight an exit, and one for the head.
+    """
+    return [float(block + 1) if by_depth else 1.0 for block in (*blocks, depth - 1)]

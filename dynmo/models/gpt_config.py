@@ -1,0 +1,79 @@
+"""The GPT that a config asks for: its layers, and which variant of each the dynamic cases need."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+from torch import nn
+
+from dynmo.config import Config
+from dynmo.models import early_exit
+from dynmo.models.gpt import AttentionHalf, Embedding, FeedForwardHalf, Head, SharedAttentionHalf
+from dynmo.models.mixture_of_depths import RoutedAttentionHalf, RoutedFeedForwardHalf, Router
+from dynmo.models.model import Factory, Model, from_factories, next_token_loss
+
+Named = tuple[str, Callable[[], nn.Module]]
+
+
+def make(config: Config) -> Model:
+    """Makes the GPT of a config.
+
+    Args:
+        config: Its sections [model] and [dynamism] count.
+
+    Returns:
+        The model. Two layers a block, one for the embedding, each exit and the head.
+    """
+    exits = "early_exit" in config.dynamism.cases
+    layers = _with_exits(config) if exits else _plain(config)
+    names, factories = [name for name, _ in layers], [factory for _, factory in layers]
+    tied = (((0, "tokens.weight"), (len(names) - 1, "logits.weight")),) if config.model.tied else ()
+    loss = early_exit.loss_of_exits if exits else next_token_loss
+    return from_factories(names, factories, config.seed, loss, tied, takes_targets=exits)
+
+
+def _residual_std(config: Config) -> float:
+    return config.model.init_std / (2 * config.model.blocks) ** 0.5
+
+
+def _plain(config: Config) -> list[Named]:
+    """Also with sparse attention, and with blocks that only some tokens pass."""
+    m, depths = config.model, config.dynamism.mixture_of_depths
+    shared = "sparse_attention" in config.dynamism.cases
+    routed = depths.routed_blocks(m.blocks) if "mixture_of_depths" in config.dynamism.cases else ()
+    ends = m.init_std, _residual_std(config), m.dropout
+    attention: Factory = partial(SharedAttentionHalf if shared else AttentionHalf, m.hidden, m.heads, m.sequence, *ends)
+
+    def routed_attention() -> nn.Module:
+        router = Router(m.hidden, depths.capacity, depths.predictor, depths.predictor_weight, m.init_std)
+        return RoutedAttentionHalf(m.hidden, m.heads, m.sequence, *ends, router)
+
+    layers: list[Named] = [("embedding", partial(Embedding, m.vocab, m.hidden, m.init_std, m.dropout))]
+    for block in range(m.blocks):
+        feed_forward = RoutedFeedForwardHalf if block in routed else FeedForwardHalf
+        layers.append((f"blocks.{block}.attention", routed_attention if block in routed else attention))
+        layers.append((f"blocks.{block}.feed_forward", partial(feed_forward, m.hidden, *ends)))
+    layers.append(("head", partial(Head, m.hidden, m.vocab, m.init_std)))
+    return layers
+
+
+def _with_exits(config: Config) -> list[Named]:
+    m, options = config.model, config.dynamism.early_exit
+    exits, residual_std = options.exits_of(m.blocks), _residual_std(config)
+    calm = options.policy == "calm"
+    rule = early_exit.ExitRule(options.confidence if calm else "top-1", options.threshold_of_policy, decays=calm)
+    weights = early_exit.exit_weights(exits, m.blocks, by_depth=calm)
+    layers: list[Named] = [("embedding", partial(early_exit.ExitEmbedding, m.vocab, m.hidden, m.init_std, m.dropout))]
+    for block in range(m.blocks):
+        keeps_state = block in exits and rule.confidence == "state"
+        sizes = m.hidden, m.heads, m.sequence, m.init_std, residual_std, m.dropout, keeps_state
+        layers.append((f"blocks.{block}.attention", partial(early_exit.ExitAttentionHalf, *sizes)))
+        feed_forward = partial(early_exit.ExitFeedForwardHalf, m.hidden, m.init_std, residual_std, m.dropout)
+        layers.append((f"blocks.{block}.feed_forward", feed_forward))
+        if block in exits:
+            place = exits.index(block)
+            share = weights[place], sum(weights[place + 1 :]), sum(weights)
+            layers.append((f"blocks.{block}.exit", partial(early_exit.ExitHead, m.hidden, m.vocab, m.init_std, m.sequence, rule, *share)))
+    layers.append(("head", partial(early_exit.FinalHead, m.hidden, m.vocab, m.init_std, weights[-1] / sum(weights))))
+    return layers

@@ -1,0 +1,155 @@
+"""Blocks that only some tokens pass (mixture of depths, Raposo et al. 2024).
+
+    x' = x + r f(x)    for the selected tokens, with the router's weight r
+    x' = x             for the others
+
+f is what attention and feed-forward add to the stream. Its attention runs among the selected tokens
+only. Training selects the same number of tokens in each row: those with the largest r (expert
+choice). That looks at tokens that come later, so a predictor learns to tell which tokens are
+selected. Evaluation selects by the predictor alone, and training may, too (threshold routing). Then
+the number of tokens varies.
+
+The predictor has the two published forms. "bce" adds a binary cross entropy on r, which pulls
+selected tokens over 0 and others under it. "mlp" is a small network of its own, with a stopped
+gradient.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from dynmo.kernels.own_loss import add_loss
+from dynmo.kernels.split import WeightTape
+from dynmo.kernels.token_attention import attend_packed, row_lengths
+from dynmo.kernels.token_select import select
+from dynmo.models.gpt import AttentionHalf, FeedForwardHalf, rotate
+
+# Width of the predictor "mlp", as a part of the stream's.
+_PREDICTOR_SHARE = 8
+
+
+def selected_tokens(capacity: float, sequence: int) -> int:
+    """Returns how many tokens of a row are selected, at least one."""
+    return max(1, round(capacity * sequence))
+
+
+class Router(nn.Module):
+    """Selects tokens, and predicts the selection.
+
+    Args:
+        hidden: Width of the stream.
+        capacity: Share of the tokens of a row that is selected.
+        predictor: "bce" or "mlp".
+        loss_weight: Weight of the predictor's loss.
+        std: Standard deviation of the initial weights.
+
+    Attributes:
+        by_threshold: Whether training selects by the predictor.
+        seen: Tokens of all microbatches since the last record: all, those that were selected, and
+            those of which the predictor is right.
+    """
+
+    tape: WeightTape | None = None
+
+    def __init__(self, hidden: int, capacity: float, predictor: str, loss_weight: float, std: float) -> None:
+        super().__init__()
+        self.capacity, self.loss_weight = capacity, loss_weight
+        self.by_threshold = False
+        self.seen: tuple[int, int, int | Tensor] = (0, 0, 0)
+        self.weight = nn.Linear(hidden, 1, bias=False)
+        nn.init.normal_(self.weight.weight, std=std)
+        self.predictor: nn.Sequential | None = None
+        if predictor == "mlp":
+            width = max(1, hidden // _PREDICTOR_SHARE)
+            self.predictor = nn.Sequential(nn.Linear(hidden, width), nn.SiLU(), nn.Linear(width, 1))
+
+    def forward(self, x: Tensor, rows: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Selects tokens.
+
+        Args:
+            x: [rows * sequence, hidden].
+            rows: Rows of the microbatch.
+
+        Returns:
+            `x`; the selected rows of x, [selected, hidden]; their weights, [selected, 1]; and their
+            places, int64 [selected], ascending.
+        """
+        if not self.training:
+            index = self._predicted(x).nonzero().squeeze(1)
+            x, chosen = select(x, index)
+            return x, chosen, self.weight(chosen), index
+        if self.predictor is None:
+            scores = self.weight(x)
+            best = self._best(scores.detach(), rows)
+            guesses = scores
+        else:
+            with torch.no_grad():
+                best = self._best(self.weight(x), rows)
+            guesses = self.predictor(x.detach())
+        chosen_by_best = torch.zeros(x.shape[0], device=x.device).index_fill_(0, best, 1.0)
+        guesses = guesses.squeeze(-1).float()
+        loss = functional.binary_cross_entropy_with_logits(guesses, chosen_by_best)
+        predicted = guesses.detach() > 0
+        index = predicted.nonzero().squeeze(1) if self.by_threshold else best
+        right = (predicted == chosen_by_best.bool()).sum()  # not asked for here: CUDA would wait
+        self.seen = self.seen[0] + len(x), self.seen[1] + len(index), self.seen[2] + right
+        x, chosen = select(add_loss(x, self.loss_weight * loss, self.tape), index)
+        return x, chosen, self.weight(chosen), index
+
+    def _best(self, scores: Tensor, rows: int) -> Tensor:
+        """Places of the tokens with the largest scores of each row, int64 [rows * selected]."""
+        scores = scores.view(rows, -1)
+        count = selected_tokens(self.capacity, scores.shape[1])
+        best = scores.topk(count, dim=1).indices.sort(dim=1).values
+        return (best + torch.arange(rows, device=best.device)[:, None] * scores.shape[1]).flatten()
+
+    def _predicted(self, x: Tensor) -> Tensor:
+        """Which tokens the predictor takes, bool [tokens]."""
+        guesses = self.weight(x) if self.predictor is None else self.predictor(x)
+        return guesses.squeeze(-1) > 0
+
+
+class RoutedAttentionHalf(AttentionHalf):
+    """Selects tokens, and attends among them.
+
+    Hands on the stream [microbatch, sequence, hidden], what the attention adds to the selected
+    tokens [selected, hidden], their weights [selected, 1] and their places int64 [selected].
+
+    Args:
+        hidden: Width of the stream.
+        heads: Number of heads.
+        sequence: Most tokens of a row.
+        std: Standard deviation of the initial weights.
+        residual_std: The same of the projection.
+        dropout: Probability of dropout.
+        router: Selects.
+    """
+
+    # Evaluation selects by the predictor.
+    varying_shapes = True
+
+    def __init__(self, hidden: int, heads: int, sequence: int, std: float, residual_std: float, dropout: float, router: Router) -> None:
+        super().__init__(hidden, heads, sequence, std, residual_std, dropout)
+        self.router = router
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        batch, sequence, hidden = x.shape
+        stream, chosen, weights, index = self.router(x.reshape(-1, hidden), batch)
+        q, k, v = self.qkv(self.norm(chosen)).view(-1, 3, self.heads, hidden // self.heads).unbind(1)
+        times = index % sequence
+        cosine, sine = (table[times, None].to(x.dtype) for table in (self.cosine, self.sine))
+        fixed = self.training and not self.router.by_threshold
+        lengths = [len(index) // batch] * batch if fixed else row_lengths(index, batch, sequence)
+        out = attend_packed(rotate(q, cosine, sine), rotate(k, cosine, sine), v, lengths)
+        return stream.view(x.shape), self.dropout(self.proj(out.reshape(-1, hidden))), weights, index
+
+
+class RoutedFeedForwardHalf(FeedForwardHalf):
+    """The feed-forward of the selected tokens, and their way back into the stream."""
+
+    def forward(self, x: Tensor, attended: Tensor, weights: Tensor, index: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        stream, chosen = select(x.flatten(0, 1), index)
+        added = attended + self.added(chosen + attended)
+        return stream.index_add(0, index, weights * added).view(x.shape)
