@@ -1,0 +1,163 @@
+"""Attention of a part of the tokens against one token at a time: values and gradients, whatever
+tokens there are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from dynmo.kernels.token_attention import attend_kept, attend_packed, plan_tiles, row_lengths
+from tests.models.plain_blocks import attended
+
+Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+shapes = st.tuples(st.integers(1, 3), st.integers(1, 20), st.integers(1, 2), st.sampled_from([1, 2, 8]))
+"""batch, sequence, heads, size"""
+shares = st.lists(st.sampled_from([0.0, 0.1, 0.5, 0.9, 1.0]), min_size=3, max_size=3)
+"""Of the tokens of each row, that are drawn."""
+
+
+def drawn(batch: int, sequence: int, of_row: Sequence[float], seed: int) -> Tensor:
+    """Index of each drawn token, ascending."""
+    chances = torch.rand(batch, sequence, generator=torch.Generator().manual_seed(seed))
+    return (chances < torch.tensor(of_row)[:batch, None]).flatten().nonzero().squeeze(1)
+
+
+def random(*shape: int, seed: int, dtype: torch.dtype = torch.float64) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+
+
+def kept_slowly(index: Sequence[int]) -> Attention:
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out = 0 * q
+        for place, token in enumerate(index):
+            row, position = divmod(token, k.shape[1])
+            for head in range(k.shape[2]):
+                earlier = [(k[row, j, head], v[row, j, head]) for j in range(position + 1)]
+                out[place, head] = attended(q[place, head], *zip(*earlier, strict=True))
+        return out
+
+    return attend
+
+
+def packed_slowly(lengths: Sequence[int]) -> Attention:
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out, first = 0 * q, 0
+        for length in lengths:
+            for place in range(first, first + length):
+                for head in range(k.shape[1]):
+                    earlier = [(k[j, head], v[j, head]) for j in range(first, place + 1)]
+                    out[place, head] = attended(q[place, head], *zip(*earlier, strict=True))
+            first += length
+        return out
+
+    return attend
+
+
+def compare(ours: Attention, slow: Attention, q: Tensor, k: Tensor, v: Tensor, tolerance: float = 1e-11) -> None:
+    """Values and gradients. Those of low precision are compared with the slow ones in float64."""
+    g, results = random(*q.shape, seed=9, dtype=q.dtype), []
+    for attend, dtype in ((ours, q.dtype), (slow, torch.float64)):
+        leaves = [x.to(dtype).clone().requires_grad_() for x in (q, k, v)]
+        out = attend(*leaves)
+        out.backward(g.to(dtype))
+        # A leaf that no output depends on may be left without a gradient.
+        results.append([out.detach(), *(torch.zeros_like(x) if x.grad is None else x.grad for x in leaves)])
+        assert all(x.dtype == dtype for x in results[-1])
+    for name, actual, expected in zip(("values", "q", "k", "v"), *results, strict=True):
+        said = lambda message, name=name: f"{name}: {message}"  # noqa: E731
+        torch.testing.assert_close(actual.double(), expected, rtol=tolerance, atol=tolerance, msg=said)
+
+
+def compare_kept(shape: tuple[int, int, int, int], index: Tensor, dtype: torch.dtype = torch.float64, tolerance: float = 1e-11) -> None:
+    batch, sequence, heads, size = shape
+    q = random(len(index), heads, size, seed=1, dtype=dtype)
+    k, v = (random(batch, sequence, heads, size, seed=seed, dtype=dtype) for seed in (2, 3))
+    compare(lambda q, k, v: attend_kept(q, k, v, index), kept_slowly(index.tolist()), q, k, v, tolerance)
+
+
+def compare_packed(heads: int, size: int, lengths: list[int], dtype: torch.dtype = torch.float64, tolerance: float = 1e-11) -> None:
+    q, k, v = (random(sum(lengths), heads, size, seed=seed, dtype=dtype) for seed in (1, 2, 3))
+    compare(lambda q, k, v: attend_packed(q, k, v, lengths), packed_slowly(lengths), q, k, v, tolerance)
+
+
+@settings(max_examples=30)
+@given(shapes, shares, st.integers(0, 99))
+def test_kept(shape: tuple[int, int, int, int], of_row: list[float], seed: int) -> None:
+    compare_kept(shape, drawn(*shape[:2], of_row, seed))
+
+
+@pytest.mark.parametrize(
+    "index",
+    [[], [0], [4], [5], [14], [0, 5, 10], [4, 9, 14], list(range(15)), list(range(5, 10)), [1, 3, 11]],
+    ids=lambda index: f"{len(index)} tokens, {index[:3]}",
+)
+def test_kept_of_three_rows_of_five(index: list[int]) -> None:
+    compare_kept((3, 5, 2, 4), torch.tensor(index, dtype=torch.int64))
+
+
+@pytest.mark.parametrize("share", [0.6, 1.0])
+def test_kept_in_several_tiles(share: float) -> None:
+    index = drawn(1, 150, [share], 0)
+    assert len(plan_tiles(index, torch.float64)) == (2 if share < 1 else 3)
+    compare_kept((1, 150, 1, 4), index)
+
+
+def test_kept_does_not_depend_on_later_tokens() -> None:
+    q, index = random(3, 2, 4, seed=1), torch.tensor([1, 3, 9])
+    k, v = random(2, 6, 2, 4, seed=2), random(2, 6, 2, 4, seed=3)
+    before = attend_kept(q, k, v, index)
+    for x in (k, v):
+        x[0, 4:] += 1
+        x[1, 4:] += 1
+    assert torch.equal(attend_kept(q, k, v, index), before)
+
+
+@settings(max_examples=30)
+@given(st.lists(st.integers(0, 12), min_size=1, max_size=4), st.integers(1, 2), st.sampled_from([1, 2, 8]))
+def test_packed(lengths: list[int], heads: int, size: int) -> None:
+    compare_packed(heads, size, lengths)
+
+
+@pytest.mark.parametrize("lengths", [[0], [1], [0, 0], [1, 1, 1], [4, 4, 4], [0, 1], [3, 0, 1], [0, 6]])
+def test_packed_of(lengths: list[int]) -> None:
+    compare_packed(2, 4, lengths)
+
+
+def test_low_precision() -> None:
+    compare_kept((2, 9, 2, 8), drawn(2, 9, [0.5, 0.9], 0), torch.bfloat16, tolerance=0.03)
+    compare_packed(2, 8, [5, 5], torch.bfloat16, tolerance=0.03)
+    compare_packed(2, 8, [5, 0, 3], torch.bfloat16, tolerance=0.03)
+
+
+@given(shapes, shares, st.integers(0, 99))
+def test_row_lengths(shape: tuple[int, int, int, int], of_row: list[float], seed: int) -> None:
+    batch, sequence, *_ = shape
+    index = drawn(batch, sequence, of_row, seed)
+    assert row_lengths(index, batch, sequence) == [sum(token // sequence == row for token in index.tolist()) for row in range(batch)]
+
+
+@given(st.sets(st.integers(0, 60)), st.integers(1, 9))
+def test_tiles(chosen: set[int], size: int) -> None:
+    """Each query is in one tile, and sees its own position and all before."""
+    positions = sorted(chosen)
+    tiles = plan_tiles(torch.tensor(positions, dtype=torch.int64), torch.float64, size)
+    assert [query for tile in tiles for query in range(tile.start, tile.stop)] == list(range(len(positions)))
+    for tile in tiles:
+        assert 0 < tile.stop - tile.start <= size
+        assert tile.end == positions[tile.stop - 1] + 1, "no key is computed that no query of the tile sees"
+        assert tile.rows is None
+        assert tile.mask.dtype == torch.float64
+        for query in range(tile.start, tile.stop):
+            mask = tile.mask[query - tile.start].tolist()
+            assert len(mask) == tile.end - tile.masked_from
+            assert set(mask) <= {0.0, -float("inf")}
+            seen = [*range(tile.masked_from), *(tile.masked_from + j for j, added in enumerate(mask) if added == 0)]
+            assert seen == list(range(positions[query] + 1))
+    if tiles:
+        assert tiles[-1].end == max(tile.end for tile in tiles)

@@ -1,0 +1,77 @@
+"""Taking tokens out of a stream and putting them back, against one row at a time."""
+
+from __future__ import annotations
+
+from random import Random
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from dynmo.kernels.token_select import merge, select
+
+chosen = st.lists(st.booleans(), min_size=1, max_size=12)
+"""Whether each token is taken."""
+
+
+def random(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def places(taken: list[bool], value: bool = True) -> Tensor:
+    return torch.tensor([place for place, is_taken in enumerate(taken) if is_taken is value], dtype=torch.int64)
+
+
+@given(chosen, st.integers(1, 3))
+def test_select(taken: list[bool], features: int) -> None:
+    x, index = random(len(taken), features).requires_grad_(), places(taken)
+    stream, selected = select(x, index)
+    assert torch.equal(stream, x)
+    assert [row.tolist() for row in selected] == [x[place].tolist() for place, is_taken in enumerate(taken) if is_taken]
+    to_stream, to_selected = random(*stream.shape, seed=1), random(*selected.shape, seed=2)
+    torch.autograd.backward((stream, selected), (to_stream, to_selected))
+    rows = iter(to_selected)
+    expected = [to_stream[place] + next(rows) if is_taken else to_stream[place] for place, is_taken in enumerate(taken)]
+    assert x.grad is not None
+    assert torch.equal(x.grad, torch.stack(expected))
+
+
+def test_select_where_one_output_alone_is_used() -> None:
+    index = torch.tensor([0, 2])
+    for used, expected in ((0, [1.0, 1.0, 1.0]), (1, [1.0, 0.0, 1.0])):
+        x = random(3, 1).requires_grad_()
+        select(x, index)[used].sum().backward()
+        assert x.grad is not None
+        assert x.grad.flatten().tolist() == expected
+
+
+@given(chosen, st.integers(1, 3))
+def test_merge(in_first: list[bool], features: int) -> None:
+    at_first, at_second = places(in_first), places(in_first, False)
+    first, second = (random(len(at), features, seed=seed).requires_grad_() for seed, at in enumerate((at_first, at_second)))
+    out = merge(first, at_first, second, at_second)
+    rows = iter(first), iter(second)
+    expected = torch.stack([next(rows[0] if is_first else rows[1]) for is_first in in_first])
+    assert torch.equal(out, expected)
+    gradient = random(*out.shape, seed=2)
+    ours = torch.autograd.grad(out, (first, second), gradient)
+    assert all(torch.equal(a, gradient[at]) for a, at in zip(ours, (at_first, at_second), strict=True))
+
+
+@given(chosen, st.randoms(use_true_random=False))
+def test_merge_takes_rows_in_any_order(in_first: list[bool], shuffler: Random) -> None:
+    """Tokens that exit later than others lie behind them, wherever their places are."""
+    order = places(in_first, False).tolist()
+    shuffler.shuffle(order)
+    at_first, at_second = places(in_first), torch.tensor(order, dtype=torch.int64)
+    out = merge(random(len(at_first), 2), at_first, random(len(order), 2, seed=1), at_second)
+    assert torch.equal(out[at_first], random(len(at_first), 2))
+    assert torch.equal(out[at_second], random(len(order), 2, seed=1))
+
+
+def test_gradients_by_differences() -> None:
+    x, index, others = random(4, 2).requires_grad_(), torch.tensor([1, 3]), torch.tensor([2, 0])
+    torch.autograd.gradcheck(lambda x: select(x, index), x)
+    first, second = (random(2, 3, seed=seed).requires_grad_() for seed in (1, 2))
+    torch.autograd.gradcheck(lambda a, b: merge(a, index, b, others), (first, second))

@@ -1,0 +1,58 @@
+"""The parts of a GPT for one token at a time, from their formulas: slow, and easy to check by eye."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+torch.set_num_threads(1)  # as a rank has them
+
+
+def rms_norm(x: Tensor, scale: Tensor) -> Tensor:
+    """x / sqrt(mean(x^2) + 1e-6), times the weight. [hidden]."""
+    return x / torch.sqrt((x * x).mean() + 1e-6) * scale
+
+
+def rotated(x: Tensor, position: int) -> Tensor:
+    """One head's query or key, [size]. The pair (i, i + size / 2) turns by position / 10000^(2i /
+    size)."""
+    half = len(x) // 2
+    first, second = [], []
+    for i in range(half):
+        angle = position * 10000.0 ** (-2 * i / len(x))
+        first.append(x[i] * math.cos(angle) - x[i + half] * math.sin(angle))
+        second.append(x[i + half] * math.cos(angle) + x[i] * math.sin(angle))
+    return torch.stack(first + second)
+
+
+def attended(query: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor]) -> Tensor:
+    """The values, weighed by the softmax of query * key / sqrt(size). All are of one head,
+    [size]."""
+    weights = torch.softmax(torch.stack(list(keys)) @ query / len(query) ** 0.5, 0)
+    return weights @ torch.stack(list(values))
+
+
+def heads_of(x: Tensor, heads: int) -> list[Tensor]:
+    """[hidden] -> one [size] a head."""
+    return list(x.view(heads, -1))
+
+
+def fed_forward(half: Any, x: Tensor) -> Tensor:
+    """What a feed-forward half adds to a token: down(silu(gate) * up)."""
+    inner = half.gate_up.weight @ rms_norm(x, half.norm.weight)
+    gate, up = inner[: len(inner) // 2], inner[len(inner) // 2 :]
+    return half.down.weight @ (gate / (1 + torch.exp(-gate)) * up)
+
+
+def cross_entropy(logits: Tensor, target: int) -> Tensor:
+    """-log softmax(logits)[target] of one token."""
+    return torch.logsumexp(logits, 0) - logits[target]
+
+
+def binary_cross_entropy(guess: Tensor, right: bool) -> Tensor:
+    """-log of the sigmoid of the guess, or of its complement."""
+    return torch.log1p(torch.exp(-guess if right else guess))
