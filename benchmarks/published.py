@@ -1,0 +1,32 @@
+"""The speed-ups of the DynMo paper's figure 3, and the baseline of each."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Published:
+    """A published speed-up.
+
+    Attributes:
+        speedup: The figure, or its range over the models.
+        baseline: What the paper divides by (figure 3 and section 4.1).
+        setup: GPUs, replicas and pipeline ranks.
+    """
+
+    speedup: str
+    baseline: str
+    setup: str
+
+
+_LARGE = "720 H100, 30 replicas of a 24-way pipeline"
+_STATIC = "the faster static placement of Megatron-LM and DeepSpeed, with the technique"
+
+PUBLISHED = {
+    "freezing": Published("2.23", "Egeria", _LARGE),
+    "pruning": Published("3.18", _STATIC, _LARGE),
+    "sparse_attention": Published("2.71 to 4.02", "dense attention", _LARGE),
+    "early_exit": Published("4.52", "the model without exits, whose tokens all pass every layer", _LARGE),
+    "mixture_of_depths": Published("1.17", _STATIC, "128 H100, 8 replicas of a 16-way pipeline"),
+}
