@@ -83,7 +83,7 @@ class Observed:
                 values = {key: event[key] for key in ("loss", "gradient_norm", "learning_rate", "frozen")}
                 _add(self.steps, step, values)
             elif event["event"] == "eval":
-                _add(self.evaluations, step, event["loss"])
+                _add(self.evaluations, step, [event["loss"], event.get("dense_loss")])
             elif event["event"] == "change" and event["case"] in CASES:
                 _add(self.changes, (step, event["case"]), [event["layers"], event["what"]])
             elif event["event"] == "skipped":

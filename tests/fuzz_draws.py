@@ -20,6 +20,9 @@ Tables = dict[str, Any]
 STOP = "python:tests.fuzz_models:StopAfter_"
 SOURCE = "file:LICENSE"  # from the repository's root
 
+# Of each measure of confidence: some tokens of an untrained model are over these, and some are not.
+THRESHOLDS = {"softmax": [0.0005, 0.002, 0.005], "state": [0.9, 0.99, 0.999], "classifier": [0.49, 0.5, 0.51]}
+
 
 @dataclass(frozen=True)
 class Case:
@@ -110,7 +113,9 @@ class _Draw:
         self._writes = any(kind.writes for kind in _kinds(model["kind"]))
         draws = any(kind.draws for kind in _kinds(model["kind"])) or bool(model.get("dropout"))
         steps = random.choice([4, 5, 6, 6, 7, 8, 10, 12])
-        dynamism = self._dynamism(model, layers, steps)
+        tokens = self._token_case(model, steps)
+        layers += len(tokens.get("early_exit", {}).get("exits", ()))
+        dynamism = self._dynamism(model, layers, steps, tokens)
         freezing = dynamism.get("freezing", {})
         # Replicas refuse layers that write to their buffers, which is drawn now and then.
         data = 1 if self._writes and not self._chance(0.03) else random.choice([1, 1, 1, 2, 2, 3, 4])
@@ -287,30 +292,49 @@ class _Draw:
         cuts = sorted(self._random.sample(range(1, layers), stages - 1))
         return [b - a for a, b in zip([0, *cuts], [*cuts, layers], strict=True)]
 
-    def _dynamism(self, model: Tables, layers: int, steps: int) -> Tables:
-        random, cases = self._random, list[str]()
-        tables: Tables = {}
+    def _token_case(self, model: Tables, steps: int) -> Tables:
+        """A case that chooses tokens, and its section; empty if there is none."""
+        random = self._random
+        if model["kind"] != "gpt" or not self._chance(0.35):
+            return {}
+        blocks = model["blocks"]
+        if blocks > 1 and self._chance(0.5):
+            some = sorted(random.sample(range(blocks - 1), random.randrange(1, blocks)))
+            policy, confidence = random.choice(["calm", "calm", "adp-c"]), random.choice(list(THRESHOLDS))
+            kind = confidence if policy == "calm" else "softmax"
+            options: Tables = {"policy": policy, "confidence": kind, "exits": some, "start": random.randrange(steps)}
+            threshold = random.choice([*THRESHOLDS[kind], 0.0, 1.0])
+            return {"early_exit": {**options, "threshold": threshold, "record_every": random.choice([1, 2, 10])}}
+        options = {"capacity": random.choice([0.125, 0.3, 0.5, 1.0]), "every": random.randrange(1, blocks + 1)}
+        options |= {"predictor": random.choice(["mlp", "bce"]), "predictor_weight": random.choice([0.01, 1.0])}
+        options |= {"record_every": random.choice([1, 2, 10])}
+        options |= {"threshold_from": random.randrange(steps)} if self._chance(0.5) else {}
+        return {"mixture_of_depths": options}
+
+    def _dynamism(self, model: Tables, layers: int, steps: int, tokens: Tables) -> Tables:
+        random, cases = self._random, list(tokens)
+        tables: Tables = {**tokens}
         gpt, emulated = model["kind"] == "gpt", model["kind"] == "emulated"
         if self._chance(0.45):
             cases.append("freezing")
-            tables["freezing"] = self._freezing(layers, steps)
+            tables["freezing"] = self._freezing(layers, steps, egeria=not tokens)
         prunes = gpt or (not emulated and can_prune(tuple(model["kind"].split("__")[1:])))
         if prunes and self._chance(0.25):
             cases.append("pruning")
             tables["pruning"] = self._pruning(steps)
-        if gpt and self._chance(0.25):
+        if gpt and not tokens and self._chance(0.25):
             cases.append("sparse_attention")
             tables["sparse_attention"] = self._sparse_attention(model, steps)
-        if gpt and self._chance(0.1):
+        if gpt and not tokens and self._chance(0.1):  # its layers hand on one tensor
             cases.append("python:tests.dynamism.own_case:LayerDrop")
         if "freezing" in cases and self._chance(0.15):
             cases.append("python:tests.dynamism.thawing:Thawing")
         random.shuffle(cases)
         return {"cases": cases, **tables} if cases else {}
 
-    def _freezing(self, layers: int, steps: int) -> Tables:
+    def _freezing(self, layers: int, steps: int, egeria: bool) -> Tables:
         random = self._random
-        policies = ["schedule", "autofreeze", *["egeria"] * 3] if steps >= 10 else ["schedule", "autofreeze"]
+        policies = ["schedule", "autofreeze", *(["egeria"] * 3 if steps >= 10 and egeria else [])]
         policy = random.choice(policies)
         if policy == "schedule":
             at = sorted(random.sample(range(steps), random.randrange(1, 4)))

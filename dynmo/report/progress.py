@@ -18,8 +18,10 @@ from dynmo.events import (
     RebalanceResultEvent,
     RollbackEvent,
     StepEvent,
+    TokensEvent,
 )
 from dynmo.report.summary import layers_text
+from dynmo.report.token_lines import evaluation_text, tokens_text
 
 
 class ProgressLine:
@@ -72,7 +74,9 @@ class ProgressLine:
             case PostValidationEvent():
                 self._say(f"step {event.step}: post-validation {'on' if event.on else 'off'}: {event.reason}")
             case EvalEvent():
-                self._say(f"step {event.step}: held-out loss {event.loss:.4f}")
+                self._say(f"step {event.step}: {evaluation_text(event)}")
+            case TokensEvent():
+                self._say(f"step {event.step}: {tokens_text(event)}")
             case CheckpointEvent():
                 self._say(f"step {event.step}: saved {event.path} ({event.bytes / 2**20:.1f} MiB in {event.seconds:.2f} s)")
             case _:

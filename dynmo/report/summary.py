@@ -24,7 +24,9 @@ from dynmo.events import (
     RollbackEvent,
     SkippedEvent,
     StepEvent,
+    TokensEvent,
 )
+from dynmo.report.token_lines import evaluation_text, tokens_text
 
 # Steps after the first of a run that are enough for a median, and by what share such medians differ
 # on a quiet machine at most.
@@ -78,6 +80,8 @@ class Summary:
     measure_seconds: float | None
     decide_seconds: float | None
     move_seconds: float | None
+    tokens: TokensEvent | None = None
+    evaluation: EvalEvent | None = None
 
 
 def summarize(events: Iterable[Event]) -> Summary:
@@ -86,7 +90,8 @@ def summarize(events: Iterable[Event]) -> Summary:
     rebalances: list[RebalanceEvent] = []
     results: list[RebalanceResultEvent] = []
     changes: list[Changes] = []
-    held_out: float | None = None
+    evaluation: EvalEvent | None = None
+    tokens: TokensEvent | None = None
     end: EndEvent | None = None
     resumed = False
     for event in events:
@@ -110,7 +115,9 @@ def summarize(events: Iterable[Event]) -> Summary:
             case ChangeEvent() | ReshapeEvent() | SkippedEvent() | RollbackEvent() | PostValidationEvent():
                 changes.append(event)
             case EvalEvent():
-                held_out = event.loss
+                evaluation = event
+            case TokensEvent():
+                tokens = event
             case EndEvent():
                 end = event
             case _:
@@ -128,7 +135,7 @@ def summarize(events: Iterable[Event]) -> Summary:
         len(steps),
         seconds,
         steps[-1].loss if steps else None,
-        held_out,
+        evaluation.loss if evaluation else None,
         end.weights_digest if end else None,
         end.buffers_digest if end else None,
         end.reason if end else None,
@@ -138,6 +145,8 @@ def summarize(events: Iterable[Event]) -> Summary:
         whole.measure_seconds if whole else None,
         whole.decide_seconds if whole else None,
         whole.move_seconds if whole else None,
+        tokens,
+        evaluation,
     )
 
 
@@ -224,6 +233,11 @@ def event_lines(summary: Summary) -> list[str]:
         lines += entries[:_SHOWN]
         if len(entries) > _SHOWN:
             lines.append((entries[_SHOWN][0], f"step {entries[_SHOWN][0]} on: {kind} {len(entries) - _SHOWN} times more (events.jsonl)"))
+    if summary.tokens is not None:
+        lines.append((summary.tokens.step, f"step {summary.tokens.step}: {tokens_text(summary.tokens)}"))
+    evaluation = summary.evaluation
+    if evaluation is not None and evaluation.dense_loss is not None:
+        lines.append((evaluation.step, f"step {evaluation.step}: {evaluation_text(evaluation)}"))
     return [line for _, line in sorted(lines, key=lambda pair: pair[0])]
 
 

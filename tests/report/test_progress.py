@@ -6,7 +6,7 @@ from io import StringIO
 
 from rich.console import Console
 
-from dynmo.events import ChangeEvent, CheckpointEvent, EndEvent, EvalEvent, RebalanceEvent, RebalanceResultEvent, StepEvent
+from dynmo.events import ChangeEvent, CheckpointEvent, EndEvent, EvalEvent, RebalanceEvent, RebalanceResultEvent, StepEvent, TokensEvent
 from dynmo.report.progress import ProgressLine
 
 
@@ -37,6 +37,8 @@ def test_what_happens_is_said_at_once() -> None:
         RebalanceEvent(4, 0.0, 1, (4, 2), (5, 1), 10, 0.0123, 0.2, "exact: pays"),
         RebalanceResultEvent(9, 0.0, 1, 0.25),
         EvalEvent(10, 0.0, 2.5),
+        TokensEvent(10, 0.0, "early_exit", (5, 8), {"exited": [0.4, 0.25]}),
+        EvalEvent(11, 0.0, 2.5, 200.0, 2.4, 100.0),
         CheckpointEvent(10, 0.0, "runs/a", 3 << 20, 0.5),
         EndEvent(99, 0.0, 1.0, "ab", 1.0, "done"),
     ).splitlines()
@@ -45,6 +47,8 @@ def test_what_happens_is_said_at_once() -> None:
         "step 4: moved layers 4+2 -> 5+1 in 12 ms (exact: pays)",
         "step 9: rebalance 1 measured: +25.0% of a step saved",
         "step 10: held-out loss 2.5000",
+        "step 10: early_exit, layers 5, 8: exited 40%, 25%",
+        "step 11: held-out loss 2.5000 at 200 tokens/s; without exits 2.4000 at 100 tokens/s (x2.00)",
         "step 10: saved runs/a (3.0 MiB in 0.50 s)",
     ]
 

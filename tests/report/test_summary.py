@@ -20,6 +20,7 @@ from dynmo.events import (
     RollbackEvent,
     SkippedEvent,
     StepEvent,
+    TokensEvent,
 )
 from dynmo.report.summary import (
     Summary,
@@ -66,6 +67,16 @@ def test_phases() -> None:
     assert [p.imbalance for p in summary.phases] == [0.5, 0.125, 1.25]
     assert (summary.steps, summary.seconds, summary.loss, summary.held_out) == (7, 29.5, 3.0, 2.5)
     assert (summary.digest, summary.reason) == ("aa", "done")
+
+
+def test_tokens_and_evaluations_with_exits() -> None:
+    """The last of each is told."""
+    records: list[Event] = [TokensEvent(i, 0.0, "early_exit", (3,), {"exited": [i / 10]}) for i in (1, 2)]
+    summary = summarize([step(0), step(1), step(2), *records, EvalEvent(2, 0.0, 2.5, 300.0, 2.4, 200.0)])
+    assert event_lines(summary) == [
+        "step 2: early_exit, layers 3: exited 20%",
+        "step 2: held-out loss 2.5000 at 300 tokens/s; without exits 2.4000 at 200 tokens/s (x1.50)",
+    ]
 
 
 def cells(table: Table) -> dict[str, list[str]]:

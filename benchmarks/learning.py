@@ -1,0 +1,221 @@
+"""What early exit and mixture of depths learn, against a dense model at equal compute.
+
+Model, data and evaluation are those of `benchmarks.quality`. Each technique trains for all steps.
+Its compute is counted by arithmetic, in units of a dense step: 2 FLOPs per weight and token in F, B
+and W each, and the pairs of the causal attention. The shares of tokens come from the run's log. The
+dense model then trains for as many steps as that compute pays for, with a learning rate of its own
+length. The distance is the technique's last held-out loss over this dense run's, less 1.
+
+The held-out loss is that of the model as it would be used: with exits, and with blocks that select
+tokens by their predictors. For early exit the log also has the loss and the speed of the same model
+without exits, in turn on the same windows, on one thread.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from rich.console import Console
+from rich.progress import track
+
+from benchmarks.harness import machine, run_ranks, save_picture
+from benchmarks.quality import config_of
+from dynmo.config import Config
+from dynmo.events import EvalEvent, Event, TokensEvent
+from dynmo.models.gpt import feed_forward_size
+from dynmo.models.registry import load_model
+from dynmo.runtime.comm.world import World
+from dynmo.train.trainer import Trainer
+
+ROOT = Path(__file__).resolve().parents[1]
+PICTURE = ROOT / "docs" / "pictures" / "learning.svg"
+STEPS, HIDDEN = 1000, 128
+RECORDS = 10  # steps
+
+
+def _exits(**options: Any) -> dict[str, Any]:
+    return {"cases": ["early_exit"], "early_exit": {"record_every": RECORDS, **options}}
+
+
+def _depths(**options: Any) -> dict[str, Any]:
+    return {"cases": ["mixture_of_depths"], "mixture_of_depths": {"record_every": RECORDS, **options}}
+
+
+RUNS: dict[str, dict[str, Any]] = {
+    "early exit, CALM softmax 0.7": _exits(threshold=0.7),
+    "early exit, CALM classifier 0.8": _exits(confidence="classifier", threshold=0.8),
+    "early exit, ADP-C 0.9": _exits(policy="adp-c", threshold=0.9),
+    "depths, 12.5 %, mlp": _depths(),
+    "depths, 12.5 %, bce": _depths(predictor="bce"),
+}
+
+
+def block_flops(config: Config, kept: float, keys: float, pairs: float) -> float:
+    """FLOPs of a block's F for one token of the whole batch.
+
+    Args:
+        config: Of the run.
+        kept: Share of the tokens that the block computes.
+        keys: Share of the tokens that need keys and values.
+        pairs: Share of the attention's pairs.
+    """
+    hidden, sequence = config.model.hidden, config.model.sequence
+    linear = kept * (2 * hidden**2 + 3 * hidden * feed_forward_size(hidden)) + keys * 2 * hidden**2
+    return 2 * linear + pairs * 2 * sequence * hidden
+
+
+def step_flops(config: Config, shares: Sequence[float]) -> float:
+    """FLOPs of F, B and W for one token. B of the attention takes twice its F, and it has no W.
+
+    Args:
+        config: Of the run.
+        shares: Of all tokens, those that left at each exit. Empty without early exit.
+    """
+    m, cases = config.model, config.dynamism.cases
+    exits = config.dynamism.early_exit.exits_of(m.blocks) if "early_exit" in cases else ()
+    depths = config.dynamism.mixture_of_depths
+    routed = depths.routed_blocks(m.blocks) if "mixture_of_depths" in cases else ()
+    remaining, total = 1.0, 3 * 2 * m.vocab * m.hidden
+    for block in range(m.blocks):
+        kept = depths.capacity if block in routed else remaining
+        sides = (kept, kept, kept**2) if block in routed else (kept, 1.0, kept)
+        total += 3 * block_flops(config, *sides)
+        if block in exits:
+            total += 3 * 2 * m.vocab * m.hidden * remaining
+            remaining -= dict(zip(exits, shares, strict=True))[block]
+    # The head computes the tokens that remain.
+    return total - 3 * 2 * m.vocab * m.hidden * (1 - remaining)
+
+
+def compute_of(config: Config, events: Sequence[Event]) -> list[float]:
+    """Compute up to the end of each step, in dense steps."""
+    dense = step_flops(config_of(1, 0, {}, 1, 1, config.model.hidden), ())
+    records = [(e.step, e.shares["exited"]) for e in events if isinstance(e, TokensEvent) and "exited" in e.shares]
+    exits = config.dynamism.early_exit.exits_of(config.model.blocks) if "early_exit" in config.dynamism.cases else ()
+    total, done = 0.0, list[float]()
+    for step in range(config.train.steps):
+        # A record tells of the steps before it. None leaves before the first.
+        shares = next((shares for at, shares in records if at > step), records[-1][1] if records else [0.0] * len(exits))
+        started = step >= config.dynamism.early_exit.start_of(config.train.steps)
+        total += step_flops(config, shares if started else [0.0] * len(exits)) / dense
+        done.append(total)
+    return done
+
+
+def train(world: World, steps: int, dynamism: dict[str, Any], evaluations: int, batches: int, hidden: int) -> dict[str, Any]:
+    """Runs on the one rank: held-out loss by step and by compute."""
+    config = config_of(steps, 0, dynamism, evaluations, batches, hidden)
+    events: list[Event] = []
+    Trainer(config, world, load_model(config), None, listen=events.append).run()
+    compute = compute_of(config, events)
+    evaluated = [e for e in events if isinstance(e, EvalEvent)]
+    with_exits = [e for e in evaluated if e.dense_tokens_per_s is not None and e.tokens_per_s is not None]
+    last = with_exits[-1] if with_exits else None
+    tokens = [e for e in events if isinstance(e, TokensEvent)]
+    return {
+        "steps": steps,
+        "curve": [[compute[e.step], e.loss] for e in evaluated],
+        "loss": evaluated[-1].loss,
+        "compute": compute[-1],
+        "shares": dict(tokens[-1].shares) if tokens else {},
+        "loss_without_exits": None if last is None else last.dense_loss,
+        # Of the later half of the evaluations, for one takes a moment only.
+        "evaluation_speedup": median([_gain(e) for e in with_exits[len(with_exits) // 2 :]]) if with_exits else None,
+    }
+
+
+def _gain(event: EvalEvent) -> float:
+    assert event.tokens_per_s is not None
+    assert event.dense_tokens_per_s is not None
+    return event.tokens_per_s / event.dense_tokens_per_s
+
+
+def measure(steps: int, jobs: int = 1, evaluations: int = 24, batches: int = 16, hidden: int = HIDDEN) -> dict[str, Any]:
+    """Trains all. jobs: runs at once, each of one thread in a process of its own."""
+    common = {"evaluations": evaluations, "batches": batches, "hidden": hidden}
+    asked = [{"steps": steps, "dynamism": dynamism} for dynamism in ({}, *RUNS.values())]
+    console = Console(stderr=True)
+    with ProcessPoolExecutor(jobs, get_context("spawn")) as pool:
+        first = pool.map(_run, [given | common for given in asked])
+        dense, *techniques = track(first, "techniques", len(asked), console=console)
+        lengths = [max(1, round(run["compute"])) for run in techniques]
+        matched = pool.map(_run, [{"steps": length, "dynamism": {}} | common for length in lengths])
+        rows = [
+            {"name": name, **run, "dense": against, "distance": run["loss"] / against["loss"] - 1}
+            for name, run, against in zip(RUNS, techniques, track(matched, "dense", len(lengths), console=console), strict=True)
+        ]
+    return {"steps": steps, "hidden": hidden, "dense": dense, "rows": rows}
+
+
+def _run(given: dict[str, Any]) -> dict[str, Any]:
+    return run_ranks("benchmarks.learning:train", 1, **given)
+
+
+def table(result: dict[str, Any]) -> str:
+    """In Markdown, as docs/cases.md shows it."""
+    head = ["run", "compute, dense steps", "held-out loss", "dense, equal compute", "distance", "without exits", "evaluation"]
+    lines = [head, ["---", *["---:"] * (len(head) - 1)]]
+    dense = result["dense"]
+    lines.append(["dense", f"{dense['compute']:.0f}", f"{dense['loss']:.3f}", "", "", "", ""])
+    for row in result["rows"]:
+        without, faster = row["loss_without_exits"], row["evaluation_speedup"]
+        exits = ("", "") if without is None else (f"{without:.3f}", f"x{faster:.2f}")
+        numbers = f"{row['compute']:.0f}", f"{row['loss']:.3f}", f"{row['dense']['loss']:.3f}", f"{row['distance']:+.1%}"
+        lines.append([row["name"], *numbers, *exits])
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+
+
+def draw(result: dict[str, Any], path: Path) -> None:
+    """Draws the held-out loss by compute: a panel a case, the dense run in each."""
+    import matplotlib as mpl
+
+    mpl.use("svg")
+    # No date and no random ids: the same figures give the same file. Text stays text.
+    mpl.rcParams |= {"svg.hashsalt": "dynmo", "svg.fonttype": "none", "font.size": 9, "axes.spines.top": False, "axes.spines.right": False}
+    import matplotlib.pyplot as plt
+
+    styles = (("#0072b2", "-"), ("#d55e00", "--"), ("#009e73", "-."))
+    figure, panels = plt.subplots(1, 2, figsize=(9, 3.6), sharey=True, layout="constrained")
+    for axes, case in zip(panels, ("early exit", "depths"), strict=True):
+        axes.plot(*zip(*result["dense"]["curve"], strict=True), color="black", linestyle=":", label=f"dense: {result['dense']['loss']:.3f}")
+        shown = [row for row in result["rows"] if row["name"].startswith(case)]
+        for row, (colour, line) in zip(shown, styles, strict=True):
+            name = row["name"].removeprefix(f"{case}, ")
+            axes.plot(*zip(*row["curve"], strict=True), color=colour, linestyle=line, label=f"{name}: {row['loss']:.3f}")
+            axes.plot(row["dense"]["steps"], row["dense"]["loss"], "o", color=colour, markersize=4)
+        axes.set(title=case, xlabel="compute, in dense steps")
+        axes.legend(frameon=False, title="dots: dense, equal compute")
+        axes.grid(color="#dddddd")
+    panels[0].set_ylabel("held-out loss, nats a byte")
+    late = [loss for run in (result["dense"], *result["rows"]) for _, loss in run["curve"][len(run["curve"]) // 4 :]]
+    panels[0].set_ylim(min(late) - 0.05, max(late) + 0.05)
+    save_picture(figure, path)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
+    parser.add_argument("--plot", action="store_true", help=f"draw the curves into {PICTURE.relative_to(ROOT)}")
+    parser.add_argument("--read", type=Path, metavar="FILE", help="figures of an earlier --json, instead of training")
+    parser.add_argument("--steps", type=int, default=STEPS, help=f"of each technique (default {STEPS})")
+    parser.add_argument("--jobs", type=int, default=1, help="runs at once, a core each (default 1)")
+    parser.add_argument("--hidden", type=int, default=HIDDEN, help=f"hidden size of the model (default {HIDDEN})")
+    options = parser.parse_args()
+    if options.read:
+        result: dict[str, Any] = json.loads(options.read.read_text())
+    else:
+        result = measure(options.steps, options.jobs, hidden=options.hidden) | {"machine": machine()}
+    if options.plot:
+        draw(result, PICTURE)
+    print(json.dumps(result) if options.json else table(result))
+
+
+if __name__ == "__main__":
+    main()
