@@ -165,6 +165,24 @@ def test_refused(pool: Pool, function: str, reason: str) -> None:
         run(pool, function)
 
 
+RAGGED = "tests.models.ragged_model:"
+
+
+def test_batches_without_their_padding(pool: Pool) -> None:
+    """Every message has a shape of its own, forwards and backwards; layers move at each step."""
+    expected = numbers(pool, RAGGED + "ragged")
+    for ranks, schedule in ((2, "zb-h1"), (3, "gpipe"), (2, "zb-v")):
+        assert numbers(pool, RAGGED + "ragged", ranks, pipeline={"schedule": schedule}) == expected
+    assert numbers(pool, RAGGED + "ragged", 2, train={"recompute": "all"}) == expected
+    taken_back = {"train": {"max_grad_norm": 0.3}, "pipeline": {"post_validation": True}}
+    assert numbers(pool, RAGGED + "ragged", 3, **taken_back) == numbers(pool, RAGGED + "ragged", train={"max_grad_norm": 0.3})
+
+
+def test_shapes_that_vary_must_be_declared(pool: Pool) -> None:
+    with pytest.raises(JobFailed, match=r"changed shape from .* give the layer that hands them on the attribute varying_shapes"):
+        run(pool, RAGGED + "undeclared", 3, parallel={"timeout": 3.0})
+
+
 def test_what_each_replica_would_renormalise(pool: Pool) -> None:
     run(pool, "renormalised", 2)
     with pytest.raises(

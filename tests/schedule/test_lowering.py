@@ -351,3 +351,17 @@ def test_lowering_says_where_each_result_goes() -> None:
         Op(Kind.W, 2, 0): (False, None, False),
         Op(Kind.W, 1, 0): (False, None, False),
     }
+
+
+@pytest.mark.parametrize("schedule", ["zb-h1", "zb-v"])
+def test_channels_that_vary(schedule: str) -> None:
+    """Both directions of a boundary, on both ranks. Without any, no channel does."""
+    one = make(schedule, 2, 4)
+    boundary = 0
+    for program in lower(one, varying=[boundary]):
+        assert program.varying == {channel for channel in program.depth if channel.boundary == boundary}
+        assert program.varying
+    assert not any(program.varying for program in lower(one))
+    evaluation = lower_forward(one.placement, 2, 3, varying=[boundary])
+    assert all(channel.direction is Direction.ACTIVATION for program in evaluation for channel in program.varying)
+    assert all(program.varying for program in evaluation)

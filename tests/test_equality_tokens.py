@@ -1,0 +1,146 @@
+"""Same numbers where tokens exit or pass by: one digest for ranks, schedules, placements, replicas,
+precisions and resumed runs."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from dynmo.config import parse
+from dynmo.data.batches import Batches
+from dynmo.data.corpus import open_corpus
+from dynmo.models.gpt_config import make
+from tests.equality import BALANCERS, STEPS, config, deeper, fields_of
+from tests.jobs import SOURCE
+from tests.pool import Pool
+
+# Some tokens of an untrained model are over these thresholds, and some are not.
+CASES: dict[str, dict[str, Any]] = {
+    "softmax": {"early_exit": {"threshold": 0.001, "exits": [0, 2], "start": 2, "record_every": 2}},
+    "state": {"early_exit": {"confidence": "state", "threshold": 0.995, "exits": [0, 2], "start": 1, "record_every": 2}},
+    "classifier": {"early_exit": {"confidence": "classifier", "threshold": 0.5, "exits": [1], "start": 2, "record_every": 2}},
+    "mlp": {"mixture_of_depths": {"capacity": 0.3, "threshold_from": 4, "record_every": 2}},
+    "bce": {"mixture_of_depths": {"capacity": 0.5, "predictor": "bce", "predictor_weight": 1.0, "record_every": 2}},
+}
+
+
+def wanted(case: str, ranks: int, schedule: str, **sections: dict[str, Any]) -> dict[str, Any]:
+    """Layers move at each step if there are ranks to move between."""
+    base = deeper(ranks, schedule, BALANCERS["random" if ranks > 1 else "none"], freezing=False)
+    base["dynamism"] = {"cases": list(CASES[case]), **CASES[case]}
+    base["train"] |= {"eval_every": 3, "eval_batches": 2, "max_grad_norm": 0.5}
+    for name, section in sections.items():
+        base[name] = {**base.get(name, {}), **section}
+    return base
+
+
+def told(pool: Pool, ranks: int, configuration: dict[str, Any]) -> dict[str, Any]:
+    """What must not depend on where it ran."""
+    events = pool.run("events", ranks, config=configuration)[0]
+    return {
+        "steps": fields_of(events, "step", "step", "loss", "gradient_norm"),
+        "evaluations": fields_of(events, "eval", "loss", "dense_loss"),
+        "changes": fields_of(events, "change", "step", "case", "layers"),
+        "end": fields_of(events, "end", "loss", "weights_digest", "buffers_digest"),
+    }
+
+
+@cache
+def reference(pool: Pool, case: str, groups: int = 1, precision: str = "float32") -> dict[str, Any]:
+    """One rank, an ordinary backward, nothing moves."""
+    return told(pool, 1, wanted(case, 1, "1f1b", train={"reduction_slots": groups, "precision": precision}))
+
+
+RUNS: dict[str, tuple[int, str, dict[str, dict[str, Any]]]] = {
+    "zb-h1": (2, "zb-h1", {}),
+    "V shape and recompute": (3, "zb-v", {"train": {"recompute": "all"}}),
+    "post-validation": (4, "zb-h2", {"pipeline": {"post_validation": True}}),
+    "zb-auto and partial W": (2, "zb-auto", {"pipeline": {"w_granularity": "linear"}}),
+}
+
+
+def _combinations() -> list[Any]:
+    """Half of them belong to the everyday suite, so that every case meets two kinds of run."""
+    return [
+        pytest.param(case, *run, id=f"{case}-{name}", marks=() if (i + k) % 2 else pytest.mark.matrix)
+        for i, case in enumerate(CASES)
+        for k, (name, run) in enumerate(RUNS.items())
+    ]
+
+
+@pytest.mark.parametrize(("case", "ranks", "schedule", "sections"), _combinations())
+def test_one_digest(pool: Pool, case: str, ranks: int, schedule: str, sections: dict[str, dict[str, Any]]) -> None:
+    assert told(pool, ranks, wanted(case, ranks, schedule, **sections)) == reference(pool, case)
+
+
+@pytest.mark.parametrize("case", ["softmax", "mlp"])
+def test_replicas_and_other_meshes(pool: Pool, case: str) -> None:
+    sections = {"parallel": {"pipeline": 2, "data": 2, "zero": 1}, "train": {"reduction_slots": 2}, "elastic": {"reshape_at": [[3, 4, 1]]}}
+    assert told(pool, 4, wanted(case, 2, "zb-h1", **sections)) == reference(pool, case, groups=2)
+
+
+@pytest.mark.parametrize("case", ["softmax", "bce"])
+def test_bfloat16(pool: Pool, case: str) -> None:
+    low = wanted(case, 3, "zb-h1", train={"precision": "bfloat16"})
+    assert told(pool, 3, low) == reference(pool, case, precision="bfloat16")
+
+
+@pytest.mark.parametrize("case", ["softmax", "mlp"])
+def test_with_freezing_and_pruning(pool: Pool, case: str) -> None:
+    both = {"freezing": {"schedule": [[3, 2], [5, 4]]}, "pruning": {"initial_sparsity": 0.5, "start": 1, "end": 5, "every": 2}}
+    dynamism = {"cases": [*CASES[case], *both], **both}
+    alone, spread = (wanted(case, ranks, schedule, dynamism=dynamism) for ranks, schedule in ((1, "1f1b"), (3, "zb-h1")))
+    assert told(pool, 3, spread) == told(pool, 1, alone)
+
+
+@pytest.mark.parametrize("case", ["softmax", "mlp"])
+def test_a_run_goes_on_elsewhere(pool: Pool, tmp_path: Path, case: str) -> None:
+    (tmp_path / "run").mkdir()
+    for ranks, schedule, resume in ((2, "zb-h1", False), (3, "1f1b", True)):
+        part = wanted(case, ranks, schedule, checkpoint={"every": 100})
+        ended = pool.run("train_in", ranks, config=part, folder=str(tmp_path / "run"), resume=resume, stop_after=None if resume else 4)[0]
+        assert ended["interrupted"] is not resume
+    ((loss, weights, _),) = reference(pool, case)["end"]
+    assert (ended["loss"], ended["weights_digest"]) == (loss, weights)
+
+
+@pytest.mark.parametrize("case", ["softmax", "mlp"])
+def test_tokens_really_choose(pool: Pool, case: str) -> None:
+    """Some tokens leave, or pass by, and not all."""
+    events = pool.run("events", 2, config=wanted(case, 2, "zb-h1"))[0]
+    shares = [share for event in events if event["event"] == "tokens" for share in next(iter(event["shares"].values()))]
+    assert any(0.05 < share < 0.95 for share in shares), shares
+
+
+def test_a_plain_loop_agrees(pool: Pool) -> None:
+    """torch's own AdamW and backward over the same modules, 1e-6 relative in the losses."""
+    configuration = config(1, "1f1b", BALANCERS["none"], freezing=False, clipping=False, dropout=0.0)
+    configuration["dynamism"] = {"cases": ["early_exit"], "early_exit": {"threshold": 0.001, "exits": [0], "start": 0}}
+    configuration["train"] |= {"warmup": 0, "decay": "constant"}
+    losses = pool.run("train", 1, config=configuration)[0]["losses"]
+    model = make(parse(configuration))
+    layers = torch.nn.ModuleList(model.build(range(model.layers)))
+    for layer in layers:
+        if hasattr(layer, "exits"):
+            layer.exits = True
+    groups = [{"params": [p for p in layers.parameters() if (p.dim() > 1) == decays], "weight_decay": 0.1 * decays} for decays in (1, 0)]
+    optimizer = torch.optim.AdamW(groups, lr=1e-2, betas=(0.9, 0.95))
+    batches, expected = Batches(open_corpus(SOURCE), 16, 10, 2, 7), list[float]()
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        total = 0.0
+        for x, y in zip(*batches.train(step), strict=True):
+            tensors = (model.first_inputs(x, y),)
+            for layer in layers:
+                out = layer(*tensors)
+                tensors = out if isinstance(out, tuple) else (out,)
+            loss = model.loss(tensors[0], y) / 5
+            loss.backward()
+            total += loss.item()
+        optimizer.step()
+        expected.append(total)
+    assert losses == pytest.approx(expected, rel=1e-6)
