@@ -3,7 +3,7 @@
     before a run       check(modules)       refuses a model that lacks what the case needs
     before each step   act(step, layers)    changes layers, and says which
     after each step    observe(signals)     takes loss, gradient norms and learning rate
-    now and then       record(step, layers) returns how many tokens layers compute, for the log
+    before a move      collect(step, layers)  takes what layers have counted, for the log
     evaluations        dense(layers)        switches the case off, to compare
     at any time        forecast(step)       says what it expects to change
     checkpoints        state(), load()      what every rank knows
@@ -228,15 +228,17 @@ class Dynamism(Protocol):
         know."""
         return ()
 
-    def record(self, step: int, layers: Layers) -> TokenShares | None:
-        """Returns what the log should know of tokens. Called before `act`, on all ranks.
+    def collect(self, step: int, layers: Layers) -> TokenShares | None:
+        """Collects what layers have counted in the step before. Called before layers move, on all
+        ranks.
 
         Args:
-            step: Number of the step that comes. `acts` must be true of it.
+            step: Number of the step that comes. `acts` must be true of it if the case asks other
+                ranks for anything.
             layers: The model.
 
         Returns:
-            Shares of the steps since the last record. None if there is nothing to record.
+            What the log should know of tokens. None if there is nothing to tell.
         """
         return None
 

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
-from typing import Any, final
+from typing import Any, cast, final
 
-import torch
 from torch import nn
 
 from dynmo.dynamism.case import Change, Dynamism, Layers, TokenShares
+from dynmo.dynamism.counts import Counts
 from dynmo.errors import ConfigError
 
 
@@ -31,7 +31,7 @@ class EarlyExitCase(Dynamism):
 
     def __init__(self, start: int, record_every: int) -> None:
         self._start, self._every = start, record_every
-        self._on = False
+        self._on, self._counts = False, Counts(2)
 
     def check(self, modules: Sequence[nn.Module]) -> None:
         exits_of(modules)
@@ -54,16 +54,12 @@ class EarlyExitCase(Dynamism):
     def _records(self, step: int) -> bool:
         return step > self._start and step % self._every == 0
 
-    def record(self, step: int, layers: Layers) -> TokenShares | None:
+    def collect(self, step: int, layers: Layers) -> TokenShares | None:
+        exits = exits_of(layers.modules)
+        self._counts.add(layers, exits, _counted)
         if not self._records(step):
             return None
-        exits = exits_of(layers.modules)
-        counts = torch.zeros(len(exits), 2, dtype=torch.float64)
-        for place, index in enumerate(exits):
-            if index in layers.own:
-                counts[place] = torch.tensor(layers.modules[index].seen, dtype=torch.float64)
-            _set(layers.modules[index], "seen", (0, 0))
-        rows: list[list[float]] = layers.collective.sum(counts, "the tokens of every exit").tolist()
+        rows = self._counts.total(layers, exits, "the tokens of every exit")
         shares = [gone / tokens if tokens else 0.0 for tokens, gone in rows]
         return TokenShares(tuple(exits), {"exited": shares})
 
@@ -87,6 +83,12 @@ class EarlyExitCase(Dynamism):
 
     def load(self, state: dict[str, Any]) -> None:
         self._on = bool(state["on"])
+
+
+def _counted(module: nn.Module) -> tuple[int, int]:
+    seen = cast("tuple[int, int]", getattr(module, "seen", (0, 0)))
+    _set(module, "seen", (0, 0))
+    return seen
 
 
 def _set(module: nn.Module, name: str, value: object) -> None:

@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, final
 
-import torch
 from torch import nn
 
 from dynmo.dynamism.case import Change, Dynamism, Layers, TokenShares
+from dynmo.dynamism.counts import Counts
 from dynmo.errors import ConfigError
 
 
@@ -30,7 +30,7 @@ class MixtureOfDepthsCase(Dynamism):
 
     def __init__(self, threshold_from: int | None, record_every: int) -> None:
         self._from, self._every = threshold_from, record_every
-        self._by_threshold = False
+        self._by_threshold, self._counts = False, Counts(3)
 
     def check(self, modules: Sequence[nn.Module]) -> None:
         routed_of(modules)
@@ -55,17 +55,12 @@ class MixtureOfDepthsCase(Dynamism):
     def _records(self, step: int) -> bool:
         return step > 0 and step % self._every == 0
 
-    def record(self, step: int, layers: Layers) -> TokenShares | None:
+    def collect(self, step: int, layers: Layers) -> TokenShares | None:
+        routed = routed_of(layers.modules)
+        self._counts.add(layers, routed, _counted)
         if not self._records(step):
             return None
-        routed = routed_of(layers.modules)
-        counts = torch.zeros(len(routed), 3, dtype=torch.float64)
-        for place, index in enumerate(routed):
-            router = _router(layers.modules[index])
-            if index in layers.own:
-                counts[place] = torch.tensor([float(count) for count in router.seen], dtype=torch.float64)
-            router.seen = (0, 0, 0)
-        rows: list[list[float]] = layers.collective.sum(counts, "the tokens of every router").tolist()
+        rows = self._counts.total(layers, routed, "the tokens of every router")
         names = ("selected", "predicted_right")
         shares = {name: [row[1 + i] / row[0] if row[0] else 0.0 for row in rows] for i, name in enumerate(names)}
         return TokenShares(tuple(routed), shares)
@@ -80,6 +75,12 @@ class MixtureOfDepthsCase(Dynamism):
 def _router(module: nn.Module) -> Any:
     """Of any class that has `by_threshold` and `seen`."""
     return getattr(module, "router", None)
+
+
+def _counted(module: nn.Module) -> tuple[float, float, float]:
+    router = _router(module)
+    seen, router.seen = router.seen, (0, 0, 0)
+    return seen
 
 
 def routed_of(modules: Sequence[nn.Module]) -> list[int]:

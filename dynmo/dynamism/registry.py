@@ -52,7 +52,7 @@ def from_class(path: str) -> Dynamism:
         raise ConfigError(f"{where}: raised {type(error).__name__}: {error}{place(error)}") from error
     missing = [
         x
-        for x in ("act", "check", "observe", "forecast", "record", "dense", "state", "load", "acts")
+        for x in ("act", "check", "observe", "forecast", "collect", "dense", "state", "load", "acts")
         if not callable(getattr(case, x, None))
     ]
     missing += [] if isinstance(getattr(case, "name", None), str) else ["name"]

@@ -228,8 +228,8 @@ class Trainer:
         """The mesh changes, or the balancer looks at what was measured; then the dynamic cases
         act."""
         for case in self._cases:
-            with named(case, "record", step):
-                shares = case.record(step, self.pipeline.case_context)
+            with named(case, "collect", step):
+                shares = case.collect(step, self.pipeline.case_context)
             if shares is not None:
                 self._emit(TokensEvent(step, now(), case.name, shares.layers, shares.shares))
         shape = self.config.shape_at(step)
