@@ -27,7 +27,7 @@ def first_problem(config: Config) -> str | None:
 
 def _model(config: Config) -> Iterator[str]:
     model = config.model
-    if model.kind == "gpt":
+    if model.is_gpt:
         if model.hidden % model.heads:
             near = _nearest_divisors(model.heads, model.hidden)
             yield f"model.heads = {model.heads} does not divide model.hidden = {model.hidden}; nearest that do: {near}"
@@ -192,7 +192,7 @@ def _early_exit(config: Config) -> Iterator[str]:
     if model.kind == "emulated":
         yield f'{key}: model.kind = "emulated" has no tokens that could exit; use "gpt" or a model of your own'
     yield from _chosen_tokens(config, "early_exit")
-    if model.kind == "gpt":
+    if model.is_gpt:
         exits = options.exits_of(model.blocks)
         if not exits:
             yield f"{key}: a model of {model.blocks} blocks has no place for an exit; use more blocks, or name one in {key}.exits"
@@ -209,6 +209,29 @@ def _early_exit(config: Config) -> Iterator[str]:
         yield f"{key}.start = {options.start_of(steps)}, but the run has {steps} steps, so no token would exit; start sooner"
 
 
+def _experts(config: Config) -> Iterator[str]:
+    model, cases = config.model, config.dynamism.cases
+    if model.kind != "moe":
+        if "moe" in cases and not model.kind.startswith("python:"):
+            yield f'dynamism.cases: "moe", but model.kind = "{model.kind}" has no experts; use model.kind = "moe"'
+        return
+    if model.top_k > model.experts:
+        yield f"model.top_k = {model.top_k} is more than model.experts = {model.experts}; use {model.experts} or less"
+    if model.moe_every > model.blocks:
+        yield f"model.moe_every = {model.moe_every} gives none of the {model.blocks} blocks experts; use {model.blocks} or less"
+    tokens = config.train.micro_batch * model.sequence
+    if model.capacity_factor is not None and model.capacity_factor * tokens * model.top_k < model.experts:
+        least = math.ceil(10000 * model.experts / tokens / model.top_k) / 10000
+        yield (
+            f"model.capacity_factor = {model.capacity_factor} leaves an expert room for no token of a microbatch of {tokens}; "
+            f"use {least} or more"
+        )
+    if model.routing == "bias" and "moe" not in cases:
+        yield 'model.routing = "bias" needs the load of the experts, which dynamism.cases = ["moe"] measures; add it'
+    if config.train.compile:
+        yield 'train.compile = true with model.kind = "moe": shapes vary, and each would be compiled anew; use compile = false'
+
+
 def _mixture_of_depths(config: Config) -> Iterator[str]:
     if "mixture_of_depths" not in config.dynamism.cases:
         return
@@ -218,7 +241,7 @@ def _mixture_of_depths(config: Config) -> Iterator[str]:
     yield from _chosen_tokens(config, "mixture_of_depths")
     if "early_exit" in config.dynamism.cases:
         yield 'dynamism.cases: "early_exit" and "mixture_of_depths" both choose tokens for a block; leave one of them out'
-    if model.kind == "gpt" and options.every > model.blocks:
+    if model.is_gpt and options.every > model.blocks:
         yield f"{key}.every = {options.every} routes none of the model's {model.blocks} blocks; use {model.blocks} or less"
     if options.capacity * model.sequence < 0.5:
         least = math.ceil(5000 / model.sequence) / 10000
@@ -367,6 +390,7 @@ _RULES: tuple[Callable[[Config], Iterator[str]], ...] = (
     _sparse_attention,
     _early_exit,
     _mixture_of_depths,
+    _experts,
     _pruning,
     _freezing,
 )

@@ -19,7 +19,7 @@ from dynmo.config.checks import first_problem
 from dynmo.config.section import Section
 from dynmo.config.sections import Config
 from dynmo.config.sections_training import KEYS_OF_KIND, ModelSection, keys_of_other_kinds
-from dynmo.config.values import CASES, NOT_SERVED, PLANNED_CASES, value_text
+from dynmo.config.values import value_text
 from dynmo.errors import ConfigError
 
 
@@ -189,8 +189,6 @@ def _unknown(parts: tuple[str, ...]) -> str:
     """An unknown key, and the nearest: in its own section, else the same word elsewhere; or of an
     unknown section, the whole path."""
     key, section = ".".join(parts), parts[:-1]
-    if section == ("dynamism",) and parts[-1] in PLANNED_CASES:
-        return f"{key} is {NOT_SERVED}; the cases served are {', '.join(CASES)}"
     siblings, known = _fields(section), [".".join(path) for path in _keys()]
     near = [".".join((*section, word)) for word in difflib.get_close_matches(parts[-1], siblings or (), 1)]
     near = near or [path for path in known if path.endswith(f".{parts[-1]}")]

@@ -192,7 +192,7 @@ class Config(Section):
     def layer_count(self) -> int | None:
         """The number of layers as placements count them. None for a model of the user's own."""
         exits = self.dynamism.early_exit.exits_of(self.model.blocks)
-        has_exits = self.model.kind == "gpt" and "early_exit" in self.dynamism.cases
+        has_exits = self.model.is_gpt and "early_exit" in self.dynamism.cases
         count = self.model.layer_count
         return count + len(exits) if has_exits and count is not None else count
 

@@ -166,12 +166,19 @@ class MixtureOfDepthsSection(Section):
         return tuple(range(self.every - 1, blocks, self.every))
 
 
+class MoeSection(Section):
+    """Measures the load of experts."""
+
+    record_every: Count = 10
+    """Steps between two records of the experts' load."""
+
+
 class DynamismSection(Section):
     """The dynamic cases of the run, and the options of each."""
 
     cases: Cases = ()
     """Cases that run: `freezing`, `pruning`, `sparse_attention`, `early_exit`,
-    `mixture_of_depths`, or your own: `python:package.module:Class`."""
+    `mixture_of_depths`, `moe`, or your own: `python:package.module:Class`."""
     freezing: FreezingSection = FreezingSection()
     """Options of the case `freezing`."""
     pruning: PruningSection = PruningSection()
@@ -182,3 +189,5 @@ class DynamismSection(Section):
     """Options of the case `early_exit`."""
     mixture_of_depths: MixtureOfDepthsSection = MixtureOfDepthsSection()
     """Options of the case `mixture_of_depths`."""
+    moe: MoeSection = MoeSection()
+    """Options of the case `moe`."""

@@ -24,22 +24,27 @@ from dynmo.config.values import (
 )
 
 # Keys of [model] that only one kind has. All kinds have the others.
+_OF_GPT = ("blocks", "hidden", "heads", "dropout", "tied", "init_std")
+_OF_EXPERTS = ("experts", "top_k", "shared_experts", "moe_every", "routing", "router_loss", "bias_rate", "capacity_factor")
 KEYS_OF_KIND = {
-    "gpt": ("blocks", "hidden", "heads", "dropout", "tied", "init_std"),
+    "gpt": _OF_GPT,
+    "moe": (*_OF_GPT, *_OF_EXPERTS),
     "emulated": ("layers", "f", "b", "w", "bytes"),
 }
 
 
 def keys_of_other_kinds(kind: str) -> frozenset[str]:
     """The keys of [model] that a model of this kind does not have."""
-    return frozenset(key for owner, keys in KEYS_OF_KIND.items() if owner != kind for key in keys)
+    own = KEYS_OF_KIND.get(kind, ())
+    return frozenset(key for keys in KEYS_OF_KIND.values() for key in keys if key not in own)
 
 
 class ModelSection(Section):
     """The model that is trained. `KEYS_OF_KIND` has the keys that belong to one kind only."""
 
     kind: ModelKind = "gpt"
-    """`gpt`, `emulated` (layers that sleep), or your own: `python:package.module:function`."""
+    """`gpt`, `moe` (a GPT with experts), `emulated` (layers that sleep), or your own:
+    `python:package.module:function`."""
     blocks: Count = 8
     """Number of transformer blocks. Each block is two layers: attention and feed-forward."""
     hidden: Count = 256
@@ -56,6 +61,23 @@ class ModelSection(Section):
     """Whether the embedding and the head share one weight."""
     init_std: Positive = 0.02
     """Standard deviation of the initial weights."""
+    experts: Count = 8
+    """Number of experts of a feed-forward half."""
+    top_k: Count = 2
+    """Experts that compute a token."""
+    shared_experts: Whole = 0
+    """Experts that compute every token."""
+    moe_every: Count = 1
+    """Every so many-th block has experts."""
+    routing: Annotated[str, word(("aux-loss", "sinkhorn", "auction", "bias"))] = "aux-loss"
+    """How the load of the experts is kept even: by a loss, by a balanced assignment (`sinkhorn`,
+    `auction`), or by a bias of each expert."""
+    router_loss: NonNegative = 0.01
+    """Weight of the loss of `routing = "aux-loss"`."""
+    bias_rate: NonNegative = 0.001
+    """By how much `routing = "bias"` changes a bias in a step."""
+    capacity_factor: Positive | None = None
+    """Most tokens of an expert, over the mean. What is over it is dropped. Not set: nothing."""
     layers: Count = 8
     """Number of layers of the emulated model."""
     f: Seconds = 0.01
@@ -73,9 +95,14 @@ class ModelSection(Section):
         return {key: value for key, value in write(self).items() if key not in others}
 
     @property
+    def is_gpt(self) -> bool:
+        """Whether the model is a GPT, with experts or without."""
+        return self.kind in ("gpt", "moe")
+
+    @property
     def layer_count(self) -> int | None:
         """The number of layers as placements count them. None for a model of the user's own."""
-        if self.kind == "gpt":
+        if self.is_gpt:
             return 2 * self.blocks + 2  # each block is two layers; embedding and head are one each
         return self.layers if self.kind == "emulated" else None
 

@@ -18,9 +18,8 @@ NOT_SERVED = "known but not served by this version"
 LARGEST = 2**31 - 1  # of any count: a slip of the keyboard should not become an endless loop
 _BYTE_SIZE = TypeAdapter(ByteSize)
 
-# Of [dynamism] cases: those of this version, and those of the contract that are still to come.
-CASES = ("freezing", "pruning", "sparse_attention", "early_exit", "mixture_of_depths")
-PLANNED_CASES = ("moe",)
+# Of [dynamism] cases.
+CASES = ("freezing", "pruning", "sparse_attention", "early_exit", "mixture_of_depths", "moe")
 
 
 def parse_bytes(text: str) -> int:
@@ -112,7 +111,7 @@ def _check_name(value: str) -> str:
 
 def _check_kind(value: str) -> str:
     if not value.startswith("python:"):
-        return _check_word(value, ("gpt", "emulated"), ("moe", "hf"), "python:package.module:function")
+        return _check_word(value, ("gpt", "moe", "emulated"), ("hf",), "python:package.module:function")
     if not re.fullmatch(r"python:[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*", value):
         raise ValueError('a model of your own is written "python:package.module:function"')
     return value
@@ -120,7 +119,7 @@ def _check_kind(value: str) -> str:
 
 def _check_case(value: str) -> str:
     if not value.startswith("python:"):
-        return _check_word(value, CASES, PLANNED_CASES, "python:package.module:Class")
+        return _check_word(value, CASES, (), "python:package.module:Class")
     if not re.fullmatch(r"python:[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*", value):
         raise ValueError('a case of your own is written "python:package.module:Class"')
     return value

@@ -60,6 +60,16 @@ class Collective(Protocol):
         """
         ...
 
+    def sum_all(self, tensor: Tensor, what: str) -> Tensor:
+        """Adds a tensor up over the ranks of all replicas, in place. `sum` counts the first replica
+        alone. Give integers, so that the sum is the same for any number of replicas.
+
+        Args:
+            tensor: Equal shapes on all ranks.
+            what: What is waited for, for messages.
+        """
+        ...
+
 
 class Layers(Protocol):
     """The model as a case sees it, and what a case may do.

@@ -14,7 +14,7 @@ from typing import Any, cast, final
 from torch import nn
 
 from dynmo.dynamism.case import Change, Dynamism, Layers, TokenShares
-from dynmo.dynamism.counts import Counts
+from dynmo.dynamism.counts import Counts, counts_of
 from dynmo.errors import ConfigError
 
 
@@ -56,7 +56,7 @@ class EarlyExitCase(Dynamism):
 
     def collect(self, step: int, layers: Layers) -> TokenShares | None:
         exits = exits_of(layers.modules)
-        self._counts.add(layers, exits, _counted)
+        self._counts.add(counts_of(layers, exits, _counted))
         if not self._records(step):
             return None
         rows = self._counts.total(layers, exits, "the tokens of every exit")

@@ -13,7 +13,7 @@ from typing import Any, final
 from torch import nn
 
 from dynmo.dynamism.case import Change, Dynamism, Layers, TokenShares
-from dynmo.dynamism.counts import Counts
+from dynmo.dynamism.counts import Counts, counts_of
 from dynmo.errors import ConfigError
 
 
@@ -57,7 +57,7 @@ class MixtureOfDepthsCase(Dynamism):
 
     def collect(self, step: int, layers: Layers) -> TokenShares | None:
         routed = routed_of(layers.modules)
-        self._counts.add(layers, routed, _counted)
+        self._counts.add(counts_of(layers, routed, _counted))
         if not self._records(step):
             return None
         rows = self._counts.total(layers, routed, "the tokens of every router")

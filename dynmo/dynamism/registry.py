@@ -6,7 +6,7 @@ import importlib
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
-from dynmo.dynamism import early_exit, freezing, mixture_of_depths, pruning, sparse_attention
+from dynmo.dynamism import early_exit, freezing, mixture_of_depths, moe, pruning, sparse_attention
 from dynmo.dynamism.case import Dynamism
 from dynmo.errors import ConfigError, place
 
@@ -19,6 +19,7 @@ def make_cases(config: Any, layers: int) -> list[Dynamism]:
         "sparse_attention": sparse_attention.make,
         "early_exit": early_exit.make,
         "mixture_of_depths": mixture_of_depths.make,
+        "moe": moe.make,
         "freezing": freezing.make,
     }
     named: Sequence[str] = config.dynamism.cases

@@ -9,6 +9,7 @@ from torch import nn
 
 from dynmo.config import Config
 from dynmo.models import early_exit
+from dynmo.models.experts import ExitExpertsHalf, ExpertRule, ExpertsHalf, RoutedExpertsHalf
 from dynmo.models.gpt import AttentionHalf, Embedding, FeedForwardHalf, Head, SharedAttentionHalf
 from dynmo.models.mixture_of_depths import RoutedAttentionHalf, RoutedFeedForwardHalf, Router
 from dynmo.models.model import Factory, Model, from_factories, next_token_loss
@@ -33,6 +34,16 @@ def make(config: Config) -> Model:
     return from_factories(names, factories, config.seed, loss, tied, takes_targets=exits)
 
 
+def _feed_forward(config: Config, block: int, plain: type[FeedForwardHalf], experts: type[ExpertsHalf]) -> Factory:
+    """The feed-forward half of a block: one network, or experts."""
+    m = config.model
+    ends = m.init_std, _residual_std(config), m.dropout
+    if m.kind != "moe" or (block + 1) % m.moe_every:
+        return partial(plain, m.hidden, *ends)
+    rule = ExpertRule(m.experts, m.top_k, m.routing, m.router_loss, m.capacity_factor)
+    return partial(experts, m.hidden, rule, m.shared_experts, *ends)
+
+
 def _residual_std(config: Config) -> float:
     return config.model.init_std / (2 * config.model.blocks) ** 0.5
 
@@ -51,9 +62,9 @@ def _plain(config: Config) -> list[Named]:
 
     layers: list[Named] = [("embedding", partial(Embedding, m.vocab, m.hidden, m.init_std, m.dropout))]
     for block in range(m.blocks):
-        feed_forward = RoutedFeedForwardHalf if block in routed else FeedForwardHalf
+        halves = (RoutedFeedForwardHalf, RoutedExpertsHalf) if block in routed else (FeedForwardHalf, ExpertsHalf)
         layers.append((f"blocks.{block}.attention", routed_attention if block in routed else attention))
-        layers.append((f"blocks.{block}.feed_forward", partial(feed_forward, m.hidden, *ends)))
+        layers.append((f"blocks.{block}.feed_forward", _feed_forward(config, block, *halves)))
     layers.append(("head", partial(Head, m.hidden, m.vocab, m.init_std)))
     return layers
 
@@ -69,7 +80,7 @@ def _with_exits(config: Config) -> list[Named]:
         keeps_state = block in exits and rule.confidence == "state"
         sizes = m.hidden, m.heads, m.sequence, m.init_std, residual_std, m.dropout, keeps_state
         layers.append((f"blocks.{block}.attention", partial(early_exit.ExitAttentionHalf, *sizes)))
-        feed_forward = partial(early_exit.ExitFeedForwardHalf, m.hidden, m.init_std, residual_std, m.dropout)
+        feed_forward = _feed_forward(config, block, early_exit.ExitFeedForwardHalf, ExitExpertsHalf)
         layers.append((f"blocks.{block}.feed_forward", feed_forward))
         if block in exits:
             place = exits.index(block)

@@ -16,6 +16,8 @@ gradient.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -150,6 +152,21 @@ class RoutedFeedForwardHalf(FeedForwardHalf):
     """The feed-forward of the selected tokens, and their way back into the stream."""
 
     def forward(self, x: Tensor, attended: Tensor, weights: Tensor, index: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        stream, chosen = select(x.flatten(0, 1), index)
-        added = attended + self.added(chosen + attended)
-        return stream.index_add(0, index, weights * added).view(x.shape)
+        return add_selected(x, attended, weights, index, self.added)
+
+
+def add_selected(x: Tensor, attended: Tensor, weights: Tensor, index: Tensor, added: Callable[[Tensor], Tensor]) -> Tensor:
+    """Adds what a routed block computes to the selected tokens.
+
+    Args:
+        x: The stream, [microbatch, sequence, hidden].
+        attended: What the attention adds, [selected, hidden].
+        weights: The router's, [selected, 1].
+        index: Places of the selected tokens, int64 [selected].
+        added: What the feed-forward adds to states [selected, hidden].
+
+    Returns:
+        Like `x`.
+    """
+    stream, chosen = select(x.flatten(0, 1), index)
+    return stream.index_add(0, index, weights * (attended + added(chosen + attended))).view(x.shape)

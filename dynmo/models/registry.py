@@ -22,7 +22,7 @@ from dynmo.models.model import Factory, Loss, Model, check_layers, from_factorie
 def load_model(config: Config) -> Model:
     """The model that the config names."""
     kind = config.model.kind
-    if kind == "gpt":
+    if config.model.is_gpt:
         return gpt_config.make(config)
     if kind == "emulated":
         return emulated.make(config)

@@ -13,6 +13,9 @@ class Alone:
     def sum(self, tensor: Tensor, what: str) -> Tensor:
         return tensor
 
+    def sum_all(self, tensor: Tensor, what: str) -> Tensor:
+        return tensor
+
 
 class Kept:
     """`modules`, where given, are all here; else each layer has something to train, elsewhere."""

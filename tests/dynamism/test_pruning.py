@@ -64,6 +64,9 @@ class Several:
             tensor += other[len(self.asked) - 1]
         return tensor
 
+    def sum_all(self, tensor: Tensor, what: str) -> Tensor:
+        return self.sum(tensor, what)
+
 
 def over_ranks(parts: dict[int, list[Tensor]], split: int, keep: int, layers: int) -> dict[int, list[Tensor]]:
     """As `cut` and `Cut.keep` give with layers below `split` on one rank and the rest on another,

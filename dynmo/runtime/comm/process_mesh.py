@@ -51,3 +51,7 @@ class FirstReplica:
     def sum(self, tensor: Tensor, what: str) -> Tensor:
         """As `World.sum`; what other replicas give does not count."""
         return self._world.everyone.sum(tensor.zero_() if self._world.replica else tensor, what)
+
+    def sum_all(self, tensor: Tensor, what: str) -> Tensor:
+        """As `World.sum` over all replicas, each of which has its own microbatches."""
+        return self._world.everyone.sum(tensor, what)
