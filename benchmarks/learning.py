@@ -186,7 +186,7 @@ def draw(result: dict[str, Any], path: Path) -> None:
     for axes, case in zip(panels, ("early exit", "depths"), strict=True):
         axes.plot(*zip(*result["dense"]["curve"], strict=True), color="black", linestyle=":", label=f"dense: {result['dense']['loss']:.3f}")
         shown = [row for row in result["rows"] if row["name"].startswith(case)]
-        for row, (colour, line) in zip(shown, styles, strict=True):
+        for row, (colour, line) in zip(shown, styles, strict=False):
             name = row["name"].removeprefix(f"{case}, ")
             axes.plot(*zip(*row["curve"], strict=True), color=colour, linestyle=line, label=f"{name}: {row['loss']:.3f}")
             axes.plot(row["dense"]["steps"], row["dense"]["loss"], "o", color=colour, markersize=4)

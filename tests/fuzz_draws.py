@@ -14,14 +14,13 @@ from dynmo.config.sections import BALANCERS
 from dynmo.models.gpt import feed_forward_size
 from dynmo.schedule.catalogue import SCHEDULES, chunks_of
 from tests.fuzz_models import FORMS, LAYERS, LOSSES, VOCAB, can_prune
+from tests.fuzz_tokens import experts, token_case
 
 Tables = dict[str, Any]
 
+GPTS = ("gpt", "moe")
 STOP = "python:tests.fuzz_models:StopAfter_"
 SOURCE = "file:LICENSE"  # from the repository's root
-
-# Of each measure of confidence: some tokens of an untrained model are over these, and some are not.
-THRESHOLDS = {"softmax": [0.0005, 0.002, 0.005], "state": [0.9, 0.99, 0.999], "classifier": [0.49, 0.5, 0.51]}
 
 
 @dataclass(frozen=True)
@@ -113,7 +112,7 @@ class _Draw:
         self._writes = any(kind.writes for kind in _kinds(model["kind"]))
         draws = any(kind.draws for kind in _kinds(model["kind"])) or bool(model.get("dropout"))
         steps = random.choice([4, 5, 6, 6, 7, 8, 10, 12])
-        tokens = self._token_case(model, steps)
+        tokens = token_case(self._random, model["blocks"], steps) if model["kind"] in GPTS else {}
         layers += len(tokens.get("early_exit", {}).get("exits", ()))
         dynamism = self._dynamism(model, layers, steps, tokens)
         freezing = dynamism.get("freezing", {})
@@ -122,7 +121,7 @@ class _Draw:
         mesh = self._mesh(layers, data)
         total, groups = self._microbatches(*mesh[:3])
         micro = random.choice([1, 1, 2, 3])
-        train = self._train(model["kind"] == "gpt", steps, total * micro, micro, groups, layers)
+        train = self._train(model["kind"] in GPTS, steps, total * micro, micro, groups, layers)
         if freezing and self._can_cache(dynamism, draws) and self._chance(0.5):
             freezing["cache_bytes"] = random.choice([3000, 1 << 20])
             train["eval_every"] = random.choice([1, 2])
@@ -167,7 +166,8 @@ class _Draw:
             blocks = random.choice([1, 1, 2, 2, 3, 4])
             sizes = {"blocks": blocks, "hidden": heads * random.choice([4, 6, 8, 16, 48]), "heads": heads}
             chances = {"dropout": random.choice([0.0, 0.0, 0.1]), "tied": self._chance(0.25)}
-            return {"kind": "gpt", **sizes, "sequence": sequence, **chances}, 2 * blocks + 2
+            keys = experts(random, blocks) if self._chance(0.25) else {"kind": "gpt"}
+            return {**keys, **sizes, "sequence": sequence, **chances}, 2 * blocks + 2
         parts = [random.choice(list(LAYERS)) for _ in range(random.randrange(1, 8))]
         loss = random.choice([*LOSSES, "", ""])
         if self._chance(0.25):
@@ -292,29 +292,13 @@ class _Draw:
         cuts = sorted(self._random.sample(range(1, layers), stages - 1))
         return [b - a for a, b in zip([0, *cuts], [*cuts, layers], strict=True)]
 
-    def _token_case(self, model: Tables, steps: int) -> Tables:
-        """A case that chooses tokens, and its section; empty if there is none."""
-        random = self._random
-        if model["kind"] != "gpt" or not self._chance(0.35):
-            return {}
-        blocks = model["blocks"]
-        if blocks > 1 and self._chance(0.5):
-            some = sorted(random.sample(range(blocks - 1), random.randrange(1, blocks)))
-            policy, confidence = random.choice(["calm", "calm", "adp-c"]), random.choice(list(THRESHOLDS))
-            kind = confidence if policy == "calm" else "softmax"
-            options: Tables = {"policy": policy, "confidence": kind, "exits": some, "start": random.randrange(steps)}
-            threshold = random.choice([*THRESHOLDS[kind], 0.0, 1.0])
-            return {"early_exit": {**options, "threshold": threshold, "record_every": random.choice([1, 2, 10])}}
-        options = {"capacity": random.choice([0.125, 0.3, 0.5, 1.0]), "every": random.randrange(1, blocks + 1)}
-        options |= {"predictor": random.choice(["mlp", "bce"]), "predictor_weight": random.choice([0.01, 1.0])}
-        options |= {"record_every": random.choice([1, 2, 10])}
-        options |= {"threshold_from": random.randrange(steps)} if self._chance(0.5) else {}
-        return {"mixture_of_depths": options}
-
     def _dynamism(self, model: Tables, layers: int, steps: int, tokens: Tables) -> Tables:
         random, cases = self._random, list(tokens)
         tables: Tables = {**tokens}
-        gpt, emulated = model["kind"] == "gpt", model["kind"] == "emulated"
+        gpt, emulated = model["kind"] in GPTS, model["kind"] == "emulated"
+        if model["kind"] == "moe" and (model["routing"] == "bias" or self._chance(0.5)):
+            cases.append("moe")
+            tables["moe"] = {"record_every": random.choice([1, 2, 10])}
         if self._chance(0.45):
             cases.append("freezing")
             tables["freezing"] = self._freezing(layers, steps, egeria=not tokens)

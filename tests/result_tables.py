@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from functools import cache
 
-from benchmarks import cases, quality, reshape, scaling, sweeps, traces, traces_emulated
+from benchmarks import cases, learning, quality, reshape, savings_tokens, scaling, sweeps, traces, traces_emulated
 from tests.figures import result_of
 
 
@@ -20,6 +20,8 @@ def result_tables() -> dict[str, str]:
     return named | {
         "cases": cases.table(result_of("cases.json")["rows"]),
         "quality": quality.table(result_of("quality.json")),
+        "learning": learning.table(result_of("learning.json")),
+        "savings_tokens": savings_tokens.table(result_of("savings_tokens.json")["sizes"]),
         "reshape": reshape.table(result_of("reshape.json")["rows"]),
         "traces": traces.summary(result_of("traces.json")["rows"]),
         "traces emulated": traces_emulated.emulated_table(result_of("traces.json")["emulated"]),

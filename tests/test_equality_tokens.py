@@ -1,4 +1,4 @@
-"""Same numbers where tokens exit or pass by: one digest for ranks, schedules, placements, replicas,
+"""Same numbers where tokens exit, pass by or choose experts: one digest for ranks, schedules, placements, replicas,
 precisions and resumed runs."""
 
 from __future__ import annotations
@@ -26,13 +26,19 @@ CASES: dict[str, dict[str, Any]] = {
     "classifier": {"early_exit": {"confidence": "classifier", "threshold": 0.5, "exits": [1], "start": 2, "record_every": 2}},
     "mlp": {"mixture_of_depths": {"capacity": 0.3, "threshold_from": 4, "record_every": 2}},
     "bce": {"mixture_of_depths": {"capacity": 0.5, "predictor": "bce", "predictor_weight": 1.0, "record_every": 2}},
+    "experts": {"moe": {"record_every": 2}},
+    "experts and exits": {"moe": {}, "early_exit": {"threshold": 0.001, "exits": [0, 2], "start": 2}},
+    "experts and depths": {"moe": {}, "mixture_of_depths": {"capacity": 0.3, "threshold_from": 4}},
 }
+EXPERTS = {"kind": "moe", "experts": 3, "top_k": 2, "shared_experts": 1, "moe_every": 2}
 
 
 def wanted(case: str, ranks: int, schedule: str, **sections: dict[str, Any]) -> dict[str, Any]:
     """Layers move at each step if there are ranks to move between."""
     base = deeper(ranks, schedule, BALANCERS["random" if ranks > 1 else "none"], freezing=False)
     base["dynamism"] = {"cases": list(CASES[case]), **CASES[case]}
+    if "moe" in CASES[case]:
+        base["model"] |= EXPERTS | {"routing": "bias" if case == "experts" else "aux-loss", "bias_rate": 0.1}
     base["train"] |= {"eval_every": 3, "eval_batches": 2, "max_grad_norm": 0.5}
     for name, section in sections.items():
         base[name] = {**base.get(name, {}), **section}
@@ -78,7 +84,7 @@ def test_one_digest(pool: Pool, case: str, ranks: int, schedule: str, sections: 
     assert told(pool, ranks, wanted(case, ranks, schedule, **sections)) == reference(pool, case)
 
 
-@pytest.mark.parametrize("case", ["softmax", "mlp"])
+@pytest.mark.parametrize("case", ["softmax", "mlp", "experts"])
 def test_replicas_and_other_meshes(pool: Pool, case: str) -> None:
     sections = {"parallel": {"pipeline": 2, "data": 2, "zero": 1}, "train": {"reduction_slots": 2}, "elastic": {"reshape_at": [[3, 4, 1]]}}
     assert told(pool, 4, wanted(case, 2, "zb-h1", **sections)) == reference(pool, case, groups=2)

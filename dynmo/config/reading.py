@@ -81,11 +81,12 @@ def without_unused_keys(data: Mapping[str, Any]) -> dict[str, Any]:
     """A copy without the keys of [model] that its kind does not have, if the run of an earlier
     version wrote it.
 
-    Such a file lists every key there is, also those that were ignored.
+    Such a file lists every key that there was, also those that were ignored.
     """
     copy = dict(data)
     model: object = copy.get("model")
-    if isinstance(model, Mapping) and ModelSection.model_fields.keys() <= cast(Mapping[str, Any], model).keys():
+    every = {*KEYS_OF_KIND["gpt"], *KEYS_OF_KIND["emulated"]}
+    if isinstance(model, Mapping) and every <= cast(Mapping[str, Any], model).keys():
         _drop(copy, keys_of_other_kinds(_kind_of(copy)))
     return copy
 

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from dynmo.kernels.shared_qk import Tile, attend, attend_backward, widened
+from dynmo.kernels.split import LOW
 
 # Queries that are computed together. A tile computes the pairs above its diagonal in vain.
 _TILE = 64
@@ -65,30 +66,32 @@ class _KeptAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, index: Tensor) -> Tensor:
         batch, sequence = k.shape[:2]
-        lengths = row_lengths(index, batch, sequence)
         ctx.save_for_backward(q, k, v, index)
-        ctx.lengths = lengths
-        out = torch.empty_like(q)
-        for row, part in _rows(lengths):
+        ctx.lengths = row_lengths(index, batch, sequence)
+        out = torch.empty_like(q, dtype=_wide(q))
+        for row, part in _rows(ctx.lengths):
             queries, keys, values = _heads_first(q[part], k[row], v[row])
-            result = torch.empty_like(queries)
-            attend(queries, keys, values, result, plan_tiles(index[part] - row * sequence, queries.dtype))
-            out[part] = result.transpose(0, 1)
-        return out
+            tiles = plan_tiles(index[part] - row * sequence, queries.dtype)
+            attend(queries, keys, values, out[part].transpose(0, 1), tiles)
+        return out.to(q.dtype)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
         q, k, v, index = ctx.saved_tensors
-        gq, gk, gv = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
-        scale = q.shape[-1] ** -0.5
+        gq, gk, gv = (torch.empty_like(x, dtype=_wide(x)) for x in (q, k, v))
+        gout = widened(gradients[0])
         for row, part in _rows(ctx.lengths):
             queries, keys, values = _heads_first(q[part], k[row], v[row])
-            gout = widened(gradients[0][part]).transpose(0, 1).contiguous()
-            to_q, to_k, to_v = torch.empty_like(queries), torch.empty_like(keys), torch.empty_like(values)
             tiles = plan_tiles(index[part] - row * k.shape[1], queries.dtype)
-            attend_backward(queries, keys, values, gout, to_q, to_k, to_v, tiles)
-            gq[part], gk[row], gv[row] = to_q.transpose(0, 1), to_k.transpose(0, 1).mul_(scale), to_v.transpose(0, 1)
-        return gq, gk, gv, None
+            # Sums over tiles are quicker in one piece.
+            to_k, to_v = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (keys, values))
+            attend_backward(queries, keys, values, gout[part].transpose(0, 1), gq[part].transpose(0, 1), to_k, to_v, tiles)
+            gk[row], gv[row] = to_k.transpose(0, 1), to_v.transpose(0, 1)
+        for row, length in enumerate(ctx.lengths):
+            if not length:
+                gk[row], gv[row] = 0, 0
+        gq *= q.shape[-1] ** -0.5  # of the queries before they were scaled
+        return gq.to(q.dtype), gk.to(k.dtype), gv.to(v.dtype), None
 
 
 def _rows(lengths: list[int]) -> list[tuple[int, slice]]:
@@ -97,11 +100,16 @@ def _rows(lengths: list[int]) -> list[tuple[int, slice]]:
     return [(row, slice(start, stop)) for row, (start, stop) in enumerate(pairwise(ends)) if stop > start]
 
 
+def _wide(x: Tensor) -> torch.dtype:
+    """On CPU low precisions are computed in float32."""
+    return torch.float32 if x.dtype in LOW else x.dtype
+
+
 def _heads_first(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """[tokens, heads, size] -> [heads, tokens, size] in one piece. The keys are scaled. On CPU low
-    precisions are computed in float32."""
-    q, k, v = (widened(x).transpose(0, 1).contiguous() for x in (q, k, v))
-    return q, k * q.shape[-1] ** -0.5, v
+    """[tokens, heads, size] -> [heads, tokens, size], without copies of keys and values where they
+    need not be widened. The queries are scaled."""
+    q, k, v = (widened(x).transpose(0, 1) for x in (q, k, v))
+    return q * q.shape[-1] ** -0.5, k, v
 
 
 def attend_kept(q: Tensor, k: Tensor, v: Tensor, index: Tensor) -> Tensor:

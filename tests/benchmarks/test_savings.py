@@ -12,6 +12,7 @@ from benchmarks.harness import bound_of
 from benchmarks.savings_attention import length
 from benchmarks.savings_freezing import cache
 from benchmarks.savings_pruning import half, layers, pruned_half, sparse_seconds
+from benchmarks.savings_tokens import size_row, table
 
 ROOT = Path(__file__).parents[2]
 
@@ -31,6 +32,16 @@ def test_what_pruning_loses_adds_up() -> None:
         assert row["bounded_by"] == (None if row["share_of_ideal"] >= 0.85 else max(row["lost"], key=row["lost"].__getitem__))
         ideal = {key: row["dense"][key] - row["ideal"][key] for key in "fbw"}  # at most all of the linears' time goes
         assert all(0 < ideal[key] <= row["sparsity"] * row["dense"][key] for key in "fbw")
+
+
+@pytest.mark.parametrize("case", ["early_exit", "mixture_of_depths"])
+def test_what_tokens_lose_adds_up(case: str) -> None:
+    result = size_row(case, 32, 16, 1)
+    for row in result["rows"].values():
+        over = sum(row[key] for key in "fbw") - sum(row["ideal"].values())
+        assert sum(row["lost"].values()) == pytest.approx(over)
+        assert row["bounded_by"] == (None if row["share_of_ideal"] >= 0.85 else max(row["lost"], key=row["lost"].__getitem__))
+    assert f"| {case.replace('_', ' ')} | feed-forward |" in table([result])
 
 
 def test_a_dense_half_has_no_sparse_kernel() -> None:

@@ -10,11 +10,10 @@ EXIT, DEPTHS = "dynamism.cases=['early_exit']", "dynamism.cases=['mixture_of_dep
 
 # Words of the contract that a later version serves.
 PLANNED = {
-    "model.kind": ["moe", "hf"],
+    "model.kind": ["hf"],
     "data.source": ["hf:wikitext"],
     "train.optimizer": ["adam"],
     "parallel.expert": ["2"],
-    "dynamism.cases": ['["freezing", "moe"]'],
     "elastic.repack": ["true"],
     "elastic.min_ranks": ["2"],
     "elastic.target_ranks": ["1"],
@@ -32,7 +31,7 @@ def test_known_but_not_served(key, value):
     ("key", "value", "hint"),
     [
         ("model.kind", "gtp", 'did you mean "gpt"?'),
-        ("model.kind", "gtp", '"gpt", "emulated", or "python:package.module:function" for your own'),
+        ("model.kind", "gtp", '"gpt", "moe", "emulated", or "python:package.module:function" for your own'),
         ("model.kind", "python:nothing", "python:package.module:function"),
         ("model.kind", "python:a/b:c", "python:package.module:function"),
         ("model.dropout", "1", "less than 1"),
@@ -240,6 +239,15 @@ def test_a_value_refused(key, value, hint):
             "dynamism.mixture_of_depths.capacity = 0.001 selects no token of model.sequence = 256; use 0.002 or more",
         ),
         ([DEPTHS, "dynamism.mixture_of_depths.threshold_from=100"], "dynamism.mixture_of_depths.threshold_from = 100, but the run has"),
+        (["dynamism.cases=['moe']"], 'dynamism.cases: "moe", but model.kind = "gpt" has no experts; use model.kind = "moe"'),
+        (["model.kind=moe", "model.top_k=9"], "model.top_k = 9 is more than model.experts = 8; use 8 or less"),
+        (["model.kind=moe", "model.moe_every=9"], "model.moe_every = 9 gives none of the 8 blocks experts"),
+        (
+            ["model.kind=moe", "model.capacity_factor=0.001"],
+            "model.capacity_factor = 0.001 leaves an expert room for no token of a microbatch",
+        ),
+        (["model.kind=moe", "model.routing=bias"], 'model.routing = "bias" needs the load of the experts'),
+        (["model.kind=moe", "train.compile=true"], 'train.compile = true with model.kind = "moe"'),
     ],
 )
 def test_keys_that_do_not_go_together(overrides, expected):

@@ -249,7 +249,7 @@ def test_set_changes_the_kind_of_a_file(write):
         ("[checkpoint]\nzzz = 1", ["unknown key checkpoint.zzz", "every, keep"]),
         ("zzz = 1", ["unknown key zzz", "model, data, train"]),
         ("[dynamism.freezing]\nshedule = []", ["unknown key dynamism.freezing.shedule", "did you mean dynamism.freezing.schedule?"]),
-        ("[dynamism.moe]\nx = 1", ["dynamism.moe", "known but not served"]),
+        ("[dynamism.moe]\nx = 1", ["unknown key dynamism.moe.x", "record_every"]),
         ("[dynamism.pruning]\nfinal = 1", ["unknown key dynamism.pruning.final"]),
         ("[train]\nstesp = 5\nlr = 'x'", ["unknown key train.stesp", "(and 1 more)"]),
         ('"a\\nb" = 1', ["unknown key a b"]),

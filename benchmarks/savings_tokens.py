@@ -1,0 +1,244 @@
+"""What early exit and mixture of depths save: F, B and W of a half whose tokens have partly left, or
+pass by, against the half with all tokens.
+
+Microbatches of 2 rows, one thread, in the runtime's own `Layer`. The sides take turns; medians.
+Seconds are the thread's own. Tokens leave, or are selected, at random places.
+
+The ideal, with `a` the share of tokens that remain (or the capacity):
+
+    early exit, attention   linears (1 + a) / 2 (keys and values of all tokens), attention by its pairs
+    early exit, feed-forward    a
+    depths, attention       linears a, attention by its pairs: about a^2
+    depths, feed-forward    a
+
+The seconds of the attention are measured alone, and the linears' are the rest of the dense half.
+share_of_ideal = (dense - ours) / (dense - ideal) over F + B + W.
+
+`lost`: seconds over the ideal, by where: `rows` (taking rows from the stream and putting them back,
+measured alone), `attention` (the attention alone over its ideal), `router` (scores, choice and
+predictor alone), `elsewhere` (small products, and what each call costs). `bounded_by` names the
+largest where the share of the ideal is under 85 %.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Sequence
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from benchmarks.harness import bound_of, main, run_ranks
+from benchmarks.savings_attention import ThreadClock
+from dynmo.kernels.token_attention import attend_kept, attend_packed
+from dynmo.kernels.token_select import merge, select
+from dynmo.models.early_exit import ExitAttentionHalf, ExitFeedForwardHalf, ExitHead, ExitRule
+from dynmo.models.gpt import AttentionHalf, FeedForwardHalf
+from dynmo.models.mixture_of_depths import RoutedAttentionHalf, RoutedFeedForwardHalf, Router
+from dynmo.runtime.comm.world import World
+from dynmo.runtime.layer.split_backward import Layer
+from dynmo.schedule.op import Kind
+
+BATCH, HEADS, VOCAB = 2, 4, 256
+SIZES = ((256, 256), (256, 1024), (512, 256), (512, 1024))  # hidden, sequence
+REMAINING = (0.75, 0.5, 0.25, 0.1)
+CAPACITIES = (0.5, 0.25, 0.125)
+
+Seconds = tuple[float, float, float]
+Side = Callable[[], Seconds]
+Tensors = tuple[Tensor, ...]
+
+
+def layer_side(module: nn.Module, inputs: Tensors) -> Side:
+    """F, B and W of a module as a layer."""
+    clock = ThreadClock()
+    layer = Layer(0, module, clock, 0)
+    outputs = layer.forward(0, inputs, 0, False, True, None)
+    gradients = tuple(torch.randn_like(y) for y in outputs if y.is_floating_point())
+
+    def once() -> Seconds:
+        layer.marks.clear()
+        layer.forward(0, inputs, 0, True, True, None)
+        layer.backward_input(0, gradients, True)
+        layer.backward_weight(0)
+        module.zero_grad()
+        seconds = {kind: end - start for kind, start, end, _ in layer.marks}
+        return seconds[Kind.F], seconds[Kind.B], seconds[Kind.W]
+
+    return once
+
+
+def function_side(function: Callable[..., Tensor | Tensors], *inputs: Tensor) -> Side:
+    """F and B of a function of tensors."""
+
+    def once() -> Seconds:
+        given = [x.detach().requires_grad_(x.is_floating_point()) for x in inputs]
+        start = ThreadClock.mark()
+        out = function(*given)
+        middle = ThreadClock.mark()
+        outputs = [y for y in (out if isinstance(out, tuple) else (out,)) if y.requires_grad]
+        torch.autograd.backward(outputs, [torch.ones_like(y) for y in outputs])
+        return middle - start, ThreadClock.mark() - middle, 0.0
+
+    return once
+
+
+def places_of(tokens: int, share: float, seed: int) -> tuple[Tensor, Tensor]:
+    """Random places of the tokens that remain, and of the others, ascending."""
+    order = torch.randperm(tokens, generator=torch.Generator().manual_seed(seed))
+    count = round(share * tokens)
+    return order[:count].sort().values, order[count:].sort().values
+
+
+def pairs_of(index: Tensor, sequence: int) -> float:
+    """Share of the causal pairs that queries at these places have."""
+    return float((index % sequence + 1).sum()) / (BATCH * sequence * (sequence + 1) / 2)
+
+
+def dense_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """q, k, v: [batch, sequence, heads, size]."""
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    return functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+
+def exit_sides(hidden: int, sequence: int) -> tuple[dict[str, Side], dict[str, float]]:
+    """The sides of early exit, and the share of pairs by the share of tokens."""
+    tokens, generator = BATCH * sequence, torch.Generator().manual_seed(1)
+    stream = torch.randn(tokens, hidden, generator=generator)
+    targets = torch.randint(VOCAB, (tokens,), generator=generator)
+    attention = ExitAttentionHalf(hidden, HEADS, sequence, 0.02, 0.02, 0.0)
+    feed_forward = ExitFeedForwardHalf(hidden, 0.02, 0.02, 0.0)
+    head = ExitHead(hidden, VOCAB, 0.02, sequence, ExitRule("softmax", 0.9, True), 1.0, 1.0, 2.0)
+    every = torch.arange(tokens)
+
+    def state(index: Tensor, gone: Tensor) -> Tensors:
+        return stream[index], index, stream[gone], gone, targets, torch.zeros(())
+
+    heads = torch.randn(BATCH, sequence, HEADS, hidden // HEADS, generator=generator)
+    sides = {
+        "dense attention": layer_side(attention, state(every, every[:0])),
+        "dense feed-forward": layer_side(feed_forward, state(every, every[:0])),
+        "exit head": layer_side(head, state(every, every[:0])),
+        "pairs": function_side(dense_attention, heads, heads.clone(), heads.clone()),
+    }
+    pairs = dict[str, float]()
+    for share in REMAINING:
+        index, gone = places_of(tokens, share, 2)
+        pairs[f"{share}"] = pairs_of(index, sequence)
+        sides[f"attention {share}"] = layer_side(attention, state(index, gone))
+        sides[f"feed-forward {share}"] = layer_side(feed_forward, state(index, gone))
+        sides[f"rows {share}"] = function_side(merge, stream[index], index, stream[gone], gone)
+        sides[f"pairs {share}"] = function_side(attend_kept, heads.flatten(0, 1)[index], heads, heads.clone(), index)
+    return sides, pairs
+
+
+def depth_sides(hidden: int, sequence: int) -> tuple[dict[str, Side], dict[str, float]]:
+    """The sides of mixture of depths, and the share of pairs by capacity."""
+    tokens, generator = BATCH * sequence, torch.Generator().manual_seed(1)
+    x = torch.randn(BATCH, sequence, hidden, generator=generator)
+    heads = torch.randn(BATCH, sequence, HEADS, hidden // HEADS, generator=generator)
+    sides = {
+        "dense attention": layer_side(AttentionHalf(hidden, HEADS, sequence, 0.02, 0.02, 0.0), (x,)),
+        "dense feed-forward": layer_side(FeedForwardHalf(hidden, 0.02, 0.02, 0.0), (x,)),
+        "pairs": function_side(dense_attention, heads, heads.clone(), heads.clone()),
+    }
+    pairs = dict[str, float]()
+    for share in CAPACITIES:
+        router = Router(hidden, share, "mlp", 0.01, 0.02)
+        half = RoutedAttentionHalf(hidden, HEADS, sequence, 0.02, 0.02, 0.0, router)
+        with torch.no_grad():
+            handed = half(x)
+        count, index = round(share * sequence), handed[3]
+        pairs[f"{share}"] = count * (count + 1) / (sequence * (sequence + 1))
+        sides[f"attention {share}"] = layer_side(half, (x,))
+        sides[f"feed-forward {share}"] = layer_side(RoutedFeedForwardHalf(hidden, 0.02, 0.02, 0.0), handed)
+        sides[f"rows {share}"] = function_side(lambda t, index=index: select(t, index), x.view(tokens, hidden))
+        sides[f"back {share}"] = function_side(
+            lambda t, u, index=index: select(t, index)[0].index_add(0, index, u), x.view(tokens, hidden), handed[1]
+        )
+        sides[f"router {share}"] = function_side(lambda t, router=router: router(t, BATCH), x.view(tokens, hidden))
+        packed = heads.flatten(0, 1)[index]
+        sides[f"pairs {share}"] = function_side(
+            lambda q, k, v, count=count: attend_packed(q, k, v, [count] * BATCH), packed, packed, packed
+        )
+    return sides, pairs
+
+
+def medians(sides: dict[str, Side], rounds: int) -> dict[str, list[float]]:
+    """Runs the sides in turn. Returns the seconds of F, B and W of each."""
+    taken: dict[str, list[Seconds]] = {name: [] for name in sides}
+    for turn in range(rounds + 2):
+        for name, side in sides.items():
+            seconds = side()
+            if turn > 1:
+                taken[name].append(seconds)
+    return {name: [median(part) for part in zip(*rows, strict=True)] for name, rows in taken.items()}
+
+
+def compare(dense: Sequence[float], ours: Sequence[float], ideal: Sequence[float], lost: dict[str, float]) -> dict[str, Any]:
+    """A row: seconds, speed-up, share of the ideal, and what is lost."""
+    whole = (sum(dense) - sum(ours)) / (sum(dense) - sum(ideal))
+    lost = lost | {"elsewhere": sum(ours) - sum(ideal) - sum(lost.values())}
+    return {
+        **dict(zip("fbw", ours, strict=True)),
+        "ideal": dict(zip("fbw", ideal, strict=True)),
+        "speedup": sum(dense) / sum(ours),
+        "share_of_ideal": whole,
+        **bound_of(whole, lost),
+    }
+
+
+def size_row(case: str, hidden: int, sequence: int, rounds: int) -> dict[str, Any]:
+    """All shares of one case at one size."""
+    exits = case == "early_exit"
+    sides, pairs = (exit_sides if exits else depth_sides)(hidden, sequence)
+    seconds = medians(sides, rounds)
+    attention, linear = seconds["dense attention"], [d - p for d, p in zip(seconds["dense attention"], seconds["pairs"], strict=True)]
+    rows: dict[str, Any] = {}
+    for key, part in pairs.items():
+        share = float(key)
+        linear_share = (1 + share) / 2 if exits else share
+        ideal = [linear_share * rest + part * p for rest, p in zip(linear, seconds["pairs"], strict=True)]
+        lost = {"rows": sum(seconds[f"rows {key}"]), "attention": sum(seconds[f"pairs {key}"]) - part * sum(seconds["pairs"])}
+        if not exits:
+            lost["router"] = sum(seconds[f"router {key}"]) - sum(seconds[f"rows {key}"])
+        rows[f"attention {key}"] = compare(attention, seconds[f"attention {key}"], ideal, lost)
+        dense = seconds["dense feed-forward"]
+        moved = {} if exits else {"rows": sum(seconds[f"back {key}"])}
+        rows[f"feed-forward {key}"] = compare(dense, seconds[f"feed-forward {key}"], [share * d for d in dense], moved)
+    block = sum(attention) + sum(seconds["dense feed-forward"])
+    result = {"case": case, "hidden": hidden, "sequence": sequence, "dense_block": block, "rows": rows}
+    if exits:
+        result["exit_head_in_blocks"] = {"measured": sum(seconds["exit head"]) / block, "arithmetic": VOCAB / (12 * hidden)}
+    return result
+
+
+def on_a_rank(world: World, rounds: int) -> list[dict[str, Any]]:
+    return [size_row(case, *size, rounds) for case in ("early_exit", "mixture_of_depths") for size in SIZES]
+
+
+def table(sizes: Sequence[dict[str, Any]]) -> str:
+    """In Markdown, as docs/cases.md shows it: the range over all sizes."""
+    head = ["case", "half", "tokens that remain", "speed-up of F + B + W", "share of the ideal", "bounded by"]
+    lines = [head, ["---", "---", "---:", "---:", "---:", "---"]]
+    for case in ("early_exit", "mixture_of_depths"):
+        rows = [size["rows"] for size in sizes if size["case"] == case]
+        for key in rows[0] if rows else ():
+            half, share = key.rsplit(" ", 1)
+            speed = [row[key]["speedup"] for row in rows]
+            part = [row[key]["share_of_ideal"] for row in rows]
+            bounds = sorted({row[key]["bounded_by"] for row in rows} - {None})
+            ranges = f"{min(speed):.2f} to {max(speed):.2f}", f"{min(part):.0%} to {max(part):.0%}"
+            lines.append([case.replace("_", " "), half, f"{float(share):.1%}", *ranges, ", ".join(bounds)])
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+
+
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    return {"microbatch": BATCH, "heads": HEADS, "sizes": run_ranks("benchmarks.savings_tokens:on_a_rank", 1, rounds=options.rounds)}
+
+
+if __name__ == "__main__":
+    main(__doc__ or "", measure, [("rounds", 7, "counted turns")])

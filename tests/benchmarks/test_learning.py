@@ -1,0 +1,47 @@
+"""The benchmark of what early exit and mixture of depths learn: its arithmetic."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from benchmarks.learning import RUNS, compute_of, draw, step_flops, table
+from benchmarks.quality import config_of
+from dynmo.events import TokensEvent
+from dynmo.models.gpt import feed_forward_size
+
+STEPS = 20
+
+
+def test_dense_compute_is_the_arithmetic() -> None:
+    """6 FLOPs per weight and token, and causal attention of half the pairs."""
+    config = config_of(STEPS, 0, {}, 1, 1, 64)
+    weights = 4 * (4 * 64**2 + 3 * 64 * feed_forward_size(64)) + 256 * 64
+    assert step_flops(config, ()) == 6 * weights + 4 * 3 * 2 * 128 * 64
+
+
+def test_shares_change_the_compute() -> None:
+    exits = config_of(STEPS, 0, RUNS["early exit, ADP-C 0.9"], 1, 1, 64)
+    dense = step_flops(config_of(STEPS, 0, {}, 1, 1, 64), ())
+    kept, gone = step_flops(exits, [0.0, 0.0]), step_flops(exits, [1.0, 0.0])
+    assert kept == dense + 2 * 3 * 2 * 256 * 64, "two heads more"
+    assert gone < 0.75 * kept
+    records = [TokensEvent(10, 0.0, "early_exit", (5, 8), {"exited": [1.0, 0.0]})]
+    compute = compute_of(exits, records)
+    start = exits.dynamism.early_exit.start_of(STEPS)
+    assert compute[start - 1] == pytest.approx(start * kept / dense)
+    assert compute[-1] == pytest.approx((start * kept + (STEPS - start) * gone) / dense)
+    routed = config_of(STEPS, 0, RUNS["depths, 12.5 %, mlp"], 1, 1, 64)
+    assert 0.5 < step_flops(routed, ()) / dense < 0.7
+
+
+def test_the_table_and_the_picture(tmp_path: Path) -> None:
+    curve = [[1.0, 3.0], [2.0, 2.5]]
+    dense = {"steps": 2, "curve": curve, "loss": 2.5, "compute": 2.0}
+    row = {**dense, "loss_without_exits": 2.4, "evaluation_speedup": 1.25, "dense": dense, "distance": 0.02}
+    rows = [{"name": name, **row} for name in RUNS]
+    result = {"dense": dense, "rows": rows}
+    assert "| early exit, ADP-C 0.9 | 2 | 2.500 | 2.500 | +2.0% | 2.400 | x1.25 |" in table(result)
+    draw(result, tmp_path / "picture.svg")
+    assert "equal compute" in (tmp_path / "picture.svg").read_text()

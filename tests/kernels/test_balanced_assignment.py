@@ -1,0 +1,49 @@
+"""Balanced assignments: equal numbers of tokens, and the best sum of scores."""
+
+from __future__ import annotations
+
+from itertools import permutations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dynmo.kernels.balanced_assignment import auction, sinkhorn
+
+SLACK = 1e-3
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(0, 7), st.integers(1, 4), st.integers(0, 999))
+def test_the_auction_finds_the_best_assignment(tokens: int, experts: int, seed: int) -> None:
+    scores = torch.randn(tokens, experts, generator=torch.Generator().manual_seed(seed)).round(decimals=1)
+    got = auction(scores, SLACK)
+    counts = torch.bincount(got, minlength=experts)
+    room = [tokens // experts + (expert < tokens % experts) for expert in range(experts)]
+    assert counts.tolist() == room
+    places = [expert for expert, count in enumerate(room) for _ in range(count)]
+    best = max((sum(float(scores[i, e]) for i, e in enumerate(order)) for order in set(permutations(places))), default=0.0)
+    assert float(scores.gather(1, got[:, None]).sum()) >= best - SLACK * tokens - 1e-5
+
+
+def test_the_auction_ends_with_equal_scores() -> None:
+    assert torch.bincount(auction(torch.zeros(64, 8))).tolist() == [8] * 8
+    hot = torch.zeros(64, 8)
+    hot[:, 3] = 100.0
+    assert torch.bincount(auction(hot)).tolist() == [8] * 8
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(1, 40), st.integers(1, 8), st.integers(0, 999), st.floats(0.1, 5))
+def test_sinkhorn_has_equal_sums(tokens: int, experts: int, seed: int, spread: float) -> None:
+    """Rows exactly; columns nearly, for the rounds are limited."""
+    scaled = sinkhorn(spread * torch.randn(tokens, experts, generator=torch.Generator().manual_seed(seed)))
+    torch.testing.assert_close(scaled.sum(1), torch.full((tokens,), 1 / tokens))
+    assert scaled.sum(0).tolist() == pytest.approx([1 / experts] * experts, rel=0.05)
+
+
+def test_sinkhorn_of_large_scores() -> None:
+    scores = torch.tensor([[1e4, 0.0], [1e4, 0.0]])
+    assert torch.isfinite(sinkhorn(scores)).all()
+    assert sinkhorn(torch.zeros(0, 3)).shape == (0, 3)

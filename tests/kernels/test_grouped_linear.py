@@ -1,0 +1,65 @@
+"""Linears of several groups: each row's product with its group's matrix, and a W that can wait."""
+
+from __future__ import annotations
+
+from itertools import chain
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from dynmo.kernels.grouped_linear import GroupedLinear, parts
+from dynmo.kernels.split import WeightTape, install
+
+COUNTS = st.lists(st.integers(0, 5), min_size=1, max_size=6)
+
+
+def one_by_one(x: Tensor, weight: Tensor, counts: list[int]) -> Tensor:
+    """Row by row."""
+    groups = list(chain.from_iterable([group] * count for group, count in enumerate(counts)))
+    rows = [weight[group] @ row for group, row in zip(groups, x, strict=True)]
+    return torch.stack(rows) if rows else x @ weight[0].t()
+
+
+@settings(max_examples=40, deadline=None)
+@given(COUNTS, st.integers(1, 6), st.integers(1, 6), st.integers(0, 99))
+def test_values_and_gradients(counts: list[int], inputs: int, outputs: int, seed: int) -> None:
+    torch.manual_seed(seed)
+    layer = GroupedLinear(len(counts), inputs, outputs, 1.0).double()
+    x = torch.randn(sum(counts), inputs, dtype=torch.float64, requires_grad=True)
+    y, expected = layer(x, counts), one_by_one(x, layer.weight, counts)
+    torch.testing.assert_close(y, expected)
+    g = torch.randn_like(y)
+    ours = torch.autograd.grad(y, (x, layer.weight), g, allow_unused=True)
+    theirs = torch.autograd.grad(expected, (x, layer.weight), g, allow_unused=True, materialize_grads=True)
+    for a, b in zip(ours, theirs, strict=True):
+        assert a is not None
+        torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_deferred_w_has_the_same_bits(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    counts, gradients = [3, 0, 5], list[Tensor]()
+    layer = GroupedLinear(3, 8, 4, 1.0).to(dtype)
+    x, g = torch.randn(2, 8, 8).to(dtype), torch.randn(2, 8, 4).to(dtype)
+    tape = WeightTape()
+    install(layer, tape)
+    for deferred in (False, True):
+        layer.weight.grad, tape.deferred = None, deferred
+        for i in range(2):
+            layer(x[i].requires_grad_(), counts).backward(g[i])
+        for work, _ in tape.take():
+            work()
+        assert layer.weight.grad is not None
+        gradients.append(layer.weight.grad)
+    assert gradients[0].dtype == torch.float32
+    assert torch.equal(*gradients)
+    assert not gradients[0][1].any(), "a group without rows has no gradient"
+
+
+def test_parts() -> None:
+    assert list(parts([2, 0, 3])) == [(0, slice(0, 2)), (2, slice(2, 5))]
+    assert not list(parts([0, 0]))

@@ -1,0 +1,145 @@
+"""Experts against a reference that computes one token and one expert at a time."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.nn import functional
+
+from dynmo.config import parse
+from dynmo.models.experts import ExpertRule, ExpertsHalf
+from dynmo.models.gpt_config import make
+
+
+def half(rule: ExpertRule, hidden: int, shared: int, seed: int) -> ExpertsHalf:
+    torch.manual_seed(seed)
+    module = ExpertsHalf(hidden, rule, shared, 0.3, 0.3, 0.0).double()
+    for _ in range(2):
+        module.router.weight.data.mul_(2)
+    return module
+
+
+def expert(x: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+    gate, up = (gate_up @ x).chunk(2)
+    return down @ (gate * torch.sigmoid(gate) * up)
+
+
+def plainly(module: ExpertsHalf, x: Tensor) -> tuple[Tensor, list[list[int]], Tensor]:
+    """Output, the experts that compute each token, and the auxiliary loss: largest scores, an
+    expert drops later tokens over its capacity."""
+    rule, rows = module.router.rule, x.reshape(-1, x.shape[-1])
+    normed = [row * torch.rsqrt(row.square().mean() + 1e-6) * module.norm.weight for row in rows]
+    scores = [(module.router.weight.float() @ row.float()) for row in normed]
+    chosen = [sorted(range(rule.experts), key=s.neg().tolist().__getitem__)[: rule.top_k] for s in scores]
+    taken, out, kept = [0] * rule.experts, list[Tensor](), list[list[int]]()
+    most = math.inf if rule.capacity_factor is None else max(1, math.ceil(rule.capacity_factor * len(rows) * rule.top_k / rule.experts))
+    for row, n, s, choices in zip(rows, normed, scores, chosen, strict=True):
+        p = torch.softmax(s, 0)
+        total = sum(p[e] for e in choices) if rule.top_k > 1 else 1.0
+        y, here = row, list[int]()
+        for e in choices:
+            if taken[e] < most:
+                taken[e] += 1
+                here.append(e)
+                y = y + (p[e] / total).double() * expert(n, module.gate_up.weight[e], module.down.weight[e])
+        if module.shared_gate_up is not None and module.shared_down is not None:
+            y = y + expert(n, module.shared_gate_up.weight, module.shared_down.weight)
+        out.append(y)
+        kept.append(sorted(here))
+    f = [sum(e in choices for choices in chosen) / len(rows) / rule.top_k for e in range(rule.experts)]
+    mean = torch.stack([torch.softmax(s, 0) for s in scores]).mean(0)
+    loss = rule.experts * sum((f[e] * mean[e] for e in range(rule.experts)), torch.zeros(()))
+    return torch.stack(out).view_as(x), kept, loss
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    st.integers(1, 2),
+    st.integers(1, 6),
+    st.integers(1, 5),
+    st.data(),
+    st.integers(0, 2),
+    st.sampled_from([None, 1.0, 1.5]),
+    st.integers(0, 999),
+)
+def test_values_routing_and_gradients(
+    batch: int, sequence: int, experts: int, data: st.DataObject, shared: int, factor: float | None, seed: int
+) -> None:
+    rule = ExpertRule(experts, data.draw(st.integers(1, experts)), "aux-loss", 0.5, factor)
+    module = half(rule, 8, shared, seed)
+    x = torch.randn(batch, sequence, 8, dtype=torch.float64, requires_grad=True)
+    y = module(x)
+    expected, kept, loss = plainly(module, x)
+    torch.testing.assert_close(y, expected, rtol=1e-6, atol=1e-6)  # the scores are float32
+    assert module.router.load.sum() == batch * sequence * rule.top_k  # pyright: ignore[reportAttributeAccessIssue]
+    if factor is None:
+        assert [sum(e in row for row in kept) for e in range(experts)] == module.router.load.tolist()  # pyright: ignore[reportAttributeAccessIssue]
+    g, inputs = torch.randn_like(y), (x, *module.parameters())
+    ours = torch.autograd.grad(y, inputs, g, materialize_grads=True, allow_unused=True)
+    theirs = torch.autograd.grad((expected * g).sum() + 0.5 * loss, inputs, materialize_grads=True, allow_unused=True)
+    for a, b in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("top_k", [1, 2])
+def test_all_tokens_at_one_expert(top_k: int) -> None:
+    """And none at the last one: its gradient is zero."""
+    module = half(ExpertRule(4, top_k, "aux-loss", 0.0, None), 8, 0, 0)
+    with torch.no_grad():
+        module.router.weight.copy_(torch.tensor([3.0, 2.0, 1.0, -9.0])[:, None].expand(4, 8))
+    x = (1 + torch.rand(2, 5, 8, dtype=torch.float64)).requires_grad_()
+    y = module(x)
+    torch.testing.assert_close(y, plainly(module, x)[0], rtol=1e-6, atol=1e-6)
+    assert module.router.load.tolist() == [10, 10 * (top_k - 1), 0, 0]  # pyright: ignore[reportAttributeAccessIssue]
+    y.sum().backward()
+    for weight in (module.gate_up.weight, module.down.weight):
+        assert weight.grad is not None
+        assert weight.grad[0].any()
+        assert not weight.grad[3].any()
+
+
+def test_no_token() -> None:
+    """Early exit may leave none."""
+    module = half(ExpertRule(3, 2, "aux-loss", 0.5, None), 8, 1, 0)
+    x = torch.zeros(0, 8, dtype=torch.float64, requires_grad=True)
+    y = module(x)
+    assert y.shape == (0, 8)
+    y.sum().backward()
+    assert x.grad is not None
+
+
+@pytest.mark.parametrize("routing", ["sinkhorn", "auction"])
+def test_balanced_assignments(routing: str) -> None:
+    """In training the load is even, or nearly. Evaluation takes the largest scores."""
+    module = half(ExpertRule(4, 2, routing, 0.0, None), 8, 0, 3)
+    x = torch.randn(4, 16, 8, dtype=torch.float64) + 1.0
+    module(x)
+    load: list[int] = module.router.load.tolist()  # pyright: ignore[reportAttributeAccessIssue, reportAssignmentType]
+    assert sum(load) == 128
+    assert max(load) <= (32 if routing == "auction" else 44)
+    module.eval()
+    torch.testing.assert_close(module(x), plainly(module, x)[0], rtol=1e-6, atol=1e-6)
+
+
+def test_a_bias_changes_the_choice_and_not_the_weights() -> None:
+    module = half(ExpertRule(3, 1, "bias", 0.0, None), 8, 0, 1)
+    x = torch.randn(1, 6, 8, dtype=torch.float64)
+    module.router.bias[2] = 10.0
+    flat = module.norm(x.reshape(-1, 8))
+    _, chosen, weights, load = module.router(flat)
+    assert chosen.flatten().tolist() == [2] * 6
+    assert load.tolist() == [0, 0, 6]
+    expected = functional.linear(flat.float(), module.router.weight.float()).softmax(-1)[:, 2]
+    torch.testing.assert_close(weights.flatten(), expected)
+
+
+def test_which_blocks_have_experts() -> None:
+    sizes = {"kind": "moe", "blocks": 4, "hidden": 16, "heads": 2, "sequence": 8, "experts": 3, "moe_every": 2, "shared_experts": 1}
+    model = make(parse({"model": sizes}))
+    layers = model.build(range(model.layers))
+    assert [isinstance(layer, ExpertsHalf) for layer in layers] == [i in (4, 8) for i in range(10)]
