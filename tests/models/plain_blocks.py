@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 torch.set_num_threads(1)  # as a rank has them
 
@@ -56,3 +56,15 @@ def cross_entropy(logits: Tensor, target: int) -> Tensor:
 def binary_cross_entropy(guess: Tensor, right: bool) -> Tensor:
     """-log of the sigmoid of the guess, or of its complement."""
     return torch.log1p(torch.exp(-guess if right else guess))
+
+
+def spread(modules: Sequence[nn.Module], seed: int) -> None:
+    """Gives all parameters values of about 1 / sqrt(fan-in), in float64: then tokens differ in what
+    routes them."""
+    generator = torch.Generator().manual_seed(seed)
+    for module in modules:
+        module.double()
+        for parameter in module.parameters():
+            values = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+            fan_in = parameter.shape[-1]
+            parameter.data.copy_(values / fan_in**0.5 if parameter.dim() == 2 else 1 + 0.3 * values)

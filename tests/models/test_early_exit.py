@@ -1,0 +1,352 @@
+"""A GPT with exits against one token at a time: who leaves where, the loss, and every gradient."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, reject, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from dynmo.config import Config, parse
+from dynmo.models.early_exit import ExitHead, ExitRule
+from dynmo.models.gpt_config import make
+from tests.models.plain_blocks import attended, binary_cross_entropy, cross_entropy, fed_forward, heads_of, rms_norm, rotated, spread
+
+Token = tuple[int, int]
+"""Row, position."""
+
+KINDS = ("softmax", "state", "classifier", "adp-c")
+
+
+@dataclass
+class Routing:
+    """What a pass over the tokens gives.
+
+    Attributes:
+        loss: The loss that a run reports.
+        own_losses: The sum of the classifiers' losses.
+        left: The block behind which each token has left.
+        states: The last state of each token.
+        closest: Least distance of a confidence from its threshold.
+    """
+
+    loss: Tensor
+    own_losses: Tensor
+    left: dict[Token, int]
+    states: dict[Token, Tensor]
+    closest: float = field(default=math.inf)
+
+
+def one_by_one(config: Config, modules: Sequence[nn.Module], ids: Tensor, targets: Tensor, exits_on: bool, training: bool) -> Routing:
+    """The model from its definition: a state a token, and a set of tokens that have left."""
+    layers: dict[str, Any] = dict(zip(make(config).names, modules, strict=True))
+    options, model = config.dynamism.early_exit, config.model
+    exits, sequence = options.exits_of(model.blocks), model.sequence
+    tokens = [(row, t) for row in range(ids.shape[0]) for t in range(sequence)]
+    routing = Routing(torch.zeros(()), torch.zeros((), dtype=torch.float64), {}, {})
+    states = {(row, t): layers["embedding"].tokens.weight[ids[row, t]] for row, t in tokens}
+    output_loss: dict[Token, Tensor] = {}  # of the output that a token has by now
+    weighted: list[tuple[float, Tensor]] = []  # weight and loss of each exit and of the head
+
+    for block in range(model.blocks):
+        before = dict(states)
+        attention = layers[f"blocks.{block}.attention"]
+        keys, values = dict[Token, list[Tensor]](), dict[Token, list[Tensor]]()
+        for token in tokens:  # those that have left too: their last state is their source
+            k, v = (attention.kv.weight @ rms_norm(before[token], attention.norm.weight)).chunk(2)
+            keys[token] = [rotated(head, token[1]) for head in heads_of(k, model.heads)]
+            values[token] = heads_of(v, model.heads)
+        for row, t in tokens:
+            if (row, t) in routing.left:
+                continue
+            query = heads_of(attention.q.weight @ rms_norm(before[row, t], attention.norm.weight), model.heads)
+            seen = [(row, earlier) for earlier in range(t + 1)]
+            heads = [attended(rotated(query[h], t), [keys[s][h] for s in seen], [values[s][h] for s in seen]) for h in range(model.heads)]
+            state = before[row, t] + attention.proj.weight @ torch.cat(heads)
+            states[row, t] = state + fed_forward(layers[f"blocks.{block}.feed_forward"], state)
+        if block in exits:
+            head, own_losses = layers[f"blocks.{block}.exit"], []
+            for row, t in tokens:
+                if (row, t) in routing.left:
+                    continue
+                state = states[row, t]
+                logits = head.logits.weight @ rms_norm(state, head.norm.weight)
+                output_loss[row, t] = cross_entropy(logits, int(targets[row, t]))
+                if options.policy == "calm" and options.confidence == "classifier":
+                    guess = (head.classifier.weight @ state.detach() + head.classifier.bias).squeeze(0)
+                    own_losses.append(binary_cross_entropy(guess, int(logits.argmax()) == int(targets[row, t])))
+                if not exits_on:
+                    continue
+                above = confidence(config, head, logits, state, before[row, t]) - threshold(config, t)
+                routing.closest = min(routing.closest, abs(above))
+                if above > 0:
+                    routing.left[row, t] = block
+            weighted.append((block + 1.0 if options.policy == "calm" else 1.0, mean(output_loss, tokens)))
+            if own_losses and training:
+                routing.own_losses = routing.own_losses + torch.stack(own_losses).mean()
+    head = layers["head"]
+    for row, t in tokens:
+        if (row, t) not in routing.left:
+            logits = head.logits.weight @ rms_norm(states[row, t], head.norm.weight)
+            output_loss[row, t] = cross_entropy(logits, int(targets[row, t]))
+    last = mean(output_loss, tokens)
+    weighted.append((float(model.blocks) if options.policy == "calm" else 1.0, last))
+    average = sum((w * x for w, x in weighted), torch.zeros(())) / sum(w for w, _ in weighted)
+    routing.loss, routing.states = average if training else last, states
+    return routing
+
+
+def mean(losses: dict[Token, Tensor], tokens: Sequence[Token]) -> Tensor:
+    return torch.stack([losses[token] for token in tokens]).mean()
+
+
+def threshold(config: Config, t: int) -> float:
+    options = config.dynamism.early_exit
+    top = options.threshold
+    assert top is not None
+    return top if options.policy == "adp-c" else 0.9 * top + 0.1 * top * math.exp(-4 * t / config.model.sequence)
+
+
+@torch.no_grad()
+def confidence(config: Config, head: Any, logits: Tensor, state: Tensor, before: Tensor) -> float:
+    options = config.dynamism.early_exit
+    chances = sorted((torch.exp(logits) / torch.exp(logits).sum()).tolist(), reverse=True)
+    if options.policy == "adp-c":
+        return chances[0]
+    if options.confidence == "softmax":
+        return chances[0] - sum(chances[1:2])
+    if options.confidence == "state":
+        return float(state @ before / (state.norm() * before.norm()))
+    return float(torch.sigmoid(head.classifier.weight @ state + head.classifier.bias))
+
+
+# -- the module ------------------------------------------------------------------------------------
+
+
+def config_of(kind: str, sequence: int = 5, threshold: float = 0.5, blocks: int = 3, heads: int = 2, **options: Any) -> Config:
+    policy = {"policy": "adp-c"} if kind == "adp-c" else {"confidence": kind}
+    return parse(
+        {
+            "model": {"blocks": blocks, "hidden": 4 * heads, "heads": heads, "vocab": 5, "sequence": sequence},
+            "dynamism": {"cases": ["early_exit"], "early_exit": policy | {"threshold": threshold} | options},
+        }
+    )
+
+
+def build(config: Config, seed: int = 0, exits_on: bool = True, training: bool = True) -> list[nn.Module]:
+    model = make(config)
+    modules = model.build(range(model.layers))
+    spread(modules, seed)
+    for module in modules:
+        module.train(training)
+        if isinstance(module, ExitHead):
+            module.exits = exits_on
+    return modules
+
+
+def drawn(config: Config, batch: int, seed: int = 0) -> tuple[Tensor, Tensor]:
+    """Token ids and targets."""
+    generator = torch.Generator().manual_seed(seed)
+    shape = batch, config.model.sequence
+    ids, targets = (torch.randint(config.model.vocab, shape, generator=generator) for _ in range(2))
+    return ids, targets
+
+
+def run(config: Config, modules: Sequence[nn.Module], ids: Tensor, targets: Tensor) -> Routing:
+    """The modules one after the other. `left` and `states` are read off what they hand on."""
+    routing, there = Routing(torch.zeros(()), torch.zeros(()), {}, {}), set[Token]()
+    out: tuple[Any, ...] = (make(config).first_inputs(ids, targets),)
+    sequence = config.model.sequence
+    for name, module in zip(make(config).names, modules[:-1], strict=False):
+        out = module(*out)
+        assert (out[1].diff() > 0).all()
+        left = there - {divmod(i, sequence) for i in out[1].tolist()}
+        assert not left or name.endswith(".exit")
+        routing.left |= {token: int(name.split(".")[1]) for token in left}
+        there = {divmod(i, sequence) for i in out[1].tolist()}
+    x, index, exited, places = out[:4]
+    order = [divmod(i, sequence) for i in (*index.tolist(), *places.tolist())]
+    routing.states = dict(zip(order, [*x.detach(), *exited.detach()], strict=True))
+    assert len(routing.states) == ids.numel(), "every token is in one place"
+    routing.loss = modules[-1](*out)
+    return routing
+
+
+def gradients(modules: Sequence[nn.Module], loss: Tensor) -> dict[str, Tensor]:
+    named = {f"{i}.{name}": p for i, module in enumerate(modules) for name, p in module.named_parameters()}
+    taken = torch.autograd.grad(loss, list(named.values()), allow_unused=True, retain_graph=True)
+    return {name: torch.zeros_like(p) if g is None else g for (name, p), g in zip(named.items(), taken, strict=True)}
+
+
+class TooCloseError(Exception):
+    """A confidence is next to its threshold: float32 and float64 may decide differently."""
+
+
+def compare(config: Config, batch: int, seed: int = 0, exits_on: bool = True, training: bool = True) -> Routing:
+    """Compares the modules with the slow pass, and returns what that gives."""
+    modules = build(config, seed, exits_on, training)
+    ids, targets = drawn(config, batch, seed)
+    slow = one_by_one(config, modules, ids, targets, exits_on, training)
+    if slow.closest < 1e-5:
+        raise TooCloseError
+    ours = run(config, modules, ids, targets)
+    assert ours.left == slow.left
+    # Logits, loss and the rotary tables are of float32.
+    torch.testing.assert_close(ours.loss.double(), slow.loss.double(), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(ours.states, {token: slow.states[token].detach() for token in ours.states}, rtol=1e-5, atol=1e-5)
+    expected = gradients(modules, slow.loss + slow.own_losses)
+    torch.testing.assert_close(gradients(modules, ours.loss), expected, rtol=1e-4, atol=1e-5)
+    counts = [module.seen for module in modules if isinstance(module, ExitHead)]
+    exits = config.dynamism.early_exit.exits_of(config.model.blocks)
+    of_block = [sum(block == at for block in slow.left.values()) for at in exits]
+    assert counts == [(ids.numel(), left) if exits_on and training else (0, 0) for left in of_block]
+    return slow
+
+
+# -- against the slow pass -------------------------------------------------------------------------
+
+
+@settings(max_examples=25)
+@given(
+    kind=st.sampled_from(KINDS),
+    batch=st.integers(1, 3),
+    sequence=st.integers(1, 6),
+    heads=st.integers(1, 2),
+    exits=st.sets(st.integers(0, 2), min_size=1).map(sorted),
+    depth=st.integers(1, 2),
+    threshold=st.sampled_from([0.0, 0.2, 0.4, 0.6, 0.8, 0.95, 1.0]),
+    training=st.booleans(),
+    seed=st.integers(0, 999),
+)
+def test_any_shape(
+    kind: str, batch: int, sequence: int, heads: int, exits: list[int], depth: int, threshold: float, training: bool, seed: int
+) -> None:
+    config = config_of(kind, sequence, threshold, exits[-1] + 1 + depth, heads, exits=exits)
+    try:
+        compare(config, batch, seed, training=training)
+    except TooCloseError:
+        reject()
+
+
+@pytest.mark.parametrize("training", [True, False], ids=["training", "evaluation"])
+@pytest.mark.parametrize(("kind", "threshold", "seed"), [("softmax", 0.7, 4), ("state", 0.7, 1), ("classifier", 0.9, 5), ("adp-c", 0.7, 4)])
+def test_some_leave_at_each_exit(kind: str, threshold: float, seed: int, training: bool) -> None:
+    routing = compare(config_of(kind, 6, threshold, exits=[0, 1]), 2, seed, training=training)
+    assert 0 < len(routing.left) < 12
+    assert set(routing.left.values()) == {0, 1}
+
+
+@pytest.mark.parametrize("training", [True, False], ids=["training", "evaluation"])
+@pytest.mark.parametrize("kind", ["softmax", "classifier", "adp-c"])
+def test_all_leave_at_the_first_exit(kind: str, training: bool) -> None:
+    """Their later blocks compute no token. In training the later losses are those of the first
+    exit."""
+    routing = compare(config_of(kind, threshold=0.0, exits=[0, 1]), 2, training=training)
+    assert set(routing.left.values()) == {0}
+    assert len(routing.left) == 10
+
+
+@pytest.mark.parametrize("training", [True, False], ids=["training", "evaluation"])
+@pytest.mark.parametrize("sequence", [1, 4])
+def test_none_leaves(sequence: int, training: bool) -> None:
+    """With exits on, and the same bits as with exits off."""
+    config = config_of("adp-c", sequence, threshold=1.0)
+    assert not compare(config, 2, training=training).left
+    results = []
+    for exits_on in (True, False):
+        modules = build(config, exits_on=exits_on, training=training)
+        loss = run(config, modules, *drawn(config, 2)).loss
+        results.append([loss, *gradients(modules, loss).values()])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+@pytest.mark.parametrize("threshold", [0.0, 1.0])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_single_token(kind: str, threshold: float) -> None:
+    routing = compare(config_of(kind, 1, threshold), 1)
+    assert len(routing.left) == (threshold == 0.0)
+
+
+@pytest.mark.parametrize("training", [True, False], ids=["training", "evaluation"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_exits_that_are_off(kind: str, training: bool) -> None:
+    """They only add their losses, and in evaluation not even these."""
+    config = config_of(kind, threshold=0.0)
+    assert not compare(config, 2, exits_on=False, training=training).left
+    if not training:
+        modules, (ids, targets) = build(config, exits_on=False, training=False), drawn(config, 2)
+        other = [m for m, name in zip(modules, make(config).names, strict=True) if not name.endswith(".exit")]
+        out: Any = (make(config).first_inputs(ids, targets),)
+        for module in other:
+            out = module(*out[:6])
+        assert torch.equal(out, run(config, modules, ids, targets).loss), "as a model without exits"
+
+
+# -- the parts -------------------------------------------------------------------------------------
+
+
+def test_weights_of_the_losses() -> None:
+    """CALM: by depth. ADP-C: alike. The head alone counts in evaluation."""
+    for kind, expected in (("softmax", [2, 3, 5]), ("adp-c", [1, 1, 1])):
+        config = config_of(kind, blocks=5, threshold=1.0, exits=[1, 2])
+        modules, (ids, targets) = build(config, exits_on=False), drawn(config, 2)
+        losses = dict[str, float]()
+        for name, module in zip(make(config).names, modules, strict=True):
+            if name.endswith((".exit", "head")):
+                for parameter in module.parameters():
+                    parameter.data.zero_()  # every token's loss is log(vocab)
+                losses[name] = 0.0
+        assert float(run(config, modules, ids, targets).loss.detach()) == pytest.approx(math.log(5))
+        # One exit that is worse than the others shows its weight.
+        for place, name in enumerate(losses):
+            head: Any = modules[make(config).names.index(name)]
+            real, head.logits.forward = head.logits.forward, lambda x: 9.0 * torch.arange(5.0).expand(len(x), 5)
+            worse = float(run(config, modules, ids, targets).loss.detach())
+            head.logits.forward = real
+            logits = (9.0 * torch.arange(5.0)).expand(10, 5)
+            alone = float(nn.functional.cross_entropy(logits, targets.flatten()))
+            share = (worse - math.log(5)) / (alone - math.log(5))
+            assert share == pytest.approx(expected[place] / sum(expected), rel=1e-5)
+
+
+@given(st.floats(0, 1), st.integers(1, 20), st.integers(1, 3))
+def test_the_threshold_falls_over_a_row(top: float, sequence: int, rows: int) -> None:
+    places = torch.arange(rows * sequence)
+    falling = ExitRule("softmax", top, decays=True).thresholds(places, sequence)
+    expected = [0.9 * top + 0.1 * top * math.exp(-4 * t / sequence) for _ in range(rows) for t in range(sequence)]
+    torch.testing.assert_close(falling.double(), torch.tensor(expected, dtype=torch.float64), rtol=1e-5, atol=1e-7)
+    assert torch.equal(ExitRule("top-1", top, decays=False).thresholds(places, sequence), torch.full((rows * sequence,), top))
+
+
+def test_a_token_that_has_left_is_still_attended_to() -> None:
+    """Its last state reaches later blocks as a source, and learns from them."""
+    config = config_of("adp-c", sequence=4, threshold=0.5, blocks=2, exits=[0])
+    modules, (ids, targets) = build(config), drawn(config, 1)
+    out: Any = (make(config).first_inputs(ids, targets),)
+    for module in modules[:3]:
+        out = module(*out)
+    exit_head: Any = modules[3]
+    exit_head._leaves = lambda *_: torch.tensor([False, True, False, False])
+    x, index, exited, places, *rest = exit_head(*out)
+    assert (index.tolist(), places.tolist()) == ([0, 2, 3], [1])
+    exited = exited.detach().requires_grad_()
+    after = modules[4](x, index, exited, places, *rest)[0]
+    (to_exited,) = torch.autograd.grad(after[1].sum(), exited, retain_graph=True)
+    assert to_exited.abs().sum() > 0, "the third token attends to the second"
+    (to_exited,) = torch.autograd.grad(after[0].sum(), exited)
+    assert to_exited.abs().sum() == 0, "the first does not"
+
+
+def test_bfloat16_stays_close() -> None:
+    config = config_of("classifier", sequence=6, threshold=1.0)
+    exact, (ids, targets) = build(config, exits_on=False), drawn(config, 2)
+    low = [module.to(torch.bfloat16) for module in build(config, exits_on=False)]
+    routing = run(config, low, ids, targets).loss
+    assert routing.dtype == torch.float32
+    torch.testing.assert_close(routing.double(), run(config, exact, ids, targets).loss.double(), rtol=0.02, atol=0.02)

@@ -1,0 +1,352 @@
+"""A GPT with routed blocks against one token at a time: who is selected, the loss, every gradient."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, reject, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from dynmo.config import Config, parse
+from dynmo.models.gpt_config import make
+from dynmo.models.mixture_of_depths import RoutedAttentionHalf, Router, selected_tokens
+from tests.models.plain_blocks import attended, binary_cross_entropy, cross_entropy, fed_forward, heads_of, rms_norm, rotated, spread
+
+Token = tuple[int, int]
+"""Row, position."""
+
+
+@dataclass
+class Routing:
+    """What a pass over the tokens gives.
+
+    Attributes:
+        loss: The loss that a run reports.
+        own_losses: The sum of the predictors' losses, with their weight.
+        selected: The tokens that each routed block has selected.
+        right: Of how many tokens each predictor is right.
+        closest: Least distance between two numbers that a selection compares.
+    """
+
+    loss: Tensor
+    own_losses: Tensor
+    selected: list[set[Token]] = field(default_factory=list)
+    right: list[int] = field(default_factory=list)
+    closest: float = math.inf
+
+
+def one_by_one(config: Config, modules: Sequence[nn.Module], ids: Tensor, targets: Tensor, training: bool, by_threshold: bool) -> Routing:
+    """The model from its definition: a state a token, and a set of selected tokens a block."""
+    layers: dict[str, Any] = dict(zip(make(config).names, modules, strict=True))
+    model, routed = config.model, config.dynamism.mixture_of_depths.routed_blocks(config.model.blocks)
+    tokens = [(row, t) for row in range(ids.shape[0]) for t in range(model.sequence)]
+    routing = Routing(torch.zeros(()), torch.zeros((), dtype=torch.float64))
+    states = {(row, t): layers["embedding"].tokens.weight[ids[row, t]] for row, t in tokens}
+
+    for block in range(model.blocks):
+        attention, feed_forward = layers[f"blocks.{block}.attention"], layers[f"blocks.{block}.feed_forward"]
+        taking = set(tokens)
+        if block in routed:
+            taking = route(config, routing, attention.router, states, tokens, training, by_threshold)
+        queries, keys, values = dict[Token, list[Tensor]](), dict[Token, list[Tensor]](), dict[Token, list[Tensor]]()
+        for token in taking:
+            q, k, v = (attention.qkv.weight @ rms_norm(states[token], attention.norm.weight)).chunk(3)
+            queries[token] = [rotated(head, token[1]) for head in heads_of(q, model.heads)]
+            keys[token] = [rotated(head, token[1]) for head in heads_of(k, model.heads)]
+            values[token] = heads_of(v, model.heads)
+        after = dict(states)
+        for row, t in taking:
+            seen = [(row, earlier) for earlier in range(t + 1) if (row, earlier) in taking]
+            heads = [attended(queries[row, t][h], [keys[s][h] for s in seen], [values[s][h] for s in seen]) for h in range(model.heads)]
+            by_attention = attention.proj.weight @ torch.cat(heads)
+            added = by_attention + fed_forward(feed_forward, states[row, t] + by_attention)
+            weight = attention.router.weight.weight[0] @ states[row, t] if block in routed else 1.0
+            after[row, t] = states[row, t] + weight * added
+        states = after
+    head = layers["head"]
+    losses = [cross_entropy(head.logits.weight @ rms_norm(states[token], head.norm.weight), int(targets[token])) for token in tokens]
+    routing.loss = torch.stack(losses).mean()
+    return routing
+
+
+def route(
+    config: Config, routing: Routing, router: Any, states: dict[Token, Tensor], tokens: list[Token], training: bool, by_threshold: bool
+) -> set[Token]:
+    """The tokens that a routed block selects."""
+    options = config.dynamism.mixture_of_depths
+    scores = {token: router.weight.weight[0] @ states[token] for token in tokens}
+    if options.predictor == "bce":
+        guesses = scores
+    else:
+        first, _, second = router.predictor
+        inner = {token: first.weight @ states[token].detach() + first.bias for token in tokens}
+        guesses = {token: (second.weight @ (x / (1 + torch.exp(-x))) + second.bias).squeeze(0) for token, x in inner.items()}
+    best = set[Token]()
+    count = min(config.model.sequence, max(1, round(options.capacity * config.model.sequence)))
+    for row in {row for row, _ in tokens}:
+        ranked = sorted((token for token in tokens if token[0] == row), key=lambda token: -float(scores[token].detach()))
+        best |= set(ranked[:count])
+        if training and count < len(ranked):
+            routing.closest = min(routing.closest, float((scores[ranked[count - 1]] - scores[ranked[count]]).detach()))
+    predicted = {token for token in tokens if guesses[token] > 0}
+    routing.closest = min(routing.closest, *(abs(float(guess.detach())) for guess in guesses.values()))
+    if training:
+        mistaken = torch.stack([binary_cross_entropy(guesses[token], token in best) for token in tokens]).mean()
+        routing.own_losses = routing.own_losses + options.predictor_weight * mistaken
+        routing.right.append(sum((token in best) == (token in predicted) for token in tokens))
+    routing.selected.append(best if training and not by_threshold else predicted)
+    return routing.selected[-1]
+
+
+# -- the module ------------------------------------------------------------------------------------
+
+
+def config_of(predictor: str, sequence: int = 6, capacity: float = 0.5, blocks: int = 2, heads: int = 2, **options: Any) -> Config:
+    wanted = {"predictor": predictor, "capacity": capacity, "predictor_weight": 0.5}
+    return parse(
+        {
+            "model": {"blocks": blocks, "hidden": 4 * heads, "heads": heads, "vocab": 40, "sequence": sequence},
+            "dynamism": {"cases": ["mixture_of_depths"], "mixture_of_depths": wanted | options},
+        }
+    )
+
+
+def routers(modules: Sequence[nn.Module]) -> list[Router]:
+    return [module.router for module in modules if isinstance(module, RoutedAttentionHalf)]
+
+
+def build(config: Config, seed: int = 0, training: bool = True, by_threshold: bool = False) -> list[nn.Module]:
+    model = make(config)
+    modules = model.build(range(model.layers))
+    spread(modules, seed)
+    for module in modules:
+        module.train(training)
+    for router in routers(modules):
+        router.by_threshold = by_threshold
+        if router.predictor is not None:
+            for name, parameter in router.predictor.named_parameters():  # some guesses are over 0, some under it
+                parameter.data *= 0.1 if name.endswith("bias") else 8.0
+    return modules
+
+
+def drawn(config: Config, batch: int, seed: int = 0) -> tuple[Tensor, Tensor]:
+    """Token ids, each once, and targets. Equal tokens would have equal scores in the first
+    block."""
+    generator, shape = torch.Generator().manual_seed(seed), (batch, config.model.sequence)
+    ids, targets = (torch.randperm(config.model.vocab, generator=generator)[: math.prod(shape)].view(shape) for _ in range(2))
+    return ids, targets
+
+
+def run(config: Config, modules: Sequence[nn.Module], ids: Tensor, targets: Tensor) -> tuple[Tensor, list[set[Token]]]:
+    """The loss of the modules one after the other, and what each routed block has selected."""
+    out: tuple[Any, ...] = (ids,)
+    selected: list[set[Token]] = []
+    for module in modules:
+        before, result = out, module(*out)
+        out = result if isinstance(result, tuple) else (result,)
+        if len(out) == 4:
+            assert (out[3].diff() > 0).all()
+            selected.append({divmod(i, config.model.sequence) for i in out[3].tolist()})
+        if len(before) == 4:
+            others = torch.ones(ids.numel(), dtype=torch.bool).index_fill(0, before[3], False)
+            assert torch.equal(out[0].flatten(0, 1)[others], before[0].flatten(0, 1)[others]), "the others stay as they are"
+    return make(config).loss(out[0], targets), selected
+
+
+def gradients(modules: Sequence[nn.Module], loss: Tensor) -> dict[str, Tensor]:
+    named = {f"{i}.{name}": p for i, module in enumerate(modules) for name, p in module.named_parameters()}
+    taken = torch.autograd.grad(loss, list(named.values()), allow_unused=True, retain_graph=True)
+    return {name: torch.zeros_like(p) if g is None else g for (name, p), g in zip(named.items(), taken, strict=True)}
+
+
+class TooCloseError(Exception):
+    """Two numbers that a selection compares are nearly equal: rounding may decide."""
+
+
+def compare(config: Config, modules: Sequence[nn.Module], ids: Tensor, targets: Tensor, by_threshold: bool = False) -> Routing:
+    """Compares the modules with the slow pass, and returns what that gives."""
+    slow = one_by_one(config, modules, ids, targets, modules[0].training, by_threshold)
+    if slow.closest < 1e-5:
+        raise TooCloseError
+    loss, selected = run(config, modules, ids, targets)
+    assert selected == slow.selected
+    # The loss and the rotary tables are of float32.
+    torch.testing.assert_close(loss.double(), slow.loss, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(gradients(modules, loss), gradients(modules, slow.loss + slow.own_losses), rtol=1e-4, atol=1e-5)
+    seen = [tuple(int(count) for count in router.seen) for router in routers(modules)]
+    counts = [(ids.numel(), len(taken), right) for taken, right in zip(slow.selected, slow.right, strict=False)]
+    assert seen == (counts if modules[0].training else [(0, 0, 0)] * len(seen))
+    return slow
+
+
+# -- against the slow pass -------------------------------------------------------------------------
+
+WAYS = {"training": (True, False), "by threshold": (True, True), "evaluation": (False, False)}
+"""Whether the model trains, and by the predictor."""
+
+
+@settings(max_examples=25)
+@given(
+    predictor=st.sampled_from(["mlp", "bce"]),
+    way=st.sampled_from(sorted(WAYS)),
+    batch=st.integers(1, 3),
+    sequence=st.integers(1, 7),
+    heads=st.integers(1, 2),
+    blocks=st.integers(1, 3),
+    every=st.integers(1, 2),
+    capacity=st.sampled_from([0.2, 0.5, 0.75, 1.0]),
+    seed=st.integers(0, 999),
+)
+def test_any_shape(
+    predictor: str, way: str, batch: int, sequence: int, heads: int, blocks: int, every: int, capacity: float, seed: int
+) -> None:
+    config = config_of(predictor, sequence, max(capacity, 0.5 / sequence), blocks, heads, every=min(every, blocks))
+    try:
+        compare(config, build(config, seed, *WAYS[way]), *drawn(config, batch, seed), WAYS[way][1])
+    except TooCloseError:
+        reject()
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("predictor", ["mlp", "bce"])
+def test_some_are_selected(predictor: str, way: str) -> None:
+    config = config_of(predictor, every=1)
+    routing = compare(config, build(config, 1, *WAYS[way]), *drawn(config, 3), WAYS[way][1])
+    assert len(routing.selected) == 2
+    if way == "training":
+        assert [[sum(row == r for row, _ in taken) for r in range(3)] for taken in routing.selected] == [[3] * 3] * 2
+    else:
+        assert all(0 < len(taken) < 18 for taken in routing.selected)
+
+
+@pytest.mark.parametrize("way", ["by threshold", "evaluation"])
+@pytest.mark.parametrize("count", [0, 1, 12])
+def test_the_predictor_selects_none_one_or_all(count: int, way: str) -> None:
+    config = config_of("mlp", blocks=1, every=1)
+    modules = build(config, 0, *WAYS[way])
+    (router,) = routers(modules)
+    assert router.predictor is not None
+    ids, targets = drawn(config, 2)
+    with torch.no_grad():
+        guesses = router.predictor(modules[0](ids.flatten())).flatten()
+    first, second = guesses.topk(2).values
+    shift = {0: -first - 1, 1: -(first + second) / 2, 12: 1 - guesses.min()}
+    router.predictor[2].bias.data += shift[count]
+    routing = compare(config, modules, ids, targets, WAYS[way][1])
+    assert len(routing.selected[0]) == count
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("predictor", ["mlp", "bce"])
+def test_a_single_token(predictor: str, way: str) -> None:
+    for seed in range(4):  # over and under the threshold
+        config = config_of(predictor, sequence=1, every=1)
+        compare(config, build(config, seed, *WAYS[way]), *drawn(config, 1), WAYS[way][1])
+
+
+def test_full_capacity_is_a_plain_gpt_where_all_weights_are_one() -> None:
+    config = config_of("mlp", capacity=1.0, every=1)
+    modules, (ids, targets) = build(config), drawn(config, 2)
+    assert compare(config, modules, ids, targets).selected == [{(row, t) for row in range(2) for t in range(6)}] * 2
+    for router in routers(modules):
+        ones: Any = lambda x: x.new_ones(len(x), 1)  # noqa: E731
+        router.weight.forward = ones
+    plain_model = make(parse({"model": config.model.model_dump()}))
+    plain = plain_model.build(range(plain_model.layers))
+    out: Any = ids
+    for module, other in zip(plain, modules, strict=True):
+        module.double().load_state_dict({name: value for name, value in other.state_dict().items() if not name.startswith("router")})
+        out = module(out)
+    torch.testing.assert_close(run(config, modules, ids, targets)[0], plain_model.loss(out, targets))
+
+
+# -- the parts -------------------------------------------------------------------------------------
+
+
+def loss_gradients(predictor: str, weight: float, by_threshold: bool) -> dict[str, Tensor]:
+    config = config_of(predictor, every=1, predictor_weight=weight)
+    modules = build(config, by_threshold=by_threshold)
+    return gradients(modules, run(config, modules, *drawn(config, 2))[0])
+
+
+@pytest.mark.parametrize("by_threshold", [False, True])
+def test_the_loss_of_a_small_network_trains_nothing_else(by_threshold: bool) -> None:
+    without, with_loss = (loss_gradients("mlp", weight, by_threshold) for weight in (0.0, 0.5))
+    for name in without:
+        if ".predictor." in name:
+            assert not without[name].any()
+            assert with_loss[name].any()
+        else:
+            assert torch.equal(without[name], with_loss[name]), name
+
+
+def test_the_loss_on_the_weight_trains_what_is_before_it() -> None:
+    without, with_loss = (loss_gradients("bce", weight, False) for weight in (0.0, 0.5))
+    different = {name for name in without if not torch.equal(without[name], with_loss[name])}
+    assert {"0.tokens.weight", "1.router.weight.weight", "3.router.weight.weight"} <= different
+    assert not {name for name in different if name.startswith(("4.", "5."))}, "behind the last router"
+
+
+def test_selected_tokens_keep_their_positions() -> None:
+    """What a selected token adds depends on how far apart the selected tokens lie."""
+    config = config_of("mlp", blocks=1, every=1)
+    modules, added = build(config), []
+    half: Any = modules[1]
+    x = torch.randn(1, 6, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    pair = x[0, :2]
+    for places in ([0, 1], [3, 4], [0, 5]):
+        stream = x.clone()
+        stream[0, places] = pair
+        half.router._best = lambda *_, places=places: torch.tensor(places)
+        added.append(half(stream)[1])
+    torch.testing.assert_close(added[0], added[1], rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(added[0][0], added[2][0], rtol=1e-6, atol=1e-6)
+    assert not torch.allclose(added[0][1], added[2][1], atol=1e-4)
+
+
+def test_the_choice_does_not_look_at_other_rows() -> None:
+    config = config_of("mlp", capacity=0.34, every=1)
+    modules = build(config)
+    ids, targets = drawn(config, 3)
+    together = run(config, modules, ids, targets)[1]
+    for row in range(3):
+        alone = run(config, modules, ids[row : row + 1], targets[row : row + 1])[1]
+        assert alone == [{(0, t) for r, t in taken if r == row} for taken in together]
+
+
+def test_evaluation_sees_no_later_token() -> None:
+    config = config_of("mlp", every=1)
+    modules = build(config, training=False)
+    ids, _ = drawn(config, 2)
+    different = ids.clone()
+    different[:, 4] = (ids[:, 4] + 1) % 40
+    results: list[Tensor] = []
+    for inputs in (ids, different):
+        out: Any = inputs
+        for module in modules:
+            out = module(*out) if isinstance(out, tuple) else module(out)
+        results.append(out)
+    torch.testing.assert_close(results[0][:, :4], results[1][:, :4])
+    assert not torch.allclose(results[0][:, 4], results[1][:, 4])
+
+
+@given(st.floats(0.001, 1), st.integers(1, 300))
+def test_how_many_are_selected(capacity: float, sequence: int) -> None:
+    count = selected_tokens(capacity, sequence)
+    assert 1 <= count <= sequence
+    assert count == 1 or abs(count - capacity * sequence) <= 0.5
+
+
+def test_counts_add_up_over_microbatches() -> None:
+    config = config_of("bce", every=1)
+    modules = build(config)
+    for seed in range(3):
+        run(config, modules, *drawn(config, 2, seed))
+    assert [router.seen[:2] for router in routers(modules)] == [(36, 18)] * 2
+    assert all(0 <= int(router.seen[2]) <= 36 for router in routers(modules))
