@@ -347,6 +347,6 @@ def test_bfloat16_stays_close() -> None:
     config = config_of("classifier", sequence=6, threshold=1.0)
     exact, (ids, targets) = build(config, exits_on=False), drawn(config, 2)
     low = [module.to(torch.bfloat16) for module in build(config, exits_on=False)]
-    routing = run(config, low, ids, targets).loss
-    assert routing.dtype == torch.float32
-    torch.testing.assert_close(routing.double(), run(config, exact, ids, targets).loss.double(), rtol=0.02, atol=0.02)
+    loss = run(config, low, ids, targets).loss
+    assert loss.dtype == torch.float32
+    torch.testing.assert_close(loss.double(), run(config, exact, ids, targets).loss.double(), rtol=0.02, atol=0.02)
