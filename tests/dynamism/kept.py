@@ -23,7 +23,7 @@ class Kept:
     def __init__(self, count: int, names: Sequence[str] = (), modules: Sequence[nn.Module] = ()) -> None:
         self.count, self.modules = count, modules or [nn.Linear(1, 1) for _ in range(count)]
         self.names = names or [f"layer{i}" for i in range(count)]
-        self.own = range(len(modules))
+        self.own: Sequence[int] = range(len(modules))
         self.frozen: frozenset[int] = frozenset()
         self.collective = Alone()
         self.tensors: dict[int, dict[str, Tensor]] = {i: {} for i in range(count)}

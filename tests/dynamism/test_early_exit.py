@@ -1,0 +1,166 @@
+"""From when on tokens exit, what is recorded, and which models are refused."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from torch import nn
+
+from dynmo.config import parse
+from dynmo.dynamism import Change, make_cases
+from dynmo.dynamism.case import TokenShares
+from dynmo.dynamism.early_exit import EarlyExitCase
+from dynmo.errors import ConfigError
+from dynmo.models.early_exit import ExitHead
+from dynmo.models.gpt_config import make
+from tests.dynamism.kept import Kept
+from tests.pool import Pool
+
+EXITS = [3, 6]  # layers: embedding, two halves a block, and an exit behind the blocks 0 and 1
+
+
+def config(**options: Any) -> dict[str, Any]:
+    return {
+        "seed": 7,
+        "model": {"blocks": 3, "hidden": 16, "heads": 2, "sequence": 8},
+        "train": {"steps": 9, "global_batch": 4, "micro_batch": 2, "lr": 1e-2},
+        "balance": {"balancer": "none"},
+        "dynamism": {"cases": ["early_exit"], "early_exit": {"policy": "adp-c", "exits": [0, 1], "start": 2, "record_every": 2} | options},
+        "trace": {"steps": 0},
+    }
+
+
+def layers() -> Kept:
+    model = make(parse(config()))
+    modules = model.build(range(model.layers))
+    return Kept(len(modules), modules=modules)
+
+
+def switches(model: Kept, name: str) -> list[int]:
+    """The layers whose attribute of this name is true."""
+    return [index for index, module in enumerate(model.modules) if getattr(module, name, False)]
+
+
+def exit_at(model: Kept, index: int) -> ExitHead:
+    module = model.modules[index]
+    assert isinstance(module, ExitHead)
+    return module
+
+
+def test_tokens_exit_from_a_step_on() -> None:
+    model, case = layers(), EarlyExitCase(start=2, record_every=10)
+    assert [case.acts(step) for step in (0, 1, 2)] == [False, False, True]
+    assert [case.act(step, model) for step in (0, 1)] == [None, None]
+    assert switches(model, "exits") == switches(model, "varying_shapes") == []
+    assert not case.has_dense
+    assert case.act(2, model) == Change(tuple(range(3, 10)), "tokens may leave at 2 exits (step 2)")
+    assert switches(model, "exits") == EXITS
+    assert switches(model, "varying_shapes") == list(range(3, 10)), "from the first exit on"
+    assert case.has_dense
+    assert case.act(3, model) is None
+    assert not case.acts(3)
+
+
+def test_a_record_is_of_the_steps_since_the_last() -> None:
+    model, case = layers(), EarlyExitCase(start=2, record_every=3)
+    assert case.record(0, model) is None
+    case.act(2, model)
+    assert [case.acts(step) for step in (3, 4, 5, 6)] == [True, False, False, True]
+    first, second = (exit_at(model, index) for index in EXITS)
+    first.seen = (32, 8)
+    second.seen = (32, 16)
+    assert case.record(4, model) is None
+    assert case.record(6, model) == TokenShares((3, 6), {"exited": [0.25, 0.5]})
+    assert case.record(9, model) == TokenShares((3, 6), {"exited": [0.0, 0.0]}), "the counts start anew"
+
+
+def test_layers_of_other_ranks_are_not_counted() -> None:
+    model, case = layers(), EarlyExitCase(start=0, record_every=1)
+    case.act(0, model)
+    for index in EXITS:
+        exit_at(model, index).seen = (32, 8)
+    model.own = range(5)
+    assert case.record(1, model) == TokenShares((3, 6), {"exited": [0.25, 0.0]})
+
+
+def test_dense_switches_exits_off_for_a_while() -> None:
+    model, case = layers(), EarlyExitCase(start=0, record_every=1)
+    case.act(0, model)
+    with case.dense(model):
+        assert switches(model, "exits") == []
+    assert switches(model, "exits") == EXITS
+    with pytest.raises(RuntimeError, match="amid"), case.dense(model):
+        raise RuntimeError("amid")
+    assert switches(model, "exits") == EXITS
+
+
+def test_a_resumed_run_changes_nothing_anew() -> None:
+    before, case = EarlyExitCase(start=2, record_every=10), EarlyExitCase(start=2, record_every=10)
+    model = layers()
+    before.act(3, model)
+    case.load(json.loads(json.dumps(before.state())))
+    model = layers()
+    assert case.act(4, model) is None
+    assert switches(model, "exits") == EXITS, "the modules are new"
+
+
+def test_a_model_without_exits_is_refused() -> None:
+    (case,) = make_cases(parse(config()), 10)
+    case.check(layers().modules)
+    for modules in ([], [nn.Embedding(4, 4), nn.Linear(4, 4)]):
+        with pytest.raises(ConfigError, match="no layer of the model lets tokens exit; give one of your own the attributes") as caught:
+            case.check(modules)
+        assert "\n" not in str(caught.value)
+
+
+def test_the_start_follows_from_the_length_of_the_run() -> None:
+    (case,) = make_cases(parse(config(start=None)), 10)
+    assert [case.acts(step) for step in (1, 2)] == [False, True], "30 % of 9 steps"
+
+
+def test_thresholds_of_the_policies() -> None:
+    for given, expected in (({}, 0.9), ({"policy": "adp-c"}, 0.998), ({"threshold": 0.0}, 0.0)):
+        options = parse({"dynamism": {"cases": ["early_exit"], "early_exit": given}}).dynamism.early_exit
+        assert options.threshold_of_policy == expected
+
+
+@pytest.mark.parametrize(("blocks", "expected"), [(2, (0,)), (3, (0, 1)), (4, (1, 2)), (6, (1, 3)), (8, (2, 5)), (24, (7, 15))])
+def test_exits_stand_at_a_third_and_two_thirds(blocks: int, expected: tuple[int, ...]) -> None:
+    options = parse({"model": {"blocks": blocks}, "dynamism": {"cases": ["early_exit"]}}).dynamism.early_exit
+    assert options.exits_of(blocks) == expected
+
+
+@pytest.mark.parametrize(("threshold", "expected"), [(0.0, [1.0, 0.0]), (1.0, [0.0, 0.0])])
+def test_the_log_has_the_shares(pool: Pool, threshold: float, expected: list[float]) -> None:
+    events = pool.run("events", 2, config=config(threshold=threshold))[0]
+    told = [e for e in events if e["event"] == "tokens"]
+    assert [e["step"] for e in told] == [4, 6, 8]
+    assert all((e["case"], e["layers"], e["shares"]) == ("early_exit", EXITS, {"exited": expected}) for e in told)
+    assert [(e["step"], e["case"]) for e in events if e["event"] == "change"] == [(2, "early_exit")]
+
+
+def test_an_evaluation_also_runs_without_exits(pool: Pool) -> None:
+    wanted = config(threshold=0.0)
+    wanted["train"]["eval_every"] = 2
+    evaluations = [e for e in pool.run("events", 1, config=wanted)[0] if e["event"] == "eval"]
+    assert ["dense_loss" in e and e["dense_loss"] is not None for e in evaluations] == [e["step"] > 2 for e in evaluations]
+    assert all(e["loss"] != e["dense_loss"] for e in evaluations[1:])
+
+
+def test_exits_that_no_token_takes_change_no_bit(pool: Pool) -> None:
+    late, never = config(start=8, threshold=1.0), config(start=0, threshold=1.0)
+    assert pool.run("train", 1, config=late)[0]["digest"] == pool.run("train", 2, config=never)[0]["digest"]
+    taken = pool.run("train", 1, config=config(start=0, threshold=0.0))[0]["digest"]
+    assert taken != pool.run("train", 1, config=late)[0]["digest"]
+
+
+def test_the_switch_is_on_modules_without_memory_too() -> None:
+    """Every rank knows which messages vary, whoever holds the layers."""
+    model = make(parse(config()))
+    modules = model.build(())
+    assert all(p.is_meta for module in modules for p in module.parameters())
+    kept = Kept(len(modules), modules=modules)
+    EarlyExitCase(start=0, record_every=1).act(0, kept)
+    assert switches(kept, "exits") == EXITS

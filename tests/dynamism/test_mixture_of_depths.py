@@ -1,0 +1,126 @@
+"""When training selects by the predictor, what is recorded, and which models are refused."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from dynmo.config import parse
+from dynmo.dynamism import Change, make_cases
+from dynmo.dynamism.case import TokenShares
+from dynmo.dynamism.mixture_of_depths import MixtureOfDepthsCase
+from dynmo.errors import ConfigError
+from dynmo.models.gpt_config import make
+from dynmo.models.mixture_of_depths import RoutedAttentionHalf, Router
+from tests.dynamism.kept import Kept
+from tests.pool import Pool
+
+ROUTED = [3, 7]  # attention halves of the blocks 1 and 3
+
+
+def config(**options: Any) -> dict[str, Any]:
+    return {
+        "seed": 7,
+        "model": {"blocks": 4, "hidden": 16, "heads": 2, "sequence": 8},
+        "train": {"steps": 9, "global_batch": 4, "micro_batch": 2, "lr": 1e-2},
+        "balance": {"balancer": "none"},
+        "dynamism": {"cases": ["mixture_of_depths"], "mixture_of_depths": {"capacity": 0.25, "record_every": 2} | options},
+        "trace": {"steps": 0},
+    }
+
+
+def layers() -> Kept:
+    model = make(parse(config()))
+    modules = model.build(range(model.layers))
+    return Kept(len(modules), modules=modules)
+
+
+def routers(model: Kept) -> list[Router]:
+    return [module.router for module in model.modules if isinstance(module, RoutedAttentionHalf)]
+
+
+def test_training_selects_by_the_predictor_from_a_step_on() -> None:
+    model, case = layers(), MixtureOfDepthsCase(threshold_from=2, record_every=10)
+    assert [case.acts(step) for step in (0, 1, 2)] == [False, False, True]
+    assert [case.act(step, model) for step in (0, 1)] == [None, None]
+    assert not any(router.by_threshold for router in routers(model))
+    assert case.act(2, model) == Change((3, 4, 7, 8), "2 blocks select tokens by their predictors (step 2)")
+    assert all(router.by_threshold for router in routers(model))
+    assert case.act(3, model) is None
+    assert not case.acts(3)
+
+
+def test_never_by_the_predictor() -> None:
+    model, case = layers(), MixtureOfDepthsCase(threshold_from=None, record_every=10)
+    assert [case.act(step, model) for step in (0, 5, 1000)] == [None] * 3
+    assert not any(router.by_threshold for router in routers(model))
+
+
+def test_a_record_is_of_the_steps_since_the_last() -> None:
+    model, case = layers(), MixtureOfDepthsCase(None, record_every=3)
+    assert [case.acts(step) for step in (0, 1, 2, 3, 4)] == [False, False, False, True, False]
+    first, second = routers(model)
+    first.seen, second.seen = (32, 8, torch.tensor(24)), (32, 4, 32)
+    assert case.record(2, model) is None
+    assert case.record(3, model) == TokenShares((3, 7), {"selected": [0.25, 0.125], "predicted_right": [0.75, 1.0]})
+    assert case.record(6, model) == TokenShares((3, 7), {"selected": [0.0, 0.0], "predicted_right": [0.0, 0.0]}), "the counts start anew"
+
+
+def test_layers_of_other_ranks_are_not_counted() -> None:
+    model, case = layers(), MixtureOfDepthsCase(None, record_every=1)
+    for router in routers(model):
+        router.seen = (32, 8, 16)
+    model.own = range(5, 10)
+    assert case.record(1, model) == TokenShares((3, 7), {"selected": [0.0, 0.25], "predicted_right": [0.0, 0.5]})
+
+
+def test_a_resumed_run_changes_nothing_anew() -> None:
+    before, case = MixtureOfDepthsCase(2, 10), MixtureOfDepthsCase(2, 10)
+    before.act(3, layers())
+    case.load(json.loads(json.dumps(before.state())))
+    model = layers()
+    assert case.act(4, model) is None
+    assert all(router.by_threshold for router in routers(model)), "the modules are new"
+
+
+def test_a_model_without_routers_is_refused() -> None:
+    (case,) = make_cases(parse(config()), 10)
+    case.check(layers().modules)
+    for modules in ([], [nn.Embedding(4, 4), nn.Linear(4, 4)]):
+        with pytest.raises(ConfigError, match="no layer of the model selects tokens; give one of your own an attribute") as caught:
+            case.check(modules)
+        assert "\n" not in str(caught.value)
+
+
+def test_there_is_nothing_to_compare_an_evaluation_with() -> None:
+    case = MixtureOfDepthsCase(None, 1)
+    assert not case.has_dense
+    with case.dense(layers()):
+        pass
+
+
+@pytest.mark.parametrize(("every", "expected"), [(1, (0, 1, 2, 3, 4)), (2, (1, 3)), (3, (2,)), (5, (4,))])
+def test_which_blocks_are_routed(every: int, expected: tuple[int, ...]) -> None:
+    wanted = {"model": {"blocks": 5}, "dynamism": {"cases": ["mixture_of_depths"], "mixture_of_depths": {"every": every}}}
+    assert parse(wanted).dynamism.mixture_of_depths.routed_blocks(5) == expected
+
+
+@pytest.mark.parametrize("predictor", ["mlp", "bce"])
+def test_the_log_has_the_shares(pool: Pool, predictor: str) -> None:
+    events = pool.run("events", 2, config=config(predictor=predictor, threshold_from=6))[0]
+    told = [e for e in events if e["event"] == "tokens"]
+    assert [e["step"] for e in told] == [2, 4, 6, 8]
+    assert all((e["case"], e["layers"]) == ("mixture_of_depths", ROUTED) for e in told)
+    assert [e["shares"]["selected"] for e in told[:3]] == [[0.25, 0.25]] * 3, "2 of 8 tokens of each row"
+    assert all(0 <= share <= 1 for e in told for share in (*e["shares"]["selected"], *e["shares"]["predicted_right"]))
+    assert [(e["step"], e["case"]) for e in events if e["event"] == "change"] == [(6, "mixture_of_depths")]
+
+
+def test_one_digest_on_any_ranks(pool: Pool) -> None:
+    expected = pool.run("train", 1, config=config(threshold_from=4))[0]["digest"]
+    assert {r["digest"] for r in pool.run("train", 3, config=config(threshold_from=4))} == {expected}
+    assert pool.run("train", 1, config=config())[0]["digest"] != expected, "the predictor selects other tokens"
