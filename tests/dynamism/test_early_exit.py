@@ -21,11 +21,12 @@ from tests.pool import Pool
 EXITS = [3, 6]  # layers: embedding, two halves a block, and an exit behind the blocks 0 and 1
 
 
-def config(**options: Any) -> dict[str, Any]:
+def config(ranks: int = 1, **options: Any) -> dict[str, Any]:
     return {
         "seed": 7,
         "model": {"blocks": 3, "hidden": 16, "heads": 2, "sequence": 8},
         "train": {"steps": 9, "global_batch": 4, "micro_batch": 2, "lr": 1e-2},
+        "parallel": {"pipeline": ranks},
         "balance": {"balancer": "none"},
         "dynamism": {"cases": ["early_exit"], "early_exit": {"policy": "adp-c", "exits": [0, 1], "start": 2, "record_every": 2} | options},
         "trace": {"steps": 0},
@@ -65,15 +66,15 @@ def test_tokens_exit_from_a_step_on() -> None:
 
 def test_a_record_is_of_the_steps_since_the_last() -> None:
     model, case = layers(), EarlyExitCase(start=2, record_every=3)
-    assert case.record(0, model) is None
+    assert case.collect(0, model) is None
     case.act(2, model)
     assert [case.acts(step) for step in (3, 4, 5, 6)] == [True, False, False, True]
     first, second = (exit_at(model, index) for index in EXITS)
     first.seen = (32, 8)
     second.seen = (32, 16)
-    assert case.record(4, model) is None
-    assert case.record(6, model) == TokenShares((3, 6), {"exited": [0.25, 0.5]})
-    assert case.record(9, model) == TokenShares((3, 6), {"exited": [0.0, 0.0]}), "the counts start anew"
+    assert case.collect(4, model) is None
+    assert case.collect(6, model) == TokenShares((3, 6), {"exited": [0.25, 0.5]})
+    assert case.collect(9, model) == TokenShares((3, 6), {"exited": [0.0, 0.0]}), "the counts start anew"
 
 
 def test_layers_of_other_ranks_are_not_counted() -> None:
@@ -82,7 +83,7 @@ def test_layers_of_other_ranks_are_not_counted() -> None:
     for index in EXITS:
         exit_at(model, index).seen = (32, 8)
     model.own = range(5)
-    assert case.record(1, model) == TokenShares((3, 6), {"exited": [0.25, 0.0]})
+    assert case.collect(1, model) == TokenShares((3, 6), {"exited": [0.25, 0.0]})
 
 
 def test_dense_switches_exits_off_for_a_while() -> None:
@@ -134,7 +135,7 @@ def test_exits_stand_at_a_third_and_two_thirds(blocks: int, expected: tuple[int,
 
 @pytest.mark.parametrize(("threshold", "expected"), [(0.0, [1.0, 0.0]), (1.0, [0.0, 0.0])])
 def test_the_log_has_the_shares(pool: Pool, threshold: float, expected: list[float]) -> None:
-    events = pool.run("events", 2, config=config(threshold=threshold))[0]
+    events = pool.run("events", 2, config=config(2, threshold=threshold))[0]
     told = [e for e in events if e["event"] == "tokens"]
     assert [e["step"] for e in told] == [4, 6, 8]
     assert all((e["case"], e["layers"], e["shares"]) == ("early_exit", EXITS, {"exited": expected}) for e in told)
@@ -150,7 +151,7 @@ def test_an_evaluation_also_runs_without_exits(pool: Pool) -> None:
 
 
 def test_exits_that_no_token_takes_change_no_bit(pool: Pool) -> None:
-    late, never = config(start=8, threshold=1.0), config(start=0, threshold=1.0)
+    late, never = config(start=8, threshold=1.0), config(2, start=0, threshold=1.0)
     assert pool.run("train", 1, config=late)[0]["digest"] == pool.run("train", 2, config=never)[0]["digest"]
     taken = pool.run("train", 1, config=config(start=0, threshold=0.0))[0]["digest"]
     assert taken != pool.run("train", 1, config=late)[0]["digest"]

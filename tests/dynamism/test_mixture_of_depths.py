@@ -22,11 +22,12 @@ from tests.pool import Pool
 ROUTED = [3, 7]  # attention halves of the blocks 1 and 3
 
 
-def config(**options: Any) -> dict[str, Any]:
+def config(ranks: int = 1, **options: Any) -> dict[str, Any]:
     return {
         "seed": 7,
         "model": {"blocks": 4, "hidden": 16, "heads": 2, "sequence": 8},
         "train": {"steps": 9, "global_batch": 4, "micro_batch": 2, "lr": 1e-2},
+        "parallel": {"pipeline": ranks},
         "balance": {"balancer": "none"},
         "dynamism": {"cases": ["mixture_of_depths"], "mixture_of_depths": {"capacity": 0.25, "record_every": 2} | options},
         "trace": {"steps": 0},
@@ -65,9 +66,9 @@ def test_a_record_is_of_the_steps_since_the_last() -> None:
     assert [case.acts(step) for step in (0, 1, 2, 3, 4)] == [False, False, False, True, False]
     first, second = routers(model)
     first.seen, second.seen = (32, 8, torch.tensor(24)), (32, 4, 32)
-    assert case.record(2, model) is None
-    assert case.record(3, model) == TokenShares((3, 7), {"selected": [0.25, 0.125], "predicted_right": [0.75, 1.0]})
-    assert case.record(6, model) == TokenShares((3, 7), {"selected": [0.0, 0.0], "predicted_right": [0.0, 0.0]}), "the counts start anew"
+    assert case.collect(2, model) is None
+    assert case.collect(3, model) == TokenShares((3, 7), {"selected": [0.25, 0.125], "predicted_right": [0.75, 1.0]})
+    assert case.collect(6, model) == TokenShares((3, 7), {"selected": [0.0, 0.0], "predicted_right": [0.0, 0.0]}), "the counts start anew"
 
 
 def test_layers_of_other_ranks_are_not_counted() -> None:
@@ -75,7 +76,7 @@ def test_layers_of_other_ranks_are_not_counted() -> None:
     for router in routers(model):
         router.seen = (32, 8, 16)
     model.own = range(5, 10)
-    assert case.record(1, model) == TokenShares((3, 7), {"selected": [0.0, 0.25], "predicted_right": [0.0, 0.5]})
+    assert case.collect(1, model) == TokenShares((3, 7), {"selected": [0.0, 0.25], "predicted_right": [0.0, 0.5]})
 
 
 def test_a_resumed_run_changes_nothing_anew() -> None:
@@ -111,7 +112,7 @@ def test_which_blocks_are_routed(every: int, expected: tuple[int, ...]) -> None:
 
 @pytest.mark.parametrize("predictor", ["mlp", "bce"])
 def test_the_log_has_the_shares(pool: Pool, predictor: str) -> None:
-    events = pool.run("events", 2, config=config(predictor=predictor, threshold_from=6))[0]
+    events = pool.run("events", 2, config=config(2, predictor=predictor, threshold_from=6))[0]
     told = [e for e in events if e["event"] == "tokens"]
     assert [e["step"] for e in told] == [2, 4, 6, 8]
     assert all((e["case"], e["layers"]) == ("mixture_of_depths", ROUTED) for e in told)
@@ -122,5 +123,5 @@ def test_the_log_has_the_shares(pool: Pool, predictor: str) -> None:
 
 def test_one_digest_on_any_ranks(pool: Pool) -> None:
     expected = pool.run("train", 1, config=config(threshold_from=4))[0]["digest"]
-    assert {r["digest"] for r in pool.run("train", 3, config=config(threshold_from=4))} == {expected}
+    assert {r["digest"] for r in pool.run("train", 3, config=config(3, threshold_from=4))} == {expected}
     assert pool.run("train", 1, config=config())[0]["digest"] != expected, "the predictor selects other tokens"
