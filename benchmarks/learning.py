@@ -1,4 +1,4 @@
-"""What early exit and mixture of depths learn, against a dense model at equal compute.
+"""What early exit, mixture of depths and experts learn, against a dense model at equal compute.
 
 Model, data and evaluation are those of `benchmarks.quality`. Each technique trains for all steps.
 Its compute is counted by arithmetic, in units of a dense step: 2 FLOPs per weight and token in F, B
@@ -34,8 +34,6 @@ from dynmo.models.registry import load_model
 from dynmo.runtime.comm.world import World
 from dynmo.train.trainer import Trainer
 
-ROOT = Path(__file__).resolve().parents[1]
-PICTURE = ROOT / "docs" / "pictures" / "learning.svg"
 STEPS, HIDDEN = 1000, 128
 RECORDS = 10  # steps
 
@@ -48,12 +46,27 @@ def _depths(**options: Any) -> dict[str, Any]:
     return {"cases": ["mixture_of_depths"], "mixture_of_depths": {"record_every": RECORDS, **options}}
 
 
-RUNS: dict[str, dict[str, Any]] = {
-    "early exit, CALM softmax 0.7": _exits(threshold=0.7),
-    "early exit, CALM classifier 0.8": _exits(confidence="classifier", threshold=0.8),
-    "early exit, ADP-C 0.9": _exits(policy="adp-c", threshold=0.9),
-    "depths, 12.5 %, mlp": _depths(),
-    "depths, 12.5 %, bce": _depths(predictor="bce"),
+def _experts(**keys: Any) -> dict[str, Any]:
+    return {"kind": "moe", "experts": 8, **keys}
+
+
+_LOAD: dict[str, Any] = {"cases": ["moe"], "moe": {"record_every": RECORDS}}
+Run = tuple[dict[str, Any], dict[str, Any]]
+"""[dynamism], and more keys of [model]."""
+
+RUNS: dict[str, dict[str, Run]] = {
+    "tokens": {
+        "early exit, CALM softmax 0.7": (_exits(threshold=0.7), {}),
+        "early exit, CALM classifier 0.8": (_exits(confidence="classifier", threshold=0.8), {}),
+        "early exit, ADP-C 0.9": (_exits(policy="adp-c", threshold=0.9), {}),
+        "depths, 12.5 %, mlp": (_depths(), {}),
+        "depths, 12.5 %, bce": (_depths(predictor="bce"), {}),
+    },
+    "experts": {
+        "experts, 1 of 8, loss": (_LOAD, _experts(top_k=1)),
+        "experts, 1 of 8, bias": (_LOAD, _experts(top_k=1, routing="bias")),
+        "experts, 2 of 8, loss": (_LOAD, _experts(top_k=2)),
+    },
 }
 
 
@@ -67,7 +80,10 @@ def block_flops(config: Config, kept: float, keys: float, pairs: float) -> float
         pairs: Share of the attention's pairs.
     """
     hidden, sequence = config.model.hidden, config.model.sequence
-    linear = kept * (2 * hidden**2 + 3 * hidden * feed_forward_size(hidden)) + keys * 2 * hidden**2
+    m = config.model
+    router, networks = (m.experts * hidden, m.top_k + m.shared_experts) if m.kind == "moe" else (0, 1)
+    feed_forward = networks * 3 * hidden * feed_forward_size(hidden) + router
+    linear = kept * (2 * hidden**2 + feed_forward) + keys * 2 * hidden**2
     return 2 * linear + pairs * 2 * sequence * hidden
 
 
@@ -109,9 +125,11 @@ def compute_of(config: Config, events: Sequence[Event]) -> list[float]:
     return done
 
 
-def train(world: World, steps: int, dynamism: dict[str, Any], evaluations: int, batches: int, hidden: int) -> dict[str, Any]:
+def train(
+    world: World, steps: int, dynamism: dict[str, Any], model: dict[str, Any], evaluations: int, batches: int, hidden: int
+) -> dict[str, Any]:
     """Runs on the one rank: held-out loss by step and by compute."""
-    config = config_of(steps, 0, dynamism, evaluations, batches, hidden)
+    config = config_of(steps, 0, dynamism, evaluations, batches, hidden, model)
     events: list[Event] = []
     Trainer(config, world, load_model(config), None, listen=events.append).run()
     compute = compute_of(config, events)
@@ -137,19 +155,21 @@ def _gain(event: EvalEvent) -> float:
     return event.tokens_per_s / event.dense_tokens_per_s
 
 
-def measure(steps: int, jobs: int = 1, evaluations: int = 24, batches: int = 16, hidden: int = HIDDEN) -> dict[str, Any]:
-    """Trains all. jobs: runs at once, each of one thread in a process of its own."""
+def measure(what: str, steps: int, jobs: int = 1, evaluations: int = 24, batches: int = 16, hidden: int = HIDDEN) -> dict[str, Any]:
+    """Trains all runs of `RUNS[what]`. jobs: runs at once, each of one thread in a process of its
+    own."""
     common = {"evaluations": evaluations, "batches": batches, "hidden": hidden}
-    asked = [{"steps": steps, "dynamism": dynamism} for dynamism in ({}, *RUNS.values())]
+    plain: Run = ({}, {})
+    asked = [{"steps": steps, "dynamism": dynamism, "model": model} for dynamism, model in (plain, *RUNS[what].values())]
     console = Console(stderr=True)
     with ProcessPoolExecutor(jobs, get_context("spawn")) as pool:
         first = pool.map(_run, [given | common for given in asked])
         dense, *techniques = track(first, "techniques", len(asked), console=console)
         lengths = [max(1, round(run["compute"])) for run in techniques]
-        matched = pool.map(_run, [{"steps": length, "dynamism": {}} | common for length in lengths])
+        matched = pool.map(_run, [{"steps": length, "dynamism": {}, "model": {}} | common for length in lengths])
         rows = [
             {"name": name, **run, "dense": against, "distance": run["loss"] / against["loss"] - 1}
-            for name, run, against in zip(RUNS, techniques, track(matched, "dense", len(lengths), console=console), strict=True)
+            for name, run, against in zip(RUNS[what], techniques, track(matched, "dense", len(lengths), console=console), strict=True)
         ]
     return {"steps": steps, "hidden": hidden, "dense": dense, "rows": rows}
 
@@ -182,8 +202,10 @@ def draw(result: dict[str, Any], path: Path) -> None:
     import matplotlib.pyplot as plt
 
     styles = (("#0072b2", "-"), ("#d55e00", "--"), ("#009e73", "-."))
-    figure, panels = plt.subplots(1, 2, figsize=(9, 3.6), sharey=True, layout="constrained")
-    for axes, case in zip(panels, ("early exit", "depths"), strict=True):
+    cases = list(dict.fromkeys(row["name"].split(",")[0] for row in result["rows"]))
+    figure, grid = plt.subplots(1, len(cases), figsize=(4.5 * len(cases), 3.6), sharey=True, layout="constrained", squeeze=False)
+    panels = grid[0]
+    for axes, case in zip(panels, cases, strict=True):
         axes.plot(*zip(*result["dense"]["curve"], strict=True), color="black", linestyle=":", label=f"dense: {result['dense']['loss']:.3f}")
         shown = [row for row in result["rows"] if row["name"].startswith(case)]
         for row, (colour, line) in zip(shown, styles, strict=False):
@@ -202,7 +224,8 @@ def draw(result: dict[str, Any], path: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
-    parser.add_argument("--plot", action="store_true", help=f"draw the curves into {PICTURE.relative_to(ROOT)}")
+    parser.add_argument("--what", choices=list(RUNS), default="tokens", help="cases that choose tokens, or experts (default tokens)")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the curves, like docs/pictures/learning.svg")
     parser.add_argument("--read", type=Path, metavar="FILE", help="figures of an earlier --json, instead of training")
     parser.add_argument("--steps", type=int, default=STEPS, help=f"of each technique (default {STEPS})")
     parser.add_argument("--jobs", type=int, default=1, help="runs at once, a core each (default 1)")
@@ -211,9 +234,9 @@ def main() -> None:
     if options.read:
         result: dict[str, Any] = json.loads(options.read.read_text())
     else:
-        result = measure(options.steps, options.jobs, hidden=options.hidden) | {"machine": machine()}
+        result = measure(options.what, options.steps, options.jobs, hidden=options.hidden) | {"machine": machine()}
     if options.plot:
-        draw(result, PICTURE)
+        draw(result, options.plot)
     print(json.dumps(result) if options.json else table(result))
 
 

@@ -77,12 +77,30 @@ def chosen(steps: int, only: Sequence[str]) -> dict[str, tuple[str, float | None
     return {name: run for name, run in every.items() if name in wanted}
 
 
-def config_of(steps: int, seed: int, dynamism: dict[str, Any], evaluations: int, batches: int, hidden: int = HIDDEN) -> Config:
-    """evaluations: points of a curve. batches: held-out microbatches of 4 windows each."""
+def config_of(
+    steps: int,
+    seed: int,
+    dynamism: dict[str, Any],
+    evaluations: int,
+    batches: int,
+    hidden: int = HIDDEN,
+    model: dict[str, Any] | None = None,
+) -> Config:
+    """The run of a technique.
+
+    Args:
+        steps: Of the run.
+        seed: Of weights and data.
+        dynamism: The section of this name.
+        evaluations: Points of a curve.
+        batches: Held-out microbatches of 4 windows each.
+        hidden: Width of the model.
+        model: More keys of [model].
+    """
     return parse(
         {
             "seed": seed,
-            "model": {"blocks": 4, "hidden": hidden, "heads": 4, "sequence": 128},
+            "model": {"blocks": 4, "hidden": hidden, "heads": 4, "sequence": 128} | (model or {}),
             "train": {"steps": steps, "global_batch": 8, "micro_batch": 4, "lr": 2e-3, "warmup": steps // 20}
             | {"eval_every": max(1, steps // evaluations), "eval_batches": batches},
             "balance": {"balancer": "none"},

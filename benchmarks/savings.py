@@ -1,10 +1,9 @@
 """What each case truly saves: F, B and W seconds of a layer against dense, at several intensities,
 beside the ideal of the arithmetic.
 
-Joins `savings_pruning`, `savings_attention`, `savings_freezing` and `savings_tokens` (early exit
-and mixture of depths), each of which runs alone too
-and says in its docstring what it measures and what bounds it. One thread; medians of counted turns,
-sparse and dense alternating.
+Joins `savings_pruning`, `savings_attention`, `savings_freezing`, `savings_tokens` (early exit and
+mixture of depths) and `savings_experts`. Each runs alone too, and says in its docstring what it
+measures and what bounds it. One thread; medians of counted turns, sparse and dense alternating.
 """
 
 from __future__ import annotations
@@ -23,6 +22,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         "sparse_attention": run_ranks("benchmarks.savings_attention:on_a_rank", 1, rounds=rounds),
         "freezing": savings_freezing.measure(sequence, rounds),
         "tokens": run_ranks("benchmarks.savings_tokens:on_a_rank", 1, rounds=rounds),
+        "experts": run_ranks("benchmarks.savings_experts:on_a_rank", 1, rounds=rounds),
     }
 
 

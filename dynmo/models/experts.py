@@ -160,7 +160,7 @@ class ExpertsHalf(nn.Module):
         """What the half adds to the stream. x: [..., hidden]."""
         flat = self.norm(x.reshape(-1, x.shape[-1]))
         flat, chosen, weights, load = self.router(flat)
-        places, counts, order = self._sorted(chosen, load)
+        places, counts, order = self.sort_by_expert(chosen, load)
         gate, up = self.gate_up(flat.index_select(0, places), counts).chunk(2, dim=-1)
         out = self.down(functional.silu(gate) * up, counts)
         out = out * weights.flatten().index_select(0, order).unsqueeze(1).to(out.dtype)
@@ -172,7 +172,7 @@ class ExpertsHalf(nn.Module):
             total = total + self.shared_down(functional.silu(gate) * up)
         return self.dropout(total.view(x.shape))
 
-    def _sorted(self, chosen: Tensor, load: Tensor) -> tuple[Tensor, list[int], Tensor]:
+    def sort_by_expert(self, chosen: Tensor, load: Tensor) -> tuple[Tensor, list[int], Tensor]:
         """Sorts (token, choice) pairs by expert, earlier tokens first.
 
         Args:

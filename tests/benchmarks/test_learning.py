@@ -22,7 +22,7 @@ def test_dense_compute_is_the_arithmetic() -> None:
 
 
 def test_shares_change_the_compute() -> None:
-    exits = config_of(STEPS, 0, RUNS["early exit, ADP-C 0.9"], 1, 1, 64)
+    exits = config_of(STEPS, 0, RUNS["tokens"]["early exit, ADP-C 0.9"][0], 1, 1, 64)
     dense = step_flops(config_of(STEPS, 0, {}, 1, 1, 64), ())
     kept, gone = step_flops(exits, [0.0, 0.0]), step_flops(exits, [1.0, 0.0])
     assert kept == dense + 2 * 3 * 2 * 256 * 64, "two heads more"
@@ -32,15 +32,24 @@ def test_shares_change_the_compute() -> None:
     start = exits.dynamism.early_exit.start_of(STEPS)
     assert compute[start - 1] == pytest.approx(start * kept / dense)
     assert compute[-1] == pytest.approx((start * kept + (STEPS - start) * gone) / dense)
-    routed = config_of(STEPS, 0, RUNS["depths, 12.5 %, mlp"], 1, 1, 64)
+    routed = config_of(STEPS, 0, RUNS["tokens"]["depths, 12.5 %, mlp"][0], 1, 1, 64)
     assert 0.5 < step_flops(routed, ()) / dense < 0.7
+
+
+def test_experts_cost_what_they_compute() -> None:
+    one, two = (
+        config_of(STEPS, 0, *(RUNS["experts"][f"experts, {k} of 8, loss"][0], 1, 1, 64, {"kind": "moe", "top_k": k})) for k in (1, 2)
+    )
+    dense = step_flops(config_of(STEPS, 0, {}, 1, 1, 64), ())
+    assert step_flops(one, ()) == dense + 4 * 6 * 8 * 64, "four routers"
+    assert step_flops(two, ()) - step_flops(one, ()) == 4 * 6 * 3 * 64 * feed_forward_size(64)
 
 
 def test_the_table_and_the_picture(tmp_path: Path) -> None:
     curve = [[1.0, 3.0], [2.0, 2.5]]
     dense = {"steps": 2, "curve": curve, "loss": 2.5, "compute": 2.0}
     row = {**dense, "loss_without_exits": 2.4, "evaluation_speedup": 1.25, "dense": dense, "distance": 0.02}
-    rows = [{"name": name, **row} for name in RUNS]
+    rows = [{"name": name, **row} for name in RUNS["tokens"]]
     result = {"dense": dense, "rows": rows}
     assert "| early exit, ADP-C 0.9 | 2 | 2.500 | 2.500 | +2.0% | 2.400 | x1.25 |" in table(result)
     draw(result, tmp_path / "picture.svg")

@@ -10,6 +10,8 @@ import pytest
 
 from benchmarks.harness import bound_of
 from benchmarks.savings_attention import length
+from benchmarks.savings_experts import shape_row
+from benchmarks.savings_experts import table as experts_table
 from benchmarks.savings_freezing import cache
 from benchmarks.savings_pruning import half, layers, pruned_half, sparse_seconds
 from benchmarks.savings_tokens import size_row, table
@@ -42,6 +44,13 @@ def test_what_tokens_lose_adds_up(case: str) -> None:
         assert sum(row["lost"].values()) == pytest.approx(over)
         assert row["bounded_by"] == (None if row["share_of_ideal"] >= 0.85 else max(row["lost"], key=row["lost"].__getitem__))
     assert f"| {case.replace('_', ' ')} | feed-forward |" in table([result])
+
+
+def test_what_experts_lose_adds_up() -> None:
+    row = shape_row(4, 2, "one", 1)
+    over = sum(row[key] for key in "fbw") - sum(row["ideal"].values())
+    assert sum(row["lost"].values()) == pytest.approx(over)
+    assert "| 4 | 2 | one |" in experts_table([row])
 
 
 def test_a_dense_half_has_no_sparse_kernel() -> None:

@@ -1,0 +1,104 @@
+"""What choosing experts saves: F, B and W of a feed-forward half with experts, against computing
+every expert for every token.
+
+Microbatches of 512 tokens, hidden 256, one thread, in the runtime's own `Layer`. The sides take
+turns; medians. Seconds are the thread's own. The dense side is one plain feed-forward half:
+
+    all     E x dense           every expert, every token
+    ideal   top_k x dense       the same products, without router and sorting
+
+share_of_ideal = (all - ours) / (all - ideal) over F + B + W. `over_ideal` is ours / ideal: what
+router, sorting and small products cost. `lost`: `router` (scores, choice, auxiliary loss, measured
+alone), `rows` (rows to their experts and back, measured alone) and `elsewhere` (small products).
+
+Loads: `even` (the auction assigns equal numbers) and `one` (all tokens at the same experts).
+"""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.harness import main, run_ranks
+from benchmarks.savings_tokens import Side, function_side, layer_side, medians
+from dynmo.models.experts import ExpertRule, ExpertsHalf
+from dynmo.models.gpt import FeedForwardHalf
+from dynmo.runtime.comm.world import World
+
+TOKENS, HIDDEN = 512, 256
+SHAPES = ((4, 1), (4, 2), (8, 1), (8, 2), (16, 2))  # experts, top_k
+
+
+def half(experts: int, top_k: int, load: str) -> ExpertsHalf:
+    """A half whose tokens spread evenly, or all choose the same experts."""
+    torch.manual_seed(0)
+    module = ExpertsHalf(HIDDEN, ExpertRule(experts, top_k, "auction" if load == "even" else "bias", 0.01, None), 0, 0.02, 0.02, 0.0)
+    if load == "one":
+        module.router.bias[:top_k] = 10.0
+    return module
+
+
+def rows_to_experts(module: ExpertsHalf, x: Tensor) -> Side:
+    """Takes rows to their experts and back, without the experts."""
+    with torch.no_grad():
+        _, chosen, _, load = module.router(x)
+    places, _, order = module.sort_by_expert(chosen, load)
+
+    def move(t: Tensor) -> Tensor:
+        out = t.index_select(0, places)
+        return t.new_zeros(chosen.numel(), t.shape[1]).index_copy(0, order, out).view(*chosen.shape, t.shape[1]).sum(1)
+
+    return function_side(move, x)
+
+
+def on_a_rank(world: World, rounds: int) -> list[dict[str, Any]]:
+    return [shape_row(experts, top_k, load, rounds) for experts, top_k in SHAPES for load in ("even", "one")]
+
+
+def shape_row(experts: int, top_k: int, load: str, rounds: int) -> dict[str, Any]:
+    """One shape under one load."""
+    x = torch.randn(TOKENS, HIDDEN, generator=torch.Generator().manual_seed(1))
+    module = half(experts, top_k, load)
+    sides = {
+        "dense": layer_side(FeedForwardHalf(HIDDEN, 0.02, 0.02, 0.0), (x,)),
+        "experts": layer_side(module, (x,)),
+        "router": function_side(lambda t: module.router(t)[2], x),
+        "rows": rows_to_experts(module, x),
+    }
+    seconds = medians(sides, rounds)
+    ours, ideal = sum(seconds["experts"]), top_k * sum(seconds["dense"])
+    everything = experts * sum(seconds["dense"])
+    lost = {name: sum(seconds[name]) for name in ("router", "rows")}
+    return {
+        "experts": experts,
+        "top_k": top_k,
+        "load": load,
+        **dict(zip("fbw", seconds["experts"], strict=True)),
+        "ideal": {key: top_k * each for key, each in zip("fbw", seconds["dense"], strict=True)},
+        "over_ideal": ours / ideal,
+        "speedup": everything / ours,
+        "share_of_ideal": (everything - ours) / (everything - ideal),
+        "lost": lost | {"elsewhere": ours - ideal - sum(lost.values())},
+    }
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """In Markdown, as docs/cases.md shows it."""
+    head = ["experts", "top_k", "load", "speed-up over all experts", "share of the ideal", "time over the ideal"]
+    lines = [head, ["---:", "---:", "---", "---:", "---:", "---:"]]
+    for row in rows:
+        numbers = f"{row['speedup']:.2f}", f"{row['share_of_ideal']:.0%}", f"{row['over_ideal']:.2f}"
+        lines.append([str(row["experts"]), str(row["top_k"]), row["load"], *numbers])
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+
+
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    rows = run_ranks("benchmarks.savings_experts:on_a_rank", 1, rounds=options.rounds)
+    return {"hidden": HIDDEN, "tokens": TOKENS, "rows": rows}
+
+
+if __name__ == "__main__":
+    main(__doc__ or "", measure, [("rounds", 7, "counted turns")])
