@@ -1,5 +1,5 @@
-"""`python -m dynmo.train.compile_ahead` compiles dynmo's loops, of sparse layers and of planning,
-and keeps the machine code.
+"""`python -m dynmo.train.compile_ahead` compiles dynmo's loops, of sparse layers, of experts and of
+planning, and keeps the machine code.
 
 It is a part of the set-up, so that no step and no decision of a first run waits for that, on all
 its ranks at once.
@@ -11,6 +11,7 @@ import torch
 
 from dynmo.cost.layer_cost import LayerCost
 from dynmo.cost.profile_file import Profile
+from dynmo.kernels.balanced_assignment import auction
 from dynmo.kernels.crossover import make_pruned, time_linear
 from dynmo.kernels.drop_attention import Dropped
 from dynmo.kernels.hash_attention import Hashed
@@ -24,6 +25,7 @@ def prepare() -> None:
     x, v = (torch.randn(2, 8, 2, 4, requires_grad=True) for _ in range(2))
     for attention in (Hashed(2, 4, seed=0), Dropped(0.5, 4, seed=0)):
         attention(x, v).sum().backward()
+    auction(torch.randn(8, 2))
     layers = tuple(
         LayerCost(1.0 + i * i % 7, 1.0, 1.0, weight_bytes=1, activation_bytes=2, stash_bytes=1, output_bytes=1) for i in range(12)
     )

@@ -10,7 +10,7 @@ from types import ModuleType
 from numba.core.dispatcher import Dispatcher
 
 from dynmo.balance import _chunk_kernels, _kernels, _replay, chains, chunks
-from dynmo.kernels import csr_loops, hash_attention, shared_qk
+from dynmo.kernels import balanced_assignment, csr_loops, hash_attention, shared_qk
 from dynmo.train.compile_ahead import prepare
 
 INNER = {"_blocks"}  # compiled with the loops that call it
@@ -30,6 +30,7 @@ def test_every_loop_is_compiled() -> None:
     assert len(layers) >= 8
     assert {loop.__name__ for loop in balancers} == used
     prepare()
+    assert all(loop.signatures for loop in loops((balanced_assignment,)))
     for loop in layers + balancers:
         texts = [str(signature) for signature in loop.signatures]
         assert texts, f"{loop.__name__} is not compiled"
