@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from dynmo.config import parse
-from dynmo.config.checks import first_stale_step
+from dynmo.config.checks_dynamism import first_stale_step
 from dynmo.dynamism import Signals
 from dynmo.dynamism.egeria import Egeria, dequantised, plasticity, quantised, relations, slope
 from dynmo.errors import ConfigError
