@@ -8,6 +8,7 @@ sections_training.py  [model], [data] and [train]
 sections_dynamism.py  [dynamism] and its cases
 shapes.py             the meshes that a run's ranks can form
 checks.py             checks of values that must fit together
+checks_dynamism.py    the same for [dynamism]
 reading.py            TOML and overrides -> Config, or one line that says what is wrong
 """
 
