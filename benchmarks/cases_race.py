@@ -18,7 +18,7 @@ from dynmo.balance.baselines import deepspeed_balanced
 from dynmo.balance.partition import Partition, uniform
 from dynmo.config import Config, parse
 from dynmo.cost.layer_cost import LayerCost
-from dynmo.events import ChangeEvent, EndEvent, Event, RebalanceEvent, StepEvent
+from dynmo.events import ChangeEvent, EndEvent, Event, RebalanceEvent, StepEvent, TokensEvent
 from dynmo.kernels.sparse_linear import linears
 from dynmo.models.model import Model
 from dynmo.models.registry import load_model
@@ -29,22 +29,42 @@ from dynmo.train.trainer import Trainer
 
 RANKS, MICROBATCHES = 2, 16
 SCHEDULE = "zb-h2"  # its slack keeps an op that is held up from holding up the other rank
-CASES = ("freezing", "autofreeze", "egeria", "pruning", "sparse_attention")
+CASES = (
+    "freezing",
+    "autofreeze",
+    "egeria",
+    "pruning",
+    "sparse_attention",
+    "early_exit",
+    "mixture_of_depths",
+    "mixture_of_depths_even",
+)
+# Several cases have one section of the configuration.
+_SECTIONS = {"autofreeze": "freezing", "egeria": "freezing", "mixture_of_depths_even": "mixture_of_depths"}
+# A model of so few steps is unsure of most tokens. The default of 0.9 would let none exit.
+_EXIT_THRESHOLD = 0.02
 TECHNIQUE = ("uniform", "parameters", "dynmo")  # the same numbers
 
 
-def settings(case: str, steps: int, sizes: dict[str, int] | None = None) -> dict[str, Any]:
+def section_of(case: str) -> str:
+    """The case's section of the configuration, below `dynamism`."""
+    return _SECTIONS.get(case, case)
+
+
+def settings(case: str, steps: int, sizes: dict[str, Any] | None = None) -> dict[str, Any]:
     """The config of the side `uniform`. The policies that decide for themselves are hurried, to act
-    within so few steps. sizes: of the model, instead of those that are measured."""
+    within so few steps. sizes: keys of the section `model`, instead of those that are measured."""
     model = {"blocks": 8, "hidden": 256, "heads": 4, "sequence": 128}
     if case == "pruning":
         model |= {"blocks": 6, "sequence": 256}
     if case == "sparse_attention":
         model |= {"blocks": 6, "hidden": 64, "heads": 2, "sequence": 2048}
+    if case == "mixture_of_depths":
+        model["blocks"] = 6
     model |= sizes or {}
     most = model["blocks"] + 1  # of the 2 blocks + 2 layers
     tenth, half = steps // 10, steps // 2
-    dynamism = {
+    options = {
         "freezing": {"schedule": [[tenth, most // 2], [4 * tenth, most]]},
         "autofreeze": {"policy": "autofreeze", "every": max(1, steps // 20), "unit": "block", "max_layers": most},
         "egeria": {
@@ -58,35 +78,56 @@ def settings(case: str, steps: int, sizes: dict[str, int] | None = None) -> dict
         },
         "pruning": {"start": tenth, "end": half, "every": max(1, (half - tenth) // 4)},
         "sparse_attention": {"start": 2 * tenth, "blocks": list(range(model["blocks"] // 2))},
-    }[case]
-    section = case if case in ("pruning", "sparse_attention") else "freezing"
+        "early_exit": {
+            "start": tenth,
+            "threshold": _EXIT_THRESHOLD,
+            "exits": [model["blocks"] // 4 - 1, model["blocks"] // 2 - 1],
+        },
+        "mixture_of_depths": {"capacity": 0.125, "every": 2},
+    }
+    section = section_of(case)
     return {
         "model": model,
         "train": {"steps": steps, "global_batch": MICROBATCHES, "micro_batch": 1, "decay": "constant"},
         "parallel": {"pipeline": RANKS},
         "pipeline": {"schedule": SCHEDULE},
         "balance": {"balancer": "none"},
-        "dynamism": {"cases": [section], section: dynamism},
+        "dynamism": {"cases": [section], section: options.get(case) or options[section]},
         "trace": {"steps": 0},
     }
 
 
-def sides(case: str, steps: int, sizes: dict[str, int] | None = None) -> dict[str, dict[str, Any]]:
+def sides(case: str, steps: int, sizes: dict[str, Any] | None = None) -> dict[str, dict[str, Any]]:
     base = settings(case, steps, sizes)
     model = model_of(case, parse(base))
     configs = {"uniform": base}
     by_parameters = placed_by_parameters(model)
     if by_parameters != uniform(model.layers, RANKS):
         configs["parameters"] = base | {"balance": {"balancer": "none", "initial": list(by_parameters.counts)}}
-    # Sparse attention shares queries and keys, so its dense side must too: there the case is named,
-    # and acts in the last step alone.
-    shared = {"cases": ["sparse_attention"], "sparse_attention": {"start": steps - 1, "blocks": [0]}}
-    configs["dense"] = base | {"dynamism": shared if case == "sparse_attention" else {}}
+    configs["dense"] = base | {"dynamism": dense(case, base["dynamism"], steps)}
     if case == "pruning":
         section = base["dynamism"] | {"pruning": base["dynamism"]["pruning"] | {"dense_below": 1.0}}
         configs["mask"] = base | {"dynamism": section}
     configs["dynmo"] = base | {"balance": {"balancer": "schedule-aware", "every": "auto"}}
     return configs
+
+
+def dense(case: str, dynamism: dict[str, Any], steps: int) -> dict[str, Any]:
+    """The section `dynamism` of the side `dense`.
+
+    Sparse attention shares queries and keys, and early exit adds exit heads. Their dense sides have
+    the same model: the case is named, but acts in the last step only.
+
+    Args:
+        case: One of `CASES`.
+        dynamism: The section of the side `uniform`.
+        steps: Steps of the run.
+    """
+    if case == "sparse_attention":
+        return dynamism | {case: {"start": steps - 1, "blocks": [0]}}
+    if case == "early_exit":
+        return dynamism | {case: dynamism[case] | {"start": steps - 1}}
+    return {}
 
 
 def model_of(case: str, config: Config) -> Model:
@@ -113,7 +154,7 @@ def placed_by_parameters(model: Model) -> Partition:
     return Partition.from_bounds(deepspeed_balanced(weights, RANKS))
 
 
-def race(world: World, case: str, steps: int, rounds: int, sizes: dict[str, int] | None = None) -> list[dict[str, Any]]:
+def race(world: World, case: str, steps: int, rounds: int, sizes: dict[str, Any] | None = None) -> list[dict[str, Any]]:
     """Runs on each rank: every side trains `steps` steps, a step of each in turn; so many times.
     Per round and side: what happened."""
     out: list[dict[str, Any]] = []
@@ -148,7 +189,8 @@ def race(world: World, case: str, steps: int, rounds: int, sizes: dict[str, int]
         if world.rank == 0:
             out.append(
                 {
-                    name: account(seconds[name], costs[name], events[name]) | {"program": slowest[i].tolist(), "ops": ops[i].tolist()}
+                    name: account(seconds[name], costs[name], events[name], drifts(case, steps))
+                    | {"program": slowest[i].tolist(), "ops": ops[i].tolist()}
                     for i, name in enumerate(names)
                 }
             )
@@ -177,9 +219,28 @@ def noted(pipeline: Engine) -> list[tuple[float, float]]:
     return seconds
 
 
-def account(seconds: list[float], costs: list[tuple[LayerCost, ...]], events: Sequence[Event]) -> dict[str, Any]:
-    """One side of one round as plain JSON. costs: at the end of every phase, f, b, w per layer."""
-    changes = sorted({e.step for e in events if isinstance(e, ChangeEvent)})
+def drifts(case: str, steps: int) -> tuple[int, ...]:
+    """Steps that start a phase although nothing changes there.
+
+    The share of tokens that exit drifts, because the model learns. It drifts most at the start.
+    """
+    tenth = steps // 10
+    return (2 * tenth, 4 * tenth) if case == "early_exit" else ()
+
+
+def account(seconds: list[float], costs: list[tuple[LayerCost, ...]], events: Sequence[Event], drifts: Sequence[int]) -> dict[str, Any]:
+    """Describes one side of one round as plain JSON.
+
+    Args:
+        seconds: Of each step.
+        costs: Of each layer, measured until the end of each step.
+        events: Of the run.
+        drifts: Steps that start a phase although nothing changes there.
+
+    Returns:
+        What is measured. `costs` has F, B and W of each layer at the end of each phase.
+    """
+    changes = sorted({e.step for e in events if isinstance(e, ChangeEvent)} | set(drifts))
     steps = [e for e in events if isinstance(e, StepEvent)]
     end = next(e for e in events if isinstance(e, EndEvent))
     return {
@@ -187,6 +248,7 @@ def account(seconds: list[float], costs: list[tuple[LayerCost, ...]], events: Se
         "changes": changes,
         "what": [e.what for e in events if isinstance(e, ChangeEvent)],
         "costs": [[[x.f, x.b, x.w] for x in costs[stop - 1]] for _, stop in phases(changes, len(seconds))],
+        "tokens": [{"step": e.step, "layers": list(e.layers), **e.shares} for e in events if isinstance(e, TokensEvent)],
         "layers": [list(e.layers) for e in steps],
         "idle": [e.idle_ratio for e in steps],
         "moves": [

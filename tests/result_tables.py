@@ -19,6 +19,7 @@ def result_tables() -> dict[str, str]:
     named = {f"{file} {name}": text for file, tables in several.items() for name, text in tables(result_of(f"{file}.json")).items()}
     return named | {
         "cases": cases.table(result_of("cases.json")["rows"]),
+        "cases published": cases.published_table(result_of("cases.json")["rows"]),
         "quality": quality.table(result_of("quality.json")),
         "learning": learning.table(result_of("learning.json")),
         "savings_tokens": savings_tokens.table(result_of("savings_tokens.json")["sizes"]),

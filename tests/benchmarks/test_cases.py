@@ -8,15 +8,28 @@ from typing import Any
 
 import pytest
 
-from benchmarks.cases import share, simulated, summarize, table
-from benchmarks.cases_race import CASES, MICROBATCHES, SCHEDULE, model_of, phases, placed_by_parameters, settings, sides
+from benchmarks.cases import published_table, share, simulated, summarize, table
+from benchmarks.cases_race import (
+    CASES,
+    MICROBATCHES,
+    SCHEDULE,
+    model_of,
+    phases,
+    placed_by_parameters,
+    section_of,
+    settings,
+    sides,
+)
 from benchmarks.cost_traces import timeline
+from benchmarks.published import PUBLISHED
 from dynmo.balance.partition import Partition
 from dynmo.config import parse
 from dynmo.cost.layer_cost import LayerCost
 from tests.pool import Pool
 
 SMALL = {"blocks": 4, "hidden": 16, "heads": 2, "sequence": 32}
+# Larger weights make an untrained model sure of some tokens, so that they exit.
+SURE = {"init_std": 0.5}
 
 
 def test_phases_lie_between_changes() -> None:
@@ -52,7 +65,16 @@ def test_the_ideal_is_of_every_phase() -> None:
 def side(seconds: list[float], layers: list[list[int]], digest: str = "a") -> dict[str, Any]:
     costs = [[[x.f, x.b, x.w] for x in trained(frozen)] for frozen in (0, 3)]
     overhead = {"measure": 0.01, "decide": 0.02, "move": 0.03}
-    told = {"changes": [2], "what": ["froze"], "costs": costs, "layers": layers, "idle": [0.3] * 6, "moves": [], "overhead": overhead}
+    told = {
+        "changes": [2],
+        "what": ["froze"],
+        "costs": costs,
+        "layers": layers,
+        "idle": [0.3] * 6,
+        "moves": [],
+        "tokens": [],
+        "overhead": overhead,
+    }
     # 6 layers of 1 s forward, of which 3 take 2 s more: for each microbatch.
     ops = [1.1 * MICROBATCHES * 12.0] * 6
     return {"seconds": seconds, "program": [0.9 * x for x in seconds], "ops": ops, **told, "digest": digest, "loss": 1.0}
@@ -74,6 +96,7 @@ def test_a_row_compares_every_side_with_dynmo() -> None:
     assert row["same_work_takes"] == 1.0
     assert row["ops_over_costs"] == pytest.approx({"uniform": 1.1, "dynmo": 1.1})
     assert row["simulated_idle_ratio"]["dynmo"] < row["simulated_idle_ratio"]["uniform"]
+    assert 0 <= row["simulated_bubble_ratio"]["dynmo"] <= row["simulated_idle_ratio"]["dynmo"]
     assert row["program_share"] == pytest.approx({"uniform": 0.9, "dynmo": 0.9})
     measured = row["measured_over_simulated"]
     assert row["program_over_simulated"] == pytest.approx({name: 0.9 * measured[name] for name in measured})
@@ -81,8 +104,29 @@ def test_a_row_compares_every_side_with_dynmo() -> None:
     assert summarize("freezing", [{"uniform": uniform, "dynmo": slower}])["same_work_takes"] == 2.0
     assert row["same_weights"], "the dense run's need not be the same"
     assert "| freezing | 1.80 / 3.00 |  | uniform | 1.20 / 2.00 |" in table([row])
+    assert "| freezing | 1.20 / 2.00 | uniform | 2.23 | Egeria |" in published_table([row])
     broken = summarize("freezing", [{"uniform": uniform, "dynmo": side(ours["seconds"], ours["layers"], "c")}])
     assert not broken["same_weights"]
+
+
+def test_the_papers_figures_stand_beside_the_nearest_side() -> None:
+    over = {name: {"run": run, "last_phase": run} for name, run in (("dense", 1.5), ("uniform", 1.3), ("parameters", 1.2))}
+    rows = [{"case": case, "speedup_over": over} for case in CASES]
+    sides = {row.split(" | ")[0].strip("| "): row.split(" | ")[2] for row in published_table(rows).splitlines()[2:]}
+    assert sides["early exit"] == sides["sparse attention"] == "dense"
+    assert sides["mixture of depths"] == sides["pruning"] == "parameters", "the faster static placement"
+    assert {section_of(case) for case in CASES} == set(PUBLISHED)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_dense_side_is_the_same_model(case: str) -> None:
+    """Only mixture of depths adds parameters, those of its routers."""
+    configs = sides(case, 20, SMALL)
+    uniform, dense = (model_of(case, parse(configs[name])) for name in ("uniform", "dense"))
+    assert dense.layers == uniform.layers
+    if section_of(case) in ("sparse_attention", "early_exit"):
+        section = parse(configs["dense"]).dynamism
+        assert {"sparse_attention": section.sparse_attention, "early_exit": section.early_exit}[case].start == 19
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -97,18 +141,26 @@ def test_every_side_is_a_valid_run(case: str) -> None:
     assert placed_by_parameters(model).layers == model.layers
 
 
-@pytest.mark.parametrize("case", ["freezing", "pruning"])
+@pytest.mark.parametrize("case", ["freezing", "pruning", "early_exit", "mixture_of_depths"])
 def test_the_sides_end_with_the_same_weights(pool: Pool, case: str) -> None:
     """On real ranks. Whether layers move is up to the timing, so here only the numbers are
     certain."""
-    rounds = pool.run("benchmarks.cases_race:race", 2, timeout=120, case=case, steps=20, rounds=1, sizes=SMALL)[0]
+    sizes = SMALL | SURE if case == "early_exit" else SMALL
+    rounds = pool.run("benchmarks.cases_race:race", 2, timeout=120, case=case, steps=20, rounds=1, sizes=sizes)[0]
     row = summarize(case, rounds)
     assert row["same_weights"]
-    assert row["what"], "the technique never acted"
+    if case != "mixture_of_depths":
+        assert row["what"], "the technique never acted"
     assert all(len(one["seconds"]) == len(one["program"]) == 20 for one in rounds[0].values())
     assert all(ratio > 0.5 for ratio in row["ops_over_costs"].values())
     assert all(0 < program < seconds for one in rounds[0].values() for program, seconds in zip(one["program"], one["seconds"], strict=True))
     assert all(layer[0] > 0 for layers in row["costs"] for layer in layers), "a forward pass was not measured"
+    if case == "early_exit":
+        assert row["phases"] == [[0, 2], [2, 4], [4, 8], [8, 20]]
+        assert row["tokens"][0]["exited"][0] > 0
+    if case == "mixture_of_depths":
+        assert row["phases"] == [[0, 20]]
+        assert row["tokens"][0]["selected"] == [0.125, 0.125]
     if case == "freezing":
         assert [layer[1:] for layer in row["costs"][-1][:5]] == [[0.0, 0.0]] * 5, "frozen, and not measured before"
     if case == "pruning":
