@@ -29,8 +29,7 @@ A round of all cases takes about half an hour.
 
 The dense side of early exit has the same exit heads, but tokens exit in the last step only. Its
 work drifts while the model learns, so its phases are shorter than from change to change. Mixture of
-depths routes every second block, and has one phase. With 6 blocks, the ranks have 1 and 2 routed
-blocks. With 8 blocks (`mixture_of_depths_even`), each rank has 2.
+depths routes every second of 6 blocks, and has one phase. The ranks have 1 and 2 routed blocks.
 
 The paper's figures have other baselines (`benchmarks.published`). The second table shows each
 beside the speed-up over the side that is nearest to its baseline.

@@ -29,18 +29,9 @@ from dynmo.train.trainer import Trainer
 
 RANKS, MICROBATCHES = 2, 16
 SCHEDULE = "zb-h2"  # its slack keeps an op that is held up from holding up the other rank
-CASES = (
-    "freezing",
-    "autofreeze",
-    "egeria",
-    "pruning",
-    "sparse_attention",
-    "early_exit",
-    "mixture_of_depths",
-    "mixture_of_depths_even",
-)
+CASES = ("freezing", "autofreeze", "egeria", "pruning", "sparse_attention", "early_exit", "mixture_of_depths")
 # Several cases have one section of the configuration.
-_SECTIONS = {"autofreeze": "freezing", "egeria": "freezing", "mixture_of_depths_even": "mixture_of_depths"}
+_SECTIONS = {"autofreeze": "freezing", "egeria": "freezing"}
 # A model of so few steps is unsure of most tokens. The default of 0.9 would let none exit.
 _EXIT_THRESHOLD = 0.02
 TECHNIQUE = ("uniform", "parameters", "dynmo")  # the same numbers
