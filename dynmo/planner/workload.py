@@ -4,11 +4,15 @@ any number of ranks, without running it.
     moments of the workload   |  costs 0  |  costs 1  |  costs 2  | ...      each holds for some steps
     decisions                 ^     ^     ^     ^     ^     ^                every so many steps, from the costs of the step before
 
-A decision is what a run would do: the balancer proposes, the simulator predicts, and layers move if
-that is worth it (`trigger`). Beside the policy run two others: `static`, which leaves the layers
-where they started, evenly spread; and `perfect`, in which every stage has the same part of every F,
-B and W, as if layers could be cut anywhere (or the shorter of the other two, where that takes less:
-a frozen prefix by itself needs no backward of its stages).
+A decision is what a run would do. The profiler condenses the newest steps' costs (`readings`), the
+balancer proposes, and the simulator predicts. Layers move if that is worth it and both halves of
+the readings say so (`trigger`). Where a dynamic case announces that costs change, the profiler
+drops what no longer holds. Costs that differ with the tokens of each step are not announced.
+
+Beside the policy run two others: `static`, which leaves the layers where they started, evenly
+spread; and `perfect`, in which every stage has the same part of every F, B and W, as if layers
+could be cut anywhere (or the shorter of the other two, where that takes less: a frozen prefix by
+itself needs no backward of its stages).
 
 Replicas. After its last op a rank reduces the gradients of its layers with its r - 1 copies, on a
 ring:
@@ -24,13 +28,15 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import final
 
+from dynmo.balance.layout import moves_between_ranks
 from dynmo.balance.partition import Cost, Partition, uniform
 from dynmo.balance.stage_costs import frozen_stages
-from dynmo.balance.trigger import FORCED, Decision, worth_moving
+from dynmo.balance.trigger import FORCED, Decision, confirmed, worth_moving
 from dynmo.cost.layer_cost import Costs, LayerCost, LinkCost, StageCost
 from dynmo.cost.profile_file import TIMES, Profile
 from dynmo.errors import InputError
 from dynmo.planner.evaluate import Plan, PlanRequest, evaluate_partition
+from dynmo.planner.simulated_profiler import SimulatedProfiler
 from dynmo.planner.stage_plan import make_plan
 from dynmo.schedule.automatic.make import make
 from dynmo.schedule.bounds import Objective
@@ -57,7 +63,7 @@ class Policy:
 @dataclass(frozen=True)
 class Workload:
     """`moments`: from which step on which layers cost what; the first is at step 0. link: between
-    ranks; replica_link: between copies."""
+    ranks; replica_link: between copies. announced: a dynamic case says that the moments change."""
 
     name: str
     moments: tuple[tuple[int, tuple[LayerCost, ...]], ...]
@@ -74,6 +80,7 @@ class Workload:
     link: LinkCost = _FREE
     replica_link: LinkCost = _FREE
     policy: Policy = Policy()
+    announced: bool = True
 
     @property
     def layers(self) -> int:
@@ -203,6 +210,10 @@ class _Replay:
                 f"policy.initial counts {self.start.layers} layers on {self.start.ranks} stages, but there are {even.layers} layers "
                 f"on {even.ranks} stages"
             )
+        # Costs by number: first the moments', then what the profiler makes of them.
+        self.costs = [layers for _, layers in workload.moments]
+        self.numbers = {layers: number for number, layers in reversed(list(enumerate(self.costs)))}
+        self.profiler = SimulatedProfiler(workload.layers, 2 if workload.announced else 1)
         self.plans: dict[tuple[int, tuple[int, ...]], Plan] = {}
         self.proposals: dict[tuple[int, tuple[int, ...]], Plan] = {}
         self.known: dict[tuple[int, int, tuple[int, ...]], StepTime] = {}
@@ -214,16 +225,21 @@ class _Replay:
         considered: list[Rebalance] = []
         partitions: list[tuple[int, ...]] = []
         perfect = [self.perfect(moment) for moment in range(len(workload.moments))]
-        measured = 0  # the moment whose costs the schedule was last made from
+        measured = 0  # the number of the costs that the schedule was last made from
         for step in range(workload.steps):
-            moment = self.moment(step)
             if step and step % policy.every == 0:
-                measured = self.moment(step - 1)
+                measured = self.number(self.profiler.costs())
                 rebalance = None if policy.balancer == "none" else self.consider(step, measured, current)
                 if rebalance is not None:
                     considered.append(rebalance)
                     if rebalance.moved:
-                        current = Partition(rebalance.target)
+                        target = Partition(rebalance.target)
+                        self.profiler.forget(x.layer for x in moves_between_ranks(current, target, self.placement))
+                        current = target
+            moment = self.moment(step)
+            if workload.announced and step:
+                self.profiler.forget(self.changed_layers(self.moment(step - 1), moment))
+            self.profiler.observe(self.costs[moment])
             had = self.step(moment, measured, current), self.step(moment, measured, self.even)
             steps["policy"].append(had[0])
             steps["static"].append(had[1])
@@ -239,9 +255,19 @@ class _Replay:
     def moment(self, step: int) -> int:
         return max(index for index, (start, _) in enumerate(self.workload.moments) if start <= step)
 
+    def number(self, layers: tuple[LayerCost, ...]) -> int:
+        if layers not in self.numbers:
+            self.numbers[layers] = len(self.costs)
+            self.costs.append(layers)
+        return self.numbers[layers]
+
+    def changed_layers(self, before: int, after: int) -> list[int]:
+        pairs = zip(self.costs[before], self.costs[after], strict=True)
+        return [] if before == after else [index for index, (old, new) in enumerate(pairs) if old != new]
+
     def request(self, moment: int, current: Partition, step: int = 0) -> PlanRequest:
         workload = self.workload
-        layers = workload.moments[moment][1]
+        layers = self.costs[moment]
         first = next((i for i, x in enumerate(layers) if x.b or x.w), len(layers) - 1)
         pairs = {(min(a, b), max(a, b)) for a, b in pairwise(self.placement) if a != b}
         links = tuple((pair, workload.link) for pair in sorted(pairs))
@@ -267,12 +293,18 @@ class _Replay:
         proposed = self.propose(step, measured, current)
         if proposed.partition == current:
             return None
-        before = self.plan(measured, current)
         left = self.workload.steps - step
         price = self.price(proposed)
-        now, then = (self.finish(x.timeline, x).seconds for x in (before, proposed))
-        decision: Decision = worth_moving(now, then, left, price, policy.margin, policy.hysteresis)
+
+        def decide(costs: int) -> Decision:
+            plans = self.plan(costs, current), self.plan(costs, proposed.partition)
+            now, then = (self.finish(x.timeline, x).seconds for x in plans)
+            return worth_moving(now, then, left, price, policy.margin, policy.hysteresis)
+
         forced = policy.balancer in FORCED
+        decision = decide(measured)
+        if not forced:
+            decision = confirmed(decision, [decide(self.number(x)) for x in self.profiler.halves()])
         return Rebalance(
             step,
             decision.move or forced,

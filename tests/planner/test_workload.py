@@ -150,3 +150,21 @@ def test_a_schedule_from_costs_is_that_of_the_costs_measured_last() -> None:
 def test_no_memory_for_the_placement() -> None:
     with pytest.raises(InputError, match=r"rank 0 needs \d+ bytes under 1f1b with the placement 4\+4\+4, over the limit of 1000; use"):
         replay(workload(memory_limit=1000))
+
+
+def test_fluctuations_move_nothing() -> None:
+    """Each step another layer is the slow one. By the last step alone layers would move at every
+    decision. A change that is announced is believed at once."""
+    moments = tuple((step, tuple(replace(ONE, f=8.0) if i == 5 * step % 12 else ONE for i in range(12))) for step in range(40))
+    each = workload(moments=moments, policy=Policy(every=1, margin=0.0))
+    assert len(replay(each).moves) > 10
+    assert not replay(replace(each, announced=False)).moves
+
+
+def test_a_lasting_change_is_seen_through_the_readings() -> None:
+    """The costs change at step 10 and nobody says so. After five steps all readings are of the
+    new costs."""
+    outcome = replay(workload(policy=Policy(every=1), announced=False))
+    (move,) = outcome.moves
+    assert move.step == 15
+    assert replay(workload(policy=Policy(every=1))).moves[0].step == 11
