@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 
@@ -82,6 +82,20 @@ def dense(blocks: int, sequence: int) -> Layers:
 def in_blocks(layers: Sequence[LayerCost]) -> Layers:
     pairs = zip(layers[::2], layers[1::2], strict=True)
     return tuple(LayerCost(a.f + b.f, a.b + b.b, a.w + b.w, a.parameters + b.parameters) for a, b in pairs)
+
+
+def condensed(moments: Sequence[Layers], middle: Callable[[list[float]], float]) -> Layers:
+    """Each layer's costs over the moments, F, B and W by themselves.
+
+    Args:
+        moments: The layers' costs at each moment.
+        middle: Makes one number of a layer's seconds, such as their mean.
+    """
+    layers: list[LayerCost] = []
+    for column in zip(*moments, strict=True):
+        f, b, w = (middle([getattr(x, key) for x in column]) for key in "fbw")
+        layers.append(LayerCost(f, b, w, column[0].parameters))
+    return tuple(layers)
 
 
 def in_halves(placement: Partition) -> Partition:

@@ -17,6 +17,9 @@ perfect               every rank has the same part of all work, as if layers cou
 `gain` is the uniform placement's time over another's: placing whole blocks cannot gain more than
 `bound` = ceil(blocks / ranks). Speed-ups over dense contain what the technique itself saves.
 `published` are the paper's (figure 3).
+
+Early exit and mixture of depths, whose costs differ at every step, have a table of their own:
+`benchmarks.traces_stepwise`.
 """
 
 from __future__ import annotations
@@ -29,6 +32,7 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
+from benchmarks import traces_stepwise
 from benchmarks.cost_traces import CASES, Layers, best, bottleneck, dense, in_blocks, in_halves, name_of, perfect, timeline, trace
 from benchmarks.harness import machine, run_ranks, save_picture
 from benchmarks.published import PUBLISHED
@@ -156,6 +160,24 @@ def idleness(blocks: int, ranks: int) -> dict[str, Any]:
     return out
 
 
+def with_stepwise(rows: Sequence[dict[str, Any]], stepwise: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The idleness, with the cases whose costs differ at every step.
+
+    Args:
+        rows: Of `idleness`, one for each depth.
+        stepwise: Of `traces_stepwise.row`.
+    """
+    return [
+        row
+        | {
+            name_of(x["case"], traces_stepwise.SEQUENCE): x["idle"]
+            for x in stepwise
+            if (x["blocks"], x["ranks"]) == (row["blocks"], row["ranks"])
+        }
+        for row in rows
+    ]
+
+
 def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
     import matplotlib as mpl
 
@@ -243,7 +265,11 @@ def main() -> None:
     parser.add_argument("--read", type=Path, metavar="FILE", help="figures of an earlier --json, instead of measuring")
     parser.add_argument("--blocks", type=int, nargs="+", choices=BLOCKS, default=BLOCKS, help="depths of the model")
     parser.add_argument("--cases", type=int, default=len(CASES), help="so many of the cases")
-    parser.add_argument("--only", choices=("simulated", "emulated"), help="not both: the simulator, or 48 blocks on real ranks that sleep")
+    parser.add_argument(
+        "--only",
+        choices=("simulated", "stepwise", "emulated"),
+        help="one of the three: the simulator, the simulator step by step, or 48 blocks on real ranks that sleep",
+    )
     parser.add_argument("--ranks", type=int, nargs="+", choices=RANKS, default=RANKS, help="of the emulated runs")
     parser.add_argument("--pairs", type=int, default=3, help="of the emulated runs: how often each placement takes its turn (default 3)")
     options = parser.parse_args()
@@ -251,19 +277,23 @@ def main() -> None:
     if options.read:
         result = json.loads(options.read.read_text())
     else:
-        result = simulated(options) if options.only != "emulated" else {}
-        result |= emulated(options) if options.only != "simulated" else {}
+        wanted = (options.only,) if options.only else ("simulated", "stepwise", "emulated")
+        result = simulated(options) if "simulated" in wanted else {}
+        result |= traces_stepwise.stepwise(options.blocks, RANKS) if "stepwise" in wanted else {}
+        result |= emulated(options) if "emulated" in wanted else {}
         result["machine"] = machine()
     if options.plot and "idleness" in result:
-        draw(result["idleness"], options.plot)
+        draw(with_stepwise(result["idleness"], result.get("stepwise", ())), options.plot)
     if options.json:
         print(json.dumps(result))
         return
     if "emulated" in result:
         print(emulated_table(result["emulated"]), end="\n\n")
     if "rows" in result:
-        print(table(result["rows"]), summary(result["rows"]), sep="\n\n")
-    print(json.dumps({key: value for key, value in result.items() if key != "rows"}, indent=1))
+        print(table(result["rows"]), summary(result["rows"]), sep="\n\n", end="\n\n")
+    if "stepwise" in result:
+        print(traces_stepwise.table(result["stepwise"]), end="\n\n")
+    print(json.dumps({key: value for key, value in result.items() if key not in ("rows", "stepwise")}, indent=1))
 
 
 if __name__ == "__main__":

@@ -8,7 +8,18 @@ from __future__ import annotations
 
 from functools import cache
 
-from benchmarks import cases, learning, quality, reshape, savings_tokens, scaling, sweeps, traces, traces_emulated
+from benchmarks import (
+    cases,
+    learning,
+    quality,
+    reshape,
+    savings_tokens,
+    scaling,
+    sweeps,
+    traces,
+    traces_emulated,
+    traces_stepwise,
+)
 from tests.figures import result_of
 
 
@@ -25,5 +36,6 @@ def result_tables() -> dict[str, str]:
         "savings_tokens": savings_tokens.table(result_of("savings_tokens.json")["sizes"]),
         "reshape": reshape.table(result_of("reshape.json")["rows"]),
         "traces": traces.summary(result_of("traces.json")["rows"]),
+        "traces stepwise": traces_stepwise.table(result_of("traces.json")["stepwise"]),
         "traces emulated": traces_emulated.emulated_table(result_of("traces.json")["emulated"]),
     }

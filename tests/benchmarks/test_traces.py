@@ -8,9 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.cost_traces import CASES, dense, in_blocks, pruned, trace
+from benchmarks.cost_traces import CASES, dense, in_blocks, pruned, timeline, trace
 from benchmarks.traces import row
 from benchmarks.traces_emulated import emulated_table
+from benchmarks.traces_stepwise import CASES as STEPWISE
+from benchmarks.traces_stepwise import LIMIT, Placements, pilot
+from benchmarks.traces_stepwise import row as stepwise_row
+from benchmarks.traces_stepwise import table as stepwise_table
 from tests.pool import Pool
 
 ROOT = Path(__file__).parents[2]
@@ -47,6 +51,39 @@ def test_ours_is_near_the_optimum_and_no_less_than_the_usual(case: str, sequence
     assert gain["optimum of blocks"] <= gain["optimum of halves"] * (1 + 1e-9) <= gain["perfect"] * (1 + 2e-9)
     assert gain["optimum of blocks"] <= result["bound"]
     assert result["seconds"]["optimum of halves"] >= result["least_of_halves"]
+
+
+@pytest.mark.parametrize("case", STEPWISE)
+def test_the_pilot_is_drawn_as_the_trace_was(case: str) -> None:
+    for drawn, layers in zip(pilot(case, 32, seed=1), trace(case, 32, 2048), strict=True):
+        for ours, theirs in zip(drawn, layers, strict=True):
+            assert (ours.f, ours.b, ours.w, ours.parameters) == pytest.approx((theirs.f, theirs.b, theirs.w, theirs.parameters), abs=1e-5)
+
+
+def test_one_schedule_serves_all_costs() -> None:
+    """The compiled replay takes as long as the simulator with the schedule made for the costs."""
+    on, layers = Placements(24, 16), trace("mixture_of_depths", 24, 2048)[3]
+    for placement in (on.even, on.place(layers)):
+        assert on.seconds(layers, placement) == pytest.approx(timeline(layers, placement, 32).makespan)
+
+
+@pytest.mark.parametrize("case", STEPWISE)
+def test_steps_that_differ_in_small(case: str) -> None:
+    result = stepwise_row(case, 24, 16, steps=4, pilot_steps=8)
+    gain = result["gain"]
+    assert gain["uniform"] == 1.0
+    assert gain["best static"] >= max(gain["uniform"], gain["pilot"])
+    assert gain["optimum"] * (1 + 1e-9) >= gain["best static"]
+    assert gain["optimum"] * 1.01 >= max(gain[name] for name in ("last step", "ours", "from uniform"))
+    assert gain["perfect"] >= gain["optimum"]
+    assert 0 <= result["idle"]["balanced"] < result["idle"]["static"] < 1
+    assert stepwise_table([result]).count("\n") == 2
+
+
+def test_ours_is_near_the_best_static_placement() -> None:
+    rows = json.loads((ROOT / "benchmarks" / "results" / "traces.json").read_text())["stepwise"]
+    assert len(rows) == 16
+    assert min(x["share_of_best_static"] for x in rows) >= LIMIT
 
 
 def test_emulated_ranks_in_small(pool: Pool) -> None:
