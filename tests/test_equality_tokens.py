@@ -104,7 +104,7 @@ def test_with_freezing_and_pruning(pool: Pool, case: str) -> None:
     assert told(pool, 3, spread) == told(pool, 1, alone)
 
 
-@pytest.mark.parametrize("case", ["softmax", "mlp"])
+@pytest.mark.parametrize("case", ["softmax", "mlp", "experts"])
 def test_a_run_goes_on_elsewhere(pool: Pool, tmp_path: Path, case: str) -> None:
     (tmp_path / "run").mkdir()
     for ranks, schedule, resume in ((2, "zb-h1", False), (3, "1f1b", True)):

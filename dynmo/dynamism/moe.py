@@ -13,7 +13,7 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
-from dynmo.dynamism.case import Change, Dynamism, Layers, TokenShares
+from dynmo.dynamism.case import Change, Dynamism, Layers, Signals, TokenShares
 from dynmo.dynamism.counts import Counts, counts_of
 from dynmo.errors import ConfigError
 
@@ -32,12 +32,14 @@ class MoeCase(Dynamism):
 
     def __init__(self, experts: int, bias_rate: float, record_every: int) -> None:
         self._experts, self._rate, self._every = experts, bias_rate, record_every
-        self._recorded, self._last = Counts(experts), Counts(experts)
+        self._recorded = Counts(experts)
+        self._layers: Layers | None = None
 
     def check(self, modules: Sequence[nn.Module]) -> None:
         experts_of(modules)
 
     def act(self, step: int, layers: Layers) -> Change | None:
+        self._layers = layers
         return None
 
     def acts(self, step: int) -> bool:
@@ -48,23 +50,30 @@ class MoeCase(Dynamism):
 
     def collect(self, step: int, layers: Layers) -> TokenShares | None:
         indices = experts_of(layers.modules)
-        counted = counts_of(layers, indices, self._counted)
-        for counts in (self._recorded, self._last):
-            counts.add(counted)
-        if step > 0 and self._rate:
-            self._move_biases(layers, indices)
+        self._recorded.add(counts_of(layers, indices, self._counted))
         if not self._records(step):
             return None
         rows = self._recorded.total(layers, indices, "the load of every expert")
         return TokenShares(tuple(indices), {"hottest expert": [_hottest(row) for row in rows], "unused": [_unused(row) for row in rows]})
+
+    def observe(self, signals: Signals) -> None:
+        """Moves the biases as soon as a step is final: a checkpoint behind it has the new ones."""
+        layers = self._layers
+        if not self._rate or layers is None:
+            return
+        indices = experts_of(layers.modules)
+        last, counted = Counts(self._experts), counts_of(layers, indices, self._counted)
+        last.add(counted)
+        self._recorded.add(counted)
+        self._move_biases(layers, indices, last)
 
     def _counted(self, module: nn.Module) -> Tensor:
         router = _router(module)
         load, router.load = router.load, 0
         return load if isinstance(load, Tensor) else torch.zeros(self._experts)
 
-    def _move_biases(self, layers: Layers, indices: Sequence[int]) -> None:
-        rows = self._last.total(layers, indices, "the load of every expert in the last step", all_replicas=True)
+    def _move_biases(self, layers: Layers, indices: Sequence[int], last: Counts) -> None:
+        rows = last.total(layers, indices, "the load of every expert in the last step", all_replicas=True)
         own = set(layers.own) - layers.frozen
         for index, row in zip(indices, rows, strict=True):
             if index in own:
