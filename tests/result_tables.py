@@ -10,9 +10,11 @@ from functools import cache
 
 from benchmarks import (
     cases,
+    exit_thresholds,
     learning,
     quality,
     reshape,
+    savings_experts,
     savings_tokens,
     scaling,
     sweeps,
@@ -34,6 +36,8 @@ def result_tables() -> dict[str, str]:
         "quality": quality.table(result_of("quality.json")),
         "learning": learning.table(result_of("learning.json")),
         "savings_tokens": savings_tokens.table(result_of("savings_tokens.json")["sizes"]),
+        "savings_experts": savings_experts.table(result_of("savings_experts.json")["rows"]),
+        "exit_thresholds": exit_thresholds.table(result_of("exit_thresholds.json")),
         "reshape": reshape.table(result_of("reshape.json")["rows"]),
         "traces": traces.summary(result_of("traces.json")["rows"]),
         "traces stepwise": traces_stepwise.table(result_of("traces.json")["stepwise"]),
