@@ -35,6 +35,7 @@ def result_tables() -> dict[str, str]:
         "cases published": cases.published_table(result_of("cases.json")["rows"]),
         "quality": quality.table(result_of("quality.json")),
         "learning": learning.table(result_of("learning.json")),
+        "learning_experts": learning.table(result_of("learning_experts.json")),
         "savings_tokens": savings_tokens.table(result_of("savings_tokens.json")["sizes"]),
         "savings_experts": savings_experts.table(result_of("savings_experts.json")["rows"]),
         "exit_thresholds": exit_thresholds.table(result_of("exit_thresholds.json")),
