@@ -30,7 +30,7 @@ CASES: dict[str, dict[str, Any]] = {
     "experts and exits": {"moe": {}, "early_exit": {"threshold": 0.001, "exits": [0, 2], "start": 2}},
     "experts and depths": {"moe": {}, "mixture_of_depths": {"capacity": 0.3, "threshold_from": 4}},
 }
-EXPERTS = {"kind": "moe", "experts": 3, "top_k": 2, "shared_experts": 1, "moe_every": 2}
+EXPERTS = {"kind": "moe", "experts": 4, "top_k": 2, "shared_experts": 1, "moe_every": 2}
 
 
 def wanted(case: str, ranks: int, schedule: str, **sections: dict[str, Any]) -> dict[str, Any]:
@@ -88,6 +88,30 @@ def test_one_digest(pool: Pool, case: str, ranks: int, schedule: str, sections: 
 def test_replicas_and_other_meshes(pool: Pool, case: str) -> None:
     sections = {"parallel": {"pipeline": 2, "data": 2, "zero": 1}, "train": {"reduction_slots": 2}, "elastic": {"reshape_at": [[3, 4, 1]]}}
     assert told(pool, 4, wanted(case, 2, "zb-h1", **sections)) == reference(pool, case, groups=2)
+
+
+# Pipeline, data and expert.
+SPREAD: dict[str, tuple[tuple[int, int, int], str, dict[str, dict[str, Any]]]] = {
+    "one stage": ((1, 2, 2), "zb-h1", {}),
+    "two groups": ((1, 4, 2), "zb-h1", {}),
+    "two groups, ZeRO-1": ((1, 4, 2), "zb-h1", {"parallel": {"zero": 1}}),
+    "two stages": ((2, 2, 2), "zb-h1", {}),
+    "ZeRO-1, V shape, recompute": ((2, 2, 2), "zb-v", {"parallel": {"zero": 1}, "train": {"recompute": "all"}}),
+    "post-validation": ((2, 2, 2), "zb-h2", {"pipeline": {"post_validation": True}}),
+}
+
+
+@pytest.mark.parametrize("case", ["experts", "experts and exits", "experts and depths"])
+@pytest.mark.parametrize(("mesh", "schedule", "sections"), [pytest.param(*run, id=name) for name, run in SPREAD.items()])
+def test_experts_over_replicas(
+    pool: Pool, case: str, mesh: tuple[int, int, int], schedule: str, sections: dict[str, dict[str, Any]]
+) -> None:
+    """Each replica holds half of the experts, and the numbers are those of one process."""
+    pipeline, data, expert = mesh
+    parallel = {"pipeline": pipeline, "data": data, "expert": expert, **sections.get("parallel", {})}
+    train = {"reduction_slots": data, **sections.get("train", {})}
+    spread = wanted(case, pipeline, schedule, **{**sections, "parallel": parallel, "train": train})
+    assert told(pool, pipeline * data, spread) == reference(pool, case, groups=data)
 
 
 @pytest.mark.parametrize("case", ["softmax", "bce"])

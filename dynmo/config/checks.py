@@ -145,7 +145,7 @@ def _reshape_at(config: Config) -> Iterator[str]:
         key = f"elastic.reshape_at: [{step}, {pipeline}, {data}]"
         if step >= config.train.steps:
             yield f"{key} is at step {step}, but the run has {config.train.steps} steps; reshape sooner"
-        if pipeline * data * config.parallel.expert != config.ranks:
+        if pipeline * data != config.ranks:
             yield f"{key} is {pipeline} x {data} ranks, but the run has {config.ranks}; a reshape keeps them all, so change the sizes"
         if microbatches % data:
             yield f"{key}: {data} replicas do not divide the {microbatches} microbatches of a step"

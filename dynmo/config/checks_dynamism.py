@@ -80,6 +80,30 @@ def _experts(config: Config) -> Iterator[str]:
         yield 'train.compile = true with model.kind = "moe": shapes vary, and each would be compiled anew; use compile = false'
 
 
+def _expert_parallelism(config: Config) -> Iterator[str]:
+    """Experts that are spread over replicas, and what cannot work with them."""
+    ranks, data, model = config.parallel.expert, config.parallel.data, config.model
+    if ranks == 1:
+        return
+    key = f"parallel.expert = {ranks}"
+    if model.kind != "moe" and not model.kind.startswith("python:"):
+        yield f'{key}, but model.kind = "{model.kind}" has no experts; use model.kind = "moe", or leave it out'
+    if data % ranks:
+        yield f"{key} does not divide parallel.data = {data}; the replicas of a stage share its experts in groups, so use a divisor"
+    if model.kind == "moe" and model.experts % ranks:
+        yield f"{key} does not divide model.experts = {model.experts}; each replica of a group holds as many, so use a divisor"
+    if config.elastic.reshape or config.elastic.reshape_at:
+        yield f"{key}: a reshape changes the replicas that share experts; leave out elastic.reshape and elastic.reshape_at"
+    if config.parallel.slices:
+        yield f"{key}: slices of one GPU cannot send rows to other replicas; leave out parallel.slices"
+    freezing = config.dynamism.freezing
+    if "freezing" in config.dynamism.cases:
+        if freezing.policy == "egeria":
+            yield f'{key}: dynamism.freezing.policy = "egeria" runs layers of one replica alone; use "autofreeze" or a schedule'
+        if freezing.cache_bytes:
+            yield f"{key}: a replica that finds an output in its cache sends no rows; use dynamism.freezing.cache_bytes = 0"
+
+
 def _mixture_of_depths(config: Config) -> Iterator[str]:
     if "mixture_of_depths" not in config.dynamism.cases:
         return
@@ -229,6 +253,7 @@ DYNAMISM_RULES: tuple[Callable[[Config], Iterator[str]], ...] = (
     _early_exit,
     _mixture_of_depths,
     _experts,
+    _expert_parallelism,
     _pruning,
     _freezing,
 )

@@ -38,8 +38,8 @@ class ParallelSection(Section):
     """Ranks of a pipeline."""
     data: Count = 1
     """Replicas of the pipeline."""
-    expert: Annotated[Count, only(1)] = 1
-    """Reserved for a later version. Only 1 is allowed."""
+    expert: Count = 1
+    """Replicas that share one set of experts. It divides `data`, and the experts."""
     zero: Annotated[int, Field(ge=0, le=1)] = 0
     """1 shards the optimizer state over the replicas (ZeRO-1)."""
     slices: bool = False
@@ -223,12 +223,11 @@ class Config(Section):
 
     @property
     def ranks(self) -> int:
-        """The size of the world: pipeline x data x expert; a pipeline of slices is one rank of
+        """The size of the world: pipeline x data; a pipeline of slices is one rank of
         it."""
         return (
             (1 if self.parallel.slices else self.parallel.pipeline)
             * self.parallel.data
-            * self.parallel.expert
         )
 
     def to_toml(self) -> str:

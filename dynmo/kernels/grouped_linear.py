@@ -1,103 +1,134 @@
 """Linears of several groups of rows at once: the experts of a mixture.
 
-    rows     | group 0 | group 1 |  | group 3 |         groups lie behind one another, a group may be empty
-    weight   [groups, out, in]                           y = x W_g^T for the rows of group g
+    rows     | block 0 | block 1 |  | block 3 |       blocks lie behind one another, one may be empty
+    weight      W_0       W_1          W_3            y = x W^T for the rows of a block
 
-The backward is split as that of any linear: B gives gx = gy W_g, and the tape takes W, which adds
-gy^T x of each group. On CPU each group is one product, in the order of the groups. That loop is
-also the reference for CUDA, where `torch.nn.functional.grouped_mm` computes all groups in one
-kernel if dtype and sizes allow it.
+Each group has a parameter of its own, `weights[group]`, [out, in]. A rank that holds some of the
+groups alone lacks the others (`hold`). It may compute rows of several sources, that is of several
+replicas (`take_rows`). Each source then has its own gradient, so that these can be added up in the
+order in which replicas without shared experts add them.
+
+The backward is split as that of any linear: B gives gx = gy W, and the tape takes W, which adds
+gy^T x of each block. On CPU each block is one product, in order. That loop is also the reference
+for CUDA, where `torch.nn.functional.grouped_mm` computes the blocks of a source in one kernel if
+dtype and sizes allow it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from functools import partial
-from itertools import accumulate, pairwise
+from itertools import accumulate, groupby, pairwise
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from dynmo.kernels.split import LOW, WeightTape, may_split, zero_gradient
+from dynmo.kernels.split import LOW, WeightTape, autograd_may_split, float32_gradients, zero_gradient
 
 # grouped_mm wants rows that begin at multiples of so many bytes.
 _ALIGNED = 16
 
 
 def parts(counts: Sequence[int]) -> Iterator[tuple[int, slice]]:
-    """The groups that have rows, and where these lie."""
-    for group, (start, stop) in enumerate(pairwise(accumulate(counts, initial=0))):
+    """The blocks that have rows, and where these lie."""
+    for block, (start, stop) in enumerate(pairwise(accumulate(counts, initial=0))):
         if stop > start:
-            yield group, slice(start, stop)
+            yield block, slice(start, stop)
 
 
-def grouped_product(x: Tensor, weight: Tensor, counts: Sequence[int]) -> Tensor:
-    """Multiplies each group of rows with its matrix.
+def grouped_product(x: Tensor, weights: Sequence[Tensor], counts: Sequence[int], per_kernel: int) -> Tensor:
+    """Multiplies each block of rows with its matrix.
 
     Args:
         x: [rows, in].
-        weight: [groups, in, out].
-        counts: Rows of each group. Their sum is `rows`.
+        weights: Of each block, [in, out].
+        counts: Rows of each block. Their sum is `rows`.
+        per_kernel: How many blocks one kernel may compute. It divides the number of blocks.
 
     Returns:
         [rows, out].
     """
-    if _fused(x, weight):
-        ends = torch.tensor(list(accumulate(counts)), dtype=torch.int32, device=x.device)
-        return functional.grouped_mm(x, weight, offs=ends)
-    out = x.new_empty(x.shape[0], weight.shape[2])
-    for group, rows in parts(counts):
-        torch.mm(x[rows], weight[group], out=out[rows])
+    out = x.new_empty(x.shape[0], weights[0].shape[1])
+    if _fused(x, weights[0]):
+        start = 0
+        for first in range(0, len(weights), per_kernel):
+            some = slice(first, first + per_kernel)
+            ends = torch.tensor(list(accumulate(counts[some])), dtype=torch.int32, device=x.device)
+            rows = slice(start, start + sum(counts[some]))
+            out[rows] = functional.grouped_mm(x[rows], stacked(weights[some]), offs=ends)
+            start = rows.stop
+        return out
+    for block, rows in parts(counts):
+        torch.mm(x[rows], weights[block], out=out[rows])
     return out
 
 
+def stacked(matrices: Sequence[Tensor]) -> Tensor:
+    """The matrices as one tensor, [matrices, ...]. It is a view where they lie behind one another.
+
+    Args:
+        matrices: Of one shape, one type and equal strides.
+    """
+    first = matrices[0]
+    step = first.numel()
+    storage = first.untyped_storage().data_ptr()
+    follow = all(
+        each.untyped_storage().data_ptr() == storage and each.storage_offset() == first.storage_offset() + place * step
+        for place, each in enumerate(matrices)
+    )
+    return first.as_strided((len(matrices), *first.shape), (step, *first.stride())) if follow else torch.stack(tuple(matrices))
+
+
 def _fused(x: Tensor, weight: Tensor) -> bool:
-    sizes = (weight.shape[1] * x.element_size(), weight.shape[2] * x.element_size())
+    sizes = (weight.shape[0] * x.element_size(), weight.shape[1] * x.element_size())
     return x.is_cuda and x.dtype == torch.bfloat16 and all(size % _ALIGNED == 0 for size in sizes)
 
 
-def accumulate_groups(weight: nn.Parameter, x: Tensor, gy: Tensor, counts: Sequence[int]) -> None:
-    """Adds gy^T x of each group to the weight's gradient.
+def accumulate_groups(weights: Sequence[nn.Parameter], x: Tensor, gy: Tensor, counts: Sequence[int]) -> None:
+    """Adds gy^T x of each block to the gradient of its weight. A block without rows adds zeros.
 
     Args:
-        weight: [groups, out, in].
+        weights: Of each block, [out, in].
         x: [rows, in].
         gy: [rows, out].
-        counts: Rows of each group.
+        counts: Rows of each block.
     """
-    if weight.grad is None:
-        weight.grad = zero_gradient(weight)
-    for group, rows in parts(counts):
+    for weight in weights:
+        if weight.grad is None:
+            weight.grad = zero_gradient(weight)
+    for block, rows in parts(counts):
+        weight = weights[block]
+        assert weight.grad is not None
         if weight.dtype in LOW:
-            weight.grad[group].add_(torch.mm(gy[rows].t(), x[rows]))
+            weight.grad.add_(torch.mm(gy[rows].t(), x[rows]))
         else:
-            weight.grad[group].addmm_(gy[rows].t(), x[rows])
+            weight.grad.addmm_(gy[rows].t(), x[rows])
 
 
 class _GroupedFunction(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: nn.Parameter, counts: tuple[int, ...], tape: WeightTape | None) -> Tensor:
+    def forward(ctx: Any, x: Tensor, counts: tuple[int, ...], per_kernel: int, tape: WeightTape | None, *weights: nn.Parameter) -> Tensor:
         ctx.save_for_backward(x)
-        ctx.weight, ctx.counts, ctx.tape = weight, counts, tape
-        return grouped_product(x, weight.mT, counts)
+        ctx.weights, ctx.counts, ctx.per_kernel, ctx.tape = weights, counts, per_kernel, tape
+        return grouped_product(x, [weight.mT for weight in weights], counts, per_kernel)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         (x,) = ctx.saved_tensors
-        weight, counts, tape, gy = ctx.weight, ctx.counts, ctx.tape, gradients[0].contiguous()
-        gx = grouped_product(gy, weight, counts) if ctx.needs_input_grad[0] else None
+        weights, counts, tape, gy = ctx.weights, ctx.counts, ctx.tape, gradients[0].contiguous()
+        gx = grouped_product(gy, weights, counts, ctx.per_kernel) if ctx.needs_input_grad[0] else None
         x = x.detach()
-        if not ctx.needs_input_grad[1]:
-            return gx, None, None, None
-        if tape is None or not tape.takes(weight):
-            gradient = torch.zeros_like(weight)
-            for group, rows in parts(counts):
-                gradient[group] = torch.mm(gy[rows].t(), x[rows])
-            return gx, gradient, None, None
-        tape.add(partial(accumulate_groups, weight, x, gy, counts), x, gy)
-        return gx, None, None, None
+        if not any(ctx.needs_input_grad[1:]):
+            return gx, None, None, None, *(None for _ in weights)
+        if tape is None or not tape.takes(*weights):
+            own = [torch.zeros_like(weight) for weight in weights]
+            for block, rows in parts(counts):
+                own[block] = torch.mm(gy[rows].t(), x[rows])
+            return gx, None, None, None, *own
+        tape.add(partial(accumulate_groups, weights, x, gy, counts), x, gy)
+        return gx, None, None, None, *(None for _ in weights)
 
 
 class GroupedLinear(nn.Module):
@@ -114,10 +145,91 @@ class GroupedLinear(nn.Module):
 
     def __init__(self, groups: int, inputs: int, outputs: int, std: float) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(groups, outputs, inputs))
-        nn.init.normal_(self.weight, std=std)
+        self.groups = groups
+        for group in range(groups):
+            weight = nn.Parameter(torch.empty(outputs, inputs))
+            nn.init.normal_(weight, std=std)
+            self.register_parameter(str(group), weight)
+        # Sources and groups of the blocks; None: one block a group, of this rank's own rows.
+        self._blocks: tuple[tuple[int, int], ...] | None = None
+        self._own_source = 0
+        self._copies: dict[tuple[int, int], nn.Parameter] = {}
+
+    @property
+    def weights(self) -> tuple[nn.Parameter | None, ...]:
+        """The parameter of each group, [out, in]. None: the group is elsewhere."""
+        return tuple(cast("nn.Parameter | None", self._parameters[str(group)]) for group in range(self.groups))
+
+    def hold(self, groups: Collection[int]) -> None:
+        """Drops the parameters of all other groups.
+
+        Args:
+            groups: Those that stay.
+        """
+        for group in range(self.groups):
+            if group not in groups:
+                self._parameters[str(group)] = None
+
+    def take_rows(self, blocks: Sequence[tuple[int, int]], own_source: int) -> None:
+        """Says whose rows come. Call it again when a parameter has been replaced.
+
+        Args:
+            blocks: Source and group of each block, sources together. Groups are held here.
+            own_source: Its gradients are those of the parameters. Other sources have
+                gradients of their own (`source_gradients`).
+        """
+        self._blocks, self._own_source = tuple(blocks), own_source
+        self._copies = {}
+        for source, group in blocks:
+            weight = self.weights[group]
+            assert weight is not None, "rows come to groups that are held"
+            if source != own_source:
+                # Of the same memory, so that what the optimizer writes is seen here.
+                self._copies[source, group] = nn.Parameter(weight.detach(), requires_grad=weight.requires_grad)
+        copies = nn.ParameterList(self._copies.values())
+        float32_gradients(copies)
+
+    def source_gradients(self, group: int) -> dict[int, nn.Parameter]:
+        """By source, the parameter whose `.grad` is that of the source's rows."""
+        weight = self.weights[group]
+        own = {self._own_source: weight} if weight is not None else {}
+        return own | {source: copy for (source, of), copy in self._copies.items() if of == group}
+
+    def flatten_parameters(self) -> None:
+        """Lays the weights behind one another, so that one kernel can compute them (CUDA)."""
+        held = [weight for weight in self.weights if weight is not None]
+        if held and held[0].is_cuda:
+            for weight, data in zip(held, torch.stack([weight.detach() for weight in held]), strict=True):
+                weight.data = data
 
     def forward(self, x: Tensor, counts: Sequence[int]) -> Tensor:
-        """[rows, in] -> [rows, out]. counts: rows of each group."""
-        tape = self.tape if may_split(self, x.device) else None
-        return cast(Tensor, _GroupedFunction.apply(x, self.weight, tuple(counts), tape))
+        """[rows, in] -> [rows, out]. counts: rows of each block."""
+        weights = self._block_weights()
+        ordinary = all(isinstance(weight, nn.Parameter) for weight in weights)
+        tape = self.tape if ordinary and autograd_may_split(x.device) else None
+        return cast(Tensor, _GroupedFunction.apply(x, tuple(counts), self._per_kernel(), tape, *weights))
+
+    def _block_weights(self) -> list[nn.Parameter]:
+        """The weight of each block."""
+        weights, out = self.weights, list[nn.Parameter]()
+        for source, group in self._blocks or [(self._own_source, group) for group in range(self.groups)]:
+            weight = weights[group]
+            assert weight is not None, "a group that is elsewhere is not computed here"
+            copy = self._copies.get((source, group), weight)
+            if copy.requires_grad != weight.requires_grad:  # frozen since, or trained again
+                copy.requires_grad_(weight.requires_grad)
+            out.append(copy)
+        return out
+
+    def _per_kernel(self) -> int:
+        """Blocks of one source, if all have as many. Else each is a kernel of its own."""
+        if self._blocks is None:
+            return self.groups
+        lengths = {len(list(blocks)) for _, blocks in groupby(self._blocks, key=lambda block: block[0])}
+        return lengths.pop() if len(lengths) == 1 else 1
+
+
+def gradient_parameters(module: nn.Module) -> list[nn.Parameter]:
+    """All that collects gradients in a module: its parameters, and those of other sources' rows."""
+    copies = [copy for part in module.modules() if isinstance(part, GroupedLinear) for copy in part._copies.values()]
+    return [*module.parameters(), *copies]

@@ -171,13 +171,18 @@ def may_split(module: nn.Module, device: torch.device) -> bool:
     They may not where they are made from other parameters (weight_norm, functional_call), where
     torch.func transforms the call, or where autocast chooses what the product computes in.
     """
-    if not torch.is_grad_enabled() or torch.is_autocast_enabled(device.type) or in_functorch():
+    if not autograd_may_split(device):
         return False
     own = module._parameters
     bias = own.get("bias")
     if not isinstance(own.get("weight"), nn.Parameter) or not (bias is None or isinstance(bias, nn.Parameter)):
         return False
     return "bias" in own or not isinstance(module, nn.Linear)
+
+
+def autograd_may_split(device: torch.device) -> bool:
+    """As `may_split`, for a module whose parameters are looked at elsewhere."""
+    return torch.is_grad_enabled() and not torch.is_autocast_enabled(device.type) and not in_functorch()
 
 
 class SplitLinear(nn.Linear):

@@ -14,20 +14,27 @@ chooses its `top_k` experts:
 Evaluation takes the largest scores, or the largest sums with the bias. p are the softmax of the
 scores, scaled to sum 1 if top_k is over 1. Tokens are sorted by expert and computed as one grouped
 product. With a capacity factor, an expert drops what is over its capacity, later tokens first.
+
+Experts may be spread over the replicas of a stage (`ExpertsHalf.spread`). Each replica then sends
+its rows to the replicas that hold the experts, and gets the results back. The numbers are those of
+replicas that hold all experts, bit for bit: rows of different replicas are never computed together.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from dynmo.balance.expert_placement import ExpertPlacement
 from dynmo.kernels.balanced_assignment import auction, sinkhorn
 from dynmo.kernels.grouped_linear import GroupedLinear
 from dynmo.kernels.own_loss import add_loss
+from dynmo.kernels.row_exchange import RowExchange, exchange_rows
 from dynmo.kernels.split import WeightTape
 from dynmo.models.early_exit import Tensors
 from dynmo.models.gpt import feed_forward_size
@@ -68,7 +75,7 @@ class ExpertRouter(nn.Module):
         std: Standard deviation of the initial weights.
 
     Attributes:
-        load: Tokens of each expert since the last record, int64 [experts] on the CPU.
+        load: Tokens of each expert since it was set to 0, int64 [experts] on the device of x.
     """
 
     bias: Tensor
@@ -119,12 +126,46 @@ class ExpertRouter(nn.Module):
             return scores.topk(top_k, dim=1).indices
         if routing == "sinkhorn":
             return sinkhorn(scores).topk(top_k, dim=1).indices
-        # One balanced assignment after the other. A token takes each expert once.
+        # One balanced assignment after the other. A token takes each expert once: where the balance
+        # would give it an expert again, it takes the best of the others.
         left, choices = scores.clone(), list[Tensor]()
+        taken = torch.zeros_like(scores, dtype=torch.bool)
         for _ in range(top_k):
-            choices.append(auction(left))
-            left.scatter_(1, choices[-1][:, None], -1e4)
-        return torch.stack(choices, 1)
+            choice = auction(left)[:, None]
+            best = scores.masked_fill(taken, -math.inf).argmax(1, keepdim=True)
+            choices.append(torch.where(taken.gather(1, choice), best, choice))
+            taken.scatter_(1, choices[-1], True)
+            left.masked_fill_(taken, -1e4)
+        return torch.cat(choices, 1)
+
+
+@dataclass(frozen=True)
+class _Spread:
+    """Who computes what, seen from one replica.
+
+    Attributes:
+        exchange: Sends rows.
+        sent: By replica of the group, the experts that compute this replica's rows there.
+        taken: By replica of the group, how many experts compute its rows here.
+        blocks: Of the rows that come: replica and expert.
+    """
+
+    exchange: RowExchange
+    sent: tuple[tuple[int, ...], ...]
+    taken: tuple[int, ...]
+    blocks: tuple[tuple[int, int], ...]
+
+    @classmethod
+    def of(cls, placement: ExpertPlacement, place: int, exchange: RowExchange) -> _Spread:
+        """As `ExpertsHalf.spread` takes it."""
+
+        def between(source: int, target: int) -> tuple[int, ...]:
+            return tuple(e for e in range(placement.experts) if placement.target(e, source) == target)
+
+        replicas = range(placement.ranks)
+        taken = [between(source, place) for source in replicas]
+        blocks = tuple((source, expert) for source in replicas for expert in taken[source])
+        return cls(exchange, tuple(between(place, target) for target in replicas), tuple(map(len, taken)), blocks)
 
 
 class ExpertsHalf(nn.Module):
@@ -152,6 +193,28 @@ class ExpertsHalf(nn.Module):
             nn.init.normal_(self.shared_gate_up.weight, std=std)
             nn.init.normal_(self.shared_down.weight, std=residual_std)
         self.dropout = nn.Dropout(dropout)
+        self._spread: _Spread | None = None
+
+    def hold(self, experts: Sequence[int]) -> None:
+        """Drops the weights of all other experts.
+
+        Args:
+            experts: Those that stay.
+        """
+        self.gate_up.hold(experts)
+        self.down.hold(experts)
+
+    def spread(self, placement: ExpertPlacement, place: int, exchange: RowExchange) -> None:
+        """Computes rows where their experts are. Call it again when weights have been replaced.
+
+        Args:
+            placement: Which replica of a group holds which experts.
+            place: This replica's place in the group. It holds its experts alone (`hold`).
+            exchange: Sends rows between the replicas of the group.
+        """
+        self._spread = _Spread.of(placement, place, exchange)
+        for linear in (self.gate_up, self.down):
+            linear.take_rows(self._spread.blocks, place)
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.added(x)
@@ -161,8 +224,8 @@ class ExpertsHalf(nn.Module):
         flat = self.norm(x.reshape(-1, x.shape[-1]))
         flat, chosen, weights, load = self.router(flat)
         places, counts, order = self.sort_by_expert(chosen, load)
-        gate, up = self.gate_up(flat.index_select(0, places), counts).chunk(2, dim=-1)
-        out = self.down(functional.silu(gate) * up, counts)
+        rows = flat.index_select(0, places)
+        out = self._experts(rows, counts) if self._spread is None else self._spread_experts(rows, counts, self._spread)
         out = out * weights.flatten().index_select(0, order).unsqueeze(1).to(out.dtype)
         # Each pair has a place of its own, so that the sum over a token's experts has one order.
         pairs = flat.new_zeros(chosen.numel(), flat.shape[1]).index_copy(0, order, out)
@@ -171,6 +234,25 @@ class ExpertsHalf(nn.Module):
             gate, up = self.shared_gate_up(flat).chunk(2, dim=-1)
             total = total + self.shared_down(functional.silu(gate) * up)
         return self.dropout(total.view(x.shape))
+
+    def _experts(self, rows: Tensor, counts: Sequence[int]) -> Tensor:
+        """The experts of rows that lie expert by expert, [rows, hidden]."""
+        gate, up = self.gate_up(rows, counts).chunk(2, dim=-1)
+        return self.down(functional.silu(gate) * up, counts)
+
+    def _spread_experts(self, rows: Tensor, counts: Sequence[int], spread: _Spread) -> Tensor:
+        """As `_experts`, with the experts of all replicas of the group."""
+        by_expert = rows.split(list(counts))
+        there = torch.cat([by_expert[expert] for targets in spread.sent for expert in targets])
+        takes = spread.exchange.counts([[counts[expert] for expert in experts] for experts in spread.sent], spread.taken)
+        sent = [sum(counts[expert] for expert in experts) for experts in spread.sent]
+        taken = [sum(each) for each in takes]
+        arrived = exchange_rows(there, sent, taken, spread.exchange)
+        out = self._experts(arrived, [count for each in takes for count in each])
+        back = exchange_rows(out, taken, sent, spread.exchange)
+        order = [expert for experts in spread.sent for expert in experts]
+        returned = dict(zip(order, back.split([counts[expert] for expert in order]), strict=True))
+        return torch.cat([returned[expert] for expert in range(len(counts))])
 
     def sort_by_expert(self, chosen: Tensor, load: Tensor) -> tuple[Tensor, list[int], Tensor]:
         """Sorts (token, choice) pairs by expert, earlier tokens first.

@@ -121,6 +121,7 @@ class Engine:
         compiles: bool = False,
         accumulation_groups: int | None = None,
         zero: int = 0,
+        expert: int = 1,
         w_granularity: Literal["whole", "linear"] = "whole",
         post_validation: bool = False,
         rollback: Literal["exact", "in-place"] = "exact",
@@ -160,6 +161,7 @@ class Engine:
             compiles=compiles,
             accumulation_groups=accumulation_groups,
             zero=bool(zero),
+            expert=expert,
             dtype=dtype,
             cache_bytes=cache_bytes,
         )

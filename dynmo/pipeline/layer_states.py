@@ -50,8 +50,9 @@ class LayerStates:
         """
         for index in sorted(self._layer_store.layers):
             state = self.state(index, whole=True)
-            if self._layer_store.world.replica == 0:
-                yield index, (self._layer_store.modules[index], state)
+            with self._layer_store.whole(index) as module:
+                if self._layer_store.world.replica == 0:
+                    yield index, (module, state)
 
     def restore(self, index: int, tensors: dict[tuple[str, str], Tensor], flags: dict[str, bool]) -> None:
         """Replaces one of this rank's layers by what a checkpoint holds of it.
@@ -66,6 +67,7 @@ class LayerStates:
         """
         self._pending.assert_final()
         layer_store = self._layer_store
+        tensors = layer_store.own_part(index, tensors)
         tensors = checkpoint.fit(index, layer_store.model.names[index], layer_store.modules[index], tensors)
         layer_store.replace(index, tensors, flags)
         self._programs.relower()

@@ -37,6 +37,7 @@ def pipeline_for(config: Config, world: World, model: Model, partition: Partitio
         compiles=train.compile,
         accumulation_groups=config.accumulation_groups,
         zero=config.parallel.zero,
+        expert=config.parallel.expert,
         w_granularity=cast(Literal["whole", "linear"], pipeline.w_granularity),
         post_validation=pipeline.post_validation,
         rollback=cast(Literal["exact", "in-place"], pipeline.rollback),

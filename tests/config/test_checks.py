@@ -7,13 +7,13 @@ from dynmo.config import load
 from tests.config.refusal import refusal
 
 EXIT, DEPTHS = "dynamism.cases=['early_exit']", "dynamism.cases=['mixture_of_depths']"
+SPREAD = ("model.kind=moe", "parallel.data=2", "parallel.expert=2")
 
 # Words of the contract that a later version serves.
 PLANNED = {
     "model.kind": ["hf"],
     "data.source": ["hf:wikitext"],
     "train.optimizer": ["adam"],
-    "parallel.expert": ["2"],
     "elastic.repack": ["true"],
     "elastic.min_ranks": ["2"],
     "elastic.target_ranks": ["1"],
@@ -247,6 +247,21 @@ def test_a_value_refused(key, value, hint):
             "model.capacity_factor = 0.001 leaves an expert room for no token of a microbatch",
         ),
         (["model.kind=moe", "model.routing=bias"], 'model.routing = "bias" needs the load of the experts'),
+        (["parallel.expert=2"], 'parallel.expert = 2, but model.kind = "gpt" has no experts'),
+        ([*SPREAD, "parallel.data=2", "parallel.expert=4"], "parallel.expert = 4 does not divide parallel.data = 2"),
+        ([*SPREAD, "model.experts=3"], "parallel.expert = 2 does not divide model.experts = 3"),
+        (
+            [*SPREAD, "elastic.reshape=true"],
+            "parallel.expert = 2: a reshape changes the replicas that share experts; leave out elastic.reshape",
+        ),
+        (
+            [*SPREAD, "dynamism.cases=['freezing']", "dynamism.freezing.policy=egeria"],
+            'parallel.expert = 2: dynamism.freezing.policy = "egeria"',
+        ),
+        (
+            [*SPREAD, "dynamism.cases=['freezing']", "dynamism.freezing.cache_bytes=1"],
+            "parallel.expert = 2: a replica that finds an output in its cache sends no rows; use dynamism.freezing.cache_bytes = 0",
+        ),
         (["model.kind=moe", "train.compile=true"], 'train.compile = true with model.kind = "moe"'),
     ],
 )

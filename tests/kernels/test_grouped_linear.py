@@ -29,11 +29,12 @@ def test_values_and_gradients(counts: list[int], inputs: int, outputs: int, seed
     torch.manual_seed(seed)
     layer = GroupedLinear(len(counts), inputs, outputs, 1.0).double()
     x = torch.randn(sum(counts), inputs, dtype=torch.float64, requires_grad=True)
-    y, expected = layer(x, counts), one_by_one(x, layer.weight, counts)
+    weights = [weight for weight in layer.weights if weight is not None]
+    y, expected = layer(x, counts), one_by_one(x, torch.stack(tuple(weights)), counts)
     torch.testing.assert_close(y, expected)
     g = torch.randn_like(y)
-    ours = torch.autograd.grad(y, (x, layer.weight), g, allow_unused=True)
-    theirs = torch.autograd.grad(expected, (x, layer.weight), g, allow_unused=True, materialize_grads=True)
+    ours = torch.autograd.grad(y, (x, *weights), g, allow_unused=True)
+    theirs = torch.autograd.grad(expected, (x, *weights), g, allow_unused=True, materialize_grads=True)
     for a, b in zip(ours, theirs, strict=True):
         assert a is not None
         torch.testing.assert_close(a, b)
@@ -48,13 +49,13 @@ def test_a_deferred_w_has_the_same_bits(dtype: torch.dtype) -> None:
     tape = WeightTape()
     install(layer, tape)
     for deferred in (False, True):
-        layer.weight.grad, tape.deferred = None, deferred
+        layer.zero_grad()
+        tape.deferred = deferred
         for i in range(2):
             layer(x[i].requires_grad_(), counts).backward(g[i])
         for work, _ in tape.take():
             work()
-        assert layer.weight.grad is not None
-        gradients.append(layer.weight.grad)
+        gradients.append(torch.stack([weight.grad for weight in layer.parameters() if weight.grad is not None]))
     assert gradients[0].dtype == torch.float32
     assert torch.equal(*gradients)
     assert not gradients[0][1].any(), "a group without rows has no gradient"

@@ -8,10 +8,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 
 from dynmo.config import parse
+from dynmo.kernels.grouped_linear import GroupedLinear
 from dynmo.models.experts import ExpertRule, ExpertsHalf
 from dynmo.models.gpt_config import make
 
@@ -27,6 +28,12 @@ def half(rule: ExpertRule, hidden: int, shared: int, seed: int) -> ExpertsHalf:
 def expert(x: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
     gate, up = (gate_up @ x).chunk(2)
     return down @ (gate * torch.sigmoid(gate) * up)
+
+
+def weight_of(linear: GroupedLinear, expert: int) -> nn.Parameter:
+    weight = linear.weights[expert]
+    assert weight is not None
+    return weight
 
 
 def plainly(module: ExpertsHalf, x: Tensor) -> tuple[Tensor, list[list[int]], Tensor]:
@@ -46,7 +53,7 @@ def plainly(module: ExpertsHalf, x: Tensor) -> tuple[Tensor, list[list[int]], Te
             if taken[e] < most:
                 taken[e] += 1
                 here.append(e)
-                y = y + (p[e] / total).double() * expert(n, module.gate_up.weight[e], module.down.weight[e])
+                y = y + (p[e] / total).double() * expert(n, *(weight_of(linear, e) for linear in (module.gate_up, module.down)))
         if module.shared_gate_up is not None and module.shared_down is not None:
             y = y + expert(n, module.shared_gate_up.weight, module.shared_down.weight)
         out.append(y)
@@ -97,10 +104,12 @@ def test_all_tokens_at_one_expert(top_k: int) -> None:
     torch.testing.assert_close(y, plainly(module, x)[0], rtol=1e-6, atol=1e-6)
     assert module.router.load.tolist() == [10, 10 * (top_k - 1), 0, 0]  # pyright: ignore[reportAttributeAccessIssue]
     y.sum().backward()
-    for weight in (module.gate_up.weight, module.down.weight):
-        assert weight.grad is not None
-        assert weight.grad[0].any()
-        assert not weight.grad[3].any()
+    for linear in (module.gate_up, module.down):
+        first, last = weight_of(linear, 0).grad, weight_of(linear, 3).grad
+        assert first is not None
+        assert first.any()
+        assert last is not None
+        assert not last.any()
 
 
 def test_no_token() -> None:
@@ -143,3 +152,13 @@ def test_which_blocks_have_experts() -> None:
     model = make(parse({"model": sizes}))
     layers = model.build(range(model.layers))
     assert [isinstance(layer, ExpertsHalf) for layer in layers] == [i in (4, 8) for i in range(10)]
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(1, 6), st.integers(1, 12), st.data(), st.sampled_from(["sinkhorn", "auction"]), st.integers(0, 99))
+def test_a_token_takes_an_expert_once(experts: int, tokens: int, data: st.DataObject, routing: str, seed: int) -> None:
+    """Also with fewer tokens than experts, where no assignment is balanced."""
+    rule = ExpertRule(experts, data.draw(st.integers(1, experts)), routing, 0.0, None)
+    module = half(rule, 8, 0, seed)
+    _, chosen, _, _ = module.router(torch.randn(tokens, 8, dtype=torch.float64))
+    assert all(len(set(row)) == rule.top_k for row in chosen.tolist())

@@ -82,8 +82,8 @@ class World:
     # replicas; None: this rank's world has no others.
     _everyone: World | None = field(default=None, repr=False, compare=False)
     _peers: World | None = field(default=None, repr=False, compare=False)
-    # Of the world of all ranks: its views, their groups by global ranks (a shape that comes back
-    # needs no new ones), and how many replicas.
+    # Of the world of all ranks: its views, their groups by whether they are apart and by global
+    # ranks (a shape that comes back needs no new ones), and how many replicas.
     _views: list[World] = field(default_factory=list["World"], repr=False, compare=False)
     _process_groups: dict[tuple[int, ...], Any] = field(
         default_factory=dict[tuple[int, ...], Any], repr=False, compare=False
@@ -289,26 +289,29 @@ class World:
         self._peers = peers
         return self
 
-    def view(self, subgroups: Sequence[tuple[int, ...]], what: str) -> World:
+    def view(self, subgroups: Sequence[tuple[int, ...]], what: str, apart: bool = False) -> World:
         """Divides the ranks into worlds of their own. All ranks call it, on the world of all.
 
         Args:
             subgroups: Global ranks of each world. Every rank is in one.
             what: What the ranks wait for here, for messages.
+            apart: Whether its collectives may run beside those of another view of the same ranks.
+                They then have a process group of their own.
 
         Returns:
             The world that this rank is in.
         """
-        everyone = self.everyone
+        everyone, most = self.everyone, self.everyone.size + apart
         subgroup, ranks = next(
             (number, ranks) for number, ranks in enumerate(subgroups) if everyone.rank in ranks
         )
         try:
             for members in subgroups:  # all make all groups, in one order
-                if 1 < len(members) < everyone.size and members not in everyone._process_groups:
+                key = (int(apart), *members)
+                if 1 < len(members) < most and key not in everyone._process_groups:
                     group = everyone._new_group(members)
-                    everyone._process_groups[members] = group if ranks == members else None
-                    self._lift_limit(everyone._process_groups[members])
+                    everyone._process_groups[key] = group if ranks == members else None
+                    self._lift_limit(everyone._process_groups[key])
         except RuntimeError as error:
             everyone.fail(error, None, what)
         world = World(
@@ -322,7 +325,7 @@ class World:
             self.staged,
         )
         world.subgroups, world.subgroup = tuple(subgroups), subgroup
-        world.process_group = everyone._process_groups.get(ranks, everyone.process_group)
+        world.process_group = everyone._process_groups.get((int(apart), *ranks), everyone.process_group)
         world.channels, world._everyone = everyone.channels, everyone
         everyone._views.append(world)
         return world

@@ -21,6 +21,7 @@ from torch import nn
 
 from dynmo.balance.readings import WINDOW, Readings, Times
 from dynmo.cost.layer_cost import LayerCost, LinkCost, most_pending_gradients
+from dynmo.kernels.grouped_linear import gradient_parameters
 from dynmo.kernels.split import gradient_bytes
 from dynmo.runtime.comm.channels import TAG_LINKS, Worker
 from dynmo.runtime.comm.clock import Clock
@@ -108,20 +109,20 @@ class Profiler:
         """
         table = torch.zeros(count, len(fields(LayerCost)), dtype=torch.float64)
         for layer, optimizer in layers:
-            trains = [p for p in layer.module.parameters() if p.requires_grad]
+            gradients = sum(gradient_bytes(p) for p in gradient_parameters(layer.module) if p.requires_grad)
             table[layer.index] = torch.tensor(
                 [
                     *self.seconds(layer.index),
                     sum(p.numel() for p in layer.module.parameters()),
                     weight_bytes(layer.module),
-                    sum(gradient_bytes(p) for p in trains),
+                    gradients,
                     optimizer.state_bytes,
                     layer.activation_bytes,
                     layer.stash_bytes,
                     layer.output_bytes,
                     *(0, 0, 0),  # workspaces, which shapes alone tell
                     copies * optimizer.rollback_bytes,
-                    most_pending_gradients(accumulation_groups // world.replicas) * sum(gradient_bytes(p) for p in trains),
+                    most_pending_gradients(accumulation_groups // world.replicas) * gradients,
                 ],
                 dtype=torch.float64,
             )

@@ -20,9 +20,10 @@ from __future__ import annotations
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -35,26 +36,41 @@ from dynmo.runtime.layer.accumulation import Tree
 from dynmo.runtime.optim.optimizer import NORM_BLOCK, Share, block_sums, cut, fold_blocks
 from dynmo.schedule.memory import REDUCED_AT_ONCE
 
+_Share = TypeVar("_Share", bound="Shared")
+
 
 @dataclass(frozen=True)
 class Shared:
-    """A parameter, and the range of its elements that is in each replica's share. owned: this
-    layer's optimizer updates it."""
+    """A parameter of a layer that all replicas have.
 
+    Attributes:
+        name: In its layer.
+        parameter: Itself.
+        ranges: Of its elements, those in each replica's share.
+        owned: Whether this layer's optimizer updates it.
+    """
+
+    name: str
     parameter: nn.Parameter
     ranges: tuple[tuple[int, int], ...]
     owned: bool
 
 
-def shares_of(module: nn.Module, shared: frozenset[str], replicas: int) -> list[Shared]:
-    """The cut of a layer, as its optimizer has it. shared: names of parameters that another layer
-    owns; these are cut one by one."""
-    named = dict(module.named_parameters())
-    owned = [p for name, p in named.items() if name not in shared]
+def shares_of(module: nn.Module, shared: frozenset[str], replicas: int, undivided: Collection[str] = ()) -> list[Shared]:
+    """The cut of a layer, as its optimizer has it.
+
+    Args:
+        module: The layer.
+        shared: Names of parameters that another layer owns. They are cut one by one.
+        replicas: Into how many shares.
+        undivided: Names of parameters that are left out.
+    """
+    named = {name: p for name, p in module.named_parameters() if name not in undivided}
+    owned = [name for name in named if name not in shared]
     out: list[Shared] = []
-    for group in (owned, *([named[name]] for name in named if name in shared)):
-        cuts = [cut([p.numel() for p in group], Share(replica, replicas)) for replica in range(replicas)]
-        out += [Shared(p, tuple(ranges[i] for ranges in cuts), group is owned) for i, p in enumerate(group)]
+    for group in (owned, *([name] for name in named if name in shared)):
+        cuts = [cut([named[name].numel() for name in group], Share(replica, replicas)) for replica in range(replicas)]
+        out += [Shared(name, named[name], tuple(ranges[i] for ranges in cuts), group is owned) for i, name in enumerate(group)]
     return out
 
 
@@ -195,13 +211,13 @@ def squared_norms(peers: World, layers: Mapping[int, Sequence[Shared]]) -> dict[
 
 
 def _blocks(shared: Shared) -> int:
-    return 0 if shared.parameter.grad is None else -(-shared.parameter.numel() // NORM_BLOCK)
+    return -(-shared.parameter.numel() // NORM_BLOCK)
 
 
-def buckets(shares: Iterable[Shared], size: int) -> Iterator[list[Shared]]:
+def buckets(shares: Iterable[_Share], size: int) -> Iterator[list[_Share]]:
     """Those that train, in groups of one dtype, each cut into buckets of up to so many bytes: what
     they have of every share."""
-    groups: dict[torch.dtype, list[Shared]] = {}
+    groups: dict[torch.dtype, list[_Share]] = {}
     for s in shares:
         if s.parameter.requires_grad:
             groups.setdefault(s.parameter.dtype, []).append(s)
@@ -211,7 +227,7 @@ def buckets(shares: Iterable[Shared], size: int) -> Iterator[list[Shared]]:
         starts = [[0, *accumulate(high - low for low, high in (s.ranges[i] for s in group))] for i in range(replicas)]
         step = max(1, size // max(4, dtype.itemsize) // replicas)  # gradients are float32 where parameters are less
         for first in range(0, max(1, *(share[-1] for share in starts)), step):
-            bucket: list[Shared] = []
+            bucket: list[_Share] = []
             for k, s in enumerate(group):
                 ranges: list[tuple[int, int]] = []
                 for (low, high), share in zip(s.ranges, starts, strict=True):

@@ -12,7 +12,7 @@ precision has a float32 master.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -79,11 +79,18 @@ def cut(sizes: Sequence[int], share: Share) -> list[tuple[int, int]]:
 
 
 class LayerOptimizer:
-    """AdamW or SGD over one layer. `shared` names parameters that another layer owns and updates
-    (tied weights).
+    """AdamW or SGD over one layer.
 
-    A parameter that is not float32 is trained through a float32 master, which is `masters[name]`
-    where given, else what the parameter says.
+    A parameter that is not float32 is trained through a float32 master.
+
+    Args:
+        module: The layer.
+        settings: Of the run.
+        shared: Names of parameters that another layer owns and updates (tied weights).
+        share: The part that is here.
+        masters: By name, the masters to begin with. The default is what the parameters say.
+        undivided: Names of parameters that are here whole, whatever the share (experts that are
+            spread over the replicas).
     """
 
     def __init__(
@@ -93,10 +100,13 @@ class LayerOptimizer:
         shared: frozenset[str] = frozenset(),
         share: Share = WHOLE,
         masters: Mapping[str, Tensor] | None = None,
+        undivided: Collection[str] = (),
     ) -> None:
         self._settings = settings
         self._named = {name: p for name, p in module.named_parameters() if name not in shared}
-        self.ranges = dict(zip(self._named, cut([p.numel() for p in self._named.values()], share), strict=True))
+        divided = [name for name in self._named if name not in undivided]
+        ranges = dict(zip(divided, cut([self._named[name].numel() for name in divided], share), strict=True))
+        self.ranges = {name: ranges.get(name, (0, p.numel())) for name, p in self._named.items()}
         self.shapes = {name: p.shape for name, p in self._named.items()}
         self.whole = share.count == 1
         self._masters: dict[str, Tensor] = {}

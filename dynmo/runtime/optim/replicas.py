@@ -13,6 +13,7 @@ from functools import partial
 from torch import nn
 
 from dynmo.runtime.comm.world import World
+from dynmo.runtime.optim.expert_reduction import SharedExpert, reduce_experts
 from dynmo.runtime.optim.gradient_reduction import Reducer, Shared, gather_parameters, reduce_gradients, shares_of, squared_norms
 from dynmo.runtime.optim.optimizer import WHOLE, Share
 from dynmo.runtime.optim.tied_weights import Pair
@@ -28,6 +29,9 @@ class Replicas:
         # updates which part.
         self._reducer = Reducer(world.peers) if world.replicas > 1 else None
         self._shares: dict[int, list[Shared]] = {}
+        # Of each own layer, the experts that are spread over the replicas.
+        self._experts: dict[int, list[SharedExpert]] = {}
+        self._names: dict[int, list[str]] = {}
 
     @property
     def share(self) -> Share:
@@ -40,12 +44,27 @@ class Replicas:
         its own work did not hide."""
         return (0.0, 0.0) if self._reducer is None else (self._reducer.worked, self._reducer.waited)
 
-    def adopt(self, index: int, module: nn.Module, shared: frozenset[str]) -> None:
-        """This rank has the layer. shared: names of parameters that another layer owns."""
-        self._shares[index] = shares_of(module, shared, self._world.replicas) if self._reducer is not None else []
+    def adopt(self, index: int, module: nn.Module, shared: frozenset[str], experts: Sequence[SharedExpert] = ()) -> None:
+        """Takes note that this rank has a layer.
+
+        Args:
+            index: Of the layer.
+            module: The layer.
+            shared: Names of parameters that another layer owns.
+            experts: Those of the layer that are spread over the replicas.
+        """
+        spread = {expert.name for expert in experts}
+        self._shares[index] = shares_of(module, shared, self._world.replicas, spread) if self._reducer is not None else []
+        self._experts[index] = list(experts)
+        self._names[index] = [f"{path}.{key}".lstrip(".") for path, part in module.named_modules() for key in part._parameters]
+
+    def experts(self, index: int) -> Sequence[SharedExpert]:
+        """The experts of one of this rank's layers that are spread over the replicas."""
+        return self._experts[index]
 
     def drop(self, index: int) -> None:
-        del self._shares[index]
+        """Takes note that the layer is gone."""
+        del self._shares[index], self._experts[index], self._names[index]
 
     def reduction(self, index: int) -> Callable[[], None] | None:
         """What to call when the layer's last W has run; None where there is nobody to add it up
@@ -57,7 +76,13 @@ class Replicas:
         on."""
         assert self._reducer is not None
         tied = any(index in (owner, user) for (owner, _), (user, _) in self._tied)  # their sum is made before it is cut
-        work = partial(reduce_gradients, self._world.peers, index, self._shares[index], everywhere=tied or not self._sharded)
+        everywhere = tied or not self._sharded
+        shares, experts = self._shares[index], self._experts[index]
+
+        def work() -> Callable[[], None]:
+            reduce_experts(self._world.peers, index, experts)
+            return reduce_gradients(self._world.peers, index, shares, everywhere)
+
         self._reducer.submit(work)
 
     def await_gradients(self) -> None:
@@ -67,9 +92,15 @@ class Replicas:
     def squared_norms(self) -> dict[int, float] | None:
         """Of this rank's layers, whose gradients the replicas have in shares; None where each has
         them whole."""
-        if not self._sharded or self._reducer is None:
+        if self._reducer is None or not (self._sharded or any(self._experts.values())):
             return None
-        return squared_norms(self._world.peers, dict(sorted(self._shares.items())))
+        layers = {index: sorted([*self._shares[index], *self._experts[index]], key=self._place(index)) for index in sorted(self._shares)}
+        return squared_norms(self._world.peers, layers)
+
+    def _place(self, index: int) -> Callable[[Shared], int]:
+        """Where a parameter is among all of its layer, those of other replicas included."""
+        places = {name: place for place, name in enumerate(self._names[index])}
+        return lambda shared: places[shared.name]
 
     def send_parameters(self, index: int) -> None:
         """With ZeRO-1 every replica has its share of a layer's parameters: it gets the others'

@@ -3,12 +3,14 @@ layer is saved or goes elsewhere."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
+from dynmo.runtime.comm.headers import as_bytes
 from dynmo.runtime.comm.world import World
+from dynmo.runtime.optim.expert_reduction import SharedExpert
 from dynmo.runtime.optim.optimizer import LayerOptimizer
 
 # A moment that is one number per parameter, whatever its share.
@@ -16,46 +18,93 @@ _COUNTER = "step"
 
 
 def cut_state(optimizer: LayerOptimizer, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Of a whole layer's optimizer state (`parameter/moment` -> tensor of the parameter's shape),
-    what is in the optimizer's share."""
-    if optimizer.whole:
-        return dict(state)
+    """Returns what is in the optimizer's share.
+
+    Args:
+        optimizer: Of a layer.
+        state: Of the whole layer, `parameter/moment` -> tensor of the parameter's shape.
+    """
     out: dict[str, Tensor] = {}
     for key, value in state.items():
         name, _, moment = key.rpartition("/")
+        if name not in optimizer.ranges:
+            continue  # of an expert that another replica holds
         low, high = optimizer.ranges[name]
-        if high > low or not optimizer.shapes[name].numel():
+        if optimizer.whole:
+            out[key] = value
+        elif high > low or not optimizer.shapes[name].numel():
             out[key] = value if moment == _COUNTER else value.reshape(-1)[low:high].clone()
     return out
 
 
-def whole_state(peers: World, optimizer: LayerOptimizer) -> dict[str, Tensor]:
-    """The state of a layer of which every peer has a share, on all of them. The inverse of
-    `cut_state`."""
+def whole_state(peers: World, optimizer: LayerOptimizer, experts: Sequence[SharedExpert] = ()) -> dict[str, Tensor]:
+    """Returns the state of a layer of which every peer has a share, on all of them.
+
+    The inverse of `cut_state`. All peers call it.
+
+    Args:
+        peers: The replicas.
+        optimizer: Of the layer.
+        experts: Those of the layer that are spread over the replicas.
+    """
     own = optimizer.state()
-    if optimizer.whole:
+    if optimizer.whole and not experts:
         return own
     what = "the optimizer's state"
-    keys = [f"{name}/{moment}" for name in optimizer.ranges for moment in optimizer.moments]
+    # The range that this replica gives, and a parameter of the same shape.
+    given = {expert.name: (expert.ranges[peers.rank], expert.parameter) for expert in experts}
+    divided = [] if optimizer.whole else [name for name in optimizer.ranges if name not in given]
+    keys = [f"{name}/{moment}" for name in (*divided, *given) for moment in optimizer.moments]
     has = torch.zeros(peers.size, len(keys), dtype=torch.int64)
     has[peers.rank] = torch.tensor([key in own for key in keys])
     holders = peers.sum(has, what).T.tolist()
-    out: dict[str, Tensor] = {}
+    out = {key: value for key, value in own.items() if key.rpartition("/")[0] not in {*divided, *given}}
     for key, by_peer in zip(keys, holders, strict=True):
         if not any(by_peer):
             continue
         name, _, moment = key.rpartition("/")
         counter = moment == _COUNTER
-        shape = torch.Size(()) if counter else optimizer.shapes[name]
-        whole = torch.zeros(shape, dtype=torch.float32 if counter else optimizer.moment_dtype(name), device=peers.device)
+        shape = given[name][1].shape if name in given else optimizer.shapes[name]
+        dtype = _dtype(given[name][1].dtype) if name in given else optimizer.moment_dtype(name)
+        whole = torch.zeros(torch.Size(()) if counter else shape, dtype=torch.float32 if counter else dtype, device=peers.device)
         if counter:
             if peers.rank == by_peer.index(1):
                 whole.copy_(own[key])
         elif key in own:
-            whole.view(-1)[slice(*optimizer.ranges[name])] = own[key].view(-1)
+            if name in given:
+                low, high = given[name][0]
+                whole.view(-1)[low:high] = own[key].view(-1)[low:high]
+            else:
+                whole.view(-1)[slice(*optimizer.ranges[name])] = own[key].view(-1)
         if whole.numel():
             # As bytes, of which one peer gives each and the others 0: a sum of floats would lose
             # the minus of a zero.
-            peers.sum(whole.view(-1).view(torch.uint8), what)
+            peers.sum(as_bytes(whole), what)
         out[key] = whole
+    return out
+
+
+def _dtype(of: torch.dtype) -> torch.dtype:
+    """What the moments of a parameter are kept in."""
+    return of if of == torch.float64 else torch.float32
+
+
+def whole_parameters(peers: World, experts: Sequence[SharedExpert]) -> dict[str, Tensor]:
+    """Returns the weights of experts that are spread over the peers, on all of them.
+
+    Args:
+        peers: The replicas. All call it.
+        experts: Of a layer.
+
+    Returns:
+        The weights by name.
+    """
+    out: dict[str, Tensor] = {}
+    for expert in experts:
+        whole = torch.zeros_like(expert.parameter, requires_grad=False)
+        low, high = expert.ranges[peers.rank]
+        if high > low:
+            whole.view(-1)[low:high] = expert.parameter.detach().view(-1)[low:high]
+        out[expert.name] = whole
+        peers.sum(as_bytes(whole), "the weights of experts")
     return out

@@ -48,10 +48,11 @@ def _digest(layer_store: LayerStore, what: str, parts: Callable[[int, nn.Module]
     table = torch.zeros(layer_store.model.layers, 32, dtype=torch.uint8)
     # In one order on all replicas, which make a layer's masters whole together: after a reshape
     # each has got its layers in its own order.
-    for index, layer in sorted(layer_store.layers.items()):
+    for index in sorted(layer_store.layers):
         digest = hashlib.sha256()
-        for part in parts(index, layer.module):
-            digest.update(part)
+        with layer_store.whole(index) as module:
+            for part in parts(index, module):
+                digest.update(part)
         table[index] = torch.frombuffer(bytearray(digest.digest()), dtype=torch.uint8)
     world.sum(table, f"the digests of {what}")
     digest = hashlib.sha256(table.numpy().tobytes())

@@ -10,14 +10,17 @@ Layers come (`adopt`) and go between steps, whole; where all of them are is the 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Generator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 
 import torch
 from torch import Tensor, nn
 
+from dynmo.balance.expert_placement import ExpertPlacement
 from dynmo.balance.layout import Layout
 from dynmo.balance.partition import Move
 from dynmo.errors import CheckpointError, ConfigError
+from dynmo.kernels.grouped_linear import GroupedLinear, gradient_parameters
 from dynmo.models.model import Model
 from dynmo.runtime.comm.agreement import first_difference
 from dynmo.runtime.comm.clock import Clock
@@ -33,8 +36,9 @@ from dynmo.runtime.optim.optimizer import LayerOptimizer, OptimizerSettings
 from dynmo.runtime.optim.replicas import Replicas
 from dynmo.runtime.optim.tied_weights import TiedWeights
 from dynmo.runtime.optim.zero import cut_state, whole_state
+from dynmo.runtime.state.expert_shards import ExpertShards
 from dynmo.runtime.state.frozen_weights import Frozen
-from dynmo.runtime.state.migration import Arrival, fill
+from dynmo.runtime.state.migration import Arrival, Contents, fill
 
 # Names what a case keeps with a layer, among the layer's optimizer state.
 _KEPT = "case:"
@@ -62,6 +66,7 @@ class LayerStore:
         zero: bool,
         dtype: torch.dtype,
         cache_bytes: int,
+        expert: int = 1,
     ) -> None:
         self.world, self.model, self.layout = world, model, layout
         self._clock, self._seed, self._settings, self._compiles = clock, seed, optimizer, compiles
@@ -69,6 +74,8 @@ class LayerStore:
         own = [index for stage in self.own_stages for index in layout.partition.range_of(stage)]
         self.modules = model.build(frozenset(own))
         _check_same(world, model, self.modules)
+        # With expert parallelism, which replica holds which experts.
+        self.experts = ExpertShards(world, expert, self.modules) if expert > 1 else None
         self.frozen = Frozen(self.modules, model.tied)
         # What the frozen leading layers here made of earlier microbatches.
         self.outputs = OutputCache(cache_bytes, clock)
@@ -108,7 +115,8 @@ class LayerStore:
         _check(index, module, self.world.replicas)
         _contiguous(module)
         self.modules[index] = module
-        self.replicas.adopt(index, module, shared)
+        experts = [] if self.experts is None else self.experts.connect(index, module)
+        self.replicas.adopt(index, module, shared, experts)
         self.layers[index] = Layer(
             *(index, module, self._clock, self._seed, self._compiles),
             checks_state=True,
@@ -116,7 +124,8 @@ class LayerStore:
             first_microbatch=self.world.replica * self.layout.microbatches,
             groups=self._groups(index, module),
         )
-        optimizer = self.optimizers[index] = LayerOptimizer(module, self._settings, shared, self.replicas.share, masters)
+        spread = {expert.name for expert in experts}
+        optimizer = self.optimizers[index] = LayerOptimizer(module, self._settings, shared, self.replicas.share, masters, spread)
         state = {name: t for name, t in optimizer_state.items() if not name.startswith(_KEPT)}
         optimizer.load(cut_state(optimizer, state) if whole else state)
         self.kept[index] = {name.removeprefix(_KEPT): t.cpu() for name, t in optimizer_state.items() if name.startswith(_KEPT)}
@@ -125,7 +134,7 @@ class LayerStore:
         if self._accumulation_groups == 1:
             return None
         count, done = self._accumulation_groups // self.world.replicas, self.replicas.reduction(index)
-        return AccumulationGroups(list(module.parameters()), self.layout.microbatches, count, done)
+        return AccumulationGroups(gradient_parameters(module), self.layout.microbatches, count, done)
 
     def _drop(self, index: int) -> None:
         """This rank holds the layer no more."""
@@ -200,13 +209,53 @@ class LayerStore:
 
     def moments(self, index: int) -> dict[str, Tensor]:
         """The optimizer's state of a whole layer; all replicas ask for it, in the same order."""
-        return whole_state(self.world.peers, self.optimizers[index])
+        return whole_state(self.world.peers, self.optimizers[index], self.replicas.experts(index))
+
+    @contextmanager
+    def whole(self, index: int) -> Generator[nn.Module]:
+        """One of this rank's layers, with the experts that other replicas hold within the context.
+
+        All replicas enter it, in the same order.
+        """
+        module = self.modules[index]
+        with nullcontext() if self.experts is None else self.experts.whole(module, self.replicas.experts(index)):
+            yield module
+
+    def own_part(self, index: int, tensors: Contents) -> Contents:
+        """What this replica holds of a layer that was saved whole, by section and name."""
+        experts, module = self.experts, self.modules[index]
+        if experts is None:
+            return tensors
+        names = {key: key[1].rpartition("/")[0] if key[0] == "optimizer" else key[1] for key in tensors}
+        return {key: t for key, t in tensors.items() if not experts.is_elsewhere(module, names[key])}
+
+    def place_experts(self, placements: Mapping[int, ExpertPlacement]) -> int:
+        """Moves experts between replicas, with their optimizer state. All ranks call it.
+
+        Args:
+            placements: New ones, by layer.
+
+        Returns:
+            Bytes that arrived here.
+        """
+        assert self.experts is not None, "without expert parallelism every replica holds every expert"
+        moved = 0
+        for index, placement in sorted(placements.items()):
+            if index not in self.layers:
+                self.experts.take_note(index, self.modules[index], placement)
+                continue
+            module, kept = self.modules[index], self.kept[index]
+            state, arrived = self.experts.move(index, module, placement, self.optimizers[index].state())
+            moved += arrived
+            self._adopt(index, module, state)
+            self.kept[index] = kept
+        return moved
 
     def masters(self, index: int) -> dict[str, Tensor]:
         """The whole float32 masters of one of this rank's layers, by parameter."""
         if not self.optimizers[index].masters:
             return {}
-        state = self.optimizers[index].state() if self.optimizers[index].whole else self.state(index, whole=True)
+        state = self.state(index, whole=True)
         return {key.removesuffix("/master"): value for key, value in state.items() if key.endswith("/master")}
 
 
@@ -256,3 +305,5 @@ def _contiguous(module: nn.Module) -> None:
         for name, buffer in part._buffers.items():
             if buffer is not None and buffer.layout == torch.strided and not buffer.is_contiguous():
                 part._buffers[name] = buffer.contiguous()
+        if isinstance(part, GroupedLinear):
+            part.flatten_parameters()

@@ -1,0 +1,50 @@
+"""The replicas of a stage that share its experts: neighbours, which send rows to each other.
+
+    parallel.data = 4, parallel.expert = 2         replicas  0 1 | 2 3
+                                                   experts   0-3 4-7 | 0-3 4-7
+
+Its messages have a process group of their own. Gradients are summed over the replicas meanwhile, in
+another thread, and collectives of one group must be in one order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import chain
+
+import torch
+from torch import Tensor
+
+from dynmo.runtime.comm.headers import on_wire
+from dynmo.runtime.comm.world import World
+
+
+class ExpertGroup:
+    """Sends rows between the replicas of a group (`dynmo.kernels.row_exchange.RowExchange`).
+
+    Args:
+        world: This rank's pipeline, one of the mesh. All ranks make their groups together.
+        ranks: Replicas of a group. They divide the replicas.
+    """
+
+    def __init__(self, world: World, ranks: int) -> None:
+        groups = [tuple(range(first, first + ranks)) for first in range(0, world.everyone.size, ranks)]
+        self.world = world.everyone.view(groups, "the groups of replicas that share experts", apart=True)
+        self.place, self.ranks = self.world.rank, ranks
+        self.number = world.replica // ranks
+
+    def counts(self, sent: Sequence[Sequence[int]], taken: Sequence[int]) -> list[list[int]]:
+        """See `RowExchange.counts`."""
+        parts = torch.tensor(list(chain(*sent)), device=self.world.device).split([len(each) for each in sent])
+        arrived = self.world.exchange(parts, taken, "the numbers of rows for the experts here")
+        numbers: list[int] = torch.cat(arrived).tolist()
+        rest = iter(numbers)
+        return [[next(rest) for _ in range(count)] for count in taken]
+
+    def rows(self, rows: Tensor, sent: Sequence[int], taken: Sequence[int]) -> Tensor:
+        """See `RowExchange.rows`."""
+        flat, each = on_wire(rows).reshape(-1), rows.shape[1] * rows.element_size()
+        width = each // flat.element_size()
+        parts = flat.split([count * width for count in sent])
+        arrived = torch.cat(self.world.exchange(parts, [count * width for count in taken], "rows for the experts here"))
+        return arrived.view(rows.dtype).view(-1, rows.shape[1])

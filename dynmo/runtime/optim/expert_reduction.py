@@ -1,0 +1,132 @@
+"""Gradients of experts that are spread over replicas, summed in the order of the replicas.
+
+    expert 3 on replica 0                  replica 0   gradients of the rows of replicas 0, 1
+    expert 3 on replica 2 (other group)    replica 2   gradients of the rows of replicas 2, 3
+                                           both        the sum, as a tree over replicas 0, 1, 2, 3
+
+Each replica's rows have a gradient of their own, wherever they were computed. The tree is the one
+of weights that all replicas hold (`gradient_reduction.py`). So the sums have the same bits for every
+placement of the experts, and for experts that are not spread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from dynmo.kernels.split import LOW, zero_gradient
+from dynmo.runtime.comm.world import World
+from dynmo.runtime.layer.accumulation import Tree
+from dynmo.runtime.optim.gradient_reduction import Shared, buckets
+from dynmo.schedule.memory import REDUCED_AT_ONCE
+
+
+@dataclass(frozen=True)
+class SharedExpert(Shared):
+    """A weight of an expert, which some of the replicas hold.
+
+    Attributes:
+        held: Whether this replica holds it. If not, `parameter` is one like it.
+        gradients: By replica whose rows are computed here, the parameter with their gradient.
+        sources: By replica, the replicas whose rows it computes. Empty: it does not hold the
+            expert.
+    """
+
+    held: bool
+    gradients: Mapping[int, nn.Parameter]
+    sources: tuple[tuple[int, ...], ...]
+
+    @property
+    def holders(self) -> int:
+        """How many replicas hold it."""
+        return sum(map(bool, self.sources))
+
+
+def reduce_experts(peers: World, layer: int, experts: Sequence[SharedExpert], bucket: int = REDUCED_AT_ONCE) -> None:
+    """Sums the gradients of one layer's experts over the peers, in place, on all that hold them.
+
+    Args:
+        peers: The replicas.
+        layer: Index of the layer, for messages.
+        experts: The same on all replicas, but for what is here.
+        bucket: Most bytes that are under way at once.
+    """
+    for expert in experts:
+        if expert.holders == 1 and expert.held and expert.parameter.requires_grad:
+            tree = Tree()
+            for source, parameter in sorted(expert.gradients.items()):
+                tree.put(source, parameter.grad)
+            total = tree.total(peers.size)
+            expert.parameter.grad = zero_gradient(expert.parameter) if total is None else total
+    several = [expert for expert in experts if expert.holders > 1]
+    for group in buckets(several, bucket):
+        _reduce(peers, group, f"the gradients of layer {layer}")
+    for expert in experts:
+        for parameter in expert.gradients.values():
+            if parameter is not expert.parameter:
+                parameter.grad = None
+
+
+def _reduce(peers: World, group: Sequence[SharedExpert], what: str) -> None:
+    """One bucket of experts that several replicas hold."""
+    me, like = peers.rank, group[0].parameter
+    empty = torch.empty(0, dtype=torch.float32 if like.dtype in LOW else like.dtype, device=like.device)
+
+    def joined(pieces: Sequence[Tensor]) -> Tensor:
+        return torch.cat(list(pieces)) if pieces else empty
+
+    def exchange(piece: Callable[[SharedExpert, int], Sequence[Tensor]], size: Callable[[SharedExpert, int], int]) -> list[Tensor]:
+        parts = [joined([each for expert in group for each in piece(expert, replica)]) for replica in range(peers.size)]
+        return peers.exchange(parts, [sum(size(expert, replica) for expert in group) for replica in range(peers.size)], what)
+
+    flats = {(expert.name, source): _flat(parameter) for expert in group for source, parameter in expert.gradients.items()}
+    arrived = exchange(
+        lambda expert, replica: [flats[expert.name, source][slice(*expert.ranges[replica])] for source in expert.sources[me]],
+        lambda expert, replica: _length(expert, me) * len(expert.sources[replica]),
+    )
+    sums = {expert.name: _sum(expert, rows, peers.size) for expert, rows in zip(group, _rows(group, arrived, me), strict=True)}
+    arrived = exchange(
+        lambda expert, replica: [sums[expert.name]] if expert.sources[replica] and _length(expert, me) else [],
+        lambda expert, replica: _length(expert, replica) if expert.held else 0,
+    )
+    for replica, received in enumerate(arrived):
+        rest = received
+        for expert in group:
+            if expert.held:
+                own, rest = rest.split([_length(expert, replica), rest.numel() - _length(expert, replica)])
+                _flat(expert.parameter)[slice(*expert.ranges[replica])] = own
+
+
+def _length(expert: SharedExpert, replica: int) -> int:
+    low, high = expert.ranges[replica]
+    return high - low
+
+
+def _flat(parameter: nn.Parameter) -> Tensor:
+    if parameter.grad is None:
+        parameter.grad = zero_gradient(parameter)
+    return parameter.grad.view(-1)
+
+
+def _rows(group: Sequence[SharedExpert], arrived: Sequence[Tensor], me: int) -> list[dict[int, Tensor]]:
+    """Of each expert, this replica's range of the gradients of all replicas' rows."""
+    out: list[dict[int, Tensor]] = [{} for _ in group]
+    for replica, received in enumerate(arrived):
+        start = 0
+        for expert, rows in zip(group, out, strict=True):
+            for source in expert.sources[replica]:
+                rows[source] = received[start : start + _length(expert, me)]
+                start += _length(expert, me)
+    return out
+
+
+def _sum(expert: SharedExpert, rows: Mapping[int, Tensor], replicas: int) -> Tensor:
+    tree = Tree()
+    for source, row in sorted(rows.items()):
+        tree.put(source, row)
+    total = tree.total(replicas)
+    assert total is not None, f"every replica's rows of {expert.name} are computed somewhere"
+    return total
