@@ -1,53 +1,166 @@
-"""Which replica of a group computes which experts (expert parallelism). Decided by load counts,
-never by times.
+"""Where the experts of a layer sit: on the ranks of an expert-parallel group, hot experts on several.
 
-    4 experts, 2 ranks      holders  (0,) (0,) (1,) (1,)        one rank each
-                            holders  (0, 1) (0,) (1,) (1,)      expert 0 is hot, and both have it
+    expert     0   1   2   3          rank 0 holds 0 and 1, rank 1 holds 0 and 2, rank 2 holds 2 and 3
+    holders   0 1  0  1 2  2
+
+A rank computes the tokens of an expert that it holds, for its own tokens. The tokens of the other
+ranks go to the holders in turn. A placement follows from counts of tokens and never from times, so
+every rank makes the same one. `expert_search` finds a placement for given counts.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
+
+from dynmo.errors import PartitionError
+
+Counts = Sequence[Sequence[float]]
+"""counts[source][expert]: how many tokens of rank `source` chose `expert`."""
+
+Holders = tuple[int, ...]
+"""Ranks of the group that hold one expert, ascending."""
 
 
 @dataclass(frozen=True)
 class ExpertPlacement:
-    """The ranks that hold each expert of a layer.
+    """The ranks of an expert-parallel group that hold each expert.
 
-    Attributes:
-        holders: Of each expert, ascending. At least one.
+    Args:
+        holders: For each expert the ranks that hold it, ascending. At least one.
         ranks: Number of ranks of the group.
+
+    Raises:
+        PartitionError: An expert has no holder, or its holders are not ascending ranks of the group.
+
+    Example:
+        >>> placement = ExpertPlacement(((0, 1), (0,), (1,)), ranks=2)
+        >>> placement.held_by(0)
+        (0, 1)
+        >>> placement.loads([[4, 2, 1], [4, 0, 3]])
+        [6, 8]
     """
 
-    holders: tuple[tuple[int, ...], ...]
+    holders: tuple[Holders, ...]
     ranks: int
+
+    def __post_init__(self) -> None:
+        for expert, ranks in enumerate(self.holders):
+            if not ranks or list(ranks) != sorted(set(ranks)) or ranks[0] < 0 or ranks[-1] >= self.ranks:
+                raise PartitionError(f"expert {expert} is held by {ranks}; give one or more ascending ranks of 0..{self.ranks - 1}")
 
     @property
     def experts(self) -> int:
         """Number of experts."""
         return len(self.holders)
 
+    @cached_property
+    def _held(self) -> tuple[tuple[int, ...], ...]:
+        return tuple(tuple(expert for expert, ranks in enumerate(self.holders) if rank in ranks) for rank in range(self.ranks))
+
     def held_by(self, rank: int) -> tuple[int, ...]:
-        """The experts of a rank, ascending."""
-        return tuple(expert for expert, holders in enumerate(self.holders) if rank in holders)
+        """The experts that `rank` holds, ascending."""
+        return self._held[rank]
 
     def target(self, expert: int, source: int) -> int:
-        """Who computes the tokens of a rank that chose an expert: itself if it holds the expert,
-        else its holders in turn.
+        """Returns the rank that computes the tokens of a source.
 
         Args:
-            expert: The expert.
-            source: The rank whose tokens they are.
+            expert: The expert that the tokens chose.
+            source: Rank that the tokens come from.
+
+        Returns:
+            The source itself if it holds the expert. Otherwise the sources that do not hold the
+            expert take its holders in turn.
         """
-        holders = self.holders[expert]
-        return source if source in holders else holders[(source + expert) % len(holders)]
+        return target_of(self.holders[expert], expert, source)
+
+    def loads(self, counts: Counts) -> list[float]:
+        """Counts the tokens that each rank computes.
+
+        Args:
+            counts: Tokens by source and expert.
+
+        Returns:
+            One number for each rank.
+        """
+        check_counts(counts, self.ranks, self.experts)
+        loads: list[float] = [0] * self.ranks
+        for source, row in enumerate(counts):
+            for expert, tokens in enumerate(row):
+                loads[self.target(expert, source)] += tokens
+        return loads
+
+
+def target_of(holders: Holders, expert: int, source: int) -> int:
+    """`ExpertPlacement.target` of an expert with these holders."""
+    below = bisect_left(holders, source)
+    if below < len(holders) and holders[below] == source:
+        return source
+    # The sources that do not hold the expert are numbered without gaps, so holders share them evenly.
+    return holders[(source - below + expert) % len(holders)]
+
+
+def expert_moves(old: ExpertPlacement, new: ExpertPlacement) -> tuple[tuple[int, int], ...]:
+    """Lists what ranks must receive.
+
+    Args:
+        old: The placement before.
+        new: The placement after, of as many experts on as many ranks.
+
+    Returns:
+        (expert, rank) for each expert that a rank holds only in the new placement.
+    """
+    if (old.experts, old.ranks) != (new.experts, new.ranks):
+        raise PartitionError(
+            f"{old.experts} experts on {old.ranks} ranks cannot become {new.experts} on {new.ranks}; keep the experts and the ranks"
+        )
+    pairs = enumerate(zip(old.holders, new.holders, strict=True))
+    return tuple((expert, rank) for expert, (before, after) in pairs for rank in after if rank not in before)
 
 
 def even_placement(experts: int, ranks: int) -> ExpertPlacement:
-    """Equal runs of experts, each on one rank.
+    """Contiguous experts, as many on every rank, without copies.
 
     Args:
-        experts: Number of experts. The ranks divide it.
-        ranks: Number of ranks.
+        experts: Number of experts. A multiple of `ranks`.
+        ranks: Number of ranks of the group.
+
+    Raises:
+        PartitionError: The experts do not divide over the ranks.
     """
-    return ExpertPlacement(tuple((expert * ranks // experts,) for expert in range(experts)), ranks)
+    each = _experts_per_rank(experts, ranks)
+    return ExpertPlacement(tuple((expert // each,) for expert in range(experts)), ranks)
+
+
+def round_robin_placement(experts: int, ranks: int) -> ExpertPlacement:
+    """Expert i on rank i mod `ranks`, without copies: a baseline.
+
+    Args:
+        experts: Number of experts. A multiple of `ranks`.
+        ranks: Number of ranks of the group.
+
+    Raises:
+        PartitionError: The experts do not divide over the ranks.
+    """
+    _experts_per_rank(experts, ranks)
+    return ExpertPlacement(tuple((expert % ranks,) for expert in range(experts)), ranks)
+
+
+def _experts_per_rank(experts: int, ranks: int) -> int:
+    if ranks < 1 or experts < 1 or experts % ranks:
+        raise PartitionError(f"{experts} experts do not divide over {ranks} ranks; choose a number of experts that is a multiple")
+    return experts // ranks
+
+
+def check_counts(counts: Counts, ranks: int, experts: int) -> None:
+    """Raises PartitionError unless there is one row for each rank with one count for each expert."""
+    if len(counts) != ranks:
+        raise PartitionError(f"counts of tokens from {len(counts)} sources for {ranks} ranks; give one row per rank")
+    for source, row in enumerate(counts):
+        if len(row) != experts:
+            raise PartitionError(f"rank {source} counts {len(row)} experts, but there are {experts}; give one count per expert")
+        if not all(0 <= tokens < float("inf") for tokens in row):
+            raise PartitionError(f"a count of tokens of rank {source} is negative or not finite; give counts of 0 or more")

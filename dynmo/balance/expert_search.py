@@ -1,0 +1,270 @@
+"""Finds a placement of experts for given counts of tokens, with copies of hot experts.
+
+    1. copies    the expert with the largest load per copy gets the next redundant place, as in
+                 DeepSeek's EPLB
+    2. pack      copies from the largest, each on the least loaded rank that has a place left and
+                 does not hold the expert (longest processing time first)
+    3. improve   moves, swaps and copies that lower the most loaded rank, by the exact loads, until
+                 none helps or the largest load is within 1 % of its bound
+
+The result depends on the counts alone. Ties are broken by index, and the search ends by itself:
+each improvement lowers the loads, sorted from the largest, lexicographically.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import final
+
+from dynmo.balance.expert_placement import Counts, ExpertPlacement, Holders, check_counts, expert_moves, target_of
+from dynmo.errors import PartitionError
+
+Change = tuple[tuple[int, Holders], ...]
+"""New holders of one or two experts."""
+
+_MOST_IMPROVEMENTS = 4  # for each place of the group
+_STARTS = 4  # numbers of copies beside none
+_NEAR = 0.01  # over the bound: near enough to end the search
+
+
+def place_experts(
+    counts: Counts, ranks: int, per_rank: int, current: ExpertPlacement | None = None, least_gain: float = 0.05
+) -> ExpertPlacement:
+    """Places experts so that the most loaded rank computes few tokens.
+
+    The search starts twice: anew, and from `current`. The second start moves fewer experts. Its
+    result is preferred unless the first one is better by `least_gain`.
+
+    Args:
+        counts: Tokens by source and expert. One row for each rank.
+        ranks: Number of ranks of the group.
+        per_rank: How many experts a rank can hold. Places beyond one for each expert serve copies.
+        current: The placement now. None at the start.
+        least_gain: The largest load must fall by more than this share. Otherwise `current` stays.
+
+    Returns:
+        The placement. It is `current` if the search finds none that is better by `least_gain`. If
+        there are as many experts as ranks or more, every rank holds one at least.
+
+    Raises:
+        PartitionError: The experts do not fit the ranks, the counts are not one row for each rank, or
+            `current` is of another group.
+
+    Example:
+        >>> place_experts([[8, 1, 1, 2], [8, 1, 1, 2]], ranks=2, per_rank=3).holders
+        ((0, 1), (0,), (0,), (1,))
+    """
+    experts = len(counts[0]) if counts else 0
+    _check(counts, ranks, per_rank, experts)
+    enough = (1 + _NEAR) * load_bound(counts, ranks, per_rank)
+    anew = _from_scratch(counts, ranks, per_rank, enough)
+    if current is None:
+        return anew
+    if (current.experts, current.ranks) != (experts, ranks):
+        raise PartitionError(
+            f"a placement of {current.experts} experts on {current.ranks} ranks cannot go on with {experts} on {ranks}; begin anew"
+        )
+    for rank in range(ranks):
+        if len(current.held_by(rank)) > per_rank:
+            raise PartitionError(f"rank {rank} holds {len(current.held_by(rank))} experts, more than {per_rank}; begin anew")
+    near = _improve(counts, current, per_rank, enough)
+    largest, by_near, by_current = (max(x.loads(counts)) for x in (anew, near, current))
+    share = 1 - least_gain
+    if largest >= share * by_near and len(expert_moves(current, near)) <= len(expert_moves(current, anew)):
+        anew, largest = near, by_near
+    return current if largest >= share * by_current else anew
+
+
+def load_bound(counts: Counts, ranks: int, per_rank: int) -> float:
+    """Returns a lower bound of the largest load of any placement.
+
+    Args:
+        counts: Tokens by source and expert. One row for each rank.
+        ranks: Number of ranks of the group.
+        per_rank: How many experts a rank can hold.
+
+    Returns:
+        The largest of these numbers of tokens: the mean load, the load of the hottest copy if the
+        copies of an expert share its load evenly, and the tokens of one source for one expert. If
+        there is no room for copies, also the hottest expert with the coldest beside it.
+    """
+    experts = len(counts[0]) if counts else 0
+    _check(counts, ranks, per_rank, experts)
+    totals = _totals(counts)
+    copies = _copies(totals, ranks, ranks * per_rank)
+    hottest = max(total / count for total, count in zip(totals, copies, strict=True))
+    if ranks * per_rank == experts:
+        hottest += sum(sorted(totals)[: per_rank - 1])
+    return max(sum(totals) / ranks, hottest, max(map(max, counts)))
+
+
+def _check(counts: Counts, ranks: int, per_rank: int, experts: int) -> None:
+    if not 1 <= experts <= ranks * per_rank:
+        raise PartitionError(f"{experts} experts do not fit {ranks} ranks of {per_rank} experts each; let each rank hold more")
+    check_counts(counts, ranks, experts)
+
+
+def _totals(counts: Counts) -> list[float]:
+    return [sum(column) for column in zip(*counts, strict=True)]
+
+
+def _from_scratch(counts: Counts, ranks: int, per_rank: int, enough: float) -> ExpertPlacement:
+    """Packs and improves for several numbers of copies, and returns the best result. More copies
+    make even loads easier, but leave less room for changes."""
+    experts = len(counts[0])
+    redundant, least = ranks * per_rank - experts, float("inf")
+    best = None
+    for more in dict.fromkeys(redundant * part // _STARTS for part in range(_STARTS, -1, -1)):
+        placement = _improve(counts, _pack(counts, ranks, per_rank, experts + more), per_rank, enough)
+        largest = max(placement.loads(counts))
+        if largest < least:
+            best, least = placement, largest
+        if least <= enough:
+            break
+    assert best is not None
+    return best
+
+
+def _copies(totals: list[float], ranks: int, places: int) -> list[int]:
+    """How many copies each expert gets. An expert without tokens gets one."""
+    copies = [1] * len(totals)
+    for _ in range(places - len(totals)):
+        more = [expert for expert, total in enumerate(totals) if copies[expert] < ranks and total]
+        if not more:
+            break
+        copies[max(more, key=lambda expert: totals[expert] / copies[expert])] += 1
+    return copies
+
+
+def _pack(counts: Counts, ranks: int, per_rank: int, places: int) -> ExpertPlacement:
+    experts = range(len(counts[0]))
+    totals = _totals(counts)
+    copies = _copies(totals, ranks, places)
+    load, held = [0.0] * ranks, [set[int]() for _ in range(ranks)]
+    for expert in sorted(experts, key=lambda expert: (-totals[expert] / copies[expert], expert)):
+        for copy in range(copies[expert]):
+            free = [rank for rank in range(ranks) if len(held[rank]) < per_rank and expert not in held[rank]]
+            # As many places are left as copies, so a first copy always has one.
+            if not free:
+                assert copy
+                break
+            rank = min(free, key=lambda rank: (load[rank], len(held[rank])))
+            load[rank] += totals[expert] / copies[expert]
+            held[rank].add(expert)
+    return ExpertPlacement(tuple(tuple(rank for rank in range(ranks) if expert in held[rank]) for expert in experts), ranks)
+
+
+def _improve(counts: Counts, placement: ExpertPlacement, per_rank: int, enough: float) -> ExpertPlacement:
+    """Improves until no change helps, or the largest load is small enough."""
+    search = _Search(counts, placement, per_rank)
+    for _ in range(_MOST_IMPROVEMENTS * placement.ranks * per_rank):
+        if max(search.loads) <= enough or not search.improve():
+            break
+    return ExpertPlacement(tuple(search.holders), placement.ranks)
+
+
+@final
+class _Search:
+    """A placement that improves step by step, with its exact loads."""
+
+    def __init__(self, counts: Counts, placement: ExpertPlacement, per_rank: int) -> None:
+        self.per_rank, self.ranks = per_rank, placement.ranks
+        self.holders = list(placement.holders)
+        self.held = [set(placement.held_by(rank)) for rank in range(self.ranks)]
+        self._tokens = [[row[expert] for row in counts] for expert in range(placement.experts)]
+        self._totals = [sum(tokens) for tokens in self._tokens]
+        self._known: dict[tuple[int, Holders], tuple[tuple[int, float], ...]] = {}
+        self.loads = placement.loads(counts)
+
+    def improve(self) -> bool:
+        """Makes the change after which the largest load of the ranks concerned is least.
+
+        Returns:
+            Whether there was a change that leaves them all below the largest load of now.
+        """
+        busiest = max(range(self.ranks), key=lambda rank: self.loads[rank])
+        least, best = self.loads[busiest], None
+        for change in self._changes(busiest):
+            largest = self._largest(change, busiest, least)
+            if largest < least:
+                least, best = largest, change
+        if best is None:
+            return False
+        for rank, load in self._after(best).items():
+            self.loads[rank] = load
+        for expert, ranks in best:
+            for rank in self.holders[expert]:
+                self.held[rank].discard(expert)
+            for rank in ranks:
+                self.held[rank].add(expert)
+            self.holders[expert] = ranks
+        return True
+
+    def _changes(self, busiest: int) -> Iterator[Change]:
+        """What could take tokens off the busiest rank: a move, a copy or a swap of one of its
+        experts. Another expert makes room if its holder is full."""
+        only = len(self.held[busiest]) == 1  # it stays, unless another expert comes
+        for expert in sorted(self.held[busiest]):
+            ranks = self.holders[expert]
+            if not self.share(expert, ranks, busiest):
+                continue
+            others = tuple(rank for rank in ranks if rank != busiest)
+            if others and not only:
+                yield ((expert, others),)
+            for target in range(self.ranks):
+                if target in ranks or self.loads[target] >= self.loads[busiest]:
+                    continue
+                moved, copied = _with(others, target), _with(ranks, target)
+                if len(self.held[target]) < self.per_rank:
+                    yield ((expert, copied),)
+                    if not only:
+                        yield ((expert, moved),)
+                    continue
+                for other in sorted(self.held[target]):
+                    held_by = self.holders[other]
+                    rest = tuple(rank for rank in held_by if rank != target)
+                    if rest:
+                        yield (expert, copied), (other, rest)
+                        if not only:
+                            yield (expert, moved), (other, rest)
+                    if busiest not in held_by:
+                        yield (expert, moved), (other, _with(rest, busiest))
+
+    def _largest(self, change: Change, busiest: int, limit: float) -> float:
+        """The largest load of the ranks that the change concerns."""
+        (expert, ranks), *rest = change
+        # Most changes are swaps of experts that have one holder each.
+        if rest and len(ranks) == 1 == len(rest[0][1]) == len(self.holders[rest[0][0]]) == len(self.holders[expert]):
+            shift = self._totals[expert] - self._totals[rest[0][0]]
+            return max(self.loads[busiest] - shift, self.loads[ranks[0]] + shift)
+        after = self._after(change)
+        return max(after.values()) if busiest in after else limit
+
+    def _after(self, change: Change) -> dict[int, float]:
+        after: dict[int, float] = {}
+        for expert, ranks in change:
+            for rank, tokens in self.shares(expert, self.holders[expert]):
+                after[rank] = after.get(rank, self.loads[rank]) - tokens
+            for rank, tokens in self.shares(expert, ranks):
+                after[rank] = after.get(rank, self.loads[rank]) + tokens
+        return after
+
+    def share(self, expert: int, ranks: Holders, rank: int) -> float:
+        """The tokens of the expert that a rank computes."""
+        return dict(self.shares(expert, ranks)).get(rank, 0)
+
+    def shares(self, expert: int, ranks: Holders) -> tuple[tuple[int, float], ...]:
+        """The tokens of the expert that each of its holders computes."""
+        if len(ranks) == 1:
+            return ((ranks[0], self._totals[expert]),)
+        known = self._known.get((expert, ranks))
+        if known is None:
+            tokens = dict.fromkeys(ranks, 0.0)
+            for source, count in enumerate(self._tokens[expert]):
+                tokens[target_of(ranks, expert, source)] += count
+            known = self._known[expert, ranks] = tuple(tokens.items())
+        return known
+
+
+def _with(ranks: Holders, rank: int) -> Holders:
+    return tuple(sorted((*ranks, rank)))
