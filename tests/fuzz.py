@@ -84,7 +84,7 @@ class Observed:
                 _add(self.steps, step, values)
             elif event["event"] == "eval":
                 _add(self.evaluations, step, [event["loss"], event.get("dense_loss")])
-            elif event["event"] == "change" and event["case"] in CASES:
+            elif event["event"] == "change" and event["case"] in CASES and event["case"] != "moe":
                 _add(self.changes, (step, event["case"]), [event["layers"], event["what"]])
             elif event["event"] == "skipped":
                 _add(self.skipped, step, [event["loss_scale"], event["next_scale"]])

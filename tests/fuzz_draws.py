@@ -14,7 +14,7 @@ from dynmo.config.sections import BALANCERS
 from dynmo.models.gpt import feed_forward_size
 from dynmo.schedule.catalogue import SCHEDULES, chunks_of
 from tests.fuzz_models import FORMS, LAYERS, LOSSES, VOCAB, can_prune
-from tests.fuzz_tokens import experts, token_case
+from tests.fuzz_tokens import experts, placing, spread_experts, token_case
 
 Tables = dict[str, Any]
 
@@ -117,7 +117,8 @@ class _Draw:
         dynamism = self._dynamism(model, layers, steps, tokens)
         freezing = dynamism.get("freezing", {})
         # Replicas refuse layers that write to their buffers, which is drawn now and then.
-        data = 1 if self._writes and not self._chance(0.03) else random.choice([1, 1, 1, 2, 2, 3, 4])
+        often = [1, 2, 2, 4] if model["kind"] == "moe" else [1, 1, 1, 2, 2, 3, 4]
+        data = 1 if self._writes and not self._chance(0.03) else random.choice(often)
         mesh = self._mesh(layers, data)
         total, groups = self._microbatches(*mesh[:3])
         micro = random.choice([1, 1, 2, 3])
@@ -137,6 +138,7 @@ class _Draw:
         }
         if model["kind"] == "gpt" and self._chance(0.1):
             config["pipeline"]["memory_limit"] = self._limit(model, mesh[0])
+        spread_experts(random, config)
         if not self._chance(0.3):
             return Case(self._number, config)
         # The second part is another run of the same training.
@@ -146,6 +148,7 @@ class _Draw:
         resumed = {**config, **self._runs_on(mesh, layers, total, groups, train)}
         recompute = {"recompute": self._recompute(layers)}
         resumed |= {"train": {**train, **recompute}, "checkpoint": {"every": 100}}
+        spread_experts(random, resumed)
         config |= {"checkpoint": {"every": random.choice([1, 2, 100])}}
         cases = [*dynamism.get("cases", []), f"{STOP}{stop}"]
         config["dynamism"] = {**dynamism, "cases": cases}
@@ -298,7 +301,7 @@ class _Draw:
         gpt, emulated = model["kind"] in GPTS, model["kind"] == "emulated"
         if model["kind"] == "moe" and (model["routing"] == "bias" or self._chance(0.5)):
             cases.append("moe")
-            tables["moe"] = {"record_every": random.choice([1, 2, 10])}
+            tables["moe"] = placing(random)
         if self._chance(0.45):
             cases.append("freezing")
             tables["freezing"] = self._freezing(layers, steps, egeria=not tokens)

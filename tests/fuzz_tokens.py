@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import gcd
 from random import Random
 from typing import Any
 
@@ -37,3 +38,20 @@ def experts(random: Random, blocks: int) -> Tables:
     keys |= {"routing": random.choice(["aux-loss", "sinkhorn", "auction", "bias"]), "router_loss": random.choice([0.01, 1.0])}
     keys |= {"capacity_factor": random.choice([1.0, 2.0])} if count <= 4 and random.random() < 0.3 else {}
     return keys | {"bias_rate": random.choice([0.001, 0.1])}
+
+
+def placing(random: Random) -> Tables:
+    """The section of the case "moe"."""
+    keys: Tables = {"record_every": random.choice([1, 2, 10]), "place_every": random.choice([0, 1, 2, 3])}
+    return keys | {"redundant": random.choice([0, 0, 1, 2]), "least_gain": random.choice([0.0, 0.05])}
+
+
+def spread_experts(random: Random, config: Tables) -> None:
+    """Spreads experts over replicas, where the other sections allow it."""
+    model, parallel, dynamism = config["model"], config["parallel"], config["dynamism"]
+    freezing = dynamism.get("freezing", {})
+    shared = gcd(parallel["data"], model.get("experts", 1)) if model["kind"] == "moe" else 1
+    refused = parallel.get("slices") or config["elastic"] or freezing.get("cache_bytes") or freezing.get("policy") == "egeria"
+    sizes = [size for size in range(2, shared + 1) if shared % size == 0]
+    if sizes and not refused and random.random() < 0.7:
+        parallel["expert"] = random.choice(sizes)

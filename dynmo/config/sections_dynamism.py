@@ -167,10 +167,16 @@ class MixtureOfDepthsSection(Section):
 
 
 class MoeSection(Section):
-    """Measures the load of experts."""
+    """Measures the load of experts, and places them on the replicas that share them."""
 
     record_every: Count = 10
     """Steps between two records of the experts' load."""
+    place_every: Whole = 20
+    """Steps between two decisions where experts go (`parallel.expert` over 1). 0: they stay."""
+    redundant: Whole = 0
+    """Experts that a replica may hold besides its equal part. Hot experts are copied there."""
+    least_gain: BelowOne = 0.05
+    """By what share the load of the busiest replica must fall before experts move."""
 
 
 class DynamismSection(Section):

@@ -25,6 +25,7 @@ from typing import Any, Protocol
 
 from torch import Tensor, nn
 
+from dynmo.balance.expert_placement import ExpertPlacement
 from dynmo.errors import RunError
 
 
@@ -116,6 +117,27 @@ class Layers(Protocol):
             layer: Index of the layer. If its parameters have other names than before, every rank
                 must rename them, on the meta device too.
             moments: Their optimizer state, `parameter/moment` -> tensor.
+        """
+        ...
+
+    @property
+    def expert_place(self) -> int:
+        """This rank's place among the replicas that share experts. 0 without `parallel.expert`."""
+        ...
+
+    @property
+    def expert_placements(self) -> Mapping[int, ExpertPlacement]:
+        """Which of these replicas hold which experts, by layer. Empty without `parallel.expert`."""
+        ...
+
+    def place_experts(self, placements: Mapping[int, ExpertPlacement]) -> int:
+        """Moves experts between replicas, with their optimizer state. All ranks call it alike.
+
+        Args:
+            placements: New ones, by layer.
+
+        Returns:
+            Bytes that all ranks received.
         """
         ...
 

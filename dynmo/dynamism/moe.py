@@ -1,21 +1,46 @@
-"""Mixture of experts: measures the load of the experts (DynMo 2.2).
+"""Mixture of experts: measures the load of the experts (DynMo 2.2), and places them.
 
 The layers do the work (`dynmo.models.experts`). The case records how uneven the load is. With
 `model.routing = "bias"` it also moves the bias of each expert against its load, by the counts of
 all replicas.
+
+With `parallel.expert` over 1 the replicas of a stage share the experts. The case then decides by
+the counts of the last steps, never by times, which replica computes which expert
+(`dynmo.balance.expert_search`). A hot expert may have copies.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, final
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
+from dynmo.balance.expert_placement import ExpertPlacement
+from dynmo.balance.expert_search import place_experts
 from dynmo.dynamism.case import Change, Dynamism, Layers, Signals, TokenShares
 from dynmo.dynamism.counts import Counts, counts_of
 from dynmo.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class PlacingRule:
+    """How experts are placed on the replicas that share them.
+
+    Attributes:
+        ranks: Replicas that share the experts.
+        slots: Most experts of a layer on one replica.
+        every: Steps between two decisions. 0: experts stay.
+        least_gain: By what share the load of the busiest replica must fall.
+    """
+
+    ranks: int
+    slots: int
+    every: int
+    least_gain: float
 
 
 @final
@@ -26,31 +51,62 @@ class MoeCase(Dynamism):
         experts: Number of experts of a layer.
         bias_rate: By how much a step changes a bias. 0 changes none.
         record_every: Steps between two records.
+        places: How experts are placed on replicas. None: they stay.
     """
 
     name = "moe"
 
-    def __init__(self, experts: int, bias_rate: float, record_every: int) -> None:
+    def __init__(self, experts: int, bias_rate: float, record_every: int, places: PlacingRule | None = None) -> None:
         self._experts, self._rate, self._every = experts, bias_rate, record_every
         self._recorded = Counts(experts)
         self._layers: Layers | None = None
+        # Tokens by source and expert since the last decision.
+        self._places = places
+        self._by_source = Counts(experts * places.ranks) if places is not None else None
 
     def check(self, modules: Sequence[nn.Module]) -> None:
         experts_of(modules)
 
     def act(self, step: int, layers: Layers) -> Change | None:
         self._layers = layers
-        return None
+        return self._place(layers) if self._decides(step) else None
 
     def acts(self, step: int) -> bool:
-        return step > 0 and (self._rate > 0 or self._records(step))
+        return step > 0 and (self._rate > 0 or self._records(step) or self._decides(step))
+
+    def _decides(self, step: int) -> bool:
+        places = self._places
+        return places is not None and places.every > 0 and step > 0 and step % places.every == 0
+
+    def _place(self, layers: Layers) -> Change | None:
+        """Moves the experts of each layer where that evens the load of the replicas."""
+        places, counts, current = self._places, self._by_source, layers.expert_placements
+        assert places is not None
+        assert counts is not None
+        indices = sorted(current)
+        rows = counts.total(layers, indices, "the load of every expert by replica", all_replicas=True)
+        changed, before, after = dict[int, ExpertPlacement](), 1.0, 1.0
+        for index, row in zip(indices, rows, strict=True):
+            sources = [row[first : first + self._experts] for first in range(0, len(row), self._experts)]
+            placement = place_experts(sources, places.ranks, places.slots, current[index], places.least_gain)
+            before = max(before, _hottest(current[index].loads(sources)))
+            after = max(after, _hottest(placement.loads(sources)))
+            if placement != current[index] and all(placement.held_by(rank) for rank in range(places.ranks)):
+                changed[index] = placement
+        if not changed:
+            return None
+        moved = layers.place_experts(changed)
+        what = (
+            f"moved experts of {len(changed)} layers ({moved / 1e6:.1f} MB): busiest replica x{before:.2f} of the mean, then x{after:.2f}"
+        )
+        return Change(tuple(changed), what)
 
     def _records(self, step: int) -> bool:
         return step > 0 and step % self._every == 0
 
     def collect(self, step: int, layers: Layers) -> TokenShares | None:
         indices = experts_of(layers.modules)
-        self._recorded.add(counts_of(layers, indices, self._counted))
+        self._take(layers, indices)
         if not self._records(step):
             return None
         rows = self._recorded.total(layers, indices, "the load of every expert")
@@ -62,10 +118,19 @@ class MoeCase(Dynamism):
         if not self._rate or layers is None:
             return
         indices = experts_of(layers.modules)
-        last, counted = Counts(self._experts), counts_of(layers, indices, self._counted)
-        last.add(counted)
-        self._recorded.add(counted)
+        last = Counts(self._experts)
+        last.add(self._take(layers, indices))
         self._move_biases(layers, indices, last)
+
+    def _take(self, layers: Layers, indices: Sequence[int]) -> dict[int, Tensor]:
+        """Asks this rank's layers what they have counted."""
+        counted = counts_of(layers, indices, self._counted)
+        self._recorded.add(counted)
+        if self._by_source is not None and self._places is not None:
+            before = self._experts * layers.expert_place
+            behind = self._experts * self._places.ranks - self._experts - before
+            self._by_source.add({index: functional.pad(load, (before, behind)) for index, load in counted.items()})
+        return counted
 
     def _counted(self, module: nn.Module) -> Tensor:
         router = _router(module)
@@ -116,4 +181,7 @@ def make(config: Any, layers: int) -> Dynamism:
     """From `[dynamism.moe]`."""
     model = config.model
     rate = model.bias_rate if model.kind == "moe" and model.routing == "bias" else 0.0
-    return MoeCase(model.experts, rate, config.dynamism.moe.record_every)
+    moe, ranks = config.dynamism.moe, config.parallel.expert
+    slots = min(model.experts, model.experts // ranks + moe.redundant)
+    places = PlacingRule(ranks, slots, moe.place_every, moe.least_gain) if ranks > 1 else None
+    return MoeCase(model.experts, rate, moe.record_every, places)

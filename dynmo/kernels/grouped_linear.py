@@ -29,6 +29,7 @@ from dynmo.kernels.split import LOW, WeightTape, autograd_may_split, float32_gra
 
 # grouped_mm wants rows that begin at multiples of so many bytes.
 _ALIGNED = 16
+_CACHE_LINE = 64
 
 
 def parts(counts: Sequence[int]) -> Iterator[tuple[int, slice]]:
@@ -61,8 +62,21 @@ def grouped_product(x: Tensor, weights: Sequence[Tensor], counts: Sequence[int],
             start = rows.stop
         return out
     for block, rows in parts(counts):
-        torch.mm(x[rows], weights[block], out=out[rows])
+        if _is_aligned(out[rows]):
+            torch.mm(aligned(x[rows]), weights[block], out=out[rows])
+        else:
+            out[rows] = torch.mm(aligned(x[rows]), weights[block])
     return out
+
+
+def _is_aligned(rows: Tensor) -> bool:
+    return rows.storage_offset() * rows.element_size() % _CACHE_LINE == 0
+
+
+def aligned(rows: Tensor) -> Tensor:
+    """The rows where a cache line begins. The bits of a product depend on where its factors begin
+    (MKL), and the place of a block in a batch depends on the placement of the experts."""
+    return rows if _is_aligned(rows) else rows.clone()
 
 
 def stacked(matrices: Sequence[Tensor]) -> Tensor:
@@ -102,9 +116,9 @@ def accumulate_groups(weights: Sequence[nn.Parameter], x: Tensor, gy: Tensor, co
         weight = weights[block]
         assert weight.grad is not None
         if weight.dtype in LOW:
-            weight.grad.add_(torch.mm(gy[rows].t(), x[rows]))
+            weight.grad.add_(torch.mm(aligned(gy[rows]).t(), aligned(x[rows])))
         else:
-            weight.grad.addmm_(gy[rows].t(), x[rows])
+            weight.grad.addmm_(aligned(gy[rows]).t(), aligned(x[rows]))
 
 
 class _GroupedFunction(torch.autograd.Function):
@@ -125,7 +139,7 @@ class _GroupedFunction(torch.autograd.Function):
         if tape is None or not tape.takes(*weights):
             own = [torch.zeros_like(weight) for weight in weights]
             for block, rows in parts(counts):
-                own[block] = torch.mm(gy[rows].t(), x[rows])
+                own[block] = torch.mm(aligned(gy[rows]).t(), aligned(x[rows]))
             return gx, None, None, None, *own
         tape.add(partial(accumulate_groups, weights, x, gy, counts), x, gy)
         return gx, None, None, None, *(None for _ in weights)

@@ -7,8 +7,10 @@ import hashlib
 from collections.abc import Collection, Iterable, Mapping
 from functools import partial
 
+import torch
 from torch import Tensor
 
+from dynmo.balance.expert_placement import ExpertPlacement
 from dynmo.balance.layout import Layouts, moves_between_ranks
 from dynmo.balance.partition import Partition
 from dynmo.cost.layer_cost import LayerCost
@@ -217,3 +219,25 @@ class Actions:
         self._pending.assert_final()
         self._layer_store.rebuild(layer, moments)
         self._programs.relower()
+
+    def place_experts(self, placements: Mapping[int, ExpertPlacement]) -> int:
+        """Moves experts between the replicas that share them, with their optimizer state.
+
+        Args:
+            placements: New ones, by layer.
+
+        Returns:
+            Bytes that all ranks received.
+
+        Raises:
+            ConfigError: Every replica holds every expert.
+        """
+        layer_store = self._pending.final
+        if layer_store.experts is None:
+            raise ConfigError("experts cannot be placed where every replica holds all of them; set parallel.expert")
+        holders = {index: placement.holders for index, placement in sorted(placements.items())}
+        everyone = layer_store.world.everyone
+        agree(everyone, hashlib.sha256(repr(holders).encode()).digest(), "the new places of experts")
+        moved = torch.tensor([layer_store.place_experts(placements)])
+        self._programs.relower()
+        return int(everyone.sum(moved, "all experts to arrive"))

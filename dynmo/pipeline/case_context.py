@@ -6,6 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 from torch import Tensor, nn
 
+from dynmo.balance.expert_placement import ExpertPlacement
 from dynmo.pipeline.actions import Actions
 from dynmo.runtime.comm.process_mesh import FirstReplica
 from dynmo.runtime.engine.post_validation import PostValidation
@@ -79,3 +80,19 @@ class CaseContext:
     def rebuild(self, layer: int, moments: Mapping[str, Tensor]) -> None:
         """Trains the new parameters of one of this rank's layers. See `Actions.rebuild`."""
         self._actions.rebuild(layer, moments)
+
+    @property
+    def expert_place(self) -> int:
+        """This rank's place among the replicas that share experts."""
+        experts = self._layer_store.experts
+        return 0 if experts is None else experts.group.place
+
+    @property
+    def expert_placements(self) -> Mapping[int, ExpertPlacement]:
+        """Which of these replicas hold which experts, by layer."""
+        experts = self._layer_store.experts
+        return {} if experts is None else experts.placements
+
+    def place_experts(self, placements: Mapping[int, ExpertPlacement]) -> int:
+        """Moves experts between replicas. See `Actions.place_experts`."""
+        return self._actions.place_experts(placements)

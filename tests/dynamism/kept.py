@@ -6,6 +6,8 @@ from collections.abc import Collection, Mapping, Sequence
 
 from torch import Tensor, nn
 
+from dynmo.balance.expert_placement import ExpertPlacement
+
 
 class Alone:
     """The collective of a single rank."""
@@ -26,6 +28,8 @@ class Kept:
         self.own: Sequence[int] = range(len(modules))
         self.frozen: frozenset[int] = frozenset()
         self.collective = Alone()
+        self.expert_place = 0
+        self.expert_placements: dict[int, ExpertPlacement] = {}
         self.tensors: dict[int, dict[str, Tensor]] = {i: {} for i in range(count)}
 
     def freeze(self, layers: Collection[int]) -> None:
@@ -42,3 +46,7 @@ class Kept:
 
     def rebuild(self, layer: int, moments: Mapping[str, Tensor]) -> None:
         pass
+
+    def place_experts(self, placements: Mapping[int, ExpertPlacement]) -> int:
+        self.expert_placements |= placements
+        return 0

@@ -4,6 +4,7 @@ arguments and results are JSON."""
 from __future__ import annotations
 
 import time
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from dynmo.runtime.comm.agreement import agree
 from dynmo.runtime.comm.process_mesh import FirstReplica, arrange
 from dynmo.runtime.comm.world import World
 from dynmo.runtime.layer.accumulation import Tree
-from dynmo.runtime.optim.gradient_reduction import Reducer, gather_parameters, reduce_gradients, shares_of, squared_norms
+from dynmo.runtime.optim.gradient_reduction import Reducer, drop_missing, gather_parameters, reduce_gradients, shares_of, squared_norms
 from dynmo.runtime.optim.optimizer import LayerOptimizer, OptimizerSettings, Share, squared_norm
 from dynmo.runtime.optim.zero import cut_state, whole_state
 
@@ -58,7 +59,7 @@ def reduction_fails(world: World) -> list[Any]:
     reducer = Reducer(here.peers)
     line = nn.Linear(2, 2)
     line.weight.grad = torch.ones(2, 2)
-    reducer.submit(lambda: reduce_gradients(here.peers, 3, shares_of(line, frozenset(), 2), True))
+    reducer.submit(lambda: partial(drop_missing, reduce_gradients(here.peers, 3, shares_of(line, frozenset(), 2), True)))
     start = time.monotonic()
     try:
         reducer.finish("the gradients of the step")
@@ -102,7 +103,7 @@ def reduce(world: World, everywhere: bool, bucket: int) -> dict[str, Any]:
         if whole is not None:
             expected[name] = whole
     reducer = Reducer(here.peers)
-    reducer.submit(lambda: reduce_gradients(here.peers, 0, shares, everywhere, bucket))
+    reducer.submit(lambda: partial(drop_missing, reduce_gradients(here.peers, 0, shares, everywhere, bucket)))
     reducer.finish("the gradients")
     names = {id(p): name for name, p in module.named_parameters()}
     bad: list[str] = []

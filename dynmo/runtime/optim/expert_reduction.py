@@ -45,7 +45,9 @@ class SharedExpert(Shared):
         return sum(map(bool, self.sources))
 
 
-def reduce_experts(peers: World, layer: int, experts: Sequence[SharedExpert], bucket: int = REDUCED_AT_ONCE) -> None:
+def reduce_experts(
+    peers: World, layer: int, experts: Sequence[SharedExpert], bucket: int = REDUCED_AT_ONCE
+) -> list[tuple[nn.Parameter, Tensor]]:
     """Sums the gradients of one layer's experts over the peers, in place, on all that hold them.
 
     Args:
@@ -53,26 +55,30 @@ def reduce_experts(peers: World, layer: int, experts: Sequence[SharedExpert], bu
         layer: Index of the layer, for messages.
         experts: The same on all replicas, but for what is here.
         bucket: Most bytes that are under way at once.
+
+    Returns:
+        The parameters that had no gradient here, and whether any replica had one.
     """
     for expert in experts:
         if expert.holders == 1 and expert.held and expert.parameter.requires_grad:
             tree = Tree()
             for source, parameter in sorted(expert.gradients.items()):
                 tree.put(source, parameter.grad)
-            total = tree.total(peers.size)
-            expert.parameter.grad = zero_gradient(expert.parameter) if total is None else total
-    several = [expert for expert in experts if expert.holders > 1]
-    for group in buckets(several, bucket):
-        _reduce(peers, group, f"the gradients of layer {layer}")
+            expert.parameter.grad = tree.total(peers.size)
+    missing: list[tuple[nn.Parameter, Tensor]] = []
+    for group in buckets([expert for expert in experts if expert.holders > 1], bucket):
+        missing += _reduce(peers, group, f"the gradients of layer {layer}")
     for expert in experts:
         for parameter in expert.gradients.values():
             if parameter is not expert.parameter:
                 parameter.grad = None
+    return missing
 
 
-def _reduce(peers: World, group: Sequence[SharedExpert], what: str) -> None:
-    """One bucket of experts that several replicas hold."""
+def _reduce(peers: World, group: Sequence[SharedExpert], what: str) -> list[tuple[nn.Parameter, Tensor]]:
+    """One bucket of experts that several replicas hold. Behind each row goes whether it is there."""
     me, like = peers.rank, group[0].parameter
+    absent = [expert.held and all(parameter.grad is None for parameter in expert.gradients.values()) for expert in group]
     empty = torch.empty(0, dtype=torch.float32 if like.dtype in LOW else like.dtype, device=like.device)
 
     def joined(pieces: Sequence[Tensor]) -> Tensor:
@@ -82,14 +88,23 @@ def _reduce(peers: World, group: Sequence[SharedExpert], what: str) -> None:
         parts = [joined([each for expert in group for each in piece(expert, replica)]) for replica in range(peers.size)]
         return peers.exchange(parts, [sum(size(expert, replica) for expert in group) for replica in range(peers.size)], what)
 
+    flags = {
+        (expert.name, source): empty.new_full((1,), parameter.grad is not None)
+        for expert in group
+        for source, parameter in expert.gradients.items()
+    }
     flats = {(expert.name, source): _flat(parameter) for expert in group for source, parameter in expert.gradients.items()}
     arrived = exchange(
-        lambda expert, replica: [flats[expert.name, source][slice(*expert.ranges[replica])] for source in expert.sources[me]],
-        lambda expert, replica: _length(expert, me) * len(expert.sources[replica]),
+        lambda expert, replica: [
+            piece
+            for source in (expert.sources[me] if expert.sources[replica] else ())
+            for piece in (flats[expert.name, source][slice(*expert.ranges[replica])], flags[expert.name, source])
+        ],
+        lambda expert, replica: (_length(expert, me) + 1) * len(expert.sources[replica]) if expert.held else 0,
     )
-    sums = {expert.name: _sum(expert, rows, peers.size) for expert, rows in zip(group, _rows(group, arrived, me), strict=True)}
+    sums = {expert.name: _sum(expert, rows, peers.size) for expert, rows in zip(group, _rows(group, arrived, me), strict=True) if rows}
     arrived = exchange(
-        lambda expert, replica: [sums[expert.name]] if expert.sources[replica] and _length(expert, me) else [],
+        lambda expert, replica: [sums[expert.name][:-1]] if expert.sources[replica] and expert.held else [],
         lambda expert, replica: _length(expert, replica) if expert.held else 0,
     )
     for replica, received in enumerate(arrived):
@@ -98,6 +113,7 @@ def _reduce(peers: World, group: Sequence[SharedExpert], what: str) -> None:
             if expert.held:
                 own, rest = rest.split([_length(expert, replica), rest.numel() - _length(expert, replica)])
                 _flat(expert.parameter)[slice(*expert.ranges[replica])] = own
+    return [(expert.parameter, sums[expert.name][-1].clone()) for expert, none in zip(group, absent, strict=True) if none]
 
 
 def _length(expert: SharedExpert, replica: int) -> int:
@@ -112,14 +128,14 @@ def _flat(parameter: nn.Parameter) -> Tensor:
 
 
 def _rows(group: Sequence[SharedExpert], arrived: Sequence[Tensor], me: int) -> list[dict[int, Tensor]]:
-    """Of each expert, this replica's range of the gradients of all replicas' rows."""
+    """Of each expert that is held, this replica's range of the gradients of all replicas' rows."""
     out: list[dict[int, Tensor]] = [{} for _ in group]
     for replica, received in enumerate(arrived):
         start = 0
         for expert, rows in zip(group, out, strict=True):
-            for source in expert.sources[replica]:
-                rows[source] = received[start : start + _length(expert, me)]
-                start += _length(expert, me)
+            for source in expert.sources[replica] if expert.held else ():
+                rows[source] = received[start : start + _length(expert, me) + 1]
+                start += _length(expert, me) + 1
     return out
 
 

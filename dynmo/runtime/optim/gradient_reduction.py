@@ -137,22 +137,32 @@ class Reducer:
 
 def reduce_gradients(
     peers: World, layer: int, shares: Sequence[Shared], everywhere: bool, bucket: int = REDUCED_AT_ONCE
-) -> Callable[[], None]:
-    """Sums one layer's gradients over the peers, in place. everywhere: on all of them, else each
-    its own share, and the rest is left as is.
+) -> list[tuple[nn.Parameter, Tensor]]:
+    """Sums one layer's gradients over the peers, in place.
 
-    Returns what is left to do: a gradient that nobody had is to be None again.
+    Args:
+        peers: The replicas.
+        layer: Index of the layer, for messages.
+        shares: Its parameters.
+        everywhere: Whether all peers get all sums. If not, each gets its own share, and the rest
+            is left as is.
+        bucket: Most bytes that are under way at once.
+
+    Returns:
+        The parameters that had no gradient here, and whether any replica had one
+        (`drop_missing`).
     """
     missing: list[tuple[nn.Parameter, Tensor]] = []
     for group in buckets(shares, bucket):
         missing += _reduce(peers, group, everywhere, f"the gradients of layer {layer}")
+    return missing
 
-    def settle() -> None:
-        for parameter, present in missing:
-            if not float(present):
-                parameter.grad = None
 
-    return settle
+def drop_missing(missing: Sequence[tuple[nn.Parameter, Tensor]]) -> None:
+    """A gradient that no replica had is None again."""
+    for parameter, present in missing:
+        if not float(present):
+            parameter.grad = None
 
 
 def _reduce(peers: World, group: Sequence[Shared], everywhere: bool, what: str) -> list[tuple[nn.Parameter, Tensor]]:

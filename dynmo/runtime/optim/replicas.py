@@ -14,7 +14,15 @@ from torch import nn
 
 from dynmo.runtime.comm.world import World
 from dynmo.runtime.optim.expert_reduction import SharedExpert, reduce_experts
-from dynmo.runtime.optim.gradient_reduction import Reducer, Shared, gather_parameters, reduce_gradients, shares_of, squared_norms
+from dynmo.runtime.optim.gradient_reduction import (
+    Reducer,
+    Shared,
+    drop_missing,
+    gather_parameters,
+    reduce_gradients,
+    shares_of,
+    squared_norms,
+)
 from dynmo.runtime.optim.optimizer import WHOLE, Share
 from dynmo.runtime.optim.tied_weights import Pair
 
@@ -80,8 +88,9 @@ class Replicas:
         shares, experts = self._shares[index], self._experts[index]
 
         def work() -> Callable[[], None]:
-            reduce_experts(self._world.peers, index, experts)
-            return reduce_gradients(self._world.peers, index, shares, everywhere)
+            missing = reduce_experts(self._world.peers, index, experts)
+            missing += reduce_gradients(self._world.peers, index, shares, everywhere)
+            return partial(drop_missing, missing)
 
         self._reducer.submit(work)
 
