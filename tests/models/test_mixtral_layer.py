@@ -1,0 +1,80 @@
+"""The experts of transformers' Mixtral, with the same weights, compute the same.
+
+The tolerance is for another order of sums: theirs adds a token's experts in the order of the experts,
+ours in the order of the scores.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from dynmo.models.experts import ExpertRule, ExpertsHalf
+from dynmo.models.gpt import feed_forward_size
+
+close = partial(torch.testing.assert_close, rtol=1e-4, atol=1e-5)
+
+
+@pytest.fixture(scope="module")
+def mixtral() -> Any:
+    """The module of the model. The import takes seconds."""
+    from transformers.models.mixtral import modeling_mixtral
+
+    return modeling_mixtral
+
+
+def block_of(half: ExpertsHalf, modeling: Any, hidden: int) -> Any:
+    """Their block with the weights of our half."""
+    rule = half.router.rule
+    config = modeling.MixtralConfig(
+        hidden_size=hidden,
+        intermediate_size=feed_forward_size(hidden),
+        num_local_experts=rule.experts,
+        num_experts_per_tok=rule.top_k,
+        experts_implementation="eager",
+    )
+    block = modeling.MixtralSparseMoeBlock(config)
+    with torch.no_grad():
+        block.gate.weight.copy_(half.router.weight)
+        for expert, (gate_up, down) in enumerate(zip(half.gate_up.parameters(), half.down.parameters(), strict=True)):
+            block.experts.gate_up_proj[expert].copy_(gate_up)
+            block.experts.down_proj[expert].copy_(down)
+    return block
+
+
+@pytest.mark.parametrize("top_k", [2, 3])
+@pytest.mark.parametrize("training", [True, False])
+def test_outputs_and_gradients(mixtral: Any, top_k: int, training: bool) -> None:
+    torch.manual_seed(top_k)
+    half = ExpertsHalf(32, ExpertRule(8, top_k, "aux-loss", 0.0, None), 0, 0.3, 0.3, 0.0).train(training)
+    block = block_of(half, mixtral, 32).train(training)
+    x = torch.randn(2, 24, 32)
+    g = torch.randn(2, 24, 32)
+
+    def gradients(added: Tensor, inputs: Tensor, weights: list[Tensor]) -> tuple[Tensor, ...]:
+        return added, *torch.autograd.grad(added, (inputs, *weights), g)
+
+    ours_in, theirs_in = x.clone().requires_grad_(), x.clone().requires_grad_()
+    ours = gradients(half.added(ours_in), ours_in, [half.router.weight, *half.gate_up.parameters(), *half.down.parameters()])
+    theirs = gradients(block(half.norm(theirs_in)), theirs_in, [block.gate.weight, block.experts.gate_up_proj, block.experts.down_proj])
+    stacked = (*ours[:3], torch.stack(ours[3:11]), torch.stack(ours[11:]))
+    for a, b in zip(stacked, theirs, strict=True):
+        close(a, b)
+
+
+def test_the_auxiliary_loss(mixtral: Any) -> None:
+    """Theirs counts each of a token's experts as a whole token, ours as a share of one."""
+    torch.manual_seed(0)
+    half = ExpertsHalf(32, ExpertRule(8, 2, "aux-loss", 1.0, None), 0, 0.3, 0.3, 0.0)
+    x = torch.randn(40, 32)
+    half.router(x)[0].sum().backward()
+    scores = half.router.weight.detach().clone().requires_grad_()
+    theirs = mixtral.load_balancing_loss_func((x @ scores.T,), 8, 2)
+    theirs.backward()
+    assert half.router.weight.grad is not None
+    assert scores.grad is not None
+    close(2 * half.router.weight.grad, scores.grad)
