@@ -177,11 +177,17 @@ def experts_of(modules: Sequence[nn.Module]) -> list[int]:
     return indices
 
 
+def most_experts(config: Any) -> int:
+    """How many experts of a layer a replica may hold."""
+    model = config.model
+    redundant = config.dynamism.moe.redundant if "moe" in config.dynamism.cases else 0
+    return min(model.experts, model.experts // config.parallel.expert + redundant)
+
+
 def make(config: Any, layers: int) -> Dynamism:
     """From `[dynamism.moe]`."""
     model = config.model
     rate = model.bias_rate if model.kind == "moe" and model.routing == "bias" else 0.0
     moe, ranks = config.dynamism.moe, config.parallel.expert
-    slots = min(model.experts, model.experts // ranks + moe.redundant)
-    places = PlacingRule(ranks, slots, moe.place_every, moe.least_gain) if ranks > 1 else None
+    places = PlacingRule(ranks, most_experts(config), moe.place_every, moe.least_gain) if ranks > 1 else None
     return MoeCase(model.experts, rate, moe.record_every, places)

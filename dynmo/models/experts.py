@@ -275,6 +275,11 @@ class ExpertsHalf(nn.Module):
         return order // rule.top_k, counts, order
 
 
+def halves(module: nn.Module) -> list[ExpertsHalf]:
+    """The experts halves of a layer: itself, or parts of it."""
+    return [part for part in module.modules() if isinstance(part, ExpertsHalf)]
+
+
 def _even(pairs: int, experts: int) -> list[int]:
     """Pairs of each expert where only shapes are known."""
     return [pairs // experts + (expert < pairs % experts) for expert in range(experts)]

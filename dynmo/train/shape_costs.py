@@ -17,11 +17,13 @@ from dynmo.balance.layout import RecomputeRule
 from dynmo.balance.partition import Partition
 from dynmo.config import Config
 from dynmo.cost.layer_cost import LayerCost
+from dynmo.dynamism.moe import most_experts
 from dynmo.errors import ConfigError, place
 from dynmo.kernels.seeds import generators_kept
 from dynmo.kernels.split import LOW, gradient_bytes
 from dynmo.kernels.torch_private import FakeTensorMode
 from dynmo.models.emulated import EmulatedLayer
+from dynmo.models.experts import halves
 from dynmo.models.model import Model
 from dynmo.pipeline.optimizers import optimizer_settings
 from dynmo.planner.recompute import choose_recomputed, recompute_as_workspace, recompute_memory
@@ -214,16 +216,25 @@ def _shape_costs(config: Config, model: Model) -> list[LayerCost]:
 
 
 def _static_cost(config: Config, module: nn.Module) -> LayerCost:
-    parameters = list(module.parameters())
+    """Bytes of what a layer keeps. With expert parallelism, on a replica that holds as many experts
+    as it may."""
     moments = optimizer_settings(config.train).moments
     copies = config.pipeline.post_validation and config.pipeline.rollback == "exact"
-    trained = sum(gradient_bytes(p) for p in parameters if p.requires_grad)
-    masters = sum(gradient_bytes(p) for p in parameters if p.dtype in LOW)
+    # Each replica's rows have a gradient of their own, so experts that are spread have as many.
+    gradients = sum(gradient_bytes(p) for p in module.parameters() if p.requires_grad)
+    for half in halves(module) if config.parallel.expert > 1 else ():
+        half.hold(range(most_experts(config)))
+    parameters = list(module.parameters())
+    # ZeRO-1 divides by the replicas what is not divided as experts (`_per_replica`).
+    times = config.parallel.data if config.parallel.zero and config.parallel.expert > 1 else 1
+    experts = {p for half in halves(module) for linear in (half.gate_up, half.down) for p in linear.parameters()}
+    trained = sum(gradient_bytes(p) * (times if p in experts else 1) for p in parameters if p.requires_grad)
+    masters = sum(gradient_bytes(p) * (times if p in experts else 1) for p in parameters if p.dtype in LOW)
     return LayerCost(
         *(0.0, 0.0, 0.0),
         parameters=sum(p.numel() for p in parameters),
         weight_bytes=weight_bytes(module),
-        gradient_bytes=trained,
+        gradient_bytes=gradients,
         optimizer_bytes=moments * trained + masters,
         rollback_bytes=(1 + moments) * trained * copies,
     )

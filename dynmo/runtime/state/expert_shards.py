@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from dynmo.balance.expert_placement import ExpertPlacement, even_placement
 from dynmo.errors import ConfigError
 from dynmo.kernels.grouped_linear import GroupedLinear
-from dynmo.models.experts import ExpertsHalf
+from dynmo.models.experts import halves
 from dynmo.runtime.comm.expert_group import ExpertGroup
 from dynmo.runtime.comm.world import World
 from dynmo.runtime.optim.expert_reduction import SharedExpert
@@ -177,11 +177,6 @@ class ExpertShards:
         held = {None, *placement.held_by(self.group.place)}
         out = {key: t for key, t in out.items() if expert_of(key.rpartition("/")[0], linears) in held}
         return out, sum(t.nbytes for tensors in arrived.values() for t in tensors.values())
-
-
-def halves(module: nn.Module) -> list[ExpertsHalf]:
-    """The experts halves of a layer: itself, or parts of it."""
-    return [part for part in module.modules() if isinstance(part, ExpertsHalf)]
 
 
 def _linears(module: nn.Module) -> list[tuple[str, GroupedLinear]]:
