@@ -1,0 +1,55 @@
+"""What the pool's ranks run for the tests of experts that are spread over replicas."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+
+from dynmo.errors import RunError
+from dynmo.models.experts import halves
+from dynmo.models.registry import load_model
+from dynmo.runtime.comm.expert_group import ExpertGroup
+from dynmo.runtime.comm.process_mesh import arrange
+from dynmo.runtime.comm.world import World
+from dynmo.train.trainer import Trainer
+from tests.jobs import parsed
+
+
+def holdings(world: World, config: dict[str, Any]) -> dict[str, Any]:
+    """After a run: which experts of each layer are here, and the measured bytes of all layers."""
+    loaded = parsed(config)
+    trainer = Trainer(loaded, world, load_model(loaded), None)
+    trainer.run()
+    held = {
+        index: [expert for expert, weight in enumerate(half.gate_up.weights) if weight is not None]
+        for index, (module, _) in trainer.pipeline.own_layers.items()
+        for half in halves(module)
+    }
+    costs = trainer.pipeline.costs()
+    return {"held": held, "bytes": [[c.weight_bytes, c.gradient_bytes, c.optimizer_bytes] for c in costs]}
+
+
+def peer_is_late(world: World) -> list[Any]:
+    """Rank 1 sends no rows: the wait of rank 0 has an end and a name."""
+    world.timeout = 1.5
+    group = ExpertGroup(arrange(world, 2), 2)
+    if world.rank == 1:
+        time.sleep(4)
+        return []
+    start = time.monotonic()
+    try:
+        group.rows(torch.zeros(2, 4), [1, 1], [1, 1])
+    except RunError as error:
+        return [type(error).__name__, str(error), time.monotonic() - start]
+    return ["nothing", "", 0.0]
+
+
+def rows(world: World, dtype: str) -> list[list[float]]:
+    """Rank r sends s + 1 rows of r to rank s. Returns what arrived."""
+    group = ExpertGroup(arrange(world, world.size), world.size)
+    sent = [rank + 1 for rank in range(world.size)]
+    own = torch.full((sum(sent), 2), float(world.rank), dtype=getattr(torch, dtype))
+    taken = group.counts([[count] for count in sent], [1] * world.size)
+    return group.rows(own, sent, [count for (count,) in taken]).tolist()
