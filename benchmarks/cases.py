@@ -30,6 +30,9 @@ A round of all cases takes about half an hour.
 The dense side of early exit has the same exit heads, but tokens exit in the last step only. Its
 work drifts while the model learns, so its phases are shorter than from change to change. Mixture of
 depths routes every second of 6 blocks, and has one phase. The ranks have 1 and 2 routed blocks.
+Every second of 6 blocks has 8 experts, 2 of which compute a token. Its dense side is the model
+without experts, which computes each token once. Each rank has all experts of its layers, so the
+load of the experts does not change the work of a layer.
 
 The paper's figures have other baselines (`benchmarks.published`). The second table shows each
 beside the speed-up over the side that is nearest to its baseline.

@@ -29,11 +29,12 @@ from dynmo.train.trainer import Trainer
 
 RANKS, MICROBATCHES = 2, 16
 SCHEDULE = "zb-h2"  # its slack keeps an op that is held up from holding up the other rank
-CASES = ("freezing", "autofreeze", "egeria", "pruning", "sparse_attention", "early_exit", "mixture_of_depths")
+CASES = ("freezing", "autofreeze", "egeria", "pruning", "sparse_attention", "early_exit", "mixture_of_depths", "moe")
 # Several cases have one section of the configuration.
 _SECTIONS = {"autofreeze": "freezing", "egeria": "freezing"}
 # A model of so few steps is unsure of most tokens. The default of 0.9 would let none exit.
 _EXIT_THRESHOLD = 0.02
+_EXPERTS = {"kind": "moe", "experts": 8, "top_k": 2, "moe_every": 2}
 TECHNIQUE = ("uniform", "parameters", "dynmo")  # the same numbers
 
 
@@ -50,8 +51,10 @@ def settings(case: str, steps: int, sizes: dict[str, Any] | None = None) -> dict
         model |= {"blocks": 6, "sequence": 256}
     if case == "sparse_attention":
         model |= {"blocks": 6, "hidden": 64, "heads": 2, "sequence": 2048}
-    if case == "mixture_of_depths":
+    if case in ("mixture_of_depths", "moe"):
         model["blocks"] = 6
+    if case == "moe":
+        model |= _EXPERTS
     model |= sizes or {}
     most = model["blocks"] + 1  # of the 2 blocks + 2 layers
     tenth, half = steps // 10, steps // 2
@@ -75,6 +78,7 @@ def settings(case: str, steps: int, sizes: dict[str, Any] | None = None) -> dict
             "exits": [model["blocks"] // 4 - 1, model["blocks"] // 2 - 1],
         },
         "mixture_of_depths": {"capacity": 0.125, "every": 2},
+        "moe": {},
     }
     section = section_of(case)
     return {
@@ -83,7 +87,7 @@ def settings(case: str, steps: int, sizes: dict[str, Any] | None = None) -> dict
         "parallel": {"pipeline": RANKS},
         "pipeline": {"schedule": SCHEDULE},
         "balance": {"balancer": "none"},
-        "dynamism": {"cases": [section], section: options.get(case) or options[section]},
+        "dynamism": {"cases": [section], section: options.get(case, options[section])},
         "trace": {"steps": 0},
     }
 
@@ -95,7 +99,8 @@ def sides(case: str, steps: int, sizes: dict[str, Any] | None = None) -> dict[st
     by_parameters = placed_by_parameters(model)
     if by_parameters != uniform(model.layers, RANKS):
         configs["parameters"] = base | {"balance": {"balancer": "none", "initial": list(by_parameters.counts)}}
-    configs["dense"] = base | {"dynamism": dense(case, base["dynamism"], steps)}
+    plain = {key: value for key, value in base["model"].items() if key not in _EXPERTS}
+    configs["dense"] = base | {"dynamism": dense(case, base["dynamism"], steps), "model": plain}
     if case == "pruning":
         section = base["dynamism"] | {"pruning": base["dynamism"]["pruning"] | {"dense_below": 1.0}}
         configs["mask"] = base | {"dynamism": section}

@@ -1,0 +1,64 @@
+"""Experts over the replicas of a stage, live: two stages of two replicas, with layers that sleep.
+
+    python -m benchmarks.expert_parallel [--json]
+
+Four sides of one training, a step of each in turn. All end with the same weights:
+
+    static            experts in equal runs, layers spread evenly
+    experts placed    experts move between the two replicas by their load, with one copy each
+    layers balanced   layers move between the two stages by their time (`balance.every = "auto"`)
+    both
+
+Seconds are medians over the second half of the steps. `perfect` is arithmetic: all that the four
+ranks sleep in a step of `static`, in equal parts, without the pipeline's filling and without what
+the processors compute. No side can be faster. The times are emulated. The rows, the messages and
+the decisions are real. A run's idle ratio counts a wait for rows as work, because it lies within F
+and B.
+"""
+
+from __future__ import annotations
+
+import math
+from argparse import Namespace
+from statistics import median
+from typing import Any
+
+from benchmarks.expert_parallel_race import REPLICAS, SIDES, STAGES
+from benchmarks.harness import main, run_ranks
+
+
+def summarize(sides: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """The figures of each side, from what the ranks tell."""
+    half = len(sides["static"]["seconds"]) // 2
+    step = {name: median(side["seconds"][half:]) for name, side in sides.items()}
+    slept = [math.fsum(ranks) for ranks in sides["static"]["slept"][half:]]
+    perfect = median(slept) / STAGES / REPLICAS
+    rows = {
+        name: {
+            "step_seconds": step[name],
+            "over_static": step["static"] / step[name],
+            "idle_ratio": median(side["idle"][half:]),
+            # Of the ranks' work, the largest over the mean.
+            "busiest": median(max(ranks) * len(ranks) / math.fsum(ranks) for ranks in side["slept"][half:]),
+            "layers": side["layers"],
+            "moves": side["moves"],
+            "changes": side["changes"],
+        }
+        for name, side in sides.items()
+    }
+    return {
+        "rows": rows,
+        "perfect_over_static": step["static"] / perfect,
+        "same_weights": len({side["digest"] for side in sides.values()}) == 1,
+    }
+
+
+def measure(options: Namespace) -> dict[str, Any]:
+    """Runs the four sides on four ranks."""
+    sides = run_ranks("benchmarks.expert_parallel_race:race", STAGES * REPLICAS, steps=options.steps)
+    assert list(sides) == list(SIDES)
+    return summarize(sides)
+
+
+if __name__ == "__main__":
+    main((__doc__ or "").partition("\n")[0], measure, [("steps", 20, "of each side")])

@@ -1,0 +1,175 @@
+"""What `benchmarks.expert_parallel` runs on each of four ranks: two stages of two replicas that share
+the experts. The layers sleep, so that four ranks keep two cores no busier than two would.
+
+An attention half sleeps equally long for each microbatch, an expert equally long for each row. The
+biases of the routers are fixed: each makes some experts hot, more so in later layers.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Collection
+from dataclasses import replace
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from dynmo.config import parse
+from dynmo.events import ChangeEvent, EndEvent, Event, RebalanceEvent, StepEvent
+from dynmo.kernels.grouped_linear import GroupedLinear
+from dynmo.kernels.split import WeightTape
+from dynmo.models.experts import halves
+from dynmo.models.gpt import AttentionHalf
+from dynmo.models.model import Model
+from dynmo.models.registry import load_model
+from dynmo.runtime.comm.world import World
+from dynmo.train.trainer import Trainer
+
+STAGES, REPLICAS, MICROBATCHES = 2, 2, 8
+BLOCKS, EXPERTS, TOP_K, SEQUENCE = 6, 8, 2, 64
+ATTENTION, PER_ROW = 5e-3, 60e-6
+"""Seconds of F, of B and of W each: an attention half, and a row in one of an expert's two linears."""
+SKEW = 0.2
+"""The largest difference of the biases, in the last layer. Scores differ by some 0.03."""
+
+SIDES: dict[str, dict[str, Any]] = {
+    "static": {},
+    "experts placed": {"place_every": 4},
+    "layers balanced": {"balancer": "schedule-aware"},
+    "both": {"place_every": 4, "balancer": "schedule-aware"},
+}
+
+
+class Slept:
+    """Seconds that this rank's layers have slept, and what all of them are multiplied with."""
+
+    seconds = 0.0
+    scale = 1.0
+
+
+def sleep(seconds: float) -> None:
+    """Sleeps, and counts it."""
+    Slept.seconds += seconds * Slept.scale
+    time.sleep(seconds * Slept.scale)
+
+
+class _Sleep(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, seconds: float, tape: WeightTape | None) -> Tensor:
+        ctx.seconds, ctx.tape = seconds, tape
+        sleep(seconds)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        seconds = ctx.seconds
+        sleep(seconds)
+        if ctx.tape is not None:
+            ctx.tape.add(lambda: sleep(seconds))
+        return gradients[0], None, None
+
+
+class SlowExperts(GroupedLinear):
+    """Sleeps for each row."""
+
+    def forward(self, x: Tensor, counts: Any) -> Tensor:
+        return cast(Tensor, _Sleep.apply(super().forward(x, counts), len(x) * PER_ROW, self.tape))
+
+
+class SlowAttention(AttentionHalf):
+    """Sleeps for each microbatch."""
+
+    tape: WeightTape | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        return cast(Tensor, _Sleep.apply(super().forward(x), ATTENTION, self.tape))
+
+
+def slow(model: Model) -> Model:
+    """The model with layers that sleep, and routers that prefer some experts."""
+
+    def build(owned: Collection[int]) -> list[nn.Module]:
+        layers = model.build(owned)
+        for index, layer in enumerate(layers):
+            if type(layer) is AttentionHalf:
+                layer.__class__ = SlowAttention
+            for half in halves(layer):
+                half.gate_up.__class__ = half.down.__class__ = SlowExperts
+                if index in owned:
+                    half.router.bias.copy_(preference(index / len(layers)))
+        return layers
+
+    return replace(model, build=build)
+
+
+def preference(depth: float) -> Tensor:
+    """The bias of each expert at a depth of 0 to 1. The hot ones lie side by side."""
+    return torch.tensor([SKEW * depth / math.sqrt(1 + expert) for expert in range(EXPERTS)])
+
+
+def settings(steps: int, place_every: int = 0, balancer: str = "none") -> dict[str, Any]:
+    """The config of a side."""
+    model = {"kind": "moe", "blocks": BLOCKS, "hidden": 32, "heads": 2, "sequence": SEQUENCE, "experts": EXPERTS, "top_k": TOP_K}
+    return {
+        "model": model | {"routing": "bias", "bias_rate": 0.0},
+        "train": {"steps": steps, "global_batch": MICROBATCHES * REPLICAS, "micro_batch": 1, "lr": 1e-4, "decay": "constant"},
+        "parallel": {"pipeline": STAGES, "data": REPLICAS, "expert": REPLICAS},
+        "pipeline": {"schedule": "zb-h2"},
+        "balance": {"balancer": balancer, "every": "auto"},
+        "dynamism": {"cases": ["moe"], "moe": {"place_every": place_every, "redundant": 1}},
+        "trace": {"steps": 0},
+    }
+
+
+def race(world: World, steps: int, scale: float = 1.0) -> dict[str, Any]:
+    """Runs on each rank: a step of every side in turn.
+
+    Args:
+        world: The ranks.
+        steps: Of each side.
+        scale: What all sleeps are multiplied with.
+
+    Returns:
+        By side: seconds and idle ratio of each step, seconds slept on each rank, and what happened.
+    """
+    Slept.scale = scale
+    trainers: dict[str, Trainer] = {}
+    events: dict[str, list[Event]] = {name: [] for name in SIDES}
+    for name, options in SIDES.items():
+        config = parse(settings(steps, **options))
+        trainers[name] = Trainer(config, world, slow(load_model(config)), None, listen=events[name].append)
+    seconds: dict[str, list[float]] = {name: [] for name in SIDES}
+    slept = torch.zeros(len(SIDES), steps, world.size, dtype=torch.float64)
+    names = list(SIDES)
+    for step in range(steps):
+        for place in range(len(names)):
+            name = names[(step + place) % len(names)]
+            world.barrier("the step to start")
+            start, Slept.seconds = time.perf_counter(), 0.0
+            trainers[name].advance(step)
+            slept[names.index(name), step, world.rank] = Slept.seconds
+            world.barrier("the step to end")
+            seconds[name].append(time.perf_counter() - start)
+    for name, trainer in trainers.items():
+        trainer.finish(steps, sum(seconds[name]))
+        trainer.pipeline.on_workload_change(())  # closes its channels
+    world.sum(slept, "what the ranks slept")
+    if world.rank:
+        return {}  # events are told on rank 0
+    return {name: _account(seconds[name], slept[i].tolist(), events[name]) for i, name in enumerate(names)}
+
+
+def _account(seconds: list[float], slept: list[list[float]], events: list[Event]) -> dict[str, Any]:
+    end = next(event for event in events if isinstance(event, EndEvent))
+    return {
+        "seconds": seconds,
+        "slept": slept,
+        "idle": [event.idle_ratio for event in events if isinstance(event, StepEvent)],
+        "layers": [list(event.layers) for event in events if isinstance(event, StepEvent)][-1],
+        "moves": [[event.step, list(event.target)] for event in events if isinstance(event, RebalanceEvent)],
+        "changes": [[event.step, event.what] for event in events if isinstance(event, ChangeEvent)],
+        "loss": end.loss,
+        "digest": end.weights_digest,
+    }
