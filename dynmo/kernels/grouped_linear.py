@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from dynmo.kernels.split import LOW, WeightTape, autograd_may_split, float32_gradients, zero_gradient
+from dynmo.kernels.split import WeightTape, add_product, autograd_may_split, float32_gradients, zero_gradient
 
 # grouped_mm wants rows that begin at multiples of so many bytes.
 _ALIGNED = 16
@@ -113,12 +113,7 @@ def accumulate_groups(weights: Sequence[nn.Parameter], x: Tensor, gy: Tensor, co
         if weight.grad is None:
             weight.grad = zero_gradient(weight)
     for block, rows in parts(counts):
-        weight = weights[block]
-        assert weight.grad is not None
-        if weight.dtype in LOW:
-            weight.grad.add_(torch.mm(aligned(gy[rows]).t(), aligned(x[rows])))
-        else:
-            weight.grad.addmm_(aligned(gy[rows]).t(), aligned(x[rows]))
+        add_product(weights[block], aligned(gy[rows]).t(), aligned(x[rows]))
 
 
 class _GroupedFunction(torch.autograd.Function):

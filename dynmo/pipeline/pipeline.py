@@ -51,6 +51,7 @@ class Pipeline:
             itself. "none" leaves them where they are. `dynmo.Balance` sets all options.
         partition: Number of layers on each stage at first. The default is as even as possible.
         replicas: Number of pipelines that train side by side. It must divide the ranks.
+        expert: Number of replicas that share one set of experts. It must divide the replicas.
         max_norm: Gradients are clipped to this norm over all layers. 0 does not clip.
         memory_limit: Bytes of each rank, for the placement and for schedules that are made within
             a limit. None means unlimited.
@@ -86,6 +87,7 @@ class Pipeline:
         balance: Literal["auto", "none"] | Balance = "auto",
         partition: Partition | Sequence[int] | None = None,
         replicas: int = 1,
+        expert: int = 1,
         max_norm: float = 0.0,
         memory_limit: int | None = None,
         precision: Literal["float32", "bfloat16", "float16"] = "float32",
@@ -118,6 +120,7 @@ class Pipeline:
             memory_limit=memory_limit,
             seed=seed,
             optimizer=options.settings,
+            expert=expert,
             dtype=self._dtype,
             recompute=recompute,
         )

@@ -58,7 +58,7 @@ def begin(folder: Path, name: str, options: dict[str, Any], on: Ranks, pipeline:
     return start([sys.executable, "-m", "dynmo", "train", f"{name}.toml"], folder, environment)
 
 
-def digest(folder: Path, schedule: str, on: Ranks, pipeline: int, data: int, zero: int = 0, **options: Any) -> str:
+def digest(folder: Path, schedule: str, on: Ranks, pipeline: int, data: int, zero: int = 0, expert: int = 1, **options: Any) -> str:
     """Trains, and returns the digest of the weights. Layers move at every step and freeze.
 
     Args:
@@ -68,12 +68,13 @@ def digest(folder: Path, schedule: str, on: Ranks, pipeline: int, data: int, zer
         pipeline: Ranks of a pipeline.
         data: Number of replicas.
         zero: 1 shards the optimizer's state.
+        expert: Replicas that share one set of experts.
         **options: Other sections of the configuration.
 
     Returns:
         The SHA-256 of all weights.
     """
-    name = f"{schedule}-{pipeline}x{data}"
+    name = f"{schedule}-{pipeline}x{data}x{expert}"
     process = begin(
         folder,
         name,
@@ -82,6 +83,7 @@ def digest(folder: Path, schedule: str, on: Ranks, pipeline: int, data: int, zer
         pipeline,
         data=data,
         zero=zero,
+        expert=expert,
     )
     _, errors = process.communicate(timeout=120)
     assert process.returncode == 0, errors
