@@ -79,7 +79,7 @@ class ChangeEvent(Event):
 @dataclass(frozen=True)
 class TokensEvent(Event):
     """How many tokens some layers computed or let go, since the last such record: of the first
-    replica, shares of all tokens by what is counted, one a layer."""
+    replica (of all if they share experts), shares of all tokens by what is counted, one a layer."""
 
     event: ClassVar[str] = "tokens"
     case: str

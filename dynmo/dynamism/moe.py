@@ -11,6 +11,7 @@ the counts of the last steps, never by times, which replica computes which exper
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, final
@@ -58,11 +59,11 @@ class MoeCase(Dynamism):
 
     def __init__(self, experts: int, bias_rate: float, record_every: int, places: PlacingRule | None = None) -> None:
         self._experts, self._rate, self._every = experts, bias_rate, record_every
-        self._recorded = Counts(experts)
         self._layers: Layers | None = None
-        # Tokens by source and expert since the last decision.
+        # Tokens by replica of the group and expert: since the last record, since the last decision.
         self._places = places
-        self._by_source = Counts(experts * places.ranks) if places is not None else None
+        self._ranks = places.ranks if places is not None else 1
+        self._recorded, self._by_source = Counts(experts * self._ranks), Counts(experts * self._ranks)
 
     def check(self, modules: Sequence[nn.Module]) -> None:
         experts_of(modules)
@@ -82,12 +83,11 @@ class MoeCase(Dynamism):
         """Moves the experts of each layer where that evens the load of the replicas."""
         places, counts, current = self._places, self._by_source, layers.expert_placements
         assert places is not None
-        assert counts is not None
         indices = sorted(current)
         rows = counts.total(layers, indices, "the load of every expert by replica", all_replicas=True)
         changed, before, after = dict[int, ExpertPlacement](), 1.0, 1.0
         for index, row in zip(indices, rows, strict=True):
-            sources = [row[first : first + self._experts] for first in range(0, len(row), self._experts)]
+            sources = self._sources(row)
             placement = place_experts(sources, places.ranks, places.slots, current[index], places.least_gain)
             before = max(before, _hottest(current[index].loads(sources)))
             after = max(after, _hottest(placement.loads(sources)))
@@ -109,8 +109,18 @@ class MoeCase(Dynamism):
         self._take(layers, indices)
         if not self._records(step):
             return None
-        rows = self._recorded.total(layers, indices, "the load of every expert")
-        return TokenShares(tuple(indices), {"hottest expert": [_hottest(row) for row in rows], "unused": [_unused(row) for row in rows]})
+        rows = self._recorded.total(layers, indices, "the load of every expert", all_replicas=self._ranks > 1)
+        sources = [self._sources(row) for row in rows]
+        loads = [[math.fsum(of) for of in zip(*each, strict=True)] for each in sources]
+        shares = {"hottest expert": [_hottest(load) for load in loads], "unused": [_unused(load) for load in loads]}
+        if self._places is not None:
+            placements = layers.expert_placements
+            shares["busiest replica"] = [_hottest(placements[i].loads(each)) for i, each in zip(indices, sources, strict=True)]
+        return TokenShares(tuple(indices), shares)
+
+    def _sources(self, row: Sequence[float]) -> list[Sequence[float]]:
+        """Tokens by expert, of each replica of the group."""
+        return [row[first : first + self._experts] for first in range(0, len(row), self._experts)]
 
     def observe(self, signals: Signals) -> None:
         """Moves the biases as soon as a step is final: a checkpoint behind it has the new ones."""
@@ -125,11 +135,12 @@ class MoeCase(Dynamism):
     def _take(self, layers: Layers, indices: Sequence[int]) -> dict[int, Tensor]:
         """Asks this rank's layers what they have counted."""
         counted = counts_of(layers, indices, self._counted)
-        self._recorded.add(counted)
-        if self._by_source is not None and self._places is not None:
-            before = self._experts * layers.expert_place
-            behind = self._experts * self._places.ranks - self._experts - before
-            self._by_source.add({index: functional.pad(load, (before, behind)) for index, load in counted.items()})
+        before = self._experts * layers.expert_place
+        behind = self._experts * (self._ranks - 1) - before
+        by_source = {index: functional.pad(load, (before, behind)) for index, load in counted.items()}
+        self._recorded.add(by_source)
+        if self._places is not None:
+            self._by_source.add(by_source)
         return counted
 
     def _counted(self, module: nn.Module) -> Tensor:
