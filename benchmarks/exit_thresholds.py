@@ -12,11 +12,14 @@ from __future__ import annotations
 import argparse
 import json
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import Any
+
+from torch import Tensor, nn
 
 from benchmarks.harness import machine, run_ranks
 from benchmarks.learning import block_flops
@@ -57,17 +60,24 @@ def measure(world: World, steps: int, hidden: int, sequence: int, rounds: int) -
     pipeline, batches = trainer.pipeline, config.train.eval_batches
     inputs, targets, _ = trainer._loader.held_out(batches)
     heads = [module for module in pipeline.modules if isinstance(module, ExitHead)]
+    gone: Counter[nn.Module] = Counter()
+
+    def count(head: nn.Module, before: tuple[Tensor, ...], after: tuple[Tensor, ...]) -> None:
+        gone[head] += len(before[1]) - len(after[1])  # the tokens that are computed
+
+    for head in heads:
+        head.register_forward_hook(count)
 
     def evaluate(threshold: float | None) -> tuple[float, float, list[float]]:
         """Loss, seconds, and shares of the tokens that left. None: without exits."""
         for head in heads:
             head.exits = threshold is not None
             head.rule = replace(head.rule, threshold=threshold or 0.0)
-            head.left = 0
+        gone.clear()
         start = time.perf_counter()
         loss = pipeline.evaluate(inputs, targets, batches)
         tokens = batches * config.train.micro_batch * sequence
-        return loss, time.perf_counter() - start, [head.left / tokens for head in heads]
+        return loss, time.perf_counter() - start, [gone[head] / tokens for head in heads]
 
     turns = [{threshold: evaluate(threshold) for threshold in (None, *THRESHOLDS)} for _ in range(rounds + 1)][1:]
     rows: list[dict[str, Any]] = []

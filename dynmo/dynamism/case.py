@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Collection, Generator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -274,18 +274,16 @@ class Dynamism(Protocol):
         """
         return None
 
-    @property
-    def has_dense(self) -> bool:
-        """Whether an evaluation shall also run without what the case does, to compare."""
-        return False
-
-    def dense(self, layers: Layers) -> AbstractContextManager[None]:
-        """Switches the case off within the context.
+    def dense(self, layers: Layers) -> AbstractContextManager[None] | None:
+        """Switches the case off within the context, so that an evaluation can be compared.
 
         Args:
             layers: The model.
+
+        Returns:
+            The context. None if there is nothing to compare.
         """
-        return nullcontext()
+        return None
 
     def state(self) -> dict[str, Any]:
         """Returns the case's own state for checkpoints: plain JSON, the same on every rank."""

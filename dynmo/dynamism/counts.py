@@ -9,11 +9,14 @@ from torch import Tensor, nn
 
 from dynmo.dynamism.case import Layers
 
-Counted = Callable[[nn.Module], "Sequence[float | Tensor] | Tensor"]
+Numbers = tuple[float | Tensor, ...]
+"""What a layer has counted. Tensors without dimensions stay on their device until a total is asked
+for, so that no step waits for it."""
+Counted = Callable[[nn.Module], Numbers | Tensor]
 """Returns what a layer has counted since it was asked last, and sets that back to 0."""
 
 
-def counts_of(layers: Layers, counting: Sequence[int], counted: Counted) -> dict[int, Tensor]:
+def counts_of(layers: Layers, counting: Sequence[int], counted: Counted) -> dict[int, Numbers | Tensor]:
     """Asks the layers what they have counted. Call it before they move.
 
     Args:
@@ -22,11 +25,11 @@ def counts_of(layers: Layers, counting: Sequence[int], counted: Counted) -> dict
         counted: Asks a layer.
 
     Returns:
-        The numbers of this rank's layers, float64.
+        The numbers of this rank's layers.
     """
     numbers = {index: counted(layers.modules[index]) for index in counting}
     own = set(layers.own)
-    return {index: torch.tensor([float(x) for x in each], dtype=torch.float64) for index, each in numbers.items() if index in own}
+    return {index: each for index, each in numbers.items() if index in own}
 
 
 class Counts:
@@ -38,16 +41,16 @@ class Counts:
 
     def __init__(self, numbers: int) -> None:
         self._numbers = numbers
-        self._own: dict[int, Tensor] = {}
+        self._own: dict[int, Numbers | Tensor] = {}
 
-    def add(self, counted: Mapping[int, Tensor]) -> None:
+    def add(self, counted: Mapping[int, Numbers | Tensor]) -> None:
         """Adds what this rank's layers have counted.
 
         Args:
-            counted: Of each layer, float64 [numbers].
+            counted: Of each layer, as many numbers as a layer counts.
         """
         for index, numbers in counted.items():
-            self._own[index] = self._own.get(index, torch.zeros(self._numbers, dtype=torch.float64)) + numbers
+            self._own[index] = _sum(self._own[index], numbers) if index in self._own else numbers
 
     def total(self, layers: Layers, counting: Sequence[int], what: str, all_replicas: bool = False) -> list[list[float]]:
         """Sums over the ranks, and begins anew. All ranks call it.
@@ -64,7 +67,20 @@ class Counts:
         table = torch.zeros(len(counting), self._numbers, dtype=torch.float64)
         for place, index in enumerate(counting):
             if index in self._own:
-                table[place] = self._own[index]
+                table[place] = _on_host(self._own[index])
         self._own.clear()
         collective = layers.collective
         return (collective.sum_all if all_replicas else collective.sum)(table, what).tolist()
+
+
+def _sum(a: Numbers | Tensor, b: Numbers | Tensor) -> Numbers | Tensor:
+    if isinstance(a, Tensor) or isinstance(b, Tensor):
+        assert isinstance(a, Tensor), "a layer counts numbers of one kind"
+        assert isinstance(b, Tensor), "a layer counts numbers of one kind"
+        return a + b
+    return tuple(x + y for x, y in zip(a, b, strict=True))
+
+
+def _on_host(numbers: Numbers | Tensor) -> Tensor:
+    each = numbers.tolist() if isinstance(numbers, Tensor) else [float(x) for x in numbers]
+    return torch.tensor(each, dtype=torch.float64)

@@ -8,7 +8,7 @@ already, and nothing has to be sent.
 from __future__ import annotations
 
 from collections.abc import Generator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, cast, final
 
 from torch import nn
@@ -63,8 +63,11 @@ class EarlyExitCase(Dynamism):
         shares = [gone / tokens if tokens else 0.0 for tokens, gone in rows]
         return TokenShares(tuple(exits), {"exited": shares})
 
+    def dense(self, layers: Layers) -> AbstractContextManager[None] | None:
+        return self._without_exits(layers) if self._on else None
+
     @contextmanager
-    def dense(self, layers: Layers) -> Generator[None]:
+    def _without_exits(self, layers: Layers) -> Generator[None]:
         exits = exits_of(layers.modules)
         try:
             for index in exits:
@@ -73,10 +76,6 @@ class EarlyExitCase(Dynamism):
         finally:
             for index in exits:
                 _set(layers.modules[index], "exits", self._on)
-
-    @property
-    def has_dense(self) -> bool:
-        return self._on
 
     def state(self) -> dict[str, Any]:
         return {"on": self._on}

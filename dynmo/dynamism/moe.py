@@ -23,7 +23,7 @@ from torch.nn import functional
 from dynmo.balance.expert_placement import ExpertPlacement
 from dynmo.balance.expert_search import place_experts
 from dynmo.dynamism.case import Change, Dynamism, Layers, Signals, TokenShares
-from dynmo.dynamism.counts import Counts, counts_of
+from dynmo.dynamism.counts import Counts, Numbers, counts_of
 from dynmo.errors import ConfigError
 
 
@@ -132,12 +132,12 @@ class MoeCase(Dynamism):
         last.add(self._take(layers, indices))
         self._move_biases(layers, indices, last)
 
-    def _take(self, layers: Layers, indices: Sequence[int]) -> dict[int, Tensor]:
+    def _take(self, layers: Layers, indices: Sequence[int]) -> dict[int, Numbers | Tensor]:
         """Asks this rank's layers what they have counted."""
         counted = counts_of(layers, indices, self._counted)
         before = self._experts * layers.expert_place
         behind = self._experts * (self._ranks - 1) - before
-        by_source = {index: functional.pad(load, (before, behind)) for index, load in counted.items()}
+        by_source = {index: functional.pad(load, (before, behind)) for index, load in counted.items() if isinstance(load, Tensor)}
         self._recorded.add(by_source)
         if self._places is not None:
             self._by_source.add(by_source)

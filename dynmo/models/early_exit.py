@@ -162,7 +162,6 @@ class ExitHead(nn.Module):
     Attributes:
         exits: Whether tokens leave. If not, the exit only adds its loss.
         seen: Tokens of the microbatches trained since the last record: all, and those that left.
-        left: Tokens that left in evaluations.
     """
 
     tape: WeightTape | None = None
@@ -174,7 +173,7 @@ class ExitHead(nn.Module):
         super().__init__()
         self.sequence, self.rule = sequence, rule
         self.weight, self.later, self.total = weight, later, total
-        self.exits, self.seen, self.left = False, (0, 0), 0
+        self.exits, self.seen = False, (0, 0)
         self.norm = nn.RMSNorm(hidden, eps=1e-6)
         self.logits = nn.Linear(hidden, vocab, bias=False)
         nn.init.normal_(self.logits.weight, std=std)
@@ -210,7 +209,6 @@ class ExitHead(nn.Module):
             logits = self.logits(self.norm(x)).float() if needs_all else None
             leave = self._leaves(x, logits, before, index)
             gone = leave.nonzero().squeeze(1)
-            self.left += len(gone)
             logits = self.logits(self.norm(x[gone])).float() if logits is None else logits[gone]
             loss = loss + functional.cross_entropy(logits, targets[index[gone]], reduction="sum") / len(targets)
             x, index, exited, places = _split(x, index, exited, places, leave)

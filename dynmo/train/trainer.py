@@ -343,8 +343,9 @@ class Trainer:
 
         results = evaluate(keys)
         for case in self._cases:
-            if case.has_dense:
-                with case.dense(pipeline.case_context):
+            dense = case.dense(pipeline.case_context)
+            if dense is not None:
+                with dense:
                     results += evaluate(None)  # what a cache has is of the other evaluation
         self._emit(EvalEvent(step - 1, now(), *results))
 

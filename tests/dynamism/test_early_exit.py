@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import AbstractContextManager
 from typing import Any
 
 import pytest
@@ -50,16 +51,22 @@ def exit_at(model: Kept, index: int) -> ExitHead:
     return module
 
 
+def off(case: EarlyExitCase, model: Kept) -> AbstractContextManager[None]:
+    dense = case.dense(model)
+    assert dense is not None
+    return dense
+
+
 def test_tokens_exit_from_a_step_on() -> None:
     model, case = layers(), EarlyExitCase(start=2, record_every=10)
     assert [case.acts(step) for step in (0, 1, 2)] == [False, False, True]
     assert [case.act(step, model) for step in (0, 1)] == [None, None]
     assert switches(model, "exits") == switches(model, "varying_shapes") == []
-    assert not case.has_dense
+    assert case.dense(model) is None
     assert case.act(2, model) == Change(tuple(range(3, 10)), "tokens may leave at 2 exits (step 2)")
     assert switches(model, "exits") == EXITS
     assert switches(model, "varying_shapes") == list(range(3, 10)), "from the first exit on"
-    assert case.has_dense
+    assert case.dense(model) is not None
     assert case.act(3, model) is None
     assert not case.acts(3)
 
@@ -89,10 +96,10 @@ def test_layers_of_other_ranks_are_not_counted() -> None:
 def test_dense_switches_exits_off_for_a_while() -> None:
     model, case = layers(), EarlyExitCase(start=0, record_every=1)
     case.act(0, model)
-    with case.dense(model):
+    with off(case, model):
         assert switches(model, "exits") == []
     assert switches(model, "exits") == EXITS
-    with pytest.raises(RuntimeError, match="amid"), case.dense(model):
+    with pytest.raises(RuntimeError, match="amid"), off(case, model):
         raise RuntimeError("amid")
     assert switches(model, "exits") == EXITS
 

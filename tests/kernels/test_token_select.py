@@ -72,6 +72,6 @@ def test_merge_takes_rows_in_any_order(in_first: list[bool], shuffler: Random) -
 
 def test_gradients_by_differences() -> None:
     x, index, others = random(4, 2).requires_grad_(), torch.tensor([1, 3]), torch.tensor([2, 0])
-    torch.autograd.gradcheck(lambda x: select(x, index), x)
+    assert torch.autograd.gradcheck(lambda x: select(x, index), x)
     first, second = (random(2, 3, seed=seed).requires_grad_() for seed in (1, 2))
-    torch.autograd.gradcheck(lambda a, b: merge(a, index, b, others), (first, second))
+    assert torch.autograd.gradcheck(lambda a, b: merge(a, index, b, others), (first, second))
