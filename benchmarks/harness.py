@@ -11,12 +11,14 @@ import platform
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, TypeVar
 
 from dynmo.runtime.comm.launch import enter_rank, report_failure, spawn
+
+Taken = TypeVar("Taken")
 
 
 def run_ranks(function: str, ranks: int, device: str = "cpu", **arguments: Any) -> Any:
@@ -38,15 +40,23 @@ def run_ranks(function: str, ranks: int, device: str = "cpu", **arguments: Any) 
         return json.loads(out.read_text())
 
 
-def alternate(sides: dict[str, Callable[[], float]], rounds: int, warmup: int) -> dict[str, list[float]]:
-    """Calls the sides in turn, round after round, so that all meet the same machine; seconds of
-    each, warm-up left out."""
-    times: dict[str, list[float]] = {name: [] for name in sides}
+def alternate(sides: Mapping[str, Callable[[], Taken]], rounds: int, warmup: int) -> dict[str, list[Taken]]:
+    """Calls the sides in turn, round after round, so that all meet the same machine.
+
+    Args:
+        sides: By name. Each returns its seconds, or the seconds of its parts.
+        rounds: How often each counts.
+        warmup: How often each is called before.
+
+    Returns:
+        What each side returned, one a round.
+    """
+    times: dict[str, list[Taken]] = {name: [] for name in sides}
     for turn in range(warmup + rounds):
         for name, side in sides.items():
-            seconds = side()
+            taken = side()
             if turn >= warmup:
-                times[name].append(seconds)
+                times[name].append(taken)
     return times
 
 
@@ -67,6 +77,11 @@ def start_together() -> float:
 
 def medians(times: dict[str, list[float]]) -> dict[str, float]:
     return {name: median(values) for name, values in times.items()}
+
+
+def part_medians(times: Mapping[str, Sequence[Sequence[float]]]) -> dict[str, list[float]]:
+    """As `medians`, of sides that return the seconds of their parts."""
+    return {name: [median(part) for part in zip(*rows, strict=True)] for name, rows in times.items()}
 
 
 def bound_of(share: float, lost: dict[str, float], least: float = 0.85) -> dict[str, Any]:

@@ -24,13 +24,12 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable
-from statistics import median
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from benchmarks.harness import bound_of, main, run_ranks
+from benchmarks.harness import alternate, bound_of, main, part_medians, run_ranks
 from dynmo.kernels import hash_attention as kernel
 from dynmo.kernels.drop_attention import Dropped, draw_kept, plan_kept
 from dynmo.kernels.hash_attention import Hashed, hash_buckets, plan_buckets
@@ -152,13 +151,7 @@ def length(sequence: int, rounds: int) -> dict[str, Any]:
         sides[f"{name}: alone"] = lambda kind=kind: alone(kind, both, v, g)
         if isinstance(kind, Hashed):
             sides[f"{name}: around"] = lambda kind=kind: around(both, v, kind)
-    taken: dict[str, list[Seconds]] = {name: [] for name in sides}
-    for turn in range(rounds + 2):
-        for name, side in sides.items():
-            seconds = side()
-            if turn > 1:
-                taken[name].append(seconds)
-    medians = {name: [median(part) for part in zip(*rows, strict=True)] for name, rows in taken.items()}
+    medians = part_medians(alternate(sides, rounds, warmup=2))
     return {
         "sequence": sequence,
         "dense": _fbw(medians["dense"]),

@@ -22,8 +22,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.harness import main, run_ranks
-from benchmarks.savings_tokens import Side, function_side, layer_side, medians
+from benchmarks.harness import alternate, main, part_medians, run_ranks
+from benchmarks.savings_tokens import Side, function_side, layer_side
 from dynmo.models.experts import ExpertRule, ExpertsHalf
 from dynmo.models.gpt import FeedForwardHalf
 from dynmo.runtime.comm.world import World
@@ -68,7 +68,7 @@ def shape_row(experts: int, top_k: int, load: str, rounds: int) -> dict[str, Any
         "router": function_side(lambda t: module.router(t)[2], x),
         "rows": rows_to_experts(module, x),
     }
-    seconds = medians(sides, rounds)
+    seconds = part_medians(alternate(sides, rounds, warmup=2))
     ours, ideal = sum(seconds["experts"]), top_k * sum(seconds["dense"])
     everything = experts * sum(seconds["dense"])
     lost = {name: sum(seconds[name]) for name in ("router", "rows")}

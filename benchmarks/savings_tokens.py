@@ -24,14 +24,13 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Sequence
-from statistics import median
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from benchmarks.harness import bound_of, main, run_ranks
+from benchmarks.harness import alternate, bound_of, main, part_medians, run_ranks
 from benchmarks.savings_attention import ThreadClock
 from dynmo.kernels.token_attention import attend_kept, attend_packed
 from dynmo.kernels.token_select import merge, select
@@ -167,17 +166,6 @@ def depth_sides(hidden: int, sequence: int) -> tuple[dict[str, Side], dict[str, 
     return sides, pairs
 
 
-def medians(sides: dict[str, Side], rounds: int) -> dict[str, list[float]]:
-    """Runs the sides in turn. Returns the seconds of F, B and W of each."""
-    taken: dict[str, list[Seconds]] = {name: [] for name in sides}
-    for turn in range(rounds + 2):
-        for name, side in sides.items():
-            seconds = side()
-            if turn > 1:
-                taken[name].append(seconds)
-    return {name: [median(part) for part in zip(*rows, strict=True)] for name, rows in taken.items()}
-
-
 def compare(dense: Sequence[float], ours: Sequence[float], ideal: Sequence[float], lost: dict[str, float]) -> dict[str, Any]:
     """A row: seconds, speed-up, share of the ideal, and what is lost."""
     whole = (sum(dense) - sum(ours)) / (sum(dense) - sum(ideal))
@@ -195,7 +183,7 @@ def size_row(case: str, hidden: int, sequence: int, rounds: int) -> dict[str, An
     """All shares of one case at one size."""
     exits = case == "early_exit"
     sides, pairs = (exit_sides if exits else depth_sides)(hidden, sequence)
-    seconds = medians(sides, rounds)
+    seconds = part_medians(alternate(sides, rounds, warmup=2))
     attention, linear = seconds["dense attention"], [d - p for d, p in zip(seconds["dense attention"], seconds["pairs"], strict=True)]
     rows: dict[str, Any] = {}
     for key, part in pairs.items():

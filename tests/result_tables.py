@@ -11,6 +11,7 @@ from functools import cache
 from benchmarks import (
     cases,
     exit_thresholds,
+    expert_parallel,
     learning,
     quality,
     reshape,
@@ -38,6 +39,7 @@ def result_tables() -> dict[str, str]:
         "learning_experts": learning.table(result_of("learning_experts.json")),
         "savings_tokens": savings_tokens.table(result_of("savings_tokens.json")["sizes"]),
         "savings_experts": savings_experts.table(result_of("savings_experts.json")["rows"]),
+        "expert_parallel": expert_parallel.table(result_of("expert_parallel.json")),
         "exit_thresholds": exit_thresholds.table(result_of("exit_thresholds.json")),
         "reshape": reshape.table(result_of("reshape.json")["rows"]),
         "traces": traces.summary(result_of("traces.json")["rows"]),
