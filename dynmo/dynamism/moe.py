@@ -33,13 +33,13 @@ class PlacingRule:
 
     Attributes:
         ranks: Replicas that share the experts.
-        slots: Most experts of a layer on one replica.
+        most_experts: Most experts of a layer on one replica.
         every: Steps between two decisions. 0: experts stay.
         least_gain: By what share the load of the busiest replica must fall.
     """
 
     ranks: int
-    slots: int
+    most_experts: int
     every: int
     least_gain: float
 
@@ -88,7 +88,7 @@ class MoeCase(Dynamism):
         changed, before, after = dict[int, ExpertPlacement](), 1.0, 1.0
         for index, row in zip(indices, rows, strict=True):
             sources = self._sources(row)
-            placement = place_experts(sources, places.ranks, places.slots, current[index], places.least_gain)
+            placement = place_experts(sources, places.ranks, places.most_experts, current[index], places.least_gain)
             before = max(before, _hottest(current[index].loads(sources)))
             after = max(after, _hottest(placement.loads(sources)))
             if placement != current[index] and all(placement.held_by(rank) for rank in range(places.ranks)):
