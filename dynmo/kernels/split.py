@@ -74,13 +74,17 @@ def add_rows(bias: nn.Parameter, rows: Tensor) -> None:
 class WeightTape:
     """Takes the weight-gradient work of one layer while its backward runs.
 
-    `run` is called for work that is not deferred; the layer sets it to time the work. taking: it
-    takes work now. The layer has it do so in its B alone: a backward that its F runs
-    (`torch.autograd.grad`) is no part of that, and gives gradients as autograd does. whole:
-    parameters that the layer also uses by itself, not through their module (`used_twice`): their
-    gradient comes from autograd, all of it in B, or the order of its parts, and so the bits, would
-    depend on where W runs. loss_share: with what the gradient of a loss of the layer's own starts
-    (`own_loss.py`), a tensor without dimensions on the layer's device.
+    Attributes:
+        deferred: Whether work waits in `pending`. If not, `run` is called for it at once.
+        run: Runs work. The layer sets it, to time the work.
+        pending: Work that waits, and the tensors that it holds.
+        taking: Whether the tape takes work now. The layer has it do so in its B alone. A backward
+            that its F runs (`torch.autograd.grad`) gives gradients as autograd does.
+        whole: Parameters that the layer also uses by itself, not through their module
+            (`used_twice`). Their gradient comes from autograd, all of it in B. Otherwise the order
+            of its parts, and so the bits, would depend on where W runs.
+        loss_share: With what the gradient of a loss of the layer's own starts (`own_loss.py`). A
+            tensor without dimensions on the layer's device.
     """
 
     __slots__ = ("deferred", "loss_share", "pending", "run", "taking", "whole")

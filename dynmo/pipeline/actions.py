@@ -165,6 +165,8 @@ class Actions:
         everyone, before = layer_store.world.everyone, layer_store.layout
         if before.sliced:
             raise ConfigError("a pipeline of slices cannot be reshaped; make another")
+        if layer_store.experts is not None:
+            raise ConfigError("replicas that share experts (parallel.expert) cannot be reshaped; make another pipeline")
         layout = self._layouts.reshaped(before, pipeline, data, partition)
         agree(everyone, hashlib.sha256(repr((pipeline, data, layout.partition.counts)).encode()).digest(), "the new mesh")
         after = holders(layout.partition, layout.placement, data)
