@@ -1,0 +1,63 @@
+"""Fewer ranks: the fewest that are fast enough, and the published baselines."""
+
+from __future__ import annotations
+
+from itertools import combinations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dynmo.balance.partition import Partition, exact, uniform
+from dynmo.balance.repack import BASELINES, best_fit, fewest_ranks, first_fit, halving, round_robin
+from dynmo.errors import PartitionError
+
+LOADS = st.lists(st.integers(1, 9), min_size=2, max_size=8)
+
+
+def slowest(loads: list[int], partition: Partition) -> float:
+    return max(sum(loads[i] for i in partition.range_of(rank)) for rank in range(partition.ranks))
+
+
+@given(LOADS, st.integers(1, 40))
+def test_no_placement_on_fewer_ranks_is_fast_enough(loads: list[int], limit: int) -> None:
+    """Against all placements of all numbers of ranks."""
+    choice = fewest_ranks(lambda ranks: exact([float(x) for x in loads], ranks), lambda p: slowest(loads, p), limit, len(loads))
+    fast = [
+        ranks
+        for ranks in range(1, len(loads) + 1)
+        for ends in combinations(range(1, len(loads)), ranks - 1)
+        if slowest(loads, Partition.from_bounds((0, *ends, len(loads)))) <= limit
+    ]
+    assert (choice.partition.ranks if choice else None) == min(fast, default=None)
+
+
+def test_a_number_of_ranks_without_a_placement_is_left_out() -> None:
+    choice = fewest_ranks(lambda ranks: None if ranks < 3 else uniform(6, ranks), lambda p: 6 / p.ranks, 3.0, 6)
+    assert choice is not None
+    assert choice.partition.ranks == 3
+    assert fewest_ranks(lambda ranks: None, lambda p: 0.0, 1.0, 4) is None
+    with pytest.raises(PartitionError, match="at least 5 of 4 ranks"):
+        fewest_ranks(lambda ranks: None, lambda p: 0.0, 1.0, 4, least=5)
+
+
+@given(LOADS, st.integers(1, 60), st.data(), st.sampled_from(sorted(BASELINES)))
+def test_baselines_keep_layers_and_memory(loads: list[int], limit: int, data: st.DataObject, name: str) -> None:
+    ranks = data.draw(st.integers(1, len(loads)))
+    target = data.draw(st.integers(1, ranks))
+    before = uniform(len(loads), ranks)
+    after = BASELINES[name](before, loads, limit, target)
+    assert after.layers == before.layers
+    assert target <= after.ranks <= before.ranks
+    assert set(after.bounds) <= set(before.bounds), "ranks merge whole"
+    merged = [rank for rank in range(after.ranks) if after.counts[rank] not in before.counts]
+    assert all(sum(loads[i] for i in after.range_of(rank)) < limit for rank in merged)
+
+
+def test_what_each_merges() -> None:
+    before, memory = Partition((1,) * 6), [1.0, 1.0, 3.0, 1.0, 1.0, 1.0]
+    assert first_fit(before, memory, 4.5, 3).counts == (2, 2, 2)
+    assert best_fit(before, memory, 4.5, 4).counts == (1, 2, 2, 1)
+    assert round_robin(before, memory, 4.5, 4).counts == (2, 2, 1, 1)
+    assert halving(before, memory, 4.5, 2).counts == (2, 2, 2)
+    assert halving(before, memory, 3.5, 1).counts == before.counts
