@@ -1,28 +1,31 @@
 """The dynamic cases end to end: whole training runs on two real ranks, one thread each, with
 everything that balancing costs.
 
-Sides of a case, all of one model, data and seed; each is the trainer's own loop (the case acts,
-layers are profiled, the balancer decides, layers move, a step trains):
+Sides of a case, all of one model, data and seed:
 
     dense        without the technique, uniform
-    uniform      the technique, layers spread evenly for good: what it brings by itself (for freezing: Egeria, AutoFreeze unbalanced)
+    uniform      the technique, layers spread evenly for good: what it brings by itself
     parameters   the technique, spread once by parameters as DeepSpeed does (left out where that is the uniform placement)
     mask         pruning alone: weights are zeroed under a mask and the work stays dense, as frameworks do that prune by mask
     dynmo        the technique, starting uniform, balanced by measured time when the work has changed (`balance.every = "auto"`)
 
-One step of each in turn, so that all meet the same machine; the order turns with the step. Seconds
-are of the whole turn of the loop, from barrier to barrier; what is compiled once per process (the
-planner's loops, 0.3 s) is loaded before. The sides with the technique end with the same weights to
-the last bit (but mask, whose sums run in another order): `same_weights` says so.
+Each side is the trainer's own loop: the case acts, layers are profiled, the balancer decides, layers
+move, a step trains. The sides take turns, one step each, so that all meet the same machine. The
+order turns with the step. Seconds are of a whole turn of the loop, from barrier to barrier. The
+planner's loops are compiled before. `same_weights` says whether the sides with the technique end
+with the same weights to the last bit. The side `mask` is left out, because its sums run in another
+order.
 
-`ideal` is the simulator's, from the layer costs measured in the same run, without links, phase by
-phase (a phase lasts until the technique changes the model again): the uniform placement's time over
-the best placement's, had it been known at once. `ideal_as_placed` takes the placements as they
-were, step by step: what deciding late costs is what lies between. `same_work_takes`: the layers'
-seconds in the balanced run over those in the uniform one, in the last phase: the same work, but on
-cores that no longer idle and share caches, memory and, on some machines, their arithmetic; the
-simulator knows nothing of that. share_of_ideal = (speedup - 1) / (ideal - 1), not given where the
-ideal is under 1.03. Overhead is what the run's own account (the `end` event) says.
+`ideal` is the simulator's, from the layer costs measured in the same run, without links. It is the
+uniform placement's time over the best placement's, phase by phase, had that been known at once. A
+phase lasts until the technique changes the model again. `ideal_as_placed` takes the placements as
+they were, step by step. The difference is what deciding late costs. `share_of_ideal` = (speedup - 1)
+/ (ideal - 1). It is not given where the ideal is under 1.03.
+
+`same_work_takes` compares the layers' seconds in the balanced run with those in the uniform one, in
+the last phase. The work is the same, but the cores no longer idle. They share caches, memory and, on
+some machines, their arithmetic. The simulator knows nothing of that. Overhead is what the run's own
+account (the `end` event) says.
 
 Aims, written before measuring: 95 % of the ideal in the last phase; overhead under 1 % of the run.
 A round of all cases takes about half an hour.

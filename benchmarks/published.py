@@ -24,6 +24,7 @@ class Published:
 
 
 _LARGE = "720 H100, 30 replicas of a 24-way pipeline"
+_SMALL = "128 H100, 8 replicas of a 16-way pipeline"
 _STATIC = "the faster static placement of Megatron-LM and DeepSpeed, with the technique"
 
 PUBLISHED = {
@@ -31,5 +32,6 @@ PUBLISHED = {
     "pruning": Published("3.18", _STATIC, _LARGE),
     "sparse_attention": Published("2.71 to 4.02", "dense attention", _LARGE, over_dense=True),
     "early_exit": Published("4.52", "the model without exits, whose tokens all pass every layer", _LARGE, over_dense=True),
-    "mixture_of_depths": Published("1.17", _STATIC, "128 H100, 8 replicas of a 16-way pipeline"),
+    "mixture_of_depths": Published("1.17", _STATIC, _SMALL),
+    "moe": Published("1.21 to 1.23", _STATIC, _SMALL),
 }

@@ -88,9 +88,12 @@ class ExpertPlacement:
         """
         check_counts(counts, self.ranks, self.experts)
         loads: list[float] = [0] * self.ranks
-        for source, row in enumerate(counts):
-            for expert, tokens in enumerate(row):
-                loads[self.target(expert, source)] += tokens
+        for expert, (holders, tokens) in enumerate(zip(self.holders, zip(*counts, strict=True), strict=True)):
+            if len(holders) == 1:
+                loads[holders[0]] += sum(tokens)
+                continue
+            for source, count in enumerate(tokens):
+                loads[target_of(holders, expert, source)] += count
         return loads
 
 
@@ -162,5 +165,5 @@ def check_counts(counts: Counts, ranks: int, experts: int) -> None:
     for source, row in enumerate(counts):
         if len(row) != experts:
             raise PartitionError(f"rank {source} counts {len(row)} experts, but there are {experts}; give one count per expert")
-        if not all(0 <= tokens < float("inf") for tokens in row):
+        if min(row) < 0 or not sum(row) < float("inf"):
             raise PartitionError(f"a count of tokens of rank {source} is negative or not finite; give counts of 0 or more")

@@ -173,7 +173,7 @@ class _Search:
         self.held = [set(placement.held_by(rank)) for rank in range(self.ranks)]
         self._tokens = [[row[expert] for row in counts] for expert in range(placement.experts)]
         self._totals = [sum(tokens) for tokens in self._tokens]
-        self._known: dict[tuple[int, Holders], tuple[tuple[int, float], ...]] = {}
+        self._known: dict[tuple[int, Holders], dict[int, float]] = {}
         self.loads = placement.loads(counts)
 
     def improve(self) -> bool:
@@ -184,9 +184,8 @@ class _Search:
         """
         busiest = max(range(self.ranks), key=lambda rank: self.loads[rank])
         least, best = self.loads[busiest], None
-        for change in self._changes(busiest):
-            largest = self._largest(change, busiest, least)
-            if largest < least:
+        for at_least, change in self._changes(busiest):
+            if at_least < least and (largest := self._largest(change, busiest, least)) < least:
                 least, best = largest, change
         if best is None:
             return False
@@ -200,35 +199,39 @@ class _Search:
             self.holders[expert] = ranks
         return True
 
-    def _changes(self, busiest: int) -> Iterator[Change]:
+    def _changes(self, busiest: int) -> Iterator[tuple[float, Change]]:
         """What could take tokens off the busiest rank: a move, a copy or a swap of one of its
-        experts. Another expert makes room if its holder is full."""
+        experts. Another expert makes room if its holder is full. Each comes with the load of the
+        rank that the expert goes to."""
         only = len(self.held[busiest]) == 1  # it stays, unless another expert comes
         for expert in sorted(self.held[busiest]):
             ranks = self.holders[expert]
-            if not self.share(expert, ranks, busiest):
+            if not self.shares(expert, ranks)[busiest]:
                 continue
             others = tuple(rank for rank in ranks if rank != busiest)
             if others and not only:
-                yield ((expert, others),)
+                yield 0, ((expert, others),)
             for target in range(self.ranks):
-                if target in ranks or self.loads[target] >= self.loads[busiest]:
+                load = self.loads[target]
+                if target in ranks or load >= self.loads[busiest]:
                     continue
                 moved, copied = _with(others, target), _with(ranks, target)
+                by_move, by_copy = (load + self.shares(expert, x)[target] for x in (moved, copied))
                 if len(self.held[target]) < self.per_rank:
-                    yield ((expert, copied),)
+                    yield by_copy, ((expert, copied),)
                     if not only:
-                        yield ((expert, moved),)
+                        yield by_move, ((expert, moved),)
                     continue
                 for other in sorted(self.held[target]):
                     held_by = self.holders[other]
                     rest = tuple(rank for rank in held_by if rank != target)
+                    leaves = self.shares(other, held_by)[target]
                     if rest:
-                        yield (expert, copied), (other, rest)
+                        yield by_copy - leaves, ((expert, copied), (other, rest))
                         if not only:
-                            yield (expert, moved), (other, rest)
+                            yield by_move - leaves, ((expert, moved), (other, rest))
                     if busiest not in held_by:
-                        yield (expert, moved), (other, _with(rest, busiest))
+                        yield by_move - leaves, ((expert, moved), (other, _with(rest, busiest)))
 
     def _largest(self, change: Change, busiest: int, limit: float) -> float:
         """The largest load of the ranks that the change concerns."""
@@ -243,26 +246,19 @@ class _Search:
     def _after(self, change: Change) -> dict[int, float]:
         after: dict[int, float] = {}
         for expert, ranks in change:
-            for rank, tokens in self.shares(expert, self.holders[expert]):
+            for rank, tokens in self.shares(expert, self.holders[expert]).items():
                 after[rank] = after.get(rank, self.loads[rank]) - tokens
-            for rank, tokens in self.shares(expert, ranks):
+            for rank, tokens in self.shares(expert, ranks).items():
                 after[rank] = after.get(rank, self.loads[rank]) + tokens
         return after
 
-    def share(self, expert: int, ranks: Holders, rank: int) -> float:
-        """The tokens of the expert that a rank computes."""
-        return dict(self.shares(expert, ranks)).get(rank, 0)
-
-    def shares(self, expert: int, ranks: Holders) -> tuple[tuple[int, float], ...]:
+    def shares(self, expert: int, ranks: Holders) -> dict[int, float]:
         """The tokens of the expert that each of its holders computes."""
-        if len(ranks) == 1:
-            return ((ranks[0], self._totals[expert]),)
         known = self._known.get((expert, ranks))
         if known is None:
-            tokens = dict.fromkeys(ranks, 0.0)
+            known = self._known[expert, ranks] = dict.fromkeys(ranks, 0)
             for source, count in enumerate(self._tokens[expert]):
-                tokens[target_of(ranks, expert, source)] += count
-            known = self._known[expert, ranks] = tuple(tokens.items())
+                known[target_of(ranks, expert, source)] += count
         return known
 
 

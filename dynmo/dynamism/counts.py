@@ -13,7 +13,8 @@ Numbers = tuple[float | Tensor, ...]
 """What a layer has counted. Tensors without dimensions stay on their device until a total is asked
 for, so that no step waits for it."""
 Counted = Callable[[nn.Module], Numbers | Tensor]
-"""Returns what a layer has counted since it was asked last, and sets that back to 0."""
+"""Returns what a layer has counted since it was asked last, and sets that back to 0. The layer must
+not change a tensor that it has returned."""
 
 
 def counts_of(layers: Layers, counting: Sequence[int], counted: Counted) -> dict[int, Numbers | Tensor]:

@@ -132,21 +132,21 @@ class MoeCase(Dynamism):
         last.add(self._take(layers, indices))
         self._move_biases(layers, indices, last)
 
-    def _take(self, layers: Layers, indices: Sequence[int]) -> dict[int, Numbers | Tensor]:
-        """Asks this rank's layers what they have counted."""
-        counted = counts_of(layers, indices, self._counted)
+    def _take(self, layers: Layers, indices: Sequence[int]) -> dict[int, Tensor]:
+        """Asks this rank's layers what they have counted. A layer without tokens is left out."""
+        counted = {index: load for index, load in counts_of(layers, indices, self._counted).items() if isinstance(load, Tensor)}
         before = self._experts * layers.expert_place
         behind = self._experts * (self._ranks - 1) - before
-        by_source = {index: functional.pad(load, (before, behind)) for index, load in counted.items() if isinstance(load, Tensor)}
+        by_source = {index: functional.pad(load, (before, behind)) for index, load in counted.items()}
         self._recorded.add(by_source)
         if self._places is not None:
             self._by_source.add(by_source)
         return counted
 
-    def _counted(self, module: nn.Module) -> Tensor:
+    def _counted(self, module: nn.Module) -> Numbers | Tensor:
         router = _router(module)
         load, router.load = router.load, 0
-        return load if isinstance(load, Tensor) else torch.zeros(self._experts)
+        return load if isinstance(load, Tensor) else ()  # no token since
 
     def _move_biases(self, layers: Layers, indices: Sequence[int], last: Counts) -> None:
         rows = last.total(layers, indices, "the load of every expert in the last step", all_replicas=True)

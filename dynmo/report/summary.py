@@ -308,9 +308,19 @@ def _speed_up(first: Summary, run: Summary) -> str:
 
 
 def noise(runs: Sequence[tuple[str, Summary]], differ: Mapping[str, Sequence[Any]] | None) -> str | None:
-    """A line where the machine was not as fast for each run, as far as work tells that is the same
-    in all: of configs that differ in their balancing only, the steps before the work or the
-    placement of any changed; but the first, which warms up."""
+    """Says if the machine was not equally fast for all runs.
+
+    It compares the steps that did the same work in all of them: the steps before the work or the
+    placement of any run changed. The first step is left out, because it warms up.
+
+    Args:
+        runs: Name and summary of each.
+        differ: Keys of the configuration that differ, with their values. The runs compare only if
+            these are keys of `[balance]`. None: unknown.
+
+    Returns:
+        A line. None if the machine was equally fast, or the runs do not compare.
+    """
     starts = {(run.done[0].step, run.done[0].layers, run.done[0].frozen) for _, run in runs}
     first, last = runs[0][1].done[0].step, min(run.phases[0].last for _, run in runs)
     if len(starts) > 1 or last - first < _ENOUGH or differ is None or any(not key.startswith("balance.") for key in differ):

@@ -1,0 +1,351 @@
+"""Mixture of experts in the simulator: a pipeline of 8 stages with 16 replicas of each, under four sides.
+
+static            whole blocks spread evenly, and contiguous experts, as many on every replica
+experts placed    experts placed by counts of tokens (`dynmo.balance.expert_search`)
+layers balanced   half blocks moved between stages
+both              experts first, then half blocks by what the experts then cost
+
+One layer's experts are spread over groups of 8 or 16 replicas. A layer of experts takes as long as
+its busiest replica: the replica's tokens over the mean, times a dense feed-forward half. Attention
+halves never change. The tokens are drawn by a model (`benchmarks.expert_loads`). Its `skew` says how
+uneven the last layers are.
+
+A placement of moment t follows from the counts of moment t - 1. All sides begin as static. Layers
+move where the simulator predicts a gain of 2 %, experts where the busiest replica falls by 5 %.
+Moves are free and are counted. The schedule is ZB-H1 with 4 microbatches for each stage, as many as
+in the paper. There are no link times, and all-to-alls are free.
+
+`gain` is the time of static over another side's. `known at once` is both, decided from the moment's
+own counts. `perfect` has the same tokens on every replica and the same work on every stage. `experts
+in turn` is static with expert i on replica i mod the group's size.
+
+Three shares of a step: `idle` is that of a stage without an op (the paper's bubble ratio, figure 1).
+`bubble` is 1 - busiest stage / span. `unused` is the share of all replicas' time that computes no
+token, for lack of an op or while the busiest replica of the stage computes.
+
+A second table has the idleness from static to both. The third replays the traces of experts that this project uses elsewhere
+(benchmarks/data/traces/moe-*.json). They have costs of layers and no counts of tokens, so experts
+cannot be placed. `even stages` has the same work on every stage. `published` are the paper's (figure 3). Everything here is simulated.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from itertools import chain, pairwise
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from benchmarks.cost_traces import Layers, best, dense, in_halves, perfect, timeline, trace
+from benchmarks.expert_loads import EXPERTS, REPLICAS, Counts, draw_counts
+from benchmarks.harness import machine, save_picture
+from benchmarks.published import PUBLISHED
+from dynmo.balance.expert_placement import ExpertPlacement, even_placement, expert_moves, round_robin_placement
+from dynmo.balance.expert_search import load_bound, place_experts
+from dynmo.balance.partition import Partition, moves, uniform
+from dynmo.cost.layer_cost import LayerCost
+
+STAGES, BLOCKS, SEQUENCE = 8, 32, 2048
+MICROBATCHES = 4 * STAGES
+DEPTHS = (24, 32, 40, 48)
+SKEWS = (0.3, 0.6)
+GROUPS = ((8, 0), (8, 1), (16, 0), (16, 1))  # replicas of a group, more places for experts on each
+HYSTERESIS = 0.02
+SIDES = ("static", "experts placed", "layers balanced", "both")
+SCHEDULES = ("zb-h1", "zb-h2")
+PAPER_LEAVES = 0.08  # the paper's bubble ratio after balancing; 0.25 before
+
+Experts = list[ExpertPlacement]
+"""One placement for each block. All groups of a stage share it."""
+
+
+# -- experts ---------------------------------------------------------------------------------------
+
+
+def groups_of(counts: Counts, replicas: int) -> list[Counts]:
+    """The counts of each group of replicas."""
+    return [counts[first : first + replicas] for first in range(0, REPLICAS, replicas)]
+
+
+def busiest(placement: ExpertPlacement, counts: Counts) -> float:
+    """The tokens of the busiest replica of all groups, over the mean."""
+    loads = [load for group in groups_of(counts, placement.ranks) for load in placement.loads(group)]
+    return max(loads) / fmean(loads)
+
+
+def summed(counts: Counts, replicas: int) -> Counts:
+    """The counts of all groups together, by place in the group."""
+    return [[sum(column) for column in zip(*rows, strict=True)] for rows in zip(*groups_of(counts, replicas), strict=True)]
+
+
+def least_busiest(counts: Counts, replicas: int, per_rank: int) -> float:
+    """No placement has a busiest replica below this, over the mean."""
+    total = summed(counts, replicas)
+    return load_bound(total, replicas, per_rank) * replicas / sum(map(sum, total))
+
+
+def place(moments: Sequence[Sequence[Counts]], replicas: int, more: int) -> list[Experts]:
+    """Places the experts of each moment by the counts of the moment before."""
+    placements = [[even_placement(EXPERTS, replicas)] * len(moments[0])]
+    for counts in moments[:-1]:
+        placements.append(replace(placements[-1], counts, more))
+    return placements
+
+
+def replace(current: Experts, counts: Sequence[Counts], more: int) -> Experts:
+    """Places the experts of every block anew, where it pays.
+
+    Args:
+        current: The placements so far.
+        counts: Tokens by block, replica and expert.
+        more: Places on each replica beyond those that all experts need once.
+    """
+    replicas = current[0].ranks
+    per_rank = EXPERTS // replicas + more
+    return [place_experts(summed(x, replicas), replicas, per_rank, now) for now, x in zip(current, counts, strict=True)]
+
+
+# -- layers ----------------------------------------------------------------------------------------
+
+
+def layers_of(placements: Experts, counts: Sequence[Counts]) -> Layers:
+    """The costs of the half blocks. Each layer of experts takes as long as its busiest replica."""
+    layers = list(dense(len(placements), SEQUENCE))
+    for block, (placement, tokens) in enumerate(zip(placements, counts, strict=True)):
+        x, factor = layers[2 * block + 1], busiest(placement, tokens)
+        layers[2 * block + 1] = LayerCost(factor * x.f, factor * x.b, factor * x.w, x.parameters)
+    return tuple(layers)
+
+
+def balance(expected: Sequence[Layers]) -> list[Partition]:
+    """Places the layers of each moment where it pays.
+
+    Args:
+        expected: The costs of each moment but the first, as far as the moment before tells.
+    """
+    out = [in_halves(uniform(len(expected[0]) // 2, STAGES))]
+    for layers in expected:
+        proposed = best(layers, STAGES, MICROBATCHES, out[-1])
+        now, then = (timeline(layers, x, MICROBATCHES).makespan for x in (out[-1], proposed))
+        out.append(proposed if then <= (1 - HYSTERESIS) * now else out[-1])
+    return out
+
+
+def time_of(moments: Sequence[Layers], partitions: Sequence[Partition]) -> dict[str, Any]:
+    """Means over the moments: seconds of a step, and the shares of it that stages do not work."""
+    played = [timeline(*x, MICROBATCHES) for x in zip(moments, partitions, strict=True)]
+    work = MICROBATCHES * sum(layer.seconds for layer in dense(len(moments[0]) // 2, SEQUENCE))
+    result: dict[str, Any] = {
+        "seconds": fmean(x.makespan for x in played),
+        "bubble": fmean(x.bubble_ratio for x in played),
+        "unused": fmean(1 - work / STAGES / x.makespan for x in played),
+        "idle": {},
+    }
+    for schedule in SCHEDULES:
+        result["idle"][schedule] = fmean(timeline(*x, MICROBATCHES, schedule).idle_ratio for x in zip(moments, partitions, strict=True))
+    return result
+
+
+# -- rows ------------------------------------------------------------------------------------------
+
+
+def row(skew: float, replicas: int, more: int, blocks: int = BLOCKS, moments: int = 24) -> dict[str, Any]:
+    """One line of the first table.
+
+    Args:
+        skew: Exponent at the end of the model (`benchmarks.expert_loads`).
+        replicas: Size of the groups that hold all experts once.
+        more: Places on each replica beyond those that all experts need once.
+        blocks: Depth of the model.
+        moments: Number of moments.
+    """
+    counts = draw_counts(blocks, skew, moments)
+    even = [[even_placement(EXPERTS, replicas)] * blocks] * moments
+    in_turn = [round_robin_placement(EXPERTS, replicas)] * blocks
+    placed_experts = place(counts, replicas, more)
+    # The placements of a moment's own counts.
+    known_experts = [replace(now, x, more) for now, x in zip(placed_experts, counts, strict=True)]
+    halves = [in_halves(uniform(blocks, STAGES))] * moments
+
+    def costs(placements: Sequence[Experts], of: Sequence[Sequence[Counts]] = counts) -> list[Layers]:
+        return [layers_of(*x) for x in zip(placements, of, strict=True)]
+
+    static, by_experts, known = costs(even), costs(placed_experts), costs(known_experts)
+    balanced = balance(static[:-1])
+    both = balance(costs(placed_experts[1:], counts[:-1]))
+    sides = {
+        "static": time_of(static, halves),
+        "experts placed": time_of(by_experts, halves),
+        "layers balanced": time_of(static, balanced),
+        "both": time_of(by_experts, both),
+        "experts in turn": time_of(costs([in_turn] * moments), halves),
+        "known at once": time_of(known, [best(x, STAGES, MICROBATCHES, halves[0]) for x in known]),
+        "perfect": time_of([dense(blocks, SEQUENCE)], halves[:1]),
+    }
+    blocks_of = [x for moment in counts for x in moment]
+    ratios = {"static": even, "placed": placed_experts, "known at once": known_experts}
+    per_rank = EXPERTS // replicas + more
+    return {
+        "skew": skew,
+        "expert": replicas,
+        "per_rank": per_rank,
+        "blocks": blocks,
+        "stages": STAGES,
+        "replicas": REPLICAS,
+        "microbatches": MICROBATCHES,
+        "sides": sides,
+        "gain": {name: sides["static"]["seconds"] / x["seconds"] for name, x in sides.items()},
+        # The busiest replica's tokens over the mean.
+        "busiest": {
+            **{name: fmean(busiest(*x) for x in zip(chain.from_iterable(each), blocks_of, strict=True)) for name, each in ratios.items()},
+            "bound": fmean(least_busiest(x, replicas, per_rank) for x in blocks_of),
+        },
+        "moves": {
+            "experts of a layer and moment": fmean(
+                len(expert_moves(*x)) for before, after in pairwise(placed_experts) for x in zip(before, after, strict=True)
+            ),
+            "layers balanced": moved(balanced),
+            "both": moved(both),
+        },
+        "published": PUBLISHED["moe"].speedup,
+    }
+
+
+def moved(partitions: Sequence[Partition]) -> dict[str, int]:
+    """How often layers moved, and how many half blocks in all."""
+    each = [len(moves(old, new)) for old, new in pairwise(partitions)]
+    return {"times": sum(map(bool, each)), "layers": sum(each)}
+
+
+def trace_row(blocks: int) -> dict[str, Any]:
+    """One line of the second table: the trace of experts at this depth."""
+    moments = trace("moe", blocks, SEQUENCE)
+    halves = [in_halves(uniform(blocks, STAGES))] * len(moments)
+    balanced = balance(moments[:-1])
+    sides = {
+        "static": time_of(moments, halves),
+        "layers balanced": time_of(moments, balanced),
+        "known at once": time_of(moments, [best(x, STAGES, MICROBATCHES, halves[0]) for x in moments]),
+    }
+    even = fmean(perfect(x, STAGES, MICROBATCHES).makespan for x in moments)
+    gain = {name: sides["static"]["seconds"] / x["seconds"] for name, x in sides.items()}
+    gain |= {"even stages": sides["static"]["seconds"] / even}
+    gain |= {"perfect": sides["static"]["seconds"] / time_of([dense(blocks, SEQUENCE)], halves[:1])["seconds"]}
+    return {
+        "blocks": blocks,
+        "stages": STAGES,
+        "sides": sides,
+        "gain": gain,
+        "moves": moved(balanced),
+        "published": PUBLISHED["moe"].speedup,
+    }
+
+
+# -- telling ---------------------------------------------------------------------------------------
+
+
+def markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [head, ["---:"] * len(head), *rows]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+
+
+def table(rows: Sequence[dict[str, Any]]) -> str:
+    """The speed-ups in Markdown."""
+    head = ["skew", "replicas of a group", "experts on each", "busiest replica: static", "placed", "bound"]
+    head += [*SIDES[1:], "known at once", "perfect", "experts that move", "half blocks that move"]
+    lines: list[list[str]] = []
+    for x in rows:
+        ratios = [f"{x['busiest'][name]:.2f}" for name in ("static", "placed", "bound")]
+        gains = [f"{x['gain'][name]:.2f}" for name in (*SIDES[1:], "known at once", "perfect")]
+        halves = " / ".join(str(x["moves"][name]["layers"]) for name in ("layers balanced", "both"))
+        lines.append([*start_of(x), *ratios, *gains, f"{x['moves']['experts of a layer and moment']:.1f}", halves])
+    return markdown(head, lines)
+
+
+def idle_table(rows: Sequence[dict[str, Any]]) -> str:
+    """The shares of a step without work in Markdown, from static to both."""
+    head = ["skew", "replicas of a group", "experts on each", "idle", "idle with ZB-H2", "bubble", "unused"]
+    lines: list[list[str]] = []
+    for x in rows:
+        before, after = (x["sides"][name] for name in ("static", "both"))
+        pairs = [(before["idle"][name], after["idle"][name]) for name in SCHEDULES]
+        pairs += [(before[name], after[name]) for name in ("bubble", "unused")]
+        lines.append([*start_of(x), *(f"{100 * a:.1f} to {100 * b:.1f} %" for a, b in pairs)])
+    return markdown(head, lines)
+
+
+def start_of(x: dict[str, Any]) -> list[str]:
+    return [f"{x['skew']:.1f}", str(x["expert"]), str(x["per_rank"])]
+
+
+def trace_table(rows: Sequence[dict[str, Any]]) -> str:
+    """The traces in Markdown."""
+    names = ("layers balanced", "known at once", "even stages", "perfect")
+    lines: list[list[str]] = []
+    for x in rows:
+        gains = [f"{x['gain'][name]:.2f}" for name in names]
+        idle = [f"{100 * x['sides'][name]['idle']['zb-h1']:.1f} %" for name in ("static", "layers balanced")]
+        lines.append([str(x["blocks"]), *gains, *idle, str(x["moves"]["layers"]), x["published"]])
+    return markdown(["blocks", *names, "idle, static", "idle, balanced", "half blocks that move", "the paper's"], lines)
+
+
+def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
+    """Draws the speed-ups of each row beside the paper's range."""
+    import matplotlib as mpl
+
+    mpl.use("svg")
+    mpl.rcParams |= {"svg.hashsalt": "dynmo", "svg.fonttype": "none", "font.size": 9, "axes.spines.top": False, "axes.spines.right": False}
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(8, 3.6), layout="constrained")
+    names = ("experts placed", "layers balanced", "both", "perfect")
+    for offset, (name, colour) in enumerate(zip(names, ("#56b4e9", "#d55e00", "#0072b2", "#bbbbbb"), strict=True)):
+        x = [i + 0.2 * (offset - 1.5) for i in range(len(rows))]
+        bars = axes.bar(x, [row["gain"][name] for row in rows], 0.19, color=colour, label=name)
+        axes.bar_label(bars, fmt="%.2f", fontsize=6)
+    axes.axhspan(1.21, 1.23, color="#009e73", alpha=0.4, label="the paper's")
+    axes.set_xticks(range(len(rows)), [f"skew {x['skew']}\n{x['expert']} replicas\n{x['per_rank']} experts each" for x in rows])
+    axes.set(ylabel="speed-up over static, simulated", ylim=(0.9, None), axisbelow=True)
+    axes.legend(frameon=False, ncols=5, loc="upper center", bbox_to_anchor=(0.5, 1.14))
+    save_picture(figure, path)
+
+
+def measure(skews: Sequence[float] = SKEWS, groups: Sequence[tuple[int, int]] = GROUPS, depths: Sequence[int] = DEPTHS) -> dict[str, Any]:
+    """All rows of both tables."""
+    rows = [row(skew, *group) for skew in skews for group in groups]
+    least = {schedule: rows[0]["sides"]["perfect"]["idle"][schedule] for schedule in SCHEDULES}
+    return {
+        "simulated": True,
+        "rows": rows,
+        "traces": [trace_row(blocks) for blocks in depths],
+        "least_idle": least,
+        "paper": {"speedup": PUBLISHED["moe"].speedup, "over": PUBLISHED["moe"].baseline, "idle": [0.25, PAPER_LEAVES]},
+        "half_of_what_the_paper_leaves": {
+            schedule: {"bound": x <= PAPER_LEAVES / 2, "rows": sum(r["sides"]["both"]["idle"][schedule] <= PAPER_LEAVES / 2 for r in rows)}
+            for schedule, x in least.items()
+        },
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the speed-ups, like docs/pictures/experts.svg")
+    parser.add_argument("--read", type=Path, metavar="FILE", help="figures of an earlier --json, instead of simulating")
+    options = parser.parse_args()
+    result: dict[str, Any] = json.loads(options.read.read_text()) if options.read else measure() | {"machine": machine()}
+    if options.plot:
+        draw(result["rows"], options.plot)
+    if options.json:
+        print(json.dumps(result))
+        return
+    print("simulated: speed-up over static", table(result["rows"]), sep="\n\n", end="\n\n")
+    print("simulated: shares of a step without work", idle_table(result["rows"]), sep="\n\n", end="\n\n")
+    print("simulated: traces of layers", trace_table(result["traces"]), sep="\n\n", end="\n\n")
+    print(json.dumps({key: value for key, value in result.items() if key not in ("rows", "traces")}, indent=1))
+
+
+if __name__ == "__main__":
+    main()
