@@ -89,11 +89,8 @@ class ExpertPlacement:
         check_counts(counts, self.ranks, self.experts)
         loads: list[float] = [0] * self.ranks
         for expert, (holders, tokens) in enumerate(zip(self.holders, zip(*counts, strict=True), strict=True)):
-            if len(holders) == 1:
-                loads[holders[0]] += sum(tokens)
-                continue
-            for source, count in enumerate(tokens):
-                loads[target_of(holders, expert, source)] += count
+            for rank, share in shares_of(holders, expert, tokens).items():
+                loads[rank] += share
         return loads
 
 
@@ -104,6 +101,28 @@ def target_of(holders: Holders, expert: int, source: int) -> int:
         return source
     # The sources that do not hold the expert are numbered without gaps, so holders share them evenly.
     return holders[(source - below + expert) % len(holders)]
+
+
+def shares_of(holders: Holders, expert: int, tokens: Sequence[float]) -> dict[int, float]:
+    """Divides the tokens of an expert among its holders, as `target_of` does.
+
+    Args:
+        holders: Ranks that hold the expert.
+        expert: The expert.
+        tokens: Tokens of each source.
+
+    Returns:
+        The tokens that each holder computes.
+    """
+    if len(holders) == 1:
+        return {holders[0]: sum(tokens)}
+    shares: dict[int, float] = {rank: tokens[rank] for rank in holders}
+    others = [count for source, count in enumerate(tokens) if source not in shares]
+    copies = len(holders)
+    first = expert % copies
+    for turn, rank in enumerate((*holders[first:], *holders[:first])):
+        shares[rank] += sum(others[turn::copies])
+    return shares
 
 
 def expert_moves(old: ExpertPlacement, new: ExpertPlacement) -> tuple[tuple[int, int], ...]:

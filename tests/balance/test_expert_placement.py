@@ -230,3 +230,14 @@ def test_the_search_is_near_the_optimum():
     assert sum(gap == 1 for gap in gaps) >= 0.7 * len(gaps)
     assert sum(gaps) / len(gaps) <= 1.01
     assert max(gaps) <= 1.15
+
+
+@many
+@given(cases_with_current())
+def test_loads_are_those_of_the_targets(drawn: tuple[Case, ExpertPlacement]):
+    (counts, ranks, _), placement = drawn
+    loads = [0] * ranks
+    for source, row in enumerate(counts):
+        for expert, tokens in enumerate(row):
+            loads[placement.target(expert, source)] += tokens
+    assert placement.loads(counts) == loads
