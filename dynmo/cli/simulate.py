@@ -18,6 +18,7 @@ from dynmo.errors import InputError
 if TYPE_CHECKING:
     from rich.table import Table
 
+    from dynmo.planner.ranks_needed import RanksNeeded
     from dynmo.planner.workload import ReplayResult, StepTime
 
 _ROWS, _COLUMNS = 12, 72
@@ -27,9 +28,16 @@ _ROWS, _COLUMNS = 12, 72
 def simulate(
     workload: Annotated[Path, typer.Argument(help="The workload and the policy, as TOML.", show_default=False)],
     plot: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw the step times (.svg, .png, .pdf; needs matplotlib).")] = None,
+    fewest_ranks: Annotated[
+        float | None,
+        typer.Option(
+            metavar="SHARE", min=0.0, help="Also find the fewest ranks at each moment. A step may take longer than the first by this share."
+        ),
+    ] = None,
     json_: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
 ) -> None:
     """Replay a changing workload under a balancing policy."""
+    from dynmo.planner.ranks_needed import ranks_needed
     from dynmo.planner.workload import replay
     from dynmo.planner.workload_file import read
 
@@ -38,13 +46,41 @@ def simulate(
         _check_plot(plot)
     began = time.perf_counter()
     outcome = replay(given)
+    needed = () if fewest_ranks is None else ranks_needed(given, fewest_ranks)
     seconds = time.perf_counter() - began
     if plot is not None:
         _plot(outcome, plot)
     if json_:
-        print(json.dumps(to_json(outcome, seconds), allow_nan=False))
+        print(json.dumps(to_json(outcome, seconds) | needed_json(needed), allow_nan=False))
     else:
         _print_text(outcome, seconds)
+        if needed:
+            _print_needed(needed, given.ranks)
+
+
+def needed_json(needed: tuple[RanksNeeded, ...]) -> dict[str, Any]:
+    """The key `ranks_needed`, if it was asked for."""
+    from dynmo.planner.ranks_needed import mean_ranks
+
+    return {"ranks_needed": {"moments": [asdict(row) for row in needed], "mean": mean_ranks(needed)}} if needed else {}
+
+
+def _print_needed(needed: tuple[RanksNeeded, ...], ranks: int) -> None:
+    from rich.table import Table
+
+    from dynmo.planner.ranks_needed import mean_ranks
+    from dynmo.report.summary import console_for_tables
+
+    table = Table()
+    for heading in ("steps", "ranks", "s/step"):
+        table.add_column(heading, justify="right")
+    table.add_column("layers", overflow="fold")
+    for row in needed:
+        table.add_row(f"{row.first}-{row.last}", str(row.ranks), f"{row.seconds:.4g}", "+".join(map(str, row.layers)))
+    console = console_for_tables()
+    console.print()
+    console.print(table)
+    console.print(f"needs {mean_ranks(needed):.1f} of {ranks} ranks on average", highlight=False)
 
 
 def to_json(outcome: ReplayResult, seconds: float) -> dict[str, Any]:

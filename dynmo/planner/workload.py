@@ -194,11 +194,13 @@ def _mean(values: Sequence[float]) -> float:
 def replay(workload: Workload, listen: Callable[[int], None] | None = None) -> ReplayResult:
     """Raises InputError where the schedule cannot be made, or the placement does not fit the
     memory. listen: told of every step."""
-    return _Replay(workload).run(listen)
+    return Replayer(workload).run(listen)
 
 
 @final
-class _Replay:
+class Replayer:
+    """Predicts the steps of one workload, and decides as a run does."""
+
     def __init__(self, workload: Workload) -> None:
         self.workload = workload
         self.placement = placement_of(workload.schedule, workload.ranks, workload.chunks)

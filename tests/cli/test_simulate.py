@@ -117,3 +117,16 @@ def test_a_plot_that_cannot_be_is_told_first(run: Run, small: Path, tmp_path: Pa
     assert "must end in .svg, .png or .pdf" in run(small, "--plot", "x.txt")[2]
     assert "there is no folder" in run(small, "--plot", tmp_path / "none/x.svg")[2]
     assert "cannot be read: No such file" in run(tmp_path / "none.toml")[2]
+
+
+def test_the_fewest_ranks(run: Run, tmp_path: Path) -> None:
+    path = tmp_path / "small.toml"
+    path.write_text(SMALL)
+    status, out, _ = run(path, "--fewest-ranks", "0.1", "--json")
+    assert status == 0
+    needed = json.loads(out)["ranks_needed"]
+    assert [moment["ranks"] for moment in needed["moments"]] == [2, 2]
+    assert needed["mean"] == 2.0
+    _, out, _ = run(path, "--fewest-ranks", "1")
+    assert "needs 1.0 of 2 ranks on average" in out
+    assert "ranks_needed" not in json.loads(run(path, "--json")[1])

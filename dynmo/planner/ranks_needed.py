@@ -1,0 +1,89 @@
+"""How many ranks a workload needs, and when: the fewest on which it stays fast enough.
+
+moment        0 .. 99    100 .. 199    200 .. 299
+on 8 ranks    1.00 s     0.80 s        0.55 s
+needed        8          7             5             a step may take 1.00 s and a tolerance
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from dynmo.balance.balancers import BALANCERS
+from dynmo.balance.partition import Partition
+from dynmo.balance.repack import fewest_ranks
+from dynmo.errors import InputError
+from dynmo.planner.stage_plan import make_plan
+from dynmo.planner.workload import Replayer, Workload
+from dynmo.schedule.catalogue import chunks_of
+
+
+@dataclass(frozen=True)
+class RanksNeeded:
+    """What the steps from `first` to `last` need.
+
+    Attributes:
+        first: The first step with these costs.
+        last: The last one.
+        ranks: The fewest ranks that are fast enough. All, if none are.
+        seconds: Of a step on these ranks.
+        layers: Layers on each stage.
+    """
+
+    first: int
+    last: int
+    ranks: int
+    seconds: float
+    layers: tuple[int, ...]
+
+
+def ranks_needed(workload: Workload, tolerance: float) -> tuple[RanksNeeded, ...]:
+    """Finds the fewest ranks for each moment of a workload.
+
+    The costs are known at once, and moves are free. The microbatches stay.
+
+    Args:
+        workload: What changes. The search begins with its ranks.
+        tolerance: By what share a step may take longer than the first moment's on all ranks.
+
+    Returns:
+        One row for each moment.
+
+    Raises:
+        InputError: The first moment does not fit all ranks.
+    """
+    stops = [*(start for start, _ in workload.moments[1:]), workload.steps]
+    most = min(workload.ranks, workload.layers // chunks_of(workload.schedule, workload.chunks))
+    first = _best(workload, workload.ranks, 0)
+    limit = (1 + tolerance) * first[1]
+    rows: list[RanksNeeded] = []
+    for moment, ((start, _), stop) in enumerate(zip(workload.moments, stops, strict=True)):
+        known: dict[Partition, float] = {}
+
+        def place(ranks: int, moment: int = moment, known: dict[Partition, float] = known) -> Partition | None:
+            try:
+                partition, seconds = _best(workload, ranks, moment)
+            except InputError:  # it does not fit their memory, or the schedule needs more ranks
+                return None
+            known[partition] = seconds
+            return partition
+
+        choice = fewest_ranks(place, known.__getitem__, limit, most)
+        partition, seconds = (choice.partition, choice.seconds) if choice else _best(workload, workload.ranks, moment)
+        ranks = workload.ranks if choice is None else partition.ranks // chunks_of(workload.schedule, workload.chunks)
+        rows.append(RanksNeeded(start, stop - 1, ranks, seconds, partition.counts))
+    return tuple(rows)
+
+
+def mean_ranks(rows: tuple[RanksNeeded, ...]) -> float:
+    """The mean over the steps."""
+    return sum(row.ranks * (row.last - row.first + 1) for row in rows) / sum(row.last - row.first + 1 for row in rows)
+
+
+def _best(workload: Workload, ranks: int, moment: int) -> tuple[Partition, float]:
+    """The placement that the balancer proposes for a moment on so many ranks, and its seconds."""
+    policy = workload.policy
+    balancer = policy.balancer if policy.balancer in BALANCERS and policy.balancer not in ("none", "random") else "schedule-aware"
+    replayer = Replayer(replace(workload, ranks=ranks, initial=None, policy=replace(policy, balancer=balancer)))
+    plan = make_plan(replayer.request(moment, replayer.even))
+    return plan.partition, replayer.finish(plan.timeline, plan).seconds

@@ -1,0 +1,43 @@
+"""How many ranks a workload needs: against every placement, and with memory."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from dynmo.cost.layer_cost import LayerCost
+from dynmo.errors import InputError
+from dynmo.planner.ranks_needed import mean_ranks, ranks_needed
+from dynmo.planner.workload import Workload
+
+WHOLE, SMALL = LayerCost(1.0, 1.0, 1.0, weight_bytes=100), LayerCost(0.3, 0.3, 0.3, weight_bytes=100)
+GROWING = Workload("w", ((0, (WHOLE,) * 8), (10, (SMALL,) * 8), (30, (WHOLE,) * 8)), tuple("abcdefgh"), 40, 4, 8)
+
+
+def test_a_small_model_needs_few_ranks_and_a_large_one_all() -> None:
+    rows = ranks_needed(GROWING, 0.0)
+    assert [(row.first, row.last) for row in rows] == [(0, 9), (10, 29), (30, 39)]
+    assert [row.ranks for row in rows] == [4, 2, 4]
+    assert all(sum(row.layers) == 8 for row in rows)
+    assert rows[1].seconds <= rows[0].seconds
+    assert mean_ranks(rows) == 3.0
+
+
+def test_a_tolerance_allows_fewer() -> None:
+    assert [row.ranks for row in ranks_needed(GROWING, 4.0)] == [1, 1, 1]
+
+
+def test_memory_limits_how_few() -> None:
+    """Four layers fit a rank."""
+    rows = ranks_needed(replace(GROWING, memory_limit=450), 2.5)
+    assert [row.ranks for row in rows] == [2, 2, 2]
+    with pytest.raises(InputError):
+        ranks_needed(replace(GROWING, memory_limit=150), 0.0)
+
+
+def test_several_stages_a_rank() -> None:
+    rows = ranks_needed(replace(GROWING, schedule="zb-v"), 0.0)
+    assert rows[0].ranks == 4
+    assert rows[1].ranks <= 2
+    assert len(rows[1].layers) == 2 * rows[1].ranks
