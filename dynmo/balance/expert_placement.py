@@ -89,7 +89,7 @@ class ExpertPlacement:
         check_counts(counts, self.ranks, self.experts)
         loads: list[float] = [0] * self.ranks
         for expert, (holders, tokens) in enumerate(zip(self.holders, zip(*counts, strict=True), strict=True)):
-            for rank, share in shares_of(holders, expert, tokens).items():
+            for rank, share in tokens_by_holder(holders, expert, tokens).items():
                 loads[rank] += share
         return loads
 
@@ -103,7 +103,7 @@ def target_of(holders: Holders, expert: int, source: int) -> int:
     return holders[(source - below + expert) % len(holders)]
 
 
-def shares_of(holders: Holders, expert: int, tokens: Sequence[float]) -> dict[int, float]:
+def tokens_by_holder(holders: Holders, expert: int, tokens: Sequence[float]) -> dict[int, float]:
     """Divides the tokens of an expert among its holders, as `target_of` does.
 
     Args:

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import final
 
-from dynmo.balance.expert_placement import Counts, ExpertPlacement, Holders, check_counts, expert_moves, shares_of
+from dynmo.balance.expert_placement import Counts, ExpertPlacement, Holders, check_counts, expert_moves, tokens_by_holder
 from dynmo.errors import PartitionError
 
 Change = tuple[tuple[int, Holders], ...]
@@ -256,7 +256,7 @@ class _Search:
         """The tokens of the expert that each of its holders computes."""
         known = self._known.get((expert, ranks))
         if known is None:
-            known = self._known[expert, ranks] = shares_of(ranks, expert, self._tokens[expert])
+            known = self._known[expert, ranks] = tokens_by_holder(ranks, expert, self._tokens[expert])
         return known
 
 

@@ -225,10 +225,7 @@ class Config(Section):
     def ranks(self) -> int:
         """The size of the world: pipeline x data; a pipeline of slices is one rank of
         it."""
-        return (
-            (1 if self.parallel.slices else self.parallel.pipeline)
-            * self.parallel.data
-        )
+        return (1 if self.parallel.slices else self.parallel.pipeline) * self.parallel.data
 
     def to_toml(self) -> str:
         """TOML that `load` reads back as the same config. A key that is None is left out."""

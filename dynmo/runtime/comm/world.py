@@ -325,7 +325,9 @@ class World:
             self.staged,
         )
         world.subgroups, world.subgroup = tuple(subgroups), subgroup
-        world.process_group = everyone._process_groups.get((int(apart), *ranks), everyone.process_group)
+        world.process_group = everyone._process_groups.get(
+            (int(apart), *ranks), everyone.process_group
+        )
         world.channels, world._everyone = everyone.channels, everyone
         everyone._views.append(world)
         return world
