@@ -66,7 +66,10 @@ def reduce_experts(
                 tree.put(source, parameter.grad)
             expert.parameter.grad = tree.total(peers.size)
     missing: list[tuple[nn.Parameter, Tensor]] = []
-    for group in buckets([expert for expert in experts if expert.holders > 1], bucket):
+    several = [expert for expert in experts if expert.holders > 1]
+    # A holder sends a row for each replica that it computes.
+    most = max((len(sources) for expert in several for sources in expert.sources), default=1)
+    for group in buckets(several, bucket // most):
         missing += _reduce(peers, group, f"the gradients of layer {layer}")
     for expert in experts:
         for parameter in expert.gradients.values():

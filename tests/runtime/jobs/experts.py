@@ -6,6 +6,7 @@ import time
 from typing import Any
 
 import torch
+from torch import nn
 
 from dynmo.errors import RunError
 from dynmo.models.experts import halves
@@ -13,6 +14,10 @@ from dynmo.models.registry import load_model
 from dynmo.runtime.comm.expert_group import ExpertGroup
 from dynmo.runtime.comm.process_mesh import arrange
 from dynmo.runtime.comm.world import World
+from dynmo.runtime.layer.accumulation import Tree
+from dynmo.runtime.optim.expert_reduction import SharedExpert, reduce_experts
+from dynmo.runtime.optim.gradient_reduction import drop_missing
+from dynmo.runtime.optim.optimizer import Share, cut
 from dynmo.train.trainer import Trainer
 from tests.jobs import parsed
 
@@ -53,3 +58,45 @@ def rows(world: World, dtype: str) -> list[list[float]]:
     own = torch.full((sum(sent), 2), float(world.rank), dtype=getattr(torch, dtype))
     taken = group.counts([[count] for count in sent], [1] * world.size)
     return group.rows(own, sent, [count for (count,) in taken]).tolist()
+
+
+def reduced(world: World, bucket: int, absent: list[int]) -> list[Any]:
+    """Two experts of four replicas: one on replicas 0 and 2, one on replica 1.
+
+    Args:
+        world: Four ranks.
+        bucket: Most bytes that are under way at once.
+        absent: Replicas whose rows have no gradient.
+
+    Returns:
+        Of each expert that is here, whether the sum has the expected bits (or is rightly missing).
+    """
+    peers, size = arrange(world, 4).peers, 40_000
+    placed: list[tuple[tuple[int, ...], ...]] = [((0, 1), (), (2, 3), ()), ((), (0, 1, 2, 3), (), ())]
+    experts: list[SharedExpert] = []
+    for number, sources in enumerate(placed):
+        holders = [replica for replica, of in enumerate(sources) if of]
+        ranges = [(0, 0)] * 4
+        for place, replica in enumerate(holders):
+            (ranges[replica],) = cut([size], Share(place, len(holders)))
+        copies = {source: nn.Parameter(torch.zeros(size)) for source in sources[peers.rank]}
+        for source, copy in copies.items():
+            copy.grad = None if source in absent else _gradient(number, source, size)
+        own = next(iter(copies.values()), nn.Parameter(torch.zeros(size)))
+        experts.append(SharedExpert(f"e{number}", own, tuple(ranges), True, bool(copies), copies, sources))
+    missing = reduce_experts(peers, 0, experts, bucket)
+    drop_missing(missing)
+    out: list[Any] = []
+    for number, expert in enumerate(experts):
+        tree = Tree()
+        for source in range(4):
+            tree.put(source, None if source in absent else _gradient(number, source, size))
+        total = tree.total(4)
+        if expert.held:
+            grad = expert.parameter.grad
+            out.append(grad is None if total is None else grad is not None and torch.equal(grad, total))
+    return out
+
+
+def _gradient(expert: int, source: int, size: int) -> torch.Tensor:
+    return torch.randn(size, generator=torch.Generator().manual_seed(10 * expert + source))

@@ -56,6 +56,12 @@ def test_rows_between_ranks(pool: Pool, dtype: str) -> None:
         assert each == [[source, source] for source in range(3) for _ in range(rank + 1)]
 
 
+@pytest.mark.parametrize("absent", [[], [1], [0, 1, 2, 3]])
+@pytest.mark.parametrize("bucket", [40_000, 1 << 25])
+def test_gradients_are_summed_in_the_order_of_the_replicas(pool: Pool, bucket: int, absent: list[int]) -> None:
+    assert pool.run(f"{JOBS}reduced", 4, bucket=bucket, absent=absent) == [[True], [True], [True], []]
+
+
 def test_a_late_peer_is_named(pool: Pool) -> None:
     kind, message, seconds = pool.run(f"{JOBS}peer_is_late", 2)[0]
     assert kind == "WaitTimeout"
