@@ -72,9 +72,9 @@ def reduced(world: World, bucket: int, absent: list[int]) -> list[Any]:
         Of each expert that is here, whether the sum has the expected bits (or is rightly missing).
     """
     peers, size = arrange(world, 4).peers, 40_000
-    placed: list[tuple[tuple[int, ...], ...]] = [((0, 1), (), (2, 3), ()), ((), (0, 1, 2, 3), (), ())]
+    spread_over: list[tuple[tuple[int, ...], ...]] = [((0, 1), (), (2, 3), ()), ((), (0, 1, 2, 3), (), ())]
     experts: list[SharedExpert] = []
-    for number, sources in enumerate(placed):
+    for number, sources in enumerate(spread_over):
         holders = [replica for replica, of in enumerate(sources) if of]
         ranges = [(0, 0)] * 4
         for place, replica in enumerate(holders):
