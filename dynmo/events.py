@@ -139,6 +139,67 @@ class ReshapeEvent(Event):
 
 
 @dataclass(frozen=True)
+class RepackEvent(Event):
+    """The run goes on with fewer ranks. `source` and `target` (written as `from` and `to`): ranks
+    of a pipeline, and how many pipelines. layers: the new placement. seconds: how long the ranks
+    stood still. predicted_slowdown: share by which a step takes longer, None if nobody asked. left:
+    who went. `rebalance_result` with the same id has what was measured (a negative gain)."""
+
+    event: ClassVar[str] = "repack"
+    id: int
+    ranks_before: int
+    ranks_after: int
+    source: tuple[int, ...]
+    target: tuple[int, ...]
+    layers: tuple[int, ...]
+    moved_bytes: int
+    seconds: float
+    predicted_slowdown: float | None
+    reason: str
+    left: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class GrowEvent(Event):
+    """The run goes on with more ranks, as `RepackEvent` has it. joined: who came.
+    gpu_seconds_returned: of all ranks that were away, until now."""
+
+    event: ClassVar[str] = "grow"
+    id: int
+    ranks_before: int
+    ranks_after: int
+    source: tuple[int, ...]
+    target: tuple[int, ...]
+    layers: tuple[int, ...]
+    moved_bytes: int
+    seconds: float
+    predicted_gain: float | None
+    reason: str
+    joined: tuple[str, ...]
+    gpu_seconds_returned: float
+
+
+@dataclass(frozen=True)
+class ReleaseEvent(Event):
+    """The resource manager `by` has taken ranks back, or has started ranks that may join: what, in
+    one line; how many; how long it took."""
+
+    event: ClassVar[str] = "release"
+    by: str
+    what: str
+    ranks: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class FaultEvent(Event):
+    """Something failed that the run can do without: one line."""
+
+    event: ClassVar[str] = "fault"
+    what: str
+
+
+@dataclass(frozen=True)
 class RollbackEvent(Event):
     """With post-validation, step `step` was taken back. what: "non-finite" (and not made) or
     "clipped" (and made again, clipped). seconds: of rank 0's work that was thrown away."""
@@ -173,7 +234,8 @@ class EndEvent(Event):
     when a signal ended the run early. What balancing took of all `seconds`, moves or not:
     `measure_seconds` to condense and gather the layers' costs, `decide_seconds`, `move_seconds`. Of
     the caches of a frozen prefix's outputs, on all ranks: `spared_forwards`, the F's of single
-    layers that need not run, and `cached_bytes` at the end."""
+    layers that need not run, and `cached_bytes` at the end. `gpu_seconds_returned`: of the ranks that
+    the run did without."""
 
     event: ClassVar[str] = "end"
     loss: float
@@ -186,6 +248,7 @@ class EndEvent(Event):
     spared_forwards: int = 0
     cached_bytes: int = 0
     buffers_digest: str | None = None
+    gpu_seconds_returned: float = 0.0
 
 
 _KINDS: dict[str, type[Event]] = {
@@ -200,6 +263,10 @@ _KINDS: dict[str, type[Event]] = {
         ScheduleEvent,
         RebalanceResultEvent,
         ReshapeEvent,
+        RepackEvent,
+        GrowEvent,
+        ReleaseEvent,
+        FaultEvent,
         RollbackEvent,
         PostValidationEvent,
         CheckpointEvent,

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from dynmo.balance.partition import Partition
+from dynmo.cluster.choose import parks
 from dynmo.config import Config, parse
 from dynmo.errors import NoRoomError
 from dynmo.events import Event, StepEvent, to_json
@@ -18,6 +19,7 @@ from dynmo.models.emulated import EmulatedLayer
 from dynmo.models.registry import load_model
 from dynmo.runtime.comm.world import World
 from dynmo.runtime.state.migration import Migration
+from dynmo.train.joining import come_back
 from dynmo.train.trainer import Trainer
 
 SOURCE = f"file:{Path(__file__).resolve().parents[1] / 'LICENSE'}"
@@ -112,3 +114,21 @@ def costs_beside_a_slow_replica(world: World, config: dict[str, Any]) -> list[fl
     for step in range(3):
         trainer.advance(step)
     return [cost.f for cost in trainer.pipeline.costs()]
+
+
+def train_elastic(world: World, config: dict[str, Any]) -> dict[str, Any]:
+    """As `train`, of a run whose ranks may leave and come back: what rank 0 saw, and how often this
+    process was a rank."""
+    loaded = parsed(config)
+    events: list[Event] = []
+    model = load_model(loaded)
+    result = Trainer(loaded, world, model, None, listen=events.append).run()
+    if result.left and parks(loaded):
+        result = come_back(loaded, world, model, None, result)
+    return {
+        "left": result.left,
+        "digest": result.weights_digest,
+        "buffers": result.buffers_digest,
+        "loss": result.loss,
+        "events": [to_json(event) for event in events],
+    }

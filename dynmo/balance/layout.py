@@ -102,6 +102,14 @@ class Layouts:
             raise ConfigError(f"{have} cannot be {replicas} replicas of {ranks} ranks; {need}")
         return self.make(ranks, replicas, microbatches, partition)
 
+    def resized(self, layout: Layout, ranks: int, replicas: int, partition: Partition | None = None) -> Layout:
+        """The same batch on another number of ranks."""
+        batch = layout.microbatches * layout.replicas
+        microbatches, rest = divmod(batch, replicas)
+        if rest:
+            raise ConfigError(f"{replicas} replicas do not divide the {batch} microbatches of a step")
+        return self.make(ranks, replicas, microbatches, partition)
+
     def _check(self, partition: Partition, placement: Sequence[int]) -> None:
         layers, stages = self.layers, len(placement)
         if (partition.layers, partition.ranks) != (layers, stages):

@@ -10,6 +10,7 @@ kept as baselines, by name. All of them keep the layers in order, so they merge 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -132,6 +133,37 @@ BASELINES: dict[str, Callable[[Partition, Sequence[float], float, int], Partitio
     "round-robin": round_robin,
     "halving": halving,
 }
+
+
+def kept_ranks(nodes: Sequence[str], count: int) -> tuple[int, ...]:
+    """Chooses the ranks that stay when a run goes on with fewer.
+
+    As many nodes as possible become empty, because a machine is free only when all of its ranks
+    are. The smallest nodes go first, the last of equally small ones before the others. Rank 0
+    always stays. A node that loses only some of its ranks loses the highest ones.
+
+    Args:
+        nodes: Name of the machine of each rank.
+        count: How many ranks stay.
+
+    Returns:
+        The ranks that stay, ascending.
+
+    Raises:
+        PartitionError: `count` is not between 1 and the number of ranks.
+
+    Example:
+        >>> kept_ranks(("a", "a", "b", "b", "b", "c", "c"), 5)
+        (0, 1, 2, 3, 4)
+    """
+    if not 1 <= count <= len(nodes):
+        raise PartitionError(f"{count} of {len(nodes)} ranks cannot stay; give 1 to {len(nodes)}")
+    sizes = Counter(nodes)
+    last = {node: rank for rank, node in enumerate(nodes)}
+    order = sorted(sizes, key=lambda node: (node == nodes[0], sizes[node], -last[node]))
+    place = {node: position for position, node in enumerate(order)}
+    leaving = sorted(range(1, len(nodes)), key=lambda rank: (place[nodes[rank]], -rank))
+    return tuple(sorted({*range(len(nodes))} - {*leaving[: len(nodes) - count]}))
 
 
 @dataclass(frozen=True)

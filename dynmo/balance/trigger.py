@@ -151,13 +151,13 @@ class Outlook:
     then: float
 
 
-# A gain that is known to end in fewer steps is not begun: the first step after a move opens
-# channels anew.
-_SOON = 5
+SOON = 5
+"""A gain that is known to end in fewer steps is not begun: the first step after a move opens
+channels anew."""
 
 
 def worth_moving_through(
-    outlook: Sequence[Outlook], move_seconds: float, margin: float = 1.5, hysteresis: float = 0.02, soon: int = _SOON
+    outlook: Sequence[Outlook], move_seconds: float, margin: float = 1.5, hysteresis: float = 0.02, soon: int = SOON
 ) -> Decision:
     """As `worth_moving`, over steps of which it is known how they will differ.
 
@@ -196,7 +196,13 @@ def worth_moving_through(
 _PREEMPTED_COUNTS = 1 / 3
 
 
-def confirmed(decision: Decision, parts: Sequence[Decision], preempted: float = 0.0) -> Decision:
+def confirmed(
+    decision: Decision,
+    parts: Sequence[Decision],
+    preempted: float = 0.0,
+    difference: float | None = None,
+    what: str = "a gain",
+) -> Decision:
     """The decision, if what was measured is certain enough to act on.
 
     Args:
@@ -204,23 +210,27 @@ def confirmed(decision: Decision, parts: Sequence[Decision], preempted: float = 
         parts: The same question answered by disjoint parts of the readings. None: there is one
             reading only, which proves nothing.
         preempted: The share of its ops' time for which a rank lost its core to other processes.
+        difference: The share of a step's time that must stand out from this disturbance. None: the
+            predicted gain.
+        what: The name of the difference, for the reason.
 
     Returns:
-        `decision` if it is to stay, or if every part would move, too, and the gain stands out from
-        the disturbance. Otherwise to stay, as an uncertain decision.
+        `decision` if it is to stay, or if every part would move, too, and the difference stands out
+        from the disturbance. Otherwise to stay, as an uncertain decision.
     """
     if not decision.move:
         return decision
-    gain, least = decision.predicted_gain, _PREEMPTED_COUNTS * preempted
-    if gain < least:
-        why = f"other processes take {preempted:.0%} of the ops' time, and a gain of {gain:.2%} is under the {least:.2%} that counts then"
+    difference = decision.predicted_gain if difference is None else difference
+    least, shown = _PREEMPTED_COUNTS * preempted, f"{what} of {difference:.2%}"
+    if difference < least:
+        why = f"other processes take {preempted:.0%} of the ops' time, and {shown} is under the {least:.2%} that counts then"
     elif not parts:
-        why = f"a gain of {gain:.2%} rests on one reading"
+        why = f"{shown} rests on one reading"
     elif not all(part.move for part in parts):
-        why = f"a gain of {gain:.2%} is not what all parts of the readings say"
+        why = f"{shown} is not what all parts of the readings say"
     else:
         return decision
-    return Decision(False, gain, f"stay: {why}", uncertain=True)
+    return Decision(False, decision.predicted_gain, f"stay: {why}", uncertain=True)
 
 
 # After so many measured steps of changed work it is time to look. A step's figures are medians over

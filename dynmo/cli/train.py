@@ -273,7 +273,7 @@ def _joined_rank(config: Config, rendezvous: Rendezvous, resume: bool, overwrite
 def _rank(config: Config, rendezvous: Rendezvous, folder: Path, resume: bool, as_json: bool) -> int:
     from dynmo.report.progress import ProgressLine
     from dynmo.train.setup import warn_of_cores
-    from dynmo.train.trainer import run
+    from dynmo.train.run import run
 
     if rendezvous.rank:
         return 130 if run(config, rendezvous, folder, resume).interrupted else 0

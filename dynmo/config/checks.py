@@ -114,6 +114,32 @@ def _slices(config: Config) -> Iterator[str]:
         yield "parallel.slices = true: one process ends the steps of all slices together, so pipeline.post_validation cannot be true"
     if config.elastic.reshape or config.elastic.reshape_at:
         yield "parallel.slices = true: slices cannot be reshaped; leave out elastic.reshape and elastic.reshape_at"
+    if config.elastic.changes_ranks:
+        yield "parallel.slices = true: slices of one GPU cannot leave; leave out elastic.repack and elastic.target_ranks"
+
+
+def _repack(config: Config) -> Iterator[str]:
+    elastic = config.elastic
+    if elastic.changes_ranks:
+        which = "elastic.repack = true" if elastic.repack else f"elastic.target_ranks = {elastic.target_ranks}"
+        if elastic.reshape or elastic.reshape_at:
+            other = "elastic.reshape" if elastic.reshape else "elastic.reshape_at"
+            yield f"{which} chooses the mesh, too; leave out {other}"
+    if elastic.repack and elastic.min_ranks > config.ranks:
+        yield f"elastic.min_ranks = {elastic.min_ranks} is more than the run's {config.ranks} ranks; use at most {config.ranks}"
+    target = elastic.target_ranks
+    if target is not None and target < elastic.min_ranks:
+        yield f"elastic.target_ranks = {target} is less than elastic.min_ranks = {elastic.min_ranks}; use at least that many"
+    if target is not None and not mesh_shapes(config, target):
+        yield (
+            f"elastic.target_ranks = {target}: no mesh of so many ranks fits the model's layers, pipeline.schedule, "
+            f"{config.all_microbatches} microbatches and train.reduction_slots = {config.accumulation_groups}; use another number"
+        )
+    if elastic.releaser == "command" and not (elastic.release_command or elastic.grow_command):
+        yield 'elastic.releaser = "command" needs elastic.release_command or elastic.grow_command'
+    if elastic.releaser != "command" and (elastic.release_command or elastic.grow_command):
+        key = "release_command" if elastic.release_command else "grow_command"
+        yield f'elastic.{key} is for elastic.releaser = "command"; set that, or leave the command out'
 
 
 def _reshape(config: Config) -> Iterator[str]:
@@ -145,8 +171,6 @@ def _reshape_at(config: Config) -> Iterator[str]:
         key = f"elastic.reshape_at: [{step}, {pipeline}, {data}]"
         if step >= config.train.steps:
             yield f"{key} is at step {step}, but the run has {config.train.steps} steps; reshape sooner"
-        if pipeline * data != config.ranks:
-            yield f"{key} is {pipeline} x {data} ranks, but the run has {config.ranks}; a reshape keeps them all, so change the sizes"
         if microbatches % data:
             yield f"{key}: {data} replicas do not divide the {microbatches} microbatches of a step"
         problem = accumulation_problem(config.accumulation_groups, data, microbatches)
@@ -171,6 +195,7 @@ _RULES: tuple[Callable[[Config], Iterator[str]], ...] = (
     _schedule,
     _placement,
     _slices,
+    _repack,
     _reshape,
     _reshape_at,
     *DYNAMISM_RULES,

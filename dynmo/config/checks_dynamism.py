@@ -94,6 +94,8 @@ def _expert_parallelism(config: Config) -> Iterator[str]:
         yield f"{key} does not divide model.experts = {model.experts}; each replica of a group holds as many, so use a divisor"
     if config.elastic.reshape or config.elastic.reshape_at:
         yield f"{key}: a reshape changes the replicas that share experts; leave out elastic.reshape and elastic.reshape_at"
+    if config.elastic.changes_ranks:
+        yield f"{key}: replicas that share experts cannot leave; leave out elastic.repack and elastic.target_ranks"
     if config.parallel.slices:
         yield f"{key}: slices of one GPU cannot send rows to other replicas; leave out parallel.slices"
     freezing = config.dynamism.freezing

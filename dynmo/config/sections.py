@@ -19,13 +19,11 @@ from dynmo.config.values import (
     Lax,
     MemoryLimit,
     NonNegative,
-    NothingYet,
     RunName,
     ShapesAt,
     Threads,
     Timeout,
     Whole,
-    only,
     word,
 )
 from dynmo.schedule.catalogue import SCHEDULES, chunks_of
@@ -116,19 +114,44 @@ class Balance(Section):
     """A move must save at least this share of a step."""
 
 
-class ElasticSection(Section):
-    """Changes of the mesh while training."""
+RELEASERS = ("auto", "none", "command", "kubernetes")
 
-    repack: Annotated[bool, only(False)] = False
-    """Reserved for a later version. Only false is allowed."""
+
+class ElasticSection(Section):
+    """Changes of the mesh and of the number of ranks while training."""
+
+    repack: bool = False
+    """Whether the run leaves ranks that it does not need, and takes them back when it does."""
+    tolerance: NonNegative = 0.05
+    """With `repack`: share by which a step may take longer than the first measured steps did."""
+    min_ranks: Count = 1
+    """Fewest ranks that `repack` may leave."""
+    target_ranks: Count | None = None
+    """Ranks that the run goes to as soon as it can. Not set: `repack` decides."""
     reshape: bool = False
     """Whether the run may choose another mesh of the same ranks when the work has changed."""
     reshape_at: ShapesAt = ()
-    """`[[step, pipeline, data], ...]`: from each step on, the mesh has these sizes."""
-    min_ranks: Annotated[Count, only(1)] = 1
-    """Reserved for a later version. Only 1 is allowed."""
-    target_ranks: NothingYet = None
-    """Reserved for a later version. Must not be set."""
+    """`[[step, pipeline, data], ...]`: from each step on, the mesh has these sizes. With fewer
+    ranks the others leave. With more ranks the run waits for newcomers."""
+    releaser: Annotated[str, word(RELEASERS)] = "auto"
+    """Who takes ranks back and gives others. `auto` is dynmo's launcher if it started the ranks,
+    and `none` otherwise."""
+    release_command: Annotated[tuple[str, ...], Lax] = ()
+    """With `releaser = "command"`: program and arguments that give ranks back."""
+    grow_command: Annotated[tuple[str, ...], Lax] = ()
+    """With `releaser = "command"`: program and arguments that start `dynmo train --join`."""
+    park: bool = False
+    """Whether ranks that leave wait, without tensors, until they are called back. If not, their
+    processes end."""
+    job_options: Annotated[tuple[str, ...], Lax] = ()
+    """Options of `srun` for ranks that are Slurm jobs of their own, such as `--partition=p`."""
+    join_timeout: Timeout = 60.0
+    """Seconds that the run waits for ranks that it needs. It then goes on without them."""
+
+    @property
+    def changes_ranks(self) -> bool:
+        """Whether the run decides how many ranks it has."""
+        return self.repack or self.target_ranks is not None
 
 
 class CheckpointSection(Section):

@@ -37,17 +37,18 @@ def suggest_groups(config: Config, replicas: Collection[int]) -> str:
     return " or ".join(fitting[:4]) if fitting else "another train.global_batch"
 
 
-def mesh_shapes(config: Config) -> tuple[tuple[int, int], ...]:
-    """The meshes that the run's ranks can form with the same batch, accumulation groups and
-    schedule.
+def mesh_shapes(config: Config, ranks: int | None = None) -> tuple[tuple[int, int], ...]:
+    """The meshes that ranks can form with the run's batch, accumulation groups and schedule.
 
     Args:
         config: The run.
+        ranks: How many ranks. The default is as many as the run starts with.
 
     Returns:
         (ranks of a pipeline, replicas) of each mesh, fewest replicas first.
     """
-    ranks, microbatches, layers = config.parallel.pipeline * config.parallel.data, config.all_microbatches, config.layer_count
+    ranks = ranks or config.parallel.pipeline * config.parallel.data
+    microbatches, layers = config.all_microbatches, config.layer_count
     shapes: list[tuple[int, int]] = []
     for data in divisors(math.gcd(ranks, microbatches)):
         pipeline = ranks // data

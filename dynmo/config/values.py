@@ -87,21 +87,6 @@ def word(served: Collection[str], planned: Collection[str] = ()) -> OneOf:
     return OneOf(check, tuple(served))
 
 
-def only(served: bool | int) -> AfterValidator:
-    def check(value: bool | int) -> bool | int:
-        if value != served:
-            raise ValueError(f"{NOT_SERVED}; use {value_text(served)}")
-        return value
-
-    return AfterValidator(check)
-
-
-def _nothing_yet(value: object) -> object:
-    if value is not None:
-        raise ValueError(f"{NOT_SERVED}; leave it out")
-    return value
-
-
 def _check_name(value: str) -> str:
     # The name becomes a folder: nothing that a path could read as "elsewhere" or hide.
     if not re.fullmatch(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,99}", value):
@@ -252,7 +237,6 @@ DenseBelow: TypeAlias = Annotated[float | str | dict[str, float], PlainValidator
 Buckets: TypeAlias = Annotated[Count, AfterValidator(_check_even)]
 Blocks: TypeAlias = Annotated[tuple[Whole, ...], Lax]
 Cases: TypeAlias = Annotated[tuple[Annotated[str, AfterValidator(_check_case)], ...], Lax, AfterValidator(_check_unique)]
-NothingYet: TypeAlias = Annotated[int | None, AfterValidator(_nothing_yet)]
 
 # What happens at which step; steps ascend.
 FrozenAt: TypeAlias = Annotated[tuple[Annotated[tuple[Whole, Whole], Lax], ...], Lax, AfterValidator(_check_pairs)]

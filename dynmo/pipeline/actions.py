@@ -140,7 +140,7 @@ class Actions:
         layer_store.tied.join()
         self._profiler.forget(move.layer for move in plan)
         self._programs.relower()
-        self._on_recompute_change(before.recomputed ^ layout.recomputed)
+        self.on_recompute_change(before.recomputed ^ layout.recomputed)
         return migration
 
     def reshape(self, *, pipeline: int, data: int, partition: Partition | None = None) -> Migration:
@@ -181,10 +181,10 @@ class Actions:
         migration = exchange(everyone, plan, lambda i: (layer_store.modules[i], whole[i]), adopt)
         self._profiler.forget(move.layer for move in plan)
         self._schedule_keeper.reshaped(measure_links(layer_store.world, layout.pairs))
-        self._on_recompute_change(before.recomputed ^ layout.recomputed)
+        self.on_recompute_change(before.recomputed ^ layout.recomputed)
         return migration
 
-    def _on_recompute_change(self, layers: frozenset[int]) -> None:
+    def on_recompute_change(self, layers: frozenset[int]) -> None:
         """Takes note of layers that begin or cease to be recomputed. Nobody has measured what they
         cost now."""
         if layers:

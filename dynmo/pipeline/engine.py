@@ -26,6 +26,7 @@ from dynmo.pipeline.actions import Actions
 from dynmo.pipeline.case_context import CaseContext
 from dynmo.pipeline.layer_states import LayerStates
 from dynmo.pipeline.measurements import Measurements
+from dynmo.pipeline.membership import Membership
 from dynmo.pipeline.program_runner import ProgramRunner
 from dynmo.pipeline.schedule_keeper import ScheduleKeeper, Shapes
 from dynmo.pipeline.step_inputs import check_batch, check_choice, check_partition, check_rates, check_recompute
@@ -87,6 +88,8 @@ class Engine:
         replicates: Whether a reshape may make replicas later.
         shapes: Costs by shapes alone. Schedules within `memory_limit` are made from them until
             costs are measured.
+        elsewhere: Ranks of a pipeline and number of replicas of a run that this process is still
+            outside of. The engine then holds nothing until `membership.arrive`.
 
     Raises:
         ConfigError: An option is wrong, or the model has a layer that cannot be trained so.
@@ -101,6 +104,7 @@ class Engine:
     #   _runner           runs the programs
     #   schedule_keeper   in which order the ranks work, and what is known of costs
     #   actions           what changes any of these
+    #   membership        which ranks there are
     #   case_context      what a dynamic case sees of them
     #   measurements      what was measured of the layers
     #   layer_states      what is saved and restored
@@ -132,6 +136,7 @@ class Engine:
         cache_bytes: int = 0,
         replicates: bool = False,
         shapes: Shapes | None = None,
+        elsewhere: tuple[int, int] | None = None,
     ) -> None:
         check_choice("w_granularity", w_granularity, ("whole", "linear"))
         check_choice("rollback", rollback, ("exact", "in-place"))
@@ -147,7 +152,8 @@ class Engine:
                 "slices of one GPU are one process, whose steps end together: use one rank a replica, without post_validation"
             )
         self._layouts = Layouts(model.layers, schedule, chunks, accumulation_groups, recompute, sliced=slices is not None)
-        layout = self._layouts.make(slices or world.size, world.replicas, microbatches, partition)
+        ranks, replicas = elsewhere or (slices or world.size, world.replicas)
+        layout = self._layouts.make(ranks, replicas, microbatches, partition)
         streams = DefaultStream() if slices is None else make_streams(world.device, slices, layout.placement)
         self.clock = clock_for(world.device)
         self.profiler = Profiler(self.clock)
@@ -164,8 +170,9 @@ class Engine:
             expert=expert,
             dtype=dtype,
             cache_bytes=cache_bytes,
+            is_bare=elsewhere is not None,
         )
-        links = measure_links(world, layout.pairs)
+        links = measure_links(world, layout.pairs) if elsewhere is None else {}
         self.schedule_keeper = ScheduleKeeper(
             *(self._layer_store, schedule, chunks, memory_limit, links),
             post_validation=post_validation,
@@ -184,6 +191,10 @@ class Engine:
         self._optimizer_step = OptimizerStep(self._layer_store, table, self.profiler, scaler or make_scaler(dtype), clip_scope)
         self._pending = PostValidation(self._layer_store, self._optimizer_step, validates=post_validation, copies=rollback == "exact")
         self.actions = Actions(self._layouts, self._layer_store, self.schedule_keeper, self._programs, self.profiler, self._pending)
+        self.membership = Membership(
+            *(self._layouts, self._layer_store, self.schedule_keeper, self._programs, self.profiler, self._pending),
+            self.actions.on_recompute_change,
+        )
         self.case_context = CaseContext(self._layer_store, self.actions, self._pending)
         self.measurements = Measurements(self._layer_store, self.profiler, self._pending, accumulation_groups)
         self.layer_states = LayerStates(self._layer_store, self._pending, self._programs)
@@ -267,7 +278,7 @@ class Engine:
         *,
         lr: float,
         max_norm: float = 0.0,
-        flag: bool = False,
+        flag: int = 0,
         keys: Keys | None = None,
     ) -> StepResult:
         """Forward, backward, clip, update. inputs: [microbatches, ...] with the first stage,
@@ -290,7 +301,7 @@ class Engine:
         *,
         lr: float,
         max_norm: float = 0.0,
-        flag: bool = False,
+        flag: int = 0,
         keys: Keys | None = None,
     ) -> tuple[StepResult, ...]:
         """As `step`, but without a barrier at its end where the pipeline validates afterwards: the
@@ -330,7 +341,7 @@ class Engine:
         self._halfway = True
         return step_output
 
-    def update(self, step: int, step_output: StepOutput, *, lr: float, max_norm: float = 0.0, flag: bool = False) -> StepResult:
+    def update(self, step: int, step_output: StepOutput, *, lr: float, max_norm: float = 0.0, flag: int = 0) -> StepResult:
         """The second half of `step`: what the ranks must agree on, clipping, the optimizer."""
         check_rates(lr, max_norm)
         self._halfway = False

@@ -17,6 +17,10 @@ from dynmo.planner.reshape import Reshape, reshape
 from dynmo.runtime.engine.profiler import measure_links
 
 
+# Bytes per second between ranks, where there is one rank and nothing to measure.
+_UNKNOWN_LINK = 1e9
+
+
 def current_mesh(config: Config, engine: Engine) -> Mesh:
     """Returns the mesh that the engine runs on.
 
@@ -34,31 +38,27 @@ def current_mesh(config: Config, engine: Engine) -> Mesh:
     )
 
 
-def mesh_question(
-    config: Config, engine: Engine, costs: tuple[LayerCost, ...], steps: int, memory_limit: int | None
-) -> Callable[[tuple[LayerCost, ...]], Reshape]:
-    """Returns a pure function from costs to the best mesh.
+def mesh_request(
+    config: Config, engine: Engine, costs: tuple[LayerCost, ...], memory_limit: int | None, replicas: tuple[int, ...]
+) -> MeshRequest:
+    """Returns what a search for another mesh is given.
 
     All ranks call it together, since a pipeline of one rank has no links and measures one.
 
     Args:
         config: Of the run.
         engine: Holds the layers.
-        costs: Cost of each layer by all readings.
-        steps: Number of steps in which a reshape must repay itself.
+        costs: Cost of each layer.
         memory_limit: Bytes of a rank. None means unlimited.
+        replicas: The numbers of replicas that are allowed.
     """
-    world, current, balance = engine.world, current_mesh(config, engine), config.balance
+    everyone = engine.world.everyone
     # Between replicas as between stages: the slowest of the links that were measured.
-    links = engine.schedule_keeper.links or measure_links(world.everyone, [(0, 1)])
-    slowest = min(link.bytes_per_second for link in links.values())
-
-    def profile(layers: tuple[LayerCost, ...]) -> Profile:
-        return replace(profile_of(config, engine, layers), links=tuple(links.items()))
-
-    request = MeshRequest(
-        profile(costs),
-        gpus=world.everyone.size,
+    links = engine.schedule_keeper.links or measure_links(everyone, [(0, 1)] if everyone.size > 1 else [])
+    slowest = min((link.bytes_per_second for link in links.values()), default=_UNKNOWN_LINK)
+    return MeshRequest(
+        replace(profile_of(config, engine, costs), links=tuple(links.items())),
+        gpus=everyone.size,
         global_batch=config.train.global_batch,
         micro_batches=(config.train.micro_batch,),
         schedules=(config.pipeline.schedule,),
@@ -67,17 +67,47 @@ def mesh_question(
         zero=config.parallel.zero,
         bandwidth=slowest,
         objective=engine.objective,
-        replicas=tuple(data for _, data in mesh_shapes(config)),
+        replicas=replicas,
         accumulation_groups=config.accumulation_groups,
     )
 
+
+def mesh_question(
+    config: Config, engine: Engine, costs: tuple[LayerCost, ...], steps: int, memory_limit: int | None
+) -> Callable[[tuple[LayerCost, ...]], Reshape]:
+    """Returns a pure function from costs to the best mesh.
+
+    All ranks call it together.
+
+    Args:
+        config: Of the run.
+        engine: Holds the layers.
+        costs: Cost of each layer by all readings.
+        steps: Number of steps in which a reshape must repay itself.
+        memory_limit: Bytes of a rank. None means unlimited.
+    """
+    current, balance = current_mesh(config, engine), config.balance
+    request = mesh_request(config, engine, costs, memory_limit, tuple(data for _, data in mesh_shapes(config)))
+
     def decide(layers: tuple[LayerCost, ...]) -> Reshape:
         return reshape(
-            *(replace(request, profile=profile(layers)), current, engine.partition),
+            *(with_costs(request, config, engine, layers), current, engine.partition),
             horizon_steps=steps,
-            seconds_per_byte=1 / slowest,
+            seconds_per_byte=1 / request.bandwidth,
             margin=balance.margin,
             hysteresis=balance.hysteresis,
         )
 
     return decide
+
+
+def with_costs(request: MeshRequest, config: Config, engine: Engine, layers: tuple[LayerCost, ...]) -> MeshRequest:
+    """Returns the same request at other costs.
+
+    Args:
+        request: At some costs.
+        config: Of the run.
+        engine: Holds the layers.
+        layers: Cost of each layer.
+    """
+    return replace(request, profile=replace(profile_of(config, engine, layers), links=request.profile.links))

@@ -15,11 +15,12 @@ _WINDOW = 5
 @dataclass
 class _Measurement:
     """Of the move `id`. predicted: share of a step that it saves. before, after: seconds of
-    steps."""
+    steps. is_test: whether the result says how far predictions can be trusted."""
 
     id: int
     predicted: float
     before: float
+    is_test: bool
     after: list[float] = field(default_factory=list[float])
 
 
@@ -57,18 +58,19 @@ class MoveGain:
         self._measurement.after.append(seconds)
         return self.close(step) if len(self._measurement.after) == _WINDOW + 1 else None
 
-    def on_move(self, step: int, move: int, predicted: float) -> RebalanceResultEvent | None:
+    def on_move(self, step: int, move: int, predicted: float, is_test: bool = True) -> RebalanceResultEvent | None:
         """Begins to measure a move that was made before `step`.
 
         Args:
             step: The next step.
             move: Number of the move.
             predicted: Share of a step that it saves.
+            is_test: Whether later moves must promise more if this one disappoints.
 
         Returns:
             What the move before it has brought, if that is not told yet.
         """
-        result, self._measurement = self.close(step), _Measurement(move, predicted, median(self._recent))
+        result, self._measurement = self.close(step), _Measurement(move, predicted, median(self._recent), is_test)
         self._recent.clear()
         return result
 
@@ -101,5 +103,6 @@ class MoveGain:
         if measurement is None or len(measurement.after) < 2:
             return None
         gain = 1 - median(measurement.after[1:]) / measurement.before
-        self.doubt = 1.0 if gain >= measurement.predicted / 2 else 2 * self.doubt
+        if measurement.is_test:
+            self.doubt = 1.0 if gain >= measurement.predicted / 2 else 2 * self.doubt
         return RebalanceResultEvent(step, now(), measurement.id, gain)

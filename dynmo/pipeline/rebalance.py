@@ -19,12 +19,17 @@ from dynmo.events import ChangeEvent, Event, RebalanceEvent, RebalanceResultEven
 from dynmo.pipeline.engine import Engine
 from dynmo.pipeline.mesh_question import current_mesh, mesh_question
 from dynmo.pipeline.move_gain import MoveGain
+from dynmo.pipeline.rank_question import RankLimits, RankWish, ask_ranks
 from dynmo.runtime.comm.agreement import agree
 from dynmo.schedule.catalogue import entry
 from dynmo.schedule.simulator import simulate
 
 Forecasts = Callable[[int], Sequence[Sequence[Expected]]]
 """What each dynamic case expects to do after a step, the same on every rank."""
+
+
+# Seconds that the first change of ranks is thought to take.
+_FIRST_PAUSE = 1.0
 
 
 @dataclass(frozen=True)
@@ -88,6 +93,8 @@ class Rebalancer:
         self.moves = moves
         # Seconds that the last move took beyond its layers' way over the links.
         self._fixed = 0.0
+        # Seconds that the last change of ranks took.
+        self._pause = _FIRST_PAUSE
         self._told = False  # that the memory allows no decision
         self.overhead = Overhead()
 
@@ -127,7 +134,8 @@ class Rebalancer:
     def should_check(self, step: int) -> bool:
         """Whether it may do something before this step."""
         config = self._config
-        acts = config.balance.balancer != "none" or entry(config.pipeline.schedule).from_costs or config.elastic.reshape
+        elastic = config.elastic.reshape or config.elastic.changes_ranks
+        acts = config.balance.balancer != "none" or entry(config.pipeline.schedule).from_costs or elastic
         every = self._config.balance.every
         return acts and (step % every == 0 if isinstance(every, int) else self._watch is not None and self._watch.is_due)
 
@@ -206,6 +214,61 @@ class Rebalancer:
         seconds = time.perf_counter() - start
         self.overhead.move += seconds
         return [*told, ReshapeEvent(step, now(), before, (pipeline, data), partition.counts, migration.moved_bytes, seconds)]
+
+    def ranks(self, step: int, limits: RankLimits, reference: float | None) -> RankWish:
+        """Asks before `step` on how many ranks the run should go on.
+
+        Args:
+            step: The next step.
+            limits: How many ranks there are and may be.
+            reference: Seconds that a step took at first. None: it is now.
+
+        Returns:
+            What to do, and what the run would like.
+
+        Raises:
+            NoRoomError: The target cannot hold the model.
+            RunError: The ranks have decided differently.
+        """
+        config, pipeline, gathering = self._config, self._pipeline, time.perf_counter()
+        costs = self._costs()
+        halves = pipeline.measurements.halves(costs)
+        preempted, pause = pipeline.measurements.maxima((pipeline.measurements.preempted, self._pause))
+        start = time.perf_counter()
+        self.overhead.measure += start - gathering
+        forecast = forecast_intervals(costs, self._forecasts(step - 1), step, config.train.steps)
+        wish = ask_ranks(
+            *(config, pipeline, limits, tuple(forecast), self._memory_limit, pause, reference),
+            lambda: halves,
+            preempted,
+        )
+        if wish.choice.decision.uncertain and self._watch is not None:
+            self._watch.check_later()
+        self.overhead.decide += time.perf_counter() - start
+        decided = wish.choice.mesh, wish.choice.partition.counts, wish.choice.decision.move, wish.ranks
+        agree(pipeline.world, hashlib.sha256(repr(decided).encode()).digest(), "how many ranks go on")
+        return wish
+
+    def on_resize(self, step: int, gain: float | None, seconds: float = 0.0) -> tuple[int, Event | None]:
+        """Before `step` the ranks have become others. What is known of steps begins anew.
+
+        Args:
+            step: The next step.
+            gain: Predicted share of a step that is saved. None: nobody asked.
+            seconds: How long the ranks stood still.
+
+        Returns:
+            The number of the change, and what the last one has brought if that is not told yet.
+        """
+        self.moves += 1
+        measured = self._gain.measured and gain is not None
+        result = self._gain.on_move(step, self.moves, gain or 0.0, is_test=False) if measured else self._gain.on_workload_change(step)
+        self._unshaped = self._config.elastic.reshape
+        if self._config.balance.every == "auto":
+            self._watch = RebalanceWatch(self._config.balance.hysteresis)
+        self._pause = seconds or self._pause
+        self.overhead.move += seconds
+        return self.moves, result
 
     def consider(self, step: int) -> list[Event]:
         """Decides before `step`, and acts if that pays: first where the layers live, then in which

@@ -17,6 +17,27 @@ from dynmo.runtime.state.checkpoint import Saved
 STATE = frozenset({"partition", "frozen", "loss", "moves", "cases"})
 
 
+def state_of(engine: Engine, cases: Sequence[Dynamism], *, loss: float, moves: int, extra: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the part of an engine's state that no layer has, as JSON.
+
+    Args:
+        engine: What trains.
+        cases: The dynamic cases.
+        loss: Loss of the last step.
+        moves: How many times layers have moved.
+        extra: Further state of the caller.
+    """
+    return {
+        "partition": list(engine.partition.counts),
+        "frozen": sorted(engine.frozen),
+        "loss": loss,
+        "moves": moves,
+        "loss_scale": engine.scaler.state(),
+        "cases": {case.name: case.state() for case in cases},
+        **extra,
+    }
+
+
 def save_engine(
     engine: Engine, folder: Path, step: int, keep: int, cases: Sequence[Dynamism], *, loss: float, moves: int, extra: Mapping[str, Any]
 ) -> Saved:
@@ -38,15 +59,7 @@ def save_engine(
     Raises:
         RunError: A rank could not write its part. Older checkpoints are untouched.
     """
-    state = {
-        "partition": list(engine.partition.counts),
-        "frozen": sorted(engine.frozen),
-        "loss": loss,
-        "moves": moves,
-        "loss_scale": engine.scaler.state(),
-        "cases": {case.name: case.state() for case in cases},
-        **extra,
-    }
+    state = state_of(engine, cases, loss=loss, moves=moves, extra=extra)
     if engine.world.replicas > 1:
         engine.digest()  # raises if replicas differ: the first replica's weights are saved for all
     return checkpoint.save(engine.world.everyone, folder, step, engine.names, engine.layer_states.saved(), state, keep)
@@ -69,11 +82,31 @@ def restore_engine(engine: Engine, path: Path, state: Mapping[str, Any], cases: 
         CheckpointError: A layer does not fit the model.
     """
     agree(engine.world, hashlib.sha256(path.name.encode()).digest(), "which checkpoint to resume from")
+    _restore_frozen(engine, state)
+    for index in engine.own_layers:
+        engine.layer_states.restore(index, *checkpoint.load_layer(path, index, engine.world.device))
+    _restore_cases(engine, state, cases)
+
+
+def restore_state(engine: Engine, state: Mapping[str, Any], cases: Sequence[Dynamism]) -> None:
+    """Puts back what no layer has: which layers are frozen, the cases and the loss scale.
+
+    Args:
+        engine: What goes on training.
+        state: As `state_of` wrote it.
+        cases: The dynamic cases. A case that the state does not have starts anew.
+    """
+    _restore_frozen(engine, state)
+    _restore_cases(engine, state, cases)
+
+
+def _restore_frozen(engine: Engine, state: Mapping[str, Any]) -> None:
     if engine.frozen - set(state["frozen"]):
         engine.unfreeze(engine.frozen - set(state["frozen"]))
     engine.freeze(state["frozen"])
-    for index in engine.own_layers:
-        engine.layer_states.restore(index, *checkpoint.load_layer(path, index, engine.world.device))
+
+
+def _restore_cases(engine: Engine, state: Mapping[str, Any], cases: Sequence[Dynamism]) -> None:
     for case in cases:
         if case.name in state["cases"]:
             case.load(state["cases"][case.name])

@@ -119,13 +119,38 @@ class MeshRequest:
         return tuple(x for x in (*halves, own, 2 * own, 4 * own) if self.global_batch % x == 0) or (own,)
 
 
-def search(request: MeshRequest) -> MeshSearchResult:
+class NoMeshFitsError(NoRoomError):
+    """No mesh fits the memory. `nearest`: the one that misses the limit by least, if its bytes are
+    known."""
+
+    def __init__(self, message: str, nearest: RefusedMesh | None) -> None:
+        super().__init__(message)
+        self.nearest = nearest
+
+
+def least_seconds(request: MeshRequest) -> float:
+    """Returns a bound that no mesh of the request beats: the busiest rank's work without any wait.
+
+    Raises:
+        PartitionError: No mesh of so many ranks is possible, whatever the memory.
+    """
+    search = _Search(request)
+    return min(search.bound(mesh) for mesh in search.meshes())
+
+
+def search(request: MeshRequest, quick: bool = False) -> MeshSearchResult:
     """Every mesh that the request allows, each placed by each of the balancers; the best first.
 
-    Raises PartitionError, one line: no pipeline divides the GPUs, no size divides the batch, or
-    nothing fits the memory, and by how much the least misses it.
+    Args:
+        request: What is searched.
+        quick: Place by the first balancer only, without simulating its ties. Steps then come out
+            some percent longer.
+
+    Raises:
+        PartitionError: No pipeline divides the GPUs, no size divides the batch, or nothing fits the
+            memory (`NoMeshFitsError`). The message says by how much the least misses it.
     """
-    return _Search(request).run()
+    return _Search(request).run(quick)
 
 
 # How many ops may be placed by simulation, of the meshes that a quick look finds best; the three
@@ -140,7 +165,7 @@ class _Search:
         self.refused: list[RefusedMesh] = []
         self.loads: dict[tuple[int, bool], float] = {}
 
-    def run(self) -> MeshSearchResult:
+    def run(self, only_quick: bool) -> MeshSearchResult:
         request = self.request
         meshes = sorted(self.meshes(), key=lambda mesh: (self.bound(mesh), mesh.replicas, mesh.micro_batch))
         quick: list[MeshPlan] = []
@@ -156,11 +181,13 @@ class _Search:
             if candidate is not None:
                 quick.append(candidate)
         if not quick:
-            kind = PartitionError if request.memory_limit is None else NoRoomError
-            raise kind(self.nothing(meshes))
+            if request.memory_limit is None:
+                raise PartitionError(self.nothing(meshes))
+            raise NoMeshFitsError(self.nothing(meshes), self.nearest(meshes))
         quick.sort(key=lambda x: x.seconds)
         ops = accumulate(3 * x.mesh.microbatches * len(x.plan.request.placement) for x in quick)
-        best = [self.refine(x) if done <= _REFINED or i < 3 else x for i, (x, done) in enumerate(zip(quick, ops, strict=True))]
+        refined = [not only_quick and (done <= _REFINED or i < 3) for i, done in enumerate(ops)]
+        best = [self.refine(x) if wanted else x for x, wanted in zip(quick, refined, strict=True)]
         best.sort(key=lambda x: (x.seconds, x.mesh.pipeline, x.mesh.microbatches, request.names.index(x.mesh.schedule)))
         return MeshSearchResult(tuple(best[: request.keep]), tuple(self.refused), slower + max(0, len(best) - request.keep))
 
@@ -274,12 +301,16 @@ class _Search:
         )
         return memory_needs(plan_request, even, schedule)
 
+    def nearest(self, meshes: Sequence[Mesh]) -> RefusedMesh | None:
+        """Of the meshes that do not fit the memory, the one that needs the least."""
+        short = [x for x in self.refused if x.need is not None and x.mesh in set(meshes)]
+        return min(short, key=lambda x: x.need or 0, default=None)
+
     def nothing(self, meshes: Sequence[Mesh]) -> str:
         tried = [x for x in self.refused if x.mesh in set(meshes)]
-        short = [x for x in tried if x.need is not None]
-        if not short:
+        least = self.nearest(meshes)
+        if least is None:
             return tried[0].reason
-        least = min(short, key=lambda x: x.need or 0)
         more = "" if self.request.recompute != "none" else ", --recompute auto"
         more += "" if self.request.zero else ", --zero 1"
         return f"none of {len(tried)} meshes fits; the least, {least.mesh}: {least.reason}; take more GPUs, smaller microbatches{more}"

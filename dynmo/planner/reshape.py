@@ -61,7 +61,7 @@ def reshape(
             f"a mesh of {current.gpus} GPUs and {current.global_batch} sequences, for a request of {request.gpus} and "
             f"{request.global_batch}; reshaping changes neither"
         )
-    stay = _as_now(request, current, partition)
+    stay = plan_as_now(request, current, partition)
     candidates = search(request).candidates
     prices = [largest_arrival(request.profile.layers, current, partition, x.mesh, x.plan.partition) for x in candidates]
 
@@ -75,8 +75,19 @@ def reshape(
     return Reshape(candidates[best], decision, prices[best])
 
 
-def _as_now(request: MeshRequest, current: Mesh, partition: Partition) -> MeshPlan:
-    """Without the memory limit: it runs, whatever a plan would say."""
+def plan_as_now(request: MeshRequest, current: Mesh, partition: Partition) -> MeshPlan:
+    """Predicts a step on the mesh and the placement that a run has now.
+
+    The memory limit is left out, because the run already trains.
+
+    Args:
+        request: The costs, and what a mesh search may vary.
+        current: The mesh as it is.
+        partition: The layers of each of its stages.
+
+    Raises:
+        PartitionError: The placement has another number of stages than the mesh.
+    """
     plan_request = PlanRequest(
         mesh_profile(request.profile, current, request.zero, request.accumulation_groups),
         current.pipeline,
@@ -92,14 +103,37 @@ def _as_now(request: MeshRequest, current: Mesh, partition: Partition) -> MeshPl
     return add_reductions(current, evaluate_partition(plan_request, partition), request.bandwidth, request.zero)
 
 
-def largest_arrival(layers: Sequence[LayerCost], old: Mesh, old_partition: Partition, new: Mesh, new_partition: Partition) -> int:
-    """Bytes that the rank that must get most must get: what its new stages hold and its old ones
-    did not."""
+def largest_arrival(
+    layers: Sequence[LayerCost],
+    old: Mesh,
+    old_partition: Partition,
+    new: Mesh,
+    new_partition: Partition,
+    origins: Sequence[int | None] | None = None,
+) -> int:
+    """Counts the bytes of the rank that must get most.
+
+    A rank must get the layers that its new stages hold and its old ones did not.
+
+    Args:
+        layers: Cost of each layer.
+        old: The mesh before the change.
+        old_partition: The layers of each of its stages.
+        new: The mesh after the change.
+        new_partition: The layers of each of its stages.
+        origins: For each rank of the new mesh, its number in the old one. None for a rank that
+            joins. By default every rank keeps its number.
+    """
     return max(
-        sum(layers[i].moved_bytes for i in _held(new, new_partition, rank) - _held(old, old_partition, rank)) for rank in range(new.gpus)
+        sum(
+            layers[i].moved_bytes
+            for i in _held(new, new_partition, rank) - (set() if origin is None else _held(old, old_partition, origin))
+        )
+        for rank, origin in enumerate(range(new.gpus) if origins is None else origins)
     )
 
 
 def _held(mesh: Mesh, partition: Partition, rank: int) -> set[int]:
+    """The layers of a rank. None if the mesh has no such rank."""
     placement = placement_of(mesh.schedule, mesh.pipeline, partition.ranks // mesh.pipeline)
     return {i for stage, holder in enumerate(placement) if holder == rank // mesh.replicas for i in partition.range_of(stage)}

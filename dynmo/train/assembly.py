@@ -3,24 +3,40 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from functools import cache, partial
 from typing import Literal, cast
 
 from dynmo.balance.partition import Partition
 from dynmo.config import Config
+from dynmo.dynamism import Dynamism
+from dynmo.errors import RunError
 from dynmo.models.model import Model
 from dynmo.pipeline.engine import Engine
 from dynmo.pipeline.optimizers import optimizer_settings
+from dynmo.pipeline.saving import restore_state
 from dynmo.runtime.comm.world import World
 from dynmo.runtime.layer.precision import dtype_for
 from dynmo.runtime.optim.loss_scale import make_scaler
 from dynmo.train.setup import memory_limit
 from dynmo.train.shape_costs import recompute_for, shapes_of
+from dynmo.train.summons import Summons
 
 
-def pipeline_for(config: Config, world: World, model: Model, partition: Partition, cache_bytes: int = 0) -> Engine:
-    """world: one pipeline of the mesh (`mesh.arrange`), which need not be the config's first.
-    cache_bytes: for outputs of frozen layers."""
+def pipeline_for(
+    config: Config, world: World, model: Model, partition: Partition, cache_bytes: int = 0, elsewhere: tuple[int, int] | None = None
+) -> Engine:
+    """Makes the pipeline of a run.
+
+    Args:
+        config: Of the run.
+        world: One pipeline of the mesh (`arrange`), which need not be the config's first.
+        model: What to train.
+        partition: Layers on each stage.
+        cache_bytes: For outputs of frozen layers.
+        elsewhere: The mesh of the run, which this process is still outside of.
+    """
+    replicas = world.replicas if elsewhere is None else elsewhere[1]
     train, pipeline = config.train, config.pipeline
     dtype, limit = dtype_for(train.precision, world.device), memory_limit(config, world.device)
     return Engine(
@@ -28,7 +44,7 @@ def pipeline_for(config: Config, world: World, model: Model, partition: Partitio
         model,
         partition,
         schedule=pipeline.schedule,
-        microbatches=config.all_microbatches // world.replicas,
+        microbatches=config.all_microbatches // replicas,
         chunks=config.chunks,
         slices=config.slices,
         memory_limit=limit,
@@ -48,5 +64,43 @@ def pipeline_for(config: Config, world: World, model: Model, partition: Partitio
         cache_bytes=cache_bytes,
         # The trainer warns of unknown activations at its start.
         shapes=cache(partial(shapes_of, config, model, level=logging.INFO)) if limit is not None else None,
+        elsewhere=elsewhere,
         replicates=config.elastic.reshape or any(data > 1 for _, _, data in config.elastic.reshape_at),
     )
+
+
+def join_pipeline(
+    config: Config, world: World, model: Model, cases: Sequence[Dynamism], summons: Summons, cache_bytes: int = 0
+) -> Engine:
+    """Makes this process a rank of a running run's pipeline. The run's ranks grow meanwhile.
+
+    Args:
+        config: Of the run.
+        world: This process alone (`World.outside`).
+        model: What to train.
+        cases: The dynamic cases, which take up the run's state.
+        summons: What rank 0 told this process.
+        cache_bytes: For outputs of frozen layers.
+
+    Returns:
+        The pipeline, with the layers that belong here.
+
+    Raises:
+        RunError: The model is another one, or the ranks did not meet.
+    """
+    if summons.names != model.names:
+        raise RunError(
+            f"the run trains {len(summons.names)} layers, and this process has a model of {model.layers} layers or of other names; "
+            "start it where the run was started, with the same code"
+        )
+    engine = pipeline_for(config, world, model, Partition(summons.layers_before), cache_bytes, summons.shape_before)
+    restore_state(engine, summons.state, cases)
+    engine.schedule_keeper.known = summons.known_costs
+    engine.membership.arrive(
+        *(summons.rank, summons.size, summons.generation),
+        pipeline=summons.shape[0],
+        data=summons.shape[1],
+        partition=Partition(summons.layers),
+        patience=config.elastic.join_timeout,
+    )
+    return engine

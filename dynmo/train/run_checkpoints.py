@@ -43,12 +43,19 @@ class SavedRun:
     def moves(self) -> int:
         return self.state["moves"]
 
+    @property
+    def reference(self) -> float | None:
+        """Seconds that a step took at first."""
+        return self.state.get("reference")
+
     def shape(self, config: Config) -> tuple[int, int]:
         """The mesh to resume in: where the run chooses it, the one that it had, as long as that is
-        one of this config's."""
+        one of this config's. A mesh of fewer or more ranks comes with the first step."""
         saved = tuple(self.state.get("shape", ()))
         known = config.elastic.reshape and saved in mesh_shapes(config)
-        return (saved[0], saved[1]) if known else config.shape_at(self.step)
+        shape = (saved[0], saved[1]) if known else config.shape_at(self.step)
+        started = config.parallel.pipeline, config.parallel.data
+        return shape if shape[0] * shape[1] == started[0] * started[1] else started
 
 
 class RunCheckpoints:
@@ -63,20 +70,15 @@ class RunCheckpoints:
         every = self._config.checkpoint.every
         return bool(every) and (step % every == 0 or step == self._config.train.steps or interrupted)
 
-    def save(self, step: int, pipeline: Engine, cases: Sequence[Dynamism], loss: float, moves: int) -> CheckpointEvent | None:
-        """All ranks call it together, after the last result. None: there is no folder."""
+    def save(
+        self, step: int, pipeline: Engine, cases: Sequence[Dynamism], loss: float, moves: int, reference: float | None
+    ) -> CheckpointEvent | None:
+        """All ranks call it together, after the last result. None: there is no folder. reference:
+        seconds that a step took at first."""
         if self._folder is None:
             return None
-        saved = save_engine(
-            pipeline,
-            self._folder,
-            step,
-            self._config.checkpoint.keep,
-            cases,
-            loss=loss,
-            moves=moves,
-            extra={"shape": list(pipeline.shape), **self._fixed(pipeline.model)},
-        )
+        extra = {"shape": list(pipeline.shape), "reference": reference, **self._fixed(pipeline.model)}
+        saved = save_engine(pipeline, self._folder, step, self._config.checkpoint.keep, cases, loss=loss, moves=moves, extra=extra)
         return CheckpointEvent(step - 1, now(), str(saved.path), saved.bytes, saved.seconds)
 
     def find(self, model: Model) -> SavedRun:

@@ -56,6 +56,11 @@ class Tracer:
         self._recent: deque[list[Row]] = deque(maxlen=steps)
         self._kept: deque[list[Row]] = deque(maxlen=_MOST_STEPS)
         self._coming = 0
+        self._anchor, self._since = self._origin()
+
+    def _origin(self) -> tuple[Any, float]:
+        """A mark of this rank's clock, and its seconds since the ranks' common origin."""
+        world, clock = self._world, self._clock
         # All ranks leave a barrier within a link's latency, unless one is held up just then: the
         # median of several is everyone's time zero.
         marks: list[Any] = []
@@ -67,7 +72,18 @@ class Tracer:
         table[world.rank] = torch.tensor([clock.elapsed(marks[0], mark) for mark in marks])
         world.sum(table, "the trace's time zero")
         # A mark, and its seconds since the common origin.
-        self._anchor, self._since = marks[0], float((table[0] - table[world.rank]).median())
+        return marks[0], float((table[0] - table[world.rank]).median())
+
+    def renew(self) -> None:
+        """The ranks are others: they have another common origin. All ranks call it, newcomers by
+        making a tracer."""
+        anchor, since = self._anchor, self._since
+        self._anchor, self._since = self._origin()
+        later = since + self._clock.elapsed(anchor, self._anchor) - self._since
+        for rows in (self._recent, self._kept):
+            moved = [[(*row[:4], row[4] - later, row[5] - later) for row in each] for each in rows]
+            rows.clear()
+            rows.extend(moved)
 
     def keep_around(self) -> None:
         """Something changes now: keep the steps before and the next ones."""

@@ -33,31 +33,36 @@ from dynmo.events import (
 )
 from dynmo.files import write_whole
 from dynmo.models.model import Model
-from dynmo.pipeline.engine import StepResult
+from dynmo.pipeline.engine import Engine, StepResult
 from dynmo.pipeline.profile import profile_of
 from dynmo.pipeline.rebalance import Rebalancer
+from dynmo.pipeline.saving import state_of
 from dynmo.runtime.comm.process_mesh import arrange
-from dynmo.runtime.comm.rendezvous import Rendezvous
 from dynmo.runtime.comm.world import World
 from dynmo.runtime.layer.output_cache import Keys
 from dynmo.schedule.bounds import Objective
-from dynmo.train.assembly import pipeline_for
+from dynmo.train.assembly import join_pipeline, pipeline_for
 from dynmo.train.dry_run import first_plan
+from dynmo.train.elasticity import Elasticity
 from dynmo.train.loader import DataLoader
-from dynmo.train.run_checkpoints import RunCheckpoints
+from dynmo.train.rank_source import make_source
+from dynmo.train.run_checkpoints import RunCheckpoints, SavedRun
 from dynmo.train.setup import (
     check_meshes,
     first_partition,
     memory_limit,
-    start,
 )
 from dynmo.train.shape_costs import known_costs, shapes_of, with_workspace
 from dynmo.train.stop_flag import stop_flag
+from dynmo.train.summons import Summons
 from dynmo.train.trace import Tracer
 
 _logger = logging.getLogger(__name__)
 
 Listener = Callable[[Event], None]
+
+# In a step's flag: this rank wants to stop.
+STOP = 1
 
 
 def learning_rate(train: TrainSection, step: int) -> float:
@@ -75,7 +80,7 @@ def learning_rate(train: TrainSection, step: int) -> float:
 @dataclass(frozen=True)
 class RunResult:
     """What a finished run left, the same on every rank. `seconds`: of training, without starting
-    up."""
+    up. left: this rank has left the run, which goes on."""
 
     loss: float
     weights_digest: str
@@ -84,6 +89,7 @@ class RunResult:
     interrupted: bool
     steps: int
     partition: tuple[int, ...]
+    left: bool = False
 
 
 @dataclass
@@ -97,63 +103,83 @@ class _Started:
     seconds: float = 0.0
 
 
-def run(config: Config, rendezvous: Rendezvous, folder: Path | None, resume: bool, listen: Listener | None = None) -> RunResult:
-    """Trains as one rank of the world at `rendezvous`. folder: `runs/<name>`, where rank 0 writes
-    (None: nothing is written).
-
-    Raises ConfigError for input that only now turns out wrong, RunError when the run fails. listen:
-    told of every event, on rank 0.
-    """
-    with start(config, rendezvous) as (world, model):
-        return Trainer(config, world, model, folder, resume, listen).run()
-
-
 class Trainer:
-    """One rank of one run. world: of all ranks; the trainer arranges them in a mesh."""
+    """One rank of one run. world: of all ranks; the trainer arranges them in a mesh. summons: what
+    rank 0 told this process, which joins a running run."""
 
     def __init__(
-        self, config: Config, world: World, model: Model, folder: Path | None, resume: bool = False, listen: Listener | None = None
+        self,
+        config: Config,
+        world: World,
+        model: Model,
+        folder: Path | None,
+        resume: bool = False,
+        listen: Listener | None = None,
+        summons: Summons | None = None,
     ) -> None:
         self.config, self._everyone, self._folder, self._listen = config, world, folder, listen
         self._recorded = config  # with what cases have found out
         self._checkpoints = RunCheckpoints(config, world, None if folder is None else folder / "checkpoints")
         saved = self._checkpoints.find(model) if resume else None
+        # What decisions need that have to fit a memory.
+        limit = memory_limit(config, world.device)
+        self._shapes = self._known_shapes(model, limit, is_first=saved is None and summons is None)
+        self._cases: list[Dynamism] = make_cases(config, model.layers)
+        self._stepped = summons is not None  # whether a step is done
+        self._barrier_stays = False  # although there is to be none
+        # Steps that have run and whose results are still out.
+        self._started: dict[int, _Started] = {}
+        self.first_step, self._loss, moved, reference = 0, math.nan, 0, None
+        if summons is not None:
+            self.pipeline = join_pipeline(config, world, model, self._cases, summons, self._cached)
+            self.first_step, self._loss, moved = summons.step, summons.state["loss"], summons.state["moves"]
+            reference = summons.reference
+        else:
+            self.pipeline = self._first_pipeline(model, saved)
+        for case in self._cases:
+            case.check(self.pipeline.modules)
+        self._loader = DataLoader(config, self.pipeline)
+        if saved is not None:
+            self._checkpoints.restore(saved, self.pipeline, self._cases)
+            self.first_step, self._loss, moved, reference = saved.step, saved.loss, saved.moves, saved.reference
+        self._rebalancer = Rebalancer(
+            config, self.pipeline, self._costs, moved, lambda step: [case.forecast(step) for case in self._cases], limit
+        )
+        # A newcomer takes part from the cases' own part of its first step on.
+        self._joins_at = None if summons is None else summons.step
+        slices = self.pipeline.placement if self.pipeline.sliced else None
+        self._tracer = Tracer(world.everyone, self.pipeline.clock, config.trace.steps, slices)
+        self._elastic = Elasticity(config, self.pipeline, self._rebalancer, make_source(config, world), reference)
+        # Last: what was wrong until here leaves no log.
+        self._log = EventLog(folder / "events.jsonl") if folder is not None and world.rank == 0 else None
+
+    @property
+    def _cached(self) -> int:
+        """Bytes for outputs of frozen layers."""
+        freezing = self.config.dynamism.freezing
+        return freezing.cache_bytes if "freezing" in self.config.dynamism.cases else 0
+
+    def _known_shapes(self, model: Model, limit: int | None, is_first: bool) -> tuple[LayerCost, ...] | None:
+        """What the layers hold by shapes, if a memory limits them. is_first: whether the first plan
+        must fit it, too."""
+        if limit is None:
+            return None
+        costs, unknown = known_costs(self.config, model)
+        if unknown is not None and self._everyone.rank == 0:
+            _logger.warning(unknown)
+        if is_first and self.config.pipeline.memory_limit is not None:
+            first_plan(self.config, model, costs, self._everyone.device, unknown)
+        return costs if unknown is None else None
+
+    def _first_pipeline(self, model: Model, saved: SavedRun | None) -> Engine:
+        """The pipeline of a run that starts or resumes."""
+        config = self.config
         pipeline, data = config.shape_at(0) if saved is None else saved.shape(config)
         partition = first_partition(config, model.layers, pipeline)
         check_meshes(config, model.layers)
         if saved is not None and len(saved.partition) == partition.ranks:
             partition = Partition(saved.partition)
-        # What decisions need that have to fit a memory.
-        limit = memory_limit(config, world.device)
-        self._shapes = None
-        if limit is not None:
-            costs, unknown = known_costs(config, model)
-            self._shapes = costs if unknown is None else None
-            if unknown is not None and world.rank == 0:
-                _logger.warning(unknown)
-            if saved is None and config.pipeline.memory_limit is not None:
-                first_plan(config, model, costs, world.device, unknown)
-        cached = config.dynamism.freezing.cache_bytes if "freezing" in config.dynamism.cases else 0
-        self.pipeline = pipeline_for(config, arrange(world, data), model, partition, cached)
-        self._stepped = False  # whether a step is done
-        self._barrier_stays = False  # although there is to be none
-        # Steps that have run and whose results are still out.
-        self._started: dict[int, _Started] = {}
-        self._cases: list[Dynamism] = make_cases(config, model.layers)
-        for case in self._cases:
-            case.check(self.pipeline.modules)
-        self._loader = DataLoader(config, self.pipeline)
-        self.first_step, self._loss, moved = 0, math.nan, 0
-        if saved is not None:
-            self._checkpoints.restore(saved, self.pipeline, self._cases)
-            self.first_step, self._loss, moved = saved.step, saved.loss, saved.moves
-        self._rebalancer = Rebalancer(
-            config, self.pipeline, self._costs, moved, lambda step: [case.forecast(step) for case in self._cases], limit
-        )
-        slices = self.pipeline.placement if self.pipeline.sliced else None
-        self._tracer = Tracer(world.everyone, self.pipeline.clock, config.trace.steps, slices)
-        # Last: what was wrong until here leaves no log.
-        self._log = EventLog(folder / "events.jsonl") if folder is not None and world.rank == 0 else None
+        return pipeline_for(config, arrange(self._everyone, data), model, partition, self._cached)
 
     @property
     def world(self) -> World:
@@ -169,6 +195,7 @@ class Trainer:
             try:
                 return self._run(stopping)
             finally:
+                self._elastic.close()
                 if self._log is not None:
                     self._log.close()
 
@@ -183,6 +210,8 @@ class Trainer:
                 if not self._stepped:
                     raise
                 raise RunError(str(error)) from error  # no wrong input: something has trained
+            if self._elastic.left:
+                return RunResult(self._loss, "", "", time.perf_counter() - start, False, step, (), left=True)
             step += 1
         return self.finish(step, time.perf_counter() - start, interrupted)
 
@@ -192,6 +221,8 @@ class Trainer:
         train = self.config.train
         interrupted = self._must_drain(step) and self._drain()
         self._change(step)
+        if self._elastic.left:
+            return False
         interrupted = self._step(step, stop) or interrupted
         step += 1
         evaluates = bool(train.eval_every) and step % train.eval_every == 0
@@ -201,7 +232,8 @@ class Trainer:
         if evaluates:
             self._evaluate(step)
         if self._checkpoints.is_due(step, interrupted):
-            self._emit(self._checkpoints.save(step, self.pipeline, self._cases, self._loss, self._rebalancer.moves))
+            reference = self._elastic.reference
+            self._emit(self._checkpoints.save(step, self.pipeline, self._cases, self._loss, self._rebalancer.moves, reference))
         return interrupted
 
     def finish(self, step: int, seconds: float, interrupted: bool = False) -> RunResult:
@@ -216,27 +248,28 @@ class Trainer:
         measuring = self.pipeline.profiler.spent + overhead.measure
         cached = self.pipeline.measurements.cached() if self.pipeline.measurements.caches else (0, 0)
         balancing = (measuring, overhead.decide, overhead.move)
-        self._emit(EndEvent(step, now(), self._loss, digest, seconds, reason, *balancing, *cached, buffers))
+        returned = self._elastic.gpu_seconds_returned
+        self._emit(EndEvent(step, now(), self._loss, digest, seconds, reason, *balancing, *cached, buffers, returned))
         return RunResult(self._loss, digest, buffers, seconds, interrupted, step, self.pipeline.partition.counts)
 
     def _must_drain(self, step: int) -> bool:
         """Whether something before this step may look at the model or the last signals, or change
         it: the step before must be final."""
-        return self._rebalancer.should_check(step) or any(case.acts(step) for case in self._cases)
+        return self._rebalancer.should_check(step) or self._elastic.acts(step) or any(case.acts(step) for case in self._cases)
 
     def _change(self, step: int) -> None:
-        """The mesh changes, or the balancer looks at what was measured; then the dynamic cases
-        act."""
-        for case in self._cases:
-            with named(case, "collect", step):
-                shares = case.collect(step, self.pipeline.case_context)
-            if shares is not None:
-                self._emit(TokensEvent(step, now(), case.name, shares.layers, shares.shares))
+        """The ranks or the mesh change, or the balancer looks at what was measured; then the
+        dynamic cases act."""
+        if step != self._joins_at:
+            self._collect(step)
+            self._resize(step)
+            if self._elastic.left:
+                return
         shape = self.config.shape_at(step)
         wanted = None
         if self.config.elastic.reshape:
             wanted = self._rebalancer.mesh(step) if self._rebalancer.is_due(step) else None
-        elif step > self.first_step and shape != self.pipeline.shape:
+        elif shape != self.pipeline.shape and shape[0] * shape[1] == self.world.everyone.size and self.config.elastic.reshape_at:
             wanted = (*shape, first_partition(self.config, self.pipeline.count, shape[0]))
         if wanted is not None:
             self._reshape(step, *wanted)
@@ -254,6 +287,30 @@ class Trainer:
                 self._emit(ChangeEvent(step, now(), case.name, change.layers, change.what))
                 if change.options and case.name in self.config.dynamism.cases:
                     self._record_options(case.name, change.options)
+
+    def _collect(self, step: int) -> None:
+        for case in self._cases:
+            with named(case, "collect", step):
+                shares = case.collect(step, self.pipeline.case_context)
+            if shares is not None:
+                self._emit(TokensEvent(step, now(), case.name, shares.layers, shares.shares))
+
+    def _resize(self, step: int) -> None:
+        """The run goes on with fewer ranks, or with newcomers."""
+
+        def state() -> dict[str, Any]:
+            return state_of(self.pipeline, self._cases, loss=self._loss, moves=self._rebalancer.moves + 1, extra={})
+
+        size = self.world.everyone.size
+        met = self._elastic.change(step, state)
+        if met and not self._elastic.left:
+            self._loader = DataLoader(self.config, self.pipeline)
+            if self.world.everyone.size > size:
+                self._tracer.renew()
+            self._tracer.keep_around()
+            self._tell_barrier(step)
+        for event in self._elastic.take_events(step):
+            self._emit(event)
 
     def _reshape(self, step: int, pipeline: int, data: int, partition: Partition) -> None:
         """The same ranks go on as `data` replicas of a pipeline of `pipeline` ranks."""
@@ -281,7 +338,7 @@ class Trainer:
         rate = learning_rate(train, step)
         self._started[step] = _Started(rate, self.pipeline.partition.counts, len(self.pipeline.frozen))
         inputs, targets, keys = self._loader.train(step)
-        results = self.pipeline.advance(step, inputs, targets, lr=rate, max_norm=train.max_grad_norm, flag=stop, keys=keys)
+        results = self.pipeline.advance(step, inputs, targets, lr=rate, max_norm=train.max_grad_norm, flag=STOP * stop + self._elastic.call(), keys=keys)
         self._started[step].seconds = time.perf_counter() - start
         return self._finish(results)
 
@@ -296,7 +353,8 @@ class Trainer:
     def _finish(self, results: Sequence[StepResult]) -> bool:
         for result in results:
             self._tell(result, self._started.pop(result.step))
-        return any(any(result.flags) for result in results)
+            self._elastic.hear(result.flags)
+        return any(flag & STOP for result in results for flag in result.flags)
 
     def _tell(self, result: StepResult, started: _Started) -> None:
         """What follows from a step's result, for cases, balancer and log."""

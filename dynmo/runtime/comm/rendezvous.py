@@ -13,8 +13,23 @@ from dynmo.errors import ConfigError
 
 @dataclass(frozen=True)
 class Rendezvous:
-    """Where the ranks of a run find each other: a folder that only this user can read (local
-    ranks), or an address (torchrun, Slurm). Neither: one rank, which need not find any other."""
+    """Where the ranks of a run find each other.
+
+    Local ranks meet in a folder that only this user can read, ranks of torchrun and srun at an
+    address. Ranks that dynmo's launcher started on several machines read the address of rank 0
+    from a file. None of the three: one rank, which need not find any other.
+
+    Attributes:
+        rank: Number of this rank.
+        size: Number of all ranks.
+        local_rank: Number of this rank on its machine.
+        folder: The folder of local ranks.
+        address: Where rank 0 listens.
+        port: The port of the address.
+        loopback: The address is the loopback's and every rank is on this machine. Nothing needs
+            to be open to the network.
+        meeting: The file into which rank 0 writes its address and port.
+    """
 
     rank: int
     size: int
@@ -22,9 +37,8 @@ class Rendezvous:
     folder: str | None = None
     address: str | None = None
     port: int | None = None
-    # The address is the loopback's and every rank is on this machine: nothing needs to be open to
-    # the network.
     loopback: bool = False
+    meeting: str | None = None
 
     def __post_init__(self) -> None:
         if not 0 <= self.rank < self.size:
@@ -49,6 +63,8 @@ def from_environment(environ: Mapping[str, str] = os.environ) -> Rendezvous | No
 
     if "RANK" in environ and "WORLD_SIZE" in environ:
         rank, size, local = number("RANK"), number("WORLD_SIZE"), number("LOCAL_RANK" if "LOCAL_RANK" in environ else "RANK")
+        if "DYNMO_MEETING" in environ:
+            return Rendezvous(rank, size, local, meeting=environ["DYNMO_MEETING"])
         if "DYNMO_RENDEZVOUS" in environ:
             return Rendezvous(rank, size, local, folder=environ["DYNMO_RENDEZVOUS"])
         if "MASTER_ADDR" not in environ:
@@ -57,7 +73,7 @@ def from_environment(environ: Mapping[str, str] = os.environ) -> Rendezvous | No
         # The name alone does not tell: on Kubernetes the first pod may be given "localhost", and
         # the others its name. A literal 127.x address cannot be reached from elsewhere.
         here = environ.get("LOCAL_WORLD_SIZE") == environ["WORLD_SIZE"]
-        loopback = _is_loopback(address) and (here or address != "localhost")
+        loopback = is_loopback(address) and (here or address != "localhost")
         return Rendezvous(rank, size, local, address=address, port=number("MASTER_PORT"), loopback=loopback)
     # A single interactive Slurm shell also has SLURM_PROCID; only several tasks are a world to
     # join.
@@ -66,13 +82,14 @@ def from_environment(environ: Mapping[str, str] = os.environ) -> Rendezvous | No
         address = environ.get("MASTER_ADDR") or first_host(environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST", ""))
         # One port per job, the same on every task, away from the registered ones.
         port = number("MASTER_PORT") if "MASTER_PORT" in environ else 20000 + number("SLURM_JOB_ID") % 20000
-        return Rendezvous(rank, size, local, address=address, port=port, loopback=_is_loopback(address))
+        return Rendezvous(rank, size, local, address=address, port=port, loopback=is_loopback(address))
     if "RANK" in environ or "WORLD_SIZE" in environ:
         raise ConfigError("only one of RANK and WORLD_SIZE is set; start the ranks with torchrun, or unset it")
     return None
 
 
-def _is_loopback(address: str) -> bool:
+def is_loopback(address: str) -> bool:
+    """Returns whether an address is that of the loopback: `localhost` or 127.x."""
     return address == "localhost" or re.fullmatch(r"127(\.\d+){3}", address) is not None
 
 

@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
+import json
 import os
 import socket
+import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 
 from dynmo.errors import RankDied, RunError, WaitTimeout
+from dynmo.files import write_whole
 from dynmo.runtime.comm.deadline import call_with_limit
 from dynmo.runtime.comm.messages import first_line, reason
-from dynmo.runtime.comm.rendezvous import ALONE, Rendezvous
+from dynmo.runtime.comm.rendezvous import ALONE, Rendezvous, is_loopback
 
 # How many seconds longer than `parallel.timeout` a wait may take whose own limit that is.
 _SLACK = 2.0
+# Seconds between two looks for the address of rank 0.
+_POLL = 0.05
 
 
 def open_store(rendezvous: Rendezvous | None, timeout: float) -> dist.Store:
@@ -36,6 +42,8 @@ def open_store(rendezvous: Rendezvous | None, timeout: float) -> dist.Store:
         store: dist.Store = dist.FileStore(str(Path(rendezvous.folder) / "store"), rendezvous.size)
         store.set_timeout(timedelta(seconds=timeout))
         return store
+    if rendezvous.meeting is not None:
+        return _meet(rendezvous, Path(rendezvous.meeting), timeout)
     where = f"{rendezvous.address}:{rendezvous.port}"
     try:
         with _native_stderr_dropped():
@@ -50,7 +58,137 @@ def open_store(rendezvous: Rendezvous | None, timeout: float) -> dist.Store:
         me, why = f"rank {rendezvous.rank}", first_line(error)
         raise RunError(f"{me} could not meet the others at {where}: {why}") from None
     # torchrun's store outlives the ranks that it restarts: what those left there is not for these.
-    return dist.PrefixStore(f"attempt/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+    return dist.PrefixStore(_attempt(), store)
+
+
+def _attempt() -> str:
+    return f"attempt/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+
+
+def meeting_of(rendezvous: Rendezvous) -> dict[str, Any]:
+    """Returns what a process that joins the run needs to open the same store.
+
+    Args:
+        rendezvous: Where the ranks of the run have met.
+
+    Returns:
+        A record for `open_meeting`. It can be written as JSON.
+
+    Raises:
+        RunError: No other process can reach the store.
+    """
+    if rendezvous.folder is not None:
+        return {"folder": rendezvous.folder}
+    if rendezvous.meeting is not None:
+        return json.loads(Path(rendezvous.meeting).read_text(encoding="utf-8"))
+    if rendezvous.address is not None:
+        where = {"address": rendezvous.address, "port": rendezvous.port}
+        return {**where, "prefix": _attempt()}
+    raise RunError("this run has one rank that no launcher started: no other process can join it")
+
+
+def open_meeting(record: Mapping[str, Any], timeout: float) -> dist.Store:
+    """Opens the store of a run that goes on.
+
+    Args:
+        record: What `meeting_of` returned in a rank of the run.
+        timeout: Seconds that each wait may take.
+
+    Raises:
+        RunError: The run has ended, or cannot be reached.
+    """
+    if "folder" in record:
+        path = Path(record["folder"]) / "store"
+        if not path.exists():
+            raise RunError(f"the run that met in {path.parent} is not running any more")
+        store: dist.Store = dist.FileStore(str(path), -1)
+        store.set_timeout(timedelta(seconds=timeout))
+        return store
+    where = f"{record['address']}:{record['port']}"
+    try:
+        # A store asks again and again. A plain connection says at once that nobody listens.
+        socket.create_connection((record["address"], record["port"]), timeout).close()
+        with _native_stderr_dropped():
+            store = call_with_limit(timeout + _SLACK, lambda: _client(record, timeout))
+    except ConnectionRefusedError:
+        raise RunError(f"the run that met at {where} is not running any more") from None
+    except TimeoutError:
+        late = f"waited {timeout:g} s for the store of rank 0 at {where}, which does not answer"
+        raise WaitTimeout(late, [0]) from None
+    except (OSError, RuntimeError, ValueError) as error:
+        raise RunError(f"the run at {where} cannot be reached: {first_line(error)}") from None
+    _stay_on_loopback(record["address"])
+    return dist.PrefixStore(record["prefix"], store) if "prefix" in record else store
+
+
+def _client(record: Mapping[str, Any], timeout: float) -> dist.Store:
+    return dist.TCPStore(
+        record["address"],
+        record["port"],
+        is_master=False,
+        timeout=timedelta(seconds=timeout),
+        wait_for_workers=False,
+    )
+
+
+def _stay_on_loopback(address: str) -> None:
+    """Keeps gloo's connections on the loopback if the store is there."""
+    if is_loopback(address) and sys.platform == "linux":
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+
+
+def _meet(rendezvous: Rendezvous, meeting: Path, timeout: float) -> dist.Store:
+    """Rank 0 opens a store on a free port and writes its address. The others wait for the file."""
+    if rendezvous.rank == 0:
+        return _serve(meeting, timeout)
+    end = time.monotonic() + timeout
+    # A listing shows a new file of another machine at once. A network file system may keep the
+    # answer that one file does not exist.
+    while meeting.name not in (path.name for path in meeting.parent.iterdir()):
+        if time.monotonic() >= end:
+            raise WaitTimeout(
+                f"rank {rendezvous.rank} waited {timeout:g} s for rank 0, which has not written its address to {meeting}",
+                [0],
+            )
+        time.sleep(_POLL)
+    try:
+        return open_meeting(meeting_of(rendezvous), timeout)
+    except WaitTimeout as error:
+        raise WaitTimeout(f"rank {rendezvous.rank} {error}", [0]) from None
+    except RunError as error:
+        raise RankDied(f"rank {rendezvous.rank} lost rank 0 as it joined ({error})") from None
+
+
+def _serve(meeting: Path, timeout: float) -> dist.Store:
+    address = os.environ.get("MASTER_ADDR") or socket.gethostname()
+    port, listener = 0, None
+    try:
+        if is_loopback(address):
+            # The store would listen on every interface.
+            with socket.create_server((address, 0)) as server:
+                port, listener = server.getsockname()[1], server.detach()
+        with _native_stderr_dropped():
+            store = call_with_limit(
+                timeout + _SLACK,
+                lambda: dist.TCPStore(
+                    address,
+                    port,
+                    is_master=True,
+                    timeout=timedelta(seconds=timeout),
+                    wait_for_workers=False,
+                    multi_tenant=True,
+                    master_listen_fd=listener,
+                ),
+            )
+    except (OSError, RuntimeError, ValueError, TimeoutError) as error:
+        why = first_line(error) or f"no connection within {timeout:g} s"
+        raise RunError(
+            f"rank 0 could not open a store at {address}: {why}; set MASTER_ADDR to an address of its machine that the others reach"
+        ) from None
+    _stay_on_loopback(address)
+    record = {"address": address, "port": store.port}
+    write_whole(meeting, json.dumps(record), mode=0o600)
+    return store
 
 
 def _tcp_store(rendezvous: Rendezvous, timeout: float) -> dist.Store:

@@ -53,6 +53,8 @@ class World:
         timeout: Limit of every wait, in seconds.
         generation: How many times the ranks have met anew.
         store: Where ranks tell each other what no collective can, such as who failed.
+        home: Where this world's later generations meet, and where ranks that want to join say so.
+            None: within a program's own process groups, which do not change.
 
     Example:
         >>> import dynmo
@@ -96,6 +98,7 @@ class World:
     _channel_groups: dict[tuple[int, ...], Any] = field(
         default_factory=dict[tuple[int, ...], Any], repr=False, compare=False
     )
+    home: dist.Store | None = field(default=None, repr=False, compare=False)
     # CUDA: where the stream waits for others.
     waits: DeviceWaits = field(default_factory=DeviceWaits, repr=False, compare=False)
 
@@ -131,33 +134,81 @@ class World:
         """
         device = device or torch.device("cpu")
         prefixed = dist.PrefixStore(f"gen/{generation}", store)
-        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" and not staged else "gloo"
-        claim(prefixed, rank, timeout)
+        world = cls(rank, size, device, timeout, generation, prefixed, staged=staged, home=prefixed)
+        world._meet(timeout)
+        return world
+
+    @classmethod
+    def outside(
+        cls, home: dist.Store, *, device: torch.device, timeout: float, staged: bool = False
+    ) -> World:
+        """Makes a world of this process alone, which will go on in another one (`renew`).
+
+        Args:
+            home: The other world's.
+            device: Where this process computes.
+            timeout: Limit of every wait, in seconds.
+            staged: As the other world has it.
+        """
+        return cls(0, 1, device, timeout, 0, home, staged=staged, home=home)
+
+    def renew(self, rank: int, size: int, generation: int, patience: float) -> None:
+        """Goes on as another number of ranks, in the same processes.
+
+        This rank's groups end, and new ones are made. Views of the world must be made anew.
+
+        Args:
+            rank: This rank's new number.
+            size: The new number of ranks. All of them call it.
+            generation: Number of the new meeting. A number can be used once.
+            patience: Seconds to wait for the other ranks to come.
+
+        Raises:
+            WaitTimeout: A rank did not come in time. The message names it.
+            RankDied: A rank came and is gone again.
+        """
+        assert self.home is not None, "process groups of a program's own do not change"
+        assert self.everyone is self, "all ranks are renewed at once"
+        self.close()
+        self._peers = None
+        self._shape, self.rank, self.size, self.generation = 1, rank, size, generation
+        self.store, self.waits = dist.PrefixStore(f"again/{generation}", self.home), DeviceWaits()
+        self._meet(patience)
+
+    def park(self) -> None:
+        """Leaves the ranks. This process is alone until `renew`."""
+        self.close()
+        self._peers = None
+        self._shape, self.rank, self.size = 1, 0, 1
+        if self.home is not None:
+            self.store = self.home
+
+    def _meet(self, patience: float) -> None:
+        """Forms the group of this generation. patience: seconds until all must have come."""
+        rank, size, store, limit = self.rank, self.size, self.store, timedelta(seconds=self.timeout)
+        backend = "cpu:gloo,cuda:nccl" if self.enqueues else "gloo"
+        claim(store, rank, patience)
+        waited = min(patience, self.timeout)
         try:
-            dist.init_process_group(
-                backend,
-                store=prefixed,
-                rank=rank,
-                world_size=size,
-                timeout=timedelta(seconds=timeout),
-            )
+            if patience < self.timeout:
+                store.wait([f"here/{r}" for r in range(size)], timedelta(seconds=patience))
+            dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=limit)
             # A rank that fails at once and leaves would break the connections that others are still
             # making.
-            prefixed.set(f"joined/{rank}", "1")
-            prefixed.wait([f"joined/{other}" for other in range(size)], timedelta(seconds=timeout))
+            store.set(f"joined/{rank}", "1")
+            store.wait([f"joined/{other}" for other in range(size)], limit)
         except RuntimeError as error:
             _leave()
-            absent = find_missing(prefixed, [f"here/{other}" for other in range(size)])
+            absent = find_missing(store, [f"here/{other}" for other in range(size)])
             if absent or LATE.search(first_line(error)):
-                waited = f"rank {rank} waited {timeout:g} s for {ranks_text(absent)} to join"
-                raise WaitTimeout(f"{waited}; started with too few ranks?", absent) from None
+                late = f"rank {rank} waited {waited:g} s for {ranks_text(absent)} to join"
+                raise WaitTimeout(f"{late}; started with too few ranks?", absent) from None
             # All came, and one is gone again.
             raise RankDied(
                 f"rank {rank} could not form a group of {size}: {reason(error)}"
             ) from None
-        world = cls(rank, size, device, timeout, generation, prefixed, dist.group.WORLD, staged)
-        world._lift_limit(world.group)
-        return world
+        self.group = dist.group.WORLD
+        self._lift_limit(self.group)
 
     @classmethod
     def adopt(cls, ranks: Sequence[int], *, device: torch.device, timeout: float) -> World:

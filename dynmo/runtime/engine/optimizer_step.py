@@ -31,7 +31,7 @@ class OptimizerStep:
         self._layer_store, self.table, self._profiler = layer_store, table, profiler
         self.scaler, self.clip_scope = scaler, clip_scope
 
-    def update(self, step: int, step_output: StepOutput, lr: float, max_norm: float, flag: bool) -> tuple[StepResult, str | None]:
+    def update(self, step: int, step_output: StepOutput, lr: float, max_norm: float, flag: int) -> tuple[StepResult, str | None]:
         """The step's result, and what kept it from being made as its gradients were. Raises
         RunError where that ends the run."""
         self.prepare()

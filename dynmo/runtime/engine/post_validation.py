@@ -82,7 +82,7 @@ class PostValidation:
         executor.scale_loss(self._end.scaler.scale)  # no B has started
         return is_validated
 
-    def end(self, step: int, step_output: StepOutput, lr: float, max_norm: float, flag: bool) -> None:
+    def end(self, step: int, step_output: StepOutput, lr: float, max_norm: float, flag: int) -> None:
         """Of a step without a barrier: makes it if the ranks so far have nothing against it, and
         tells the next. Raises the RunError of the step before, if that has failed meanwhile."""
         if self._failure is not None:
@@ -179,7 +179,18 @@ class PostValidation:
         done, self._done = tuple(self._done), []
         return done
 
+    def part(self) -> None:
+        """Before the ranks' groups end: no table is under way any more."""
+        self._ring.close()
+
     def reshaped(self) -> None:
         """The ranks are another mesh: tables have other ways."""
-        self._ring.close()
+        self.part()
         self._ring = NormRing(self._layer_store.world, self._layer_store.layout.processes, self._end.table.length)
+
+    def renewed(self) -> None:
+        """Other ranks have joined, which know nothing of earlier steps: whether steps have a
+        barrier is decided anew."""
+        self.reshaped()
+        if self._policy is not None:
+            self._policy = BarrierPolicy()

@@ -48,7 +48,7 @@ class StepResult:
     squared_norms: tuple[float, ...]
     busy: tuple[float, ...]
     spans: tuple[float, ...]
-    flags: tuple[bool, ...]
+    flags: tuple[int, ...]
     step_output: StepOutput
     loss_scale: float = 1.0
     rollback: Rollback | None = None
@@ -87,7 +87,7 @@ class StepReduction:
         layers, losses = self._layer_store.model.layers, self._losses_end
         return table[:layers], table[layers:losses], table[losses:].view(3, self._ranks)
 
-    def own(self, step_output: StepOutput, flag: bool) -> Tensor:
+    def own(self, step_output: StepOutput, flag: int) -> Tensor:
         """This rank's entries; its gradients must be complete."""
         layer_store, world, layout, clock = (
             self._layer_store,
@@ -144,7 +144,7 @@ class StepReduction:
         busy, spans, flags = rest.tolist()
         norm = math.sqrt(math.fsum(squares)) if all(map(math.isfinite, squares)) else math.nan
         loss = float(losses.clone().mean())
-        flags = tuple(x != 0 for x in flags)
+        flags = tuple(map(int, flags))
         return StepResult(
             step, loss, norm, squares, tuple(busy), tuple(spans), flags, step_output, loss_scale
         )

@@ -49,7 +49,8 @@ class LayerStore:
     `layers`, `optimizers` and `kept` of its own.
 
     Made on every rank alike. seed, compiles, accumulation_groups, zero, dtype, cache_bytes: as
-    `Pipeline` has them.
+    `Pipeline` has them. is_bare: the rank is outside of the run and holds no layer until it joins
+    (`reshaped`).
     """
 
     def __init__(
@@ -67,13 +68,15 @@ class LayerStore:
         dtype: torch.dtype,
         cache_bytes: int,
         expert: int = 1,
+        is_bare: bool = False,
     ) -> None:
         self.world, self.model, self.layout = world, model, layout
         self._clock, self._seed, self._settings, self._compiles = clock, seed, optimizer, compiles
         self._accumulation_groups, self._zero = accumulation_groups, zero
-        own = [index for stage in self.own_stages for index in layout.partition.range_of(stage)]
+        own = [] if is_bare else [index for stage in self.own_stages for index in layout.partition.range_of(stage)]
         self.modules = model.build(frozenset(own))
-        _check_same(world, model, self.modules)
+        if not is_bare:
+            _check_same(world, model, self.modules)
         # With expert parallelism, which replica holds which experts.
         self.experts = ExpertShards(world, expert, self.modules) if expert > 1 else None
         self.frozen = Frozen(self.modules, model.tied)
@@ -88,8 +91,9 @@ class LayerStore:
             module = self.modules[index].to(world.device)
             self._adopt(index, module, {}, masters=lower_precision(module, dtype))
         self.tied = TiedWeights(world, model.tied, self.rank_of, self.modules)
-        self.tied.join()
-        self.tied.publish(())
+        if not is_bare:
+            self.tied.join()
+            self.tied.publish(())
 
     @property
     def own_stages(self) -> tuple[int, ...]:
@@ -194,6 +198,12 @@ class LayerStore:
             self._adopt(index, self.modules[index], state, whole=True)
         self.tied = TiedWeights(self.world, self.model.tied, self.rank_of, self.modules)
         self.tied.join()
+
+    def empty(self) -> None:
+        """This rank has left the run."""
+        for index in list(self.layers):
+            self._drop(index)
+        self.outputs.forget(range(len(self.modules)))
 
     # -- what a layer has beside its module --------------------------------------------------------
 

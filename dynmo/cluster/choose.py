@@ -1,0 +1,50 @@
+"""Which resource manager a run talks to, by its config and by who started it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+from dynmo.cluster.command import CommandReleaser
+from dynmo.cluster.desk import LauncherDesk
+from dynmo.cluster.kubernetes import KubernetesReleaser
+from dynmo.cluster.releaser import Releaser
+from dynmo.config import Config
+
+
+def make_releaser(config: Config, environ: Mapping[str, str] = os.environ) -> Releaser | None:
+    """Makes what `elastic.releaser` names.
+
+    Args:
+        config: Of the run.
+        environ: Names the launcher's folder, if dynmo's launcher started this process.
+
+    Returns:
+        The releaser. None: ranks leave and join without anybody being told.
+
+    Raises:
+        ConfigError: A program or a package that it needs is missing.
+    """
+    elastic = config.elastic
+    if elastic.releaser == "command":
+        commands = CommandReleaser(elastic.release_command, elastic.grow_command, elastic.join_timeout)
+        commands.check()
+        return commands
+    if elastic.releaser == "kubernetes":
+        job = KubernetesReleaser()
+        job.check()
+        return job
+    folder = environ.get("DYNMO_RENDEZVOUS")
+    return LauncherDesk(Path(folder)) if elastic.releaser == "auto" and folder else None
+
+
+def parks(config: Config) -> bool:
+    """Whether ranks that leave wait to be called back.
+
+    A pod of an indexed Job must not end by itself, or its index counts as done.
+
+    Args:
+        config: Of the run.
+    """
+    return config.elastic.park or config.elastic.releaser == "kubernetes"

@@ -1,0 +1,45 @@
+"""The launcher as a resource manager: it started the ranks, and can start more of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from dynmo.cluster.launch_folder import LaunchFolder
+from dynmo.cluster.releaser import Member, Receipt
+
+
+class LauncherDesk:
+    """Asks `dynmo train`'s own launcher on this machine, under Slurm or under Ray.
+
+    The launcher sees by itself when a process ends. It gives a node, a job or an actor back once
+    the processes that were told to `release` have ended.
+    """
+
+    name = "launcher"
+    can_request = True
+
+    def __init__(self, folder: Path) -> None:
+        """Opens the desk.
+
+        Args:
+            folder: The launch folder, named by DYNMO_RENDEZVOUS.
+        """
+        self._folder = LaunchFolder(folder)
+
+    def release(self, left: Sequence[Member], stay: Sequence[Member]) -> None:
+        """Notes which processes leave. Without the note their end would be the end of the run."""
+        processes = [member.process for member in left if member.process is not None]
+        if processes:
+            self._folder.write_note("left", {"processes": processes})
+
+    def request(self, count: int) -> None:
+        """Asks the launcher to start `count` processes that join."""
+        self._folder.write_note("wanted", {"count": count})
+
+    def receipts(self) -> list[Receipt]:
+        """Returns what the launcher has done since the last call."""
+        return self._folder.new_receipts()
+
+    def close(self) -> None:
+        """Does nothing: the launcher ends with the run."""

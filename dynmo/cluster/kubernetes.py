@@ -1,0 +1,350 @@
+"""Gives ranks back to Kubernetes, and asks it for others: a run is an elastic Indexed Job.
+
+    release(left, stay)   patch job: parallelism = completions = len(stay)
+                          the Job controller deletes the pods with the highest indexes
+    request(2)            patch job: parallelism = completions = parallelism + 2
+                          new pods run `dynmo train CONFIG --join`
+
+Each pod is one rank, and rank 0 is index 0. A released rank is parked: its process waits until its
+pod is deleted. If it ended by itself, the controller would count its index as done.
+
+Kubernetes changes `completions` since 1.27. An older server lets only `parallelism` change and
+chooses the pods itself. There, the pods that left are deleted before the patch, so that the
+controller finds none too many.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import os
+import re
+import time
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from dynmo.cluster.command import Worker
+from dynmo.cluster.releaser import Member, Receipt
+from dynmo.errors import ConfigError, RunError
+
+# Seconds for one answer of the API server, and between two looks at the job.
+_ANSWER = 10.0
+_INTERVAL = 0.5
+
+_T = TypeVar("_T")
+
+
+class KubernetesReleaser:
+    """Changes how many pods the run's own Job has.
+
+    Connects with the pod's service account. Outside a cluster, with a kubeconfig file.
+
+    Args:
+        namespace: Of the job. The default is the environment variable POD_NAMESPACE.
+        job: Its name. The default is the environment variable JOB_NAME.
+        timeout: Seconds until the number of pods has changed.
+        kubeconfig: File to connect with. The default is the service account in a pod, and
+            KUBECONFIG or ~/.kube/config elsewhere.
+    """
+
+    name = "kubernetes"
+    can_request = True
+    # Only the pods with the highest indexes can go, so the ranks that stay must be 0, 1, ...
+    releases_highest = True
+
+    def __init__(
+        self, namespace: str = "", job: str = "", timeout: float = 120.0, kubeconfig: str = ""
+    ) -> None:
+        self._namespace = namespace or os.environ.get("POD_NAMESPACE", "")
+        self._job = job or os.environ.get("JOB_NAME", "")
+        self._timeout, self._kubeconfig = timeout, kubeconfig
+        self._worker = Worker("dynmo-kubernetes-releaser")
+
+    def check(self) -> None:
+        """Sees whether the client, the job's name and the credentials are there. Asks no server.
+
+        Raises:
+            ConfigError: One of them is missing.
+        """
+        _client()
+        for value, variable in ((self._namespace, "POD_NAMESPACE"), (self._job, "JOB_NAME")):
+            if not value:
+                raise ConfigError(
+                    f'elastic.releaser = "kubernetes" needs {variable}: '
+                    "set it in the pod as in examples/kubernetes/job.yaml"
+                )
+        _configuration(self._kubeconfig)
+
+    def release(self, left: Sequence[Member], stay: Sequence[Member]) -> None:
+        """Lets the job have as many pods as there are ranks that stay.
+
+        Args:
+            left: Ranks that are parked. Their pods have the highest indexes.
+            stay: The ranks that go on.
+        """
+        gone, count = tuple(left), len(stay)
+        self._worker.submit("released", len(gone), lambda: self._shrink(gone, count))
+
+    def request(self, count: int) -> None:
+        """Lets the job have `count` more pods. They run `dynmo train CONFIG --join`."""
+        self._worker.submit("started", count, lambda: self._grow(count))
+
+    def receipts(self) -> list[Receipt]:
+        """Returns what has happened since the last call."""
+        return self._worker.receipts()
+
+    def close(self) -> None:
+        """Waits at most a few seconds for the API server."""
+        self._worker.close()
+
+    def _shrink(self, left: Sequence[Member], count: int) -> str:
+        with self._connection(f"parallelism = completions = {count}") as api:
+            deadline = time.monotonic() + self._timeout
+            if self._is_elastic(api, deadline):
+                self._patch(api, deadline, parallelism=count, completions=count)
+            else:
+                self._persist(lambda: api.delete_pods(left), deadline)
+                self._patch(api, deadline, parallelism=count)
+            self._wait(api, deadline, lambda pods: pods.active <= count and not pods.terminating)
+        return f"job {self._name} gave {len(left)} of {count + len(left)} pods back"
+
+    def _grow(self, more: int) -> str:
+        with self._connection(f"parallelism = completions = now + {more}") as api:
+            deadline = time.monotonic() + self._timeout
+            job = self._persist(api.read_job, deadline)
+            count = int(job.spec.parallelism) + more
+            if self._is_elastic(api, deadline):
+                self._patch(api, deadline, parallelism=count, completions=count)
+            elif count > (job.spec.completions or count):
+                raise RunError(
+                    f"job {self._name} can have at most {job.spec.completions} pods; "
+                    "Kubernetes can raise spec.completions from 1.27 on"
+                )
+            else:
+                self._patch(api, deadline, parallelism=count)
+            self._wait(api, deadline, lambda pods: pods.ready >= count)
+        return f"job {self._name} has {count} pods, {more} of them new"
+
+    @property
+    def _name(self) -> str:
+        return f"{self._namespace}/{self._job}"
+
+    @contextlib.contextmanager
+    def _connection(self, wanted: str) -> Generator[_JobApi, None, None]:
+        """Connects anew each time: tokens expire, and idle connections break."""
+        for value, variable in ((self._namespace, "POD_NAMESPACE"), (self._job, "JOB_NAME")):
+            if not value:
+                raise RunError(f"the job is unknown: set {variable}")
+        configuration = _configuration(self._kubeconfig)
+        with _client().ApiClient(configuration) as client:
+            yield _JobApi(client, self._namespace, self._job, wanted)
+
+    def _is_elastic(self, api: _JobApi, deadline: float) -> bool:
+        return self._persist(api.is_elastic, deadline)
+
+    def _patch(self, api: _JobApi, deadline: float, **spec: int) -> None:
+        self._persist(lambda: api.patch_job(spec), deadline)
+
+    def _persist(self, call: Callable[[], _T], deadline: float) -> _T:
+        """Repeats a call while the API server is out of reach or busy."""
+        while True:
+            try:
+                return call()
+            except _Transient as error:
+                if time.monotonic() >= deadline:
+                    raise RunError(str(error)) from None
+                self._pause()
+
+    def _wait(self, api: _JobApi, deadline: float, is_done: Callable[[_PodCount], bool]) -> None:
+        """Waits until the job has the pods that it should have."""
+        state = "nothing is known"
+        while True:
+            try:
+                pods = api.count_pods()
+            except _Transient as error:
+                state = str(error)
+            else:
+                if is_done(pods):
+                    return
+                state = str(pods)
+            if self._worker.has_more:
+                raise RunError(
+                    f"job {self._name} is patched, but {state}; a newer change goes first"
+                )
+            if time.monotonic() >= deadline:
+                raise RunError(
+                    f"job {self._name} is patched, but {state} after {self._timeout:g} s; see "
+                    f"kubectl -n {self._namespace} describe pods -l job-name={self._job}"
+                )
+            self._pause()
+
+    def _pause(self) -> None:
+        if self._worker.stopping.wait(_INTERVAL):
+            raise RunError(f"job {self._name}: the run ended before its pods had changed")
+
+
+class _Transient(Exception):
+    """The API server did not answer, or asks to try again. The message is a receipt's line."""
+
+
+@dataclass(frozen=True)
+class _PodCount:
+    """How many pods a job has. `active` counts pending and running ones."""
+
+    active: int
+    ready: int
+    terminating: int
+
+    def __str__(self) -> str:
+        return f"{self.active} pods are active, {self.ready} ready, {self.terminating} ending"
+
+
+class _JobApi:
+    """The calls that a releaser makes. Every error becomes one line that says what to do.
+
+    Args:
+        client: `kubernetes.client.ApiClient`.
+        namespace: Of the job.
+        job: Its name.
+        wanted: What a person would patch by hand if the call fails.
+    """
+
+    def __init__(self, client: Any, namespace: str, job: str, wanted: str) -> None:
+        self._client, self._namespace, self._job = client, namespace, job
+        self._wanted = wanted
+        self._batch = _client().BatchV1Api(client)
+        self._core = _client().CoreV1Api(client)
+        self._version = _client().VersionApi(client)
+
+    def is_elastic(self) -> bool:
+        """Whether the server can change `completions` of an Indexed Job: 1.27 and newer."""
+        with self._explained():
+            version = self._version.get_code(_request_timeout=_ANSWER)
+        major, minor = (
+            int(re.sub(r"\D.*", "", number) or 0) for number in (version.major, version.minor)
+        )
+        return (major, minor) >= (1, 27)
+
+    def read_job(self) -> Any:
+        """Reads the job."""
+        with self._explained():
+            return self._batch.read_namespaced_job(
+                self._job, self._namespace, _request_timeout=_ANSWER
+            )
+
+    def count_pods(self) -> _PodCount:
+        """Reads how many pods the job has. Servers before 1.24 do not count ready ones."""
+        status = self.read_job().status
+        active = status.active or 0
+        ready = active if status.ready is None else status.ready
+        return _PodCount(active, ready, status.terminating or 0)
+
+    def patch_job(self, spec: dict[str, int]) -> None:
+        """Changes keys of the job's `spec`."""
+        with self._explained():
+            self._batch.patch_namespaced_job(
+                self._job, self._namespace, {"spec": spec}, _request_timeout=_ANSWER
+            )
+
+    def delete_pods(self, left: Sequence[Member]) -> None:
+        """Deletes the pods of ranks that left. Pods that are gone already are left out."""
+        nodes = {member.node for member in left} | {member.host for member in left}
+        with self._explained():
+            pods = self._core.list_namespaced_pod(
+                self._namespace, label_selector=f"job-name={self._job}", _request_timeout=_ANSWER
+            ).items
+        for pod in pods:
+            if pod.metadata.name in nodes or pod.spec.hostname in nodes:
+                with self._explained():
+                    self._core.delete_namespaced_pod(
+                        pod.metadata.name, self._namespace, _request_timeout=_ANSWER
+                    )
+
+    @contextlib.contextmanager
+    def _explained(self) -> Generator[None, None, None]:
+        """Turns an error of the client into RunError or _Transient, one line each."""
+        errors = importlib.import_module("urllib3.exceptions")
+        try:
+            yield
+        except _client().ApiException as error:
+            raise self._explain(error) from None
+        except (errors.HTTPError, OSError) as error:
+            raise _Transient(
+                f"the API server at {self._client.configuration.host} does not answer "
+                f"({_reason(error)}); {self._by_hand()}"
+            ) from None
+
+    def _explain(self, error: Any) -> Exception:
+        status, said = int(error.status or 0), _message(error)
+        name = f"{self._namespace}/{self._job}"
+        if status == 401:
+            return RunError(f"the API server rejects the credentials ({said}); renew them")
+        if status == 403:
+            return RunError(
+                f"the API server forbids it ({said}); let the pod's service account get and patch "
+                f"job {name} as in examples/kubernetes/rbac.yaml"
+            )
+        if status == 404:
+            return RunError(
+                f"there is no job {name} ({said}); set JOB_NAME and POD_NAMESPACE as in "
+                "examples/kubernetes/job.yaml"
+            )
+        if status == 422:
+            return RunError(
+                f"job {name} cannot change so ({said}); it needs completionMode: Indexed and "
+                "parallelism = completions"
+            )
+        line = f"the API server answers {status} ({said}); {self._by_hand()}"
+        return _Transient(line) if status in (409, 429) or status >= 500 else RunError(line)
+
+    def _by_hand(self) -> str:
+        return f"kubectl -n {self._namespace} edit job {self._job} can set {self._wanted} by hand"
+
+
+def _client() -> Any:
+    """The module `kubernetes.client`."""
+    try:
+        return importlib.import_module("kubernetes.client")
+    except ImportError as error:
+        raise ConfigError(
+            f'elastic.releaser = "kubernetes" needs the extra "kubernetes" ({error}): '
+            "pip install 'dynmo[kubernetes]'"
+        ) from None
+
+
+def _configuration(kubeconfig: str) -> Any:
+    """How to reach the API server: a given file, the pod's service account, or the user's file."""
+    configuration = _client().Configuration()
+    # The releaser repeats calls itself. The client would print a line for each repetition.
+    configuration.retries = False
+    config = importlib.import_module("kubernetes.config")
+    try:
+        if not kubeconfig and "KUBERNETES_SERVICE_HOST" in os.environ:
+            config.load_incluster_config(client_configuration=configuration)
+        else:
+            config.load_kube_config(
+                config_file=kubeconfig or os.environ.get("KUBECONFIG") or None,
+                client_configuration=configuration,
+            )
+    except (config.ConfigException, OSError) as error:
+        raise ConfigError(
+            f"no credentials for Kubernetes ({_reason(error)}): "
+            "give the pod a service account, or set KUBECONFIG"
+        ) from None
+    return configuration
+
+
+def _message(error: Any) -> str:
+    """What the API server said: the field `message` of its answer, or the status line."""
+    body = error.body.decode(errors="replace") if isinstance(error.body, bytes) else error.body
+    with contextlib.suppress(TypeError, ValueError, AttributeError):
+        return _reason(json.loads(body)["message"])
+    return _reason(error.reason)
+
+
+def _reason(error: object) -> str:
+    """One line of at most 200 characters."""
+    line = " ".join(str(error).split())
+    return line if len(line) <= 200 else line[:197] + "..."

@@ -1,0 +1,111 @@
+"""The files through which rank 0, the joiners and their launcher talk.
+
+They lie in the launch folder, which the environment variable DYNMO_RENDEZVOUS names. Every machine
+of the run sees the folder.
+
+    rank 0 -> launcher     wanted-1.json {"count": 2}        start two more processes
+                           left-1.json {"processes": [2]}    these leave the run
+    process -> launcher    entered-4 (host, pid, Slurm step) process 4 runs
+                           member-4                          joiner 4 has become a rank
+                           failed-4.json                     why process 4 ended
+    launcher -> rank 0     receipts.jsonl                    what has come of it
+
+Files with a count in their name are written in order: 1, 2, 3, ...
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from dynmo.cluster.releaser import Receipt
+from dynmo.files import write_whole
+
+RECEIPTS = "receipts.jsonl"
+
+
+class LaunchFolder:
+    """Reads and writes the files of one launch folder.
+
+    Each reader keeps its own place: `next_note` and `new_receipts` return everything once.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._read: dict[str, int] = {}
+        self._written: dict[str, int] = {}
+        self._receipts_at = 0
+
+    def names(self) -> set[str]:
+        """Returns the names of all files.
+
+        A listing also shows new files of other machines at once. A network file system may keep
+        the answer that one file does not exist.
+        """
+        return {path.name for path in self.path.iterdir()}
+
+    def write_note(self, kind: str, content: Mapping[str, object]) -> None:
+        """Writes the next `kind-<n>.json`."""
+        count = self._written.get(kind, 0) + 1
+        write_whole(self.path / f"{kind}-{count}.json", json.dumps(content))
+        self._written[kind] = count
+
+    def next_note(self, kind: str, names: set[str]) -> dict[str, Any] | None:
+        """Reads the next `kind-<n>.json`.
+
+        Args:
+            kind: "wanted" or "left".
+            names: What `names` returned.
+
+        Returns:
+            Its content, or None if it is not there yet.
+        """
+        count = self._read.get(kind, 0) + 1
+        name = f"{kind}-{count}.json"
+        if name not in names:
+            return None
+        self._read[kind] = count
+        return json.loads((self.path / name).read_text(encoding="utf-8"))
+
+    def enter(self, process: int, content: Mapping[str, object]) -> None:
+        """Says that a process runs."""
+        write_whole(self.entered(process), json.dumps(content))
+
+    def entered(self, process: int) -> Path:
+        """The file that says that a process runs."""
+        return self.path / f"entered-{process}"
+
+    def become_member(self, process: int) -> None:
+        """Says that a joiner has become a rank of the run. Its failure now ends the run."""
+        (self.path / f"member-{process}").touch()
+
+    def failures(self) -> dict[int, dict[str, Any]]:
+        """Returns what processes have written about their failures, by process."""
+        reports: dict[int, dict[str, Any]] = {}
+        for path in self.path.glob("failed-*.json"):
+            process = int(path.stem.removeprefix("failed-"))
+            reports[process] = json.loads(path.read_text(encoding="utf-8"))
+        return reports
+
+    def write_failure(self, process: int, content: Mapping[str, object]) -> None:
+        """Says why a process ends."""
+        write_whole(self.path / f"failed-{process}.json", json.dumps(content))
+
+    def append_receipt(self, receipt: Receipt) -> None:
+        """Adds a line for rank 0. Only the launcher writes receipts."""
+        with (self.path / RECEIPTS).open("a", encoding="utf-8") as file:
+            file.write(json.dumps(asdict(receipt)) + "\n")
+
+    def new_receipts(self) -> list[Receipt]:
+        """Returns the whole lines that were added since the last call."""
+        if RECEIPTS not in self.names():
+            return []
+        with (self.path / RECEIPTS).open("rb") as file:
+            file.seek(self._receipts_at)
+            whole = file.read().rpartition(b"\n")
+        self._receipts_at += len(whole[0]) + len(whole[1])
+        lines: Sequence[bytes] = whole[0].splitlines()
+        return [Receipt(**json.loads(line)) for line in lines]

@@ -1,0 +1,229 @@
+"""Other ranks for a running pipeline: some leave it, or new ones join. The numbers stay the same.
+
+    shrink   4 ranks: layers go to those that stay -> the leaving ranks go -> 2 ranks meet anew
+    grow     2 ranks and 2 newcomers meet anew -> layers go where they now belong
+
+Layers travel as in a reshape, with weights, gradients, optimizer state and flags. A shrink moves
+them in the old generation of process groups, a growth in the new one. Until the layers have
+arrived everywhere, every rank still holds what it held.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
+from typing import NoReturn
+
+from torch import Tensor
+
+from dynmo.balance.layout import Layout, Layouts
+from dynmo.balance.partition import Move, Partition
+from dynmo.errors import ConfigError, RunError
+from dynmo.pipeline.schedule_keeper import ScheduleKeeper
+from dynmo.runtime.comm.agreement import agree
+from dynmo.runtime.engine.post_validation import PostValidation
+from dynmo.runtime.engine.profiler import Profiler, measure_links
+from dynmo.runtime.engine.programs import Programs
+from dynmo.runtime.state.layer_store import LayerStore
+from dynmo.runtime.state.migration import Arrival, Migration, exchange
+from dynmo.runtime.state.reshape import Holders, holders, transfers
+
+_logger = logging.getLogger(__name__)
+
+
+class GrowthFailed(RunError):
+    """The newcomers did not come, or could not take their layers. The run goes on without them."""
+
+
+class Membership:
+    """Changes which ranks the pipeline has. All ranks call every method together, alike.
+
+    Args:
+        layouts: Which layouts there can be.
+        layer_store: What this rank holds, and where everything is.
+        schedule_keeper: In which order the ranks work, and what is known of costs.
+        programs: What the ranks run.
+        profiler: Its measurements of layers that move are dropped.
+        pending: With post-validation, the step that is not final yet.
+        on_recompute_change: Takes note of layers that begin or cease to be recomputed.
+    """
+
+    def __init__(
+        self,
+        layouts: Layouts,
+        layer_store: LayerStore,
+        schedule_keeper: ScheduleKeeper,
+        programs: Programs,
+        profiler: Profiler,
+        pending: PostValidation,
+        on_recompute_change: Callable[[frozenset[int]], None],
+    ) -> None:
+        self._layouts, self._layer_store, self._schedule_keeper = layouts, layer_store, schedule_keeper
+        self._programs, self._profiler, self._pending = programs, profiler, pending
+        self._on_recompute_change = on_recompute_change
+
+    def shrink(self, kept: Sequence[int], *, pipeline: int, data: int, partition: Partition) -> Migration:
+        """Goes on with some of the ranks. The others hold nothing afterwards, and are alone.
+
+        Args:
+            kept: Global ranks that stay, ascending. They become ranks 0, 1, ...
+            pipeline: Ranks of a pipeline.
+            data: Number of replicas.
+            partition: Layers on each new stage.
+
+        Returns:
+            What has moved, and how long the ranks stood still.
+
+        Raises:
+            InputError: The sizes do not fit the model, the batch or the schedule.
+            NoRoomError: The layers do not fit the memory there. Nothing has moved.
+            RunError: A rank could not give or take a layer. Nothing has moved.
+        """
+        start, layer_store = time.perf_counter(), self._pending.final
+        everyone, before = layer_store.world.everyone, layer_store.layout
+        self._check(len(kept), pipeline, data)
+        layout = self._layouts.resized(before, pipeline, data, partition)
+        self._agree((tuple(kept), pipeline, data, partition.counts))
+        after = tuple(tuple(kept[rank] for rank in ranks) for ranks in _holders(layout))
+        plan, whole = transfers(_holders(before), after), self._whole()
+        arrivals: list[Arrival] = []
+        migration = exchange(everyone, plan, lambda i: (layer_store.modules[i], whole[i]), arrivals.extend)
+        rank = everyone.rank
+        gone = [i for i in layer_store.layers if rank not in after[i]]
+        self._part()
+        if rank not in kept:
+            layer_store.empty()
+            everyone.park()
+            return migration
+        everyone.renew(kept.index(rank), len(kept), everyone.generation + 1, everyone.timeout)
+        self._take_up(layout, gone, whole, arrivals)
+        self._pending.reshaped()
+        self._finish(before, layout, plan)
+        return replace(migration, seconds=time.perf_counter() - start)
+
+    def grow(self, newcomers: int, *, pipeline: int, data: int, partition: Partition, patience: float) -> Migration:
+        """Goes on with more ranks. The newcomers call `arrive` meanwhile.
+
+        Args:
+            newcomers: How many join. They get the numbers after those of the ranks that are here.
+            pipeline: Ranks of a pipeline.
+            data: Number of replicas.
+            partition: Layers on each new stage.
+            patience: Seconds to wait for them.
+
+        Returns:
+            What has moved, and how long the ranks stood still.
+
+        Raises:
+            InputError: The sizes do not fit the model, the batch or the schedule.
+            GrowthFailed: The newcomers did not come or could not take their layers. The ranks go on
+                as before, and nothing is lost.
+        """
+        start, layer_store = time.perf_counter(), self._pending.final
+        everyone, before = layer_store.world.everyone, layer_store.layout
+        rank, size = everyone.rank, everyone.size
+        self._check(size + newcomers, pipeline, data)
+        layout = self._layouts.resized(before, pipeline, data, partition)
+        self._agree((newcomers, pipeline, data, partition.counts))
+        whole = self._whole()
+        self._part()
+        plan = transfers(_holders(before), _holders(layout))
+        try:
+            everyone.renew(rank, size + newcomers, everyone.generation + 1, patience)
+            migration = self._exchange(before, layout, plan, whole)
+        except RunError as error:
+            self._go_back(rank, size, before, whole, error)
+        self._finish(before, layout, plan)
+        return replace(migration, seconds=time.perf_counter() - start)
+
+    def arrive(self, rank: int, size: int, generation: int, *, pipeline: int, data: int, partition: Partition, patience: float) -> Migration:
+        """Joins a run, as a newcomer whose layer store is bare. The others call `grow`.
+
+        Args:
+            rank: This process's number from now on.
+            size: Number of ranks from now on.
+            generation: Number of the meeting.
+            pipeline: Ranks of a pipeline from now on.
+            data: Number of replicas from now on.
+            partition: Layers on each new stage.
+            patience: Seconds to wait for the others.
+
+        Returns:
+            What has moved.
+
+        Raises:
+            RunError: The ranks did not meet, or a rank could not give or take a layer.
+        """
+        layer_store, before = self._layer_store, self._layer_store.layout
+        layout = self._layouts.resized(before, pipeline, data, partition)
+        layer_store.world.everyone.renew(rank, size, generation, patience)
+        plan = transfers(_holders(before), _holders(layout))
+        migration = self._exchange(before, layout, plan, {})
+        self._finish(before, layout, plan)
+        return migration
+
+    def _exchange(self, before: Layout, layout: Layout, plan: Sequence[Move], whole: Mapping[int, dict[str, Tensor]]) -> Migration:
+        """Moves layers among the ranks of the new generation, and goes on there."""
+        layer_store = self._layer_store
+        everyone, after = layer_store.world.everyone, _holders(layout)
+
+        def take_up(arrivals: list[Arrival]) -> None:
+            gone = [i for i in layer_store.layers if everyone.rank not in after[i]]
+            self._take_up(layout, gone, whole, arrivals)
+            self._pending.renewed()
+
+        return exchange(everyone, plan, lambda i: (layer_store.modules[i], whole[i]), take_up)
+
+    def _go_back(self, rank: int, size: int, before: Layout, whole: Mapping[int, dict[str, Tensor]], error: RunError) -> NoReturn:
+        """Goes on with the ranks that were here before newcomers failed to join."""
+        everyone = self._layer_store.world.everyone
+        if self._layer_store.layout is not before:  # layers are elsewhere already: a rank was lost after the exchange
+            raise error
+        everyone.renew(rank, size, everyone.generation + 1, everyone.timeout)
+        self._take_up(before, (), whole, ())
+        self._pending.reshaped()
+        self._finish(before, before, ())
+        raise GrowthFailed(f"{error}; the run goes on with {size} ranks") from error
+
+    def _check(self, size: int, pipeline: int, data: int) -> None:
+        layer_store = self._layer_store
+        if layer_store.layout.sliced:
+            raise ConfigError("a pipeline of slices cannot get other ranks; make another")
+        if layer_store.experts is not None:
+            raise ConfigError("replicas that share experts (parallel.expert) cannot get other ranks; make another pipeline")
+        if layer_store.world.everyone.home is None:
+            raise ConfigError("ranks within a program's own process groups cannot become others")
+        if pipeline * data != size:
+            raise ConfigError(f"{size} ranks cannot be {data} replicas of {pipeline} ranks; their product must be the number of ranks")
+
+    def _agree(self, decision: object) -> None:
+        agree(self._layer_store.world, hashlib.sha256(repr(decision).encode()).digest(), "which ranks go on")
+
+    def _whole(self) -> dict[int, dict[str, Tensor]]:
+        """With ZeRO-1 the shares of all replicas, while these are still here."""
+        return {i: self._layer_store.state(i, whole=True) for i in sorted(self._layer_store.layers)}
+
+    def _part(self) -> None:
+        """Nothing of this rank uses the process groups any more."""
+        self._programs.relower()
+        self._layer_store.replicas.close()
+        self._pending.part()
+
+    def _take_up(
+        self, layout: Layout, gone: Collection[int], whole: Mapping[int, dict[str, Tensor]], arrivals: Sequence[Arrival]
+    ) -> None:
+        self._programs.relower()
+        self._layer_store.reshaped(layout, gone, whole, arrivals)
+
+    def _finish(self, before: Layout, layout: Layout, plan: Sequence[Move]) -> None:
+        self._profiler.forget(move.layer for move in plan)
+        self._schedule_keeper.reshaped(measure_links(self._layer_store.world, layout.pairs))
+        self._on_recompute_change(before.recomputed ^ layout.recomputed)
+
+
+def _holders(layout: Layout) -> Holders:
+    """Of each layer, the global ranks that hold it."""
+    return holders(layout.partition, layout.placement, layout.replicas)

@@ -1,0 +1,116 @@
+"""What a running engine asks the planner: on how many ranks should it go on?"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from dynmo.balance.trigger import ForecastInterval
+from dynmo.config import Config, accumulation_problem
+from dynmo.config.shapes import divisors
+from dynmo.cost.layer_cost import LayerCost
+from dynmo.pipeline.engine import Engine
+from dynmo.pipeline.mesh_question import current_mesh, mesh_request, with_costs
+from dynmo.planner.rank_choice import RankChoice, RankQuestion, choose_ranks, confirmed_ranks
+
+
+@dataclass(frozen=True)
+class RankWish:
+    """What the planner answers.
+
+    Attributes:
+        choice: What to do with the ranks that there are.
+        ranks: How many ranks the run would like.
+        reference: Seconds that a step took at first. A step may take the tolerance longer.
+    """
+
+    choice: RankChoice
+    ranks: int
+    reference: float
+
+
+@dataclass(frozen=True)
+class RankLimits:
+    """How many ranks there are and may be.
+
+    Attributes:
+        nodes: Name of the machine of each rank.
+        there: Ranks that there are, newcomers included.
+        most: The most that the run has had.
+    """
+
+    nodes: Sequence[str]
+    there: int
+    most: int
+
+
+def ask_ranks(
+    config: Config,
+    engine: Engine,
+    limits: RankLimits,
+    forecast: tuple[ForecastInterval, ...],
+    memory_limit: int | None,
+    pause: float,
+    reference: float | None,
+    halves: Callable[[], tuple[tuple[LayerCost, ...], ...]],
+    preempted: float,
+) -> RankWish:
+    """Asks the planner. All ranks call it together, and get the same answer.
+
+    Args:
+        config: Of the run.
+        engine: Holds the layers.
+        limits: How many ranks there may be.
+        forecast: From the next step to the run's end. The first interval has the measured costs.
+        memory_limit: Bytes of a rank. None means unlimited.
+        pause: Seconds that a change takes beyond its bytes.
+        reference: Seconds that a step took at first. None: it is now.
+        halves: Returns the costs by the earlier and by the later readings alone.
+        preempted: Share of the ops' time that other processes take.
+
+    Raises:
+        NoRoomError: `elastic.target_ranks` cannot hold the model.
+    """
+    elastic, size, costs = config.elastic, engine.world.everyone.size, forecast[0].layers
+    batch = config.all_microbatches
+    replicas = tuple(d for d in divisors(batch) if d <= engine.world.replicas and not accumulation_problem(config.accumulation_groups, d, batch))
+    request = mesh_request(config, engine, costs, memory_limit, replicas)
+    question = RankQuestion(
+        request,
+        current_mesh(config, engine),
+        engine.partition,
+        least=size,
+        most=size,
+        limit_seconds=float("inf"),
+        steps_left=config.train.steps - forecast[0].start,
+        replicas=replicas,
+        seconds_per_byte=1 / request.bandwidth,
+        fixed_seconds=pause,
+        margin=config.balance.margin,
+        hysteresis=config.balance.hysteresis,
+        forecast=forecast,
+        nodes=tuple(limits.nodes),
+    )
+    if reference is None:
+        reference = choose_ranks(question).seconds_best_now
+    if elastic.target_ranks is not None:
+        question = replace(question, least=1, most=max(limits.there, size), target=elastic.target_ranks)
+        return RankWish(choose_ranks(question), elastic.target_ranks, reference)
+    if elastic.repack:
+        limit = reference * (1 + elastic.tolerance)
+        question = replace(question, least=min(elastic.min_ranks, size), most=max(limits.most, limits.there), limit_seconds=limit)
+    else:
+        question = replace(question, most=limits.there, limit_seconds=0.0)  # the fastest
+
+    def decide(question: RankQuestion) -> RankChoice:
+        choice = choose_ranks(question)
+        if not choice.decision.move:
+            return choice
+        parts = [choose_ranks(replace(question, request=with_costs(request, config, engine, layers), forecast=())) for layers in halves()]
+        return confirmed_ranks(question, choice, parts, preempted)
+
+    choice = decide(question)
+    wanted = choice.mesh.gpus
+    if wanted > limits.there:
+        choice = decide(replace(question, most=limits.there))
+    return RankWish(choice, wanted, reference)

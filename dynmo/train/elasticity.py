@@ -1,0 +1,329 @@
+"""How many ranks a run has: decided before a step, and carried out.
+
+    rank 0    looks who waits to join, and talks to the resource manager (`rank_source.py`)
+    all       hear in a step's result that rank 0 wants to talk; decide alike; shrink or grow
+
+A planned mesh (`elastic.reshape_at`) is followed at its step. `elastic.repack` and
+`elastic.target_ranks` ask the planner. Without these, newcomers are taken if they make the run
+faster.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from dynmo.balance.partition import Partition
+from dynmo.balance.repack import kept_ranks
+from dynmo.cluster.releaser import Member
+from dynmo.config import Config
+from dynmo.errors import NoRoomError
+from dynmo.events import Event, FaultEvent, GrowEvent, RepackEvent, now
+from dynmo.pipeline.engine import Engine
+from dynmo.pipeline.membership import GrowthFailed
+from dynmo.pipeline.rank_question import RankLimits
+from dynmo.pipeline.rebalance import Rebalancer
+from dynmo.runtime.comm.lobby import read_all, tell_all
+from dynmo.runtime.comm.world import World
+from dynmo.runtime.state.migration import Migration
+from dynmo.train.rank_source import RankSource, describe, member_from, member_text, own_member
+from dynmo.train.setup import first_partition
+from dynmo.train.summons import Summons, cost_records
+
+# In a step's flag: rank 0 wants all ranks to decide.
+LOOK = 2
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """Another mesh. gain: predicted share of a step that it saves, negative for a slowdown."""
+
+    shape: tuple[int, int]
+    partition: Partition
+    reason: str
+    gain: float | None = None
+
+    @property
+    def ranks(self) -> int:
+        return self.shape[0] * self.shape[1]
+
+
+class Elasticity:
+    """Every rank of a run has one and calls every method alike.
+
+    Args:
+        config: Of the run.
+        pipeline: Holds the layers.
+        rebalancer: Knows what was measured.
+        source: Where ranks come from and go to, on rank 0. None elsewhere, and where ranks cannot
+            change.
+        reference: Seconds that a step took at first, of a run that goes on.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        pipeline: Engine,
+        rebalancer: Rebalancer,
+        source: RankSource | None,
+        reference: float | None = None,
+    ) -> None:
+        self._config, self._pipeline, self._rebalancer = config, pipeline, rebalancer
+        self._source, self.reference = source, reference
+        self._called = False  # rank 0 wants to decide
+        self._postponed: tuple[int, int] | None = None  # a planned mesh whose newcomers did not come
+        self._wanted: int | None = None  # ranks that the planner would like
+        self._refused = 0  # newcomers that would not make the run faster
+        self._most = max(config.ranks, self._everyone.size)
+        # GPU-seconds that ranks were away, until `_since`.
+        self._returned, self._since = 0.0, time.monotonic()
+        self._events: list[Event] = []
+        # Whether this rank is out of the run.
+        self.left = False
+        self.enroll()
+
+    @property
+    def _everyone(self) -> World:
+        return self._pipeline.world.everyone
+
+    def enroll(self) -> None:
+        """Tells the others where this rank runs. Called when the ranks have met anew."""
+        world = self._everyone
+        tell_all(world.store, "member", world.rank, member_text(own_member(world.rank)))
+
+    @property
+    def gpu_seconds_returned(self) -> float:
+        """Of the ranks that the run did without, so far."""
+        return self._returned + (self._most - self._everyone.size) * (time.monotonic() - self._since)
+
+    def take_events(self, step: int) -> list[Event]:
+        """Returns what has happened since the last call, on rank 0.
+
+        Args:
+            step: The next step.
+        """
+        events, self._events = self._events, []
+        return [*(self._source.take_events(step) if self._source is not None else ()), *events]
+
+    def close(self) -> None:
+        """Tells all that wait that the run is over."""
+        if self._source is not None:
+            self._source.close()
+
+    # -- hearing -----------------------------------------------------------------------------------
+
+    def call(self) -> int:
+        """What this rank adds to the flag of the next step: LOOK if all ranks shall decide."""
+        return LOOK if self._source is not None and self._is_welcome(self._source.look()) else 0
+
+    def _is_welcome(self, waiting: int) -> bool:
+        """Whether so many newcomers may change something."""
+        elastic, size = self._config.elastic, self._everyone.size
+        if not waiting:
+            self._refused = 0
+            return False
+        if elastic.reshape_at:
+            return self._postponed is not None and size + waiting >= self._postponed[0] * self._postponed[1]
+        if elastic.target_ranks is not None:
+            return size < elastic.target_ranks and waiting > self._refused
+        if elastic.repack:
+            return self._wanted is not None and self._wanted > size and waiting > self._refused
+        return waiting > self._refused and self._rebalancer.measured
+
+    def hear(self, flags: Sequence[int]) -> None:
+        """Takes the flags of a step's result.
+
+        Args:
+            flags: Of all ranks.
+        """
+        self._called = self._called or any(flag & LOOK for flag in flags)
+
+    def acts(self, step: int) -> bool:
+        """Whether it may change the ranks before a step. The step before must then be final.
+
+        Args:
+            step: The next step.
+        """
+        return self._called or self._is_planned(step) or (self._config.elastic.changes_ranks and self._rebalancer.is_due(step))
+
+    def _is_planned(self, step: int) -> bool:
+        shape = self._config.shape_at(step)
+        return bool(self._config.elastic.reshape_at) and shape[0] * shape[1] != self._everyone.size and shape != self._postponed
+
+    # -- deciding ----------------------------------------------------------------------------------
+
+    def change(self, step: int, state: Callable[[], dict[str, Any]]) -> bool:
+        """Changes the ranks before a step, if that is called for.
+
+        Args:
+            step: The next step.
+            state: Returns the run's state as a checkpoint has it, for newcomers.
+
+        Returns:
+            Whether the ranks have met anew. `left` says whether this one is out.
+        """
+        if not self.acts(step):
+            return False
+        self._called = False
+        plan = self._plan(step)
+        if plan is None or plan.ranks == self._everyone.size:
+            return False
+        return self._shrink(step, plan) if plan.ranks < self._everyone.size else self._grow(step, plan, state)
+
+    def _plan(self, step: int) -> _Plan | None:
+        if self._config.elastic.reshape_at:
+            return self._planned(step)
+        if not self._rebalancer.measured:
+            return None
+        return self._ask_planner(step, self._everyone.size + self._shared(self._source.waiting if self._source is not None else 0))
+
+    def _planned(self, step: int) -> _Plan | None:
+        """The mesh that the config has for this step, unless its newcomers do not come."""
+        shape = self._config.shape_at(step)
+        missing = shape[0] * shape[1] - self._everyone.size
+        if missing > 0 and self._await_newcomers(step, missing) < missing:
+            self._postponed = shape
+            return None
+        self._postponed = None
+        return _Plan(shape, first_partition(self._config, self._pipeline.count, shape[0]), "planned")
+
+    def _ask_planner(self, step: int, there: int) -> _Plan | None:
+        """there: how many ranks there are, newcomers included."""
+        elastic, size = self._config.elastic, self._everyone.size
+        nodes = [member.node for member in self._members()]
+        try:
+            wish = self._rebalancer.ranks(step, RankLimits(nodes, there, self._most), self.reference)
+        except NoRoomError as error:
+            self._tell(FaultEvent(step, now(), f"the run keeps its {size} ranks: {error}"))
+            return None
+        self.reference, self._wanted = wish.reference, wish.ranks
+        if self._source is not None and elastic.changes_ranks and wish.ranks > there:
+            self._source.request(wish.ranks - size - self._source.waiting)
+        self._refused = there - size
+        choice = wish.choice
+        if not choice.decision.move:
+            return None
+        return _Plan((choice.mesh.pipeline, choice.mesh.replicas), choice.partition, choice.decision.reason, choice.decision.predicted_gain)
+
+    def _await_newcomers(self, step: int, missing: int) -> int:
+        """Waits until as many newcomers are there as are missing. Returns how many are."""
+        world = self._everyone
+        patience = min(self._config.elastic.join_timeout, 0.8 * world.timeout)
+        if self._source is not None:
+            end = time.monotonic() + patience
+            if self._source.look(at_once=True) < missing:
+                self._source.request(missing - self._source.waiting)
+            while self._source.look(at_once=True) < missing and time.monotonic() < end:
+                time.sleep(0.02)
+        there = self._shared(0 if self._source is None else self._source.waiting)
+        if there < missing:
+            what = f"waited {patience:g} s for {missing} ranks to join (dynmo train --join), and {there} came"
+            self._tell(FaultEvent(step, now(), f"{what}; the run goes on with {world.size}, and takes the others when they come"))
+        return there
+
+    def _shared(self, number: int) -> int:
+        """Rank 0's number, on every rank."""
+        world = self._everyone
+        table = torch.tensor([number if world.rank == 0 else 0])
+        return int(world.sum(table, "rank 0 to say who waits to join"))
+
+    def _members(self) -> list[Member]:
+        world = self._everyone
+        return [member_from(text) for text in read_all(world.store, "member", world.size, world.timeout)]
+
+    # -- acting ------------------------------------------------------------------------------------
+
+    def _shrink(self, step: int, plan: _Plan) -> bool:
+        pipeline, world, start = self._pipeline, self._everyone, time.perf_counter()
+        rank, before, shape, members = world.rank, world.size, pipeline.shape, self._members()
+        lowest_stay = self._config.elastic.releaser == "kubernetes"
+        kept = tuple(range(plan.ranks)) if lowest_stay else kept_ranks([member.node for member in members], plan.ranks)
+        try:
+            migration = pipeline.membership.shrink(kept, pipeline=plan.shape[0], data=plan.shape[1], partition=plan.partition)
+        except NoRoomError as error:
+            self._tell(FaultEvent(step, now(), f"the run keeps its {before} ranks: {error}"))
+            return False
+        self.left = rank not in kept
+        if self.left:
+            return True
+        self._account(before)
+        left = [member for member in members if member.rank not in kept]
+        if self._source is not None:
+            self._source.release(left, [member for member in members if member.rank in kept])
+        seconds = time.perf_counter() - start
+        number, result = self._rebalancer.on_resize(step, plan.gain, seconds)
+        slower = None if plan.gain is None else -plan.gain
+        sizes = before, plan.ranks, shape, plan.shape, plan.partition.counts, migration.moved_bytes, seconds
+        self._tell(result, RepackEvent(step, now(), number, *sizes, slower, plan.reason, tuple(map(describe, left))))
+        self.enroll()
+        return True
+
+    def _grow(self, step: int, plan: _Plan, state: Callable[[], dict[str, Any]]) -> bool:
+        pipeline, start = self._pipeline, time.perf_counter()
+        before, shape = self._everyone.size, pipeline.shape
+        newcomers = plan.ranks - before
+        joined = self._invite(step, plan, newcomers, state())
+        try:
+            migration = pipeline.membership.grow(
+                newcomers,
+                pipeline=plan.shape[0],
+                data=plan.shape[1],
+                partition=plan.partition,
+                patience=self._config.elastic.join_timeout,
+            )
+        except GrowthFailed as error:
+            self._rebalancer.on_resize(step, None)
+            self._tell(FaultEvent(step, now(), str(error)))
+            self.enroll()
+            return True
+        self._account(before)
+        self._told_growth(step, plan, before, shape, migration, joined, time.perf_counter() - start)
+        self.enroll()
+        return True
+
+    def _invite(self, step: int, plan: _Plan, newcomers: int, state: dict[str, Any]) -> list[Member]:
+        """Calls newcomers, on rank 0."""
+        if self._source is None:
+            return []
+        pipeline, size = self._pipeline, self._everyone.size
+        summons = [
+            Summons(
+                rank=size + place,
+                size=plan.ranks,
+                generation=self._everyone.generation + 1,
+                step=step,
+                shape=plan.shape,
+                layers=plan.partition.counts,
+                shape_before=(pipeline.shape[0], pipeline.shape[1]),
+                layers_before=pipeline.partition.counts,
+                names=pipeline.names,
+                state=state,
+                costs=cost_records(pipeline.schedule_keeper.known),
+                reference=self.reference,
+            )
+            for place in range(newcomers)
+        ]
+        return self._source.invite([each.to_text() for each in summons])
+
+    def _told_growth(
+        self, step: int, plan: _Plan, before: int, shape: tuple[int, int], migration: Migration, joined: Sequence[Member], seconds: float
+    ) -> None:
+        number, result = self._rebalancer.on_resize(step, plan.gain, seconds)
+        self._most = max(self._most, plan.ranks)
+        sizes = before, plan.ranks, shape, plan.shape, plan.partition.counts, migration.moved_bytes, seconds
+        who = tuple(map(describe, joined))
+        self._tell(result, GrowEvent(step, now(), number, *sizes, plan.gain, plan.reason, who, self.gpu_seconds_returned))
+
+    def _account(self, before: int) -> None:
+        """The ranks were `before` until now."""
+        moment = time.monotonic()
+        self._returned += (self._most - before) * (moment - self._since)
+        self._since = moment
+        self._wanted, self._refused, self._called = None, 0, False
+
+    def _tell(self, *events: Event | None) -> None:
+        self._events += [event for event in events if event is not None]

@@ -1,0 +1,111 @@
+"""A process that joins a running run, or that comes back to it after it has left."""
+
+from __future__ import annotations
+
+import gc
+import json
+import logging
+import os
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from dynmo.cluster.choose import parks
+from dynmo.cluster.launch_folder import LaunchFolder
+from dynmo.config import Config, load
+from dynmo.errors import ConfigError, RankDied, WaitTimeout
+from dynmo.models.model import Model
+from dynmo.models.registry import load_model
+from dynmo.runtime.comm.lobby import Newcomer
+from dynmo.runtime.comm.store import open_meeting
+from dynmo.runtime.comm.world import World
+from dynmo.train.rank_source import describe, member_text, own_member
+from dynmo.train.setup import device_for
+from dynmo.train.summons import summons_from
+from dynmo.train.trainer import RunResult, Trainer
+
+_logger = logging.getLogger(__name__)
+
+# In the folder of a run, while it goes: where its ranks meet.
+MEETING = "meeting.json"
+
+
+def join_run(folder: Path, process: int | None = None) -> int:
+    """Waits until a running run needs this process, and is one of its ranks until the run ends.
+
+    Args:
+        folder: `runs/NAME`, which the ranks of the run share.
+        process: The launcher's number of this process. None: no launcher started it.
+
+    Returns:
+        The exit status: 0, or 130 if the run was interrupted.
+
+    Raises:
+        ConfigError: The run is not there or does not go on at present.
+        RunError: The run is gone, or failed.
+    """
+    config_file, meeting = folder / "config.toml", folder / MEETING
+    if not config_file.is_file():
+        raise ConfigError(f"{folder} does not exist, so there is nothing to join; start the run first, in the same folder")
+    if not meeting.is_file():
+        raise ConfigError(f"{folder} is not being trained now, so there is nothing to join; start it, or go on with --resume")
+    config = load(config_file)
+    torch.set_num_threads(config.parallel.threads)
+    device = device_for(config, int(os.environ.get("LOCAL_RANK", "0")))
+    model = load_model(config)
+    store = open_meeting(json.loads(meeting.read_text(encoding="utf-8")), config.parallel.timeout)
+    home = dist.PrefixStore("gen/0", store)
+    world = World.outside(home, device=device, timeout=config.parallel.timeout, staged=config.parallel.staged)
+    try:
+        result = _wait_and_train(config, world, model, folder, process)
+        while result is not None and result.left and parks(config):
+            result = _wait_and_train(config, world, model, folder, process)
+    finally:
+        world.close()
+    return 130 if result is not None and result.interrupted else 0
+
+
+def come_back(config: Config, world: World, model: Model, folder: Path | None, result: RunResult) -> RunResult:
+    """Waits, after this rank has left the run, until it is called back.
+
+    Args:
+        config: Of the run.
+        world: This process alone.
+        model: What is trained.
+        folder: `runs/NAME`.
+        result: Of this process as a rank so far.
+
+    Returns:
+        The result at the end of the run.
+    """
+    while result.left:
+        gc.collect()
+        if world.device.type == "cuda":
+            torch.cuda.empty_cache()
+        later = _wait_and_train(config, world, model, folder, None)
+        if later is None:
+            return result
+        result = later
+    return result
+
+
+def _wait_and_train(config: Config, world: World, model: Model, folder: Path | None, process: int | None) -> RunResult | None:
+    """Returns None if the run ended without this process."""
+    assert world.home is not None
+    member = own_member(-1)
+    newcomer = Newcomer(world.home, member_text(member), config.parallel.timeout, describe(member))
+    while True:
+        text = newcomer.wait()
+        if text is None:
+            return None
+        try:
+            trainer = Trainer(config, world, model, folder, summons=summons_from(text))
+        except (WaitTimeout, RankDied) as error:
+            # The others go on without this process, and may call it again.
+            _logger.warning(f"{error}; waiting again")
+            world.park()
+            continue
+        if process is not None:
+            LaunchFolder(Path(os.environ["DYNMO_RENDEZVOUS"])).become_member(process)
+        return trainer.run()

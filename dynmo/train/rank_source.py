@@ -1,0 +1,177 @@
+"""Where ranks come from and go to, as rank 0 sees it: the lobby and the resource manager.
+
+What the resource manager does, and what goes wrong there, becomes events. Nothing of it stops the
+run.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+
+from dynmo.cluster.choose import make_releaser
+from dynmo.cluster.releaser import Member, Releaser
+from dynmo.config import Config
+from dynmo.events import Event, FaultEvent, ReleaseEvent, now
+from dynmo.runtime.comm.lobby import Lobby
+from dynmo.runtime.comm.world import World
+
+# Seconds between two looks into the lobby.
+_LOOK = 0.25
+
+
+def own_member(rank: int) -> Member:
+    """Where this process runs.
+
+    Args:
+        rank: Its number.
+    """
+    host, process = socket.gethostname(), os.environ.get("DYNMO_PROCESS", "")
+    node = os.environ.get("SLURMD_NODENAME") or os.environ.get("POD_NAME") or host
+    return Member(rank, host, os.getpid(), node, int(process) if process.isdigit() else None)
+
+
+def member_text(member: Member) -> str:
+    """As the other ranks read it."""
+    return json.dumps(asdict(member))
+
+
+def member_from(text: str) -> Member:
+    """What `member_text` wrote."""
+    return Member(**json.loads(text))
+
+
+def describe(member: Member) -> str:
+    """What to call a process where a person reads it."""
+    return f"{member.node}:{member.pid}"
+
+
+class RankSource:
+    """Rank 0's side.
+
+    Args:
+        lobby: Where newcomers wait.
+        releaser: Talks to the resource manager. None: nobody does.
+        patience: Seconds after which ranks that were asked for are missed.
+    """
+
+    def __init__(self, lobby: Lobby, releaser: Releaser | None, patience: float) -> None:
+        self._lobby, self._releaser, self._patience = lobby, releaser, patience
+        self._looked = 0.0
+        self._present: list[int] = []
+        # How many were asked for and have not come, since when, and whether that was told.
+        self._outstanding, self._asked, self._missed = 0, 0.0, False
+        self._events: list[Event] = []
+
+    @property
+    def waiting(self) -> int:
+        """How many newcomers were there at the last look."""
+        return len(self._present)
+
+    def look(self, at_once: bool = False) -> int:
+        """Looks who waits, now and then only.
+
+        Args:
+            at_once: Whether to look in any case.
+
+        Returns:
+            How many.
+        """
+        moment = time.monotonic()
+        if at_once or moment - self._looked >= _LOOK:
+            self._looked = moment
+            self._present = self._lobby.present()
+            self._events += [self._fault(f"{describe(member_from(text))} waited to join and is gone") for text in self._lobby.take_gone()]
+            self._read_receipts()
+        return len(self._present)
+
+    def invite(self, texts: Sequence[str]) -> list[Member]:
+        """Calls the first that wait into the run.
+
+        Args:
+            texts: What each is told.
+
+        Returns:
+            Who was called.
+        """
+        tickets = self._present[: len(texts)]
+        members = [member_from(self._lobby.text(ticket)) for ticket in tickets]
+        self._lobby.summon(tickets, texts)
+        self._present = self._present[len(texts) :]
+        self._outstanding = max(0, self._outstanding - len(texts))
+        return members
+
+    def request(self, count: int) -> None:
+        """Asks the resource manager for ranks, unless they are on their way.
+
+        Args:
+            count: How many are missing beside those that wait.
+        """
+        if self._releaser is None or not self._releaser.can_request or count <= self._outstanding:
+            return
+        self._releaser.request(count - self._outstanding)
+        self._outstanding, self._asked, self._missed = count, time.monotonic(), False
+
+    def release(self, left: Sequence[Member], stay: Sequence[Member]) -> None:
+        """Gives ranks back.
+
+        Args:
+            left: Ranks that are out of the run.
+            stay: Ranks that go on.
+        """
+        if self._releaser is not None:
+            self._releaser.release(left, stay)
+
+    def take_events(self, step: int) -> list[Event]:
+        """Returns what has happened since the last call.
+
+        Args:
+            step: The next step.
+        """
+        late = time.monotonic() - self._asked
+        if self._outstanding > len(self._present) and not self._missed and late > self._patience:
+            self._missed = True
+            assert self._releaser is not None
+            count = self._outstanding - len(self._present)
+            asked = f"{self._releaser.name} was asked for {count} more ranks {late:.0f} s ago, and none has come"
+            self._events.append(self._fault(f"{asked}; the run goes on without them until they come"))
+        events, self._events = self._events, []
+        return [type(event)(**{**vars(event), "step": step}) for event in events]
+
+    def close(self) -> None:
+        """Tells all that wait that the run is over."""
+        self._lobby.close()
+        if self._releaser is not None:
+            self._releaser.close()
+
+    def _read_receipts(self) -> None:
+        if self._releaser is None:
+            return
+        for receipt in self._releaser.receipts():
+            if receipt.kind == "failed":
+                self._outstanding = max(0, self._outstanding - receipt.ranks)
+                self._events.append(self._fault(receipt.what))
+            else:
+                self._events.append(ReleaseEvent(-1, now(), self._releaser.name, receipt.what, receipt.ranks, receipt.seconds))
+
+    def _fault(self, what: str) -> FaultEvent:
+        return FaultEvent(-1, now(), what)
+
+
+def make_source(config: Config, world: World) -> RankSource | None:
+    """Makes rank 0's side. None on other ranks, and in a world whose ranks cannot change.
+
+    Args:
+        config: Of the run.
+        world: Of all ranks.
+
+    Raises:
+        ConfigError: What `elastic.releaser` needs is missing.
+    """
+    if world.rank or world.home is None:
+        return None
+    return RankSource(Lobby(world.home), make_releaser(config), config.elastic.join_timeout)

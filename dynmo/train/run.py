@@ -1,0 +1,67 @@
+"""One process of a run, from its start to its end: a rank that may leave and come back."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Generator
+from pathlib import Path
+
+from dynmo.cluster.choose import parks
+from dynmo.config import Config
+from dynmo.errors import RunError
+from dynmo.files import write_whole
+from dynmo.runtime.comm.rendezvous import Rendezvous
+from dynmo.runtime.comm.store import meeting_of
+from dynmo.train.joining import MEETING, come_back
+from dynmo.train.setup import start
+from dynmo.train.trainer import Listener, RunResult, Trainer
+
+
+def run(config: Config, rendezvous: Rendezvous, folder: Path | None, resume: bool, listen: Listener | None = None) -> RunResult:
+    """Trains as one rank of the world at `rendezvous`.
+
+    Args:
+        config: The run.
+        rendezvous: Where the ranks meet.
+        folder: `runs/NAME`, where rank 0 writes. None: nothing is written.
+        resume: Whether to go on from the newest checkpoint.
+        listen: Told of every event, on rank 0.
+
+    Returns:
+        What the run left.
+
+    Raises:
+        ConfigError: Input turns out wrong only now.
+        RunError: The run fails.
+    """
+    with start(config, rendezvous) as (world, model):
+        trainer = Trainer(config, world, model, folder, resume, listen)
+        if world.rank == 0:
+            with _open_for_newcomers(rendezvous, folder):
+                return trainer.run()
+        result = trainer.run()
+        del trainer  # its memory
+        return come_back(config, world, model, folder, result) if result.left and parks(config) else result
+
+
+@contextlib.contextmanager
+def _open_for_newcomers(rendezvous: Rendezvous, folder: Path | None) -> Generator[None]:
+    """While it is open, `dynmo train --join` finds the run through a file in its folder."""
+    if folder is None:
+        yield
+        return
+    path = folder / MEETING
+    try:
+        record = meeting_of(rendezvous)
+    except RunError:  # a world of one process, which nobody can reach
+        yield
+        return
+    with contextlib.suppress(OSError):  # a full disk: nobody can join, and the run trains
+        write_whole(path, json.dumps(record))
+        os.chmod(path, 0o600)
+    try:
+        yield
+    finally:
+        path.unlink(missing_ok=True)

@@ -1,0 +1,72 @@
+"""What rank 0 tells a newcomer that becomes a rank of a running run."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from dynmo.cost.layer_cost import LayerCost
+from dynmo.errors import RunError
+
+
+class Summons(BaseModel):
+    """Where the newcomer belongs, and the part of the run's state that no layer has.
+
+    Attributes:
+        rank: The newcomer's number.
+        size: The number of ranks from now on.
+        generation: Number of the meeting.
+        step: The next step.
+        shape: Ranks of a pipeline, and number of replicas, from now on.
+        layers: Layers on each stage from now on.
+        shape_before: The mesh of the ranks that are there.
+        layers_before: Their placement.
+        names: Name of each layer.
+        state: As a checkpoint has it.
+        costs: What the schedule is made from, for schedules that are made from costs.
+        reference: Seconds that a step took at first, by which `elastic.repack` goes.
+    """
+
+    model_config = ConfigDict(extra="forbid")
+    rank: int
+    size: int
+    generation: int
+    step: int
+    shape: tuple[int, int]
+    layers: tuple[int, ...]
+    shape_before: tuple[int, int]
+    layers_before: tuple[int, ...]
+    names: tuple[str, ...]
+    state: dict[str, Any]
+    costs: tuple[dict[str, Any], ...] | None
+    reference: float | None
+
+    def to_text(self) -> str:
+        """As JSON. Floats read back exactly, NaN included."""
+        return json.dumps(self.model_dump())
+
+    @property
+    def known_costs(self) -> tuple[LayerCost, ...] | None:
+        """What the schedule is made from."""
+        return None if self.costs is None else tuple(LayerCost(**cost) for cost in self.costs)
+
+
+def summons_from(text: str) -> Summons:
+    """Reads what rank 0 wrote.
+
+    Raises:
+        RunError: It is not a summons.
+    """
+    try:
+        return Summons.model_validate(json.loads(text))
+    except (json.JSONDecodeError, ValidationError) as error:
+        first = str(error).splitlines()[0]
+        raise RunError(f"rank 0 sent a summons that cannot be read ({first}); do all ranks run the same dynmo?") from None
+
+
+def cost_records(costs: tuple[LayerCost, ...] | None) -> tuple[dict[str, Any], ...] | None:
+    """Costs as a summons has them."""
+    return None if costs is None else tuple(dataclasses.asdict(cost) for cost in costs)
