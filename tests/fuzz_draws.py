@@ -81,17 +81,18 @@ def reference_of(config: Tables) -> Tables:
     }
 
 
-def draw(seed: int, number: int) -> Case:
+def draw(seed: int, number: int, elastic: float = 0.35) -> Case:
     """Draw a case.
 
     Args:
         seed: Of the whole test.
         number: Which of its cases.
+        elastic: Share of the cases whose mesh or number of ranks changes, of those that allow it.
 
     Returns:
-        The same case for the same two numbers.
+        The same case for the same arguments.
     """
-    return _Draw(Random(seed * 1_000_003 + number), number).case()
+    return _Draw(Random(seed * 1_000_003 + number), number, elastic).case()
 
 
 def _kinds(kind: str) -> list[Any]:
@@ -102,8 +103,8 @@ def _kinds(kind: str) -> list[Any]:
 class _Draw:
     """Draws the sections in the order in which they restrict each other."""
 
-    def __init__(self, random: Random, number: int) -> None:
-        self._random, self._number = random, number
+    def __init__(self, random: Random, number: int, elastic: float) -> None:
+        self._random, self._number, self._elastic_share = random, number, elastic
 
     def case(self) -> Case:
         random = self._random
@@ -264,7 +265,7 @@ class _Draw:
         if self._chance(0.3):
             balance["initial"] = self._composition(layers, stages)
         elastic: Tables = {}
-        if not sliced and not self._writes and self._chance(0.25):
+        if not sliced and not self._writes and self._chance(self._elastic_share):
             elastic = self._elastic(mesh, layers, total, groups, train["steps"])
         return {"parallel": parallel, "pipeline": pipe, "balance": balance, "elastic": elastic}
 
@@ -277,19 +278,27 @@ class _Draw:
 
     def _elastic(self, mesh: tuple[int, int, str, int | None], layers: int, total: int, groups: int, steps: int) -> Tables:
         random, (pipeline, data, schedule, chunks) = self._random, mesh
-        ranks, others = pipeline * data, list[tuple[int, int]]()
-        for replicas in range(1, ranks + 1):
-            length = ranks // replicas
-            held = length * chunks_of(schedule, chunks) <= layers
-            whole = ranks % replicas == 0 and held and fits(groups, replicas, total)
-            if whole and (schedule != "interleaved-1f1b" or total // replicas % length == 0):
-                others.append((length, replicas))
+        ranks = pipeline * data
+
+        def meshes(ranks: int) -> list[tuple[int, int]]:
+            lengths = [(ranks // replicas, replicas) for replicas in range(1, ranks + 1) if ranks % replicas == 0]
+            return [
+                (length, replicas)
+                for length, replicas in lengths
+                if length * chunks_of(schedule, chunks) <= layers
+                and fits(groups, replicas, total)
+                and (schedule != "interleaved-1f1b" or total // replicas % length == 0)
+            ]
+
+        same = meshes(ranks)
+        if len(same) > 1 and self._chance(0.25):
+            return {"reshape": True}
+        # With fewer ranks the others leave and wait, and may be called back.
+        others = same if len(same) > 1 and self._chance(0.3) else [each for some in range(1, ranks + 1) for each in meshes(some)]
         if len(others) < 2:
             return {}
-        if self._chance(0.3):
-            return {"reshape": True}
         at = sorted(random.sample(range(1, steps), min(steps - 1, random.randrange(1, 4))))
-        return {"reshape_at": [[step, *random.choice(others)] for step in at]}
+        return {"reshape_at": [[step, *random.choice(others)] for step in at], "park": True}
 
     def _composition(self, layers: int, stages: int) -> list[int]:
         cuts = sorted(self._random.sample(range(1, layers), stages - 1))

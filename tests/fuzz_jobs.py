@@ -16,6 +16,7 @@ from dynmo.errors import DynmoError
 from dynmo.events import Event, to_json
 from dynmo.models.registry import load_model
 from dynmo.runtime.comm.world import World
+from dynmo.train.joining import come_back
 from dynmo.train.trainer import Trainer, learning_rate
 
 
@@ -36,13 +37,15 @@ def train(world: World, config: dict[str, Any], folder: str | None = None, resum
     try:
         loaded = parse(config)
         path = None if folder is None else Path(folder)
-        trainer = Trainer(loaded, world, load_model(loaded), path, resume, listen=events.append)
-        result = vars(trainer.run())
+        model = load_model(loaded)
+        result = Trainer(loaded, world, model, path, resume, listen=events.append).run()
+        if result.left:
+            result = come_back(loaded, world, model, path, result)
     except DynmoError as error:
         return _ended(events, error=type(error).__name__, status=error.exit_status, text=str(error))
     except Exception as error:
         return _ended(events, error=type(error).__name__, status=None, text=traceback.format_exc())
-    return _ended(events, **result)
+    return _ended(events, **vars(result))
 
 
 def _ended(events: list[Event], **how: Any) -> dict[str, Any]:
