@@ -94,4 +94,4 @@ def _to_json(summary: Summary) -> dict[str, Any]:
     """The events in it have the words of events.jsonl, which has the steps one by one."""
     told = asdict(replace(summary, done=()))
     del told["done"]
-    return told | {key: [to_json(event) for event in getattr(summary, key)] for key in ("rebalances", "results", "changes")}
+    return told | {key: [to_json(event) for event in getattr(summary, key)] for key in ("rebalances", "results", "changes", "rank_events")}

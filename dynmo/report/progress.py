@@ -13,13 +13,18 @@ from dynmo.events import (
     CheckpointEvent,
     EvalEvent,
     Event,
+    FaultEvent,
+    GrowEvent,
     PostValidationEvent,
     RebalanceEvent,
     RebalanceResultEvent,
+    ReleaseEvent,
+    RepackEvent,
     RollbackEvent,
     StepEvent,
     TokensEvent,
 )
+from dynmo.report.rank_lines import rank_text
 from dynmo.report.summary import layers_text
 from dynmo.report.token_lines import evaluation_text, tokens_text
 
@@ -79,6 +84,8 @@ class ProgressLine:
                 self._say(f"step {event.step}: {tokens_text(event)}")
             case CheckpointEvent():
                 self._say(f"step {event.step}: saved {event.path} ({event.bytes / 2**20:.1f} MiB in {event.seconds:.2f} s)")
+            case RepackEvent() | GrowEvent() | ReleaseEvent() | FaultEvent():
+                self._say(f"step {event.step}: {rank_text(event)}")
             case _:
                 pass
 

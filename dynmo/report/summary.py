@@ -17,15 +17,20 @@ from dynmo.events import (
     EndEvent,
     EvalEvent,
     Event,
+    FaultEvent,
+    GrowEvent,
     PostValidationEvent,
     RebalanceEvent,
     RebalanceResultEvent,
+    ReleaseEvent,
+    RepackEvent,
     ReshapeEvent,
     RollbackEvent,
     SkippedEvent,
     StepEvent,
     TokensEvent,
 )
+from dynmo.report.rank_lines import RankAccount, RankEvent, account_text, rank_account, rank_text
 from dynmo.report.token_lines import evaluation_text, tokens_text
 
 # Steps after the first of a run that are enough for a median, and by what share such medians differ
@@ -60,7 +65,7 @@ class Summary:
     changed: the steps before which the work changed. done: the steps, for phases cut anew.
     run_seconds: of all that the run did, steps and what is between them; measure_seconds,
     decide_seconds and move_seconds of these went to balancing. The four are None where no one
-    process did all steps: a run that has not ended, or was resumed.
+    process did all steps: a run that has not ended, or was resumed. ranks: None if they stayed.
     """
 
     phases: tuple[Phase, ...]
@@ -82,6 +87,8 @@ class Summary:
     move_seconds: float | None
     tokens: TokensEvent | None = None
     evaluation: EvalEvent | None = None
+    rank_events: tuple[RankEvent, ...] = ()
+    ranks: RankAccount | None = None
 
 
 def summarize(events: Iterable[Event]) -> Summary:
@@ -90,18 +97,20 @@ def summarize(events: Iterable[Event]) -> Summary:
     rebalances: list[RebalanceEvent] = []
     results: list[RebalanceResultEvent] = []
     changes: list[Changes] = []
+    rank_events: list[RankEvent] = []
     evaluation: EvalEvent | None = None
     tokens: TokensEvent | None = None
     end: EndEvent | None = None
     resumed = False
     for event in events:
-        acts = isinstance(event, StepEvent | RebalanceEvent | ChangeEvent | ReshapeEvent)
+        acts = isinstance(event, StepEvent | RebalanceEvent | ChangeEvent | ReshapeEvent | RepackEvent | GrowEvent)
         if acts and steps and steps[-1].step >= event.step:
             resumed = True
             steps = [s for s in steps if s.step < event.step]
             rebalances = [r for r in rebalances if r.step < event.step]
             results = [r for r in results if r.step < event.step]
             changes = [c for c in changes if c.step < event.step]
+            rank_events = [r for r in rank_events if r.step < event.step]
         match event:
             case StepEvent():
                 resumed = resumed or end is not None
@@ -114,6 +123,8 @@ def summarize(events: Iterable[Event]) -> Summary:
                 results.append(event)
             case ChangeEvent() | ReshapeEvent() | SkippedEvent() | RollbackEvent() | PostValidationEvent():
                 changes.append(event)
+            case RepackEvent() | GrowEvent() | ReleaseEvent() | FaultEvent():
+                rank_events.append(event)
             case EvalEvent():
                 evaluation = event
             case TokensEvent():
@@ -122,7 +133,7 @@ def summarize(events: Iterable[Event]) -> Summary:
                 end = event
             case _:
                 pass
-    changed = _changed(steps, changes)
+    changed = _changed(steps, [*changes, *rank_events])
     seconds = sum(s.seconds for s in steps)
     # One that was cut off right behind a checkpoint and resumed repeats no step: its last process
     # took less than all steps.
@@ -147,6 +158,8 @@ def summarize(events: Iterable[Event]) -> Summary:
         whole.move_seconds if whole else None,
         tokens,
         evaluation,
+        tuple(rank_events),
+        rank_account(steps, rank_events, end.gpu_seconds_returned if end else None),
     )
 
 
@@ -157,9 +170,9 @@ def aligned(runs: Sequence[Summary]) -> list[Summary]:
     return [replace(run, phases=_phases(run.done, changed)) for run in runs]
 
 
-def _changed(steps: Sequence[StepEvent], changes: Sequence[Changes]) -> set[int]:
+def _changed(steps: Sequence[StepEvent], changes: Sequence[Changes | RankEvent]) -> set[int]:
     """The steps before which the work changed, but the first: that is how the run began."""
-    told = {c.step for c in changes if isinstance(c, ReshapeEvent) or (isinstance(c, ChangeEvent) and c.layers)}
+    told = {c.step for c in changes if isinstance(c, ReshapeEvent | RepackEvent | GrowEvent) or (isinstance(c, ChangeEvent) and c.layers)}
     told |= {after.step for before, after in pairwise(steps) if after.frozen != before.frozen}
     return {step for step in told if steps and step > steps[0].step}
 
@@ -233,6 +246,12 @@ def event_lines(summary: Summary) -> list[str]:
         lines += entries[:_SHOWN]
         if len(entries) > _SHOWN:
             lines.append((entries[_SHOWN][0], f"step {entries[_SHOWN][0]} on: {kind} {len(entries) - _SHOWN} times more (events.jsonl)"))
+    measured = {result.id: result.measured_gain for result in summary.results}
+    for event in summary.rank_events:
+        gain = measured.get(event.id) if isinstance(event, RepackEvent | GrowEvent) else None
+        lines.append((event.step, f"step {event.step}: {rank_text(event, gain)}"))
+    if summary.ranks is not None:
+        lines.append((summary.done[-1].step, account_text(summary.ranks)))
     if summary.tokens is not None:
         lines.append((summary.tokens.step, f"step {summary.tokens.step}: {tokens_text(summary.tokens)}"))
     evaluation = summary.evaluation
@@ -280,6 +299,7 @@ def comparison_table(runs: Sequence[tuple[str, Summary]]) -> Table:
         "seconds, whole run": lambda run: "-" if run.run_seconds is None else f"{run.run_seconds:.1f}",
         "measure + decide + move": lambda run: "-" if (balancing := _balancing(run)) is None else f"{balancing:.2f}",
         "speed-up" if even else "speed-up, per step": lambda run: _speed_up(first, run),
+        "ranks on average": lambda run: "-" if run.ranks is None else f"{run.ranks.mean:.1f}",
         "last phase: s/step": lambda run: f"{run.phases[-1].seconds:.3f}",
         # Of runs of unequal length the last phases may be of other work.
         "last phase: speed-up": lambda run: f"x{last / run.phases[-1].seconds:.2f}" if since(run) == since(first) else "-",

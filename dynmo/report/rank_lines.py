@@ -1,0 +1,95 @@
+"""What a person reads of ranks that leave and join: a line for each event, and the account of a
+run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from dynmo.events import FaultEvent, GrowEvent, ReleaseEvent, RepackEvent, StepEvent
+
+RankEvent = RepackEvent | GrowEvent | ReleaseEvent | FaultEvent
+
+
+@dataclass(frozen=True)
+class RankAccount:
+    """How many ranks the steps of a run had.
+
+    Attributes:
+        mean: Mean number of ranks, weighted by the seconds of the steps.
+        gpu_seconds: Ranks times seconds, over all steps.
+        returned: GPU-seconds of the ranks that were away, by the clock. None: the run has not
+            ended.
+    """
+
+    mean: float
+    gpu_seconds: float
+    returned: float | None
+
+
+def rank_account(steps: Sequence[StepEvent], events: Sequence[RankEvent], returned: float | None) -> RankAccount | None:
+    """Adds up the ranks of a run.
+
+    Args:
+        steps: In order.
+        events: In order.
+        returned: From the end of the run.
+
+    Returns:
+        The account. None if the ranks stayed.
+    """
+    changes = [event for event in events if isinstance(event, RepackEvent | GrowEvent)]
+    if not changes or not steps:
+        return None
+    used = 0.0
+    for step in steps:
+        before = [event for event in changes if event.step <= step.step]
+        used += step.seconds * (before[-1].ranks_after if before else changes[0].ranks_before)
+    seconds = sum(step.seconds for step in steps)
+    return RankAccount(used / seconds, used, returned)
+
+
+def account_text(account: RankAccount) -> str:
+    """The account in one line."""
+    given = "" if account.returned is None else f", {account.returned:,.1f} returned"
+    return f"ranks: {account.mean:.1f} on average; GPU-seconds: {account.gpu_seconds:,.1f} used in steps{given}"
+
+
+def rank_text(event: RankEvent, measured: float | None = None) -> str:
+    """What happened, in one line without the step.
+
+    Args:
+        event: What happened.
+        measured: Share of a step that the change has saved, negative for a slowdown. None: not
+            measured.
+    """
+    match event:
+        case RepackEvent():
+            predicted = event.predicted_slowdown
+            return (
+                f"went on with {event.ranks_after} of {event.ranks_before} ranks ({_size(event)}; {event.reason})"
+                f"{_gain(None if predicted is None else -predicted, measured)}"
+            )
+        case GrowEvent():
+            return (
+                f"grew from {event.ranks_before} to {event.ranks_after} ranks ({_size(event)}; {event.reason})"
+                f"{_gain(event.predicted_gain, measured)}; {event.gpu_seconds_returned:.1f} GPU-seconds returned so far"
+            )
+        case ReleaseEvent():
+            return f"{event.by}: {event.what} ({event.seconds:.1f} s)"
+        case FaultEvent():
+            return f"fault: {event.what}"
+
+
+def _size(event: RepackEvent | GrowEvent) -> str:
+    layers = "+".join(map(str, event.layers))
+    replicas = f" x {event.target[1]} replicas" if event.target[1] > 1 else ""
+    return f"layers {layers}{replicas}, {event.moved_bytes / 2**20:.1f} MiB moved, pause {event.seconds * 1000:.0f} ms"
+
+
+def _gain(predicted: float | None, measured: float | None) -> str:
+    """How a step changes: predicted, and measured if that is known."""
+    if predicted is None:
+        return ""
+    text = f": a step takes {-predicted:+.1%} predicted"
+    return text if measured is None else f"{text}, {-measured:+.1%} measured"
