@@ -11,7 +11,6 @@ arrived everywhere, every rank still holds what it held.
 from __future__ import annotations
 
 import hashlib
-import logging
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
@@ -21,7 +20,7 @@ from torch import Tensor
 
 from dynmo.balance.layout import Layout, Layouts
 from dynmo.balance.partition import Move, Partition
-from dynmo.errors import ConfigError, RunError
+from dynmo.errors import ConfigError, RankDied, RunError, WaitTimeout
 from dynmo.pipeline.schedule_keeper import ScheduleKeeper
 from dynmo.runtime.comm.agreement import agree
 from dynmo.runtime.engine.post_validation import PostValidation
@@ -31,11 +30,10 @@ from dynmo.runtime.state.layer_store import LayerStore
 from dynmo.runtime.state.migration import Arrival, Migration, exchange
 from dynmo.runtime.state.reshape import Holders, holders, transfers
 
-_logger = logging.getLogger(__name__)
 
-
-class GrowthFailed(RunError):
-    """The newcomers did not come, or could not take their layers. The run goes on without them."""
+class ResizeFailed(RunError):
+    """Newcomers did not come, or a rank could not give or take a layer. The run goes on as it
+    was."""
 
 
 class Membership:
@@ -80,7 +78,7 @@ class Membership:
         Raises:
             InputError: The sizes do not fit the model, the batch or the schedule.
             NoRoomError: The layers do not fit the memory there. Nothing has moved.
-            RunError: A rank could not give or take a layer. Nothing has moved.
+            ResizeFailed: A rank could not give or take a layer. Nothing has moved.
         """
         start, layer_store = time.perf_counter(), self._pending.final
         everyone, before = layer_store.world.everyone, layer_store.layout
@@ -90,7 +88,12 @@ class Membership:
         after = tuple(tuple(kept[rank] for rank in ranks) for ranks in _holders(layout))
         plan, whole = transfers(_holders(before), after), self._whole()
         arrivals: list[Arrival] = []
-        migration = exchange(everyone, plan, lambda i: (layer_store.modules[i], whole[i]), arrivals.extend)
+        try:
+            migration = exchange(everyone, plan, lambda i: (layer_store.modules[i], whole[i]), arrivals.extend)
+        except (WaitTimeout, RankDied):
+            raise
+        except RunError as error:
+            raise ResizeFailed(f"{error}; the run goes on with {everyone.size} ranks") from error
         rank = everyone.rank
         gone = [i for i in layer_store.layers if rank not in after[i]]
         self._part()
@@ -119,7 +122,7 @@ class Membership:
 
         Raises:
             InputError: The sizes do not fit the model, the batch or the schedule.
-            GrowthFailed: The newcomers did not come or could not take their layers. The ranks go on
+            ResizeFailed: The newcomers did not come or could not take their layers. The ranks go on
                 as before, and nothing is lost.
         """
         start, layer_store = time.perf_counter(), self._pending.final
@@ -139,7 +142,9 @@ class Membership:
         self._finish(before, layout, plan)
         return replace(migration, seconds=time.perf_counter() - start)
 
-    def arrive(self, rank: int, size: int, generation: int, *, pipeline: int, data: int, partition: Partition, patience: float) -> Migration:
+    def arrive(
+        self, rank: int, size: int, generation: int, *, pipeline: int, data: int, partition: Partition, patience: float
+    ) -> Migration:
         """Joins a run, as a newcomer whose layer store is bare. The others call `grow`.
 
         Args:
@@ -186,7 +191,7 @@ class Membership:
         self._take_up(before, (), whole, ())
         self._pending.reshaped()
         self._finish(before, before, ())
-        raise GrowthFailed(f"{error}; the run goes on with {size} ranks") from error
+        raise ResizeFailed(f"{error}; the run goes on with {size} ranks") from error
 
     def _check(self, size: int, pipeline: int, data: int) -> None:
         layer_store = self._layer_store
@@ -212,9 +217,7 @@ class Membership:
         self._layer_store.replicas.close()
         self._pending.part()
 
-    def _take_up(
-        self, layout: Layout, gone: Collection[int], whole: Mapping[int, dict[str, Tensor]], arrivals: Sequence[Arrival]
-    ) -> None:
+    def _take_up(self, layout: Layout, gone: Collection[int], whole: Mapping[int, dict[str, Tensor]], arrivals: Sequence[Arrival]) -> None:
         self._programs.relower()
         self._layer_store.reshaped(layout, gone, whole, arrivals)
 

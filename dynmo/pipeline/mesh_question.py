@@ -8,14 +8,12 @@ from dataclasses import replace
 
 from dynmo.config import Config, mesh_shapes
 from dynmo.cost.layer_cost import LayerCost
-from dynmo.cost.profile_file import Profile
 from dynmo.pipeline.engine import Engine
 from dynmo.pipeline.profile import profile_of
 from dynmo.planner.mesh_plan import Mesh
 from dynmo.planner.mesh_search import MeshRequest
 from dynmo.planner.reshape import Reshape, reshape
 from dynmo.runtime.engine.profiler import measure_links
-
 
 # Bytes per second between ranks, where there is one rank and nothing to measure.
 _UNKNOWN_LINK = 1e9

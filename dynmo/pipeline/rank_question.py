@@ -73,7 +73,9 @@ def ask_ranks(
     """
     elastic, size, costs = config.elastic, engine.world.everyone.size, forecast[0].layers
     batch = config.all_microbatches
-    replicas = tuple(d for d in divisors(batch) if d <= engine.world.replicas and not accumulation_problem(config.accumulation_groups, d, batch))
+    replicas = tuple(
+        d for d in divisors(batch) if d <= engine.world.replicas and not accumulation_problem(config.accumulation_groups, d, batch)
+    )
     request = mesh_request(config, engine, costs, memory_limit, replicas)
     question = RankQuestion(
         request,

@@ -69,9 +69,7 @@ def pipeline_for(
     )
 
 
-def join_pipeline(
-    config: Config, world: World, model: Model, cases: Sequence[Dynamism], summons: Summons, cache_bytes: int = 0
-) -> Engine:
+def join_pipeline(config: Config, world: World, model: Model, cases: Sequence[Dynamism], summons: Summons, cache_bytes: int = 0) -> Engine:
     """Makes this process a rank of a running run's pipeline. The run's ranks grow meanwhile.
 
     Args:

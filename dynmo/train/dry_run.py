@@ -9,13 +9,15 @@ from typing import Any
 import torch
 from rich.table import Table
 
-from dynmo.config import Config
+from dynmo.config import Config, mesh_shapes
 from dynmo.cost.layer_cost import LayerCost
+from dynmo.cost.profile_file import Profile
 from dynmo.data.corpus import check_vocab, open_corpus
 from dynmo.dynamism import make_cases
 from dynmo.errors import NoRoomError
 from dynmo.models.model import Model
 from dynmo.models.registry import load_model
+from dynmo.planner.mesh_search import MeshRequest, NoMeshFitsError, search
 from dynmo.planner.recompute import recompute_as_workspace
 from dynmo.planner.stage_schedule import plan_stages
 from dynmo.schedule.automatic.make import full_schedule
@@ -81,7 +83,47 @@ def dry_run(config: Config) -> RunPlan:
     first_partition(config, model.layers)
     check_meshes(config, model.layers)
     costs, unknown = known_costs(config, model)
+    check_later_ranks(config, model, costs, torch.device("cpu"))
     return first_plan(config, model, costs, torch.device("cpu"), unknown)
+
+
+def check_later_ranks(config: Config, model: Model, costs: tuple[LayerCost, ...], device: torch.device) -> None:
+    """Sees whether the model fits the numbers of ranks that the run is told to go to.
+
+    Args:
+        config: The run.
+        model: Its model.
+        costs: From shapes.
+        device: Of the ranks.
+
+    Raises:
+        NoRoomError: No placement on so many ranks fits the memory limit. Nothing has moved.
+    """
+    limit, elastic = memory_limit(config, device), config.elastic
+    if limit is None or config.train.recompute != "none":
+        return
+    wanted = {pipeline * data: f"elastic.reshape_at: [{step}, {pipeline}, {data}]" for step, pipeline, data in elastic.reshape_at}
+    if elastic.target_ranks is not None:
+        wanted[elastic.target_ranks] = f"elastic.target_ranks = {elastic.target_ranks}"
+    # Any times will do: the question is the memory.
+    layers = tuple(replace(cost, f=1.0, b=1.0, w=1.0) for cost in costs)
+    for ranks, key in wanted.items():
+        request = MeshRequest(
+            Profile(layers, model.names, model=config.model.kind, microbatch=config.train.micro_batch),
+            gpus=ranks,
+            global_batch=config.train.global_batch,
+            micro_batches=(config.train.micro_batch,),
+            schedules=(config.pipeline.schedule,),
+            chunks=config.pipeline.chunks,
+            memory_limit=limit,
+            zero=config.parallel.zero,
+            replicas=tuple(data for _, data in mesh_shapes(config, ranks)),
+            accumulation_groups=config.accumulation_groups,
+        )
+        try:
+            search(request, quick=True)
+        except NoMeshFitsError as error:
+            raise NoRoomError(f"{key} cannot hold the model: {error.shortage}; use more ranks, or a higher memory limit") from None
 
 
 def first_plan(

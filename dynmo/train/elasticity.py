@@ -24,13 +24,13 @@ from dynmo.config import Config
 from dynmo.errors import NoRoomError
 from dynmo.events import Event, FaultEvent, GrowEvent, RepackEvent, now
 from dynmo.pipeline.engine import Engine
-from dynmo.pipeline.membership import GrowthFailed
+from dynmo.pipeline.membership import ResizeFailed
 from dynmo.pipeline.rank_question import RankLimits
 from dynmo.pipeline.rebalance import Rebalancer
 from dynmo.runtime.comm.lobby import read_all, tell_all
 from dynmo.runtime.comm.world import World
 from dynmo.runtime.state.migration import Migration
-from dynmo.train.rank_source import RankSource, describe, member_from, member_text, own_member
+from dynmo.train.rank_source import RankSource, count_text, describe, member_from, member_text, own_member
 from dynmo.train.setup import first_partition
 from dynmo.train.summons import Summons, cost_records
 
@@ -221,7 +221,9 @@ class Elasticity:
                 time.sleep(0.02)
         there = self._shared(0 if self._source is None else self._source.waiting)
         if there < missing:
-            what = f"waited {patience:g} s for {missing} ranks to join (dynmo train --join), and {there} came"
+            what = f"waited {patience:g} s for {count_text(missing)} (dynmo train --join), and {there} came"
+            if self._source is not None:
+                self._source.miss()
             self._tell(FaultEvent(step, now(), f"{what}; the run goes on with {world.size}, and takes the others when they come"))
         return there
 
@@ -244,7 +246,8 @@ class Elasticity:
         kept = tuple(range(plan.ranks)) if lowest_stay else kept_ranks([member.node for member in members], plan.ranks)
         try:
             migration = pipeline.membership.shrink(kept, pipeline=plan.shape[0], data=plan.shape[1], partition=plan.partition)
-        except NoRoomError as error:
+        except (NoRoomError, ResizeFailed) as error:
+            self._postponed = plan.shape
             self._tell(FaultEvent(step, now(), f"the run keeps its {before} ranks: {error}"))
             return False
         self.left = rank not in kept
@@ -275,7 +278,8 @@ class Elasticity:
                 partition=plan.partition,
                 patience=self._config.elastic.join_timeout,
             )
-        except GrowthFailed as error:
+        except ResizeFailed as error:
+            self._postponed = plan.shape
             self._rebalancer.on_resize(step, None)
             self._tell(FaultEvent(step, now(), str(error)))
             self.enroll()

@@ -50,6 +50,11 @@ def describe(member: Member) -> str:
     return f"{member.node}:{member.pid}"
 
 
+def count_text(count: int) -> str:
+    """A number of ranks in words."""
+    return f"{count} more rank{'' if count == 1 else 's'}"
+
+
 class RankSource:
     """Rank 0's side.
 
@@ -116,6 +121,10 @@ class RankSource:
         self._releaser.request(count - self._outstanding)
         self._outstanding, self._asked, self._missed = count, time.monotonic(), False
 
+    def miss(self) -> None:
+        """Takes note that the run has told of missing ranks itself."""
+        self._missed = True
+
     def release(self, left: Sequence[Member], stay: Sequence[Member]) -> None:
         """Gives ranks back.
 
@@ -137,7 +146,7 @@ class RankSource:
             self._missed = True
             assert self._releaser is not None
             count = self._outstanding - len(self._present)
-            asked = f"{self._releaser.name} was asked for {count} more ranks {late:.0f} s ago, and none has come"
+            asked = f"{self._releaser.name} was asked for {count_text(count)} {late:.0f} s ago, and none has come"
             self._events.append(self._fault(f"{asked}; the run goes on without them until they come"))
         events, self._events = self._events, []
         return [type(event)(**{**vars(event), "step": step}) for event in events]

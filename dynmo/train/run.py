@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 from collections.abc import Generator
 from pathlib import Path
 
@@ -60,7 +59,7 @@ def _open_for_newcomers(rendezvous: Rendezvous, folder: Path | None) -> Generato
         return
     with contextlib.suppress(OSError):  # a full disk: nobody can join, and the run trains
         write_whole(path, json.dumps(record))
-        os.chmod(path, 0o600)
+        path.chmod(0o600)
     try:
         yield
     finally:

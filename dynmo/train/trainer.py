@@ -42,7 +42,7 @@ from dynmo.runtime.comm.world import World
 from dynmo.runtime.layer.output_cache import Keys
 from dynmo.schedule.bounds import Objective
 from dynmo.train.assembly import join_pipeline, pipeline_for
-from dynmo.train.dry_run import first_plan
+from dynmo.train.dry_run import check_later_ranks, first_plan
 from dynmo.train.elasticity import Elasticity
 from dynmo.train.loader import DataLoader
 from dynmo.train.rank_source import make_source
@@ -168,6 +168,7 @@ class Trainer:
         if unknown is not None and self._everyone.rank == 0:
             _logger.warning(unknown)
         if is_first and self.config.pipeline.memory_limit is not None:
+            check_later_ranks(self.config, model, costs, self._everyone.device)
             first_plan(self.config, model, costs, self._everyone.device, unknown)
         return costs if unknown is None else None
 
@@ -338,7 +339,8 @@ class Trainer:
         rate = learning_rate(train, step)
         self._started[step] = _Started(rate, self.pipeline.partition.counts, len(self.pipeline.frozen))
         inputs, targets, keys = self._loader.train(step)
-        results = self.pipeline.advance(step, inputs, targets, lr=rate, max_norm=train.max_grad_norm, flag=STOP * stop + self._elastic.call(), keys=keys)
+        flag = STOP * stop + self._elastic.call()
+        results = self.pipeline.advance(step, inputs, targets, lr=rate, max_norm=train.max_grad_norm, flag=flag, keys=keys)
         self._started[step].seconds = time.perf_counter() - start
         return self._finish(results)
 

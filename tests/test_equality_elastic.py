@@ -1,0 +1,176 @@
+"""Same numbers where ranks leave and come back: one digest with the run that has one rank, and
+nothing lost where a change of ranks fails."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import pytest
+
+from tests.equality import BALANCERS, deeper, fields_of
+from tests.pool import Pool
+
+DOWN_AND_UP = [[2, 2, 1], [5, 4, 1]]
+
+CASES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "freezing": {"dynamism": {"cases": ["freezing"], "freezing": {"schedule": [[1, 3], [4, 5]]}}},
+    "pruning": {"dynamism": {"cases": ["pruning"], "pruning": {"initial_sparsity": 0.5, "start": 1, "end": 6, "every": 2}}},
+    "sparse attention": {"dynamism": {"cases": ["sparse_attention"]}},
+    "early exit": {"dynamism": {"cases": ["early_exit"], "early_exit": {"threshold": 0.001, "exits": [0, 2], "start": 1}}},
+    "depths": {"dynamism": {"cases": ["mixture_of_depths"], "mixture_of_depths": {"capacity": 0.3, "threshold_from": 4}}},
+    "experts": {"model": {"kind": "moe", "experts": 4, "routing": "bias"}, "dynamism": {"cases": ["moe"]}},
+    "tied": {"model": {"tied": True}},
+    "float16": {"train": {"precision": "float16"}},
+    "post-validation": {"pipeline": {"post_validation": True}},
+}
+QUICK = ("plain", "pruning", "experts", "post-validation")
+
+
+def wanted(case: str, ranks: int, schedule: str = "zb-h1", **sections: dict[str, Any]) -> dict[str, Any]:
+    base = deeper(ranks, schedule, BALANCERS["random" if ranks > 1 else "none"], freezing=False)
+    base["train"] |= {"eval_every": 3, "eval_batches": 2, "max_grad_norm": 0.5}
+    for name, section in (*CASES[case].items(), *sections.items()):
+        base[name] = {**base.get(name, {}), **section}
+    return base
+
+
+def told(events: list[dict[str, Any]]) -> dict[str, Any]:
+    """What must not depend on where it ran."""
+    return {
+        "steps": fields_of(events, "step", "step", "loss", "gradient_norm"),
+        "evaluations": fields_of(events, "eval", "loss", "dense_loss"),
+        "changes": [x for x in fields_of(events, "change", "step", "case", "layers") if x[1] != "moe"],
+        "end": fields_of(events, "end", "loss", "weights_digest", "buffers_digest"),
+    }
+
+
+@cache
+def reference(pool: Pool, case: str, groups: int = 1) -> dict[str, Any]:
+    config = wanted(case, 1, train={"reduction_slots": groups})
+    return told(pool.run("events", 1, config=config)[0])
+
+
+def sizes(events: list[dict[str, Any]]) -> list[tuple[Any, ...]]:
+    """Every change of ranks: step, from, to."""
+    return [(e["step"], e["ranks_before"], e["ranks_after"]) for e in events if e["event"] in ("repack", "grow")]
+
+
+@pytest.mark.parametrize("case", [pytest.param(case, marks=() if case in QUICK else pytest.mark.matrix) for case in CASES])
+def test_ranks_leave_and_come_back(pool, case):
+    config = wanted(case, 4, elastic={"reshape_at": DOWN_AND_UP, "park": True})
+    results = pool.run("train_elastic", 4, config=config)
+    events = results[0]["events"]
+    assert sizes(events) == [(2, 4, 2), (5, 2, 4)]
+    assert told(events) == reference(pool, case)
+    assert len({result["digest"] for result in results}) == 1
+
+
+@pytest.mark.parametrize("zero", [0, 1])
+@pytest.mark.parametrize(
+    "case", [pytest.param("freezing"), *(pytest.param(case, marks=pytest.mark.matrix) for case in CASES if case != "tied")]
+)
+def test_replicas_leave_and_come_back(pool, case, zero):
+    shapes = [[1, 3, 1], [3, 2, 2], [5, 1, 2], [6, 4, 1]]
+    config = wanted(
+        case,
+        2,
+        train={"reduction_slots": 2},
+        parallel={"pipeline": 2, "data": 2, "zero": zero},
+        elastic={"reshape_at": shapes, "park": True},
+    )
+    results = pool.run("train_elastic", 4, config=config)
+    assert sizes(results[0]["events"]) == [(1, 4, 3), (3, 3, 4), (5, 4, 2), (6, 2, 4)]
+    assert told(results[0]["events"]) == reference(pool, case, groups=2)
+
+
+@pytest.mark.parametrize("schedule", ["zb-v", pytest.param("zb-auto", marks=pytest.mark.matrix)])
+def test_other_schedules(pool, schedule):
+    config = wanted("plain", 4, schedule, elastic={"reshape_at": DOWN_AND_UP, "park": True})
+    results = pool.run("train_elastic", 4, config=config)
+    assert told(results[0]["events"]) == reference(pool, "plain")
+
+
+def test_ranks_leave_for_good(pool):
+    config = wanted("plain", 4, elastic={"reshape_at": [[3, 1, 1]]})
+    results = pool.run("train_elastic", 4, config=config)
+    assert [result["left"] for result in results] == [False, True, True, True]
+    assert told(results[0]["events"]) == reference(pool, "plain")
+
+
+def test_a_newcomer_joins(pool):
+    config = wanted("pruning", 2, elastic={"reshape_at": [[4, 3, 1]]})
+    results = pool.run("tests.train.elastic_jobs:with_newcomer", 3, config=config, newcomer="joins")
+    assert sizes(results[0]["events"]) == [(4, 2, 3)]
+    assert told(results[0]["events"]) == reference(pool, "pruning")
+    assert results[2]["digest"] == results[0]["digest"]
+
+
+@pytest.mark.parametrize(
+    ("newcomer", "why"),
+    [("stays away", "rank 0 waited 1 s for rank 2 to join"), ("has no room", "layers could not be moved (rank 2): no room for a layer")],
+)
+def test_a_newcomer_fails(pool, newcomer, why):
+    config = wanted("plain", 2, elastic={"reshape_at": [[4, 3, 1]], "join_timeout": 1.0})
+    results = pool.run("tests.train.elastic_jobs:with_newcomer", 3, config=config, newcomer=newcomer)
+    events = results[0]["events"]
+    (fault,) = fields_of(events, "fault", "step", "what")
+    assert fault[0] == 4
+    assert why in fault[1]
+    assert sizes(events) == []
+    assert told(events) == reference(pool, "plain")
+
+
+def test_nobody_comes(pool):
+    config = wanted("plain", 2, elastic={"reshape_at": [[4, 3, 1]], "join_timeout": 0.5})
+    events = pool.run("train_elastic", 2, config=config)[0]["events"]
+    ((what,),) = fields_of(events, "fault", "what")
+    assert "waited 0.5 s for 1 more rank" in what
+    assert told(events) == reference(pool, "plain")
+
+
+def test_a_layer_that_cannot_be_given(pool):
+    config = wanted("plain", 3, elastic={"reshape_at": [[4, 2, 1]]}, balance=BALANCERS["none"])
+    results = pool.run("tests.train.elastic_jobs:cannot_give", 3, config=config)
+    events = results[0]["events"]
+    ((what,),) = fields_of(events, "fault", "what")
+    assert "layers could not be moved (rank 2): no memory to pack" in what
+    assert not any(result["left"] for result in results)
+    assert told(events) == reference(pool, "plain")
+
+
+def test_it_shrinks_and_grows_by_itself(pool):
+    """Layers that sleep: three quarters freeze at step 10 and thaw at step 40."""
+    config = {
+        "model": {"kind": "emulated", "layers": 16, "f": 0.001, "b": 0.001, "w": 0.001},
+        "train": {"steps": 48, "global_batch": 8, "micro_batch": 1},
+        "parallel": {"pipeline": 4},
+        "balance": {"every": "auto"},
+        "elastic": {"repack": True, "park": True, "tolerance": 0.2},
+        "dynamism": {"cases": ["python:tests.dynamism.breathing:Breathing"]},
+    }
+    results = pool.run("train_elastic", 4, config=config)
+    events = results[0]["events"]
+    changes = sizes(events)
+    assert changes[0][0] > 10, "nothing is saved before layers freeze"
+    assert changes[0][2] < 4
+    assert changes[-1][2] == 4, "layers that thaw need all ranks"
+    assert all("ranks take" in reason for event in ("repack", "grow") for (reason,) in fields_of(events, event, "reason"))
+    assert fields_of(events, "end", "gpu_seconds_returned")[0][0] > 0
+    at_once = {**config["model"], "f": 1e-6, "b": 1e-6, "w": 1e-6}
+    still = pool.run("events", 1, config=config | {"elastic": {}, "parallel": {}, "model": at_once})[0]
+    assert fields_of(events, "end", "weights_digest") == fields_of(still, "end", "weights_digest")
+
+
+def test_too_few_ranks_stay_as_they_are(pool):
+    """A step on fewer ranks would be too slow."""
+    config = {
+        "model": {"kind": "emulated", "layers": 16, "f": 0.001, "b": 0.001, "w": 0.001},
+        "train": {"steps": 12, "global_batch": 8, "micro_batch": 1},
+        "parallel": {"pipeline": 4},
+        "balance": {"every": 3},
+        "elastic": {"repack": True},
+    }
+    events = pool.run("train_elastic", 4, config=config)[0]["events"]
+    assert sizes(events) == []

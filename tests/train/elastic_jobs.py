@@ -1,0 +1,70 @@
+"""What the pool's ranks do in tests of ranks that leave and join. Each function takes the job's
+world first."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from dynmo.errors import RunError
+from dynmo.runtime.comm.lobby import Newcomer
+from dynmo.runtime.comm.world import World
+from dynmo.runtime.state import migration
+from dynmo.train.joining import come_back
+from dynmo.train.rank_source import member_text, own_member
+from dynmo.train.trainer import RunResult
+from tests.jobs import load_model, parsed, train_elastic
+
+
+def with_newcomer(world: World, config: dict[str, Any], newcomer: str) -> dict[str, Any]:
+    """All but the last rank train, and the last one wants to join.
+
+    Args:
+        world: Of all ranks.
+        config: Of the run.
+        newcomer: What the last rank does when it is called: "joins", "stays away", or "has no room".
+    """
+    last = world.size - 1
+    if world.rank < last:
+        world.renew(world.rank, last, world.generation + 1, 20)
+        return train_elastic(world, config)
+    world.park()
+    assert world.home is not None
+    if newcomer == "stays away":
+        Newcomer(world.home, member_text(own_member(-1)), 20).wait()
+        return {"left": True}
+    if newcomer == "joins":
+        return _come(world, config)
+    usual = migration.check_announced
+
+    def full(*_: object) -> None:
+        raise RunError("no room for a layer")
+
+    migration.check_announced = full
+    try:
+        return _come(world, config)
+    except RunError as error:
+        return {"left": True, "error": str(error)}
+    finally:
+        migration.check_announced = usual
+
+
+def _come(world: World, config: dict[str, Any]) -> dict[str, Any]:
+    loaded = parsed(config)
+    outside = RunResult(0.0, "", "", 0.0, False, 0, (), left=True)
+    result = come_back(loaded, world, load_model(loaded), None, outside)
+    return {"left": result.left, "digest": result.weights_digest}
+
+
+def cannot_give(world: World, config: dict[str, Any]) -> dict[str, Any]:
+    """As `train_elastic`, on ranks of which the last cannot pack a layer."""
+    usual = migration.pack
+
+    def fail(*_: object) -> Any:
+        raise OSError("no memory to pack")
+
+    if world.rank == world.size - 1:
+        migration.pack = fail
+    try:
+        return train_elastic(world, config)
+    finally:
+        migration.pack = usual
