@@ -12,6 +12,7 @@ import typer
 
 from dynmo.balance.balancers import BALANCERS
 from dynmo.cli import mesh
+from dynmo.cli import ranks as fewest
 from dynmo.cli.compiling import compilation_told
 from dynmo.cli.show import picture, plan_json, print_export, show_size, show_time, waiting
 from dynmo.errors import InputError
@@ -56,6 +57,14 @@ def plan(
     ] = "none",
     objective: Annotated[Objective, typer.Option(help="What is to be short; makespan where the optimizer is a barrier.")] = Objective.SPAN,
     cost: Annotated[str, typer.Option(metavar="COST", help="What the balancer goes by: time or parameters.")] = "time",
+    fewest_ranks: Annotated[
+        float | None,
+        typer.Option(
+            metavar="SHARE",
+            min=0.0,
+            help="Instead: compare 1 to P (or N) ranks, and find the fewest on which a step takes at most this share longer than on all.",
+        ),
+    ] = None,
     alternatives: Annotated[bool, typer.Option("--alternatives/--no-alternatives", help="What other choices would give.")] = True,
     megatron: Annotated[bool, typer.Option("--megatron", help="Show the placement as Megatron's layout.")] = False,
     torchtitan: Annotated[bool, typer.Option("--torchtitan", help="Show it as torchtitan's module lists.")] = False,
@@ -74,15 +83,33 @@ def plan(
         raise InputError("--costs is missing: a file of costs (dynmo profile writes one), or a run's folder")
     if recompute not in ("none", "auto", "all"):
         raise InputError(f"--recompute {recompute}: choose one of none, auto, all")
+    if fewest_ranks is not None:
+        fewest.check_tolerance(fewest_ranks)
+        if costs.suffix == ".toml":
+            fewest.run_workload(costs, fewest_ranks, as_json)
+            return
     profile = read(costs)
     wanted = {"megatron": megatron, "torchtitan": torchtitan, "deepspeed": deepspeed}
     exports = [name for name, asked in wanted.items() if asked]
     searched = mesh.Options(gpus, global_batch, micro_batch, zero, bandwidth, ranks, microbatches)
-    if searched.wanted():
-        if cost != "time":
-            raise InputError(f"--cost {cost} does not go with --gpus, which compares seconds; leave one of the two out")
+    compared = searched.wanted()
+    if cost != "time" and (compared or fewest_ranks is not None):
+        option = "--gpus" if compared else "--fewest-ranks"
+        raise InputError(f"--cost {cost} does not go with {option}, which compares seconds; leave one of the two out")
+    if fewest_ranks is not None:
+        if exports:
+            raise InputError(f"--{exports[0]} does not go with --fewest-ranks, which makes many plans; leave one of the two out")
+        profile = fewest.with_microbatch(profile)
+        if not compared:
+            counts = _given(ranks, profile.ranks, "--ranks"), _given(microbatches, profile.microbatches, "--microbatches")
+            searched, schedule = fewest.pipelines(profile, *counts), schedule or profile.schedule or "zb-h1"
+    if compared or fewest_ranks is not None:
         limit = _bytes(memory_limit)
-        mesh.run(mesh.request_of(searched, profile, schedule, balancer, chunks, limit, objective, recompute), as_json, exports)
+        wanted_mesh = mesh.request_of(searched, profile, schedule, balancer, chunks, limit, objective, recompute)
+        if fewest_ranks is None:
+            mesh.run(wanted_mesh, as_json, exports)
+        else:
+            fewest.run(wanted_mesh if compared else fewest.of_run(wanted_mesh, costs, ranks, microbatches), fewest_ranks, as_json)
         return
     request = PlanRequest(
         profile,

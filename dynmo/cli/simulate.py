@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from dynmo.cli import ranks
 from dynmo.cli.compiling import compilation_told
 from dynmo.errors import InputError
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from dynmo.planner.ranks_needed import RanksNeeded
     from dynmo.planner.workload import ReplayResult, StepTime
 
 _ROWS, _COLUMNS = 12, 72
@@ -41,6 +41,8 @@ def simulate(
     from dynmo.planner.workload import replay
     from dynmo.planner.workload_file import read
 
+    if fewest_ranks is not None:
+        ranks.check_tolerance(fewest_ranks)
     given = read(workload)
     if plot is not None:
         _check_plot(plot)
@@ -51,36 +53,11 @@ def simulate(
     if plot is not None:
         _plot(outcome, plot)
     if json_:
-        print(json.dumps(to_json(outcome, seconds) | needed_json(needed), allow_nan=False))
+        print(json.dumps(to_json(outcome, seconds) | ranks.needed_json(needed), allow_nan=False))
     else:
         _print_text(outcome, seconds)
         if needed:
-            _print_needed(needed, given.ranks)
-
-
-def needed_json(needed: tuple[RanksNeeded, ...]) -> dict[str, Any]:
-    """The key `ranks_needed`, if it was asked for."""
-    from dynmo.planner.ranks_needed import mean_ranks
-
-    return {"ranks_needed": {"moments": [asdict(row) for row in needed], "mean": mean_ranks(needed)}} if needed else {}
-
-
-def _print_needed(needed: tuple[RanksNeeded, ...], ranks: int) -> None:
-    from rich.table import Table
-
-    from dynmo.planner.ranks_needed import mean_ranks
-    from dynmo.report.summary import console_for_tables
-
-    table = Table()
-    for heading in ("steps", "ranks", "s/step"):
-        table.add_column(heading, justify="right")
-    table.add_column("layers", overflow="fold")
-    for row in needed:
-        table.add_row(f"{row.first}-{row.last}", str(row.ranks), f"{row.seconds:.4g}", "+".join(map(str, row.layers)))
-    console = console_for_tables()
-    console.print()
-    console.print(table)
-    console.print(f"needs {mean_ranks(needed):.1f} of {ranks} ranks on average", highlight=False)
+            ranks.print_needed(needed, given.ranks)
 
 
 def to_json(outcome: ReplayResult, seconds: float) -> dict[str, Any]:

@@ -107,7 +107,7 @@ class Membership:
         self._finish(before, layout, plan)
         return replace(migration, seconds=time.perf_counter() - start)
 
-    def grow(self, newcomers: int, *, pipeline: int, data: int, partition: Partition, patience: float) -> Migration:
+    def grow(self, newcomers: int, *, pipeline: int, data: int, partition: Partition, join_timeout: float) -> Migration:
         """Goes on with more ranks. The newcomers call `arrive` meanwhile.
 
         Args:
@@ -115,7 +115,7 @@ class Membership:
             pipeline: Ranks of a pipeline.
             data: Number of replicas.
             partition: Layers on each new stage.
-            patience: Seconds to wait for them.
+            join_timeout: Seconds to wait for them.
 
         Returns:
             What has moved, and how long the ranks stood still.
@@ -135,7 +135,7 @@ class Membership:
         self._part()
         plan = transfers(_holders(before), _holders(layout))
         try:
-            everyone.renew(rank, size + newcomers, everyone.generation + 1, patience)
+            everyone.renew(rank, size + newcomers, everyone.generation + 1, join_timeout)
             migration = self._exchange(before, layout, plan, whole)
         except RunError as error:
             self._go_back(rank, size, before, whole, error)
@@ -143,7 +143,7 @@ class Membership:
         return replace(migration, seconds=time.perf_counter() - start)
 
     def arrive(
-        self, rank: int, size: int, generation: int, *, pipeline: int, data: int, partition: Partition, patience: float
+        self, rank: int, size: int, generation: int, *, pipeline: int, data: int, partition: Partition, join_timeout: float
     ) -> Migration:
         """Joins a run, as a newcomer whose layer store is bare. The others call `grow`.
 
@@ -154,7 +154,7 @@ class Membership:
             pipeline: Ranks of a pipeline from now on.
             data: Number of replicas from now on.
             partition: Layers on each new stage.
-            patience: Seconds to wait for the others.
+            join_timeout: Seconds to wait for the others.
 
         Returns:
             What has moved.
@@ -164,7 +164,7 @@ class Membership:
         """
         layer_store, before = self._layer_store, self._layer_store.layout
         layout = self._layouts.resized(before, pipeline, data, partition)
-        layer_store.world.everyone.renew(rank, size, generation, patience)
+        layer_store.world.everyone.renew(rank, size, generation, join_timeout)
         plan = transfers(_holders(before), _holders(layout))
         migration = self._exchange(before, layout, plan, {})
         self._finish(before, layout, plan)

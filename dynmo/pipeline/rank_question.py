@@ -90,7 +90,7 @@ def ask_ranks(
         fixed_seconds=pause,
         margin=config.balance.margin,
         hysteresis=config.balance.hysteresis,
-        forecast=forecast,
+        forecast=tuple(replace(x, layers=with_costs(request, config, engine, x.layers).profile.layers) for x in forecast),
         nodes=tuple(limits.nodes),
     )
     if reference is None:

@@ -40,7 +40,7 @@ BALANCERS = ("exact", "schedule-aware")
 
 @dataclass(frozen=True)
 class RefusedMesh:
-    """`need`: bytes of the fullest rank of what comes nearest to the memory limit; None where
+    """`need`: bytes of the fullest rank of what comes closest to the memory limit; None where
     something else is wrong."""
 
     mesh: Mesh
@@ -120,12 +120,19 @@ class MeshRequest:
 
 
 class NoMeshFitsError(NoRoomError):
-    """No mesh fits the memory. `nearest`: the one that misses the limit by least, if its bytes are
+    """No mesh fits the memory. `closest`: the one that misses the limit by least, if its bytes are
     known."""
 
-    def __init__(self, message: str, nearest: RefusedMesh | None) -> None:
+    def __init__(self, message: str, closest: RefusedMesh | None) -> None:
         super().__init__(message)
-        self.nearest = nearest
+        self.closest = closest
+
+    @property
+    def shortage(self) -> str:
+        """Which mesh misses the limit by least, and by how many bytes."""
+        if self.closest is None:
+            return str(self)
+        return f"as {self.closest.mesh}, {self.closest.reason.removeprefix('memory: ')}"
 
 
 def least_seconds(request: MeshRequest) -> float:
@@ -183,7 +190,7 @@ class _Search:
         if not quick:
             if request.memory_limit is None:
                 raise PartitionError(self.nothing(meshes))
-            raise NoMeshFitsError(self.nothing(meshes), self.nearest(meshes))
+            raise NoMeshFitsError(self.nothing(meshes), self.closest(meshes))
         quick.sort(key=lambda x: x.seconds)
         ops = accumulate(3 * x.mesh.microbatches * len(x.plan.request.placement) for x in quick)
         refined = [not only_quick and (done <= _REFINED or i < 3) for i, done in enumerate(ops)]
@@ -233,6 +240,9 @@ class _Search:
 
     def none_possible(self) -> str:
         request, layers = self.request, len(self.request.profile.layers)
+        if request.replicas and all(x.mesh.replicas not in request.replicas for x in self.refused):
+            allowed = ", ".join(map(str, request.replicas))
+            return f"{request.gpus} ranks have no mesh: the model has {layers} layers, and the replicas may be {allowed}; use fewer ranks"
         undivided = [x for x in self.refused if "does not divide" in x.reason]
         if len(undivided) < len(self.refused):
             return next(x.reason for x in self.refused if x not in undivided)
@@ -301,14 +311,14 @@ class _Search:
         )
         return memory_needs(plan_request, even, schedule)
 
-    def nearest(self, meshes: Sequence[Mesh]) -> RefusedMesh | None:
+    def closest(self, meshes: Sequence[Mesh]) -> RefusedMesh | None:
         """Of the meshes that do not fit the memory, the one that needs the least."""
         short = [x for x in self.refused if x.need is not None and x.mesh in set(meshes)]
         return min(short, key=lambda x: x.need or 0, default=None)
 
     def nothing(self, meshes: Sequence[Mesh]) -> str:
         tried = [x for x in self.refused if x.mesh in set(meshes)]
-        least = self.nearest(meshes)
+        least = self.closest(meshes)
         if least is None:
             return tried[0].reason
         more = "" if self.request.recompute != "none" else ", --recompute auto"

@@ -71,7 +71,8 @@ class RankQuestion:
         margin: Multiplies the price of a change.
         hysteresis: The relative difference that counts.
         forecast: The costs from now to the end of the run, cut where they are expected to change,
-            as `forecast_intervals` returns them for the profile's layers. Empty: costs stay.
+            as `forecast_intervals` returns them for the profile's layers. Like those, they have the
+            optimizer state of all replicas, even if ZeRO divides it. Empty: costs stay.
         nodes: Name of the machine of each rank, which decides the ranks that stay. Empty: the first
             ranks stay.
     """
@@ -119,8 +120,8 @@ class RankChoice:
         partition: The layers of each of its stages.
         seconds: Predicted seconds of a step on it.
         seconds_now: Predicted for the mesh and the placement as they are.
-        seconds_best_now: Predicted for the best mesh and placement of as many ranks as now. Some
-            percent too long if that is fast enough anyway.
+        seconds_best_now: Predicted for the best mesh and placement of as many ranks as now. It may
+            be some percent too long if it is within the limit. It is not if the limit is infinite.
         moved_bytes: Bytes of the rank that must get most. 0 if nothing moves.
         decision: Whether to change, and why. The gain is negative if a step becomes slower.
     """
@@ -320,14 +321,16 @@ class _Chooser:
     def best_here(self, options: RankOptions) -> float:
         """Seconds of a step on the ranks now: of the best placement, or of the one that there is.
 
-        The whole search runs only if the quick one is too slow, because growing depends on that.
+        The whole search runs only if the quick one is too slow, because growing depends on that,
+        or if there is no limit, because a caller may ask for this figure then.
         """
         question = self.question
         stay = plan_as_now(options.request, question.current, question.partition).seconds
         try:
             best = min(stay, options.look(self.now).seconds)
-            slow = best > self.limit * (1 + question.hysteresis)
-            return min(best, options.plan(self.now).seconds) if slow else best
+            if best <= self.limit * (1 + question.hysteresis) and math.isfinite(self.limit):
+                return best
+            return min(best, options.plan(self.now).seconds)
         except InputError:
             return stay
 
@@ -462,14 +465,13 @@ class _Worth:
 
 def _need(error: NoMeshFitsError) -> float:
     """Bytes of the fullest rank of the mesh that lacks least."""
-    return math.inf if error.nearest is None else error.nearest.need or 0
+    return math.inf if error.closest is None else error.closest.need or 0
 
 
 def _no_room(error: NoMeshFitsError) -> NoRoomError:
-    if error.nearest is None:
+    if error.closest is None:
         return NoRoomError(str(error))
-    mesh, reason = error.nearest.mesh, error.nearest.reason.removeprefix("memory: ")
-    where = f"{_ranks(mesh.gpus)} cannot hold the model: as {mesh}, {reason}"
+    where = f"{_ranks(error.closest.mesh.gpus)} cannot hold the model: {error.shortage}"
     return NoRoomError(f"{where}; use more ranks or a larger limit")
 
 

@@ -5,7 +5,7 @@
     seconds    2.0     1.1     0.8     0.6
 
 A search of one number of ranks takes up to half a second. A number is therefore searched only if
-neither of two looks rules it out: its lower bound, which is the busiest rank's work without any
+neither of two seconds_of rules it out: its lower bound, which is the busiest rank's work without any
 wait, and a quick search, whose steps come out some percent longer.
 """
 
@@ -13,12 +13,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import final
 
 from dynmo.errors import InputError, PartitionError
 from dynmo.planner.mesh_plan import MeshPlan
-from dynmo.planner.mesh_search import MeshRequest, least_seconds, search
+from dynmo.planner.mesh_search import MeshRequest, NoMeshFitsError, least_seconds, search
 
 # A quick search that misses a limit by more than this factor rules a number of ranks out: the
 # whole search shortens a step by a few percent.
@@ -74,10 +74,10 @@ class RankOptions:
                 known[ranks] = search(replace(self.request, gpus=ranks), quick).candidates[0]
             except InputError as error:
                 known[ranks] = error
-        found = known[ranks]
-        if isinstance(found, InputError):
-            raise found
-        return found
+        answer = known[ranks]
+        if isinstance(answer, InputError):
+            raise answer
+        return answer
 
     def find(self, ranks: int, limit: float = math.inf) -> MeshPlan | None:
         """The fastest mesh of so many ranks, or None if its step takes longer than `limit`.
@@ -110,9 +110,9 @@ class RankOptions:
         Args:
             counts: Numbers of ranks, fewest first.
         """
-        looks = {ranks: self._seconds(ranks) for ranks in counts}
+        seconds_of = {ranks: self._seconds(ranks) for ranks in counts}
         best: MeshPlan | None = None
-        for ranks in sorted(looks, key=lambda ranks: (looks[ranks], ranks)):
+        for ranks in sorted(seconds_of, key=lambda ranks: (seconds_of[ranks], ranks)):
             plan = self.find(ranks, math.inf if best is None else best.seconds)
             if plan is None:
                 continue
@@ -126,3 +126,75 @@ class RankOptions:
             return self.look(ranks).seconds
         except InputError:
             return math.inf
+
+
+@dataclass(frozen=True)
+class RankRow:
+    """What one number of ranks offers.
+
+    Attributes:
+        ranks: How many.
+        plan: The fastest mesh. None if there is none.
+        problem: Why there is none.
+        retuned: The fastest mesh if the size of a microbatch may change, too. None if that was not
+            asked, or if there is none.
+    """
+
+    ranks: int
+    plan: MeshPlan | None
+    problem: str | None = None
+    retuned: MeshPlan | None = None
+
+
+@dataclass(frozen=True)
+class RankTable:
+    """Every number of ranks, and the fewest that are fast enough.
+
+    Attributes:
+        rows: One for each number of ranks, fewest first. The last one has a plan.
+        limit_seconds: The most seconds that a step may take.
+        fewest: The fewest ranks whose step takes no longer.
+    """
+
+    rows: tuple[RankRow, ...]
+    limit_seconds: float
+    fewest: int
+
+    @property
+    def full_seconds(self) -> float:
+        """Seconds of a step on all ranks."""
+        plan = self.rows[-1].plan
+        assert plan is not None
+        return plan.seconds
+
+
+def rank_table(request: MeshRequest, tolerance: float, retune: bool = False) -> RankTable:
+    """Plans every number of ranks up to the request's, and finds the fewest that are fast enough.
+
+    Args:
+        request: The costs, and what a mesh search may vary. `gpus` is the most ranks.
+        tolerance: By what share a step may take longer than on the most ranks.
+        retune: Also look for a better size of the microbatches, at the same global batch.
+
+    Raises:
+        InputError: The most ranks have no mesh, or none that fits the memory.
+    """
+    options, most = RankOptions(request), request.gpus
+    limit = (1 + tolerance) * options.plan(most).seconds
+    resized = RankOptions(replace(request, micro_batches=()), quick=True) if retune else None
+    rows = [_row(options, resized, ranks) for ranks in range(1, most + 1)]
+    fewest = options.fewest(range(1, most + 1), limit)
+    assert fewest is not None, "the most ranks are fast enough"
+    return RankTable(tuple(rows), limit, fewest.mesh.gpus)
+
+
+def _row(options: RankOptions, resized: RankOptions | None, ranks: int) -> RankRow:
+    retuned = None if resized is None else resized.find(ranks)
+    try:
+        plan = options.plan(ranks)
+    except NoMeshFitsError as error:
+        return RankRow(ranks, None, error.shortage, retuned)
+    except InputError as error:
+        return RankRow(ranks, None, str(error), retuned)
+    slower = retuned is None or retuned.seconds >= plan.seconds
+    return RankRow(ranks, plan, None, plan if retuned is not None and slower else retuned)

@@ -99,6 +99,6 @@ def join_pipeline(config: Config, world: World, model: Model, cases: Sequence[Dy
         pipeline=summons.shape[0],
         data=summons.shape[1],
         partition=Partition(summons.layers),
-        patience=config.elastic.join_timeout,
+        join_timeout=config.elastic.join_timeout,
     )
     return engine

@@ -212,16 +212,16 @@ class Elasticity:
     def _await_newcomers(self, step: int, missing: int) -> int:
         """Waits until as many newcomers are there as are missing. Returns how many are."""
         world = self._everyone
-        patience = min(self._config.elastic.join_timeout, 0.8 * world.timeout)
+        join_timeout = min(self._config.elastic.join_timeout, 0.8 * world.timeout)
         if self._source is not None:
-            end = time.monotonic() + patience
+            end = time.monotonic() + join_timeout
             if self._source.look(at_once=True) < missing:
                 self._source.request(missing - self._source.waiting)
             while self._source.look(at_once=True) < missing and time.monotonic() < end:
                 time.sleep(0.02)
         there = self._shared(0 if self._source is None else self._source.waiting)
         if there < missing:
-            what = f"waited {patience:g} s for {count_text(missing)} (dynmo train --join), and {there} came"
+            what = f"waited {join_timeout:g} s for {count_text(missing)} (dynmo train --join), and {there} came"
             if self._source is not None:
                 self._source.miss()
             self._tell(FaultEvent(step, now(), f"{what}; the run goes on with {world.size}, and takes the others when they come"))
@@ -276,7 +276,7 @@ class Elasticity:
                 pipeline=plan.shape[0],
                 data=plan.shape[1],
                 partition=plan.partition,
-                patience=self._config.elastic.join_timeout,
+                join_timeout=self._config.elastic.join_timeout,
             )
         except ResizeFailed as error:
             self._postponed = plan.shape

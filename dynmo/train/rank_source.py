@@ -61,11 +61,11 @@ class RankSource:
     Args:
         lobby: Where newcomers wait.
         releaser: Talks to the resource manager. None: nobody does.
-        patience: Seconds after which ranks that were asked for are missed.
+        join_timeout: Seconds after which ranks that were asked for are missed.
     """
 
-    def __init__(self, lobby: Lobby, releaser: Releaser | None, patience: float) -> None:
-        self._lobby, self._releaser, self._patience = lobby, releaser, patience
+    def __init__(self, lobby: Lobby, releaser: Releaser | None, join_timeout: float) -> None:
+        self._lobby, self._releaser, self._join_timeout = lobby, releaser, join_timeout
         self._looked = 0.0
         self._present: list[int] = []
         # How many were asked for and have not come, since when, and whether that was told.
@@ -142,7 +142,7 @@ class RankSource:
             step: The next step.
         """
         late = time.monotonic() - self._asked
-        if self._outstanding > len(self._present) and not self._missed and late > self._patience:
+        if self._outstanding > len(self._present) and not self._missed and late > self._join_timeout:
             self._missed = True
             assert self._releaser is not None
             count = self._outstanding - len(self._present)

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dynmo.balance.partition import Partition, exact, uniform
-from dynmo.balance.repack import BASELINES, best_fit, fewest_ranks, first_fit, halving, round_robin
+from dynmo.balance.repack import BASELINES, best_fit, fewest_ranks, first_fit, halving, kept_ranks, round_robin
 from dynmo.errors import PartitionError
 
 LOADS = st.lists(st.integers(1, 9), min_size=2, max_size=8)
@@ -61,3 +61,25 @@ def test_what_each_merges() -> None:
     assert round_robin(before, memory, 4.5, 4).counts == (2, 2, 1, 1)
     assert halving(before, memory, 4.5, 2).counts == (2, 2, 2)
     assert halving(before, memory, 3.5, 1).counts == before.counts
+
+
+@given(st.lists(st.sampled_from("abcd"), min_size=1, max_size=9), st.data())
+def test_the_most_nodes_become_empty(nodes: list[str], data: st.DataObject) -> None:
+    """Against all choices of ranks."""
+    count = data.draw(st.integers(1, len(nodes)))
+    kept = kept_ranks(nodes, count)
+    assert kept[0] == 0
+    assert list(kept) == sorted(set(kept))
+    assert len(kept) == count
+    others = ((0, *more) for more in combinations(range(1, len(nodes)), count - 1))
+    assert len({nodes[rank] for rank in kept}) == min(len({nodes[r] for r in other}) for other in others)
+
+
+def test_which_ranks_stay() -> None:
+    assert kept_ranks(("n",) * 5, 3) == (0, 1, 2)
+    assert kept_ranks("aabbcc", 4) == (0, 1, 2, 3), "of equally small nodes the last is emptied"
+    assert kept_ranks("abbaab", 4) == (0, 1, 3, 4), "the node of rank 0 stays longest"
+    with pytest.raises(PartitionError, match="0 of 2 ranks cannot stay"):
+        kept_ranks("ab", 0)
+    with pytest.raises(PartitionError, match="3 of 2 ranks cannot stay"):
+        kept_ranks("ab", 3)

@@ -297,3 +297,89 @@ def test_why_a_choice_is_not_possible_stands_below_its_table(run: Run, file: Pat
     out = run("--costs", file, "--ranks", 4, "--microbatches", 6)[1]
     assert re.search(r"│ interleaved-1f1b .*│ not possible", out)
     assert re.search(r"(?m)^  interleaved-1f1b: .*microbatches", out)
+
+
+def test_the_fewest_ranks(run: Run, file: Path) -> None:
+    answered = answer(run, "--costs", file, "--ranks", 6, "--fewest-ranks", 0.5)
+    rows = answered["ranks"]
+    assert [row["ranks"] for row in rows] == [1, 2, 3, 4, 5, 6]
+    assert (answered["global_batch"], answered["full_seconds"]) == (16, rows[-1]["step_seconds"])
+    assert answered["limit_seconds"] == 1.5 * answered["full_seconds"]
+    fast = [row["ranks"] for row in rows if row["step_seconds"] <= answered["limit_seconds"]]
+    assert answered["fewest_ranks"] == min(fast)
+    for row in rows:
+        assert (row["pipeline"], row["replicas"], row["schedule"]) == (row["ranks"], 1, "1f1b")
+        assert row["micro_batch"] * row["microbatches"] == 16
+        assert row["speed"] == pytest.approx(answered["full_seconds"] / row["step_seconds"])
+        assert row["samples_per_second_per_rank"] == pytest.approx(16 / row["step_seconds"] / row["ranks"])
+        assert len(row["memory"]) == row["ranks"]
+        assert sum(row["partition"]) == 10
+        assert row["best_micro_batch"]["step_seconds"] <= row["step_seconds"]
+    best = answer(run, "--costs", file, "--ranks", 6, "--schedule", "1f1b", "--balancer", "schedule-aware", "--microbatches", 8)
+    assert rows[-1]["step_seconds"] <= best["span"]
+
+
+def test_the_fewest_ranks_within_memory_and_as_text(run: Run, file: Path) -> None:
+    status, out, err = run("--costs", file, "--ranks", 5, "--fewest-ranks", 9, "--memory-limit", "100MiB")
+    assert (status, err) == (0, "")
+    assert "1 to 5 ranks, a global batch of 16, at most 100.0 MiB a rank" in out
+    assert re.search(r"^  1: as 1 ranks x 1 replicas.* over the limit of 104857600$", out, re.MULTILINE)
+    fewest = re.search(r"fewest │ +(\d)", out)
+    assert fewest is not None
+    assert f"{fewest[1]} of 5 ranks are enough: a step of " in out
+    status, out, err = run("--costs", file, "--ranks", 2, "--fewest-ranks", 0, "--memory-limit", "1MiB")
+    assert (status, out, err.count("\n")) == (2, "", 1)
+
+
+def test_the_fewest_ranks_of_a_mesh(run: Run, file: Path) -> None:
+    options = ("--costs", file, "--gpus", 4, "--global-batch", 16, "--micro-batch", "2")
+    answered = answer(run, *options, "--fewest-ranks", 0)
+    assert answered["fewest_ranks"] == 4
+    assert all(row["pipeline"] * row["replicas"] == row["ranks"] for row in answered["ranks"])
+    assert answered["ranks"][3]["step_seconds"] == answer(run, *options)["candidates"][0]["step_seconds"]
+
+
+def test_the_fewest_ranks_of_a_run(run: Run, file: Path, tmp_path: Path) -> None:
+    """Its config says which replicas its accumulation groups allow."""
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (folder / "costs.json").write_bytes(file.read_bytes())
+    own = answer(run, "--costs", folder, "--fewest-ranks", 0.5)
+    assert [row["replicas"] for row in own["ranks"]] == [1, 1]
+    text = "[train]\nglobal_batch = 16\nmicro_batch = 2\nreduction_slots = 2\n[parallel]\npipeline = 2\ndata = 2\n"
+    (folder / "config.toml").write_text(text)
+    with_config = answer(run, "--costs", folder, "--fewest-ranks", 0.5)
+    assert [row["ranks"] for row in with_config["ranks"]] == [1, 2, 3, 4]
+    assert {row["replicas"] for row in with_config["ranks"]} <= {1, 2}
+    assert with_config["global_batch"] == 16
+
+
+def test_the_fewest_ranks_of_a_workload(run: Run, tmp_path: Path) -> None:
+    path = tmp_path / "workload.toml"
+    times = "f = [{0}, {0}, {0}, {0}]\nb = [{0}, {0}, {0}, {0}]\nw = [{0}, {0}, {0}, {0}]\n"
+    moments = "".join(f"[[layers.moments]]\nstep = {step}\n{times.format(x)}" for step, x in ((0, 1), (20, 0.4)))
+    path.write_text(f"steps = 40\nranks = 4\nmicrobatches = 8\n[layers]\n{moments}")
+    needed = answer(run, "--costs", path, "--fewest-ranks", 0)["ranks_needed"]
+    assert [(row["first"], row["last"]) for row in needed["moments"]] == [(0, 19), (20, 39)]
+    assert needed["moments"][0]["ranks"] > needed["moments"][1]["ranks"]
+    status, out, err = run("--costs", path, "--fewest-ranks", 0)
+    assert (status, err) == (0, "")
+    assert f"needs {needed['mean']:.1f} of 4 ranks on average" in out
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("--fewest-ranks", -1),
+        ("--fewest-ranks", "nan"),
+        ("--fewest-ranks", "inf"),
+        ("--fewest-ranks", 0, "--megatron"),
+        ("--fewest-ranks", 0, "--cost", "parameters"),
+        ("--fewest-ranks", 0, "--ranks", 40),
+        ("--fewest-ranks", 0, "--zero", 1),
+        ("--fewest-ranks", 0, "--gpus", 4),
+    ],
+)
+def test_wrong_options_of_the_fewest_ranks(run: Run, file: Path, options: tuple[object, ...]) -> None:
+    status, out, err = run("--costs", file, *options)
+    assert (status, out, err.count("\n")) == (2, "", 1)

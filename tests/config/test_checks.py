@@ -14,9 +14,6 @@ PLANNED = {
     "model.kind": ["hf"],
     "data.source": ["hf:wikitext"],
     "train.optimizer": ["adam"],
-    "elastic.repack": ["true"],
-    "elastic.min_ranks": ["2"],
-    "elastic.target_ranks": ["1"],
 }
 
 
@@ -137,10 +134,21 @@ def test_a_value_refused(key, value, hint):
             ["parallel.pipeline=2", "parallel.slices=true", "elastic.reshape_at=[[5, 1, 2]]"],
             "parallel.slices = true: slices cannot be reshaped; leave out",
         ),
+        (["elastic.repack=true", "elastic.min_ranks=2"], "elastic.min_ranks = 2 is more than the run's 1 ranks; use at most 1"),
         (
-            ["parallel.data=2", "elastic.reshape_at=[[5, 2, 2]]"],
-            "elastic.reshape_at: [5, 2, 2] is 2 x 2 ranks, but the run has 2; a reshape",
+            ["parallel.pipeline=2", "elastic.repack=true", "elastic.reshape_at=[[5, 1, 1]]"],
+            "elastic.repack = true chooses the mesh, too; leave out elastic.reshape_at",
         ),
+        (
+            ["parallel.pipeline=2", "train.reduction_slots=2", "elastic.target_ranks=1", "elastic.reshape=true"],
+            "elastic.target_ranks = 1 chooses the mesh, too",
+        ),
+        (["elastic.target_ranks=2", "elastic.min_ranks=3"], "elastic.target_ranks = 2 is less than elastic.min_ranks = 3"),
+        (["model.blocks=1", "elastic.target_ranks=9"], "elastic.target_ranks = 9: no mesh of so many ranks fits the model's layers"),
+        (["elastic.releaser=command"], 'elastic.releaser = "command" needs elastic.release_command or elastic.grow_command'),
+        (["elastic.release_command=['true']"], 'elastic.release_command is for elastic.releaser = "command"'),
+        (["parallel.pipeline=2", "parallel.slices=true", "elastic.repack=true"], "parallel.slices = true: slices of one GPU cannot leave"),
+        ([*SPREAD, "elastic.repack=true"], "parallel.expert = 2: replicas that share experts cannot leave"),
         (
             ["parallel.data=2", "elastic.reshape_at=[[100, 2, 1]]"],
             "elastic.reshape_at: [100, 2, 1] is at step 100, but the run has 100 steps",

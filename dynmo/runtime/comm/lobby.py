@@ -26,7 +26,7 @@ _BEAT, _GONE = 0.5, 6.0
 _POLL = 0.05
 # Rank 0 may be in a step, an evaluation or a checkpoint: a newcomer gives it so many seconds more
 # than the limit of the run's waits.
-_PATIENCE = 120.0
+_GRACE = 120.0
 
 
 @dataclass
@@ -132,7 +132,7 @@ class Newcomer:
 
     def _wait(self, ticket: int) -> str | None:
         beats, next_beat = 0, 0.0
-        pulse, heard, limit = b"", time.monotonic(), self._timeout + _PATIENCE
+        pulse, heard, limit = b"", time.monotonic(), self._timeout + _GRACE
         while True:
             if self._store.check([f"summons/{ticket}"]):
                 return self._store.get(f"summons/{ticket}").decode()

@@ -152,7 +152,7 @@ class World:
         """
         return cls(0, 1, device, timeout, 0, home, staged=staged, home=home)
 
-    def renew(self, rank: int, size: int, generation: int, patience: float) -> None:
+    def renew(self, rank: int, size: int, generation: int, join_timeout: float) -> None:
         """Goes on as another number of ranks, in the same processes.
 
         This rank's groups end, and new ones are made. Views of the world must be made anew.
@@ -161,7 +161,7 @@ class World:
             rank: This rank's new number.
             size: The new number of ranks. All of them call it.
             generation: Number of the new meeting. A number can be used once.
-            patience: Seconds to wait for the other ranks to come.
+            join_timeout: Seconds to wait for the other ranks to come.
 
         Raises:
             WaitTimeout: A rank did not come in time. The message names it.
@@ -173,7 +173,7 @@ class World:
         self._peers = None
         self._shape, self.rank, self.size, self.generation = 1, rank, size, generation
         self.store, self.waits = dist.PrefixStore(f"again/{generation}", self.home), DeviceWaits()
-        self._meet(patience)
+        self._meet(join_timeout)
 
     def park(self) -> None:
         """Leaves the ranks. This process is alone until `renew`."""
@@ -183,15 +183,15 @@ class World:
         if self.home is not None:
             self.store = self.home
 
-    def _meet(self, patience: float) -> None:
-        """Forms the group of this generation. patience: seconds until all must have come."""
+    def _meet(self, join_timeout: float) -> None:
+        """Forms the group of this generation. join_timeout: seconds until all must have come."""
         rank, size, store, limit = self.rank, self.size, self.store, timedelta(seconds=self.timeout)
         backend = "cpu:gloo,cuda:nccl" if self.enqueues else "gloo"
-        claim(store, rank, patience)
-        waited = min(patience, self.timeout)
+        claim(store, rank, join_timeout)
+        waited = min(join_timeout, self.timeout)
         try:
-            if patience < self.timeout:
-                store.wait([f"here/{r}" for r in range(size)], timedelta(seconds=patience))
+            if join_timeout < self.timeout:
+                store.wait([f"here/{r}" for r in range(size)], timedelta(seconds=join_timeout))
             dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=limit)
             # A rank that fails at once and leaves would break the connections that others are still
             # making.

@@ -1,0 +1,268 @@
+"""`dynmo plan --fewest-ranks SHARE`: how few ranks are fast enough, and what every number of them
+would give."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from dataclasses import asdict, replace
+from typing import TYPE_CHECKING, Any
+
+from dynmo.cli import mesh
+from dynmo.cli.show import show_size, show_time, waiting
+from dynmo.errors import InputError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from rich.table import Table
+
+    from dynmo.cost.profile_file import Profile
+    from dynmo.planner.mesh_search import MeshRequest
+    from dynmo.planner.rank_options import RankRow, RankTable
+    from dynmo.planner.ranks_needed import RanksNeeded
+
+
+# -- a workload, whose costs change ----------------------------------------------------------------
+
+
+def run_workload(path: Path, tolerance: float, as_json: bool) -> None:
+    """Tells how many ranks a workload needs, and when."""
+    from dynmo.planner.ranks_needed import ranks_needed
+    from dynmo.planner.workload_file import read
+
+    workload = read(path)
+    began = time.perf_counter()
+    with waiting(as_json, "ranks ..."):
+        needed = ranks_needed(workload, tolerance)
+    seconds = time.perf_counter() - began
+    if as_json:
+        print(json.dumps(needed_json(needed) | {"seconds": seconds}, allow_nan=False))
+    else:
+        print_needed(needed, workload.ranks)
+
+
+def needed_json(needed: tuple[RanksNeeded, ...]) -> dict[str, Any]:
+    """The key `ranks_needed`, if it was asked for."""
+    from dynmo.planner.ranks_needed import mean_ranks
+
+    if not needed:
+        return {}
+    moments = [asdict(row) for row in needed]
+    return {"ranks_needed": {"moments": moments, "mean": mean_ranks(needed)}}
+
+
+def print_needed(needed: tuple[RanksNeeded, ...], ranks: int) -> None:
+    """Prints one row for each moment, and the mean."""
+    from rich.table import Table
+
+    from dynmo.planner.ranks_needed import mean_ranks
+    from dynmo.report.summary import console_for_tables
+
+    table = Table()
+    for heading in ("steps", "ranks", "s/step"):
+        table.add_column(heading, justify="right")
+    table.add_column("layers", overflow="fold")
+    for row in needed:
+        steps, layers = f"{row.first}-{row.last}", "+".join(map(str, row.layers))
+        table.add_row(steps, str(row.ranks), f"{row.seconds:.4g}", layers)
+    console = console_for_tables()
+    console.print()
+    console.print(table)
+    mean = f"needs {mean_ranks(needed):.1f} of {ranks} ranks on average"
+    console.print(mean, highlight=False)
+
+
+# -- recorded costs --------------------------------------------------------------------------------
+
+
+def check_tolerance(tolerance: float) -> None:
+    """Raises InputError unless the tolerance is a share."""
+    if not math.isfinite(tolerance):
+        raise InputError(f"--fewest-ranks {tolerance}: a share is expected, such as 0.05")
+
+
+def with_microbatch(profile: Profile) -> Profile:
+    """The profile, with microbatches of one sequence if it does not say how many there are."""
+    return replace(profile, microbatch=profile.microbatch or 1)
+
+
+def pipelines(profile: Profile, ranks: int, microbatches: int) -> mesh.Options:
+    """Asks for up to so many ranks, with the microbatches of the recorded pipeline.
+
+    Args:
+        profile: Says the size of a microbatch.
+        ranks: The most ranks.
+        microbatches: Microbatches of a step.
+    """
+    own = profile.microbatch
+    assert own is not None
+    return mesh.Options(ranks, own * microbatches, str(own), None, None, None, None)
+
+
+def of_run(
+    request: MeshRequest,
+    path: Path,
+    ranks: int | None,
+    microbatches: int | None,
+) -> MeshRequest:
+    """The request with what a run's folder says of its ranks, their replicas and its batch.
+
+    Args:
+        request: For pipelines of the recorded costs.
+        path: The file of the costs, or the folder of a run.
+        ranks: The most ranks, if the command line says so.
+        microbatches: Microbatches of a step, if the command line says so.
+
+    Returns:
+        The request. Only pipelines of one replica if there is no config.
+    """
+    from dynmo.config import accumulation_problem, load
+
+    if not (path / "config.toml").is_file() or microbatches is not None:
+        return replace(request, replicas=(1,))
+    config = load(path / "config.toml")
+    groups, counts = config.accumulation_groups, range(1, config.all_microbatches + 1)
+    fits = [n for n in counts if not accumulation_problem(groups, n, config.all_microbatches)]
+    replicas = (config.parallel.data,) if config.parallel.expert > 1 else tuple(fits)
+    return replace(
+        request,
+        gpus=ranks or config.parallel.pipeline * config.parallel.data,
+        global_batch=config.train.global_batch,
+        replicas=replicas,
+        accumulation_groups=groups,
+        zero=config.parallel.zero,
+    )
+
+
+def run(request: MeshRequest, tolerance: float, as_json: bool) -> None:
+    """Plans every number of ranks up to the request's, and tells.
+
+    Raises:
+        InputError: All ranks together have no mesh, or none that fits the memory.
+    """
+    from dynmo.planner.rank_options import rank_table
+
+    began = time.perf_counter()
+    with waiting(as_json, "ranks ..."):
+        table = rank_table(request, tolerance, retune=len(request.micro_batches) == 1)
+    seconds = time.perf_counter() - began
+    if as_json:
+        print(json.dumps(to_json(request, table, seconds), allow_nan=False))
+    else:
+        _print_text(request, table, seconds)
+
+
+def to_json(request: MeshRequest, table: RankTable, seconds: float) -> dict[str, Any]:
+    """Seconds and bytes. `fewest_ranks` are the fewest whose step takes `limit_seconds` at most."""
+    return {
+        "fewest_ranks": table.fewest,
+        "limit_seconds": table.limit_seconds,
+        "full_seconds": table.full_seconds,
+        "global_batch": request.global_batch,
+        "memory_limit": request.memory_limit,
+        "ranks": [_row_json(row, table) for row in table.rows],
+        "seconds": seconds,
+    }
+
+
+def _row_json(row: RankRow, table: RankTable) -> dict[str, Any]:
+    plan = row.plan
+    out: dict[str, Any] = {"ranks": row.ranks}
+    if plan is None:
+        out["problem"] = row.problem
+    else:
+        out |= vars(plan.mesh) | {
+            "step_seconds": plan.seconds,
+            "memory": plan.memory,
+            "speed": _speed(plan.seconds, table),
+            "samples_per_second_per_rank": _per_rank(row),
+            "partition": plan.plan.partition.counts,
+        }
+    if row.retuned is not None:
+        size, seconds = row.retuned.mesh.micro_batch, row.retuned.seconds
+        out["best_micro_batch"] = {"micro_batch": size, "step_seconds": seconds}
+    return out
+
+
+def _speed(seconds: float, table: RankTable) -> float:
+    """The share of the speed on all ranks."""
+    return table.full_seconds / seconds if seconds else 1.0
+
+
+def _per_rank(row: RankRow) -> float | None:
+    """Sequences per second of each rank. None if a step takes no time."""
+    plan = row.plan
+    if plan is None or not plan.seconds:
+        return None
+    return plan.samples_per_second / row.ranks
+
+
+def _print_text(request: MeshRequest, table: RankTable, seconds: float) -> None:
+    from dynmo.report.summary import console_for_tables
+
+    console = console_for_tables()
+    limit = request.memory_limit
+    memory = "" if limit is None else f", at most {show_size(limit)} a rank"
+    batch = f"a global batch of {request.global_batch}{memory}"
+    console.print(f"1 to {request.gpus} ranks, {batch}", highlight=False, soft_wrap=True)
+    console.print()
+    console.print(_table(table))
+    for row in table.rows:
+        if row.plan is None:
+            line = f"  {row.ranks}: {row.problem}"
+            console.print(line, style="dim", highlight=False, markup=False, soft_wrap=True)
+    chosen = table.rows[table.fewest - 1].plan
+    assert chosen is not None
+    takes = f"a step of {show_time(chosen.seconds)}, {show_time(table.limit_seconds)} are allowed"
+    console.print(f"{table.fewest} of {request.gpus} ranks are enough: {takes}", highlight=False)
+    console.print(f"searched in {show_time(seconds)}", highlight=False, soft_wrap=True)
+
+
+def _table(table: RankTable) -> Table:
+    from rich.table import Table
+
+    sizes = any(row.plan is not None and any(row.plan.memory) for row in table.rows)
+    retuned = any(row.retuned is not None for row in table.rows)
+    schedules = len({row.plan.mesh.schedule for row in table.rows if row.plan is not None}) > 1
+    out = Table()
+    headings = ["", "ranks", "mesh", "microbatches", *["schedule"] * schedules, "step", "speed"]
+    headings += ["sequences/s per rank", *["memory"] * sizes, *["best micro_batch"] * retuned]
+    for heading in headings:
+        out.add_column(heading, justify="right")
+    out.add_column("layers", overflow="fold")
+    for row in table.rows:
+        plan = row.plan
+        if plan is None:
+            blank = ["-"] * (len(headings) - 2 - retuned)
+            out.add_row("", str(row.ranks), *blank, *[_retuned(row)] * retuned, "not possible")
+            continue
+        shape, per_rank, chosen = plan.mesh, _per_rank(row), row.ranks == table.fewest
+        cells = [
+            "fewest" if chosen else "",
+            str(row.ranks),
+            f"{shape.pipeline} x {shape.replicas}",
+            f"{shape.microbatches} of {shape.micro_batch}",
+            *[shape.schedule] * schedules,
+            show_time(plan.seconds),
+            f"{_speed(plan.seconds, table):.1%}",
+            "-" if per_rank is None else f"{per_rank:,.4g}",
+            *[show_size(max(plan.memory))] * sizes,
+            *[_retuned(row)] * retuned,
+            "+".join(map(str, plan.plan.partition.counts)),
+        ]
+        out.add_row(*cells, style="bold" if chosen else None)
+    return out
+
+
+def _retuned(row: RankRow) -> str:
+    """The best size of a microbatch, and what it does to the step."""
+    best, plan = row.retuned, row.plan
+    if best is None:
+        return "-"
+    size = str(best.mesh.micro_batch)
+    if plan is None or not plan.seconds:
+        return size
+    change = best.seconds / plan.seconds - 1
+    return f"{size} ({change:+.1%})" if best.mesh.micro_batch != plan.mesh.micro_batch else size
