@@ -51,7 +51,9 @@ def spread_experts(random: Random, config: Tables) -> None:
     model, parallel, dynamism = config["model"], config["parallel"], config["dynamism"]
     freezing = dynamism.get("freezing", {})
     shared = gcd(parallel["data"], model.get("experts", 1)) if model["kind"] == "moe" else 1
-    refused = parallel.get("slices") or config["elastic"] or freezing.get("cache_bytes") or freezing.get("policy") == "egeria"
+    elastic = config["elastic"]
+    others = elastic.get("reshape") or any(data != parallel["data"] for _, _, data in elastic.get("reshape_at", ()))
+    refused = parallel.get("slices") or others or freezing.get("cache_bytes") or freezing.get("policy") == "egeria"
     sizes = [size for size in range(2, shared + 1) if shared % size == 0]
     if sizes and not refused and random.random() < 0.7:
         parallel["expert"] = random.choice(sizes)

@@ -85,6 +85,21 @@ def test_replicas_leave_and_come_back(pool, case, zero):
     assert told(results[0]["events"]) == reference(pool, case, groups=2)
 
 
+@pytest.mark.parametrize("zero", [0, pytest.param(1, marks=pytest.mark.matrix)])
+def test_replicas_that_share_experts_stay_together(pool, zero):
+    config = wanted(
+        "experts",
+        2,
+        train={"reduction_slots": 2},
+        parallel={"pipeline": 2, "data": 2, "expert": 2, "zero": zero},
+        dynamism={"moe": {"place_every": 2, "redundant": 1}},
+        elastic={"reshape_at": [[2, 1, 2], [5, 2, 2]], "park": True},
+    )
+    results = pool.run("train_elastic", 4, config=config)
+    assert sizes(results[0]["events"]) == [(2, 4, 2), (5, 2, 4)]
+    assert told(results[0]["events"]) == reference(pool, "experts", groups=2)
+
+
 @pytest.mark.parametrize("schedule", ["zb-v", pytest.param("zb-auto", marks=pytest.mark.matrix)])
 def test_other_schedules(pool, schedule):
     config = wanted("plain", 4, schedule, elastic={"reshape_at": DOWN_AND_UP, "park": True})

@@ -26,11 +26,11 @@ from pathlib import Path
 from typing import IO, Literal
 
 from dynmo.cluster.releaser import Member, Receipt
-from dynmo.errors import ConfigError, RunError
+from dynmo.errors import ConfigError, DynmoError, RunError
 
 _logger = logging.getLogger(__name__)
 
-# With these a command's child would take itself for a rank of this run.
+# A command that starts ranks must not pass these on: they name a rank of this run.
 _RANK_VARIABLES = (
     "RANK",
     "WORLD_SIZE",
@@ -70,7 +70,7 @@ class Worker:
         """Queues a call.
 
         Args:
-            kind: Of the receipt if the call succeeds.
+            kind: Kind of the receipt if the call succeeds.
             ranks: How many ranks the call is about.
             call: Returns the receipt's line, or raises an exception.
         """
@@ -89,7 +89,7 @@ class Worker:
     @property
     def has_more(self) -> bool:
         """Whether other calls wait for the current one."""
-        return not self._calls.empty()
+        return not self._closed and not self._calls.empty()
 
     def receipts(self) -> list[Receipt]:
         """Returns the receipts since the last time."""
@@ -97,20 +97,20 @@ class Worker:
             receipts, self._receipts = self._receipts, []
         return receipts
 
-    def close(self, patience: float = 3.0) -> None:
+    def close(self, timeout: float = 3.0) -> None:
         """Waits a little for the queued calls, then asks the current one to stop.
 
         Calls that have not begun by then are dropped. Each gives a "failed" receipt.
 
         Args:
-            patience: Seconds.
+            timeout: Seconds to wait.
         """
         with self._lock:
             self._closed = True
             if self._thread.ident is None:
                 return
         self._calls.put(None)
-        self._thread.join(patience)
+        self._thread.join(timeout)
         self.stopping.set()
         self._thread.join(2.0)
 
@@ -122,12 +122,12 @@ class Worker:
                 if self.stopping.is_set():
                     raise RunError("not begun, because the run has ended")
                 receipt = Receipt(kind, call(), ranks)
-            except RunError as error:
+            except DynmoError as error:
                 receipt = Receipt("failed", str(error), ranks)
             except Exception as error:
                 _logger.debug("a call of the releaser failed", exc_info=True)
                 receipt = Receipt("failed", f"{type(error).__name__}: {error}", ranks)
-            what = " ".join(receipt.what.split())
+            what = _shorten(" ".join(receipt.what.split()), 500)
             with self._lock:
                 self._receipts.append(Receipt(receipt.kind, what, ranks, time.monotonic() - start))
 
@@ -149,7 +149,7 @@ class CommandReleaser:
 
     Args:
         release: Program and arguments that give ranks back.
-        request: Program and arguments that start ranks. Empty: nothing does.
+        request: Program and arguments that start ranks. Empty if the run cannot ask for ranks.
         timeout: Seconds that a command may take. Then its process group is killed.
     """
 
@@ -165,7 +165,7 @@ class CommandReleaser:
         return bool(self._request)
 
     def check(self) -> None:
-        """Sees whether the programs exist.
+        """Checks that the programs exist.
 
         Raises:
             ConfigError: A program is missing or not executable, or none releases.

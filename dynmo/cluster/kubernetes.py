@@ -9,8 +9,8 @@ Each pod is one rank, and rank 0 is index 0. A released rank is parked: its proc
 pod is deleted. If it ended by itself, the controller would count its index as done.
 
 Kubernetes changes `completions` since 1.27. An older server lets only `parallelism` change and
-chooses the pods itself. There, the pods that left are deleted before the patch, so that the
-controller finds none too many.
+chooses the pods itself. On such a server the releaser first deletes the pods of the released ranks.
+The controller then has nothing to delete, or deletes their replacements, which are the youngest.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ class KubernetesReleaser:
     Connects with the pod's service account. Outside a cluster, with a kubeconfig file.
 
     Args:
-        namespace: Of the job. The default is the environment variable POD_NAMESPACE.
-        job: Its name. The default is the environment variable JOB_NAME.
+        namespace: Namespace of the job. The default is the environment variable POD_NAMESPACE.
+        job: Name of the job. The default is the environment variable JOB_NAME.
         timeout: Seconds until the number of pods has changed.
         kubeconfig: File to connect with. The default is the service account in a pod, and
             KUBECONFIG or ~/.kube/config elsewhere.
@@ -63,7 +63,7 @@ class KubernetesReleaser:
         self._worker = Worker("dynmo-kubernetes-releaser")
 
     def check(self) -> None:
-        """Sees whether the client, the job's name and the credentials are there. Asks no server.
+        """Checks for the client, the job's name and the credentials. Calls no server.
 
         Raises:
             ConfigError: One of them is missing.
@@ -84,8 +84,8 @@ class KubernetesReleaser:
             left: Ranks that are parked. Their pods have the highest indexes.
             stay: The ranks that go on.
         """
-        gone, count = tuple(left), len(stay)
-        self._worker.submit("released", len(gone), lambda: self._shrink(gone, count))
+        gone, staying = tuple(left), tuple(stay)
+        self._worker.submit("released", len(gone), lambda: self._shrink(gone, staying))
 
     def request(self, count: int) -> None:
         """Lets the job have `count` more pods. They run `dynmo train CONFIG --join`."""
@@ -99,15 +99,24 @@ class KubernetesReleaser:
         """Waits at most a few seconds for the API server."""
         self._worker.close()
 
-    def _shrink(self, left: Sequence[Member], count: int) -> str:
+    def _shrink(self, left: Sequence[Member], stay: Sequence[Member]) -> str:
+        count = len(stay)
+        for member in stay:
+            if _index(member, self._job) >= count:
+                raise RunError(
+                    f"job {self._name} cannot give pods back: {member.host} would go, but its rank "
+                    f"{member.rank} stays; the ranks that stay must be the lowest pods"
+                )
         with self._connection(f"parallelism = completions = {count}") as api:
             deadline = time.monotonic() + self._timeout
+            # A pod that ends only after the next growth would count for its old index.
             if self._is_elastic(api, deadline):
                 self._patch(api, deadline, parallelism=count, completions=count)
+                self._wait(api, deadline, lambda p: p.active <= count and not p.terminating)
             else:
                 self._persist(lambda: api.delete_pods(left), deadline)
                 self._patch(api, deadline, parallelism=count)
-            self._wait(api, deadline, lambda pods: pods.active <= count and not pods.terminating)
+                self._wait(api, deadline, lambda p: p.active <= count and not api.find_pods(left))
         return f"job {self._name} gave {len(left)} of {count + len(left)} pods back"
 
     def _grow(self, more: int) -> str:
@@ -124,7 +133,7 @@ class KubernetesReleaser:
                 )
             else:
                 self._patch(api, deadline, parallelism=count)
-            self._wait(api, deadline, lambda pods: pods.ready >= count)
+            self._wait(api, deadline, lambda pods: pods.ready >= count, gives_way=True)
         return f"job {self._name} has {count} pods, {more} of them new"
 
     @property
@@ -157,19 +166,33 @@ class KubernetesReleaser:
                     raise RunError(str(error)) from None
                 self._pause()
 
-    def _wait(self, api: _JobApi, deadline: float, is_done: Callable[[_PodCount], bool]) -> None:
-        """Waits until the job has the pods that it should have."""
-        state = "nothing is known"
+    def _wait(
+        self,
+        api: _JobApi,
+        deadline: float,
+        is_done: Callable[[_PodCount], bool],
+        gives_way: bool = False,
+    ) -> None:
+        """Waits until the job has the pods that it should have.
+
+        Args:
+            api: The calls.
+            deadline: On the monotonic clock.
+            is_done: Looks at the number of pods. May make calls.
+            gives_way: Ends with an error if another release or request waits.
+
+        Raises:
+            RunError: The pods have not changed in time.
+        """
         while True:
             try:
                 pods = api.count_pods()
-            except _Transient as error:
-                state = str(error)
-            else:
                 if is_done(pods):
                     return
                 state = str(pods)
-            if self._worker.has_more:
+            except _Transient as error:
+                state = str(error)
+            if gives_way and self._worker.has_more:
                 raise RunError(
                     f"job {self._name} is patched, but {state}; a newer change goes first"
                 )
@@ -206,8 +229,8 @@ class _JobApi:
 
     Args:
         client: `kubernetes.client.ApiClient`.
-        namespace: Of the job.
-        job: Its name.
+        namespace: Namespace of the job.
+        job: Name of the job.
         wanted: What a person would patch by hand if the call fails.
     """
 
@@ -235,7 +258,10 @@ class _JobApi:
             )
 
     def count_pods(self) -> _PodCount:
-        """Reads how many pods the job has. Servers before 1.24 do not count ready ones."""
+        """Reads how many pods the job has.
+
+        Servers before 1.24 do not count ready pods, and before 1.29 not those that are ending.
+        """
         status = self.read_job().status
         active = status.active or 0
         ready = active if status.ready is None else status.ready
@@ -248,19 +274,30 @@ class _JobApi:
                 self._job, self._namespace, {"spec": spec}, _request_timeout=_ANSWER
             )
 
-    def delete_pods(self, left: Sequence[Member]) -> None:
-        """Deletes the pods of ranks that left. Pods that are gone already are left out."""
-        nodes = {member.node for member in left} | {member.host for member in left}
+    def find_pods(self, members: Sequence[Member]) -> list[str]:
+        """Names of the members' pods that are still there, those that are ending included."""
+        names = {m.node for m in members} | {_short_host(m) for m in members}
         with self._explained():
             pods = self._core.list_namespaced_pod(
                 self._namespace, label_selector=f"job-name={self._job}", _request_timeout=_ANSWER
             ).items
-        for pod in pods:
-            if pod.metadata.name in nodes or pod.spec.hostname in nodes:
-                with self._explained():
+        return [
+            pod.metadata.name
+            for pod in pods
+            if pod.metadata.name in names or pod.spec.hostname in names
+        ]
+
+    def delete_pods(self, members: Sequence[Member]) -> None:
+        """Deletes the members' pods."""
+        for name in self.find_pods(members):
+            with self._explained():
+                try:
                     self._core.delete_namespaced_pod(
-                        pod.metadata.name, self._namespace, _request_timeout=_ANSWER
+                        name, self._namespace, _request_timeout=_ANSWER
                     )
+                except _client().ApiException as error:
+                    if error.status != 404:  # gone in the meantime
+                        raise
 
     @contextlib.contextmanager
     def _explained(self) -> Generator[None, None, None]:
@@ -279,12 +316,14 @@ class _JobApi:
     def _explain(self, error: Any) -> Exception:
         status, said = int(error.status or 0), _message(error)
         name = f"{self._namespace}/{self._job}"
+        if status == 0:
+            return RunError(f"no TLS connection to the API server ({said}); see the kubeconfig")
         if status == 401:
             return RunError(f"the API server rejects the credentials ({said}); renew them")
         if status == 403:
             return RunError(
-                f"the API server forbids it ({said}); let the pod's service account get and patch "
-                f"job {name} as in examples/kubernetes/rbac.yaml"
+                f"the API server forbids it ({said}); let the pod's service account do it "
+                "as in examples/kubernetes/rbac.yaml"
             )
         if status == 404:
             return RunError(
@@ -301,6 +340,16 @@ class _JobApi:
 
     def _by_hand(self) -> str:
         return f"kubectl -n {self._namespace} edit job {self._job} can set {self._wanted} by hand"
+
+
+def _index(member: Member, job: str) -> int:
+    """The index of a member's pod in an Indexed Job: its host is JOB-INDEX. -1 if it is not."""
+    name, _, index = _short_host(member).rpartition("-")
+    return int(index) if name == job and index.isdecimal() else -1
+
+
+def _short_host(member: Member) -> str:
+    return member.host.partition(".")[0]
 
 
 def _client() -> Any:
@@ -337,7 +386,7 @@ def _configuration(kubeconfig: str) -> Any:
 
 
 def _message(error: Any) -> str:
-    """What the API server said: the field `message` of its answer, or the status line."""
+    """Returns the field `message` of the API server's answer, or the status line."""
     body = error.body.decode(errors="replace") if isinstance(error.body, bytes) else error.body
     with contextlib.suppress(TypeError, ValueError, AttributeError):
         return _reason(json.loads(body)["message"])

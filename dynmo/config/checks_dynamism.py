@@ -92,10 +92,8 @@ def _expert_parallelism(config: Config) -> Iterator[str]:
         yield f"{key} does not divide parallel.data = {data}; the replicas of a stage share its experts in groups, so use a divisor"
     if model.kind == "moe" and model.experts % ranks:
         yield f"{key} does not divide model.experts = {model.experts}; each replica of a group holds as many, so use a divisor"
-    if config.elastic.reshape or config.elastic.reshape_at:
-        yield f"{key}: a reshape changes the replicas that share experts; leave out elastic.reshape and elastic.reshape_at"
-    if config.elastic.changes_ranks:
-        yield f"{key}: replicas that share experts cannot leave; leave out elastic.repack and elastic.target_ranks"
+    if config.elastic.reshape or any(each != data for _, _, each in config.elastic.reshape_at):
+        yield f"{key}: a reshape changes the replicas that share experts; leave out elastic.reshape, and keep parallel.data in reshape_at"
     if config.parallel.slices:
         yield f"{key}: slices of one GPU cannot send rows to other replicas; leave out parallel.slices"
     freezing = config.dynamism.freezing

@@ -18,6 +18,7 @@ from typing import NoReturn
 
 from torch import Tensor
 
+from dynmo.balance.expert_placement import ExpertPlacement
 from dynmo.balance.layout import Layout, Layouts
 from dynmo.balance.partition import Move, Partition
 from dynmo.errors import ConfigError, RankDied, RunError, WaitTimeout
@@ -86,7 +87,7 @@ class Membership:
         layout = self._layouts.resized(before, pipeline, data, partition)
         self._agree((tuple(kept), pipeline, data, partition.counts))
         after = tuple(tuple(kept[rank] for rank in ranks) for ranks in _holders(layout))
-        plan, whole = transfers(_holders(before), after), self._whole()
+        plan, whole = transfers(_holders(before), after, layer_store.shares_experts), self._states()
         arrivals: list[Arrival] = []
         try:
             migration = exchange(everyone, plan, lambda i: (layer_store.modules[i], whole[i]), arrivals.extend)
@@ -131,19 +132,28 @@ class Membership:
         self._check(size + newcomers, pipeline, data)
         layout = self._layouts.resized(before, pipeline, data, partition)
         self._agree((newcomers, pipeline, data, partition.counts))
-        whole = self._whole()
+        whole = self._states()
         self._part()
-        plan = transfers(_holders(before), _holders(layout))
+        plan = transfers(_holders(before), _holders(layout), layer_store.shares_experts)
         try:
             everyone.renew(rank, size + newcomers, everyone.generation + 1, join_timeout)
-            migration = self._exchange(before, layout, plan, whole)
+            migration = self._exchange(layout, plan, whole)
         except RunError as error:
             self._go_back(rank, size, before, whole, error)
         self._finish(before, layout, plan)
         return replace(migration, seconds=time.perf_counter() - start)
 
     def arrive(
-        self, rank: int, size: int, generation: int, *, pipeline: int, data: int, partition: Partition, join_timeout: float
+        self,
+        rank: int,
+        size: int,
+        generation: int,
+        *,
+        pipeline: int,
+        data: int,
+        partition: Partition,
+        join_timeout: float,
+        experts: Mapping[int, ExpertPlacement] | None = None,
     ) -> Migration:
         """Joins a run, as a newcomer whose layer store is bare. The others call `grow`.
 
@@ -155,6 +165,7 @@ class Membership:
             data: Number of replicas from now on.
             partition: Layers on each new stage.
             join_timeout: Seconds to wait for the others.
+            experts: Which replicas hold which experts, by layer.
 
         Returns:
             What has moved.
@@ -165,19 +176,25 @@ class Membership:
         layer_store, before = self._layer_store, self._layer_store.layout
         layout = self._layouts.resized(before, pipeline, data, partition)
         layer_store.world.everyone.renew(rank, size, generation, join_timeout)
-        plan = transfers(_holders(before), _holders(layout))
-        migration = self._exchange(before, layout, plan, {})
+        plan = transfers(_holders(before), _holders(layout), layer_store.shares_experts)
+        migration = self._exchange(layout, plan, {}, experts)
         self._finish(before, layout, plan)
         return migration
 
-    def _exchange(self, before: Layout, layout: Layout, plan: Sequence[Move], whole: Mapping[int, dict[str, Tensor]]) -> Migration:
+    def _exchange(
+        self,
+        layout: Layout,
+        plan: Sequence[Move],
+        whole: Mapping[int, dict[str, Tensor]],
+        experts: Mapping[int, ExpertPlacement] | None = None,
+    ) -> Migration:
         """Moves layers among the ranks of the new generation, and goes on there."""
         layer_store = self._layer_store
         everyone, after = layer_store.world.everyone, _holders(layout)
 
         def take_up(arrivals: list[Arrival]) -> None:
             gone = [i for i in layer_store.layers if everyone.rank not in after[i]]
-            self._take_up(layout, gone, whole, arrivals)
+            self._take_up(layout, gone, whole, arrivals, experts)
             self._pending.renewed()
 
         return exchange(everyone, plan, lambda i: (layer_store.modules[i], whole[i]), take_up)
@@ -197,8 +214,8 @@ class Membership:
         layer_store = self._layer_store
         if layer_store.layout.sliced:
             raise ConfigError("a pipeline of slices cannot get other ranks; make another")
-        if layer_store.experts is not None:
-            raise ConfigError("replicas that share experts (parallel.expert) cannot get other ranks; make another pipeline")
+        if layer_store.shares_experts and data != layer_store.layout.replicas:
+            raise ConfigError("replicas that share experts (parallel.expert) stay as many; change the ranks of a pipeline only")
         if layer_store.world.everyone.home is None:
             raise ConfigError("ranks within a program's own process groups cannot become others")
         if pipeline * data != size:
@@ -207,9 +224,11 @@ class Membership:
     def _agree(self, decision: object) -> None:
         agree(self._layer_store.world, hashlib.sha256(repr(decision).encode()).digest(), "which ranks go on")
 
-    def _whole(self) -> dict[int, dict[str, Tensor]]:
-        """With ZeRO-1 the shares of all replicas, while these are still here."""
-        return {i: self._layer_store.state(i, whole=True) for i in sorted(self._layer_store.layers)}
+    def _states(self) -> dict[int, dict[str, Tensor]]:
+        """With ZeRO-1 the shares of all replicas, while these are still here. Where replicas share
+        experts, each keeps its part."""
+        layer_store = self._layer_store
+        return {i: layer_store.state(i, whole=not layer_store.shares_experts) for i in sorted(layer_store.layers)}
 
     def _part(self) -> None:
         """Nothing of this rank uses the process groups any more."""
@@ -217,9 +236,16 @@ class Membership:
         self._layer_store.replicas.close()
         self._pending.part()
 
-    def _take_up(self, layout: Layout, gone: Collection[int], whole: Mapping[int, dict[str, Tensor]], arrivals: Sequence[Arrival]) -> None:
+    def _take_up(
+        self,
+        layout: Layout,
+        gone: Collection[int],
+        whole: Mapping[int, dict[str, Tensor]],
+        arrivals: Sequence[Arrival],
+        experts: Mapping[int, ExpertPlacement] | None = None,
+    ) -> None:
         self._programs.relower()
-        self._layer_store.reshaped(layout, gone, whole, arrivals)
+        self._layer_store.reshaped(layout, gone, whole, arrivals, experts)
 
     def _finish(self, before: Layout, layout: Layout, plan: Sequence[Move]) -> None:
         self._profiler.forget(move.layer for move in plan)

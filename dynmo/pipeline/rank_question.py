@@ -72,10 +72,10 @@ def ask_ranks(
         NoRoomError: `elastic.target_ranks` cannot hold the model.
     """
     elastic, size, costs = config.elastic, engine.world.everyone.size, forecast[0].layers
-    batch = config.all_microbatches
-    replicas = tuple(
-        d for d in divisors(batch) if d <= engine.world.replicas and not accumulation_problem(config.accumulation_groups, d, batch)
-    )
+    batch, groups = config.all_microbatches, config.accumulation_groups
+    # No more replicas than now: a model may not allow them. Those that share experts stay together.
+    fewer = [each for each in divisors(batch) if each <= engine.world.replicas] if config.parallel.expert == 1 else [engine.world.replicas]
+    replicas = tuple(each for each in fewer if not accumulation_problem(groups, each, batch))
     request = mesh_request(config, engine, costs, memory_limit, replicas)
     question = RankQuestion(
         request,

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from functools import cache, partial
 from typing import Literal, cast
 
+from dynmo.balance.expert_placement import ExpertPlacement
 from dynmo.balance.partition import Partition
 from dynmo.config import Config
 from dynmo.dynamism import Dynamism
@@ -100,5 +101,6 @@ def join_pipeline(config: Config, world: World, model: Model, cases: Sequence[Dy
         data=summons.shape[1],
         partition=Partition(summons.layers),
         join_timeout=config.elastic.join_timeout,
+        experts={layer: ExpertPlacement(holders, config.parallel.expert) for layer, holders in summons.experts},
     )
     return engine

@@ -242,8 +242,7 @@ class Elasticity:
     def _shrink(self, step: int, plan: _Plan) -> bool:
         pipeline, world, start = self._pipeline, self._everyone, time.perf_counter()
         rank, before, shape, members = world.rank, world.size, pipeline.shape, self._members()
-        lowest_stay = self._config.elastic.releaser == "kubernetes"
-        kept = tuple(range(plan.ranks)) if lowest_stay else kept_ranks([member.node for member in members], plan.ranks)
+        kept = self._kept([member.node for member in members], plan)
         try:
             migration = pipeline.membership.shrink(kept, pipeline=plan.shape[0], data=plan.shape[1], partition=plan.partition)
         except (NoRoomError, ResizeFailed) as error:
@@ -264,6 +263,17 @@ class Elasticity:
         self._tell(result, RepackEvent(step, now(), number, *sizes, slower, plan.reason, tuple(map(describe, left))))
         self.enroll()
         return True
+
+    def _kept(self, nodes: Sequence[str], plan: _Plan) -> tuple[int, ...]:
+        """The ranks that stay."""
+        if self._config.elastic.releaser == "kubernetes":  # the job ends the pods with the highest numbers
+            return tuple(range(plan.ranks))
+        if self._config.parallel.expert == 1:
+            return kept_ranks(nodes, plan.ranks)
+        # Replicas hold different experts, so they stay together.
+        replicas = plan.shape[1]
+        positions = kept_ranks(nodes[::replicas], plan.shape[0])
+        return tuple(position * replicas + replica for position in positions for replica in range(replicas))
 
     def _grow(self, step: int, plan: _Plan, state: Callable[[], dict[str, Any]]) -> bool:
         pipeline, start = self._pipeline, time.perf_counter()
@@ -294,6 +304,7 @@ class Elasticity:
         if self._source is None:
             return []
         pipeline, size = self._pipeline, self._everyone.size
+        experts = pipeline.case_context.expert_placements
         summons = [
             Summons(
                 rank=size + place,
@@ -308,6 +319,7 @@ class Elasticity:
                 state=state,
                 costs=cost_records(pipeline.schedule_keeper.known),
                 reference=self.reference,
+                experts=tuple((layer, placement.holders) for layer, placement in sorted(experts.items())),
             )
             for place in range(newcomers)
         ]

@@ -148,7 +148,6 @@ def test_a_value_refused(key, value, hint):
         (["elastic.releaser=command"], 'elastic.releaser = "command" needs elastic.release_command or elastic.grow_command'),
         (["elastic.release_command=['true']"], 'elastic.release_command is for elastic.releaser = "command"'),
         (["parallel.pipeline=2", "parallel.slices=true", "elastic.repack=true"], "parallel.slices = true: slices of one GPU cannot leave"),
-        ([*SPREAD, "elastic.repack=true"], "parallel.expert = 2: replicas that share experts cannot leave"),
         (
             ["parallel.data=2", "elastic.reshape_at=[[100, 2, 1]]"],
             "elastic.reshape_at: [100, 2, 1] is at step 100, but the run has 100 steps",

@@ -61,6 +61,14 @@ class ExpertShards:
         for index in self.placements:
             self._hold(modules[index], self.placements[index])
 
+    def renew(self, world: World) -> None:
+        """Goes on in other process groups, with as many replicas. All ranks call it together.
+
+        Args:
+            world: This rank's pipeline from now on.
+        """
+        self._world, self.group = world, ExpertGroup(world, self.group.ranks)
+
     def _hold(self, module: nn.Module, placement: ExpertPlacement) -> None:
         for half in halves(module):
             half.hold(placement.held_by(self.group.place))

@@ -78,7 +78,8 @@ class LayerStore:
         if not is_bare:
             _check_same(world, model, self.modules)
         # With expert parallelism, which replica holds which experts.
-        self.experts = ExpertShards(world, expert, self.modules) if expert > 1 else None
+        self.experts = ExpertShards(world, expert, self.modules) if expert > 1 and not is_bare else None
+        self._expert = expert
         self.frozen = Frozen(self.modules, model.tied)
         # What the frozen leading layers here made of earlier microbatches.
         self.outputs = OutputCache(cache_bytes, clock)
@@ -94,6 +95,11 @@ class LayerStore:
         if not is_bare:
             self.tied.join()
             self.tied.publish(())
+
+    @property
+    def shares_experts(self) -> bool:
+        """Whether the replicas of a stage hold parts of its experts."""
+        return self._expert > 1
 
     @property
     def own_stages(self) -> tuple[int, ...]:
@@ -184,18 +190,39 @@ class LayerStore:
         for index, layer in self.layers.items():
             layer.switch_recompute(index in layout.recomputed)
 
-    def reshaped(self, layout: Layout, gone: Collection[int], states: Mapping[int, dict[str, Tensor]], arrivals: Sequence[Arrival]) -> None:
-        """The ranks are another mesh. gone: own layers that are here no more; states: whole, of
-        those that stay."""
+    def reshaped(
+        self,
+        layout: Layout,
+        gone: Collection[int],
+        states: Mapping[int, dict[str, Tensor]],
+        arrivals: Sequence[Arrival],
+        experts: Mapping[int, ExpertPlacement] | None = None,
+    ) -> None:
+        """Takes note that the ranks are another mesh. All ranks call it together.
+
+        Args:
+            layout: The new one.
+            gone: Own layers that are here no more.
+            states: Of the own layers that stay, whole, or with experts that replicas share this
+                replica's part.
+            arrivals: Layers that have come.
+            experts: For a newcomer, which replicas hold which experts.
+        """
         self.replicas.close()
         for index in gone:
             self._drop(index)
         self.world, self.layout = arrange(self.world.everyone, layout.replicas), layout
+        if self.experts is not None:
+            self.experts.renew(self.world)
+        elif self.shares_experts:
+            self.experts = ExpertShards(self.world, self._expert, self.modules)
+            for index, placement in (experts or {}).items():
+                self.experts.take_note(index, self.modules[index], placement)
         self.replicas = Replicas(self.world, self.model.tied, self._zero)
         arrived = {a.layer: fill(self.modules[a.layer], a.tensors, a.flags) for a in arrivals}
         for index in sorted({*self.layers, *arrived}):
             state = arrived[index] if index in arrived else states[index]
-            self._adopt(index, self.modules[index], state, whole=True)
+            self._adopt(index, self.modules[index], state, whole=not self.shares_experts)
         self.tied = TiedWeights(self.world, self.model.tied, self.rank_of, self.modules)
         self.tied.join()
 

@@ -24,11 +24,20 @@ def holders(partition: Partition, placement: Sequence[int], replicas: int) -> Ho
     return tuple(tuple(rank * replicas + replica for replica in range(replicas)) for rank in owners)
 
 
-def transfers(old: Holders, new: Holders) -> tuple[Move, ...]:
-    """What must travel, in layer order: who holds a layer already gets nothing, and those who hold
-    it take turns in giving it."""
+def transfers(old: Holders, new: Holders, within_replicas: bool = False) -> tuple[Move, ...]:
+    """Lists what must travel, in layer order. Who holds a layer already gets nothing.
+
+    Args:
+        old: Who holds the layers.
+        new: Who will hold them.
+        within_replicas: Whether each replica's part of a layer goes to the same replica of the new
+            mesh, which has as many. If not, those who hold a layer take turns in giving it.
+    """
     moves: list[Move] = []
     for layer, (before, after) in enumerate(zip(old, new, strict=True)):
+        if within_replicas:
+            moves += [Move(layer, *pair) for pair in zip(before, after, strict=True) if pair[0] != pair[1]]
+            continue
         targets = [rank for rank in after if rank not in before]
         moves += [Move(layer, before[turn % len(before)], target) for turn, target in enumerate(targets)]
     return tuple(moves)

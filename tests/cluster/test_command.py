@@ -1,0 +1,209 @@
+"""CommandReleaser with real commands: what they get, and what becomes of those that go wrong."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from dynmo.cluster.command import CommandReleaser
+from dynmo.cluster.releaser import Member, Receipt, Releaser
+from dynmo.errors import ConfigError
+
+LEFT = (Member(2, "b", 12, "n2"), Member(3, "b", 13))
+STAY = (Member(0, "a", 10), Member(1, "a", 11))
+
+
+def python(code: str) -> list[str]:
+    return [sys.executable, "-c", code]
+
+
+@contextmanager
+def open_releaser(
+    release: Sequence[str], request: Sequence[str] = (), timeout: float = 30.0
+) -> Iterator[CommandReleaser]:
+    releaser = CommandReleaser(release, request, timeout)
+    try:
+        yield releaser
+    finally:
+        releaser.close()
+
+
+def wait_for(releaser: Releaser, count: int = 1) -> list[Receipt]:
+    receipts: list[Receipt] = []
+    end = time.monotonic() + 30
+    while len(receipts) < count and time.monotonic() < end:
+        receipts += releaser.receipts()
+        time.sleep(0.01)
+    assert len(receipts) == count, receipts
+    assert all("\n" not in receipt.what for receipt in receipts)
+    return receipts
+
+
+def test_release_command_gets_who_left_and_who_stays(tmp_path: Path) -> None:
+    out = tmp_path / "got.json"
+    code = (
+        "import json, os, pathlib, sys;"
+        f"pathlib.Path({str(out)!r}).write_text(json.dumps(dict(os.environ)));"
+        "assert sys.stdin.read() == '';"
+        "print('first'); print('2 nodes are free'); print()"
+    )
+    with open_releaser(python(code)) as releaser:
+        assert isinstance(releaser.name, str)
+        releaser.release(LEFT, STAY)
+        (receipt,) = wait_for(releaser)
+    assert (receipt.kind, receipt.ranks) == ("released", 2)
+    assert receipt.what.startswith("elastic.release_command (")
+    assert receipt.what.endswith(": 2 nodes are free")
+    assert 0 < receipt.seconds < 30
+    env = json.loads(out.read_text())
+    assert json.loads(env["DYNMO_LEFT"]) == [
+        {"rank": 2, "host": "b", "pid": 12, "node": "n2"},
+        {"rank": 3, "host": "b", "pid": 13, "node": "b"},
+    ]
+    assert [m["rank"] for m in json.loads(env["DYNMO_STAY"])] == [0, 1]
+    assert env["PATH"] == os.environ["PATH"]
+
+
+def test_request_command_gets_a_count_and_is_no_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    for variable in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "DYNMO_RENDEZVOUS", "TORCHELASTIC_X"):
+        monkeypatch.setenv(variable, "7")
+    code = (
+        "import os;print(os.environ['DYNMO_COUNT'], [k for k, v in os.environ.items() if v == '7'])"
+    )
+    with open_releaser(["true"], python(code)) as releaser:
+        assert releaser.can_request
+        releaser.request(2)
+        (receipt,) = wait_for(releaser)
+    assert (receipt.kind, receipt.ranks) == ("started", 2)
+    assert receipt.what.endswith(": 2 []")
+
+
+def test_commands_run_in_order() -> None:
+    with open_releaser(["sleep", "0.3"], ["true"]) as releaser:
+        began = time.monotonic()
+        releaser.release(LEFT, STAY)
+        releaser.request(1)
+        assert time.monotonic() - began < 0.2
+        assert [receipt.kind for receipt in wait_for(releaser, 2)] == ["released", "started"]
+
+
+@pytest.mark.parametrize(
+    ("command", "says"),
+    [
+        (python("print('no such node'); raise SystemExit(3)"), "status 3: no such node"),
+        (python("import os; os.kill(os.getpid(), 9)"), "was ended by SIGKILL"),
+        (["/nowhere/give-back"], "cannot start: No such file or directory"),
+        (["/"], "cannot start: Permission denied"),
+        (["true", "\0"], "cannot start: embedded null byte"),
+        ([], "elastic.release_command is empty"),
+    ],
+)
+def test_a_failure_is_one_line(command: list[str], says: str) -> None:
+    with open_releaser(command) as releaser:
+        releaser.release(LEFT, STAY)
+        (receipt,) = wait_for(releaser)
+    assert (receipt.kind, receipt.ranks) == ("failed", 2)
+    assert says in receipt.what
+    assert "elastic.release_command" in receipt.what
+
+
+def test_output_of_any_size_and_encoding() -> None:
+    code = (
+        "import sys;sys.stdout.buffer.write(b'x' * 10_000_000 + b'\\n\\xff\\x1b[1m' + b'y' * 1000)"
+    )
+    with open_releaser(python(code)) as releaser:
+        releaser.release(LEFT, STAY)
+        (receipt,) = wait_for(releaser)
+    assert receipt.kind == "released"
+    assert len(receipt.what) < 400
+    assert receipt.what.isprintable()
+
+
+def test_timeout_kills_the_process_group(tmp_path: Path) -> None:
+    pids = tmp_path / "pids"
+    command = ["sh", "-c", f"echo $$ > {pids}; sleep 60 & echo $! >> {pids}; echo begun; wait"]
+    with open_releaser(command, timeout=0.5) as releaser:
+        releaser.release(LEFT, STAY)
+        (receipt,) = wait_for(releaser)
+    assert receipt.kind == "failed"
+    assert "took over 0.5 s and was killed" in receipt.what
+    assert receipt.what.endswith(": begun")
+    assert 0.5 <= receipt.seconds < 10
+    for pid in pids.read_text().split():
+        assert_ended(int(pid))
+
+
+def test_processes_in_the_background_live_on(tmp_path: Path) -> None:
+    """Ranks that a command starts hold its output open. They are neither awaited nor ended."""
+    command = ["sh", "-c", f"sleep 60 & echo $! > {tmp_path}/pid; echo one rank"]
+    with open_releaser(["true"], command) as releaser:
+        releaser.request(1)
+        (receipt,) = wait_for(releaser)
+    assert receipt.kind == "started"
+    assert receipt.seconds < 10
+    pid = int((tmp_path / "pid").read_text())
+    os.kill(pid, 0)
+    os.kill(pid, 9)
+
+
+def test_close_waits_for_a_short_command_and_kills_a_long_one(tmp_path: Path) -> None:
+    short = CommandReleaser(["sleep", "0.3"], [], 30)
+    short.release(LEFT, STAY)
+    short.close()
+    assert [receipt.kind for receipt in short.receipts()] == ["released"]
+
+    long = CommandReleaser(["sh", "-c", f"echo $$ > {tmp_path}/pid; sleep 60"], ["true"], 30)
+    long.release(LEFT, STAY)
+    long.request(1)
+    began = time.monotonic()
+    long.close()
+    assert time.monotonic() - began < 8
+    long.release(LEFT, STAY)
+    killed, dropped, late = long.receipts()
+    assert {killed.kind, dropped.kind, late.kind} == {"failed"}
+    assert "was killed, because the run has ended" in killed.what
+    assert dropped.what == "not begun, because the run has ended"
+    assert late.what == "the run has ended"
+    assert_ended(int((tmp_path / "pid").read_text()))
+
+
+def test_close_without_any_call() -> None:
+    releaser = CommandReleaser(["true"], [], 30)
+    assert not releaser.can_request
+    releaser.close()
+    releaser.close()
+    assert releaser.receipts() == []
+
+
+def test_check(tmp_path: Path) -> None:
+    plain = tmp_path / "give-back"
+    plain.write_text("#!/bin/sh\n")
+    with pytest.raises(ConfigError, match=r"elastic.release_command: .* is not executable: chmod"):
+        CommandReleaser([str(plain)], [], 1).check()
+    plain.chmod(0o755)
+    CommandReleaser([str(plain)], [], 1).check()
+    CommandReleaser([str(plain)], ["true", "x"], 1).check()
+    with pytest.raises(ConfigError, match=r"elastic.grow_command: there is no program 'nowhere-x'"):
+        CommandReleaser([str(plain)], ["nowhere-x"], 1).check()
+    with pytest.raises(ConfigError, match=r"elastic.release_command is empty"):
+        CommandReleaser([], ["true"], 1).check()
+
+
+def assert_ended(pid: int) -> None:
+    """A killed process that nobody has reaped yet is a zombie."""
+    end = time.monotonic() + 10
+    while time.monotonic() < end:
+        try:
+            if Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].startswith("Z"):
+                return
+        except OSError:
+            return
+        time.sleep(0.02)
+    raise AssertionError(f"process {pid} lives")

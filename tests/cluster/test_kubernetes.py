@@ -1,0 +1,478 @@
+"""KubernetesReleaser against a local HTTP server that answers like the Kubernetes API.
+
+`FakeKubernetes` knows one job and its pods, and the rules that matter here: which keys of a job may
+change, and which pods the Job controller deletes. `tests/cluster/kubernetes_check.py` runs the
+releaser against a real API server, by hand.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dynmo.cluster import kubernetes
+from dynmo.cluster.kubernetes import KubernetesReleaser
+from dynmo.cluster.releaser import Member, Receipt, Releaser
+from dynmo.errors import ConfigError
+from tests.cluster.test_command import wait_for
+
+client: Any = pytest.importorskip("kubernetes.client")
+yaml: Any = pytest.importorskip("yaml")
+
+EXAMPLES = Path(__file__).parents[2] / "examples" / "kubernetes"
+
+
+class FakeKubernetes:
+    """Answers like the API server, the Job controller and the kubelet, for the job training/run.
+
+    Attributes:
+        minor: The server is version 1.`minor`.
+        spec: The job's `spec`.
+        free: Places for further pods. Others stay pending.
+        failures: Status and message of the next answers to a request with a given method.
+        patches: Bodies of the patches that were accepted.
+        ends_after: Seconds between the deletion of a pod and its end.
+    """
+
+    def __init__(self, minor: int = 30, pods: int = 4) -> None:
+        self.minor, self.free = minor, 100
+        self.spec = {"parallelism": pods, "completions": pods, "completionMode": "Indexed"}
+        self.failures: list[tuple[str, int, str]] = []
+        self.patches: list[dict[str, Any]] = []
+        self.ends_after = 0.05
+        self._ends: dict[str, float] = {}
+        self._made = 0
+        self._pods: dict[str, int] = {}  # name -> index
+        self._lock = threading.Lock()
+        self._control()
+        fake = self
+
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def answer(self) -> None:
+                body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+                with fake._lock:
+                    status, content = fake._answer(self.command, self.path, body)
+                data = json.dumps(content).encode()
+                self.send_response(status)
+                self.send_header("Content-Type", "application/json")
+                self.send_header("Content-Length", str(len(data)))
+                self.end_headers()
+                self.wfile.write(data)
+
+            do_GET = do_PATCH = do_DELETE = answer
+
+            def log_message(self, format: str, *args: Any) -> None:
+                pass
+
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.server.daemon_threads = True
+        self._thread = threading.Thread(target=self.server.serve_forever, args=(0.02,))
+        self._thread.start()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server.server_address[1]}"
+
+    @property
+    def indexes(self) -> list[int]:
+        """Indexes of the pods that are not ending."""
+        with self._lock:
+            return sorted(i for name, i in self._pods.items() if name not in self._ends)
+
+    def pod(self, index: int) -> str:
+        """Name of the pod of an index."""
+        with self._lock:
+            return next(n for n, i in self._pods.items() if i == index and n not in self._ends)
+
+    def close(self) -> None:
+        self.server.shutdown()
+        self._thread.join()
+        self.server.server_close()
+
+    def _answer(self, method: str, path: str, body: bytes) -> tuple[int, dict[str, Any]]:
+        path = path.partition("?")[0].rstrip("/")
+        for i, (failing, status, message) in enumerate(self.failures):
+            if failing == method and path != "/version":
+                del self.failures[i]
+                return status, {"kind": "Status", "message": message}
+        self._control()
+        if path == "/version":
+            return 200, dict.fromkeys(_VERSION, "") | {"major": "1", "minor": f"{self.minor}+"}
+        if path == "/apis/batch/v1/namespaces/training/jobs/run":
+            if method == "PATCH":
+                patch = json.loads(body)["spec"]
+                changed = self.spec | patch
+                if changed["completions"] != self.spec["completions"] and (
+                    self.minor < 27
+                    or self.spec["completionMode"] != "Indexed"
+                    or changed["completions"] != changed["parallelism"]
+                ):
+                    return 422, {"message": 'Job "run" is invalid:\n field is immutable'}
+                self.spec = changed
+                self.patches.append(patch)
+            return 200, self._job()
+        pods = "/api/v1/namespaces/training/pods"
+        if path == pods:
+            return 200, {"items": [self._pod(name) for name in self._pods]}
+        if path.startswith(pods) and method == "DELETE":
+            self._ends[path.rpartition("/")[2]] = time.monotonic() + self.ends_after
+            return 200, {"metadata": {}}
+        return 404, {"message": f"{path} not found"}
+
+    def _control(self) -> None:
+        """What the Job controller does: pods too many are deleted, missing ones are made."""
+        now = time.monotonic()
+        for name in [name for name, end in self._ends.items() if end < now]:
+            del self._ends[name], self._pods[name]
+        active = {name: i for name, i in self._pods.items() if name not in self._ends}
+        too_many = [name for name, i in active.items() if i >= self.spec["completions"]]
+        # An older controller looks at age, not at indexes.
+        too_many += list(active)[self.spec["parallelism"] :] if not too_many else []
+        for name in too_many:
+            self._ends[name] = now + self.ends_after
+        for index in range(int(self.spec["completions"])):
+            active = {name: i for name, i in self._pods.items() if name not in self._ends}
+            if index not in active.values() and len(active) < int(self.spec["parallelism"]):
+                self._pods[f"run-{index}-x{self._made}"] = index
+                self._made += 1
+
+    def _pod(self, name: str) -> dict[str, Any]:
+        spec = {"hostname": f"run-{self._pods[name]}", "containers": [{"name": "c"}]}
+        return {"metadata": {"name": name}, "spec": spec}
+
+    def _job(self) -> dict[str, Any]:
+        active = len(self._pods) - len(self._ends)
+        status: dict[str, Any] = {"active": active}
+        if self.minor >= 24:
+            status["ready"] = min(active, 4 + self.free)
+        if self.minor >= 29:
+            status["terminating"] = len(self._ends)
+        template = {"spec": {"containers": [{"name": "c"}]}}
+        return {
+            "metadata": {"name": "run"},
+            "spec": {**self.spec, "template": template},
+            "status": status,
+        }
+
+
+_VERSION = (
+    "buildDate",
+    "compiler",
+    "gitCommit",
+    "gitTreeState",
+    "gitVersion",
+    "goVersion",
+    "platform",
+)
+
+
+@pytest.fixture
+def fake() -> Iterator[FakeKubernetes]:
+    server = FakeKubernetes()
+    yield server
+    server.close()
+
+
+@pytest.fixture
+def old_fake() -> Iterator[FakeKubernetes]:
+    server = FakeKubernetes(minor=20)
+    yield server
+    server.close()
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kubernetes, "_INTERVAL", 0.02)
+    for variable in ("KUBERNETES_SERVICE_HOST", "KUBECONFIG", "JOB_NAME", "POD_NAMESPACE"):
+        monkeypatch.delenv(variable, raising=False)
+
+
+def connect(url: str, folder: Path, timeout: float = 10.0, job: str = "run") -> KubernetesReleaser:
+    return KubernetesReleaser("training", job, timeout, str(kubeconfig(url, folder)))
+
+
+def kubeconfig(url: str, folder: Path) -> Path:
+    content = {
+        "clusters": [{"name": "c", "cluster": {"server": url}}],
+        "users": [{"name": "u", "user": {"token": "secret"}}],
+        "contexts": [{"name": "x", "context": {"cluster": "c", "user": "u"}}],
+        "current-context": "x",
+    }
+    path = folder / "kubeconfig"
+    path.write_text(json.dumps(content))
+    return path
+
+
+def members(*indexes: int) -> list[Member]:
+    return [Member(i, f"run-{i}", 1) for i in indexes]
+
+
+def one(releaser: Releaser) -> Receipt:
+    (receipt,) = wait_for(releaser)
+    return receipt
+
+
+def wait_for_patch(fake: FakeKubernetes, parallelism: int) -> None:
+    end = time.monotonic() + 20
+    while fake.spec["parallelism"] != parallelism:
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def test_release_and_request(fake: FakeKubernetes, tmp_path: Path) -> None:
+    releaser = connect(fake.url, tmp_path)
+    releaser.check()
+    assert releaser.can_request
+    assert releaser.releases_highest
+    before = [fake.pod(0), fake.pod(1)]
+    releaser.release(members(2, 3), members(0, 1))
+    receipt = one(releaser)
+    assert (receipt.kind, receipt.ranks) == ("released", 2), receipt
+    assert receipt.what == "job training/run gave 2 of 4 pods back"
+    assert receipt.seconds >= fake.ends_after  # waits until the pods are gone
+    assert fake.indexes == [0, 1]
+    releaser.request(3)
+    receipt = one(releaser)
+    assert (receipt.kind, receipt.ranks) == ("started", 3)
+    assert receipt.what == "job training/run has 5 pods, 3 of them new"
+    assert fake.indexes == [0, 1, 2, 3, 4]
+    assert before == [fake.pod(0), fake.pod(1)]
+    assert fake.patches == [{"parallelism": n, "completions": n} for n in (2, 5)]
+    releaser.close()
+
+
+def test_before_1_27_the_pods_that_left_are_deleted(
+    old_fake: FakeKubernetes, tmp_path: Path
+) -> None:
+    """The controller of an older server would delete others: in this server, the youngest."""
+    releaser = connect(old_fake.url, tmp_path)
+    before = [old_fake.pod(2), old_fake.pod(3)]
+    left = [Member(0, "elsewhere", 1, old_fake.pod(0)), Member(1, "run-1", 1)]
+    stay = [Member(2, "a", 1), Member(3, "b", 1)]
+    releaser.release(left, stay)
+    assert one(releaser).kind == "released"
+    assert before == [old_fake.pod(2), old_fake.pod(3)]
+    releaser.request(2)
+    assert one(releaser).kind == "started"
+    releaser.request(1)
+    receipt = one(releaser)
+    assert receipt.kind == "failed"
+    assert "can have at most 4 pods" in receipt.what
+    assert old_fake.patches == [{"parallelism": 2}, {"parallelism": 4}]
+    releaser.close()
+
+
+def test_a_rank_on_a_high_pod_keeps_all_pods(fake: FakeKubernetes, tmp_path: Path) -> None:
+    releaser = connect(fake.url, tmp_path)
+    releaser.release(members(1, 2), members(0, 3))
+    receipt = one(releaser)
+    assert receipt.kind == "failed"
+    assert "run-3 would go, but its rank 3 stays" in receipt.what
+    assert fake.patches == []
+    releaser.close()
+
+
+@pytest.mark.parametrize(
+    ("method", "status", "says"),
+    [
+        ("GET", 401, "rejects the credentials (why)"),
+        ("GET", 403, "forbids it (why); let the pod's service account do it as in examples/"),
+        ("PATCH", 403, "forbids it (why)"),
+        ("GET", 404, "there is no job training/run (why); set JOB_NAME and POD_NAMESPACE"),
+        ("PATCH", 422, "cannot change so (why); it needs completionMode: Indexed"),
+        ("PATCH", 400, "answers 400 (why); kubectl -n training edit job run can set"),
+    ],
+)
+def test_an_error_is_one_line(
+    fake: FakeKubernetes, tmp_path: Path, method: str, status: int, says: str
+) -> None:
+    fake.failures = [(method, status, "why\n")]
+    releaser = connect(fake.url, tmp_path)
+    releaser.request(2)
+    receipt = one(releaser)
+    assert (receipt.kind, receipt.ranks) == ("failed", 2)
+    assert says in receipt.what
+    assert fake.spec["parallelism"] == 4
+    releaser.close()
+
+
+@pytest.mark.parametrize("status", [409, 429, 500, 503])
+def test_a_busy_server_is_asked_again(fake: FakeKubernetes, tmp_path: Path, status: int) -> None:
+    fake.failures = [("PATCH", status, "later")] * 2 + [("GET", status, "later")] * 2
+    releaser = connect(fake.url, tmp_path)
+    releaser.request(1)
+    assert one(releaser).kind == "started"
+    assert fake.failures == []
+    fake.failures = [("PATCH", status, "later")] * 1000
+    hurried = connect(fake.url, tmp_path, timeout=0.1)
+    hurried.release(members(3), members(0, 1, 2))
+    receipt = one(hurried)
+    assert receipt.kind == "failed"
+    assert f"answers {status} (later)" in receipt.what
+    releaser.close()
+    hurried.close()
+
+
+def test_a_job_that_is_not_indexed(fake: FakeKubernetes, tmp_path: Path) -> None:
+    fake.spec["completionMode"] = "NonIndexed"
+    releaser = connect(fake.url, tmp_path)
+    releaser.release(members(3), members(0, 1, 2))
+    receipt = one(releaser)
+    assert receipt.kind == "failed"
+    assert 'cannot change so (Job "run" is invalid: field is immutable)' in receipt.what
+    assert fake.indexes == [0, 1, 2, 3]
+    releaser.close()
+
+
+def test_no_server(tmp_path: Path) -> None:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+    releaser = connect(f"http://127.0.0.1:{port}", tmp_path, timeout=0.1)
+    releaser.release(members(3), members(0, 1, 2))
+    receipt = one(releaser)
+    assert receipt.kind == "failed"
+    assert f"the API server at http://127.0.0.1:{port} does not answer" in receipt.what
+    assert "can set parallelism = completions = 3 by hand" in receipt.what
+    releaser.close()
+
+
+def test_no_room_for_new_pods(fake: FakeKubernetes, tmp_path: Path) -> None:
+    """Pods that are pending stay requested. A release that follows does not wait for them."""
+    fake.free = 1
+    releaser = connect(fake.url, tmp_path, timeout=0.2)
+    releaser.request(2)
+    receipt = one(releaser)
+    assert receipt.kind == "failed"
+    assert "6 pods are active, 5 ready, 0 ending after 0.2 s; see kubectl" in receipt.what
+    assert fake.spec["parallelism"] == 6
+    releaser.close()
+
+    patient = connect(fake.url, tmp_path, timeout=60)
+    patient.request(1)
+    wait_for_patch(fake, parallelism=7)
+    patient.release(members(3), members(0, 1, 2))
+    given_up, released = wait_for(patient, 2)
+    assert given_up.kind == "failed"
+    assert "a newer change goes first" in given_up.what
+    assert released.kind == "released"
+    assert fake.indexes == [0, 1, 2]
+    patient.close()
+
+
+def test_close_does_not_wait_for_pods(fake: FakeKubernetes, tmp_path: Path) -> None:
+    fake.ends_after = 60
+    releaser = connect(fake.url, tmp_path, timeout=60)
+    releaser.release(members(3), members(0, 1, 2))
+    wait_for_patch(fake, parallelism=3)
+    began = time.monotonic()
+    releaser.close()
+    assert time.monotonic() - began < 8
+    (receipt,) = releaser.receipts()
+    assert receipt.kind == "failed"
+    assert "the run ended before its pods had changed" in receipt.what
+
+
+def test_check_without_what_it_needs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match="needs POD_NAMESPACE: set it in the pod as in examples"):
+        KubernetesReleaser().check()
+    monkeypatch.setenv("POD_NAMESPACE", "training")
+    with pytest.raises(ConfigError, match="needs JOB_NAME"):
+        KubernetesReleaser().check()
+    monkeypatch.setenv("JOB_NAME", "run")
+    monkeypatch.setenv("KUBECONFIG", str(tmp_path / "missing"))
+    with pytest.raises(ConfigError, match=r"no credentials for Kubernetes .*: give the pod a"):
+        KubernetesReleaser().check()
+    monkeypatch.setenv("KUBECONFIG", str(kubeconfig("http://127.0.0.1:1", tmp_path)))
+    KubernetesReleaser().check()
+    monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "127.0.0.1")
+    with pytest.raises(ConfigError, match="no credentials for Kubernetes"):
+        KubernetesReleaser().check()
+
+
+def test_check_without_the_client(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "kubernetes.client", None)
+    with pytest.raises(ConfigError, match=r"pip install 'dynmo\[kubernetes\]'") as caught:
+        KubernetesReleaser("training", "run").check()
+    assert "\n" not in str(caught.value)
+    releaser = KubernetesReleaser("training", "run")
+    releaser.request(1)
+    assert "pip install" in one(releaser).what
+    releaser.close()
+
+
+MANIFESTS = {
+    "Job": "V1Job",
+    "PersistentVolumeClaim": "V1PersistentVolumeClaim",
+    "Role": "V1Role",
+    "RoleBinding": "V1RoleBinding",
+    "Service": "V1Service",
+    "ServiceAccount": "V1ServiceAccount",
+}
+
+
+def example(kind: str) -> Any:
+    """The object of a kind in examples/kubernetes."""
+    files = sorted(EXAMPLES.glob("*.yaml"))
+    objects = [o for file in files for o in yaml.safe_load_all(file.read_text())]
+    assert {o["kind"] for o in objects} == set(MANIFESTS)
+    (manifest,) = (o for o in objects if o["kind"] == kind)
+    return manifest
+
+
+@pytest.mark.parametrize("kind", MANIFESTS)
+def test_examples_have_only_keys_of_the_api(kind: str) -> None:
+    assert unknown_keys(example(kind), MANIFESTS[kind], kind) == []
+
+
+def unknown_keys(value: Any, type_name: str, at: str) -> list[str]:
+    """Keys that the client's models do not have."""
+    if type_name.startswith("list["):
+        return [u for item in value for u in unknown_keys(item, type_name[5:-1], at)]
+    model: Any = getattr(client, type_name, None)
+    if not hasattr(model, "attribute_map"):
+        return []
+    types = {key: model.openapi_types[name] for name, key in model.attribute_map.items()}
+    unknown = [f"{at}.{key}" for key in value if key not in types]
+    for key in value.keys() & types.keys():
+        unknown += unknown_keys(value[key], types[key], f"{at}.{key}")
+    return unknown
+
+
+def test_examples_fit_each_other() -> None:
+    job, service, role = example("Job"), example("Service"), example("Role")
+    name, spec, pod = job["metadata"]["name"], job["spec"], job["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    env = {entry["name"]: entry.get("value") for entry in container["env"]}
+    assert spec["completionMode"] == "Indexed"
+    assert str(spec["completions"]) == str(spec["parallelism"]) == env["WORLD_SIZE"]
+    assert env["JOB_NAME"] == name
+    assert role["rules"] == [
+        {
+            "apiGroups": ["batch"],
+            "resources": ["jobs"],
+            "resourceNames": [name],
+            "verbs": ["get", "patch"],
+        }
+    ]
+    assert service["spec"]["selector"] == {"job-name": name}
+    assert pod["subdomain"] == service["metadata"]["name"]
+    assert env["MASTER_ADDR"] == f"{name}-0.{pod['subdomain']}"
+    account = example("ServiceAccount")["metadata"]["name"]
+    assert pod["serviceAccountName"] == account
+    assert example("RoleBinding")["subjects"][0]["name"] == account
+    claims = [
+        v["persistentVolumeClaim"]["claimName"] for v in pod["volumes"] if v["name"] == "runs"
+    ]
+    assert claims == [example("PersistentVolumeClaim")["metadata"]["name"]]
