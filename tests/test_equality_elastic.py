@@ -178,6 +178,22 @@ def test_it_shrinks_and_grows_by_itself(pool):
     assert fields_of(events, "end", "weights_digest") == fields_of(still, "end", "weights_digest")
 
 
+@pytest.mark.parametrize("algorithm", ["first-fit", pytest.param("halving", marks=pytest.mark.matrix)])
+def test_a_published_algorithm(pool, algorithm):
+    """It merges ranks by memory alone."""
+    config = wanted(
+        "plain",
+        4,
+        balance={"balancer": "none", "every": 2},
+        pipeline={"memory_limit": 1 << 30},
+        elastic={"repack": True, "algorithm": algorithm, "min_ranks": 2},
+    )
+    events = pool.run("train_elastic", 4, config=config)[0]["events"]
+    assert sizes(events) == [(2, 4, 2)]
+    assert fields_of(events, "repack", "reason") == [(f"{algorithm}: 2 of 4 ranks by memory",)]
+    assert told(events) == reference(pool, "plain")
+
+
 def test_too_few_ranks_stay_as_they_are(pool):
     """A step on fewer ranks would be too slow."""
     config = {

@@ -127,6 +127,14 @@ def _repack(config: Config) -> Iterator[str]:
             yield f"{which} chooses the mesh, too; leave out {other}"
     if elastic.repack and elastic.min_ranks > config.ranks:
         yield f"elastic.min_ranks = {elastic.min_ranks} is more than the run's {config.ranks} ranks; use at most {config.ranks}"
+    if elastic.algorithm != "fewest":
+        key = f'elastic.algorithm = "{elastic.algorithm}"'
+        if not elastic.repack:
+            yield f"{key} is for elastic.repack = true; set that, or leave the algorithm out"
+        if config.pipeline.memory_limit is None:
+            yield f"{key} merges ranks by memory and needs pipeline.memory_limit; set the bytes of a rank"
+        if config.chunks > 1:
+            yield f"{key} merges ranks of one stage, but {config.pipeline.schedule} has {config.chunks} a rank; use another schedule"
     target = elastic.target_ranks
     if target is not None and target < elastic.min_ranks:
         yield f"elastic.target_ranks = {target} is less than elastic.min_ranks = {elastic.min_ranks}; use at least that many"

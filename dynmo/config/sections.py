@@ -114,6 +114,8 @@ class Balance(Section):
     """A move must save at least this share of a step."""
 
 
+# "fewest" is dynmo's own. The others are the words of dynmo/balance/repack.py.
+RANK_ALGORITHMS = ("fewest", "first-fit", "best-fit", "round-robin", "halving")
 RELEASERS = ("auto", "none", "command", "kubernetes")
 
 
@@ -124,6 +126,10 @@ class ElasticSection(Section):
     """Whether the run leaves ranks that it does not need, and takes them back when it does."""
     tolerance: NonNegative = 0.05
     """With `repack`: share by which a step may take longer than the first measured steps did."""
+    algorithm: Annotated[str, word(RANK_ALGORITHMS)] = "fewest"
+    """How `repack` chooses: `fewest` is the fewest ranks that are fast enough. The others are
+    published and merge neighbours by memory alone: `first-fit` (DynMo's algorithm 4), `best-fit`,
+    `round-robin`, `halving` (PipeTransformer)."""
     min_ranks: Count = 1
     """Fewest ranks that `repack` may leave."""
     target_ranks: Count | None = None

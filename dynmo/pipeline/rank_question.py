@@ -11,6 +11,7 @@ from dynmo.config.shapes import divisors
 from dynmo.cost.layer_cost import LayerCost
 from dynmo.pipeline.engine import Engine
 from dynmo.pipeline.mesh_question import current_mesh, mesh_request, with_costs
+from dynmo.planner.rank_baselines import merge_ranks
 from dynmo.planner.rank_choice import RankChoice, RankQuestion, choose_ranks, confirmed_ranks
 
 
@@ -69,7 +70,8 @@ def ask_ranks(
         preempted: Share of the ops' time that other processes take.
 
     Raises:
-        NoRoomError: `elastic.target_ranks` cannot hold the model.
+        NoRoomError: `elastic.target_ranks`, or what a published algorithm merges, cannot hold the
+            model.
     """
     elastic, size, costs = config.elastic, engine.world.everyone.size, forecast[0].layers
     batch, groups = config.all_microbatches, config.accumulation_groups
@@ -98,6 +100,9 @@ def ask_ranks(
     if elastic.target_ranks is not None:
         question = replace(question, least=1, most=max(limits.there, size), target=elastic.target_ranks)
         return RankWish(choose_ranks(question), elastic.target_ranks, reference)
+    if elastic.algorithm != "fewest":
+        choice = merge_ranks(replace(question, least=min(elastic.min_ranks, size)), elastic.algorithm)
+        return RankWish(choice, choice.mesh.gpus, reference)
     if elastic.repack:
         limit = reference * (1 + elastic.tolerance)
         question = replace(question, least=min(elastic.min_ranks, size), most=max(limits.most, limits.there), limit_seconds=limit)

@@ -145,6 +145,8 @@ def test_a_value_refused(key, value, hint):
         ),
         (["elastic.target_ranks=2", "elastic.min_ranks=3"], "elastic.target_ranks = 2 is less than elastic.min_ranks = 3"),
         (["model.blocks=1", "elastic.target_ranks=9"], "elastic.target_ranks = 9: no mesh of so many ranks fits the model's layers"),
+        (["elastic.algorithm=halving"], 'elastic.algorithm = "halving" is for elastic.repack = true'),
+        (["elastic.algorithm=halving", "elastic.repack=true"], 'elastic.algorithm = "halving" merges ranks by memory and needs'),
         (["elastic.releaser=command"], 'elastic.releaser = "command" needs elastic.release_command or elastic.grow_command'),
         (["elastic.release_command=['true']"], 'elastic.release_command is for elastic.releaser = "command"'),
         (["parallel.pipeline=2", "parallel.slices=true", "elastic.repack=true"], "parallel.slices = true: slices of one GPU cannot leave"),

@@ -1,0 +1,53 @@
+"""Ranks merged by memory, as the published algorithms do."""
+
+from dataclasses import replace
+
+import pytest
+
+from dynmo.balance.partition import Partition
+from dynmo.balance.repack import BASELINES
+from dynmo.cost.layer_cost import LayerCost
+from dynmo.cost.profile_file import Profile
+from dynmo.errors import NoRoomError
+from dynmo.planner.mesh_plan import Mesh
+from dynmo.planner.mesh_search import MeshRequest
+from dynmo.planner.rank_baselines import merge_ranks
+from dynmo.planner.rank_choice import RankQuestion
+
+
+def ask(limit: int, layer: LayerCost | None = None, replicas: int = 1) -> RankQuestion:
+    """Eight equal layers on four ranks."""
+    layers = (layer or LayerCost(1.0, 1.0, 1.0, weight_bytes=100),) * 8
+    profile = Profile(layers, tuple("abcdefgh"), microbatch=1)
+    request = MeshRequest(profile, gpus=4 * replicas, global_batch=8, memory_limit=limit)
+    mesh = Mesh(4, replicas, 8 // replicas, 1, "zb-h1")
+    return RankQuestion(request, mesh, Partition((2, 2, 2, 2)), 1, 4 * replicas, 1.0, 10)
+
+
+@pytest.mark.parametrize("algorithm", BASELINES)
+def test_they_merge_while_memory_lasts(algorithm):
+    choice = merge_ranks(ask(500), algorithm)
+    assert choice.partition == Partition((4, 4))
+    assert choice.mesh.gpus == 2
+    assert choice.decision.move
+    assert choice.decision.predicted_gain < 0, "they do not look at time"
+    assert algorithm in choice.decision.reason
+
+
+@pytest.mark.parametrize("algorithm", BASELINES)
+def test_nothing_fits(algorithm):
+    choice = merge_ranks(ask(300), algorithm)
+    assert not choice.decision.move
+    assert choice.partition == Partition((2, 2, 2, 2))
+
+
+def test_they_stop_at_the_fewest_ranks():
+    assert merge_ranks(replace(ask(10_000), least=3), "first-fit").partition.ranks == 3
+    assert merge_ranks(replace(ask(10_000, replicas=2), least=3), "first-fit").mesh.gpus == 4
+
+
+def test_what_they_do_not_count():
+    """Several microbatches are in flight on a rank."""
+    heavy = LayerCost(1.0, 1.0, 1.0, weight_bytes=10, activation_bytes=100)
+    with pytest.raises(NoRoomError, match="first-fit merges to 2 ranks, of which one needs"):
+        merge_ranks(ask(500, heavy), "first-fit")
