@@ -194,6 +194,24 @@ def test_a_published_algorithm(pool, algorithm):
     assert told(events) == reference(pool, "plain")
 
 
+def test_microbatches_are_retuned(pool):
+    """Larger microbatches fill the pipeline of two ranks less well, and smaller ones more often pay
+    the fixed time of a message: the planner chooses, and the run goes on to its end."""
+    config = {
+        "model": {"kind": "emulated", "layers": 16, "f": 0.001, "b": 0.001, "w": 0.001},
+        "train": {"steps": 16, "global_batch": 8, "micro_batch": 2},
+        "parallel": {"pipeline": 4},
+        "balance": {"balancer": "none", "every": 4},
+        "elastic": {"target_ranks": 2, "retune": True, "park": True},
+    }
+    results = pool.run("train_elastic", 4, config=config)
+    events = results[0]["events"]
+    assert sizes(events) == [(4, 4, 2)]
+    assert [step for (step,) in fields_of(events, "step", "step")] == list(range(16))
+    losses = fields_of(events, "step", "loss")
+    assert all(loss == loss for (loss,) in losses)
+
+
 def test_too_few_ranks_stay_as_they_are(pool):
     """A step on fewer ranks would be too slow."""
     config = {

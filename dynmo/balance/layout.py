@@ -102,9 +102,12 @@ class Layouts:
             raise ConfigError(f"{have} cannot be {replicas} replicas of {ranks} ranks; {need}")
         return self.make(ranks, replicas, microbatches, partition)
 
-    def resized(self, layout: Layout, ranks: int, replicas: int, partition: Partition | None = None) -> Layout:
-        """The same batch on another number of ranks."""
-        batch = layout.microbatches * layout.replicas
+    def resized(
+        self, layout: Layout, ranks: int, replicas: int, partition: Partition | None = None, microbatches: int | None = None
+    ) -> Layout:
+        """The same batch on another number of ranks, perhaps cut into another number of
+        microbatches. The default is the present number."""
+        batch = microbatches or layout.microbatches * layout.replicas
         microbatches, rest = divmod(batch, replicas)
         if rest:
             raise ConfigError(f"{replicas} replicas do not divide the {batch} microbatches of a step")

@@ -127,6 +127,8 @@ def _repack(config: Config) -> Iterator[str]:
             yield f"{which} chooses the mesh, too; leave out {other}"
     if elastic.repack and elastic.min_ranks > config.ranks:
         yield f"elastic.min_ranks = {elastic.min_ranks} is more than the run's {config.ranks} ranks; use at most {config.ranks}"
+    if elastic.retune and not elastic.changes_ranks:
+        yield "elastic.retune = true is for elastic.repack or elastic.target_ranks; set one of them, or leave retune out"
     if elastic.algorithm != "fewest":
         key = f'elastic.algorithm = "{elastic.algorithm}"'
         if not elastic.repack:

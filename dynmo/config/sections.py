@@ -134,6 +134,9 @@ class ElasticSection(Section):
     """Fewest ranks that `repack` may leave."""
     target_ranks: Count | None = None
     """Ranks that the run goes to as soon as it can. Not set: `repack` decides."""
+    retune: bool = False
+    """Whether a change of ranks may also change `train.micro_batch`, at the same global batch. The
+    numbers are then no longer those of one process."""
     reshape: bool = False
     """Whether the run may choose another mesh of the same ranks when the work has changed."""
     reshape_at: ShapesAt = ()

@@ -64,7 +64,7 @@ class Membership:
         self._programs, self._profiler, self._pending = programs, profiler, pending
         self._on_recompute_change = on_recompute_change
 
-    def shrink(self, kept: Sequence[int], *, pipeline: int, data: int, partition: Partition) -> Migration:
+    def shrink(self, kept: Sequence[int], *, pipeline: int, data: int, partition: Partition, microbatches: int | None = None) -> Migration:
         """Goes on with some of the ranks. The others hold nothing afterwards, and are alone.
 
         Args:
@@ -72,6 +72,8 @@ class Membership:
             pipeline: Ranks of a pipeline.
             data: Number of replicas.
             partition: Layers on each new stage.
+            microbatches: Of all replicas, if the batch is cut otherwise from now on. The numbers
+                then change.
 
         Returns:
             What has moved, and how long the ranks stood still.
@@ -84,8 +86,8 @@ class Membership:
         start, layer_store = time.perf_counter(), self._pending.final
         everyone, before = layer_store.world.everyone, layer_store.layout
         self._check(len(kept), pipeline, data)
-        layout = self._layouts.resized(before, pipeline, data, partition)
-        self._agree((tuple(kept), pipeline, data, partition.counts))
+        layout = self._layouts.resized(before, pipeline, data, partition, microbatches)
+        self._agree((tuple(kept), pipeline, data, partition.counts, microbatches))
         after = tuple(tuple(kept[rank] for rank in ranks) for ranks in _holders(layout))
         plan, whole = transfers(_holders(before), after, layer_store.shares_experts), self._states()
         arrivals: list[Arrival] = []
@@ -108,7 +110,16 @@ class Membership:
         self._finish(before, layout, plan)
         return replace(migration, seconds=time.perf_counter() - start)
 
-    def grow(self, newcomers: int, *, pipeline: int, data: int, partition: Partition, join_timeout: float) -> Migration:
+    def grow(
+        self,
+        newcomers: int,
+        *,
+        pipeline: int,
+        data: int,
+        partition: Partition,
+        join_timeout: float,
+        microbatches: int | None = None,
+    ) -> Migration:
         """Goes on with more ranks. The newcomers call `arrive` meanwhile.
 
         Args:
@@ -117,6 +128,7 @@ class Membership:
             data: Number of replicas.
             partition: Layers on each new stage.
             join_timeout: Seconds to wait for them.
+            microbatches: As in `shrink`.
 
         Returns:
             What has moved, and how long the ranks stood still.
@@ -130,8 +142,8 @@ class Membership:
         everyone, before = layer_store.world.everyone, layer_store.layout
         rank, size = everyone.rank, everyone.size
         self._check(size + newcomers, pipeline, data)
-        layout = self._layouts.resized(before, pipeline, data, partition)
-        self._agree((newcomers, pipeline, data, partition.counts))
+        layout = self._layouts.resized(before, pipeline, data, partition, microbatches)
+        self._agree((newcomers, pipeline, data, partition.counts, microbatches))
         whole = self._states()
         self._part()
         plan = transfers(_holders(before), _holders(layout), layer_store.shares_experts)
@@ -154,6 +166,7 @@ class Membership:
         partition: Partition,
         join_timeout: float,
         experts: Mapping[int, ExpertPlacement] | None = None,
+        microbatches: int | None = None,
     ) -> Migration:
         """Joins a run, as a newcomer whose layer store is bare. The others call `grow`.
 
@@ -166,6 +179,7 @@ class Membership:
             partition: Layers on each new stage.
             join_timeout: Seconds to wait for the others.
             experts: Which replicas hold which experts, by layer.
+            microbatches: As in `shrink`.
 
         Returns:
             What has moved.
@@ -174,7 +188,7 @@ class Membership:
             RunError: The ranks did not meet, or a rank could not give or take a layer.
         """
         layer_store, before = self._layer_store, self._layer_store.layout
-        layout = self._layouts.resized(before, pipeline, data, partition)
+        layout = self._layouts.resized(before, pipeline, data, partition, microbatches)
         layer_store.world.everyone.renew(rank, size, generation, join_timeout)
         plan = transfers(_holders(before), _holders(layout), layer_store.shares_experts)
         migration = self._exchange(layout, plan, {}, experts)
@@ -250,7 +264,11 @@ class Membership:
     def _finish(self, before: Layout, layout: Layout, plan: Sequence[Move]) -> None:
         self._profiler.forget(move.layer for move in plan)
         self._schedule_keeper.reshaped(measure_links(self._layer_store.world, layout.pairs))
-        self._on_recompute_change(before.recomputed ^ layout.recomputed)
+        if layout.microbatches * layout.replicas != before.microbatches * before.replicas:
+            self._schedule_keeper.forget()
+            self._on_recompute_change(frozenset(range(layout.partition.layers)))  # all cost something else
+        else:
+            self._on_recompute_change(before.recomputed ^ layout.recomputed)
 
 
 def _holders(layout: Layout) -> Holders:

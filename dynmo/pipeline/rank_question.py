@@ -45,6 +45,15 @@ class RankLimits:
     most: int
 
 
+def _sizes(config: Config, replicas: Sequence[int]) -> tuple[int, ...]:
+    """Sizes of a microbatch that the accumulation groups allow: the present one, halves and
+    doubles."""
+    size, batch = config.train.micro_batch, config.train.global_batch
+    near = {size // 4, size // 2, size, 2 * size, 4 * size}
+    whole = [each for each in sorted(near) if each and batch % each == 0]
+    return tuple(each for each in whole if all(not accumulation_problem(config.accumulation_groups, r, batch // each) for r in replicas))
+
+
 def ask_ranks(
     config: Config,
     engine: Engine,
@@ -79,6 +88,8 @@ def ask_ranks(
     fewer = [each for each in divisors(batch) if each <= engine.world.replicas] if config.parallel.expert == 1 else [engine.world.replicas]
     replicas = tuple(each for each in fewer if not accumulation_problem(groups, each, batch))
     request = mesh_request(config, engine, costs, memory_limit, replicas)
+    if elastic.retune:
+        request = replace(request, micro_batches=_sizes(config, replicas))
     question = RankQuestion(
         request,
         current_mesh(config, engine),

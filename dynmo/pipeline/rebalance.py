@@ -215,6 +215,14 @@ class Rebalancer:
         self.overhead.move += seconds
         return [*told, ReshapeEvent(step, now(), before, (pipeline, data), partition.counts, migration.moved_bytes, seconds)]
 
+    def use(self, config: Config) -> None:
+        """Goes on under a config with other sizes of microbatches.
+
+        Args:
+            config: Of the run from now on.
+        """
+        self._config = config
+
     def ranks(self, step: int, limits: RankLimits, reference: float | None) -> RankWish:
         """Asks before `step` on how many ranks the run should go on.
 

@@ -102,5 +102,6 @@ def join_pipeline(config: Config, world: World, model: Model, cases: Sequence[Dy
         partition=Partition(summons.layers),
         join_timeout=config.elastic.join_timeout,
         experts={layer: ExpertPlacement(holders, config.parallel.expert) for layer, holders in summons.experts},
+        microbatches=config.train.global_batch // summons.micro_batch,
     )
     return engine

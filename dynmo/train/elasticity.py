@@ -20,7 +20,7 @@ import torch
 from dynmo.balance.partition import Partition
 from dynmo.balance.repack import kept_ranks
 from dynmo.cluster.releaser import Member
-from dynmo.config import Config
+from dynmo.config import Config, with_options
 from dynmo.errors import NoRoomError
 from dynmo.events import Event, FaultEvent, GrowEvent, RepackEvent, now
 from dynmo.pipeline.engine import Engine
@@ -40,10 +40,12 @@ LOOK = 2
 
 @dataclass(frozen=True)
 class _Plan:
-    """Another mesh. gain: predicted share of a step that it saves, negative for a slowdown."""
+    """Another mesh. micro_batch: sequences of a microbatch. gain: predicted share of a step that it
+    saves, negative for a slowdown."""
 
     shape: tuple[int, int]
     partition: Partition
+    micro_batch: int
     reason: str
     gain: float | None = None
 
@@ -56,7 +58,7 @@ class Elasticity:
     """Every rank of a run has one and calls every method alike.
 
     Args:
-        config: Of the run.
+        config: Of the run. Its microbatches may become others.
         pipeline: Holds the layers.
         rebalancer: Knows what was measured.
         source: Where ranks come from and go to, on rank 0. None elsewhere, and where ranks cannot
@@ -72,7 +74,7 @@ class Elasticity:
         source: RankSource | None,
         reference: float | None = None,
     ) -> None:
-        self._config, self._pipeline, self._rebalancer = config, pipeline, rebalancer
+        self.config, self._pipeline, self._rebalancer = config, pipeline, rebalancer
         self._source, self.reference = source, reference
         self._called = False  # rank 0 wants to decide
         self._postponed: tuple[int, int] | None = None  # a planned mesh whose newcomers did not come
@@ -122,7 +124,7 @@ class Elasticity:
 
     def _is_welcome(self, waiting: int) -> bool:
         """Whether so many newcomers may change something."""
-        elastic, size = self._config.elastic, self._everyone.size
+        elastic, size = self.config.elastic, self._everyone.size
         if not waiting:
             self._refused = 0
             return False
@@ -148,11 +150,11 @@ class Elasticity:
         Args:
             step: The next step.
         """
-        return self._called or self._is_planned(step) or (self._config.elastic.changes_ranks and self._rebalancer.is_due(step))
+        return self._called or self._is_planned(step) or (self.config.elastic.changes_ranks and self._rebalancer.is_due(step))
 
     def _is_planned(self, step: int) -> bool:
-        shape = self._config.shape_at(step)
-        return bool(self._config.elastic.reshape_at) and shape[0] * shape[1] != self._everyone.size and shape != self._postponed
+        shape = self.config.shape_at(step)
+        return bool(self.config.elastic.reshape_at) and shape[0] * shape[1] != self._everyone.size and shape != self._postponed
 
     # -- deciding ----------------------------------------------------------------------------------
 
@@ -175,7 +177,7 @@ class Elasticity:
         return self._shrink(step, plan) if plan.ranks < self._everyone.size else self._grow(step, plan, state)
 
     def _plan(self, step: int) -> _Plan | None:
-        if self._config.elastic.reshape_at:
+        if self.config.elastic.reshape_at:
             return self._planned(step)
         if not self._rebalancer.measured:
             return None
@@ -183,17 +185,18 @@ class Elasticity:
 
     def _planned(self, step: int) -> _Plan | None:
         """The mesh that the config has for this step, unless its newcomers do not come."""
-        shape = self._config.shape_at(step)
+        shape = self.config.shape_at(step)
         missing = shape[0] * shape[1] - self._everyone.size
         if missing > 0 and self._await_newcomers(step, missing) < missing:
             self._postponed = shape
             return None
         self._postponed = None
-        return _Plan(shape, first_partition(self._config, self._pipeline.count, shape[0]), "planned")
+        partition = first_partition(self.config, self._pipeline.count, shape[0])
+        return _Plan(shape, partition, self.config.train.micro_batch, "planned")
 
     def _ask_planner(self, step: int, there: int) -> _Plan | None:
         """there: how many ranks there are, newcomers included."""
-        elastic, size = self._config.elastic, self._everyone.size
+        elastic, size = self.config.elastic, self._everyone.size
         nodes = [member.node for member in self._members()]
         try:
             wish = self._rebalancer.ranks(step, RankLimits(nodes, there, self._most), self.reference)
@@ -204,15 +207,16 @@ class Elasticity:
         if self._source is not None and elastic.changes_ranks and wish.ranks > there:
             self._source.request(wish.ranks - size - self._source.waiting)
         self._refused = there - size
-        choice = wish.choice
-        if not choice.decision.move:
+        mesh, decision = wish.choice.mesh, wish.choice.decision
+        if not decision.move:
             return None
-        return _Plan((choice.mesh.pipeline, choice.mesh.replicas), choice.partition, choice.decision.reason, choice.decision.predicted_gain)
+        shape = mesh.pipeline, mesh.replicas
+        return _Plan(shape, wish.choice.partition, mesh.micro_batch, decision.reason, decision.predicted_gain)
 
     def _await_newcomers(self, step: int, missing: int) -> int:
         """Waits until as many newcomers are there as are missing. Returns how many are."""
         world = self._everyone
-        join_timeout = min(self._config.elastic.join_timeout, 0.8 * world.timeout)
+        join_timeout = min(self.config.elastic.join_timeout, 0.8 * world.timeout)
         if self._source is not None:
             end = time.monotonic() + join_timeout
             if self._source.look(at_once=True) < missing:
@@ -244,7 +248,9 @@ class Elasticity:
         rank, before, shape, members = world.rank, world.size, pipeline.shape, self._members()
         kept = self._kept([member.node for member in members], plan)
         try:
-            migration = pipeline.membership.shrink(kept, pipeline=plan.shape[0], data=plan.shape[1], partition=plan.partition)
+            migration = pipeline.membership.shrink(
+                kept, pipeline=plan.shape[0], data=plan.shape[1], partition=plan.partition, microbatches=self._microbatches(plan)
+            )
         except (NoRoomError, ResizeFailed) as error:
             self._postponed = plan.shape
             self._tell(FaultEvent(step, now(), f"the run keeps its {before} ranks: {error}"))
@@ -252,7 +258,7 @@ class Elasticity:
         self.left = rank not in kept
         if self.left:
             return True
-        self._account(before)
+        self._account(before, plan)
         left = [member for member in members if member.rank not in kept]
         if self._source is not None:
             self._source.release(left, [member for member in members if member.rank in kept])
@@ -266,9 +272,9 @@ class Elasticity:
 
     def _kept(self, nodes: Sequence[str], plan: _Plan) -> tuple[int, ...]:
         """The ranks that stay."""
-        if self._config.elastic.releaser == "kubernetes":  # the job ends the pods with the highest numbers
+        if self.config.elastic.releaser == "kubernetes":  # the job ends the pods with the highest numbers
             return tuple(range(plan.ranks))
-        if self._config.parallel.expert == 1:
+        if self.config.parallel.expert == 1:
             return kept_ranks(nodes, plan.ranks)
         # Replicas hold different experts, so they stay together.
         replicas = plan.shape[1]
@@ -286,7 +292,8 @@ class Elasticity:
                 pipeline=plan.shape[0],
                 data=plan.shape[1],
                 partition=plan.partition,
-                join_timeout=self._config.elastic.join_timeout,
+                join_timeout=self.config.elastic.join_timeout,
+                microbatches=self._microbatches(plan),
             )
         except ResizeFailed as error:
             self._postponed = plan.shape
@@ -294,7 +301,7 @@ class Elasticity:
             self._tell(FaultEvent(step, now(), str(error)))
             self.enroll()
             return True
-        self._account(before)
+        self._account(before, plan)
         self._told_growth(step, plan, before, shape, migration, joined, time.perf_counter() - start)
         self.enroll()
         return True
@@ -319,6 +326,7 @@ class Elasticity:
                 state=state,
                 costs=cost_records(pipeline.schedule_keeper.known),
                 reference=self.reference,
+                micro_batch=plan.micro_batch,
                 experts=tuple((layer, placement.holders) for layer, placement in sorted(experts.items())),
             )
             for place in range(newcomers)
@@ -334,8 +342,14 @@ class Elasticity:
         who = tuple(map(describe, joined))
         self._tell(result, GrowEvent(step, now(), number, *sizes, plan.gain, plan.reason, who, self.gpu_seconds_returned))
 
-    def _account(self, before: int) -> None:
-        """The ranks were `before` until now."""
+    def _microbatches(self, plan: _Plan) -> int:
+        return self.config.train.global_batch // plan.micro_batch
+
+    def _account(self, before: int, plan: _Plan) -> None:
+        """The ranks were `before` until now, and are those of the plan."""
+        if plan.micro_batch != self.config.train.micro_batch:
+            self.config = with_options(self.config, ("train",), {"micro_batch": plan.micro_batch})
+            self._rebalancer.use(self.config)
         moment = time.monotonic()
         self._returned += (self._most - before) * (moment - self._since)
         self._since = moment

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from dynmo.cluster.choose import parks
 from dynmo.cluster.launch_folder import LaunchFolder
-from dynmo.config import Config, load
+from dynmo.config import Config, load, with_options
 from dynmo.errors import ConfigError, RankDied, WaitTimeout
 from dynmo.models.model import Model
 from dynmo.models.registry import load_model
@@ -100,7 +100,9 @@ def _wait_and_train(config: Config, world: World, model: Model, folder: Path | N
         if text is None:
             return None
         try:
-            trainer = Trainer(config, world, model, folder, summons=summons_from(text))
+            summons = summons_from(text)
+            config = with_options(config, ("train",), {"micro_batch": summons.micro_batch})
+            trainer = Trainer(config, world, model, folder, summons=summons)
         except (WaitTimeout, RankDied) as error:
             # The others go on without this process, and may call it again.
             _logger.warning(f"{error}; waiting again")

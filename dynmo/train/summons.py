@@ -28,6 +28,7 @@ class Summons(BaseModel):
         state: As a checkpoint has it.
         costs: What the schedule is made from, for schedules that are made from costs.
         reference: Seconds that a step took at first, by which `elastic.repack` goes.
+        micro_batch: Sequences of a microbatch from now on.
         experts: Layers whose experts are spread over replicas: (layer, holders of each expert).
     """
 
@@ -44,6 +45,7 @@ class Summons(BaseModel):
     state: dict[str, Any]
     costs: tuple[dict[str, Any], ...] | None
     reference: float | None
+    micro_batch: int
     experts: tuple[tuple[int, tuple[tuple[int, ...], ...]], ...] = ()
 
     def to_text(self) -> str:

@@ -305,6 +305,7 @@ class Trainer:
         size = self.world.everyone.size
         met = self._elastic.change(step, state)
         if met and not self._elastic.left:
+            self._use(self._elastic.config)
             self._loader = DataLoader(self.config, self.pipeline)
             if self.world.everyone.size > size:
                 self._tracer.renew()
@@ -312,6 +313,13 @@ class Trainer:
             self._tell_barrier(step)
         for event in self._elastic.take_events(step):
             self._emit(event)
+
+    def _use(self, config: Config) -> None:
+        """The run goes on under a config with other microbatches."""
+        if config is not self.config:
+            self.config = config
+            self._recorded = with_options(self._recorded, ("train",), {"micro_batch": config.train.micro_batch})
+            self._write_config("the size of microbatches")
 
     def _reshape(self, step: int, pipeline: int, data: int, partition: Partition) -> None:
         """The same ranks go on as `data` replicas of a pipeline of `pipeline` ranks."""
@@ -427,12 +435,16 @@ class Trainer:
     def _record_options(self, case: str, options: Mapping[str, Any]) -> None:
         """What a case has found out by itself becomes part of the run's own config."""
         self._recorded = with_options(self._recorded, ("dynamism", case), options)
+        self._write_config(", ".join(options))
+
+    def _write_config(self, what: str) -> None:
+        """Records the config as it is now. what: What has changed, for messages."""
         if self._log is not None and self._folder is not None:
             path = self._folder / "config.toml"
             try:
                 write_whole(path, self._recorded.to_toml())
             except OSError as error:  # the checkpoints have it, too
-                _logger.warning(f"{path} cannot be written: {error.strerror}; it does not say {', '.join(options)} as found")
+                _logger.warning(f"{path} cannot be written: {error.strerror}; it does not say {what} as it is")
 
     # -- telling -----------------------------------------------------------------------------------
 

@@ -11,8 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from dynmo.balance import balancers
+from dynmo.balance import balancers, repack
 from dynmo.config import BALANCERS, Balance, Config, ModelSection, load, parse, parse_bytes
+from dynmo.config.sections import RANK_ALGORITHMS
 from dynmo.config.values import value_text
 from dynmo.errors import ConfigError
 from tests.config.refusal import refusal
@@ -339,6 +340,10 @@ def test_a_name_ends_where_it_ends(text):
 
 def test_every_balancer_has_its_word():
     assert set(BALANCERS) == set(balancers.BALANCERS)
+
+
+def test_every_way_to_merge_ranks_has_its_word():
+    assert {*RANK_ALGORITHMS} == {"fewest", *repack.BASELINES}
 
 
 def outcome(override: str) -> str:
