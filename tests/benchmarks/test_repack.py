@@ -1,26 +1,120 @@
-"""The bound and the sides of `benchmarks.repack`."""
+"""The bounds, the search and the sides of `benchmarks.repack`."""
 
 from __future__ import annotations
 
+from itertools import combinations
+from math import comb
+
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.cost_traces import best, timeline
-from benchmarks.repack import BASELINES, MICROBATCHES, RANKS, least_seconds, row
+from benchmarks.cost_traces import Layers, best, timeline
+from benchmarks.repack import BASELINES, MICROBATCHES, PAPER, RANKS, least_seconds, report, row
+from benchmarks.repack_search import search_placements, window_seconds
+from dynmo.balance.partition import Partition
 from dynmo.cost.layer_cost import LayerCost
 
+Times = list[tuple[float, float, float]]
 COSTS = st.lists(st.tuples(*[st.floats(0.1, 4)] * 3), min_size=4, max_size=9)
+SPARSE_COSTS = st.lists(
+    st.tuples(st.floats(0, 4), st.floats(0.1, 4), st.sampled_from([0.0, 0.3, 4])),
+    min_size=2,
+    max_size=8,
+)
+
+
+def layers_of(costs: Times) -> Layers:
+    return tuple(LayerCost(*each) for each in costs)
+
+
+def placements(layers: int, ranks: int) -> list[Partition]:
+    cuts = combinations(range(1, layers), ranks - 1)
+    return [Partition.from_bounds((0, *cut, layers)) for cut in cuts]
 
 
 @settings(max_examples=20, deadline=None)
 @given(COSTS, st.integers(1, 4))
-def test_no_placement_is_under_the_bound(costs: list[tuple[float, float, float]], ranks: int) -> None:
-    layers = tuple(LayerCost(*each) for each in costs)
-    assert timeline(layers, best(layers, ranks, MICROBATCHES), MICROBATCHES).makespan >= least_seconds(layers, ranks) * (1 - 1e-9)
+def test_no_placement_is_under_the_bound(costs: Times, ranks: int) -> None:
+    layers = layers_of(costs)
+    placement = best(layers, ranks, MICROBATCHES)
+    least = least_seconds(layers, ranks)
+    assert timeline(layers, placement, MICROBATCHES).makespan >= least * (1 - 1e-9)
+
+
+@settings(max_examples=60, deadline=None)
+@given(SPARSE_COSTS, st.integers(1, 12), st.data())
+def test_no_step_is_under_the_bound_of_a_window(
+    costs: Times,
+    microbatches: int,
+    data: st.DataObject,
+) -> None:
+    layers = layers_of(costs)
+    ranks = data.draw(st.integers(1, len(layers)))
+    placement = data.draw(st.sampled_from(placements(len(layers), ranks)))
+    step = timeline(layers, placement, microbatches).makespan
+    for low in range(ranks):
+        for high in range(low, ranks):
+            bound = window_seconds(layers, placement, microbatches, low, high)
+            assert bound <= step * (1 + 1e-9)
+    assert bound_of_all(layers, placement, microbatches) == pytest.approx(step)
+
+
+def bound_of_all(layers: Layers, placement: Partition, microbatches: int) -> float:
+    return window_seconds(layers, placement, microbatches, 0, placement.ranks - 1)
+
+
+@settings(max_examples=60, deadline=None)
+@given(SPARSE_COSTS, st.integers(1, 12), st.data())
+def test_search_agrees_with_all_placements(
+    costs: Times,
+    microbatches: int,
+    data: st.DataObject,
+) -> None:
+    layers = layers_of(costs)
+    ranks = data.draw(st.integers(1, len(layers)))
+    every = placements(len(layers), ranks)
+    assert len(every) == comb(len(layers) - 1, ranks - 1)
+    steps = [timeline(layers, placement, microbatches).makespan for placement in every]
+    for limit in (min(steps), min(steps) * (1 - 1e-6), sorted(steps)[len(steps) // 2]):
+        search = search_placements(layers, ranks, microbatches, limit)
+        assert search.complete
+        assert (search.placement is not None) == (min(steps) <= limit)
+        if search.placement is not None:
+            assert timeline(layers, search.placement, microbatches).makespan <= limit
+
+
+def test_a_limit_that_the_best_of_many_placements_just_meets() -> None:
+    """With 20 layers on 4 ranks the bounds rule out nearly all of the 969 placements."""
+    layers = layers_of([(1 + i % 3, 2 + i % 2, 1 + i % 5) for i in range(20)])
+    least = min(timeline(layers, x, 8).makespan for x in placements(20, 4))
+    first, ruled_out = (search_placements(layers, 4, 8, least * share) for share in (1, 1 - 1e-6))
+    assert first.placement is not None
+    assert ruled_out.placement is None
+    assert ruled_out.complete
+    assert ruled_out.replays < 100
+
+
+def test_a_search_that_is_not_complete_says_so() -> None:
+    layers = layers_of([(1, 1, 1)] * 12)
+    limit = timeline(layers, Partition((4, 4, 4)), 8).makespan
+    stopped = search_placements(layers, 3, 8, limit, most=1)
+    assert (stopped.placement, stopped.complete, stopped.replays) == (None, False, 1)
+    assert search_placements(layers, 3, 8, limit).placement is not None
+
+
+def test_a_frozen_prefix_is_rejected() -> None:
+    with pytest.raises(ValueError, match="layer 0 is frozen"):
+        search_placements(layers_of([(1, 0, 0), (1, 1, 1)]), 2, 4, 100)
 
 
 def test_no_baseline_needs_fewer_ranks() -> None:
     one = row("pruning", 24, stride=8)
-    assert all(one["average"]["ours"] <= one["average"][name] <= RANKS for name in BASELINES)
+    average = one["average"]
+    assert all(average["ours"] <= average[name] <= RANKS for name in BASELINES)
     assert one["ranks"] == sorted(one["ranks"], reverse=True), "the model only becomes smaller"
+    assert one["ranks"] == one["exhaustive"]
+    assert all(one["complete"])
     assert one["kept"] >= 1
+    assert one["speedup"] >= 1
+    assert "5.8 of 8" in report({"rows": [one], "paper": PAPER})
