@@ -16,7 +16,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any, TypeVar
 
-from dynmo.runtime.comm.launch import enter_rank, report_failure, spawn
+from dynmo.launch.rank_side import enter_rank, report_failure
+from dynmo.launch.supervisor import spawn
 
 Taken = TypeVar("Taken")
 

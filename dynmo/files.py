@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 
-def write_whole(path: Path, text: str) -> None:
+def write_whole(path: Path, text: str, mode: int = 0o666) -> None:
     """Write `text` to `path` without ever leaving a half-written file there.
 
     The text goes to `path` + `.tmp`, is synced to the disk and renamed.
@@ -14,13 +14,16 @@ def write_whole(path: Path, text: str) -> None:
     Args:
         path: The file to create or to replace.
         text: The new content. Written as UTF-8.
+        mode: Who may read and write the file. The umask of the process takes away from it.
 
     Raises:
         OSError: The file cannot be written. What `path` held before is unchanged.
     """
     partial = path.with_name(path.name + ".tmp")
     try:
-        with partial.open("w", encoding="utf-8") as file:
+        partial.unlink(missing_ok=True)  # it would keep its mode
+        descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
+        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())

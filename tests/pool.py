@@ -22,7 +22,7 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-from dynmo.runtime.comm.launch import rank_environment
+from dynmo.launch.environment import rank_environment
 
 ROOT = Path(__file__).resolve().parents[1]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -26,6 +27,17 @@ def start(command: Sequence[str], folder: Path, env: Mapping[str, str] | None = 
         text=True,
         start_new_session=True,
     )
+
+
+def end_all(processes: Sequence[subprocess.Popen[str]]) -> None:
+    """Kills the groups of processes that `start` has started and that still run."""
+    for process in processes:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        for stream in (process.stdout, process.stderr):
+            if stream is not None:
+                stream.close()
 
 
 def run_script(script: Path, *arguments: str, ranks: int = 1) -> str:

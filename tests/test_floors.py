@@ -27,6 +27,8 @@ ORDER = (
     "dynmo.kernels",
     "dynmo.data",
     "dynmo.config",
+    "dynmo.cluster",
+    "dynmo.launch",
     "dynmo.balance",
     "dynmo.planner",
     "dynmo.models",
@@ -46,7 +48,7 @@ ORDER = (
 )
 NO_TORCH = {
     *("dynmo.errors", "dynmo.events", "dynmo.files", "dynmo.jit", "dynmo.cost", "dynmo.schedule", "dynmo.schedule.automatic"),
-    *("dynmo.config", "dynmo.balance", "dynmo.planner"),
+    *("dynmo.config", "dynmo.cluster", "dynmo.launch", "dynmo.balance", "dynmo.planner"),
 }
 NO_RANKS = {"dynmo.kernels", "dynmo.data", "dynmo.models", "dynmo.dynamism"}
 MAX_TOP_MODULES = 5

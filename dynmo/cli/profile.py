@@ -42,7 +42,7 @@ def profile(
 ) -> None:
     """Measure a model's layers and write a costs file."""
     from dynmo.config import load
-    from dynmo.runtime.comm.launch import is_local_rank
+    from dynmo.launch.rank_side import is_local_rank
 
     import_from_working_folder()
     if is_local_rank():
@@ -84,7 +84,7 @@ def _check_out(out: Path) -> None:
 
 def _spawn(config: Config, steps: int, out: Path, as_json: bool) -> int:
     """Its ranks on this machine. Their logs are kept only where one failed and says why there."""
-    from dynmo.runtime.comm.launch import spawn
+    from dynmo.launch.supervisor import spawn
 
     folder = Path(tempfile.mkdtemp(prefix="dynmo-profile-"))
     try:
@@ -104,7 +104,7 @@ def _spawn(config: Config, steps: int, out: Path, as_json: bool) -> int:
 def _local_rank(path: Path, steps: int, out: Path, as_json: bool) -> int:
     """A rank that this machine's launcher started: errors go to the launcher, which tells the
     cause."""
-    from dynmo.runtime.comm.launch import enter_rank, report_failure
+    from dynmo.launch.rank_side import enter_rank, report_failure
 
     log = path.parent / f"rank-{os.environ['RANK']}.log"
     enter_rank(log)
@@ -121,7 +121,7 @@ def _local_rank(path: Path, steps: int, out: Path, as_json: bool) -> int:
 
 def _joined_rank(config: Config, rendezvous: Rendezvous, steps: int, out: Path, as_json: bool) -> int:
     """A rank that torchrun or Slurm started: it tells its errors itself."""
-    from dynmo.runtime.comm.launch import describe, quiet_torch
+    from dynmo.launch.rank_side import describe, quiet_torch
 
     quiet_torch()
     if rendezvous.loopback and sys.platform == "linux":

@@ -1,5 +1,8 @@
-"""`dynmo train`: starts the ranks it needs on this machine, or joins the world it finds itself
-in."""
+"""`dynmo train`: starts the ranks of a run, or is one of them.
+
+The ranks start on this machine, under Slurm or under Ray. A process that torchrun or `srun` has
+started is a rank itself. With `--join` it becomes a rank of a run that goes on.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,7 @@ import shutil
 import sys
 import tomllib
 from collections.abc import Iterator
+from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -24,11 +28,20 @@ from dynmo.files import write_whole
 if TYPE_CHECKING:
     from dynmo.config import Config
     from dynmo.events import Event
+    from dynmo.launch.starter import Starter
     from dynmo.runtime.comm.rendezvous import Rendezvous
 
 _logger = logging.getLogger(__name__)
 
 RUNS = Path("runs")
+
+
+class Launcher(StrEnum):
+    """Who starts the ranks."""
+
+    local = "local"
+    slurm = "slurm"
+    ray = "ray"
 
 
 def train(
@@ -37,29 +50,39 @@ def train(
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest checkpoint of runs/NAME.")] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace runs/NAME.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print plan and memory; train nothing.")] = False,
+    launcher: Annotated[
+        Launcher | None,
+        typer.Option("--launcher", help="Who starts the ranks (default: local)."),
+    ] = None,
+    join: Annotated[bool, typer.Option("--join", help="Become a rank of runs/NAME, which runs.")] = False,
     json_: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
 ) -> None:
     """Train a model over pipeline ranks, rebalancing as it changes."""
-    from dynmo.runtime.comm.launch import is_local_rank
+    from dynmo.launch.rank_side import is_local_rank
 
     import_from_working_folder()
     if is_local_rank():
-        raise typer.Exit(_local_rank(config, resume, json_))
+        raise typer.Exit(_local_joiner(config) if join else _local_rank(config, resume, json_))
 
     from dynmo.config import load
     from dynmo.runtime.comm.rendezvous import from_environment
 
     if resume and overwrite:
         raise ConfigError("--resume and --overwrite exclude each other")
+    if join and (resume or overwrite or dry_run or launcher is not None):
+        raise ConfigError("--join excludes --resume, --overwrite, --dry-run and --launcher: it joins a run that goes on as it is")
     loaded = load(config, set_ or [])
+    if join:
+        raise typer.Exit(_join(loaded))
     if dry_run:
         _dry_run(loaded, json_)
         return
-    rendezvous = from_environment()
+    # In a batch job of Slurm the launcher finds the environment of a rank.
+    rendezvous = from_environment() if launcher is None else None
     if rendezvous is None:
         _check_input(loaded)
         with _run_folder(loaded, resume, overwrite) as folder:
-            raise typer.Exit(_spawn(loaded, folder, resume, json_))
+            raise typer.Exit(_spawn(loaded, folder, resume, json_, launcher or Launcher.local))
     raise typer.Exit(_joined_rank(loaded, rendezvous, resume, overwrite, json_))
 
 
@@ -223,21 +246,68 @@ def _size(path: Path) -> int:
     return path.stat().st_size if path.exists() else 0
 
 
-def _spawn(config: Config, folder: Path, resume: bool, as_json: bool) -> int:
-    from dynmo.runtime.comm.launch import spawn
+def _spawn(config: Config, folder: Path, resume: bool, as_json: bool, launcher: Launcher) -> int:
+    from dynmo.launch.supervisor import spawn
 
     command = rank_command("train", str(folder / "config.toml"), *["--resume"] * resume, *["--json"] * as_json)
+    meeting = folder / "meeting.json"  # for those that join
+    meeting.unlink(missing_ok=True)  # of a run that was killed
     try:
-        return spawn(command, config.ranks, config.parallel.threads, folder)
+        if launcher is Launcher.local:
+            return spawn(command, config.ranks, config.parallel.threads, folder)
+        shared = folder / ".launch"
+        starter = _starter(launcher, config, shared)
+        return spawn(command, config.ranks, config.parallel.threads, folder, starter, shared, meeting)
     finally:
+        meeting.unlink(missing_ok=True)
         if sys.stderr.isatty():  # a rank 0 that was killed leaves its live line there, and no cursor
             print("\r\x1b[K\x1b[?25h", end="", file=sys.stderr, flush=True)
 
 
+def _starter(launcher: Launcher, config: Config, shared: Path) -> Starter:
+    if launcher is Launcher.slurm:
+        from dynmo.launch.slurm import SlurmStarter
+
+        return SlurmStarter(config.ranks, shared, config.elastic.job_options)
+    from dynmo.launch.ray_actors import RayStarter
+
+    return RayStarter()
+
+
+def _join(config: Config) -> int:
+    """A process that somebody has started to join a run: it tells its errors itself."""
+    from dynmo.launch.rank_side import describe, quiet_torch
+
+    quiet_torch()
+    try:
+        from dynmo.train.joining import join_run
+
+        return join_run(RUNS / config.name)
+    except DynmoError:
+        raise
+    except Exception as error:
+        raise RunError(f"{describe(error, None)} (DYNMO_TRACEBACK=1 shows more)") from error
+
+
+def _local_joiner(path: Path) -> int:
+    """A process that the run's launcher has started to join it: errors go to the launcher."""
+    from dynmo.launch.rank_side import enter_rank, report_failure
+
+    process = int(os.environ["DYNMO_PROCESS"])
+    log = path.parent / f"rank-{process}.log"
+    enter_rank(log)
+    try:
+        from dynmo.train.joining import join_run
+
+        return join_run(path.parent, process)
+    except Exception as error:
+        return report_failure(error, log)
+
+
 def _local_rank(path: Path, resume: bool, as_json: bool) -> int:
-    """A rank that this machine's launcher started on the config in its run's folder: errors go to
-    the launcher, which tells the cause."""
-    from dynmo.runtime.comm.launch import enter_rank, report_failure
+    """A rank that dynmo's launcher started on the config in its run's folder: errors go to the
+    launcher, which tells the cause."""
+    from dynmo.launch.rank_side import enter_rank, report_failure
 
     log = path.parent / f"rank-{os.environ['RANK']}.log"
     enter_rank(log)
@@ -254,7 +324,7 @@ def _local_rank(path: Path, resume: bool, as_json: bool) -> int:
 
 def _joined_rank(config: Config, rendezvous: Rendezvous, resume: bool, overwrite: bool, as_json: bool) -> int:
     """A rank that torchrun or Slurm started: it tells its errors itself."""
-    from dynmo.runtime.comm.launch import describe, quiet_torch
+    from dynmo.launch.rank_side import describe, quiet_torch
 
     quiet_torch()
     if rendezvous.loopback and sys.platform == "linux":
@@ -272,8 +342,8 @@ def _joined_rank(config: Config, rendezvous: Rendezvous, resume: bool, overwrite
 
 def _rank(config: Config, rendezvous: Rendezvous, folder: Path, resume: bool, as_json: bool) -> int:
     from dynmo.report.progress import ProgressLine
-    from dynmo.train.setup import warn_of_cores
     from dynmo.train.run import run
+    from dynmo.train.setup import warn_of_cores
 
     if rendezvous.rank:
         return 130 if run(config, rendezvous, folder, resume).interrupted else 0

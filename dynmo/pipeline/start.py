@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from dynmo.errors import ConfigError
-from dynmo.runtime.comm.launch import FOR_RANKS_ON_CUDA
+from dynmo.launch.environment import FOR_RANKS_ON_CUDA
 from dynmo.runtime.comm.rendezvous import ALONE, from_environment
 from dynmo.runtime.comm.store import open_store
 from dynmo.runtime.comm.world import World

@@ -58,8 +58,7 @@ def _open_for_newcomers(rendezvous: Rendezvous, folder: Path | None) -> Generato
         yield
         return
     with contextlib.suppress(OSError):  # a full disk: nobody can join, and the run trains
-        write_whole(path, json.dumps(record))
-        path.chmod(0o600)
+        write_whole(path, json.dumps(record), mode=0o600)
     try:
         yield
     finally:

@@ -17,10 +17,10 @@ from dynmo.balance.partition import Partition, uniform
 from dynmo.config import Config
 from dynmo.config.values import value_text
 from dynmo.errors import ConfigError
+from dynmo.launch.environment import FOR_RANKS_ON_CUDA
 from dynmo.models.model import Model
 from dynmo.models.registry import load_model
 from dynmo.runtime.comm.agreement import first_difference
-from dynmo.runtime.comm.launch import FOR_RANKS_ON_CUDA
 from dynmo.runtime.comm.messages import ranks_text
 from dynmo.runtime.comm.rendezvous import Rendezvous
 from dynmo.runtime.comm.store import open_store

@@ -122,7 +122,7 @@ def test_what_a_resumed_run_has_otherwise(tmp_path: Path, run: Run, monkeypatch:
     (tmp_path / "runs/main/checkpoints/step-000005").mkdir(parents=True)
     (tmp_path / "runs/main/checkpoints/step-000005/manifest.json").write_text("")
     (tmp_path / "runs/main/config.toml").write_text(load(tmp_path / "run.toml").to_toml())
-    monkeypatch.setattr("dynmo.runtime.comm.launch.spawn", lambda *arguments: 0)
+    monkeypatch.setattr("dynmo.launch.supervisor.spawn", lambda *arguments: 0)
     assert run(tmp_path, "run.toml", "--resume") == (0, "", "")
     told = "dynmo: resumed; the configs differ in parallel.timeout (30.0, 9.0), train.lr (0.01, 0.5)\n"
     assert run(tmp_path, "run.toml", "--resume", sets=("train.lr=0.5", "parallel.timeout=9.0")) == (0, "", told)
@@ -161,7 +161,7 @@ def test_a_run_is_back_after_a_failed_attempt_to_replace_it(tmp_path: Path, run:
         (tmp_path / "runs/main/rank-0.log").write_text("why")
         raise RunError("rank 0 was ended by SIGKILL")
 
-    monkeypatch.setattr("dynmo.runtime.comm.launch.spawn", fail)
+    monkeypatch.setattr("dynmo.launch.supervisor.spawn", fail)
     for _ in range(2):
         assert run(tmp_path, "run.toml", "--overwrite").status == 1
         assert set(tree(tmp_path / "runs/main")) == {"config.toml", "rank-0.log"}
@@ -184,13 +184,13 @@ def test_a_run_that_another_process_trains_is_left_alone(tmp_path: Path, run: Ru
         assert tree(tmp_path) == before
         return 0
 
-    monkeypatch.setattr("dynmo.runtime.comm.launch.spawn", meanwhile)
+    monkeypatch.setattr("dynmo.launch.supervisor.spawn", meanwhile)
     (tmp_path / "runs/main").mkdir(parents=True)
     (tmp_path / "runs/main/config.toml").write_text("")
     assert run(tmp_path, "run.toml", "--overwrite").status == 0
     assert seen == ["dynmo: runs/main is being trained by another process; wait until it ends, or choose another name"] * 3
     assert not list((tmp_path / "runs").glob(".*.lock")), "it ends with the run"
-    monkeypatch.setattr("dynmo.runtime.comm.launch.spawn", lambda *_: 0)
+    monkeypatch.setattr("dynmo.launch.supervisor.spawn", lambda *_: 0)
     assert run(tmp_path, "run.toml", "--overwrite").status == 0
 
 
@@ -306,3 +306,63 @@ def test_what_only_the_ranks_can_know(work: Path) -> None:
     says = "raises() raised ArithmeticError: no model today (models.py:24)"
     assert done.line == f"dynmo: model.kind = 'python:models:raises': {says}"
     assert not list((work / "runs").iterdir())
+
+
+# -- launchers and joiners -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("option", ["--resume", "--overwrite", "--dry-run", "--launcher=local"])
+def test_what_join_excludes(tmp_path: Path, run: Run, option: str) -> None:
+    fill(tmp_path)
+    done = run(tmp_path, "run.toml", "--join", option)
+    assert (done.status, done.out, done.err.count("\n")) == (2, "", 1)
+    assert done.line.startswith("dynmo: --join excludes --resume, --overwrite, --dry-run and --launcher")
+
+
+def test_there_is_no_run_to_join(tmp_path: Path, run: Run) -> None:
+    fill(tmp_path)
+    done = run(tmp_path, "run.toml", "--join")
+    assert (done.status, done.err.count("\n")) == (2, 1)
+    assert "runs/main" in done.line
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "line"),
+    [
+        ("slurm", "dynmo: --launcher slurm: srun is not installed on this machine"),
+        ("ray", "dynmo: --launcher ray: no Ray cluster answers at 127.0.0.1:9: "),
+    ],
+)
+def test_a_launcher_that_is_not_there(
+    tmp_path: Path,
+    run: Run,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    line: str,
+) -> None:
+    """Nothing is made."""
+    if name == "ray":
+        pytest.importorskip("ray")
+    fill(tmp_path)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:9")
+    done = run(tmp_path, "run.toml", "--launcher", name)
+    assert (done.status, done.out, done.err.count("\n")) == (2, "", 1)
+    assert done.line.startswith(line)
+    assert not list((tmp_path / "runs").iterdir())
+
+
+def test_what_a_launcher_is_given(tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The files through which ranks and joiners meet are in the run's folder."""
+    fill(tmp_path)
+    given: list[tuple[Any, ...]] = []
+    monkeypatch.setattr("dynmo.launch.supervisor.spawn", lambda *arguments: given.append(arguments) or 0)
+    monkeypatch.setattr("dynmo.launch.slurm.SlurmStarter", lambda *arguments: arguments)
+    options = ("elastic.job_options=['--partition=p']",)
+    assert run(tmp_path, "run.toml", "--launcher", "slurm", sets=options).status == 0
+    ((command, ranks, _, folder, starter, shared, meeting),) = given
+    assert command[-2:] == ["train", "runs/main/config.toml"]
+    assert (ranks, str(folder)) == (2, "runs/main")
+    assert starter == (2, shared, ("--partition=p",))
+    assert [str(path) for path in (shared, meeting)] == ["runs/main/.launch", "runs/main/meeting.json"]

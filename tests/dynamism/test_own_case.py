@@ -14,7 +14,7 @@ from dynmo.dynamism.case import checked, named
 from dynmo.dynamism.freezing import ScheduledFreezing
 from dynmo.dynamism.registry import from_class
 from dynmo.errors import ConfigError, RunError
-from dynmo.runtime.comm.launch import describe
+from dynmo.launch.rank_side import describe
 from tests.dynamism.own_case import LayerDrop
 from tests.pool import Pool
 

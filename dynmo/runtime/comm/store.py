@@ -103,6 +103,7 @@ def open_meeting(record: Mapping[str, Any], timeout: float) -> dist.Store:
             raise RunError(f"the run that met in {path.parent} is not running any more")
         store: dist.Store = dist.FileStore(str(path), -1)
         store.set_timeout(timedelta(seconds=timeout))
+        _stay_on_loopback("localhost")  # as the ranks do
         return store
     where = f"{record['address']}:{record['port']}"
     try:
@@ -146,10 +147,8 @@ def _meet(rendezvous: Rendezvous, meeting: Path, timeout: float) -> dist.Store:
     # answer that one file does not exist.
     while meeting.name not in (path.name for path in meeting.parent.iterdir()):
         if time.monotonic() >= end:
-            raise WaitTimeout(
-                f"rank {rendezvous.rank} waited {timeout:g} s for rank 0, which has not written its address to {meeting}",
-                [0],
-            )
+            late = f"rank {rendezvous.rank} waited {timeout:g} s for rank 0"
+            raise WaitTimeout(f"{late}, which has not written its address to {meeting}", [0])
         time.sleep(_POLL)
     try:
         return open_meeting(meeting_of(rendezvous), timeout)
@@ -182,9 +181,8 @@ def _serve(meeting: Path, timeout: float) -> dist.Store:
             )
     except (OSError, RuntimeError, ValueError, TimeoutError) as error:
         why = first_line(error) or f"no connection within {timeout:g} s"
-        raise RunError(
-            f"rank 0 could not open a store at {address}: {why}; set MASTER_ADDR to an address of its machine that the others reach"
-        ) from None
+        advice = "set MASTER_ADDR to an address of its machine that the others reach"
+        raise RunError(f"rank 0 could not open a store at {address}: {why}; {advice}") from None
     _stay_on_loopback(address)
     record = {"address": address, "port": store.port}
     write_whole(meeting, json.dumps(record), mode=0o600)

@@ -103,3 +103,15 @@ def test_incomplete(environ: dict[str, str], match: str) -> None:
 )
 def test_first_host(nodelist: str, host: str) -> None:
     assert first_host(nodelist) == host
+
+
+def test_a_meeting_file_comes_before_the_folder() -> None:
+    """Ranks on several machines have a launch folder, too. They do not meet in it."""
+    environ = {
+        "RANK": "1",
+        "WORLD_SIZE": "2",
+        "LOCAL_RANK": "0",
+        "DYNMO_RENDEZVOUS": "/some/folder",
+        "DYNMO_MEETING": "/runs/a/meeting.json",
+    }
+    assert seen(environ) == {"rank": 1, "size": 2, "local_rank": 0, "meeting": "/runs/a/meeting.json"}

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import stat
 import subprocess
@@ -16,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from dynmo.errors import Interrupted, RunError
-from dynmo.runtime.comm import launch
+from dynmo.launch import environment, supervisor
 from tests.processes import gone, start, wait_until
 
 # A launcher as the command line is one, with a short patience.
@@ -24,11 +25,11 @@ LAUNCHER = """
 import sys
 from pathlib import Path
 from dynmo.errors import DynmoError
-from dynmo.runtime.comm import launch
+from dynmo.launch import supervisor
 
-launch._GRACE = 0.5
+supervisor._GRACE = 0.5
 try:
-    sys.exit(launch.spawn([sys.executable, "-c", *sys.argv[2:]], int(sys.argv[1]), 2, Path.cwd()))
+    sys.exit(supervisor.spawn([sys.executable, "-c", *sys.argv[2:]], int(sys.argv[1]), 2, Path.cwd()))
 except DynmoError as error:
     print(f"{type(error).__name__}: {error}", file=sys.stderr)
     sys.exit(error.exit_status)
@@ -39,7 +40,7 @@ RANK = """
 import os, signal, sys, time
 from pathlib import Path
 from dynmo.errors import ConfigError, RankDied, WaitTimeout
-from dynmo.runtime.comm.launch import enter_rank, report_failure
+from dynmo.launch.rank_side import enter_rank, report_failure
 
 rank = int(os.environ["RANK"])
 exec(sys.argv[2])
@@ -207,36 +208,35 @@ def test_ranks_die_with_their_launcher(go: Launch, tmp_path: Path, before: str) 
     process.communicate()
     wait_until(lambda: gone(tmp_path), 3)
     for folder in (tmp_path / "tmp").iterdir():  # nobody was there to remove it
-        (folder / "store").unlink(missing_ok=True)
-        folder.rmdir()
+        shutil.rmtree(folder)
 
 
 def test_a_command_that_cannot_start(tmp_path: Path) -> None:
     with pytest.raises(RunError, match=r"rank 0 could not be started: .*No such file"):
-        launch.spawn([str(tmp_path / "nothing")], 1, 1, tmp_path)
+        supervisor.spawn([str(tmp_path / "nothing")], 1, 1, tmp_path)
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     assert signal.pthread_sigmask(signal.SIG_BLOCK, []) == set()
 
 
 def test_a_signal_before_the_first_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """No rank is started that nobody would stop."""
-    environment = launch.rank_environment
+    original = supervisor.process_environment
 
     def interrupted(rank: int, size: int, folder: Path, threads: int) -> dict[str, str]:
         if rank == 0:
             os.kill(os.getpid(), signal.SIGINT)
-        return environment(rank, size, folder, threads)
+        return original(rank, size, folder, threads)
 
-    monkeypatch.setattr(launch, "rank_environment", interrupted)
+    monkeypatch.setattr(supervisor, "process_environment", interrupted)
     with pytest.raises(Interrupted, match="while starting"):
-        launch.spawn([sys.executable, "-c", RANK, "train()", ""], 2, 1, tmp_path)
+        supervisor.spawn([sys.executable, "-c", RANK, "train()", ""], 2, 1, tmp_path)
 
 
 def test_what_cuda_reads_as_it_starts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Of several ranks; what the user has set stays."""
-    for name in launch.FOR_RANKS_ON_CUDA:
+    for name in environment.FOR_RANKS_ON_CUDA:
         monkeypatch.delenv(name, raising=False)
-    assert not launch.FOR_RANKS_ON_CUDA.keys() & launch.rank_environment(0, 1, tmp_path, 1).keys()
-    assert launch.FOR_RANKS_ON_CUDA.items() <= launch.rank_environment(0, 2, tmp_path, 1).items()
+    assert not environment.FOR_RANKS_ON_CUDA.keys() & environment.rank_environment(0, 1, tmp_path, 1).keys()
+    assert environment.FOR_RANKS_ON_CUDA.items() <= environment.rank_environment(0, 2, tmp_path, 1).items()
     monkeypatch.setenv("CUDA_MODULE_LOADING", "LAZY")
-    assert launch.rank_environment(0, 2, tmp_path, 1)["CUDA_MODULE_LOADING"] == "LAZY"
+    assert environment.rank_environment(0, 2, tmp_path, 1)["CUDA_MODULE_LOADING"] == "LAZY"

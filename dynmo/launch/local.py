@@ -1,0 +1,59 @@
+"""Starts ranks as processes of this machine."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import subprocess
+from collections.abc import Sequence
+
+from dynmo.launch.environment import local_environment
+from dynmo.launch.starter import RankCommand, RankProcess
+
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+class LocalProcess(subprocess.Popen[bytes]):
+    """A child process."""
+
+    def reason(self) -> str:
+        return ""
+
+
+class LocalStarter:
+    """Starts child processes. A joiner gets the lowest local rank that no living process has."""
+
+    def __init__(self) -> None:
+        self._by_local_rank: dict[int, LocalProcess] = {}
+
+    def start(self, rank: RankCommand) -> RankProcess:
+        # The process inherits the blocked signals. Ctrl-C, which a terminal sends to all processes,
+        # therefore does not break into its imports. `enter_rank` lets them in again.
+        signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+        try:
+            local_rank = self._free_local_rank() if rank.joins else rank.process
+            env = {**rank.environment, **local_environment(), "LOCAL_RANK": str(local_rank)}
+            with contextlib.nullcontext() if rank.log is None else rank.log.open("ab") as out:
+                process = LocalProcess(
+                    rank.command,
+                    stdin=subprocess.DEVNULL,
+                    stdout=out,
+                    stderr=out,
+                    env=env,
+                )
+        finally:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+        self._by_local_rank[local_rank] = process
+        return process
+
+    def _free_local_rank(self) -> int:
+        taken = {at for at, process in self._by_local_rank.items() if process.poll() is None}
+        return next(at for at in range(len(taken) + 1) if at not in taken)
+
+    def released(self, processes: Sequence[RankProcess]) -> str:
+        count = len(processes)
+        what = "1 process" if count == 1 else f"{count} processes"
+        return f"{what} of this machine ended; memory and device are free"
+
+    def close(self) -> None:
+        pass

@@ -1,0 +1,156 @@
+"""The launcher of a run that changes its ranks: who leaves, who joins, and who only tried to."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.processes import gone, start, wait_until
+
+ROOT = Path(__file__).parents[2]
+Launch = Callable[..., "subprocess.Popen[str]"]
+
+
+@pytest.fixture
+def go(tmp_path: Path) -> Iterator[Launch]:
+    """Starts the launcher on ranks that run these scripts. No process may be left after it."""
+    started: list[subprocess.Popen[str]] = []
+
+    def call(*scripts: str, join: str = "") -> subprocess.Popen[str]:
+        for number, script in enumerate(scripts):
+            (tmp_path / f"script-{number}.py").write_text(script)
+        (tmp_path / "script-join.py").write_text(join)
+        command = [sys.executable, "-m", "tests.cluster.run_launcher", "local", str(len(scripts))]
+        env = {"PYTHONPATH": str(ROOT)}
+        started.append(start([*command, str(tmp_path)], tmp_path, env))
+        return started[-1]
+
+    yield call
+    for process in started:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.communicate()
+    assert gone(tmp_path)
+    assert not list((tmp_path / "tmp").iterdir()), "a launch folder was left behind"
+
+
+def end(process: subprocess.Popen[str]) -> tuple[int, str]:
+    _, err = process.communicate(timeout=50)
+    return process.returncode, err
+
+
+def told(folder: Path) -> list[str]:
+    return (folder / "receipts").read_text().splitlines()
+
+
+def test_ranks_leave_and_others_come(go: Launch, tmp_path: Path) -> None:
+    """Two of three leave. Two processes are started, and become ranks with numbers of their own."""
+    process = go(
+        """
+release(1, 2)
+say("leave")
+receipts(1)
+desk.request(2)
+heard("member-3")
+heard("member-4")
+receipts(3)
+say("done")
+""",
+        'heard("leave")',
+        'heard("leave")',
+        join="""
+keys = ("DYNMO_JOIN", "RANK", "DYNMO_PROCESS", "LOCAL_RANK")
+(here / f"env-{process}").write_text(" ".join(os.environ[key] for key in keys))
+become_member()
+say(f"member-{process}")
+heard("done")
+""",
+    )
+    assert end(process) == (0, "")
+    released = "released 2: 2 processes of this machine ended; memory and device are free"
+    assert told(tmp_path)[0] == released
+    assert sorted(line.partition(" runs")[0] for line in told(tmp_path)[1:]) == [
+        "started 1: process 3",
+        "started 1: process 4",
+    ]
+    # The devices of the ranks that left are theirs.
+    assert (tmp_path / "env-3").read_text() == "1 3 3 1"
+    assert (tmp_path / "env-4").read_text() == "1 4 4 2"
+    assert (tmp_path / "rank-4.log").exists()
+
+
+@pytest.mark.parametrize(
+    ("join", "why"),
+    [
+        ("raise RunError('no\\n room')", "failed: no room"),
+        ("sys.exit(3)", "ended with status 3; see {}/rank-1.log"),
+        ("os.kill(os.getpid(), 9)", "was ended by SIGKILL; out of memory?"),
+        ("", "ended with status 0; see {}/rank-1.log"),
+    ],
+    ids=["report", "status", "killed", "left"],
+)
+def test_a_joiner_fails_too_early(go: Launch, tmp_path: Path, join: str, why: str) -> None:
+    """The joiner is not a rank yet. The run goes on: its end comes a while after, and is good."""
+    process = go("desk.request(1)\nreceipts(2)\ntime.sleep(0.7)\nsay('done')", join=join)
+    assert end(process) == (0, "")
+    assert told(tmp_path)[-1] == f"failed 1: process 1 did not join: it {why.format(tmp_path)}"
+    assert (tmp_path / "done").exists()
+
+
+def test_a_joiner_that_is_a_rank_fails_the_run(go: Launch) -> None:
+    process = go(
+        "desk.request(1)\nuntil(lambda: signals, 'a signal')",
+        join="become_member()\nraise RunError('a peer of process 2 is gone')",
+    )
+    assert end(process) == (1, "RunError: a peer of process 2 is gone\n")
+
+
+def test_the_run_ends_while_a_joiner_waits(go: Launch, tmp_path: Path) -> None:
+    """It is asked to end, and is no failure, whatever its status."""
+    process = go(
+        "desk.request(1)\nheard('waits')",
+        join="say('waits')\nuntil(lambda: signals, 'a signal')\nsay('asked')\nsys.exit(7)",
+    )
+    assert end(process) == (0, "")
+    assert (tmp_path / "asked").exists()
+
+
+def test_a_joiner_that_hears_nothing_is_killed(go: Launch, tmp_path: Path) -> None:
+    process = go(
+        "desk.request(1)\nheard('waits')",
+        join="say('waits')\nuntil(lambda: False, 'nothing')",
+    )
+    assert end(process) == (0, "")
+
+
+def test_a_signal_reaches_ranks_and_joiners(go: Launch, tmp_path: Path) -> None:
+    wait = "say(f'up-{process}')\nuntil(lambda: signals, 'a signal')\nsys.exit(130)"
+    process = go("desk.request(1)\n" + wait, wait, join=wait)
+    wait_until(lambda: all((tmp_path / f"up-{number}").exists() for number in range(3)))
+    os.kill(process.pid, signal.SIGINT)
+    assert end(process) == (130, "")
+
+
+def test_ranks_that_end_with_the_run_release_nothing(go: Launch, tmp_path: Path) -> None:
+    """Rank 0 may take long to write its files."""
+    process = go("heard('over')\ntime.sleep(0.7)\nimport json\nreceipts(0)", "say('over')")
+    assert end(process) == (0, "")
+    assert told(tmp_path) == []
+
+
+def test_a_rank_that_takes_long_to_leave(go: Launch, tmp_path: Path) -> None:
+    """The others that left with it are released after a while."""
+    process = go(
+        "release(1, 2)\nsay('leave')\nreceipts(2)\nsay('done')",
+        "heard('leave')",
+        "heard('leave')\ntime.sleep(7)",
+    )
+    assert end(process) == (0, "")
+    what = "released 1: 1 process of this machine ended; memory and device are free"
+    assert told(tmp_path) == [what, what]

@@ -1,0 +1,159 @@
+"""Ranks under a real Ray: GPUs that they leave are another's, and others come as actors."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.cluster.ray_cluster import RayCluster, ray_cluster, why_no_ray, without_warning
+from tests.processes import gone, wait_until
+
+ROOT = Path(__file__).parents[2]
+pytestmark = pytest.mark.skipif(why_no_ray() is not None, reason=str(why_no_ray()))
+
+# Another program of the cluster: it needs two GPUs, and keeps them until it is told to end.
+OTHER = """
+import pathlib, time, ray
+ray.init(log_to_driver=False, logging_level="ERROR")
+
+@ray.remote(num_cpus=0, num_gpus=2)
+def work():
+    pathlib.Path("runs").touch()
+    while not pathlib.Path("end").exists():
+        time.sleep(0.05)
+
+waits = work.options(runtime_env={}).remote()
+time.sleep(1)
+assert not pathlib.Path("runs").exists()
+pathlib.Path("another-waits").touch()
+ray.get(waits)
+pathlib.Path("another-is-over").touch()
+"""
+
+
+@pytest.fixture(scope="module")
+def ray() -> Iterator[RayCluster]:
+    with ray_cluster(gpus=4) as cluster:
+        yield cluster
+
+
+def launch(ray: RayCluster, folder: Path, *scripts: str, join: str = "") -> subprocess.Popen[str]:
+    """Starts a launcher whose ranks run these scripts."""
+    for number, script in enumerate(scripts):
+        (folder / f"script-{number}.py").write_text(script)
+    (folder / "script-join.py").write_text(join)
+    module = [sys.executable, "-m", "tests.cluster.run_launcher"]
+    command = [*module, "ray", str(len(scripts)), str(folder)]
+    return ray.start(command, folder, {"PYTHONPATH": str(ROOT)})
+
+
+def told(folder: Path) -> list[str]:
+    return (folder / "receipts").read_text().splitlines()
+
+
+def end(process: subprocess.Popen[str], seconds: float = 50) -> tuple[int, str, str]:
+    out, err = process.communicate(timeout=seconds)
+    return process.returncode, out, without_warning(err)
+
+
+def test_released_gpus_are_used_by_another(ray: RayCluster, tmp_path: Path) -> None:
+    """Two of four ranks leave. Another's task that was pending gets their GPUs. When it has ended,
+    two ranks join as further actors."""
+    process = launch(
+        ray,
+        tmp_path,
+        """
+say("up")
+heard("another-waits")
+release(2, 3)
+say("leave")
+receipts(1)
+heard("another-is-over")
+desk.request(2)
+heard("member-4")
+heard("member-5")
+receipts(3)
+print("result")
+say("done")
+""",
+        "heard('done')",
+        "heard('leave')",
+        "heard('leave')",
+        join="""
+become_member()
+(here / f"gpu-{process}").write_text(os.environ["CUDA_VISIBLE_DEVICES"])
+say(f"member-{process}")
+heard("done")
+""",
+    )
+    wait_until(lambda: (tmp_path / "up").exists())
+    program = OTHER.replace('Path("', f'Path("{tmp_path}/')
+    other = ray.start([sys.executable, "-c", program], tmp_path)
+    wait_until(lambda: (tmp_path / "runs").exists())
+    assert not (tmp_path / "done").exists()
+    (tmp_path / "end").touch()
+    assert end(other)[::2] == (0, "")
+    assert end(process) == (0, "result\n", "")
+    released = "released 2: Ray removed 2 actors and their placement groups: 2 GPU free"
+    assert told(tmp_path)[0] == released
+    assert sorted(line.partition(" runs")[0] for line in told(tmp_path)[1:]) == [
+        "started 1: process 4",
+        "started 1: process 5",
+    ]
+    gpus = {(tmp_path / f"gpu-{number}").read_text() for number in (4, 5)}
+    assert len(gpus) == 2
+    assert (tmp_path / "rank-1.log").read_text() == ""
+    wait_until(lambda: gone(tmp_path), 15)
+
+
+def test_a_joiner_waits_until_the_run_is_over(ray: RayCluster, tmp_path: Path) -> None:
+    """There is one GPU too few for it."""
+    wait = "until(lambda: signals, 'a signal')"
+    process = launch(ray, tmp_path, "desk.request(4)\nreceipts(3)\ntime.sleep(1)", join=wait)
+    assert end(process) == (0, "", "")
+    assert len(told(tmp_path)) == 3
+    wait_until(lambda: gone(tmp_path), 15)
+
+
+def test_a_rank_fails(ray: RayCluster, tmp_path: Path) -> None:
+    body = "raise RunError('no luck')"
+    process = launch(ray, tmp_path, "heard('never')", body)
+    assert end(process) == (1, "", "RunError: no luck\n")
+    wait_until(lambda: gone(tmp_path), 15)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL], ids=["asked", "killed"])
+def test_the_launcher_is_ended(ray: RayCluster, tmp_path: Path, number: int) -> None:
+    """Ctrl-C lets the ranks finish their step. They do not outlive a launcher that is killed."""
+    script = """
+say(f"up-{process}")
+until(lambda: signals, "a signal")
+time.sleep(0.5)
+say(f"stopped-{process}")
+sys.exit(130)
+"""
+    process = launch(ray, tmp_path, script, script)
+    wait_until(lambda: all((tmp_path / f"up-{rank}").exists() for rank in range(2)))
+    os.kill(process.pid, number)
+    status, _, err = end(process)
+    stopped = [(tmp_path / f"stopped-{rank}").exists() for rank in range(2)]
+    if number == signal.SIGINT:
+        assert (status, err, stopped) == (130, "", [True, True])
+    else:
+        assert stopped == [False, False]
+    wait_until(lambda: gone(tmp_path), 15)
+
+
+def test_no_cluster_answers(ray: RayCluster, tmp_path: Path) -> None:
+    module = [sys.executable, "-m", "tests.cluster.run_launcher", "ray", "1", str(tmp_path)]
+    env = {"PYTHONPATH": str(ROOT), "RAY_ADDRESS": "127.0.0.1:9"}
+    status, _, err = end(ray.start(module, tmp_path, env))
+    assert status == 2
+    assert err.startswith("ConfigError: --launcher ray: no Ray cluster answers at 127.0.0.1:9: ")
+    assert err.count("\n") == 1
