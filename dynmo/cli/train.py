@@ -54,7 +54,7 @@ def train(
         Launcher | None,
         typer.Option("--launcher", help="Who starts the ranks (default: local)."),
     ] = None,
-    join: Annotated[bool, typer.Option("--join", help="Become a rank of runs/NAME, which runs.")] = False,
+    join: Annotated[bool, typer.Option("--join", help="Become a rank of runs/NAME while it trains.")] = False,
     json_: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
 ) -> None:
     """Train a model over pipeline ranks, rebalancing as it changes."""
@@ -69,11 +69,12 @@ def train(
 
     if resume and overwrite:
         raise ConfigError("--resume and --overwrite exclude each other")
-    if join and (resume or overwrite or dry_run or launcher is not None):
+    may_start = "RANK" in os.environ
+    if join and (overwrite or dry_run or launcher is not None or (resume and not may_start)):
         raise ConfigError("--join excludes --resume, --overwrite, --dry-run and --launcher: it joins a run that goes on as it is")
     loaded = load(config, set_ or [])
-    if join:
-        raise typer.Exit(_join(loaded))
+    if join and (status := _join(loaded, may_start)) is not None:
+        raise typer.Exit(status)
     if dry_run:
         _dry_run(loaded, json_)
         return
@@ -108,12 +109,14 @@ def rank_command(*arguments: str) -> list[str]:
 def _check_input(config: Config) -> None:
     """What can be known at once, without torch: for an error a second after the start, nothing need
     be made or overwritten."""
+    from dynmo.cluster.choose import make_releaser
     from dynmo.data.corpus import check_vocab, open_corpus
 
     if config.model.kind != "emulated":
         check_vocab(config.model.vocab)
     if config.data.source.startswith("file:"):
         open_corpus(config.data.source)
+    make_releaser(config, {})
 
 
 @contextlib.contextmanager
@@ -274,15 +277,33 @@ def _starter(launcher: Launcher, config: Config, shared: Path) -> Starter:
     return RayStarter()
 
 
-def _join(config: Config) -> int:
-    """A process that somebody has started to join a run: it tells its errors itself."""
+def _join(config: Config, may_start: bool) -> int | None:
+    """Joins a run, as a process that somebody has started. It tells its errors itself.
+
+    Args:
+        config: Names the run.
+        may_start: Whether the process has the variables of a rank. All pods of a job have the same
+            command: the first ones start the run, and later ones join it.
+
+    Returns:
+        The exit status. None if the run does not go on, and this process shall be one of its first
+        ranks.
+    """
     from dynmo.launch.rank_side import describe, quiet_torch
 
     quiet_torch()
+    folder = RUNS / config.name
+    if may_start and not (folder / "meeting.json").is_file():
+        return None
     try:
-        from dynmo.train.joining import join_run
+        from dynmo.train.joining import RunGone, join_run
 
-        return join_run(RUNS / config.name)
+        try:
+            return join_run(folder)
+        except RunGone:
+            if may_start:  # of a run that was killed
+                return None
+            raise
     except DynmoError:
         raise
     except Exception as error:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from dynmo.cluster.choose import parks
 from dynmo.cluster.launch_folder import LaunchFolder
 from dynmo.config import Config, load, with_options
-from dynmo.errors import ConfigError, RankDied, WaitTimeout
+from dynmo.errors import ConfigError, RankDied, RunError, WaitTimeout
 from dynmo.models.model import Model
 from dynmo.models.registry import load_model
 from dynmo.runtime.comm.lobby import Newcomer
@@ -22,6 +22,7 @@ from dynmo.runtime.comm.store import open_meeting
 from dynmo.runtime.comm.world import World
 from dynmo.train.rank_source import describe, member_text, own_member
 from dynmo.train.setup import device_for
+from dynmo.train.stop_flag import stop_flag
 from dynmo.train.summons import summons_from
 from dynmo.train.trainer import RunResult, Trainer
 
@@ -29,6 +30,10 @@ _logger = logging.getLogger(__name__)
 
 # In the folder of a run, while it goes: where its ranks meet.
 MEETING = "meeting.json"
+
+
+class RunGone(RunError):
+    """Nobody is where the run's ranks have met."""
 
 
 def join_run(folder: Path, process: int | None = None) -> int:
@@ -43,7 +48,8 @@ def join_run(folder: Path, process: int | None = None) -> int:
 
     Raises:
         ConfigError: The run is not there or does not go on at present.
-        RunError: The run is gone, or failed.
+        RunGone: The run was killed.
+        RunError: The run failed.
     """
     config_file, meeting = folder / "config.toml", folder / MEETING
     if not config_file.is_file():
@@ -54,7 +60,10 @@ def join_run(folder: Path, process: int | None = None) -> int:
     torch.set_num_threads(config.parallel.threads)
     device = device_for(config, int(os.environ.get("LOCAL_RANK", "0")))
     model = load_model(config)
-    store = open_meeting(json.loads(meeting.read_text(encoding="utf-8")), config.parallel.timeout)
+    try:
+        store = open_meeting(json.loads(meeting.read_text(encoding="utf-8")), config.parallel.timeout)
+    except RunError as error:
+        raise RunGone(str(error)) from None
     home = dist.PrefixStore("gen/0", store)
     world = World.outside(home, device=device, timeout=config.parallel.timeout, staged=config.parallel.staged)
     try:
@@ -96,7 +105,9 @@ def _wait_and_train(config: Config, world: World, model: Model, folder: Path | N
     member = own_member(-1)
     newcomer = Newcomer(world.home, member_text(member), config.parallel.timeout, describe(member))
     while True:
-        text = newcomer.wait()
+        # Nothing is lost if a signal ends a process that waits.
+        with stop_flag() as stopping:
+            text = newcomer.wait(stopping)
         if text is None:
             return None
         try:

@@ -10,7 +10,7 @@ run needs it, or is over.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -114,11 +114,14 @@ class Newcomer:
         self._store = dist.PrefixStore("lobby", home)
         self._text, self._timeout, self._name = text, timeout, name
 
-    def wait(self) -> str | None:
+    def wait(self, stopping: Callable[[], bool] = lambda: False) -> str | None:
         """Announces this process and waits until it is called.
 
+        Args:
+            stopping: Returns whether this process shall end.
+
         Returns:
-            What rank 0 tells it. None if the run is over.
+            What rank 0 tells it. None if the run is over, or this process shall end.
 
         Raises:
             RankDied: The store of the run is gone.
@@ -128,15 +131,15 @@ class Newcomer:
             ticket = self._store.add("tickets", 1)
             self._store.set(f"beat/{ticket}", "0")
             self._store.set(f"here/{ticket}", self._text)
-            return self._wait(ticket)
+            return self._wait(ticket, stopping)
 
-    def _wait(self, ticket: int) -> str | None:
+    def _wait(self, ticket: int, stopping: Callable[[], bool]) -> str | None:
         beats, next_beat = 0, 0.0
         pulse, heard, limit = b"", time.monotonic(), self._timeout + _GRACE
         while True:
             if self._store.check([f"summons/{ticket}"]):
                 return self._store.get(f"summons/{ticket}").decode()
-            if self._store.check(["over"]):
+            if stopping() or self._store.check(["over"]):
                 return None
             now = time.monotonic()
             if now >= next_beat:

@@ -1,0 +1,120 @@
+"""Runs of `dynmo train` whose ranks leave and join: processes that are gone and new, and what is
+told and kept when a change of ranks fails."""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dynmo.config import load
+from tests.cli.runs import end, events, free_port, steps, train
+from tests.pool import Pool
+from tests.processes import wait_until
+
+ROOT = Path(__file__).parents[2]
+PLAIN = ("balance.balancer=none", "checkpoint.every=0", "train.eval_every=0", "dynamism.cases=[]")
+
+
+def sets(shapes: str, *more: str, ranks: int = 2, steps: int = 40) -> tuple[str, ...]:
+    return (*PLAIN, f"parallel.pipeline={ranks}", f"elastic.reshape_at={shapes}", f"train.steps={steps}", *more)
+
+
+def found(folder: Path, name: str, kind: str) -> list[dict[str, Any]]:
+    return [event for event in events(folder, name) if event["event"] == kind]
+
+
+def digest(folder: Path, name: str) -> str:
+    return found(folder, name, "end")[-1]["weights_digest"]
+
+
+def alone(pool: Pool, folder: Path, steps: int) -> str:
+    """The digest of the same training on one rank."""
+    given = [*sets("[]", ranks=1, steps=steps), f"data.source=file:{folder / 'text'}"]
+    config = load(folder / "run.toml", given).model_dump(exclude_none=True)
+    return pool.run("train", 1, config=config)[0]["digest"]
+
+
+def test_processes_leave_and_others_join(work: Path, pool: Pool) -> None:
+    """A run of two ranks goes on alone, and then with a process that its launcher starts. The digest
+    is that of one rank."""
+    done = end(train(work, name="resized", sets=sets("[[5, 1, 1], [10, 2, 1]]", steps=20)))
+    assert done.status == 0, done.err
+    (repack,), (grow,) = found(work, "resized", "repack"), found(work, "resized", "grow")
+    assert (repack["ranks_before"], repack["ranks_after"], grow["ranks_after"]) == (2, 1, 2)
+    assert repack["left"] != grow["joined"]
+    pid = int(repack["left"][0].rpartition(":")[2])
+    assert not Path(f"/proc/{pid}").exists()
+    assert {event["by"] for event in found(work, "resized", "release")} == {"launcher"}
+    assert "went on with 1 of 2 ranks" in done.out
+    assert "GPU-seconds" in done.out
+    assert digest(work, "resized") == alone(pool, work, 20)
+
+
+def test_a_person_starts_a_rank(work: Path) -> None:
+    """Pods of a job have one command: the first two start the run, and the third joins it. It leaves
+    with status 0 when it is told to stop while it waits."""
+    names = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "LOCAL_WORLD_SIZE": "2"}
+    given = sets("[[20, 3, 1], [40, 2, 1]]", "elastic.park=true", "elastic.join_timeout=25", steps=2000)
+    ranks = [train(work, "--join", sets=given, env={**names, "RANK": str(rank)}) for rank in range(2)]
+    wait_until(lambda: (work / "runs/main/meeting.json").is_file(), 30)
+    third = train(work, "--join", sets=given, env={**names, "RANK": "2"})
+    wait_until(lambda: bool(found(work, "main", "repack")), 40)
+    (grow,) = found(work, "main", "grow")
+    assert (grow["ranks_before"], grow["ranks_after"]) == (2, 3)
+    parked = found(work, "main", "repack")[0]["left"][0]
+    assert parked == grow["joined"][0], "it joined, and is parked"
+    third.send_signal(signal.SIGTERM)
+    assert end(third).status == 0
+    before = steps(work, "main")
+    wait_until(lambda: steps(work, "main") > before + 5)
+    ranks[0].send_signal(signal.SIGTERM)
+    assert [end(rank).status for rank in ranks] == [130, 130]
+    assert not (work / "runs/main/meeting.json").exists()
+
+
+def test_a_rank_dies_while_layers_move(work: Path, pool: Pool) -> None:
+    """One line, and the run resumes on fewer ranks from its checkpoint. Nothing is lost."""
+    case = ("dynamism.cases=['python:tests.dynamism.dying:Dying']", "checkpoint.every=4")
+    given = sets("[[6, 1, 1]]", *case, steps=12)
+    env = {"PYTHONPATH": str(ROOT)}
+    done = end(train(work, name="killed", sets=given, env={**env, "DIES": "1"}))
+    assert done.status == 1
+    assert "rank 1 was ended by SIGKILL" in done.line
+    assert steps(work, "killed") == 6
+    resumed = end(train(work, "--resume", name="killed", sets=given, env=env))
+    assert resumed.status == 0, resumed.err
+    assert digest(work, "killed") == alone(pool, work, 12)
+
+
+def test_a_hook_that_fails(work: Path) -> None:
+    """The run goes on. What the hook has said stands in the log."""
+    hook = [sys.executable, "-c", "print('no such node'); raise SystemExit(3)"]
+    command = ("elastic.releaser=command", f"elastic.release_command={json.dumps(hook)}")
+    # Long enough for the hook to end.
+    done = end(train(work, name="hooked", sets=sets("[[5, 1, 1]]", *command, "model.f=0.005", steps=30)))
+    assert done.status == 0, done.err
+    (fault,) = found(work, "hooked", "fault")
+    assert "elastic.release_command" in fault["what"]
+    assert "no such node" in fault["what"]
+    assert found(work, "hooked", "end")[0]["reason"] == "done"
+
+
+@pytest.mark.parametrize(
+    ("more", "line"),
+    [
+        (["elastic.repack=true", "elastic.min_ranks=3"], "elastic.min_ranks = 3 is more than the run's 2 ranks; use at most 2"),
+        (["elastic.releaser=command", "elastic.release_command=['no-such-program']"], "there is no program 'no-such-program'"),
+        (["elastic.target_ranks=1", "pipeline.memory_limit=3500"], "elastic.target_ranks = 1 cannot hold the model"),
+    ],
+)
+def test_what_cannot_be(work: Path, more: list[str], line: str) -> None:
+    given = (*PLAIN, "parallel.pipeline=2", *more)
+    done = end(train(work, name="wrong", sets=given))
+    assert done.status == 2
+    assert line in done.line
+    assert not (work / "runs/wrong").exists(), "nothing has happened"

@@ -1,0 +1,19 @@
+"""A case whose rank is killed while layers move to other ranks, for tests of what is lost."""
+
+import os
+import signal
+
+from dynmo.dynamism import Dynamism
+from dynmo.pipeline import membership
+
+
+def die(*_):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+class Dying(Dynamism):
+    name = "dying"
+
+    def act(self, step, layers):
+        if os.environ.get("RANK") == os.environ.get("DIES"):
+            membership.exchange = die
