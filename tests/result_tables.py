@@ -10,6 +10,7 @@ from functools import cache
 
 from benchmarks import (
     cases,
+    elastic,
     exit_thresholds,
     expert_parallel,
     experts,
@@ -42,6 +43,7 @@ def result_tables() -> dict[str, str]:
         "savings_tokens": savings_tokens.table(result_of("savings_tokens.json")["sizes"]),
         "savings_experts": savings_experts.table(result_of("savings_experts.json")["rows"]),
         "expert_parallel": expert_parallel.table(result_of("expert_parallel.json")),
+        "elastic": elastic.table(result_of("elastic.json")["rows"]),
         "experts": experts.table(result_of("experts.json")["rows"]),
         "experts idle": experts.idle_table(result_of("experts.json")["rows"]),
         "experts traces": experts.trace_table(result_of("experts.json")["traces"]),
