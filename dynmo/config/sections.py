@@ -127,8 +127,8 @@ class ElasticSection(Section):
     tolerance: NonNegative = 0.05
     """With `repack`: share by which a step may take longer than the first measured steps did."""
     algorithm: Annotated[str, word(RANK_ALGORITHMS)] = "fewest"
-    """How `repack` chooses: the `fewest` ranks that are fast enough. The others merge ranks by memory
-    alone: DynMo's algorithm 4 is `first-fit`, PipeTransformer's is `halving`."""
+    """How `repack` chooses: the `fewest` ranks that are fast enough. The others merge ranks by
+    memory alone: DynMo's algorithm 4 is `first-fit`, PipeTransformer's is `halving`."""
     min_ranks: Count = 1
     """Fewest ranks that `repack` may leave."""
     target_ranks: Count | None = None

@@ -24,12 +24,12 @@ def sets(shapes: str, *more: str, ranks: int = 2, steps: int = 40) -> tuple[str,
     return (*PLAIN, f"parallel.pipeline={ranks}", f"elastic.reshape_at={shapes}", f"train.steps={steps}", *more)
 
 
-def found(folder: Path, name: str, kind: str) -> list[dict[str, Any]]:
+def of_kind(folder: Path, name: str, kind: str) -> list[dict[str, Any]]:
     return [event for event in events(folder, name) if event["event"] == kind]
 
 
 def digest(folder: Path, name: str) -> str:
-    return found(folder, name, "end")[-1]["weights_digest"]
+    return of_kind(folder, name, "end")[-1]["weights_digest"]
 
 
 def alone(pool: Pool, folder: Path, steps: int) -> str:
@@ -44,12 +44,12 @@ def test_processes_leave_and_others_join(work: Path, pool: Pool) -> None:
     is that of one rank."""
     done = end(train(work, name="resized", sets=sets("[[5, 1, 1], [10, 2, 1]]", steps=20)))
     assert done.status == 0, done.err
-    (repack,), (grow,) = found(work, "resized", "repack"), found(work, "resized", "grow")
+    (repack,), (grow,) = of_kind(work, "resized", "repack"), of_kind(work, "resized", "grow")
     assert (repack["ranks_before"], repack["ranks_after"], grow["ranks_after"]) == (2, 1, 2)
     assert repack["left"] != grow["joined"]
     pid = int(repack["left"][0].rpartition(":")[2])
     assert not Path(f"/proc/{pid}").exists()
-    assert {event["by"] for event in found(work, "resized", "release")} == {"launcher"}
+    assert {event["by"] for event in of_kind(work, "resized", "release")} == {"launcher"}
     assert "went on with 1 of 2 ranks" in done.out
     assert "GPU-seconds" in done.out
     assert digest(work, "resized") == alone(pool, work, 20)
@@ -63,10 +63,10 @@ def test_a_person_starts_a_rank(work: Path) -> None:
     ranks = [train(work, "--join", sets=given, env={**names, "RANK": str(rank)}) for rank in range(2)]
     wait_until(lambda: (work / "runs/main/meeting.json").is_file(), 30)
     third = train(work, "--join", sets=given, env={**names, "RANK": "2"})
-    wait_until(lambda: bool(found(work, "main", "repack")), 40)
-    (grow,) = found(work, "main", "grow")
+    wait_until(lambda: bool(of_kind(work, "main", "repack")), 40)
+    (grow,) = of_kind(work, "main", "grow")
     assert (grow["ranks_before"], grow["ranks_after"]) == (2, 3)
-    parked = found(work, "main", "repack")[0]["left"][0]
+    parked = of_kind(work, "main", "repack")[0]["left"][0]
     assert parked == grow["joined"][0], "it joined, and is parked"
     third.send_signal(signal.SIGTERM)
     assert end(third).status == 0
@@ -98,10 +98,10 @@ def test_a_hook_that_fails(work: Path) -> None:
     # Long enough for the hook to end.
     done = end(train(work, name="hooked", sets=sets("[[5, 1, 1]]", *command, "model.f=0.005", steps=30)))
     assert done.status == 0, done.err
-    (fault,) = found(work, "hooked", "fault")
+    (fault,) = of_kind(work, "hooked", "fault")
     assert "elastic.release_command" in fault["what"]
     assert "no such node" in fault["what"]
-    assert found(work, "hooked", "end")[0]["reason"] == "done"
+    assert of_kind(work, "hooked", "end")[0]["reason"] == "done"
 
 
 @pytest.mark.parametrize(
