@@ -140,10 +140,23 @@ class ReshapeEvent(Event):
 
 @dataclass(frozen=True)
 class RepackEvent(Event):
-    """The run goes on with fewer ranks. `source` and `target` (written as `from` and `to`): ranks
-    of a pipeline, and how many pipelines. layers: the new placement. seconds: how long the ranks
-    stood still. predicted_slowdown: share by which a step takes longer, None if nobody asked. left:
-    who went. `rebalance_result` with the same id has what was measured (a negative gain)."""
+    """The run goes on with fewer ranks.
+
+    `rebalance_result` with the same id has the measured gain, which is negative for a slowdown.
+
+    Attributes:
+        id: Number of the change. Moves are counted with it.
+        ranks_before: Ranks until now.
+        ranks_after: Ranks from now on.
+        source: Ranks of a pipeline, and how many pipelines, until now. Written as `from`.
+        target: The same from now on. Written as `to`.
+        layers: Layers on each stage from now on.
+        moved_bytes: Bytes that all ranks received.
+        seconds: How long the ranks stood still.
+        predicted_slowdown: Share by which a step takes longer. None if nobody asked.
+        reason: Why, in one line.
+        left: The processes that went.
+    """
 
     event: ClassVar[str] = "repack"
     id: int
@@ -161,8 +174,13 @@ class RepackEvent(Event):
 
 @dataclass(frozen=True)
 class GrowEvent(Event):
-    """The run goes on with more ranks, as `RepackEvent` has it. joined: who came.
-    gpu_seconds_returned: of all ranks that were away, until now."""
+    """The run goes on with more ranks. Most fields are those of `RepackEvent`.
+
+    Attributes:
+        predicted_gain: Share of a step that is saved. None if nobody asked.
+        joined: The processes that came.
+        gpu_seconds_returned: Of all ranks that were away, until now.
+    """
 
     event: ClassVar[str] = "grow"
     id: int
@@ -181,8 +199,14 @@ class GrowEvent(Event):
 
 @dataclass(frozen=True)
 class ReleaseEvent(Event):
-    """The resource manager `by` has taken ranks back, or has started ranks that may join: what, in
-    one line; how many; how long it took."""
+    """A resource manager has taken ranks back, or has started ranks that may join.
+
+    Attributes:
+        by: Its word in `elastic.releaser`, or "launcher".
+        what: What it has done, in one line.
+        ranks: How many ranks.
+        seconds: How long it took.
+    """
 
     event: ClassVar[str] = "release"
     by: str
@@ -193,7 +217,7 @@ class ReleaseEvent(Event):
 
 @dataclass(frozen=True)
 class FaultEvent(Event):
-    """Something failed that the run can do without: one line."""
+    """Something failed that the run can do without. what: One line."""
 
     event: ClassVar[str] = "fault"
     what: str

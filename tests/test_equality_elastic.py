@@ -156,10 +156,10 @@ def test_a_layer_that_cannot_be_given(pool):
 
 
 def test_it_shrinks_and_grows_by_itself(pool):
-    """Layers that sleep: three quarters freeze at step 10 and thaw at step 40."""
+    """Layers that sleep: three quarters freeze at step 10 and thaw at step 36."""
     config = {
         "model": {"kind": "emulated", "layers": 16, "f": 0.001, "b": 0.001, "w": 0.001},
-        "train": {"steps": 48, "global_batch": 8, "micro_batch": 1},
+        "train": {"steps": 60, "global_batch": 8, "micro_batch": 1},
         "parallel": {"pipeline": 4},
         "balance": {"every": "auto"},
         "elastic": {"repack": True, "park": True, "tolerance": 0.2},

@@ -4,9 +4,9 @@
     mesh       1 x 1   2 x 1   3 x 1   2 x 2       pipeline x replicas, from `mesh_search`
     seconds    2.0     1.1     0.8     0.6
 
-A search of one number of ranks takes up to half a second. A number is therefore searched only if
-neither of two seconds_of rules it out: its lower bound, which is the busiest rank's work without any
-wait, and a quick search, whose steps come out some percent longer.
+A search of one number of ranks takes up to half a second. Two cheap tests rule most numbers out
+first. One is a lower bound: the busiest rank's work without any wait. The other is a quick search,
+whose steps come out some percent longer.
 """
 
 from __future__ import annotations

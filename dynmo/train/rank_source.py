@@ -6,6 +6,7 @@ run.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import socket
@@ -153,7 +154,9 @@ class RankSource:
 
     def close(self) -> None:
         """Tells all that wait that the run is over."""
-        self._lobby.close()
+        # The store may be gone where a run fails, and that failure is what must be told.
+        with contextlib.suppress(RuntimeError):
+            self._lobby.close()
         if self._releaser is not None:
             self._releaser.close()
 

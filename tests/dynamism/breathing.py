@@ -3,7 +3,7 @@ come back."""
 
 from dynmo.dynamism import Change, Dynamism
 
-FIRST, LAST = 10, 40
+FIRST, LAST = 10, 36
 
 
 class Breathing(Dynamism):

@@ -207,7 +207,7 @@ def test_a_shrink_is_believed_as_far_as_the_forecast_says() -> None:
     assert two is not None
     question = ask(weights, 8, two * 1.1, least=2, fixed_seconds=two)
     assert choose_ranks(question).mesh.gpus == 2
-    # Then the layers take twice as long noisy. Six ranks are free for so many steps, and all eight
+    # Then the layers take twice as long again. Six ranks are free for so many steps, and all eight
     # wait twice, times the margin.
     short, soon, long = (forecast(question, (n, 1.0), (100, 2.0)) for n in (3, 6, 20))
     assert choose_ranks(long).mesh.gpus == 2

@@ -21,7 +21,9 @@ from dynmo.errors import RankDied, WaitTimeout
 from dynmo.runtime.comm.messages import reason
 
 # Seconds between two signs of life of a newcomer, and after how many without one it is gone.
-_BEAT, _GONE = 0.5, 6.0
+_BEAT, _GONE = 1.0, 10.0
+# Seconds between two signs of life of rank 0.
+_PULSE = 5.0
 # Seconds between two looks of a newcomer for its summons.
 _POLL = 0.05
 # Rank 0 may be in a step, an evaluation or a checkpoint: a newcomer gives it so many seconds more
@@ -50,13 +52,14 @@ class Lobby:
         # The highest ticket so far, and those whose holders have said nothing of themselves yet.
         self._known, self._expected = 0, set[int]()
         self._guests: dict[int, _Guest] = {}
-        self._pulse = 0
+        self._pulse, self._pulsed = 0, -_PULSE
         self._gone: list[str] = []
 
     def present(self) -> list[int]:
         """Returns the tickets of all that wait and are alive, first come first."""
         now = time.monotonic()
-        tickets = self._store.add("tickets", 0)
+        # A store in a file grows with every write, so nothing is written while nobody waits.
+        tickets = int(self._store.get("tickets")) if self._store.check(["tickets"]) else 0
         self._expected |= set(range(self._known + 1, tickets + 1))
         self._known = tickets
         for ticket in sorted(self._expected):
@@ -70,8 +73,8 @@ class Lobby:
             elif now - guest.seen > _GONE:
                 del self._guests[ticket]
                 self._gone.append(guest.text)
-        if self._guests:
-            self._pulse += 1
+        if self._guests and now - self._pulsed > _PULSE:
+            self._pulse, self._pulsed = self._pulse + 1, now
             self._store.set("pulse", str(self._pulse))
         return sorted(self._guests)
 

@@ -1,0 +1,105 @@
+"""Newcomers that wait, are called, are told to go, or vanish."""
+
+from __future__ import annotations
+
+import threading
+import time
+from datetime import timedelta
+
+import pytest
+import torch.distributed as dist
+
+from dynmo.errors import RankDied, WaitTimeout
+from dynmo.runtime.comm import lobby
+from dynmo.runtime.comm.lobby import Lobby, Newcomer, read_all, tell_all
+from tests.processes import wait_until
+
+
+@pytest.fixture
+def home() -> dist.Store:
+    store = dist.HashStore()
+    store.set_timeout(timedelta(seconds=5))
+    return store
+
+
+class Waiting:
+    """A newcomer in a thread."""
+
+    def __init__(self, home: dist.Store, text: str) -> None:
+        self.heard: list[str | None] = []
+        self.told_to_go = False
+        self._newcomer = Newcomer(home, text, 5)
+        self.thread = threading.Thread(target=self._wait)
+        self.thread.start()
+
+    def _wait(self) -> None:
+        self.heard.append(self._newcomer.wait(lambda: self.told_to_go))
+
+    def end(self) -> str | None:
+        self.thread.join(5)
+        (heard,) = self.heard
+        return heard
+
+
+def present(desk: Lobby, count: int) -> list[int]:
+    wait_until(lambda: len(desk.present()) == count, 5)
+    return desk.present()
+
+
+def test_first_come_first_called(home: dist.Store) -> None:
+    desk = Lobby(home)
+    assert desk.present() == []
+    first = Waiting(home, "a")
+    tickets = present(desk, 1)
+    second = Waiting(home, "b")
+    tickets = present(desk, 2)
+    assert [desk.text(ticket) for ticket in tickets] == ["a", "b"]
+    desk.summon(tickets[:1], ["rank 2 of 3"])
+    assert first.end() == "rank 2 of 3"
+    assert desk.present() == tickets[1:]
+    desk.close()
+    assert second.end() is None, "the run is over"
+
+
+def test_a_newcomer_that_is_told_to_go(home: dist.Store) -> None:
+    waiting = Waiting(home, "a")
+    present(Lobby(home), 1)
+    waiting.told_to_go = True
+    assert waiting.end() is None
+
+
+def test_a_newcomer_that_vanishes(home: dist.Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lobby, "_GONE", 0.2)
+    desk, waiting = Lobby(home), Waiting(home, "a")
+    present(desk, 1)
+    waiting.told_to_go = True
+    waiting.end()
+    wait_until(lambda: desk.present() == [], 5)
+    assert desk.take_gone() == ["a"]
+    assert desk.take_gone() == []
+
+
+def test_rank_0_gives_no_sign_of_life(home: dist.Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lobby, "_GRACE", 0.0)
+    monkeypatch.setattr(lobby, "_BEAT", 0.05)
+    start = time.monotonic()
+    with pytest.raises(WaitTimeout, match=r"b:7 waited 0\.3 s for rank 0"):
+        Newcomer(home, "a", 0.3, "b:7").wait()
+    assert time.monotonic() - start < 3
+
+
+def test_a_store_that_is_gone() -> None:
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    client = dist.TCPStore("127.0.0.1", server.port, is_master=False, wait_for_workers=False)
+    newcomer = Newcomer(client, "a", 5)
+    del server
+    with pytest.raises(RankDied, match="lost the store of rank 0 while waiting to join"):
+        newcomer.wait()
+
+
+def test_what_ranks_tell_each_other(home: dist.Store) -> None:
+    for rank in range(3):
+        tell_all(home, "member", rank, f"host {rank}")
+    assert read_all(home, "member", 3, 1) == ["host 0", "host 1", "host 2"]
+    with pytest.raises(WaitTimeout, match=r"ranks \[3\]"):
+        read_all(home, "member", 4, 0.1)

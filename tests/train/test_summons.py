@@ -1,0 +1,41 @@
+"""What a newcomer is told."""
+
+import json
+import math
+
+import pytest
+
+from dynmo.cost.layer_cost import LayerCost
+from dynmo.errors import RunError
+from dynmo.train.summons import Summons, cost_records, summons_from
+
+COSTS = (LayerCost(0.1 + 0.2, 1 / 3, 5e-324, parameters=7),)
+SUMMONS = Summons(
+    rank=2,
+    size=3,
+    generation=1,
+    step=5,
+    shape=(3, 1),
+    layers=(2, 2, 2),
+    shape_before=(2, 1),
+    layers_before=(3, 3),
+    names=("a", "b"),
+    state={"loss": math.nan, "frozen": [0]},
+    costs=cost_records(COSTS),
+    reference=1 / 3,
+    micro_batch=2,
+    experts=((1, ((0,), (0, 1))),),
+)
+
+
+def test_floats_are_exact():
+    read = summons_from(SUMMONS.to_text())
+    assert read.known_costs == COSTS
+    assert math.isnan(read.state["loss"])
+    assert read.model_copy(update={"state": {}}) == SUMMONS.model_copy(update={"state": {}})
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", json.dumps({**json.loads(SUMMONS.to_text()), "more": 1})])
+def test_what_is_no_summons(text):
+    with pytest.raises(RunError, match="a summons that cannot be read"):
+        summons_from(text)
