@@ -140,6 +140,14 @@ def test_a_mesh_that_comes_and_goes_trains_the_same(on: Ranks, alone: str, tmp_p
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("park", [True, False])
+def test_ranks_that_leave_and_come_back_train_the_same(on: Ranks, alone: str, tmp_path: Path, park: bool) -> None:
+    """The process groups are made anew, with fewer ranks and then with as many as before."""
+    elastic = {"reshape_at": [[2, on.size // 2, 1], [5, on.size, 1]], "park": park}
+    assert digest(tmp_path, "zb-h1", on, on.size, 1, elastic=elastic) == alone
+
+
+@pytest.mark.gpu
 def test_a_rank_that_hangs(on: Ranks, tmp_path: Path) -> None:
     """A rank that waits names the rank that it waits for, and all ranks end."""
     train = CONFIG["train"] | {"steps": 100_000}
