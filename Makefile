@@ -8,13 +8,6 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
 
-# What users read: the files that define the names of `import dynmo`. Their lines have at most 100 columns.
-PUBLIC := dynmo/__init__.py dynmo/errors.py dynmo/balance/partition.py \
-    dynmo/config/sections.py dynmo/cost/layer_cost.py dynmo/dynamism/case.py \
-    dynmo/models/model.py dynmo/models/sequential.py dynmo/pipeline/optimizers.py \
-    dynmo/pipeline/pipeline.py dynmo/pipeline/start.py dynmo/runtime/comm/world.py \
-    dynmo/runtime/engine/step_reduction.py
-
 .PHONY: demo test matrix gpu check format clean
 
 # The inner loops of the planner and of sparse layers are compiled once and kept: at set-up, so that no first run waits for it.
@@ -43,14 +36,11 @@ gpu:
 
 check: $(READY)
 	$(BIN)/ruff format --check .
-	$(BIN)/ruff format --check --line-length 100 $(PUBLIC)
 	$(BIN)/ruff check .
-	$(BIN)/ruff check --quiet --select E501 --line-length 100 $(PUBLIC)
 	$(BIN)/pyright
 
 format: $(READY)
 	$(BIN)/ruff format .
-	$(BIN)/ruff format --line-length 100 $(PUBLIC)
 	$(BIN)/ruff check --fix .
 
 clean:

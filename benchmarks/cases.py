@@ -56,7 +56,15 @@ from typing import Any
 from rich.console import Console
 from rich.progress import track
 
-from benchmarks.cases_race import CASES, MICROBATCHES, RANKS, SCHEDULE, TECHNIQUE, phases, section_of
+from benchmarks.cases_race import (
+    CASES,
+    MICROBATCHES,
+    RANKS,
+    SCHEDULE,
+    TECHNIQUE,
+    phases,
+    section_of,
+)
 from benchmarks.cost_traces import best, timeline
 from benchmarks.harness import machine, run_ranks
 from benchmarks.published import PUBLISHED
@@ -76,7 +84,12 @@ def middle_costs(accounts: Sequence[dict[str, Any]]) -> list[tuple[LayerCost, ..
     medians: list[tuple[LayerCost, ...]] = []
     for phase in zip(*(x["costs"] for x in accounts), strict=True):
         layers = zip(*phase, strict=True)
-        medians.append(tuple(LayerCost(*(median(figure) for figure in zip(*layer, strict=True))) for layer in layers))
+        medians.append(
+            tuple(
+                LayerCost(*(median(figure) for figure in zip(*layer, strict=True)))
+                for layer in layers
+            )
+        )
     return medians
 
 
@@ -86,7 +99,9 @@ def work(account: dict[str, Any]) -> float:
 
 
 def simulated(
-    spans: Sequence[tuple[int, int]], costs: Sequence[tuple[LayerCost, ...]], partitions: Sequence[Sequence[int]]
+    spans: Sequence[tuple[int, int]],
+    costs: Sequence[tuple[LayerCost, ...]],
+    partitions: Sequence[Sequence[int]],
 ) -> dict[str, Any]:
     """Seconds of each phase: placed uniformly, at its best, and as it was (`placed`, layer counts
     at each step)."""
@@ -98,7 +113,9 @@ def simulated(
             return timeline(layers, partition, MICROBATCHES, SCHEDULE).makespan
 
         out["uniform"].append((stop - start) * seconds(even))
-        out["best"].append((stop - start) * seconds(best(layers, even.ranks, MICROBATCHES, even, SCHEDULE)))
+        out["best"].append(
+            (stop - start) * seconds(best(layers, even.ranks, MICROBATCHES, even, SCHEDULE))
+        )
         as_placed = [Partition(tuple(counts)) for counts in partitions[start:stop]]
         known = {partition: seconds(partition) for partition in set(as_placed)}
         out["as_placed"].append(math.fsum(known[partition] for partition in as_placed))
@@ -118,21 +135,38 @@ def summarize(case: str, rounds: Sequence[dict[str, Any]]) -> dict[str, Any]:
     late = {name: median(median(r[name]["seconds"][last]) for r in rounds) for name in names}
     over = {
         name: {
-            "run": median(math.fsum(r[name]["seconds"]) / math.fsum(r["dynmo"]["seconds"]) for r in rounds),
-            "last_phase": median(median(r[name]["seconds"][last]) / median(r["dynmo"]["seconds"][last]) for r in rounds),
+            "run": median(
+                math.fsum(r[name]["seconds"]) / math.fsum(r["dynmo"]["seconds"]) for r in rounds
+            ),
+            "last_phase": median(
+                median(r[name]["seconds"][last]) / median(r["dynmo"]["seconds"][last])
+                for r in rounds
+            ),
         }
         for name in names
         if name != "dynmo"
     }
-    program = {name: median(median(r[name]["program"][last]) for r in rounds) for name in ("uniform", "dynmo")}
+    program = {
+        name: median(median(r[name]["program"][last]) for r in rounds)
+        for name in ("uniform", "dynmo")
+    }
     costs = middle_costs([r[name] for r in rounds for name in ("uniform", "dynmo")])
     model = simulated(spans, costs, first["dynmo"]["layers"])
-    ideal = {"run": sum(model["uniform"]) / sum(model["best"]), "last_phase": model["uniform"][-1] / model["best"][-1]}
+    ideal = {
+        "run": sum(model["uniform"]) / sum(model["best"]),
+        "last_phase": model["uniform"][-1] / model["best"][-1],
+    }
     length = spans[-1][1] - spans[-1][0]
     at_the_end = {
-        name: timeline(costs[-1], Partition(tuple(first[name]["layers"][-1])), MICROBATCHES, SCHEDULE) for name in ("uniform", "dynmo")
+        name: timeline(
+            costs[-1], Partition(tuple(first[name]["layers"][-1])), MICROBATCHES, SCHEDULE
+        )
+        for name in ("uniform", "dynmo")
     }
-    overhead = {key: median(r["dynmo"]["overhead"][key] for r in rounds) for key in ("measure", "decide", "move")}
+    overhead = {
+        key: median(r["dynmo"]["overhead"][key] for r in rounds)
+        for key in ("measure", "decide", "move")
+    }
     return {
         "case": case,
         "steps": steps,
@@ -150,7 +184,9 @@ def summarize(case: str, rounds: Sequence[dict[str, Any]]) -> dict[str, Any]:
             {
                 "steps": [start, stop],
                 "speedup": median(
-                    math.fsum(r["uniform"]["seconds"][start:stop]) / math.fsum(r["dynmo"]["seconds"][start:stop]) for r in rounds
+                    math.fsum(r["uniform"]["seconds"][start:stop])
+                    / math.fsum(r["dynmo"]["seconds"][start:stop])
+                    for r in rounds
                 ),
                 "ideal": even / known_at_once,
                 "ideal_as_placed": even / as_placed,
@@ -174,19 +210,29 @@ def summarize(case: str, rounds: Sequence[dict[str, Any]]) -> dict[str, Any]:
         # What the ops took, over what the layers' costs say: these are medians, which know nothing
         # of an op that was held up.
         "ops_over_costs": {
-            name: median(median(r[name]["ops"][last]) / (MICROBATCHES * work(r[name])) for r in rounds) for name in ("uniform", "dynmo")
+            name: median(
+                median(r[name]["ops"][last]) / (MICROBATCHES * work(r[name])) for r in rounds
+            )
+            for name in ("uniform", "dynmo")
         },
         "same_work_takes": median(work(r["dynmo"]) / work(r["uniform"]) for r in rounds),
-        "idle_ratio": {name: median(median(r[name]["idle"][last]) for r in rounds) for name in ("uniform", "dynmo")},
+        "idle_ratio": {
+            name: median(median(r[name]["idle"][last]) for r in rounds)
+            for name in ("uniform", "dynmo")
+        },
         "simulated_idle_ratio": {name: timing.idle_ratio for name, timing in at_the_end.items()},
-        "simulated_bubble_ratio": {name: timing.bubble_ratio for name, timing in at_the_end.items()},
+        "simulated_bubble_ratio": {
+            name: timing.bubble_ratio for name, timing in at_the_end.items()
+        },
         "overhead": overhead | {"share_of_run": sum(overhead.values()) / whole["dynmo"]},
         "layers": {name: first[name]["layers"][-1] for name in names},
         "tokens": first["dynmo"]["tokens"],
         "moves": [r["dynmo"]["moves"] for r in rounds],
         "same_weights": all(len({r[name]["digest"] for r in rounds}) == 1 for name in names)
         and len({first[name]["digest"] for name in TECHNIQUE if name in first}) == 1,
-        "costs": [[[getattr(x, f.name) for f in fields(x)[:3]] for x in layers] for layers in costs],
+        "costs": [
+            [[getattr(x, f.name) for f in fields(x)[:3]] for x in layers] for layers in costs
+        ],
     }
 
 
@@ -232,31 +278,63 @@ def published_table(rows: Sequence[dict[str, Any]]) -> str:
         published = PUBLISHED[section_of(row["case"])]
         side = "dense" if published.over_dense else best_static(row)
         ours = both(row["speedup_over"][side], "{:.2f}")
-        lines.append([row["case"].replace("_", " "), ours, side, published.speedup, published.baseline, published.setup])
+        lines.append(
+            [
+                row["case"].replace("_", " "),
+                ours,
+                side,
+                published.speedup,
+                published.baseline,
+                published.setup,
+            ]
+        )
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 
 
 def best_static(row: dict[str, Any]) -> str:
     """The faster of the sides with the technique whose layers never move."""
     speedups = row["speedup_over"]
-    return min((name for name in ("uniform", "parameters") if name in speedups), key=lambda name: speedups[name]["run"])
+    return min(
+        (name for name in ("uniform", "parameters") if name in speedups),
+        key=lambda name: speedups[name]["run"],
+    )
 
 
 def both(values: dict[str, float | None], form: str) -> str:
-    return " / ".join("-" if values[key] is None else form.format(values[key]) for key in ("run", "last_phase"))
+    return " / ".join(
+        "-" if values[key] is None else form.format(values[key]) for key in ("run", "last_phase")
+    )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
-    parser.add_argument("--read", type=Path, metavar="FILE", help="figures of an earlier --json, instead of measuring")
-    parser.add_argument("--case", choices=CASES, action="append", help="this case alone; may be given several times (default all)")
-    parser.add_argument("--pairs", type=int, default=3, help="rounds, each a whole run of every side (default 3)")
+    parser.add_argument(
+        "--read",
+        type=Path,
+        metavar="FILE",
+        help="figures of an earlier --json, instead of measuring",
+    )
+    parser.add_argument(
+        "--case",
+        choices=CASES,
+        action="append",
+        help="this case alone; may be given several times (default all)",
+    )
+    parser.add_argument(
+        "--pairs", type=int, default=3, help="rounds, each a whole run of every side (default 3)"
+    )
     parser.add_argument("--steps", type=int, default=80, help="of a run, 20 or more (default 80)")
-    parser.add_argument("--quick", action="store_true", help="one round of 40 steps: to see that it works")
+    parser.add_argument(
+        "--quick", action="store_true", help="one round of 40 steps: to see that it works"
+    )
     options = parser.parse_args()
     if options.steps < 20:
-        parser.error("--steps: the techniques need 20 steps to act and be answered; give 20 or more")
+        parser.error(
+            "--steps: the techniques need 20 steps to act and be answered; give 20 or more"
+        )
     if options.read:
         result = json.loads(options.read.read_text())
     else:
@@ -264,10 +342,21 @@ def main() -> None:
         rows: list[dict[str, Any]] = []
         # All cases take long: what is known is told as it comes.
         for case in track(options.case or CASES, "cases", console=Console(stderr=True)):
-            rows.append(summarize(case, run_ranks("benchmarks.cases_race:race", RANKS, case=case, steps=steps, rounds=rounds)))
+            rows.append(
+                summarize(
+                    case,
+                    run_ranks(
+                        "benchmarks.cases_race:race", RANKS, case=case, steps=steps, rounds=rounds
+                    ),
+                )
+            )
             print(table(rows[-1:]).splitlines()[-1], file=sys.stderr)
         result = {"rows": rows, "machine": machine()}
-    print(json.dumps(result) if options.json else f"{table(result['rows'])}\n\n{published_table(result['rows'])}")
+    print(
+        json.dumps(result)
+        if options.json
+        else f"{table(result['rows'])}\n\n{published_table(result['rows'])}"
+    )
 
 
 if __name__ == "__main__":

@@ -29,7 +29,16 @@ from dynmo.train.trainer import Trainer
 
 RANKS, MICROBATCHES = 2, 16
 SCHEDULE = "zb-h2"  # its slack keeps an op that is held up from holding up the other rank
-CASES = ("freezing", "autofreeze", "egeria", "pruning", "sparse_attention", "early_exit", "mixture_of_depths", "moe")
+CASES = (
+    "freezing",
+    "autofreeze",
+    "egeria",
+    "pruning",
+    "sparse_attention",
+    "early_exit",
+    "mixture_of_depths",
+    "moe",
+)
 # Several cases have one section of the configuration.
 _SECTIONS = {"autofreeze": "freezing", "egeria": "freezing"}
 # A model of so few steps is unsure of most tokens. The default of 0.9 would let none exit.
@@ -60,7 +69,12 @@ def settings(case: str, steps: int, sizes: dict[str, Any] | None = None) -> dict
     tenth, half = steps // 10, steps // 2
     options = {
         "freezing": {"schedule": [[tenth, most // 2], [4 * tenth, most]]},
-        "autofreeze": {"policy": "autofreeze", "every": max(1, steps // 20), "unit": "block", "max_layers": most},
+        "autofreeze": {
+            "policy": "autofreeze",
+            "every": max(1, steps // 20),
+            "unit": "block",
+            "max_layers": most,
+        },
         "egeria": {
             "policy": "egeria",
             "every": 1,
@@ -83,7 +97,12 @@ def settings(case: str, steps: int, sizes: dict[str, Any] | None = None) -> dict
     section = section_of(case)
     return {
         "model": model,
-        "train": {"steps": steps, "global_batch": MICROBATCHES, "micro_batch": 1, "decay": "constant"},
+        "train": {
+            "steps": steps,
+            "global_batch": MICROBATCHES,
+            "micro_batch": 1,
+            "decay": "constant",
+        },
         "parallel": {"pipeline": RANKS},
         "pipeline": {"schedule": SCHEDULE},
         "balance": {"balancer": "none"},
@@ -98,7 +117,9 @@ def sides(case: str, steps: int, sizes: dict[str, Any] | None = None) -> dict[st
     configs = {"uniform": base}
     by_parameters = placed_by_parameters(model)
     if by_parameters != uniform(model.layers, RANKS):
-        configs["parameters"] = base | {"balance": {"balancer": "none", "initial": list(by_parameters.counts)}}
+        configs["parameters"] = base | {
+            "balance": {"balancer": "none", "initial": list(by_parameters.counts)}
+        }
     plain = {key: value for key, value in base["model"].items() if key not in _EXPERTS}
     configs["dense"] = base | {"dynamism": dense(case, base["dynamism"], steps), "model": plain}
     if case == "pruning":
@@ -146,22 +167,30 @@ def model_of(case: str, config: Config) -> Model:
 
 
 def placed_by_parameters(model: Model) -> Partition:
-    weights = [float(sum(p.numel() for p in layer.parameters())) for layer in model.build(frozenset())]
+    weights = [
+        float(sum(p.numel() for p in layer.parameters())) for layer in model.build(frozenset())
+    ]
     return Partition.from_bounds(deepspeed_balanced(weights, RANKS))
 
 
-def race(world: World, case: str, steps: int, rounds: int, sizes: dict[str, Any] | None = None) -> list[dict[str, Any]]:
+def race(
+    world: World, case: str, steps: int, rounds: int, sizes: dict[str, Any] | None = None
+) -> list[dict[str, Any]]:
     """Runs on each rank: every side trains `steps` steps, a step of each in turn; so many times.
     Per round and side: what happened."""
     out: list[dict[str, Any]] = []
-    best((LayerCost(1.0, 1.0, 1.0),) * 2 * RANKS, RANKS, MICROBATCHES, schedule=SCHEDULE)  # loads the planner
+    best(
+        (LayerCost(1.0, 1.0, 1.0),) * 2 * RANKS, RANKS, MICROBATCHES, schedule=SCHEDULE
+    )  # loads the planner
     for _ in range(rounds):
         trainers: dict[str, Trainer] = {}
         events: dict[str, list[Event]] = {}
         for name, given in sides(case, steps, sizes).items():
             config = parse(given)
             events[name] = []
-            trainers[name] = Trainer(config, world, model_of(case, config), None, listen=events[name].append)
+            trainers[name] = Trainer(
+                config, world, model_of(case, config), None, listen=events[name].append
+            )
         names = list(trainers)
         seconds: dict[str, list[float]] = {name: [] for name in names}
         noted_steps = {name: noted(trainers[name].pipeline) for name in names}
@@ -174,13 +203,19 @@ def race(world: World, case: str, steps: int, rounds: int, sizes: dict[str, Any]
                 trainers[name].advance(step)
                 world.barrier("the step to end")
                 seconds[name].append(time.perf_counter() - start)
-                costs[name].append(trainers[name].pipeline.costs())  # for the ideal alone: nobody's time
+                costs[name].append(
+                    trainers[name].pipeline.costs()
+                )  # for the ideal alone: nobody's time
         for name, trainer in trainers.items():
             trainer.finish(steps, sum(seconds[name]))
             trainer.pipeline.on_workload_change(())  # closes its channels
-        slowest = torch.tensor([[program for program, _ in noted_steps[name]] for name in names], dtype=torch.float64)
+        slowest = torch.tensor(
+            [[program for program, _ in noted_steps[name]] for name in names], dtype=torch.float64
+        )
         world.largest(slowest, "what the programs took")
-        ops = torch.tensor([[ops for _, ops in noted_steps[name]] for name in names], dtype=torch.float64)
+        ops = torch.tensor(
+            [[ops for _, ops in noted_steps[name]] for name in names], dtype=torch.float64
+        )
         world.sum(ops, "what the ops took")
         if world.rank == 0:
             out.append(
@@ -224,7 +259,12 @@ def drifts(case: str, steps: int) -> tuple[int, ...]:
     return (2 * tenth, 4 * tenth) if case == "early_exit" else ()
 
 
-def account(seconds: list[float], costs: list[tuple[LayerCost, ...]], events: Sequence[Event], drifts: Sequence[int]) -> dict[str, Any]:
+def account(
+    seconds: list[float],
+    costs: list[tuple[LayerCost, ...]],
+    events: Sequence[Event],
+    drifts: Sequence[int],
+) -> dict[str, Any]:
     """Describes one side of one round as plain JSON.
 
     Args:
@@ -243,16 +283,31 @@ def account(seconds: list[float], costs: list[tuple[LayerCost, ...]], events: Se
         "seconds": seconds,
         "changes": changes,
         "what": [e.what for e in events if isinstance(e, ChangeEvent)],
-        "costs": [[[x.f, x.b, x.w] for x in costs[stop - 1]] for _, stop in phases(changes, len(seconds))],
-        "tokens": [{"step": e.step, "layers": list(e.layers), **e.shares} for e in events if isinstance(e, TokensEvent)],
+        "costs": [
+            [[x.f, x.b, x.w] for x in costs[stop - 1]] for _, stop in phases(changes, len(seconds))
+        ],
+        "tokens": [
+            {"step": e.step, "layers": list(e.layers), **e.shares}
+            for e in events
+            if isinstance(e, TokensEvent)
+        ],
         "layers": [list(e.layers) for e in steps],
         "idle": [e.idle_ratio for e in steps],
         "moves": [
-            {"step": e.step, "to": list(e.target), "bytes": e.moved_bytes, "seconds": e.seconds - e.decide_seconds}
+            {
+                "step": e.step,
+                "to": list(e.target),
+                "bytes": e.moved_bytes,
+                "seconds": e.seconds - e.decide_seconds,
+            }
             for e in events
             if isinstance(e, RebalanceEvent)
         ],
-        "overhead": {"measure": end.measure_seconds, "decide": end.decide_seconds, "move": end.move_seconds},
+        "overhead": {
+            "measure": end.measure_seconds,
+            "decide": end.decide_seconds,
+            "move": end.move_seconds,
+        },
         "digest": end.weights_digest,
         "loss": end.loss,
     }

@@ -22,14 +22,21 @@ from dynmo.schedule.bounds import Objective
 from dynmo.schedule.simulator import Timeline, simulate
 
 TRACES = Path(__file__).parent / "data" / "traces"
-CASES = (("freezing", 2048), ("pruning", 2048), ("sparse_attention", 2048), ("sparse_attention", 32768))
+CASES = (
+    ("freezing", 2048),
+    ("pruning", 2048),
+    ("sparse_attention", 2048),
+    ("sparse_attention", 32768),
+)
 HIDDEN = 1024
 
 Layers = tuple[LayerCost, ...]
 
 
 def name_of(case: str, sequence: int) -> str:
-    return case.replace("_", " ") + (f", {sequence // 1024}k tokens" if case == "sparse_attention" else "")
+    return case.replace("_", " ") + (
+        f", {sequence // 1024}k tokens" if case == "sparse_attention" else ""
+    )
 
 
 # -- the traces ------------------------------------------------------------------------------------
@@ -39,7 +46,9 @@ def name_of(case: str, sequence: int) -> str:
 def trace(case: str, blocks: int, sequence: int) -> tuple[Layers, ...]:
     """Every moment's halves. parameters: those that train and are not pruned."""
     data = json.loads((TRACES / f"{case}-{blocks}-{sequence}.json").read_text())
-    densities = pruned(blocks, sequence, data["seed"], len(data["f"])) if case == "pruning" else None
+    densities = (
+        pruned(blocks, sequence, data["seed"], len(data["f"])) if case == "pruning" else None
+    )
     moments: list[Layers] = []
     for moment, rows in enumerate(zip(data["f"], data["b"], data["w"], strict=True)):
         layers: list[LayerCost] = []
@@ -63,7 +72,10 @@ def pruned(blocks: int, sequence: int, seed: int, moments: int) -> list[list[flo
         low, high = 0.0, 50.0
         for _ in range(80):
             cut = (low + high) / 2
-            gone = sum(share * math.erf(cut / scale / math.sqrt(2)) for share, scale in zip(shares, scales, strict=True))
+            gone = sum(
+                share * math.erf(cut / scale / math.sqrt(2))
+                for share, scale in zip(shares, scales, strict=True)
+            )
             low, high = (cut, high) if gone < wanted else (low, cut)
         out.append([1 - math.erf(low / scale / math.sqrt(2)) for scale in scales])
     return out
@@ -75,13 +87,18 @@ def dense(blocks: int, sequence: int) -> Layers:
     linear, attention = 24 * HIDDEN**2, 2 * sequence * HIDDEN
     unit = linear + attention
     first, second, a = linear / 3 / unit, 2 * linear / 3 / unit, attention / unit
-    pair = LayerCost(first + a, first + 2 * a, first, 4 * HIDDEN**2), LayerCost(second, second, second, 8 * HIDDEN**2)
+    pair = (
+        LayerCost(first + a, first + 2 * a, first, 4 * HIDDEN**2),
+        LayerCost(second, second, second, 8 * HIDDEN**2),
+    )
     return pair * blocks
 
 
 def in_blocks(layers: Sequence[LayerCost]) -> Layers:
     pairs = zip(layers[::2], layers[1::2], strict=True)
-    return tuple(LayerCost(a.f + b.f, a.b + b.b, a.w + b.w, a.parameters + b.parameters) for a, b in pairs)
+    return tuple(
+        LayerCost(a.f + b.f, a.b + b.b, a.w + b.w, a.parameters + b.parameters) for a, b in pairs
+    )
 
 
 def condensed(moments: Sequence[Layers], middle: Callable[[list[float]], float]) -> Layers:
@@ -106,7 +123,9 @@ def in_halves(placement: Partition) -> Partition:
 # -- placements ------------------------------------------------------------------------------------
 
 
-def timeline(layers: Layers, placement: Partition, microbatches: int, schedule: str = "zb-h1") -> Timeline:
+def timeline(
+    layers: Layers, placement: Partition, microbatches: int, schedule: str = "zb-h1"
+) -> Timeline:
     costs = pipeline_costs(layers, placement)
     return simulate(by_name(schedule, microbatches)(costs), costs)
 
@@ -117,11 +136,20 @@ def perfect(layers: Layers, ranks: int, microbatches: int) -> Timeline:
     return simulate(by_name("zb-h1", microbatches)(costs), costs)
 
 
-def best(layers: Layers, ranks: int, microbatches: int, current: Partition | None = None, schedule: str = "zb-h1") -> Partition:
+def best(
+    layers: Layers,
+    ranks: int,
+    microbatches: int,
+    current: Partition | None = None,
+    schedule: str = "zb-h1",
+) -> Partition:
     make = by_name(schedule, microbatches)
     return search(layers, ranks, make=make, objective=Objective.MAKESPAN, current=current).partition
 
 
 def bottleneck(layers: Layers, placement: Partition) -> float:
     """The busiest rank's time for one microbatch."""
-    return max(math.fsum(layers[i].seconds for i in placement.range_of(rank)) for rank in range(placement.ranks))
+    return max(
+        math.fsum(layers[i].seconds for i in placement.range_of(rank))
+        for rank in range(placement.ranks)
+    )

@@ -102,9 +102,13 @@ def train(config: dict[str, Any]) -> list[dict[str, Any]]:
         (folder / "run.toml").write_text(tomli_w.dumps({"name": "run", **config}))
         command = [sys.executable, "-m", "dynmo", "train", "run.toml"]
         env = {**os.environ, "PYTHONPATH": str(ROOT)}  # for the case below
-        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300, env=env)
+        done = subprocess.run(
+            command, cwd=folder, capture_output=True, text=True, timeout=300, env=env
+        )
         if done.returncode:
-            raise RunError(f"dynmo train ended with status {done.returncode}: {done.stderr[-1000:]}")
+            raise RunError(
+                f"dynmo train ended with status {done.returncode}: {done.stderr[-1000:]}"
+            )
         lines = (folder / "runs/run/events.jsonl").read_text().splitlines()
         return [json.loads(line) for line in lines]
 
@@ -176,7 +180,9 @@ def automatic() -> dict[str, Any]:
     changes = [e for e in events if e["event"] in ("repack", "grow")]
     measured = {e["id"]: e["measured_gain"] for e in events if e["event"] == "rebalance_result"}
     used = {name: gpu_seconds(each) for name, each in sides.items()}
-    steps = {name: [e["seconds"] for e in each if e["event"] == "step"] for name, each in sides.items()}
+    steps = {
+        name: [e["seconds"] for e in each if e["event"] == "step"] for name, each in sides.items()
+    }
     fewest = min((e["ranks_after"] for e in changes), default=RANKS)
     return {
         "changes": [change(e, measured.get(e["id"])) for e in changes],
@@ -186,7 +192,8 @@ def automatic() -> dict[str, Any]:
         "saved_over_static": 1 - used["repacked"] / used["static"],
         "limit": (THAWED - FROZEN) / AUTO_STEPS * (1 - fewest / RANKS),
         "saved_over_balanced": 1 - used["repacked"] / used["balanced"],
-        "kept": median(steps["repacked"][1:FROZEN]) / median(steps["repacked"][FROZEN + 5 : THAWED]),
+        "kept": median(steps["repacked"][1:FROZEN])
+        / median(steps["repacked"][FROZEN + 5 : THAWED]),
         "same": len({last(each, "end")["weights_digest"] for each in sides.values()}) == 1,
     }
 
@@ -228,7 +235,9 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
 def table(rows: list[dict[str, Any]]) -> str:
     """In Markdown, as docs/how-to/fewer-ranks.md shows it."""
-    lines = [["run", "pause 4 to 2", "pause 2 to 4", "wait for new processes", "moved", "same weights"]]
+    lines = [
+        ["run", "pause 4 to 2", "pause 2 to 4", "wait for new processes", "moved", "same weights"]
+    ]
     lines.append(["---", *["---:"] * (len(lines[0]) - 1)])
     for x in rows:
         moved = f"{x['moved_down'] / 2**20:.1f} + {x['moved_up'] / 2**20:.1f} MiB"

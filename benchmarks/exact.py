@@ -45,7 +45,9 @@ def published_cases() -> Iterator[Case]:
     rows = [row for row in json.loads(TABLE_5.read_text())["rows"] if row["microbatches"] == 24]
 
     def of(row: dict[str, Any], p: int) -> Costs:
-        return uniform_costs(p, row["t_f_ms"], row["t_b_ms"], row["t_w_ms"], row["t_comm_ms"], row["w_memory_share"])
+        return uniform_costs(
+            p, row["t_f_ms"], row["t_b_ms"], row["t_w_ms"], row["t_comm_ms"], row["w_memory_share"]
+        )
 
     for p, m, k in ((3, 4, 1), (4, 6, 1), (4, 8, 2)):
         yield Case(f"F = B = W  p {p} m {m} memory {k}p", uniform_costs(p, 1, 1, 1), m, [k * p] * p)
@@ -62,11 +64,23 @@ def uneven_cases(count: int) -> Iterator[Case]:
         random = Random(seed)
         p = random.randint(3, 8)
         m = random.randint(2, 2 * p)
-        times = ((random.randint(400, 1600), random.randint(400, 1600), random.randint(100, 1000)) for _ in range(p))
-        costs = Costs(tuple(StageCost(*three) for three in times), tuple(random.randint(0, 100) for _ in range(p - 1)))
+        times = (
+            (random.randint(400, 1600), random.randint(400, 1600), random.randint(100, 1000))
+            for _ in range(p)
+        )
+        costs = Costs(
+            tuple(StageCost(*three) for three in times),
+            tuple(random.randint(0, 100) for _ in range(p - 1)),
+        )
         caps = [random.randint(4, 4 * p) / 2 for _ in range(p)]
         frozen = random.choice([0, 0, 0, 1, p // 2])
-        yield Case(f"uneven {seed}  p {p} m {m}" + (f" frozen {frozen}" if frozen else ""), costs, m, caps, frozen)
+        yield Case(
+            f"uneven {seed}  p {p} m {m}" + (f" frozen {frozen}" if frozen else ""),
+            costs,
+            m,
+            caps,
+            frozen,
+        )
 
 
 def measure(case: Case, seconds: float) -> dict[str, Any]:
@@ -74,7 +88,9 @@ def measure(case: Case, seconds: float) -> dict[str, Any]:
     auto = automatic(case.costs, case.microbatches, **given)
     result = exact(case.costs, case.microbatches, **given, start=auto, seconds=seconds)
     heuristic, best = simulate(auto, case.costs).span, simulate(result.schedule, case.costs).span
-    bound = lower_bound(case.costs, case.microbatches, case.first_trainable, Objective.SPAN, case.caps)
+    bound = lower_bound(
+        case.costs, case.microbatches, case.first_trainable, Objective.SPAN, case.caps
+    )
     return {
         "case": case.name,
         "auto": heuristic,
@@ -108,21 +124,40 @@ def table(rows: list[dict[str, Any]]) -> Table:
         gain, room = (f"{abs(100 * row[name]):.2f}" for name in ("gain", "room"))
         proven = "yes" if row["proven"] else f"{row['proven_bound']:.6g}"
         output.add_row(
-            row["case"], f"{row['auto']:.6g}", f"{row['exact']:.6g}", gain, f"{row['bound']:.6g}", room, proven, f"{row['seconds']:.2f}"
+            row["case"],
+            f"{row['auto']:.6g}",
+            f"{row['exact']:.6g}",
+            gain,
+            f"{row['bound']:.6g}",
+            room,
+            proven,
+            f"{row['seconds']:.2f}",
         )
     return output
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
-    parser.add_argument("--seconds", type=float, default=30, help="the solver's limit for each case (default 30)")
-    parser.add_argument("--uneven", type=int, default=100, help="cases of uneven stages (default 100)")
+    parser.add_argument(
+        "--seconds", type=float, default=30, help="the solver's limit for each case (default 30)"
+    )
+    parser.add_argument(
+        "--uneven", type=int, default=100, help="cases of uneven stages (default 100)"
+    )
     options = parser.parse_args()
     published = [measure(case, options.seconds) for case in published_cases()]
     uneven = [measure(case, options.seconds) for case in uneven_cases(options.uneven)]
     shown = [row for row in uneven if row["gain"] > 1e-9 or not row["proven"]]
-    result = {"published": published, "uneven": shown, "uneven_summary": summary(uneven), "limit": options.seconds, "machine": machine()}
+    result = {
+        "published": published,
+        "uneven": shown,
+        "uneven_summary": summary(uneven),
+        "limit": options.seconds,
+        "machine": machine(),
+    }
     if options.json:
         print(json.dumps(result))
         return

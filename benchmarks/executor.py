@@ -67,7 +67,9 @@ def timed(world: World, pipeline: Engine, inputs: Tensor, targets: Tensor) -> Ca
 STEPS = 4  # in a run of ZB-2p, whose first fills the pipeline
 
 
-def without_barrier(world: World, pipeline: Engine, batch: Tensor, busy: list[float]) -> Callable[[], float]:
+def without_barrier(
+    world: World, pipeline: Engine, batch: Tensor, busy: list[float]
+) -> Callable[[], float]:
     """Steps that begin before the one before is final: seconds per step on the slowest rank. busy:
     takes the busiest rank's, of each."""
 
@@ -96,14 +98,31 @@ def emulated(world: World, microbatches: int, milliseconds: int, rounds: int) ->
         stages = world.size * chunks_of(name)
         times = [seconds / chunks_of(name)] * stages
         model = make_layers(times, times, times, MESSAGE_BYTES // 4)
-        pipelines[name] = Engine(world, model, uniform(stages, stages), schedule=name, microbatches=microbatches)
+        pipelines[name] = Engine(
+            world, model, uniform(stages, stages), schedule=name, microbatches=microbatches
+        )
         sides[f"dynmo {name}"] = timed(world, pipelines[name], batch, batch)
-    model = make_layers([seconds] * world.size, [seconds] * world.size, [seconds] * world.size, MESSAGE_BYTES // 4)
-    second = Engine(world, model, uniform(world.size, world.size), schedule="zb-auto", microbatches=microbatches, post_validation=True)
+    model = make_layers(
+        [seconds] * world.size, [seconds] * world.size, [seconds] * world.size, MESSAGE_BYTES // 4
+    )
+    second = Engine(
+        world,
+        model,
+        uniform(world.size, world.size),
+        schedule="zb-auto",
+        microbatches=microbatches,
+        post_validation=True,
+    )
     busy: list[float] = []
     without_barrier(world, second, batch, busy)()
     # Made for what the ops sleep, and for activations that half stay until W.
-    even = {"f": seconds, "b": seconds, "w": seconds, "activation_bytes": 1_000_000, "stash_bytes": 500_000}
+    even = {
+        "f": seconds,
+        "b": seconds,
+        "w": seconds,
+        "activation_bytes": 1_000_000,
+        "stash_bytes": 500_000,
+    }
     layers = tuple(replace(layer, **even) for layer in second.costs())
     second.actions.replan(layers)
     busy.clear()
@@ -112,7 +131,9 @@ def emulated(world: World, microbatches: int, milliseconds: int, rounds: int) ->
         peer = emulated_peer(name, microbatches, seconds, seconds, seconds, MESSAGE_BYTES)
         sides[f"torch {name}"] = peer.step
     measured = medians(alternate(sides, rounds, warmup=1))
-    link = median(link.seconds(MESSAGE_BYTES) for link in pipelines["zb-h1"].schedule_keeper.links.values())
+    link = median(
+        link.seconds(MESSAGE_BYTES) for link in pipelines["zb-h1"].schedule_keeper.links.values()
+    )
     predicted: dict[str, float] = {}
     for name in schedules:
         placement = placement_of(name, world.size)
@@ -152,13 +173,20 @@ def emulated(world: World, microbatches: int, milliseconds: int, rounds: int) ->
     }
 
 
-def gpt(microbatches: int, blocks: int, hidden: int, sequence: int, micro_batch: int) -> tuple[Model, Tensor, Tensor]:
+def gpt(
+    microbatches: int, blocks: int, hidden: int, sequence: int, micro_batch: int
+) -> tuple[Model, Tensor, Tensor]:
     """A GPT, and the inputs and targets of one step of it: [microbatches, micro_batch,
     sequence]."""
     batch = micro_batch * microbatches
     config = parse(
         {
-            "model": {"blocks": blocks, "hidden": hidden, "heads": hidden // 64, "sequence": sequence},
+            "model": {
+                "blocks": blocks,
+                "hidden": hidden,
+                "heads": hidden // 64,
+                "sequence": sequence,
+            },
             "train": {"global_batch": batch, "micro_batch": micro_batch},
         }
     )
@@ -171,9 +199,14 @@ def real(world: World, microbatches: int, rounds: int, hidden: int) -> dict[str,
     """Runs on each rank: the same GPT layers, cut the same way, under ours and each of torch's
     schedules."""
     model, inputs, targets = gpt(microbatches, blocks=6, hidden=hidden, sequence=128, micro_batch=2)
-    stages = {name: world.size * chunks_of(name) for name in ("1f1b", "zb-h1", "zb-h2", "zb-auto", "zb-v")}
+    stages = {
+        name: world.size * chunks_of(name) for name in ("1f1b", "zb-h1", "zb-h2", "zb-auto", "zb-v")
+    }
     pipelines = {
-        name: Engine(world, model, uniform(model.layers, count), schedule=name, microbatches=microbatches) for name, count in stages.items()
+        name: Engine(
+            world, model, uniform(model.layers, count), schedule=name, microbatches=microbatches
+        )
+        for name, count in stages.items()
     }
     # The same cut for all, by measured time.
     first = pipelines["zb-h1"]
@@ -192,10 +225,14 @@ def real(world: World, microbatches: int, rounds: int, hidden: int) -> dict[str,
     def build(stage: int, stages: int) -> nn.Module:
         counts = exact(weights, stages)
         own = counts.range_of(stage)
-        return nn.Sequential(*(layer for index, layer in enumerate(model.build(own)) if index in own))
+        return nn.Sequential(
+            *(layer for index, layer in enumerate(model.build(own)) if index in own)
+        )
 
     for name in PEERS:
-        sides[f"torch {name}"] = TorchPeer(name, microbatches, build, flat_inputs, flat_targets, next_token_loss).step
+        sides[f"torch {name}"] = TorchPeer(
+            name, microbatches, build, flat_inputs, flat_targets, next_token_loss
+        ).step
     measured = medians(alternate(sides, rounds, warmup=2))
     best = min(NAMED_PEERS, key=measured.__getitem__)
     others = min((name for name in measured if name.startswith("torch ")), key=measured.__getitem__)
@@ -206,7 +243,10 @@ def real(world: World, microbatches: int, rounds: int, hidden: int) -> dict[str,
         "hidden": hidden,
         "layers_per_rank": list(cuts["zb-h1"].counts),
         "measured": measured,
-        "predicted": {name: pipeline.predict(costs, cuts[name]).makespan for name, pipeline in pipelines.items()},
+        "predicted": {
+            name: pipeline.predict(costs, cuts[name]).makespan
+            for name, pipeline in pipelines.items()
+        },
         "best_peer": best,
         "best_own": own,
         "speedup": measured[best] / measured[own],
@@ -216,9 +256,22 @@ def real(world: World, microbatches: int, rounds: int, hidden: int) -> dict[str,
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
-    sleeping = run_ranks("benchmarks.executor:emulated", 8, microbatches=32, milliseconds=options.milliseconds, rounds=options.rounds)
+    sleeping = run_ranks(
+        "benchmarks.executor:emulated",
+        8,
+        microbatches=32,
+        milliseconds=options.milliseconds,
+        rounds=options.rounds,
+    )
     computing = {
-        str(m): run_ranks("benchmarks.executor:real", 2, microbatches=m, rounds=options.real_rounds, hidden=options.hidden) for m in (4, 8)
+        str(m): run_ranks(
+            "benchmarks.executor:real",
+            2,
+            microbatches=m,
+            rounds=options.real_rounds,
+            hidden=options.hidden,
+        )
+        for m in (4, 8)
     }
     return {
         "measured_over_predicted": sleeping["measured_over_predicted"],

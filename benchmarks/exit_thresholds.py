@@ -53,7 +53,10 @@ def limit(config: Config, shares: Sequence[float]) -> float:
 
 def measure(world: World, steps: int, hidden: int, sequence: int, rounds: int) -> dict[str, Any]:
     """Runs on the one rank: trains, then evaluates."""
-    case = {"cases": ["early_exit"], "early_exit": {"exits": list(EXITS), "threshold": 0.99, "start": steps - 1}}
+    case = {
+        "cases": ["early_exit"],
+        "early_exit": {"exits": list(EXITS), "threshold": 0.99, "start": steps - 1},
+    }
     config = config_of(steps, 0, case, 1, 8, hidden, {"blocks": BLOCKS, "sequence": sequence})
     trainer = Trainer(config, world, load_model(config), None)
     trainer.run()
@@ -79,39 +82,84 @@ def measure(world: World, steps: int, hidden: int, sequence: int, rounds: int) -
         tokens = batches * config.train.micro_batch * sequence
         return loss, time.perf_counter() - start, [gone[head] / tokens for head in heads]
 
-    turns = [{threshold: evaluate(threshold) for threshold in (None, *THRESHOLDS)} for _ in range(rounds + 1)][1:]
+    turns = [
+        {threshold: evaluate(threshold) for threshold in (None, *THRESHOLDS)}
+        for _ in range(rounds + 1)
+    ][1:]
     rows: list[dict[str, Any]] = []
     for threshold in THRESHOLDS:
         loss, _, shares = turns[0][threshold]
         speed = median(turn[None][1] / turn[threshold][1] for turn in turns)
-        rows.append({"threshold": threshold, "exited": shares, "loss": loss, "speedup": speed, "limit": limit(config, shares)})
-    return {"steps": steps, "hidden": hidden, "sequence": sequence, "loss_without_exits": turns[0][None][0], "rows": rows}
+        rows.append(
+            {
+                "threshold": threshold,
+                "exited": shares,
+                "loss": loss,
+                "speedup": speed,
+                "limit": limit(config, shares),
+            }
+        )
+    return {
+        "steps": steps,
+        "hidden": hidden,
+        "sequence": sequence,
+        "loss_without_exits": turns[0][None][0],
+        "rows": rows,
+    }
 
 
 def table(result: dict[str, Any]) -> str:
     """In Markdown, as docs/cases.md shows it."""
     head = ["threshold", "exited at each exit", "held-out loss", "evaluation", "limit"]
-    lines = [head, ["---:"] * len(head), ["no exits", "", f"{result['loss_without_exits']:.3f}", "x1.00", ""]]
+    lines = [
+        head,
+        ["---:"] * len(head),
+        ["no exits", "", f"{result['loss_without_exits']:.3f}", "x1.00", ""],
+    ]
     for row in result["rows"]:
         shares = ", ".join(f"{share:.0%}" for share in row["exited"])
-        lines.append([f"{row['threshold']}", shares, f"{row['loss']:.3f}", f"x{row['speedup']:.2f}", f"x{row['limit']:.2f}"])
+        lines.append(
+            [
+                f"{row['threshold']}",
+                shares,
+                f"{row['loss']:.3f}",
+                f"x{row['speedup']:.2f}",
+                f"x{row['limit']:.2f}",
+            ]
+        )
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
-    parser.add_argument("--read", type=Path, metavar="FILE", help="figures of an earlier --json, instead of measuring")
+    parser.add_argument(
+        "--read",
+        type=Path,
+        metavar="FILE",
+        help="figures of an earlier --json, instead of measuring",
+    )
     parser.add_argument("--steps", type=int, default=400, help="of the training (default 400)")
-    parser.add_argument("--hidden", type=int, default=256, help="hidden size of the model (default 256)")
+    parser.add_argument(
+        "--hidden", type=int, default=256, help="hidden size of the model (default 256)"
+    )
     parser.add_argument("--sequence", type=int, default=128, help="tokens of a row (default 128)")
     parser.add_argument("--rounds", type=int, default=7, help="counted turns (default 7)")
     options = parser.parse_args()
     if options.read:
         result: dict[str, Any] = json.loads(options.read.read_text())
     else:
-        given = {"steps": options.steps, "hidden": options.hidden, "sequence": options.sequence, "rounds": options.rounds}
-        result = run_ranks("benchmarks.exit_thresholds:measure", 1, **given) | {"machine": machine()}
+        given = {
+            "steps": options.steps,
+            "hidden": options.hidden,
+            "sequence": options.sequence,
+            "rounds": options.rounds,
+        }
+        result = run_ranks("benchmarks.exit_thresholds:measure", 1, **given) | {
+            "machine": machine()
+        }
     print(json.dumps(result) if options.json else table(result))
 
 

@@ -28,7 +28,9 @@ Counts = list[list[int]]
 """[replica][expert] tokens of a layer, in a microbatch."""
 
 
-def draw_counts(blocks: int, skew: float, moments: int = MOMENTS, seed: int = 1) -> list[list[Counts]]:
+def draw_counts(
+    blocks: int, skew: float, moments: int = MOMENTS, seed: int = 1
+) -> list[list[Counts]]:
     """Draws the tokens by moment and layer.
 
     Args:
@@ -41,12 +43,19 @@ def draw_counts(blocks: int, skew: float, moments: int = MOMENTS, seed: int = 1)
         counts[moment][block][replica][expert].
     """
     draw = random.Random(f"{seed} experts {blocks} {skew}")
-    exponents = [skew * max(0.0, (block + 0.5) / blocks + draw.uniform(-0.2, 0.2)) for block in range(blocks)]
+    exponents = [
+        skew * max(0.0, (block + 0.5) / blocks + draw.uniform(-0.2, 0.2)) for block in range(blocks)
+    ]
     scores = [[draw.gauss(0, 1) for _ in range(EXPERTS)] for _ in range(blocks)]
     counts: list[list[Counts]] = []
     for _ in range(moments):
-        counts.append([_layer(draw, row, exponent) for row, exponent in zip(scores, exponents, strict=True)])
-        scores = [[DRIFT * score + math.sqrt(1 - DRIFT**2) * draw.gauss(0, 1) for score in row] for row in scores]
+        counts.append(
+            [_layer(draw, row, exponent) for row, exponent in zip(scores, exponents, strict=True)]
+        )
+        scores = [
+            [DRIFT * score + math.sqrt(1 - DRIFT**2) * draw.gauss(0, 1) for score in row]
+            for row in scores
+        ]
     return counts
 
 

@@ -39,7 +39,9 @@ def summarize(sides: dict[str, dict[str, Any]]) -> dict[str, Any]:
             "over_static": step["static"] / step[name],
             "idle_ratio": median(side["idle"][half:]),
             # Of the ranks' work, the largest over the mean.
-            "busiest": median(max(ranks) * len(ranks) / math.fsum(ranks) for ranks in side["slept"][half:]),
+            "busiest": median(
+                max(ranks) * len(ranks) / math.fsum(ranks) for ranks in side["slept"][half:]
+            ),
             "layers": side["layers"],
             "moves": side["moves"],
             "changes": side["changes"],
@@ -55,19 +57,32 @@ def summarize(sides: dict[str, dict[str, Any]]) -> dict[str, Any]:
 
 def table(result: dict[str, Any]) -> str:
     """In Markdown, as docs/cases.md shows it."""
-    lines = [["side", "seconds of a step", "over static", "idle", "busiest rank over the mean", "layers"]]
+    lines = [
+        ["side", "seconds of a step", "over static", "idle", "busiest rank over the mean", "layers"]
+    ]
     lines.append(["---", *["---:"] * 5])
     for name, row in result["rows"].items():
         layers = " + ".join(map(str, row["layers"]))
-        seconds, over, idle, busiest = row["step_seconds"], row["over_static"], row["idle_ratio"], row["busiest"]
-        lines.append([name, f"{seconds:.2f}", f"{over:.2f}", f"{idle:.1%}", f"{busiest:.2f}", layers])
-    lines.append(["perfect (arithmetic)", "", f"{result['perfect_over_static']:.2f}", "", "1.00", ""])
+        seconds, over, idle, busiest = (
+            row["step_seconds"],
+            row["over_static"],
+            row["idle_ratio"],
+            row["busiest"],
+        )
+        lines.append(
+            [name, f"{seconds:.2f}", f"{over:.2f}", f"{idle:.1%}", f"{busiest:.2f}", layers]
+        )
+    lines.append(
+        ["perfect (arithmetic)", "", f"{result['perfect_over_static']:.2f}", "", "1.00", ""]
+    )
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 
 
 def measure(options: Namespace) -> dict[str, Any]:
     """Runs the four sides on four ranks."""
-    sides = run_ranks("benchmarks.expert_parallel_race:race", STAGES * REPLICAS, steps=options.steps)
+    sides = run_ranks(
+        "benchmarks.expert_parallel_race:race", STAGES * REPLICAS, steps=options.steps
+    )
     assert list(sides) == list(SIDES)
     return summarize(sides)
 

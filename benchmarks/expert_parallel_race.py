@@ -111,10 +111,24 @@ def preference(depth: float) -> Tensor:
 
 def settings(steps: int, place_every: int = 0, balancer: str = "none") -> dict[str, Any]:
     """The config of a side."""
-    model = {"kind": "moe", "blocks": BLOCKS, "hidden": 32, "heads": 2, "sequence": SEQUENCE, "experts": EXPERTS, "top_k": TOP_K}
+    model = {
+        "kind": "moe",
+        "blocks": BLOCKS,
+        "hidden": 32,
+        "heads": 2,
+        "sequence": SEQUENCE,
+        "experts": EXPERTS,
+        "top_k": TOP_K,
+    }
     return {
         "model": model | {"routing": "bias", "bias_rate": 0.0},
-        "train": {"steps": steps, "global_batch": MICROBATCHES * REPLICAS, "micro_batch": 1, "lr": 1e-4, "decay": "constant"},
+        "train": {
+            "steps": steps,
+            "global_batch": MICROBATCHES * REPLICAS,
+            "micro_batch": 1,
+            "lr": 1e-4,
+            "decay": "constant",
+        },
         "parallel": {"pipeline": STAGES, "data": REPLICAS, "expert": REPLICAS},
         "pipeline": {"schedule": "zb-h2"},
         "balance": {"balancer": balancer, "every": "auto"},
@@ -139,7 +153,9 @@ def race(world: World, steps: int, scale: float = 1.0) -> dict[str, Any]:
     events: dict[str, list[Event]] = {name: [] for name in SIDES}
     for name, options in SIDES.items():
         config = parse(settings(steps, **options))
-        trainers[name] = Trainer(config, world, slow(load_model(config)), None, listen=events[name].append)
+        trainers[name] = Trainer(
+            config, world, slow(load_model(config)), None, listen=events[name].append
+        )
     seconds: dict[str, list[float]] = {name: [] for name in SIDES}
     slept = torch.zeros(len(SIDES), steps, world.size, dtype=torch.float64)
     names = list(SIDES)
@@ -158,7 +174,10 @@ def race(world: World, steps: int, scale: float = 1.0) -> dict[str, Any]:
     world.sum(slept, "what the ranks slept")
     if world.rank:
         return {}  # events are told on rank 0
-    return {name: _account(seconds[name], slept[i].tolist(), events[name]) for i, name in enumerate(names)}
+    return {
+        name: _account(seconds[name], slept[i].tolist(), events[name])
+        for i, name in enumerate(names)
+    }
 
 
 def _account(seconds: list[float], slept: list[list[float]], events: list[Event]) -> dict[str, Any]:
@@ -168,7 +187,11 @@ def _account(seconds: list[float], slept: list[list[float]], events: list[Event]
         "slept": slept,
         "idle": [event.idle_ratio for event in events if isinstance(event, StepEvent)],
         "layers": [list(event.layers) for event in events if isinstance(event, StepEvent)][-1],
-        "moves": [[event.step, list(event.target)] for event in events if isinstance(event, RebalanceEvent)],
+        "moves": [
+            [event.step, list(event.target)]
+            for event in events
+            if isinstance(event, RebalanceEvent)
+        ],
         "changes": [[event.step, event.what] for event in events if isinstance(event, ChangeEvent)],
         "loss": end.loss,
         "digest": end.weights_digest,

@@ -42,7 +42,12 @@ from benchmarks.cost_traces import Layers, best, dense, in_halves, perfect, time
 from benchmarks.expert_loads import EXPERTS, REPLICAS, Counts, draw_counts
 from benchmarks.harness import machine, save_picture
 from benchmarks.published import PUBLISHED
-from dynmo.balance.expert_placement import ExpertPlacement, even_placement, expert_moves, round_robin_placement
+from dynmo.balance.expert_placement import (
+    ExpertPlacement,
+    even_placement,
+    expert_moves,
+    round_robin_placement,
+)
 from dynmo.balance.expert_search import load_bound, place_experts
 from dynmo.balance.partition import Partition, moves, uniform
 from dynmo.cost.layer_cost import LayerCost
@@ -71,13 +76,18 @@ def groups_of(counts: Counts, replicas: int) -> list[Counts]:
 
 def busiest(placement: ExpertPlacement, counts: Counts) -> float:
     """The tokens of the busiest replica of all groups, over the mean."""
-    loads = [load for group in groups_of(counts, placement.ranks) for load in placement.loads(group)]
+    loads = [
+        load for group in groups_of(counts, placement.ranks) for load in placement.loads(group)
+    ]
     return max(loads) / fmean(loads)
 
 
 def summed(counts: Counts, replicas: int) -> Counts:
     """The counts of all groups together, by place in the group."""
-    return [[sum(column) for column in zip(*rows, strict=True)] for rows in zip(*groups_of(counts, replicas), strict=True)]
+    return [
+        [sum(column) for column in zip(*rows, strict=True)]
+        for rows in zip(*groups_of(counts, replicas), strict=True)
+    ]
 
 
 def least_busiest(counts: Counts, replicas: int, per_rank: int) -> float:
@@ -104,7 +114,10 @@ def replace(current: Experts, counts: Sequence[Counts], more: int) -> Experts:
     """
     replicas = current[0].ranks
     per_rank = EXPERTS // replicas + more
-    return [place_experts(summed(x, replicas), replicas, per_rank, now) for now, x in zip(current, counts, strict=True)]
+    return [
+        place_experts(summed(x, replicas), replicas, per_rank, now)
+        for now, x in zip(current, counts, strict=True)
+    ]
 
 
 # -- layers ----------------------------------------------------------------------------------------
@@ -144,14 +157,19 @@ def time_of(moments: Sequence[Layers], partitions: Sequence[Partition]) -> dict[
         "idle": {},
     }
     for schedule in SCHEDULES:
-        result["idle"][schedule] = fmean(timeline(*x, MICROBATCHES, schedule).idle_ratio for x in zip(moments, partitions, strict=True))
+        result["idle"][schedule] = fmean(
+            timeline(*x, MICROBATCHES, schedule).idle_ratio
+            for x in zip(moments, partitions, strict=True)
+        )
     return result
 
 
 # -- rows ------------------------------------------------------------------------------------------
 
 
-def row(skew: float, replicas: int, more: int, blocks: int = BLOCKS, moments: int = 24) -> dict[str, Any]:
+def row(
+    skew: float, replicas: int, more: int, blocks: int = BLOCKS, moments: int = 24
+) -> dict[str, Any]:
     """One line of the first table.
 
     Args:
@@ -169,7 +187,9 @@ def row(skew: float, replicas: int, more: int, blocks: int = BLOCKS, moments: in
     known_experts = [replace(now, x, more) for now, x in zip(placed_experts, counts, strict=True)]
     halves = [in_halves(uniform(blocks, STAGES))] * moments
 
-    def costs(placements: Sequence[Experts], of: Sequence[Sequence[Counts]] = counts) -> list[Layers]:
+    def costs(
+        placements: Sequence[Experts], of: Sequence[Sequence[Counts]] = counts
+    ) -> list[Layers]:
         return [layers_of(*x) for x in zip(placements, of, strict=True)]
 
     static, by_experts, known = costs(even), costs(placed_experts), costs(known_experts)
@@ -199,12 +219,19 @@ def row(skew: float, replicas: int, more: int, blocks: int = BLOCKS, moments: in
         "gain": {name: sides["static"]["seconds"] / x["seconds"] for name, x in sides.items()},
         # The busiest replica's tokens over the mean.
         "busiest": {
-            **{name: fmean(busiest(*x) for x in zip(chain.from_iterable(each), blocks_of, strict=True)) for name, each in ratios.items()},
+            **{
+                name: fmean(
+                    busiest(*x) for x in zip(chain.from_iterable(each), blocks_of, strict=True)
+                )
+                for name, each in ratios.items()
+            },
             "bound": fmean(least_busiest(x, replicas, per_rank) for x in blocks_of),
         },
         "moves": {
             "experts of a layer and moment": fmean(
-                len(expert_moves(*x)) for before, after in pairwise(placed_experts) for x in zip(before, after, strict=True)
+                len(expert_moves(*x))
+                for before, after in pairwise(placed_experts)
+                for x in zip(before, after, strict=True)
             ),
             "layers balanced": moved(balanced),
             "both": moved(both),
@@ -227,12 +254,17 @@ def trace_row(blocks: int) -> dict[str, Any]:
     sides = {
         "static": time_of(moments, halves),
         "layers balanced": time_of(moments, balanced),
-        "known at once": time_of(moments, [best(x, STAGES, MICROBATCHES, halves[0]) for x in moments]),
+        "known at once": time_of(
+            moments, [best(x, STAGES, MICROBATCHES, halves[0]) for x in moments]
+        ),
     }
     even = fmean(perfect(x, STAGES, MICROBATCHES).makespan for x in moments)
     gain = {name: sides["static"]["seconds"] / x["seconds"] for name, x in sides.items()}
     gain |= {"even stages": sides["static"]["seconds"] / even}
-    gain |= {"perfect": sides["static"]["seconds"] / time_of([dense(blocks, SEQUENCE)], halves[:1])["seconds"]}
+    gain |= {
+        "perfect": sides["static"]["seconds"]
+        / time_of([dense(blocks, SEQUENCE)], halves[:1])["seconds"]
+    }
     return {
         "blocks": blocks,
         "stages": STAGES,
@@ -253,20 +285,43 @@ def markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
     """The speed-ups in Markdown."""
-    head = ["skew", "replicas of a group", "experts on each", "busiest replica: static", "placed", "bound"]
+    head = [
+        "skew",
+        "replicas of a group",
+        "experts on each",
+        "busiest replica: static",
+        "placed",
+        "bound",
+    ]
     head += [*SIDES[1:], "known at once", "perfect", "experts that move", "half blocks that move"]
     lines: list[list[str]] = []
     for x in rows:
         ratios = [f"{x['busiest'][name]:.2f}" for name in ("static", "placed", "bound")]
         gains = [f"{x['gain'][name]:.2f}" for name in (*SIDES[1:], "known at once", "perfect")]
         halves = " / ".join(str(x["moves"][name]["layers"]) for name in ("layers balanced", "both"))
-        lines.append([*start_of(x), *ratios, *gains, f"{x['moves']['experts of a layer and moment']:.1f}", halves])
+        lines.append(
+            [
+                *start_of(x),
+                *ratios,
+                *gains,
+                f"{x['moves']['experts of a layer and moment']:.1f}",
+                halves,
+            ]
+        )
     return markdown(head, lines)
 
 
 def idle_table(rows: Sequence[dict[str, Any]]) -> str:
     """The shares of a step without work in Markdown, from static to both."""
-    head = ["skew", "replicas of a group", "experts on each", "idle", "idle with ZB-H2", "bubble", "unused"]
+    head = [
+        "skew",
+        "replicas of a group",
+        "experts on each",
+        "idle",
+        "idle with ZB-H2",
+        "bubble",
+        "unused",
+    ]
     lines: list[list[str]] = []
     for x in rows:
         before, after = (x["sides"][name] for name in ("static", "both"))
@@ -286,9 +341,22 @@ def trace_table(rows: Sequence[dict[str, Any]]) -> str:
     lines: list[list[str]] = []
     for x in rows:
         gains = [f"{x['gain'][name]:.2f}" for name in names]
-        idle = [f"{100 * x['sides'][name]['idle']['zb-h1']:.1f} %" for name in ("static", "layers balanced")]
+        idle = [
+            f"{100 * x['sides'][name]['idle']['zb-h1']:.1f} %"
+            for name in ("static", "layers balanced")
+        ]
         lines.append([str(x["blocks"]), *gains, *idle, str(x["moves"]["layers"]), x["published"]])
-    return markdown(["blocks", *names, "idle, static", "idle, balanced", "half blocks that move", "the paper's"], lines)
+    return markdown(
+        [
+            "blocks",
+            *names,
+            "idle, static",
+            "idle, balanced",
+            "half blocks that move",
+            "the paper's",
+        ],
+        lines,
+    )
 
 
 def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
@@ -296,23 +364,38 @@ def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
     import matplotlib as mpl
 
     mpl.use("svg")
-    mpl.rcParams |= {"svg.hashsalt": "dynmo", "svg.fonttype": "none", "font.size": 9, "axes.spines.top": False, "axes.spines.right": False}
+    mpl.rcParams |= {
+        "svg.hashsalt": "dynmo",
+        "svg.fonttype": "none",
+        "font.size": 9,
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+    }
     import matplotlib.pyplot as plt
 
     figure, axes = plt.subplots(figsize=(8, 3.6), layout="constrained")
     names = ("experts placed", "layers balanced", "both", "perfect")
-    for offset, (name, colour) in enumerate(zip(names, ("#56b4e9", "#d55e00", "#0072b2", "#bbbbbb"), strict=True)):
+    for offset, (name, colour) in enumerate(
+        zip(names, ("#56b4e9", "#d55e00", "#0072b2", "#bbbbbb"), strict=True)
+    ):
         x = [i + 0.2 * (offset - 1.5) for i in range(len(rows))]
         bars = axes.bar(x, [row["gain"][name] for row in rows], 0.19, color=colour, label=name)
         axes.bar_label(bars, fmt="%.2f", fontsize=6)
     axes.axhspan(1.21, 1.23, color="#009e73", alpha=0.4, label="the paper's")
-    axes.set_xticks(range(len(rows)), [f"skew {x['skew']}\n{x['expert']} replicas\n{x['per_rank']} experts each" for x in rows])
+    axes.set_xticks(
+        range(len(rows)),
+        [f"skew {x['skew']}\n{x['expert']} replicas\n{x['per_rank']} experts each" for x in rows],
+    )
     axes.set(ylabel="speed-up over static, simulated", ylim=(0.9, None), axisbelow=True)
     axes.legend(frameon=False, ncols=5, loc="upper center", bbox_to_anchor=(0.5, 1.14))
     save_picture(figure, path)
 
 
-def measure(skews: Sequence[float] = SKEWS, groups: Sequence[tuple[int, int]] = GROUPS, depths: Sequence[int] = DEPTHS) -> dict[str, Any]:
+def measure(
+    skews: Sequence[float] = SKEWS,
+    groups: Sequence[tuple[int, int]] = GROUPS,
+    depths: Sequence[int] = DEPTHS,
+) -> dict[str, Any]:
     """All rows of both tables."""
     rows = [row(skew, *group) for skew in skews for group in groups]
     least = {schedule: rows[0]["sides"]["perfect"]["idle"][schedule] for schedule in SCHEDULES}
@@ -321,30 +404,60 @@ def measure(skews: Sequence[float] = SKEWS, groups: Sequence[tuple[int, int]] = 
         "rows": rows,
         "traces": [trace_row(blocks) for blocks in depths],
         "least_idle": least,
-        "paper": {"speedup": PUBLISHED["moe"].speedup, "over": PUBLISHED["moe"].baseline, "idle": [0.25, PAPER_LEAVES]},
+        "paper": {
+            "speedup": PUBLISHED["moe"].speedup,
+            "over": PUBLISHED["moe"].baseline,
+            "idle": [0.25, PAPER_LEAVES],
+        },
         "half_of_what_the_paper_leaves": {
-            schedule: {"bound": x <= PAPER_LEAVES / 2, "rows": sum(r["sides"]["both"]["idle"][schedule] <= PAPER_LEAVES / 2 for r in rows)}
+            schedule: {
+                "bound": x <= PAPER_LEAVES / 2,
+                "rows": sum(r["sides"]["both"]["idle"][schedule] <= PAPER_LEAVES / 2 for r in rows),
+            }
             for schedule, x in least.items()
         },
     }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the speed-ups, like docs/pictures/experts.svg")
-    parser.add_argument("--read", type=Path, metavar="FILE", help="figures of an earlier --json, instead of simulating")
+    parser.add_argument(
+        "--plot",
+        type=Path,
+        metavar="FILE",
+        help="draw the speed-ups, like docs/pictures/experts.svg",
+    )
+    parser.add_argument(
+        "--read",
+        type=Path,
+        metavar="FILE",
+        help="figures of an earlier --json, instead of simulating",
+    )
     options = parser.parse_args()
-    result: dict[str, Any] = json.loads(options.read.read_text()) if options.read else measure() | {"machine": machine()}
+    result: dict[str, Any] = (
+        json.loads(options.read.read_text()) if options.read else measure() | {"machine": machine()}
+    )
     if options.plot:
         draw(result["rows"], options.plot)
     if options.json:
         print(json.dumps(result))
         return
     print("simulated: speed-up over static", table(result["rows"]), sep="\n\n", end="\n\n")
-    print("simulated: shares of a step without work", idle_table(result["rows"]), sep="\n\n", end="\n\n")
+    print(
+        "simulated: shares of a step without work",
+        idle_table(result["rows"]),
+        sep="\n\n",
+        end="\n\n",
+    )
     print("simulated: traces of layers", trace_table(result["traces"]), sep="\n\n", end="\n\n")
-    print(json.dumps({key: value for key, value in result.items() if key not in ("rows", "traces")}, indent=1))
+    print(
+        json.dumps(
+            {key: value for key, value in result.items() if key not in ("rows", "traces")}, indent=1
+        )
+    )
 
 
 if __name__ == "__main__":

@@ -28,7 +28,9 @@ from dynmo.runtime.comm.world import World
 from dynmo.schedule.simulator import simulate
 
 
-def balanced(world: World, pairs: int, steps: int, blocks: int, hidden: int, sequence: int, microbatches: int) -> dict[str, Any]:
+def balanced(
+    world: World, pairs: int, steps: int, blocks: int, hidden: int, sequence: int, microbatches: int
+) -> dict[str, Any]:
     """Runs on each rank."""
     config = parse(
         {
@@ -118,5 +120,9 @@ if __name__ == "__main__":
     main(
         __doc__ or "",
         measure,
-        [("pairs", 5, "alternating pairs"), ("steps", 4, "counted steps on each side of a pair"), ("microbatches", 16, "of a step")],
+        [
+            ("pairs", 5, "alternating pairs"),
+            ("steps", 4, "counted steps on each side of a pair"),
+            ("microbatches", 16, "of a step"),
+        ],
     )

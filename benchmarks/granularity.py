@@ -52,15 +52,22 @@ class Jittery(EmulatedLayer):
         self._even, self._spread, self._random = (f, b, w), spread, Random(seed)
 
     def forward(self, x: Tensor) -> Tensor:
-        self.f, self.b, self.w = (seconds * self._random.lognormvariate(0, self._spread) for seconds in self._even)
+        self.f, self.b, self.w = (
+            seconds * self._random.lognormvariate(0, self._spread) for seconds in self._even
+        )
         return super().forward(x)
 
 
 def emulated_model(ranks: int, seconds: float, spread: float, slow: bool) -> Model:
     """seconds: of an F, a B or a W of a rank. slow: the last one takes SLOW times as long."""
     precise_timers()
-    times = [seconds / LAYERS * (SLOW if slow and i // LAYERS == ranks - 1 else 1) for i in range(ranks * LAYERS)]
-    factories = [partial(Jittery, t, t, t, MESSAGE_BYTES // 4, spread, i) for i, t in enumerate(times)]
+    times = [
+        seconds / LAYERS * (SLOW if slow and i // LAYERS == ranks - 1 else 1)
+        for i in range(ranks * LAYERS)
+    ]
+    factories = [
+        partial(Jittery, t, t, t, MESSAGE_BYTES // 4, spread, i) for i, t in enumerate(times)
+    ]
     return from_factories([f"emulated.{i}" for i in range(len(times))], factories, 0, mean_loss)
 
 
@@ -81,14 +88,18 @@ def waits(step_output: StepOutput) -> tuple[float, float, float]:
     return busy, fillable, filled
 
 
-def compare(world: World, pipelines: dict[str, Engine], inputs: Tensor, targets: Tensor, rounds: int) -> dict[str, Any]:
+def compare(
+    world: World, pipelines: dict[str, Engine], inputs: Tensor, targets: Tensor, rounds: int
+) -> dict[str, Any]:
     """Both sides in turn."""
     outcomes: dict[str, list[tuple[float, float, float]]] = {name: [] for name in SIDES}
 
     def seen(name: str, pipeline: Engine) -> Callable[[], float]:
         run = pipeline.forward_backward
 
-        def recorded(step: int, inputs: Tensor | None, targets: Tensor | None, keys: Keys | None = None) -> StepOutput:
+        def recorded(
+            step: int, inputs: Tensor | None, targets: Tensor | None, keys: Keys | None = None
+        ) -> StepOutput:
             step_output = run(step, inputs, targets, keys)
             outcomes[name].append(waits(step_output))
             return step_output
@@ -100,7 +111,9 @@ def compare(world: World, pipelines: dict[str, Engine], inputs: Tensor, targets:
     seconds = {name: median(times[name]) for name in SIDES}
     table = torch.zeros(world.size, 3, dtype=torch.float64)
     for column, name in enumerate(("whole", "whole", "linear")):
-        table[world.rank, column] = median(step_output[column] for step_output in outcomes[name][2:])
+        table[world.rank, column] = median(
+            step_output[column] for step_output in outcomes[name][2:]
+        )
     world.sum(table, "what ranks have waited")
     busy, fillable, filled = table.unbind(1)
     gains = sorted(a / b for a, b in zip(times["whole"], times["linear"], strict=True))
@@ -130,18 +143,27 @@ def emulated(world: World, microbatches: int, milliseconds: int, rounds: int) ->
         for side in SIDES:
             model = emulated_model(world.size, milliseconds / 1000, spread, slow)
             cut = uniform(model.layers, len(placement_of(schedule, world.size)))
-            pipelines[side] = Engine(world, model, cut, schedule=schedule, microbatches=microbatches, w_granularity=side)
+            pipelines[side] = Engine(
+                world, model, cut, schedule=schedule, microbatches=microbatches, w_granularity=side
+            )
         figures[case] = compare(world, pipelines, batch, batch, rounds)
     return figures
 
 
-def real(world: World, microbatches: int, rounds: int, blocks: int, hidden: int, sequence: int) -> dict[str, Any]:
+def real(
+    world: World, microbatches: int, rounds: int, blocks: int, hidden: int, sequence: int
+) -> dict[str, Any]:
     """Runs on each rank."""
     model, inputs, targets = gpt(microbatches, blocks, hidden, sequence, micro_batch=4)
 
     def make(schedule: str) -> dict[str, Engine]:
         cut = uniform(model.layers, world.size)
-        return {side: Engine(world, model, cut, schedule=schedule, microbatches=microbatches, w_granularity=side) for side in SIDES}
+        return {
+            side: Engine(
+                world, model, cut, schedule=schedule, microbatches=microbatches, w_granularity=side
+            )
+            for side in SIDES
+        }
 
     pipelines = make("zb-h1")
     if world.size == 1:
@@ -156,17 +178,30 @@ def real(world: World, microbatches: int, rounds: int, blocks: int, hidden: int,
     for name, cut in (("zb-h1, even", even), ("zb-h1, uneven", uneven)):
         for pipeline in pipelines.values():
             pipeline.move(cut)
-        figures[name] = compare(world, pipelines, inputs, targets, rounds) | {"layers_per_rank": list(cut.counts)}
+        figures[name] = compare(world, pipelines, inputs, targets, rounds) | {
+            "layers_per_rank": list(cut.counts)
+        }
     return figures
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
-    gpt = {"microbatches": 8, "rounds": options.real_rounds, "blocks": 8, "hidden": 256, "sequence": 128}
+    gpt = {
+        "microbatches": 8,
+        "rounds": options.real_rounds,
+        "blocks": 8,
+        "hidden": 256,
+        "sequence": 128,
+    }
     return {
         "emulated": run_ranks(
-            "benchmarks.granularity:emulated", 4, microbatches=12, milliseconds=options.milliseconds, rounds=options.rounds
+            "benchmarks.granularity:emulated",
+            4,
+            microbatches=12,
+            milliseconds=options.milliseconds,
+            rounds=options.rounds,
         ),
-        "real": run_ranks("benchmarks.granularity:real", 1, **gpt) | run_ranks("benchmarks.granularity:real", 2, **gpt),
+        "real": run_ranks("benchmarks.granularity:real", 1, **gpt)
+        | run_ranks("benchmarks.granularity:real", 2, **gpt),
     }
 
 
@@ -174,5 +209,9 @@ if __name__ == "__main__":
     main(
         __doc__ or "",
         measure,
-        [("rounds", 9, "emulated rounds"), ("real_rounds", 9, "real rounds"), ("milliseconds", 10, "length of an emulated op")],
+        [
+            ("rounds", 9, "emulated rounds"),
+            ("real_rounds", 9, "real rounds"),
+            ("milliseconds", 10, "length of an emulated op"),
+        ],
     )

@@ -34,14 +34,24 @@ def run_ranks(function: str, ranks: int, device: str = "cpu", **arguments: Any) 
         os.environ.setdefault("CUDA_MODULE_LOADING", "LAZY")
     with tempfile.TemporaryDirectory() as name:
         out = Path(name) / "result.json"
-        command = [sys.executable, "-m", "benchmarks.harness", function, json.dumps(arguments), str(out), device]
+        command = [
+            sys.executable,
+            "-m",
+            "benchmarks.harness",
+            function,
+            json.dumps(arguments),
+            str(out),
+            device,
+        ]
         status = spawn(command, ranks, 1, Path(name))
         if status:
             sys.exit(status)
         return json.loads(out.read_text())
 
 
-def alternate(sides: Mapping[str, Callable[[], Taken]], rounds: int, warmup: int) -> dict[str, list[Taken]]:
+def alternate(
+    sides: Mapping[str, Callable[[], Taken]], rounds: int, warmup: int
+) -> dict[str, list[Taken]]:
     """Calls the sides in turn, round after round, so that all meet the same machine.
 
     Args:
@@ -82,7 +92,9 @@ def medians(times: dict[str, list[float]]) -> dict[str, float]:
 
 def part_medians(times: Mapping[str, Sequence[Sequence[float]]]) -> dict[str, list[float]]:
     """As `medians`, of sides that return the seconds of their parts."""
-    return {name: [median(part) for part in zip(*rows, strict=True)] for name, rows in times.items()}
+    return {
+        name: [median(part) for part in zip(*rows, strict=True)] for name, rows in times.items()
+    }
 
 
 def bound_of(share: float, lost: dict[str, float], least: float = 0.85) -> dict[str, Any]:
@@ -114,13 +126,19 @@ def machine() -> dict[str, Any]:
     }
 
 
-def main(about: str, measure: Callable[[argparse.Namespace], dict[str, Any]], options: Sequence[tuple[str, int, str]] = ()) -> None:
+def main(
+    about: str,
+    measure: Callable[[argparse.Namespace], dict[str, Any]],
+    options: Sequence[tuple[str, int, str]] = (),
+) -> None:
     """`python -m benchmarks.NAME [--json]`: prints the figures as a table, or as one JSON
     object."""
     parser = argparse.ArgumentParser(description=about)
     parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
     for name, default, text in options:
-        parser.add_argument(f"--{name}", type=int, default=default, help=f"{text} (default {default})")
+        parser.add_argument(
+            f"--{name}", type=int, default=default, help=f"{text} (default {default})"
+        )
     parsed = parser.parse_args()
     report(measure(parsed) | {"machine": machine()}, parsed.json)
 
@@ -150,7 +168,14 @@ def _rank() -> int:
         assert rendezvous is not None
         torch.set_num_threads(1)
         store, device = open_store(rendezvous, 120), torch.device(sys.argv[4])
-        world = World.join(store, rendezvous.rank, rendezvous.size, device=device, timeout=120, staged=device.type == "cuda")
+        world = World.join(
+            store,
+            rendezvous.rank,
+            rendezvous.size,
+            device=device,
+            timeout=120,
+            staged=device.type == "cuda",
+        )
         result = getattr(importlib.import_module(module), name)(world, **json.loads(sys.argv[2]))
         world.close()
     except Exception as error:

@@ -43,7 +43,10 @@ def _exits(**options: Any) -> dict[str, Any]:
 
 
 def _depths(**options: Any) -> dict[str, Any]:
-    return {"cases": ["mixture_of_depths"], "mixture_of_depths": {"record_every": RECORDS, **options}}
+    return {
+        "cases": ["mixture_of_depths"],
+        "mixture_of_depths": {"record_every": RECORDS, **options},
+    }
 
 
 def _experts(**keys: Any) -> dict[str, Any]:
@@ -81,7 +84,9 @@ def block_flops(config: Config, kept: float, keys: float, pairs: float) -> float
     """
     hidden, sequence = config.model.hidden, config.model.sequence
     m = config.model
-    router, networks = (m.experts * hidden, m.top_k + m.shared_experts) if m.kind == "moe" else (0, 1)
+    router, networks = (
+        (m.experts * hidden, m.top_k + m.shared_experts) if m.kind == "moe" else (0, 1)
+    )
     feed_forward = networks * 3 * hidden * feed_forward_size(hidden) + router
     linear = kept * (2 * hidden**2 + feed_forward) + keys * 2 * hidden**2
     return 2 * linear + pairs * 2 * sequence * hidden
@@ -113,12 +118,23 @@ def step_flops(config: Config, shares: Sequence[float]) -> float:
 def compute_of(config: Config, events: Sequence[Event]) -> list[float]:
     """Compute up to the end of each step, in dense steps."""
     dense = step_flops(config_of(1, 0, {}, 1, 1, config.model.hidden), ())
-    records = [(e.step, e.shares["exited"]) for e in events if isinstance(e, TokensEvent) and "exited" in e.shares]
-    exits = config.dynamism.early_exit.exits_of(config.model.blocks) if "early_exit" in config.dynamism.cases else ()
+    records = [
+        (e.step, e.shares["exited"])
+        for e in events
+        if isinstance(e, TokensEvent) and "exited" in e.shares
+    ]
+    exits = (
+        config.dynamism.early_exit.exits_of(config.model.blocks)
+        if "early_exit" in config.dynamism.cases
+        else ()
+    )
     total, done = 0.0, list[float]()
     for step in range(config.train.steps):
         # A record tells of the steps before it. None leaves before the first.
-        shares = next((shares for at, shares in records if at > step), records[-1][1] if records else [0.0] * len(exits))
+        shares = next(
+            (shares for at, shares in records if at > step),
+            records[-1][1] if records else [0.0] * len(exits),
+        )
         started = step >= config.dynamism.early_exit.start_of(config.train.steps)
         total += step_flops(config, shares if started else [0.0] * len(exits)) / dense
         done.append(total)
@@ -126,7 +142,13 @@ def compute_of(config: Config, events: Sequence[Event]) -> list[float]:
 
 
 def train(
-    world: World, steps: int, dynamism: dict[str, Any], model: dict[str, Any], evaluations: int, batches: int, hidden: int
+    world: World,
+    steps: int,
+    dynamism: dict[str, Any],
+    model: dict[str, Any],
+    evaluations: int,
+    batches: int,
+    hidden: int,
 ) -> dict[str, Any]:
     """Runs on the one rank: held-out loss by step and by compute."""
     config = config_of(steps, 0, dynamism, evaluations, batches, hidden, model)
@@ -134,7 +156,9 @@ def train(
     Trainer(config, world, load_model(config), None, listen=events.append).run()
     compute = compute_of(config, events)
     evaluated = [e for e in events if isinstance(e, EvalEvent)]
-    with_exits = [e for e in evaluated if e.dense_tokens_per_s is not None and e.tokens_per_s is not None]
+    with_exits = [
+        e for e in evaluated if e.dense_tokens_per_s is not None and e.tokens_per_s is not None
+    ]
     last = with_exits[-1] if with_exits else None
     tokens = [e for e in events if isinstance(e, TokensEvent)]
     return {
@@ -145,7 +169,9 @@ def train(
         "shares": dict(tokens[-1].shares) if tokens else {},
         "loss_without_exits": None if last is None else last.dense_loss,
         # Of the later half of the evaluations, for one takes a moment only.
-        "evaluation_speedup": median([_gain(e) for e in with_exits[len(with_exits) // 2 :]]) if with_exits else None,
+        "evaluation_speedup": median([_gain(e) for e in with_exits[len(with_exits) // 2 :]])
+        if with_exits
+        else None,
     }
 
 
@@ -155,21 +181,38 @@ def _gain(event: EvalEvent) -> float:
     return event.tokens_per_s / event.dense_tokens_per_s
 
 
-def measure(what: str, steps: int, jobs: int = 1, evaluations: int = 24, batches: int = 16, hidden: int = HIDDEN) -> dict[str, Any]:
+def measure(
+    what: str,
+    steps: int,
+    jobs: int = 1,
+    evaluations: int = 24,
+    batches: int = 16,
+    hidden: int = HIDDEN,
+) -> dict[str, Any]:
     """Trains all runs of `RUNS[what]`. jobs: runs at once, each of one thread in a process of its
     own."""
     common = {"evaluations": evaluations, "batches": batches, "hidden": hidden}
     plain: Run = ({}, {})
-    asked = [{"steps": steps, "dynamism": dynamism, "model": model} for dynamism, model in (plain, *RUNS[what].values())]
+    asked = [
+        {"steps": steps, "dynamism": dynamism, "model": model}
+        for dynamism, model in (plain, *RUNS[what].values())
+    ]
     console = Console(stderr=True)
     with ProcessPoolExecutor(jobs, get_context("spawn")) as pool:
         first = pool.map(_run, [given | common for given in asked])
         dense, *techniques = track(first, "techniques", len(asked), console=console)
         lengths = [max(1, round(run["compute"])) for run in techniques]
-        matched = pool.map(_run, [{"steps": length, "dynamism": {}, "model": {}} | common for length in lengths])
+        matched = pool.map(
+            _run, [{"steps": length, "dynamism": {}, "model": {}} | common for length in lengths]
+        )
         rows = [
             {"name": name, **run, "dense": against, "distance": run["loss"] / against["loss"] - 1}
-            for name, run, against in zip(RUNS[what], techniques, track(matched, "dense", len(lengths), console=console), strict=True)
+            for name, run, against in zip(
+                RUNS[what],
+                techniques,
+                track(matched, "dense", len(lengths), console=console),
+                strict=True,
+            )
         ]
     return {"steps": steps, "hidden": hidden, "dense": dense, "rows": rows}
 
@@ -180,14 +223,27 @@ def _run(given: dict[str, Any]) -> dict[str, Any]:
 
 def table(result: dict[str, Any]) -> str:
     """In Markdown, as docs/cases.md shows it."""
-    head = ["run", "compute, dense steps", "held-out loss", "dense, equal compute", "distance", "without exits", "evaluation"]
+    head = [
+        "run",
+        "compute, dense steps",
+        "held-out loss",
+        "dense, equal compute",
+        "distance",
+        "without exits",
+        "evaluation",
+    ]
     lines = [head, ["---", *["---:"] * (len(head) - 1)]]
     dense = result["dense"]
     lines.append(["dense", f"{dense['compute']:.0f}", f"{dense['loss']:.3f}", "", "", "", ""])
     for row in result["rows"]:
         without, faster = row["loss_without_exits"], row["evaluation_speedup"]
         exits = ("", "") if without is None else (f"{without:.3f}", f"x{faster:.2f}")
-        numbers = f"{row['compute']:.0f}", f"{row['loss']:.3f}", f"{row['dense']['loss']:.3f}", f"{row['distance']:+.1%}"
+        numbers = (
+            f"{row['compute']:.0f}",
+            f"{row['loss']:.3f}",
+            f"{row['dense']['loss']:.3f}",
+            f"{row['distance']:+.1%}",
+        )
         lines.append([row["name"], *numbers, *exits])
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 
@@ -198,43 +254,90 @@ def draw(result: dict[str, Any], path: Path) -> None:
 
     mpl.use("svg")
     # No date and no random ids: the same figures give the same file. Text stays text.
-    mpl.rcParams |= {"svg.hashsalt": "dynmo", "svg.fonttype": "none", "font.size": 9, "axes.spines.top": False, "axes.spines.right": False}
+    mpl.rcParams |= {
+        "svg.hashsalt": "dynmo",
+        "svg.fonttype": "none",
+        "font.size": 9,
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+    }
     import matplotlib.pyplot as plt
 
     styles = (("#0072b2", "-"), ("#d55e00", "--"), ("#009e73", "-."))
     cases = list(dict.fromkeys(row["name"].split(",")[0] for row in result["rows"]))
-    figure, grid = plt.subplots(1, len(cases), figsize=(4.5 * len(cases), 3.6), sharey=True, layout="constrained", squeeze=False)
+    figure, grid = plt.subplots(
+        1,
+        len(cases),
+        figsize=(4.5 * len(cases), 3.6),
+        sharey=True,
+        layout="constrained",
+        squeeze=False,
+    )
     panels = grid[0]
     for axes, case in zip(panels, cases, strict=True):
-        axes.plot(*zip(*result["dense"]["curve"], strict=True), color="black", linestyle=":", label=f"dense: {result['dense']['loss']:.3f}")
+        axes.plot(
+            *zip(*result["dense"]["curve"], strict=True),
+            color="black",
+            linestyle=":",
+            label=f"dense: {result['dense']['loss']:.3f}",
+        )
         shown = [row for row in result["rows"] if row["name"].startswith(case)]
         for row, (colour, line) in zip(shown, styles, strict=False):
             name = row["name"].removeprefix(f"{case}, ")
-            axes.plot(*zip(*row["curve"], strict=True), color=colour, linestyle=line, label=f"{name}: {row['loss']:.3f}")
+            axes.plot(
+                *zip(*row["curve"], strict=True),
+                color=colour,
+                linestyle=line,
+                label=f"{name}: {row['loss']:.3f}",
+            )
             axes.plot(row["dense"]["steps"], row["dense"]["loss"], "o", color=colour, markersize=4)
         axes.set(title=case, xlabel="compute, in dense steps")
         axes.legend(frameon=False, title="dots: dense, equal compute")
         axes.grid(color="#dddddd")
     panels[0].set_ylabel("held-out loss, nats a byte")
-    late = [loss for run in (result["dense"], *result["rows"]) for _, loss in run["curve"][len(run["curve"]) // 4 :]]
+    late = [
+        loss
+        for run in (result["dense"], *result["rows"])
+        for _, loss in run["curve"][len(run["curve"]) // 4 :]
+    ]
     panels[0].set_ylim(min(late) - 0.05, max(late) + 0.05)
     save_picture(figure, path)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
-    parser.add_argument("--what", choices=list(RUNS), default="tokens", help="cases that choose tokens, or experts (default tokens)")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the curves, like docs/pictures/learning.svg")
-    parser.add_argument("--read", type=Path, metavar="FILE", help="figures of an earlier --json, instead of training")
-    parser.add_argument("--steps", type=int, default=STEPS, help=f"of each technique (default {STEPS})")
+    parser.add_argument(
+        "--what",
+        choices=list(RUNS),
+        default="tokens",
+        help="cases that choose tokens, or experts (default tokens)",
+    )
+    parser.add_argument(
+        "--plot", type=Path, metavar="FILE", help="draw the curves, like docs/pictures/learning.svg"
+    )
+    parser.add_argument(
+        "--read",
+        type=Path,
+        metavar="FILE",
+        help="figures of an earlier --json, instead of training",
+    )
+    parser.add_argument(
+        "--steps", type=int, default=STEPS, help=f"of each technique (default {STEPS})"
+    )
     parser.add_argument("--jobs", type=int, default=1, help="runs at once, a core each (default 1)")
-    parser.add_argument("--hidden", type=int, default=HIDDEN, help=f"hidden size of the model (default {HIDDEN})")
+    parser.add_argument(
+        "--hidden", type=int, default=HIDDEN, help=f"hidden size of the model (default {HIDDEN})"
+    )
     options = parser.parse_args()
     if options.read:
         result: dict[str, Any] = json.loads(options.read.read_text())
     else:
-        result = measure(options.what, options.steps, options.jobs, hidden=options.hidden) | {"machine": machine()}
+        result = measure(options.what, options.steps, options.jobs, hidden=options.hidden) | {
+            "machine": machine()
+        }
     if options.plot:
         draw(result, options.plot)
     print(json.dumps(result) if options.json else table(result))

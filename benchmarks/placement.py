@@ -74,8 +74,12 @@ def times_of(repeat: int) -> list[dict[str, Any]]:
                     "ranks": ranks,
                     "weights": kind,
                     "ms": best_of(lambda w=weights, r=ranks: exact(w, r), runs),
-                    "ms_with_current": best_of(lambda w=weights, r=ranks, c=current: exact(w, r, current=c), runs),
-                    "ms_with_memory": best_of(lambda w=weights, r=ranks, m=memory: exact(w, r, memory=m), runs),
+                    "ms_with_current": best_of(
+                        lambda w=weights, r=ranks, c=current: exact(w, r, current=c), runs
+                    ),
+                    "ms_with_memory": best_of(
+                        lambda w=weights, r=ranks, m=memory: exact(w, r, memory=m), runs
+                    ),
                 }
             )
     return out
@@ -83,8 +87,14 @@ def times_of(repeat: int) -> list[dict[str, Any]]:
 
 def some_memory(draw: random.Random, weights: list[float], ranks: int) -> MemoryLimits:
     """Stage s keeps ranks - s microbatches, as in 1F1B; limits of 1.6 times an equal share."""
-    layers = tuple(LayerCost(x, 0, 0, weight_bytes=draw.randint(1, 10), activation_bytes=draw.randint(1, 10)) for x in weights)
-    share = [sum(x.weight_bytes for x in layers) / ranks, sum(x.activation_bytes for x in layers) / ranks]
+    layers = tuple(
+        LayerCost(x, 0, 0, weight_bytes=draw.randint(1, 10), activation_bytes=draw.randint(1, 10))
+        for x in weights
+    )
+    share = [
+        sum(x.weight_bytes for x in layers) / ranks,
+        sum(x.activation_bytes for x in layers) / ranks,
+    ]
     limits = tuple(int(1.6 * (share[0] + (ranks - s) * share[1])) for s in range(ranks))
     return MemoryLimits(layers, tuple(((ranks - s, 0),) for s in range(ranks)), limits)
 
@@ -97,7 +107,14 @@ def cold() -> dict[str, float]:
     )
     best = min(
         (
-            tuple(map(float, subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()))
+            tuple(
+                map(
+                    float,
+                    subprocess.run(
+                        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+                    ).stdout.split(),
+                )
+            )
             for _ in range(3)
         ),
         key=sum,
@@ -111,16 +128,33 @@ def brute_force(cases: int) -> dict[str, int]:
     for _ in range(cases):
         layers = draw.randint(1, 11)
         ranks = draw.randint(1, min(layers, 6))
-        weights = [draw.random() if draw.random() < 0.5 else float(draw.randint(0, 4)) for _ in range(layers)]
+        weights = [
+            draw.random() if draw.random() < 0.5 else float(draw.randint(0, 4))
+            for _ in range(layers)
+        ]
         costs = tuple(
-            LayerCost(0, 0, 0, weight_bytes=draw.randint(0, 5), activation_bytes=draw.randint(0, 5), stash_bytes=draw.randint(0, 3))
+            LayerCost(
+                0,
+                0,
+                0,
+                weight_bytes=draw.randint(0, 5),
+                activation_bytes=draw.randint(0, 5),
+                stash_bytes=draw.randint(0, 3),
+            )
             for _ in weights
         )
         resident = tuple(((ranks - s, 0), (1, draw.randint(0, 2))) for s in range(ranks))
         memory = MemoryLimits(costs, resident, tuple(draw.randint(10, 80) for _ in range(ranks)))
-        every = (Partition.from_bounds([0, *cuts, layers]) for cuts in combinations(range(1, layers), ranks - 1))
+        every = (
+            Partition.from_bounds([0, *cuts, layers])
+            for cuts in combinations(range(1, layers), ranks - 1)
+        )
         best = min(
-            (max(stage_loads(weights, x)) for x in every if all(memory.fits(s, a, b) for s, (a, b) in enumerate(pairwise(x.bounds)))),
+            (
+                max(stage_loads(weights, x))
+                for x in every
+                if all(memory.fits(s, a, b) for s, (a, b) in enumerate(pairwise(x.bounds)))
+            ),
             default=None,
         )
         try:
@@ -141,7 +175,9 @@ def chunks_table() -> list[dict[str, Any]]:
         ("looped", 8, 3, 98),
         ("looped", 12, 4, 98),
     ):
-        placement = (*range(ranks), *reversed(range(ranks))) if name == "v" else tuple(range(ranks)) * count
+        placement = (
+            (*range(ranks), *reversed(range(ranks))) if name == "v" else tuple(range(ranks)) * count
+        )
         over: list[float] = []
         took: list[float] = []
         proven = 0
@@ -179,8 +215,16 @@ def diffusion_table(cases: int) -> list[dict[str, Any]]:
             ranks = draw.randint(2, min(layers, 32))
             weights = [WEIGHTS[kind](draw) for _ in range(layers)]
             cuts = sorted(draw.sample(range(1, layers), ranks - 1))
-            diffusion = diffuse(weights, uniform(layers, ranks) if draw.random() < 0.5 else Partition.from_bounds([0, *cuts, layers]))
-            best, largest = max(stage_loads(weights, exact(weights, ranks))), max(stage_loads(weights, diffusion.partition))
+            diffusion = diffuse(
+                weights,
+                uniform(layers, ranks)
+                if draw.random() < 0.5
+                else Partition.from_bounds([0, *cuts, layers]),
+            )
+            best, largest = (
+                max(stage_loads(weights, exact(weights, ranks))),
+                max(stage_loads(weights, diffusion.partition)),
+            )
             rounds.append(diffusion.rounds)
             distance.append((largest - best) / max(weights))
             share.append(largest / best - 1)
@@ -191,7 +235,11 @@ def diffusion_table(cases: int) -> list[dict[str, Any]]:
                 "cases": cases,
                 "within_one_layer": mean(x <= 1 for x in distance),
                 "optimal": mean(x <= 1e-12 for x in distance),
-                "distance_in_heaviest_layers": {"mean": mean(distance), "99%": distance[int(0.99 * cases)], "largest": distance[-1]},
+                "distance_in_heaviest_layers": {
+                    "mean": mean(distance),
+                    "99%": distance[int(0.99 * cases)],
+                    "largest": distance[-1],
+                },
                 "over_optimum": {"mean": mean(share), "largest": max(share)},
                 "rounds": {"median": median(rounds), "largest": max(rounds)},
             }
@@ -202,7 +250,9 @@ def diffusion_table(cases: int) -> list[dict[str, Any]]:
 def schedule_table(cases: int) -> list[dict[str, Any]]:
     """18 halves on 5 ranks, a frozen prefix of 6 to 12 of them: all placements of the least
     bottleneck are simulated."""
-    blocks = tuple(LayerCost(1.0, 1.0, 0.8) if i % 2 else LayerCost(1.2, 1.4, 0.6) for i in range(18))
+    blocks = tuple(
+        LayerCost(1.0, 1.0, 0.8) if i % 2 else LayerCost(1.2, 1.4, 0.6) for i in range(18)
+    )
     out: list[dict[str, Any]] = []
     for name in ("1f1b", "zb-h1", "zb-h2"):
         for microbatches in (6, 12, 20):
@@ -213,8 +263,14 @@ def schedule_table(cases: int) -> list[dict[str, Any]]:
                 layers = freeze(blocks, draw.randint(6, 12))
                 weights = [x.seconds for x in layers]
                 least = max(stage_loads(weights, exact(weights, 5))) * (1 + 1e-12)
-                every = (Partition.from_bounds([0, *cuts, 18]) for cuts in combinations(range(1, 18), 4))
-                costs = [pipeline_costs(layers, x) for x in every if max(stage_loads(weights, x)) <= least]
+                every = (
+                    Partition.from_bounds([0, *cuts, 18]) for cuts in combinations(range(1, 18), 4)
+                )
+                costs = [
+                    pipeline_costs(layers, x)
+                    for x in every
+                    if max(stage_loads(weights, x)) <= least
+                ]
                 spans = [simulate(make(x), x).span for x in costs]
                 seconds = search(layers, 5, make=make).seconds
                 best.append(min(spans) / seconds - 1)
@@ -233,12 +289,17 @@ def schedule_table(cases: int) -> list[dict[str, Any]]:
 
 def trace(case: str) -> list[tuple[LayerCost, ...]]:
     data = json.loads((TRACES / f"{case}-48-2048.json").read_text())
-    return [tuple(LayerCost(*x) for x in zip(*row, strict=True)) for row in zip(data["f"], data["b"], data["w"], strict=True)]
+    return [
+        tuple(LayerCost(*x) for x in zip(*row, strict=True))
+        for row in zip(data["f"], data["b"], data["w"], strict=True)
+    ]
 
 
 def trace_row(case: str) -> dict[str, Any]:
     moments = trace(case)
-    total = dict.fromkeys(("blocks", "halves", "equal shares", *_BALANCERS, "algorithm-3 (loads)"), 0.0)
+    total = dict.fromkeys(
+        ("blocks", "halves", "equal shares", *_BALANCERS, "algorithm-3 (loads)"), 0.0
+    )
     base = 0.0
     refused: dict[str, int] = dict.fromkeys(_BALANCERS, 0)
     current = uniform(96, RANKS)
@@ -253,11 +314,16 @@ def trace_row(case: str) -> dict[str, Any]:
         total["algorithm-3 (loads)"] += max(sum(halves[i] for i in own) for own in held)
         for name in _BALANCERS:
             try:
-                total[name] += max(stage_loads(halves, BALANCERS[name](BalanceRequest(layers, current))))
+                total[name] += max(
+                    stage_loads(halves, BALANCERS[name](BalanceRequest(layers, current)))
+                )
             except PartitionError:
                 refused[name] += 1
     gains = {name: None if refused.get(name) else base / x for name, x in total.items()}
-    return {"case": case, "cannot_run_at": {name: count for name, count in refused.items() if count}} | gains
+    return {
+        "case": case,
+        "cannot_run_at": {name: count for name, count in refused.items() if count},
+    } | gains
 
 
 _BALANCERS: tuple[str, ...] = ("diffusion", "deepspeed-time", "algorithm-3")
@@ -289,4 +355,11 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    main(__doc__ or "", measure, [("repeat", 5, "runs of which the best counts"), ("cases", 1000, "random cases against brute force")])
+    main(
+        __doc__ or "",
+        measure,
+        [
+            ("repeat", 5, "runs of which the best counts"),
+            ("cases", 1000, "random cases against brute force"),
+        ],
+    )

@@ -43,14 +43,20 @@ ROOT = Path(__file__).parents[1]
 TABLE_5 = ROOT / "tests" / "facts" / "zero_bubble_table5.json"
 PICTURE = ROOT / "docs" / "pictures" / "planner_growth.svg"
 
-SIZES = {(24, 96): (0.02, 1.0), (32, 256): (0.2, 1.5), (64, 512): (1.0, 3.0)}  # and the seconds aimed at, warm and cold
+SIZES = {
+    (24, 96): (0.02, 1.0),
+    (32, 256): (0.2, 1.5),
+    (64, 512): (1.0, 3.0),
+}  # and the seconds aimed at, warm and cold
 
 
 def published() -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     for row in json.loads(TABLE_5.read_text())["rows"]:
         p, m = row["ranks"], row["microbatches"]
-        costs = uniform_costs(p, row["t_f_ms"], row["t_b_ms"], row["t_w_ms"], row["t_comm_ms"], row["w_memory_share"])
+        costs = uniform_costs(
+            p, row["t_f_ms"], row["t_b_ms"], row["t_w_ms"], row["t_comm_ms"], row["w_memory_share"]
+        )
         for k in (1, 2):
             caps = [k * p] * p
             timeline = simulate(automatic(costs, m, caps=caps), costs)
@@ -79,12 +85,16 @@ def uneven_case(random: Random) -> tuple[Costs, Costs, int, list[float], int]:
     times: list[list[float]] = []
     for _ in range(p):
         common = random.uniform(-spread, spread)
-        times.append([x * (1 + (common if together else random.uniform(-spread, spread))) for x in base])
+        times.append(
+            [x * (1 + (common if together else random.uniform(-spread, spread))) for x in base]
+        )
     middle = [median(column) for column in zip(*times[first:], strict=True)]
     links = tuple(random.uniform(0, 2) for _ in range(p - 1))
     memory = [(held := random.uniform(0.5, 1.5), held * random.uniform(0.1, 1.1)) for _ in range(p)]
     roomy = random.random() < 0.5
-    caps = [max(held, stash) * (1 + random.uniform(p if roomy else 0, 2 * p)) for held, stash in memory]
+    caps = [
+        max(held, stash) * (1 + random.uniform(p if roomy else 0, 2 * p)) for held, stash in memory
+    ]
 
     def costs(rows: list[list[float]]) -> Costs:
         stages: list[StageCost] = []
@@ -107,11 +117,18 @@ def uneven(cases: int) -> dict[str, Any]:
             try:
                 spans: list[float] = []
                 for given in (costs, flat):
-                    schedule = automatic(given, m, caps=caps, first_trainable=first, objective=objective)
+                    schedule = automatic(
+                        given, m, caps=caps, first_trainable=first, objective=objective
+                    )
                     validate(schedule)
                     timeline = simulate(schedule, costs)
-                    violations += any(peak > cap * (1 + 1e-9) for peak, cap in zip(timeline.peak_memory, caps, strict=True))
-                    spans.append(timeline.span if objective is Objective.SPAN else timeline.makespan)
+                    violations += any(
+                        peak > cap * (1 + 1e-9)
+                        for peak, cap in zip(timeline.peak_memory, caps, strict=True)
+                    )
+                    spans.append(
+                        timeline.span if objective is Objective.SPAN else timeline.makespan
+                    )
             except DynmoError:
                 failures += 1
                 continue
@@ -135,8 +152,15 @@ def uneven(cases: int) -> dict[str, Any]:
 
 def timed_case(p: int, roomy: bool) -> tuple[Costs, list[float]]:
     random = Random(p)
-    stages = tuple(StageCost(x := random.uniform(5, 15), x * random.uniform(0.8, 1.2), x * random.uniform(0.5, 1)) for _ in range(p))
-    caps = [random.uniform(1.6, 2.4) * p if roomy else random.uniform(0.8, 1.2) * p for _ in range(p)]
+    stages = tuple(
+        StageCost(
+            x := random.uniform(5, 15), x * random.uniform(0.8, 1.2), x * random.uniform(0.5, 1)
+        )
+        for _ in range(p)
+    )
+    caps = [
+        random.uniform(1.6, 2.4) * p if roomy else random.uniform(0.8, 1.2) * p for _ in range(p)
+    ]
     return Costs(stages, tuple(random.uniform(0, 2) for _ in range(p - 1))), caps
 
 
@@ -170,7 +194,16 @@ def seconds(runs: int) -> dict[str, Any]:
     sizes: list[dict[str, Any]] = []
     for (p, m), (warm_aim, cold_aim) in SIZES.items():
         cold = min(new_process(p, m) for _ in range(runs))
-        sizes.append({"ranks": p, "microbatches": m, "warm": warm(p, m, runs), "warm_aim": warm_aim, "cold": cold, "cold_aim": cold_aim})
+        sizes.append(
+            {
+                "ranks": p,
+                "microbatches": m,
+                "warm": warm(p, m, runs),
+                "warm_aim": warm_aim,
+                "cold": cold,
+                "cold_aim": cold_aim,
+            }
+        )
     with tempfile.TemporaryDirectory() as empty:
         return {"sizes": sizes, "first_ever": new_process(24, 96, empty)}
 
@@ -216,17 +249,29 @@ def show(result: dict[str, Any]) -> None:
         fields = [f"{size[name]:.4g}" for name in ("warm", "warm_aim", "cold", "cold_aim")]
         times.add_row(str(size["ranks"]), str(size["microbatches"]), *fields)
     console.print(times)
-    console.print(f"the very first process, which compiles: {result['seconds']['first_ever']:.3g} s")
+    console.print(
+        f"the very first process, which compiles: {result['seconds']['first_ever']:.3g} s"
+    )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
-    parser.add_argument("--cases", type=int, default=2000, help="cases of uneven stages (default 2000)")
-    parser.add_argument("--runs", type=int, default=5, help="timed runs, of which the best counts (default 5)")
+    parser.add_argument(
+        "--cases", type=int, default=2000, help="cases of uneven stages (default 2000)"
+    )
+    parser.add_argument(
+        "--runs", type=int, default=5, help="timed runs, of which the best counts (default 5)"
+    )
     parser.add_argument("--plot", action="store_true", help="also draw the growth with p and m")
     options = parser.parse_args()
-    result: dict[str, Any] = {"published": published(), "uneven": uneven(options.cases), "seconds": seconds(options.runs)}
+    result: dict[str, Any] = {
+        "published": published(),
+        "uneven": uneven(options.cases),
+        "seconds": seconds(options.runs),
+    }
     if options.plot:
         result["growth"] = growth(options.runs)
         plot(result["growth"])

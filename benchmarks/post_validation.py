@@ -58,7 +58,13 @@ def steps_of(world: World, pipeline: Engine, steps: int, every: int = 0) -> Call
         ends: list[float] = []
         taken_back = 0
         for step in range(steps):
-            results = pipeline.advance(step, batch, batch, lr=0.0, max_norm=limit if every and step % every == every // 2 else 0.0)
+            results = pipeline.advance(
+                step,
+                batch,
+                batch,
+                lr=0.0,
+                max_norm=limit if every and step % every == every // 2 else 0.0,
+            )
             taken_back += sum(result.rollback is not None for result in results)
             ends.append(time.perf_counter())
         taken_back += sum(result.rollback is not None for result in pipeline.drain())
@@ -68,7 +74,15 @@ def steps_of(world: World, pipeline: Engine, steps: int, every: int = 0) -> Call
     return run
 
 
-def emulated(world: World, times: list[float], stash: float, microbatches: int, steps: int, every: int, rounds: int) -> dict[str, Any]:
+def emulated(
+    world: World,
+    times: list[float],
+    stash: float,
+    microbatches: int,
+    steps: int,
+    every: int,
+    rounds: int,
+) -> dict[str, Any]:
     """Runs on each rank. times: F, B and W in seconds. stash: the share of a forward's activations
     that stays until W."""
     f, b, w = times
@@ -80,7 +94,13 @@ def emulated(world: World, times: list[float], stash: float, microbatches: int, 
         for afterwards in (False, True):
             model = make_layers([f] * ranks, [b] * ranks, [w] * ranks, MESSAGE_BYTES // 4)
             pipeline = Engine(
-                world, model, uniform(ranks, ranks), schedule=name, microbatches=microbatches, post_validation=afterwards, rollback="exact"
+                world,
+                model,
+                uniform(ranks, ranks),
+                schedule=name,
+                microbatches=microbatches,
+                post_validation=afterwards,
+                rollback="exact",
             )
             side = f"{name} {'post-validation' if afterwards else 'barrier'}"
             pipelines[side], sides[side] = pipeline, steps_of(world, pipeline, steps)
@@ -92,7 +112,9 @@ def emulated(world: World, times: list[float], stash: float, microbatches: int, 
             pipeline.actions.replan(costs)
             predicted[side] = pipeline.predict(costs, pipeline.partition).length(pipeline.objective)
     best = pipelines["zb-auto post-validation"]
-    sides[f"zb-auto post-validation, every {every}th step taken back"] = steps_of(world, best, every * math.ceil(steps / every), every)
+    sides[f"zb-auto post-validation, every {every}th step taken back"] = steps_of(
+        world, best, every * math.ceil(steps / every), every
+    )
     measured = medians(alternate(sides, rounds, warmup=0))
     figures: dict[str, Any] = {}
     for name in SCHEDULES:
@@ -109,12 +131,19 @@ def emulated(world: World, times: list[float], stash: float, microbatches: int, 
         }
     base = figures["zb-auto"]["post_validation_seconds"]
     long = every * math.ceil(steps / every)
-    rollback = (measured[f"zb-auto post-validation, every {every}th step taken back"] - base) * (long - 1) * every / long
+    rollback = (
+        (measured[f"zb-auto post-validation, every {every}th step taken back"] - base)
+        * (long - 1)
+        * every
+        / long
+    )
     return {
         "ranks": ranks,
         "microbatches": microbatches,
         "op_seconds": {"f": f, "b": b, "w": w},
-        "link_seconds": median(link.seconds(MESSAGE_BYTES) for link in best.schedule_keeper.links.values()),
+        "link_seconds": median(
+            link.seconds(MESSAGE_BYTES) for link in best.schedule_keeper.links.values()
+        ),
         "steps_per_run": steps,
         "work_seconds": microbatches * (f + b + w),
         "schedules": figures,

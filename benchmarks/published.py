@@ -31,7 +31,12 @@ PUBLISHED = {
     "freezing": Published("2.23", "Egeria", _LARGE),
     "pruning": Published("3.18", _STATIC, _LARGE),
     "sparse_attention": Published("2.71 to 4.02", "dense attention", _LARGE, over_dense=True),
-    "early_exit": Published("4.52", "the model without exits, whose tokens all pass every layer", _LARGE, over_dense=True),
+    "early_exit": Published(
+        "4.52",
+        "the model without exits, whose tokens all pass every layer",
+        _LARGE,
+        over_dense=True,
+    ),
     "mixture_of_depths": Published("1.17", _STATIC, _SMALL),
     "moe": Published("1.21 to 1.23", _STATIC, _SMALL),
 }

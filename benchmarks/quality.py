@@ -56,15 +56,31 @@ def runs(steps: int) -> dict[str, tuple[str, float | None, dict[str, Any]]]:
     return {
         "dense": ("dense", None, {}),
         "freezing, schedule": ("dense", 0.02, freezing(schedule=[[third, 3], [2 * third, 5]])),
-        "freezing, AutoFreeze": ("dense", 0.02, freezing(policy="autofreeze", every=max(1, steps // 20), **adaptive)),
-        "freezing, Egeria": ("dense", 0.02, freezing(policy="egeria", every=max(1, steps // 120), refresh=steps // 4, **adaptive)),
+        "freezing, AutoFreeze": (
+            "dense",
+            0.02,
+            freezing(policy="autofreeze", every=max(1, steps // 20), **adaptive),
+        ),
+        "freezing, Egeria": (
+            "dense",
+            0.02,
+            freezing(policy="egeria", every=max(1, steps // 120), refresh=steps // 4, **adaptive),
+        ),
         "pruning, 50 %": ("dense", 0.02, pruning(0.5)),
         "pruning, 75 %": ("dense", 0.02, pruning(0.75)),
         "pruning, 90 %": ("dense", 0.05, pruning(0.9)),
         SHARED: ("dense", None, attention(kind="drop", drop=0.0)),
-        "hash, 4 buckets, half the blocks": (SHARED, 0.02, attention(buckets=4, start=third, blocks=[1, 3])),
+        "hash, 4 buckets, half the blocks": (
+            SHARED,
+            0.02,
+            attention(buckets=4, start=third, blocks=[1, 3]),
+        ),
         "hash, 4 buckets, all blocks": (SHARED, 0.05, attention(buckets=4, start=third)),
-        "hash, 16 buckets, half the blocks": (SHARED, 0.05, attention(buckets=16, start=third, blocks=[1, 3])),
+        "hash, 16 buckets, half the blocks": (
+            SHARED,
+            0.05,
+            attention(buckets=16, start=third, blocks=[1, 3]),
+        ),
     }
 
 
@@ -101,7 +117,13 @@ def config_of(
         {
             "seed": seed,
             "model": {"blocks": 4, "hidden": hidden, "heads": 4, "sequence": 128} | (model or {}),
-            "train": {"steps": steps, "global_batch": 8, "micro_batch": 4, "lr": 2e-3, "warmup": steps // 20}
+            "train": {
+                "steps": steps,
+                "global_batch": 8,
+                "micro_batch": 4,
+                "lr": 2e-3,
+                "warmup": steps // 20,
+            }
             | {"eval_every": max(1, steps // evaluations), "eval_batches": batches},
             "balance": {"balancer": "none"},
             "dynamism": dynamism,
@@ -111,7 +133,13 @@ def config_of(
 
 
 def train(
-    world: World, steps: int, seed: int, dynamism: dict[str, Any], evaluations: int, batches: int, hidden: int = HIDDEN
+    world: World,
+    steps: int,
+    seed: int,
+    dynamism: dict[str, Any],
+    evaluations: int,
+    batches: int,
+    hidden: int = HIDDEN,
 ) -> dict[str, Any]:
     """Runs on the one rank: the held-out losses by step, and what the case did."""
     config = config_of(steps, seed, dynamism, evaluations, batches, hidden)
@@ -134,27 +162,48 @@ def compare(by_technique: dict[str, dict[str, Any]], steps: int) -> list[dict[st
         loss, reference = by_technique[name]["curve"][-1][1], by_technique[against]["curve"][-1][1]
         distance = loss / reference - 1
         row = {"name": name, "loss": loss, "against": against, "distance": distance, "limit": limit}
-        out.append(row | {"within": None if limit is None else distance <= limit, "dynamism": dynamism} | by_technique[name])
+        out.append(
+            row
+            | {"within": None if limit is None else distance <= limit, "dynamism": dynamism}
+            | by_technique[name]
+        )
     return out
 
 
 def measure(
-    steps: int, seeds: int, jobs: int = 1, evaluations: int = 24, batches: int = 16, hidden: int = HIDDEN, only: Sequence[str] = ()
+    steps: int,
+    seeds: int,
+    jobs: int = 1,
+    evaluations: int = 24,
+    batches: int = 16,
+    hidden: int = HIDDEN,
+    only: Sequence[str] = (),
 ) -> dict[str, Any]:
     """jobs: runs at once, each of one thread in a process of its own. only: names of `runs` (and
     what they are held against), not all."""
     common = {"steps": steps, "evaluations": evaluations, "batches": batches, "hidden": hidden}
     techniques = chosen(steps, only)
-    asked: list[dict[str, Any]] = [{"seed": 0, "dynamism": dynamism} for _, _, dynamism in techniques.values()]
+    asked: list[dict[str, Any]] = [
+        {"seed": 0, "dynamism": dynamism} for _, _, dynamism in techniques.values()
+    ]
     asked += [{"seed": seed, "dynamism": {}} for seed in range(1, seeds)]
     with ProcessPoolExecutor(jobs, get_context("spawn")) as pool:
-        done = list(track(pool.map(_run, [given | common for given in asked]), "runs", len(asked), console=Console(stderr=True)))
+        done = list(
+            track(
+                pool.map(_run, [given | common for given in asked]),
+                "runs",
+                len(asked),
+                console=Console(stderr=True),
+            )
+        )
     by_technique = dict(zip(techniques, done, strict=False))
     return {
         "steps": steps,
         "hidden": hidden,
         "rows": compare(by_technique, steps),
-        "dense_by_seed": [run["curve"][-1][1] for run in (by_technique["dense"], *done[len(techniques) :])],
+        "dense_by_seed": [
+            run["curve"][-1][1] for run in (by_technique["dense"], *done[len(techniques) :])
+        ],
     }
 
 
@@ -174,7 +223,16 @@ def table(result: dict[str, Any]) -> str:
         at = [str(step) for step, _ in row["changes"]]
         shown = ", ".join(at if len(at) <= 5 else [*at[:3], "..", at[-1]])
         distance = "" if own else f"{row['distance']:+.1%}"
-        lines.append([row["name"], f"{row['loss']:.3f}", "" if own else row["against"], distance, limit, shown])
+        lines.append(
+            [
+                row["name"],
+                f"{row['loss']:.3f}",
+                "" if own else row["against"],
+                distance,
+                limit,
+                shown,
+            ]
+        )
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 
 
@@ -183,39 +241,72 @@ def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
 
     mpl.use("svg")
     # No date and no random ids: the same figures give the same file. Text stays text.
-    mpl.rcParams |= {"svg.hashsalt": "dynmo", "svg.fonttype": "none", "font.size": 9, "axes.spines.top": False, "axes.spines.right": False}
+    mpl.rcParams |= {
+        "svg.hashsalt": "dynmo",
+        "svg.fonttype": "none",
+        "font.size": 9,
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+    }
     import matplotlib.pyplot as plt
 
-    panels = (("freezing", "dense", "freezing"), ("pruning", "dense", "pruning"), ("sparse attention", SHARED, "hash"))
+    panels = (
+        ("freezing", "dense", "freezing"),
+        ("pruning", "dense", "pruning"),
+        ("sparse attention", SHARED, "hash"),
+    )
     styles = (("#0072b2", "-"), ("#d55e00", "--"), ("#009e73", "-."))
-    figure, all_axes = plt.subplots(1, len(panels), figsize=(10, 3.4), sharey=True, layout="constrained")
+    figure, all_axes = plt.subplots(
+        1, len(panels), figsize=(10, 3.4), sharey=True, layout="constrained"
+    )
     for axes, (title, reference, start) in zip(all_axes, panels, strict=True):
         shown = [row for row in rows if row["name"] == reference or row["name"].startswith(start)]
         shown.sort(key=lambda row: row["name"] != reference)
         for row, (colour, line) in zip(shown, (("black", ":"), *styles), strict=True):
             name = row["name"].removeprefix(f"{start}, ")
-            axes.plot(*zip(*row["curve"], strict=True), color=colour, linestyle=line, label=f"{name}: {row['loss']:.3f}")
+            axes.plot(
+                *zip(*row["curve"], strict=True),
+                color=colour,
+                linestyle=line,
+                label=f"{name}: {row['loss']:.3f}",
+            )
         axes.set(title=title, xlabel="step")
         axes.legend(frameon=False)
         axes.grid(color="#dddddd")
     all_axes[0].set_ylabel("held-out loss, nats a byte")
     # What the first steps bring would leave no room for the differences.
-    late = [loss for row in rows for step, loss in row["curve"] if step >= rows[0]["curve"][-1][0] / 5]
+    late = [
+        loss for row in rows for step, loss in row["curve"] if step >= rows[0]["curve"][-1][0] / 5
+    ]
     all_axes[0].set_ylim(min(late) - 0.05, max(late) + 0.05)
     save_picture(figure, path)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
-    parser.add_argument("--plot", action="store_true", help=f"draw the curves into {PICTURE.relative_to(ROOT)}")
-    parser.add_argument("--read", type=Path, metavar="FILE", help="figures of an earlier --json, instead of training")
+    parser.add_argument(
+        "--plot", action="store_true", help=f"draw the curves into {PICTURE.relative_to(ROOT)}"
+    )
+    parser.add_argument(
+        "--read",
+        type=Path,
+        metavar="FILE",
+        help="figures of an earlier --json, instead of training",
+    )
     parser.add_argument("--steps", type=int, default=STEPS, help=f"of each run (default {STEPS})")
     parser.add_argument("--seeds", type=int, default=3, help="dense runs, one a seed (default 3)")
     parser.add_argument("--jobs", type=int, default=1, help="runs at once, a core each (default 1)")
-    parser.add_argument("--hidden", type=int, default=HIDDEN, help=f"hidden size of the model (default {HIDDEN})")
     parser.add_argument(
-        "--only", choices=list(runs(STEPS)), action="append", help="this run, beside what it is held against; several times"
+        "--hidden", type=int, default=HIDDEN, help=f"hidden size of the model (default {HIDDEN})"
+    )
+    parser.add_argument(
+        "--only",
+        choices=list(runs(STEPS)),
+        action="append",
+        help="this run, beside what it is held against; several times",
     )
     options = parser.parse_args()
     if options.only and options.plot:
@@ -223,7 +314,13 @@ def main() -> None:
     if options.read:
         result: dict[str, Any] = json.loads(options.read.read_text())
     else:
-        result = measure(options.steps, options.seeds, options.jobs, hidden=options.hidden, only=options.only or ())
+        result = measure(
+            options.steps,
+            options.seeds,
+            options.jobs,
+            hidden=options.hidden,
+            only=options.only or (),
+        )
         result |= {"machine": machine()}
     if options.plot:
         draw(result["rows"], PICTURE)

@@ -44,9 +44,17 @@ def sides(world: World, rounds: int, hidden: int, blocks: int) -> dict[str, Any]
     for name, zero in (("plain", 0), ("zero", 1)):
         loaded = load_model(parse({"model": model}))
         pipelines[name] = Engine(
-            here, loaded, uniform(loaded.layers, here.size), schedule="zb-h1", microbatches=MICROBATCHES, accumulation_groups=2, zero=zero
+            here,
+            loaded,
+            uniform(loaded.layers, here.size),
+            schedule="zb-h1",
+            microbatches=MICROBATCHES,
+            accumulation_groups=2,
+            zero=zero,
         )
-    text = torch.randint(256, (MICROBATCHES, 2, 65), generator=torch.Generator().manual_seed(here.replica))
+    text = torch.randint(
+        256, (MICROBATCHES, 2, 65), generator=torch.Generator().manual_seed(here.replica)
+    )
     seconds: dict[str, list[tuple[float, float]]] = {name: [] for name in pipelines}
 
     def step(name: str) -> float:
@@ -54,7 +62,11 @@ def sides(world: World, rounds: int, hidden: int, blocks: int) -> dict[str, Any]
         before, start = pipeline.measurements.reduction_seconds, time.perf_counter()
         pipeline.step(len(seconds[name]), text[..., :-1], text[..., 1:], lr=1e-3, max_norm=1.0)
         end = time.perf_counter()
-        seconds[name].append(tuple(b - a for a, b in zip(before, pipeline.measurements.reduction_seconds, strict=True)))  # pyright: ignore[reportArgumentType]
+        seconds[name].append(
+            tuple(
+                b - a for a, b in zip(before, pipeline.measurements.reduction_seconds, strict=True)
+            )
+        )  # pyright: ignore[reportArgumentType]
         return end - start
 
     times = alternate({name: lambda name=name: step(name) for name in pipelines}, rounds, warmup=2)
@@ -65,7 +77,9 @@ def sides(world: World, rounds: int, hidden: int, blocks: int) -> dict[str, Any]
         costs = pipeline.costs()
         own = [costs[index] for index in sorted(pipeline.own_layers, reverse=True)]
         bytes_each = [layer.gradient_bytes for layer in own]
-        exposed = 1 - could_hide([layer.w for layer in own], [worked * size / sum(bytes_each) for size in bytes_each])
+        exposed = 1 - could_hide(
+            [layer.w for layer in own], [worked * size / sum(bytes_each) for size in bytes_each]
+        )
         out[name] = {
             "step_seconds": pipeline.largest(median(times[name])),
             "reduction_seconds": pipeline.largest(worked),
@@ -90,7 +104,13 @@ def could_hide(weights: list[float], reductions: list[float]) -> float:
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
-    result = run_ranks("benchmarks.replicas:sides", 4, rounds=options.rounds, hidden=options.hidden, blocks=options.blocks)
+    result = run_ranks(
+        "benchmarks.replicas:sides",
+        4,
+        rounds=options.rounds,
+        hidden=options.hidden,
+        blocks=options.blocks,
+    )
     state = result["zero"]["optimizer_bytes"] / result["plain"]["optimizer_bytes"]
     return {
         "mesh": "2 replicas x 2 stages, 4 processes",
@@ -105,5 +125,9 @@ if __name__ == "__main__":
     main(
         "What replicas cost: reduction hidden, ZeRO-1 memory.",
         measure,
-        [("rounds", 12, "steps of each side"), ("hidden", 256, "model.hidden"), ("blocks", 4, "model.blocks")],
+        [
+            ("rounds", 12, "steps of each side"),
+            ("hidden", 256, "model.hidden"),
+            ("blocks", 4, "model.blocks"),
+        ],
     )

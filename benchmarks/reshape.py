@@ -23,7 +23,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.cost_traces import Layers, bottleneck, in_blocks, in_halves, name_of, perfect, timeline, trace
+from benchmarks.cost_traces import (
+    Layers,
+    bottleneck,
+    in_blocks,
+    in_halves,
+    name_of,
+    perfect,
+    timeline,
+    trace,
+)
 from benchmarks.harness import machine, save_picture
 from dynmo.balance.partition import exact, uniform
 from dynmo.cost.profile_file import Profile
@@ -55,7 +64,17 @@ def request(layers: Layers, memory: int) -> MeshRequest:
     first = next((i for i, x in enumerate(layers) if x.b or x.w), len(layers) - 1)
     profile = Profile(sized, tuple(str(i) for i in range(len(sized))), first, microbatch=1)
     limit = share * next(r for r in range(memory + 1, RANKS + 1) if RANKS % r == 0) - 1
-    return MeshRequest(profile, RANKS, MICROBATCHES, (1,), ("zb-h1",), ("exact",), memory_limit=limit, objective=Objective.MAKESPAN, keep=4)
+    return MeshRequest(
+        profile,
+        RANKS,
+        MICROBATCHES,
+        (1,),
+        ("zb-h1",),
+        ("exact",),
+        memory_limit=limit,
+        objective=Objective.MAKESPAN,
+        keep=4,
+    )
 
 
 def busiest(plan: MeshPlan) -> float:
@@ -77,12 +96,20 @@ def row(case: str, sequence: int, stride: int) -> dict[str, Any]:
 
     for layers in moments:
         whole = in_blocks(layers)
-        add("uniform", MICROBATCHES * bottleneck(whole, even), timeline(whole, even, MICROBATCHES).makespan)
+        add(
+            "uniform",
+            MICROBATCHES * bottleneck(whole, even),
+            timeline(whole, even, MICROBATCHES).makespan,
+        )
         ideal = perfect(layers, RANKS, MICROBATCHES)
         add("perfect", MICROBATCHES * math.fsum(x.seconds for x in layers) / RANKS, ideal.makespan)
         for name, parts in (("blocks", whole), ("halves", layers)):
             partition = exact([x.seconds for x in parts], RANKS)
-            add(name, MICROBATCHES * bottleneck(parts, partition), timeline(parts, partition, MICROBATCHES).makespan)
+            add(
+                name,
+                MICROBATCHES * bottleneck(parts, partition),
+                timeline(parts, partition, MICROBATCHES).makespan,
+            )
         for memory in MEMORY:
             name = f"reshaped, memory x{memory}"
             fits = search(request(layers, memory)).candidates
@@ -90,15 +117,24 @@ def row(case: str, sequence: int, stride: int) -> dict[str, Any]:
             meshes.setdefault(name, []).append(f"{fits[0].mesh.pipeline}x{fits[0].mesh.replicas}")
     for memory in MEMORY:
         decided[f"memory x{memory}"] = decisions(moments, memory)
-    gains = {kind: {name: x["uniform"] / value for name, value in x.items()} for kind, x in (("loads", loads), ("seconds", seconds))}
-    shares = {kind: {name: x / gain["perfect"] for name, x in gain.items()} for kind, gain in gains.items()}
+    gains = {
+        kind: {name: x["uniform"] / value for name, value in x.items()}
+        for kind, x in (("loads", loads), ("seconds", seconds))
+    }
+    shares = {
+        kind: {name: x / gain["perfect"] for name, x in gain.items()}
+        for kind, gain in gains.items()
+    }
     return {
         "case": case,
         "sequence": sequence,
         "moments": len(moments),
         "gains": gains,
         "shares": shares,
-        "meshes": {name: {mesh: chosen.count(mesh) for mesh in sorted(set(chosen))} for name, chosen in meshes.items()},
+        "meshes": {
+            name: {mesh: chosen.count(mesh) for mesh in sorted(set(chosen))}
+            for name, chosen in meshes.items()
+        },
         "decided": decided,
     }
 
@@ -107,7 +143,9 @@ def decisions(moments: Sequence[Layers], memory: int) -> dict[str, Any]:
     mesh, partition = Mesh(RANKS, 1, MICROBATCHES, 1, "zb-h1"), in_halves(uniform(BLOCKS, RANKS))
     changes, seconds = 0, 0.0
     for layers in moments:
-        change = reshape(request(layers, memory), mesh, partition, horizon_steps=STEPS, seconds_per_byte=0.1)
+        change = reshape(
+            request(layers, memory), mesh, partition, horizon_steps=STEPS, seconds_per_byte=0.1
+        )
         changes += change.decision.move
         mesh, partition = change.plan.mesh, change.plan.plan.partition
         seconds += change.plan.seconds / len(moments)
@@ -117,7 +155,14 @@ def decisions(moments: Sequence[Layers], memory: int) -> dict[str, Any]:
 def measure(stride: int, cases: int) -> dict[str, Any]:
     rows = [row(case, sequence, stride) for case, sequence in CASES[:cases]]
     least = min(x["shares"]["loads"][f"reshaped, memory x{MEMORY[-1]}"] for x in rows)
-    return {"blocks": BLOCKS, "ranks": RANKS, "microbatches": MICROBATCHES, "rows": rows, "aim": AIM, "least_share_of_perfect": least}
+    return {
+        "blocks": BLOCKS,
+        "ranks": RANKS,
+        "microbatches": MICROBATCHES,
+        "rows": rows,
+        "aim": AIM,
+        "least_share_of_perfect": least,
+    }
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
@@ -127,7 +172,13 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
     for x in rows:
         gain = x["gains"]["loads"]
         share = x["shares"]["loads"][names[-2]]
-        lines.append([name_of(x["case"], x["sequence"]), *(f"{gain[name]:.2f}" for name in names), f"{100 * share:.1f} %"])
+        lines.append(
+            [
+                name_of(x["case"], x["sequence"]),
+                *(f"{gain[name]:.2f}" for name in names),
+                f"{100 * share:.1f} %",
+            ]
+        )
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 
 
@@ -135,7 +186,13 @@ def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
     import matplotlib as mpl
 
     mpl.use("svg")
-    mpl.rcParams |= {"svg.hashsalt": "dynmo", "svg.fonttype": "none", "font.size": 9, "axes.spines.top": False, "axes.spines.right": False}
+    mpl.rcParams |= {
+        "svg.hashsalt": "dynmo",
+        "svg.fonttype": "none",
+        "font.size": 9,
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+    }
     import matplotlib.pyplot as plt
 
     figure, axes = plt.subplots(figsize=(8, 3.4), layout="constrained")
@@ -150,22 +207,37 @@ def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
             label=name,
         )
     axes.axhline(100 * AIM, color="#333333", linewidth=0.8, linestyle="--")
-    axes.set_xticks(range(len(rows)), [name_of(x["case"], x["sequence"]).replace(", ", "\n") for x in rows])
+    axes.set_xticks(
+        range(len(rows)), [name_of(x["case"], x["sequence"]).replace(", ", "\n") for x in rows]
+    )
     axes.set(ylabel=f"% of perfect balance on {RANKS} ranks", ylim=(50, 102), axisbelow=True)
     axes.legend(frameon=False, ncols=4, loc="upper center", bbox_to_anchor=(0.5, 1.14))
     save_picture(figure, path)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw it, like docs/pictures/reshape.svg")
-    parser.add_argument("--read", type=Path, metavar="FILE", help="figures of an earlier --json, instead of measuring")
-    parser.add_argument("--stride", type=int, default=1, help="of the 24 moments, every so many-th (default 1)")
+    parser.add_argument(
+        "--plot", type=Path, metavar="FILE", help="draw it, like docs/pictures/reshape.svg"
+    )
+    parser.add_argument(
+        "--read",
+        type=Path,
+        metavar="FILE",
+        help="figures of an earlier --json, instead of measuring",
+    )
+    parser.add_argument(
+        "--stride", type=int, default=1, help="of the 24 moments, every so many-th (default 1)"
+    )
     parser.add_argument("--cases", type=int, default=len(CASES), help="so many of the cases")
     options = parser.parse_args()
     result: dict[str, Any] = (
-        json.loads(options.read.read_text()) if options.read else measure(options.stride, options.cases) | {"machine": machine()}
+        json.loads(options.read.read_text())
+        if options.read
+        else measure(options.stride, options.cases) | {"machine": machine()}
     )
     if options.plot:
         draw(result["rows"], options.plot)

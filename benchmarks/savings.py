@@ -18,7 +18,9 @@ from benchmarks.harness import main, run_ranks
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     sequence, rounds = options.sequence, options.rounds
     return {
-        "pruning": run_ranks("benchmarks.savings_pruning:on_a_rank", 1, sequence=sequence, rounds=rounds, tokens=512),
+        "pruning": run_ranks(
+            "benchmarks.savings_pruning:on_a_rank", 1, sequence=sequence, rounds=rounds, tokens=512
+        ),
         "sparse_attention": run_ranks("benchmarks.savings_attention:on_a_rank", 1, rounds=rounds),
         "freezing": savings_freezing.measure(sequence, rounds),
         "tokens": run_ranks("benchmarks.savings_tokens:on_a_rank", 1, rounds=rounds),
@@ -27,4 +29,11 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    main(__doc__ or "", measure, [("sequence", 2048, "tokens of a layer's microbatch"), ("rounds", 7, "counted turns of each side")])
+    main(
+        __doc__ or "",
+        measure,
+        [
+            ("sequence", 2048, "tokens of a layer's microbatch"),
+            ("rounds", 7, "counted turns of each side"),
+        ],
+    )

@@ -67,7 +67,9 @@ class ThreadClock:
 
 def half(sequence: int, sparse: SparseAttention | None, shared: bool = True) -> AttentionHalf:
     torch.manual_seed(0)
-    module = (SharedAttentionHalf if shared else AttentionHalf)(HIDDEN, HEADS, sequence, 0.02, 0.02, 0.0)
+    module = (SharedAttentionHalf if shared else AttentionHalf)(
+        HIDDEN, HEADS, sequence, 0.02, 0.02, 0.0
+    )
     if isinstance(module, SharedAttentionHalf):
         module.sparse_attention = sparse
     return module
@@ -110,7 +112,15 @@ def around(x: Tensor, v: Tensor, hashed: Hashed) -> Seconds:
     for chunk in plan.chunks:
         take(v, plan.rows[chunk.places], values[chunk.places])
     gx, keys = x.new_empty(plan.places.shape[0], x.shape[3]), k.numpy()
-    kernel._spread_x(q.numpy(), keys, keys, factors.numpy(), keys.dtype.type(64.0), plan.places.numpy(), gx.numpy())
+    kernel._spread_x(
+        q.numpy(),
+        keys,
+        keys,
+        factors.numpy(),
+        keys.dtype.type(64.0),
+        plan.places.numpy(),
+        gx.numpy(),
+    )
     values.index_select(0, plan.places)
     return middle - start, time.thread_time() - middle, 0.0
 
@@ -133,7 +143,10 @@ def inner(module: AttentionHalf, x: Tensor) -> tuple[Tensor, Tensor]:
 
 def length(sequence: int, rounds: int) -> dict[str, Any]:
     """All kinds at one length, against dense."""
-    clock, x = ThreadClock(), torch.randn(BATCH, sequence, HIDDEN, generator=torch.Generator().manual_seed(0))
+    clock, x = (
+        ThreadClock(),
+        torch.randn(BATCH, sequence, HIDDEN, generator=torch.Generator().manual_seed(0)),
+    )
     gy = torch.randn_like(x)
     dense = half(sequence, None)
     both, v = inner(dense, x)
@@ -161,15 +174,32 @@ def length(sequence: int, rounds: int) -> dict[str, Any]:
     }
 
 
-def _compare(medians: dict[str, list[float]], name: str, kind: SparseAttention, both: Tensor) -> dict[str, Any]:
+def _compare(
+    medians: dict[str, list[float]], name: str, kind: SparseAttention, both: Tensor
+) -> dict[str, Any]:
     batch, sequence, heads, size = both.shape
     if isinstance(kind, Hashed):
-        plan = plan_buckets(hash_buckets(both, kernel.draw_directions(heads, size, kind.buckets, kind.seed)), kind.buckets, kind.tile)
+        plan = plan_buckets(
+            hash_buckets(both, kernel.draw_directions(heads, size, kind.buckets, kind.seed)),
+            kind.buckets,
+            kind.tile,
+        )
     else:
         assert isinstance(kind, Dropped)
-        plan = plan_kept(batch, sequence, *draw_kept(heads, sequence, kind.share, kind.seed), kind.tile, both.dtype)
+        plan = plan_kept(
+            batch,
+            sequence,
+            *draw_kept(heads, sequence, kind.share, kind.seed),
+            kind.tile,
+            both.dtype,
+        )
     every = batch * heads * sequence * (sequence - 1) // 2
-    dense, sparse, attention, apart = medians["dense"], medians[name], medians["attention alone"], medians[f"{name}: alone"]
+    dense, sparse, attention, apart = (
+        medians["dense"],
+        medians[name],
+        medians["attention alone"],
+        medians[f"{name}: alone"],
+    )
     ideal = [d - a * (1 - plan.pairs / every) for d, a in zip(dense, attention, strict=True)]
     whole = (sum(dense[:2]) - sum(sparse[:2])) / (sum(dense[:2]) - sum(ideal[:2]))
     result: dict[str, Any] = {
@@ -178,7 +208,10 @@ def _compare(medians: dict[str, list[float]], name: str, kind: SparseAttention, 
         "pairs": plan.pairs / every,
         "computed": plan.computed / every,
         "speedup": _fbw([d / s for d, s in zip(dense, sparse, strict=True)]),
-        "share_of_ideal": {key: (d - s) / (d - i) for key, d, s, i in zip("fb", dense, sparse, ideal, strict=False)} | {"f+b": whole},
+        "share_of_ideal": {
+            key: (d - s) / (d - i) for key, d, s, i in zip("fb", dense, sparse, ideal, strict=False)
+        }
+        | {"f+b": whole},
     }
     over, lost = sum(sparse[:2]) - sum(ideal[:2]), dict[str, float]()
     if isinstance(kind, Hashed):
@@ -188,7 +221,10 @@ def _compare(medians: dict[str, list[float]], name: str, kind: SparseAttention, 
         lost["padding"] = (plan.computed - plan.pairs) / every * sum(attention[:2])
         lost["rate"] = sum(apart[:2]) - lost["around"] - part * sum(attention[:2])
         result["around"] = dict(zip("fb", rest, strict=False))
-        result["rate"] = {key: part * a / (s - r) for key, a, s, r in zip("fb", attention, apart, rest, strict=False)}
+        result["rate"] = {
+            key: part * a / (s - r)
+            for key, a, s, r in zip("fb", attention, apart, rest, strict=False)
+        }
     return result | bound_of(whole, lost | {"elsewhere": over - sum(lost.values())})
 
 
@@ -196,7 +232,9 @@ def _fbw(seconds: list[float]) -> dict[str, float]:
     return dict(zip("fbw", seconds, strict=True))
 
 
-def lengths(rounds: int, sequences: tuple[int, ...] = (512, 1024, 2048, 4096)) -> list[dict[str, Any]]:
+def lengths(
+    rounds: int, sequences: tuple[int, ...] = (512, 1024, 2048, 4096)
+) -> list[dict[str, Any]]:
     return [length(sequence, rounds) for sequence in sequences]
 
 

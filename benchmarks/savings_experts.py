@@ -35,7 +35,14 @@ SHAPES = ((4, 1), (4, 2), (8, 1), (8, 2), (16, 2))  # experts, top_k
 def half(experts: int, top_k: int, load: str) -> ExpertsHalf:
     """A half whose tokens spread evenly, or all choose the same experts."""
     torch.manual_seed(0)
-    module = ExpertsHalf(HIDDEN, ExpertRule(experts, top_k, "auction" if load == "even" else "bias", 0.01, None), 0, 0.02, 0.02, 0.0)
+    module = ExpertsHalf(
+        HIDDEN,
+        ExpertRule(experts, top_k, "auction" if load == "even" else "bias", 0.01, None),
+        0,
+        0.02,
+        0.02,
+        0.0,
+    )
     if load == "one":
         module.router.bias[:top_k] = 10.0
     return module
@@ -49,13 +56,22 @@ def rows_to_experts(module: ExpertsHalf, x: Tensor) -> Side:
 
     def move(t: Tensor) -> Tensor:
         out = t.index_select(0, places)
-        return t.new_zeros(chosen.numel(), t.shape[1]).index_copy(0, order, out).view(*chosen.shape, t.shape[1]).sum(1)
+        return (
+            t.new_zeros(chosen.numel(), t.shape[1])
+            .index_copy(0, order, out)
+            .view(*chosen.shape, t.shape[1])
+            .sum(1)
+        )
 
     return function_side(move, x)
 
 
 def on_a_rank(world: World, rounds: int) -> list[dict[str, Any]]:
-    return [shape_row(experts, top_k, load, rounds) for experts, top_k in SHAPES for load in ("even", "one")]
+    return [
+        shape_row(experts, top_k, load, rounds)
+        for experts, top_k in SHAPES
+        for load in ("even", "one")
+    ]
 
 
 def shape_row(experts: int, top_k: int, load: str, rounds: int) -> dict[str, Any]:
@@ -87,10 +103,21 @@ def shape_row(experts: int, top_k: int, load: str, rounds: int) -> dict[str, Any
 
 def table(rows: list[dict[str, Any]]) -> str:
     """In Markdown, as docs/cases.md shows it."""
-    head = ["experts", "top_k", "load", "speed-up over all experts", "share of the ideal", "time over the ideal"]
+    head = [
+        "experts",
+        "top_k",
+        "load",
+        "speed-up over all experts",
+        "share of the ideal",
+        "time over the ideal",
+    ]
     lines = [head, ["---:", "---:", "---", "---:", "---:", "---:"]]
     for row in rows:
-        numbers = f"{row['speedup']:.2f}", f"{row['share_of_ideal']:.0%}", f"{row['over_ideal']:.2f}"
+        numbers = (
+            f"{row['speedup']:.2f}",
+            f"{row['share_of_ideal']:.0%}",
+            f"{row['over_ideal']:.2f}",
+        )
         lines.append([str(row["experts"]), str(row["top_k"]), row["load"], *numbers])
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 

@@ -49,7 +49,9 @@ def half(which: int, hidden: int, heads: int, sequence: int) -> nn.Module:
     return make(config).build([1 + which])[1 + which]
 
 
-def step(layer: Layer, x: torch.Tensor, gy: torch.Tensor, trains: bool, backward: bool) -> dict[str, float]:
+def step(
+    layer: Layer, x: torch.Tensor, gy: torch.Tensor, trains: bool, backward: bool
+) -> dict[str, float]:
     layer.marks.clear()
     layer.forward(0, (x,), 0, backward, backward, None)
     if backward:
@@ -58,7 +60,9 @@ def step(layer: Layer, x: torch.Tensor, gy: torch.Tensor, trains: bool, backward
         layer.backward_weight(0)
     layer.module.zero_grad()
     return dict.fromkeys("fbw", 0.0) | {
-        kind.value.lower(): end - start for kind, start, end, _ in layer.marks if kind in (Kind.F, Kind.B, Kind.W)
+        kind.value.lower(): end - start
+        for kind, start, end, _ in layer.marks
+        if kind in (Kind.F, Kind.B, Kind.W)
     }
 
 
@@ -68,7 +72,9 @@ def layers(hidden: int, heads: int, sequence: int, rounds: int) -> list[dict[str
     x = torch.randn(1, sequence, hidden)
     gy = torch.randn_like(x)
     for which, name in enumerate(("attention", "feed_forward")):
-        modules = {kind: half(which, hidden, heads, sequence) for kind in ("trains", "above", "prefix")}
+        modules = {
+            kind: half(which, hidden, heads, sequence) for kind in ("trains", "above", "prefix")
+        }
         for kind in ("above", "prefix"):
             modules[kind].requires_grad_(False)
         sides = {kind: Layer(0, module, clock, 0) for kind, module in modules.items()}
@@ -78,15 +84,30 @@ def layers(hidden: int, heads: int, sequence: int, rounds: int) -> list[dict[str
                 taken = step(layer, x, gy, kind == "trains", kind != "prefix")
                 if turn:
                     samples[kind].append(taken)
-        times = {kind: {op: median(row[op] for row in rows) for op in "fbw"} for kind, rows in samples.items()}
+        times = {
+            kind: {op: median(row[op] for row in rows) for op in "fbw"}
+            for kind, rows in samples.items()
+        }
         whole = sum(times["trains"].values())
         for kind, kept in (("prefix", "f"), ("above", "fb")):
             now, ideal = sum(times[kind].values()), sum(times["trains"][op] for op in kept)
             share = (whole - now) / (whole - ideal)
             out.append(
-                {"layer": name, "frozen": kind, "trains": times["trains"], "now": times[kind], "speedup": whole / now}
+                {
+                    "layer": name,
+                    "frozen": kind,
+                    "trains": times["trains"],
+                    "now": times[kind],
+                    "speedup": whole / now,
+                }
                 | {"ideal_speedup": whole / ideal, "share_of_ideal": share}
-                | bound_of(share, {op: times[kind][op] - (times["trains"][op] if op in kept else 0.0) for op in "fbw"})
+                | bound_of(
+                    share,
+                    {
+                        op: times[kind][op] - (times["trains"][op] if op in kept else 0.0)
+                        for op in "fbw"
+                    },
+                )
             )
         reading, refreshing = watching(modules["trains"], x, rounds)
         out.append(
@@ -100,7 +121,10 @@ def cache(hidden: int, heads: int, sequence: int, rounds: int) -> dict[str, Any]
     """Seconds of F of both halves of a frozen block, run, kept and taken from the cache, in
     turn."""
     clock, x = clock_for(torch.device("cpu")), torch.randn(1, sequence, hidden)
-    block = [Layer(which, half(which, hidden, heads, sequence).requires_grad_(False), clock, 0) for which in (0, 1)]
+    block = [
+        Layer(which, half(which, hidden, heads, sequence).requires_grad_(False), clock, 0)
+        for which in (0, 1)
+    ]
     outputs = OutputCache(1 << 40, clock)
 
     def seconds(key: int | None) -> float:
@@ -111,17 +135,30 @@ def cache(hidden: int, heads: int, sequence: int, rounds: int) -> dict[str, Any]
 
     turns = count()
     times = alternate(
-        {"run": lambda: seconds(None), "run_and_kept": lambda: seconds(next(turns)), "taken": lambda: seconds(0)}, rounds, warmup=1
+        {
+            "run": lambda: seconds(None),
+            "run_and_kept": lambda: seconds(next(turns)),
+            "taken": lambda: seconds(0),
+        },
+        rounds,
+        warmup=1,
     )
     summary = medians(times)
     size = sum(y.nbytes for y in outputs.forward(block, 0, (x,), 0))
-    return {"layers": len(block), "seconds": summary, "speedup": summary["run"] / summary["taken"], "bytes_per_sequence": size}
+    return {
+        "layers": len(block),
+        "seconds": summary,
+        "speedup": summary["run"] / summary["taken"],
+        "bytes_per_sequence": size,
+    }
 
 
 def watching(module: nn.Module, x: torch.Tensor, rounds: int) -> tuple[float, float]:
     """Seconds of a reading, and of a new reference."""
     reference = quantised(module)
-    reading = median_of(lambda: plasticity(module, reference, (x,), relations(x), (0, 0, 0)), rounds)
+    reading = median_of(
+        lambda: plasticity(module, reference, (x,), relations(x), (0, 0, 0)), rounds
+    )
     return reading, median_of(lambda: quantised(module), rounds)
 
 
@@ -137,14 +174,23 @@ def median_of(run: Callable[[], object], rounds: int) -> float:
 def measure(sequence: int, rounds: int) -> dict[str, Any]:
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    return {"layers": layers(1024, 32, sequence, rounds), "cache": cache(1024, 32, sequence, rounds)}
+    return {
+        "layers": layers(1024, 32, sequence, rounds),
+        "cache": cache(1024, 32, sequence, rounds),
+    }
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
-    parser.add_argument("--sequence", type=int, default=2048, help="tokens of the layer's microbatch (default 2048)")
-    parser.add_argument("--rounds", type=int, default=7, help="counted turns of each side (default 7)")
+    parser.add_argument(
+        "--sequence", type=int, default=2048, help="tokens of the layer's microbatch (default 2048)"
+    )
+    parser.add_argument(
+        "--rounds", type=int, default=7, help="counted turns of each side (default 7)"
+    )
     options = parser.parse_args()
     result = measure(options.sequence, options.rounds) | {"machine": machine()}
     if options.json:

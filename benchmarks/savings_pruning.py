@@ -89,12 +89,17 @@ def in_turn(layers: Sequence[Layer], x: torch.Tensor, rounds: int) -> list[Secon
             layer.module.zero_grad()
             if turn:
                 rows[place].append(seconds)
-    return [(median(f), median(b), median(w)) for f, b, w in (zip(*row, strict=True) for row in rows)]
+    return [
+        (median(f), median(b), median(w)) for f, b, w in (zip(*row, strict=True) for row in rows)
+    ]
 
 
 def linear_seconds(module: nn.Module, tokens: int, rounds: int) -> Seconds:
     """Of a dense module's linears alone."""
-    each = [time_linear(make_pruned(x.out_features, x.in_features, 0.0, False), tokens, rounds) for _, x in linears(module)]
+    each = [
+        time_linear(make_pruned(x.out_features, x.in_features, 0.0, False), tokens, rounds)
+        for _, x in linears(module)
+    ]
     f, b, w = (sum(x) for x in zip(*each, strict=True))
     return f, b, w
 
@@ -129,7 +134,9 @@ def sparse_seconds(module: nn.Module, tokens: int, rounds: int) -> dict[str, flo
     return seconds
 
 
-def layers(hidden: int, heads: int, sequence: int, sparsities: Sequence[float], rounds: int) -> list[dict[str, Any]]:
+def layers(
+    hidden: int, heads: int, sequence: int, sparsities: Sequence[float], rounds: int
+) -> list[dict[str, Any]]:
     """Rows of (half, sparsity): seconds of F, B, W dense and pruned, the ideal, the share
     reached."""
     out: list[dict[str, Any]] = []
@@ -141,7 +148,10 @@ def layers(hidden: int, heads: int, sequence: int, sparsities: Sequence[float], 
         modules = [dense, *(pruned_half(which, hidden, heads, sequence, s) for s in sparsities)]
         before, *after = in_turn([Layer(0, module, clock, 0) for module in modules], x, rounds)
         for sparsity, now, module in zip(sparsities, after, modules[1:], strict=True):
-            ideal = [whole - sparsity * min(part, whole) for whole, part in zip(before, matmuls, strict=True)]
+            ideal = [
+                whole - sparsity * min(part, whole)
+                for whole, part in zip(before, matmuls, strict=True)
+            ]
             share = (sum(before) - sum(now)) / (sum(before) - sum(ideal))
             parts = sparse_seconds(module, sequence, rounds)
             if parts["kernel"]:
@@ -159,7 +169,10 @@ def layers(hidden: int, heads: int, sequence: int, sparsities: Sequence[float], 
                     "speedup": sum(before) / sum(now),
                     "ideal_speedup": sum(before) / sum(ideal),
                     "share_of_ideal": share,
-                    "share_of_ideal_each": {kind: (a - b) / (a - c) for kind, a, b, c in zip("fbw", before, now, ideal, strict=True)},
+                    "share_of_ideal_each": {
+                        kind: (a - b) / (a - c)
+                        for kind, a, b, c in zip("fbw", before, now, ideal, strict=True)
+                    },
                     **bound_of(share, lost),
                 }
             )
@@ -175,19 +188,36 @@ def curves(tokens: int, rounds: int) -> list[dict[str, Any]]:
         plain = make_pruned(rows, columns, 0.0, False)
         for sparsity in CURVE:
             linear = make_pruned(rows, columns, sparsity, True)
-            pairs = [(time_linear(plain, tokens, 1), time_linear(linear, tokens, 1)) for _ in range(rounds)]
-            dense, sparse = ([median(x) for x in zip(*side, strict=True)] for side in zip(*pairs, strict=True))
+            pairs = [
+                (time_linear(plain, tokens, 1), time_linear(linear, tokens, 1))
+                for _ in range(rounds)
+            ]
+            dense, sparse = (
+                [median(x) for x in zip(*side, strict=True)] for side in zip(*pairs, strict=True)
+            )
             ratios = {kind: b / a for kind, a, b in zip("fbw", dense, sparse, strict=True)}
             points.append({"sparsity": sparsity, "all": sum(sparse) / sum(dense)} | ratios)
         measured = median(measure_crossover(rows, columns, tokens) for _ in range(3))
-        out.append({"rows": rows, "columns": columns, "tokens": tokens, "crossover": measured, "points": points})
+        out.append(
+            {
+                "rows": rows,
+                "columns": columns,
+                "tokens": tokens,
+                "crossover": measured,
+                "points": points,
+            }
+        )
     return out
 
 
 def on_a_rank(world: World, sequence: int, rounds: int, tokens: int) -> dict[str, Any]:
     """One rank as dynmo starts them, with the allocator set as it is there."""
     torch.manual_seed(0)
-    return {"layers": layers(1024, 32, sequence, PAPER, rounds), "crossover": curves(tokens, rounds), "paper_crossover": 0.75}
+    return {
+        "layers": layers(1024, 32, sequence, PAPER, rounds),
+        "crossover": curves(tokens, rounds),
+        "paper_crossover": 0.75,
+    }
 
 
 def plot(crossovers: Sequence[dict[str, Any]]) -> None:
@@ -201,11 +231,21 @@ def plot(crossovers: Sequence[dict[str, Any]]) -> None:
     for one, colour, marker in zip(crossovers, ("#0072b2", "#d55e00"), ("o", "s"), strict=True):
         x = [100 * point["sparsity"] for point in one["points"]]
         text = f"{one['rows']} x {one['columns']}, {one['tokens']} tokens: pays from {100 * one['crossover']:.0f} %"
-        axes.plot(x, [point["all"] for point in one["points"]], marker=marker, color=colour, label=text)
-    axes.plot([100 * s for s in CURVE], [1 - s for s in CURVE], ":", color="0.4", label="ideal: 1 - sparsity")
+        axes.plot(
+            x, [point["all"] for point in one["points"]], marker=marker, color=colour, label=text
+        )
+    axes.plot(
+        [100 * s for s in CURVE],
+        [1 - s for s in CURVE],
+        ":",
+        color="0.4",
+        label="ideal: 1 - sparsity",
+    )
     axes.axhline(1, color="0.4", linewidth=1)
     axes.set_yscale("log")
-    axes.set_yticks([0.02, 0.05, 0.1, 0.2, 0.5, 1, 2], ["0.02", "0.05", "0.1", "0.2", "0.5", "1", "2"])
+    axes.set_yticks(
+        [0.02, 0.05, 0.1, 0.2, 0.5, 1, 2], ["0.02", "0.05", "0.1", "0.2", "0.5", "1", "2"]
+    )
     axes.minorticks_off()
     axes.set_xlabel("sparsity, %")
     axes.set_ylabel("time of F + B + W, sparse / dense")
@@ -215,15 +255,25 @@ def plot(crossovers: Sequence[dict[str, Any]]) -> None:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
     parser.add_argument("--plot", action="store_true", help="also draw the crossover")
-    parser.add_argument("--sequence", type=int, default=2048, help="tokens of the layer's microbatch (default 2048)")
-    parser.add_argument("--rounds", type=int, default=7, help="counted turns of each side (default 7)")
-    parser.add_argument("--tokens", type=int, default=512, help="tokens for the crossover (default 512)")
+    parser.add_argument(
+        "--sequence", type=int, default=2048, help="tokens of the layer's microbatch (default 2048)"
+    )
+    parser.add_argument(
+        "--rounds", type=int, default=7, help="counted turns of each side (default 7)"
+    )
+    parser.add_argument(
+        "--tokens", type=int, default=512, help="tokens for the crossover (default 512)"
+    )
     options = parser.parse_args()
     arguments = {"sequence": options.sequence, "rounds": options.rounds, "tokens": options.tokens}
-    result: dict[str, Any] = run_ranks("benchmarks.savings_pruning:on_a_rank", 1, **arguments) | {"machine": machine()}
+    result: dict[str, Any] = run_ranks("benchmarks.savings_pruning:on_a_rank", 1, **arguments) | {
+        "machine": machine()
+    }
     if options.plot:
         plot(result["crossover"])
     if options.json:

@@ -130,7 +130,9 @@ def exit_sides(hidden: int, sequence: int) -> tuple[dict[str, Side], dict[str, f
         sides[f"attention {share}"] = layer_side(attention, state(index, gone))
         sides[f"feed-forward {share}"] = layer_side(feed_forward, state(index, gone))
         sides[f"rows {share}"] = function_side(merge, stream[index], index, stream[gone], gone)
-        sides[f"pairs {share}"] = function_side(attend_kept, heads.flatten(0, 1)[index], heads, heads.clone(), index)
+        sides[f"pairs {share}"] = function_side(
+            attend_kept, heads.flatten(0, 1)[index], heads, heads.clone(), index
+        )
     return sides, pairs
 
 
@@ -140,7 +142,9 @@ def depth_sides(hidden: int, sequence: int) -> tuple[dict[str, Side], dict[str, 
     x = torch.randn(BATCH, sequence, hidden, generator=generator)
     heads = torch.randn(BATCH, sequence, HEADS, hidden // HEADS, generator=generator)
     sides = {
-        "dense attention": layer_side(AttentionHalf(hidden, HEADS, sequence, 0.02, 0.02, 0.0), (x,)),
+        "dense attention": layer_side(
+            AttentionHalf(hidden, HEADS, sequence, 0.02, 0.02, 0.0), (x,)
+        ),
         "dense feed-forward": layer_side(FeedForwardHalf(hidden, 0.02, 0.02, 0.0), (x,)),
         "pairs": function_side(dense_attention, heads, heads.clone(), heads.clone()),
     }
@@ -153,20 +157,33 @@ def depth_sides(hidden: int, sequence: int) -> tuple[dict[str, Side], dict[str, 
         count, index = round(share * sequence), handed[3]
         pairs[f"{share}"] = count * (count + 1) / (sequence * (sequence + 1))
         sides[f"attention {share}"] = layer_side(half, (x,))
-        sides[f"feed-forward {share}"] = layer_side(RoutedFeedForwardHalf(hidden, 0.02, 0.02, 0.0), handed)
-        sides[f"rows {share}"] = function_side(lambda t, index=index: select(t, index), x.view(tokens, hidden))
-        sides[f"back {share}"] = function_side(
-            lambda t, u, index=index: select(t, index)[0].index_add(0, index, u), x.view(tokens, hidden), handed[1]
+        sides[f"feed-forward {share}"] = layer_side(
+            RoutedFeedForwardHalf(hidden, 0.02, 0.02, 0.0), handed
         )
-        sides[f"router {share}"] = function_side(lambda t, router=router: router(t, BATCH), x.view(tokens, hidden))
+        sides[f"rows {share}"] = function_side(
+            lambda t, index=index: select(t, index), x.view(tokens, hidden)
+        )
+        sides[f"back {share}"] = function_side(
+            lambda t, u, index=index: select(t, index)[0].index_add(0, index, u),
+            x.view(tokens, hidden),
+            handed[1],
+        )
+        sides[f"router {share}"] = function_side(
+            lambda t, router=router: router(t, BATCH), x.view(tokens, hidden)
+        )
         packed = heads.flatten(0, 1)[index]
         sides[f"pairs {share}"] = function_side(
-            lambda q, k, v, count=count: attend_packed(q, k, v, [count] * BATCH), packed, packed, packed
+            lambda q, k, v, count=count: attend_packed(q, k, v, [count] * BATCH),
+            packed,
+            packed,
+            packed,
         )
     return sides, pairs
 
 
-def compare(dense: Sequence[float], ours: Sequence[float], ideal: Sequence[float], lost: dict[str, float]) -> dict[str, Any]:
+def compare(
+    dense: Sequence[float], ours: Sequence[float], ideal: Sequence[float], lost: dict[str, float]
+) -> dict[str, Any]:
     """A row: seconds, speed-up, share of the ideal, and what is lost."""
     whole = (sum(dense) - sum(ours)) / (sum(dense) - sum(ideal))
     lost = lost | {"elsewhere": sum(ours) - sum(ideal) - sum(lost.values())}
@@ -184,33 +201,63 @@ def size_row(case: str, hidden: int, sequence: int, rounds: int) -> dict[str, An
     exits = case == "early_exit"
     sides, pairs = (exit_sides if exits else depth_sides)(hidden, sequence)
     seconds = part_medians(alternate(sides, rounds, warmup=2))
-    attention, linear = seconds["dense attention"], [d - p for d, p in zip(seconds["dense attention"], seconds["pairs"], strict=True)]
+    attention, linear = (
+        seconds["dense attention"],
+        [d - p for d, p in zip(seconds["dense attention"], seconds["pairs"], strict=True)],
+    )
     rows: dict[str, Any] = {}
     for key, part in pairs.items():
         share = float(key)
         linear_share = (1 + share) / 2 if exits else share
-        ideal = [linear_share * rest + part * p for rest, p in zip(linear, seconds["pairs"], strict=True)]
-        lost = {"rows": sum(seconds[f"rows {key}"]), "attention": sum(seconds[f"pairs {key}"]) - part * sum(seconds["pairs"])}
+        ideal = [
+            linear_share * rest + part * p for rest, p in zip(linear, seconds["pairs"], strict=True)
+        ]
+        lost = {
+            "rows": sum(seconds[f"rows {key}"]),
+            "attention": sum(seconds[f"pairs {key}"]) - part * sum(seconds["pairs"]),
+        }
         if not exits:
             lost["router"] = sum(seconds[f"router {key}"]) - sum(seconds[f"rows {key}"])
         rows[f"attention {key}"] = compare(attention, seconds[f"attention {key}"], ideal, lost)
         dense = seconds["dense feed-forward"]
         moved = {} if exits else {"rows": sum(seconds[f"back {key}"])}
-        rows[f"feed-forward {key}"] = compare(dense, seconds[f"feed-forward {key}"], [share * d for d in dense], moved)
+        rows[f"feed-forward {key}"] = compare(
+            dense, seconds[f"feed-forward {key}"], [share * d for d in dense], moved
+        )
     block = sum(attention) + sum(seconds["dense feed-forward"])
-    result = {"case": case, "hidden": hidden, "sequence": sequence, "dense_block": block, "rows": rows}
+    result = {
+        "case": case,
+        "hidden": hidden,
+        "sequence": sequence,
+        "dense_block": block,
+        "rows": rows,
+    }
     if exits:
-        result["exit_head_in_blocks"] = {"measured": sum(seconds["exit head"]) / block, "arithmetic": VOCAB / (12 * hidden)}
+        result["exit_head_in_blocks"] = {
+            "measured": sum(seconds["exit head"]) / block,
+            "arithmetic": VOCAB / (12 * hidden),
+        }
     return result
 
 
 def on_a_rank(world: World, rounds: int) -> list[dict[str, Any]]:
-    return [size_row(case, *size, rounds) for case in ("early_exit", "mixture_of_depths") for size in SIZES]
+    return [
+        size_row(case, *size, rounds)
+        for case in ("early_exit", "mixture_of_depths")
+        for size in SIZES
+    ]
 
 
 def table(sizes: Sequence[dict[str, Any]]) -> str:
     """In Markdown, as docs/cases.md shows it: the range over all sizes."""
-    head = ["case", "half", "tokens that remain", "speed-up of F + B + W", "share of the ideal", "bounded by"]
+    head = [
+        "case",
+        "half",
+        "tokens that remain",
+        "speed-up of F + B + W",
+        "share of the ideal",
+        "bounded by",
+    ]
     lines = [head, ["---", "---", "---:", "---:", "---:", "---"]]
     for case in ("early_exit", "mixture_of_depths"):
         rows = [size["rows"] for size in sizes if size["case"] == case]
@@ -220,12 +267,18 @@ def table(sizes: Sequence[dict[str, Any]]) -> str:
             part = [row[key]["share_of_ideal"] for row in rows]
             bounds = sorted({row[key]["bounded_by"] for row in rows} - {None})
             ranges = f"{min(speed):.2f} to {max(speed):.2f}", f"{min(part):.0%} to {max(part):.0%}"
-            lines.append([case.replace("_", " "), half, f"{float(share):.1%}", *ranges, ", ".join(bounds)])
+            lines.append(
+                [case.replace("_", " "), half, f"{float(share):.1%}", *ranges, ", ".join(bounds)]
+            )
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
-    return {"microbatch": BATCH, "heads": HEADS, "sizes": run_ranks("benchmarks.savings_tokens:on_a_rank", 1, rounds=options.rounds)}
+    return {
+        "microbatch": BATCH,
+        "heads": HEADS,
+        "sizes": run_ranks("benchmarks.savings_tokens:on_a_rank", 1, rounds=options.rounds),
+    }
 
 
 if __name__ == "__main__":

@@ -63,10 +63,19 @@ def weak(stride: int) -> list[dict[str, Any]]:
     for blocks, ranks in WEAK:
         microbatches, moments = 2 * ranks, trace("pruning", blocks, 2048)[::stride]
         even = uniform(blocks, ranks)
-        static = mean(microbatches / timeline(in_blocks(x), even, microbatches).makespan for x in moments)
-        balanced = mean(microbatches / timeline(x, best(x, ranks, microbatches), microbatches).makespan for x in moments)
+        static = mean(
+            microbatches / timeline(in_blocks(x), even, microbatches).makespan for x in moments
+        )
+        balanced = mean(
+            microbatches / timeline(x, best(x, ranks, microbatches), microbatches).makespan
+            for x in moments
+        )
         ideal = mean(microbatches / perfect(x, ranks, microbatches).makespan for x in moments)
-        rates = {"static": static * REPLICAS, "balanced": balanced * REPLICAS, "perfect": ideal * REPLICAS}
+        rates = {
+            "static": static * REPLICAS,
+            "balanced": balanced * REPLICAS,
+            "perfect": ideal * REPLICAS,
+        }
         base = out[0] if out else None
         size = ranks * REPLICAS
         out.append(
@@ -80,7 +89,9 @@ def weak(stride: int) -> list[dict[str, Any]]:
                 "speed_up": balanced / static,
                 "bound": ideal / static,
                 "efficiency": {
-                    name: 1.0 if base is None else rate * blocks / size / (base["throughput"][name] / base["ranks"])
+                    name: 1.0
+                    if base is None
+                    else rate * blocks / size / (base["throughput"][name] / base["ranks"])
                     for name, rate in rates.items()
                 },
             }
@@ -95,10 +106,18 @@ def vertical(stride: int) -> list[dict[str, Any]]:
         even = uniform(blocks, ranks)
         static = mean(timeline(in_blocks(x), even, microbatches).makespan for x in moments)
         partitions = [exact([layer.seconds for layer in x], ranks) for x in moments]
-        balanced = mean(timeline(x, p, microbatches).makespan for x, p in zip(moments, partitions, strict=True))
+        balanced = mean(
+            timeline(x, p, microbatches).makespan for x, p in zip(moments, partitions, strict=True)
+        )
         ideal = mean(perfect(x, ranks, microbatches).makespan for x in moments)
         out.append(
-            {"blocks": blocks, "ranks": ranks, "speed_up": static / balanced, "bound": static / ideal, "published": max(ours) / megatron}
+            {
+                "blocks": blocks,
+                "ranks": ranks,
+                "speed_up": static / balanced,
+                "bound": static / ideal,
+                "published": max(ours) / megatron,
+            }
         )
     return out
 
@@ -134,7 +153,13 @@ def _costs(row: dict[str, Any], size: int) -> Costs:
     measured size."""
     f, b, w, comm = (size * row[f"t_{key}_ms"] for key in ("f", "b", "w", "comm"))
     costs = uniform_costs(row["ranks"], f, b, w, comm, row["w_memory_share"])
-    return Costs(tuple(StageCost(x.f, x.b, x.w, size * x.mem_f, size * x.mem_b, size * x.mem_w) for x in costs.stages), costs.links)
+    return Costs(
+        tuple(
+            StageCost(x.f, x.b, x.w, size * x.mem_f, size * x.mem_b, size * x.mem_w)
+            for x in costs.stages
+        ),
+        costs.links,
+    )
 
 
 def measure(stride: int) -> dict[str, Any]:
@@ -151,9 +176,20 @@ def measure(stride: int) -> dict[str, Any]:
 
 
 def emulated(ranks: Sequence[int]) -> dict[str, Any]:
-    argument: dict[str, Any] = {"case": "pruning", "sequence": 2048, "moment": 18, "pairs": 3, "steps": 2}
+    argument: dict[str, Any] = {
+        "case": "pruning",
+        "sequence": 2048,
+        "moment": 18,
+        "pairs": 3,
+        "steps": 2,
+    }
     sizes = {n: blocks for blocks, n in WEAK}
-    return {"emulated": [run_ranks("benchmarks.traces_emulated:emulated", n, blocks=sizes[n], **argument) for n in ranks]}
+    return {
+        "emulated": [
+            run_ranks("benchmarks.traces_emulated:emulated", n, blocks=sizes[n], **argument)
+            for n in ranks
+        ]
+    }
 
 
 def tables(result: dict[str, Any]) -> dict[str, str]:
@@ -166,10 +202,13 @@ def tables(result: dict[str, Any]) -> dict[str, str]:
         for x in result["weak"]
     ]
     vertical_rows = [
-        f"| {x['blocks']} | {x['ranks']} | {x['speed_up']:.2f} | {x['bound']:.2f} | {x['published']:.2f} |" for x in result["vertical"]
+        f"| {x['blocks']} | {x['ranks']} | {x['speed_up']:.2f} | {x['bound']:.2f} | {x['published']:.2f} |"
+        for x in result["vertical"]
     ]
     equal_rows = [
-        f"| {x['model']} | {x['ranks']} | {x['microbatches']} | {x['over_1f1b']:.0%} | {x['over_zb_1p']:.0%} |".replace("%", " %")
+        f"| {x['model']} | {x['ranks']} | {x['microbatches']} | {x['over_1f1b']:.0%} | {x['over_zb_1p']:.0%} |".replace(
+            "%", " %"
+        )
         for x in result["equal_memory"]
     ]
     heads = {
@@ -182,43 +221,95 @@ def tables(result: dict[str, Any]) -> dict[str, str]:
         name: "\n".join([head, "|" + " ---: |" * (head.count("|") - 1), *lines])
         for (name, head), lines in zip(heads.items(), rows, strict=True)
     }
-    return texts | ({"emulated": emulated_table(result["emulated"])} if "emulated" in result else {})
+    return texts | (
+        {"emulated": emulated_table(result["emulated"])} if "emulated" in result else {}
+    )
 
 
 def draw(result: dict[str, Any], path: Path) -> None:
     import matplotlib as mpl
 
     mpl.use("svg")
-    mpl.rcParams |= {"svg.hashsalt": "dynmo", "svg.fonttype": "none", "font.size": 9, "axes.spines.top": False, "axes.spines.right": False}
+    mpl.rcParams |= {
+        "svg.hashsalt": "dynmo",
+        "svg.fonttype": "none",
+        "font.size": 9,
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+    }
     import matplotlib.pyplot as plt
 
     figure, (left, right) = plt.subplots(1, 2, figsize=(8, 3.2), layout="constrained")
     ranks = [x["ranks"] for x in result["weak"]]
-    for name, colour, style in (("static", "#d55e00", "-"), ("balanced", "#0072b2", "-"), ("perfect", "#333333", ":")):
-        left.plot(ranks, [x["throughput"][name] for x in result["weak"]], style, color=colour, marker="o", label=name)
+    for name, colour, style in (
+        ("static", "#d55e00", "-"),
+        ("balanced", "#0072b2", "-"),
+        ("perfect", "#333333", ":"),
+    ):
+        left.plot(
+            ranks,
+            [x["throughput"][name] for x in result["weak"]],
+            style,
+            color=colour,
+            marker="o",
+            label=name,
+        )
     left.set(
-        xlabel="ranks (pipeline x 30 replicas)", ylabel="blocks of microbatches per unit", title="pruning, weak scaling", ylim=(0, None)
+        xlabel="ranks (pipeline x 30 replicas)",
+        ylabel="blocks of microbatches per unit",
+        title="pruning, weak scaling",
+        ylim=(0, None),
     )
     left.legend(frameon=False)
     names = [f"{x['model']}\n{x['microbatches']}" for x in result["equal_memory"]]
     for offset, key, colour in ((-0.2, "over_1f1b", "#d55e00"), (0.2, "over_zb_1p", "#0072b2")):
         label = "over 1F1B" if key == "over_1f1b" else "over ZB-1p"
-        right.bar([i + offset for i in range(len(names))], [100 * x[key] for x in result["equal_memory"]], 0.38, color=colour, label=label)
+        right.bar(
+            [i + offset for i in range(len(names))],
+            [100 * x[key] for x in result["equal_memory"]],
+            0.38,
+            color=colour,
+            label=label,
+        )
     right.set_xticks(range(len(names)), names, fontsize=6)
-    right.set(ylabel="ZB-2p faster, %", title="equal memory: the others' microbatches twice as large")
+    right.set(
+        ylabel="ZB-2p faster, %", title="equal memory: the others' microbatches twice as large"
+    )
     right.legend(frameon=False)
     save_picture(figure, path)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw it, like docs/pictures/scaling.svg")
-    parser.add_argument("--read", type=Path, metavar="FILE", help="figures of an earlier --json, instead of measuring")
-    parser.add_argument("--stride", type=int, default=1, help="of the 24 moments, every so many-th (default 1)")
-    parser.add_argument("--only", choices=("simulated", "emulated"), help="not both: the simulator's tables, or real processes")
+    parser.add_argument(
+        "--plot", type=Path, metavar="FILE", help="draw it, like docs/pictures/scaling.svg"
+    )
+    parser.add_argument(
+        "--read",
+        type=Path,
+        metavar="FILE",
+        help="figures of an earlier --json, instead of measuring",
+    )
+    parser.add_argument(
+        "--stride", type=int, default=1, help="of the 24 moments, every so many-th (default 1)"
+    )
+    parser.add_argument(
+        "--only",
+        choices=("simulated", "emulated"),
+        help="not both: the simulator's tables, or real processes",
+    )
     sizes = [ranks for _, ranks in WEAK]
-    parser.add_argument("--ranks", type=int, nargs="+", choices=sizes, default=sizes, help="real processes of the emulated runs")
+    parser.add_argument(
+        "--ranks",
+        type=int,
+        nargs="+",
+        choices=sizes,
+        default=sizes,
+        help="real processes of the emulated runs",
+    )
     options = parser.parse_args()
     result: dict[str, Any]
     if options.read:

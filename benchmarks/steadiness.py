@@ -53,7 +53,13 @@ def train(folder: Path, name: str, steps: int, blocks: int) -> dict[str, Any]:
     """One run of `dynmo train`, and where its layers moved."""
     config = folder / f"{name}.toml"
     config.write_text(parse(settings(name, steps, blocks)).to_toml())
-    ran = subprocess.run([sys.executable, "-m", "dynmo", "train", config.name], cwd=folder, capture_output=True, text=True, check=False)
+    ran = subprocess.run(
+        [sys.executable, "-m", "dynmo", "train", config.name],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     if ran.returncode:
         sys.exit(ran.stderr)
     lines = (folder / "runs" / name / "events.jsonl").read_text().splitlines()
@@ -78,10 +84,17 @@ def train(folder: Path, name: str, steps: int, blocks: int) -> dict[str, Any]:
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     busy = os.cpu_count() or 1 if options.busy < 0 else options.busy
     # Their folder is not where this one's package lies, unless that is installed.
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(Path.cwd()), os.environ.get("PYTHONPATH"))))
+    os.environ["PYTHONPATH"] = os.pathsep.join(
+        filter(None, (str(Path.cwd()), os.environ.get("PYTHONPATH")))
+    )
     with tempfile.TemporaryDirectory() as folder, busy_cores(busy):
-        runs = [train(Path(folder), f"run-{i}", options.steps, options.blocks) for i in range(options.runs)]
-    measured = [move["measured"] for run in runs for move in run["moves"] if move["measured"] is not None]
+        runs = [
+            train(Path(folder), f"run-{i}", options.steps, options.blocks)
+            for i in range(options.runs)
+        ]
+    measured = [
+        move["measured"] for run in runs for move in run["moves"] if move["measured"] is not None
+    ]
     return {
         "most_moves": max(len(run["moves"]) for run in runs),
         "least_measured": min(measured, default=None),

@@ -71,12 +71,21 @@ class Setting(NamedTuple):
 def published_rows(per_rank: int | None = None) -> list[dict[str, Any]]:
     """The rows of table 5, or those with so many microbatches per rank: one for each model."""
     rows: list[dict[str, Any]] = json.loads(TABLE_5.read_text())["rows"]
-    return [row for row in rows if per_rank is None or row["microbatches"] == per_rank * row["ranks"]]
+    return [
+        row for row in rows if per_rank is None or row["microbatches"] == per_rank * row["ranks"]
+    ]
 
 
 def setting_of(row: dict[str, Any], ranks: int | None = None, links: bool = True) -> Setting:
     link = row["t_comm_ms"] if links else 0.0
-    return Setting(ranks or row["ranks"], row["t_f_ms"], row["t_b_ms"], row["t_w_ms"], link, row["w_memory_share"])
+    return Setting(
+        ranks or row["ranks"],
+        row["t_f_ms"],
+        row["t_b_ms"],
+        row["t_w_ms"],
+        link,
+        row["w_memory_share"],
+    )
 
 
 def run(side: Side, setting: Setting, m: int, chunks: int | None = None) -> dict[str, float]:
@@ -88,7 +97,11 @@ def run(side: Side, setting: Setting, m: int, chunks: int | None = None) -> dict
     schedule = make(side.schedule, p, m, costs=costs, chunks=chunks, caps=caps)
     # As `dynmo schedule` does: the published figures of interleaving let most messages from the
     # last rank to the first come for nothing.
-    timeline = simulate(schedule, costs, wrap_group=p) if side.schedule == "interleaved-1f1b" else simulate(schedule, costs)
+    timeline = (
+        simulate(schedule, costs, wrap_group=p)
+        if side.schedule == "interleaved-1f1b"
+        else simulate(schedule, costs)
+    )
     peak = max(timeline.peak_memory)
     bound = lower_bound_on(placement, costs, m, 0, Objective.SPAN, caps or [peak] * p)
     work = m * (setting.f + setting.b + setting.w)
@@ -135,7 +148,9 @@ def memory(steps: int = 16) -> list[dict[str, Any]]:
         setting, m = setting_of(row), row["microbatches"]
         limits = [1 + 2 * i / steps for i in range(steps + 1)]
         points = [{"limit": limit, **run(Side("zb-auto", limit), setting, m)} for limit in limits]
-        out.append({"model": row["model"], "ranks": setting.ranks, "microbatches": m, "points": points})
+        out.append(
+            {"model": row["model"], "ranks": setting.ranks, "microbatches": m, "points": points}
+        )
     return out
 
 
@@ -153,7 +168,10 @@ def few() -> list[dict[str, Any]]:
                 base = run(SIDES["1f1b"], setting, m)["span"]
                 for name in ("zb-h1", "zb-auto p"):
                     gain = base / run(SIDES[name], setting, m)["span"] - 1
-                    point[name] = {"gain": gain, "of_formula": run(SIDES[name], bare, m)["span"] / formula}
+                    point[name] = {
+                        "gain": gain,
+                        "of_formula": run(SIDES[name], bare, m)["span"] / formula,
+                    }
                 points.append(point)
             out.append({"model": row["model"], "ranks": p, "points": points})
     return out
@@ -165,14 +183,25 @@ def published() -> list[dict[str, Any]]:
         setting, m = setting_of(row), row["microbatches"]
         sides: dict[str, Any] = {}
         for name, side in SIDES.items():
-            chunks = LAYERS[row["model"]] // setting.ranks if name == "interleaved-1f1b" else chunks_of(side.schedule)
+            chunks = (
+                LAYERS[row["model"]] // setting.ranks
+                if name == "interleaved-1f1b"
+                else chunks_of(side.schedule)
+            )
             sides[name] = run(side, setting, m, chunks)
-        out.append({"model": row["model"], "ranks": setting.ranks, "microbatches": m, "sides": sides})
+        out.append(
+            {"model": row["model"], "ranks": setting.ranks, "microbatches": m, "sides": sides}
+        )
     return out
 
 
 def measure() -> dict[str, Any]:
-    return cast("dict[str, Any]", rounded({"attention": attention(), "memory": memory(), "few": few(), "published": published()}))
+    return cast(
+        "dict[str, Any]",
+        rounded(
+            {"attention": attention(), "memory": memory(), "few": few(), "published": published()}
+        ),
+    )
 
 
 def rounded(value: object) -> object:
@@ -211,12 +240,22 @@ def tables(result: dict[str, Any]) -> dict[str, str]:
     texts["memory"] = _table(
         ["bubble / least", *(f"{limit:g}p" for limit in limits)],
         (
-            [_case(row), *(f"{_percent(x['bubble'])} / {_percent(x['least'])}" for x in row["points"] if x["limit"] in limits)]
+            [
+                _case(row),
+                *(
+                    f"{_percent(x['bubble'])} / {_percent(x['least'])}"
+                    for x in row["points"]
+                    if x["limit"] in limits
+                ),
+            ]
             for row in result["memory"]
         ),
     )
     texts["few"] = _table(
-        ["1F1B takes longer than zb-auto / ZB-H1", *("m = p" if x == 1 else f"m = p / {round(1 / x)}" for x in _FEW)],
+        [
+            "1F1B takes longer than zb-auto / ZB-H1",
+            *("m = p" if x == 1 else f"m = p / {round(1 / x)}" for x in _FEW),
+        ],
         (
             [
                 f"{row['model']}, p {row['ranks']}",
@@ -231,11 +270,17 @@ def tables(result: dict[str, Any]) -> dict[str, str]:
     )
     texts["published"] = _table(
         ["bubble", *names],
-        ([_case(row), *(_percent(row["sides"][name]["bubble"]) for name in names)] for row in result["published"]),
+        (
+            [_case(row), *(_percent(row["sides"][name]["bubble"]) for name in names)]
+            for row in result["published"]
+        ),
     )
     texts["gaps"] = _table(
         ["gap to the bound", *names],
-        ([_case(row), *(_percent(row["sides"][name]["gap"]) for name in names)] for row in result["published"]),
+        (
+            [_case(row), *(_percent(row["sides"][name]["gap"]) for name in names)]
+            for row in result["published"]
+        ),
     )
     return texts
 
@@ -267,7 +312,18 @@ _LOOKS: dict[str, tuple[str, str, str]] = {
     "v-half": ("#cc79a7", "P", ":"),
     "v-min": ("#a0522d", "X", ":"),
 }
-_MODELS = dict(zip(LAYERS, (("#000000", "s", "-"), ("#0072b2", "o", "--"), ("#d55e00", "^", "-."), ("#009e73", "v", ":")), strict=True))
+_MODELS = dict(
+    zip(
+        LAYERS,
+        (
+            ("#000000", "s", "-"),
+            ("#0072b2", "o", "--"),
+            ("#d55e00", "^", "-."),
+            ("#009e73", "v", ":"),
+        ),
+        strict=True,
+    )
+)
 
 
 def draw(result: dict[str, Any]) -> None:
@@ -302,22 +358,56 @@ def _save(figure: Any, name: str) -> None:
 def _draw_attention(rows: list[dict[str, Any]]) -> None:
     import matplotlib.pyplot as plt
 
-    figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4), width_ratios=(1, 1.7), layout="constrained")
+    figure, (left, right) = plt.subplots(
+        1, 2, figsize=(10, 4), width_ratios=(1, 1.7), layout="constrained"
+    )
     x = [row["ratio"] for row in rows]
     for kind, marker, dashes in (("f", "o", "-"), ("b", "s", "--"), ("w", "^", ":")):
         whole = [row["f"] + row["b"] + row["w"] for row in rows]
         label = f"{kind.upper()}, part of F + B + W"
         left.plot(
-            x, [row[kind] / total for row, total in zip(rows, whole, strict=True)], dashes, marker=marker, color="#333333", label=label
+            x,
+            [row[kind] / total for row, total in zip(rows, whole, strict=True)],
+            dashes,
+            marker=marker,
+            color="#333333",
+            label=label,
         )
-    left.plot(x, [row["w_memory"] for row in rows], "-.", marker="x", color="#d55e00", label="activations that W needs")
+    left.plot(
+        x,
+        [row["w_memory"] for row in rows],
+        "-.",
+        marker="x",
+        color="#d55e00",
+        label="activations that W needs",
+    )
     left.set(xscale="log", xlabel="sequence / hidden", ylim=(0, 1), title="what a microbatch takes")
     left.legend()
     for name, (colour, marker, dashes) in _LOOKS.items():
-        right.plot(x, [row["sides"][name]["bubble"] for row in rows], dashes, marker=marker, color=colour, label=name)
+        right.plot(
+            x,
+            [row["sides"][name]["bubble"] for row in rows],
+            dashes,
+            marker=marker,
+            color=colour,
+            label=name,
+        )
     for name, text in (("zb-auto p", "least at p"), ("zb-auto 2p", "least at 2p")):
-        right.plot(x, [row["sides"][name]["least"] for row in rows], color=_LOOKS[name][0], linewidth=5, alpha=0.25, label=text)
-    right.set(xscale="log", xlabel="sequence / hidden", ylabel="bubble", ylim=(0, None), title="bubble, p = 8, m = 24 (gpipe: as 1f1b)")
+        right.plot(
+            x,
+            [row["sides"][name]["least"] for row in rows],
+            color=_LOOKS[name][0],
+            linewidth=5,
+            alpha=0.25,
+            label=text,
+        )
+    right.set(
+        xscale="log",
+        xlabel="sequence / hidden",
+        ylabel="bubble",
+        ylim=(0, None),
+        title="bubble, p = 8, m = 24 (gpipe: as 1f1b)",
+    )
     right.legend(loc="center left", bbox_to_anchor=(1, 0.5))
     _save(figure, "attention")
     plt.close(figure)
@@ -330,10 +420,23 @@ def _draw_memory(rows: list[dict[str, Any]]) -> None:
     for row in rows:
         colour, marker, dashes = _MODELS[row["model"]]
         x = [point["limit"] for point in row["points"]]
-        axes.plot(x, [point["bubble"] for point in row["points"]], dashes, marker=marker, color=colour, label=_case(row))
-        axes.plot(x, [point["least"] for point in row["points"]], color=colour, linewidth=5, alpha=0.25)
+        axes.plot(
+            x,
+            [point["bubble"] for point in row["points"]],
+            dashes,
+            marker=marker,
+            color=colour,
+            label=_case(row),
+        )
+        axes.plot(
+            x, [point["least"] for point in row["points"]], color=colour, linewidth=5, alpha=0.25
+        )
     axes.plot([], [], color="#000000", linewidth=5, alpha=0.25, label="least (lower bound) of each")
-    axes.set(xlabel="memory limit, in p activations of a rank", ylabel="bubble of zb-auto", ylim=(0, None))
+    axes.set(
+        xlabel="memory limit, in p activations of a rank",
+        ylabel="bubble of zb-auto",
+        ylim=(0, None),
+    )
     axes.legend()
     _save(figure, "memory_limit")
     plt.close(figure)
@@ -349,7 +452,15 @@ def _draw_few(rows: list[dict[str, Any]]) -> None:
         x = [point["microbatches"] for point in row["points"]]
         for name, shown, fill in (("zb-auto p", "zb-auto", colour), ("zb-h1", "ZB-H1", "white")):
             y = [100 * point[name]["gain"] for point in row["points"]]
-            panel.plot(x, y, dashes, marker=marker, markerfacecolor=fill, color=colour, label=f"{shown}, {row['model']}")
+            panel.plot(
+                x,
+                y,
+                dashes,
+                marker=marker,
+                markerfacecolor=fill,
+                color=colour,
+                label=f"{shown}, {row['model']}",
+            )
         panel.set(xlabel="microbatches", title=f"p = {row['ranks']}")
     axes[0].set_ylabel("1F1B takes longer by, %")
     axes[1].legend(loc="center left", bbox_to_anchor=(1, 0.5))
@@ -368,8 +479,20 @@ def _draw_published(rows: list[dict[str, Any]]) -> None:
             axes.plot(x, y, dashes, marker=marker, color=colour, label=name if start == 0 else None)
     for name, text in (("zb-auto p", "least at p"), ("zb-auto 2p", "least at 2p")):
         y = [row["sides"][name]["least"] for row in rows]
-        axes.plot(range(len(rows)), y, "_", markersize=22, markeredgewidth=3, color=_LOOKS[name][0], alpha=0.4, label=text)
-    axes.set_xticks(range(len(rows)), [f"{row['model']}\np {row['ranks']}\nm {row['microbatches']}" for row in rows])
+        axes.plot(
+            range(len(rows)),
+            y,
+            "_",
+            markersize=22,
+            markeredgewidth=3,
+            color=_LOOKS[name][0],
+            alpha=0.4,
+            label=text,
+        )
+    axes.set_xticks(
+        range(len(rows)),
+        [f"{row['model']}\np {row['ranks']}\nm {row['microbatches']}" for row in rows],
+    )
     axes.set(ylabel="bubble (gpipe: as 1f1b)", ylim=(0, None))
     axes.legend(loc="center left", bbox_to_anchor=(1, 0.5))
     _save(figure, "published")
@@ -377,12 +500,23 @@ def _draw_published(rows: list[dict[str, Any]]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
-    parser.add_argument("--plot", action="store_true", help="draw the pictures of docs/schedules.md")
-    parser.add_argument("--read", type=Path, metavar="FILE", help="figures of an earlier --json, instead of measuring")
+    parser.add_argument(
+        "--plot", action="store_true", help="draw the pictures of docs/schedules.md"
+    )
+    parser.add_argument(
+        "--read",
+        type=Path,
+        metavar="FILE",
+        help="figures of an earlier --json, instead of measuring",
+    )
     options = parser.parse_args()
-    result = json.loads(options.read.read_text()) if options.read else measure() | {"machine": machine()}
+    result = (
+        json.loads(options.read.read_text()) if options.read else measure() | {"machine": machine()}
+    )
     if options.plot:
         draw(result)
     if options.json:

@@ -31,7 +31,9 @@ def torch_order(kind: PeerSchedule, ranks: int, microbatches: int, name: str) ->
     Raises:
         ScheduleError: The order is not one that dynmo can run.
     """
-    stages = [mock.create_autospec(PipelineStage, instance=True) for _ in range(kind.stages_per_rank)]
+    stages = [
+        mock.create_autospec(PipelineStage, instance=True) for _ in range(kind.stages_per_rank)
+    ]
     for stage in stages:
         stage.group_rank, stage.group_size, stage.num_stages, stage.submod = (
             0,
@@ -40,5 +42,8 @@ def torch_order(kind: PeerSchedule, ranks: int, microbatches: int, name: str) ->
             None,
         )
     order = kind.build(stages, microbatches).pipeline_order
-    rows = [",".join("" if action is None else str(action) for action in order[rank]) for rank in range(ranks)]
+    rows = [
+        ",".join("" if action is None else str(action) for action in order[rank])
+        for rank in range(ranks)
+    ]
     return from_torch_csv("\n".join(rows), name=name)

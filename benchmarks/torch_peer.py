@@ -45,7 +45,9 @@ class PeerSchedule:
 
     def build(self, stages: list[Any], microbatches: int, **options: Any) -> Any:
         """Makes torch's schedule over this rank's stages."""
-        return self.make(stages[0] if self.make is Schedule1F1B else stages, microbatches, **options)
+        return self.make(
+            stages[0] if self.make is Schedule1F1B else stages, microbatches, **options
+        )
 
 
 # Each schedule at its defaults; who compares takes the fastest of a kind, measured in the same run.
@@ -96,7 +98,10 @@ class TorchPeer:
         count = ranks * kind.stages_per_rank
         indices = kind.stages(ranks, rank)
         self.modules = [build_stage(index, count) for index in indices]
-        stages = [PipelineStage(module, index, count, inputs.device) for module, index in zip(self.modules, indices, strict=True)]
+        stages = [
+            PipelineStage(module, index, count, inputs.device)
+            for module, index in zip(self.modules, indices, strict=True)
+        ]
         if ranks == 1:
             # torch 2.11 opens connections by messages, also between stages of one rank. gloo cannot
             # send to itself.
@@ -184,7 +189,9 @@ class _InputPath(torch.autograd.Function):
 
 class _WeightPath(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, weight: torch.Tensor, shape: torch.Size, stage: EmulatedStage) -> torch.Tensor:
+    def forward(
+        ctx: Any, weight: torch.Tensor, shape: torch.Size, stage: EmulatedStage
+    ) -> torch.Tensor:
         ctx.stage = stage
         return weight.expand(shape)
 
@@ -196,7 +203,9 @@ class _WeightPath(torch.autograd.Function):
         return grad, None, None
 
 
-def emulated_peer(schedule: str, microbatches: int, f: float, b: float, w: float, message_bytes: int) -> TorchPeer:
+def emulated_peer(
+    schedule: str, microbatches: int, f: float, b: float, w: float, message_bytes: int
+) -> TorchPeer:
     """A peer whose ranks sleep `f`, `b` and `w` seconds for each microbatch and pass on messages of
     `message_bytes`.
 

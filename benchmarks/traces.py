@@ -33,7 +33,19 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import traces_stepwise
-from benchmarks.cost_traces import CASES, Layers, best, bottleneck, dense, in_blocks, in_halves, name_of, perfect, timeline, trace
+from benchmarks.cost_traces import (
+    CASES,
+    Layers,
+    best,
+    bottleneck,
+    dense,
+    in_blocks,
+    in_halves,
+    name_of,
+    perfect,
+    timeline,
+    trace,
+)
 from benchmarks.harness import machine, run_ranks, save_picture
 from benchmarks.published import PUBLISHED
 from benchmarks.traces_emulated import emulated_table
@@ -74,7 +86,9 @@ BASELINES: dict[str, Placer] = {
 }
 
 
-def ours(case: str, moments: Sequence[Layers], ranks: int, microbatches: int, start: Partition) -> tuple[float, float, int]:
+def ours(
+    case: str, moments: Sequence[Layers], ranks: int, microbatches: int, start: Partition
+) -> tuple[float, float, int]:
     """The mean step's time and bottleneck, and how often layers moved."""
     names = tuple(str(i) for i in range(len(moments[0])))
     workload = Workload(
@@ -88,8 +102,15 @@ def ours(case: str, moments: Sequence[Layers], ranks: int, microbatches: int, st
         policy=Policy("schedule-aware", every=EVERY),
     )
     outcome = replay(workload)
-    loads = [bottleneck(moments[i // STEPS], Partition(counts)) for i, counts in enumerate(outcome.partitions)]
-    return math.fsum(x.seconds for x in outcome.policy) / workload.steps, math.fsum(loads) / len(loads), len(outcome.moves)
+    loads = [
+        bottleneck(moments[i // STEPS], Partition(counts))
+        for i, counts in enumerate(outcome.partitions)
+    ]
+    return (
+        math.fsum(x.seconds for x in outcome.policy) / workload.steps,
+        math.fsum(loads) / len(loads),
+        len(outcome.moves),
+    )
 
 
 def row(case: str, sequence: int, blocks: int, ranks: int, stride: int = 1) -> dict[str, Any]:
@@ -106,13 +127,24 @@ def row(case: str, sequence: int, blocks: int, ranks: int, stride: int = 1) -> d
     def mean(placements: Sequence[Partition]) -> float:
         return math.fsum(seconds(i, x) for i, x in enumerate(placements)) / len(placements)
 
-    times = {"dense": timeline(in_blocks(dense(blocks, sequence)), even, microbatches).makespan, "uniform": mean([even] * len(halves))}
+    times = {
+        "dense": timeline(in_blocks(dense(blocks, sequence)), even, microbatches).makespan,
+        "uniform": mean([even] * len(halves)),
+    }
     times |= {name: mean(place(wholes, ranks)) for name, place in BASELINES.items()}
     times["ours"], load, moves = ours(case, halves, ranks, microbatches, in_halves(even))
-    times["optimum of blocks"] = mean([best(layers, ranks, microbatches, even) for layers in wholes])
-    times["optimum of halves"] = mean([best(layers, ranks, microbatches, in_halves(even)) for layers in halves])
-    times["perfect"] = math.fsum(perfect(layers, ranks, microbatches).makespan for layers in halves) / len(halves)
-    least = math.fsum(bottleneck(x, exact([layer.seconds for layer in x], ranks)) for x in halves) / len(halves)
+    times["optimum of blocks"] = mean(
+        [best(layers, ranks, microbatches, even) for layers in wholes]
+    )
+    times["optimum of halves"] = mean(
+        [best(layers, ranks, microbatches, in_halves(even)) for layers in halves]
+    )
+    times["perfect"] = math.fsum(
+        perfect(layers, ranks, microbatches).makespan for layers in halves
+    ) / len(halves)
+    least = math.fsum(
+        bottleneck(x, exact([layer.seconds for layer in x], ranks)) for x in halves
+    ) / len(halves)
     return {
         "case": case,
         "sequence": sequence,
@@ -142,25 +174,37 @@ def idleness(blocks: int, ranks: int) -> dict[str, Any]:
     even = uniform(blocks, ranks)
 
     def mean(moments: Sequence[Layers], placements: Sequence[Partition]) -> float:
-        return math.fsum(timeline(x, p, microbatches).idle_ratio for x, p in zip(moments, placements, strict=True)) / len(moments)
+        return math.fsum(
+            timeline(x, p, microbatches).idle_ratio
+            for x, p in zip(moments, placements, strict=True)
+        ) / len(moments)
 
     full = dense(blocks, 2048)
     out: dict[str, Any] = {
         "blocks": blocks,
         "ranks": ranks,
-        "dense": {"static": mean([full], [in_halves(even)]), "balanced": mean([full], [best(full, ranks, microbatches)])},
+        "dense": {
+            "static": mean([full], [in_halves(even)]),
+            "balanced": mean([full], [best(full, ranks, microbatches)]),
+        },
     }
     for case, sequence in CASES:
         moments = trace(case, blocks, sequence)
         out[name_of(case, sequence)] = {
             "static": mean(moments, [in_halves(even)] * len(moments)),
-            "static_at_worst": max(timeline(x, in_halves(even), microbatches).idle_ratio for x in moments),
-            "balanced": mean(moments, [best(x, ranks, microbatches, in_halves(even)) for x in moments]),
+            "static_at_worst": max(
+                timeline(x, in_halves(even), microbatches).idle_ratio for x in moments
+            ),
+            "balanced": mean(
+                moments, [best(x, ranks, microbatches, in_halves(even)) for x in moments]
+            ),
         }
     return out
 
 
-def with_stepwise(rows: Sequence[dict[str, Any]], stepwise: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+def with_stepwise(
+    rows: Sequence[dict[str, Any]], stepwise: Sequence[dict[str, Any]]
+) -> list[dict[str, Any]]:
     """The idleness, with the cases whose costs differ at every step.
 
     Args:
@@ -183,16 +227,35 @@ def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
 
     mpl.use("svg")
     # No date and no random ids: the same figures give the same file. Text stays text.
-    mpl.rcParams |= {"svg.hashsalt": "dynmo", "svg.fonttype": "none", "font.size": 9, "axes.spines.top": False, "axes.spines.right": False}
+    mpl.rcParams |= {
+        "svg.hashsalt": "dynmo",
+        "svg.fonttype": "none",
+        "font.size": 9,
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+    }
     import matplotlib.pyplot as plt
 
     names = [key for key in rows[0] if isinstance(rows[0][key], dict)]
-    figure, axes = plt.subplots(1, len(names), figsize=(2.5 * len(names), 3.4), sharey=True, layout="constrained")
+    figure, axes = plt.subplots(
+        1, len(names), figsize=(2.5 * len(names), 3.4), sharey=True, layout="constrained"
+    )
     for panel, name in zip(axes, names, strict=True):
         x = range(len(rows))
-        for offset, key, colour, hatch in ((-0.2, "static", "#d55e00", "///"), (0.2, "balanced", "#0072b2", "")):
+        for offset, key, colour, hatch in (
+            (-0.2, "static", "#d55e00", "///"),
+            (0.2, "balanced", "#0072b2", ""),
+        ):
             values = [100 * row[name][key] for row in rows]
-            bars = panel.bar([i + offset for i in x], values, 0.38, color=colour, hatch=hatch, edgecolor="white", label=key)
+            bars = panel.bar(
+                [i + offset for i in x],
+                values,
+                0.38,
+                color=colour,
+                hatch=hatch,
+                edgecolor="white",
+                label=key,
+            )
             panel.bar_label(bars, fmt="%.0f", fontsize=7)
         panel.set_xticks(list(x), [str(row["blocks"]) for row in rows])
         panel.set(title=name, xlabel="blocks", axisbelow=True)
@@ -208,7 +271,17 @@ def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
 def table(rows: Sequence[dict[str, Any]]) -> str:
     """In Markdown."""
     names = [*BASELINES, "ours", "optimum of blocks", "optimum of halves", "perfect"]
-    head = ["case", "blocks", "ranks", *names, "ours / optimum", "bound", "uniform over dense", "ours over dense", "published"]
+    head = [
+        "case",
+        "blocks",
+        "ranks",
+        *names,
+        "ours / optimum",
+        "bound",
+        "uniform over dense",
+        "ours over dense",
+        "published",
+    ]
     lines = [head, ["---", *["---:"] * (len(head) - 1)]]
     for x in rows:
         numbers = [f"{x['gain'][name]:.2f}" for name in names]
@@ -222,15 +295,40 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
 def summary(rows: Sequence[dict[str, Any]], ranks: int = 24) -> str:
     """What docs/cases.md shows: the best of the static placements and of the paper's dynamic ones
     beside ours."""
-    head = ["24 ranks", "blocks", "static", "DynMo's four", "ours", "optimum", "perfect", "bound", "ours over dense", "the paper's"]
+    head = [
+        "24 ranks",
+        "blocks",
+        "static",
+        "DynMo's four",
+        "ours",
+        "optimum",
+        "perfect",
+        "bound",
+        "ours over dense",
+        "the paper's",
+    ]
     lines = [head, ["---", *["---:"] * (len(head) - 1)]]
     for x in (row for row in rows if row["ranks"] == ranks):
         gain = x["gain"]
         best_static = max(gain["uniform"], gain["parameters, static"])
         best_dynamic = max(gain[name] for name in BASELINES if not name.endswith("static"))
-        numbers = (best_static, best_dynamic, gain["ours"], gain["optimum of halves"], gain["perfect"])
+        numbers = (
+            best_static,
+            best_dynamic,
+            gain["ours"],
+            gain["optimum of halves"],
+            gain["perfect"],
+        )
         start = [name_of(x["case"], x["sequence"]), str(x["blocks"])]
-        lines.append([*start, *(f"{n:.2f}" for n in numbers), str(x["bound"]), f"{x['over_dense']['ours']:.2f}", x["published"]])
+        lines.append(
+            [
+                *start,
+                *(f"{n:.2f}" for n in numbers),
+                str(x["bound"]),
+                f"{x['over_dense']['ours']:.2f}",
+                x["published"],
+            ]
+        )
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 
 
@@ -238,14 +336,27 @@ def emulated(options: argparse.Namespace) -> dict[str, Any]:
     # At 2k tokens sparse attention leaves next to nothing to balance.
     cases = [case for case in CASES[: options.cases] if case != ("sparse_attention", 2048)]
     given = {"cases": cases, "pairs": options.pairs, "steps": 2}
-    return {"emulated": [row for ranks in options.ranks for row in run_ranks("benchmarks.traces_emulated:emulate", ranks, **given)]}
+    return {
+        "emulated": [
+            row
+            for ranks in options.ranks
+            for row in run_ranks("benchmarks.traces_emulated:emulate", ranks, **given)
+        ]
+    }
 
 
 def simulated(options: argparse.Namespace) -> dict[str, Any]:
     cases = CASES[: options.cases]
-    rows = [row(case, sequence, blocks, ranks) for case, sequence in cases for blocks in options.blocks for ranks in RANKS]
+    rows = [
+        row(case, sequence, blocks, ranks)
+        for case, sequence in cases
+        for blocks in options.blocks
+        for ranks in RANKS
+    ]
     by_time = [max(x["gain"]["partition, time"], x["gain"]["diffusion, time"]) for x in rows]
-    by_parameters = [max(x["gain"]["partition, parameters"], x["gain"]["diffusion, parameters"]) for x in rows]
+    by_parameters = [
+        max(x["gain"]["partition, parameters"], x["gain"]["diffusion, parameters"]) for x in rows
+    ]
     return {
         "rows": rows,
         "least_share_of_optimum": min(x["share_of_optimum"] for x in rows),
@@ -259,19 +370,40 @@ def simulated(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the idleness, like docs/pictures/idleness.svg")
-    parser.add_argument("--read", type=Path, metavar="FILE", help="figures of an earlier --json, instead of measuring")
-    parser.add_argument("--blocks", type=int, nargs="+", choices=BLOCKS, default=BLOCKS, help="depths of the model")
+    parser.add_argument(
+        "--plot",
+        type=Path,
+        metavar="FILE",
+        help="draw the idleness, like docs/pictures/idleness.svg",
+    )
+    parser.add_argument(
+        "--read",
+        type=Path,
+        metavar="FILE",
+        help="figures of an earlier --json, instead of measuring",
+    )
+    parser.add_argument(
+        "--blocks", type=int, nargs="+", choices=BLOCKS, default=BLOCKS, help="depths of the model"
+    )
     parser.add_argument("--cases", type=int, default=len(CASES), help="so many of the cases")
     parser.add_argument(
         "--only",
         choices=("simulated", "stepwise", "emulated"),
         help="one of the three: the simulator, the simulator step by step, or 48 blocks on real ranks that sleep",
     )
-    parser.add_argument("--ranks", type=int, nargs="+", choices=RANKS, default=RANKS, help="of the emulated runs")
-    parser.add_argument("--pairs", type=int, default=3, help="of the emulated runs: how often each placement takes its turn (default 3)")
+    parser.add_argument(
+        "--ranks", type=int, nargs="+", choices=RANKS, default=RANKS, help="of the emulated runs"
+    )
+    parser.add_argument(
+        "--pairs",
+        type=int,
+        default=3,
+        help="of the emulated runs: how often each placement takes its turn (default 3)",
+    )
     options = parser.parse_args()
     result: dict[str, Any]
     if options.read:
@@ -293,7 +425,12 @@ def main() -> None:
         print(table(result["rows"]), summary(result["rows"]), sep="\n\n", end="\n\n")
     if "stepwise" in result:
         print(traces_stepwise.table(result["stepwise"]), end="\n\n")
-    print(json.dumps({key: value for key, value in result.items() if key not in ("rows", "stepwise")}, indent=1))
+    print(
+        json.dumps(
+            {key: value for key, value in result.items() if key not in ("rows", "stepwise")},
+            indent=1,
+        )
+    )
 
 
 if __name__ == "__main__":

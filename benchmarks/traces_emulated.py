@@ -22,9 +22,14 @@ MOMENT = 18  # of 24
 SHORTEST = 0.01  # seconds that the shortest op of any stage sleeps: under that, waking up and the interpreter would count
 
 
-def emulate(world: World, cases: Sequence[tuple[str, int]], pairs: int, steps: int) -> list[dict[str, Any]]:
+def emulate(
+    world: World, cases: Sequence[tuple[str, int]], pairs: int, steps: int
+) -> list[dict[str, Any]]:
     """Runs on each rank."""
-    return [emulated(world, case, sequence, 48, MOMENT, pairs, steps, beside_dense=True) for case, sequence in cases]
+    return [
+        emulated(world, case, sequence, 48, MOMENT, pairs, steps, beside_dense=True)
+        for case, sequence in cases
+    ]
 
 
 def emulated(
@@ -47,10 +52,15 @@ def emulated(
     frozen = next((i for i, x in enumerate(layers) if x.b or x.w), 0)
     full = dense(blocks, sequence)
     # A frozen layer sleeps in B and W no more, because it is frozen.
-    slept = tuple(replace(x, b=y.b, w=y.w) if i < frozen else x for i, (x, y) in enumerate(zip(layers, full, strict=True)))
+    slept = tuple(
+        replace(x, b=y.b, w=y.w) if i < frozen else x
+        for i, (x, y) in enumerate(zip(layers, full, strict=True))
+    )
     even = in_halves(uniform(blocks, ranks))
     target = best(layers, ranks, microbatches, even)
-    stages = [stage for placement in (even, target) for stage in pipeline_costs(layers, placement).stages]
+    stages = [
+        stage for placement in (even, target) for stage in pipeline_costs(layers, placement).stages
+    ]
     ops = [seconds for stage in stages for seconds in (stage.f, stage.b, stage.w) if seconds]
     unit = shortest / min(ops)  # seconds of a dense block's F
     model = make_layers(*([unit * getattr(x, key) for x in slept] for key in "fbw"), size=size)
@@ -59,7 +69,10 @@ def emulated(
     sides = {"uniform": (pipeline, even), "ours": (pipeline, target)}
     if beside_dense:
         whole = make_layers(*([unit * getattr(x, key) for x in full] for key in "fbw"), size=size)
-        sides["dense"] = Engine(world, whole, even, schedule="zb-h1", microbatches=microbatches), even
+        sides["dense"] = (
+            Engine(world, whole, even, schedule="zb-h1", microbatches=microbatches),
+            even,
+        )
     data = torch.zeros(microbatches, 1, dtype=torch.int64)
     times: dict[str, list[float]] = {name: [] for name in sides}
     idle: dict[str, list[float]] = {name: [] for name in sides}
@@ -101,7 +114,8 @@ def emulated(
         "gain": uniform_seconds / our_seconds,
         "simulated_seconds": expected,
         "simulated_gain": expected[0] / expected[1],
-        "share_of_simulated_gain": (uniform_seconds / our_seconds - 1) / (expected[0] / expected[1] - 1),
+        "share_of_simulated_gain": (uniform_seconds / our_seconds - 1)
+        / (expected[0] / expected[1] - 1),
         "op_seconds": {"least": unit * min(ops), "median": unit * median(ops)},
         "idle_ratio": [median(idle[x]) for x in ("uniform", "ours")],
         "simulated_idle_ratio": [step.idle_ratio for step in simulated],
@@ -112,15 +126,34 @@ def emulated(
 
 def emulated_table(rows: Sequence[dict[str, Any]]) -> str:
     """In Markdown, as the documents show it: measured beside simulated."""
-    head = ["emulated", "ranks", "blocks", "even, s", "simulated", "balanced, s", "simulated", "gain", "simulated", "idle", "simulated"]
+    head = [
+        "emulated",
+        "ranks",
+        "blocks",
+        "even, s",
+        "simulated",
+        "balanced, s",
+        "simulated",
+        "gain",
+        "simulated",
+        "idle",
+        "simulated",
+    ]
     beside_dense = all("over_dense" in x for x in rows)
     head += ["over dense", "simulated"] * beside_dense
     lines = [head, ["---", *["---:"] * (len(head) - 1)]]
     for x in rows:
         times = zip((x["uniform_seconds"], x["our_seconds"]), x["simulated_seconds"], strict=True)
-        idle = [" to ".join(f"{value:.0%}" for value in x[key]) for key in ("idle_ratio", "simulated_idle_ratio")]
+        idle = [
+            " to ".join(f"{value:.0%}" for value in x[key])
+            for key in ("idle_ratio", "simulated_idle_ratio")
+        ]
         start = [name_of(x["case"], x["sequence"]), str(x["ranks"]), str(x["blocks"])]
         seconds = [f"{value:.2f}" for pair in times for value in pair]
-        dense_too = [f"{x[key]:.2f}" for key in ("over_dense", "simulated_over_dense") if beside_dense]
-        lines.append([*start, *seconds, f"{x['gain']:.2f}", f"{x['simulated_gain']:.2f}", *idle, *dense_too])
+        dense_too = [
+            f"{x[key]:.2f}" for key in ("over_dense", "simulated_over_dense") if beside_dense
+        ]
+        lines.append(
+            [*start, *seconds, f"{x['gain']:.2f}", f"{x['simulated_gain']:.2f}", *idle, *dense_too]
+        )
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)

@@ -34,7 +34,18 @@ from typing import Any, final
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks.cost_traces import Layers, best, condensed, dense, in_blocks, in_halves, name_of, perfect, timeline, trace
+from benchmarks.cost_traces import (
+    Layers,
+    best,
+    condensed,
+    dense,
+    in_blocks,
+    in_halves,
+    name_of,
+    perfect,
+    timeline,
+    trace,
+)
 from benchmarks.published import PUBLISHED
 from dynmo.balance._replay import replay as compiled_replay
 from dynmo.balance._replay import shape_of
@@ -69,11 +80,16 @@ def pilot(case: str, blocks: int, seed: int = PILOT_SEED, steps: int = 24) -> tu
     """
     draw = random.Random(f"{seed} {case} {blocks} {SEQUENCE}")
     if case == "mixture_of_depths":
-        drawn = [[_selected(draw) if block % 2 else 1.0 for block in range(blocks)] for _ in range(steps)]
+        drawn = [
+            [_selected(draw) if block % 2 else 1.0 for block in range(blocks)] for _ in range(steps)
+        ]
         return tuple(_costs(shares, exits=False) for shares in drawn)
     first = blocks // 3
     ends = [0.35 - 0.25 * step / steps + draw.uniform(-0.03, 0.03) for step in range(steps)]
-    left = [[end ** (max(0, block - first + 1) / (blocks - first)) for block in range(blocks)] for end in ends]
+    left = [
+        [end ** (max(0, block - first + 1) / (blocks - first)) for block in range(blocks)]
+        for end in ends
+    ]
     return tuple(_costs(shares, exits=True) for shares in left)
 
 
@@ -136,7 +152,16 @@ class Placements:
     def seconds(self, layers: Layers, placement: Partition) -> float:
         """Makespan of a step."""
         shape, bounds = self._shape, np.array(placement.bounds, np.int64)
-        return compiled_replay(shape.rows, shape.counts, shape.placement, self._works(layers), self._sends, bounds, math.inf, True)
+        return compiled_replay(
+            shape.rows,
+            shape.counts,
+            shape.placement,
+            self._works(layers),
+            self._sends,
+            bounds,
+            math.inf,
+            True,
+        )
 
     def mean(self, steps: Sequence[Layers], placements: Sequence[Partition]) -> float:
         """Mean makespan of the steps.
@@ -148,7 +173,9 @@ class Placements:
         each = list(placements) * (len(steps) if len(placements) == 1 else 1)
         return fmean(self.seconds(layers, x) for layers, x in zip(steps, each, strict=True))
 
-    def best_static(self, steps: Sequence[Layers], stride: int = 1, others: Sequence[Partition] = ()) -> Partition:
+    def best_static(
+        self, steps: Sequence[Layers], stride: int = 1, others: Sequence[Partition] = ()
+    ) -> Partition:
         """Searches one placement for all steps.
 
         Args:
@@ -160,17 +187,23 @@ class Placements:
             The candidate with the least mean makespan.
         """
         middles = (condensed(steps, middle) for middle in (fmean, median, max))
-        candidates = dict.fromkeys([self.even, *others, *map(self.place, (*middles, *steps[::stride]))])
+        candidates = dict.fromkeys(
+            [self.even, *others, *map(self.place, (*middles, *steps[::stride]))]
+        )
         return min(candidates, key=lambda x: self.mean(steps, [x]))
 
     def _place(self, layers: Layers) -> Partition:
         return best(layers, self.ranks, self.microbatches, self.even)
 
     def _sums(self, layers: Layers) -> NDArray[np.float64]:
-        return np.array([[list(accumulate((getattr(x, key) for x in layers), initial=0.0))] for key in "fbw"])
+        return np.array(
+            [[list(accumulate((getattr(x, key) for x in layers), initial=0.0))] for key in "fbw"]
+        )
 
 
-def row(case: str, blocks: int, ranks: int, steps: int = 24, pilot_steps: int = PILOT_STEPS) -> dict[str, Any]:
+def row(
+    case: str, blocks: int, ranks: int, steps: int = 24, pilot_steps: int = PILOT_STEPS
+) -> dict[str, Any]:
     """One line of the table.
 
     Args:
@@ -196,10 +229,14 @@ def row(case: str, blocks: int, ranks: int, steps: int = 24, pilot_steps: int = 
         "optimum": optimum,
     }
     times = {name: on.mean(moments, each) for name, each in placements.items()}
-    times["dense"] = timeline(in_blocks(dense(blocks, SEQUENCE)), uniform(blocks, ranks), on.microbatches).makespan
+    times["dense"] = timeline(
+        in_blocks(dense(blocks, SEQUENCE)), uniform(blocks, ranks), on.microbatches
+    ).makespan
     times["perfect"] = fmean(perfect(layers, ranks, on.microbatches).makespan for layers in moments)
     idle = {
-        name: fmean(timeline(*x, on.microbatches).idle_ratio for x in zip(moments, each, strict=True))
+        name: fmean(
+            timeline(*x, on.microbatches).idle_ratio for x in zip(moments, each, strict=True)
+        )
         for name, each in (("static", [on.even] * len(moments)), ("balanced", placements["ours"]))
     }
     third = pilot(case, blocks, THIRD_SEED, pilot_steps)
@@ -227,7 +264,17 @@ def row(case: str, blocks: int, ranks: int, steps: int = 24, pilot_steps: int = 
 
 def table(rows: Sequence[dict[str, Any]], ranks: Sequence[int] = (16, 24)) -> str:
     """The table in Markdown."""
-    head = ["case", "blocks", "ranks", *COLUMNS, "ours / best static", "ours / optimum", "moves", "bound", "published"]
+    head = [
+        "case",
+        "blocks",
+        "ranks",
+        *COLUMNS,
+        "ours / best static",
+        "ours / optimum",
+        "moves",
+        "bound",
+        "published",
+    ]
     lines = [head, ["---", *["---:"] * (len(head) - 1)]]
     for x in (row for row in rows if row["ranks"] in ranks):
         start = [name_of(x["case"], SEQUENCE), str(x["blocks"]), str(x["ranks"])]
@@ -239,7 +286,12 @@ def table(rows: Sequence[dict[str, Any]], ranks: Sequence[int] = (16, 24)) -> st
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 
 
-def stepwise(blocks: Sequence[int], ranks: Sequence[int], cases: Sequence[str] = CASES) -> dict[str, Any]:
+def stepwise(
+    blocks: Sequence[int], ranks: Sequence[int], cases: Sequence[str] = CASES
+) -> dict[str, Any]:
     """All lines of the table, and the least share of best static."""
     rows = [row(case, depth, n) for case in cases for depth in blocks for n in ranks]
-    return {"stepwise": rows, "least_share_of_best_static": min(x["share_of_best_static"] for x in rows)}
+    return {
+        "stepwise": rows,
+        "least_share_of_best_static": min(x["share_of_best_static"] for x in rows),
+    }

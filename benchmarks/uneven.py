@@ -39,7 +39,9 @@ def layer_seconds(milliseconds: int) -> list[list[float]]:
     `milliseconds`."""
     generator = torch.Generator().manual_seed(3)
     mean = milliseconds / 1000 / 4
-    spread = (torch.rand(3, LAYERS, generator=generator, dtype=torch.float64) * 0.6 + 0.7) * torch.linspace(0.5, 1.5, LAYERS)
+    spread = (
+        torch.rand(3, LAYERS, generator=generator, dtype=torch.float64) * 0.6 + 0.7
+    ) * torch.linspace(0.5, 1.5, LAYERS)
     return (spread / spread.mean(dim=1, keepdim=True) * mean).tolist()
 
 
@@ -61,7 +63,10 @@ def uneven(world: World, milliseconds: int, microbatches: int, rounds: int) -> d
     layers = pipelines["zb-h1"].costs()
     start = time.perf_counter()
     targets = {
-        name: balancer("schedule-aware")(pipelines[name].schedule_keeper.request(layers, "time", 0, 0)) for name in ("zb-auto", "zb-v")
+        name: balancer("schedule-aware")(
+            pipelines[name].schedule_keeper.request(layers, "time", 0, 0)
+        )
+        for name in ("zb-auto", "zb-v")
     }
     chosen = min(targets, key=lambda name: pipelines[name].predict(layers, targets[name]).makespan)
     planning = time.perf_counter() - start
@@ -78,9 +83,14 @@ def uneven(world: World, milliseconds: int, microbatches: int, rounds: int) -> d
 
     flat = torch.zeros(microbatches, MESSAGE_BYTES // 4)
     for name in PEERS:
-        sides[f"torch {name}"] = TorchPeer(name, microbatches, build, flat, flat, lambda out, _: out.mean()).step
+        sides[f"torch {name}"] = TorchPeer(
+            name, microbatches, build, flat, flat, lambda out, _: out.mean()
+        ).step
     measured = medians(alternate(sides, rounds, warmup=1))
-    predicted = {name: pipeline.predict(pipeline.costs(), pipeline.partition).makespan for name, pipeline in pipelines.items()}
+    predicted = {
+        name: pipeline.predict(pipeline.costs(), pipeline.partition).makespan
+        for name, pipeline in pipelines.items()
+    }
     promised = predicted["zb-h1"] / predicted["plan"]
     gained = measured["zb-h1"] / measured["plan"]
     best = min((name for name in measured if name.startswith("torch ")), key=measured.__getitem__)
@@ -100,7 +110,11 @@ def uneven(world: World, milliseconds: int, microbatches: int, rounds: int) -> d
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     figures = run_ranks(
-        "benchmarks.uneven:uneven", 8, milliseconds=options.milliseconds, microbatches=options.microbatches, rounds=options.rounds
+        "benchmarks.uneven:uneven",
+        8,
+        milliseconds=options.milliseconds,
+        microbatches=options.microbatches,
+        rounds=options.rounds,
     )
     worst = max(figures["measured_over_predicted"].values(), key=lambda ratio: abs(ratio - 1))
     return {"worst_measured_over_predicted": worst} | figures

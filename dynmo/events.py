@@ -301,7 +301,10 @@ _WORDS = {"source": "from", "target": "to"}
 
 
 def to_json(event: Event) -> dict[str, Any]:
-    return {"event": event.event, **{_WORDS.get(key, key): value for key, value in vars(event).items()}}
+    return {
+        "event": event.event,
+        **{_WORDS.get(key, key): value for key, value in vars(event).items()},
+    }
 
 
 def from_json(record: dict[str, Any]) -> Event:

@@ -37,14 +37,21 @@ def pool() -> Iterator[Pool]:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--gpu-device", choices=("cuda", "cpu"), default="cuda", help="where tests marked gpu run (cpu: a dry run of them)")
+    parser.addoption(
+        "--gpu-device",
+        choices=("cuda", "cpu"),
+        default="cuda",
+        help="where tests marked gpu run (cpu: a dry run of them)",
+    )
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Deselects tests marked gpu without their device, and tests marked matrix unless `-m` is
     given."""
     unwanted = set[str]() if config.option.markexpr else {"matrix"}
-    if config.getoption("--gpu-device") == "cuda" and any(item.get_closest_marker("gpu") for item in items):
+    if config.getoption("--gpu-device") == "cuda" and any(
+        item.get_closest_marker("gpu") for item in items
+    ):
         import torch
 
         if not torch.cuda.is_available():

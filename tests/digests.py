@@ -31,7 +31,10 @@ ATTENTION: dict[str, Any] = {"cases": ["sparse_attention"], "sparse_attention": 
 CONFIGURATIONS: dict[str, dict[str, Any]] = {
     "1f1b": {"pipeline": {"schedule": "1f1b"}},
     "zb-h1": {"pipeline": {"schedule": "zb-h1"}},
-    "zb-h2-exact": {"pipeline": {"schedule": "zb-h2"}, "balance": {"balancer": "exact", "every": 2}},
+    "zb-h2-exact": {
+        "pipeline": {"schedule": "zb-h2"},
+        "balance": {"balancer": "exact", "every": 2},
+    },
     "zb-auto-diffusion": {
         "pipeline": {"schedule": "zb-auto"},
         "balance": {"balancer": "diffusion", "every": 2},

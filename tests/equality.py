@@ -17,17 +17,33 @@ BALANCERS: dict[str, dict[str, Any]] = {
 STEPS = 7
 
 
-def config(ranks: int, schedule: str, balance: dict[str, Any], freezing: bool, clipping: bool, dropout: float = 0.1) -> dict[str, Any]:
+def config(
+    ranks: int,
+    schedule: str,
+    balance: dict[str, Any],
+    freezing: bool,
+    clipping: bool,
+    dropout: float = 0.1,
+) -> dict[str, Any]:
     """Six layers, five microbatches (no multiple of 2, 3 or 4). The norm starts near 2, so that 0.5
     always clips."""
     return {
         "seed": 7,
         "model": {"blocks": 2, "hidden": 32, "heads": 2, "sequence": 16, "dropout": dropout},
-        "train": {"steps": STEPS, "global_batch": 10, "micro_batch": 2, "lr": 1e-2, "warmup": 2, "max_grad_norm": 0.5 * clipping},
+        "train": {
+            "steps": STEPS,
+            "global_batch": 10,
+            "micro_batch": 2,
+            "lr": 1e-2,
+            "warmup": 2,
+            "max_grad_norm": 0.5 * clipping,
+        },
         "parallel": {"pipeline": ranks, "timeout": 20.0},
         "pipeline": {"schedule": schedule},
         "balance": balance,
-        "dynamism": {"cases": ["freezing"], "freezing": {"schedule": [[2, 1], [4, 3]]}} if freezing else {},
+        "dynamism": {"cases": ["freezing"], "freezing": {"schedule": [[2, 1], [4, 3]]}}
+        if freezing
+        else {},
         "trace": {"steps": 0},
     }
 

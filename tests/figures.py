@@ -66,4 +66,6 @@ def differences(text: str) -> list[str]:
     matches = list(_FIGURE.finditer(text))
     marks = text.count("<!-- figure ") - len(matches)
     unread = [f"{marks} marks of figures cannot be read"] if marks else []
-    return unread + [f"{m[2]} {m[4]}: {m[6]}" for m in matches if m[6] != figure(m[2], m[4], m[5], m[3])]
+    return unread + [
+        f"{m[2]} {m[4]}: {m[6]}" for m in matches if m[6] != figure(m[2], m[4], m[5], m[3])
+    ]

@@ -80,7 +80,9 @@ class Observed:
         for event in events:
             step = event["step"]
             if event["event"] == "step":
-                values = {key: event[key] for key in ("loss", "gradient_norm", "learning_rate", "frozen")}
+                values = {
+                    key: event[key] for key in ("loss", "gradient_norm", "learning_rate", "frozen")
+                }
                 _add(self.steps, step, values)
             elif event["event"] == "eval":
                 _add(self.evaluations, step, [event["loss"], event.get("dense_loss")])
@@ -141,7 +143,9 @@ class Runner:
             unlike = difference(ours, expected)
             if unlike:
                 raise Failure(unlike)
-            warning = next((line for line in self._log.read_text().splitlines() if WARNING.search(line)), None)
+            warning = next(
+                (line for line in self._log.read_text().splitlines() if WARNING.search(line)), None
+            )
             if warning:
                 raise Failure(f"warning: {warning}")
         except Refusal as refusal:
@@ -166,7 +170,9 @@ class Runner:
             for (step, text), loss in zip(sorted(expected.steps.items()), plain, strict=True):
                 ours = float(re.findall(r"'loss': ([^,]+)", text)[0])
                 if abs(ours - loss) > PLAIN_TOLERANCE * abs(loss):
-                    raise Failure(f"wrong numbers: loss at step {step} is {ours}, in a plain loop {loss}")
+                    raise Failure(
+                        f"wrong numbers: loss at step {step} is {ours}, in a plain loop {loss}"
+                    )
         return expected
 
     def _under_test(self, case: Case) -> Observed:
@@ -237,7 +243,10 @@ def replay(outcome: CaseResult, folder: Path) -> str:
 
 
 def run_all(
-    cases: Sequence[Case], jobs: int, tell: Callable[[CaseResult], None], runner: Callable[[], Runner] = Runner
+    cases: Sequence[Case],
+    jobs: int,
+    tell: Callable[[CaseResult], None],
+    runner: Callable[[], Runner] = Runner,
 ) -> list[CaseResult]:
     """Run cases on several pools side by side.
 
@@ -307,17 +316,32 @@ def passed(outcomes: Sequence[CaseResult]) -> bool:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line. Returns the exit status: 1 if a case failed or too many were refused."""
-    parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description=(__doc__ or "").partition("\n")[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.fuzz", description=(__doc__ or "").partition("\n")[0]
+    )
     parser.add_argument("--cases", type=int, default=1000, help="how many cases")
     parser.add_argument("--seed", type=int, default=1, help="of the draw")
     parser.add_argument("--first", type=int, default=0, help="number of the first case")
-    parser.add_argument("--elastic", type=float, default=0.35, help="share of the cases whose mesh or number of ranks changes")
+    parser.add_argument(
+        "--elastic",
+        type=float,
+        default=0.35,
+        help="share of the cases whose mesh or number of ranks changes",
+    )
     parser.add_argument("--only", type=int, help="run this case only")
-    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="pools of ranks side by side")
-    parser.add_argument("--folder", type=Path, default=Path("runs", "fuzz"), help="for the TOML files of failures")
+    parser.add_argument(
+        "--jobs", type=int, default=os.cpu_count() or 1, help="pools of ranks side by side"
+    )
+    parser.add_argument(
+        "--folder", type=Path, default=Path("runs", "fuzz"), help="for the TOML files of failures"
+    )
     parser.add_argument("--show", action="store_true", help="print the TOML files and run nothing")
     options = parser.parse_args(arguments)
-    numbers = range(options.first, options.first + options.cases) if options.only is None else [options.only]
+    numbers = (
+        range(options.first, options.first + options.cases)
+        if options.only is None
+        else [options.only]
+    )
     cases = [draw(options.seed, number, options.elastic) for number in numbers]
     folder = options.folder / f"seed-{options.seed}"
     if options.show:
@@ -339,7 +363,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if now - last > 5 or done == len(cases):
             last = now
             left = (now - start) / done * (len(cases) - done)
-            told = f"{done} of {len(cases)} cases, {counts[FAILED]} failed, {counts[REFUSED]} refused"
+            told = (
+                f"{done} of {len(cases)} cases, {counts[FAILED]} failed, {counts[REFUSED]} refused"
+            )
             print(f"{told}, {left:.0f} s left", file=sys.stderr, flush=True)
 
     outcomes = run_all(cases, options.jobs, tell)

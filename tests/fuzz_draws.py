@@ -143,7 +143,11 @@ class _Draw:
         if not self._chance(0.3):
             return Case(self._number, config)
         # The second part is another run of the same training.
-        data = 1 if self._writes else random.choice([d for d in (1, 2, 3, 4) if fits(groups, d, total)])
+        data = (
+            1
+            if self._writes
+            else random.choice([d for d in (1, 2, 3, 4) if fits(groups, d, total)])
+        )
         mesh = self._mesh(layers, data, total // data)
         stop = random.randrange(steps - 2)
         resumed = {**config, **self._runs_on(mesh, layers, total, groups, train)}
@@ -163,12 +167,21 @@ class _Draw:
         if kind < 0.03:
             layers = random.randrange(2, 9)
             times = {key: random.choice([0.0, 0.0005]) for key in ("f", "b", "w")}
-            return {"kind": "emulated", "layers": layers, "bytes": random.choice([4, 512]), **times}, layers
+            return {
+                "kind": "emulated",
+                "layers": layers,
+                "bytes": random.choice([4, 512]),
+                **times,
+            }, layers
         sequence = random.choice([4, 8, 8, 16])
         if kind < 0.45:
             heads = random.choice([1, 2])
             blocks = random.choice([1, 1, 2, 2, 3, 4])
-            sizes = {"blocks": blocks, "hidden": heads * random.choice([4, 6, 8, 16, 48]), "heads": heads}
+            sizes = {
+                "blocks": blocks,
+                "hidden": heads * random.choice([4, 6, 8, 16, 48]),
+                "heads": heads,
+            }
             chances = {"dropout": random.choice([0.0, 0.0, 0.1]), "tied": self._chance(0.25)}
             keys = experts(random, blocks) if self._chance(0.25) else {"kind": "gpt"}
             return {**keys, **sizes, "sequence": sequence, **chances}, 2 * blocks + 2
@@ -182,10 +195,14 @@ class _Draw:
         name = "__".join((form, *parts))
         return {"kind": f"python:tests.fuzz_models:{name}", "sequence": sequence}, len(parts) + 2
 
-    def _mesh(self, layers: int, data: int, each: int | None = None) -> tuple[int, int, str, int | None]:
+    def _mesh(
+        self, layers: int, data: int, each: int | None = None
+    ) -> tuple[int, int, str, int | None]:
         """Ranks of a pipeline, replicas, schedule, chunks. each: microbatches of a replica."""
         random = self._random
-        pipeline = random.choice([1, 2, 2, 3, 4, 4]) if data == 1 else random.randrange(1, 4 // data + 1)
+        pipeline = (
+            random.choice([1, 2, 2, 3, 4, 4]) if data == 1 else random.randrange(1, 4 // data + 1)
+        )
         pipeline = min(pipeline, layers)
         choices: list[tuple[str, int | None]] = []
         for name in SCHEDULES:
@@ -205,9 +222,13 @@ class _Draw:
         total = each * data
         return total, random.choice([n for n in range(1, total + 1) if fits(n, data, total)])
 
-    def _train(self, gpt: bool, steps: int, batch: int, micro: int, groups: int, layers: int) -> Tables:
+    def _train(
+        self, gpt: bool, steps: int, batch: int, micro: int, groups: int, layers: int
+    ) -> Tables:
         random = self._random
-        precision = random.choice(["float32"] * 6 + ["bfloat16", "float16"]) if self._low else "float32"
+        precision = (
+            random.choice(["float32"] * 6 + ["bfloat16", "float16"]) if self._low else "float32"
+        )
         train: Tables = {
             "steps": steps,
             "global_batch": batch,
@@ -239,7 +260,14 @@ class _Draw:
         some = sorted(self._random.sample(range(layers), self._random.randrange(1, layers + 1)))
         return self._random.choice(["none", "none", "none", "all", "auto", some])
 
-    def _runs_on(self, mesh: tuple[int, int, str, int | None], layers: int, total: int, groups: int, train: Tables) -> Tables:
+    def _runs_on(
+        self,
+        mesh: tuple[int, int, str, int | None],
+        layers: int,
+        total: int,
+        groups: int,
+        train: Tables,
+    ) -> Tables:
         """The sections that may not show in the bits."""
         random, (pipeline, data, schedule, chunks) = self._random, mesh
         stages = pipeline * chunks_of(schedule, chunks)
@@ -249,7 +277,10 @@ class _Draw:
         sliced = pipeline > 1 and self._chance(0.05)
         if sliced:
             parallel["slices"] = True
-        pipe: Tables = {"schedule": schedule, "w_granularity": random.choice(["whole", "whole", "linear"])}
+        pipe: Tables = {
+            "schedule": schedule,
+            "w_granularity": random.choice(["whole", "whole", "linear"]),
+        }
         if chunks is not None:
             pipe["chunks"] = chunks
         if not sliced and self._chance(0.35):
@@ -272,16 +303,29 @@ class _Draw:
     def _limit(self, model: Tables, pipeline: int) -> int:
         """A limit near what the whole model takes on one rank, or a share of it for several."""
         hidden, blocks = model["hidden"], model["blocks"]
-        parameters = 2 * VOCAB * hidden + blocks * (4 * hidden**2 + 3 * hidden * feed_forward_size(hidden))
+        parameters = 2 * VOCAB * hidden + blocks * (
+            4 * hidden**2 + 3 * hidden * feed_forward_size(hidden)
+        )
         shares = [1.0, 3.0] if pipeline == 1 else [0.7, 1.0, 3.0]
         return int((1 << 19) + 24 * parameters * self._random.choice(shares))
 
-    def _elastic(self, mesh: tuple[int, int, str, int | None], layers: int, total: int, groups: int, steps: int) -> Tables:
+    def _elastic(
+        self,
+        mesh: tuple[int, int, str, int | None],
+        layers: int,
+        total: int,
+        groups: int,
+        steps: int,
+    ) -> Tables:
         random, (pipeline, data, schedule, chunks) = self._random, mesh
         ranks = pipeline * data
 
         def meshes(ranks: int) -> list[tuple[int, int]]:
-            lengths = [(ranks // replicas, replicas) for replicas in range(1, ranks + 1) if ranks % replicas == 0]
+            lengths = [
+                (ranks // replicas, replicas)
+                for replicas in range(1, ranks + 1)
+                if ranks % replicas == 0
+            ]
             return [
                 (length, replicas)
                 for length, replicas in lengths
@@ -294,7 +338,11 @@ class _Draw:
         if len(same) > 1 and self._chance(0.25):
             return {"reshape": True}
         # With fewer ranks the others leave and wait, and may be called back.
-        others = same if len(same) > 1 and self._chance(0.3) else [each for some in range(1, ranks + 1) for each in meshes(some)]
+        others = (
+            same
+            if len(same) > 1 and self._chance(0.3)
+            else [each for some in range(1, ranks + 1) for each in meshes(some)]
+        )
         if len(others) < 2:
             return {}
         at = sorted(random.sample(range(1, steps), min(steps - 1, random.randrange(1, 4))))
@@ -335,7 +383,10 @@ class _Draw:
         if policy == "schedule":
             at = sorted(random.sample(range(steps), random.randrange(1, 4)))
             frozen = sorted(random.randrange(layers) for _ in at)
-            return {"policy": policy, "schedule": [list(pair) for pair in zip(at, frozen, strict=True)]}
+            return {
+                "policy": policy,
+                "schedule": [list(pair) for pair in zip(at, frozen, strict=True)],
+            }
         options: Tables = {"policy": policy, "every": 1, "unit": random.choice(["half", "block"])}
         if self._chance(0.5) and layers > 2:
             options["max_layers"] = random.randrange(1, layers)
@@ -364,8 +415,14 @@ class _Draw:
         random, blocks = self._random, range(model["blocks"])
         kind = random.choice(["hash", "drop"])
         options: Tables = {"kind": kind, "tile": random.choice([2, 32])}
-        options |= {"buckets": random.choice([2, 4])} if kind == "hash" else {"drop": random.choice([0.3, 0.5])}
-        some = [sorted(random.sample(blocks, random.randrange(1, len(blocks) + 1))) for _ in range(2)]
+        options |= (
+            {"buckets": random.choice([2, 4])}
+            if kind == "hash"
+            else {"drop": random.choice([0.3, 0.5])}
+        )
+        some = [
+            sorted(random.sample(blocks, random.randrange(1, len(blocks) + 1))) for _ in range(2)
+        ]
         if self._chance(0.5):
             at = sorted(random.sample(range(steps), 2))
             return {**options, "schedule": [list(pair) for pair in zip(at, some, strict=True)]}

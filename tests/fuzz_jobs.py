@@ -20,7 +20,9 @@ from dynmo.train.joining import come_back
 from dynmo.train.trainer import Trainer, learning_rate
 
 
-def train(world: World, config: dict[str, Any], folder: str | None = None, resume: bool = False) -> dict[str, Any]:
+def train(
+    world: World, config: dict[str, Any], folder: str | None = None, resume: bool = False
+) -> dict[str, Any]:
     """Train as one rank and say how it ended.
 
     Args:
@@ -67,13 +69,17 @@ def train_plainly(world: World, config: dict[str, Any]) -> list[float]:
     )
     groups = [
         {
-            "params": [p for p in layers.parameters() if p.requires_grad and (p.dim() > 1) == decays],
+            "params": [
+                p for p in layers.parameters() if p.requires_grad and (p.dim() > 1) == decays
+            ],
             "weight_decay": train.weight_decay * decays,
         }
         for decays in (True, False)
     ]
     if train.optimizer == "adamw":
-        optimizer: torch.optim.Optimizer = torch.optim.AdamW(groups, lr=0.0, betas=train.betas, eps=train.eps)
+        optimizer: torch.optim.Optimizer = torch.optim.AdamW(
+            groups, lr=0.0, betas=train.betas, eps=train.eps
+        )
     else:
         optimizer = torch.optim.SGD(groups, lr=0.0, momentum=train.momentum)
     losses: list[float] = []

@@ -36,7 +36,9 @@ VOCAB = 256
 class Apply(nn.Module):
     """x + function(modules, x). The function is any code that a forward may have."""
 
-    def __init__(self, function: Callable[[nn.ModuleDict, Tensor], Tensor], **modules: nn.Module) -> None:
+    def __init__(
+        self, function: Callable[[nn.ModuleDict, Tensor], Tensor], **modules: nn.Module
+    ) -> None:
         super().__init__()
         self.parts = nn.ModuleDict(modules)
         self._function = function
@@ -400,7 +402,9 @@ def _bounded(parts: nn.ModuleDict, x: Tensor) -> Tensor:
 
 
 def _spectrum(parts: nn.ModuleDict, x: Tensor) -> Tensor:
-    return torch.fft.irfft(torch.fft.rfft(parts["linear"](x).float(), dim=-1) * 0.5, n=WIDTH).to(x.dtype)
+    return torch.fft.irfft(torch.fft.rfft(parts["linear"](x).float(), dim=-1) * 0.5, n=WIDTH).to(
+        x.dtype
+    )
 
 
 def _branch(parts: nn.ModuleDict, x: Tensor) -> Tensor:
@@ -408,7 +412,12 @@ def _branch(parts: nn.ModuleDict, x: Tensor) -> Tensor:
 
 
 def _mlp(dropout: float = 0.0) -> nn.Sequential:
-    parts = [nn.Linear(WIDTH, 2 * WIDTH), nn.GELU(), nn.Dropout(dropout), nn.Linear(2 * WIDTH, WIDTH)]
+    parts = [
+        nn.Linear(WIDTH, 2 * WIDTH),
+        nn.GELU(),
+        nn.Dropout(dropout),
+        nn.Linear(2 * WIDTH, WIDTH),
+    ]
     return nn.Sequential(*parts)
 
 
@@ -443,29 +452,50 @@ LAYERS: dict[str, Kind] = {
     "rms_norm": Kind(partial(nn.RMSNorm, WIDTH)),
     "group_norm": Kind(lambda: Channels(nn.GroupNorm(2, WIDTH))),
     "batch_norm": Kind(lambda: Channels(nn.BatchNorm1d(WIDTH)), writes=True, low=False),
-    "batch_norm_2d": Kind(lambda: Channels(nn.BatchNorm2d(WIDTH), dimensions=2), writes=True, low=False),
-    "batch_norm_mean": Kind(lambda: Channels(nn.BatchNorm1d(WIDTH, momentum=None)), writes=True, low=False),
+    "batch_norm_2d": Kind(
+        lambda: Channels(nn.BatchNorm2d(WIDTH), dimensions=2), writes=True, low=False
+    ),
+    "batch_norm_mean": Kind(
+        lambda: Channels(nn.BatchNorm1d(WIDTH, momentum=None)), writes=True, low=False
+    ),
     "batch_norm_own": Kind(OwnBatchNorm, writes=True),
-    "instance_norm": Kind(lambda: Channels(nn.InstanceNorm1d(WIDTH, affine=True, track_running_stats=True)), writes=True),
+    "instance_norm": Kind(
+        lambda: Channels(nn.InstanceNorm1d(WIDTH, affine=True, track_running_stats=True)),
+        writes=True,
+    ),
     "counted": Kind(lambda: Counted(True), writes=True),
     "counted_aside": Kind(lambda: Counted(False), writes=True),
     "lstm": Kind(lambda: Recurrent(nn.LSTM(WIDTH, WIDTH, batch_first=True))),
-    "lstm_deep": Kind(lambda: Recurrent(nn.LSTM(WIDTH, WIDTH, 2, batch_first=True, bidirectional=True))),
+    "lstm_deep": Kind(
+        lambda: Recurrent(nn.LSTM(WIDTH, WIDTH, 2, batch_first=True, bidirectional=True))
+    ),
     "gru": Kind(lambda: Recurrent(nn.GRU(WIDTH, WIDTH, batch_first=True))),
     "rnn": Kind(lambda: Recurrent(nn.RNN(WIDTH, WIDTH, batch_first=True))),
     "weight_norm": Kind(lambda: Apply(_bounded, linear=_norms.weight_norm(_linear()))),
-    "spectral_norm": Kind(lambda: Apply(_bounded, linear=_norms.spectral_norm(_linear())), writes=True, low=False),
+    "spectral_norm": Kind(
+        lambda: Apply(_bounded, linear=_norms.spectral_norm(_linear())), writes=True, low=False
+    ),
     "in_place": Kind(lambda: Apply(_in_place, first=_linear(), second=_linear())),
-    "dropout_in_place": Kind(lambda: nn.Sequential(_linear(), nn.Dropout(0.1, inplace=True)), draws=True),
+    "dropout_in_place": Kind(
+        lambda: nn.Sequential(_linear(), nn.Dropout(0.1, inplace=True)), draws=True
+    ),
     "halved": Kind(lambda: Apply(lambda p, x: Halve.apply(p["linear"](x)), linear=_linear())),
-    "square": Kind(lambda: Apply(lambda p, x: Square.apply(torch.tanh(p["linear"](x))), linear=_linear())),
+    "square": Kind(
+        lambda: Apply(lambda p, x: Square.apply(torch.tanh(p["linear"](x))), linear=_linear())
+    ),
     "own_weight": Kind(OwnWeight),
     "shared": Kind(Shared),
     "checkpointed": Kind(lambda: Apply(partial(_checkpointed, reentrant=False), inner=_mlp())),
-    "checkpointed_dropout": Kind(lambda: Apply(partial(_checkpointed, reentrant=False), inner=_mlp(0.1)), draws=True),
-    "checkpointed_reentrant": Kind(lambda: Apply(partial(_checkpointed, reentrant=True), inner=_mlp())),
+    "checkpointed_dropout": Kind(
+        lambda: Apply(partial(_checkpointed, reentrant=False), inner=_mlp(0.1)), draws=True
+    ),
+    "checkpointed_reentrant": Kind(
+        lambda: Apply(partial(_checkpointed, reentrant=True), inner=_mlp())
+    ),
     "transformer": Kind(lambda: Block(WIDTH, 2, 16, dropout=0.0, batch_first=True)),
-    "transformer_dropout": Kind(lambda: Block(WIDTH, 2, 16, batch_first=True, norm_first=True), draws=True),
+    "transformer_dropout": Kind(
+        lambda: Block(WIDTH, 2, 16, batch_first=True, norm_first=True), draws=True
+    ),
     "attention": Kind(Attention),
     "plain": Kind(Plain),
     "energy": Kind(Energy, prunes=False),
@@ -477,14 +507,20 @@ LAYERS: dict[str, Kind] = {
     "renormalised": Kind(Renormalised, writes=True),
     "averaged": Kind(Averaged, writes=True, prunes=False),
     "cells": Kind(Cells),
-    "lstm_dropout": Kind(lambda: Recurrent(nn.LSTM(WIDTH, WIDTH, 2, batch_first=True, dropout=0.1)), draws=True),
+    "lstm_dropout": Kind(
+        lambda: Recurrent(nn.LSTM(WIDTH, WIDTH, 2, batch_first=True, dropout=0.1)), draws=True
+    ),
     "subclass": Kind(lambda: Apply(_bounded, linear=Doubled(WIDTH, WIDTH))),
     "backward_hook": Kind(BackwardHooked),
     "reused": Kind(lambda: Apply(_reused, linear=_linear()), prunes=False),
     "aside": Kind(lambda: Apply(_aside, linear=_linear(), other=_linear())),
     "orthogonal": Kind(lambda: Apply(_bounded, linear=_norms.orthogonal(_linear())), low=False),
     "prelu": Kind(lambda: Channels(nn.PReLU(WIDTH))),
-    "bilinear": Kind(lambda: Apply(lambda p, x: torch.tanh(p["product"](x, x)), product=nn.Bilinear(WIDTH, WIDTH, WIDTH))),
+    "bilinear": Kind(
+        lambda: Apply(
+            lambda p, x: torch.tanh(p["product"](x, x)), product=nn.Bilinear(WIDTH, WIDTH, WIDTH)
+        )
+    ),
     "tokens_padded": Kind(lambda: Tokens(padding=1)),
     "columns": Kind(Columns),
     "hooked": Kind(Hooked),
@@ -548,7 +584,9 @@ class Mix(nn.Module):
     def forward(self, x: Tensor, *others: Tensor) -> tuple[Tensor, ...]:
         floats = [y for y in others if y.is_floating_point() and y.shape == x.shape]
         x = x + self.linear(sum(floats, x))
-        return x, *(0.5 * y + x if y.is_floating_point() and y.shape == x.shape else y for y in others)
+        return x, *(
+            0.5 * y + x if y.is_floating_point() and y.shape == x.shape else y for y in others
+        )
 
 
 class Head(nn.Module):
@@ -567,7 +605,9 @@ class Head(nn.Module):
 
 
 def _smooth(logits: Tensor, targets: Tensor) -> Tensor:
-    return functional.cross_entropy(logits.float().flatten(0, -2), targets.flatten(), label_smoothing=0.1)
+    return functional.cross_entropy(
+        logits.float().flatten(0, -2), targets.flatten(), label_smoothing=0.1
+    )
 
 
 def _with_auxiliary(output: tuple[Tensor, Tensor], targets: Tensor) -> Tensor:
@@ -610,7 +650,9 @@ def model_of(name: str) -> Callable[[], Any]:
     head, *parts = name.split("__")
     form, _, loss = head.partition("_")
     known = form in FORMS and loss in LOSSES
-    if not known or not all(w in LAYERS or w == "mix" or w.removeprefix("fan_").isdigit() for w in parts):
+    if not known or not all(
+        w in LAYERS or w == "mix" or w.removeprefix("fan_").isdigit() for w in parts
+    ):
         raise AttributeError(name)
     makers: list[Callable[[], nn.Module]] = [partial(nn.Embedding, VOCAB, WIDTH)]
     several = False

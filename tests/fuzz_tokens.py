@@ -9,7 +9,11 @@ from typing import Any
 Tables = dict[str, Any]
 
 # Of each measure of confidence: some tokens of an untrained model are over these, and some are not.
-THRESHOLDS = {"softmax": [0.0005, 0.002, 0.005], "state": [0.9, 0.99, 0.999], "classifier": [0.49, 0.5, 0.51]}
+THRESHOLDS = {
+    "softmax": [0.0005, 0.002, 0.005],
+    "state": [0.9, 0.99, 0.999],
+    "classifier": [0.49, 0.5, 0.51],
+}
 
 
 def token_case(random: Random, blocks: int, steps: int) -> Tables:
@@ -18,13 +22,33 @@ def token_case(random: Random, blocks: int, steps: int) -> Tables:
         return {}
     if blocks > 1 and random.random() < 0.5:
         some = sorted(random.sample(range(blocks - 1), random.randrange(1, blocks)))
-        policy, confidence = random.choice(["calm", "calm", "adp-c"]), random.choice(list(THRESHOLDS))
+        policy, confidence = (
+            random.choice(["calm", "calm", "adp-c"]),
+            random.choice(list(THRESHOLDS)),
+        )
         kind = confidence if policy == "calm" else "softmax"
-        options: Tables = {"policy": policy, "confidence": kind, "exits": some, "start": random.randrange(steps)}
+        options: Tables = {
+            "policy": policy,
+            "confidence": kind,
+            "exits": some,
+            "start": random.randrange(steps),
+        }
         threshold = random.choice([*THRESHOLDS[kind], 0.0, 1.0])
-        return {"early_exit": {**options, "threshold": threshold, "record_every": random.choice([1, 2, 10])}}
-    options = {"capacity": random.choice([0.125, 0.3, 0.5, 1.0]), "every": random.randrange(1, blocks + 1)}
-    options |= {"predictor": random.choice(["mlp", "bce"]), "predictor_weight": random.choice([0.01, 1.0])}
+        return {
+            "early_exit": {
+                **options,
+                "threshold": threshold,
+                "record_every": random.choice([1, 2, 10]),
+            }
+        }
+    options = {
+        "capacity": random.choice([0.125, 0.3, 0.5, 1.0]),
+        "every": random.randrange(1, blocks + 1),
+    }
+    options |= {
+        "predictor": random.choice(["mlp", "bce"]),
+        "predictor_weight": random.choice([0.01, 1.0]),
+    }
     options |= {"record_every": random.choice([1, 2, 10])}
     options |= {"threshold_from": random.randrange(steps)} if random.random() < 0.5 else {}
     return {"mixture_of_depths": options}
@@ -33,17 +57,37 @@ def token_case(random: Random, blocks: int, steps: int) -> Tables:
 def experts(random: Random, blocks: int) -> Tables:
     """The keys of [model] that only a model with experts has."""
     count = random.choice([1, 2, 3, 8])
-    keys: Tables = {"kind": "moe", "experts": count, "top_k": random.randrange(1, min(3, count) + 1)}
-    keys |= {"shared_experts": random.choice([0, 0, 1, 2]), "moe_every": random.randrange(1, min(2, blocks) + 1)}
-    keys |= {"routing": random.choice(["aux-loss", "sinkhorn", "auction", "bias"]), "router_loss": random.choice([0.01, 1.0])}
-    keys |= {"capacity_factor": random.choice([1.0, 2.0])} if count <= 4 and random.random() < 0.3 else {}
+    keys: Tables = {
+        "kind": "moe",
+        "experts": count,
+        "top_k": random.randrange(1, min(3, count) + 1),
+    }
+    keys |= {
+        "shared_experts": random.choice([0, 0, 1, 2]),
+        "moe_every": random.randrange(1, min(2, blocks) + 1),
+    }
+    keys |= {
+        "routing": random.choice(["aux-loss", "sinkhorn", "auction", "bias"]),
+        "router_loss": random.choice([0.01, 1.0]),
+    }
+    keys |= (
+        {"capacity_factor": random.choice([1.0, 2.0])}
+        if count <= 4 and random.random() < 0.3
+        else {}
+    )
     return keys | {"bias_rate": random.choice([0.001, 0.1])}
 
 
 def placing(random: Random) -> Tables:
     """The section of the case "moe"."""
-    keys: Tables = {"record_every": random.choice([1, 2, 10]), "place_every": random.choice([0, 1, 2, 3])}
-    return keys | {"redundant": random.choice([0, 0, 1, 2]), "least_gain": random.choice([0.0, 0.05])}
+    keys: Tables = {
+        "record_every": random.choice([1, 2, 10]),
+        "place_every": random.choice([0, 1, 2, 3]),
+    }
+    return keys | {
+        "redundant": random.choice([0, 0, 1, 2]),
+        "least_gain": random.choice([0.0, 0.05]),
+    }
 
 
 def spread_experts(random: Random, config: Tables) -> None:
@@ -52,8 +96,15 @@ def spread_experts(random: Random, config: Tables) -> None:
     freezing = dynamism.get("freezing", {})
     shared = gcd(parallel["data"], model.get("experts", 1)) if model["kind"] == "moe" else 1
     elastic = config["elastic"]
-    others = elastic.get("reshape") or any(data != parallel["data"] for _, _, data in elastic.get("reshape_at", ()))
-    refused = parallel.get("slices") or others or freezing.get("cache_bytes") or freezing.get("policy") == "egeria"
+    others = elastic.get("reshape") or any(
+        data != parallel["data"] for _, _, data in elastic.get("reshape_at", ())
+    )
+    refused = (
+        parallel.get("slices")
+        or others
+        or freezing.get("cache_bytes")
+        or freezing.get("policy") == "egeria"
+    )
     sizes = [size for size in range(2, shared + 1) if shared % size == 0]
     if sizes and not refused and random.random() < 0.7:
         parallel["expert"] = random.choice(sizes)

@@ -63,11 +63,20 @@ def train_and_weights(world: World, config: dict[str, Any]) -> dict[str, Any]:
     layers = trainer.pipeline.own_layers
     return {
         "losses": [e.loss for e in events if isinstance(e, StepEvent)],
-        "weights": {index: [x for p in module.parameters() for x in p.flatten().tolist()] for index, (module, _) in layers.items()},
+        "weights": {
+            index: [x for p in module.parameters() for x in p.flatten().tolist()]
+            for index, (module, _) in layers.items()
+        },
     }
 
 
-def train_in(world: World, config: dict[str, Any], folder: str, resume: bool = False, stop_after: int | None = None) -> dict[str, Any]:
+def train_in(
+    world: World,
+    config: dict[str, Any],
+    folder: str,
+    resume: bool = False,
+    stop_after: int | None = None,
+) -> dict[str, Any]:
     """A run in a folder. stop_after: the step after which rank 0 is asked to stop, by the signal
     that a launcher sends."""
 

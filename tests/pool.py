@@ -66,13 +66,26 @@ class Pool:
     def run(self, function: str, ranks: int, timeout: float = 60.0, **arguments: Any) -> list[Any]:
         """Runs `function(world, **arguments)` on so many ranks; arguments and results are JSON."""
         self._generation += 1
-        job = json.dumps({"function": function, "size": ranks, "generation": self._generation, "arguments": arguments})
+        job = json.dumps(
+            {
+                "function": function,
+                "size": ranks,
+                "generation": self._generation,
+                "arguments": arguments,
+            }
+        )
         for process in self._ranks[:ranks]:
             assert process.stdin is not None
             process.stdin.write(job + "\n")
             process.stdin.flush()
-        replies = [self._reply(process, time.monotonic() + timeout) for process in self._ranks[:ranks]]
-        errors = [f"rank {rank}:\n{reply['error']}" for rank, reply in enumerate(replies) if "error" in reply]
+        replies = [
+            self._reply(process, time.monotonic() + timeout) for process in self._ranks[:ranks]
+        ]
+        errors = [
+            f"rank {rank}:\n{reply['error']}"
+            for rank, reply in enumerate(replies)
+            if "error" in reply
+        ]
         if errors:
             raise JobFailed("\n".join(errors))
         return [reply["result"] for reply in replies]
@@ -124,7 +137,9 @@ def _serve() -> None:
         try:
             module, _, name = job["function"].rpartition(":")
             function = getattr(importlib.import_module(module or "tests.jobs"), name)
-            world = World.join(store, rendezvous.rank, job["size"], timeout=20, generation=job["generation"])
+            world = World.join(
+                store, rendezvous.rank, job["size"], timeout=20, generation=job["generation"]
+            )
             try:
                 reply = {"result": function(world, **job["arguments"])}
             finally:

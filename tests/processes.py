@@ -11,7 +11,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 
-def start(command: Sequence[str], folder: Path, env: Mapping[str, str] | None = None) -> subprocess.Popen[str]:
+def start(
+    command: Sequence[str], folder: Path, env: Mapping[str, str] | None = None
+) -> subprocess.Popen[str]:
     """A process group of its own, working in `folder`, with temporary files in `folder/tmp`.
     Warnings are errors there too."""
     (folder / "tmp").mkdir(exist_ok=True)
@@ -43,7 +45,11 @@ def end_all(processes: Sequence[subprocess.Popen[str]]) -> None:
 def run_script(script: Path, *arguments: str, ranks: int = 1) -> str:
     """Runs a Python script that must end well, under torchrun if it has several ranks. Returns its output."""
     root = Path(__file__).parents[1]
-    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if ranks > 1 else []
+    launcher = (
+        ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+        if ranks > 1
+        else []
+    )
     done = subprocess.run(
         [sys.executable, *launcher, str(script), *arguments],
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(root)},

@@ -31,14 +31,22 @@ from dynmo.config.values import LARGEST, OneOf, value_text
 
 FOLDER = Path(__file__).parents[1] / "docs" / "reference"
 PAGES = [FOLDER / name for name in ("configuration.md", "commands.md", "python.md")]
-_TYPES: dict[object, str] = {bool: "boolean", int: "integer", float: "number", str: "string", type(None): ""}
+_TYPES: dict[object, str] = {
+    bool: "boolean",
+    int: "integer",
+    float: "number",
+    str: "string",
+    type(None): "",
+}
 MARK = re.compile(r"<!-- (keys|options|names)(?:: ([\w.]+))? -->\n.*?<!-- end -->", re.DOTALL)
 
 
 # -- configuration ---------------------------------------------------------------------------------
 
 
-def sections(section: type[Section] = Config, prefix: str = "") -> Iterator[tuple[str, type[Section]]]:
+def sections(
+    section: type[Section] = Config, prefix: str = ""
+) -> Iterator[tuple[str, type[Section]]]:
     """The name and class of every section, the top level first under the name "top"."""
     yield prefix or "top", section
     for key, field in section.model_fields.items():
@@ -56,7 +64,8 @@ def keys(section: type[Section]) -> dict[str, FieldInfo]:
 def keys_table(name: str) -> str:
     """One row per key of a section: name, type, default, meaning."""
     rows = [
-        (f"`{key}`", type_text(field), default_text(field.default), meaning(field)) for key, field in keys(dict(sections())[name]).items()
+        (f"`{key}`", type_text(field), default_text(field.default), meaning(field))
+        for key, field in keys(dict(sections())[name]).items()
     ]
     return table(("key", "type", "default", "meaning"), rows)
 
@@ -86,7 +95,11 @@ def _type_words(annotation: Any, metadata: list[Any]) -> str:
 
 
 def _limits_text(metadata: list[Any]) -> str:
-    flat = [item for extra in metadata for item in (extra.metadata if isinstance(extra, FieldInfo) else [extra])]
+    flat = [
+        item
+        for extra in metadata
+        for item in (extra.metadata if isinstance(extra, FieldInfo) else [extra])
+    ]
     limits: list[str] = []
     for extra in flat:
         match extra:
@@ -111,7 +124,12 @@ def default_text(value: object) -> str:
 def meaning(field: FieldInfo) -> str:
     """The description of a key, and the words that it allows."""
     text = " ".join((field.description or "").split())
-    allowed = [f"`{word}`" for extra in field.metadata if isinstance(extra, OneOf) for word in extra.allowed]
+    allowed = [
+        f"`{word}`"
+        for extra in field.metadata
+        if isinstance(extra, OneOf)
+        for word in extra.allowed
+    ]
     if all(word in text for word in allowed):
         return text
     return f"{text} One of {', '.join(allowed)}."
@@ -128,7 +146,10 @@ def commands() -> dict[str, Any]:
 
 def options_table(name: str) -> str:
     """One row per argument and option of a command: option, default, meaning."""
-    return table(("option", "default", "meaning"), [_option_row(option) for option in commands()[name].params])
+    return table(
+        ("option", "default", "meaning"),
+        [_option_row(option) for option in commands()[name].params],
+    )
 
 
 def _option_row(option: Any) -> tuple[str, str, str]:
@@ -212,7 +233,11 @@ def _annotation(annotation: object) -> str:
 
 def table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
     """A table in Markdown."""
-    lines = [head, ("---",) * len(head), *(tuple(cell.replace("|", "\\|") for cell in row) for row in rows)]
+    lines = [
+        head,
+        ("---",) * len(head),
+        *(tuple(cell.replace("|", "\\|") for cell in row) for row in rows),
+    ]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
@@ -221,7 +246,9 @@ def fill(text: str) -> str:
 
     def part(match: re.Match[str]) -> str:
         kind, name = match[1], match[2] or ""
-        content = {"keys": keys_table, "options": options_table, "names": lambda _: names_text()}[kind](name)
+        content = {"keys": keys_table, "options": options_table, "names": lambda _: names_text()}[
+            kind
+        ](name)
         mark = f"{kind}: {name}" if name else kind
         return f"<!-- {mark} -->\n\n{content}\n\n<!-- end -->"
 

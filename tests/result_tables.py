@@ -33,7 +33,11 @@ from tests.figures import result_of
 def result_tables() -> dict[str, str]:
     """The tables in Markdown by name."""
     several = {"sweeps": sweeps.tables, "scaling": scaling.tables}
-    named = {f"{file} {name}": text for file, tables in several.items() for name, text in tables(result_of(f"{file}.json")).items()}
+    named = {
+        f"{file} {name}": text
+        for file, tables in several.items()
+        for name, text in tables(result_of(f"{file}.json")).items()
+    }
     return named | {
         "cases": cases.table(result_of("cases.json")["rows"]),
         "cases published": cases.published_table(result_of("cases.json")["rows"]),

@@ -118,24 +118,37 @@ def plain(line: str) -> str:
     return line.strip() if is_row(line) else " ".join(line.split())
 
 
-ALL = [(path, example) for path in DOCUMENTS for example in examples(path.read_text().splitlines()) if example.shown]
+ALL = [
+    (path, example)
+    for path in DOCUMENTS
+    for example in examples(path.read_text().splitlines())
+    if example.shown
+]
 
 
-@pytest.mark.parametrize(("path", "example"), [pytest.param(p, e, id=f"{p.name}:{e.line + 1}") for p, e in ALL])
+@pytest.mark.parametrize(
+    ("path", "example"), [pytest.param(p, e, id=f"{p.name}:{e.line + 1}") for p, e in ALL]
+)
 def test_commands_print_what_is_shown(path: Path, example: Example) -> None:
     shown = example.lines(path.read_text().splitlines())
     status, printed = example.run()
     assert status == (2 if shown[-1].strip().startswith("dynmo: ") else 0), printed
     message = f"{path.name}, line {example.line + 1}: `{example.command}` prints something else; python -m tests.test_docs writes it anew"
     if any(map(is_row, shown)):
-        assert [plain(line) for line in shown if is_row(line)] == [plain(line) for line in printed if is_row(line)], message
+        assert [plain(line) for line in shown if is_row(line)] == [
+            plain(line) for line in printed if is_row(line)
+        ], message
     rest = iter(map(plain, printed))
     assert all(plain(line) in rest for line in shown), message
 
 
 def test_every_schedule_is_drawn() -> None:
     text = (ROOT / "docs" / "schedules.md").read_text().splitlines()
-    drawn = {e.command.split("--schedule ")[1].split()[0] for e in examples(text) if any(map(is_row, e.lines(text)))}
+    drawn = {
+        e.command.split("--schedule ")[1].split()[0]
+        for e in examples(text)
+        if any(map(is_row, e.lines(text)))
+    }
     assert drawn == set(SCHEDULES)
 
 
@@ -143,7 +156,9 @@ def test_every_schedule_is_drawn() -> None:
 def test_links(path: Path) -> None:
     text = path.read_text()
     lines = text.splitlines()
-    outside = "\n".join(line for i, line in enumerate(lines) if not any(i in block for block, _ in code(lines)))
+    outside = "\n".join(
+        line for i, line in enumerate(lines) if not any(i in block for block, _ in code(lines))
+    )
     for target in re.findall(r"!?\[[^\]]*\]\(([^)\s]+)\)", outside):
         if re.match(r"[a-z]+:", target):
             continue
@@ -177,12 +192,16 @@ def test_tables_are_those_of_the_result_file(path: Path) -> None:
     texts = result_tables()
     text = path.read_text().splitlines()
     for line, name in marked(text):
-        assert [text[i] for i in table_at(text, line)] == texts[name].splitlines(), f"{path.name}: table {name}"
+        assert [text[i] for i in table_at(text, line)] == texts[name].splitlines(), (
+            f"{path.name}: table {name}"
+        )
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
 def test_figures_are_those_of_the_result_files(path: Path) -> None:
-    assert not figures.differences(path.read_text()), f"{path.name}; python -m tests.test_docs writes the figures"
+    assert not figures.differences(path.read_text()), (
+        f"{path.name}; python -m tests.test_docs writes the figures"
+    )
 
 
 def test_each_table_of_a_result_file_is_shown() -> None:
@@ -193,7 +212,9 @@ def test_each_table_of_a_result_file_is_shown() -> None:
 def test_code_in_python_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     text = (ROOT / "docs" / "schedules.md").read_text().splitlines()
-    blocks = ["\n".join(text[i] for i in block) for block, language in code(text) if language == "python"]
+    blocks = [
+        "\n".join(text[i] for i in block) for block, language in code(text) if language == "python"
+    ]
     assert blocks
     for block in blocks:
         exec(compile(block, "docs/schedules.md", "exec"), {})
@@ -260,9 +281,15 @@ def write_anew(path: Path) -> None:
             wanted = {about(line) for line in example.lines(text)}
             printed = example.run()[1]
             # The times under a ruler go with it.
-            fresh = [line for before, line in pairwise(["", *printed]) if about(line) in wanted or about(before) in wanted & {"+-----"}]
+            fresh = [
+                line
+                for before, line in pairwise(["", *printed])
+                if about(line) in wanted or about(before) in wanted & {"+-----"}
+            ]
             indent = " " * (len(text[example.line]) - len(text[example.line].lstrip()))
-            edits.append((range(example.shown[0], example.shown[-1] + 1), [indent + line for line in fresh]))
+            edits.append(
+                (range(example.shown[0], example.shown[-1] + 1), [indent + line for line in fresh])
+            )
     texts = result_tables()
     edits += [(table_at(text, line), texts[name].splitlines()) for line, name in marked(text)]
     for lines, fresh in sorted(edits, key=lambda edit: edit[0].start, reverse=True):

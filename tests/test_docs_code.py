@@ -27,9 +27,19 @@ from tests.runtime.alone import pipeline, tokens
 
 ROOT = Path(__file__).parents[1]
 TUTORIAL, HOW_TO = ROOT / "docs" / "tutorial.md", ROOT / "docs" / "how-to"
-PAGES = [ROOT / "README.md", TUTORIAL, *sorted(HOW_TO.glob("*.md")), ROOT / "docs" / "reference" / "python.md"]
+PAGES = [
+    ROOT / "README.md",
+    TUTORIAL,
+    *sorted(HOW_TO.glob("*.md")),
+    ROOT / "docs" / "reference" / "python.md",
+]
 OTHERS = {"dynmo", "torch", "safetensors", "my_model"}
-WHOLE_TOML = [(ROOT / "README.md", ""), (TUTORIAL, "# first.toml"), (TUTORIAL, "# run.toml"), (HOW_TO / "own-data.md", "")]
+WHOLE_TOML = [
+    (ROOT / "README.md", ""),
+    (TUTORIAL, "# first.toml"),
+    (TUTORIAL, "# run.toml"),
+    (HOW_TO / "own-data.md", ""),
+]
 
 
 def block(page: Path, kind: str, start: str = "") -> str:
@@ -74,15 +84,26 @@ def test_the_loop_of_the_readme(folder: Path) -> None:
 
 @pytest.mark.parametrize("launched", [False, True], ids=["alone", "torchrun"])
 def test_the_loop_of_the_tutorial(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], folder: Path, launched: bool
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    folder: Path,
+    launched: bool,
 ) -> None:
     """On one rank, in this process. After 12 steps it has frozen layers."""
-    world = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+    world = {
+        "RANK": "0",
+        "WORLD_SIZE": "1",
+        "LOCAL_WORLD_SIZE": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": free_port(),
+    }
     for key, value in world.items():
         if launched:
             monkeypatch.setenv(key, value)
     exec(block(TUTORIAL, "python", "# loop.py").replace("range(30)", "range(12)"), {})
-    assert re.fullmatch(r"step 10: loss \d\.\d{4}, layers \(8,\)\nweights [0-9a-f]{16}\n", capsys.readouterr().out)
+    assert re.fullmatch(
+        r"step 10: loss \d\.\d{4}, layers \(8,\)\nweights [0-9a-f]{16}\n", capsys.readouterr().out
+    )
 
 
 @pytest.mark.matrix  # three processes of its own
@@ -92,7 +113,9 @@ def test_the_loop_of_the_tutorial_on_two_ranks(folder: Path) -> None:
     printed: list[str] = []
     for launcher in ([], ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]):
         command = [sys.executable, *launcher, "loop.py"]
-        done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=120)
+        done = subprocess.run(
+            command, cwd=folder, env=env, capture_output=True, text=True, timeout=120
+        )
         assert done.returncode == 0, done.stderr
         printed.append(done.stdout)
     alone, two = (re.sub(r"layers \(.*?\)", "", text) for text in printed)
@@ -110,7 +133,9 @@ def test_the_tutorial_saves_and_goes_on(folder: Path) -> None:
     namespace: dict[str, Any] = {}
     for name, stops in (("cut", (3, 6)), ("whole", (6,))):
         for stop in stops:
-            loop = f"{load}    for step in range(pipeline.steps, {stop}):\n{inner}{save}".replace('"checkpoint"', f'"{name}"')
+            loop = f"{load}    for step in range(pipeline.steps, {stop}):\n{inner}{save}".replace(
+                '"checkpoint"', f'"{name}"'
+            )
             namespace = {}
             exec(head + loop, namespace)
         ends.append((namespace["result"].loss, namespace["weights"]))
@@ -133,7 +158,10 @@ def test_the_own_case_freezes_layers(folder: Path) -> None:
     exec(block(HOW_TO / "own-case.md", "python", "# my_case.py"), namespace)
     with dynmo.init(device="cpu") as namespace["world"]:
         layers = [nn.Linear(4, 4) for _ in range(4)]
-        namespace |= {"dynmo": dynmo, "model": dynmo.Sequential(layers, loss=nn.functional.mse_loss)}
+        namespace |= {
+            "dynmo": dynmo,
+            "model": dynmo.Sequential(layers, loss=nn.functional.mse_loss),
+        }
         exec(block(HOW_TO / "own-case.md", "python", "pipeline"), namespace)
         before = [layer.weight.detach().clone() for layer in layers]
         for step in range(11):
@@ -141,7 +169,12 @@ def test_the_own_case_freezes_layers(folder: Path) -> None:
             if step == 4:
                 assert not torch.equal(before[0], layers[0].weight)
                 before = [layer.weight.detach().clone() for layer in layers]
-    assert [torch.equal(old, layer.weight) for old, layer in zip(before, layers, strict=True)] == [True, False, False, False]
+    assert [torch.equal(old, layer.weight) for old, layer in zip(before, layers, strict=True)] == [
+        True,
+        False,
+        False,
+        False,
+    ]
 
 
 def test_the_model_of_the_tutorial_sees_no_token_before_its_time() -> None:
@@ -162,11 +195,18 @@ def test_weights_go_out_and_in(monkeypatch: pytest.MonkeyPatch, folder: Path) ->
     (folder / "my_start.py").write_text(block(HOW_TO / "checkpoints.md", "python", "# my_start.py"))
     monkeypatch.delitem(sys.modules, "my_start", raising=False)
     given = tomllib.loads(block(TUTORIAL, "toml", "# run.toml"))
-    config, own = parse(given), parse(given | {"model": given["model"] | {"kind": "python:my_start:layers"}})
+    config, own = (
+        parse(given),
+        parse(given | {"model": given["model"] | {"kind": "python:my_start:layers"}}),
+    )
     trained = pipeline(load_model(config))
     trained.step(0, *tokens(0, sequence=64), lr=0.1)
-    layers = [(i, (module, optimizer.state())) for i, (module, optimizer) in trained.own_layers.items()]
-    checkpoint.save(trained.world, Path("runs/my-run/checkpoints"), 1, trained.model.names, layers, {}, keep=1)
+    layers = [
+        (i, (module, optimizer.state())) for i, (module, optimizer) in trained.own_layers.items()
+    ]
+    checkpoint.save(
+        trained.world, Path("runs/my-run/checkpoints"), 1, trained.model.names, layers, {}, keep=1
+    )
     wanted = nn.Sequential(*trained.modules).state_dict()
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
@@ -184,13 +224,20 @@ def test_the_loss_takes_an_auxiliary_one() -> None:
             super().__init__()
             self.line = nn.Embedding(ids, out) if ids else nn.Linear(8, out)
 
-        def forward(self, x: torch.Tensor, auxiliary: torch.Tensor | float = 0.0) -> tuple[torch.Tensor, torch.Tensor]:
+        def forward(
+            self, x: torch.Tensor, auxiliary: torch.Tensor | float = 0.0
+        ) -> tuple[torch.Tensor, torch.Tensor]:
             y = self.line(x)
             return y, y.square().mean() + auxiliary
 
     namespace: dict[str, Any] = {}
     exec(block(HOW_TO / "own-model.md", "python", "# auxiliary loss"), namespace)
-    model = from_factories("abc", [lambda: Part(256, 8), lambda: Part(0, 8), lambda: Part(0, 256)], 0, namespace["loss"])
+    model = from_factories(
+        "abc",
+        [lambda: Part(256, 8), lambda: Part(0, 8), lambda: Part(0, 256)],
+        0,
+        namespace["loss"],
+    )
     layers, (inputs, targets) = nn.Sequential(*model.build(range(3))), tokens(0)
     wanted = 0.0
     for x, y in zip(inputs, targets, strict=True):

@@ -35,21 +35,39 @@ def _combinations() -> list[Any]:
     """Every balancer with and without freezing and clipping, on all ranks and schedules. Three of
     the modes for each two of those belong to the everyday suite, so that every mode meets every
     number of ranks and every schedule; `pytest -m matrix` runs the rest."""
-    names = {(False, False): "plain", (False, True): "clip", (True, False): "freeze", (True, True): "freeze-clip"}
+    names = {
+        (False, False): "plain",
+        (False, True): "clip",
+        (True, False): "freeze",
+        (True, True): "freeze-clip",
+    }
     modes = list(product(BALANCERS, names))
     cases: list[Any] = []
     for i, (ranks, (j, schedule)) in enumerate(product((2, 3, 4), enumerate(GENERATORS))):
         for k, (balancer, both) in enumerate(modes):
             everyday = (k - 3 * i - j) % len(modes) in (0, 5, 10)
             marks = () if everyday else pytest.mark.matrix
-            cases.append(pytest.param(ranks, schedule, balancer, *both, id=f"{ranks}-{schedule}-{balancer}-{names[both]}", marks=marks))
+            cases.append(
+                pytest.param(
+                    ranks,
+                    schedule,
+                    balancer,
+                    *both,
+                    id=f"{ranks}-{schedule}-{balancer}-{names[both]}",
+                    marks=marks,
+                )
+            )
     return cases
 
 
 @pytest.mark.parametrize(("ranks", "schedule", "balancer", "freezing", "clipping"), _combinations())
-def test_one_digest(pool: Pool, ranks: int, schedule: str, balancer: str, freezing: bool, clipping: bool) -> None:
+def test_one_digest(
+    pool: Pool, ranks: int, schedule: str, balancer: str, freezing: bool, clipping: bool
+) -> None:
     expected = _reference(pool, freezing, clipping)
-    results = pool.run("train", ranks, config=config(ranks, schedule, BALANCERS[balancer], freezing, clipping))
+    results = pool.run(
+        "train", ranks, config=config(ranks, schedule, BALANCERS[balancer], freezing, clipping)
+    )
     assert results[0]["losses"] == expected["losses"]
     assert {r["digest"] for r in results} == {expected["digest"]}
     if balancer == "random":
@@ -72,7 +90,9 @@ def test_staged_messages_change_nothing(pool: Pool) -> None:
 @pytest.mark.parametrize("schedule", GENERATORS)
 def test_one_digest_of_one_rank(pool: Pool, schedule: str, freezing: bool, clipping: bool) -> None:
     """Where nothing can move, a balancer has nothing to say."""
-    results = pool.run("train", 1, config=config(1, schedule, BALANCERS["exact"], freezing, clipping))
+    results = pool.run(
+        "train", 1, config=config(1, schedule, BALANCERS["exact"], freezing, clipping)
+    )
     assert results[0] == _reference(pool, freezing, clipping)
 
 
@@ -82,14 +102,19 @@ def _deeper_reference(pool: Pool, freezing: bool) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("ranks", "balancer", "freezing"), [(1, "exact", True), (2, "random", True), (3, "exact", False), (4, "random", True)]
+    ("ranks", "balancer", "freezing"),
+    [(1, "exact", True), (2, "random", True), (3, "exact", False), (4, "random", True)],
 )
 @pytest.mark.parametrize("schedule", [name for name in SCHEDULES if name not in GENERATORS])
-def test_one_digest_of_chunks_and_of_schedules_from_costs(pool: Pool, ranks: int, schedule: str, balancer: str, freezing: bool) -> None:
+def test_one_digest_of_chunks_and_of_schedules_from_costs(
+    pool: Pool, ranks: int, schedule: str, balancer: str, freezing: bool
+) -> None:
     """Several stages a rank, in loops and in V shapes, and schedules made anew from measured costs
     while layers move and freeze."""
     expected = _deeper_reference(pool, freezing)
-    results = pool.run("train", ranks, config=deeper(ranks, schedule, BALANCERS[balancer], freezing))
+    results = pool.run(
+        "train", ranks, config=deeper(ranks, schedule, BALANCERS[balancer], freezing)
+    )
     assert results[0]["losses"] == expected["losses"]
     assert {r["digest"] for r in results} == {expected["digest"]}
     if balancer == "random" and ranks > 1:
@@ -97,8 +122,13 @@ def test_one_digest_of_chunks_and_of_schedules_from_costs(pool: Pool, ranks: int
         assert all(a != b for a, b in pairwise(placements)), "the layers did not move at every step"
 
 
-@pytest.mark.parametrize(("schedule", "ranks", "afterwards"), [("zb-h1", 4, False), ("zb-v", 2, False), ("zb-h2", 3, True)])
-def test_pieces_of_w_ahead_of_their_time(pool: Pool, schedule: str, ranks: int, afterwards: bool) -> None:
+@pytest.mark.parametrize(
+    ("schedule", "ranks", "afterwards"),
+    [("zb-h1", 4, False), ("zb-v", 2, False), ("zb-h2", 3, True)],
+)
+def test_pieces_of_w_ahead_of_their_time(
+    pool: Pool, schedule: str, ranks: int, afterwards: bool
+) -> None:
     """Which pieces run ahead is as messages come; nothing that is computed may show it."""
     wanted = deeper(ranks, schedule, BALANCERS["random"], True)
     wanted["pipeline"] |= {"w_granularity": "linear", "post_validation": afterwards}
@@ -114,13 +144,21 @@ def test_slices(pool: Pool, schedule: str) -> None:
     wanted = deeper(3, schedule, BALANCERS["random"], freezing=True)
     wanted["parallel"] |= {"slices": True, "device": "cpu"}
     (result,) = pool.run("train", 1, config=wanted)
-    assert (result["losses"], result["digest"]) == (_deeper_reference(pool, True)["losses"], _deeper_reference(pool, True)["digest"])
-    assert all(a != b for a, b in pairwise(result["layers"])), "the layers did not move at every step"
+    assert (result["losses"], result["digest"]) == (
+        _deeper_reference(pool, True)["losses"],
+        _deeper_reference(pool, True)["digest"],
+    )
+    assert all(a != b for a, b in pairwise(result["layers"])), (
+        "the layers did not move at every step"
+    )
 
 
 def test_replicas_of_slices(pool: Pool) -> None:
     """Two processes, each a pipeline of two slices, with tied weights."""
-    one, two = deeper(1, "1f1b", BALANCERS["none"], True), deeper(2, "zb-h1", BALANCERS["random"], True)
+    one, two = (
+        deeper(1, "1f1b", BALANCERS["none"], True),
+        deeper(2, "zb-h1", BALANCERS["random"], True),
+    )
     one["train"]["reduction_slots"] = 2
     two["parallel"] |= {"slices": True, "device": "cpu", "data": 2}
     one["model"]["tied"] = two["model"]["tied"] = True
@@ -147,7 +185,9 @@ def test_tied_embeddings(pool: Pool, ranks: int, schedule: str) -> None:
     results = pool.run("train", ranks, config=wanted)
     assert results[0]["losses"] == _tied_reference(pool)["losses"]
     assert {r["digest"] for r in results} == {_tied_reference(pool)["digest"]}
-    assert _tied_reference(pool)["digest"] != _deeper_reference(pool, True)["digest"], "tied is not untied"
+    assert _tied_reference(pool)["digest"] != _deeper_reference(pool, True)["digest"], (
+        "tied is not untied"
+    )
 
 
 def test_compiled_layers(pool: Pool) -> None:
@@ -165,9 +205,16 @@ def test_compiled_layers(pool: Pool) -> None:
 
 def test_what_changes_the_digest(pool: Pool) -> None:
     """The digest is no constant: freezing, clipping, dropout and the seed each change it."""
-    digests = [_reference(pool, freezing, clipping)["digest"] for freezing, clipping in product((False, True), repeat=2)]
-    undropped = pool.run("train", 1, config=config(1, "1f1b", BALANCERS["none"], False, False, dropout=0.0))[0]["digest"]
-    reseeded = pool.run("train", 1, config=config(1, "1f1b", BALANCERS["none"], False, False) | {"seed": 8})[0]["digest"]
+    digests = [
+        _reference(pool, freezing, clipping)["digest"]
+        for freezing, clipping in product((False, True), repeat=2)
+    ]
+    undropped = pool.run(
+        "train", 1, config=config(1, "1f1b", BALANCERS["none"], False, False, dropout=0.0)
+    )[0]["digest"]
+    reseeded = pool.run(
+        "train", 1, config=config(1, "1f1b", BALANCERS["none"], False, False) | {"seed": 8}
+    )[0]["digest"]
     assert len({*digests, undropped, reseeded}) == 6
 
 
@@ -187,12 +234,18 @@ def test_one_digest_with_pruning(pool: Pool, ranks: int, schedule: str, balancer
     assert results[0]["losses"] == expected["losses"]
     assert {r["digest"] for r in results} == {expected["digest"]}
     if balancer == "random" and ranks > 1:
-        assert all(a != b for a, b in pairwise(results[0]["layers"])), "the layers did not move at every step"
+        assert all(a != b for a, b in pairwise(results[0]["layers"])), (
+            "the layers did not move at every step"
+        )
 
 
 @pytest.mark.parametrize("stop", [2, 3, 5])
-@pytest.mark.parametrize(("before", "after"), [((2, "zb-h1"), (3, "1f1b")), ((3, "zb-h1"), (1, "1f1b"))])
-def test_a_pruned_run_goes_on_elsewhere(pool: Pool, tmp_path: Path, stop: int, before: tuple[int, str], after: tuple[int, str]) -> None:
+@pytest.mark.parametrize(
+    ("before", "after"), [((2, "zb-h1"), (3, "1f1b")), ((3, "zb-h1"), (1, "1f1b"))]
+)
+def test_a_pruned_run_goes_on_elsewhere(
+    pool: Pool, tmp_path: Path, stop: int, before: tuple[int, str], after: tuple[int, str]
+) -> None:
     """Stopped between two prunes and resumed on other ranks under another schedule: nothing
     shows."""
     expected = _pruned_reference(pool)
@@ -200,7 +253,14 @@ def test_a_pruned_run_goes_on_elsewhere(pool: Pool, tmp_path: Path, stop: int, b
     for (ranks, schedule), resume in ((before, False), (after, True)):
         wanted = pruned(ranks, schedule, BALANCERS["random"]) | {"checkpoint": {"every": 100}}
         folder = str(tmp_path / "run")
-        ended = pool.run("train_in", ranks, config=wanted, folder=folder, resume=resume, stop_after=None if resume else stop - 1)[0]
+        ended = pool.run(
+            "train_in",
+            ranks,
+            config=wanted,
+            folder=folder,
+            resume=resume,
+            stop_after=None if resume else stop - 1,
+        )[0]
         assert ended["interrupted"] is not resume
     assert ended["weights_digest"] == expected["digest"]
     assert ended["loss"] == expected["loss"]
@@ -209,8 +269,20 @@ def test_a_pruned_run_goes_on_elsewhere(pool: Pool, tmp_path: Path, stop: int, b
 def test_a_prune_that_drops_nothing(pool: Pool) -> None:
     """All is gone at the first of three prunes; the last of four ranks has the head alone, which is
     never pruned."""
-    once = {"cases": ["pruning"], "pruning": {"initial_sparsity": 0.7, "final_sparsity": 0.7, "start": 1, "end": 3, "every": 1}}
-    alone, spread = (config(ranks, "1f1b", BALANCERS["none"], False, True) | {"dynamism": once} for ranks in (1, 4))
+    once = {
+        "cases": ["pruning"],
+        "pruning": {
+            "initial_sparsity": 0.7,
+            "final_sparsity": 0.7,
+            "start": 1,
+            "end": 3,
+            "every": 1,
+        },
+    }
+    alone, spread = (
+        config(ranks, "1f1b", BALANCERS["none"], False, True) | {"dynamism": once}
+        for ranks in (1, 4)
+    )
     expected, results = pool.run("train", 1, config=alone)[0], pool.run("train", 4, config=spread)
     assert results[0]["losses"] == expected["losses"]
     assert {r["digest"] for r in results} == {expected["digest"]}
@@ -220,24 +292,50 @@ def test_pruning_changes_the_digest_and_nearly_everything_may_go(pool: Pool) -> 
     """At the extreme whole matrices are empty, and still move and train."""
     extreme = {"initial_sparsity": 0.999, "final_sparsity": 0.9999, "dense_below": 0.0}
     digests = [
-        pool.run("train", ranks, config=pruned(ranks, "zb-h1", BALANCERS["random"], **options))[0]["digest"]
-        for ranks, options in ((1, extreme), (3, extreme), (1, {"criterion": "local"}), (3, {"criterion": "local"}))
+        pool.run("train", ranks, config=pruned(ranks, "zb-h1", BALANCERS["random"], **options))[0][
+            "digest"
+        ]
+        for ranks, options in (
+            (1, extreme),
+            (3, extreme),
+            (1, {"criterion": "local"}),
+            (3, {"criterion": "local"}),
+        )
     ]
     assert digests[0] == digests[1]
     assert digests[2] == digests[3]
     assert len({digests[0], digests[2], _pruned_reference(pool)["digest"]}) == 3
 
 
-def cached(ranks: int, schedule: str, data: Path, cache_bytes: int, **sections: dict[str, Any]) -> dict[str, Any]:
+def cached(
+    ranks: int, schedule: str, data: Path, cache_bytes: int, **sections: dict[str, Any]
+) -> dict[str, Any]:
     """Seventeen steps in epochs of two, of the same batches in another order. Layers freeze, and
     move every third step; all thaw for step 3, 8 and 13; every five steps another one is left out,
     frozen or not; evaluations are of the same sequences each time."""
-    wanted = config(ranks, schedule, {"balancer": "random", "every": 3} if ranks > 1 else BALANCERS["none"], True, True, dropout=0.0)
+    wanted = config(
+        ranks,
+        schedule,
+        {"balancer": "random", "every": 3} if ranks > 1 else BALANCERS["none"],
+        True,
+        True,
+        dropout=0.0,
+    )
     wanted["train"] |= {"steps": 17, "eval_every": 2, "eval_batches": 2}
     wanted["data"] = {"source": f"file:{data}", "shuffle": "batches"}
-    cases = ["freezing", "python:tests.dynamism.thawing:Thawing", "python:tests.dynamism.own_case:LayerDrop"]
-    wanted["dynamism"] = {"cases": cases, "freezing": {"schedule": [[2, 1], [4, 4]], "cache_bytes": cache_bytes}}
-    return {key: value | sections.get(key, {}) if isinstance(value, dict) else value for key, value in (wanted | {"elastic": {}}).items()}
+    cases = [
+        "freezing",
+        "python:tests.dynamism.thawing:Thawing",
+        "python:tests.dynamism.own_case:LayerDrop",
+    ]
+    wanted["dynamism"] = {
+        "cases": cases,
+        "freezing": {"schedule": [[2, 1], [4, 4]], "cache_bytes": cache_bytes},
+    }
+    return {
+        key: value | sections.get(key, {}) if isinstance(value, dict) else value
+        for key, value in (wanted | {"elastic": {}}).items()
+    }
 
 
 @pytest.fixture(scope="module")
@@ -262,15 +360,30 @@ def _uncached_reference(pool: Pool, data: Path, global_batch: int) -> list[dict[
         (3, "zb-h1", 1 << 20, {}),
         (3, "zb-h1", 10_000, {}),
         (2, "interleaved-1f1b", 1 << 20, {"train": {"global_batch": 8, "reduction_slots": 2}}),
-        (2, "zb-h1", 1 << 20, {"train": {"global_batch": 8, "reduction_slots": 2}, "elastic": {"reshape_at": [[7, 1, 2], [12, 2, 1]]}}),
+        (
+            2,
+            "zb-h1",
+            1 << 20,
+            {
+                "train": {"global_batch": 8, "reduction_slots": 2},
+                "elastic": {"reshape_at": [[7, 1, 2], [12, 2, 1]]},
+            },
+        ),
     ],
     ids=["alone", "post-validation", "moves", "limit", "chunks", "reshape"],
 )
 def test_kept_outputs_of_frozen_layers_change_nothing(
-    pool: Pool, small_file: Path, ranks: int, schedule: str, limit: int, sections: dict[str, dict[str, Any]]
+    pool: Pool,
+    small_file: Path,
+    ranks: int,
+    schedule: str,
+    limit: int,
+    sections: dict[str, dict[str, Any]],
 ) -> None:
     expected = _uncached_reference(pool, small_file, 8 if "train" in sections else 10)
-    events = pool.run("events", ranks, config=cached(ranks, schedule, small_file, limit, **sections))[0]
+    events = pool.run(
+        "events", ranks, config=cached(ranks, schedule, small_file, limit, **sections)
+    )[0]
     for kind, keys in (
         ("step", ("step", "loss", "gradient_norm", "frozen")),
         ("change", ("step", "case", "layers")),
@@ -289,7 +402,10 @@ def test_autofreeze_decides_the_same_on_any_ranks(pool: Pool) -> None:
     for ranks in (1, 3):
         # With this seed several layers settle early enough to freeze within the few steps.
         wanted = config(ranks, "zb-h1", BALANCERS["random"], False, True) | {"seed": 8}
-        wanted["dynamism"] = {"cases": ["freezing"], "freezing": {"policy": "autofreeze", "every": 1}}
+        wanted["dynamism"] = {
+            "cases": ["freezing"],
+            "freezing": {"policy": "autofreeze", "every": 1},
+        }
         results.append(pool.run("train", ranks, config=wanted)[0])
     assert results[0]["frozen"][-1] > results[0]["frozen"][0] == 0, "nothing froze"
     assert results[0]["frozen"] == results[1]["frozen"]
@@ -307,11 +423,15 @@ def test_a_plain_loop_agrees(pool: Pool, freezing: bool, clipping: bool) -> None
     ours = {int(k): v for part in got for k, v in part["weights"].items()}
     for index, expected in enumerate(weights):
         actual = torch.tensor(ours[index], dtype=torch.float64)
-        difference = torch.linalg.vector_norm(actual - expected) / torch.linalg.vector_norm(expected)
+        difference = torch.linalg.vector_norm(actual - expected) / torch.linalg.vector_norm(
+            expected
+        )
         assert float(difference) < 1e-6, f"layer {index}"
 
 
-def _plain_loop(wanted: dict[str, Any], freezing: bool, clipping: bool) -> tuple[list[float], list[torch.Tensor]]:
+def _plain_loop(
+    wanted: dict[str, Any], freezing: bool, clipping: bool
+) -> tuple[list[float], list[torch.Tensor]]:
     torch.set_num_threads(1)
     parsed = parse(wanted)
     layers = torch.nn.ModuleList(make(parsed).build(range(6)))
@@ -340,7 +460,9 @@ def _plain_loop(wanted: dict[str, Any], freezing: bool, clipping: bool) -> tuple
             group["lr"] = _rate(step)
         adamw.step()
         losses.append(total)
-    return losses, [torch.cat([p.detach().double().flatten() for p in layer.parameters()]) for layer in layers]
+    return losses, [
+        torch.cat([p.detach().double().flatten() for p in layer.parameters()]) for layer in layers
+    ]
 
 
 def _rate(step: int) -> float:
@@ -348,4 +470,14 @@ def _rate(step: int) -> float:
     the trainer."""
     if step < 2:
         return 1e-2 * (step + 1) / 2
-    return 1e-2 * (0.1 + 0.9 * 0.5 * (1 + float(torch.cos(torch.tensor(torch.pi * (step - 2) / (STEPS - 3), dtype=torch.float64)))))
+    return 1e-2 * (
+        0.1
+        + 0.9
+        * 0.5
+        * (
+            1
+            + float(
+                torch.cos(torch.tensor(torch.pi * (step - 2) / (STEPS - 3), dtype=torch.float64))
+            )
+        )
+    )

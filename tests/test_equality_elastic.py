@@ -16,11 +16,29 @@ DOWN_AND_UP = [[2, 2, 1], [5, 4, 1]]
 CASES: dict[str, dict[str, Any]] = {
     "plain": {},
     "freezing": {"dynamism": {"cases": ["freezing"], "freezing": {"schedule": [[1, 3], [4, 5]]}}},
-    "pruning": {"dynamism": {"cases": ["pruning"], "pruning": {"initial_sparsity": 0.5, "start": 1, "end": 6, "every": 2}}},
+    "pruning": {
+        "dynamism": {
+            "cases": ["pruning"],
+            "pruning": {"initial_sparsity": 0.5, "start": 1, "end": 6, "every": 2},
+        }
+    },
     "sparse attention": {"dynamism": {"cases": ["sparse_attention"]}},
-    "early exit": {"dynamism": {"cases": ["early_exit"], "early_exit": {"threshold": 0.001, "exits": [0, 2], "start": 1}}},
-    "depths": {"dynamism": {"cases": ["mixture_of_depths"], "mixture_of_depths": {"capacity": 0.3, "threshold_from": 4}}},
-    "experts": {"model": {"kind": "moe", "experts": 4, "routing": "bias"}, "dynamism": {"cases": ["moe"]}},
+    "early exit": {
+        "dynamism": {
+            "cases": ["early_exit"],
+            "early_exit": {"threshold": 0.001, "exits": [0, 2], "start": 1},
+        }
+    },
+    "depths": {
+        "dynamism": {
+            "cases": ["mixture_of_depths"],
+            "mixture_of_depths": {"capacity": 0.3, "threshold_from": 4},
+        }
+    },
+    "experts": {
+        "model": {"kind": "moe", "experts": 4, "routing": "bias"},
+        "dynamism": {"cases": ["moe"]},
+    },
     "tied": {"model": {"tied": True}},
     "float16": {"train": {"precision": "float16"}},
     "post-validation": {"pipeline": {"post_validation": True}},
@@ -28,7 +46,9 @@ CASES: dict[str, dict[str, Any]] = {
 QUICK = ("plain", "pruning", "experts", "post-validation")
 
 
-def wanted(case: str, ranks: int, schedule: str = "zb-h1", **sections: dict[str, Any]) -> dict[str, Any]:
+def wanted(
+    case: str, ranks: int, schedule: str = "zb-h1", **sections: dict[str, Any]
+) -> dict[str, Any]:
     base = deeper(ranks, schedule, BALANCERS["random" if ranks > 1 else "none"], freezing=False)
     base["train"] |= {"eval_every": 3, "eval_batches": 2, "max_grad_norm": 0.5}
     for name, section in (*CASES[case].items(), *sections.items()):
@@ -41,7 +61,9 @@ def told(events: list[dict[str, Any]]) -> dict[str, Any]:
     return {
         "steps": fields_of(events, "step", "step", "loss", "gradient_norm"),
         "evaluations": fields_of(events, "eval", "loss", "dense_loss"),
-        "changes": [x for x in fields_of(events, "change", "step", "case", "layers") if x[1] != "moe"],
+        "changes": [
+            x for x in fields_of(events, "change", "step", "case", "layers") if x[1] != "moe"
+        ],
         "end": fields_of(events, "end", "loss", "weights_digest", "buffers_digest"),
     }
 
@@ -54,10 +76,17 @@ def reference(pool: Pool, case: str, groups: int = 1) -> dict[str, Any]:
 
 def sizes(events: list[dict[str, Any]]) -> list[tuple[Any, ...]]:
     """Every change of ranks: step, from, to."""
-    return [(e["step"], e["ranks_before"], e["ranks_after"]) for e in events if e["event"] in ("repack", "grow")]
+    return [
+        (e["step"], e["ranks_before"], e["ranks_after"])
+        for e in events
+        if e["event"] in ("repack", "grow")
+    ]
 
 
-@pytest.mark.parametrize("case", [pytest.param(case, marks=() if case in QUICK else pytest.mark.matrix) for case in CASES])
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, marks=() if case in QUICK else pytest.mark.matrix) for case in CASES],
+)
 def test_ranks_leave_and_come_back(pool, case):
     config = wanted(case, 4, elastic={"reshape_at": DOWN_AND_UP, "park": True})
     results = pool.run("train_elastic", 4, config=config)
@@ -69,7 +98,11 @@ def test_ranks_leave_and_come_back(pool, case):
 
 @pytest.mark.parametrize("zero", [0, 1])
 @pytest.mark.parametrize(
-    "case", [pytest.param("freezing"), *(pytest.param(case, marks=pytest.mark.matrix) for case in CASES if case != "tied")]
+    "case",
+    [
+        pytest.param("freezing"),
+        *(pytest.param(case, marks=pytest.mark.matrix) for case in CASES if case != "tied"),
+    ],
 )
 def test_replicas_leave_and_come_back(pool, case, zero):
     shapes = [[1, 3, 1], [3, 2, 2], [5, 1, 2], [6, 4, 1]]
@@ -124,11 +157,16 @@ def test_a_newcomer_joins(pool):
 
 @pytest.mark.parametrize(
     ("newcomer", "why"),
-    [("stays away", "rank 0 waited 1 s for rank 2 to join"), ("has no room", "layers could not be moved (rank 2): no room for a layer")],
+    [
+        ("stays away", "rank 0 waited 1 s for rank 2 to join"),
+        ("has no room", "layers could not be moved (rank 2): no room for a layer"),
+    ],
 )
 def test_a_newcomer_fails(pool, newcomer, why):
     config = wanted("plain", 2, elastic={"reshape_at": [[4, 3, 1]], "join_timeout": 1.0})
-    results = pool.run("tests.train.elastic_jobs:with_newcomer", 3, config=config, newcomer=newcomer)
+    results = pool.run(
+        "tests.train.elastic_jobs:with_newcomer", 3, config=config, newcomer=newcomer
+    )
     events = results[0]["events"]
     (fault,) = fields_of(events, "fault", "step", "what")
     assert fault[0] == 4
@@ -171,14 +209,22 @@ def test_it_shrinks_and_grows_by_itself(pool):
     assert changes[0][0] > 10, "nothing is saved before layers freeze"
     assert changes[0][2] < 4
     assert changes[-1][2] == 4, "layers that thaw need all ranks"
-    assert all("ranks take" in reason for event in ("repack", "grow") for (reason,) in fields_of(events, event, "reason"))
+    assert all(
+        "ranks take" in reason
+        for event in ("repack", "grow")
+        for (reason,) in fields_of(events, event, "reason")
+    )
     assert fields_of(events, "end", "gpu_seconds_returned")[0][0] > 0
     at_once = {**config["model"], "f": 1e-6, "b": 1e-6, "w": 1e-6}
-    still = pool.run("events", 1, config=config | {"elastic": {}, "parallel": {}, "model": at_once})[0]
+    still = pool.run(
+        "events", 1, config=config | {"elastic": {}, "parallel": {}, "model": at_once}
+    )[0]
     assert fields_of(events, "end", "weights_digest") == fields_of(still, "end", "weights_digest")
 
 
-@pytest.mark.parametrize("algorithm", ["first-fit", pytest.param("halving", marks=pytest.mark.matrix)])
+@pytest.mark.parametrize(
+    "algorithm", ["first-fit", pytest.param("halving", marks=pytest.mark.matrix)]
+)
 def test_a_published_algorithm(pool, algorithm):
     """It merges ranks by memory alone."""
     config = wanted(

@@ -12,7 +12,10 @@ import pytest
 from tests.equality import BALANCERS, config, fields_of, pruned
 from tests.pool import Pool
 
-LIMITS = {"adamw": 1.55, "sgd": 1.1}  # of the gradient's norm, so that some steps are clipped and most are not
+LIMITS = {
+    "adamw": 1.55,
+    "sgd": 1.1,
+}  # of the gradient's norm, so that some steps are clipped and most are not
 
 
 def late(ranks: int, schedule: str, afterwards: bool = True, **sections: Any) -> dict[str, Any]:
@@ -28,7 +31,8 @@ def late(ranks: int, schedule: str, afterwards: bool = True, **sections: Any) ->
     }
     wanted["pipeline"]["post_validation"] = afterwards
     return {
-        key: value | sections.get(key, {}) if isinstance(value, dict) else value for key, value in (wanted | {"checkpoint": {}}).items()
+        key: value | sections.get(key, {}) if isinstance(value, dict) else value
+        for key, value in (wanted | {"checkpoint": {}}).items()
     }
 
 
@@ -38,13 +42,20 @@ def _by(optimizer: str) -> dict[str, Any]:
 
 @cache
 def _late_reference(pool: Pool, optimizer: str) -> list[dict[str, Any]]:
-    return pool.run("events", 1, config=late(1, "1f1b", False, train=_by(optimizer), balance={"balancer": "none"}))[0]
+    return pool.run(
+        "events",
+        1,
+        config=late(1, "1f1b", False, train=_by(optimizer), balance={"balancer": "none"}),
+    )[0]
 
 
 @pytest.mark.parametrize(
-    ("schedule", "ranks", "optimizer"), [("zb-h2", 3, "adamw"), ("zb-v", 2, "adamw"), ("zb-auto", 4, "sgd"), ("1f1b", 1, "sgd")]
+    ("schedule", "ranks", "optimizer"),
+    [("zb-h2", 3, "adamw"), ("zb-v", 2, "adamw"), ("zb-auto", 4, "sgd"), ("1f1b", 1, "sgd")],
 )
-def test_post_validation_changes_nothing(pool: Pool, schedule: str, ranks: int, optimizer: str) -> None:
+def test_post_validation_changes_nothing(
+    pool: Pool, schedule: str, ranks: int, optimizer: str
+) -> None:
     """Steps are told a step late; all that looks at the model sees what it would see with a
     barrier."""
     expected = _late_reference(pool, optimizer)
@@ -56,7 +67,11 @@ def test_post_validation_changes_nothing(pool: Pool, schedule: str, ranks: int, 
         ("end", ("step", "loss", "weights_digest", "reason")),
     ):
         assert fields_of(events, kind, *keys) == fields_of(expected, kind, *keys)
-    clipped = [step for step, norm in fields_of(expected, "step", "step", "gradient_norm") if norm > LIMITS[optimizer]]
+    clipped = [
+        step
+        for step, norm in fields_of(expected, "step", "step", "gradient_norm")
+        if norm > LIMITS[optimizer]
+    ]
     assert 0 < len(clipped) <= 5, "some are, but not so many that a barrier is put back"
     assert fields_of(events, "rollback", "step", "what") == [(step, "clipped") for step in clipped]
     assert all(seconds > 0 for (seconds,) in fields_of(events, "rollback", "seconds"))
@@ -64,7 +79,9 @@ def test_post_validation_changes_nothing(pool: Pool, schedule: str, ranks: int, 
         moves = fields_of(events, "rebalance", "step")
         placements = dict(fields_of(events, "step", "step", "layers"))
         assert moves == [(4,), (8,)]
-        assert placements[3] != placements[4] == placements[5], "the placement that a step had, not the next one's"
+        assert placements[3] != placements[4] == placements[5], (
+            "the placement that a step had, not the next one's"
+        )
 
 
 @pytest.mark.parametrize("zero", [0, 1])
@@ -73,10 +90,21 @@ def test_replicas_validate_together(pool: Pool, zero: int) -> None:
     taken back is shared out again."""
     mesh = {"pipeline": 2, "data": 2, "zero": zero, "timeout": 20.0}
     sections: dict[str, Any] = {"parallel": mesh, "train": {"global_batch": 12, "micro_batch": 1}}
-    expected, events = (pool.run("events", 4, config=late(2, "zb-h2", afterwards, **sections))[0] for afterwards in (False, True))
-    for kind, keys in (("step", ("step", "loss", "gradient_norm")), ("change", ("what",)), ("end", ("weights_digest",))):
+    expected, events = (
+        pool.run("events", 4, config=late(2, "zb-h2", afterwards, **sections))[0]
+        for afterwards in (False, True)
+    )
+    for kind, keys in (
+        ("step", ("step", "loss", "gradient_norm")),
+        ("change", ("what",)),
+        ("end", ("weights_digest",)),
+    ):
         assert fields_of(events, kind, *keys) == fields_of(expected, kind, *keys)
-    clipped = [(step, "clipped") for step, norm in fields_of(expected, "step", "step", "gradient_norm") if norm > LIMITS["adamw"]]
+    clipped = [
+        (step, "clipped")
+        for step, norm in fields_of(expected, "step", "step", "gradient_norm")
+        if norm > LIMITS["adamw"]
+    ]
     assert fields_of(events, "rollback", "step", "what") == clipped
     assert 0 < len(clipped) < 6
 
@@ -84,10 +112,14 @@ def test_replicas_validate_together(pool: Pool, zero: int) -> None:
 def test_a_weight_tied_over_two_ranks_keeps_the_barrier(pool: Pool) -> None:
     """Neither rank could step without the other; on one rank, in a V, there is none."""
     model = {"tied": True}
-    expected = pool.run("events", 1, config=late(1, "1f1b", False, model=model, balance={"balancer": "none"}))[0]
+    expected = pool.run(
+        "events", 1, config=late(1, "1f1b", False, model=model, balance={"balancer": "none"})
+    )[0]
     for schedule in ("zb-h1", "zb-v"):
         events = pool.run("events", 2, config=late(2, schedule, model=model))[0]
-        assert fields_of(events, "end", "weights_digest") == fields_of(expected, "end", "weights_digest")
+        assert fields_of(events, "end", "weights_digest") == fields_of(
+            expected, "end", "weights_digest"
+        )
         assert bool(fields_of(events, "rollback", "step")) == (schedule == "zb-v")
 
 
@@ -97,15 +129,31 @@ def test_a_post_validated_run_stops_and_goes_on(pool: Pool, tmp_path: Path, stop
     with one or without."""
     expected = fields_of(_late_reference(pool, "adamw"), "end", "loss", "weights_digest")
     tmp_path.joinpath("run").mkdir()
-    for (ranks, schedule, afterwards), resume in (((3, "zb-h2", True), False), ((2, "zb-v", stop == 3), True)):
+    for (ranks, schedule, afterwards), resume in (
+        ((3, "zb-h2", True), False),
+        ((2, "zb-v", stop == 3), True),
+    ):
         wanted = late(ranks, schedule, afterwards, checkpoint={"every": 100})
         folder = str(tmp_path / "run")
-        ended = pool.run("train_in", ranks, config=wanted, folder=folder, resume=resume, stop_after=None if resume else stop - 1)[0]
+        ended = pool.run(
+            "train_in",
+            ranks,
+            config=wanted,
+            folder=folder,
+            resume=resume,
+            stop_after=None if resume else stop - 1,
+        )[0]
         assert ended["interrupted"] is not resume
     assert [(ended["loss"], ended["weights_digest"])] == expected
 
 
-@pytest.mark.parametrize("options", [{"policy": "autofreeze", "every": 2}, {"policy": "egeria", "every": 2, "window": 2, "tolerance": 0.9}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"policy": "autofreeze", "every": 2},
+        {"policy": "egeria", "every": 2, "window": 2, "tolerance": 0.9},
+    ],
+)
 def test_what_freezes_by_itself_freezes_the_same(pool: Pool, options: dict[str, Any]) -> None:
     """Decisions from measurements: those of a step are there before the case acts on them."""
     runs: list[dict[str, Any]] = []
@@ -130,8 +178,12 @@ def test_a_barrier_where_all_is_clipped(pool: Pool) -> None:
     wanted["pipeline"]["post_validation"] = True
     events = pool.run("events", 2, config=wanted)[0]
     assert fields_of(events, "rollback", "step") == [(step,) for step in range(7)]
-    assert fields_of(events, "post_validation", "step", "on", "reason") == [(5, False, "6 of the last 6 steps were taken back")]
+    assert fields_of(events, "post_validation", "step", "on", "reason") == [
+        (5, False, "6 of the last 6 steps were taken back")
+    ]
     wanted["pipeline"]["post_validation"] = False
     assert fields_of(events, "end", "weights_digest") == fields_of(
-        pool.run("events", 1, config=wanted | {"parallel": {"pipeline": 1}})[0], "end", "weights_digest"
+        pool.run("events", 1, config=wanted | {"parallel": {"pipeline": 1}})[0],
+        "end",
+        "weights_digest",
     )

@@ -22,12 +22,38 @@ from tests.pool import Pool
 # Some tokens of an untrained model are over these thresholds, and some are not.
 CASES: dict[str, dict[str, Any]] = {
     "softmax": {"early_exit": {"threshold": 0.001, "exits": [0, 2], "start": 2, "record_every": 2}},
-    "state": {"early_exit": {"confidence": "state", "threshold": 0.995, "exits": [0, 2], "start": 1, "record_every": 2}},
-    "classifier": {"early_exit": {"confidence": "classifier", "threshold": 0.5, "exits": [1], "start": 2, "record_every": 2}},
+    "state": {
+        "early_exit": {
+            "confidence": "state",
+            "threshold": 0.995,
+            "exits": [0, 2],
+            "start": 1,
+            "record_every": 2,
+        }
+    },
+    "classifier": {
+        "early_exit": {
+            "confidence": "classifier",
+            "threshold": 0.5,
+            "exits": [1],
+            "start": 2,
+            "record_every": 2,
+        }
+    },
     "mlp": {"mixture_of_depths": {"capacity": 0.3, "threshold_from": 4, "record_every": 2}},
-    "bce": {"mixture_of_depths": {"capacity": 0.5, "predictor": "bce", "predictor_weight": 1.0, "record_every": 2}},
+    "bce": {
+        "mixture_of_depths": {
+            "capacity": 0.5,
+            "predictor": "bce",
+            "predictor_weight": 1.0,
+            "record_every": 2,
+        }
+    },
     "experts": {"moe": {"record_every": 2}},
-    "experts and exits": {"moe": {}, "early_exit": {"threshold": 0.001, "exits": [0, 2], "start": 2}},
+    "experts and exits": {
+        "moe": {},
+        "early_exit": {"threshold": 0.001, "exits": [0, 2], "start": 2},
+    },
     "experts and depths": {"moe": {}, "mixture_of_depths": {"capacity": 0.3, "threshold_from": 4}},
 }
 EXPERTS = {"kind": "moe", "experts": 4, "top_k": 2, "shared_experts": 1, "moe_every": 2}
@@ -38,7 +64,10 @@ def wanted(case: str, ranks: int, schedule: str, **sections: dict[str, Any]) -> 
     base = deeper(ranks, schedule, BALANCERS["random" if ranks > 1 else "none"], freezing=False)
     base["dynamism"] = {"cases": list(CASES[case]), **CASES[case]}
     if "moe" in CASES[case]:
-        base["model"] |= EXPERTS | {"routing": "bias" if case == "experts" else "aux-loss", "bias_rate": 0.1}
+        base["model"] |= EXPERTS | {
+            "routing": "bias" if case == "experts" else "aux-loss",
+            "bias_rate": 0.1,
+        }
     base["train"] |= {"eval_every": 3, "eval_batches": 2, "max_grad_norm": 0.5}
     for name, section in sections.items():
         base[name] = {**base.get(name, {}), **section}
@@ -59,7 +88,9 @@ def told(pool: Pool, ranks: int, configuration: dict[str, Any]) -> dict[str, Any
 @cache
 def reference(pool: Pool, case: str, groups: int = 1, precision: str = "float32") -> dict[str, Any]:
     """One rank, an ordinary backward, nothing moves."""
-    return told(pool, 1, wanted(case, 1, "1f1b", train={"reduction_slots": groups, "precision": precision}))
+    return told(
+        pool, 1, wanted(case, 1, "1f1b", train={"reduction_slots": groups, "precision": precision})
+    )
 
 
 RUNS: dict[str, tuple[int, str, dict[str, dict[str, Any]]]] = {
@@ -73,20 +104,28 @@ RUNS: dict[str, tuple[int, str, dict[str, dict[str, Any]]]] = {
 def _combinations() -> list[Any]:
     """Half of them belong to the everyday suite, so that every case meets two kinds of run."""
     return [
-        pytest.param(case, *run, id=f"{case}-{name}", marks=() if (i + k) % 2 else pytest.mark.matrix)
+        pytest.param(
+            case, *run, id=f"{case}-{name}", marks=() if (i + k) % 2 else pytest.mark.matrix
+        )
         for i, case in enumerate(CASES)
         for k, (name, run) in enumerate(RUNS.items())
     ]
 
 
 @pytest.mark.parametrize(("case", "ranks", "schedule", "sections"), _combinations())
-def test_one_digest(pool: Pool, case: str, ranks: int, schedule: str, sections: dict[str, dict[str, Any]]) -> None:
+def test_one_digest(
+    pool: Pool, case: str, ranks: int, schedule: str, sections: dict[str, dict[str, Any]]
+) -> None:
     assert told(pool, ranks, wanted(case, ranks, schedule, **sections)) == reference(pool, case)
 
 
 @pytest.mark.parametrize("case", ["softmax", "mlp", "experts"])
 def test_replicas_and_other_meshes(pool: Pool, case: str) -> None:
-    sections = {"parallel": {"pipeline": 2, "data": 2, "zero": 1}, "train": {"reduction_slots": 2}, "elastic": {"reshape_at": [[3, 4, 1]]}}
+    sections = {
+        "parallel": {"pipeline": 2, "data": 2, "zero": 1},
+        "train": {"reduction_slots": 2},
+        "elastic": {"reshape_at": [[3, 4, 1]]},
+    }
     assert told(pool, 4, wanted(case, 2, "zb-h1", **sections)) == reference(pool, case, groups=2)
 
 
@@ -96,7 +135,11 @@ SPREAD: dict[str, tuple[tuple[int, int, int], str, dict[str, dict[str, Any]]]] =
     "two groups": ((1, 4, 2), "zb-h1", {}),
     "two groups, ZeRO-1": ((1, 4, 2), "zb-h1", {"parallel": {"zero": 1}}),
     "two stages": ((2, 2, 2), "zb-h1", {}),
-    "ZeRO-1, V shape, recompute": ((2, 2, 2), "zb-v", {"parallel": {"zero": 1}, "train": {"recompute": "all"}}),
+    "ZeRO-1, V shape, recompute": (
+        (2, 2, 2),
+        "zb-v",
+        {"parallel": {"zero": 1}, "train": {"recompute": "all"}},
+    ),
     "post-validation": ((2, 2, 2), "zb-h2", {"pipeline": {"post_validation": True}}),
 }
 
@@ -105,7 +148,12 @@ def _spread() -> list[Any]:
     """Each case in one run, and one case in most. The rest takes long."""
     cases = [case for case in CASES if "moe" in CASES[case]]
     return [
-        pytest.param(case, *run, id=f"{case}-{name}", marks=() if i == k or (i, k) in {(0, 3), (0, 4), (0, 5)} else pytest.mark.matrix)
+        pytest.param(
+            case,
+            *run,
+            id=f"{case}-{name}",
+            marks=() if i == k or (i, k) in {(0, 3), (0, 4), (0, 5)} else pytest.mark.matrix,
+        )
         for i, case in enumerate(cases)
         for k, (name, run) in enumerate(SPREAD.items())
     ]
@@ -113,14 +161,26 @@ def _spread() -> list[Any]:
 
 @pytest.mark.parametrize(("case", "mesh", "schedule", "sections"), _spread())
 def test_experts_over_replicas(
-    pool: Pool, case: str, mesh: tuple[int, int, int], schedule: str, sections: dict[str, dict[str, Any]]
+    pool: Pool,
+    case: str,
+    mesh: tuple[int, int, int],
+    schedule: str,
+    sections: dict[str, dict[str, Any]],
 ) -> None:
     """The replicas share the experts, which move, and the numbers are those of one process."""
     pipeline, data, expert = mesh
-    parallel = {"pipeline": pipeline, "data": data, "expert": expert, **sections.get("parallel", {})}
+    parallel = {
+        "pipeline": pipeline,
+        "data": data,
+        "expert": expert,
+        **sections.get("parallel", {}),
+    }
     train = {"reduction_slots": data, **sections.get("train", {})}
     spread = wanted(case, pipeline, schedule, **{**sections, "parallel": parallel, "train": train})
-    spread["dynamism"] = {**spread["dynamism"], "moe": {"record_every": 2, "place_every": 2, "least_gain": 0.0, "redundant": data // 2}}
+    spread["dynamism"] = {
+        **spread["dynamism"],
+        "moe": {"record_every": 2, "place_every": 2, "least_gain": 0.0, "redundant": data // 2},
+    }
     moved = told(pool, pipeline * data, spread)
     assert any(name == "moe" for _, name, _ in moved["changes"]), "experts move"
     moved["changes"] = [change for change in moved["changes"] if change[1] != "moe"]
@@ -135,9 +195,15 @@ def test_bfloat16(pool: Pool, case: str) -> None:
 
 @pytest.mark.parametrize("case", ["softmax", "mlp"])
 def test_with_freezing_and_pruning(pool: Pool, case: str) -> None:
-    both = {"freezing": {"schedule": [[3, 2], [5, 4]]}, "pruning": {"initial_sparsity": 0.5, "start": 1, "end": 5, "every": 2}}
+    both = {
+        "freezing": {"schedule": [[3, 2], [5, 4]]},
+        "pruning": {"initial_sparsity": 0.5, "start": 1, "end": 5, "every": 2},
+    }
     dynamism = {"cases": [*CASES[case], *both], **both}
-    alone, spread = (wanted(case, ranks, schedule, dynamism=dynamism) for ranks, schedule in ((1, "1f1b"), (3, "zb-h1")))
+    alone, spread = (
+        wanted(case, ranks, schedule, dynamism=dynamism)
+        for ranks, schedule in ((1, "1f1b"), (3, "zb-h1"))
+    )
     assert told(pool, 3, spread) == told(pool, 1, alone)
 
 
@@ -146,7 +212,14 @@ def test_a_run_goes_on_elsewhere(pool: Pool, tmp_path: Path, case: str) -> None:
     (tmp_path / "run").mkdir()
     for ranks, schedule, resume in ((2, "zb-h1", False), (3, "1f1b", True)):
         part = wanted(case, ranks, schedule, checkpoint={"every": 100})
-        ended = pool.run("train_in", ranks, config=part, folder=str(tmp_path / "run"), resume=resume, stop_after=None if resume else 4)[0]
+        ended = pool.run(
+            "train_in",
+            ranks,
+            config=part,
+            folder=str(tmp_path / "run"),
+            resume=resume,
+            stop_after=None if resume else 4,
+        )[0]
         assert ended["interrupted"] is not resume
     ((loss, weights, _),) = reference(pool, case)["end"]
     assert (ended["loss"], ended["weights_digest"]) == (loss, weights)
@@ -156,14 +229,24 @@ def test_a_run_goes_on_elsewhere(pool: Pool, tmp_path: Path, case: str) -> None:
 def test_tokens_really_choose(pool: Pool, case: str) -> None:
     """Some tokens leave, or pass by, and not all."""
     events = pool.run("events", 2, config=wanted(case, 2, "zb-h1"))[0]
-    shares = [share for event in events if event["event"] == "tokens" for share in next(iter(event["shares"].values()))]
+    shares = [
+        share
+        for event in events
+        if event["event"] == "tokens"
+        for share in next(iter(event["shares"].values()))
+    ]
     assert any(0.05 < share < 0.95 for share in shares), shares
 
 
 def test_a_plain_loop_agrees(pool: Pool) -> None:
     """torch's own AdamW and backward over the same modules, 1e-6 relative in the losses."""
-    configuration = config(1, "1f1b", BALANCERS["none"], freezing=False, clipping=False, dropout=0.0)
-    configuration["dynamism"] = {"cases": ["early_exit"], "early_exit": {"threshold": 0.001, "exits": [0], "start": 0}}
+    configuration = config(
+        1, "1f1b", BALANCERS["none"], freezing=False, clipping=False, dropout=0.0
+    )
+    configuration["dynamism"] = {
+        "cases": ["early_exit"],
+        "early_exit": {"threshold": 0.001, "exits": [0], "start": 0},
+    }
     configuration["train"] |= {"warmup": 0, "decay": "constant"}
     losses = pool.run("train", 1, config=configuration)[0]["losses"]
     model = make(parse(configuration))
@@ -171,7 +254,13 @@ def test_a_plain_loop_agrees(pool: Pool) -> None:
     for layer in layers:
         if isinstance(layer, ExitHead):
             layer.exits = True
-    groups = [{"params": [p for p in layers.parameters() if (p.dim() > 1) == decays], "weight_decay": 0.1 * decays} for decays in (1, 0)]
+    groups = [
+        {
+            "params": [p for p in layers.parameters() if (p.dim() > 1) == decays],
+            "weight_decay": 0.1 * decays,
+        }
+        for decays in (1, 0)
+    ]
     optimizer = torch.optim.AdamW(groups, lr=1e-2, betas=(0.9, 0.95))
     batches, expected = Batches(open_corpus(SOURCE), 16, 10, 2, 7), list[float]()
     for step in range(STEPS):

@@ -50,14 +50,54 @@ ALL: list[Event] = [
     ScheduleEvent(1, 3.25, "zb-auto", 0.0625),
     RebalanceResultEvent(7, 3.5, 1, 1 / 3),
     ReshapeEvent(7, 3.75, (4, 1), (2, 2), (9, 9), 1 << 33, 0.25),
-    RepackEvent(7, 3.75, 2, 4, 2, (4, 1), (2, 1), (9, 9), 1 << 33, 0.25, 1 / 3, "2 of 4 ranks", ("a:1", "b:2")),
-    GrowEvent(7, 3.75, 3, 2, 3, (2, 1), (3, 1), (6, 6, 6), 1 << 33, 0.25, None, "planned", ("a:3",), 0.1 + 0.2),
+    RepackEvent(
+        7,
+        3.75,
+        2,
+        4,
+        2,
+        (4, 1),
+        (2, 1),
+        (9, 9),
+        1 << 33,
+        0.25,
+        1 / 3,
+        "2 of 4 ranks",
+        ("a:1", "b:2"),
+    ),
+    GrowEvent(
+        7,
+        3.75,
+        3,
+        2,
+        3,
+        (2, 1),
+        (3, 1),
+        (6, 6, 6),
+        1 << 33,
+        0.25,
+        None,
+        "planned",
+        ("a:3",),
+        0.1 + 0.2,
+    ),
     ReleaseEvent(7, 3.75, "launcher", "node n3 of job 7", 1, 0.5),
     FaultEvent(7, 3.75, "a newcomer is gone"),
     RollbackEvent(7, 3.75, "clipped", 0.1 / 3),
     PostValidationEvent(7, 3.75, False, "6 of the last 20 steps were taken back"),
     CheckpointEvent(7, 4.0, "runs/a/checkpoints/step-000008", 1 << 40, 0.5),
-    EndEvent(8, 5.0, 1.7976931348623157e308, "ab" * 32, 60.0, "done", 0.1, 1 / 3, 5e-324, buffers_digest="cd" * 32),
+    EndEvent(
+        8,
+        5.0,
+        1.7976931348623157e308,
+        "ab" * 32,
+        60.0,
+        "done",
+        0.1,
+        1 / 3,
+        5e-324,
+        buffers_digest="cd" * 32,
+    ),
 ]
 
 
@@ -104,7 +144,10 @@ def test_an_end_of_an_older_log() -> None:
     assert from_json(record) == dataclasses.replace(cast(EndEvent, ALL[-1]), buffers_digest=None)
 
 
-@given(st.floats(allow_nan=False, allow_infinity=False), st.floats(allow_nan=False, allow_infinity=False))
+@given(
+    st.floats(allow_nan=False, allow_infinity=False),
+    st.floats(allow_nan=False, allow_infinity=False),
+)
 def test_floats_are_exact(loss: float, seconds: float) -> None:
     event = EndEvent(1, seconds, loss, "", seconds, "done")
     back = from_json(json.loads(json.dumps(to_json(event))))
@@ -163,7 +206,9 @@ def test_earlier_versions_did_not_write_all_keys() -> None:
     record = to_json(ALL[-1])
     for key in ("measure_seconds", "decide_seconds", "move_seconds"):
         del record[key]
-    assert from_json(record) == dataclasses.replace(ALL[-1], measure_seconds=0.0, decide_seconds=0.0, move_seconds=0.0)
+    assert from_json(record) == dataclasses.replace(
+        ALL[-1], measure_seconds=0.0, decide_seconds=0.0, move_seconds=0.0
+    )
 
 
 def test_every_kind_is_covered() -> None:

@@ -47,7 +47,15 @@ ORDER = (
     "dynmo",
 )
 NO_TORCH = {
-    *("dynmo.errors", "dynmo.events", "dynmo.files", "dynmo.jit", "dynmo.cost", "dynmo.schedule", "dynmo.schedule.automatic"),
+    *(
+        "dynmo.errors",
+        "dynmo.events",
+        "dynmo.files",
+        "dynmo.jit",
+        "dynmo.cost",
+        "dynmo.schedule",
+        "dynmo.schedule.automatic",
+    ),
     *("dynmo.config", "dynmo.cluster", "dynmo.launch", "dynmo.balance", "dynmo.planner"),
 }
 NO_RANKS = {"dynmo.kernels", "dynmo.data", "dynmo.models", "dynmo.dynamism"}
@@ -95,14 +103,21 @@ def imports(name: str, text: str, package: bool, known: set[str]) -> Iterator[Im
                 base = ".".join([*here, base] if base else here)
             for alias in node.names:
                 inner = f"{base}.{alias.name}"
-                yield Import(name, inner if inner in known or inner == "torch.distributed" else base, node.lineno, place)
+                yield Import(
+                    name,
+                    inner if inner in known or inner == "torch.distributed" else base,
+                    node.lineno,
+                    place,
+                )
         elif isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
             for child in node.body:
                 yield from visit(child, "typing")
             for child in node.orelse:
                 yield from visit(child, place)
         else:
-            function = place == "module" and isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+            function = place == "module" and isinstance(
+                node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
+            )
             for child in ast.iter_child_nodes(node):
                 yield from visit(child, "function" if function else place)
 
@@ -112,7 +127,11 @@ def imports(name: str, text: str, package: bool, known: set[str]) -> Iterator[Im
 def all_imports() -> list[Import]:
     """Every import of dynmo's modules."""
     names = set(FILES)
-    return [x for name, path in FILES.items() for x in imports(name, path.read_text(encoding="utf-8"), path.name == "__init__.py", names)]
+    return [
+        x
+        for name, path in FILES.items()
+        for x in imports(name, path.read_text(encoding="utf-8"), path.name == "__init__.py", names)
+    ]
 
 
 def allowed_imports(exceptions: Sequence[tuple[str, str]] = KNOWN) -> list[Import]:
@@ -123,7 +142,10 @@ def room(name: str) -> str | None:
     """The innermost entry of ORDER that holds the module. `dynmo` holds only itself."""
     parts = name.split(".")
     owners = [".".join(parts[:n]) for n in range(len(parts), 0, -1)]
-    return next((owner for owner in owners if owner in ORDER and (owner != "dynmo" or name == "dynmo")), None)
+    return next(
+        (owner for owner in owners if owner in ORDER and (owner != "dynmo" or name == "dynmo")),
+        None,
+    )
 
 
 def going_up(imported: Sequence[Import]) -> list[str]:
@@ -131,7 +153,12 @@ def going_up(imported: Sequence[Import]) -> list[str]:
     wrong: list[str] = []
     for source, target, line, _ in imported:
         own, other = room(source), room(target)
-        if target.split(".")[0] == "dynmo" and own and other and ORDER.index(other) > ORDER.index(own):
+        if (
+            target.split(".")[0] == "dynmo"
+            and own
+            and other
+            and ORDER.index(other) > ORDER.index(own)
+        ):
             wrong.append(f"{source}:{line} ({own}) imports {target} ({other})")
     return wrong
 
@@ -169,7 +196,9 @@ def cycle(imported: Sequence[Import]) -> list[str] | None:
 
 
 def test_every_file_has_a_room() -> None:
-    assert [name for name in FILES if room(name) is None] == [], "put the new file into a package of ORDER above"
+    assert [name for name in FILES if room(name) is None] == [], (
+        "put the new file into a package of ORDER above"
+    )
 
 
 def test_few_modules_at_the_top() -> None:
@@ -188,7 +217,11 @@ def test_no_cycles() -> None:
 def test_functions_import_no_modules_of_dynmo() -> None:
     """Only cli/ may, so that it starts fast, and a module that has an optional dependency may be
     imported late."""
-    late = [x for x in allowed_imports((*KNOWN, *OPTIONAL)) if x.place == "function" and x.target.split(".")[0] == "dynmo"]
+    late = [
+        x
+        for x in allowed_imports((*KNOWN, *OPTIONAL))
+        if x.place == "function" and x.target.split(".")[0] == "dynmo"
+    ]
     assert [f"{x.source}:{x.line}" for x in late if room(x.source) != "dynmo.cli"] == []
 
 
@@ -199,7 +232,11 @@ def test_known_exceptions_are_still_needed() -> None:
 
 
 def test_pure_packages_know_no_torch() -> None:
-    wrong = [f"{x.source}:{x.line}" for x in all_imports() if room(x.source) in NO_TORCH and x.target.split(".")[0] == "torch"]
+    wrong = [
+        f"{x.source}:{x.line}"
+        for x in all_imports()
+        if room(x.source) in NO_TORCH and x.target.split(".")[0] == "torch"
+    ]
     assert wrong == []
 
 
@@ -207,7 +244,9 @@ def test_models_know_no_ranks() -> None:
     wrong = [
         f"{x.source}:{x.line}"
         for x in all_imports()
-        if room(x.source) in NO_RANKS and x.target.startswith("torch.distributed") and x.source != PRIVATE_TORCH
+        if room(x.source) in NO_RANKS
+        and x.target.startswith("torch.distributed")
+        and x.source != PRIVATE_TORCH
     ]
     assert wrong == []
 
@@ -231,35 +270,64 @@ def see(name: str, text: str, package: bool = False) -> list[tuple[str, str]]:
 
 
 def test_imports_are_seen_wherever_they_stand() -> None:
-    assert see("dynmo.jit", "import torch.nn as nn, json") == [("torch.nn", "module"), ("json", "module")]
+    assert see("dynmo.jit", "import torch.nn as nn, json") == [
+        ("torch.nn", "module"),
+        ("json", "module"),
+    ]
     assert see("dynmo.jit", "from dynmo.runtime.layer import stage, Stage") == [
         ("dynmo.runtime.layer.stage", "module"),
         ("dynmo.runtime.layer", "module"),
     ]
     assert see("dynmo.jit", "def f():\n  if 1:\n    import torch") == [("torch", "function")]
     assert see("dynmo.jit", "class A:\n  import torch") == [("torch", "module")]
-    assert see("dynmo.jit", "if TYPE_CHECKING:\n  import torch\nelse:\n  import json") == [("torch", "typing"), ("json", "module")]
+    assert see("dynmo.jit", "if TYPE_CHECKING:\n  import torch\nelse:\n  import json") == [
+        ("torch", "typing"),
+        ("json", "module"),
+    ]
     assert see("dynmo.jit", "from .errors import X") == [("dynmo.errors", "module")]
     assert see("dynmo.schedule.auto", "from .op import X\nfrom ..errors import Y") == [
         ("dynmo.schedule.op", "module"),
         ("dynmo.errors", "module"),
     ]
-    assert see("dynmo.schedule", "from .op import X", package=True) == [("dynmo.schedule.op", "module")]
-    assert see("dynmo.models.gpt", "from torch import distributed") == [("torch.distributed", "module")]
+    assert see("dynmo.schedule", "from .op import X", package=True) == [
+        ("dynmo.schedule.op", "module")
+    ]
+    assert see("dynmo.models.gpt", "from torch import distributed") == [
+        ("torch.distributed", "module")
+    ]
 
 
 def test_an_import_upwards_is_seen() -> None:
-    assert going_up([Import("dynmo.balance.partition", "dynmo.runtime.layer.stage", 3, "function")]) == [
+    assert going_up(
+        [Import("dynmo.balance.partition", "dynmo.runtime.layer.stage", 3, "function")]
+    ) == [
         "dynmo.balance.partition:3 (dynmo.balance) imports dynmo.runtime.layer.stage (dynmo.runtime.layer)"
     ]
-    assert going_up([Import("dynmo.schedule.op", "dynmo.schedule.automatic.exact", 1, "typing")]) != []
-    assert going_up([Import("dynmo.runtime.layer.stage", "dynmo.balance.partition", 3), Import("dynmo.jit", "json", 1)]) == []
+    assert (
+        going_up([Import("dynmo.schedule.op", "dynmo.schedule.automatic.exact", 1, "typing")]) != []
+    )
+    assert (
+        going_up(
+            [
+                Import("dynmo.runtime.layer.stage", "dynmo.balance.partition", 3),
+                Import("dynmo.jit", "json", 1),
+            ]
+        )
+        == []
+    )
     assert going_up([Import("dynmo.jit", "dynmo", 1)]) != []
 
 
 def test_a_cycle_is_seen() -> None:
-    there, back = Import("dynmo.cost.layer_cost", "dynmo.schedule.op", 1), Import("dynmo.schedule.op", "dynmo.cost.layer_cost", 1)
-    assert cycle([there, back]) == ["dynmo.cost.layer_cost", "dynmo.schedule.op", "dynmo.cost.layer_cost"]
+    there, back = (
+        Import("dynmo.cost.layer_cost", "dynmo.schedule.op", 1),
+        Import("dynmo.schedule.op", "dynmo.cost.layer_cost", 1),
+    )
+    assert cycle([there, back]) == [
+        "dynmo.cost.layer_cost",
+        "dynmo.schedule.op",
+        "dynmo.cost.layer_cost",
+    ]
     assert cycle([there, back._replace(place="function")]) is not None
     assert cycle([there, back._replace(place="typing")]) is not None
     # An import of dynmo.schedule.op runs dynmo.schedule first.

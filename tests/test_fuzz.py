@@ -64,17 +64,28 @@ def test_the_same_numbers_draw_the_same_case() -> None:
 def test_draws_hold_together_and_cover_everything() -> None:
     """Any configuration is one that dynmo accepts, and every kind of anything is drawn."""
     cases = [draw(1, number) for number in range(400)]
-    configs = [config for case in cases for config in (case.config, case.reference, case.resumed) if config]
+    configs = [
+        config for case in cases for config in (case.config, case.reference, case.resumed) if config
+    ]
     for config in configs:
         parse(config)
-    models = Counter(word for c in configs for word in c["model"]["kind"].rpartition(":")[2].split("__"))
+    models = Counter(
+        word for c in configs for word in c["model"]["kind"].rpartition(":")[2].split("__")
+    )
     assert set(fuzz_models.LAYERS) | {"gpt", "emulated", "mix"} <= set(models)
     assert {c["pipeline"]["schedule"] for c in configs} == set(SCHEDULES)
     assert {c["balance"]["balancer"] for c in configs} == set(BALANCERS)
     assert {c["train"]["precision"] for c in configs} == {"float32", "bfloat16", "float16"}
-    assert {c["parallel"].get("pipeline", 1) * c["parallel"].get("data", 1) for c in configs} == {1, 2, 3, 4}
+    assert {c["parallel"].get("pipeline", 1) * c["parallel"].get("data", 1) for c in configs} == {
+        1,
+        2,
+        3,
+        4,
+    }
     assert {case for c in configs for case in c["dynamism"].get("cases", ())} > set(fuzz.CASES)
-    assert {(c["pipeline"].get("post_validation"), c["pipeline"].get("rollback")) for c in configs} == {
+    assert {
+        (c["pipeline"].get("post_validation"), c["pipeline"].get("rollback")) for c in configs
+    } == {
         (None, None),
         (True, None),
         (True, "in-place"),
@@ -85,7 +96,13 @@ def test_draws_hold_together_and_cover_everything() -> None:
 
 def test_models_are_called_by_their_layers() -> None:
     layers = fuzz_models.model_of("modules__lstm__fan_2__mix")()
-    assert [type(layer).__name__ for layer in layers] == ["Embedding", "Recurrent", "Fan", "Mix", "Head"]
+    assert [type(layer).__name__ for layer in layers] == [
+        "Embedding",
+        "Recurrent",
+        "Fan",
+        "Mix",
+        "Head",
+    ]
     for wrong in ("modules__lstn", "factory__lstm", "modules_sum__lstm"):
         with pytest.raises(AttributeError):
             getattr(fuzz_models, wrong)
@@ -170,7 +187,9 @@ def test_a_refused_configuration_counts(runner: Runner) -> None:
     assert outcome.kind == REFUSED
     assert not fuzz.passed([outcome, outcome, *[replace(outcome, kind=EQUAL)] * 18])
     assert fuzz.passed([outcome, *[replace(outcome, kind=EQUAL)] * 19])
-    assert "refused 1 times: config: train.micro_batch = N does not divide" in fuzz.summary([outcome], 1.0)
+    assert "refused 1 times: config: train.micro_batch = N does not divide" in fuzz.summary(
+        [outcome], 1.0
+    )
 
 
 class Hanging(Pool):
@@ -190,7 +209,10 @@ def test_a_pool_that_hangs_is_replaced(pool: Pool) -> None:
     hanging = Hanging()
     pools: list[Pool] = [Lent(pool), hanging]
     runner = Runner(lambda log: pools.pop())
-    assert runner.run(draw(SEED, 0)).what == "hang or crash: a rank did not answer in time; the pool was ended"
+    assert (
+        runner.run(draw(SEED, 0)).what
+        == "hang or crash: a rank did not answer in time; the pool was ended"
+    )
     assert hanging.closed
     assert runner.run(draw(SEED, 0)).kind == EQUAL
     runner.close()
@@ -199,7 +221,9 @@ def test_a_pool_that_hangs_is_replaced(pool: Pool) -> None:
 # -- what is printed -----------------------------------------------------------------------------
 
 
-def test_what_is_printed_replays(runner: Runner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_printed_replays(
+    runner: Runner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The files parse to the configurations that ran, and `dynmo train` takes them."""
     cases = [draw(SEED, number) for number in range(60)]
     case = next(case for case in cases if case.resumed)
@@ -223,7 +247,10 @@ def test_what_is_printed_replays(runner: Runner, tmp_path: Path, monkeypatch: py
     )
     assert done.returncode == 0, done.stderr
     assert runner.run(case).kind == EQUAL
-    assert repr(json.loads(done.stdout)["weights_digest"]) == runner.reference(case).end["weights_digest"]
+    assert (
+        repr(json.loads(done.stdout)["weights_digest"])
+        == runner.reference(case).end["weights_digest"]
+    )
 
 
 def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

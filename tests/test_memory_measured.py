@@ -62,7 +62,9 @@ def peak(
     themselves as torch's allocator tells them. rollback: with post-validation, two steps, of which
     the first is final in the middle of the second. seconds: that schedules made from costs are made
     for."""
-    pipelined = {"post_validation": rollback is not None} | ({"rollback": rollback} if rollback else {})
+    pipelined = {"post_validation": rollback is not None} | (
+        {"rollback": rollback} if rollback else {}
+    )
     config = parse(
         {
             "model": MODEL | dict(sizes or {}),
@@ -73,7 +75,9 @@ def peak(
     )
     model = load_model(config)
     world = arrange(world, replicas)
-    inputs, targets = Batches(open_corpus(SOURCE), config.model.sequence, 2 * MICROBATCHES, 2, 0).train(0)
+    inputs, targets = Batches(
+        open_corpus(SOURCE), config.model.sequence, 2 * MICROBATCHES, 2, 0
+    ).train(0)
     stages = len(placement_of(schedule, world.size))
     partition = uniform(model.layers, stages)
     pipeline = Engine(
@@ -92,7 +96,12 @@ def peak(
         pipeline.step(step, inputs, targets, lr=1e-3)
     layers = pipeline.costs()
     f, b, w = seconds
-    pipeline.actions.replan(tuple(replace(c, f=f[i % len(f)], b=b[i % len(b)], w=w[i % len(w)]) for i, c in enumerate(layers)))
+    pipeline.actions.replan(
+        tuple(
+            replace(c, f=f[i % len(f)], b=b[i % len(b)], w=w[i % len(w)])
+            for i, c in enumerate(layers)
+        )
+    )
     pipeline.step(2, inputs, targets, lr=1e-3)
     # The allocator tells of this thread alone, so what messages take is made and dropped here, at
     # the same moments.
@@ -122,18 +131,27 @@ def peak(
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.json"
         profiled.export_chrome_trace(str(path))
-        events = [e for e in json.loads(path.read_text())["traceEvents"] if e.get("name") == "[memory]"]
+        events = [
+            e for e in json.loads(path.read_text())["traceEvents"] if e.get("name") == "[memory]"
+        ]
     now = most = 0
     for event in sorted(events, key=lambda e: e["ts"]):
         now += event["args"]["Bytes"]
         most = max(most, now)
-    held = sum(t.nbytes for module, optimizer in pipeline.own_layers.values() for t in (*module.parameters(), *optimizer.state().values()))
+    held = sum(
+        t.nbytes
+        for module, optimizer in pipeline.own_layers.values()
+        for t in (*module.parameters(), *optimizer.state().values())
+    )
     layers = recompute_as_workspace(shape_costs(config, model), recompute)
     ran = pipeline.schedule_for(partition)  # as it ran
     return {
         "measured": held + most,
         "predicted": rank_memory(
-            *(layers, partition.counts, ran), post_validation=rollback is not None, replicas=replicas, accumulation_groups=groups
+            *(layers, partition.counts, ran),
+            post_validation=rollback is not None,
+            replicas=replicas,
+            accumulation_groups=groups,
         )[world.rank],
         "held": held,
         "rest": most,
@@ -142,28 +160,54 @@ def peak(
 
 CASES = [(schedule, "float32", False, None) for schedule in SCHEDULES]
 CASES += [(*case, None) for case in product(("zb-h2",), PRECISIONS, (False, True))]
-CASES += [("1f1b", "float16", False, None), ("zb-v", "bfloat16", True, None), ("zb-h1", "bfloat16", False, "exact")]
+CASES += [
+    ("1f1b", "float16", False, None),
+    ("zb-v", "bfloat16", True, None),
+    ("zb-h1", "bfloat16", False, "exact"),
+]
 # Where a rank runs ahead of its peer while the peer waits for a verdict, sends in place (see above)
 # would wait for each other: not zb-h2.
 AFTERWARDS = ("gpipe", "1f1b", "zb-h1", "zb-v", "zb-auto")
-CASES += [(schedule, "float32", False, rollback) for schedule in AFTERWARDS for rollback in ("exact", "in-place")]
+CASES += [
+    (schedule, "float32", False, rollback)
+    for schedule in AFTERWARDS
+    for rollback in ("exact", "in-place")
+]
 
 
 @pytest.mark.parametrize(("schedule", "precision", "recompute", "rollback"), CASES)
-def test_peaks_are_as_predicted(pool: Pool, schedule: str, precision: str, recompute: bool, rollback: str | None) -> None:
+def test_peaks_are_as_predicted(
+    pool: Pool, schedule: str, precision: str, recompute: bool, rollback: str | None
+) -> None:
     layers = list(range(2 * MODEL["blocks"] + 2)) if recompute else []
-    rows = pool.run("tests.test_memory_measured:peak", 2, schedule=schedule, precision=precision, recompute=layers, rollback=rollback)
+    rows = pool.run(
+        "tests.test_memory_measured:peak",
+        2,
+        schedule=schedule,
+        precision=precision,
+        recompute=layers,
+        rollback=rollback,
+    )
     for rank, row in enumerate(rows):
         assert row["predicted"] == pytest.approx(row["measured"], rel=0.05), (rank, row)
 
 
 @pytest.mark.parametrize("schedule", [name for name in SCHEDULES if entry(name).from_costs])
 @pytest.mark.parametrize(
-    "seconds", [((1.0,), (1.0,), (0.01, 1.0)), ((0.01, 0.87, 1.0), (0.01,), (1.0, 0.01, 1.0)), ((0.5,), (1.0,), (2.0, 0.2, 0.2, 0.2, 1.0))]
+    "seconds",
+    [
+        ((1.0,), (1.0,), (0.01, 1.0)),
+        ((0.01, 0.87, 1.0), (0.01,), (1.0, 0.01, 1.0)),
+        ((0.5,), (1.0,), (2.0, 0.2, 0.2, 0.2, 1.0)),
+    ],
 )
-def test_peaks_of_schedules_made_from_uneven_costs(pool: Pool, schedule: str, seconds: Seconds) -> None:
+def test_peaks_of_schedules_made_from_uneven_costs(
+    pool: Pool, schedule: str, seconds: Seconds
+) -> None:
     """Each has its peak in another op."""
-    for rank, row in enumerate(pool.run("tests.test_memory_measured:peak", 2, schedule=schedule, seconds=seconds)):
+    for rank, row in enumerate(
+        pool.run("tests.test_memory_measured:peak", 2, schedule=schedule, seconds=seconds)
+    ):
         assert row["predicted"] == pytest.approx(row["measured"], rel=0.05), (rank, row)
 
 
@@ -172,14 +216,31 @@ def test_the_reduction_over_replicas_is_part_of_it(pool: Pool, schedule: str, ze
     """Of a model whose weights are most of what it holds. With ZeRO-1 a share is of whole norm
     blocks, of which a layer needs several."""
     sizes = {"hidden": 256 if zero else 64, "sequence": 4}
-    for rank, row in enumerate(pool.run("tests.test_memory_measured:peak", 4, schedule=schedule, replicas=2, zero=zero, sizes=sizes)):
+    for rank, row in enumerate(
+        pool.run(
+            "tests.test_memory_measured:peak",
+            4,
+            schedule=schedule,
+            replicas=2,
+            zero=zero,
+            sizes=sizes,
+        )
+    ):
         assert row["predicted"] == pytest.approx(row["measured"], rel=0.05), (rank, row)
 
 
 @pytest.mark.parametrize("groups", [4, 8])
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
-def test_what_waits_in_reduction_slots_is_part_of_it(pool: Pool, schedule: str, groups: int) -> None:
+def test_what_waits_in_reduction_slots_is_part_of_it(
+    pool: Pool, schedule: str, groups: int
+) -> None:
     for rank, row in enumerate(
-        pool.run("tests.test_memory_measured:peak", 2, schedule=schedule, groups=groups, sizes={"hidden": 64, "sequence": 4})
+        pool.run(
+            "tests.test_memory_measured:peak",
+            2,
+            schedule=schedule,
+            groups=groups,
+            sizes={"hidden": 64, "sequence": 4},
+        )
     ):
         assert row["predicted"] == pytest.approx(row["measured"], rel=0.05), (rank, row)

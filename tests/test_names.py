@@ -17,9 +17,45 @@ FOLDERS = ("dynmo", "tests", "benchmarks", "examples")
 # of a text.
 OLD = frozenset(
     {
-        *("Holding", "Lanes", "OneLane", "Pieces", "PendingStep", "Passage", "Caution", "stands", "StepEnd", "StepTable"),
-        *("circle", "called", "beside", "judging", "Job", "judge", "within", "nearest", "placed", "words", "again", "slots"),
-        *("aside_bytes", "copy_bytes", "Feed", "Given", "looks", "due", "patience", "Slice", "Outcome", "found", "made"),
+        *(
+            "Holding",
+            "Lanes",
+            "OneLane",
+            "Pieces",
+            "PendingStep",
+            "Passage",
+            "Caution",
+            "stands",
+            "StepEnd",
+            "StepTable",
+        ),
+        *(
+            "circle",
+            "called",
+            "beside",
+            "judging",
+            "Job",
+            "judge",
+            "within",
+            "nearest",
+            "placed",
+            "words",
+            "again",
+            "slots",
+        ),
+        *(
+            "aside_bytes",
+            "copy_bytes",
+            "Feed",
+            "Given",
+            "looks",
+            "due",
+            "patience",
+            "Slice",
+            "Outcome",
+            "found",
+            "made",
+        ),
     }
 )
 
@@ -40,16 +76,26 @@ def identifiers(text: str) -> Iterator[Use]:
         match node:
             case ast.Name(id=name) | ast.Attribute(attr=name) | ast.arg(arg=name):
                 yield Use(name, line)
-            case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
+            case (
+                ast.FunctionDef(name=name)
+                | ast.AsyncFunctionDef(name=name)
+                | ast.ClassDef(name=name)
+            ):
                 yield Use(name, line)
             case ast.alias(name=name, asname=other):
-                yield from (Use(part, line) for part in (*name.split("."), *([other] if other else [])))
+                yield from (
+                    Use(part, line) for part in (*name.split("."), *([other] if other else []))
+                )
             case ast.ImportFrom(module=str(name)):
                 yield from (Use(part, line) for part in name.split("."))
             case ast.Call(func=called_by, keywords=keywords):
                 ours = ast.unparse(called_by) not in ("dataclass", "dataclasses.dataclass")
                 yield from (Use(keyword.arg, line) for keyword in keywords if keyword.arg and ours)
-            case ast.ExceptHandler(name=str(name)) | ast.MatchAs(name=str(name)) | ast.MatchStar(name=str(name)):
+            case (
+                ast.ExceptHandler(name=str(name))
+                | ast.MatchAs(name=str(name))
+                | ast.MatchStar(name=str(name))
+            ):
                 yield Use(name, line)
             case _:
                 pass
@@ -79,7 +125,11 @@ def all_old_names() -> dict[str, list[Use]]:
         for path in sorted((ROOT / folder).rglob("*.py")):
             uses[str(path.relative_to(ROOT))] = old_names(path.read_text(encoding="utf-8"))
     for path in sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]):
-        uses[str(path.relative_to(ROOT))] = [use for block in code_blocks(path.read_text(encoding="utf-8")) for use in old_names(block)]
+        uses[str(path.relative_to(ROOT))] = [
+            use
+            for block in code_blocks(path.read_text(encoding="utf-8"))
+            for use in old_names(block)
+        ]
     return {name: names for name, names in uses.items() if names}
 
 
@@ -94,9 +144,27 @@ def test_known_exceptions_are_still_needed() -> None:
 
 def test_an_old_name_is_seen_wherever_it_stands() -> None:
     texts = (
-        *("found = 1", "x.found", "def found(): pass", "class Job: pass", "def f(found): pass", "f(found=1)", "f'{found}'"),
-        *("from dynmo import judging", "import dynmo.judging", "import x as found", "from dynmo.judging import x"),
-        *("try: pass\nexcept E as found: pass", "lambda found: 0", "[0 for found in x]", "def f(*, slots): pass"),
+        *(
+            "found = 1",
+            "x.found",
+            "def found(): pass",
+            "class Job: pass",
+            "def f(found): pass",
+            "f(found=1)",
+            "f'{found}'",
+        ),
+        *(
+            "from dynmo import judging",
+            "import dynmo.judging",
+            "import x as found",
+            "from dynmo.judging import x",
+        ),
+        *(
+            "try: pass\nexcept E as found: pass",
+            "lambda found: 0",
+            "[0 for found in x]",
+            "def f(*, slots): pass",
+        ),
     )
     assert [text for text in texts if not old_names(text)] == []
 
@@ -108,4 +176,7 @@ def test_prose_and_slots_of_a_dataclass_are_fine() -> None:
 
 def test_python_blocks_are_read() -> None:
     text = "# made\n\n```python\n  found = 1\n  if found:\n      pass\n```\n\n```toml\nslots = 2\n```\n"
-    assert [use.name for block in code_blocks(text) for use in old_names(block)] == ["found", "found"]
+    assert [use.name for block in code_blocks(text) for use in old_names(block)] == [
+        "found",
+        "found",
+    ]

@@ -30,15 +30,29 @@ def test_as_torch_alone_trains_it(pool: Pool, function: str) -> None:
 def test_several_tensors_between_layers(pool: Pool, function: str) -> None:
     digest = run(pool, HERE + function)["digest"]
     assert run(pool, HERE + function, 2)["digest"] == digest
-    assert run(pool, HERE + function, 3, pipeline={"schedule": "gpipe"}, train={"recompute": "all"})["digest"] == digest
+    assert (
+        run(pool, HERE + function, 3, pipeline={"schedule": "gpipe"}, train={"recompute": "all"})[
+            "digest"
+        ]
+        == digest
+    )
 
 
 @pytest.mark.parametrize(
     ("function", "reason"),
     [
-        ("too_many", r"layer 1 \(Spread\) returned 5001 tensors; a layer hands on at most 4096, so let it stack them"),
-        ("eighths", r"layer 1 \(Low\) returned a tensor of torch.float8_e5m2, which cannot travel; known are float32"),
-        ("sparse", r"layer 1 \(Sparse\) returned a torch.sparse_coo tensor, which cannot travel; let it hand on a dense one"),
+        (
+            "too_many",
+            r"layer 1 \(Spread\) returned 5001 tensors; a layer hands on at most 4096, so let it stack them",
+        ),
+        (
+            "eighths",
+            r"layer 1 \(Low\) returned a tensor of torch.float8_e5m2, which cannot travel; known are float32",
+        ),
+        (
+            "sparse",
+            r"layer 1 \(Sparse\) returned a torch.sparse_coo tensor, which cannot travel; let it hand on a dense one",
+        ),
         (
             "counting",
             r"layer 1 \(Counting\): its forward writes to its attribute 'count' and has another output when it runs again",
@@ -51,7 +65,10 @@ def test_refused(pool: Pool, function: str, reason: str) -> None:
 
 
 def test_a_scripted_module_is_refused() -> None:
-    with pytest.raises(ConfigError, match="the module itself of layer 1 is a ScriptModule, whose parameters cannot be exchanged"):
+    with pytest.raises(
+        ConfigError,
+        match="the module itself of layer 1 is a ScriptModule, whose parameters cannot be exchanged",
+    ):
         load_model(parse(config(HERE + "scripted"))).build(range(3))
 
 
@@ -68,9 +85,22 @@ def test_a_reference_leaves_a_module_that_is_used_twice_alone() -> None:
 def test_watching_changes_no_weights(pool: Pool) -> None:
     """Egeria compares layers with their references while they move, and with this tolerance freezes
     none."""
-    watched = {"cases": ["freezing"], "freezing": {"policy": "egeria", "every": 1, "window": 2, "tolerance": 1e-9}}
+    watched = {
+        "cases": ["freezing"],
+        "freezing": {"policy": "egeria", "every": 1, "window": 2, "tolerance": 1e-9},
+    }
     digest = run(pool, HERE + "shared", train={"steps": 8})["digest"]
-    assert run(pool, HERE + "shared", 2, train={"steps": 8}, dynamism=watched, pipeline={"schedule": "v-min"})["digest"] == digest
+    assert (
+        run(
+            pool,
+            HERE + "shared",
+            2,
+            train={"steps": 8},
+            dynamism=watched,
+            pipeline={"schedule": "v-min"},
+        )["digest"]
+        == digest
+    )
 
 
 def pruning(dense_below: float) -> dict[str, Any]:
@@ -92,5 +122,8 @@ def test_pruned_encoder_layers_are_evaluated(pool: Pool) -> None:
 
 @pytest.mark.parametrize("dense_below", [0.5, 0.99], ids=["sparse", "under a mask"])
 def test_a_pruned_weight_is_its_linears_alone(pool: Pool, dense_below: float) -> None:
-    with pytest.raises(JobFailed, match="layer 1 uses the weight of its pruned linear 'linear' by itself; let it call the linear"):
+    with pytest.raises(
+        JobFailed,
+        match="layer 1 uses the weight of its pruned linear 'linear' by itself; let it call the linear",
+    ):
         run(pool, HERE + "by_itself", **pruning(dense_below))

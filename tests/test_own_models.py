@@ -24,12 +24,22 @@ def config(function: str, ranks: int = 1, **changes: dict[str, Any]) -> dict[str
     path = function if ":" in function else f"tests.models.odd_models:{function}"
     sections: dict[str, dict[str, Any]] = {
         "model": {"kind": f"python:{path}", "sequence": 8},
-        "train": {"steps": STEPS, "global_batch": 8, "micro_batch": 2, "lr": 0.05, "decay": "constant", "warmup": 0},
+        "train": {
+            "steps": STEPS,
+            "global_batch": 8,
+            "micro_batch": 2,
+            "lr": 0.05,
+            "decay": "constant",
+            "warmup": 0,
+        },
         "parallel": {"pipeline": ranks, "timeout": 20.0},
         "balance": {"balancer": "random", "every": 1} if ranks > 1 else {"balancer": "none"},
         "trace": {"steps": 0},
     }
-    return {section: sections.get(section, {}) | changes.get(section, {}) for section in sections | changes}
+    return {
+        section: sections.get(section, {}) | changes.get(section, {})
+        for section in sections | changes
+    }
 
 
 def run(pool: Pool, function: str, ranks: int = 1, **changes: dict[str, Any]) -> dict[str, Any]:
@@ -49,13 +59,19 @@ def plain_losses(function: str) -> list[float]:
     layers = nn.Sequential(*model.build(range(model.layers)))
     batches = Batches(open_corpus(SOURCE), 8, 8, 2, loaded.seed)
     groups = [
-        {"params": [p for p in layers.parameters() if (p.dim() > 1) == decays], "weight_decay": 0.1 * decays} for decays in (True, False)
+        {
+            "params": [p for p in layers.parameters() if (p.dim() > 1) == decays],
+            "weight_decay": 0.1 * decays,
+        }
+        for decays in (True, False)
     ]
     optimizer = torch.optim.AdamW(groups, lr=0.05, betas=(0.9, 0.95))
     out: list[float] = []
     for step in range(STEPS):
         inputs, targets = batches.train(step)
-        loss = torch.stack([model.loss(layers(x), y) for x, y in zip(inputs, targets, strict=True)]).mean()
+        loss = torch.stack(
+            [model.loss(layers(x), y) for x, y in zip(inputs, targets, strict=True)]
+        ).mean()
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
@@ -63,16 +79,23 @@ def plain_losses(function: str) -> list[float]:
     return out
 
 
-@pytest.mark.parametrize("function", ["columns", "table", "energy", "spectral", "in_place", "narrow"])
+@pytest.mark.parametrize(
+    "function", ["columns", "table", "energy", "spectral", "in_place", "narrow"]
+)
 def test_the_same_bits_anywhere(pool: Pool, function: str) -> None:
     """Outputs and buffers in columns, backwards within F, buffers that F writes to, work in place,
     a dtype that few have."""
     first = run(pool, function, train={"max_grad_norm": 0.0})
     assert first["losses"] == pytest.approx(plain_losses(function), rel=1e-5)
     for ranks, schedule in ((2, "zb-h1"), (3, "gpipe")):
-        other = run(pool, function, ranks, train={"max_grad_norm": 0.0}, pipeline={"schedule": schedule})
+        other = run(
+            pool, function, ranks, train={"max_grad_norm": 0.0}, pipeline={"schedule": schedule}
+        )
         assert (other["losses"], other["digest"]) == (first["losses"], first["digest"])
-    assert run(pool, function, 2, train={"max_grad_norm": 0.0, "recompute": "all"})["digest"] == first["digest"]
+    assert (
+        run(pool, function, 2, train={"max_grad_norm": 0.0, "recompute": "all"})["digest"]
+        == first["digest"]
+    )
 
 
 def test_work_in_place_changes_nothing(pool: Pool) -> None:
@@ -84,12 +107,16 @@ def test_work_in_place_changes_nothing(pool: Pool) -> None:
 NO_CLIPPING: dict[str, Any] = {"max_grad_norm": 0.0, "eval_every": 2, "eval_batches": 2}
 
 
-def numbers(pool: Pool, function: str, ranks: int = 1, **changes: dict[str, Any]) -> tuple[list[float], list[float], dict[str, Any]]:
+def numbers(
+    pool: Pool, function: str, ranks: int = 1, **changes: dict[str, Any]
+) -> tuple[list[float], list[float], dict[str, Any]]:
     """All losses, held-out losses, and the digests of weights and buffers."""
     changes["train"] = NO_CLIPPING | changes.get("train", {})
     told = pool.run("events", ranks, config=config(function, ranks, **changes))[0]
     digests = {key: value for key, value in told[-1].items() if key.endswith("digest")}
-    losses, held_out = ([e["loss"] for e in told if e["event"] == kind] for kind in ("step", "eval"))
+    losses, held_out = (
+        [e["loss"] for e in told if e["event"] == kind] for kind in ("step", "eval")
+    )
     return losses, held_out, digests
 
 
@@ -109,9 +136,17 @@ def test_running_statistics_of_steps_that_are_taken_back(pool: Pool) -> None:
     clipped = {"max_grad_norm": 0.3}
     expected = numbers(pool, "statistics", train=clipped)
     for ranks, recompute in ((1, "none"), (2, "all")):
-        changes = {"train": clipped | {"recompute": recompute}, "pipeline": {"post_validation": True}}
+        changes = {
+            "train": clipped | {"recompute": recompute},
+            "pipeline": {"post_validation": True},
+        }
         assert numbers(pool, "statistics", ranks, **changes) == expected
-    near = numbers(pool, "statistics", train=clipped, pipeline={"post_validation": True, "rollback": "in-place"})
+    near = numbers(
+        pool,
+        "statistics",
+        train=clipped,
+        pipeline={"post_validation": True, "rollback": "in-place"},
+    )
     assert near[1] == pytest.approx(expected[1], rel=1e-4)
 
 
@@ -126,7 +161,9 @@ def test_a_buffer_that_is_written_in_place_and_needed_by_b(pool: Pool) -> None:
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_recurrent_layers_computed_again(pool: Pool, ranks: int) -> None:
     """torch's LSTM computes other bits on the CPU where it keeps no graph."""
-    assert numbers(pool, "recurrent", ranks, train={"recompute": "all"}) == numbers(pool, "recurrent")
+    assert numbers(pool, "recurrent", ranks, train={"recompute": "all"}) == numbers(
+        pool, "recurrent"
+    )
 
 
 def test_attributes_that_change_no_output_are_anybodys(pool: Pool) -> None:
@@ -135,8 +172,13 @@ def test_attributes_that_change_no_output_are_anybodys(pool: Pool) -> None:
     assert numbers(pool, "caching", 2) == expected
 
 
-@pytest.mark.parametrize(("function", "twin"), [("rewriting", "copying"), ("rectified", "rectified"), ("writes_to_the_batch",) * 2])
-def test_a_layer_that_writes_to_its_inputs_works_on_copies(pool: Pool, function: str, twin: str) -> None:
+@pytest.mark.parametrize(
+    ("function", "twin"),
+    [("rewriting", "copying"), ("rectified", "rectified"), ("writes_to_the_batch",) * 2],
+)
+def test_a_layer_that_writes_to_its_inputs_works_on_copies(
+    pool: Pool, function: str, twin: str
+) -> None:
     """And a loss on copies of its targets: nobody else has an input changed."""
     expected = numbers(pool, twin)
     assert numbers(pool, function) == expected
@@ -147,17 +189,38 @@ def test_a_layer_that_writes_to_its_inputs_works_on_copies(pool: Pool, function:
 @pytest.mark.parametrize(
     ("function", "reason"),
     [
-        ("a_dict", r"layer 1 \(Do\) returned a dict; a layer hands on a tensor, or a tuple of tensors"),
-        ("with_none", r"layer 1 \(Do\) returned a NoneType among its 2 outputs; a layer hands on a tensor"),
-        ("complex_between", r"layer 1 \(Do\) returned a tensor of torch.complex64, which cannot travel; let it hand on torch.view_as_real"),
+        (
+            "a_dict",
+            r"layer 1 \(Do\) returned a dict; a layer hands on a tensor, or a tuple of tensors",
+        ),
+        (
+            "with_none",
+            r"layer 1 \(Do\) returned a NoneType among its 2 outputs; a layer hands on a tensor",
+        ),
+        (
+            "complex_between",
+            r"layer 1 \(Do\) returned a tensor of torch.complex64, which cannot travel; let it hand on torch.view_as_real",
+        ),
         (
             "writes_late",
             r"layer 1 \(Late\) writes to its input in place, which it did not in its first microbatch, .*; let it compute with",
         ),
-        ("counting", r"layer 1 \(Counting\): its forward writes to its attribute 'calls' and has another output when it runs again\. Such"),
-        ("no_graph", "the loss does not depend on the model's output in a way that autograd follows, so nothing would train"),
-        ("no_tensor", "the loss function returned a float; it must return a scalar tensor, the mean"),
-        ("eighths", "layer 1: seen is of torch.float8_e5m2, which can neither move nor be saved; known are float32"),
+        (
+            "counting",
+            r"layer 1 \(Counting\): its forward writes to its attribute 'calls' and has another output when it runs again\. Such",
+        ),
+        (
+            "no_graph",
+            "the loss does not depend on the model's output in a way that autograd follows, so nothing would train",
+        ),
+        (
+            "no_tensor",
+            "the loss function returned a float; it must return a scalar tensor, the mean",
+        ),
+        (
+            "eighths",
+            "layer 1: seen is of torch.float8_e5m2, which can neither move nor be saved; known are float32",
+        ),
     ],
 )
 def test_refused(pool: Pool, function: str, reason: str) -> None:
@@ -175,31 +238,42 @@ def test_batches_without_their_padding(pool: Pool) -> None:
         assert numbers(pool, RAGGED + "ragged", ranks, pipeline={"schedule": schedule}) == expected
     assert numbers(pool, RAGGED + "ragged", 2, train={"recompute": "all"}) == expected
     taken_back = {"train": {"max_grad_norm": 0.3}, "pipeline": {"post_validation": True}}
-    assert numbers(pool, RAGGED + "ragged", 3, **taken_back) == numbers(pool, RAGGED + "ragged", train={"max_grad_norm": 0.3})
+    assert numbers(pool, RAGGED + "ragged", 3, **taken_back) == numbers(
+        pool, RAGGED + "ragged", train={"max_grad_norm": 0.3}
+    )
 
 
 def test_shapes_that_vary_must_be_declared(pool: Pool) -> None:
-    with pytest.raises(JobFailed, match=r"changed shape from .* give the layer that hands them on the attribute varying_shapes"):
+    with pytest.raises(
+        JobFailed,
+        match=r"changed shape from .* give the layer that hands them on the attribute varying_shapes",
+    ):
         run(pool, RAGGED + "undeclared", 3, parallel={"timeout": 3.0})
 
 
 def test_what_each_replica_would_renormalise(pool: Pool) -> None:
     run(pool, "renormalised", 2)
     with pytest.raises(
-        JobFailed, match="layer 0: the embedding itself has max_norm, so its forward writes to its weight, of which every replica"
+        JobFailed,
+        match="layer 0: the embedding itself has max_norm, so its forward writes to its weight, of which every replica",
     ):
         pool.run("train", 2, config=config("renormalised", 1, parallel={"data": 2}))
 
 
 def test_running_statistics_of_replicas_are_refused(pool: Pool) -> None:
     with pytest.raises(
-        JobFailed, match=r"layer 1 \(Normed\): its forward writes to its buffer 'norm.mean' .*, of which every replica would"
+        JobFailed,
+        match=r"layer 1 \(Normed\): its forward writes to its buffer 'norm.mean' .*, of which every replica would",
     ):
         numbers(pool, "own_norm", 2, parallel={"pipeline": 1, "data": 2})
 
 
 def test_random_numbers_of_the_caller_are_its_own() -> None:
-    pipe = pipeline(load_model(parse({"model": {"blocks": 2, "hidden": 16, "heads": 2, "sequence": 8, "dropout": 0.2}})))
+    pipe = pipeline(
+        load_model(
+            parse({"model": {"blocks": 2, "hidden": 16, "heads": 2, "sequence": 8, "dropout": 0.2}})
+        )
+    )
     ids = torch.zeros(MICROBATCHES, 2, 8, dtype=torch.int64)
     torch.manual_seed(5)
     expected, drawn = torch.rand(3), list[Tensor]()

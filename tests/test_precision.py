@@ -15,7 +15,9 @@ from tests.equality import BALANCERS, deeper, pruned
 from tests.pool import Pool
 
 
-def wanted(ranks: int, schedule: str, precision: str, recompute: str | list[int] = "none", **train: Any) -> dict[str, Any]:
+def wanted(
+    ranks: int, schedule: str, precision: str, recompute: str | list[int] = "none", **train: Any
+) -> dict[str, Any]:
     """Layers move at every step, dropout is on, the front freezes, gradients are clipped."""
     config = deeper(ranks, schedule, BALANCERS["random" if ranks > 1 else "none"], freezing=True)
     config["train"] |= {"precision": precision, "recompute": recompute, "steps": 5, **train}
@@ -27,17 +29,25 @@ def _reference(pool: Pool, precision: str) -> dict[str, Any]:
     return pool.run("train", 1, config=wanted(1, "1f1b", precision))[0]
 
 
-@pytest.mark.parametrize(("ranks", "schedule"), list(zip(cycle([2, 3, 4]), SCHEDULES)))  # a processor may multiply bfloat16 very slowly
+@pytest.mark.parametrize(
+    ("ranks", "schedule"), list(zip(cycle([2, 3, 4]), SCHEDULES))
+)  # a processor may multiply bfloat16 very slowly
 def test_one_digest_in_bfloat16(pool: Pool, ranks: int, schedule: str) -> None:
     """Some layers compute again, others (every second rank count) all."""
     expected = _reference(pool, "bfloat16")
-    results = pool.run("train", ranks, config=wanted(ranks, schedule, "bfloat16", [[1, 4, 7], "all"][ranks % 2]))
+    results = pool.run(
+        "train", ranks, config=wanted(ranks, schedule, "bfloat16", [[1, 4, 7], "all"][ranks % 2])
+    )
     assert results[0]["losses"] == expected["losses"]
     assert {r["digest"] for r in results} == {expected["digest"]}
-    assert all(a != b for a, b in pairwise(results[0]["layers"])), "the layers did not move at every step"
+    assert all(a != b for a, b in pairwise(results[0]["layers"])), (
+        "the layers did not move at every step"
+    )
 
 
-@pytest.mark.parametrize(("ranks", "schedule"), [(1, "1f1b"), (2, "zb-h2"), (3, "zb-v"), (4, "zb-auto")])
+@pytest.mark.parametrize(
+    ("ranks", "schedule"), [(1, "1f1b"), (2, "zb-h2"), (3, "zb-v"), (4, "zb-auto")]
+)
 def test_computed_again_is_the_same(pool: Pool, ranks: int, schedule: str) -> None:
     expected = _reference(pool, "float32")
     results = pool.run("train", ranks, config=wanted(ranks, schedule, "float32", "all"))
@@ -58,7 +68,11 @@ def test_low_precision_is_near_float32(pool: Pool, precision: str) -> None:
 def test_pruned_in_low_precision(pool: Pool, precision: str) -> None:
     """From under a mask into CSR, with masters that move along; and computed again."""
     digests: set[str] = set()
-    for ranks, schedule, recompute in ((1, "1f1b", "none"), (2, "zb-h1", "all"), (3, "zb-h2", "none")):
+    for ranks, schedule, recompute in (
+        (1, "1f1b", "none"),
+        (2, "zb-h1", "all"),
+        (3, "zb-h2", "none"),
+    ):
         config = pruned(ranks, schedule, BALANCERS["random" if ranks > 1 else "none"])
         config["train"] |= {"precision": precision, "recompute": recompute}
         digests |= {r["digest"] for r in pool.run("train", ranks, config=config)}
@@ -69,9 +83,16 @@ def test_pruned_in_low_precision(pool: Pool, precision: str) -> None:
 def test_sparse_attention_in_low_precision(pool: Pool, kind: str) -> None:
     """Its directions are drawn anew each step; computed again in B, they are the same."""
     results: dict[str, dict[str, Any]] = {}
-    for key, ranks, precision, recompute in (("one", 1, "bfloat16", "none"), ("two", 2, "bfloat16", "all"), ("wide", 1, "float32", "none")):
+    for key, ranks, precision, recompute in (
+        ("one", 1, "bfloat16", "none"),
+        ("two", 2, "bfloat16", "all"),
+        ("wide", 1, "float32", "none"),
+    ):
         config = wanted(ranks, "zb-h1", precision, recompute)
-        config["dynamism"] = {"cases": ["sparse_attention"], "sparse_attention": {"kind": kind, "buckets": 4, "start": 1}}
+        config["dynamism"] = {
+            "cases": ["sparse_attention"],
+            "sparse_attention": {"kind": kind, "buckets": 4, "start": 1},
+        }
         results[key] = pool.run("train", ranks, config=config)[0]
     assert results["one"]["digest"] == results["two"]["digest"]
     assert results["one"]["losses"] == pytest.approx(results["wide"]["losses"], rel=1e-2)
@@ -79,7 +100,12 @@ def test_sparse_attention_in_low_precision(pool: Pool, kind: str) -> None:
 
 def test_an_overflow_skips_its_step_and_the_run_goes_on(pool: Pool) -> None:
     """The scale doubles after every good step, until float16 really overflows. Every rank skips."""
-    runs = [pool.run("events", ranks, config=wanted(ranks, "zb-h1", "float16", steps=12, loss_scale_window=1)) for ranks in (1, 2)]
+    runs = [
+        pool.run(
+            "events", ranks, config=wanted(ranks, "zb-h1", "float16", steps=12, loss_scale_window=1)
+        )
+        for ranks in (1, 2)
+    ]
     told = runs[0][0]
     skipped = [e for e in told if e["event"] == "skipped"]
     assert skipped, "nothing overflowed"
@@ -90,13 +116,18 @@ def test_an_overflow_skips_its_step_and_the_run_goes_on(pool: Pool) -> None:
     assert len(steps) == 12
     assert [e["step"] for e in steps if e["gradient_norm"] is None] == [e["step"] for e in skipped]
     assert steps[-1]["loss"] < steps[0]["loss"]
-    assert next(e for e in runs[1][0] if e["event"] == "end")["weights_digest"] == told[-1]["weights_digest"]
+    assert (
+        next(e for e in runs[1][0] if e["event"] == "end")["weights_digest"]
+        == told[-1]["weights_digest"]
+    )
     # Without a barrier: the step is taken back first, and the next one's B starts from the scale
     # that the verdict leaves.
     later = wanted(2, "zb-h1", "float16", steps=12, loss_scale_window=1)
     later["pipeline"]["post_validation"] = True
     resumed = pool.run("events", 2, config=later)[0]
-    assert [(e["step"], e["loss_scale"]) for e in resumed if e["event"] == "skipped"] == [(e["step"], e["loss_scale"]) for e in skipped]
+    assert [(e["step"], e["loss_scale"]) for e in resumed if e["event"] == "skipped"] == [
+        (e["step"], e["loss_scale"]) for e in skipped
+    ]
     assert resumed[-1]["weights_digest"] == told[-1]["weights_digest"]
 
 
@@ -105,7 +136,9 @@ def test_replicas_skip_together(pool: Pool) -> None:
     many slots skips."""
     results: dict[tuple[int, int, bool], tuple[list[tuple[int, float]], str]] = {}
     for pipeline, data, later in ((1, 1, False), (1, 2, False), (2, 2, True)):
-        config = wanted(pipeline, "zb-h1", "float16", steps=12, loss_scale_window=1, reduction_slots=2)
+        config = wanted(
+            pipeline, "zb-h1", "float16", steps=12, loss_scale_window=1, reduction_slots=2
+        )
         config["parallel"] |= {"data": data, "zero": int(data > 1)}
         config["pipeline"]["post_validation"] = later
         told = pool.run("events", pipeline * data, config=config)[0]
@@ -118,10 +151,21 @@ def test_replicas_skip_together(pool: Pool) -> None:
 def test_the_scale_goes_on_after_a_restart(pool: Pool, tmp_path: Path) -> None:
     """Stopped in the middle of what doubles and halves it, resumed on other ranks: the same as in
     one go."""
-    expected = pool.run("train", 1, config=wanted(1, "1f1b", "float16", steps=10, loss_scale_window=1))[0]
+    expected = pool.run(
+        "train", 1, config=wanted(1, "1f1b", "float16", steps=10, loss_scale_window=1)
+    )[0]
     for ranks, schedule, resume in ((2, "zb-h1", False), (3, "1f1b", True)):
-        config = wanted(ranks, schedule, "float16", steps=10, loss_scale_window=1) | {"checkpoint": {"every": 100}}
-        ended = pool.run("train_in", ranks, config=config, folder=str(tmp_path), resume=resume, stop_after=None if resume else 6)[0]
+        config = wanted(ranks, schedule, "float16", steps=10, loss_scale_window=1) | {
+            "checkpoint": {"every": 100}
+        }
+        ended = pool.run(
+            "train_in",
+            ranks,
+            config=config,
+            folder=str(tmp_path),
+            resume=resume,
+            stop_after=None if resume else 6,
+        )[0]
         assert ended["interrupted"] is not resume
     assert ended["weights_digest"] == expected["digest"]
     assert ended["loss"] == expected["loss"]
@@ -131,10 +175,15 @@ def test_another_precision_is_not_resumed(pool: Pool, tmp_path: Path) -> None:
     config = wanted(1, "1f1b", "bfloat16", steps=3) | {"checkpoint": {"every": 1}}
     pool.run("train_in", 1, config=config, folder=str(tmp_path))
     config["train"] |= {"precision": "float32", "steps": 4}
-    with pytest.raises(Exception, match=r"is bfloat16 in the checkpoint, float32 in the config's model; resume with the train.precision"):
+    with pytest.raises(
+        Exception,
+        match=r"is bfloat16 in the checkpoint, float32 in the config's model; resume with the train.precision",
+    ):
         pool.run("train_in", 1, config=config, folder=str(tmp_path), resume=True)
 
 
 def test_a_scale_that_stays_fails_where_it_overflows(pool: Pool) -> None:
-    with pytest.raises(Exception, match=r'nothing was updated\. Lower train.loss_scale, or take "dynamic"'):
+    with pytest.raises(
+        Exception, match=r'nothing was updated\. Lower train.loss_scale, or take "dynamic"'
+    ):
         pool.run("train", 1, config=wanted(1, "1f1b", "float16", loss_scale=2.0**40))

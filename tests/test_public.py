@@ -22,7 +22,16 @@ MAX_MEMBERS = 16
 def test_the_names_are_there_and_no_others() -> None:
     assert sorted(dynmo.__all__) == sorted(
         [
-            *("AdamW", "Balance", "Change", "Dynamism", "DynmoError", "Forecast", "LayerCost", "Layers"),
+            *(
+                "AdamW",
+                "Balance",
+                "Change",
+                "Dynamism",
+                "DynmoError",
+                "Forecast",
+                "LayerCost",
+                "Layers",
+            ),
             *("Partition", "Pipeline", "SGD", "Sequential", "Signals"),
             *("StepResult", "World", "__version__", "init", "next_token_loss"),
         ]
@@ -33,13 +42,23 @@ def test_the_names_are_there_and_no_others() -> None:
 
 
 def test_an_unknown_name_is_told() -> None:
-    with pytest.raises(AttributeError, match="module 'dynmo' has no attribute 'Pipelin'; its public names are SGD, AdamW, "):
-        dynmo.Pipelin  # noqa: B018  # pyright: ignore[reportAttributeAccessIssue]
+    with pytest.raises(
+        AttributeError,
+        match="module 'dynmo' has no attribute 'Pipelin'; its public names are SGD, AdamW, ",
+    ):
+        dynmo.Pipelin  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def test_importing_it_loads_nothing() -> None:
     code = "import sys, dynmo; print(sorted({'torch', 'numpy', 'pydantic', 'dynmo.errors'} & set(sys.modules)))"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
     assert done.stdout == "[]\n"
 
 
@@ -53,7 +72,18 @@ def test_few_public_members() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["Change", "Dynamism", "LayerCost", "Partition", "Pipeline", "Sequential", "World", "init", "next_token_loss"]
+    "name",
+    [
+        "Change",
+        "Dynamism",
+        "LayerCost",
+        "Partition",
+        "Pipeline",
+        "Sequential",
+        "World",
+        "init",
+        "next_token_loss",
+    ],
 )
 def test_the_examples_run(name: str) -> None:
     value = getattr(dynmo, name)
@@ -75,7 +105,11 @@ def test_the_files_that_users_read_are_narrow() -> None:
     makefile = (ROOT / "Makefile").read_text()
     _, _, listed = makefile.partition("PUBLIC := ")
     narrow = set(listed.partition("\n\n")[0].replace("\\", " ").split())
-    homes = {inspect.getsourcefile(getattr(dynmo, name)) for name in dynmo.__all__ if not name.startswith("_")}
+    homes = {
+        inspect.getsourcefile(getattr(dynmo, name))
+        for name in dynmo.__all__
+        if not name.startswith("_")
+    }
     assert {str(Path(home or "").relative_to(ROOT)) for home in homes} <= narrow
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text())
     assert set(settings["tool"]["ruff"]["format"]["exclude"]) == narrow

@@ -42,11 +42,20 @@ def config(
     sections: dict[str, Any] = {
         "seed": 7,
         "model": {"blocks": 2, "hidden": 96, "heads": 2, "sequence": 8, "dropout": 0.1} | model,
-        "train": {"steps": STEPS, "global_batch": 8, "micro_batch": 1, "lr": 1e-2, "warmup": 2, "max_grad_norm": 0.5},
+        "train": {
+            "steps": STEPS,
+            "global_batch": 8,
+            "micro_batch": 1,
+            "lr": 1e-2,
+            "warmup": 2,
+            "max_grad_norm": 0.5,
+        },
         "parallel": {"pipeline": pipeline, "data": data, "zero": zero, "timeout": 20.0},
         "pipeline": {"schedule": schedule},
         "balance": balance or {"balancer": "none"},
-        "dynamism": {"cases": ["freezing"], "freezing": {"schedule": [[2, 1], [4, 3]]}} if cases else {},
+        "dynamism": {"cases": ["freezing"], "freezing": {"schedule": [[2, 1], [4, 3]]}}
+        if cases
+        else {},
         "elastic": {"reshape_at": reshape_at or []},
         "trace": {"steps": 0},
     }
@@ -74,13 +83,25 @@ def same(results: list[dict[str, Any]], expected: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize(
     ("pipeline", "data", "zero", "balance"),
-    [(1, 2, 0, None), (1, 2, 1, None), (1, 4, 1, None), (2, 1, 0, RANDOM), (2, 2, 0, RANDOM), (2, 2, 1, RANDOM), (4, 1, 0, None)],
+    [
+        (1, 2, 0, None),
+        (1, 2, 1, None),
+        (1, 4, 1, None),
+        (2, 1, 0, RANDOM),
+        (2, 2, 0, RANDOM),
+        (2, 2, 1, RANDOM),
+        (4, 1, 0, None),
+    ],
 )
-def test_one_digest(pool: Pool, pipeline: int, data: int, zero: int, balance: dict[str, Any] | None) -> None:
+def test_one_digest(
+    pool: Pool, pipeline: int, data: int, zero: int, balance: dict[str, Any] | None
+) -> None:
     results = run(pool, config(pipeline, data, zero=zero, balance=balance))
     same(results, reference(pool, 4))
     if balance:
-        assert all(a != b for a, b in pairwise(results[0]["layers"])), "the layers did not move at every step"
+        assert all(a != b for a, b in pairwise(results[0]["layers"])), (
+            "the layers did not move at every step"
+        )
 
 
 @pytest.mark.matrix  # eight processes
@@ -89,7 +110,10 @@ def test_one_digest_of_eight_ranks(pool: Pool, zero: int) -> None:
     larger = Pool(8)
     try:
         same(run(larger, config(4, 2, zero=zero, balance=RANDOM)), reference(pool, 4))
-        same(run(larger, config(4, 2, zero=zero, balance=RANDOM, reshape_at=[[2, 2, 4], [4, 4, 2]])), reference(pool, 4))
+        same(
+            run(larger, config(4, 2, zero=zero, balance=RANDOM, reshape_at=[[2, 2, 4], [4, 4, 2]])),
+            reference(pool, 4),
+        )
     finally:
         larger.close()
 
@@ -98,9 +122,14 @@ def test_one_digest_of_eight_ranks(pool: Pool, zero: int) -> None:
     ("pipeline", "data", "zero", "schedule", "changes"),
     [(2, 2, 0, "interleaved-1f1b", {}), (2, 2, 1, "gpipe", {"tied": True})],
 )
-def test_schedules_and_tied_weights(pool: Pool, pipeline: int, data: int, zero: int, schedule: str, changes: dict[str, Any]) -> None:
+def test_schedules_and_tied_weights(
+    pool: Pool, pipeline: int, data: int, zero: int, schedule: str, changes: dict[str, Any]
+) -> None:
     expected = run(pool, config(1, 1, schedule="1f1b", **changes))[0]
-    same(run(pool, config(pipeline, data, zero=zero, schedule=schedule, balance=RANDOM, **changes)), expected)
+    same(
+        run(pool, config(pipeline, data, zero=zero, schedule=schedule, balance=RANDOM, **changes)),
+        expected,
+    )
 
 
 def test_pieces_of_w_ahead_of_their_time(pool: Pool) -> None:
@@ -112,9 +141,16 @@ def test_pieces_of_w_ahead_of_their_time(pool: Pool) -> None:
 
 @pytest.mark.parametrize("zero", [0, 1])
 @pytest.mark.parametrize(
-    ("pipeline", "data", "reshape_at"), [(4, 1, [[1, 2, 2], [3, 1, 4]]), (1, 4, [[2, 4, 1], [3, 2, 2], [5, 1, 4]]), (2, 2, [[4, 4, 1]])]
+    ("pipeline", "data", "reshape_at"),
+    [
+        (4, 1, [[1, 2, 2], [3, 1, 4]]),
+        (1, 4, [[2, 4, 1], [3, 2, 2], [5, 1, 4]]),
+        (2, 2, [[4, 4, 1]]),
+    ],
 )
-def test_a_live_reshape(pool: Pool, pipeline: int, data: int, reshape_at: list[list[int]], zero: int) -> None:
+def test_a_live_reshape(
+    pool: Pool, pipeline: int, data: int, reshape_at: list[list[int]], zero: int
+) -> None:
     """A shorter pipeline of more replicas, and back, while layers freeze and move."""
     results = run(pool, config(pipeline, data, zero=zero, balance=RANDOM, reshape_at=reshape_at))
     same(results, reference(pool, 4))
@@ -153,27 +189,61 @@ def test_cases_decide_alike(pool: Pool) -> None:
     """What a replica measures on its own microbatches, or in seconds, is not what the others
     measure: the first one's counts."""
     for cases in (
-        {"cases": ["pruning"], "pruning": {"initial_sparsity": 0.5, "start": 1, "end": 5, "every": 2}},
-        {"cases": ["pruning"], "pruning": {"final_sparsity": 0.7, "start": 1, "end": 3, "every": 2, "dense_below": "measured"}},
-        {"cases": ["freezing"], "freezing": {"policy": "egeria", "every": 1, "window": 2, "refresh": 100, "tolerance": 0.99}},
+        {
+            "cases": ["pruning"],
+            "pruning": {"initial_sparsity": 0.5, "start": 1, "end": 5, "every": 2},
+        },
+        {
+            "cases": ["pruning"],
+            "pruning": {
+                "final_sparsity": 0.7,
+                "start": 1,
+                "end": 3,
+                "every": 2,
+                "dense_below": "measured",
+            },
+        },
+        {
+            "cases": ["freezing"],
+            "freezing": {
+                "policy": "egeria",
+                "every": 1,
+                "window": 2,
+                "refresh": 100,
+                "tolerance": 0.99,
+            },
+        },
     ):
-        wanted, alone = (config(*mesh, cases=False) | {"dynamism": cases} for mesh in ((2, 2), (1, 1)))
+        wanted, alone = (
+            config(*mesh, cases=False) | {"dynamism": cases} for mesh in ((2, 2), (1, 1))
+        )
         wanted |= {"balance": RANDOM, "elastic": {"reshape_at": [[7, 1, 4], [10, 2, 2]]}}
         wanted["parallel"]["zero"], alone["pipeline"]["schedule"] = 1, "1f1b"
         wanted["train"]["steps"] = alone["train"]["steps"] = 14
         results = run(pool, wanted)
         assert len({r["digest"] for r in results}) == 1
         if "egeria" in str(cases):
-            assert 0 < results[0]["frozen"][6] < results[0]["frozen"][-1], "something froze before the reshape and behind it"
-        if "measured" not in str(cases):  # where the threshold is timed, another run may prune otherwise
+            assert 0 < results[0]["frozen"][6] < results[0]["frozen"][-1], (
+                "something froze before the reshape and behind it"
+            )
+        if "measured" not in str(
+            cases
+        ):  # where the threshold is timed, another run may prune otherwise
             same(results, run(pool, alone)[0])
 
 
 @pytest.mark.parametrize(
     ("before", "after"),
-    [((2, 2, 1), (1, 1, 0)), ((1, 1, 0), (2, 2, 1)), ((1, 4, 1), (1, 2, 1)), ((4, 1, 0), (1, 4, 0))],
+    [
+        ((2, 2, 1), (1, 1, 0)),
+        ((1, 1, 0), (2, 2, 1)),
+        ((1, 4, 1), (1, 2, 1)),
+        ((4, 1, 0), (1, 4, 0)),
+    ],
 )
-def test_a_run_goes_on_in_another_mesh(pool: Pool, tmp_path: Path, before: tuple[int, int, int], after: tuple[int, int, int]) -> None:
+def test_a_run_goes_on_in_another_mesh(
+    pool: Pool, tmp_path: Path, before: tuple[int, int, int], after: tuple[int, int, int]
+) -> None:
     folder = tmp_path / "run"
     folder.mkdir()
     for (pipeline, data, zero), resume in ((before, False), (after, True)):
@@ -187,19 +257,38 @@ def test_a_run_goes_on_in_another_mesh(pool: Pool, tmp_path: Path, before: tuple
 
 def test_a_reshaped_run_resumes_in_its_shape(pool: Pool, tmp_path: Path) -> None:
     for resume in (False, True):
-        wanted = config(4, 1, balance=RANDOM, reshape_at=[[2, 2, 2], [5, 1, 4]], zero=1) | {"checkpoint": {"every": 100}}
-        ended = pool.run("train_in", 4, config=wanted, folder=str(tmp_path), resume=resume, stop_after=None if resume else 2)
+        wanted = config(4, 1, balance=RANDOM, reshape_at=[[2, 2, 2], [5, 1, 4]], zero=1) | {
+            "checkpoint": {"every": 100}
+        }
+        ended = pool.run(
+            "train_in",
+            4,
+            config=wanted,
+            folder=str(tmp_path),
+            resume=resume,
+            stop_after=None if resume else 2,
+        )
     assert {e["weights_digest"] for e in ended} == {reference(pool, 4)["digest"]}
     told = list(read(tmp_path / "events.jsonl"))
-    assert [(e.step, e.source, e.target) for e in told if isinstance(e, ReshapeEvent)] == [(2, (4, 1), (2, 2)), (5, (2, 2), (1, 4))]
+    assert [(e.step, e.source, e.target) for e in told if isinstance(e, ReshapeEvent)] == [
+        (2, (4, 1), (2, 2)),
+        (5, (2, 2), (1, 4)),
+    ]
     written = profile_file.read(tmp_path / profile_file.IN_RUN)  # of the mesh that it ended in
     assert (written.ranks, written.microbatches) == (1, 2)
-    assert all(layer.workspace_bytes > 0 for layer in written.layers), "no run tells it, but shapes do"
+    assert all(layer.workspace_bytes > 0 for layer in written.layers), (
+        "no run tells it, but shapes do"
+    )
 
 
 def test_what_replicas_would_each_have_of_their_own_is_refused(pool: Pool) -> None:
-    wanted = config(1, 2, groups=2, cases=False) | {"model": {"kind": "python:tests.runtime.written:layers", "sequence": 8}}
-    with pytest.raises(JobFailed, match=r"writes to its buffer 'mean' .*, of which every replica would have its own; use "):
+    wanted = config(1, 2, groups=2, cases=False) | {
+        "model": {"kind": "python:tests.runtime.written:layers", "sequence": 8}
+    }
+    with pytest.raises(
+        JobFailed,
+        match=r"writes to its buffer 'mean' .*, of which every replica would have its own; use ",
+    ):
         run(pool, wanted)
     wanted["parallel"]["data"] = 1
     run(pool, wanted)
@@ -207,8 +296,17 @@ def test_what_replicas_would_each_have_of_their_own_is_refused(pool: Pool) -> No
 
 def after_a_reshape(world: World, data: int) -> None:
     """A loop of one's own, whose pipeline was not told that it may become replicas."""
-    model = load_model(parse({"model": {"kind": "python:tests.runtime.written:layers", "sequence": 8}}))
-    pipeline = Engine(world, model, uniform(model.layers, world.size), schedule="zb-h1", microbatches=4, accumulation_groups=2)
+    model = load_model(
+        parse({"model": {"kind": "python:tests.runtime.written:layers", "sequence": 8}})
+    )
+    pipeline = Engine(
+        world,
+        model,
+        uniform(model.layers, world.size),
+        schedule="zb-h1",
+        microbatches=4,
+        accumulation_groups=2,
+    )
     ids = torch.zeros(4, 1, 8, dtype=torch.int64)
     pipeline.step(0, ids, ids, lr=0.0)
     pipeline.reshape(pipeline=2 // data, data=data)
@@ -217,7 +315,10 @@ def after_a_reshape(world: World, data: int) -> None:
 
 def test_a_reshape_makes_replicas_that_would_have_their_own(pool: Pool) -> None:
     pool.run("tests.test_replicas:after_a_reshape", 2, data=1)
-    with pytest.raises(JobFailed, match=r"writes to its buffer 'mean' .*, of which every replica would have its own; use "):
+    with pytest.raises(
+        JobFailed,
+        match=r"writes to its buffer 'mean' .*, of which every replica would have its own; use ",
+    ):
         pool.run("tests.test_replicas:after_a_reshape", 2, data=2)
 
 
@@ -234,23 +335,42 @@ def test_a_run_reshapes_itself_where_it_pays(pool: Pool, balancer: str) -> None:
     """One layer is half of the work: two stages can never be even, two replicas are. The bits are
     those of the run that does not."""
     wanted: dict[str, Any] = {
-        "model": {"kind": "emulated", "layers": 3, "f": [0.004, 0.02, 0.004], "b": [0.004, 0.02, 0.004], "w": [0.004, 0.02, 0.004]},
-        "train": {"steps": 8, "global_batch": 4, "micro_batch": 1, "reduction_slots": 2, "max_grad_norm": 0.0},
+        "model": {
+            "kind": "emulated",
+            "layers": 3,
+            "f": [0.004, 0.02, 0.004],
+            "b": [0.004, 0.02, 0.004],
+            "w": [0.004, 0.02, 0.004],
+        },
+        "train": {
+            "steps": 8,
+            "global_batch": 4,
+            "micro_batch": 1,
+            "reduction_slots": 2,
+            "max_grad_norm": 0.0,
+        },
         "parallel": {"pipeline": 2, "timeout": 30.0},
         "balance": {"balancer": balancer, "every": 2},
         "trace": {"steps": 0},
     }
-    told = {on: pool.run("events", 2, config=wanted | {"elastic": {"reshape": on}})[0] for on in (False, True)}
+    told = {
+        on: pool.run("events", 2, config=wanted | {"elastic": {"reshape": on}})[0]
+        for on in (False, True)
+    }
     assert not [e for e in told[False] if e["event"] == "reshape"]
     (reshaped,) = [e for e in told[True] if e["event"] == "reshape"]
     assert (reshaped["from"], reshaped["to"]) == ([2, 1], [1, 2])
     assert reshaped["step"] == 2
     assert told[True][-1]["weights_digest"] == told[False][-1]["weights_digest"]
-    losses = {on: [e["loss"] for e in events if e["event"] == "step"] for on, events in told.items()}
+    losses = {
+        on: [e["loss"] for e in events if e["event"] == "step"] for on, events in told.items()
+    }
     assert losses[True] == losses[False]
 
 
-def test_a_run_of_one_rank_pipelines_weighs_another_mesh_by_a_link_that_it_measures(pool: Pool) -> None:
+def test_a_run_of_one_rank_pipelines_weighs_another_mesh_by_a_link_that_it_measures(
+    pool: Pool,
+) -> None:
     """It has none between stages. Gradients of 4 bytes cost nothing, so replicas of an even model
     stay; and the bits do."""
     wanted: dict[str, Any] = {
@@ -260,7 +380,10 @@ def test_a_run_of_one_rank_pipelines_weighs_another_mesh_by_a_link_that_it_measu
         "balance": {"balancer": "none", "every": 2},
         "trace": {"steps": 0},
     }
-    told = {on: pool.run("events", 2, config=wanted | {"elastic": {"reshape": on}})[0] for on in (False, True)}
+    told = {
+        on: pool.run("events", 2, config=wanted | {"elastic": {"reshape": on}})[0]
+        for on in (False, True)
+    }
     assert not [e for e in told[True] if e["event"] == "reshape"]
     assert told[True][-1]["weights_digest"] == told[False][-1]["weights_digest"]
 
@@ -297,9 +420,13 @@ def test_what_a_costs_file_says_of_optimizer_state(pool: Pool, tmp_path: Path) -
         profiles[zero] = profile_file.read(folder / profile_file.IN_RUN)
     for whole, shared in zip(profiles[0].layers, profiles[1].layers, strict=True):
         if whole.gradient_bytes:
-            assert 0 <= whole.optimizer_bytes - shared.optimizer_bytes < 100, "but for AdamW's counters"
+            assert 0 <= whole.optimizer_bytes - shared.optimizer_bytes < 100, (
+                "but for AdamW's counters"
+            )
         assert shared.optimizer_bytes >= 0.9 * whole.optimizer_bytes
-        assert whole.pending_gradient_bytes == 2 * whole.gradient_bytes, "of four slots on a replica two wait while the last is summed"
+        assert whole.pending_gradient_bytes == 2 * whole.gradient_bytes, (
+            "of four slots on a replica two wait while the last is summed"
+        )
 
 
 def test_a_tied_weight_keeps_the_barrier_and_says_so(pool: Pool) -> None:

@@ -32,14 +32,23 @@ DRY_LIMIT = 120.0  # seconds of a part in a dry run: a shared machine may be bus
 def chosen(parts: Sequence[Part], only: str | None) -> list[Part]:
     """The parts named in `only`, in their own order. Raises Unfit for an unknown name."""
     names = None if only is None else only.split(",")
-    unknown = next((name for name in names or () if name not in {part.name for part in parts}), None)
+    unknown = next(
+        (name for name in names or () if name not in {part.name for part in parts}), None
+    )
     if unknown is not None:
-        raise Unfit(f"--only: there is no part {unknown!r}; choose from {', '.join(part.name for part in parts)}")
+        raise Unfit(
+            f"--only: there is no part {unknown!r}; choose from {', '.join(part.name for part in parts)}"
+        )
     return [part for part in parts if names is None or part.name in names]
 
 
 def run_all(
-    parts: Sequence[Part], out: Path, about: Mapping[str, Any], dry: bool, seconds: float, stretch: float = 1.0
+    parts: Sequence[Part],
+    out: Path,
+    about: Mapping[str, Any],
+    dry: bool,
+    seconds: float,
+    stretch: float = 1.0,
 ) -> list[tuple[Part, Ended]]:
     """Runs the parts in turn and tells of each.
 
@@ -60,7 +69,9 @@ def run_all(
     for number, part in enumerate(parts, 1):
         head = f"[{number}/{len(parts)}] {part.name}"
         lacking = [] if dry else [name for name in part.needs if not installed(name)]
-        limit = min(max(part.limit, DRY_LIMIT) if dry else stretch * part.limit, deadline - time.monotonic())
+        limit = min(
+            max(part.limit, DRY_LIMIT) if dry else stretch * part.limit, deadline - time.monotonic()
+        )
         print(f"{head}: starts, limit {max(0.0, limit):.0f} s", flush=True)
         try:
             if lacking:
@@ -94,7 +105,9 @@ def show(rows: Sequence[tuple[Part, Ended]]) -> None:
     for heading in ("part", "expected", "what came", "seconds", "status"):
         table.add_column(heading, justify="right" if heading == "seconds" else "left")
     for part, ended in rows:
-        table.add_row(part.name, part.expected, Text(ended.came), f"{ended.seconds:.1f}", ended.status)
+        table.add_row(
+            part.name, part.expected, Text(ended.came), f"{ended.seconds:.1f}", ended.status
+        )
     console = Console()
     console = console if console.is_terminal else Console(width=160)
     console.print(table)
@@ -118,10 +131,25 @@ def main() -> int:
     )
     parser.add_argument("--only", metavar="NAME[,NAME]", help="these parts only")
     parser.add_argument("--list", action="store_true", help="list the parts and stop")
-    parser.add_argument("--seconds", type=float, default=SECONDS, help=f"limit of all parts together (default {SECONDS:.0f})")
-    parser.add_argument("--stretch", type=float, default=1.0, metavar="FACTOR", help="multiply each part's limit, for a slow machine")
-    parser.add_argument("--out", type=Path, help=f"folder of the results (default {RESULTS.relative_to(ROOT)})")
-    parser.add_argument("--commit", metavar="HASH", help="the commit to name in the results of a copy without .git")
+    parser.add_argument(
+        "--seconds",
+        type=float,
+        default=SECONDS,
+        help=f"limit of all parts together (default {SECONDS:.0f})",
+    )
+    parser.add_argument(
+        "--stretch",
+        type=float,
+        default=1.0,
+        metavar="FACTOR",
+        help="multiply each part's limit, for a slow machine",
+    )
+    parser.add_argument(
+        "--out", type=Path, help=f"folder of the results (default {RESULTS.relative_to(ROOT)})"
+    )
+    parser.add_argument(
+        "--commit", metavar="HASH", help="the commit to name in the results of a copy without .git"
+    )
     options = parser.parse_args()
     if options.list:
         for part in PARTS:
@@ -136,9 +164,13 @@ def main() -> int:
         return 2
     signal.signal(signal.SIGTERM, _interrupt)
     signal.signal(signal.SIGINT, _interrupt)
-    temporary = Path(tempfile.mkdtemp(prefix="dynmo-gpu-")) if options.dry and options.out is None else None
+    temporary = (
+        Path(tempfile.mkdtemp(prefix="dynmo-gpu-")) if options.dry and options.out is None else None
+    )
     out = (temporary or options.out or RESULTS).resolve()
-    print(f"{about.get('gpu', 'CPU')}, torch {about['torch']}, CUDA {about['cuda']}, driver {about['driver']}, Python {about['python']}")
+    print(
+        f"{about.get('gpu', 'CPU')}, torch {about['torch']}, CUDA {about['cuda']}, driver {about['driver']}, Python {about['python']}"
+    )
     rows = run_all(parts, out, about, options.dry, options.seconds, options.stretch)
     show(rows)
     passed = all(ended.status == "ok" for _, ended in rows)

@@ -30,7 +30,9 @@ def forward(attend: Callable[[Tensor, Tensor], Tensor], x: Tensor, v: Tensor) ->
     return run
 
 
-def both(attend: Callable[[Tensor, Tensor], Tensor], x: Tensor, v: Tensor, g: Tensor) -> Callable[[], None]:
+def both(
+    attend: Callable[[Tensor, Tensor], Tensor], x: Tensor, v: Tensor, g: Tensor
+) -> Callable[[], None]:
     def run() -> None:
         a, b = x.detach().requires_grad_(), v.detach().requires_grad_()
         attend(a, b).backward(g)
@@ -40,7 +42,9 @@ def both(attend: Callable[[Tensor, Tensor], Tensor], x: Tensor, v: Tensor, g: Te
 
 def share_of_pairs(x: Tensor, hashed: Hashed) -> float:
     """Of all pairs (query, earlier key), those in one bucket."""
-    buckets = hash_buckets(x, draw_directions(x.shape[2], x.shape[3], hashed.buckets, hashed.seed, x.device))
+    buckets = hash_buckets(
+        x, draw_directions(x.shape[2], x.shape[3], hashed.buckets, hashed.seed, x.device)
+    )
     batch, sequence, heads = buckets.shape
     counts = torch.nn.functional.one_hot(buckets, hashed.buckets).sum(1).double()
     return float((counts * (counts - 1)).sum() / (batch * heads * sequence * (sequence - 1)))
@@ -58,7 +62,10 @@ def length(
 ) -> dict[str, Any]:
     progress(f"{dtype}, {sequence} tokens")
     generator = torch.Generator().manual_seed(0)
-    x, v, g = (torch.randn(batch, sequence, heads, size, generator=generator).to(device, dtype) for _ in range(3))
+    x, v, g = (
+        torch.randn(batch, sequence, heads, size, generator=generator).to(device, dtype)
+        for _ in range(3)
+    )
     kinds = {f"hash, {n} buckets": Hashed(n, 32, 1) for n in BUCKETS if n <= sequence}
     sides: dict[str, Callable[[], object]] = {}
     for name, attend in {"sdpa": dense_attention, **kinds}.items():
@@ -79,7 +86,11 @@ def length(
 def wins_from(rows: Sequence[dict[str, Any]]) -> dict[str, int | None]:
     return {
         f"hash, {n} buckets": next(
-            (r["sequence"] for r in rows if r["kinds"].get(f"hash, {n} buckets", {}).get("speedup", 0) > 1),
+            (
+                r["sequence"]
+                for r in rows
+                if r["kinds"].get(f"hash, {n} buckets", {}).get("speedup", 0) > 1
+            ),
             None,
         )
         for n in BUCKETS
@@ -89,7 +100,10 @@ def wins_from(rows: Sequence[dict[str, Any]]) -> dict[str, int | None]:
 def measure(device: torch.device, options: argparse.Namespace) -> dict[str, Any]:
     shape = {key: getattr(options, key) for key in ("heads", "size", "batch", "rounds")}
     lengths = [2**i for i in range(10, 16) if 2**i <= options.longest] or [options.longest]
-    measured = {name: [length(device, PRECISIONS[name], n, **shape) for n in lengths] for name in ("bfloat16", "float32")}
+    measured = {
+        name: [length(device, PRECISIONS[name], n, **shape) for n in lengths]
+        for name in ("bfloat16", "float32")
+    }
     return {
         **shape,
         "lengths": measured,
@@ -98,8 +112,14 @@ def measure(device: torch.device, options: argparse.Namespace) -> dict[str, Any]
 
 
 def assess(result: dict[str, Any]) -> Verdict:
-    starts = {f"{name} {kind}": first for name, kinds in result["wins_from"].items() for kind, first in kinds.items()}
-    told = ", ".join(f"{name} {'never' if first is None else f'from {first}'}" for name, first in starts.items())
+    starts = {
+        f"{name} {kind}": first
+        for name, kinds in result["wins_from"].items()
+        for kind, first in kinds.items()
+    }
+    told = ", ".join(
+        f"{name} {'never' if first is None else f'from {first}'}" for name, first in starts.items()
+    )
     return Verdict(
         any(first is not None for name, first in starts.items() if name.startswith("bfloat16")),
         told,

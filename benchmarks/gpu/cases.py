@@ -106,11 +106,15 @@ class Run:
             dtype=PRECISIONS[config.train.precision],
         )
         shape = (2, options.microbatches, options.batch, options.sequence)
-        self._tokens = torch.randint(0, config.model.vocab, shape, generator=torch.Generator().manual_seed(0)).to(device)
+        self._tokens = torch.randint(
+            0, config.model.vocab, shape, generator=torch.Generator().manual_seed(0)
+        ).to(device)
         self.losses: list[float] = []
 
     def step(self) -> None:
-        result = self.pipeline.step(len(self.losses), self._tokens[0], self._tokens[1], lr=1e-5, max_norm=1.0)
+        result = self.pipeline.step(
+            len(self.losses), self._tokens[0], self._tokens[1], lr=1e-5, max_norm=1.0
+        )
         self.losses.append(result.loss)
 
     def steps(self, count: int) -> float:
@@ -136,7 +140,8 @@ class Run:
             "balanced_seconds": fast,
             "balanced_layers": list(balanced.counts),
             "speedup": even / fast,
-            "ideal": pipeline.predict(costs, self.even).makespan / pipeline.predict(costs, balanced).makespan,
+            "ideal": pipeline.predict(costs, self.even).makespan
+            / pipeline.predict(costs, balanced).makespan,
             "tokens_per_second": tokens / fast,
         }
 
@@ -186,9 +191,14 @@ def assess(result: dict[str, Any]) -> Verdict:
     """Balanced must be no slower (2 % for noise)."""
     speedups = {name: row["speedup"] for name, row in result["cases"].items() if "speedup" in row}
     alone = {name: result["cases"][name]["dense_over_even"] for name in speedups}
-    told = ", ".join(f"{name} x{speedup:.3f} (case alone x{alone[name]:.2f})" for name, speedup in speedups.items())
+    told = ", ".join(
+        f"{name} x{speedup:.3f} (case alone x{alone[name]:.2f})"
+        for name, speedup in speedups.items()
+    )
     peak = "" if result["peak_bytes"] is None else f", peak {result['peak_bytes'] / 2**30:.1f} GiB"
-    told = f"{result['parameters'] / 1e9:.2f} B weights: {told}{peak}, loss {result['losses'][-1]:.3f}"
+    told = (
+        f"{result['parameters'] / 1e9:.2f} B weights: {told}{peak}, loss {result['losses'][-1]:.3f}"
+    )
     return Verdict(all(speedup >= 0.98 for speedup in speedups.values()), told)
 
 

@@ -69,7 +69,9 @@ def check_packages() -> None:
     """Raises Unfit naming all missing packages, or a torch that is too old."""
     names = missing()
     if names:
-        raise Unfit(f"missing packages: {', '.join(names)}; docs/gpu.md says how to bring them along")
+        raise Unfit(
+            f"missing packages: {', '.join(names)}; docs/gpu.md says how to bring them along"
+        )
     version = importlib.metadata.version("torch")
     numbers = re.match(r"(\d+)\.(\d+)", version)
     if numbers is None or tuple(map(int, numbers.groups())) < TORCH:
@@ -89,7 +91,9 @@ def probe(needs_gpu: bool, commit: str | None = None) -> dict[str, Any]:
     Raises:
         Unfit: torch cannot be used, or there is no GPU and one is needed.
     """
-    done = subprocess.run([sys.executable, "-c", _PROBE], capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-c", _PROBE], capture_output=True, text=True, timeout=120
+    )
     if done.returncode:
         reason = (done.stderr.strip().splitlines() or ["no reason given"])[-1]
         raise Unfit(f"torch cannot be used here: {reason}")

@@ -57,7 +57,9 @@ def main(
         assess: Says what the figures show.
         options: The sizes.
     """
-    parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=about, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
     parser.add_argument("--dry", action="store_true", help="on CPU, with tiny sizes")
     parser.add_argument("--out", help="a file that the benchmark leaves, if it leaves one")
@@ -136,7 +138,9 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def turns(device: torch.device, sides: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, float]:
+def turns(
+    device: torch.device, sides: Mapping[str, Callable[[], object]], rounds: int
+) -> dict[str, float]:
     """Median seconds of each side, in turn. The first two of each are not counted."""
     timed = {name: lambda work=work: seconds(device, work) for name, work in sides.items()}
     return harness.medians(harness.alternate(timed, rounds, warmup=2))

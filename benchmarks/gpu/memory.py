@@ -39,7 +39,9 @@ from dynmo.train.shape_costs import shape_costs
 SCHEDULE = "zb-h1"
 
 
-def on_a_rank(world: World, blocks: int, hidden: int, sequence: int, batch: int, microbatches: int) -> dict[str, Any]:
+def on_a_rank(
+    world: World, blocks: int, hidden: int, sequence: int, batch: int, microbatches: int
+) -> dict[str, Any]:
     """Runs on each rank. Returns what both ranks found."""
     device = world.device
     config = parse(
@@ -71,7 +73,9 @@ def on_a_rank(world: World, blocks: int, hidden: int, sequence: int, batch: int,
         dtype=dtype,
     )
     progress(f"rank {world.rank}: the model is built")
-    tokens = torch.randint(0, 256, (2, microbatches, batch, sequence), generator=torch.Generator().manual_seed(0)).to(device)
+    tokens = torch.randint(
+        0, 256, (2, microbatches, batch, sequence), generator=torch.Generator().manual_seed(0)
+    ).to(device)
     count = 0
 
     def steps(number: int) -> float:
@@ -90,18 +94,26 @@ def on_a_rank(world: World, blocks: int, hidden: int, sequence: int, batch: int,
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     before = steps(2)
-    held = sum(t.nbytes for module, optimizer in pipeline.own_layers.values() for t in (*module.parameters(), *optimizer.state().values()))
+    held = sum(
+        t.nbytes
+        for module, optimizer in pipeline.own_layers.values()
+        for t in (*module.parameters(), *optimizer.state().values())
+    )
     peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else held
     schedule = pipeline.schedule_for(partition)
     account = rank_memory(pipeline.costs(), partition.counts, schedule)
-    planned = rank_memory(recompute_as_workspace(shape_costs(config, model), ()), partition.counts, schedule)
+    planned = rank_memory(
+        recompute_as_workspace(shape_costs(config, model), ()), partition.counts, schedule
+    )
     table = torch.zeros(world.size, dtype=torch.float64)
     table[world.rank] = peak
     world.sum(table, "the peaks of all ranks")
 
     progress(f"rank {world.rank}: the steps before the move have run")
     digest, quarter = pipeline.digest(), max(1, model.layers // 4)
-    migration = pipeline.move(Partition((partition.counts[0] - quarter, partition.counts[1] + quarter)))
+    migration = pipeline.move(
+        Partition((partition.counts[0] - quarter, partition.counts[1] + quarter))
+    )
     after = pipeline.digest()
     if digest != after:
         raise RuntimeError(f"the move changed the weights: {digest} before, {after} after")
@@ -109,8 +121,12 @@ def on_a_rank(world: World, blocks: int, hidden: int, sequence: int, batch: int,
         "peak_bytes": table.tolist(),
         "account_bytes": list(account),
         "planned_bytes": list(planned),
-        "peak_over_account": [peak / said for peak, said in zip(table.tolist(), account, strict=True)],
-        "peak_over_planned": [peak / said for peak, said in zip(table.tolist(), planned, strict=True)],
+        "peak_over_account": [
+            peak / said for peak, said in zip(table.tolist(), account, strict=True)
+        ],
+        "peak_over_planned": [
+            peak / said for peak, said in zip(table.tolist(), planned, strict=True)
+        ],
         "moved_layers": quarter,
         "moved_bytes": migration.moved_bytes,
         "move_seconds": migration.seconds,
@@ -120,16 +136,24 @@ def on_a_rank(world: World, blocks: int, hidden: int, sequence: int, batch: int,
 
 
 def measure(device: torch.device, options: argparse.Namespace) -> dict[str, Any]:
-    shape = {key: getattr(options, key) for key in ("blocks", "hidden", "sequence", "batch", "microbatches")}
+    shape = {
+        key: getattr(options, key)
+        for key in ("blocks", "hidden", "sequence", "batch", "microbatches")
+    }
     return {**shape, **run_ranks("benchmarks.gpu.memory:on_a_rank", 2, str(device), **shape)}
 
 
 def assess(result: dict[str, Any]) -> Verdict:
     ratios = result["peak_over_account"]
     planned = result["peak_over_planned"]
-    told = ", ".join(f"rank {rank} {ratio:.3f} of the account, {planned[rank]:.3f} of the plan" for rank, ratio in enumerate(ratios))
+    told = ", ".join(
+        f"rank {rank} {ratio:.3f} of the account, {planned[rank]:.3f} of the plan"
+        for rank, ratio in enumerate(ratios)
+    )
     move = f"moved {result['moved_bytes'] / 1e9:.2f} GB in {result['move_seconds']:.2f} s, same weights"
-    return Verdict(all(0.9 <= ratio <= 1.1 for ratio in ratios) and max(planned) <= 1.1, f"{told}; {move}")
+    return Verdict(
+        all(0.9 <= ratio <= 1.1 for ratio in ratios) and max(planned) <= 1.1, f"{told}; {move}"
+    )
 
 
 OPTIONS = (

@@ -50,7 +50,9 @@ RANKS = ("tests/gpu/test_ranks.py", *(("-n", "6") if find_spec("xdist") else ())
 
 # About 1.4 times what a part takes on an H100. All parts together end within `--seconds`.
 PARTS: tuple[Part, ...] = (
-    Part("prepare", "the loops of the planner compile, or were compiled before", 90, PREPARE, PREPARE),
+    Part(
+        "prepare", "the loops of the planner compile, or were compiled before", 90, PREPARE, PREPARE
+    ),
     Part(
         "equality",
         "one GPU, its slices and NCCL with one rank train what the CPU trains",
@@ -80,7 +82,9 @@ PARTS: tuple[Part, ...] = (
         95,
         needs=("cuda.core", "triton"),
     ),
-    benchmark("memory", "peak of each rank 0.9 to 1.1 of the account, same weights after a move", 50),
+    benchmark(
+        "memory", "peak of each rank 0.9 to 1.1 of the account, same weights after a move", 50
+    ),
     benchmark(
         "profile",
         "dynmo plan reads what dynmo profile measured",

@@ -23,7 +23,12 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def command(*arguments: str) -> dict[str, Any]:
     """Runs a dynmo command and returns the object it prints. Raises RuntimeError if it fails."""
-    done = subprocess.run([sys.executable, "-m", "dynmo", *arguments, "--json"], cwd=ROOT, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-m", "dynmo", *arguments, "--json"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
     sys.stderr.write(done.stderr)
     if done.returncode:
         last = (done.stderr.splitlines() or ["no output"])[-1]
@@ -54,7 +59,9 @@ def measure(device: torch.device, options: argparse.Namespace) -> dict[str, Any]
         folder = Path(name)
         (folder / "run.toml").write_text(config.to_toml(), encoding="utf-8")
         costs = Path(options.out) if options.out else folder / "costs.json"
-        profile = command("profile", str(folder / "run.toml"), "--steps", str(options.steps), "--out", str(costs))
+        profile = command(
+            "profile", str(folder / "run.toml"), "--steps", str(options.steps), "--out", str(costs)
+        )
         progress("the layers are measured")
         plan = command("plan", "--costs", str(costs), "--ranks", "8")
     seconds = {op: sum(profile[op]) for op in "fbw"}

@@ -37,7 +37,9 @@ class Ended:
     result: Mapping[str, Any] | None = None
 
 
-def run(command: Sequence[str], limit: float, log: Path, environment: Mapping[str, str] | None = None) -> Ended:
+def run(
+    command: Sequence[str], limit: float, log: Path, environment: Mapping[str, str] | None = None
+) -> Ended:
     """Runs `python -m COMMAND` and judges what it printed.
 
     Args:
@@ -83,14 +85,18 @@ def read_output(code: int, printed: str, log: Path, seconds: float) -> Ended:
     if code:
         told = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
         ended = f"ended by {signal.Signals(-code).name}" if code < 0 else f"status {code}"
-        return Ended("failed", f"{ended}: {(lines or told or ['no output'])[-1].strip('= ')}", seconds)
+        return Ended(
+            "failed", f"{ended}: {(lines or told or ['no output'])[-1].strip('= ')}", seconds
+        )
     try:
         result = json.loads(lines[-1]) if lines else None
     except ValueError:
         result = None
     if not isinstance(result, dict):
         return Ended("ok", lines[-1].strip("= ") if lines else "no output", seconds)
-    return Ended("ok" if result.get("met", True) else "missed", str(result.get("came", "")), seconds, result)
+    return Ended(
+        "ok" if result.get("met", True) else "missed", str(result.get("came", "")), seconds, result
+    )
 
 
 def kill_tree(process: subprocess.Popen[bytes]) -> None:

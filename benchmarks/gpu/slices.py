@@ -78,7 +78,9 @@ class Sides:
         pipeline.discard()
 
 
-def on_slices(sides: Sides, world: World, model: Model, count: int, microbatches: int, dtype: torch.dtype) -> dict[str, Any]:
+def on_slices(
+    sides: Sides, world: World, model: Model, count: int, microbatches: int, dtype: torch.dtype
+) -> dict[str, Any]:
     """Adds the schedules on so many slices to `sides`.
 
     Args:
@@ -95,13 +97,23 @@ def on_slices(sides: Sides, world: World, model: Model, count: int, microbatches
     rows: dict[str, Any] = {}
     for own, stages, names in (("zb-auto", count, FLAT), ("zb-v", 2 * count, V_SHAPED)):
         partition = uniform(model.layers, stages)
-        pipeline = Engine(world, model, partition, schedule=own, microbatches=microbatches, slices=count, dtype=dtype)
+        pipeline = Engine(
+            world,
+            model,
+            partition,
+            schedule=own,
+            microbatches=microbatches,
+            slices=count,
+            dtype=dtype,
+        )
         for _ in range(2):  # the first loads kernels
             sides.run(pipeline)
         pipeline.actions.replan(pipeline.costs())
         for name in names:
             if name.startswith("torch "):
-                schedule = torch_order(PEERS[name.removeprefix("torch ")], count, microbatches, name)
+                schedule = torch_order(
+                    PEERS[name.removeprefix("torch ")], count, microbatches, name
+                )
             elif name == own:
                 schedule = pipeline.schedule_for(partition)
             else:
@@ -111,12 +123,20 @@ def on_slices(sides: Sides, world: World, model: Model, count: int, microbatches
     return rows
 
 
-def torch_stages(model: Model, device: torch.device, dtype: torch.dtype) -> Callable[[int, int], nn.Module]:
+def torch_stages(
+    model: Model, device: torch.device, dtype: torch.dtype
+) -> Callable[[int, int], nn.Module]:
     """Makes torch's stages: the same layers, placed evenly."""
 
     def build(stage: int, stages: int) -> nn.Module:
         own = uniform(model.layers, stages).range_of(stage)
-        return nn.Sequential(*(layer.to(device, dtype) for index, layer in enumerate(model.build(own)) if index in own))
+        return nn.Sequential(
+            *(
+                layer.to(device, dtype)
+                for index, layer in enumerate(model.build(own))
+                if index in own
+            )
+        )
 
     return build
 
@@ -140,7 +160,9 @@ def pipelines(
         "sequence": sequence,
     }
     model = built_on(device, load_model(parse({"model": shape})))
-    tokens = torch.randint(0, 256, (2, microbatches, batch, sequence), generator=torch.Generator().manual_seed(0)).to(device)
+    tokens = torch.randint(
+        0, 256, (2, microbatches, batch, sequence), generator=torch.Generator().manual_seed(0)
+    ).to(device)
     sides = Sides(device, tokens[0], tokens[1])
     with tempfile.TemporaryDirectory() as folder:
         store = dist.FileStore(str(Path(folder) / "store"), 1)
@@ -188,8 +210,11 @@ def pipelines(
             measured = medians(alternate(sides.steps, rounds, warmup=1))
             out: dict[str, Any] = {
                 "whole_seconds": measured["whole"],
-                "runtime_gain": measured["whole torch zero-bubble"] / measured["whole dynmo zero-bubble"],
-                "sms": [each.sms for each in cut(device.index or 0, slices)] if device.type == "cuda" else [],
+                "runtime_gain": measured["whole torch zero-bubble"]
+                / measured["whole dynmo zero-bubble"],
+                "sms": [each.sms for each in cut(device.index or 0, slices)]
+                if device.type == "cuda"
+                else [],
                 "schedules": {},
             }
             for name, (pipeline, schedule) in rows.items():
@@ -208,7 +233,10 @@ def pipelines(
 
 
 def measure(device: torch.device, options: argparse.Namespace) -> dict[str, Any]:
-    shape = {key: getattr(options, key) for key in ("slices", "blocks", "hidden", "sequence", "batch", "microbatches", "rounds")}
+    shape = {
+        key: getattr(options, key)
+        for key in ("slices", "blocks", "hidden", "sequence", "batch", "microbatches", "rounds")
+    }
     return {**shape, **pipelines(device, torch.bfloat16, **shape)}
 
 

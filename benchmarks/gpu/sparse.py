@@ -33,10 +33,14 @@ def matrix(
     dense = time_linear(make_pruned(rows, columns, 0.0, False, device, dtype), tokens, rounds)
     points: list[dict[str, float]] = []
     for sparsity in SPARSITIES:
-        sparse = time_linear(make_pruned(rows, columns, sparsity, True, device, dtype), tokens, rounds)
+        sparse = time_linear(
+            make_pruned(rows, columns, sparsity, True, device, dtype), tokens, rounds
+        )
         ratios = {kind: s / d for kind, s, d in zip("fbw", sparse, dense, strict=True)}
         points.append({"sparsity": sparsity, "all": sum(sparse) / sum(dense)} | ratios)
-    threshold = median(measure_crossover(rows, columns, tokens, device, dtype) for _ in range(bisections))
+    threshold = median(
+        measure_crossover(rows, columns, tokens, device, dtype) for _ in range(bisections)
+    )
     return {
         "rows": rows,
         "columns": columns,
@@ -50,13 +54,22 @@ def matrix(
 def measure(device: torch.device, options: argparse.Namespace) -> dict[str, Any]:
     sizes = [n for n in (1024, 4096) if n <= options.largest] or [options.largest]
     return {
-        name: [matrix(device, PRECISIONS[name], n, n, options.tokens, options.rounds, options.bisections) for n in sizes]
+        name: [
+            matrix(
+                device, PRECISIONS[name], n, n, options.tokens, options.rounds, options.bisections
+            )
+            for n in sizes
+        ]
         for name in ("bfloat16", "float32")
     }
 
 
 def assess(result: dict[str, Any]) -> Verdict:
-    crossovers = {f"{name} {row['rows']}": row["crossover"] for name in ("bfloat16", "float32") for row in result[name]}
+    crossovers = {
+        f"{name} {row['rows']}": row["crossover"]
+        for name in ("bfloat16", "float32")
+        for row in result[name]
+    }
     return Verdict(
         min(crossovers.values()) < 1,
         ", ".join(f"{name} from {share:.2f}" for name, share in crossovers.items()),

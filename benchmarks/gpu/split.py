@@ -32,13 +32,17 @@ from dynmo.runtime.layer.split_backward import Layer
 def halves(device: torch.device, blocks: int, hidden: int, sequence: int) -> list[nn.Module]:
     """The halves of so many GPT blocks in float32, with weights drawn on the device."""
     heads = max(1, hidden // 64)
-    model = load_model(parse({"model": {"blocks": blocks, "hidden": hidden, "heads": heads, "sequence": sequence}}))
+    model = load_model(
+        parse({"model": {"blocks": blocks, "hidden": hidden, "heads": heads, "sequence": sequence}})
+    )
     with device:
         built = model.build(frozenset(range(1, model.layers - 1)))
     return [built[i] for i in range(1, model.layers - 1)]
 
 
-def plain(modules: list[nn.Module], x: Tensor, gy: Tensor, microbatches: int, compiles: bool) -> Callable[[], None]:
+def plain(
+    modules: list[nn.Module], x: Tensor, gy: Tensor, microbatches: int, compiles: bool
+) -> Callable[[], None]:
     whole: Callable[[Tensor], Tensor] = nn.Sequential(*modules)
     parameters = [p for module in modules for p in module.parameters()]
     if compiles:
@@ -53,7 +57,9 @@ def plain(modules: list[nn.Module], x: Tensor, gy: Tensor, microbatches: int, co
     return step
 
 
-def ours(layers: list[Layer], x: Tensor, gy: Tensor, microbatches: int, how: str) -> Callable[[], None]:
+def ours(
+    layers: list[Layer], x: Tensor, gy: Tensor, microbatches: int, how: str
+) -> Callable[[], None]:
     def step() -> None:
         for j in range(microbatches):
             tensors = (x,)
@@ -90,10 +96,17 @@ def stage(
     rounds: int,
 ) -> dict[str, Any]:
     generator = torch.Generator().manual_seed(0)
-    x, gy = (torch.randn(batch, sequence, hidden, generator=generator).to(device, dtype) for _ in range(2))
+    x, gy = (
+        torch.randn(batch, sequence, hidden, generator=generator).to(device, dtype)
+        for _ in range(2)
+    )
     progress(f"{dtype}, {'compiled' if compiles else 'eager'}")
     modules = halves(device, blocks, hidden, sequence)
-    sides = {"plain": plain([copy.deepcopy(m).to(device, dtype) for m in modules], x, gy, microbatches, compiles)}
+    sides = {
+        "plain": plain(
+            [copy.deepcopy(m).to(device, dtype) for m in modules], x, gy, microbatches, compiles
+        )
+    }
     for how in ("fused", "split", "deferred"):
         own = [copy.deepcopy(m).to(device) for m in modules]
         for module in own:
@@ -108,7 +121,9 @@ def stage(
     medians = turns(device, sides, rounds)
     return {
         "seconds": medians,
-        "tokens_per_second": {name: batch * sequence * microbatches / each for name, each in medians.items()},
+        "tokens_per_second": {
+            name: batch * sequence * microbatches / each for name, each in medians.items()
+        },
         "split_over_fused": medians["split"] / medians["fused"],
         "deferred_over_fused": medians["deferred"] / medians["fused"],
         "fused_over_plain": medians["fused"] / medians["plain"],
@@ -116,12 +131,17 @@ def stage(
 
 
 def measure(device: torch.device, options: argparse.Namespace) -> dict[str, Any]:
-    shape = {key: getattr(options, key) for key in ("blocks", "hidden", "sequence", "batch", "microbatches", "rounds")}
+    shape = {
+        key: getattr(options, key)
+        for key in ("blocks", "hidden", "sequence", "batch", "microbatches", "rounds")
+    }
     figures: dict[str, dict[str, Any]] = {}
     for name in list(PRECISIONS)[: options.precisions]:
         # float32 without tensor cores takes ten times as long.
         rounds = min(1, options.rounds) if name == "float32" else options.rounds
-        figures[name] = {"eager": stage(device, PRECISIONS[name], False, **shape | {"rounds": rounds})}
+        figures[name] = {
+            "eager": stage(device, PRECISIONS[name], False, **shape | {"rounds": rounds})
+        }
     for name in list(PRECISIONS)[: options.compiled]:
         figures.setdefault(name, {})["compiled"] = stage(device, PRECISIONS[name], True, **shape)
     return {**shape, "stage": figures}
@@ -131,7 +151,11 @@ GOAL = 1.02
 
 
 def assess(result: dict[str, Any]) -> Verdict:
-    ratios = {f"{name} {mode}": row["split_over_fused"] for name, modes in result["stage"].items() for mode, row in modes.items()}
+    ratios = {
+        f"{name} {mode}": row["split_over_fused"]
+        for name, modes in result["stage"].items()
+        for mode, row in modes.items()
+    }
     met = all(ratio <= GOAL for name, ratio in ratios.items() if name.startswith("bfloat16"))
     return Verdict(met, ", ".join(f"{name} {ratio:.3f}" for name, ratio in ratios.items()))
 

@@ -30,7 +30,15 @@ def need(held: Ints, pairs: Ints, pair_at: Ints, stage: int, start: int, stop: i
 
 @jit()
 def evaluate_bounds(
-    sums: Ints, rank_of: Ints, speeds: Floats, held: Ints, pairs: Ints, pair_at: Ints, caps: Ints, bounds: Ints, scratch: Ints
+    sums: Ints,
+    rank_of: Ints,
+    speeds: Floats,
+    held: Ints,
+    pairs: Ints,
+    pair_at: Ints,
+    caps: Ints,
+    bounds: Ints,
+    scratch: Ints,
 ) -> tuple[float, float, int]:
     """(largest time of a rank, sum of squared times, bytes over the caps). scratch: two numbers per
     rank."""
@@ -51,12 +59,21 @@ def evaluate_bounds(
 
 @jit()
 def descend(
-    sums: Ints, rank_of: Ints, speeds: Floats, held: Ints, pairs: Ints, pair_at: Ints, caps: Ints, bounds: Ints
+    sums: Ints,
+    rank_of: Ints,
+    speeds: Floats,
+    held: Ints,
+    pairs: Ints,
+    pair_at: Ints,
+    caps: Ints,
+    bounds: Ints,
 ) -> tuple[float, float, int]:
     """One layer at a time along the path between two stages, while (bytes over, largest time,
     squares) falls. Changes `bounds`."""
     stages, scratch = len(rank_of), np.zeros((len(speeds), 2), np.int64)
-    largest, squares, over = evaluate_bounds(sums, rank_of, speeds, held, pairs, pair_at, caps, bounds, scratch)
+    largest, squares, over = evaluate_bounds(
+        sums, rank_of, speeds, held, pairs, pair_at, caps, bounds, scratch
+    )
     trial = bounds.copy()
     progress = True
     while progress:
@@ -69,8 +86,12 @@ def descend(
                 trial[:] = bounds
                 for i in range(low + 1, high + 1):
                     trial[i] += step
-                time, square, bytes_ = evaluate_bounds(sums, rank_of, speeds, held, pairs, pair_at, caps, trial, scratch)
-                if bytes_ < over or (bytes_ == over and (time < largest or (time == largest and square < squares))):
+                time, square, bytes_ = evaluate_bounds(
+                    sums, rank_of, speeds, held, pairs, pair_at, caps, trial, scratch
+                )
+                if bytes_ < over or (
+                    bytes_ == over and (time < largest or (time == largest and square < squares))
+                ):
                     bounds[:] = trial
                     largest, squares, over, progress = time, square, bytes_, True
     return largest, squares, over
@@ -110,7 +131,9 @@ def wander(
             if i < stages and trial[i - 1] < moved < trial[i + 1]:
                 trial[i] = moved
         time, square, bytes_ = descend(sums, rank_of, speeds, held, pairs, pair_at, caps, trial)
-        if bytes_ < over or (bytes_ == over and (time < best or (time == best and square <= squares))):
+        if bytes_ < over or (
+            bytes_ == over and (time < best or (time == best and square <= squares))
+        ):
             bounds[:] = trial
             best, squares, over = time, square, bytes_
     return best, over
@@ -231,7 +254,10 @@ def nested(
                         if time > limit:
                             rise = min(rise, time)
                             break
-                        if caps.size and size + need(held, pairs, pair_at, 2 * ranks - 1 - r, b, y) > caps[r]:
+                        if (
+                            caps.size
+                            and size + need(held, pairs, pair_at, 2 * ranks - 1 - r, b, y) > caps[r]
+                        ):
                             break
                         # What is left must go into the ranks that are left.
                         if last or sums[b] - sums[a] <= limit * rest * (1 + 1e-12):
@@ -261,7 +287,10 @@ def nested(
                 if time > limit:
                     break
                 if reached[r, x, y] and (
-                    caps.size == 0 or need(held, pairs, pair_at, r, x, a) + need(held, pairs, pair_at, 2 * ranks - 1 - r, b, y) <= caps[r]
+                    caps.size == 0
+                    or need(held, pairs, pair_at, r, x, a)
+                    + need(held, pairs, pair_at, 2 * ranks - 1 - r, b, y)
+                    <= caps[r]
                 ):
                     extended = True
                     largest = max(largest, time)

@@ -39,7 +39,13 @@ def lighter(sums: Ints, start: int, stop: int, other_start: int, other_stop: int
     """Whether the layers start..stop-1 weigh less than other_start..other_stop-1."""
     over = 0
     for k in range(sums.shape[1]):
-        over = over * 4294967296 + sums[stop, k] - sums[start, k] - sums[other_stop, k] + sums[other_start, k]
+        over = (
+            over * 4294967296
+            + sums[stop, k]
+            - sums[start, k]
+            - sums[other_stop, k]
+            + sums[other_start, k]
+        )
         if over >= 3:
             return False
         if over <= -3:
@@ -48,7 +54,9 @@ def lighter(sums: Ints, start: int, stop: int, other_start: int, other_stop: int
 
 
 @jit()
-def fits(held: Ints, pairs: Ints, pair_at: Ints, caps: Ints, stage: int, start: int, stop: int) -> bool:
+def fits(
+    held: Ints, pairs: Ints, pair_at: Ints, caps: Ints, stage: int, start: int, stop: int
+) -> bool:
     """`MemoryLimits.fits`. held: prefix sums of static, activation and stash bytes; no caps, no
     limits."""
     if caps.size == 0:
@@ -56,7 +64,7 @@ def fits(held: Ints, pairs: Ints, pair_at: Ints, caps: Ints, stage: int, start: 
     static = held[0, stop] - held[0, start]
     activation = held[1, stop] - held[1, start]
     stash = held[2, stop] - held[2, start]
-    for i in range(pair_at[stage], pair_at[stage + 1]):  # noqa: SIM110 (numba has no generator expressions)
+    for i in range(pair_at[stage], pair_at[stage + 1]):
         if static + pairs[i, 0] * activation + pairs[i, 1] * stash > caps[stage]:
             return False
     return True
@@ -86,7 +94,9 @@ def farthest(sums: Ints, start: int, limit: Ints, high: int) -> int:
 
 
 @jit()
-def reach(held: Ints, pairs: Ints, pair_at: Ints, caps: Ints, stage: int, start: int, high: int) -> int:
+def reach(
+    held: Ints, pairs: Ints, pair_at: Ints, caps: Ints, stage: int, start: int, high: int
+) -> int:
     """The largest stop up to `high` for which the layers from `start` on fit `stage`."""
     if caps.size == 0 or fits(held, pairs, pair_at, caps, stage, start, high):
         return high
@@ -103,7 +113,15 @@ def reach(held: Ints, pairs: Ints, pair_at: Ints, caps: Ints, stage: int, start:
 
 @jit()
 def greedy(
-    sums: Ints, limits: Ints, held: Ints, pairs: Ints, pair_at: Ints, caps: Ints, stages: int, bounds: Ints, rise: Ints
+    sums: Ints,
+    limits: Ints,
+    held: Ints,
+    pairs: Ints,
+    pair_at: Ints,
+    caps: Ints,
+    stages: int,
+    bounds: Ints,
+    rise: Ints,
 ) -> tuple[int, int]:
     """Fills the stages in order, each as far as it goes: (FOUND, FAILED or STUCK, stages looked
     at).
@@ -195,9 +213,15 @@ def every(
                 if not blocked[d]:
                     blocked[d] = 1
                     missing -= 1
-                if rise[stage, d, 1] < 0 or lighter(sums, start, stop, rise[stage, d, 0], rise[stage, d, 1]):
+                if rise[stage, d, 1] < 0 or lighter(
+                    sums, start, stop, rise[stage, d, 0], rise[stage, d, 1]
+                ):
                     rise[stage, d, 0], rise[stage, d, 1] = start, stop
-                if missing == 0 and start == high[stage] and not weighs_at_most(sums, start, stop, most):
+                if (
+                    missing == 0
+                    and start == high[stage]
+                    and not weighs_at_most(sums, start, stop, most)
+                ):
                     break
         if earliest < 0:
             return FAILED, stage + 1
@@ -214,7 +238,16 @@ def every(
 
 
 @jit()
-def floors(sums: Ints, limits: Ints, held: Ints, pairs: Ints, pair_at: Ints, caps: Ints, stages: int, low: Ints) -> None:
+def floors(
+    sums: Ints,
+    limits: Ints,
+    held: Ints,
+    pairs: Ints,
+    pair_at: Ints,
+    caps: Ints,
+    stages: int,
+    low: Ints,
+) -> None:
     """low[s]: before it stage s cannot start, for the stages from there on would carry too much, or
     hold too much."""
     low[stages] = sums.shape[0] - 1
@@ -224,7 +257,9 @@ def floors(sums: Ints, limits: Ints, held: Ints, pairs: Ints, pair_at: Ints, cap
         limit = widest(limits, stage % limits.shape[0])
         while left < right:
             trial = (left + right) // 2
-            if weighs_at_most(sums, trial, stop, limit) and fits(held, pairs, pair_at, caps, stage, trial, stop):
+            if weighs_at_most(sums, trial, stop, limit) and fits(
+                held, pairs, pair_at, caps, stage, trial, stop
+            ):
                 right = trial
             else:
                 left = trial + 1
@@ -289,9 +324,20 @@ def best_tie(
                 if (
                     came[to] < 0
                     or new_moved < moved[to]
-                    or (new_moved == moved[to] and (new_squares < squares[to] or (new_squares == squares[to] and new_counts < counts[to])))
+                    or (
+                        new_moved == moved[to]
+                        and (
+                            new_squares < squares[to]
+                            or (new_squares == squares[to] and new_counts < counts[to])
+                        )
+                    )
                 ):
-                    moved[to], squares[to], counts[to], came[to] = new_moved, new_squares, new_counts, start
+                    moved[to], squares[to], counts[to], came[to] = (
+                        new_moved,
+                        new_squares,
+                        new_counts,
+                        start,
+                    )
     end = sums.shape[0] - 1
     if low[stages] != end or came[offset[stages]] < 0:
         return False
@@ -303,7 +349,17 @@ def best_tie(
 
 
 @jit()
-def near(sums: Ints, limits: Ints, held: Ints, pairs: Ints, pair_at: Ints, caps: Ints, low: Ints, targets: Ints, bounds: Ints) -> bool:
+def near(
+    sums: Ints,
+    limits: Ints,
+    held: Ints,
+    pairs: Ints,
+    pair_at: Ints,
+    caps: Ints,
+    low: Ints,
+    targets: Ints,
+    bounds: Ints,
+) -> bool:
     """A placement whose boundaries are, one after another, as near to `targets` as the limits and
     low[s] allow."""
     stages = len(low) - 1
@@ -311,7 +367,11 @@ def near(sums: Ints, limits: Ints, held: Ints, pairs: Ints, pair_at: Ints, caps:
     for stage in range(stages):
         last = sums.shape[0] - 1 - (stages - 1 - stage)
         stop = farthest(sums, bounds[stage], limits[stage % limits.shape[0], 0], last)
-        stop = reach(held, pairs, pair_at, caps, stage, bounds[stage], stop) if stop > bounds[stage] else stop
+        stop = (
+            reach(held, pairs, pair_at, caps, stage, bounds[stage], stop)
+            if stop > bounds[stage]
+            else stop
+        )
         bounds[stage + 1] = min(stop, max(targets[stage + 1], low[stage + 1], bounds[stage] + 1))
         if bounds[stage + 1] <= bounds[stage] or bounds[stage + 1] < low[stage + 1]:
             return False

@@ -52,11 +52,22 @@ def shape_of(schedule: Schedule) -> Shape:
         assert waits <= 2, "an op waits for two others at most"
         rows += (-1, -1) * (2 - waits)
         row_of[op] = len(row_of)
-    return Shape(schedule, np.array(rows, np.int64).reshape(-1, 7), counts, np.array(placement, np.int64))
+    return Shape(
+        schedule, np.array(rows, np.int64).reshape(-1, 7), counts, np.array(placement, np.int64)
+    )
 
 
 @jit()
-def replay(rows: Ints, counts: Ints, placement: Ints, works: Floats, sends: Floats, bounds: Ints, best: float, whole: bool) -> float:
+def replay(
+    rows: Ints,
+    counts: Ints,
+    placement: Ints,
+    works: Floats,
+    sends: Floats,
+    bounds: Ints,
+    best: float,
+    whole: bool,
+) -> float:
     """The time of the schedule with stage s on layers bounds[s] .. bounds[s + 1] - 1: makespan if
     `whole`, else span.
 

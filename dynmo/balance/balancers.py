@@ -9,7 +9,14 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 
-from dynmo.balance.baselines import deepspeed_balanced, deepspeed_type, deepspeed_uniform, in_order, megatron_uniform, placement
+from dynmo.balance.baselines import (
+    deepspeed_balanced,
+    deepspeed_type,
+    deepspeed_uniform,
+    in_order,
+    megatron_uniform,
+    placement,
+)
 from dynmo.balance.chunks import chunked
 from dynmo.balance.diffusion import diffuse, published_diffusion
 from dynmo.balance.partition import Cost, Partition, exact, uniform, weigh
@@ -53,17 +60,30 @@ class BalanceRequest:
 
     def __post_init__(self) -> None:
         if len(self.layers) != self.current.layers:
-            raise PartitionError(f"a placement of {self.current.layers} layers for {len(self.layers)} layer costs")
+            raise PartitionError(
+                f"a placement of {self.current.layers} layers for {len(self.layers)} layer costs"
+            )
         if self.placement is not None and len(self.placement) != self.current.ranks:
-            raise PartitionError(f"a placement of {len(self.placement)} stages on ranks for {self.current.ranks} stages of layers")
+            raise PartitionError(
+                f"a placement of {len(self.placement)} stages on ranks for {self.current.ranks} stages of layers"
+            )
         if self.names and len(self.names) != len(self.layers):
-            raise PartitionError(f"{len(self.names)} names for {len(self.layers)} layers; give one per layer, or none")
+            raise PartitionError(
+                f"{len(self.names)} names for {len(self.layers)} layers; give one per layer, or none"
+            )
         if self.memory_limit is not None:
             if self.resident is None:
-                raise PartitionError("a memory limit needs the schedule's resident microbatches too; give both or neither")
-            for what, count in (("memory limits", len(self.memory_limit)), ("resident stages", len(self.resident))):
+                raise PartitionError(
+                    "a memory limit needs the schedule's resident microbatches too; give both or neither"
+                )
+            for what, count in (
+                ("memory limits", len(self.memory_limit)),
+                ("resident stages", len(self.resident)),
+            ):
                 if count != self.current.ranks:
-                    raise PartitionError(f"{count} {what} for {self.current.ranks} ranks; give one per rank")
+                    raise PartitionError(
+                        f"{count} {what} for {self.current.ranks} ranks; give one per rank"
+                    )
 
     @property
     def weights(self) -> tuple[float, ...]:
@@ -81,7 +101,9 @@ class BalanceRequest:
             return None
         # Whatever layers a stage has, the largest workspace is room enough for each of its ops.
         aside = max((layer.workspace_bytes for layer in self.layers), default=0)
-        return MemoryLimits(self.layers, self.resident, tuple(max(0, limit - aside) for limit in self.memory_limit))
+        return MemoryLimits(
+            self.layers, self.resident, tuple(max(0, limit - aside) for limit in self.memory_limit)
+        )
 
 
 Balancer = Callable[[BalanceRequest], Partition]
@@ -102,7 +124,13 @@ def _exact(request: BalanceRequest) -> Partition:
     if request.make is not None and request.cost == "time":
         return _simulated(request, request.make, ties_only=True)
     if request.several:
-        best = chunked(request.weights, request.several, memory=request.memory, current=request.current, speeds=request.speeds)
+        best = chunked(
+            request.weights,
+            request.several,
+            memory=request.memory,
+            current=request.current,
+            speeds=request.speeds,
+        )
         return best.partition
     sizes = [layer.moved_bytes for layer in request.layers]
     return exact(
@@ -110,14 +138,18 @@ def _exact(request: BalanceRequest) -> Partition:
         request.current.ranks,
         memory=request.memory,
         current=request.current,
-        move_bytes=sizes if any(sizes) else None,  # costs given by hand may have none: then layers are counted
+        move_bytes=sizes
+        if any(sizes)
+        else None,  # costs given by hand may have none: then layers are counted
         speeds=request.speeds,
     )
 
 
 def _schedule_aware(request: BalanceRequest) -> Partition:
     if request.make is None:
-        raise PartitionError("the balancer 'schedule-aware' needs the schedule that will run: give the request a `make`, or take 'exact'")
+        raise PartitionError(
+            "the balancer 'schedule-aware' needs the schedule that will run: give the request a `make`, or take 'exact'"
+        )
     return _simulated(request, request.make, ties_only=False)
 
 
@@ -139,11 +171,20 @@ def _simulated(request: BalanceRequest, make: Make, ties_only: bool) -> Partitio
 
 def _diffusion(request: BalanceRequest) -> Partition:
     memory = request.memory
-    return _fitting(request, diffuse(request.weights, request.current, fits=memory.fits if memory else None).partition)
+    return _fitting(
+        request,
+        diffuse(request.weights, request.current, fits=memory.fits if memory else None).partition,
+    )
 
 
 def _deepspeed_uniform(request: BalanceRequest) -> Partition:
-    return _fitting(request, placement(deepspeed_uniform(len(request.layers), request.current.ranks), "DeepSpeed's uniform placement"))
+    return _fitting(
+        request,
+        placement(
+            deepspeed_uniform(len(request.layers), request.current.ranks),
+            "DeepSpeed's uniform placement",
+        ),
+    )
 
 
 def _deepspeed(cost: Cost) -> Balancer:
@@ -165,14 +206,24 @@ def _deepspeed_type(pattern: str) -> Balancer:
 def _megatron(embedding: bool, loss: bool) -> Balancer:
     def balance(request: BalanceRequest) -> Partition:
         names = request.names or ("",) * len(request.layers)
-        return _fitting(request, megatron_uniform(names, request.current.ranks, embedding=embedding, loss=loss))
+        return _fitting(
+            request, megatron_uniform(names, request.current.ranks, embedding=embedding, loss=loss)
+        )
 
     return balance
 
 
 def _algorithm_3(request: BalanceRequest) -> Partition:
-    sizes = None if request.memory_limit is None else [x.static_bytes + x.activation_bytes for x in request.layers]
-    return in_order(published_diffusion(request.weights, request.current, layer_bytes=sizes, limits=request.memory_limit))
+    sizes = (
+        None
+        if request.memory_limit is None
+        else [x.static_bytes + x.activation_bytes for x in request.layers]
+    )
+    return in_order(
+        published_diffusion(
+            request.weights, request.current, layer_bytes=sizes, limits=request.memory_limit
+        )
+    )
 
 
 def _random(request: BalanceRequest) -> Partition:
@@ -193,12 +244,19 @@ def _random(request: BalanceRequest) -> Partition:
     below: list[list[int]] = []
     for stage in reversed(range(ranks)):
         below.append(list(accumulate(ways[-1], initial=0)))
-        ways.append([max(0, below[-1][room(stage, start) + 1] - below[-1][start + 1]) for start in range(layers)] + [0])
+        ways.append(
+            [
+                max(0, below[-1][room(stage, start) + 1] - below[-1][start + 1])
+                for start in range(layers)
+            ]
+            + [0]
+        )
     ways.reverse()
     below.reverse()
     # The placements in lexicographic order have numbers; the current one's is skipped.
     fits = memory is None or all(
-        memory.fits(s, span.start, span.stop) for s, span in enumerate(map(request.current.range_of, range(ranks)))
+        memory.fits(s, span.start, span.stop)
+        for s, span in enumerate(map(request.current.range_of, range(ranks)))
     )
     total = ways[0][0] - fits
     if total < 1:

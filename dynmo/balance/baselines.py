@@ -44,7 +44,9 @@ def deepspeed_uniform(items: int, parts: int, *, rest_last: bool = False) -> lis
     return [each * part + min(part, more) for part in range(parts + 1)]
 
 
-def deepspeed_balanced(weights: Sequence[float], parts: int, *, tolerance: float = TOLERANCE) -> list[int]:
+def deepspeed_balanced(
+    weights: Sequence[float], parts: int, *, tolerance: float = TOLERANCE
+) -> list[int]:
     """Bounds by bisecting the bottleneck between the mean and the sum until they are `tolerance`
     apart. Parts may be empty.
 
@@ -57,7 +59,9 @@ def deepspeed_balanced(weights: Sequence[float], parts: int, *, tolerance: float
     low, high = sums[-1] / parts, sums[-1]
     while high > low + tolerance:
         middle = low + (high - low) / 2
-        if not low < middle < high:  # of large loads the tolerance is less than a rounding error: as published, it never ends
+        if (
+            not low < middle < high
+        ):  # of large loads the tolerance is less than a rounding error: as published, it never ends
             break
         _, enough = deepspeed_probe(sums, parts, middle)
         low, high = (low, middle) if enough else (middle + tolerance, high)
@@ -108,11 +112,15 @@ def deepspeed_type(names: Sequence[str], pattern: str, parts: int) -> list[int]:
         raise PartitionError(f"type:{pattern} is not a regular expression: {error}") from error
     weights = [1.0 if wanted.search(name) else 0.0 for name in names]
     if not any(weights):
-        raise PartitionError(f"type:{pattern} is found in no layer's name; they are {', '.join(names[:3])}, ...")
+        raise PartitionError(
+            f"type:{pattern} is found in no layer's name; they are {', '.join(names[:3])}, ..."
+        )
     return deepspeed_balanced(weights, parts)
 
 
-def megatron_uniform(names: Sequence[str], stages: int, *, embedding: bool = False, loss: bool = False) -> Partition:
+def megatron_uniform(
+    names: Sequence[str], stages: int, *, embedding: bool = False, loss: bool = False
+) -> Partition:
     """The same number of whole blocks on every stage; `embedding` and `loss` count as a block each.
 
     Raises PartitionError where the blocks do not divide by the stages: Megatron refuses them too.
@@ -138,7 +146,9 @@ def placement(bounds: Sequence[int], whose: str) -> Partition:
     there."""
     for stage, (start, stop) in enumerate(pairwise(bounds)):
         if stop <= start:
-            raise PartitionError(f"{whose} leaves stage {stage} without a layer (bounds {list(bounds)}), which cannot run; use 'exact'")
+            raise PartitionError(
+                f"{whose} leaves stage {stage} without a layer (bounds {list(bounds)}), which cannot run; use 'exact'"
+            )
     return Partition.from_bounds(bounds)
 
 

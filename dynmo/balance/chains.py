@@ -35,7 +35,9 @@ def integer_sums(weights: Sequence[float]) -> list[int]:
     power of two."""
     for layer, weight in enumerate(weights):
         if not math.isfinite(weight) or weight < 0:
-            raise PartitionError(f"layer {layer} has the weight {weight}; a weight is a number of at least 0")
+            raise PartitionError(
+                f"layer {layer} has the weight {weight}; a weight is a number of at least 0"
+            )
     ratios = [weight.as_integer_ratio() for weight in weights]
     unit = max((below for _, below in ratios), default=1)
     return list(accumulate((above * (unit // below) for above, below in ratios), initial=0))
@@ -50,7 +52,9 @@ def enough(layers: int, ranks: int) -> None:
 
 def same_layers(have: int, want: int) -> None:
     if have != want:
-        raise PartitionError(f"{have} layers where {want} are expected; both must be of the same model")
+        raise PartitionError(
+            f"{have} layers where {want} are expected; both must be of the same model"
+        )
 
 
 def tie_unit(largest: int, stages: int) -> int:
@@ -85,7 +89,12 @@ def memory_tables(memory: MemoryLimits | None) -> tuple[Ints, Ints, Ints, Ints]:
     """The limits as `_kernels` takes them: held, pairs, where each stage's pairs begin, caps;
     without limits, no caps."""
     if memory is None:
-        return np.zeros((3, 1), np.int64), np.zeros((0, 2), np.int64), np.zeros(1, np.int64), np.zeros(0, np.int64)
+        return (
+            np.zeros((3, 1), np.int64),
+            np.zeros((0, 2), np.int64),
+            np.zeros(1, np.int64),
+            np.zeros(0, np.int64),
+        )
     rows = [pairs or ((0, 0),) for pairs in memory.resident]
     flat = [pair for pairs in rows for pair in pairs]
     kinds = [
@@ -93,12 +102,21 @@ def memory_tables(memory: MemoryLimits | None) -> tuple[Ints, Ints, Ints, Ints]:
         [0, *accumulate(x.activation_bytes for x in memory.layers)],
         [0, *accumulate(x.stash_bytes for x in memory.layers)],
     ]
-    largest = kinds[0][-1] + max(forward * kinds[1][-1] + stashed * kinds[2][-1] for forward, stashed in flat)
+    largest = kinds[0][-1] + max(
+        forward * kinds[1][-1] + stashed * kinds[2][-1] for forward, stashed in flat
+    )
     if largest >= 1 << 62:
-        raise PartitionError(f"the layers would hold {largest} bytes; sizes are in bytes, and no machine has 2^62 of them")
+        raise PartitionError(
+            f"the layers would hold {largest} bytes; sizes are in bytes, and no machine has 2^62 of them"
+        )
     caps = [max(-1, min(limit, 1 << 62)) for limit in memory.limits]
     starts = [0, *accumulate(map(len, rows))]
-    return np.array(kinds, np.int64), np.array(flat, np.int64), np.array(starts, np.int64), np.array(caps, np.int64)
+    return (
+        np.array(kinds, np.int64),
+        np.array(flat, np.int64),
+        np.array(starts, np.int64),
+        np.array(caps, np.int64),
+    )
 
 
 class _Filled(NamedTuple):
@@ -146,33 +164,51 @@ class Problem:
         if memory is not None:
             same_layers(len(memory.layers), self.layers)
             if memory.stages != ranks:
-                raise PartitionError(f"memory limits for {memory.stages} stages, but {ranks} ranks; give one limit per rank")
+                raise PartitionError(
+                    f"memory limits for {memory.stages} stages, but {ranks} ranks; give one limit per rank"
+                )
         self.limbs = max(1, -(-self.sums[-1].bit_length() // 32))
         self.table = _limbs(self.sums, self.limbs)
         self.bytes = memory_tables(memory)
 
     def _sends(
-        self, weights: Sequence[float], links: Sequence[LinkCost] | None, output_bytes: Sequence[int] | None
+        self,
+        weights: Sequence[float],
+        links: Sequence[LinkCost] | None,
+        output_bytes: Sequence[int] | None,
     ) -> tuple[Ints, list[list[Fraction]] | None]:
         """classes[e]: which of the sizes a stage that stops at e sends; and per stage, the time of
         sending each size."""
         if links is None and output_bytes is None:
             return np.zeros(0, np.int64), None
         if links is None or output_bytes is None:
-            raise PartitionError("a link's time needs both the links and output_bytes; give both or neither")
+            raise PartitionError(
+                "a link's time needs both the links and output_bytes; give both or neither"
+            )
         if len(links) != self.ranks - 1:
-            raise PartitionError(f"{len(links)} links for {self.ranks} ranks; give {self.ranks - 1}, one per boundary")
+            raise PartitionError(
+                f"{len(links)} links for {self.ranks} ranks; give {self.ranks - 1}, one per boundary"
+            )
         same_layers(len(output_bytes), self.layers)
         sizes = sorted(set(output_bytes[:-1]) or {0})
         known = {size: index for index, size in enumerate(sizes)}
         classes = np.array([0, *(known.get(size, 0) for size in output_bytes)], np.int64)
-        unit = next((Fraction(w) / (b - a) for w, (a, b) in zip(weights, pairwise(self.sums), strict=True) if w), Fraction(1))
+        unit = next(
+            (
+                Fraction(w) / (b - a)
+                for w, (a, b) in zip(weights, pairwise(self.sums), strict=True)
+                if w
+            ),
+            Fraction(1),
+        )
         sends: list[list[Fraction]] = []
         for boundary, link in enumerate(links):
             seconds = [link.seconds(size) for size in sizes]
             for value in seconds:
                 if not math.isfinite(value) or value < 0:
-                    raise PartitionError(f"boundary {boundary} takes {value} s; a link's time is a number of at least 0")
+                    raise PartitionError(
+                        f"boundary {boundary} takes {value} s; a link's time is a number of at least 0"
+                    )
             sends.append([Fraction(value) / unit for value in seconds])
         return classes, [*sends, [Fraction(0)] * len(sizes)]
 
@@ -196,13 +232,22 @@ class Problem:
         for stage in range(self.ranks):
             speed = Fraction(1) if self.speeds is None else self.speeds[stage]
             sends = [Fraction(0)] if self.sends is None else self.sends[stage]
-            rows.append([min(total, math.floor((bottleneck - send) * speed)) if bottleneck >= send else -1 for send in sends])
+            rows.append(
+                [
+                    min(total, math.floor((bottleneck - send) * speed))
+                    if bottleneck >= send
+                    else -1
+                    for send in sends
+                ]
+            )
         return rows
 
     def _table(self, bottleneck: Time) -> Ints:
         """The limits as limbs: [rows, sizes, limbs]."""
         rows = self.limits(bottleneck)
-        flat = _limbs([max(0, x) for row in rows for x in row], self.limbs).reshape(len(rows), len(rows[0]), self.limbs)
+        flat = _limbs([max(0, x) for row in rows for x in row], self.limbs).reshape(
+            len(rows), len(rows[0]), self.limbs
+        )
         if self.sends is not None:
             flat[np.array(rows) < 0] = -1
         return flat
@@ -219,14 +264,19 @@ class Problem:
         if self.speeds is None:
             low, high = max(self.heaviest, -(-total // self.ranks)), total
         else:
-            low, high = max(self.heaviest / max(self.speeds), total / sum(self.speeds, Fraction())), total / min(self.speeds)
+            low, high = (
+                max(self.heaviest / max(self.speeds), total / sum(self.speeds, Fraction())),
+                total / min(self.speeds),
+            )
         if self.sends is not None:
             high += max(map(max, self.sends))
         feasible, value = self.probe(high)
         if not feasible:
             raise NoRoomError(self.no_memory())
         high = value
-        trial = min(high, low + (self.heaviest if self.speeds is None else self.heaviest / min(self.speeds)))
+        trial = min(
+            high, low + (self.heaviest if self.speeds is None else self.heaviest / min(self.speeds))
+        )
         while low < high:
             feasible, value = self.probe(trial)
             low, high = (low, value) if feasible else (value, high)
@@ -244,18 +294,27 @@ class Problem:
                 return True, max(self.sums[b] - self.sums[a] for a, b in pairwise(ends))
             return True, max(self.time(stage, a, b) for stage, (a, b) in enumerate(pairwise(ends)))
         steps: list[list[list[int]]] = filled.rise.tolist()
-        beyond: Time = self.sums[-1] + 1 if self.speeds is None else self.sums[-1] / min(self.speeds) + 1
+        beyond: Time = (
+            self.sums[-1] + 1 if self.speeds is None else self.sums[-1] / min(self.speeds) + 1
+        )
         if self.sends is not None:
             beyond += max(map(max, self.sends))
-        known = min((self.time(stage, a, b) for stage, row in enumerate(steps) for a, b in row if b >= 0), default=beyond)
-        return False, known if filled.low is None else min(known, self._earlier(filled.low.tolist(), beyond))
+        known = min(
+            (self.time(stage, a, b) for stage, row in enumerate(steps) for a, b in row if b >= 0),
+            default=beyond,
+        )
+        return False, known if filled.low is None else min(
+            known, self._earlier(filled.low.tolist(), beyond)
+        )
 
     def _earlier(self, low: list[int], beyond: Time) -> Time:
         """The least bottleneck at which some stage may start earlier than low[s]."""
         least = beyond
         for stage, (start, stop) in enumerate(pairwise(low)):
             if start > stage and self._fits(stage, start - 1, stop):
-                time = Fraction(self.sums[stop] - self.sums[start - 1]) / (1 if self.speeds is None else self.speeds[stage])
+                time = Fraction(self.sums[stop] - self.sums[start - 1]) / (
+                    1 if self.speeds is None else self.speeds[stage]
+                )
                 least = min(least, time if self.sends is None else time + min(self.sends[stage]))
         return math.ceil(least) if isinstance(beyond, int) else least
 
@@ -268,7 +327,9 @@ class Problem:
             if code != STUCK:
                 return _Filled(code, bounds, bounds, None, rise[:seen])
         low = self._floors(limits)
-        code, seen = kernels.every(self.table, limits, self.classes, *self.bytes, low, high, bounds, rise)
+        code, seen = kernels.every(
+            self.table, limits, self.classes, *self.bytes, low, high, bounds, rise
+        )
         return _Filled(code, bounds, high, low, rise[:seen])
 
     def _floors(self, limits: Ints) -> Ints:
@@ -278,7 +339,9 @@ class Problem:
 
     # -- the best of the ties ----------------------------------------------------------------------
 
-    def best_tie(self, bottleneck: Time, current: Sequence[int] | None, move_bytes: Sequence[int]) -> list[int]:
+    def best_tie(
+        self, bottleneck: Time, current: Sequence[int] | None, move_bytes: Sequence[int]
+    ) -> list[int]:
         """The bounds of the best placement with no time above `bottleneck`: dynamic programming
         over (stage, end).
 
@@ -310,11 +373,16 @@ class Problem:
         low, high = self._floors(limits), filled.high
         low[0] = 0
         width = high - low + 1
-        if int((width[:-1] * np.minimum(width[1:], 2 * np.diff(filled.bounds))).sum()) <= _TRANSITIONS:
+        if (
+            int((width[:-1] * np.minimum(width[1:], 2 * np.diff(filled.bounds))).sum())
+            <= _TRANSITIONS
+        ):
             return low, high
         wanted = self._even() if current is None or len(current) != self.ranks + 1 else current
         guide = np.zeros(self.ranks + 1, np.int64)
-        if limits.shape[1] > 1 or not kernels.near(self.table, limits, *self.bytes, low, np.array(wanted, np.int64), guide):
+        if limits.shape[1] > 1 or not kernels.near(
+            self.table, limits, *self.bytes, low, np.array(wanted, np.int64), guide
+        ):
             guide = filled.bounds
         half = int(math.sqrt(_TRANSITIONS / self.ranks) / 2)
         return np.maximum(low, guide - half), np.minimum(high, guide + half)
@@ -323,11 +391,17 @@ class Problem:
         """Filled from the front, and from the back. Where memory makes a stage stop short, one of
         them may not exist."""
         limits = self._table(bottleneck)
-        both: list[list[int]] = [self._fill(limits).high.tolist(), [0, *self._floors(limits)[1:].tolist()]]
+        both: list[list[int]] = [
+            self._fill(limits).high.tolist(),
+            [0, *self._floors(limits)[1:].tolist()],
+        ]
         return [
             x
             for x in both
-            if all(a < b and self.time(s, a, b) <= bottleneck and self._fits(s, a, b) for s, (a, b) in enumerate(pairwise(x)))
+            if all(
+                a < b and self.time(s, a, b) <= bottleneck and self._fits(s, a, b)
+                for s, (a, b) in enumerate(pairwise(x))
+            )
         ]
 
     def _fits(self, stage: int, start: int, stop: int) -> bool:
@@ -336,7 +410,10 @@ class Problem:
     def _even(self) -> list[int]:
         """Boundaries nearest to equal shares of the load."""
         total = self.sums[-1]
-        return [min(self.layers, bisect_left(self.sums, total * stage // self.ranks)) for stage in range(self.ranks)] + [self.layers]
+        return [
+            min(self.layers, bisect_left(self.sums, total * stage // self.ranks))
+            for stage in range(self.ranks)
+        ] + [self.layers]
 
     def _rounded(self, limits: Ints, bottleneck: Time) -> tuple[Ints, Ints, Ints]:
         """Prefix sums of the weights, and links' times, in whole units so coarse that the sum of
@@ -344,13 +421,18 @@ class Problem:
         slowest = Fraction(1) if self.speeds is None else min(self.speeds)
         largest = max(math.floor(bottleneck * slowest), *map(max, self.limits(bottleneck)))
         unit = tie_unit(largest, self.ranks)
-        loads = np.array([0, *accumulate((b - a) // unit for a, b in pairwise(self.sums))], np.int64)
+        loads = np.array(
+            [0, *accumulate((b - a) // unit for a, b in pairwise(self.sums))], np.int64
+        )
         slowness = np.full(self.ranks, 1 << 30, np.int64)
         if self.speeds is not None:
             slowness[:] = [round((1 << 30) * slowest / speed) for speed in self.speeds]
         extra = np.zeros((self.ranks, limits.shape[1]), np.int64)
         if self.sends is not None:
-            extra[:] = [[math.floor(min(send, bottleneck) * slowest / unit) for send in row] for row in self.sends]
+            extra[:] = [
+                [math.floor(min(send, bottleneck) * slowest / unit) for send in row]
+                for row in self.sends
+            ]
         return loads, extra, slowness
 
     def no_memory(self) -> str:
@@ -360,7 +442,10 @@ class Problem:
         remedy = "use more ranks, a smaller microbatch or a schedule that keeps less"
         for layer in range(self.layers):
             if not any(memory.fits(stage, layer, layer + 1) for stage in range(self.ranks)):
-                stage = max(range(self.ranks), key=lambda s: memory.limits[s] - memory.need(s, layer, layer + 1))
+                stage = max(
+                    range(self.ranks),
+                    key=lambda s: memory.limits[s] - memory.need(s, layer, layer + 1),
+                )
                 need, limit = memory.need(stage, layer, layer + 1), memory.limits[stage]
                 return (
                     f"layer {layer} fits no stage: alone on stage {stage} it needs {need} bytes, the limit there is {limit}; "

@@ -65,13 +65,17 @@ def chunked(
     """
     stages, ranks = len(placement), max(placement, default=-1) + 1
     if sorted(set(placement)) != list(range(ranks)) or not ranks:
-        raise PartitionError(f"placement {list(placement)} must name the ranks 0 to {ranks - 1}, each at least once")
+        raise PartitionError(
+            f"placement {list(placement)} must name the ranks 0 to {ranks - 1}, each at least once"
+        )
     enough(len(weights), stages)
     for layers in (current.layers if current else None, len(memory.layers) if memory else None):
         if layers is not None:
             same_layers(layers, len(weights))
     if memory is not None and memory.stages != stages:
-        raise PartitionError(f"memory limits for {memory.stages} stages, but {stages} in the placement; give one limit per stage")
+        raise PartitionError(
+            f"memory limits for {memory.stages} stages, but {stages} in the placement; give one limit per stage"
+        )
     rates = rank_speeds(speeds, ranks) or [Fraction(1)] * ranks
     if stages == ranks:
         own = [float(rates[rank]) for rank in placement]
@@ -79,13 +83,23 @@ def chunked(
     else:
         partition, proven = _Chunks(weights, placement, memory, rates).solve(current, nodes)
     loads = stage_loads(weights, partition)
-    times = (math.fsum(x for x, r in zip(loads, placement, strict=True) if r == rank) / float(rates[rank]) for rank in range(ranks))
+    times = (
+        math.fsum(x for x, r in zip(loads, placement, strict=True) if r == rank)
+        / float(rates[rank])
+        for rank in range(ranks)
+    )
     return Chunked(partition, max(times), proven)
 
 
 @final
 class _Chunks:
-    def __init__(self, weights: Sequence[float], placement: Sequence[int], memory: MemoryLimits | None, rates: list[Fraction]) -> None:
+    def __init__(
+        self,
+        weights: Sequence[float],
+        placement: Sequence[int],
+        memory: MemoryLimits | None,
+        rates: list[Fraction],
+    ) -> None:
         sums = integer_sums(weights)
         parts = [b - a for a, b in pairwise(sums)]
         unit = math.gcd(*parts) or 1
@@ -98,14 +112,20 @@ class _Chunks:
         held, pairs, pair_at, _ = memory_tables(memory)
         self.caps: list[int] = []
         if memory is not None:
-            of_rank = [[x for x, r in zip(memory.limits, placement, strict=True) if r == rank] for rank in range(self.ranks)]
+            of_rank = [
+                [x for x, r in zip(memory.limits, placement, strict=True) if r == rank]
+                for rank in range(self.ranks)
+            ]
             self.caps = [max(-1, min(*limits, 1 << 62)) for limits in of_rank]
         self.bytes = held, pairs, pair_at, np.array(self.caps, np.int64)
         self.what = (self.sums, np.array(placement, np.int64), self.speeds, *self.bytes)
 
     def solve(self, current: Partition | None, nodes: int) -> tuple[Partition, bool]:
         bounds = np.array(exact(self.weights, self.stages).bounds, np.int64)
-        if tuple(self.placement) == v_placement(self.ranks) and (self.ranks + 1) * len(self.sums) ** 2 <= _STATES:
+        if (
+            tuple(self.placement) == v_placement(self.ranks)
+            and (self.ranks + 1) * len(self.sums) ** 2 <= _STATES
+        ):
             best, proven = self.nested(bounds), True
         else:
             floor = int(self.sums[-1]) / float(self.speeds.sum())
@@ -113,7 +133,9 @@ class _Chunks:
             best, proven = kernels.branch(*self.what, bounds, math.inf if over else best, nodes)
             proven = proven or best <= floor
             if not proven:
-                best, over = kernels.wander(*self.what, bounds, min(1000, max(20, _KICKS // self.stages**3)), floor)
+                best, over = kernels.wander(
+                    *self.what, bounds, min(1000, max(20, _KICKS // self.stages**3)), floor
+                )
                 best = math.inf if over else best
         if best == math.inf:
             raise NoRoomError(self.no_memory(proven))
@@ -124,7 +146,9 @@ class _Chunks:
         return Partition.from_bounds(bounds.tolist()), proven
 
     def evaluate_bounds(self, bounds: Sequence[int] | Ints) -> tuple[float, float, int]:
-        return kernels.evaluate_bounds(*self.what, np.array(bounds, np.int64), np.zeros((self.ranks, 2), np.int64))
+        return kernels.evaluate_bounds(
+            *self.what, np.array(bounds, np.int64), np.zeros((self.ranks, 2), np.int64)
+        )
 
     def nested(self, bounds: Ints) -> float:
         """The V, by bisection between times that placements truly have, as in `chains`; infinity
@@ -138,7 +162,9 @@ class _Chunks:
         trial = high if over else (low + high) / 2
         while low < high or best == math.inf:
             trial_bounds = bounds.copy()
-            feasible, value = kernels.nested(self.sums, self.speeds, *self.bytes, trial, reached, trial_bounds)
+            feasible, value = kernels.nested(
+                self.sums, self.speeds, *self.bytes, trial, reached, trial_bounds
+            )
             if feasible:
                 best = high = value
                 bounds[:] = trial_bounds

@@ -42,7 +42,9 @@ def diffuse(weights: Sequence[float], current: Partition, *, fits: Fits | None =
     negative or not finite.
     """
     if len(weights) != current.layers:
-        raise PartitionError(f"{len(weights)} weights for a placement of {current.layers} layers; give one weight per layer")
+        raise PartitionError(
+            f"{len(weights)} weights for a placement of {current.layers} layers; give one weight per layer"
+        )
     sums = integer_sums(weights)
     bounds, crossings, rounds = list(current.bounds), list[Move](), 0
     while (better := _next_round(sums, bounds, fits)) is not None:
@@ -54,7 +56,10 @@ def diffuse(weights: Sequence[float], current: Partition, *, fits: Fits | None =
 def _next_round(sums: Sequence[int], bounds: list[int], fits: Fits | None) -> list[int] | None:
     before = _sorted_loads(sums, bounds)
     for better in _candidates(sums, bounds):
-        if any(start >= stop for start, stop in pairwise(better)) or _sorted_loads(sums, better) >= before:
+        if (
+            any(start >= stop for start, stop in pairwise(better))
+            or _sorted_loads(sums, better) >= before
+        ):
             continue
         if fits is None or all(
             fits(stage, start, stop)
@@ -74,7 +79,10 @@ def _candidates(sums: Sequence[int], bounds: list[int]) -> Iterator[list[int]]:
     shifted = list(bounds)
     for i in range(1, ranks):
         # The flow times the number of ranks, to stay with integers.
-        shift = min((bounds[i], bounds[i] - 1, bounds[i] + 1), key=lambda b: abs(sums[b] * ranks - i * total))
+        shift = min(
+            (bounds[i], bounds[i] - 1, bounds[i] + 1),
+            key=lambda b: abs(sums[b] * ranks - i * total),
+        )
         shifted[i] = shift
     yield shifted
     load = [sums[stop] - sums[start] for start, stop in pairwise(bounds)]
@@ -119,9 +127,13 @@ def published_diffusion(
     Stops after `iterations`, or after one that accepts nothing.
     """
     if len(weights) != current.layers:
-        raise PartitionError(f"{len(weights)} weights for a placement of {current.layers} layers; give one weight per layer")
+        raise PartitionError(
+            f"{len(weights)} weights for a placement of {current.layers} layers; give one weight per layer"
+        )
     if (layer_bytes is None) != (limits is None):
-        raise PartitionError("a memory check needs both layer_bytes and limits; give both or neither")
+        raise PartitionError(
+            "a memory check needs both layer_bytes and limits; give both or neither"
+        )
     sums = integer_sums(weights)
     weight = [stop - start for start, stop in pairwise(sums)]
     ranks = [list(current.range_of(rank)) for rank in range(current.ranks)]
@@ -129,7 +141,9 @@ def published_diffusion(
     done: list[Move] = []
     for _ in range(iterations):
         accepted = len(done)
-        overloaded = [rank for rank in range(current.ranks) if load[rank] * current.ranks > sums[-1]]
+        overloaded = [
+            rank for rank in range(current.ranks) if load[rank] * current.ranks > sums[-1]
+        ]
         for source in overloaded:
             target = min(range(current.ranks), key=lambda rank: load[rank])
             layer = min(ranks[source], key=lambda held: weight[held], default=None)

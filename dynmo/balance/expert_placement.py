@@ -48,8 +48,15 @@ class ExpertPlacement:
 
     def __post_init__(self) -> None:
         for expert, ranks in enumerate(self.holders):
-            if not ranks or list(ranks) != sorted(set(ranks)) or ranks[0] < 0 or ranks[-1] >= self.ranks:
-                raise PartitionError(f"expert {expert} is held by {ranks}; give one or more ascending ranks of 0..{self.ranks - 1}")
+            if (
+                not ranks
+                or list(ranks) != sorted(set(ranks))
+                or ranks[0] < 0
+                or ranks[-1] >= self.ranks
+            ):
+                raise PartitionError(
+                    f"expert {expert} is held by {ranks}; give one or more ascending ranks of 0..{self.ranks - 1}"
+                )
 
     @property
     def experts(self) -> int:
@@ -58,7 +65,10 @@ class ExpertPlacement:
 
     @cached_property
     def _held(self) -> tuple[tuple[int, ...], ...]:
-        return tuple(tuple(expert for expert, ranks in enumerate(self.holders) if rank in ranks) for rank in range(self.ranks))
+        return tuple(
+            tuple(expert for expert, ranks in enumerate(self.holders) if rank in ranks)
+            for rank in range(self.ranks)
+        )
 
     def held_by(self, rank: int) -> tuple[int, ...]:
         """The experts that `rank` holds, ascending."""
@@ -88,7 +98,9 @@ class ExpertPlacement:
         """
         check_counts(counts, self.ranks, self.experts)
         loads: list[float] = [0] * self.ranks
-        for expert, (holders, tokens) in enumerate(zip(self.holders, zip(*counts, strict=True), strict=True)):
+        for expert, (holders, tokens) in enumerate(
+            zip(self.holders, zip(*counts, strict=True), strict=True)
+        ):
             for rank, share in tokens_by_holder(holders, expert, tokens).items():
                 loads[rank] += share
         return loads
@@ -140,7 +152,9 @@ def expert_moves(old: ExpertPlacement, new: ExpertPlacement) -> tuple[tuple[int,
             f"{old.experts} experts on {old.ranks} ranks cannot become {new.experts} on {new.ranks}; keep the experts and the ranks"
         )
     pairs = enumerate(zip(old.holders, new.holders, strict=True))
-    return tuple((expert, rank) for expert, (before, after) in pairs for rank in after if rank not in before)
+    return tuple(
+        (expert, rank) for expert, (before, after) in pairs for rank in after if rank not in before
+    )
 
 
 def even_placement(experts: int, ranks: int) -> ExpertPlacement:
@@ -173,16 +187,24 @@ def round_robin_placement(experts: int, ranks: int) -> ExpertPlacement:
 
 def _experts_per_rank(experts: int, ranks: int) -> int:
     if ranks < 1 or experts < 1 or experts % ranks:
-        raise PartitionError(f"{experts} experts do not divide over {ranks} ranks; choose a number of experts that is a multiple")
+        raise PartitionError(
+            f"{experts} experts do not divide over {ranks} ranks; choose a number of experts that is a multiple"
+        )
     return experts // ranks
 
 
 def check_counts(counts: Counts, ranks: int, experts: int) -> None:
     """Raises PartitionError unless there is one row for each rank with one count for each expert."""
     if len(counts) != ranks:
-        raise PartitionError(f"counts of tokens from {len(counts)} sources for {ranks} ranks; give one row per rank")
+        raise PartitionError(
+            f"counts of tokens from {len(counts)} sources for {ranks} ranks; give one row per rank"
+        )
     for source, row in enumerate(counts):
         if len(row) != experts:
-            raise PartitionError(f"rank {source} counts {len(row)} experts, but there are {experts}; give one count per expert")
+            raise PartitionError(
+                f"rank {source} counts {len(row)} experts, but there are {experts}; give one count per expert"
+            )
         if min(row) < 0 or not sum(row) < float("inf"):
-            raise PartitionError(f"a count of tokens of rank {source} is negative or not finite; give counts of 0 or more")
+            raise PartitionError(
+                f"a count of tokens of rank {source} is negative or not finite; give counts of 0 or more"
+            )

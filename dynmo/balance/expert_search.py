@@ -16,7 +16,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import final
 
-from dynmo.balance.expert_placement import Counts, ExpertPlacement, Holders, check_counts, expert_moves, tokens_by_holder
+from dynmo.balance.expert_placement import (
+    Counts,
+    ExpertPlacement,
+    Holders,
+    check_counts,
+    expert_moves,
+    tokens_by_holder,
+)
 from dynmo.errors import PartitionError
 
 Change = tuple[tuple[int, Holders], ...]
@@ -28,7 +35,11 @@ _NEAR = 0.01  # over the bound: near enough to end the search
 
 
 def place_experts(
-    counts: Counts, ranks: int, per_rank: int, current: ExpertPlacement | None = None, least_gain: float = 0.05
+    counts: Counts,
+    ranks: int,
+    per_rank: int,
+    current: ExpertPlacement | None = None,
+    least_gain: float = 0.05,
 ) -> ExpertPlacement:
     """Places experts so that the most loaded rank computes few tokens.
 
@@ -66,11 +77,15 @@ def place_experts(
         )
     for rank in range(ranks):
         if len(current.held_by(rank)) > per_rank:
-            raise PartitionError(f"rank {rank} holds {len(current.held_by(rank))} experts, more than {per_rank}; begin anew")
+            raise PartitionError(
+                f"rank {rank} holds {len(current.held_by(rank))} experts, more than {per_rank}; begin anew"
+            )
     near = _improve(counts, current, per_rank, enough)
     largest, by_near, by_current = (max(x.loads(counts)) for x in (anew, near, current))
     share = 1 - least_gain
-    if largest >= share * by_near and len(expert_moves(current, near)) <= len(expert_moves(current, anew)):
+    if largest >= share * by_near and len(expert_moves(current, near)) <= len(
+        expert_moves(current, anew)
+    ):
         anew, largest = near, by_near
     return current if largest >= share * by_current else anew
 
@@ -100,7 +115,9 @@ def load_bound(counts: Counts, ranks: int, per_rank: int) -> float:
 
 def _check(counts: Counts, ranks: int, per_rank: int, experts: int) -> None:
     if not 1 <= experts <= ranks * per_rank:
-        raise PartitionError(f"{experts} experts do not fit {ranks} ranks of {per_rank} experts each; let each rank hold more")
+        raise PartitionError(
+            f"{experts} experts do not fit {ranks} ranks of {per_rank} experts each; let each rank hold more"
+        )
     check_counts(counts, ranks, experts)
 
 
@@ -115,7 +132,9 @@ def _from_scratch(counts: Counts, ranks: int, per_rank: int, enough: float) -> E
     redundant, least = ranks * per_rank - experts, float("inf")
     best = None
     for more in dict.fromkeys(redundant * part // _STARTS for part in range(_STARTS, -1, -1)):
-        placement = _improve(counts, _pack(counts, ranks, per_rank, experts + more), per_rank, enough)
+        placement = _improve(
+            counts, _pack(counts, ranks, per_rank, experts + more), per_rank, enough
+        )
         largest = max(placement.loads(counts))
         if largest < least:
             best, least = placement, largest
@@ -143,7 +162,11 @@ def _pack(counts: Counts, ranks: int, per_rank: int, places: int) -> ExpertPlace
     load, held = [0.0] * ranks, [set[int]() for _ in range(ranks)]
     for expert in sorted(experts, key=lambda expert: (-totals[expert] / copies[expert], expert)):
         for copy in range(copies[expert]):
-            free = [rank for rank in range(ranks) if len(held[rank]) < per_rank and expert not in held[rank]]
+            free = [
+                rank
+                for rank in range(ranks)
+                if len(held[rank]) < per_rank and expert not in held[rank]
+            ]
             # As many places are left as copies, so a first copy always has one.
             if not free:
                 assert copy
@@ -151,10 +174,15 @@ def _pack(counts: Counts, ranks: int, per_rank: int, places: int) -> ExpertPlace
             rank = min(free, key=lambda rank: (load[rank], len(held[rank])))
             load[rank] += totals[expert] / copies[expert]
             held[rank].add(expert)
-    return ExpertPlacement(tuple(tuple(rank for rank in range(ranks) if expert in held[rank]) for expert in experts), ranks)
+    return ExpertPlacement(
+        tuple(tuple(rank for rank in range(ranks) if expert in held[rank]) for expert in experts),
+        ranks,
+    )
 
 
-def _improve(counts: Counts, placement: ExpertPlacement, per_rank: int, enough: float) -> ExpertPlacement:
+def _improve(
+    counts: Counts, placement: ExpertPlacement, per_rank: int, enough: float
+) -> ExpertPlacement:
     """Improves until no change helps, or the largest load is small enough."""
     search = _Search(counts, placement, per_rank)
     for _ in range(_MOST_IMPROVEMENTS * placement.ranks * per_rank):
@@ -237,7 +265,9 @@ class _Search:
         """The largest load of the ranks that the change concerns."""
         (expert, ranks), *rest = change
         # Most changes are swaps of experts that have one holder each.
-        if rest and len(ranks) == 1 == len(rest[0][1]) == len(self.holders[rest[0][0]]) == len(self.holders[expert]):
+        if rest and len(ranks) == 1 == len(rest[0][1]) == len(self.holders[rest[0][0]]) == len(
+            self.holders[expert]
+        ):
             shift = self._totals[expert] - self._totals[rest[0][0]]
             return max(self.loads[busiest] - shift, self.loads[ranks[0]] + shift)
         after = self._after(change)
@@ -256,7 +286,9 @@ class _Search:
         """The tokens of the expert that each of its holders computes."""
         known = self._known.get((expert, ranks))
         if known is None:
-            known = self._known[expert, ranks] = tokens_by_holder(ranks, expert, self._tokens[expert])
+            known = self._known[expert, ranks] = tokens_by_holder(
+                ranks, expert, self._tokens[expert]
+            )
         return known
 
 

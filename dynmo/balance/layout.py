@@ -56,7 +56,9 @@ class Layout:
     @property
     def pairs(self) -> list[tuple[int, int]]:
         """The ranks of the world, the lower first, that hold neighbouring stages."""
-        return sorted({(min(pair), max(pair)) for pair in pairwise(self.processes) if pair[0] != pair[1]})
+        return sorted(
+            {(min(pair), max(pair)) for pair in pairwise(self.processes) if pair[0] != pair[1]}
+        )
 
 
 @dataclass(frozen=True)
@@ -71,7 +73,9 @@ class Layouts:
     recompute: RecomputeRule
     sliced: bool = False
 
-    def make(self, ranks: int, replicas: int, microbatches: int, partition: Partition | None = None) -> Layout:
+    def make(
+        self, ranks: int, replicas: int, microbatches: int, partition: Partition | None = None
+    ) -> Layout:
         """partition: default is equally many layers for each stage. Raises InputError where
         something does not fit."""
         check_microbatches(self.schedule, ranks, microbatches)
@@ -85,14 +89,20 @@ class Layouts:
         self._check(partition, placement)
         recompute = self.recompute
         if callable(recompute):
-            recompute = recompute(partition, full_schedule(self.schedule, ranks, microbatches, self.chunks), replicas)
-        return Layout(ranks, replicas, microbatches, partition, placement, frozenset(recompute), self.sliced)
+            recompute = recompute(
+                partition, full_schedule(self.schedule, ranks, microbatches, self.chunks), replicas
+            )
+        return Layout(
+            ranks, replicas, microbatches, partition, placement, frozenset(recompute), self.sliced
+        )
 
     def moved(self, layout: Layout, partition: Partition) -> Layout:
         """The layers elsewhere, on the same ranks."""
         return self.make(layout.ranks, layout.replicas, layout.microbatches, partition)
 
-    def reshaped(self, layout: Layout, ranks: int, replicas: int, partition: Partition | None = None) -> Layout:
+    def reshaped(
+        self, layout: Layout, ranks: int, replicas: int, partition: Partition | None = None
+    ) -> Layout:
         """The same ranks and the same batch, as another mesh."""
         everyone, batch = layout.ranks * layout.replicas, layout.microbatches * layout.replicas
         microbatches, rest = divmod(batch, replicas)
@@ -103,14 +113,21 @@ class Layouts:
         return self.make(ranks, replicas, microbatches, partition)
 
     def resized(
-        self, layout: Layout, ranks: int, replicas: int, partition: Partition | None = None, microbatches: int | None = None
+        self,
+        layout: Layout,
+        ranks: int,
+        replicas: int,
+        partition: Partition | None = None,
+        microbatches: int | None = None,
     ) -> Layout:
         """The same batch on another number of ranks, perhaps cut into another number of
         microbatches. The default is the present number."""
         batch = microbatches or layout.microbatches * layout.replicas
         microbatches, rest = divmod(batch, replicas)
         if rest:
-            raise ConfigError(f"{replicas} replicas do not divide the {batch} microbatches of a step")
+            raise ConfigError(
+                f"{replicas} replicas do not divide the {batch} microbatches of a step"
+            )
         return self.make(ranks, replicas, microbatches, partition)
 
     def _check(self, partition: Partition, placement: Sequence[int]) -> None:
@@ -122,7 +139,12 @@ class Layouts:
             )
 
 
-def moves_between_ranks(old: Partition, new: Partition, placement: Sequence[int]) -> tuple[Move, ...]:
+def moves_between_ranks(
+    old: Partition, new: Partition, placement: Sequence[int]
+) -> tuple[Move, ...]:
     """The layers whose rank changes, in layer order, with ranks in the place of stages."""
-    across = (Move(layer, placement[source], placement[target]) for layer, source, target in moves(old, new))
+    across = (
+        Move(layer, placement[source], placement[target])
+        for layer, source, target in moves(old, new)
+    )
     return tuple(move for move in across if move.source != move.target)

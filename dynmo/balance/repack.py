@@ -35,7 +35,13 @@ class Repack:
     seconds: float
 
 
-def fewest_ranks(place: Callable[[int], Partition | None], seconds: Seconds, limit: float, most: int, least: int = 1) -> Repack | None:
+def fewest_ranks(
+    place: Callable[[int], Partition | None],
+    seconds: Seconds,
+    limit: float,
+    most: int,
+    least: int = 1,
+) -> Repack | None:
     """Finds the fewest ranks on which a step is fast enough.
 
     Every number of ranks is tried, fewest first, because a step need not become faster with each
@@ -69,7 +75,9 @@ def fewest_ranks(place: Callable[[int], Partition | None], seconds: Seconds, lim
     return None
 
 
-def first_fit(partition: Partition, memory: Sequence[float], limit: float, target: int) -> Partition:
+def first_fit(
+    partition: Partition, memory: Sequence[float], limit: float, target: int
+) -> Partition:
     """Algorithm 4: merges each rank into the next one if both fit, until `target` ranks are left.
 
     Args:
@@ -94,7 +102,11 @@ def best_fit(partition: Partition, memory: Sequence[float], limit: float, target
     """As `first_fit`, but merges the neighbours that leave the least room."""
     left = _loads(partition, memory)
     while len(left) > target:
-        fitting = [(a.bytes + b.bytes, -rank) for rank, (a, b) in enumerate(pairwise(left)) if a.bytes + b.bytes < limit]
+        fitting = [
+            (a.bytes + b.bytes, -rank)
+            for rank, (a, b) in enumerate(pairwise(left))
+            if a.bytes + b.bytes < limit
+        ]
         if not fitting:
             break
         rank = -max(fitting)[1]
@@ -102,7 +114,9 @@ def best_fit(partition: Partition, memory: Sequence[float], limit: float, target
     return Partition(tuple(load.layers for load in left))
 
 
-def round_robin(partition: Partition, memory: Sequence[float], limit: float, target: int) -> Partition:
+def round_robin(
+    partition: Partition, memory: Sequence[float], limit: float, target: int
+) -> Partition:
     """As `first_fit`, but merges one pair after the other and begins again behind the last."""
     left, rank, misses = _loads(partition, memory), 0, 0
     while 1 < len(left) > target and misses < len(left):
@@ -179,6 +193,8 @@ class _Load:
 
 def _loads(partition: Partition, memory: Sequence[float]) -> list[_Load]:
     if len(memory) != partition.layers:
-        raise PartitionError(f"{len(memory)} sizes for {partition.layers} layers; give one for each layer")
+        raise PartitionError(
+            f"{len(memory)} sizes for {partition.layers} layers; give one for each layer"
+        )
     ranges: Iterator[range] = map(partition.range_of, range(partition.ranks))
     return [_Load(len(layers), sum(memory[layer] for layer in layers)) for layers in ranges]

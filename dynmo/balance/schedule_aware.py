@@ -112,12 +112,16 @@ def search(
     """
     placement = tuple(range(ranks) if placement is None else placement)
     if max(placement, default=-1) + 1 != ranks:
-        raise PartitionError(f"placement {list(placement)} for {ranks} ranks; it must name the ranks 0 to {ranks - 1}")
+        raise PartitionError(
+            f"placement {list(placement)} for {ranks} ranks; it must name the ranks 0 to {ranks - 1}"
+        )
     if speeds is not None and len(speeds) != ranks:
         raise PartitionError(f"{len(speeds)} speeds for {ranks} ranks; give one per rank")
     check_lengths(len(placement), links, None)
     layers = freeze(layers, first_trainable_layer)
-    return _Search(layers, placement, make, links, memory, current, objective, speeds, ties_only).run()
+    return _Search(
+        layers, placement, make, links, memory, current, objective, speeds, ties_only
+    ).run()
 
 
 @dataclass(frozen=True)
@@ -147,8 +151,18 @@ class _Search:
         speeds: Sequence[float] | None,
         ties_only: bool,
     ) -> None:
-        self.layers, self.placement, self.make, self.links, self.memory = layers, placement, make, links, memory
-        self.current, self.whole, self.ties_only = current, objective is Objective.MAKESPAN, ties_only
+        self.layers, self.placement, self.make, self.links, self.memory = (
+            layers,
+            placement,
+            make,
+            links,
+            memory,
+        )
+        self.current, self.whole, self.ties_only = (
+            current,
+            objective is Objective.MAKESPAN,
+            ties_only,
+        )
         self.stages, self.ranks, self.rates = len(placement), max(placement) + 1, speeds
         self.speeds = None if speeds is None else [speeds[rank] for rank in placement]
         sizes = [layer.moved_bytes for layer in layers]
@@ -156,7 +170,12 @@ class _Search:
         self.size_sums = [0, *accumulate(self.sizes)]
         # What the replay reads: sums of F, B, W before each layer, on each stage's rank; and each
         # link's time wherever a stage may stop.
-        sums = np.array([[0.0, *accumulate(times)] for times in zip(*((x.f, x.b, x.w) for x in layers), strict=True)])
+        sums = np.array(
+            [
+                [0.0, *accumulate(times)]
+                for times in zip(*((x.f, x.b, x.w) for x in layers), strict=True)
+            ]
+        )
         self.works = sums[:, None, :] / np.array(self.speeds or [1.0])[None, :, None]
         self.work = self.works.sum(0)
         self.sends = np.zeros((max(1, self.stages - 1), len(layers) + 1))
@@ -176,24 +195,36 @@ class _Search:
             best = self.better(best, self.current.bounds)
         for _ in range(_ROUNDS):
             before = best
-            self.shapes, self.budget = {self.frozen_stages(best.bounds): shape_of(best.schedule)}, _OPS
+            self.shapes, self.budget = (
+                {self.frozen_stages(best.bounds): shape_of(best.schedule)},
+                _OPS,
+            )
             by_time = sorted(dict.fromkeys([best.bounds, *starts]), key=self.replay)
             for bounds in by_time[:_STARTS]:
                 best = self.better(best, self.descend(bounds))
             if best.schedule.ops == before.schedule.ops:
                 break  # another round would look at the same
-        return PlacementSearchResult(Partition.from_bounds(best.bounds), best.seconds, first.seconds, self.evaluations)
+        return PlacementSearchResult(
+            Partition.from_bounds(best.bounds), best.seconds, first.seconds, self.evaluations
+        )
 
     def starts(self) -> list[Bounds]:
         """Placements of the least bottleneck, the one with the fewest moves first; and, where they
         may be, the current and the even one."""
         weights = [layer.seconds for layer in self.layers]
         if self.stages > self.ranks:
-            best = chunked(weights, self.placement, memory=self.memory, current=self.current, speeds=self.rates)
+            best = chunked(
+                weights, self.placement, memory=self.memory, current=self.current, speeds=self.rates
+            )
             least_bottleneck, others = [best.partition], [exact(weights, self.stages)]
         else:
             least_bottleneck = ties(
-                weights, self.stages, memory=self.memory, current=self.current, move_bytes=self.sizes, speeds=self.speeds
+                weights,
+                self.stages,
+                memory=self.memory,
+                current=self.current,
+                move_bytes=self.sizes,
+                speeds=self.speeds,
             )
             others = []
         if self.ties_only:
@@ -203,7 +234,9 @@ class _Search:
         others.append(uniform(len(self.layers), self.stages))
         if self.current is not None and self.current.ranks == self.stages:
             others.append(self.current)
-        return [x.bounds for x in least_bottleneck] + [x.bounds for x in others if self.allowed(x.bounds)]
+        return [x.bounds for x in least_bottleneck] + [
+            x.bounds for x in others if self.allowed(x.bounds)
+        ]
 
     def with_links(self, weights: Sequence[float], links: Sequence[LinkCost]) -> list[Partition]:
         """The placement of the least bottleneck if a stage's time counts the way of its output,
@@ -230,9 +263,15 @@ class _Search:
                 held = [0] * self.ranks
                 for stage, (start, stop) in enumerate(pairwise(bounds)):
                     held[self.placement[stage]] += self.memory.need(stage, start, stop)
-                if any(held[rank] > limit for rank, limit in zip(self.placement, self.memory.limits, strict=True)):
+                if any(
+                    held[rank] > limit
+                    for rank, limit in zip(self.placement, self.memory.limits, strict=True)
+                ):
                     return False
-            elif not all(self.memory.fits(stage, start, stop) for stage, (start, stop) in enumerate(pairwise(bounds))):
+            elif not all(
+                self.memory.fits(stage, start, stop)
+                for stage, (start, stop) in enumerate(pairwise(bounds))
+            ):
                 return False
         return self.limit == math.inf or self.bottleneck(bounds) <= self.limit
 
@@ -244,14 +283,19 @@ class _Search:
 
     def loads(self, bounds: Bounds) -> list[float]:
         work = self.work
-        return [float(work[s % len(work), stop] - work[s % len(work), start]) for s, (start, stop) in enumerate(pairwise(bounds))]
+        return [
+            float(work[s % len(work), stop] - work[s % len(work), start])
+            for s, (start, stop) in enumerate(pairwise(bounds))
+        ]
 
     def moved(self, bounds: Bounds) -> int:
         """Bytes that are not where `current` has them."""
         if self.current is None:
             return 0
         sums, kept = self.size_sums, 0
-        for (start, stop), (old_start, old_stop) in zip(pairwise(bounds), pairwise(self.current.bounds), strict=False):
+        for (start, stop), (old_start, old_stop) in zip(
+            pairwise(bounds), pairwise(self.current.bounds), strict=False
+        ):
             kept += max(0, sums[min(stop, old_stop)] - sums[max(start, old_start)])
         return sums[-1] - kept
 
@@ -259,17 +303,23 @@ class _Search:
 
     def evaluate(self, bounds: Bounds) -> _Candidate:
         """By the simulator, under the schedule made for this placement."""
-        costs = pipeline_costs(self.layers, Partition.from_bounds(bounds), links=self.links, speeds=self.speeds)
+        costs = pipeline_costs(
+            self.layers, Partition.from_bounds(bounds), links=self.links, speeds=self.speeds
+        )
         schedule = self.make(costs)
         timeline = simulate(schedule, costs)
-        return _Candidate(bounds, timeline.makespan if self.whole else timeline.span, self.moved(bounds), schedule)
+        return _Candidate(
+            bounds, timeline.makespan if self.whole else timeline.span, self.moved(bounds), schedule
+        )
 
     def better(self, best: _Candidate, bounds: Bounds) -> _Candidate:
         if bounds == best.bounds:
             return best
         try:
             evaluated = self.evaluate(bounds)
-        except ScheduleError:  # memory, say, that is enough for the stages but not for a schedule of its own
+        except (
+            ScheduleError
+        ):  # memory, say, that is enough for the stages but not for a schedule of its own
             return best
         return evaluated if evaluated.beats(best) else best
 
@@ -279,7 +329,9 @@ class _Search:
     def shape(self, bounds: Bounds) -> Shape | None:
         frozen = self.frozen_stages(bounds)
         if frozen not in self.shapes:
-            costs = pipeline_costs(self.layers, Partition.from_bounds(bounds), links=self.links, speeds=self.speeds)
+            costs = pipeline_costs(
+                self.layers, Partition.from_bounds(bounds), links=self.links, speeds=self.speeds
+            )
             try:
                 self.shapes[frozen] = shape_of(self.make(costs))
             except ScheduleError:
@@ -295,7 +347,9 @@ class _Search:
         self.evaluations += 1
         self.budget -= len(shape.rows)
         at = np.array(bounds, np.int64)
-        return replay(shape.rows, shape.counts, shape.placement, self.works, self.sends, at, best, self.whole)
+        return replay(
+            shape.rows, shape.counts, shape.placement, self.works, self.sends, at, best, self.whole
+        )
 
     # -- the descent -------------------------------------------------------------------------------
 
@@ -313,8 +367,15 @@ class _Search:
                     continue
                 tried.add(other)
                 value = self.replay(other, least * (1 + _SAME))
-                if value < least * (1 - _SAME) or (value <= least * (1 + _SAME) and self.moved(other) < moved):
-                    bounds, moved, least, progress = other, self.moved(other), min(least, value), True
+                if value < least * (1 - _SAME) or (
+                    value <= least * (1 + _SAME) and self.moved(other) < moved
+                ):
+                    bounds, moved, least, progress = (
+                        other,
+                        self.moved(other),
+                        min(least, value),
+                        True,
+                    )
                     break
                 if self.budget <= 0:
                     break

@@ -34,18 +34,30 @@ def pipeline_costs(
     stages = stage_costs(layers, partition.counts)
     check_lengths(partition.ranks, links, speeds)
     if speeds is not None:
-        stages = tuple(replace(x, f=x.f / v, b=x.b / v, w=x.w / v) for x, v in zip(stages, speeds, strict=True))
+        stages = tuple(
+            replace(x, f=x.f / v, b=x.b / v, w=x.w / v) for x, v in zip(stages, speeds, strict=True)
+        )
     if links is None:
         return Costs(stages, (0.0,) * (partition.ranks - 1))
     ends = partition.bounds[1:-1]
-    return Costs(stages, tuple(link.seconds(layers[end - 1].output_bytes) for link, end in zip(links, ends, strict=True)))
+    return Costs(
+        stages,
+        tuple(
+            link.seconds(layers[end - 1].output_bytes)
+            for link, end in zip(links, ends, strict=True)
+        ),
+    )
 
 
-def check_lengths(stages: int, links: Sequence[LinkCost] | None, speeds: Sequence[float] | None) -> None:
+def check_lengths(
+    stages: int, links: Sequence[LinkCost] | None, speeds: Sequence[float] | None
+) -> None:
     """Raises PartitionError unless there is a link per boundary and a speed per stage, where there
     are any."""
     if links is not None and len(links) != stages - 1:
-        raise PartitionError(f"{len(links)} links for {stages} stages; give {stages - 1}, one per boundary")
+        raise PartitionError(
+            f"{len(links)} links for {stages} stages; give {stages - 1}, one per boundary"
+        )
     if speeds is not None and len(speeds) != stages:
         raise PartitionError(f"{len(speeds)} speeds for {stages} stages; give one per stage")
 
@@ -54,8 +66,13 @@ def freeze(layers: Sequence[LayerCost], first_trainable_layer: int) -> tuple[Lay
     """The layers before `first_trainable_layer` as a frozen prefix: forward only, and nothing
     kept."""
     if not 0 <= first_trainable_layer < max(1, len(layers)):
-        raise PartitionError(f"first trainable layer {first_trainable_layer} of {len(layers)} layers; at least the last must train")
-    frozen = (replace(x, b=0.0, w=0.0, activation_bytes=0, stash_bytes=0) for x in layers[:first_trainable_layer])
+        raise PartitionError(
+            f"first trainable layer {first_trainable_layer} of {len(layers)} layers; at least the last must train"
+        )
+    frozen = (
+        replace(x, b=0.0, w=0.0, activation_bytes=0, stash_bytes=0)
+        for x in layers[:first_trainable_layer]
+    )
     return (*frozen, *layers[first_trainable_layer:])
 
 

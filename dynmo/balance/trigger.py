@@ -79,7 +79,11 @@ def worth_moving(
     if seconds_then >= seconds_now:
         return Decision(False, gain, f"stay: {step}, no gain")
     if gain < hysteresis:
-        return Decision(False, gain, f"stay: {step}, a gain of {gain:.2%} under the {hysteresis:.2%} that counts")
+        return Decision(
+            False,
+            gain,
+            f"stay: {step}, a gain of {gain:.2%} under the {hysteresis:.2%} that counts",
+        )
     sums = f"{saved:.4g} s saved over {horizon_steps} steps against {move_seconds:.4g} s for the move x {margin:g}"
     return Decision(saved > price, gain, f"{'move' if saved > price else 'stay'}: {step}, {sums}")
 
@@ -123,10 +127,15 @@ def forecast_intervals(
         return ()
     turns = sorted({x.step for case in forecasts for x in case if step < x.step < end})
     starts = [step, *turns]
-    return tuple(ForecastInterval(a, b, _expected(layers, forecasts, a)) for a, b in zip(starts, [*turns, end], strict=True))
+    return tuple(
+        ForecastInterval(a, b, _expected(layers, forecasts, a))
+        for a, b in zip(starts, [*turns, end], strict=True)
+    )
 
 
-def _expected(layers: Sequence[LayerCost], forecasts: Sequence[Sequence[Expected]], step: int) -> tuple[LayerCost, ...]:
+def _expected(
+    layers: Sequence[LayerCost], forecasts: Sequence[Sequence[Expected]], step: int
+) -> tuple[LayerCost, ...]:
     out = list(layers)
     for case in forecasts:
         latest: dict[int, Expected] = {}
@@ -134,9 +143,13 @@ def _expected(layers: Sequence[LayerCost], forecasts: Sequence[Sequence[Expected
             if expected.step <= step:
                 latest |= dict.fromkeys(expected.layers, expected)
         for index, x in latest.items():
-            layer = replace(out[index], f=out[index].f * x.f, b=out[index].b * x.b, w=out[index].w * x.w)
+            layer = replace(
+                out[index], f=out[index].f * x.f, b=out[index].b * x.b, w=out[index].w * x.w
+            )
             if not layer.w:
-                layer = replace(layer, stash_bytes=0, activation_bytes=layer.activation_bytes if layer.b else 0)
+                layer = replace(
+                    layer, stash_bytes=0, activation_bytes=layer.activation_bytes if layer.b else 0
+                )
             out[index] = layer
     return tuple(out)
 
@@ -157,7 +170,11 @@ channels anew."""
 
 
 def worth_moving_through(
-    outlook: Sequence[Outlook], move_seconds: float, margin: float = 1.5, hysteresis: float = 0.02, soon: int = SOON
+    outlook: Sequence[Outlook],
+    move_seconds: float,
+    margin: float = 1.5,
+    hysteresis: float = 0.02,
+    soon: int = SOON,
 ) -> Decision:
     """As `worth_moving`, over steps of which it is known how they will differ.
 
@@ -168,10 +185,17 @@ def worth_moving_through(
     """
     if len(outlook) < 2:
         first = outlook[0] if outlook else Outlook(0, 0, 0.0, 0.0)
-        return worth_moving(first.now, first.then, first.stop - first.start, move_seconds, margin, hysteresis)
-    start, count = outlook[0].start, next((i for i, x in enumerate(outlook) if x.then >= x.now), len(outlook))
+        return worth_moving(
+            first.now, first.then, first.stop - first.start, move_seconds, margin, hysteresis
+        )
+    start, count = (
+        outlook[0].start,
+        next((i for i, x in enumerate(outlook) if x.then >= x.now), len(outlook)),
+    )
     for x in outlook:
-        worth_moving(x.now, x.then, x.stop - x.start, move_seconds, margin, hysteresis)  # checks the numbers
+        worth_moving(
+            x.now, x.then, x.stop - x.start, move_seconds, margin, hysteresis
+        )  # checks the numbers
     if count in (0, len(outlook)):
         stop, price = outlook[-1].stop, move_seconds
     else:
@@ -180,13 +204,22 @@ def worth_moving_through(
             gain = 1 - outlook[0].then / outlook[0].now
             later = outlook[count]
             why = f"from step {stop} on a step would take {later.then:.4g} s instead of {later.now:.4g} s"
-            return Decision(False, gain, f"wait: a gain of {gain:.2%} would last {stop - start} steps; {why}")
+            return Decision(
+                False, gain, f"wait: a gain of {gain:.2%} would last {stop - start} steps; {why}"
+            )
     believed = outlook[:count] or outlook[:1]
     steps = stop - start if count else outlook[0].stop - start
-    now, then = (math.fsum(getattr(x, key) * (x.stop - x.start) for x in believed) / max(1, steps) for key in ("now", "then"))
+    now, then = (
+        math.fsum(getattr(x, key) * (x.stop - x.start) for x in believed) / max(1, steps)
+        for key in ("now", "then")
+    )
     whole = worth_moving(now, then, steps, price, margin, hysteresis)
     first = 1 - outlook[0].then / outlook[0].now if outlook[0].now else 0.0
-    until = f", until the change expected at step {stop}, and then back" if 0 < count < len(outlook) else ""
+    until = (
+        f", until the change expected at step {stop}, and then back"
+        if 0 < count < len(outlook)
+        else ""
+    )
     return Decision(whole.move, first, f"{whole.reason}{until}")
 
 

@@ -26,7 +26,10 @@ from dynmo.cli.simulate import simulate
 from dynmo.cli.train import train
 from dynmo.errors import DynmoError
 
-app = typer.Typer(add_completion=False, help="Pipeline-parallel training of language models whose work changes while they train.")
+app = typer.Typer(
+    add_completion=False,
+    help="Pipeline-parallel training of language models whose work changes while they train.",
+)
 
 # One line per command.
 app.command("train")(train)
@@ -51,7 +54,9 @@ def _version(wanted: bool) -> None:
 
 @app.callback()
 def _options(
-    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")] = False,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")
+    ] = False,
 ) -> None:
     pass
 
@@ -95,7 +100,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if os.environ.get("DYNMO_TRACEBACK") == "1":
             traceback.print_exc()
         return _fail(
-            f"a defect in dynmo, please report it: {_place(error)}: {type(error).__name__}: {error} (DYNMO_TRACEBACK=1 shows more)", 1
+            f"a defect in dynmo, please report it: {_place(error)}: {type(error).__name__}: {error} (DYNMO_TRACEBACK=1 shows more)",
+            1,
         )
 
 
@@ -112,6 +118,10 @@ def _help(error: Exception) -> str:
 def _place(error: Exception) -> str:
     """The innermost place in dynmo's own code that the error came through."""
     package = Path(__file__).parents[1]
-    places = [frame for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename).is_relative_to(package)]
+    places = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if Path(frame.filename).is_relative_to(package)
+    ]
     last = places[-1]
     return f"{Path(last.filename).relative_to(package.parent)}:{last.lineno}"

@@ -41,13 +41,19 @@ class Options:
         if self.gpus is None:
             for option in ("global_batch", "micro_batch", "zero", "bandwidth"):
                 if getattr(self, option) is not None:
-                    raise InputError(f"--{option.replace('_', '-')} goes with --gpus, which searches the mesh; add --gpus N")
+                    raise InputError(
+                        f"--{option.replace('_', '-')} goes with --gpus, which searches the mesh; add --gpus N"
+                    )
             return False
         if self.global_batch is None:
-            raise InputError("--gpus needs --global-batch: how many sequences a step takes, over all replicas")
+            raise InputError(
+                "--gpus needs --global-batch: how many sequences a step takes, over all replicas"
+            )
         for option in ("ranks", "microbatches"):
             if getattr(self, option) is not None:
-                raise InputError(f"--{option} is what --gpus searches for; leave one of the two out")
+                raise InputError(
+                    f"--{option} is what --gpus searches for; leave one of the two out"
+                )
         return True
 
 
@@ -65,8 +71,12 @@ def request_of(
 
     assert options.gpus is not None
     assert options.global_batch is not None
-    if memory_limit is not None and not any(x.static_bytes or x.activation_bytes for x in profile.layers):
-        raise InputError("a memory limit, but the costs have no sizes; give weight_bytes, activation_bytes, ... (one per layer)")
+    if memory_limit is not None and not any(
+        x.static_bytes or x.activation_bytes for x in profile.layers
+    ):
+        raise InputError(
+            "a memory limit, but the costs have no sizes; give weight_bytes, activation_bytes, ... (one per layer)"
+        )
     return MeshRequest(
         profile,
         options.gpus,
@@ -87,7 +97,9 @@ def _sizes(text: str | None) -> tuple[int, ...]:
     try:
         return () if text is None else tuple(int(word) for word in text.split(","))
     except ValueError:
-        raise InputError(f"--micro-batch {text}: numbers of sequences with commas between them are expected, such as 1,2,4") from None
+        raise InputError(
+            f"--micro-batch {text}: numbers of sequences with commas between them are expected, such as 1,2,4"
+        ) from None
 
 
 def _bandwidth(text: str | None, profile: Profile) -> float:
@@ -103,7 +115,9 @@ def _bandwidth(text: str | None, profile: Profile) -> float:
     try:
         return float(parse_bytes(text))
     except ValueError:
-        raise InputError(f"--bandwidth {text}: bytes per second are expected, such as 25e9 or 40GiB") from None
+        raise InputError(
+            f"--bandwidth {text}: bytes per second are expected, such as 25e9 or 40GiB"
+        ) from None
 
 
 def run(request: MeshRequest, as_json: bool, exports: list[str]) -> None:
@@ -159,7 +173,9 @@ def _mesh(candidate: MeshPlan) -> dict[str, Any]:
         "balancer": candidate.plan.request.balancer,
         "step_seconds": candidate.seconds,
         "exposed": candidate.exposed,
-        "samples_per_second": candidate.samples_per_second if math.isfinite(candidate.samples_per_second) else None,
+        "samples_per_second": candidate.samples_per_second
+        if math.isfinite(candidate.samples_per_second)
+        else None,
         "bubble_ratio": timeline.bubble_ratio,
         "idle_ratio": timeline.idle_ratio,
         "memory": candidate.memory,
@@ -172,21 +188,43 @@ def _mesh(candidate: MeshPlan) -> dict[str, Any]:
 
 
 def _print_best(console: Console, request: MeshRequest, best: MeshPlan) -> None:
-    limit = "" if request.memory_limit is None else f", at most {show_size(request.memory_limit)} a rank"
+    limit = (
+        ""
+        if request.memory_limit is None
+        else f", at most {show_size(request.memory_limit)} a rank"
+    )
     zero = ", optimizer state divided over the replicas (ZeRO-1)" if request.zero else ""
-    console.print(f"{request.gpus} GPUs, a global batch of {request.global_batch}{limit}{zero}", highlight=False, soft_wrap=True)
-    rate = f"{best.samples_per_second:,.4g} sequences a second" if math.isfinite(best.samples_per_second) else ""
-    exposed = f", {show_time(best.exposed)} of it reductions after the last op" if best.exposed else ""
+    console.print(
+        f"{request.gpus} GPUs, a global batch of {request.global_batch}{limit}{zero}",
+        highlight=False,
+        soft_wrap=True,
+    )
+    rate = (
+        f"{best.samples_per_second:,.4g} sequences a second"
+        if math.isfinite(best.samples_per_second)
+        else ""
+    )
+    exposed = (
+        f", {show_time(best.exposed)} of it reductions after the last op" if best.exposed else ""
+    )
     console.print(
         f"best: {best.mesh}, placed by {best.plan.request.balancer}: a step of {show_time(best.seconds)}{exposed}; {rate}",
         highlight=False,
         markup=False,
     )
     if math.isinf(request.bandwidth):
-        console.print("no bandwidth was measured: what replicas sum takes no time here; --bandwidth says how fast it is", soft_wrap=True)
+        console.print(
+            "no bandwidth was measured: what replicas sum takes no time here; --bandwidth says how fast it is",
+            soft_wrap=True,
+        )
     if best.plan.request.recomputed:
         names = [best.plan.request.profile.names[i] for i in sorted(best.plan.request.recomputed)]
-        console.print(f"recomputed in the backward: {len(names)} layers: {', '.join(names)}", highlight=False, markup=False, soft_wrap=True)
+        console.print(
+            f"recomputed in the backward: {len(names)} layers: {', '.join(names)}",
+            highlight=False,
+            markup=False,
+            soft_wrap=True,
+        )
 
 
 def _candidates(result: MeshSearchResult) -> Table:
@@ -196,16 +234,38 @@ def _candidates(result: MeshSearchResult) -> Table:
     sizes = any(any(x.memory) for x in result.candidates)
     recomputes = any(x.plan.request.recomputed for x in result.candidates)
     table = Table(title="candidates", title_justify="left")
-    for heading in ("ranks", "replicas", "microbatches", "of", "schedule", "step", "against best", "exposed", "bubble"):
+    for heading in (
+        "ranks",
+        "replicas",
+        "microbatches",
+        "of",
+        "schedule",
+        "step",
+        "against best",
+        "exposed",
+        "bubble",
+    ):
         table.add_column(heading, justify="left" if heading == "schedule" else "right")
     for heading in (*["memory"] * sizes, *["recomputed"] * recomputes):
         table.add_column(heading, justify="right")
     table.add_column("layers", overflow="fold")
     for x in result.candidates:
         mesh = x.mesh
-        row = [*map(str, (mesh.pipeline, mesh.replicas, mesh.microbatches, mesh.micro_batch, mesh.schedule)), show_time(x.seconds)]
-        row += [f"{x.seconds / best.seconds - 1:+.1%}" if best.seconds else "-", show_time(x.exposed), f"{x.bubble:.1%}"]
-        row += [show_size(max(x.memory))] * sizes + [str(len(x.plan.request.recomputed))] * recomputes
+        row = [
+            *map(
+                str,
+                (mesh.pipeline, mesh.replicas, mesh.microbatches, mesh.micro_batch, mesh.schedule),
+            ),
+            show_time(x.seconds),
+        ]
+        row += [
+            f"{x.seconds / best.seconds - 1:+.1%}" if best.seconds else "-",
+            show_time(x.exposed),
+            f"{x.bubble:.1%}",
+        ]
+        row += [show_size(max(x.memory))] * sizes + [
+            str(len(x.plan.request.recomputed))
+        ] * recomputes
         table.add_row(*row, "+".join(map(str, x.plan.partition.counts)))
     return table
 
@@ -222,4 +282,9 @@ def _print_others(console: Console, request: MeshRequest, result: MeshSearchResu
         kinds.setdefault(next((word for word in _WHY if word in x.reason), "other"), []).append(x)
     for refused in kinds.values():
         closest = min(refused, key=lambda x: (x.need or 0, x.mesh.pipeline))
-        console.print(f"{len(refused)} refused, such as {closest.mesh}: {closest.reason}", highlight=False, markup=False, soft_wrap=True)
+        console.print(
+            f"{len(refused)} refused, such as {closest.mesh}: {closest.reason}",
+            highlight=False,
+            markup=False,
+            soft_wrap=True,
+        )

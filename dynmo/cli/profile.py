@@ -34,11 +34,21 @@ _logger = logging.getLogger(__name__)
 
 
 def profile(
-    config: Annotated[Path, typer.Argument(help="The run, as TOML (as for dynmo train).", show_default=False)],
-    set_: Annotated[list[str] | None, typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Change a key.")] = None,
-    steps: Annotated[int, typer.Option(metavar="N", help="Steps to measure, after one that warms up.")] = 8,
-    out: Annotated[Path | None, typer.Option(metavar="FILE", help="The costs file (default: NAME-costs.json).")] = None,
-    json_: Annotated[bool, typer.Option("--json", help="The file's content on stdout, one JSON object.")] = False,
+    config: Annotated[
+        Path, typer.Argument(help="The run, as TOML (as for dynmo train).", show_default=False)
+    ],
+    set_: Annotated[
+        list[str] | None, typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Change a key.")
+    ] = None,
+    steps: Annotated[
+        int, typer.Option(metavar="N", help="Steps to measure, after one that warms up.")
+    ] = 8,
+    out: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="The costs file (default: NAME-costs.json).")
+    ] = None,
+    json_: Annotated[
+        bool, typer.Option("--json", help="The file's content on stdout, one JSON object.")
+    ] = False,
 ) -> None:
     """Measure a model's layers and write a costs file."""
     from dynmo.config import load
@@ -79,7 +89,9 @@ def _check_out(out: Path) -> None:
     except (OSError, UnicodeDecodeError):
         known = False
     if not known:
-        raise InputError(f"--out {out} exists and was not written by dynmo profile; choose another name")
+        raise InputError(
+            f"--out {out} exists and was not written by dynmo profile; choose another name"
+        )
 
 
 def _spawn(config: Config, steps: int, out: Path, as_json: bool) -> int:
@@ -89,11 +101,15 @@ def _spawn(config: Config, steps: int, out: Path, as_json: bool) -> int:
     folder = Path(tempfile.mkdtemp(prefix="dynmo-profile-"))
     try:
         (folder / "config.toml").write_text(config.to_toml(), encoding="utf-8")
-        command = rank_command("profile", str(folder / "config.toml"), "--steps", str(steps), "--out", str(out))
+        command = rank_command(
+            "profile", str(folder / "config.toml"), "--steps", str(steps), "--out", str(out)
+        )
         command += ["--json"] * as_json
         status = spawn(command, config.ranks, config.parallel.threads, folder)
     except BaseException as error:
-        told = isinstance(error, RunError) and any(log.stat().st_size for log in folder.glob("*.log"))
+        told = isinstance(error, RunError) and any(
+            log.stat().st_size for log in folder.glob("*.log")
+        )
         if not told:
             shutil.rmtree(folder, ignore_errors=True)
         raise
@@ -119,7 +135,9 @@ def _local_rank(path: Path, steps: int, out: Path, as_json: bool) -> int:
         return report_failure(error, log)
 
 
-def _joined_rank(config: Config, rendezvous: Rendezvous, steps: int, out: Path, as_json: bool) -> int:
+def _joined_rank(
+    config: Config, rendezvous: Rendezvous, steps: int, out: Path, as_json: bool
+) -> int:
     """A rank that torchrun or Slurm started: it tells its errors itself."""
     from dynmo.launch.rank_side import describe, quiet_torch
 
@@ -131,7 +149,9 @@ def _joined_rank(config: Config, rendezvous: Rendezvous, steps: int, out: Path, 
     except DynmoError:
         raise
     except Exception as error:
-        raise RunError(f"{describe(error, rendezvous.rank)} (DYNMO_TRACEBACK=1 shows more)") from error
+        raise RunError(
+            f"{describe(error, rendezvous.rank)} (DYNMO_TRACEBACK=1 shows more)"
+        ) from error
 
 
 def _rank(config: Config, rendezvous: Rendezvous, steps: int, out: Path, as_json: bool) -> int:
@@ -150,8 +170,16 @@ def _rank(config: Config, rendezvous: Rendezvous, steps: int, out: Path, as_json
     if warning:
         _logger.warning(warning)
     console = Console(stderr=True)
-    columns = (TextColumn("{task.description}", markup=False), BarColumn(bar_width=20), TextColumn("{task.completed}/{task.total} steps"))
-    with compilation_told(), _stdout_for_json(as_json), Progress(*columns, console=console, disable=not console.is_terminal) as progress:
+    columns = (
+        TextColumn("{task.description}", markup=False),
+        BarColumn(bar_width=20),
+        TextColumn("{task.completed}/{task.total} steps"),
+    )
+    with (
+        compilation_told(),
+        _stdout_for_json(as_json),
+        Progress(*columns, console=console, disable=not console.is_terminal) as progress,
+    ):
         task = progress.add_task(f"measuring {config.name}", total=steps)
 
         def listen(step: int, seconds: float) -> None:
@@ -167,9 +195,20 @@ def _rank(config: Config, rendezvous: Rendezvous, steps: int, out: Path, as_json
     tables = console_for_tables()
     tables.print(table(measured))
     for (low, high), link in measured.links:
-        rate = f"{link.bytes_per_second / 1e9:.2f} GB/s" if link.bytes_per_second < 1e15 else "no measurable time per byte"
-        tables.print(f"rank {low} - rank {high}: {link.latency * 1e6:.0f} us, {rate}", highlight=False)
-    tables.print(f"{out}: plan with it: dynmo plan --costs {out}", highlight=False, markup=False, soft_wrap=True)
+        rate = (
+            f"{link.bytes_per_second / 1e9:.2f} GB/s"
+            if link.bytes_per_second < 1e15
+            else "no measurable time per byte"
+        )
+        tables.print(
+            f"rank {low} - rank {high}: {link.latency * 1e6:.0f} us, {rate}", highlight=False
+        )
+    tables.print(
+        f"{out}: plan with it: dynmo plan --costs {out}",
+        highlight=False,
+        markup=False,
+        soft_wrap=True,
+    )
     return 0
 
 
@@ -183,11 +222,25 @@ def table(measured: Profile) -> Table:
         title_justify="left",
     )
     table.add_column("layer")
-    for heading in ("F ms", "B ms", "W ms", "share", "parameters", "held MiB", "activations MiB", "until W MiB", "output MiB"):
+    for heading in (
+        "F ms",
+        "B ms",
+        "W ms",
+        "share",
+        "parameters",
+        "held MiB",
+        "activations MiB",
+        "until W MiB",
+        "output MiB",
+    ):
         table.add_column(heading, justify="right")
     whole = sum(layer.seconds for layer in measured.layers) or 1.0
     for name, layer in zip(measured.names, measured.layers, strict=True):
         sizes = (layer.static_bytes, layer.activation_bytes, layer.stash_bytes, layer.output_bytes)
-        row = [f"{seconds * 1e3:.3f}" for seconds in (layer.f, layer.b, layer.w)] + [f"{layer.seconds / whole:.1%}"]
-        table.add_row(escape(name), *row, f"{layer.parameters:,}", *(f"{size / 2**20:,.2f}" for size in sizes))
+        row = [f"{seconds * 1e3:.3f}" for seconds in (layer.f, layer.b, layer.w)] + [
+            f"{layer.seconds / whole:.1%}"
+        ]
+        table.add_row(
+            escape(name), *row, f"{layer.parameters:,}", *(f"{size / 2**20:,.2f}" for size in sizes)
+        )
     return table

@@ -18,7 +18,10 @@ if TYPE_CHECKING:
 
 
 def report(
-    runs: Annotated[list[Path], typer.Argument(help="Run folders, such as runs/demo-balanced.", show_default=False)],
+    runs: Annotated[
+        list[Path],
+        typer.Argument(help="Run folders, such as runs/demo-balanced.", show_default=False),
+    ],
     json_: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
 ) -> None:
     """Show what was measured in a run; compare several runs against the first."""
@@ -39,7 +42,11 @@ def report(
     for folder in runs:
         log = folder / "events.jsonl"
         if not log.is_file():
-            what = f"is a file; give the run's folder, {folder.parent}" if folder.is_file() else "is not a run: it has no events.jsonl"
+            what = (
+                f"is a file; give the run's folder, {folder.parent}"
+                if folder.is_file()
+                else "is not a run: it has no events.jsonl"
+            )
             raise InputError(f"{folder} {what}")
         try:
             summary = summarize(read(log))
@@ -54,9 +61,17 @@ def report(
     summaries = [(name, summary) for (name, _), summary in zip(summaries, phased, strict=True)]
     said = verdict(summaries) if len(summaries) > 1 else None
     configs = [_config(folder) for folder in runs]
-    differ = differences([config for config in configs if config is not None]) if len(runs) > 1 and None not in configs else None
+    differ = (
+        differences([config for config in configs if config is not None])
+        if len(runs) > 1 and None not in configs
+        else None
+    )
     if json_:
-        told = {"runs": [{"name": name, **_to_json(summary)} for name, summary in summaries], "verdict": said, "differences": differ}
+        told = {
+            "runs": [{"name": name, **_to_json(summary)} for name, summary in summaries],
+            "verdict": said,
+            "differences": differ,
+        }
         print(json.dumps(told))
         return
     console = console_for_tables()
@@ -85,7 +100,9 @@ def _config(folder: Path) -> dict[str, Any] | None:
     from dynmo.config import without_unused_keys
 
     try:
-        return without_unused_keys(tomllib.loads((folder / "config.toml").read_text(encoding="utf-8")))
+        return without_unused_keys(
+            tomllib.loads((folder / "config.toml").read_text(encoding="utf-8"))
+        )
     except (OSError, ValueError):
         return None
 
@@ -94,4 +111,7 @@ def _to_json(summary: Summary) -> dict[str, Any]:
     """The events in it have the words of events.jsonl, which has the steps one by one."""
     told = asdict(replace(summary, done=()))
     del told["done"]
-    return told | {key: [to_json(event) for event in getattr(summary, key)] for key in ("rebalances", "results", "changes", "rank_events")}
+    return told | {
+        key: [to_json(event) for event in getattr(summary, key)]
+        for key in ("rebalances", "results", "changes", "rank_events")
+    }

@@ -56,43 +56,95 @@ class Result:
 
 
 def schedule(
-    name: Annotated[str | None, typer.Option("--schedule", metavar="NAME", help=f"One of {', '.join(SCHEDULES)}.")] = None,
+    name: Annotated[
+        str | None,
+        typer.Option("--schedule", metavar="NAME", help=f"One of {', '.join(SCHEDULES)}."),
+    ] = None,
     ranks: Annotated[int | None, typer.Option(metavar="P", help="Pipeline ranks.")] = None,
-    microbatches: Annotated[int | None, typer.Option(metavar="M", help="Microbatches of a step.")] = None,
+    microbatches: Annotated[
+        int | None, typer.Option(metavar="M", help="Microbatches of a step.")
+    ] = None,
     from_torch_csv: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Read the schedule from torch's CSV instead of making one.")
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="Read the schedule from torch's CSV instead of making one."
+        ),
     ] = None,
-    tf: Annotated[float | None, typer.Option(metavar="TIME", help="Time of F on every stage, in any one unit.")] = None,
-    tb: Annotated[float | None, typer.Option(metavar="TIME", help="Time of B, the gradient of the input.")] = None,
-    tw: Annotated[float | None, typer.Option(metavar="TIME", help="Time of W, the gradient of the weights.")] = None,
-    tcomm: Annotated[float | None, typer.Option(metavar="TIME", help="Time of every link (default 0).")] = None,
-    costs: Annotated[Path | None, typer.Option(metavar="FILE", help="Per-stage costs in JSON, instead of the four times.")] = None,
+    tf: Annotated[
+        float | None,
+        typer.Option(metavar="TIME", help="Time of F on every stage, in any one unit."),
+    ] = None,
+    tb: Annotated[
+        float | None, typer.Option(metavar="TIME", help="Time of B, the gradient of the input.")
+    ] = None,
+    tw: Annotated[
+        float | None, typer.Option(metavar="TIME", help="Time of W, the gradient of the weights.")
+    ] = None,
+    tcomm: Annotated[
+        float | None, typer.Option(metavar="TIME", help="Time of every link (default 0).")
+    ] = None,
+    costs: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Per-stage costs in JSON, instead of the four times."),
+    ] = None,
     memory_limit: Annotated[
-        float | None, typer.Option(metavar="X", help="Most live activations of a rank; 1 is one F's (or FILE's unit).")
+        float | None,
+        typer.Option(
+            metavar="X", help="Most live activations of a rank; 1 is one F's (or FILE's unit)."
+        ),
     ] = None,
-    objective: Annotated[Objective, typer.Option(help="What the schedule and the lower bound are about.")] = Objective.SPAN,
-    chunks: Annotated[int | None, typer.Option(metavar="V", help="Stages per rank (default: the schedule's own).")] = None,
+    objective: Annotated[
+        Objective, typer.Option(help="What the schedule and the lower bound are about.")
+    ] = Objective.SPAN,
+    chunks: Annotated[
+        int | None, typer.Option(metavar="V", help="Stages per rank (default: the schedule's own).")
+    ] = None,
     w_memory: Annotated[
-        float | None, typer.Option(metavar="SHARE", help="Part of F's activations that stays until W (default 0.5).")
+        float | None,
+        typer.Option(
+            metavar="SHARE", help="Part of F's activations that stays until W (default 0.5)."
+        ),
     ] = None,
     exact: Annotated[
-        float | None, typer.Option(metavar="SECONDS", help="Then let a solver better it, or prove that nothing can, for at most so long.")
+        float | None,
+        typer.Option(
+            metavar="SECONDS",
+            help="Then let a solver better it, or prove that nothing can, for at most so long.",
+        ),
     ] = None,
     grid: Annotated[bool, typer.Option("--grid", help="Draw the timeline.")] = False,
     ops: Annotated[bool, typer.Option("--ops", help="List every rank's ops in order.")] = False,
-    torch_csv: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the schedule as torch's CSV.")] = None,
+    torch_csv: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write the schedule as torch's CSV.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
 ) -> None:
     """Make or read a pipeline schedule and replay it at given costs."""
     read: Schedule | None = None
     if from_torch_csv is not None:
-        asked = {"--schedule": name, "--ranks": ranks, "--microbatches": microbatches, "--chunks": chunks}
+        asked = {
+            "--schedule": name,
+            "--ranks": ranks,
+            "--microbatches": microbatches,
+            "--chunks": chunks,
+        }
         read = _read_torch_csv(from_torch_csv, asked)
-        name, ranks, microbatches, placement = read.name, read.ranks, read.microbatches, read.placement
+        name, ranks, microbatches, placement = (
+            read.name,
+            read.ranks,
+            read.microbatches,
+            read.placement,
+        )
     else:
-        name, ranks, microbatches = _needed("--schedule", name), _needed("--ranks", ranks), _needed("--microbatches", microbatches)
+        name, ranks, microbatches = (
+            _needed("--schedule", name),
+            _needed("--ranks", ranks),
+            _needed("--microbatches", microbatches),
+        )
         if ranks < 1 or microbatches < 1:
-            raise ScheduleError(f"--ranks {ranks} --microbatches {microbatches}: at least 1 of each is needed")
+            raise ScheduleError(
+                f"--ranks {ranks} --microbatches {microbatches}: at least 1 of each is needed"
+            )
         placement = placement_of(name, ranks, chunks)
     first_trainable, caps = 0, (math.inf,) * ranks
     if costs is None:
@@ -108,8 +160,12 @@ def schedule(
     began = time.perf_counter()
     wanted = _Wanted(ranks, microbatches, stage_costs, chunks, caps, first_trainable, objective)
     if read is not None and first_trainable:
-        raise InputError(f"costs file {costs}: a frozen prefix, but torch's CSV has a backward of every stage; give costs without one")
-    with compilation_told() if read is None and entry(name).from_costs else contextlib.nullcontext():
+        raise InputError(
+            f"costs file {costs}: a frozen prefix, but torch's CSV has a backward of every stage; give costs without one"
+        )
+    with (
+        compilation_told() if read is None and entry(name).from_costs else contextlib.nullcontext()
+    ):
         schedule = wanted.make(name) if read is None else read
     seconds = time.perf_counter() - began
     _check_memory(schedule, wanted)
@@ -122,8 +178,12 @@ def schedule(
     plain = simulate(schedule, stage_costs)
     timeline = simulate(schedule, stage_costs, wrap_group=ranks) if published else plain
     if not math.isfinite(timeline.makespan):
-        raise InputError("the times are so large that their sum is not a number any more; choose a larger unit")
-    bound = lower_bound_on(schedule.placement, stage_costs, microbatches, first_trainable, objective, caps)
+        raise InputError(
+            "the times are so large that their sum is not a number any more; choose a larger unit"
+        )
+    bound = lower_bound_on(
+        schedule.placement, stage_costs, microbatches, first_trainable, objective, caps
+    )
     bound = bound if proof is None else max(bound, proof.bound)
     reached = timeline.span if objective is Objective.SPAN else timeline.makespan
     result = Result(
@@ -141,10 +201,29 @@ def schedule(
         peak_memory=timeline.peak_memory,
         seconds=seconds,
         proven=None if proof is None else proof.proven,
-        every_message={"span": plain.span, "makespan": plain.makespan, "bubble_ratio": plain.bubble_ratio} if published else None,
+        every_message={
+            "span": plain.span,
+            "makespan": plain.makespan,
+            "bubble_ratio": plain.bubble_ratio,
+        }
+        if published
+        else None,
     )
-    if not all(map(math.isfinite, (*timeline.peak_memory, timeline.span, timeline.idle_ratio, result.lower_bound, plain.makespan))):
-        raise InputError("the times or the memory are so large that their sum is not a number any more; choose a larger unit")
+    if not all(
+        map(
+            math.isfinite,
+            (
+                *timeline.peak_memory,
+                timeline.span,
+                timeline.idle_ratio,
+                result.lower_bound,
+                plain.makespan,
+            ),
+        )
+    ):
+        raise InputError(
+            "the times or the memory are so large that their sum is not a number any more; choose a larger unit"
+        )
     if torch_csv is not None:
         _write_torch_csv(torch_csv, schedule)
     if as_json:
@@ -158,7 +237,9 @@ _T = TypeVar("_T")
 
 def _needed(option: str, value: _T | None) -> _T:
     if value is None:
-        raise InputError(f"Missing option '{option}'; give --schedule, --ranks and --microbatches, or --from-torch-csv FILE")
+        raise InputError(
+            f"Missing option '{option}'; give --schedule, --ranks and --microbatches, or --from-torch-csv FILE"
+        )
     return value
 
 
@@ -169,7 +250,9 @@ def _read_torch_csv(path: Path, asked: dict[str, object]) -> Schedule:
 
     given = next((option for option, value in asked.items() if value is not None), None)
     if given is not None:
-        raise InputError(f"{given} and --from-torch-csv both say what the schedule is; use one of them")
+        raise InputError(
+            f"{given} and --from-torch-csv both say what the schedule is; use one of them"
+        )
     try:
         return from_torch_csv(path.read_text(encoding="utf-8"), name="torch")
     except (OSError, UnicodeDecodeError) as error:
@@ -203,7 +286,9 @@ class _Wanted:
 
     def make(self, name: str) -> Schedule:
         if not entry(name).from_costs:  # needs no numba, which takes a while to import
-            return make_by_hand(name, self.ranks, self.microbatches, self.chunks, self.first_trainable)
+            return make_by_hand(
+                name, self.ranks, self.microbatches, self.chunks, self.first_trainable
+            )
         from dynmo.schedule.automatic.make import make
 
         return make(
@@ -219,7 +304,12 @@ class _Wanted:
 
 
 def _uniform(
-    placement: tuple[int, ...], tf: float | None, tb: float | None, tw: float | None, tcomm: float | None, w_memory: float
+    placement: tuple[int, ...],
+    tf: float | None,
+    tb: float | None,
+    tw: float | None,
+    tcomm: float | None,
+    w_memory: float,
 ) -> Costs:
     """The times are a rank's: of several stages on a rank each has its part of them, and of the
     memory."""
@@ -250,15 +340,22 @@ def _from_file(
     ranks = max(placement) + 1
     file = read_costs(path, ranks, 0.5 if w_memory is None else w_memory, len(placement))
     if file.has_memory and w_memory is not None:
-        raise InputError(f"--w-memory, but costs file {path} has mem_f, mem_b and mem_w, which say it; use one of them")
+        raise InputError(
+            f"--w-memory, but costs file {path} has mem_f, mem_b and mem_w, which say it; use one of them"
+        )
     costs, caps = file.costs, file.caps or (math.inf,) * len(file.costs.stages)
     if len(placement) == ranks:
         return costs, file.first_trainable, caps
     if len(costs.stages) == len(placement):
-        together = tuple(sum(cap for cap, holder in zip(caps, placement, strict=True) if holder == rank) for rank in range(ranks))
+        together = tuple(
+            sum(cap for cap, holder in zip(caps, placement, strict=True) if holder == rank)
+            for rank in range(ranks)
+        )
         return costs, file.first_trainable, together
     if file.first_trainable:
-        raise InputError(f"costs file {path}: a frozen prefix and several stages a rank; give one number per stage ({len(placement)})")
+        raise InputError(
+            f"costs file {path}: a frozen prefix and several stages a rank; give one number per stage ({len(placement)})"
+        )
     return split_costs(costs, placement), 0, caps
 
 
@@ -287,9 +384,19 @@ def _check_memory(schedule: Schedule, wanted: _Wanted) -> None:
         return
     rank = over[0]
     # Only schedules with as many stages can be held against the same costs.
-    others = [name for name in SCHEDULES if name != schedule.name and _fits_all(name, schedule.placement, wanted)]
-    hint = f"{' and '.join(others)} would fit" if others else "no other schedule of as many stages fits"
-    raise ScheduleError(f"{schedule.name}: peak memory of rank {rank} is {peaks[rank]:.10g}, over the limit of {caps[rank]:.10g}; {hint}")
+    others = [
+        name
+        for name in SCHEDULES
+        if name != schedule.name and _fits_all(name, schedule.placement, wanted)
+    ]
+    hint = (
+        f"{' and '.join(others)} would fit"
+        if others
+        else "no other schedule of as many stages fits"
+    )
+    raise ScheduleError(
+        f"{schedule.name}: peak memory of rank {rank} is {peaks[rank]:.10g}, over the limit of {caps[rank]:.10g}; {hint}"
+    )
 
 
 def _fits_all(name: str, placement: tuple[int, ...], wanted: _Wanted) -> bool:
@@ -307,7 +414,9 @@ def _fits(peak: float, cap: float) -> bool:
     return peak <= cap * (1 + 1e-9)
 
 
-def _print_json(result: Result, schedule: Schedule, timeline: Timeline, grid: bool, ops: bool) -> None:
+def _print_json(
+    result: Result, schedule: Schedule, timeline: Timeline, grid: bool, ops: bool
+) -> None:
     fields: dict[str, object] = asdict(result)
     for key in ("proven", "every_message"):
         if fields[key] is None:
@@ -321,11 +430,16 @@ def _print_json(result: Result, schedule: Schedule, timeline: Timeline, grid: bo
     print(json.dumps(fields, allow_nan=False))
 
 
-def _print_text(result: Result, schedule: Schedule, timeline: Timeline, grid: bool, ops: bool) -> None:
+def _print_text(
+    result: Result, schedule: Schedule, timeline: Timeline, grid: bool, ops: bool
+) -> None:
     from rich.console import Console
 
     console = Console()
-    console.print(f"{result.schedule}: {result.ranks} ranks, {result.microbatches} microbatches", highlight=False)
+    console.print(
+        f"{result.schedule}: {result.ranks} ranks, {result.microbatches} microbatches",
+        highlight=False,
+    )
     console.print(_table(result))
     if grid:
         from dynmo.schedule.grid import MIN_WIDTH, draw, draw_coloured
@@ -345,7 +459,14 @@ def _table(result: Result) -> Table:
     table = Table(box=None, show_header=False)
     table.add_column()
     table.add_column(justify="right")
-    for field in ("span", "makespan", "bubble_ratio", "makespan_bubble_ratio", "idle_ratio", "lower_bound"):
+    for field in (
+        "span",
+        "makespan",
+        "bubble_ratio",
+        "makespan_bubble_ratio",
+        "idle_ratio",
+        "lower_bound",
+    ):
         table.add_row(field.replace("_", " "), f"{getattr(result, field):.6g}")
     most = max(result.peak_memory)
     table.add_row("peak memory", f"{most:.6g}", f"on rank {result.peak_memory.index(most)}")

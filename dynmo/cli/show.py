@@ -86,7 +86,11 @@ def _deepspeed(plan: Plan) -> dict[str, Any]:
     return {"parts": deepspeed_parts(plan.partition)}
 
 
-EXPORTS: dict[str, Callable[[Plan], dict[str, Any]]] = {"megatron": _megatron, "torchtitan": _torchtitan, "deepspeed": _deepspeed}
+EXPORTS: dict[str, Callable[[Plan], dict[str, Any]]] = {
+    "megatron": _megatron,
+    "torchtitan": _torchtitan,
+    "deepspeed": _deepspeed,
+}
 
 
 def _export(name: str, plan: Plan) -> dict[str, Any]:
@@ -113,7 +117,11 @@ def picture(plan: Plan) -> list[Text]:
             line = Text(f"rank {rank:<3} " + (f"stage {stage:<3} " if several else ""))
             used = done = 0
             reached = 0.0
-            for letter, seconds, style in (("F", cost.f, "blue"), ("B", cost.b, "green"), ("W", cost.w, "yellow")):
+            for letter, seconds, style in (
+                ("F", cost.f, "blue"),
+                ("B", cost.b, "green"),
+                ("W", cost.w, "yellow"),
+            ):
                 reached += seconds
                 done = round(_BAR * reached / longest)
                 line.append(letter * (done - used), style)
@@ -122,7 +130,9 @@ def picture(plan: Plan) -> list[Text]:
             line.append("." * min(idle, _BAR - used), "dim")
             line.append(" " * (_BAR - used - min(idle, _BAR - used)))
             names = request.profile.names
-            line.append(f" {show_time(plan.stage_cost[stage]):>8}  {_range(names[own.start], names[own.stop - 1])} ({len(own)})")
+            line.append(
+                f" {show_time(plan.stage_cost[stage]):>8}  {_range(names[own.start], names[own.stop - 1])} ({len(own)})"
+            )
             lines.append(line)
     return lines
 
@@ -138,7 +148,10 @@ def print_export(console: Console, name: str, plan: Plan) -> None:
         if key == "rounded":
             if value:
                 cuts = ", ".join(f"{i} and {i + 1}" for i in value)
-                console.print(f"  cuts inside a block, moved to its nearer end: between stages {cuts}", highlight=False)
+                console.print(
+                    f"  cuts inside a block, moved to its nearer end: between stages {cuts}",
+                    highlight=False,
+                )
         else:
             text = value if isinstance(value, str) else json.dumps(value)
             console.print(f"{name}: {key} = {text}", highlight=False, markup=False, soft_wrap=True)

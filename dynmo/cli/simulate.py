@@ -26,12 +26,21 @@ _ROWS, _COLUMNS = 12, 72
 
 @compilation_told()
 def simulate(
-    workload: Annotated[Path, typer.Argument(help="The workload and the policy, as TOML.", show_default=False)],
-    plot: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw the step times (.svg, .png, .pdf; needs matplotlib).")] = None,
+    workload: Annotated[
+        Path, typer.Argument(help="The workload and the policy, as TOML.", show_default=False)
+    ],
+    plot: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="Draw the step times (.svg, .png, .pdf; needs matplotlib)."
+        ),
+    ] = None,
     fewest_ranks: Annotated[
         float | None,
         typer.Option(
-            metavar="SHARE", min=0.0, help="Also find the fewest ranks at each moment. A step may take longer than the first by this share."
+            metavar="SHARE",
+            min=0.0,
+            help="Also find the fewest ranks at each moment. A step may take longer than the first by this share.",
         ),
     ] = None,
     json_: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
@@ -135,7 +144,18 @@ def _phases(outcome: ReplayResult) -> Table:
     from rich.table import Table
 
     table = Table()
-    for heading in ("steps", "s/step", "static", "perfect", "speed-up", "at most", "idle", "static idle", "moves", "MiB"):
+    for heading in (
+        "steps",
+        "s/step",
+        "static",
+        "perfect",
+        "speed-up",
+        "at most",
+        "idle",
+        "static idle",
+        "moves",
+        "MiB",
+    ):
         table.add_column(heading, justify="right")
     table.add_column("layers", overflow="fold")
     for phase in outcome.phases:
@@ -173,18 +193,26 @@ def picture(outcome: ReplayResult) -> list[str]:
     columns = min(_COLUMNS, count)
     cuts = [(count * i // columns, count * (i + 1) // columns) for i in range(columns)]
     series = [("s", outcome.static), ("-", outcome.perfect), ("*", outcome.policy)]
-    means = [(mark, [sum(x.seconds for x in steps[a:b]) / (b - a) for a, b in cuts]) for mark, steps in series]
+    means = [
+        (mark, [sum(x.seconds for x in steps[a:b]) / (b - a) for a, b in cuts])
+        for mark, steps in series
+    ]
     top = max(max(values) for _, values in means) or 1.0
     rows = [[" "] * columns for _ in range(_ROWS + 1)]
     for mark, values in means:
         for column, value in enumerate(values):
             rows[_ROWS - round(_ROWS * value / top)][column] = mark
-    labels = [f"{top * (_ROWS - i) / _ROWS:9.4g}" if i % 4 == 0 else " " * 9 for i in range(_ROWS + 1)]
+    labels = [
+        f"{top * (_ROWS - i) / _ROWS:9.4g}" if i % 4 == 0 else " " * 9 for i in range(_ROWS + 1)
+    ]
     lines = [f"{label} |{''.join(row).rstrip()}" for label, row in zip(labels, rows, strict=True)]
     moved = {x.step for x in outcome.moves}
     ticks = "".join("|" if any(a <= step < b for step in moved) else " " for a, b in cuts).rstrip()
     lines += [" " * 10 + "+" + "-" * columns, f"    moves  {ticks}".rstrip()]
-    return [*lines, f"           steps 0 to {count - 1}; seconds a step: s static, * policy, - perfect"]
+    return [
+        *lines,
+        f"           steps 0 to {count - 1}; seconds a step: s static, * policy, - perfect",
+    ]
 
 
 # -- plot ------------------------------------------------------------------------------------------
@@ -216,7 +244,12 @@ def _plot(outcome: ReplayResult, path: Path) -> None:
         axes.step(steps, [x.seconds for x in series], where="post", label=label, color=colour)
     for x in outcome.moves:
         axes.axvline(x.step, color="tab:blue", alpha=0.2, linewidth=1)
-    axes.set(xlabel="step", ylabel="seconds a step (predicted)", ylim=(0, None), title=outcome.workload.name)
+    axes.set(
+        xlabel="step",
+        ylabel="seconds a step (predicted)",
+        ylim=(0, None),
+        title=outcome.workload.name,
+    )
     axes.legend()
     try:
         figure.savefig(path)

@@ -46,15 +46,23 @@ class Launcher(StrEnum):
 
 def train(
     config: Annotated[Path, typer.Argument(help="The run, as TOML.", show_default=False)],
-    set_: Annotated[list[str] | None, typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Change a key.")] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest checkpoint of runs/NAME.")] = False,
+    set_: Annotated[
+        list[str] | None, typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Change a key.")
+    ] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on from the newest checkpoint of runs/NAME.")
+    ] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace runs/NAME.")] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print plan and memory; train nothing.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print plan and memory; train nothing.")
+    ] = False,
     launcher: Annotated[
         Launcher | None,
         typer.Option("--launcher", help="Who starts the ranks (default: local)."),
     ] = None,
-    join: Annotated[bool, typer.Option("--join", help="Become a rank of runs/NAME while it trains.")] = False,
+    join: Annotated[
+        bool, typer.Option("--join", help="Become a rank of runs/NAME while it trains.")
+    ] = False,
     json_: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
 ) -> None:
     """Train a model over pipeline ranks, rebalancing as it changes."""
@@ -71,7 +79,9 @@ def train(
         raise ConfigError("--resume and --overwrite exclude each other")
     may_start = "RANK" in os.environ
     if join and (overwrite or dry_run or launcher is not None or (resume and not may_start)):
-        raise ConfigError("--join excludes --resume, --overwrite, --dry-run and --launcher: it joins a run that goes on as it is")
+        raise ConfigError(
+            "--join excludes --resume, --overwrite, --dry-run and --launcher: it joins a run that goes on as it is"
+        )
     loaded = load(config, set_ or [])
     if join and (status := _join(loaded, may_start)) is not None:
         raise typer.Exit(status)
@@ -161,7 +171,9 @@ def _alone(folder: Path) -> Iterator[None]:
             path.parent.mkdir(parents=True, exist_ok=True)
             stack.enter_context(lock)
         except filelock.Timeout:
-            raise ConfigError(f"{folder} is being trained by another process; wait until it ends, or choose another name") from None
+            raise ConfigError(
+                f"{folder} is being trained by another process; wait until it ends, or choose another name"
+            ) from None
         except OSError as error:
             if error.errno not in _NO_LOCKS:
                 raise ConfigError(f"{folder} cannot be made ready: {error}") from None
@@ -175,17 +187,25 @@ def _alone(folder: Path) -> Iterator[None]:
 _NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP}
 
 
-def _prepare(folder: Path, config: Config, resume: bool, overwrite: bool) -> tuple[str | None, Path | None]:
+def _prepare(
+    folder: Path, config: Config, resume: bool, overwrite: bool
+) -> tuple[str | None, Path | None]:
     """Returns the config of the run that is resumed, and where the run that is replaced was put."""
     previous = replaced = None
-    if _aside(folder).exists() and not _size(folder / "events.jsonl"):  # an attempt to replace it failed before its first event
+    if _aside(folder).exists() and not _size(
+        folder / "events.jsonl"
+    ):  # an attempt to replace it failed before its first event
         shutil.rmtree(folder, ignore_errors=True)
         _aside(folder).rename(folder)
     if resume:
         if not folder.is_dir():
-            raise ConfigError(f"{folder} does not exist, so there is nothing to resume; leave out --resume")
+            raise ConfigError(
+                f"{folder} does not exist, so there is nothing to resume; leave out --resume"
+            )
         if not any((folder / "checkpoints").glob("step-*[0-9]")):
-            raise ConfigError(f"{folder} has no checkpoint to resume from; start anew with --overwrite")
+            raise ConfigError(
+                f"{folder} has no checkpoint to resume from; start anew with --overwrite"
+            )
         try:
             previous = (folder / "config.toml").read_text(encoding="utf-8")
         except UnicodeDecodeError as error:
@@ -196,7 +216,9 @@ def _prepare(folder: Path, config: Config, resume: bool, overwrite: bool) -> tup
         _tell_changes(previous, config.to_toml())
     elif folder.exists():
         if not overwrite:
-            raise ConfigError(f"{folder} exists; go on with --resume, replace it with --overwrite, or choose another name")
+            raise ConfigError(
+                f"{folder} exists; go on with --resume, replace it with --overwrite, or choose another name"
+            )
         if any(folder.iterdir()) and not (folder / "config.toml").is_file():
             raise ConfigError(
                 f"{folder} does not look like a run (it has no config.toml); --overwrite would delete it; choose another name"
@@ -222,7 +244,9 @@ def _with_recorded(config: Config, before: str) -> Config:
     """Keeps options that the run has measured by itself (`Pruning.dense_below`)."""
     from dynmo.config import parse, with_options
 
-    with contextlib.suppress(tomllib.TOMLDecodeError, ConfigError):  # the run's own copy, edited by hand
+    with contextlib.suppress(
+        tomllib.TOMLDecodeError, ConfigError
+    ):  # the run's own copy, edited by hand
         then = parse(tomllib.loads(before)).dynamism.pruning.dense_below
         if config.dynamism.pruning.dense_below in ("auto", "measured") and isinstance(then, dict):
             return with_options(config, ("dynamism", "pruning"), {"dense_below": then})
@@ -235,7 +259,9 @@ def _tell_changes(before: str, after: str) -> None:
     from dynmo.report.summary import difference_line, differences
 
     with contextlib.suppress(tomllib.TOMLDecodeError):  # the run's own copy, edited by hand
-        changes = differences([without_unused_keys(tomllib.loads(text)) for text in (before, after)])
+        changes = differences(
+            [without_unused_keys(tomllib.loads(text)) for text in (before, after)]
+        )
         if changes:
             _logger.warning(f"resumed; {difference_line(changes)}")
 
@@ -252,7 +278,9 @@ def _size(path: Path) -> int:
 def _spawn(config: Config, folder: Path, resume: bool, as_json: bool, launcher: Launcher) -> int:
     from dynmo.launch.supervisor import spawn
 
-    command = rank_command("train", str(folder / "config.toml"), *["--resume"] * resume, *["--json"] * as_json)
+    command = rank_command(
+        "train", str(folder / "config.toml"), *["--resume"] * resume, *["--json"] * as_json
+    )
     meeting = folder / "meeting.json"  # for those that join
     meeting.unlink(missing_ok=True)  # of a run that was killed
     try:
@@ -260,10 +288,14 @@ def _spawn(config: Config, folder: Path, resume: bool, as_json: bool, launcher: 
             return spawn(command, config.ranks, config.parallel.threads, folder)
         shared = folder / ".launch"
         starter = _starter(launcher, config, shared)
-        return spawn(command, config.ranks, config.parallel.threads, folder, starter, shared, meeting)
+        return spawn(
+            command, config.ranks, config.parallel.threads, folder, starter, shared, meeting
+        )
     finally:
         meeting.unlink(missing_ok=True)
-        if sys.stderr.isatty():  # a rank 0 that was killed leaves its live line there, and no cursor
+        if (
+            sys.stderr.isatty()
+        ):  # a rank 0 that was killed leaves its live line there, and no cursor
             print("\r\x1b[K\x1b[?25h", end="", file=sys.stderr, flush=True)
 
 
@@ -343,7 +375,9 @@ def _local_rank(path: Path, resume: bool, as_json: bool) -> int:
         return report_failure(error, log)
 
 
-def _joined_rank(config: Config, rendezvous: Rendezvous, resume: bool, overwrite: bool, as_json: bool) -> int:
+def _joined_rank(
+    config: Config, rendezvous: Rendezvous, resume: bool, overwrite: bool, as_json: bool
+) -> int:
     """A rank that torchrun or Slurm started: it tells its errors itself."""
     from dynmo.launch.rank_side import describe, quiet_torch
 
@@ -353,12 +387,18 @@ def _joined_rank(config: Config, rendezvous: Rendezvous, resume: bool, overwrite
     # Rank 0 alone writes; in a world of the wrong size nothing is made, `run` says why.
     writes = rendezvous.rank == 0 and rendezvous.size == config.ranks
     try:
-        with _run_folder(config, resume, overwrite) if writes else contextlib.nullcontext(RUNS / config.name) as folder:
+        with (
+            _run_folder(config, resume, overwrite)
+            if writes
+            else contextlib.nullcontext(RUNS / config.name) as folder
+        ):
             return _rank(config, rendezvous, folder, resume, as_json)
     except DynmoError:
         raise
     except Exception as error:
-        raise RunError(f"{describe(error, rendezvous.rank)} (DYNMO_TRACEBACK=1 shows more)") from error
+        raise RunError(
+            f"{describe(error, rendezvous.rank)} (DYNMO_TRACEBACK=1 shows more)"
+        ) from error
 
 
 def _rank(config: Config, rendezvous: Rendezvous, folder: Path, resume: bool, as_json: bool) -> int:
@@ -371,7 +411,11 @@ def _rank(config: Config, rendezvous: Rendezvous, folder: Path, resume: bool, as
     warning = warn_of_cores(config)
     if warning:
         _logger.warning(warning)
-    with compilation_told(), _stdout_for_json(as_json), ProgressLine(config.name, config.train.steps) as progress:
+    with (
+        compilation_told(),
+        _stdout_for_json(as_json),
+        ProgressLine(config.name, config.train.steps) as progress,
+    ):
 
         def listen(event: Event) -> None:
             shutil.rmtree(_aside(folder), ignore_errors=True)  # the run has begun
@@ -404,9 +448,13 @@ def _print_summary(folder: Path) -> None:
     loss = "" if summary.loss is None else f"loss {summary.loss:.6f}, "
     digest = summary.digest or ""
     console.print(
-        f"{summary.reason}: {loss}weights {digest[:16]}, {summary.seconds:.1f} s of steps; {folder}/", highlight=False, soft_wrap=True
+        f"{summary.reason}: {loss}weights {digest[:16]}, {summary.seconds:.1f} s of steps; {folder}/",
+        highlight=False,
+        soft_wrap=True,
     )
-    console.print(f"trace: open {folder}/trace.json at ui.perfetto.dev", highlight=False, soft_wrap=True)
+    console.print(
+        f"trace: open {folder}/trace.json at ui.perfetto.dev", highlight=False, soft_wrap=True
+    )
 
 
 def _dry_run(config: Config, as_json: bool) -> None:

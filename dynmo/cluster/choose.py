@@ -28,7 +28,9 @@ def make_releaser(config: Config, environ: Mapping[str, str] = os.environ) -> Re
     """
     elastic = config.elastic
     if elastic.releaser == "command":
-        commands = CommandReleaser(elastic.release_command, elastic.grow_command, elastic.join_timeout)
+        commands = CommandReleaser(
+            elastic.release_command, elastic.grow_command, elastic.join_timeout
+        )
         commands.check()
         return commands
     if elastic.releaser == "kubernetes":

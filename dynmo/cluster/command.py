@@ -64,7 +64,9 @@ class Worker:
         self._closed = False
         self._thread = threading.Thread(target=self._work, name=name, daemon=True)
 
-    def submit(self, kind: Literal["released", "started"], ranks: int, call: Callable[[], str]) -> None:
+    def submit(
+        self, kind: Literal["released", "started"], ranks: int, call: Callable[[], str]
+    ) -> None:
         """Queues a call.
 
         Args:
@@ -178,7 +180,9 @@ class CommandReleaser:
                 continue
             if Path(command[0]).is_file():
                 raise ConfigError(f"{key}: {command[0]} is not executable: chmod +x {command[0]}")
-            raise ConfigError(f"{key}: there is no program {command[0]!r}: install it, or give its full path")
+            raise ConfigError(
+                f"{key}: there is no program {command[0]!r}: install it, or give its full path"
+            )
 
     def release(self, left: Sequence[Member], stay: Sequence[Member]) -> None:
         """Runs the release command.
@@ -197,7 +201,9 @@ class CommandReleaser:
     def request(self, count: int) -> None:
         """Runs the command that starts ranks. It returns before the ranks have joined."""
         variables = {"DYNMO_COUNT": str(count)}
-        self._worker.submit("started", count, lambda: self._run("elastic.grow_command", self._request, variables))
+        self._worker.submit(
+            "started", count, lambda: self._run("elastic.grow_command", self._request, variables)
+        )
 
     def receipts(self) -> list[Receipt]:
         """Returns what has happened since the last call."""
@@ -231,7 +237,9 @@ class CommandReleaser:
         if stopped:
             raise RunError(f"{what} {stopped}{said}")
         if process.returncode < 0:
-            raise RunError(f"{what} was ended by {_signal_name(-process.returncode)}{said}; run it by hand")
+            raise RunError(
+                f"{what} was ended by {_signal_name(-process.returncode)}{said}; run it by hand"
+            )
         if process.returncode:
             raise RunError(f"{what} ended with status {process.returncode}{said}; run it by hand")
         return f"{what}{said}"
@@ -258,12 +266,18 @@ class CommandReleaser:
 
 
 def _environment(variables: Mapping[str, str]) -> dict[str, str]:
-    inherited = {key: value for key, value in os.environ.items() if key not in _RANK_VARIABLES and not key.startswith("TORCHELASTIC_")}
+    inherited = {
+        key: value
+        for key, value in os.environ.items()
+        if key not in _RANK_VARIABLES and not key.startswith("TORCHELASTIC_")
+    }
     return {**inherited, **variables}
 
 
 def _as_json(members: Sequence[Member]) -> str:
-    return json.dumps([{"rank": m.rank, "host": m.host, "pid": m.pid, "node": m.node or m.host} for m in members])
+    return json.dumps(
+        [{"rank": m.rank, "host": m.host, "pid": m.pid, "node": m.node or m.host} for m in members]
+    )
 
 
 def _last_line(output: IO[bytes]) -> str:

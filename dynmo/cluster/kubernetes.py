@@ -54,7 +54,9 @@ class KubernetesReleaser:
     # Only the pods with the highest indexes can go, so the ranks that stay must be 0, 1, ...
     releases_highest = True
 
-    def __init__(self, namespace: str = "", job: str = "", timeout: float = 120.0, kubeconfig: str = "") -> None:
+    def __init__(
+        self, namespace: str = "", job: str = "", timeout: float = 120.0, kubeconfig: str = ""
+    ) -> None:
         self._namespace = namespace or os.environ.get("POD_NAMESPACE", "")
         self._job = job or os.environ.get("JOB_NAME", "")
         self._timeout, self._kubeconfig = timeout, kubeconfig
@@ -69,7 +71,9 @@ class KubernetesReleaser:
         _client()
         for value, variable in ((self._namespace, "POD_NAMESPACE"), (self._job, "JOB_NAME")):
             if not value:
-                raise ConfigError(f'elastic.releaser = "kubernetes" needs {variable}: set it in the pod as in examples/kubernetes/job.yaml')
+                raise ConfigError(
+                    f'elastic.releaser = "kubernetes" needs {variable}: set it in the pod as in examples/kubernetes/job.yaml'
+                )
         _configuration(self._kubeconfig)
 
     def release(self, left: Sequence[Member], stay: Sequence[Member]) -> None:
@@ -187,7 +191,9 @@ class KubernetesReleaser:
             except _Transient as error:
                 state = str(error)
             if gives_way and self._worker.has_more:
-                raise RunError(f"job {self._name} is patched, but {state}; a newer change goes first")
+                raise RunError(
+                    f"job {self._name} is patched, but {state}; a newer change goes first"
+                )
             if time.monotonic() >= deadline:
                 raise RunError(
                     f"job {self._name} is patched, but {state} after {self._timeout:g} s; see "
@@ -237,13 +243,17 @@ class _JobApi:
         """Whether the server can change `completions` of an Indexed Job: 1.27 and newer."""
         with self._explained():
             version = self._version.get_code(_request_timeout=_ANSWER)
-        major, minor = (int(re.sub(r"\D.*", "", number) or 0) for number in (version.major, version.minor))
+        major, minor = (
+            int(re.sub(r"\D.*", "", number) or 0) for number in (version.major, version.minor)
+        )
         return (major, minor) >= (1, 27)
 
     def read_job(self) -> Any:
         """Reads the job."""
         with self._explained():
-            return self._batch.read_namespaced_job(self._job, self._namespace, _request_timeout=_ANSWER)
+            return self._batch.read_namespaced_job(
+                self._job, self._namespace, _request_timeout=_ANSWER
+            )
 
     def count_pods(self) -> _PodCount:
         """Reads how many pods the job has.
@@ -258,21 +268,31 @@ class _JobApi:
     def patch_job(self, spec: dict[str, int]) -> None:
         """Changes keys of the job's `spec`."""
         with self._explained():
-            self._batch.patch_namespaced_job(self._job, self._namespace, {"spec": spec}, _request_timeout=_ANSWER)
+            self._batch.patch_namespaced_job(
+                self._job, self._namespace, {"spec": spec}, _request_timeout=_ANSWER
+            )
 
     def find_pods(self, members: Sequence[Member]) -> list[str]:
         """Names of the members' pods that are still there, those that are ending included."""
         names = {m.node for m in members} | {_short_host(m) for m in members}
         with self._explained():
-            pods = self._core.list_namespaced_pod(self._namespace, label_selector=f"job-name={self._job}", _request_timeout=_ANSWER).items
-        return [pod.metadata.name for pod in pods if pod.metadata.name in names or pod.spec.hostname in names]
+            pods = self._core.list_namespaced_pod(
+                self._namespace, label_selector=f"job-name={self._job}", _request_timeout=_ANSWER
+            ).items
+        return [
+            pod.metadata.name
+            for pod in pods
+            if pod.metadata.name in names or pod.spec.hostname in names
+        ]
 
     def delete_pods(self, members: Sequence[Member]) -> None:
         """Deletes the members' pods."""
         for name in self.find_pods(members):
             with self._explained():
                 try:
-                    self._core.delete_namespaced_pod(name, self._namespace, _request_timeout=_ANSWER)
+                    self._core.delete_namespaced_pod(
+                        name, self._namespace, _request_timeout=_ANSWER
+                    )
                 except _client().ApiException as error:
                     if error.status != 404:  # gone in the meantime
                         raise
@@ -298,11 +318,17 @@ class _JobApi:
         if status == 401:
             return RunError(f"the API server rejects the credentials ({said}); renew them")
         if status == 403:
-            return RunError(f"the API server forbids it ({said}); let the pod's service account do it as in examples/kubernetes/rbac.yaml")
+            return RunError(
+                f"the API server forbids it ({said}); let the pod's service account do it as in examples/kubernetes/rbac.yaml"
+            )
         if status == 404:
-            return RunError(f"there is no job {name} ({said}); set JOB_NAME and POD_NAMESPACE as in examples/kubernetes/job.yaml")
+            return RunError(
+                f"there is no job {name} ({said}); set JOB_NAME and POD_NAMESPACE as in examples/kubernetes/job.yaml"
+            )
         if status == 422:
-            return RunError(f"job {name} cannot change so ({said}); it needs completionMode: Indexed and parallelism = completions")
+            return RunError(
+                f"job {name} cannot change so ({said}); it needs completionMode: Indexed and parallelism = completions"
+            )
         line = f"the API server answers {status} ({said}); {self._by_hand()}"
         return _Transient(line) if status in (409, 429) or status >= 500 else RunError(line)
 
@@ -345,7 +371,9 @@ def _configuration(kubeconfig: str) -> Any:
                 client_configuration=configuration,
             )
     except (config.ConfigException, OSError) as error:
-        raise ConfigError(f"no credentials for Kubernetes ({_reason(error)}): give the pod a service account, or set KUBECONFIG") from None
+        raise ConfigError(
+            f"no credentials for Kubernetes ({_reason(error)}): give the pod a service account, or set KUBECONFIG"
+        ) from None
     return configuration
 
 

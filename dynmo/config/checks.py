@@ -89,7 +89,12 @@ def _schedule(config: Config) -> Iterator[str]:
 
 
 def _placement(config: Config) -> Iterator[str]:
-    layers, ranks, chunks, stages = config.layer_count, config.parallel.pipeline, config.chunks, config.stages
+    layers, ranks, chunks, stages = (
+        config.layer_count,
+        config.parallel.pipeline,
+        config.chunks,
+        config.stages,
+    )
     initial = config.balance.initial
     if initial is not None and len(initial) != stages:
         if chunks == 1:
@@ -121,7 +126,11 @@ def _slices(config: Config) -> Iterator[str]:
 def _repack(config: Config) -> Iterator[str]:
     elastic = config.elastic
     if elastic.changes_ranks:
-        which = "elastic.repack = true" if elastic.repack else f"elastic.target_ranks = {elastic.target_ranks}"
+        which = (
+            "elastic.repack = true"
+            if elastic.repack
+            else f"elastic.target_ranks = {elastic.target_ranks}"
+        )
         if elastic.reshape or elastic.reshape_at:
             other = "elastic.reshape" if elastic.reshape else "elastic.reshape_at"
             yield f"{which} chooses the mesh, too; leave out {other}"
@@ -215,4 +224,6 @@ _RULES: tuple[Callable[[Config], Iterator[str]], ...] = (
 def _nearest_divisors(value: int, total: int) -> str:
     all_divisors = divisors(total)
     below, above = [d for d in all_divisors if d < value], [d for d in all_divisors if d > value]
-    return ", ".join(str(d) for d in ([max(below)] if below else []) + ([min(above)] if above else []))
+    return ", ".join(
+        str(d) for d in ([max(below)] if below else []) + ([min(above)] if above else [])
+    )

@@ -13,7 +13,12 @@ from dynmo.config.sections_dynamism import FreezingSection
 def _sparse_attention(config: Config) -> Iterator[str]:
     if "sparse_attention" not in config.dynamism.cases:
         return
-    sparse, model, steps, key = config.dynamism.sparse_attention, config.model, config.train.steps, "dynamism.sparse_attention"
+    sparse, model, steps, key = (
+        config.dynamism.sparse_attention,
+        config.model,
+        config.train.steps,
+        "dynamism.sparse_attention",
+    )
     if model.kind == "emulated":
         yield f'{key}: model.kind = "emulated" has no attention; use "gpt" or a model of your own'
     if sparse.schedule and (sparse.start or sparse.blocks is not None):
@@ -36,7 +41,12 @@ def _sparse_attention(config: Config) -> Iterator[str]:
 def _early_exit(config: Config) -> Iterator[str]:
     if "early_exit" not in config.dynamism.cases:
         return
-    options, model, steps, key = config.dynamism.early_exit, config.model, config.train.steps, "dynamism.early_exit"
+    options, model, steps, key = (
+        config.dynamism.early_exit,
+        config.model,
+        config.train.steps,
+        "dynamism.early_exit",
+    )
     if model.kind == "emulated":
         yield f'{key}: model.kind = "emulated" has no tokens that could exit; use "gpt" or a model of your own'
     yield from _chosen_tokens(config, "early_exit")
@@ -68,7 +78,10 @@ def _experts(config: Config) -> Iterator[str]:
     if model.moe_every > model.blocks:
         yield f"model.moe_every = {model.moe_every} gives none of the {model.blocks} blocks experts; use {model.blocks} or less"
     tokens = config.train.micro_batch * model.sequence
-    if model.capacity_factor is not None and model.capacity_factor * tokens * model.top_k < model.experts:
+    if (
+        model.capacity_factor is not None
+        and model.capacity_factor * tokens * model.top_k < model.experts
+    ):
         least = math.ceil(10000 * model.experts / tokens / model.top_k) / 10000
         yield (
             f"model.capacity_factor = {model.capacity_factor} leaves an expert room for no token of a microbatch of {tokens}; "
@@ -107,7 +120,12 @@ def _expert_parallelism(config: Config) -> Iterator[str]:
 def _mixture_of_depths(config: Config) -> Iterator[str]:
     if "mixture_of_depths" not in config.dynamism.cases:
         return
-    options, model, steps, key = config.dynamism.mixture_of_depths, config.model, config.train.steps, "dynamism.mixture_of_depths"
+    options, model, steps, key = (
+        config.dynamism.mixture_of_depths,
+        config.model,
+        config.train.steps,
+        "dynamism.mixture_of_depths",
+    )
     if model.kind == "emulated":
         yield f'{key}: model.kind = "emulated" has no tokens to select; use "gpt" or a model of your own'
     yield from _chosen_tokens(config, "mixture_of_depths")
@@ -163,7 +181,10 @@ def _freezing(config: Config) -> Iterator[str]:
     if freezing.policy == "schedule":
         if not freezing.schedule:
             yield 'dynamism.freezing.schedule is empty, so nothing would freeze; give [[step, layers], ...] or policy = "autofreeze"'
-        key, most = "dynamism.freezing.schedule", max((count for _, count in freezing.schedule), default=0)
+        key, most = (
+            "dynamism.freezing.schedule",
+            max((count for _, count in freezing.schedule), default=0),
+        )
     else:
         key, most = "dynamism.freezing.max_layers", freezing.max_layers or 0
     if layers is not None and most >= layers:
@@ -240,7 +261,12 @@ def _output_cache(config: Config) -> Iterator[str]:
     # In other cases the length of the data decides, which `DataLoader` knows. With these settings
     # nothing comes again at any length.
     train = config.train
-    if train.eval_every and train.steps // train.eval_every < 2 and config.data.shuffle == "windows" and train.micro_batch > 1:
+    if (
+        train.eval_every
+        and train.steps // train.eval_every < 2
+        and config.data.shuffle == "windows"
+        and train.micro_batch > 1
+    ):
         evaluations = "one evaluation" if train.steps >= train.eval_every else "no evaluation"
         yield (
             f"{key}: train.eval_every = {train.eval_every} gives {evaluations} in {train.steps} steps, and no microbatch comes again, "

@@ -41,7 +41,9 @@ def load(path: str | Path | None = None, overrides: Sequence[str] = ()) -> Confi
     return parse(data, where, frozenset(text.partition("=")[0].strip() for text in overrides))
 
 
-def parse(data: Mapping[str, Any], where: str = "config", overridden: Collection[str] = ()) -> Config:
+def parse(
+    data: Mapping[str, Any], where: str = "config", overridden: Collection[str] = ()
+) -> Config:
     """The config of nested dicts. `where` is named in errors, but for the `overridden` keys `--set`
     is. Raises ConfigError."""
     data = without_unused_keys(data)
@@ -66,7 +68,11 @@ def parse(data: Mapping[str, Any], where: str = "config", overridden: Collection
 def _kind_of(data: Mapping[str, Any]) -> str:
     """`model.kind`, or "" if it is not text."""
     model: object = data.get("model", {})
-    kind: object = cast(Mapping[str, object], model).get("kind", ModelSection().kind) if isinstance(model, Mapping) else ""
+    kind: object = (
+        cast(Mapping[str, object], model).get("kind", ModelSection().kind)
+        if isinstance(model, Mapping)
+        else ""
+    )
     return kind if isinstance(kind, str) else ""
 
 
@@ -74,7 +80,9 @@ def _drop(data: dict[str, Any], keys: Collection[str]) -> None:
     """Remove keys of [model] in place."""
     model: object = data.get("model")
     if isinstance(model, Mapping):
-        data["model"] = {key: value for key, value in cast(Mapping[str, Any], model).items() if key not in keys}
+        data["model"] = {
+            key: value for key, value in cast(Mapping[str, Any], model).items() if key not in keys
+        }
 
 
 def without_unused_keys(data: Mapping[str, Any]) -> dict[str, Any]:
@@ -101,7 +109,11 @@ def _check_kind(data: Mapping[str, Any], where: str, overridden: Collection[str]
     owner = next(kind for kind, keys in KEYS_OF_KIND.items() if unused[0] in keys)
     place = "--set" if f"model.{unused[0]}" in overridden else where
     more = f" (and {len(unused) - 1} more)" if len(unused) > 1 else ""
-    hint = f", or use kind = {value_text(owner)}" if not kind.startswith("python:") else ": the function makes the layers"
+    hint = (
+        f", or use kind = {value_text(owner)}"
+        if not kind.startswith("python:")
+        else ": the function makes the layers"
+    )
     raise _error(
         f"{place}: model.{unused[0]} is a key of kind = {value_text(owner)}, which model.kind = {value_text(kind)} "
         f"has not; leave it out{hint}{more}"
@@ -127,10 +139,15 @@ def _read(path: Path) -> dict[str, Any]:
     try:
         return tomllib.loads(path.read_bytes().decode())
     except OSError as error:
-        raise _error(f"{path}: cannot be read ({error.strerror}); give the path of a TOML file") from None
+        raise _error(
+            f"{path}: cannot be read ({error.strerror}); give the path of a TOML file"
+        ) from None
     except UnicodeDecodeError as error:
         raise _error(f"{path}: not UTF-8 text (byte {error.start}); save it as UTF-8") from None
-    except (ValueError, RecursionError) as error:  # tomllib's own error, but also an integer of thousands of digits
+    except (
+        ValueError,
+        RecursionError,
+    ) as error:  # tomllib's own error, but also an integer of thousands of digits
         raise _error(f"{path}: not valid TOML: {error}") from None
 
 
@@ -143,12 +160,16 @@ def _override(data: dict[str, Any], text: str) -> None:
     if fields is None or parts[-1] not in fields:
         raise _error(f"--set: {_unknown(parts)}")
     if _fields(parts) is not None:
-        raise _error(f"--set: {key} is a section; set its keys one by one, like {key}.{next(iter(_fields(parts) or ()))}=...")
+        raise _error(
+            f"--set: {key} is a section; set its keys one by one, like {key}.{next(iter(_fields(parts) or ()))}=..."
+        )
     node = data
     for part in parts[:-1]:
         inner: object = node.setdefault(part, {})
         if not isinstance(inner, dict):
-            raise _error(f"--set {text}: {part} must be a section in the file; write [{part}] there")
+            raise _error(
+                f"--set {text}: {part} must be a section in the file; write [{part}] there"
+            )
         node = cast(dict[str, Any], inner)
     node[parts[-1]] = _value(text, value, plain=fields[parts[-1]] is str)
 
@@ -177,7 +198,9 @@ def _fields(parts: Sequence[str]) -> dict[str, Any] | None:
         section = section.model_fields[part].annotation if part in section.model_fields else None
         if not (isinstance(section, type) and issubclass(section, Section)):
             return None
-    return {key: field.annotation for key, field in cast(type[Section], section).model_fields.items()}
+    return {
+        key: field.annotation for key, field in cast(type[Section], section).model_fields.items()
+    }
 
 
 def _keys(parts: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
@@ -191,7 +214,10 @@ def _unknown(parts: tuple[str, ...]) -> str:
     unknown section, the whole path."""
     key, section = ".".join(parts), parts[:-1]
     siblings, known = _fields(section), [".".join(path) for path in _keys()]
-    near = [".".join((*section, word)) for word in difflib.get_close_matches(parts[-1], siblings or (), 1)]
+    near = [
+        ".".join((*section, word))
+        for word in difflib.get_close_matches(parts[-1], siblings or (), 1)
+    ]
     near = near or [path for path in known if path.endswith(f".{parts[-1]}")]
     if siblings is None:
         near = near or difflib.get_close_matches(key, known, 1)
@@ -220,7 +246,9 @@ def _explain(problem: dict[str, Any], parts: tuple[str, ...]) -> str:
         what = str(problem["ctx"]["error"])
     else:
         what = _SAY.get(kind) or str(problem["msg"]).replace("Input should be", "must be")
-    key = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in problem["loc"]).lstrip(".")
+    key = "".join(
+        f"[{part}]" if isinstance(part, int) else f".{part}" for part in problem["loc"]
+    ).lstrip(".")
     shown = "" if kind == "missing" else f" = {_short(value)}"
     return f"{key}{shown}: {what}"
 

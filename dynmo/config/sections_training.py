@@ -25,7 +25,16 @@ from dynmo.config.values import (
 
 # Keys of [model] that only one kind has. All kinds have the others.
 _OF_GPT = ("blocks", "hidden", "heads", "dropout", "tied", "init_std")
-_OF_EXPERTS = ("experts", "top_k", "shared_experts", "moe_every", "routing", "router_loss", "bias_rate", "capacity_factor")
+_OF_EXPERTS = (
+    "experts",
+    "top_k",
+    "shared_experts",
+    "moe_every",
+    "routing",
+    "router_loss",
+    "bias_rate",
+    "capacity_factor",
+)
 KEYS_OF_KIND = {
     "gpt": _OF_GPT,
     "moe": (*_OF_GPT, *_OF_EXPERTS),

@@ -33,7 +33,11 @@ def suggest_groups(config: Config, replicas: Collection[int]) -> str:
     """The numbers of accumulation groups that fit each of these numbers of replicas, for an error
     message."""
     microbatches = config.all_microbatches
-    fitting = [str(n) for n in divisors(microbatches) if not any(accumulation_problem(n, r, microbatches) for r in replicas)]
+    fitting = [
+        str(n)
+        for n in divisors(microbatches)
+        if not any(accumulation_problem(n, r, microbatches) for r in replicas)
+    ]
     return " or ".join(fitting[:4]) if fitting else "another train.global_batch"
 
 
@@ -64,4 +68,6 @@ def mesh_shapes(config: Config, ranks: int | None = None) -> tuple[tuple[int, in
 
 def divisors(total: int) -> list[int]:
     """The divisors in ascending order."""
-    return sorted({d for i in range(1, math.isqrt(total) + 1) if total % i == 0 for d in (i, total // i)})
+    return sorted(
+        {d for i in range(1, math.isqrt(total) + 1) if total % i == 0 for d in (i, total // i)}
+    )

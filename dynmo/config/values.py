@@ -41,7 +41,9 @@ def parse_bytes(text: str) -> int:
             raise ValueError
         return int(_BYTE_SIZE.validate_python(text.strip()))
     except ValueError:
-        raise ValueError('not a size; write bytes, or a number and one of KiB, MiB, GiB, TiB, KB, MB, GB, TB, like "40GiB"') from None
+        raise ValueError(
+            'not a size; write bytes, or a number and one of KiB, MiB, GiB, TiB, KB, MB, GB, TB, like "40GiB"'
+        ) from None
 
 
 def value_text(value: object) -> str:
@@ -61,7 +63,9 @@ def _quoted(values: Collection[str]) -> str:
     return ", ".join(f'"{word}"' for word in values)
 
 
-def _check_word(value: str, served: Collection[str], planned: Collection[str], own: str = "") -> str:
+def _check_word(
+    value: str, served: Collection[str], planned: Collection[str], own: str = ""
+) -> str:
     """own: how something of one's own is written, where that is served too."""
     if value in served:
         return value
@@ -70,7 +74,9 @@ def _check_word(value: str, served: Collection[str], planned: Collection[str], o
     if value in planned:
         raise ValueError(f"{NOT_SERVED}; {choices}")
     near = difflib.get_close_matches(value, served, 1) if len(served) > 1 else ()
-    raise ValueError(f'unknown; did you mean "{near[0]}"? {choices}' if near else f"unknown; {choices}")
+    raise ValueError(
+        f'unknown; did you mean "{near[0]}"? {choices}' if near else f"unknown; {choices}"
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +102,9 @@ def _check_name(value: str) -> str:
 
 def _check_kind(value: str) -> str:
     if not value.startswith("python:"):
-        return _check_word(value, ("gpt", "moe", "emulated"), ("hf",), "python:package.module:function")
+        return _check_word(
+            value, ("gpt", "moe", "emulated"), ("hf",), "python:package.module:function"
+        )
     if not re.fullmatch(r"python:[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*", value):
         raise ValueError('a model of your own is written "python:package.module:function"')
     return value
@@ -136,24 +144,37 @@ def _check_dense_below(value: object) -> float | str | dict[str, float]:
         return cast(str, value)
     if isinstance(value, dict):
         shapes = cast("dict[str, object]", value)
-        wrong = next((shape for shape in shapes if not re.fullmatch(r"[1-9]\d*x[1-9]\d*", shape)), None)
+        wrong = next(
+            (shape for shape in shapes if not re.fullmatch(r"[1-9]\d*x[1-9]\d*", shape)), None
+        )
         if wrong is not None:
-            raise ValueError(f'has the key {wrong!r}; a table says shapes of weights, such as "256x1024" = 0.6 (rows x columns)')
+            raise ValueError(
+                f'has the key {wrong!r}; a table says shapes of weights, such as "256x1024" = 0.6 (rows x columns)'
+            )
         return {shape: _check_share(share) for shape, share in shapes.items()}
     return _check_share(value)
 
 
 def _check_share(value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
-        raise ValueError('must be a share from 0 to 1, a table of shares by shape, "auto" or "measured"')
+        raise ValueError(
+            'must be a share from 0 to 1, a table of shares by shape, "auto" or "measured"'
+        )
     return float(value)
 
 
 def _check_loss_scale(value: object) -> float | str | None:
     if value is None or value == "dynamic":
         return cast("str | None", value)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 1 <= value <= 2**64 or math.frexp(value)[0] != 0.5:
-        raise ValueError('must be "dynamic" or a power of two from 1 to 2^64: others would round the gradients')
+    if (
+        isinstance(value, bool)
+        or not isinstance(value, int | float)
+        or not 1 <= value <= 2**64
+        or math.frexp(value)[0] != 0.5
+    ):
+        raise ValueError(
+            'must be "dynamic" or a power of two from 1 to 2^64: others would round the gradients'
+        )
     return float(value)
 
 
@@ -187,11 +208,15 @@ def _check_unique(value: tuple[str, ...]) -> tuple[str, ...]:
 def _check_pairs(value: tuple[tuple[int, int], ...]) -> tuple[tuple[int, int], ...]:
     for (step, layers), (next_step, next_layers) in itertools.pairwise(value):
         if next_step <= step or next_layers < layers:
-            raise ValueError(f"[{next_step}, {next_layers}] after [{step}, {layers}]: steps must ascend, and frozen layers never be fewer")
+            raise ValueError(
+                f"[{next_step}, {next_layers}] after [{step}, {layers}]: steps must ascend, and frozen layers never be fewer"
+            )
     return value
 
 
-def _check_blocks(value: tuple[tuple[int, tuple[int, ...]], ...]) -> tuple[tuple[int, tuple[int, ...]], ...]:
+def _check_blocks(
+    value: tuple[tuple[int, tuple[int, ...]], ...],
+) -> tuple[tuple[int, tuple[int, ...]], ...]:
     for (step, _), (next_step, _) in itertools.pairwise(value):
         if next_step <= step:
             raise ValueError(f"step {next_step} after step {step}: steps must ascend")
@@ -200,7 +225,9 @@ def _check_blocks(value: tuple[tuple[int, tuple[int, ...]], ...]) -> tuple[tuple
 
 def _check_even(value: int) -> int:
     if value % 2:
-        raise ValueError(f"must be even, for a direction and its opposite are two buckets; use {value + 1}")
+        raise ValueError(
+            f"must be even, for a direction and its opposite are two buckets; use {value + 1}"
+        )
     return value
 
 
@@ -233,12 +260,22 @@ DataSource: TypeAlias = Annotated[str, AfterValidator(_check_source)]
 LossScale: TypeAlias = Annotated[float | str | None, PlainValidator(_check_loss_scale)]
 Recompute: TypeAlias = Annotated[str | tuple[int, ...], PlainValidator(_check_recompute)]
 Every: TypeAlias = Annotated[int | str, PlainValidator(_check_every)]
-DenseBelow: TypeAlias = Annotated[float | str | dict[str, float], PlainValidator(_check_dense_below)]
+DenseBelow: TypeAlias = Annotated[
+    float | str | dict[str, float], PlainValidator(_check_dense_below)
+]
 Buckets: TypeAlias = Annotated[Count, AfterValidator(_check_even)]
 Blocks: TypeAlias = Annotated[tuple[Whole, ...], Lax]
-Cases: TypeAlias = Annotated[tuple[Annotated[str, AfterValidator(_check_case)], ...], Lax, AfterValidator(_check_unique)]
+Cases: TypeAlias = Annotated[
+    tuple[Annotated[str, AfterValidator(_check_case)], ...], Lax, AfterValidator(_check_unique)
+]
 
 # What happens at which step; steps ascend.
-FrozenAt: TypeAlias = Annotated[tuple[Annotated[tuple[Whole, Whole], Lax], ...], Lax, AfterValidator(_check_pairs)]
-BlocksAt: TypeAlias = Annotated[tuple[Annotated[tuple[Whole, Blocks], Lax], ...], Lax, AfterValidator(_check_blocks)]
-ShapesAt: TypeAlias = Annotated[tuple[Annotated[tuple[Count, Count, Count], Lax], ...], Lax, AfterValidator(_check_shapes)]
+FrozenAt: TypeAlias = Annotated[
+    tuple[Annotated[tuple[Whole, Whole], Lax], ...], Lax, AfterValidator(_check_pairs)
+]
+BlocksAt: TypeAlias = Annotated[
+    tuple[Annotated[tuple[Whole, Blocks], Lax], ...], Lax, AfterValidator(_check_blocks)
+]
+ShapesAt: TypeAlias = Annotated[
+    tuple[Annotated[tuple[Count, Count, Count], Lax], ...], Lax, AfterValidator(_check_shapes)
+]

@@ -55,7 +55,9 @@ class CostsFile:
 _OF_LAYERS = "here one number per stage is wanted; dynmo plan --costs takes the costs of layers, or a run's folder"
 
 
-def read_costs(path: Path, stages: int, w_memory: float = 0.5, or_stages: int | None = None) -> CostsFile:
+def read_costs(
+    path: Path, stages: int, w_memory: float = 0.5, or_stages: int | None = None
+) -> CostsFile:
     """Reads and checks the file for a pipeline of `stages` stages; of `or_stages` where its list f
     has so many.
 
@@ -72,14 +74,20 @@ def read_costs(path: Path, stages: int, w_memory: float = 0.5, or_stages: int | 
     try:
         data: object = json.loads(text)
     except json.JSONDecodeError as error:
-        raise InputError(f"costs file {path}: not JSON: {error.msg} at line {error.lineno}, column {error.colno}") from None
+        raise InputError(
+            f"costs file {path}: not JSON: {error.msg} at line {error.lineno}, column {error.colno}"
+        ) from None
     except (ValueError, RecursionError) as error:
         raise InputError(f"costs file {path}: not JSON that can be read: {error}") from None
     try:
         if isinstance(data, dict) and cast("dict[str, object]", data).get("kind") == "dynmo-costs":
             raise InputError(f"it has the costs of layers; {_OF_LAYERS}")
         given: object = cast("dict[str, object]", data).get("f") if isinstance(data, dict) else None
-        if or_stages is not None and isinstance(given, list) and len(cast("list[object]", given)) == or_stages:
+        if (
+            or_stages is not None
+            and isinstance(given, list)
+            and len(cast("list[object]", given)) == or_stages
+        ):
             stages = or_stages
         return parse_costs(cast(object, data), stages, w_memory)
     except InputError as error:
@@ -90,7 +98,9 @@ def parse_costs(data: object, stages: int, w_memory: float = 0.5) -> CostsFile:
     """The same for data that is already read from JSON. Raises InputError without the file's
     name."""
     if not isinstance(data, dict):
-        raise InputError('expected an object such as {"f": [1, 1], "b": [1, 1], "w": [1, 1], "comm": 0}')
+        raise InputError(
+            'expected an object such as {"f": [1, 1], "b": [1, 1], "w": [1, 1], "comm": 0}'
+        )
     fields = dict(cast("dict[str, Any]", data))
     comm = fields.get("comm", 0.0)
     if not isinstance(comm, list):
@@ -107,11 +117,18 @@ def parse_costs(data: object, stages: int, w_memory: float = 0.5) -> CostsFile:
         values = cast("list[float] | None", getattr(file, key))
         count, unit = (stages - 1, "boundary") if key == "comm" else (stages, "stage")
         if values is not None and len(values) != count:
-            raise InputError(f"{key} has {len(values)} numbers, {count} expected (one per {unit} of {stages} ranks)")
+            raise InputError(
+                f"{key} has {len(values)} numbers, {count} expected (one per {unit} of {stages} ranks)"
+            )
     if not any(file.b) and not any(file.w):
-        raise InputError("b and w are 0 on every stage, so nothing trains; the last stage at least has a backward")
+        raise InputError(
+            "b and w are 0 on every stage, so nothing trains; the last stage at least has a backward"
+        )
     memory = _memory(file, stages, w_memory)
-    costs = tuple(StageCost(*times, *changes) for times, changes in zip(zip(file.f, file.b, file.w, strict=True), memory, strict=True))
+    costs = tuple(
+        StageCost(*times, *changes)
+        for times, changes in zip(zip(file.f, file.b, file.w, strict=True), memory, strict=True)
+    )
     caps = None if file.cap is None else tuple(file.cap)
     return CostsFile(Costs(costs, tuple(file.comm)), caps, file.mem_f is not None)
 
@@ -127,10 +144,14 @@ def _memory(file: _File, stages: int, w_memory: float) -> list[tuple[float, floa
     memory = list(zip(*given, strict=True))
     for stage, (f, b, w) in enumerate(memory):
         if abs(f + b + w) > 1e-6 * max(abs(f), abs(b), abs(w)):
-            raise InputError(f"stage {stage}: mem_f + mem_b + mem_w is {f + b + w:g}; what F adds, B and W take away: the sum is 0")
+            raise InputError(
+                f"stage {stage}: mem_f + mem_b + mem_w is {f + b + w:g}; what F adds, B and W take away: the sum is 0"
+            )
         if f < 0 or w > 0:
             key, value, rule = ("mem_f", f, "at least") if f < 0 else ("mem_w", w, "at most")
-            raise InputError(f"stage {stage}: {key} is {value:g}; it is {rule} 0, or live memory would be negative")
+            raise InputError(
+                f"stage {stage}: {key} is {value:g}; it is {rule} 0, or live memory would be negative"
+            )
     return cast("list[tuple[float, float, float]]", memory)
 
 
@@ -147,6 +168,9 @@ def _explain(error: ValidationError) -> str:
         return f"key {key!r} is missing; f, b and w are needed, one number per stage"
     if not rest:
         return f"{key} is {short(first['input'])}; it is a list of numbers, one per {'boundary' if key == 'comm' else 'stage'}"
-    rules = {"cap": "a limit is a number of at least 0", "mem": "a change of memory is a finite number"}
+    rules = {
+        "cap": "a limit is a number of at least 0",
+        "mem": "a change of memory is a finite number",
+    }
     rule = rules.get(str(key)[:3], "a time is a number of at least 0")
     return f"{'boundary' if key == 'comm' else 'stage'} {rest[0]}: {key} is {short(first['input'])}; {rule}"

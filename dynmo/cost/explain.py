@@ -43,5 +43,7 @@ def unknown_key(key: str, keys: Iterable[str], name: str | None = None) -> str:
 
 def short(value: object) -> str:
     """A value as JSON has it, cut to at most 40 characters."""
-    text = "NaN" if isinstance(value, float) and math.isnan(value) else json.dumps(value, default=str)
+    text = (
+        "NaN" if isinstance(value, float) and math.isnan(value) else json.dumps(value, default=str)
+    )
     return text if len(text) <= _LONGEST else text[: _LONGEST - 3] + "..."

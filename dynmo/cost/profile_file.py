@@ -53,7 +53,10 @@ KEY_OF = {"rollback_bytes": "copy_bytes", "pending_gradient_bytes": "aside_bytes
 
 _SIZE_KEYS = tuple(KEY_OF.get(field, field) for field in SIZES)
 
-AT_MOST = {"forward_workspace_bytes": "workspace_bytes", "weight_workspace_bytes": "workspace_bytes"}
+AT_MOST = {
+    "forward_workspace_bytes": "workspace_bytes",
+    "weight_workspace_bytes": "workspace_bytes",
+}
 """Of sizes that are not given, those which they are at most."""
 
 Pair = tuple[int, int]
@@ -91,8 +94,13 @@ class Profile:
         pairs = [(min(pair), max(pair)) for pair in pairwise(placement)]
         if self.links:
             known = dict(self.links)
-            slowest = LinkCost(max(x.latency for x in known.values()), min(x.bytes_per_second for x in known.values()))
-            return tuple(_HERE if low == high else known.get((low, high), slowest) for low, high in pairs)
+            slowest = LinkCost(
+                max(x.latency for x in known.values()),
+                min(x.bytes_per_second for x in known.values()),
+            )
+            return tuple(
+                _HERE if low == high else known.get((low, high), slowest) for low, high in pairs
+            )
         if not isinstance(self.comm, tuple):
             seconds = [self.comm] * len(pairs)
         elif len(self.comm) == len(pairs):
@@ -104,7 +112,10 @@ class Profile:
                 f"comm has {len(self.comm)} numbers, but {len(placement)} stages have {len(pairs)} boundaries; give one per boundary, "
                 "or one number for all"
             )
-        return tuple(_HERE if low == high else LinkCost(x, math.inf) for x, (low, high) in zip(seconds, pairs, strict=True))
+        return tuple(
+            _HERE if low == high else LinkCost(x, math.inf)
+            for x, (low, high) in zip(seconds, pairs, strict=True)
+        )
 
 
 _HERE = LinkCost(0.0, math.inf)
@@ -123,7 +134,9 @@ def read(path: Path) -> Profile:
         reason = error.strerror if isinstance(error, OSError) else "it is not text in UTF-8"
         raise InputError(f"costs file {path}: cannot be read: {reason}") from None
     except json.JSONDecodeError as error:
-        raise InputError(f"costs file {path}: not JSON: {error.msg} at line {error.lineno}, column {error.colno}") from None
+        raise InputError(
+            f"costs file {path}: not JSON: {error.msg} at line {error.lineno}, column {error.colno}"
+        ) from None
     except (ValueError, RecursionError) as error:
         raise InputError(f"costs file {path}: not JSON that can be read: {error}") from None
     try:
@@ -136,8 +149,12 @@ def _in_run(folder: Path) -> Path:
     if (folder / IN_RUN).is_file():
         return folder / IN_RUN
     if (folder / "config.toml").is_file():
-        raise InputError(f"run {folder} has recorded no {IN_RUN}; measure with: dynmo profile {folder / 'config.toml'} --out FILE")
-    raise InputError(f"{folder} is a folder, but no run: it has no {IN_RUN}; give a costs file, or runs/NAME")
+        raise InputError(
+            f"run {folder} has recorded no {IN_RUN}; measure with: dynmo profile {folder / 'config.toml'} --out FILE"
+        )
+    raise InputError(
+        f"{folder} is a folder, but no run: it has no {IN_RUN}; give a costs file, or runs/NAME"
+    )
 
 
 def write(path: Path, profile: Profile) -> None:
@@ -155,14 +172,29 @@ def to_json(profile: Profile) -> dict[str, Any]:
     for field in (*TIMES, *SIZES):
         whole[KEY_OF.get(field, field)] = [getattr(layer, field) for layer in profile.layers]
     whole["links"] = [
-        {"between": list(pair), "latency": x.latency, "bytes_per_second": x.bytes_per_second if math.isfinite(x.bytes_per_second) else None}
+        {
+            "between": list(pair),
+            "latency": x.latency,
+            "bytes_per_second": x.bytes_per_second if math.isfinite(x.bytes_per_second) else None,
+        }
         for pair, x in profile.links
     ]
     if profile.links:
         del whole["comm"]
     else:
         del whole["links"]
-    first = ("version", "kind", "model", "microbatch", "microbatches", "ranks", "steps", "schedule", "partition", "first_trainable")
+    first = (
+        "version",
+        "kind",
+        "model",
+        "microbatch",
+        "microbatches",
+        "ranks",
+        "steps",
+        "schedule",
+        "partition",
+        "first_trainable",
+    )
     order = [*first, "names", *TIMES, *_SIZE_KEYS, "links", "comm"]
     return {key: whole[key] for key in order if whole.get(key) is not None}
 
@@ -226,13 +258,17 @@ def parse(data: object) -> Profile:
     """The same for data that is already read from JSON. Raises InputError without the file's
     name."""
     if not isinstance(data, dict):
-        raise InputError('expected an object such as {"f": [1, 1], "b": [1, 1], "w": [1, 1], "comm": 0}')
+        raise InputError(
+            'expected an object such as {"f": [1, 1], "b": [1, 1], "w": [1, 1], "comm": 0}'
+        )
     fields = dict(cast("dict[str, Any]", data))
     if fields.get("kind", KIND) != KIND:
         raise InputError(f"kind is {short(fields['kind'])}; a costs file's is {KIND!r}")
     version: object = fields.get("version", VERSION)
     if version is True or version != VERSION:
-        raise InputError(f"version {short(version)} is unknown; this dynmo reads version {VERSION}, so write the file anew")
+        raise InputError(
+            f"version {short(version)} is unknown; this dynmo reads version {VERSION}, so write the file anew"
+        )
     comm = fields.get("comm")
     if comm is not None and not isinstance(comm, list):
         fields["comm"] = [comm]
@@ -242,7 +278,10 @@ def parse(data: object) -> Profile:
         raise InputError(_explain(error)) from None
     count = _check_lengths(file)
     first = _first_trainable(file, count)
-    sizes = [getattr(file, AT_MOST.get(key, key) if getattr(file, key) is None else key) or [0] * count for key in SIZES]
+    sizes = [
+        getattr(file, AT_MOST.get(key, key) if getattr(file, key) is None else key) or [0] * count
+        for key in SIZES
+    ]
     layers = tuple(LayerCost(*row) for row in zip(file.f, file.b, file.w, *sizes, strict=True))
     if file.links is not None and comm is not None:
         raise InputError("links and comm both say what a message takes; use one of them")
@@ -270,20 +309,28 @@ def _check_lengths(file: _File) -> int:
     for key in ("b", "w", *SIZES, "names"):
         values = getattr(file, key)
         if values is not None and len(values) != count:
-            raise InputError(f"{KEY_OF.get(key, key)} has {len(values)} entries, f has {count}; every list has one per layer")
+            raise InputError(
+                f"{KEY_OF.get(key, key)} has {len(values)} entries, f has {count}; every list has one per layer"
+            )
     if file.partition is not None and sum(file.partition) != count:
-        raise InputError(f"partition sums to {sum(file.partition)}, but there are {count} layers; it counts the layers of each stage")
+        raise InputError(
+            f"partition sums to {sum(file.partition)}, but there are {count} layers; it counts the layers of each stage"
+        )
     return count
 
 
 def _first_trainable(file: _File, count: int) -> int:
     working = next((index for index in range(count) if file.b[index] or file.w[index]), None)
     if working is None:
-        raise InputError("b and w are 0 for every layer, so nothing trains; the last layer at least has a backward")
+        raise InputError(
+            "b and w are 0 for every layer, so nothing trains; the last layer at least has a backward"
+        )
     if file.first_trainable is None:
         return working
     if file.first_trainable > working:
-        raise InputError(f"layer {working}: it has a backward, but first_trainable = {file.first_trainable} says that it is frozen")
+        raise InputError(
+            f"layer {working}: it has a backward, but first_trainable = {file.first_trainable} says that it is frozen"
+        )
     return file.first_trainable
 
 
@@ -293,8 +340,12 @@ def _links(links: Sequence[_Link]) -> tuple[tuple[Pair, LinkCost], ...]:
         low, high = sorted(link.between) if link.between else (index, index + 1)
         if low == high or (low, high) in out:
             wrong = "is between a rank and itself" if low == high else "is there twice"
-            raise InputError(f"link {index}: ({low}, {high}) {wrong}; give one link per pair of ranks")
-        out[low, high] = LinkCost(link.latency, math.inf if link.bytes_per_second is None else link.bytes_per_second)
+            raise InputError(
+                f"link {index}: ({low}, {high}) {wrong}; give one link per pair of ranks"
+            )
+        out[low, high] = LinkCost(
+            link.latency, math.inf if link.bytes_per_second is None else link.bytes_per_second
+        )
     return tuple(out.items())
 
 
@@ -328,7 +379,9 @@ def _explain(error: ValidationError) -> str:
         return f"{key} is {short(first['input'])}; it is text"
     if not rest:
         lists = key in (*TIMES, *_SIZE_KEYS, "names", "partition", "links", "comm")
-        return f"{key} is {short(first['input'])}; " + ("it is a list, one entry per layer" if lists else "it is a whole number")
+        return f"{key} is {short(first['input'])}; " + (
+            "it is a list, one entry per layer" if lists else "it is a whole number"
+        )
     unit = {"comm": "boundary", "partition": "stage"}.get(str(key), "layer")
     if key == "partition":
         rule = "a stage has at least 1 layer"

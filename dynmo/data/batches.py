@@ -25,7 +25,15 @@ class Batches:
     `data.shuffle`. Raises ConfigError if the corpus is too short for one of each.
     """
 
-    def __init__(self, corpus: Corpus, sequence: int, global_batch: int, micro_batch: int, seed: int, shuffle: str = "windows") -> None:
+    def __init__(
+        self,
+        corpus: Corpus,
+        sequence: int,
+        global_batch: int,
+        micro_batch: int,
+        seed: int,
+        shuffle: str = "windows",
+    ) -> None:
         self._corpus, self._sequence, self._micro_batch = corpus, sequence, micro_batch
         self._order = Order(len(corpus), sequence, global_batch, micro_batch, seed, shuffle)
         self.windows, self.held_out_windows = self._order.windows, self._order.held_out_windows

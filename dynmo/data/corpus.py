@@ -70,7 +70,9 @@ Corpus = NDArray[np.uint8] | FileCorpus
 def check_vocab(vocab: int) -> None:
     """Raises ConfigError if a model of `vocab` tokens cannot read bytes."""
     if vocab < VOCAB:
-        raise ConfigError(f"model.vocab = {vocab}: the corpus is bytes, so at least {VOCAB} tokens are needed; set it to {VOCAB}")
+        raise ConfigError(
+            f"model.vocab = {vocab}: the corpus is bytes, so at least {VOCAB} tokens are needed; set it to {VOCAB}"
+        )
 
 
 def open_corpus(source: str) -> Corpus:
@@ -92,7 +94,9 @@ def stdlib(folder: Path, limit: int = STDLIB_LIMIT) -> NDArray[np.uint8]:
         if len(text) >= limit:
             break
     if not text:
-        raise ConfigError(f'data.source = "stdlib": this Python keeps no sources in {folder}; use "file:PATH"')
+        raise ConfigError(
+            f'data.source = "stdlib": this Python keeps no sources in {folder}; use "file:PATH"'
+        )
     return np.frombuffer(bytes(text[:limit]), dtype=np.uint8)
 
 
@@ -100,8 +104,16 @@ def _sources(folder: Path) -> Iterator[Path]:
     for where, folders, names in os.walk(folder):
         # In place, so that the walk never enters them: site-packages may hold far more than the
         # library.
-        folders[:] = [name for name in folders if name not in _SKIPPED_FOLDERS and not name.startswith(_MACHINE)]
-        yield from (Path(where, name) for name in names if name.endswith(".py") and not name.startswith(_MACHINE))
+        folders[:] = [
+            name
+            for name in folders
+            if name not in _SKIPPED_FOLDERS and not name.startswith(_MACHINE)
+        ]
+        yield from (
+            Path(where, name)
+            for name in names
+            if name.endswith(".py") and not name.startswith(_MACHINE)
+        )
 
 
 def _named(path: Path) -> str:

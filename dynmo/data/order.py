@@ -33,7 +33,15 @@ class Order:
     come again.
     """
 
-    def __init__(self, length: int, sequence: int, global_batch: int, micro_batch: int, seed: int, shuffle: str = "windows") -> None:
+    def __init__(
+        self,
+        length: int,
+        sequence: int,
+        global_batch: int,
+        micro_batch: int,
+        seed: int,
+        shuffle: str = "windows",
+    ) -> None:
         assert global_batch % micro_batch == 0, "the config checks this"
         # Two bytes more than the windows: the last target, and a gap that keeps the last training
         # target out of the held-out text.
@@ -57,7 +65,9 @@ class Order:
         self._held_out = self.windows + _permutation(self.held_out_windows, 0, 2**64 - 1)
         # Steps come in order: the current epoch's, and that of the first, where it says what the
         # batches are.
-        self._permutation = lru_cache(maxsize=2)(lambda size, epoch: _permutation(size, seed, epoch))
+        self._permutation = lru_cache(maxsize=2)(
+            lambda size, epoch: _permutation(size, seed, epoch)
+        )
 
     def train(self, step: int) -> Numbers:
         """The windows of `step`: [microbatches, micro_batch], of all replicas in order."""
@@ -67,14 +77,20 @@ class Order:
             step = int(self._permutation(self._batches, epoch)[place]) if epoch else step
         numbers = np.arange(step * self._global_batch, (step + 1) * self._global_batch)
         epochs = numbers // self.windows
-        order = [self._permutation(self.windows, int(epoch))[numbers[epochs == epoch] % self.windows] for epoch in np.unique(epochs)]
+        order = [
+            self._permutation(self.windows, int(epoch))[numbers[epochs == epoch] % self.windows]
+            for epoch in np.unique(epochs)
+        ]
         return np.concatenate(order).reshape(-1, self._micro_batch)
 
     def held_out(self, index: int) -> Numbers:
         """The windows of one microbatch to evaluate on: [micro_batch]; after the last window, the
         first."""
         assert index >= 0
-        return self._held_out[np.arange(index * self._micro_batch, (index + 1) * self._micro_batch) % self.held_out_windows]
+        return self._held_out[
+            np.arange(index * self._micro_batch, (index + 1) * self._micro_batch)
+            % self.held_out_windows
+        ]
 
     def repeats(self, steps: int) -> bool:
         """Whether, within so many steps, a microbatch comes again with the very same sequences,

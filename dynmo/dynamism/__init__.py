@@ -11,4 +11,13 @@ pruning.py, sparse_attention.py, early_exit.py, mixture_of_depths.py  one case e
 from dynmo.dynamism.case import Change, Collective, Dynamism, Forecast, Layers, Signals, TokenShares
 from dynmo.dynamism.registry import make_cases
 
-__all__ = ["Change", "Collective", "Dynamism", "Forecast", "Layers", "Signals", "TokenShares", "make_cases"]
+__all__ = [
+    "Change",
+    "Collective",
+    "Dynamism",
+    "Forecast",
+    "Layers",
+    "Signals",
+    "TokenShares",
+    "make_cases",
+]

@@ -17,7 +17,9 @@ Counted = Callable[[nn.Module], Numbers | Tensor]
 not change a tensor that it has returned."""
 
 
-def counts_of(layers: Layers, counting: Sequence[int], counted: Counted) -> dict[int, Numbers | Tensor]:
+def counts_of(
+    layers: Layers, counting: Sequence[int], counted: Counted
+) -> dict[int, Numbers | Tensor]:
     """Asks the layers what they have counted. Call it before they move.
 
     Args:
@@ -53,7 +55,9 @@ class Counts:
         for index, numbers in counted.items():
             self._own[index] = _sum(self._own[index], numbers) if index in self._own else numbers
 
-    def total(self, layers: Layers, counting: Sequence[int], what: str, all_replicas: bool = False) -> list[list[float]]:
+    def total(
+        self, layers: Layers, counting: Sequence[int], what: str, all_replicas: bool = False
+    ) -> list[list[float]]:
         """Sums over the ranks, and begins anew. All ranks call it.
 
         Args:

@@ -100,7 +100,11 @@ def exits_of(modules: Sequence[nn.Module]) -> list[int]:
     Raises:
         ConfigError: There is none.
     """
-    exits = [index for index, module in enumerate(modules) if hasattr(module, "exits") and hasattr(module, "seen")]
+    exits = [
+        index
+        for index, module in enumerate(modules)
+        if hasattr(module, "exits") and hasattr(module, "seen")
+    ]
     if not exits:
         raise ConfigError(
             "dynamism.cases: early_exit, but no layer of the model lets tokens exit; give one of your own the attributes `exits` "

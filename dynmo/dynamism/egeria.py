@@ -50,10 +50,26 @@ class Egeria(Dynamism):
     name = "freezing"
 
     def __init__(
-        self, *, unit: str, every: int, start: int, window: int, tolerance: float, refresh: int, thaw: float, most: int, seed: int
+        self,
+        *,
+        unit: str,
+        every: int,
+        start: int,
+        window: int,
+        tolerance: float,
+        refresh: int,
+        thaw: float,
+        most: int,
+        seed: int,
     ):
         self._unit, self._every, self._start, self._window = unit, every, start, window
-        self._tolerance, self._refresh, self._thaw, self._most, self._seed = tolerance, refresh, thaw, most, seed
+        self._tolerance, self._refresh, self._thaw, self._most, self._seed = (
+            tolerance,
+            refresh,
+            thaw,
+            most,
+            seed,
+        )
         self._layers: Layers | None = None
         self._hooks: list[RemovableHandle] = []
         self._seen: dict[int, tuple[tuple[Any, ...], Tensor]] = {}
@@ -63,7 +79,9 @@ class Egeria(Dynamism):
         self._first_slopes: dict[int, list[float]] = {}
         self._stale: dict[int, int] = {}
         self._referenced: set[int] = set()  # layers
-        self._rate = self._frozen_at = 0.0  # the last step's, and the first frozen module's; 0: none is frozen
+        self._rate = self._frozen_at = (
+            0.0  # the last step's, and the first frozen module's; 0: none is frozen
+        )
 
     # -- deciding ----------------------------------------------------------------------------------
 
@@ -81,7 +99,12 @@ class Egeria(Dynamism):
     def acts(self, step: int) -> bool:
         """It watches a step, or has just read one or taken references; and while layers are frozen,
         any learning rate may thaw them."""
-        return self._reads(step) or self._reads(step - 1) or self._refers(step - 1) or self._frozen_at > 0
+        return (
+            self._reads(step)
+            or self._reads(step - 1)
+            or self._refers(step - 1)
+            or self._frozen_at > 0
+        )
 
     def _freeze(self, layers: Layers) -> Change | None:
         """The front module, if it is stale, and those right behind it that are as well. One with
@@ -104,7 +127,10 @@ class Egeria(Dynamism):
         at, self._frozen_at = self._frozen_at, 0.0
         self._refer(layers)
         self._stale.clear()
-        return Change(frozen, f"layers {frozen[0]} to {frozen[-1]} train again (Egeria, learning rate {self._rate:.3g} after {at:.3g})")
+        return Change(
+            frozen,
+            f"layers {frozen[0]} to {frozen[-1]} train again (Egeria, learning rate {self._rate:.3g} after {at:.3g})",
+        )
 
     def _forget(self, gone: Sequence[int], layers: Layers) -> None:
         self._referenced -= set(gone)
@@ -128,7 +154,9 @@ class Egeria(Dynamism):
         self._seen.clear()
         for layer in layers.own:
             if layer in self._referenced:
-                self._hooks.append(layers.modules[layer].register_forward_hook(partial(self._see, layer)))
+                self._hooks.append(
+                    layers.modules[layer].register_forward_hook(partial(self._see, layer))
+                )
 
     def _see(self, layer: int, module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
         if layer not in self._seen:  # microbatches come in order
@@ -152,7 +180,9 @@ class Egeria(Dynamism):
         for layer, (inputs, live) in self._seen.items():
             # No number: the layer has changed shape since, so there is nothing to compare until the
             # next reference.
-            table[layer] = plasticity(layers.modules[layer], layers.kept(layer), inputs, live, (self._seed, step, layer))
+            table[layer] = plasticity(
+                layers.modules[layer], layers.kept(layer), inputs, live, (self._seed, step, layer)
+            )
         self._seen.clear()
         values: list[float] = layers.collective.sum(table, "the plasticity of every layer").tolist()
         for module in units(layers.names, self._unit):
@@ -168,12 +198,17 @@ class Egeria(Dynamism):
         del readings[: -2 * window]
         if len(readings) < window:
             return
-        means = [math.fsum(part) / len(part) for part in (readings[max(0, i - window + 1) : i + 1] for i in range(len(readings)))]
+        means = [
+            math.fsum(part) / len(part)
+            for part in (readings[max(0, i - window + 1) : i + 1] for i in range(len(readings)))
+        ]
         steepness = abs(slope(means[-window:]))
         first = self._first_slopes.setdefault(module, [])
         if len(first) < window:
             first.append(steepness)
-        self._stale[module] = self._stale.get(module, 0) + 1 if steepness < self._tolerance * max(first) else 0
+        self._stale[module] = (
+            self._stale.get(module, 0) + 1 if steepness < self._tolerance * max(first) else 0
+        )
 
     def _refer(self, layers: Layers) -> None:
         """New references for all that train: curves start anew."""
@@ -198,7 +233,10 @@ class Egeria(Dynamism):
         }
 
     def load(self, state: dict[str, Any]) -> None:
-        self._rate, self._frozen_at = float(state.get("rate", 0.0)), float(state.get("frozen_at", 0.0))
+        self._rate, self._frozen_at = (
+            float(state.get("rate", 0.0)),
+            float(state.get("frozen_at", 0.0)),
+        )
         if "readings" not in state or state.get("unit", self._unit) != self._unit:
             return  # of another policy or other modules: it begins anew
         self._readings = {int(k): list(v) for k, v in state["readings"]}
@@ -226,15 +264,25 @@ def relations(output: Any) -> Tensor:
     return nn.functional.normalize(rows @ rows.t(), dim=1)
 
 
-def plasticity(module: nn.Module, reference: dict[str, Tensor], inputs: tuple[Any, ...], live: Tensor, key: tuple[int, int, int]) -> float:
+def plasticity(
+    module: nn.Module,
+    reference: dict[str, Tensor],
+    inputs: tuple[Any, ...],
+    live: Tensor,
+    key: tuple[int, int, int],
+) -> float:
     """Between a layer and its reference on the same input; NaN where the reference is of other
     shapes. key: (seed, step, layer)."""
     weights = dequantised(reference)
-    if {name: p.shape for name, p in module.named_parameters()} != {name: w.shape for name, w in weights.items()}:
+    if {name: p.shape for name, p in module.named_parameters()} != {
+        name: w.shape for name, w in weights.items()
+    }:
         return math.nan
     device = live.device
     # Buffers and inputs are copied, since a module may write to them.
-    tensors = {name: w.to(device) for name, w in weights.items()} | {name: b.clone() for name, b in module.named_buffers()}
+    tensors = {name: w.to(device) for name, w in weights.items()} | {
+        name: b.clone() for name, b in module.named_buffers()
+    }
     seed_forward(device, *key, microbatch=0)
     with torch.no_grad():
         copies = tuple(x.clone() if isinstance(x, Tensor) else x for x in inputs)

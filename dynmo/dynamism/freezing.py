@@ -83,8 +83,13 @@ class AutoFreeze(Dynamism):
         if signals.step < self._start or not any(signals.squared_norms):
             return
         assert self._modules, "a case acts before it observes"
-        norms = [math.sqrt(math.fsum(signals.squared_norms[i] for i in module)) for module in self._modules]
-        self._sums = [a + b for a, b in zip(self._sums, norms, strict=True)] if self._sums else norms
+        norms = [
+            math.sqrt(math.fsum(signals.squared_norms[i] for i in module))
+            for module in self._modules
+        ]
+        self._sums = (
+            [a + b for a, b in zip(self._sums, norms, strict=True)] if self._sums else norms
+        )
         self._steps += 1
 
     def act(self, step: int, layers: Layers) -> Change | None:
@@ -95,10 +100,18 @@ class AutoFreeze(Dynamism):
         self._sums, self._previous, self._steps = [], current, 0
         if not previous:
             return None
-        changes = [abs(p - c) / p if p > 0 else math.inf for p, c in zip(previous, current, strict=True)]
+        changes = [
+            abs(p - c) / p if p > 0 else math.inf for p, c in zip(previous, current, strict=True)
+        ]
         stop = front(layers)
-        unfrozen = [(module, change) for module, change in zip(modules, changes, strict=True) if module.start >= stop]
-        unfrozen = [(module, change) for module, change in unfrozen if learns(layers.modules, module)]
+        unfrozen = [
+            (module, change)
+            for module, change in zip(modules, changes, strict=True)
+            if module.start >= stop
+        ]
+        unfrozen = [
+            (module, change) for module, change in unfrozen if learns(layers.modules, module)
+        ]
         middle = median(change for _, change in unfrozen)
         for module, change in unfrozen:
             if module.stop > self._most or change >= middle:
@@ -111,12 +124,21 @@ class AutoFreeze(Dynamism):
         return self._steps + 1 >= self._every
 
     def state(self) -> dict[str, Any]:
-        return {"unit": self._unit, "sums": self._sums, "previous": self._previous, "steps": self._steps}
+        return {
+            "unit": self._unit,
+            "sums": self._sums,
+            "previous": self._previous,
+            "steps": self._steps,
+        }
 
     def load(self, state: dict[str, Any]) -> None:
         if "sums" not in state or state.get("unit", self._unit) != self._unit:
             return  # of another policy or other modules: it begins anew
-        self._sums, self._previous, self._steps = list(state["sums"]), list(state["previous"]), int(state["steps"])
+        self._sums, self._previous, self._steps = (
+            list(state["sums"]),
+            list(state["previous"]),
+            int(state["steps"]),
+        )
 
 
 def make(config: Any, layers: int) -> Dynamism:
@@ -125,10 +147,14 @@ def make(config: Any, layers: int) -> Dynamism:
     most = layers - 1 if options.max_layers is None else options.max_layers
     counts = [count for _, count in options.schedule]
     if max([0, *counts]) > layers - 1 or most > layers - 1:
-        raise ConfigError(f"dynamism.freezing: {max([most, *counts])} layers to freeze, but the model has {layers} and the last must train")
+        raise ConfigError(
+            f"dynamism.freezing: {max([most, *counts])} layers to freeze, but the model has {layers} and the last must train"
+        )
     if options.policy == "schedule":
         if not options.schedule:
-            raise ConfigError("dynamism.freezing.schedule is empty; give [[step, layers], ...] or choose policy = 'autofreeze'")
+            raise ConfigError(
+                "dynamism.freezing.schedule is empty; give [[step, layers], ...] or choose policy = 'autofreeze'"
+            )
         return ScheduledFreezing([(at, count) for at, count in options.schedule])
     if options.policy == "autofreeze":
         return AutoFreeze(options.every, options.start, most, options.unit)

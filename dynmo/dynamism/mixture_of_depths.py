@@ -44,7 +44,9 @@ class MixtureOfDepthsCase(Dynamism):
             return None
         # Of a routed block both halves compute the selected tokens.
         changed = sorted({place for index in routed for place in (index, index + 1)})
-        return Change(tuple(changed), f"{len(routed)} blocks select tokens by their predictors (step {step})")
+        return Change(
+            tuple(changed), f"{len(routed)} blocks select tokens by their predictors (step {step})"
+        )
 
     def acts(self, step: int) -> bool:
         return self._wanted(step) != self._by_threshold or self._records(step)
@@ -62,7 +64,10 @@ class MixtureOfDepthsCase(Dynamism):
             return None
         rows = self._counts.total(layers, routed, "the tokens of every router")
         names = ("selected", "predicted_right")
-        shares = {name: [row[1 + i] / row[0] if row[0] else 0.0 for row in rows] for i, name in enumerate(names)}
+        shares = {
+            name: [row[1 + i] / row[0] if row[0] else 0.0 for row in rows]
+            for i, name in enumerate(names)
+        }
         return TokenShares(tuple(routed), shares)
 
     def state(self) -> dict[str, Any]:
@@ -89,7 +94,9 @@ def routed_of(modules: Sequence[nn.Module]) -> list[int]:
     Raises:
         ConfigError: There is none.
     """
-    routed = [index for index, module in enumerate(modules) if hasattr(_router(module), "by_threshold")]
+    routed = [
+        index for index, module in enumerate(modules) if hasattr(_router(module), "by_threshold")
+    ]
     if not routed:
         raise ConfigError(
             "dynamism.cases: mixture_of_depths, but no layer of the model selects tokens; give one of your own an attribute "

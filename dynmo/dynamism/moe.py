@@ -57,13 +57,18 @@ class MoeCase(Dynamism):
 
     name = "moe"
 
-    def __init__(self, experts: int, bias_rate: float, record_every: int, places: PlacingRule | None = None) -> None:
+    def __init__(
+        self, experts: int, bias_rate: float, record_every: int, places: PlacingRule | None = None
+    ) -> None:
         self._experts, self._rate, self._every = experts, bias_rate, record_every
         self._layers: Layers | None = None
         # Tokens by replica of the group and expert: since the last record, since the last decision.
         self._places = places
         self._ranks = places.ranks if places is not None else 1
-        self._recorded, self._by_source = Counts(experts * self._ranks), Counts(experts * self._ranks)
+        self._recorded, self._by_source = (
+            Counts(experts * self._ranks),
+            Counts(experts * self._ranks),
+        )
 
     def check(self, modules: Sequence[nn.Module]) -> None:
         experts_of(modules)
@@ -84,21 +89,25 @@ class MoeCase(Dynamism):
         places, counts, current = self._places, self._by_source, layers.expert_placements
         assert places is not None
         indices = sorted(current)
-        rows = counts.total(layers, indices, "the load of every expert by replica", all_replicas=True)
+        rows = counts.total(
+            layers, indices, "the load of every expert by replica", all_replicas=True
+        )
         changed, before, after = dict[int, ExpertPlacement](), 1.0, 1.0
         for index, row in zip(indices, rows, strict=True):
             sources = self._sources(row)
-            placement = place_experts(sources, places.ranks, places.most_experts, current[index], places.least_gain)
+            placement = place_experts(
+                sources, places.ranks, places.most_experts, current[index], places.least_gain
+            )
             before = max(before, _hottest(current[index].loads(sources)))
             after = max(after, _hottest(placement.loads(sources)))
-            if placement != current[index] and all(placement.held_by(rank) for rank in range(places.ranks)):
+            if placement != current[index] and all(
+                placement.held_by(rank) for rank in range(places.ranks)
+            ):
                 changed[index] = placement
         if not changed:
             return None
         moved = layers.place_experts(changed)
-        what = (
-            f"moved experts of {len(changed)} layers ({moved / 1e6:.1f} MB): busiest replica x{before:.2f} of the mean, then x{after:.2f}"
-        )
+        what = f"moved experts of {len(changed)} layers ({moved / 1e6:.1f} MB): busiest replica x{before:.2f} of the mean, then x{after:.2f}"
         return Change(tuple(changed), what)
 
     def _records(self, step: int) -> bool:
@@ -109,13 +118,21 @@ class MoeCase(Dynamism):
         self._take(layers, indices)
         if not self._records(step):
             return None
-        rows = self._recorded.total(layers, indices, "the load of every expert", all_replicas=self._ranks > 1)
+        rows = self._recorded.total(
+            layers, indices, "the load of every expert", all_replicas=self._ranks > 1
+        )
         sources = [self._sources(row) for row in rows]
         loads = [[math.fsum(of) for of in zip(*each, strict=True)] for each in sources]
-        shares = {"hottest expert": [_hottest(load) for load in loads], "unused": [_unused(load) for load in loads]}
+        shares = {
+            "hottest expert": [_hottest(load) for load in loads],
+            "unused": [_unused(load) for load in loads],
+        }
         if self._places is not None:
             placements = layers.expert_placements
-            shares["busiest replica"] = [_hottest(placements[i].loads(each)) for i, each in zip(indices, sources, strict=True)]
+            shares["busiest replica"] = [
+                _hottest(placements[i].loads(each))
+                for i, each in zip(indices, sources, strict=True)
+            ]
         return TokenShares(tuple(indices), shares)
 
     def _sources(self, row: Sequence[float]) -> list[Sequence[float]]:
@@ -134,10 +151,16 @@ class MoeCase(Dynamism):
 
     def _take(self, layers: Layers, indices: Sequence[int]) -> dict[int, Tensor]:
         """Asks this rank's layers what they have counted. A layer without tokens is left out."""
-        counted = {index: load for index, load in counts_of(layers, indices, self._counted).items() if isinstance(load, Tensor)}
+        counted = {
+            index: load
+            for index, load in counts_of(layers, indices, self._counted).items()
+            if isinstance(load, Tensor)
+        }
         before = self._experts * layers.expert_place
         behind = self._experts * (self._ranks - 1) - before
-        by_source = {index: functional.pad(load, (before, behind)) for index, load in counted.items()}
+        by_source = {
+            index: functional.pad(load, (before, behind)) for index, load in counted.items()
+        }
         self._recorded.add(by_source)
         if self._places is not None:
             self._by_source.add(by_source)
@@ -149,7 +172,9 @@ class MoeCase(Dynamism):
         return load if isinstance(load, Tensor) else ()  # no token since
 
     def _move_biases(self, layers: Layers, indices: Sequence[int], last: Counts) -> None:
-        rows = last.total(layers, indices, "the load of every expert in the last step", all_replicas=True)
+        rows = last.total(
+            layers, indices, "the load of every expert in the last step", all_replicas=True
+        )
         own = set(layers.own) - layers.frozen
         for index, row in zip(indices, rows, strict=True):
             if index in own:
@@ -200,5 +225,9 @@ def make(config: Any, layers: int) -> Dynamism:
     model = config.model
     rate = model.bias_rate if model.kind == "moe" and model.routing == "bias" else 0.0
     moe, ranks = config.dynamism.moe, config.parallel.expert
-    places = PlacingRule(ranks, most_experts(config), moe.place_every, moe.least_gain) if ranks > 1 else None
+    places = (
+        PlacingRule(ranks, most_experts(config), moe.place_every, moe.least_gain)
+        if ranks > 1
+        else None
+    )
     return MoeCase(model.experts, rate, moe.record_every, places)

@@ -29,7 +29,9 @@ def units(names: Sequence[str], unit: str) -> tuple[range, ...]:
 
 def learns(modules: Sequence[nn.Module], layers: Iterable[int]) -> bool:
     """Whether any of these layers has something to train."""
-    return any(parameter.requires_grad for layer in layers for parameter in modules[layer].parameters())
+    return any(
+        parameter.requires_grad for layer in layers for parameter in modules[layer].parameters()
+    )
 
 
 def last_to_learn(modules: Sequence[nn.Module]) -> int:
@@ -48,4 +50,6 @@ def freeze_prefix(layers: Layers, count: int, why: str) -> Change | None:
     if not new:
         return None
     layers.freeze(new)
-    return Change(new, f"froze layers {new[0]} to {new[-1]} ({why}); {count} of {layers.count} are frozen")
+    return Change(
+        new, f"froze layers {new[0]} to {new[-1]} ({why}); {count} of {layers.count} are frozen"
+    )

@@ -72,7 +72,10 @@ class Candidates:
     masters: Mapping[str, Tensor]
 
     def __iter__(self) -> Iterator[Tensor]:
-        return (survivors(x, self.masters.get(f"{name}.weight/master" if name else "weight/master")) for name, x in linears(self.module))
+        return (
+            survivors(x, self.masters.get(f"{name}.weight/master" if name else "weight/master"))
+            for name, x in linears(self.module)
+        )
 
 
 def masters(layer: int, layers: Layers) -> dict[str, Tensor]:
@@ -169,7 +172,12 @@ class Pruning(Dynamism):
     name = "pruning"
 
     def __init__(
-        self, schedule: Cubic, criterion: str, dense_below: float | None, tokens: int, known: Mapping[str, float] | None = None
+        self,
+        schedule: Cubic,
+        criterion: str,
+        dense_below: float | None,
+        tokens: int,
+        known: Mapping[str, float] | None = None,
     ) -> None:
         self._schedule, self._criterion, self._tokens = schedule, criterion, tokens
         self._dense_below = dense_below
@@ -190,8 +198,12 @@ class Pruning(Dynamism):
         if not targets or wanted <= 0:
             return None
         measured = self._measure(targets, layers)
-        parts = {i: Candidates(layers.modules[i], masters(i, layers)) for i in layers.own if i in targets}
-        sizes = {i: sum(dense_size(linear) for _, linear in linears(layers.modules[i])) for i in targets}
+        parts = {
+            i: Candidates(layers.modules[i], masters(i, layers)) for i in layers.own if i in targets
+        }
+        sizes = {
+            i: sum(dense_size(linear) for _, linear in linears(layers.modules[i])) for i in targets
+        }
         if self._criterion == "global":
             keep = round((1 - wanted) * sum(sizes.values()))
             everyone = cut(parts, keep, layers.count, layers.collective)
@@ -208,7 +220,9 @@ class Pruning(Dynamism):
                 self._prune(index, layers, keeps)
             now = [linear for _, linear in linears(layers.modules[index])]
             table[index, 1] = sum(len(survivors(x)) for x in now)
-            table[index, 2:] = torch.tensor([len(now), sum(isinstance(x, SparseLinear) for x in now)])
+            table[index, 2:] = torch.tensor(
+                [len(now), sum(isinstance(x, SparseLinear) for x in now)]
+            )
         layers.collective.sum(table, "all layers to be pruned")
         before, after, count, sparse = table.sum(0).tolist()
         self._sparsity = wanted
@@ -254,7 +268,9 @@ class Pruning(Dynamism):
         if new:
             layers.collective.sum(table, "the sparse kernels to be measured")
         self._measured |= dict(zip(new, table.tolist(), strict=True))
-        return "; sparse pays from " + ", ".join(f"{x:.3f} at {shape}" for shape, x in self._measured.items())
+        return "; sparse pays from " + ", ".join(
+            f"{x:.3f} at {shape}" for shape, x in self._measured.items()
+        )
 
     def forecast(self, step: int) -> Sequence[Forecast]:
         """As if all layers lost alike, and all of a layer's time were in its linears."""
@@ -267,14 +283,21 @@ class Pruning(Dynamism):
         return out
 
     def _time(self, sparsity: float) -> float:
-        threshold = self._dense_below if self._dense_below is not None else min(self._measured.values(), default=1.0)
+        threshold = (
+            self._dense_below
+            if self._dense_below is not None
+            else min(self._measured.values(), default=1.0)
+        )
         return 1.0 if sparsity < threshold else 1 - sparsity
 
     def state(self) -> dict[str, Any]:
         return {"sparsity": self._sparsity, "measured": self._measured}
 
     def load(self, state: dict[str, Any]) -> None:
-        self._sparsity, self._measured = float(state["sparsity"]), {**state["measured"], **self._known}
+        self._sparsity, self._measured = (
+            float(state["sparsity"]),
+            {**state["measured"], **self._known},
+        )
 
 
 def _shape(linear: nn.Linear) -> str:
@@ -284,7 +307,9 @@ def _shape(linear: nn.Linear) -> str:
 def _targets(modules: Sequence[nn.Module]) -> tuple[int, ...]:
     layers = tuple(i for i in range(1, len(modules) - 1) if any(True for _ in linears(modules[i])))
     if not layers:
-        raise ConfigError("dynamism.pruning: no layer but the first and the last has an nn.Linear to prune; leave the case out")
+        raise ConfigError(
+            "dynamism.pruning: no layer but the first and the last has an nn.Linear to prune; leave the case out"
+        )
     return layers
 
 
@@ -295,6 +320,14 @@ def make(config: Any, layers: int) -> Dynamism:
     schedule = Cubic(options.initial_sparsity, options.final_sparsity, start, end, every)
     known = options.dense_below if isinstance(options.dense_below, dict) else {}
     dense_below = options.dense_below if isinstance(options.dense_below, float) else None
-    if options.dense_below == "auto" and (config.parallel.device == "cpu" or not torch.cuda.is_available()):
+    if options.dense_below == "auto" and (
+        config.parallel.device == "cpu" or not torch.cuda.is_available()
+    ):
         dense_below = DENSE_BELOW_ON_CPU
-    return Pruning(schedule, options.criterion, dense_below, config.train.micro_batch * config.model.sequence, known)
+    return Pruning(
+        schedule,
+        options.criterion,
+        dense_below,
+        config.train.micro_batch * config.model.sequence,
+        known,
+    )

@@ -25,7 +25,9 @@ def make_cases(config: Any, layers: int) -> list[Dynamism]:
     named: Sequence[str] = config.dynamism.cases
     unknown = [case for case in named if case not in makers and not case.startswith("python:")]
     if unknown:
-        raise ConfigError(f"dynamism.cases: {unknown[0]!r} is not served by this version; choose from {', '.join(makers)}")
+        raise ConfigError(
+            f"dynamism.cases: {unknown[0]!r} is not served by this version; choose from {', '.join(makers)}"
+        )
     own = [from_class(case.removeprefix("python:")) for case in named if case.startswith("python:")]
     cases = [*(make(config, layers) for case, make in makers.items() if case in named), *own]
     names = [case.name for case in cases]
@@ -44,19 +46,35 @@ def from_class(path: str) -> Dynamism:
         kind = getattr(importlib.import_module(module_name), class_name)
         case = None if getattr(kind, "__abstractmethods__", ()) else kind()
     except ImportError as error:
-        raise ConfigError(f"{where}: cannot import {module_name}: {error}; run from its folder or install it") from error
+        raise ConfigError(
+            f"{where}: cannot import {module_name}: {error}; run from its folder or install it"
+        ) from error
     except AttributeError as error:
         if getattr(error, "name", None) != class_name:
             raise ConfigError(f"{where}: raised AttributeError: {error}{place(error)}") from error
         raise ConfigError(f"{where}: {module_name} has no class {class_name}") from None
     except Exception as error:  # whatever its own code raises
-        raise ConfigError(f"{where}: raised {type(error).__name__}: {error}{place(error)}") from error
+        raise ConfigError(
+            f"{where}: raised {type(error).__name__}: {error}{place(error)}"
+        ) from error
     missing = [
         x
-        for x in ("act", "check", "observe", "forecast", "collect", "dense", "state", "load", "acts")
+        for x in (
+            "act",
+            "check",
+            "observe",
+            "forecast",
+            "collect",
+            "dense",
+            "state",
+            "load",
+            "acts",
+        )
         if not callable(getattr(case, x, None))
     ]
     missing += [] if isinstance(getattr(case, "name", None), str) else ["name"]
     if missing:
-        raise ConfigError(f"{where}: has no {missing[0]}; inherit from dynmo.dynamism.Dynamism, give it a name and write act")
+        raise ConfigError(
+            f"{where}: has no {missing[0]}; inherit from dynmo.dynamism.Dynamism, give it a name and write act"
+        )
     return cast(Dynamism, case)

@@ -61,8 +61,12 @@ class SparseAttentionCase(Dynamism):
         self._halves = halves_of(layers.modules)
         before, self._sparse = self._sparse, self._wanted(step)
         for index in self._halves:
-            sparse = self._kind(mix(self._seed, Purpose.ATTENTION, index, step)) if index in self._sparse else None
-            setattr(layers.modules[index], "sparse_attention", sparse)  # noqa: B010 - a module of any class has it
+            sparse = (
+                self._kind(mix(self._seed, Purpose.ATTENTION, index, step))
+                if index in self._sparse
+                else None
+            )
+            setattr(layers.modules[index], "sparse_attention", sparse)
         if before == self._sparse:
             return None
         what = f"{len(self._sparse)} of {len(self._halves)} attention halves are sparse (schedule, step {step})"
@@ -94,7 +98,10 @@ class SparseAttentionCase(Dynamism):
             # A factor is of what a layer takes now: one that becomes sparse and dense again takes
             # what it takes now.
             for sparse, changing in ((True, then - before), (False, before - then)):
-                for now, which in ((True, changing & self._sparse), (False, changing - self._sparse)):
+                for now, which in (
+                    (True, changing & self._sparse),
+                    (False, changing - self._sparse),
+                ):
                     if which:
                         pair = (1.0, 1.0) if now == sparse else (f, b) if sparse else (1 / f, 1 / b)
                         forecasts.append(Forecast(at, tuple(sorted(which)), *pair))
@@ -124,15 +131,21 @@ def expected_ratio(hidden: int, sequence: int, share: float) -> tuple[float, flo
     """F and B of a half whose attention computes this share of the pairs, over dense: P = 3
     hidden^2 weights, A = 2 sequence hidden."""
     linear, attention = 6 * hidden**2, 2 * sequence * hidden
-    return (linear + share * attention) / (linear + attention), (linear + 2.5 * share * attention) / (linear + 2.5 * attention)
+    return (linear + share * attention) / (linear + attention), (
+        linear + 2.5 * share * attention
+    ) / (linear + 2.5 * attention)
 
 
 def _check_kernels(kind: str) -> None:
     """Raises ConfigError where there is none for CUDA."""
     if kind == "drop":
-        raise ConfigError('dynamism.sparse_attention.kind = "drop" has no CUDA kernel; use "hash", or parallel.device = "cpu"')
+        raise ConfigError(
+            'dynamism.sparse_attention.kind = "drop" has no CUDA kernel; use "hash", or parallel.device = "cpu"'
+        )
     if find_spec("triton") is None:
-        raise ConfigError('dynamism.sparse_attention.kind = "hash" needs triton on CUDA; install it, or use parallel.device = "cpu"')
+        raise ConfigError(
+            'dynamism.sparse_attention.kind = "hash" needs triton on CUDA; install it, or use parallel.device = "cpu"'
+        )
 
 
 def make(config: Any, layers: int) -> Dynamism:
@@ -143,9 +156,16 @@ def make(config: Any, layers: int) -> Dynamism:
     schedule = options.schedule or ((options.start, options.blocks),)
 
     def kind(seed: int) -> SparseAttention:
-        return Hashed(options.buckets, options.tile, seed) if options.kind == "hash" else Dropped(options.drop, options.tile, seed)
+        return (
+            Hashed(options.buckets, options.tile, seed)
+            if options.kind == "hash"
+            else Dropped(options.drop, options.tile, seed)
+        )
 
     share = 1 / options.buckets if options.kind == "hash" else (1 - options.drop) ** 2
     return SparseAttentionCase(
-        schedule, kind, config.seed, expected_ratio(model.hidden, model.sequence, share) if model.kind == "gpt" else None
+        schedule,
+        kind,
+        config.seed,
+        expected_ratio(model.hidden, model.sequence, share) if model.kind == "gpt" else None,
     )

@@ -48,7 +48,13 @@ def sinkhorn(scores: Tensor) -> Tensor:
 
 
 @jit()
-def _auction(scores: NDArray[np.float64], room: NDArray[np.int64], slack: float, most: int, out: NDArray[np.int64]) -> None:
+def _auction(
+    scores: NDArray[np.float64],
+    room: NDArray[np.int64],
+    slack: float,
+    most: int,
+    out: NDArray[np.int64],
+) -> None:
     tokens, experts = scores.shape
     prices = np.zeros(experts)
     bids = np.zeros(tokens)
@@ -113,7 +119,10 @@ def auction(scores: Tensor, slack: float = 1e-3) -> Tensor:
     """
     tokens, experts = scores.shape
     table: NDArray[Any] = scores.detach().double().cpu().numpy()
-    room = np.array([tokens // experts + (expert < tokens % experts) for expert in range(experts)], dtype=np.int64)
+    room = np.array(
+        [tokens // experts + (expert < tokens % experts) for expert in range(experts)],
+        dtype=np.int64,
+    )
     out = np.empty(tokens, dtype=np.int64)
     _auction(np.ascontiguousarray(table), room, slack, _MOST_BIDS * max(1, tokens), out)
     return torch.from_numpy(out).to(scores.device)

@@ -41,7 +41,10 @@ def compiled(module: nn.Module) -> Callable[..., Any]:
         _leave_out(kind, "__call__")
     # Of torch's own making: as its compiler is imported, and when it looks at what a linear between
     # two pieces hands on.
-    for message in ("`torch.jit.script_method` is deprecated", "The .grad attribute of a Tensor that is not a leaf"):
+    for message in (
+        "`torch.jit.script_method` is deprecated",
+        "The .grad attribute of a Tensor that is not a leaf",
+    ):
         warnings.filterwarnings("ignore", message)
     configure_compiler(device, _MOST)
     return torch.compile(module, dynamic=False)
@@ -59,7 +62,11 @@ def _leave_out(kind: type, name: str) -> None:
 def _check(device: torch.device) -> None:
     if device.type == "cuda":
         if not has_triton():
-            raise ConfigError("train.compile = true needs Triton on CUDA; install it, or set train.compile = false")
+            raise ConfigError(
+                "train.compile = true needs Triton on CUDA; install it, or set train.compile = false"
+            )
         return
     if not has_cpp_compiler():
-        raise ConfigError("train.compile = true needs a C++ compiler on CPU (g++ or clang++); install one, or set it to false")
+        raise ConfigError(
+            "train.compile = true needs a C++ compiler on CPU (g++ or clang++); install one, or set it to false"
+        )

@@ -39,7 +39,9 @@ def known_crossover(linear: nn.Linear, tokens: int) -> float:
     path = _folder() / f"{hashlib.sha256(where.encode()).hexdigest()[:32]}.json"
     sparsity = _read(path, where)
     if sparsity is None:
-        sparsity = measure_crossover(linear.out_features, linear.in_features, tokens, weight.device, weight.dtype)
+        sparsity = measure_crossover(
+            linear.out_features, linear.in_features, tokens, weight.device, weight.dtype
+        )
         sparsity = _keep(path, where, sparsity)
     return sparsity
 
@@ -56,7 +58,10 @@ def time_linear(linear: nn.Linear, tokens: int, repeats: int = 5) -> tuple[float
         The median seconds of F, B and W.
     """
     device = linear.weight.device
-    x, gy = (torch.randn(tokens, width).to(device, linear.weight.dtype) for width in (linear.in_features, linear.out_features))
+    x, gy = (
+        torch.randn(tokens, width).to(device, linear.weight.dtype)
+        for width in (linear.in_features, linear.out_features)
+    )
     tape = WeightTape()
     tape.deferred = True
     before, taped = getattr(linear, "tape", None), cast(Any, linear)
@@ -87,7 +92,12 @@ def time_linear(linear: nn.Linear, tokens: int, repeats: int = 5) -> tuple[float
 
 
 def make_pruned(
-    rows: int, columns: int, sparsity: float, sparse: bool, device: torch.device | None = None, dtype: torch.dtype = torch.float32
+    rows: int,
+    columns: int,
+    sparsity: float,
+    sparse: bool,
+    device: torch.device | None = None,
+    dtype: torch.dtype = torch.float32,
 ) -> nn.Linear:
     """A linear without bias that is pruned at random places, for measurements and tests.
 
@@ -104,7 +114,9 @@ def make_pruned(
     """
     generator = torch.Generator().manual_seed(1)
     linear = SplitLinear(columns, rows, bias=False, device="meta")
-    linear.weight = nn.Parameter(torch.randn(rows, columns, generator=generator).to(device or "cpu", dtype))
+    linear.weight = nn.Parameter(
+        torch.randn(rows, columns, generator=generator).to(device or "cpu", dtype)
+    )
     order = torch.rand(rows * columns, generator=generator).to(linear.weight.device).argsort()
     keep = order >= round(sparsity * rows * columns)
     if sparsity > 0 or sparse:
@@ -114,7 +126,11 @@ def make_pruned(
 
 
 def measure_crossover(
-    rows: int, columns: int, tokens: int, device: torch.device | None = None, dtype: torch.dtype = torch.float32
+    rows: int,
+    columns: int,
+    tokens: int,
+    device: torch.device | None = None,
+    dtype: torch.dtype = torch.float32,
 ) -> float:
     """Find the sparsity from which F + B + W take less time in CSR form than dense.
 
@@ -133,7 +149,10 @@ def measure_crossover(
     """
 
     def faster(sparsity: float) -> bool:
-        return sum(time_linear(make_pruned(rows, columns, sparsity, True, device, dtype), tokens)) < dense
+        return (
+            sum(time_linear(make_pruned(rows, columns, sparsity, True, device, dtype), tokens))
+            < dense
+        )
 
     dense = sum(time_linear(make_pruned(rows, columns, 0.0, False, device, dtype), tokens))
     low, high = 0.0, 1.0
@@ -179,7 +198,9 @@ def _keep(path: Path, where: str, sparsity: float) -> float:
     partial = path.with_suffix(f".{os.getpid()}")
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
-        partial.write_text(json.dumps({"measured_on": where, "sparsity": sparsity}) + "\n", encoding="utf-8")
+        partial.write_text(
+            json.dumps({"measured_on": where, "sparsity": sparsity}) + "\n", encoding="utf-8"
+        )
         with contextlib.suppress(FileExistsError):
             os.link(partial, path)
         kept = _read(path, where)

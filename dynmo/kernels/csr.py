@@ -106,7 +106,13 @@ def spmm(csr: Csr, values: Tensor, packed: Tensor) -> Tensor:
     if packed.is_cuda:
         return cast(Tensor, torch.mm(_sparse(csr, values), packed))
     out = torch.empty(packed.shape[0], csr.shape[0], packed.shape[2], dtype=packed.dtype)
-    csr_loops.spmm(csr.crow.numpy(), csr.col.numpy(), values.detach().numpy(), packed.detach().numpy(), out.numpy())
+    csr_loops.spmm(
+        csr.crow.numpy(),
+        csr.col.numpy(),
+        values.detach().numpy(),
+        packed.detach().numpy(),
+        out.numpy(),
+    )
     return out
 
 
@@ -120,7 +126,13 @@ def sddmm_(csr: Csr, left: Tensor, right: Tensor, out: Tensor) -> None:
         with torch.no_grad():
             out.copy_(torch.sparse.sampled_addmm(_sparse(csr, out), left, right.t()).values())
         return
-    csr_loops.sddmm(csr.crow.numpy(), csr.col.numpy(), left.detach().numpy(), right.detach().numpy(), out.detach().numpy())
+    csr_loops.sddmm(
+        csr.crow.numpy(),
+        csr.col.numpy(),
+        left.detach().numpy(),
+        right.detach().numpy(),
+        out.detach().numpy(),
+    )
 
 
 def sum_tokens(packed: Tensor) -> Tensor:
@@ -132,4 +144,6 @@ def sum_tokens(packed: Tensor) -> Tensor:
 def _sparse(csr: Csr, values: Tensor) -> Tensor:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Sparse CSR tensor support is in beta")
-        return torch.sparse_csr_tensor(csr.crow, csr.col, values.detach(), csr.shape, check_invariants=False)
+        return torch.sparse_csr_tensor(
+            csr.crow, csr.col, values.detach(), csr.shape, check_invariants=False
+        )

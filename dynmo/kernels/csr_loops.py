@@ -54,7 +54,10 @@ class _Code:
         if any(kind.layout != "C" for kind in kinds[:4]):
             raise TypingError(f"arrays here are contiguous, not {kinds[:4]}")
         self.builder = builder
-        self.arrays = [context.make_array(kind)(context, builder, given) for kind, given in zip(kinds[:4], arguments[:4], strict=True)]
+        self.arrays = [
+            context.make_array(kind)(context, builder, given)
+            for kind, given in zip(kinds[:4], arguments[:4], strict=True)
+        ]
         self.number = context.get_data_type(kinds[1].dtype)
         self.vector = ir.VectorType(self.number, _LANES)
         self._align = context.get_abi_sizeof(self.number)
@@ -65,11 +68,15 @@ class _Code:
     def row(self, x: Any, index: Any, j: Any) -> Any:
         """Where x[index, j] is, of an array of two dimensions."""
         width = self.builder.extract_value(x.shape, 1)
-        return self.builder.gep(x.data, [self.builder.add(self.builder.mul(self.builder.sext(index, _INT), width), j)])
+        return self.builder.gep(
+            x.data, [self.builder.add(self.builder.mul(self.builder.sext(index, _INT), width), j)]
+        )
 
     def part(self, start: Any, at: int) -> Any:
         """Where the vector begins that lies so many numbers behind `start`."""
-        return self.builder.bitcast(self.builder.gep(start, [ir.Constant(_INT, at)]), self.vector.as_pointer())
+        return self.builder.bitcast(
+            self.builder.gep(start, [ir.Constant(_INT, at)]), self.vector.as_pointer()
+        )
 
     def load(self, pointer: Any) -> Any:
         return self.builder.load(pointer, align=self._align)
@@ -84,7 +91,9 @@ class _Code:
         """A vector of this number alone."""
         nothing = ir.Constant(self.vector, ir.Undefined)
         first = self.builder.insert_element(nothing, value, ir.Constant(ir.IntType(32), 0))
-        return self.builder.shuffle_vector(first, nothing, ir.Constant(ir.VectorType(ir.IntType(32), _LANES), [0] * _LANES))
+        return self.builder.shuffle_vector(
+            first, nothing, ir.Constant(ir.VectorType(ir.IntType(32), _LANES), [0] * _LANES)
+        )
 
     def total(self, vector: Any) -> Any:
         """The sum of its numbers: halves are added until one is left."""
@@ -92,7 +101,11 @@ class _Code:
         while count > 1:
             count //= 2
             low, high = (
-                self.builder.shuffle_vector(vector, vector, ir.Constant(ir.VectorType(ir.IntType(32), count), list(range(at, at + count))))
+                self.builder.shuffle_vector(
+                    vector,
+                    vector,
+                    ir.Constant(ir.VectorType(ir.IntType(32), count), list(range(at, at + count))),
+                )
                 for at in (0, count)
             )
             vector = self.builder.fadd(low, high)
@@ -117,7 +130,12 @@ def _add_columns(width: int) -> Any:
                 row = code.row(x, builder.load(code.item(col, k)), j)
                 value = code.everywhere(builder.load(code.item(values, k)))
                 for i, each in enumerate(sums):
-                    builder.store(code.add_product(builder.load(each), value, code.load(code.part(row, i * _LANES))), each)
+                    builder.store(
+                        code.add_product(
+                            builder.load(each), value, code.load(code.part(row, i * _LANES))
+                        ),
+                        each,
+                    )
             for each, place in zip(sums, places, strict=True):
                 code.store(builder.load(each), place)
             return context.get_dummy_value()
@@ -141,11 +159,16 @@ def _add_dots(width: int) -> Any:
                 row = code.row(x, builder.load(code.item(col, k)), j)
                 right = [code.load(code.part(row, at)) for at in range(0, width, _LANES)]
                 # Two sums side by side: each product need not wait for the one before.
-                sums = [builder.fmul(a, b, flags=_FUSED) for a, b in zip(left[:2], right[:2], strict=True)]
+                sums = [
+                    builder.fmul(a, b, flags=_FUSED)
+                    for a, b in zip(left[:2], right[:2], strict=True)
+                ]
                 for i, (a, b) in enumerate(zip(left[2:], right[2:], strict=True)):
                     sums[i % 2] = code.add_product(sums[i % 2], a, b)
                 place = code.item(out, k)
-                builder.store(builder.fadd(builder.load(place), code.total(builder.fadd(*sums))), place)
+                builder.store(
+                    builder.fadd(builder.load(place), code.total(builder.fadd(*sums))), place
+                )
             return context.get_dummy_value()
 
         return types.void(col, g, x, out, types.int64, types.int64, types.int64), generate
@@ -153,7 +176,12 @@ def _add_dots(width: int) -> Any:
     return add
 
 
-_columns_64, _columns_16, _dots_64, _dots_16 = _add_columns(TOKENS), _add_columns(VECTOR), _add_dots(TOKENS), _add_dots(VECTOR)
+_columns_64, _columns_16, _dots_64, _dots_16 = (
+    _add_columns(TOKENS),
+    _add_columns(VECTOR),
+    _add_dots(TOKENS),
+    _add_dots(VECTOR),
+)
 
 
 @jit()

@@ -26,7 +26,10 @@ def draw_kept(heads: int, sequence: int, dropped: float, seed: int) -> tuple[Ten
     a function of the seed alone."""
     generator = torch.Generator().manual_seed(seed)
     kept = max(1, round((1 - dropped) * sequence))
-    queries, keys = (torch.rand(heads, sequence, generator=generator).argsort(-1)[:, :kept].sort(-1).values for _ in range(2))
+    queries, keys = (
+        torch.rand(heads, sequence, generator=generator).argsort(-1)[:, :kept].sort(-1).values
+        for _ in range(2)
+    )
     return queries, keys
 
 
@@ -42,7 +45,9 @@ class KeptPlan:
     computed: int
 
 
-def plan_kept(batch: int, sequence: int, queries: Tensor, keys: Tensor, tile: int, dtype: torch.dtype) -> KeptPlan:
+def plan_kept(
+    batch: int, sequence: int, queries: Tensor, keys: Tensor, tile: int, dtype: torch.dtype
+) -> KeptPlan:
     """queries, keys: positions, [heads, kept], ascending."""
     heads = queries.shape[0]
     before = torch.searchsorted(keys, queries)  # the keys that each query sees, for both ascend
@@ -52,11 +57,15 @@ def plan_kept(batch: int, sequence: int, queries: Tensor, keys: Tensor, tile: in
         end, masked_from = int(seen.max()), int(seen.min())
         hidden = torch.arange(masked_from, end) >= seen[..., None]
         # Finite: a row without any key has even weights, which `rows` takes away.
-        mask = torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, -1e30).repeat(batch, 1, 1)
+        mask = (
+            torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, -1e30).repeat(batch, 1, 1)
+        )
         rows = None if masked_from else (seen > 0).to(dtype)[..., None].repeat(batch, 1, 1)
         tiles.append(Tile(start, start + seen.shape[1], end, masked_from, mask, rows))
     first = torch.arange(batch)[:, None, None] * sequence * heads + torch.arange(heads)[:, None]
-    rows_q, rows_k = ((first + positions * heads).view(batch * heads, -1) for positions in (queries, keys))
+    rows_q, rows_k = (
+        (first + positions * heads).view(batch * heads, -1) for positions in (queries, keys)
+    )
     computed = batch * heads * sum((t.stop - t.start) * t.end for t in tiles)
     return KeptPlan(rows_q, rows_k, tuple(tiles), batch * int(before.sum()), computed)
 
@@ -66,7 +75,9 @@ class _DropAttention(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, v: Tensor, plan: KeptPlan) -> Tensor:
         ctx.plan, ctx.shape, ctx.scale = plan, x.shape, x.shape[-1] ** -0.5
         rows_q, rows_k = plan.queries.view(-1), plan.keys.view(-1)
-        q, k, values, sources = (x.new_empty(len(rows), x.shape[-1]) for rows in (rows_q, rows_k, rows_k, rows_k))
+        q, k, values, sources = (
+            x.new_empty(len(rows), x.shape[-1]) for rows in (rows_q, rows_k, rows_k, rows_k)
+        )
         factors = x.new_empty(len(rows_k))
         for taken, rows, out in ((x, rows_q, q), (v, rows_k, values), (x, rows_k, sources)):
             take(taken, rows, out)
@@ -74,7 +85,9 @@ class _DropAttention(torch.autograd.Function):
         ctx.save_for_backward(q, k, factors, values)
         kept = torch.empty_like(q)
         n = plan.queries.shape[0]
-        attend(q.view(n, -1, q.shape[1]), _apart(k, n), _apart(values, n), _apart(kept, n), plan.tiles)
+        attend(
+            q.view(n, -1, q.shape[1]), _apart(k, n), _apart(values, n), _apart(kept, n), plan.tiles
+        )
         out = x.new_zeros(ctx.shape)
         out.view(-1, q.shape[1]).index_copy_(0, rows_q, kept)
         return out
@@ -84,10 +97,22 @@ class _DropAttention(torch.autograd.Function):
         plan: KeptPlan = ctx.plan
         q, k, factors, values = ctx.saved_tensors
         n, size = plan.queries.shape[0], q.shape[1]
-        gout, gq, gk, gv = torch.empty_like(q), torch.empty_like(q), torch.empty_like(k), torch.empty_like(k)
+        gout, gq, gk, gv = (
+            torch.empty_like(q),
+            torch.empty_like(q),
+            torch.empty_like(k),
+            torch.empty_like(k),
+        )
         take(gradients[0], plan.queries.view(-1), gout)
         products = (_apart(gq, n), _apart(gk, n), _apart(gv, n))
-        attend_backward(q.view(n, -1, size), _apart(k, n), _apart(values, n), _apart(gout, n), *products, plan.tiles)
+        attend_backward(
+            q.view(n, -1, size),
+            _apart(k, n),
+            _apart(values, n),
+            _apart(gout, n),
+            *products,
+            plan.tiles,
+        )
         along = (k * gk).sum(-1, keepdim=True) / ctx.scale**2
         gx, gvalues = gq.new_zeros(ctx.shape), gq.new_zeros(ctx.shape)
         gx.view(-1, size).index_copy_(0, plan.queries.view(-1), gq)
@@ -104,7 +129,9 @@ def drop_attention(x: Tensor, v: Tensor, queries: Tensor, keys: Tensor, tile: in
     """Attention of the queries and keys that are kept, [heads, kept] positions, ascending. x, v:
     [batch, sequence, heads, size]; like x."""
     if x.device.type != "cpu":
-        raise RunError('dynamism.sparse_attention.kind = "drop" has no CUDA kernel; use "hash", or train on the CPU')
+        raise RunError(
+            'dynamism.sparse_attention.kind = "drop" has no CUDA kernel; use "hash", or train on the CPU'
+        )
     wide = widened(x)
     plan = plan_kept(x.shape[0], x.shape[1], queries, keys, tile, wide.dtype)
     return cast(Tensor, _DropAttention.apply(wide, widened(v), plan)).to(x.dtype)
@@ -119,4 +146,6 @@ class Dropped:
     seed: int
 
     def __call__(self, x: Tensor, v: Tensor) -> Tensor:
-        return drop_attention(x, v, *draw_kept(x.shape[2], x.shape[1], self.share, self.seed), self.tile)
+        return drop_attention(
+            x, v, *draw_kept(x.shape[2], x.shape[1], self.share, self.seed), self.tile
+        )

@@ -25,7 +25,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from dynmo.kernels.split import WeightTape, add_product, autograd_may_split, float32_gradients, zero_gradient
+from dynmo.kernels.split import (
+    WeightTape,
+    add_product,
+    autograd_may_split,
+    float32_gradients,
+    zero_gradient,
+)
 
 # grouped_mm wants rows that begin at multiples of so many bytes.
 _ALIGNED = 16
@@ -39,7 +45,9 @@ def parts(counts: Sequence[int]) -> Iterator[tuple[int, slice]]:
             yield block, slice(start, stop)
 
 
-def grouped_product(x: Tensor, weights: Sequence[Tensor], counts: Sequence[int], per_kernel: int) -> Tensor:
+def grouped_product(
+    x: Tensor, weights: Sequence[Tensor], counts: Sequence[int], per_kernel: int
+) -> Tensor:
     """Multiplies each block of rows with its matrix.
 
     Args:
@@ -89,10 +97,15 @@ def stacked(matrices: Sequence[Tensor]) -> Tensor:
     step = first.numel()
     storage = first.untyped_storage().data_ptr()
     follow = all(
-        each.untyped_storage().data_ptr() == storage and each.storage_offset() == first.storage_offset() + place * step
+        each.untyped_storage().data_ptr() == storage
+        and each.storage_offset() == first.storage_offset() + place * step
         for place, each in enumerate(matrices)
     )
-    return first.as_strided((len(matrices), *first.shape), (step, *first.stride())) if follow else torch.stack(tuple(matrices))
+    return (
+        first.as_strided((len(matrices), *first.shape), (step, *first.stride()))
+        if follow
+        else torch.stack(tuple(matrices))
+    )
 
 
 def _fused(x: Tensor, weight: Tensor) -> bool:
@@ -100,7 +113,9 @@ def _fused(x: Tensor, weight: Tensor) -> bool:
     return x.is_cuda and x.dtype == torch.bfloat16 and all(size % _ALIGNED == 0 for size in sizes)
 
 
-def accumulate_groups(weights: Sequence[nn.Parameter], x: Tensor, gy: Tensor, counts: Sequence[int]) -> None:
+def accumulate_groups(
+    weights: Sequence[nn.Parameter], x: Tensor, gy: Tensor, counts: Sequence[int]
+) -> None:
     """Adds gy^T x of each block to the gradient of its weight. A block without rows adds zeros.
 
     Args:
@@ -118,7 +133,14 @@ def accumulate_groups(weights: Sequence[nn.Parameter], x: Tensor, gy: Tensor, co
 
 class _GroupedFunction(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, counts: tuple[int, ...], per_kernel: int, tape: WeightTape | None, *weights: nn.Parameter) -> Tensor:
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        counts: tuple[int, ...],
+        per_kernel: int,
+        tape: WeightTape | None,
+        *weights: nn.Parameter,
+    ) -> Tensor:
         ctx.save_for_backward(x)
         ctx.weights, ctx.counts, ctx.per_kernel, ctx.tape = weights, counts, per_kernel, tape
         return grouped_product(x, [weight.mT for weight in weights], counts, per_kernel)
@@ -127,7 +149,11 @@ class _GroupedFunction(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         (x,) = ctx.saved_tensors
         weights, counts, tape, gy = ctx.weights, ctx.counts, ctx.tape, gradients[0].contiguous()
-        gx = grouped_product(gy, weights, counts, ctx.per_kernel) if ctx.needs_input_grad[0] else None
+        gx = (
+            grouped_product(gy, weights, counts, ctx.per_kernel)
+            if ctx.needs_input_grad[0]
+            else None
+        )
         x = x.detach()
         if not any(ctx.needs_input_grad[1:]):
             return gx, None, None, None, *(None for _ in weights)
@@ -167,7 +193,10 @@ class GroupedLinear(nn.Module):
     @property
     def weights(self) -> tuple[nn.Parameter | None, ...]:
         """The parameter of each group, [out, in]. None: the group is elsewhere."""
-        return tuple(cast("nn.Parameter | None", self._parameters[str(group)]) for group in range(self.groups))
+        return tuple(
+            cast("nn.Parameter | None", self._parameters[str(group)])
+            for group in range(self.groups)
+        )
 
     def hold(self, groups: Collection[int]) -> None:
         """Drops the parameters of all other groups.
@@ -194,7 +223,9 @@ class GroupedLinear(nn.Module):
             assert weight is not None, "rows come to groups that are held"
             if source != own_source:
                 # Of the same memory, so that what the optimizer writes is seen here.
-                self._copies[source, group] = nn.Parameter(weight.detach(), requires_grad=weight.requires_grad)
+                self._copies[source, group] = nn.Parameter(
+                    weight.detach(), requires_grad=weight.requires_grad
+                )
         copies = nn.ParameterList(self._copies.values())
         float32_gradients(copies)
 
@@ -208,7 +239,9 @@ class GroupedLinear(nn.Module):
         """Lays the weights behind one another, so that one kernel can compute them (CUDA)."""
         held = [weight for weight in self.weights if weight is not None]
         if held and held[0].is_cuda:
-            for weight, data in zip(held, torch.stack([weight.detach() for weight in held]), strict=True):
+            for weight, data in zip(
+                held, torch.stack([weight.detach() for weight in held]), strict=True
+            ):
                 weight.data = data
 
     def forward(self, x: Tensor, counts: Sequence[int]) -> Tensor:
@@ -216,12 +249,16 @@ class GroupedLinear(nn.Module):
         weights = self._block_weights()
         ordinary = all(isinstance(weight, nn.Parameter) for weight in weights)
         tape = self.tape if ordinary and autograd_may_split(x.device) else None
-        return cast(Tensor, _GroupedFunction.apply(x, tuple(counts), self._per_kernel(), tape, *weights))
+        return cast(
+            Tensor, _GroupedFunction.apply(x, tuple(counts), self._per_kernel(), tape, *weights)
+        )
 
     def _block_weights(self) -> list[nn.Parameter]:
         """The weight of each block."""
         weights, out = self.weights, list[nn.Parameter]()
-        for source, group in self._blocks or [(self._own_source, group) for group in range(self.groups)]:
+        for source, group in self._blocks or [
+            (self._own_source, group) for group in range(self.groups)
+        ]:
             weight = weights[group]
             assert weight is not None, "a group that is elsewhere is not computed here"
             copy = self._copies.get((source, group), weight)
@@ -234,11 +271,18 @@ class GroupedLinear(nn.Module):
         """Blocks of one source, if all have as many. Else each is a kernel of its own."""
         if self._blocks is None:
             return self.groups
-        lengths = {len(list(blocks)) for _, blocks in groupby(self._blocks, key=lambda block: block[0])}
+        lengths = {
+            len(list(blocks)) for _, blocks in groupby(self._blocks, key=lambda block: block[0])
+        }
         return lengths.pop() if len(lengths) == 1 else 1
 
 
 def gradient_parameters(module: nn.Module) -> list[nn.Parameter]:
     """All that collects gradients in a module: its parameters, and those of other sources' rows."""
-    copies = [copy for part in module.modules() if isinstance(part, GroupedLinear) for copy in part._copies.values()]
+    copies = [
+        copy
+        for part in module.modules()
+        if isinstance(part, GroupedLinear)
+        for copy in part._copies.values()
+    ]
     return [*module.parameters(), *copies]

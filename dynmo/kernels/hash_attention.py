@@ -30,7 +30,16 @@ from torch import Tensor
 from torch.nn import functional
 
 from dynmo.jit import jit
-from dynmo.kernels.shared_qk import FAST, SHORTEST, Tile, attend, attend_backward, scale_keys, take, widened
+from dynmo.kernels.shared_qk import (
+    FAST,
+    SHORTEST,
+    Tile,
+    attend,
+    attend_backward,
+    scale_keys,
+    take,
+    widened,
+)
 
 # Rows of one batch of buckets: what a bmm reads and writes then stays in a core's cache.
 _CHUNK_ROWS = 2048
@@ -41,10 +50,14 @@ _MOST_TILES = 8
 # -- buckets ---------------------------------------------------------------------------------------
 
 
-def draw_directions(heads: int, size: int, buckets: int, seed: int, device: torch.device | None = None) -> Tensor:
+def draw_directions(
+    heads: int, size: int, buckets: int, seed: int, device: torch.device | None = None
+) -> Tensor:
     """R: [heads, size, buckets / 2] of unit columns, a function of the seed alone."""
     generator = torch.Generator().manual_seed(seed)
-    return functional.normalize(torch.randn(heads, size, buckets // 2, generator=generator), dim=1).to(device)
+    return functional.normalize(
+        torch.randn(heads, size, buckets // 2, generator=generator), dim=1
+    ).to(device)
 
 
 # On CUDA a copy from host memory makes the host wait for the device. As many as one rank may have
@@ -139,7 +152,9 @@ def plan_buckets(buckets: Tensor, count: int, tile: int) -> BucketPlan:
         length = max(2, ordered[at])
         stop = at + 1
         # Like lengths only: padding is computed too.
-        while stop < used and (stop - at) * length < _CHUNK_ROWS and 4 * ordered[stop] >= 3 * length:
+        while (
+            stop < used and (stop - at) * length < _CHUNK_ROWS and 4 * ordered[stop] >= 3 * length
+        ):
             stop += 1
         base[longest_first[at:stop]] = first + length * np.arange(stop - at)
         chunks.append(Chunk(first, stop - at, length))
@@ -147,9 +162,14 @@ def plan_buckets(buckets: Tensor, count: int, tile: int) -> BucketPlan:
         at = stop
     rows, places = np.full(first, -1, np.int64), np.empty(numbers.size, np.int64)
     _place(segments, base, rows, places)
-    computed = sum(c.buckets * sum((stop - start) * stop for start, stop in _steps(c.length - 1, tile)) for c in chunks)
+    computed = sum(
+        c.buckets * sum((stop - start) * stop for start, stop in _steps(c.length - 1, tile))
+        for c in chunks
+    )
     pairs = int((lengths * (lengths - 1) // 2).sum())
-    return BucketPlan(torch.from_numpy(rows), torch.from_numpy(places), tuple(chunks), pairs, computed)
+    return BucketPlan(
+        torch.from_numpy(rows), torch.from_numpy(places), tuple(chunks), pairs, computed
+    )
 
 
 @jit(*FAST)
@@ -170,7 +190,12 @@ def _count(buckets: NDArray[np.int64], count: int) -> tuple[NDArray[np.int64], N
 
 
 @jit(*FAST)
-def _place(segments: NDArray[np.int64], base: NDArray[np.int64], rows: NDArray[np.int64], places: NDArray[np.int64]) -> None:
+def _place(
+    segments: NDArray[np.int64],
+    base: NDArray[np.int64],
+    rows: NDArray[np.int64],
+    places: NDArray[np.int64],
+) -> None:
     """A stable sort by counting: rows come in the order of their positions, and take the next place
     of their segment."""
     following = base.copy()
@@ -191,7 +216,10 @@ def _staircase(queries: int, tile: int, like: Tensor) -> list[Tile]:
     steps = list(_steps(queries, tile))
     widest = max((stop - start for start, stop in steps), default=0)
     above = torch.full((widest, widest), float("-inf"), dtype=like.dtype).triu(1)
-    return [Tile(start, stop, stop, start, above[: stop - start, : stop - start]) for start, stop in steps]
+    return [
+        Tile(start, stop, stop, start, above[: stop - start, : stop - start])
+        for start, stop in steps
+    ]
 
 
 # -- hashed ----------------------------------------------------------------------------------------
@@ -236,7 +264,13 @@ class _HashAttention(torch.autograd.Function):
             scale_keys(q[chunk.places], ctx.scale, k[chunk.places], factors[chunk.places])
             each = [chunk.of(t) for t in (q, k, values, out)]
             each[3][:, 0] = 0
-            attend(each[0][:, 1:], each[1], each[2], each[3][:, 1:], _staircase(chunk.length - 1, tile, x))
+            attend(
+                each[0][:, 1:],
+                each[1],
+                each[2],
+                each[3][:, 1:],
+                _staircase(chunk.length - 1, tile, x),
+            )
         return out.index_select(0, plan.places).view(ctx.shape)
 
     @staticmethod
@@ -246,14 +280,36 @@ class _HashAttention(torch.autograd.Function):
         gq, gk, gv = torch.empty_like(q), torch.empty_like(q), torch.empty_like(q)
         for chunk in plan.chunks:
             gout = q.new_empty(chunk.buckets * chunk.length, q.shape[1])
-            take(gradients[0], plan.rows[chunk.places], gout)  # 0 in the padding, so that nothing comes from there
-            each = [*(chunk.of(t) for t in (q, k, values)), chunk.apart(gout), *(chunk.of(t) for t in (gq, gk, gv))]
+            take(
+                gradients[0], plan.rows[chunk.places], gout
+            )  # 0 in the padding, so that nothing comes from there
+            each = [
+                *(chunk.of(t) for t in (q, k, values)),
+                chunk.apart(gout),
+                *(chunk.of(t) for t in (gq, gk, gv)),
+            ]
             each[4][:, 0] = 0
-            shifted = (each[0][:, 1:], each[1], each[2], each[3][:, 1:], each[4][:, 1:], each[5], each[6])
+            shifted = (
+                each[0][:, 1:],
+                each[1],
+                each[2],
+                each[3][:, 1:],
+                each[4][:, 1:],
+                each[5],
+                each[6],
+            )
             attend_backward(*shifted, _staircase(chunk.length - 1, ctx.tile, q))
         gx = torch.empty(plan.places.shape[0], q.shape[1], dtype=q.dtype)
         keys = k.numpy()
-        _spread_x(gq.numpy(), gk.numpy(), keys, factors.numpy(), keys.dtype.type(ctx.scale**-2), plan.places.numpy(), gx.numpy())
+        _spread_x(
+            gq.numpy(),
+            gk.numpy(),
+            keys,
+            factors.numpy(),
+            keys.dtype.type(ctx.scale**-2),
+            plan.places.numpy(),
+            gx.numpy(),
+        )
         return gx.view(ctx.shape), gv.index_select(0, plan.places).view(ctx.shape), None, None
 
 
@@ -267,7 +323,10 @@ def hash_attention(x: Tensor, v: Tensor, buckets: Tensor, count: int, tile: int 
         from dynmo.kernels import hash_attention_triton
 
         return hash_attention_triton.hash_attention(x, v, buckets, SHORTEST)
-    return cast(Tensor, _HashAttention.apply(widened(x), widened(v), plan_buckets(buckets, count, tile), tile)).to(x.dtype)
+    return cast(
+        Tensor,
+        _HashAttention.apply(widened(x), widened(v), plan_buckets(buckets, count, tile), tile),
+    ).to(x.dtype)
 
 
 @dataclass(frozen=True)

@@ -66,12 +66,29 @@ def _forward(q_in, k_in, v_in, begins, out, logs, n, size, TILE: tl.constexpr, W
         highest = higher
     # A row that saw nothing: 0.
     divisor = tl.where(total == 0.0, 1.0, total)
-    tl.store(out + (base + i)[:, None] * size + column[None, :], (sums / divisor[:, None]).to(q.dtype), mask=here)
+    tl.store(
+        out + (base + i)[:, None] * size + column[None, :],
+        (sums / divisor[:, None]).to(q.dtype),
+        mask=here,
+    )
     tl.store(logs + base + i, tl.where(total == 0.0, 0.0, highest + tl.log(divisor)), mask=i < n)
 
 
 @_jit
-def _backward_queries(q_in, k_in, v_in, gout, begins, logs, deltas, gq, n, size, TILE: tl.constexpr, WIDTH: tl.constexpr):
+def _backward_queries(
+    q_in,
+    k_in,
+    v_in,
+    gout,
+    begins,
+    logs,
+    deltas,
+    gq,
+    n,
+    size,
+    TILE: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
     base = tl.program_id(1).to(tl.int64) * n
     i = tl.program_id(0) * TILE + tl.arange(0, TILE)
     column = tl.arange(0, WIDTH)
@@ -79,7 +96,10 @@ def _backward_queries(q_in, k_in, v_in, gout, begins, logs, deltas, gq, n, size,
     at = (base + i)[:, None] * size + column[None, :]
     q, g = tl.load(q_in + at, mask=here, other=0.0), tl.load(gout + at, mask=here, other=0.0)
     begin = tl.load(begins + base + i, mask=i < n, other=n)
-    log, delta = tl.load(logs + base + i, mask=i < n, other=0.0), tl.load(deltas + base + i, mask=i < n, other=0.0)
+    log, delta = (
+        tl.load(logs + base + i, mask=i < n, other=0.0),
+        tl.load(deltas + base + i, mask=i < n, other=0.0),
+    )
     sums = tl.zeros([TILE, WIDTH], tl.float32)
     for first in range(tl.min(begin, 0), tl.minimum((tl.program_id(0) + 1) * TILE, n), TILE):
         j = first + tl.arange(0, TILE)
@@ -87,14 +107,31 @@ def _backward_queries(q_in, k_in, v_in, gout, begins, logs, deltas, gq, n, size,
         k = tl.load(k_in + (base + j)[:, None] * size + column[None, :], mask=there, other=0.0)
         v = tl.load(v_in + (base + j)[:, None] * size + column[None, :], mask=there, other=0.0)
         seen = (j[None, :] >= begin[:, None]) & (j[None, :] < i[:, None])
-        weights = tl.where(seen, tl.exp(tl.dot(q, tl.trans(k), input_precision="ieee") - log[:, None]), 0.0)
+        weights = tl.where(
+            seen, tl.exp(tl.dot(q, tl.trans(k), input_precision="ieee") - log[:, None]), 0.0
+        )
         gscores = weights * (tl.dot(g, tl.trans(v), input_precision="ieee") - delta[:, None])
         sums += tl.dot(gscores.to(k.dtype), k, input_precision="ieee")
     tl.store(gq + at, sums.to(q.dtype), mask=here)
 
 
 @_jit
-def _backward_keys(q_in, k_in, v_in, gout, begins, ends, logs, deltas, gk, gv, n, size, TILE: tl.constexpr, WIDTH: tl.constexpr):
+def _backward_keys(
+    q_in,
+    k_in,
+    v_in,
+    gout,
+    begins,
+    ends,
+    logs,
+    deltas,
+    gk,
+    gv,
+    n,
+    size,
+    TILE: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
     base = tl.program_id(1).to(tl.int64) * n
     j = tl.program_id(0) * TILE + tl.arange(0, TILE)
     column = tl.arange(0, WIDTH)
@@ -109,9 +146,14 @@ def _backward_keys(q_in, k_in, v_in, gout, begins, ends, logs, deltas, gk, gv, n
         q = tl.load(q_in + (base + i)[:, None] * size + column[None, :], mask=there, other=0.0)
         g = tl.load(gout + (base + i)[:, None] * size + column[None, :], mask=there, other=0.0)
         begin = tl.load(begins + base + i, mask=i < n, other=n)
-        log, delta = tl.load(logs + base + i, mask=i < n, other=0.0), tl.load(deltas + base + i, mask=i < n, other=0.0)
+        log, delta = (
+            tl.load(logs + base + i, mask=i < n, other=0.0),
+            tl.load(deltas + base + i, mask=i < n, other=0.0),
+        )
         seen = (j[None, :] >= begin[:, None]) & (j[None, :] < i[:, None])
-        weights = tl.where(seen, tl.exp(tl.dot(q, tl.trans(k), input_precision="ieee") - log[:, None]), 0.0)
+        weights = tl.where(
+            seen, tl.exp(tl.dot(q, tl.trans(k), input_precision="ieee") - log[:, None]), 0.0
+        )
         gscores = weights * (tl.dot(g, tl.trans(v), input_precision="ieee") - delta[:, None])
         to_v += tl.dot(tl.trans(weights.to(g.dtype)), g, input_precision="ieee")
         to_k += tl.dot(tl.trans(gscores.to(q.dtype)), q, input_precision="ieee")
@@ -126,8 +168,13 @@ class _Sorted(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, begins: Tensor, ends: Tensor) -> Tensor:
         groups, n, size = q.shape
-        out, logs = torch.empty_like(q), torch.empty(groups, n, dtype=torch.float32, device=q.device)
-        _forward[triton.cdiv(n, _TILE), groups](q, k, v, begins, out, logs, n, size, TILE=_TILE, WIDTH=_width(size))
+        out, logs = (
+            torch.empty_like(q),
+            torch.empty(groups, n, dtype=torch.float32, device=q.device),
+        )
+        _forward[triton.cdiv(n, _TILE), groups](
+            q, k, v, begins, out, logs, n, size, TILE=_TILE, WIDTH=_width(size)
+        )
         ctx.save_for_backward(q, k, v, begins, ends, out, logs)
         return out
 
@@ -152,7 +199,9 @@ def hash_attention(x: Tensor, v: Tensor, buckets: Tensor, shortest: float) -> Te
     """As `dynmo.kernels.hash_attention.hash_attention`, on CUDA. Raises RunError where Triton is
     missing."""
     if triton is None:
-        raise RunError("sparse attention on CUDA needs Triton; install it, or train on the CPU (parallel.device = 'cpu')")
+        raise RunError(
+            "sparse attention on CUDA needs Triton; install it, or train on the CPU (parallel.device = 'cpu')"
+        )
     batch, n, heads, size = x.shape
     each = buckets.transpose(1, 2).reshape(batch * heads, n)
     sorted_buckets, order = (t.contiguous() for t in each.sort(dim=-1, stable=True))

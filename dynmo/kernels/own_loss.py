@@ -23,7 +23,9 @@ class _AddLoss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None]:
-        share = torch.ones((), device=gradients[0].device) if ctx.tape is None else ctx.tape.loss_share
+        share = (
+            torch.ones((), device=gradients[0].device) if ctx.tape is None else ctx.tape.loss_share
+        )
         return gradients[0], share.to(ctx.dtype), None
 
 

@@ -40,7 +40,9 @@ class RowExchange(Protocol):
 
 class _Exchange(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, sent: Sequence[int], taken: Sequence[int], exchange: RowExchange) -> Tensor:
+    def forward(
+        ctx: Any, rows: Tensor, sent: Sequence[int], taken: Sequence[int], exchange: RowExchange
+    ) -> Tensor:
         ctx.sent, ctx.taken, ctx.exchange = sent, taken, exchange
         return exchange.rows(rows.detach(), sent, taken)
 
@@ -49,6 +51,8 @@ class _Exchange(torch.autograd.Function):
         return ctx.exchange.rows(gradients[0].contiguous(), ctx.taken, ctx.sent), None, None, None
 
 
-def exchange_rows(rows: Tensor, sent: Sequence[int], taken: Sequence[int], exchange: RowExchange) -> Tensor:
+def exchange_rows(
+    rows: Tensor, sent: Sequence[int], taken: Sequence[int], exchange: RowExchange
+) -> Tensor:
     """As `RowExchange.rows`. The gradients go back the same way."""
     return cast(Tensor, _Exchange.apply(rows, sent, taken, exchange))

@@ -57,4 +57,8 @@ def generators_kept(device: torch.device) -> Generator[None]:
 @cache
 def generator_of(device: torch.device) -> torch.Generator:
     """The one that torch's own operations draw from on the device."""
-    return torch.cuda.default_generators[device.index or 0] if device.type == "cuda" else torch.default_generator
+    return (
+        torch.cuda.default_generators[device.index or 0]
+        if device.type == "cuda"
+        else torch.default_generator
+    )

@@ -30,7 +30,9 @@ SHORTEST = 1e-6  # a shorter x is divided by this, not by its length
 # all run this code.
 FAST = ("reassoc", "contract", "nsz")
 
-Layout = tuple[int, int, int, int, int]  # sequence, heads, and the strides of batch, position and head
+Layout = tuple[
+    int, int, int, int, int
+]  # sequence, heads, and the strides of batch, position and head
 
 SparseAttention = Callable[[Tensor, Tensor], Tensor]
 """Takes x and v, [batch, sequence, heads, size] each, and gives the like."""
@@ -42,8 +44,14 @@ def dense_attention(x: Tensor, v: Tensor) -> Tensor:
 
     Query i + 1 sees keys 0..i, so one place aside it is plain causal attention.
     """
-    q, k, values = x[:, 1:], x[:, :-1] / x[:, :-1].norm(dim=-1, keepdim=True).clamp_min(SHORTEST), v[:, :-1]
-    out = functional.scaled_dot_product_attention(q.transpose(1, 2), k.transpose(1, 2), values.transpose(1, 2), is_causal=True)
+    q, k, values = (
+        x[:, 1:],
+        x[:, :-1] / x[:, :-1].norm(dim=-1, keepdim=True).clamp_min(SHORTEST),
+        v[:, :-1],
+    )
+    out = functional.scaled_dot_product_attention(
+        q.transpose(1, 2), k.transpose(1, 2), values.transpose(1, 2), is_causal=True
+    )
     return functional.pad(out.transpose(1, 2), (0, 0, 0, 0, 1, 0))
 
 
@@ -77,7 +85,16 @@ def attend(q: Tensor, k: Tensor, v: Tensor, out: Tensor, tiles: Sequence[Tile]) 
         out[:, tile.start : tile.stop] = torch.bmm(_weights(q, k, tile), v[:, : tile.end])
 
 
-def attend_backward(q: Tensor, k: Tensor, v: Tensor, gout: Tensor, gq: Tensor, gk: Tensor, gv: Tensor, tiles: Sequence[Tile]) -> None:
+def attend_backward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    gout: Tensor,
+    gq: Tensor,
+    gk: Tensor,
+    gv: Tensor,
+    tiles: Sequence[Tile],
+) -> None:
     """Writes gq, gk and gv, of the shapes of q, k and v.
 
     The last tile sees all keys that any does, so it writes gk and gv and the others add to it.
@@ -111,14 +128,22 @@ def _flat(x: Tensor) -> tuple[NDArray[Any], Layout]:
     if x.stride(-1) != 1:
         x = x.contiguous()
     reach = 1 + sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True))
-    return x.as_strided((reach,), (1,)).numpy(), (x.shape[1], x.shape[2], x.stride(0), x.stride(1), x.stride(2))
+    return x.as_strided((reach,), (1,)).numpy(), (
+        x.shape[1],
+        x.shape[2],
+        x.stride(0),
+        x.stride(1),
+        x.stride(2),
+    )
 
 
 # In the loops below each row is first taken as a view: so they become vector instructions.
 
 
 @jit(*FAST)
-def _gather(source: NDArray[Any], layout: Layout, rows: NDArray[np.int64], out: NDArray[Any]) -> None:
+def _gather(
+    source: NDArray[Any], layout: Layout, rows: NDArray[np.int64], out: NDArray[Any]
+) -> None:
     size = out.shape[1]
     sequence, heads, by_batch, by_position, by_head = layout
     for place in range(rows.shape[0]):
@@ -127,14 +152,18 @@ def _gather(source: NDArray[Any], layout: Layout, rows: NDArray[np.int64], out: 
             to[:] = 0
         else:
             position, head = row // heads, row % heads
-            start = position // sequence * by_batch + position % sequence * by_position + head * by_head
+            start = (
+                position // sequence * by_batch + position % sequence * by_position + head * by_head
+            )
             taken = source[start : start + size]
             for j in range(size):
                 to[j] = taken[j]
 
 
 @jit(*FAST)
-def _gather_keys(q: NDArray[Any], scale: float, shortest: float, k: NDArray[Any], factors: NDArray[Any]) -> None:
+def _gather_keys(
+    q: NDArray[Any], scale: float, shortest: float, k: NDArray[Any], factors: NDArray[Any]
+) -> None:
     """k = q * factor, with factor = scale / |q|."""
     for place in range(q.shape[0]):
         taken, to = q[place], k[place]
@@ -157,4 +186,6 @@ def scale_keys(q: Tensor, scale: float, k: Tensor, factors: Tensor) -> None:
     """k = q * factor with factor = scale / |q|. q, k: [rows, size]; factors: [rows]."""
     array = q.numpy()
     # Numbers of the rows' own precision: else the loops would compute in double.
-    _gather_keys(array, array.dtype.type(scale), array.dtype.type(SHORTEST), k.numpy(), factors.numpy())
+    _gather_keys(
+        array, array.dtype.type(scale), array.dtype.type(SHORTEST), k.numpy(), factors.numpy()
+    )

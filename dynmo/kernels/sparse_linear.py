@@ -39,7 +39,9 @@ from dynmo.kernels.split import (
 
 class _SparseFunction(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: nn.Parameter, bias: nn.Parameter | None, layer: SparseLinear) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: nn.Parameter, bias: nn.Parameter | None, layer: SparseLinear
+    ) -> Tensor:
         columns = pack(x)
         if weight.requires_grad:
             ctx.save_for_backward(columns)
@@ -50,17 +52,26 @@ class _SparseFunction(torch.autograd.Function):
         return y
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
+    def backward(
+        ctx: Any, *gradients: Tensor
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
         weight, bias, layer, gy = ctx.weight, ctx.bias, ctx.layer, gradients[0]
         if torch.is_grad_enabled():
-            raise RunError("a pruned layer's gradient cannot be differentiated again (create_graph); prune other layers")
+            raise RunError(
+                "a pruned layer's gradient cannot be differentiated again (create_graph); prune other layers"
+            )
         rows = pack(gy)
         gx = None
         if ctx.needs_input_grad[0]:
             flipped, order = layer.flipped
             gx = unpack(spmm(flipped, weight.detach()[0].index_select(0, order), rows), ctx.shape)
         if not weight.requires_grad:
-            return gx, None, None if bias is None or not bias.requires_grad else sum_tokens(rows), None
+            return (
+                gx,
+                None,
+                None if bias is None or not bias.requires_grad else sum_tokens(rows),
+                None,
+            )
         (columns,) = ctx.saved_tensors
         csr, tape = layer.csr, layer.tape
         if tape is None or not tape.taking or not isinstance(weight, nn.Parameter):
@@ -71,7 +82,9 @@ class _SparseFunction(torch.autograd.Function):
         return gx, None, None, None
 
 
-def accumulate_sparse(csr: Csr, weight: nn.Parameter, bias: nn.Parameter | None, columns: Tensor, rows: Tensor) -> None:
+def accumulate_sparse(
+    csr: Csr, weight: nn.Parameter, bias: nn.Parameter | None, columns: Tensor, rows: Tensor
+) -> None:
     """weight.grad += gy^T x at the kept positions, bias.grad += sum of gy. columns, rows: x and gy,
     packed."""
     with torch.no_grad():
@@ -138,13 +151,17 @@ class SparseLinear(_Pruned):
 
 class _MaskedFunction(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: nn.Parameter, bias: nn.Parameter | None, layer: MaskedLinear) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: nn.Parameter, bias: nn.Parameter | None, layer: MaskedLinear
+    ) -> Tensor:
         ctx.save_for_backward(x)
         ctx.weight, ctx.bias, ctx.mask, ctx.tape = weight, bias, layer.kept_mask, layer.tape
         return product(x, weight, bias)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
+    def backward(
+        ctx: Any, *gradients: Tensor
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
         (x,) = ctx.saved_tensors
         gy, weight, bias, mask = gradients[0], ctx.weight, ctx.bias, ctx.mask
         gx = torch.matmul(gy, weight) if ctx.needs_input_grad[0] else None
@@ -156,7 +173,9 @@ class _MaskedFunction(torch.autograd.Function):
         return gx, None, None, None
 
 
-def _accumulate_masked(weight: nn.Parameter, bias: nn.Parameter | None, mask: Tensor, x: Tensor, gy: Tensor) -> None:
+def _accumulate_masked(
+    weight: nn.Parameter, bias: nn.Parameter | None, mask: Tensor, x: Tensor, gy: Tensor
+) -> None:
     accumulate_linear(weight, bias, x, gy)
     assert weight.grad is not None
     weight.grad.mul_(mask)
@@ -216,7 +235,9 @@ def guarded(index: int, module: nn.Module, run: Callable[..., Any]) -> Callable[
         fused = torch.backends.mha.get_fastpath_enabled()
         torch.backends.mha.set_fastpath_enabled(False)
         for name, linear in pruned:
-            linear.guard = f"layer {index} uses the weight of its pruned linear {name or 'itself'!r} by itself"
+            linear.guard = (
+                f"layer {index} uses the weight of its pruned linear {name or 'itself'!r} by itself"
+            )
         try:
             return run(*inputs)
         finally:
@@ -248,7 +269,9 @@ def _positions(linear: nn.Linear) -> Tensor:
     return torch.arange(dense_size(linear), device=linear.weight.device)
 
 
-def prune(linear: nn.Linear, keep: Tensor, sparse: bool, moments: dict[str, Tensor]) -> dict[str, Tensor]:
+def prune(
+    linear: nn.Linear, keep: Tensor, sparse: bool, moments: dict[str, Tensor]
+) -> dict[str, Tensor]:
     """Drops survivors for good, and with them their part of the moments; returns what is left of
     those.
 
@@ -296,7 +319,9 @@ def _become(linear: nn.Linear, kind: type[nn.Linear], buffers: dict[str, Tensor]
 def encodes_sparsity(module: nn.Module, name: str) -> bool:
     """Whether the module's own buffer of this name says where a pruned weight's values are.
     Forwards never write to it."""
-    return (isinstance(module, SparseLinear) and name in ("crow", "col")) or (isinstance(module, MaskedLinear) and name == "kept_mask")
+    return (isinstance(module, SparseLinear) and name in ("crow", "col")) or (
+        isinstance(module, MaskedLinear) and name == "kept_mask"
+    )
 
 
 def conform(module: nn.Module, buffers: dict[str, Tensor]) -> frozenset[str]:
@@ -311,14 +336,20 @@ def conform(module: nn.Module, buffers: dict[str, Tensor]) -> frozenset[str]:
         prefix = f"{name}." if name else ""
         crow, col, mask = (buffers.get(prefix + key) for key in ("crow", "col", "kept_mask"))
         if crow is not None and col is not None:
-            if crow.shape != (linear.out_features + 1,) or (crow.device.type != "meta" and not _fits(crow, col, linear.in_features)):
-                raise ValueError(f"{prefix}weight is sparse, but not of {linear.out_features} x {linear.in_features}")
+            if crow.shape != (linear.out_features + 1,) or (
+                crow.device.type != "meta" and not _fits(crow, col, linear.in_features)
+            ):
+                raise ValueError(
+                    f"{prefix}weight is sparse, but not of {linear.out_features} x {linear.in_features}"
+                )
             _become(linear, SparseLinear, {"crow": crow, "col": col})
             own.add(prefix + "weight")
         elif mask is not None:
             _become(linear, MaskedLinear, {"kept_mask": mask})
         elif isinstance(linear, SparseLinear | MaskedLinear):
-            raise ValueError(f"{prefix}weight is pruned here and not there; pruned weights do not return")
+            raise ValueError(
+                f"{prefix}weight is pruned here and not there; pruned weights do not return"
+            )
     return frozenset(own)
 
 
@@ -337,11 +368,24 @@ def dense_weight(linear: nn.Linear, master: Tensor | None = None) -> Tensor:
     return out.view(linear.out_features, linear.in_features)
 
 
-def dense_parameters(module: nn.Module, masters: Mapping[str, Tensor] | None = None) -> Iterator[tuple[str, Tensor]]:
+def dense_parameters(
+    module: nn.Module, masters: Mapping[str, Tensor] | None = None
+) -> Iterator[tuple[str, Tensor]]:
     """Every parameter by name, in order, pruned ones in dense form. In place of a parameter that
     has a float32 master stands that."""
     masters = masters or {}
-    sparse = {f"{name}.weight" if name else "weight": x for name, x in linears(module) if isinstance(x, SparseLinear)}
+    sparse = {
+        f"{name}.weight" if name else "weight": x
+        for name, x in linears(module)
+        if isinstance(x, SparseLinear)
+    }
     for name, parameter in module.named_parameters():
         master = masters.get(name)
-        yield name, dense_weight(sparse[name], master) if name in sparse else parameter.detach() if master is None else master
+        yield (
+            name,
+            dense_weight(sparse[name], master)
+            if name in sparse
+            else parameter.detach()
+            if master is None
+            else master,
+        )

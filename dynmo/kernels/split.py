@@ -41,7 +41,9 @@ def gradient_bytes(parameter: Tensor) -> int:
 
 
 def zero_gradient(parameter: Tensor) -> Tensor:
-    return torch.zeros_like(parameter, dtype=torch.float32 if parameter.dtype in LOW else parameter.dtype)
+    return torch.zeros_like(
+        parameter, dtype=torch.float32 if parameter.dtype in LOW else parameter.dtype
+    )
 
 
 def add_to_gradient(parameter: nn.Parameter, amount: Tensor) -> None:
@@ -126,7 +128,9 @@ class Split(Protocol):
 def splits(module: nn.Module) -> TypeGuard[Split]:
     """Whether the module has opted in to a tape. An attribute `tape` of another kind is the
     module's own affair."""
-    return getattr(type(module), "tape", module) is None and isinstance(vars(module).get("tape"), WeightTape | None)
+    return getattr(type(module), "tape", module) is None and isinstance(
+        vars(module).get("tape"), WeightTape | None
+    )
 
 
 def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -140,13 +144,17 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 class _LinearFunction(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: nn.Parameter, bias: nn.Parameter | None, tape: WeightTape) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: nn.Parameter, bias: nn.Parameter | None, tape: WeightTape
+    ) -> Tensor:
         ctx.save_for_backward(x)
         ctx.weight, ctx.bias, ctx.tape = weight, bias, tape
         return product(x, weight, bias)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
+    def backward(
+        ctx: Any, *gradients: Tensor
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
         (x,), gy = ctx.saved_tensors, gradients[0]
         weight, bias, tape = ctx.weight, ctx.bias, ctx.tape
         gx = torch.matmul(gy, weight) if ctx.needs_input_grad[0] else None
@@ -159,7 +167,9 @@ class _LinearFunction(torch.autograd.Function):
         return gx, None, None, None
 
 
-def accumulate_linear(weight: nn.Parameter, bias: nn.Parameter | None, x: Tensor, gy: Tensor) -> None:
+def accumulate_linear(
+    weight: nn.Parameter, bias: nn.Parameter | None, x: Tensor, gy: Tensor
+) -> None:
     """weight.grad += gy^T x and bias.grad += sum of gy, over all leading dimensions. x: [..., in],
     gy: [..., out]; no graph behind them."""
     rows = gy.reshape(-1, gy.shape[-1])
@@ -179,14 +189,20 @@ def may_split(module: nn.Module, device: torch.device) -> bool:
         return False
     own = module._parameters
     bias = own.get("bias")
-    if not isinstance(own.get("weight"), nn.Parameter) or not (bias is None or isinstance(bias, nn.Parameter)):
+    if not isinstance(own.get("weight"), nn.Parameter) or not (
+        bias is None or isinstance(bias, nn.Parameter)
+    ):
         return False
     return "bias" in own or not isinstance(module, nn.Linear)
 
 
 def autograd_may_split(device: torch.device) -> bool:
     """As `may_split`, for a module whose parameters are looked at elsewhere."""
-    return torch.is_grad_enabled() and not torch.is_autocast_enabled(device.type) and not in_functorch()
+    return (
+        torch.is_grad_enabled()
+        and not torch.is_autocast_enabled(device.type)
+        and not in_functorch()
+    )
 
 
 class SplitLinear(nn.Linear):
@@ -245,7 +261,9 @@ def accumulate_embedding(weight: nn.Parameter, ids: Tensor, gy: Tensor) -> None:
     with torch.no_grad():
         if weight.grad is None:
             weight.grad = zero_gradient(weight)
-        weight.grad.index_add_(0, ids.reshape(-1), gy.reshape(-1, gy.shape[-1]).to(weight.grad.dtype))
+        weight.grad.index_add_(
+            0, ids.reshape(-1), gy.reshape(-1, gy.shape[-1]).to(weight.grad.dtype)
+        )
 
 
 class SplitEmbedding(nn.Embedding):
@@ -262,7 +280,12 @@ class SplitEmbedding(nn.Embedding):
 
 def _plain_embedding(module: nn.Module) -> bool:
     assert isinstance(module, nn.Embedding)
-    return module.padding_idx is None and module.max_norm is None and not module.scale_grad_by_freq and not module.sparse
+    return (
+        module.padding_idx is None
+        and module.max_norm is None
+        and not module.scale_grad_by_freq
+        and not module.sparse
+    )
 
 
 # Exact types only: a subclass may mean something else by `forward`, so it keeps its own backward

@@ -57,7 +57,9 @@ def plan_tiles(positions: Tensor, dtype: torch.dtype, tile: int = _TILE) -> list
         end, seen_by_all = places[stop - 1] + 1, places[start] + 1
         keys = torch.arange(seen_by_all, end, device=positions.device)
         hidden = keys[None, :] > positions[start:stop, None]
-        mask = torch.zeros(hidden.shape, dtype=dtype, device=positions.device).masked_fill_(hidden, -torch.inf)
+        mask = torch.zeros(hidden.shape, dtype=dtype, device=positions.device).masked_fill_(
+            hidden, -torch.inf
+        )
         tiles.append(Tile(start, stop, end, seen_by_all, mask))
     return tiles
 
@@ -84,8 +86,19 @@ class _KeptAttention(torch.autograd.Function):
             queries, keys, values = _heads_first(q[part], k[row], v[row])
             tiles = plan_tiles(index[part] - row * k.shape[1], queries.dtype)
             # Sums over tiles are quicker in one piece.
-            to_k, to_v = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (keys, values))
-            attend_backward(queries, keys, values, gout[part].transpose(0, 1), gq[part].transpose(0, 1), to_k, to_v, tiles)
+            to_k, to_v = (
+                torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (keys, values)
+            )
+            attend_backward(
+                queries,
+                keys,
+                values,
+                gout[part].transpose(0, 1),
+                gq[part].transpose(0, 1),
+                to_k,
+                to_v,
+                tiles,
+            )
             gk[row], gv[row] = to_k.transpose(0, 1), to_v.transpose(0, 1)
         for row, length in enumerate(ctx.lengths):
             if not length:
@@ -97,7 +110,11 @@ class _KeptAttention(torch.autograd.Function):
 def _rows(lengths: list[int]) -> list[tuple[int, slice]]:
     """The rows that have tokens, and where these lie."""
     ends = np.cumsum([0, *lengths]).tolist()
-    return [(row, slice(start, stop)) for row, (start, stop) in enumerate(pairwise(ends)) if stop > start]
+    return [
+        (row, slice(start, stop))
+        for row, (start, stop) in enumerate(pairwise(ends))
+        if stop > start
+    ]
 
 
 def _wide(x: Tensor) -> torch.dtype:
@@ -141,7 +158,11 @@ def attend_packed(q: Tensor, k: Tensor, v: Tensor, lengths: list[int]) -> Tensor
     """
     if len(set(lengths)) == 1 and lengths[0]:
         q, k, v = (x.unflatten(0, (len(lengths), lengths[0])).transpose(1, 2) for x in (q, k, v))
-        return functional.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(0, 1)
+        return (
+            functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+            .transpose(1, 2)
+            .flatten(0, 1)
+        )
     parts = zip(*(x.split(lengths) for x in (q, k, v)), strict=True)
     out = [_row(*part) if part[0].shape[0] else part[0] for part in parts]
     return torch.cat(out)
@@ -149,4 +170,6 @@ def attend_packed(q: Tensor, k: Tensor, v: Tensor, lengths: list[int]) -> Tensor
 
 def _row(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
-    return functional.scaled_dot_product_attention(q, k, v, is_causal=True).squeeze(0).transpose(0, 1)
+    return (
+        functional.scaled_dot_product_attention(q, k, v, is_causal=True).squeeze(0).transpose(0, 1)
+    )

@@ -39,7 +39,9 @@ def select(x: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
 
 class _Merge(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, first: Tensor, at_first: Tensor, second: Tensor, at_second: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, first: Tensor, at_first: Tensor, second: Tensor, at_second: Tensor
+    ) -> Tensor:
         ctx.save_for_backward(at_first, at_second)
         out = first.new_empty(first.shape[0] + second.shape[0], first.shape[1])
         out.index_copy_(0, at_first, first)
@@ -48,7 +50,12 @@ class _Merge(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, Tensor, None]:
         at_first, at_second = ctx.saved_tensors
-        return gradients[0].index_select(0, at_first), None, gradients[0].index_select(0, at_second), None
+        return (
+            gradients[0].index_select(0, at_first),
+            None,
+            gradients[0].index_select(0, at_second),
+            None,
+        )
 
 
 def merge(first: Tensor, at_first: Tensor, second: Tensor, at_second: Tensor) -> Tensor:

@@ -40,7 +40,9 @@ def check_version(version: str) -> None:
     numbers = re.match(r"(\d+)\.(\d+)", version)
     if numbers is not None and tuple(map(int, numbers.groups())) >= BELOW:
         limit = ".".join(map(str, BELOW))
-        raise ConfigError(f"torch {version} is newer than this dynmo knows; install one below {limit}: pip install 'torch<{limit}'")
+        raise ConfigError(
+            f"torch {version} is newer than this dynmo knows; install one below {limit}: pip install 'torch<{limit}'"
+        )
 
 
 check_version(torch.__version__)
@@ -68,7 +70,9 @@ def run_backward(roots: Any, gradients: Any) -> None:
         roots: Tensors, or edges (node, index of the node's output).
         gradients: One per root.
     """
-    torch.autograd.Variable._execution_engine.run_backward(roots, gradients, False, False, (), True, True)
+    torch.autograd.Variable._execution_engine.run_backward(
+        roots, gradients, False, False, (), True, True
+    )
 
 
 def in_functorch() -> bool:
@@ -111,7 +115,9 @@ def configure_compiler(device: torch.device, recompile_limit: int) -> None:
 
     dynamo.recompile_limit, dynamo.fail_on_recompile_limit_hit = recompile_limit, True  # pyright: ignore[reportAttributeAccessIssue]
     inductor.compile_threads = torch.get_num_threads()  # a rank's own cores, not the machine's
-    inductor.fallback_random = True  # dropout draws from torch's own streams, which are keyed by layer and microbatch
+    inductor.fallback_random = (
+        True  # dropout draws from torch's own streams, which are keyed by layer and microbatch
+    )
     if device.type == "cuda":
         # Otherwise each rank would choose by timing how a sum is split.
         inductor.deterministic = True

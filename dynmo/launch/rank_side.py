@@ -70,7 +70,7 @@ def _native_stderr_to(log: Path) -> None:
     with log.open("ab") as file:
         terminal = os.dup(2)
         os.dup2(file.fileno(), 2)
-    own = open(  # noqa: SIM115
+    own = open(
         terminal, "w", buffering=1, errors="backslashreplace", closefd=False
     )
     sys.stderr = own

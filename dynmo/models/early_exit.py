@@ -99,7 +99,14 @@ class ExitAttentionHalf(nn.Module):
     varying_shapes = False
 
     def __init__(
-        self, hidden: int, heads: int, sequence: int, std: float, residual_std: float, dropout: float, keeps_state: bool = False
+        self,
+        hidden: int,
+        heads: int,
+        sequence: int,
+        std: float,
+        residual_std: float,
+        dropout: float,
+        keeps_state: bool = False,
     ) -> None:
         super().__init__()
         self.heads, self.sequence, self.keeps_state = heads, sequence, keeps_state
@@ -115,7 +122,15 @@ class ExitAttentionHalf(nn.Module):
         self.register_buffer("cosine", cosine, persistent=False)
         self.register_buffer("sine", sine, persistent=False)
 
-    def forward(self, x: Tensor, index: Tensor, exited: Tensor, places: Tensor, targets: Tensor, loss: Tensor) -> Tensors:
+    def forward(
+        self,
+        x: Tensor,
+        index: Tensor,
+        exited: Tensor,
+        places: Tensor,
+        targets: Tensor,
+        loss: Tensor,
+    ) -> Tensors:
         everything = not exited.shape[0]
         states = x if everything else merge(x, index, exited, places)
         shape = -1, self.sequence, self.heads, states.shape[1] // self.heads
@@ -168,7 +183,15 @@ class ExitHead(nn.Module):
     varying_shapes = False
 
     def __init__(
-        self, hidden: int, vocab: int, std: float, sequence: int, rule: ExitRule, weight: float, later: float, total: float
+        self,
+        hidden: int,
+        vocab: int,
+        std: float,
+        sequence: int,
+        rule: ExitRule,
+        weight: float,
+        later: float,
+        total: float,
     ) -> None:
         super().__init__()
         self.sequence, self.rule = sequence, rule
@@ -183,7 +206,14 @@ class ExitHead(nn.Module):
             nn.init.zeros_(self.classifier.bias)
 
     def forward(
-        self, x: Tensor, index: Tensor, exited: Tensor, places: Tensor, targets: Tensor, loss: Tensor, before: Tensor | None = None
+        self,
+        x: Tensor,
+        index: Tensor,
+        exited: Tensor,
+        places: Tensor,
+        targets: Tensor,
+        loss: Tensor,
+        before: Tensor | None = None,
     ) -> Tensors:
         if not self.training:
             return self._evaluate(x, index, exited, places, targets, loss, before)
@@ -201,7 +231,14 @@ class ExitHead(nn.Module):
         return x, index, exited, places, targets, loss + own / (self.total * len(targets))
 
     def _evaluate(
-        self, x: Tensor, index: Tensor, exited: Tensor, places: Tensor, targets: Tensor, loss: Tensor, before: Tensor | None
+        self,
+        x: Tensor,
+        index: Tensor,
+        exited: Tensor,
+        places: Tensor,
+        targets: Tensor,
+        loss: Tensor,
+        before: Tensor | None,
     ) -> Tensors:
         """Adds the loss of the tokens that exit here. Without exits the head alone predicts."""
         if self.exits:
@@ -210,11 +247,15 @@ class ExitHead(nn.Module):
             leave = self._leaves(x, logits, before, index)
             gone = leave.nonzero().squeeze(1)
             logits = self.logits(self.norm(x[gone])).float() if logits is None else logits[gone]
-            loss = loss + functional.cross_entropy(logits, targets[index[gone]], reduction="sum") / len(targets)
+            loss = loss + functional.cross_entropy(
+                logits, targets[index[gone]], reduction="sum"
+            ) / len(targets)
             x, index, exited, places = _split(x, index, exited, places, leave)
         return x, index, exited, places, targets, loss
 
-    def _leaves(self, x: Tensor, logits: Tensor | None, before: Tensor | None, index: Tensor) -> Tensor:
+    def _leaves(
+        self, x: Tensor, logits: Tensor | None, before: Tensor | None, index: Tensor
+    ) -> Tensor:
         """Which tokens exit, bool [tokens]."""
         with torch.no_grad():
             confidence = self._confidence(x, logits, before)
@@ -240,10 +281,14 @@ class ExitHead(nn.Module):
         the tokens that came here, 0 if there are none."""
         right = (logits.detach().argmax(-1) == targets).float()
         guesses = self.classifier(x.detach()).float().squeeze(-1)
-        return functional.binary_cross_entropy_with_logits(guesses, right, reduction="sum") / max(1, len(targets))
+        return functional.binary_cross_entropy_with_logits(guesses, right, reduction="sum") / max(
+            1, len(targets)
+        )
 
 
-def _split(x: Tensor, index: Tensor, exited: Tensor, places: Tensor, leave: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _split(
+    x: Tensor, index: Tensor, exited: Tensor, places: Tensor, leave: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     stay, gone = (~leave).nonzero().squeeze(1), leave.nonzero().squeeze(1)
     if not len(gone):
         return x, index, exited, places
@@ -264,7 +309,15 @@ class FinalHead(Head):
         super().__init__(hidden, vocab, std)
         self.share = share
 
-    def forward(self, x: Tensor, index: Tensor, exited: Tensor, places: Tensor, targets: Tensor, loss: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def forward(
+        self,
+        x: Tensor,
+        index: Tensor,
+        exited: Tensor,
+        places: Tensor,
+        targets: Tensor,
+        loss: Tensor,
+    ) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         del exited, places
         each = functional.cross_entropy(super().forward(x).float(), targets[index], reduction="sum")
         return loss + each * ((self.share if self.training else 1.0) / len(targets))

@@ -49,7 +49,15 @@ class _Scale(torch.autograd.Function):
     weight's part `w` seconds on the tape."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, a: nn.Parameter, b: float, w: float, tape: WeightTape | None, ends: bool) -> Tensor:
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        a: nn.Parameter,
+        b: float,
+        w: float,
+        tape: WeightTape | None,
+        ends: bool,
+    ) -> Tensor:
         ctx.save_for_backward(x)
         ctx.a, ctx.b, ctx.w, ctx.tape, ctx.ends = a, b, w, tape, ends
         # One call: where many ranks share a core, what an emulated op computes holds up the others.
@@ -57,7 +65,9 @@ class _Scale(torch.autograd.Function):
         return y.mean() if ends else y
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, None, None, None, None, None]:
+    def backward(
+        ctx: Any, *gradients: Tensor
+    ) -> tuple[Tensor | None, None, None, None, None, None]:
         deadline = time.perf_counter() + ctx.b
         x = ctx.saved_tensors[0].detach()
         a, tape = ctx.a, ctx.tape
@@ -114,11 +124,18 @@ def mean_loss(output: Tensor, targets: Tensor) -> Tensor:
     return output.mean() if output.dim() else output
 
 
-def make_layers(f: Sequence[float], b: Sequence[float], w: Sequence[float], size: int, seed: int = 0) -> Model:
+def make_layers(
+    f: Sequence[float], b: Sequence[float], w: Sequence[float], size: int, seed: int = 0
+) -> Model:
     """One layer per entry of the lists (seconds); messages of `size` float32 numbers."""
     precise_timers()
-    factories = [partial(EmulatedLayer, *times, size, i == len(f) - 1) for i, times in enumerate(zip(f, b, w, strict=True))]
-    return from_factories([f"emulated.{i}" for i in range(len(factories))], factories, seed, mean_loss)
+    factories = [
+        partial(EmulatedLayer, *times, size, i == len(f) - 1)
+        for i, times in enumerate(zip(f, b, w, strict=True))
+    ]
+    return from_factories(
+        [f"emulated.{i}" for i in range(len(factories))], factories, seed, mean_loss
+    )
 
 
 def make(config: Config) -> Model:

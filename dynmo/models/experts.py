@@ -160,12 +160,19 @@ class _Spread:
         """As `ExpertsHalf.spread` takes it."""
 
         def between(source: int, target: int) -> tuple[int, ...]:
-            return tuple(e for e in range(placement.experts) if placement.target(e, source) == target)
+            return tuple(
+                e for e in range(placement.experts) if placement.target(e, source) == target
+            )
 
         replicas = range(placement.ranks)
         taken = [between(source, place) for source in replicas]
         blocks = tuple((source, expert) for source in replicas for expert in taken[source])
-        return cls(exchange, tuple(between(place, target) for target in replicas), tuple(map(len, taken)), blocks)
+        return cls(
+            exchange,
+            tuple(between(place, target) for target in replicas),
+            tuple(map(len, taken)),
+            blocks,
+        )
 
 
 class ExpertsHalf(nn.Module):
@@ -180,7 +187,15 @@ class ExpertsHalf(nn.Module):
         dropout: Probability of dropout.
     """
 
-    def __init__(self, hidden: int, rule: ExpertRule, shared: int, std: float, residual_std: float, dropout: float) -> None:
+    def __init__(
+        self,
+        hidden: int,
+        rule: ExpertRule,
+        shared: int,
+        std: float,
+        residual_std: float,
+        dropout: float,
+    ) -> None:
         super().__init__()
         inner = feed_forward_size(hidden)
         self.norm = nn.RMSNorm(hidden, eps=1e-6)
@@ -225,7 +240,11 @@ class ExpertsHalf(nn.Module):
         flat, chosen, weights, load = self.router(flat)
         places, counts, order = self.sort_by_expert(chosen, load)
         rows = flat.index_select(0, places)
-        out = self._experts(rows, counts) if self._spread is None else self._spread_experts(rows, counts, self._spread)
+        out = (
+            self._experts(rows, counts)
+            if self._spread is None
+            else self._spread_experts(rows, counts, self._spread)
+        )
         out = out * weights.flatten().index_select(0, order).unsqueeze(1).to(out.dtype)
         # Each pair has a place of its own, so that the sum over a token's experts has one order.
         pairs = flat.new_zeros(chosen.numel(), flat.shape[1]).index_copy(0, order, out)
@@ -244,7 +263,9 @@ class ExpertsHalf(nn.Module):
         """As `_experts`, with the experts of all replicas of the group."""
         by_expert = rows.split(list(counts))
         there = torch.cat([by_expert[expert] for targets in spread.sent for expert in targets])
-        takes = spread.exchange.counts([[counts[expert] for expert in experts] for experts in spread.sent], spread.taken)
+        takes = spread.exchange.counts(
+            [[counts[expert] for expert in experts] for experts in spread.sent], spread.taken
+        )
         sent = [sum(counts[expert] for expert in experts) for experts in spread.sent]
         taken = [sum(each) for each in takes]
         arrived = exchange_rows(there, sent, taken, spread.exchange)
@@ -267,7 +288,9 @@ class ExpertsHalf(nn.Module):
         """
         rule, pairs = self.router.rule, chosen.flatten()
         order = pairs.argsort(stable=True)
-        counts: list[int] = load.tolist() if type(load) is Tensor else _even(len(pairs), rule.experts)
+        counts: list[int] = (
+            load.tolist() if type(load) is Tensor else _even(len(pairs), rule.experts)
+        )
         most = rule.capacity(len(chosen))
         if max(counts, default=0) > most:
             kept = torch.cat([part[:most] for part in order.split(counts)])

@@ -40,7 +40,9 @@ def rotate(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
 def rotary_tables(sequence: int, size: int) -> tuple[Tensor, Tensor]:
     """Cosines and sines of the rotary angles, float32 [sequence, size / 2] each."""
     angle = np.outer(np.arange(sequence), 10000.0 ** (-np.arange(0, size, 2) / size))
-    return torch.tensor(np.cos(angle), dtype=torch.float32), torch.tensor(np.sin(angle), dtype=torch.float32)
+    return torch.tensor(np.cos(angle), dtype=torch.float32), torch.tensor(
+        np.sin(angle), dtype=torch.float32
+    )
 
 
 class AttentionHalf(nn.Module):
@@ -50,7 +52,15 @@ class AttentionHalf(nn.Module):
     sine: Tensor
     vectors = 3  # per position and head: query, key, value
 
-    def __init__(self, hidden: int, heads: int, sequence: int, std: float, residual_std: float, dropout: float) -> None:
+    def __init__(
+        self,
+        hidden: int,
+        heads: int,
+        sequence: int,
+        std: float,
+        residual_std: float,
+        dropout: float,
+    ) -> None:
         super().__init__()
         self.heads = heads
         self.norm = nn.RMSNorm(hidden, eps=1e-6)
@@ -68,7 +78,9 @@ class AttentionHalf(nn.Module):
         qkv = self.qkv(self.norm(x)).view(batch, sequence, 3, self.heads, hidden // self.heads)
         q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)
         cosine, sine = self.cosine[:sequence].to(x.dtype), self.sine[:sequence].to(x.dtype)
-        out = functional.scaled_dot_product_attention(rotate(q, cosine, sine), rotate(k, cosine, sine), v, is_causal=True)
+        out = functional.scaled_dot_product_attention(
+            rotate(q, cosine, sine), rotate(k, cosine, sine), v, is_causal=True
+        )
         return x + self.dropout(self.proj(out.transpose(1, 2).reshape(batch, sequence, hidden)))
 
 
@@ -81,16 +93,32 @@ class SharedAttentionHalf(AttentionHalf):
 
     vectors = 2  # query and key, value
 
-    def __init__(self, hidden: int, heads: int, sequence: int, std: float, residual_std: float, dropout: float) -> None:
+    def __init__(
+        self,
+        hidden: int,
+        heads: int,
+        sequence: int,
+        std: float,
+        residual_std: float,
+        dropout: float,
+    ) -> None:
         super().__init__(hidden, heads, sequence, std, residual_std, dropout)
         self.sparse_attention: SparseAttention | None = None
 
     def forward(self, x: Tensor) -> Tensor:
         batch, sequence, hidden = x.shape
-        both, v = self.qkv(self.norm(x)).view(batch, sequence, 2, self.heads, hidden // self.heads).unbind(2)
+        both, v = (
+            self.qkv(self.norm(x))
+            .view(batch, sequence, 2, self.heads, hidden // self.heads)
+            .unbind(2)
+        )
         cosine, sine = (t[:sequence, None].to(x.dtype) for t in (self.cosine, self.sine))
         both = rotate(both, cosine, sine)
-        out = shared_qk.dense_attention(both, v) if self.sparse_attention is None else self.sparse_attention(both, v)
+        out = (
+            shared_qk.dense_attention(both, v)
+            if self.sparse_attention is None
+            else self.sparse_attention(both, v)
+        )
         return x + self.dropout(self.proj(out.reshape(batch, sequence, hidden)))
 
 

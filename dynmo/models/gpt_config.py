@@ -34,7 +34,9 @@ def make(config: Config) -> Model:
     return from_factories(names, factories, config.seed, loss, tied, takes_targets=exits)
 
 
-def _feed_forward(config: Config, block: int, plain: type[FeedForwardHalf], experts: type[ExpertsHalf]) -> Factory:
+def _feed_forward(
+    config: Config, block: int, plain: type[FeedForwardHalf], experts: type[ExpertsHalf]
+) -> Factory:
     """The feed-forward half of a block: one network, or experts."""
     m = config.model
     ends = m.init_std, _residual_std(config), m.dropout
@@ -54,16 +56,28 @@ def _plain(config: Config) -> list[Named]:
     shared = "sparse_attention" in config.dynamism.cases
     routed = depths.routed_blocks(m.blocks) if "mixture_of_depths" in config.dynamism.cases else ()
     ends = m.init_std, _residual_std(config), m.dropout
-    attention: Factory = partial(SharedAttentionHalf if shared else AttentionHalf, m.hidden, m.heads, m.sequence, *ends)
+    attention: Factory = partial(
+        SharedAttentionHalf if shared else AttentionHalf, m.hidden, m.heads, m.sequence, *ends
+    )
 
     def routed_attention() -> nn.Module:
-        router = Router(m.hidden, depths.capacity, depths.predictor, depths.predictor_weight, m.init_std)
+        router = Router(
+            m.hidden, depths.capacity, depths.predictor, depths.predictor_weight, m.init_std
+        )
         return RoutedAttentionHalf(m.hidden, m.heads, m.sequence, *ends, router)
 
-    layers: list[Named] = [("embedding", partial(Embedding, m.vocab, m.hidden, m.init_std, m.dropout))]
+    layers: list[Named] = [
+        ("embedding", partial(Embedding, m.vocab, m.hidden, m.init_std, m.dropout))
+    ]
     for block in range(m.blocks):
-        halves = (RoutedFeedForwardHalf, RoutedExpertsHalf) if block in routed else (FeedForwardHalf, ExpertsHalf)
-        layers.append((f"blocks.{block}.attention", routed_attention if block in routed else attention))
+        halves = (
+            (RoutedFeedForwardHalf, RoutedExpertsHalf)
+            if block in routed
+            else (FeedForwardHalf, ExpertsHalf)
+        )
+        layers.append(
+            (f"blocks.{block}.attention", routed_attention if block in routed else attention)
+        )
         layers.append((f"blocks.{block}.feed_forward", _feed_forward(config, block, *halves)))
     layers.append(("head", partial(Head, m.hidden, m.vocab, m.init_std)))
     return layers
@@ -73,9 +87,13 @@ def _with_exits(config: Config) -> list[Named]:
     m, options = config.model, config.dynamism.early_exit
     exits, residual_std = options.exits_of(m.blocks), _residual_std(config)
     calm = options.policy == "calm"
-    rule = early_exit.ExitRule(options.confidence if calm else "top-1", options.threshold_of_policy, decays=calm)
+    rule = early_exit.ExitRule(
+        options.confidence if calm else "top-1", options.threshold_of_policy, decays=calm
+    )
     weights = early_exit.exit_weights(exits, m.blocks, by_depth=calm)
-    layers: list[Named] = [("embedding", partial(early_exit.ExitEmbedding, m.vocab, m.hidden, m.init_std, m.dropout))]
+    layers: list[Named] = [
+        ("embedding", partial(early_exit.ExitEmbedding, m.vocab, m.hidden, m.init_std, m.dropout))
+    ]
     for block in range(m.blocks):
         keeps_state = block in exits and rule.confidence == "state"
         sizes = m.hidden, m.heads, m.sequence, m.init_std, residual_std, m.dropout, keeps_state
@@ -85,6 +103,20 @@ def _with_exits(config: Config) -> list[Named]:
         if block in exits:
             place = exits.index(block)
             share = weights[place], sum(weights[place + 1 :]), sum(weights)
-            layers.append((f"blocks.{block}.exit", partial(early_exit.ExitHead, m.hidden, m.vocab, m.init_std, m.sequence, rule, *share)))
-    layers.append(("head", partial(early_exit.FinalHead, m.hidden, m.vocab, m.init_std, weights[-1] / sum(weights))))
+            layers.append(
+                (
+                    f"blocks.{block}.exit",
+                    partial(
+                        early_exit.ExitHead, m.hidden, m.vocab, m.init_std, m.sequence, rule, *share
+                    ),
+                )
+            )
+    layers.append(
+        (
+            "head",
+            partial(
+                early_exit.FinalHead, m.hidden, m.vocab, m.init_std, weights[-1] / sum(weights)
+            ),
+        )
+    )
     return layers

@@ -55,7 +55,9 @@ class Router(nn.Module):
 
     tape: WeightTape | None = None
 
-    def __init__(self, hidden: int, capacity: float, predictor: str, loss_weight: float, std: float) -> None:
+    def __init__(
+        self, hidden: int, capacity: float, predictor: str, loss_weight: float, std: float
+    ) -> None:
         super().__init__()
         self.capacity, self.loss_weight = capacity, loss_weight
         self.by_threshold = False
@@ -132,20 +134,36 @@ class RoutedAttentionHalf(AttentionHalf):
     # Evaluation selects by the predictor.
     varying_shapes = True
 
-    def __init__(self, hidden: int, heads: int, sequence: int, std: float, residual_std: float, dropout: float, router: Router) -> None:
+    def __init__(
+        self,
+        hidden: int,
+        heads: int,
+        sequence: int,
+        std: float,
+        residual_std: float,
+        dropout: float,
+        router: Router,
+    ) -> None:
         super().__init__(hidden, heads, sequence, std, residual_std, dropout)
         self.router = router
 
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         batch, sequence, hidden = x.shape
         stream, chosen, weights, index = self.router(x.reshape(-1, hidden), batch)
-        q, k, v = self.qkv(self.norm(chosen)).view(-1, 3, self.heads, hidden // self.heads).unbind(1)
+        q, k, v = (
+            self.qkv(self.norm(chosen)).view(-1, 3, self.heads, hidden // self.heads).unbind(1)
+        )
         times = index % sequence
         cosine, sine = (table[times, None].to(x.dtype) for table in (self.cosine, self.sine))
         fixed = self.training and not self.router.by_threshold
         lengths = [len(index) // batch] * batch if fixed else row_lengths(index, batch, sequence)
         out = attend_packed(rotate(q, cosine, sine), rotate(k, cosine, sine), v, lengths)
-        return stream.view(x.shape), self.dropout(self.proj(out.reshape(-1, hidden))), weights, index
+        return (
+            stream.view(x.shape),
+            self.dropout(self.proj(out.reshape(-1, hidden))),
+            weights,
+            index,
+        )
 
 
 class RoutedFeedForwardHalf(FeedForwardHalf):
@@ -155,7 +173,9 @@ class RoutedFeedForwardHalf(FeedForwardHalf):
         return add_selected(x, attended, weights, index, self.added)
 
 
-def add_selected(x: Tensor, attended: Tensor, weights: Tensor, index: Tensor, added: Callable[[Tensor], Tensor]) -> Tensor:
+def add_selected(
+    x: Tensor, attended: Tensor, weights: Tensor, index: Tensor, added: Callable[[Tensor], Tensor]
+) -> Tensor:
     """Adds what a routed block computes to the selected tokens.
 
     Args:

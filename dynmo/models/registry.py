@@ -16,7 +16,15 @@ from dynmo.config import Config
 from dynmo.errors import ConfigError, place
 from dynmo.kernels.seeds import Purpose, generators_kept, mix
 from dynmo.models import emulated, gpt_config
-from dynmo.models.model import Factory, Loss, Model, check_layers, from_factories, next_token_loss, on_meta
+from dynmo.models.model import (
+    Factory,
+    Loss,
+    Model,
+    check_layers,
+    from_factories,
+    next_token_loss,
+    on_meta,
+)
 
 
 def load_model(config: Config) -> Model:
@@ -44,12 +52,16 @@ def from_function(path: str, seed: int) -> Model:
     try:
         module = importlib.import_module(module_name)
     except ImportError as error:
-        raise ConfigError(f"{where}: cannot import {module_name}: {error}; run from its folder or install it") from error
+        raise ConfigError(
+            f"{where}: cannot import {module_name}: {error}; run from its folder or install it"
+        ) from error
     except (Exception, SystemExit) as error:  # whatever its own code raises, a slip of the pen too
         raise ConfigError(f"{where}: importing {module_name} raised {_describe(error)}") from error
     function = getattr(module, function_name, None)
     if not callable(function):
-        raise ConfigError(f"{where}: {module_name} has no function {function_name}{_shadowed_hint(module)}")
+        raise ConfigError(
+            f"{where}: {module_name} has no function {function_name}{_shadowed_hint(module)}"
+        )
 
     def make() -> tuple[list[nn.Module] | list[Factory], Loss]:
         try:
@@ -58,7 +70,11 @@ def from_function(path: str, seed: int) -> Model:
                 returned = function()
         except (Exception, SystemExit) as error:
             raise ConfigError(f"{where}: {function_name}() raised {_describe(error)}") from error
-        layers, loss = returned if isinstance(returned, tuple) and len(returned) == 2 else (returned, next_token_loss)
+        layers, loss = (
+            returned
+            if isinstance(returned, tuple) and len(returned) == 2
+            else (returned, next_token_loss)
+        )
         if (
             not isinstance(layers, list | nn.ModuleList | nn.Sequential)
             or not all(callable(x) for x in layers)
@@ -69,11 +85,15 @@ def from_function(path: str, seed: int) -> Model:
                 f"{where}: {function_name}() must return a list of torch modules or of functions that make one each, or (list, loss)"
             )
         if isinstance(loss, nn.Module) and any(p.requires_grad for p in loss.parameters()):
-            raise ConfigError(f"{where}: the loss has parameters that train; make them part of the last layer")
+            raise ConfigError(
+                f"{where}: the loss has parameters that train; make them part of the last layer"
+            )
         if isinstance(layers[0], nn.Module):
             check_layers(where, list(layers))
             return list(layers), cast(Loss, loss)
-        return [partial(_make_layer, where, index, factory) for index, factory in enumerate(layers)], cast(Loss, loss)
+        return [
+            partial(_make_layer, where, index, factory) for index, factory in enumerate(layers)
+        ], cast(Loss, loss)
 
     try:
         with torch.device("meta"):
@@ -121,7 +141,9 @@ def _make_layer(where: str, index: int, factory: Callable[[], object]) -> nn.Mod
     except (Exception, SystemExit) as error:
         raise ConfigError(f"{where}: making layer {index} raised {_describe(error)}") from error
     if not isinstance(layer, nn.Module):
-        raise ConfigError(f"{where}: what should make layer {index} returned a {type(layer).__name__}, not a torch module")
+        raise ConfigError(
+            f"{where}: what should make layer {index} returned a {type(layer).__name__}, not a torch module"
+        )
     return layer
 
 

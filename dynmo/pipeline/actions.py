@@ -50,7 +50,11 @@ class Actions:
         profiler: Profiler,
         pending: PostValidation,
     ) -> None:
-        self._layouts, self._layer_store, self._schedule_keeper = layouts, layer_store, schedule_keeper
+        self._layouts, self._layer_store, self._schedule_keeper = (
+            layouts,
+            layer_store,
+            schedule_keeper,
+        )
         self._programs, self._profiler, self._pending = programs, profiler, pending
 
     def freeze(self, layers: Collection[int]) -> None:
@@ -94,7 +98,9 @@ class Actions:
         count = self._layer_store.model.layers
         outside = next((index for index in layers if not 0 <= index < count), None)
         if outside is not None:
-            raise PartitionError(f"there is no layer {outside}; the model has {count}, from 0 to {count - 1}")
+            raise PartitionError(
+                f"there is no layer {outside}; the model has {count}, from 0 to {count - 1}"
+            )
 
     def on_workload_change(self, layers: Iterable[int]) -> None:
         """Drops what was measured of these layers, because they cost something else from the next
@@ -132,10 +138,17 @@ class Actions:
         layout = self._layouts.moved(before, partition)
         plan = moves_between_ranks(before.partition, partition, before.processes)
         if not is_agreed:
-            agree(world, hashlib.sha256(repr((before.partition.counts, partition.counts)).encode()).digest(), "the new placement")
+            agree(
+                world,
+                hashlib.sha256(repr((before.partition.counts, partition.counts)).encode()).digest(),
+                "the new placement",
+            )
 
         migration = exchange(
-            world, plan, lambda i: (layer_store.modules[i], layer_store.state(i)), partial(layer_store.moved, layout, plan)
+            world,
+            plan,
+            lambda i: (layer_store.modules[i], layer_store.state(i)),
+            partial(layer_store.moved, layout, plan),
         )
         layer_store.tied.join()
         self._profiler.forget(move.layer for move in plan)
@@ -166,16 +179,27 @@ class Actions:
         if before.sliced:
             raise ConfigError("a pipeline of slices cannot be reshaped; make another")
         if layer_store.experts is not None:
-            raise ConfigError("replicas that share experts (parallel.expert) cannot be reshaped; make another pipeline")
+            raise ConfigError(
+                "replicas that share experts (parallel.expert) cannot be reshaped; make another pipeline"
+            )
         layout = self._layouts.reshaped(before, pipeline, data, partition)
-        agree(everyone, hashlib.sha256(repr((pipeline, data, layout.partition.counts)).encode()).digest(), "the new mesh")
+        agree(
+            everyone,
+            hashlib.sha256(repr((pipeline, data, layout.partition.counts)).encode()).digest(),
+            "the new mesh",
+        )
         after = holders(layout.partition, layout.placement, data)
         plan = transfers(holders(before.partition, before.placement, before.replicas), after)
         whole = {i: layer_store.state(i, whole=True) for i in sorted(layer_store.layers)}
 
         def adopt(arrivals: list[Arrival]) -> None:
             self._programs.relower()
-            layer_store.reshaped(layout, [i for i in layer_store.layers if everyone.rank not in after[i]], whole, arrivals)
+            layer_store.reshaped(
+                layout,
+                [i for i in layer_store.layers if everyone.rank not in after[i]],
+                whole,
+                arrivals,
+            )
             self._pending.reshaped()
 
         migration = exchange(everyone, plan, lambda i: (layer_store.modules[i], whole[i]), adopt)
@@ -236,10 +260,14 @@ class Actions:
         """
         layer_store = self._pending.final
         if layer_store.experts is None:
-            raise ConfigError("experts cannot be placed where every replica holds all of them; set parallel.expert")
+            raise ConfigError(
+                "experts cannot be placed where every replica holds all of them; set parallel.expert"
+            )
         holders = {index: placement.holders for index, placement in sorted(placements.items())}
         everyone = layer_store.world.everyone
-        agree(everyone, hashlib.sha256(repr(holders).encode()).digest(), "the new places of experts")
+        agree(
+            everyone, hashlib.sha256(repr(holders).encode()).digest(), "the new places of experts"
+        )
         moved = torch.tensor([layer_store.place_experts(placements)])
         self._programs.relower()
         return int(everyone.sum(moved, "all experts to arrive"))

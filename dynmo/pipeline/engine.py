@@ -29,7 +29,13 @@ from dynmo.pipeline.measurements import Measurements
 from dynmo.pipeline.membership import Membership
 from dynmo.pipeline.program_runner import ProgramRunner
 from dynmo.pipeline.schedule_keeper import ScheduleKeeper, Shapes
-from dynmo.pipeline.step_inputs import check_batch, check_choice, check_partition, check_rates, check_recompute
+from dynmo.pipeline.step_inputs import (
+    check_batch,
+    check_choice,
+    check_partition,
+    check_rates,
+    check_recompute,
+)
 from dynmo.runtime.comm.clock import clock_for
 from dynmo.runtime.comm.process_mesh import FirstReplica
 from dynmo.runtime.comm.world import World
@@ -142,7 +148,9 @@ class Engine:
         check_choice("rollback", rollback, ("exact", "in-place"))
         check_choice("clip_scope", clip_scope, ("global", "local"))
         if not isinstance(cast(object, model), Model):
-            raise ConfigError(f"model is a {type(model).__name__}; make a Model of it with dynmo.models.model.from_factories")
+            raise ConfigError(
+                f"model is a {type(model).__name__}; make a Model of it with dynmo.models.model.from_factories"
+            )
         check_partition(partition)
         check_recompute(recompute, model.layers)
         self.model = model
@@ -151,10 +159,21 @@ class Engine:
             raise ConfigError(
                 "slices of one GPU are one process, whose steps end together: use one rank a replica, without post_validation"
             )
-        self._layouts = Layouts(model.layers, schedule, chunks, accumulation_groups, recompute, sliced=slices is not None)
+        self._layouts = Layouts(
+            model.layers,
+            schedule,
+            chunks,
+            accumulation_groups,
+            recompute,
+            sliced=slices is not None,
+        )
         ranks, replicas = elsewhere or (slices or world.size, world.replicas)
         layout = self._layouts.make(ranks, replicas, microbatches, partition)
-        streams = DefaultStream() if slices is None else make_streams(world.device, slices, layout.placement)
+        streams = (
+            DefaultStream()
+            if slices is None
+            else make_streams(world.device, slices, layout.placement)
+        )
         self.clock = clock_for(world.device)
         self.profiler = Profiler(self.clock)
         self._layer_store = LayerStore(
@@ -179,7 +198,9 @@ class Engine:
             accumulation_groups=accumulation_groups,
             shapes=shapes,
         )
-        self._programs = Programs(self._layer_store, self.clock, streams, post_validation=post_validation)
+        self._programs = Programs(
+            self._layer_store, self.clock, streams, post_validation=post_validation
+        )
         self._runner = ProgramRunner(
             *(self._layer_store, self.schedule_keeper, self._programs, self.profiler, self.clock),
             partial_weights=w_granularity == "linear",
@@ -188,15 +209,38 @@ class Engine:
         # Gradients wait for `update` or `discard`.
         self._halfway = False
         table = StepReduction(self._layer_store, self.clock)
-        self._optimizer_step = OptimizerStep(self._layer_store, table, self.profiler, scaler or make_scaler(dtype), clip_scope)
-        self._pending = PostValidation(self._layer_store, self._optimizer_step, validates=post_validation, copies=rollback == "exact")
-        self.actions = Actions(self._layouts, self._layer_store, self.schedule_keeper, self._programs, self.profiler, self._pending)
+        self._optimizer_step = OptimizerStep(
+            self._layer_store, table, self.profiler, scaler or make_scaler(dtype), clip_scope
+        )
+        self._pending = PostValidation(
+            self._layer_store,
+            self._optimizer_step,
+            validates=post_validation,
+            copies=rollback == "exact",
+        )
+        self.actions = Actions(
+            self._layouts,
+            self._layer_store,
+            self.schedule_keeper,
+            self._programs,
+            self.profiler,
+            self._pending,
+        )
         self.membership = Membership(
-            *(self._layouts, self._layer_store, self.schedule_keeper, self._programs, self.profiler, self._pending),
+            *(
+                self._layouts,
+                self._layer_store,
+                self.schedule_keeper,
+                self._programs,
+                self.profiler,
+                self._pending,
+            ),
             self.actions.on_recompute_change,
         )
         self.case_context = CaseContext(self._layer_store, self.actions, self._pending)
-        self.measurements = Measurements(self._layer_store, self.profiler, self._pending, accumulation_groups)
+        self.measurements = Measurements(
+            self._layer_store, self.profiler, self._pending, accumulation_groups
+        )
         self.layer_states = LayerStates(self._layer_store, self._pending, self._programs)
 
     # -- what is where -----------------------------------------------------------------------------
@@ -290,7 +334,10 @@ class Engine:
         numbers of its sequences, say); None where none comes again. Raises RunError if loss or
         gradient is not finite; under a dynamic loss scale such a gradient skips the step.
         """
-        results = self.advance(step, inputs, targets, lr=lr, max_norm=max_norm, flag=flag, keys=keys) + self.drain()
+        results = (
+            self.advance(step, inputs, targets, lr=lr, max_norm=max_norm, flag=flag, keys=keys)
+            + self.drain()
+        )
         return results[-1]
 
     def advance(
@@ -319,7 +366,9 @@ class Engine:
             executor = self._runner.executor()
             pending.begin()
             is_validated = partial(pending.is_validated, executor) if pending.is_out else None
-            step_output = self._runner.train(executor, step, inputs, targets, keys, self.scaler.scale, is_validated)
+            step_output = self._runner.train(
+                executor, step, inputs, targets, keys, self.scaler.scale, is_validated
+            )
             pending.end(step, step_output, lr, max_norm, flag)
         else:
             step_output = self.forward_backward(step, inputs, targets, keys)
@@ -331,21 +380,31 @@ class Engine:
         were not returned before."""
         return self._pending.drain()
 
-    def forward_backward(self, step: int, inputs: Tensor | None, targets: Tensor | None, keys: Keys | None = None) -> StepOutput:
+    def forward_backward(
+        self, step: int, inputs: Tensor | None, targets: Tensor | None, keys: Keys | None = None
+    ) -> StepOutput:
         """The first half of `step`: runs the program; gradients are left on the parameters."""
         layer_store = self._pending.final
         check_batch(layer_store, inputs, targets, layer_store.layout.microbatches)
         if self._halfway:
-            raise RunError("forward_backward was called again before update or discard; a step's microbatches are given all at once")
-        step_output = self._runner.train(self._runner.executor(), step, inputs, targets, keys, self.scaler.scale)
+            raise RunError(
+                "forward_backward was called again before update or discard; a step's microbatches are given all at once"
+            )
+        step_output = self._runner.train(
+            self._runner.executor(), step, inputs, targets, keys, self.scaler.scale
+        )
         self._halfway = True
         return step_output
 
-    def update(self, step: int, step_output: StepOutput, *, lr: float, max_norm: float = 0.0, flag: int = 0) -> StepResult:
+    def update(
+        self, step: int, step_output: StepOutput, *, lr: float, max_norm: float = 0.0, flag: int = 0
+    ) -> StepResult:
         """The second half of `step`: what the ranks must agree on, clipping, the optimizer."""
         check_rates(lr, max_norm)
         self._halfway = False
-        return self._pending.observed(*self._optimizer_step.update(step, step_output, lr, max_norm, flag))
+        return self._pending.observed(
+            *self._optimizer_step.update(step, step_output, lr, max_norm, flag)
+        )
 
     def discard(self) -> None:
         """Instead of `update`: drops the gradients and keeps the measurements."""
@@ -353,7 +412,13 @@ class Engine:
         self._optimizer_step.discard()
 
     def evaluate(
-        self, inputs: Tensor | None, targets: Tensor | None, microbatches: int, keys: Keys | None = None, *, shares: bool = False
+        self,
+        inputs: Tensor | None,
+        targets: Tensor | None,
+        microbatches: int,
+        keys: Keys | None = None,
+        *,
+        shares: bool = False,
     ) -> float:
         """Computes the mean loss over microbatches without training.
 
@@ -426,7 +491,9 @@ class Engine:
         schedule made for them."""
         return self.schedule_keeper.predict(layers, partition)
 
-    def schedule_for(self, partition: Partition, layers: tuple[LayerCost, ...] | None = None) -> Schedule:
+    def schedule_for(
+        self, partition: Partition, layers: tuple[LayerCost, ...] | None = None
+    ) -> Schedule:
         """The schedule that would run on this placement, with what is frozen now, made for these
         costs (default: for what is known of them) where it is made for any."""
         return self.schedule_keeper.on(partition, layers)

@@ -23,13 +23,18 @@ class LayerStates:
         programs: Hold the layers of the stages, and are lowered again when a layer is replaced.
     """
 
-    def __init__(self, layer_store: LayerStore, pending: PostValidation, programs: Programs) -> None:
+    def __init__(
+        self, layer_store: LayerStore, pending: PostValidation, programs: Programs
+    ) -> None:
         self._layer_store, self._pending, self._programs = layer_store, pending, programs
 
     @property
     def own(self) -> dict[int, tuple[nn.Module, LayerOptimizer]]:
         """This rank's layers by their index in the model, each with its optimizer."""
-        return {i: (layer.module, self._layer_store.optimizers[i]) for i, layer in self._layer_store.layers.items()}
+        return {
+            i: (layer.module, self._layer_store.optimizers[i])
+            for i, layer in self._layer_store.layers.items()
+        }
 
     def state(self, index: int, whole: bool = False) -> dict[str, Tensor]:
         """Returns what moves and is saved beside a layer's module: optimizer state, and what cases
@@ -54,7 +59,9 @@ class LayerStates:
                 if self._layer_store.world.replica == 0:
                     yield index, (module, state)
 
-    def restore(self, index: int, tensors: dict[tuple[str, str], Tensor], flags: dict[str, bool]) -> None:
+    def restore(
+        self, index: int, tensors: dict[tuple[str, str], Tensor], flags: dict[str, bool]
+    ) -> None:
         """Replaces one of this rank's layers by what a checkpoint holds of it.
 
         Args:
@@ -68,7 +75,9 @@ class LayerStates:
         self._pending.assert_final()
         layer_store = self._layer_store
         tensors = layer_store.own_part(index, tensors)
-        tensors = checkpoint.fit(index, layer_store.model.names[index], layer_store.modules[index], tensors)
+        tensors = checkpoint.fit(
+            index, layer_store.model.names[index], layer_store.modules[index], tensors
+        )
         layer_store.replace(index, tensors, flags)
         self._programs.relower()
 

@@ -22,7 +22,13 @@ class Measurements:
         accumulation_groups: Of the whole mesh.
     """
 
-    def __init__(self, layer_store: LayerStore, profiler: Profiler, pending: PostValidation, accumulation_groups: int) -> None:
+    def __init__(
+        self,
+        layer_store: LayerStore,
+        profiler: Profiler,
+        pending: PostValidation,
+        accumulation_groups: int,
+    ) -> None:
         self._layer_store, self._profiler, self._pending = layer_store, profiler, pending
         self._accumulation_groups = accumulation_groups
 
@@ -31,7 +37,11 @@ class Measurements:
         store = self._layer_store
         pairs = [(layer, store.optimizers[index]) for index, layer in store.layers.items()]
         return self._profiler.gather(
-            store.world, pairs, store.model.layers, copies=self._pending.copies, accumulation_groups=self._accumulation_groups
+            store.world,
+            pairs,
+            store.model.layers,
+            copies=self._pending.copies,
+            accumulation_groups=self._accumulation_groups,
         )
 
     def halves(self, costs: tuple[LayerCost, ...]) -> tuple[tuple[LayerCost, ...], ...]:
@@ -41,7 +51,9 @@ class Measurements:
         Args:
             costs: By all readings.
         """
-        return self._profiler.gather_halves(self._layer_store.world, self._layer_store.layers, costs)
+        return self._profiler.gather_halves(
+            self._layer_store.world, self._layer_store.layers, costs
+        )
 
     @property
     def preempted(self) -> float:
@@ -55,7 +67,9 @@ class Measurements:
             values: This rank's.
         """
         table = torch.tensor(values, dtype=torch.float64)
-        return self._layer_store.world.everyone.largest(table, "a measurement of every rank").tolist()
+        return self._layer_store.world.everyone.largest(
+            table, "a measurement of every rank"
+        ).tolist()
 
     @property
     def caches(self) -> bool:

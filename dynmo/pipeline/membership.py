@@ -60,11 +60,23 @@ class Membership:
         pending: PostValidation,
         on_recompute_change: Callable[[frozenset[int]], None],
     ) -> None:
-        self._layouts, self._layer_store, self._schedule_keeper = layouts, layer_store, schedule_keeper
+        self._layouts, self._layer_store, self._schedule_keeper = (
+            layouts,
+            layer_store,
+            schedule_keeper,
+        )
         self._programs, self._profiler, self._pending = programs, profiler, pending
         self._on_recompute_change = on_recompute_change
 
-    def shrink(self, kept: Sequence[int], *, pipeline: int, data: int, partition: Partition, microbatches: int | None = None) -> Migration:
+    def shrink(
+        self,
+        kept: Sequence[int],
+        *,
+        pipeline: int,
+        data: int,
+        partition: Partition,
+        microbatches: int | None = None,
+    ) -> Migration:
         """Goes on with some of the ranks. The others hold nothing afterwards, and are alone.
 
         Args:
@@ -92,7 +104,9 @@ class Membership:
         plan, whole = transfers(_holders(before), after, layer_store.shares_experts), self._states()
         arrivals: list[Arrival] = []
         try:
-            migration = exchange(everyone, plan, lambda i: (layer_store.modules[i], whole[i]), arrivals.extend)
+            migration = exchange(
+                everyone, plan, lambda i: (layer_store.modules[i], whole[i]), arrivals.extend
+            )
         except (WaitTimeout, RankDied):
             raise
         except RunError as error:
@@ -213,10 +227,19 @@ class Membership:
 
         return exchange(everyone, plan, lambda i: (layer_store.modules[i], whole[i]), take_up)
 
-    def _go_back(self, rank: int, size: int, before: Layout, whole: Mapping[int, dict[str, Tensor]], error: RunError) -> NoReturn:
+    def _go_back(
+        self,
+        rank: int,
+        size: int,
+        before: Layout,
+        whole: Mapping[int, dict[str, Tensor]],
+        error: RunError,
+    ) -> NoReturn:
         """Goes on with the ranks that were here before newcomers failed to join."""
         everyone = self._layer_store.world.everyone
-        if self._layer_store.layout is not before:  # layers are elsewhere already: a rank was lost after the exchange
+        if (
+            self._layer_store.layout is not before
+        ):  # layers are elsewhere already: a rank was lost after the exchange
             raise error
         everyone.renew(rank, size, everyone.generation + 1, everyone.timeout)
         self._take_up(before, (), whole, ())
@@ -229,20 +252,31 @@ class Membership:
         if layer_store.layout.sliced:
             raise ConfigError("a pipeline of slices cannot get other ranks; make another")
         if layer_store.shares_experts and data != layer_store.layout.replicas:
-            raise ConfigError("replicas that share experts (parallel.expert) stay as many; change the ranks of a pipeline only")
+            raise ConfigError(
+                "replicas that share experts (parallel.expert) stay as many; change the ranks of a pipeline only"
+            )
         if layer_store.world.everyone.home is None:
             raise ConfigError("ranks within a program's own process groups cannot become others")
         if pipeline * data != size:
-            raise ConfigError(f"{size} ranks cannot be {data} replicas of {pipeline} ranks; their product must be the number of ranks")
+            raise ConfigError(
+                f"{size} ranks cannot be {data} replicas of {pipeline} ranks; their product must be the number of ranks"
+            )
 
     def _agree(self, decision: object) -> None:
-        agree(self._layer_store.world, hashlib.sha256(repr(decision).encode()).digest(), "which ranks go on")
+        agree(
+            self._layer_store.world,
+            hashlib.sha256(repr(decision).encode()).digest(),
+            "which ranks go on",
+        )
 
     def _states(self) -> dict[int, dict[str, Tensor]]:
         """With ZeRO-1 the shares of all replicas, while these are still here. Where replicas share
         experts, each keeps its part."""
         layer_store = self._layer_store
-        return {i: layer_store.state(i, whole=not layer_store.shares_experts) for i in sorted(layer_store.layers)}
+        return {
+            i: layer_store.state(i, whole=not layer_store.shares_experts)
+            for i in sorted(layer_store.layers)
+        }
 
     def _part(self) -> None:
         """Nothing of this rank uses the process groups any more."""
@@ -266,7 +300,9 @@ class Membership:
         self._schedule_keeper.reshaped(measure_links(self._layer_store.world, layout.pairs))
         if layout.microbatches * layout.replicas != before.microbatches * before.replicas:
             self._schedule_keeper.forget()
-            self._on_recompute_change(frozenset(range(layout.partition.layers)))  # all cost something else
+            self._on_recompute_change(
+                frozenset(range(layout.partition.layers))
+            )  # all cost something else
         else:
             self._on_recompute_change(before.recomputed ^ layout.recomputed)
 

@@ -37,7 +37,11 @@ def current_mesh(config: Config, engine: Engine) -> Mesh:
 
 
 def mesh_request(
-    config: Config, engine: Engine, costs: tuple[LayerCost, ...], memory_limit: int | None, replicas: tuple[int, ...]
+    config: Config,
+    engine: Engine,
+    costs: tuple[LayerCost, ...],
+    memory_limit: int | None,
+    replicas: tuple[int, ...],
 ) -> MeshRequest:
     """Returns what a search for another mesh is given.
 
@@ -52,7 +56,9 @@ def mesh_request(
     """
     everyone = engine.world.everyone
     # Between replicas as between stages: the slowest of the links that were measured.
-    links = engine.schedule_keeper.links or measure_links(everyone, [(0, 1)] if everyone.size > 1 else [])
+    links = engine.schedule_keeper.links or measure_links(
+        everyone, [(0, 1)] if everyone.size > 1 else []
+    )
     slowest = min((link.bytes_per_second for link in links.values()), default=_UNKNOWN_LINK)
     return MeshRequest(
         replace(profile_of(config, engine, costs), links=tuple(links.items())),
@@ -71,7 +77,11 @@ def mesh_request(
 
 
 def mesh_question(
-    config: Config, engine: Engine, costs: tuple[LayerCost, ...], steps: int, memory_limit: int | None
+    config: Config,
+    engine: Engine,
+    costs: tuple[LayerCost, ...],
+    steps: int,
+    memory_limit: int | None,
 ) -> Callable[[tuple[LayerCost, ...]], Reshape]:
     """Returns a pure function from costs to the best mesh.
 
@@ -85,7 +95,9 @@ def mesh_question(
         memory_limit: Bytes of a rank. None means unlimited.
     """
     current, balance = current_mesh(config, engine), config.balance
-    request = mesh_request(config, engine, costs, memory_limit, tuple(data for _, data in mesh_shapes(config)))
+    request = mesh_request(
+        config, engine, costs, memory_limit, tuple(data for _, data in mesh_shapes(config))
+    )
 
     def decide(layers: tuple[LayerCost, ...]) -> Reshape:
         return reshape(
@@ -99,7 +111,9 @@ def mesh_question(
     return decide
 
 
-def with_costs(request: MeshRequest, config: Config, engine: Engine, layers: tuple[LayerCost, ...]) -> MeshRequest:
+def with_costs(
+    request: MeshRequest, config: Config, engine: Engine, layers: tuple[LayerCost, ...]
+) -> MeshRequest:
     """Returns the same request at other costs.
 
     Args:
@@ -108,4 +122,6 @@ def with_costs(request: MeshRequest, config: Config, engine: Engine, layers: tup
         engine: Holds the layers.
         layers: Cost of each layer.
     """
-    return replace(request, profile=replace(profile_of(config, engine, layers), links=request.profile.links))
+    return replace(
+        request, profile=replace(profile_of(config, engine, layers), links=request.profile.links)
+    )

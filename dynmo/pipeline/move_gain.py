@@ -58,7 +58,9 @@ class MoveGain:
         self._measurement.after.append(seconds)
         return self.close(step) if len(self._measurement.after) == _WINDOW + 1 else None
 
-    def on_move(self, step: int, move: int, predicted: float, is_test: bool = True) -> RebalanceResultEvent | None:
+    def on_move(
+        self, step: int, move: int, predicted: float, is_test: bool = True
+    ) -> RebalanceResultEvent | None:
         """Begins to measure a move that was made before `step`.
 
         Args:
@@ -70,7 +72,10 @@ class MoveGain:
         Returns:
             What the move before it has brought, if that is not told yet.
         """
-        result, self._measurement = self.close(step), _Measurement(move, predicted, median(self._recent), is_test)
+        result, self._measurement = (
+            self.close(step),
+            _Measurement(move, predicted, median(self._recent), is_test),
+        )
         self._recent.clear()
         return result
 

@@ -11,7 +11,9 @@ from dynmo.pipeline.engine import Engine
 from dynmo.pipeline.optimizers import optimizer_settings
 
 
-def profile_of(config: Config, pipeline: Engine, costs: tuple[LayerCost, ...], steps: int | None = None) -> Profile:
+def profile_of(
+    config: Config, pipeline: Engine, costs: tuple[LayerCost, ...], steps: int | None = None
+) -> Profile:
     """The costs of a pipeline's layers as a costs file records them.
 
     Args:
@@ -24,7 +26,9 @@ def profile_of(config: Config, pipeline: Engine, costs: tuple[LayerCost, ...], s
         The profile. Its layers have the optimizer state of all replicas, even if ZeRO divides it.
     """
     return Profile(
-        layers=tuple(_whole(config, pipeline, cost) for cost in costs) if config.parallel.zero else costs,
+        layers=tuple(_whole(config, pipeline, cost) for cost in costs)
+        if config.parallel.zero
+        else costs,
         names=pipeline.model.names,
         first_trainable=pipeline.first_trainable,
         links=tuple(pipeline.schedule_keeper.links.items()),
@@ -45,4 +49,6 @@ def _whole(config: Config, pipeline: Engine, cost: LayerCost) -> LayerCost:
     if not cost.gradient_bytes:
         return replace(cost, optimizer_bytes=pipeline.world.replicas * cost.optimizer_bytes)
     copies = (1 + moments) * cost.gradient_bytes if cost.rollback_bytes else 0
-    return replace(cost, optimizer_bytes=(moments + masters) * cost.gradient_bytes, rollback_bytes=copies)
+    return replace(
+        cost, optimizer_bytes=(moments + masters) * cost.gradient_bytes, rollback_bytes=copies
+    )

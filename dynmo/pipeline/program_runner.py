@@ -42,7 +42,11 @@ class ProgramRunner:
         partial_weights: bool,
         replicates: bool,
     ) -> None:
-        self._layer_store, self._schedule_keeper, self._programs = layer_store, schedule_keeper, programs
+        self._layer_store, self._schedule_keeper, self._programs = (
+            layer_store,
+            schedule_keeper,
+            programs,
+        )
         self._profiler, self._clock = profiler, clock
         self._partial_weights, self._replicates = partial_weights, replicates
 
@@ -50,7 +54,8 @@ class ProgramRunner:
         """Returns what runs the program that trains. After a change the program is lowered again,
         and the ranks compare the schedule."""
         return self._programs.training or self._programs.lower(
-            self._schedule_keeper.agreed(), self._schedule_keeper.message_timeout if self._partial_weights else None
+            self._schedule_keeper.agreed(),
+            self._schedule_keeper.message_timeout if self._partial_weights else None,
         )
 
     def train(
@@ -90,7 +95,9 @@ class ProgramRunner:
             self._profiler.observe_ops(step_output.intervals)
         return step_output
 
-    def evaluate(self, inputs: Tensor | None, targets: Tensor | None, microbatches: int, keys: Keys | None) -> float:
+    def evaluate(
+        self, inputs: Tensor | None, targets: Tensor | None, microbatches: int, keys: Keys | None
+    ) -> float:
         """Runs the forward only.
 
         Args:

@@ -51,7 +51,13 @@ def _sizes(config: Config, replicas: Sequence[int]) -> tuple[int, ...]:
     size, batch = config.train.micro_batch, config.train.global_batch
     near = {size // 4, size // 2, size, 2 * size, 4 * size}
     whole = [each for each in sorted(near) if each and batch % each == 0]
-    return tuple(each for each in whole if all(not accumulation_problem(config.accumulation_groups, r, batch // each) for r in replicas))
+    return tuple(
+        each
+        for each in whole
+        if all(
+            not accumulation_problem(config.accumulation_groups, r, batch // each) for r in replicas
+        )
+    )
 
 
 def ask_ranks(
@@ -85,7 +91,11 @@ def ask_ranks(
     elastic, size, costs = config.elastic, engine.world.everyone.size, forecast[0].layers
     batch, groups = config.all_microbatches, config.accumulation_groups
     # No more replicas than now: a model may not allow them. Those that share experts stay together.
-    fewer = [each for each in divisors(batch) if each <= engine.world.replicas] if config.parallel.expert == 1 else [engine.world.replicas]
+    fewer = (
+        [each for each in divisors(batch) if each <= engine.world.replicas]
+        if config.parallel.expert == 1
+        else [engine.world.replicas]
+    )
     replicas = tuple(each for each in fewer if not accumulation_problem(groups, each, batch))
     request = mesh_request(config, engine, costs, memory_limit, replicas)
     if elastic.retune:
@@ -103,20 +113,32 @@ def ask_ranks(
         fixed_seconds=pause,
         margin=config.balance.margin,
         hysteresis=config.balance.hysteresis,
-        forecast=tuple(replace(x, layers=with_costs(request, config, engine, x.layers).profile.layers) for x in forecast),
+        forecast=tuple(
+            replace(x, layers=with_costs(request, config, engine, x.layers).profile.layers)
+            for x in forecast
+        ),
         nodes=tuple(limits.nodes),
     )
     if reference is None:
         reference = choose_ranks(question).seconds_best_now
     if elastic.target_ranks is not None:
-        question = replace(question, least=1, most=max(limits.there, size), target=elastic.target_ranks)
+        question = replace(
+            question, least=1, most=max(limits.there, size), target=elastic.target_ranks
+        )
         return RankWish(choose_ranks(question), elastic.target_ranks, reference)
     if elastic.algorithm != "fewest":
-        choice = merge_ranks(replace(question, least=min(elastic.min_ranks, size)), elastic.algorithm)
+        choice = merge_ranks(
+            replace(question, least=min(elastic.min_ranks, size)), elastic.algorithm
+        )
         return RankWish(choice, choice.mesh.gpus, reference)
     if elastic.repack:
         limit = reference * (1 + elastic.tolerance)
-        question = replace(question, least=min(elastic.min_ranks, size), most=max(limits.most, limits.there), limit_seconds=limit)
+        question = replace(
+            question,
+            least=min(elastic.min_ranks, size),
+            most=max(limits.most, limits.there),
+            limit_seconds=limit,
+        )
     else:
         question = replace(question, most=limits.there, limit_seconds=0.0)  # the fastest
 
@@ -124,7 +146,12 @@ def ask_ranks(
         choice = choose_ranks(question)
         if not choice.decision.move:
             return choice
-        parts = [choose_ranks(replace(question, request=with_costs(request, config, engine, layers), forecast=())) for layers in halves()]
+        parts = [
+            choose_ranks(
+                replace(question, request=with_costs(request, config, engine, layers), forecast=())
+            )
+            for layers in halves()
+        ]
         return confirmed_ranks(question, choice, parts, preempted)
 
     choice = decide(question)

@@ -11,11 +11,28 @@ from typing import cast
 from dynmo.balance.balancers import BalanceRequest, balancer
 from dynmo.balance.layout import moves_between_ranks
 from dynmo.balance.partition import Cost, Partition
-from dynmo.balance.trigger import FORCED, Decision, Expected, Outlook, RebalanceWatch, confirmed, forecast_intervals, worth_moving_through
+from dynmo.balance.trigger import (
+    FORCED,
+    Decision,
+    Expected,
+    Outlook,
+    RebalanceWatch,
+    confirmed,
+    forecast_intervals,
+    worth_moving_through,
+)
 from dynmo.config import Config
 from dynmo.cost.layer_cost import LayerCost
 from dynmo.errors import NoRoomError, PartitionError
-from dynmo.events import ChangeEvent, Event, RebalanceEvent, RebalanceResultEvent, ReshapeEvent, ScheduleEvent, now
+from dynmo.events import (
+    ChangeEvent,
+    Event,
+    RebalanceEvent,
+    RebalanceResultEvent,
+    ReshapeEvent,
+    ScheduleEvent,
+    now,
+)
 from dynmo.pipeline.engine import Engine
 from dynmo.pipeline.mesh_question import current_mesh, mesh_question
 from dynmo.pipeline.move_gain import MoveGain
@@ -45,7 +62,9 @@ class _Choice:
 class Overhead:
     """Seconds that balancing has taken of a run so far, on this rank."""
 
-    measure: float = 0.0  # gathering costs; what it takes to condense them at each step, the profiler knows
+    measure: float = (
+        0.0  # gathering costs; what it takes to condense them at each step, the profiler knows
+    )
     decide: float = 0.0
     move: float = 0.0
 
@@ -84,11 +103,18 @@ class Rebalancer:
         forecasts: Forecasts | None = None,
         memory_limit: int | None = None,
     ) -> None:
-        self._config, self._pipeline, self._costs, self._memory_limit = config, pipeline, costs, memory_limit
+        self._config, self._pipeline, self._costs, self._memory_limit = (
+            config,
+            pipeline,
+            costs,
+            memory_limit,
+        )
         # Whether the work has changed since another mesh was last thought of.
         self._unshaped = config.elastic.reshape
         self._forecasts: Forecasts = forecasts or (lambda step: ())
-        self._watch = RebalanceWatch(config.balance.hysteresis) if config.balance.every == "auto" else None
+        self._watch = (
+            RebalanceWatch(config.balance.hysteresis) if config.balance.every == "auto" else None
+        )
         self._gain = MoveGain()
         self.moves = moves
         # Seconds that the last move took beyond its layers' way over the links.
@@ -98,7 +124,9 @@ class Rebalancer:
         self._told = False  # that the memory allows no decision
         self.overhead = Overhead()
 
-    def observe(self, step: int, seconds: float, busy: Sequence[float]) -> RebalanceResultEvent | None:
+    def observe(
+        self, step: int, seconds: float, busy: Sequence[float]
+    ) -> RebalanceResultEvent | None:
         """Takes what was measured of a step.
 
         Args:
@@ -135,9 +163,17 @@ class Rebalancer:
         """Whether it may do something before this step."""
         config = self._config
         elastic = config.elastic.reshape or config.elastic.changes_ranks
-        acts = config.balance.balancer != "none" or entry(config.pipeline.schedule).from_costs or elastic
+        acts = (
+            config.balance.balancer != "none"
+            or entry(config.pipeline.schedule).from_costs
+            or elastic
+        )
         every = self._config.balance.every
-        return acts and (step % every == 0 if isinstance(every, int) else self._watch is not None and self._watch.is_due)
+        return acts and (
+            step % every == 0
+            if isinstance(every, int)
+            else self._watch is not None and self._watch.is_due
+        )
 
     @property
     def measured(self) -> bool:
@@ -166,23 +202,34 @@ class Rebalancer:
         self._unshaped = False
         config, pipeline, gathering = self._config, self._pipeline, time.perf_counter()
         costs = self._costs()
-        halves, preempted = pipeline.measurements.halves(costs), pipeline.largest(pipeline.measurements.preempted)
+        halves, preempted = (
+            pipeline.measurements.halves(costs),
+            pipeline.largest(pipeline.measurements.preempted),
+        )
         start = time.perf_counter()
         self.overhead.measure += start - gathering
         current, chosen = current_mesh(config, pipeline), None
-        decide = mesh_question(config, pipeline, costs, config.train.steps - step, self._memory_limit)
+        decide = mesh_question(
+            config, pipeline, costs, config.train.steps - step, self._memory_limit
+        )
         try:
             best = decide(costs)
             decision, target = best.decision, best.plan.mesh
             if decision.move and target != current:
-                decision = self._confirmed(decision, (decide(layers).decision for layers in halves), preempted)
+                decision = self._confirmed(
+                    decision, (decide(layers).decision for layers in halves), preempted
+                )
             self._unshaped = decision.uncertain
             if decision.move and target != current:
                 chosen = target.pipeline, target.replicas, best.plan.plan.partition
         except NoRoomError:
             pass  # the mesh stays, which does train
         self.overhead.decide += time.perf_counter() - start
-        agree(pipeline.world, hashlib.sha256(repr((chosen, self._unshaped)).encode()).digest(), "whether to reshape")
+        agree(
+            pipeline.world,
+            hashlib.sha256(repr((chosen, self._unshaped)).encode()).digest(),
+            "whether to reshape",
+        )
         return chosen
 
     def reshape(self, step: int, pipeline: int, data: int, partition: Partition) -> list[Event]:
@@ -213,7 +260,18 @@ class Rebalancer:
         self.on_workload_change(step)
         seconds = time.perf_counter() - start
         self.overhead.move += seconds
-        return [*told, ReshapeEvent(step, now(), before, (pipeline, data), partition.counts, migration.moved_bytes, seconds)]
+        return [
+            *told,
+            ReshapeEvent(
+                step,
+                now(),
+                before,
+                (pipeline, data),
+                partition.counts,
+                migration.moved_bytes,
+                seconds,
+            ),
+        ]
 
     def use(self, config: Config) -> None:
         """Goes on under a config with other sizes of microbatches.
@@ -241,7 +299,9 @@ class Rebalancer:
         config, pipeline, gathering = self._config, self._pipeline, time.perf_counter()
         costs = self._costs()
         halves = pipeline.measurements.halves(costs)
-        preempted, pause = pipeline.measurements.maxima((pipeline.measurements.preempted, self._pause))
+        preempted, pause = pipeline.measurements.maxima(
+            (pipeline.measurements.preempted, self._pause)
+        )
         start = time.perf_counter()
         self.overhead.measure += start - gathering
         forecast = forecast_intervals(costs, self._forecasts(step - 1), step, config.train.steps)
@@ -253,11 +313,20 @@ class Rebalancer:
         if wish.choice.decision.uncertain and self._watch is not None:
             self._watch.check_later()
         self.overhead.decide += time.perf_counter() - start
-        decided = wish.choice.mesh, wish.choice.partition.counts, wish.choice.decision.move, wish.ranks
-        agree(pipeline.world, hashlib.sha256(repr(decided).encode()).digest(), "how many ranks go on")
+        decided = (
+            wish.choice.mesh,
+            wish.choice.partition.counts,
+            wish.choice.decision.move,
+            wish.ranks,
+        )
+        agree(
+            pipeline.world, hashlib.sha256(repr(decided).encode()).digest(), "how many ranks go on"
+        )
         return wish
 
-    def on_resize(self, step: int, gain: float | None, seconds: float = 0.0) -> tuple[int, Event | None]:
+    def on_resize(
+        self, step: int, gain: float | None, seconds: float = 0.0
+    ) -> tuple[int, Event | None]:
         """Before `step` the ranks have become others. What is known of steps begins anew.
 
         Args:
@@ -270,7 +339,11 @@ class Rebalancer:
         """
         self.moves += 1
         measured = self._gain.measured and gain is not None
-        result = self._gain.on_move(step, self.moves, gain or 0.0, is_test=False) if measured else self._gain.on_workload_change(step)
+        result = (
+            self._gain.on_move(step, self.moves, gain or 0.0, is_test=False)
+            if measured
+            else self._gain.on_workload_change(step)
+        )
         self._unshaped = self._config.elastic.reshape
         if self._config.balance.every == "auto":
             self._watch = RebalanceWatch(self._config.balance.hysteresis)
@@ -295,7 +368,9 @@ class Rebalancer:
         halves = pipeline.measurements.halves(costs)
         # Every rank takes part before any decides. Ranks that decide differently must not wait for
         # each other here.
-        fixed, doubt, preempted = pipeline.measurements.maxima((self._fixed, self._gain.doubt, pipeline.measurements.preempted))
+        fixed, doubt, preempted = pipeline.measurements.maxima(
+            (self._fixed, self._gain.doubt, pipeline.measurements.preempted)
+        )
         measured, moved = time.perf_counter(), overhead.move
         overhead.measure += measured - start
         done, recomputed = list[Event](), pipeline.recomputed
@@ -303,9 +378,15 @@ class Rebalancer:
         if self._config.balance.balancer != "none":
             try:
                 choice = self._choose(step, costs, halves, fixed, doubt, preempted)
-            except PartitionError as error:  # no room; or a baseline that has no placement for such layers
+            except (
+                PartitionError
+            ) as error:  # no room; or a baseline that has no placement for such layers
                 if not self._told:
-                    done.append(ChangeEvent(step, now(), "balance", (), f"layers stay where they are: {error}"))
+                    done.append(
+                        ChangeEvent(
+                            step, now(), "balance", (), f"layers stay where they are: {error}"
+                        )
+                    )
                 self._told = True
         moves = choice is not None and choice.decision.move
         if choice is not None and moves:
@@ -313,11 +394,17 @@ class Rebalancer:
             done += self._move(step, choice, measured - start, time.perf_counter() - measured)
         # Costs change if the move has switched recomputation. One reading alone proves nothing.
         steady = bool(halves) and pipeline.recomputed == recomputed
-        gain = pipeline.actions.replan(costs, self._config.balance.hysteresis / 4) if steady else None
+        gain = (
+            pipeline.actions.replan(costs, self._config.balance.hysteresis / 4) if steady else None
+        )
         if not moves:
             self._agree(choice, gain)
         overhead.decide += time.perf_counter() - measured - (overhead.move - moved)
-        return [*done, ScheduleEvent(step, now(), self._config.pipeline.schedule, gain)] if gain else done
+        return (
+            [*done, ScheduleEvent(step, now(), self._config.pipeline.schedule, gain)]
+            if gain
+            else done
+        )
 
     def _agree(self, choice: _Choice | None, gain: float | None) -> None:
         """Compares the decision with the other ranks'.
@@ -329,8 +416,16 @@ class Rebalancer:
         """
         # Floats are left out: they decide nothing more, and may differ in their last bit between
         # kinds of CPU.
-        where = None if choice is None else (choice.target.counts, choice.decision.move, choice.decision.uncertain)
-        agree(self._pipeline.world, hashlib.sha256(repr((where, gain is not None)).encode()).digest(), "whether to move layers")
+        where = (
+            None
+            if choice is None
+            else (choice.target.counts, choice.decision.move, choice.decision.uncertain)
+        )
+        agree(
+            self._pipeline.world,
+            hashlib.sha256(repr((where, gain is not None)).encode()).digest(),
+            "whether to move layers",
+        )
 
     def _choose(
         self,
@@ -359,7 +454,9 @@ class Rebalancer:
             PartitionError: The balancer has no placement.
         """
         balance, pipeline = self._config.balance, self._pipeline
-        request = pipeline.schedule_keeper.request(costs, cast(Cost, balance.cost), self._config.seed, step)
+        request = pipeline.schedule_keeper.request(
+            costs, cast(Cost, balance.cost), self._config.seed, step
+        )
         target = balancer(balance.balancer)(request)
         if target == pipeline.partition:
             return None
@@ -367,7 +464,9 @@ class Rebalancer:
 
         def decide(layers: tuple[LayerCost, ...]) -> Decision:
             outlook = self._outlook(step, replace(request, layers=layers), target)
-            return worth_moving_through(outlook, on_the_way + fixed, balance.margin, balance.hysteresis * doubt)
+            return worth_moving_through(
+                outlook, on_the_way + fixed, balance.margin, balance.hysteresis * doubt
+            )
 
         decision = decide(costs)
         if balance.balancer in FORCED:
@@ -417,7 +516,9 @@ class Rebalancer:
         )
         return [done] if result is None else [result, done]
 
-    def _confirmed(self, decision: Decision, parts: Iterable[Decision], preempted: float) -> Decision:
+    def _confirmed(
+        self, decision: Decision, parts: Iterable[Decision], preempted: float
+    ) -> Decision:
         """Returns the decision to move if it is certain enough. If it is not, plans to look again.
 
         Args:
@@ -443,9 +544,21 @@ class Rebalancer:
 
         ahead = forecast_intervals(costs, self._forecasts(step - 1), step, self._config.train.steps)
         both = (pipeline.partition, target)
-        return [Outlook(x.start, x.stop, *(seconds(x.layers, placement) for placement in both)) for x in ahead]
+        return [
+            Outlook(x.start, x.stop, *(seconds(x.layers, placement) for placement in both))
+            for x in ahead
+        ]
 
     def _on_the_way(self, costs: tuple[LayerCost, ...], old: Partition, new: Partition) -> float:
         """Seconds that the layers of a move take, one after another, over the slowest link."""
-        sizes = [costs[move.layer].moved_bytes for move in moves_between_ranks(old, new, self._pipeline.placement)]
-        return sum(max((link.seconds(size) for link in self._pipeline.schedule_keeper.links.values()), default=0.0) for size in sizes)
+        sizes = [
+            costs[move.layer].moved_bytes
+            for move in moves_between_ranks(old, new, self._pipeline.placement)
+        ]
+        return sum(
+            max(
+                (link.seconds(size) for link in self._pipeline.schedule_keeper.links.values()),
+                default=0.0,
+            )
+            for size in sizes
+        )

@@ -17,7 +17,9 @@ from dynmo.runtime.state.checkpoint import Saved
 STATE = frozenset({"partition", "frozen", "loss", "moves", "cases"})
 
 
-def state_of(engine: Engine, cases: Sequence[Dynamism], *, loss: float, moves: int, extra: Mapping[str, Any]) -> dict[str, Any]:
+def state_of(
+    engine: Engine, cases: Sequence[Dynamism], *, loss: float, moves: int, extra: Mapping[str, Any]
+) -> dict[str, Any]:
     """Returns the part of an engine's state that no layer has, as JSON.
 
     Args:
@@ -39,7 +41,15 @@ def state_of(engine: Engine, cases: Sequence[Dynamism], *, loss: float, moves: i
 
 
 def save_engine(
-    engine: Engine, folder: Path, step: int, keep: int, cases: Sequence[Dynamism], *, loss: float, moves: int, extra: Mapping[str, Any]
+    engine: Engine,
+    folder: Path,
+    step: int,
+    keep: int,
+    cases: Sequence[Dynamism],
+    *,
+    loss: float,
+    moves: int,
+    extra: Mapping[str, Any],
 ) -> Saved:
     """Saves all layers and the state. All ranks call it together, after the last result.
 
@@ -62,10 +72,14 @@ def save_engine(
     state = state_of(engine, cases, loss=loss, moves=moves, extra=extra)
     if engine.world.replicas > 1:
         engine.digest()  # raises if replicas differ: the first replica's weights are saved for all
-    return checkpoint.save(engine.world.everyone, folder, step, engine.names, engine.layer_states.saved(), state, keep)
+    return checkpoint.save(
+        engine.world.everyone, folder, step, engine.names, engine.layer_states.saved(), state, keep
+    )
 
 
-def restore_engine(engine: Engine, path: Path, state: Mapping[str, Any], cases: Sequence[Dynamism]) -> None:
+def restore_engine(
+    engine: Engine, path: Path, state: Mapping[str, Any], cases: Sequence[Dynamism]
+) -> None:
     """Puts the layers of this rank, the frozen layers, the cases and the loss scale back as they
     were.
 
@@ -81,7 +95,9 @@ def restore_engine(engine: Engine, path: Path, state: Mapping[str, Any], cases: 
         RunError: The ranks found different checkpoints.
         CheckpointError: A layer does not fit the model.
     """
-    agree(engine.world, hashlib.sha256(path.name.encode()).digest(), "which checkpoint to resume from")
+    agree(
+        engine.world, hashlib.sha256(path.name.encode()).digest(), "which checkpoint to resume from"
+    )
     _restore_frozen(engine, state)
     for index in engine.own_layers:
         engine.layer_states.restore(index, *checkpoint.load_layer(path, index, engine.world.device))

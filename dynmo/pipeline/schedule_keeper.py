@@ -18,7 +18,12 @@ from dynmo.balance.partition import Cost, Partition
 from dynmo.balance.stage_costs import pipeline_costs
 from dynmo.cost.layer_cost import Costs, LayerCost, LinkCost, elide
 from dynmo.planner.recompute import recompute_as_workspace
-from dynmo.planner.stage_schedule import StagePlan, StageRequest, plan_stages, schedule_for_balancers
+from dynmo.planner.stage_schedule import (
+    StagePlan,
+    StageRequest,
+    plan_stages,
+    schedule_for_balancers,
+)
 from dynmo.runtime.comm.agreement import agree
 from dynmo.runtime.state.layer_store import LayerStore
 from dynmo.schedule.automatic.make import full_schedule
@@ -53,15 +58,29 @@ class ScheduleKeeper:
         accumulation_groups: int,
         shapes: Shapes | None = None,
     ) -> None:
-        self._layer_store, self._name, self._chunks, self._memory_limit = layer_store, name, chunks, memory_limit
-        self.links, self._post_validation, self._accumulation_groups, self._shapes = links, post_validation, accumulation_groups, shapes
+        self._layer_store, self._name, self._chunks, self._memory_limit = (
+            layer_store,
+            name,
+            chunks,
+            memory_limit,
+        )
+        self.links, self._post_validation, self._accumulation_groups, self._shapes = (
+            links,
+            post_validation,
+            accumulation_groups,
+            shapes,
+        )
         # What the next schedule is made from; None until something is measured.
         self.known: tuple[LayerCost, ...] | None = None
 
     @property
     def objective(self) -> Objective:
         """What makes a step of this pipeline short."""
-        return Objective.MAKESPAN if not self._post_validation or self._layer_store.tied.apart else Objective.SPAN
+        return (
+            Objective.MAKESPAN
+            if not self._post_validation or self._layer_store.tied.apart
+            else Objective.SPAN
+        )
 
     # -- the schedule ------------------------------------------------------------------------------
 
@@ -69,7 +88,11 @@ class ScheduleKeeper:
         """The schedule of the next steps, which all ranks have compared."""
         schedule = self.on(self._layer_store.layout.partition)
         if entry(self._name).from_costs:
-            agree(self._layer_store.world, hashlib.sha256(str(schedule).encode()).digest(), "the schedule")
+            agree(
+                self._layer_store.world,
+                hashlib.sha256(str(schedule).encode()).digest(),
+                "the schedule",
+            )
         return schedule
 
     def on(self, partition: Partition, layers: tuple[LayerCost, ...] | None = None) -> Schedule:
@@ -80,15 +103,25 @@ class ScheduleKeeper:
             layers: Costs to make it for. The default is what is known of them.
         """
         layers = (layers or self.known or self._guess()) if entry(self._name).from_costs else None
-        if layers is None:  # all stages count as alike, their activations 1: at most twice as many as 1F1B keeps
+        if (
+            layers is None
+        ):  # all stages count as alike, their activations 1: at most twice as many as 1F1B keeps
             placement = self._layer_store.layout.placement
             caps = (2.0 * len(placement),) * self._layer_store.layout.ranks
-            return self._request.make(None, caps, partition.owner(self._layer_store.frozen.first_trainable))
+            return self._request.make(
+                None, caps, partition.owner(self._layer_store.frozen.first_trainable)
+            )
         return self.stage_plan(partition, layers).schedule
 
     def stage_plan(self, partition: Partition, layers: tuple[LayerCost, ...]) -> StagePlan:
         """The schedule of a placement at these costs, with its caps and memory."""
-        return plan_stages(self._request, layers, partition, self._boundary_links(), self._layer_store.frozen.first_trainable)
+        return plan_stages(
+            self._request,
+            layers,
+            partition,
+            self._boundary_links(),
+            self._layer_store.frozen.first_trainable,
+        )
 
     @property
     def _request(self) -> StageRequest:
@@ -109,12 +142,25 @@ class ScheduleKeeper:
         """Costs before any are measured: bytes by shape, and every layer's times alike."""
         layout, frozen = self._layer_store.layout, self._layer_store.frozen
         shapes = None if self._shapes is None else self._shapes(layout.replicas)
-        return None if shapes is None else elide(recompute_as_workspace(shapes, layout.recomputed), frozen.first_trainable, frozen.layers)
+        return (
+            None
+            if shapes is None
+            else elide(
+                recompute_as_workspace(shapes, layout.recomputed),
+                frozen.first_trainable,
+                frozen.layers,
+            )
+        )
 
     def full(self) -> Schedule:
         """The schedule with every stage training: an upper bound of what any frozen prefix keeps in
         memory."""
-        return full_schedule(self._name, self._layer_store.layout.ranks, self._layer_store.layout.microbatches, self._chunks)
+        return full_schedule(
+            self._name,
+            self._layer_store.layout.ranks,
+            self._layer_store.layout.microbatches,
+            self._chunks,
+        )
 
     def predict(self, layers: tuple[LayerCost, ...], partition: Partition) -> Timeline:
         """What the simulator says of one step under these costs and this placement, with the
@@ -158,7 +204,11 @@ class ScheduleKeeper:
     def elide(self) -> None:
         """What layers cost that are frozen by now is known without measuring."""
         if self.known is not None:
-            self.known = elide(self.known, self._layer_store.frozen.first_trainable, self._layer_store.frozen.layers)
+            self.known = elide(
+                self.known,
+                self._layer_store.frozen.first_trainable,
+                self._layer_store.frozen.layers,
+            )
 
     @property
     def message_timeout(self) -> float:
@@ -168,7 +218,9 @@ class ScheduleKeeper:
 
     # -- what a balancer is asked ------------------------------------------------------------------
 
-    def request(self, layers: tuple[LayerCost, ...], cost: Cost, seed: int, step: int) -> BalanceRequest:
+    def request(
+        self, layers: tuple[LayerCost, ...], cost: Cost, seed: int, step: int
+    ) -> BalanceRequest:
         """What a balancer is asked: where these layers should live, under this pipeline's schedule,
         links and memory limit."""
         limit, layout = self._memory_limit, self._layer_store.layout
@@ -199,4 +251,7 @@ class ScheduleKeeper:
         """The link behind each stage but the last; between two stages of one rank it costs
         nothing."""
         here = LinkCost(0.0, math.inf)
-        return tuple(self.links.get((min(pair), max(pair)), here) for pair in pairwise(self._layer_store.layout.placement))
+        return tuple(
+            self.links.get((min(pair), max(pair)), here)
+            for pair in pairwise(self._layer_store.layout.placement)
+        )

@@ -14,7 +14,9 @@ from dynmo.errors import ConfigError, InputError
 from dynmo.runtime.state.layer_store import LayerStore
 
 
-def check_batch(layer_store: LayerStore, inputs: object, targets: object, microbatches: int) -> None:
+def check_batch(
+    layer_store: LayerStore, inputs: object, targets: object, microbatches: int
+) -> None:
     """Refuses a batch that this rank's stages cannot take.
 
     Args:
@@ -28,13 +30,20 @@ def check_batch(layer_store: LayerStore, inputs: object, targets: object, microb
     """
     stages, world = layer_store.own_stages, layer_store.world
     last = len(layer_store.layout.placement) - 1
-    for name, batch, stage, holder in (("inputs", inputs, 0, "first"), ("targets", targets, last, "last")):
+    for name, batch, stage, holder in (
+        ("inputs", inputs, 0, "first"),
+        ("targets", targets, last, "last"),
+    ):
         if batch is None:
             if stage in stages:
-                raise InputError(f"{name} is None, but rank {world.rank} holds the {holder} stage; give it a tensor [microbatches, ...]")
+                raise InputError(
+                    f"{name} is None, but rank {world.rank} holds the {holder} stage; give it a tensor [microbatches, ...]"
+                )
             continue
         if not isinstance(batch, Tensor):
-            raise InputError(f"{name} is a {type(batch).__name__}; give one tensor [microbatches, ...] (torch.stack, torch.as_tensor)")
+            raise InputError(
+                f"{name} is a {type(batch).__name__}; give one tensor [microbatches, ...] (torch.stack, torch.as_tensor)"
+            )
         if batch.dim() == 0 or len(batch) != microbatches:
             own = " of this replica's own" if world.replicas > 1 else ""
             count = len(batch) if batch.dim() else "no"
@@ -47,7 +56,9 @@ def check_batch(layer_store: LayerStore, inputs: object, targets: object, microb
 def check_partition(partition: object) -> None:
     """Raises ConfigError if this is no Partition."""
     if not isinstance(partition, Partition):
-        raise ConfigError(f"partition is a {type(partition).__name__}; give a Partition, such as Partition((4, 4))")
+        raise ConfigError(
+            f"partition is a {type(partition).__name__}; give a Partition, such as Partition((4, 4))"
+        )
 
 
 def check_recompute(recompute: object, layers: int) -> None:
@@ -55,10 +66,14 @@ def check_recompute(recompute: object, layers: int) -> None:
     if callable(recompute):
         return
     if isinstance(recompute, str) or not isinstance(recompute, Collection):
-        raise ConfigError(f"recompute = {recompute!r}; give the indices of layers, range({layers}) for all, or a function")
+        raise ConfigError(
+            f"recompute = {recompute!r}; give the indices of layers, range({layers}) for all, or a function"
+        )
     outside = [index for index in cast(Collection[object], recompute) if index not in range(layers)]
     if outside:
-        raise ConfigError(f"recompute names layer {outside[0]!r}, but the model has {layers}, from 0 to {layers - 1}")
+        raise ConfigError(
+            f"recompute names layer {outside[0]!r}, but the model has {layers}, from 0 to {layers - 1}"
+        )
 
 
 def check_choice(option: str, value: object, allowed: Collection[str]) -> None:
@@ -72,4 +87,6 @@ def check_rates(lr: object, max_norm: object) -> None:
     if not isinstance(lr, Real) or not 0 <= float(lr) < math.inf:
         raise InputError(f"lr = {lr!r}; give a finite number of at least 0")
     if not isinstance(max_norm, Real) or not float(max_norm) >= 0:
-        raise InputError(f"max_norm = {max_norm!r}; give a number of at least 0, where 0 clips nothing")
+        raise InputError(
+            f"max_norm = {max_norm!r}; give a number of at least 0, where 0 clips nothing"
+        )

@@ -32,7 +32,9 @@ def other_balancers(request: PlanRequest) -> list[Alternative]:
 
 def other_schedules(request: PlanRequest) -> list[Alternative]:
     return _attempt_all(
-        (name, replace(request, schedule=name, chunks=None, any_links=True)) for name in SCHEDULES if name != request.schedule
+        (name, replace(request, schedule=name, chunks=None, any_links=True))
+        for name in SCHEDULES
+        if name != request.schedule
     )
 
 
@@ -40,13 +42,19 @@ def other_microbatches(request: PlanRequest) -> list[Alternative]:
     """At the same global batch: a microbatch of half the size is taken to need half the time and
     half the activations."""
     resizes = resize(request.profile, request.microbatches, (0.25, 0.5, 2, 4))
-    return _attempt_all((m, replace(request, profile=profile, microbatches=m)) for m, profile in resizes)
+    return _attempt_all(
+        (m, replace(request, profile=profile, microbatches=m)) for m, profile in resizes
+    )
 
 
 def other_ranks(request: PlanRequest) -> list[Alternative]:
     most = len(request.layers) // chunks_of(request.schedule, request.chunks)
     near = {request.ranks + by for by in (-2, -1, 1, 2)} | {request.ranks // 2, 2 * request.ranks}
-    return _attempt_all((p, replace(request, ranks=p, any_links=True)) for p in sorted(near - {request.ranks}) if 1 <= p <= most)
+    return _attempt_all(
+        (p, replace(request, ranks=p, any_links=True))
+        for p in sorted(near - {request.ranks})
+        if 1 <= p <= most
+    )
 
 
 def _attempt_all(requests: Iterable[tuple[str | int, PlanRequest]]) -> list[Alternative]:
@@ -55,7 +63,12 @@ def _attempt_all(requests: Iterable[tuple[str | int, PlanRequest]]) -> list[Alte
     alternatives: list[Alternative] = []
     for choice, request in requests:
         try:
-            alternatives.append(Alternative(choice, make_plan(replace(request, quick=request.ranks * request.microbatches > LARGE))))
+            alternatives.append(
+                Alternative(
+                    choice,
+                    make_plan(replace(request, quick=request.ranks * request.microbatches > LARGE)),
+                )
+            )
         except InputError as error:
             alternatives.append(Alternative(choice, None, str(error)))
     return sorted(alternatives, key=lambda x: math.inf if x.plan is None else x.plan.step)

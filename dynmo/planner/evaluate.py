@@ -61,8 +61,12 @@ class PlanRequest:
     def __post_init__(self) -> None:
         if self.ranks < 1:
             raise PartitionError(f"{self.ranks} ranks; at least 1 is needed")
-        if self.memory_limit is not None and not any(x.static_bytes or x.activation_bytes for x in self.profile.layers):
-            raise PartitionError("a memory limit, but the costs have no sizes; give weight_bytes, activation_bytes, ... (one per layer)")
+        if self.memory_limit is not None and not any(
+            x.static_bytes or x.activation_bytes for x in self.profile.layers
+        ):
+            raise PartitionError(
+                "a memory limit, but the costs have no sizes; give weight_bytes, activation_bytes, ... (one per layer)"
+            )
 
     @cached_property
     def kept(self) -> tuple[LayerCost, ...]:
@@ -78,7 +82,9 @@ class PlanRequest:
         """The most bytes that come for a moment, beside what is live between ops: recomputing a
         layer brings them back during its B, and summing gradients over the replicas takes them."""
         pairs = zip(self.kept, self.layers, strict=True)
-        back = max((kept.activation_bytes - left.activation_bytes for kept, left in pairs), default=0)
+        back = max(
+            (kept.activation_bytes - left.activation_bytes for kept, left in pairs), default=0
+        )
         return back + (reduction_bytes(self.kept) if self.replicas > 1 else 0)
 
     @cached_property
@@ -109,7 +115,9 @@ class PlanRequest:
         """Where the layers are: as the file says, if that was for as many stages; else evenly
         spread."""
         known, stages = self.profile.partition, len(self.placement)
-        fits = known is not None and len(known) == stages and self.profile.ranks in (None, self.ranks)
+        fits = (
+            known is not None and len(known) == stages and self.profile.ranks in (None, self.ranks)
+        )
         return Partition(known) if known is not None and fits else uniform(len(self.layers), stages)
 
 
@@ -140,7 +148,11 @@ class Plan:
     @property
     def step(self) -> float:
         """Predicted seconds of a step, by the objective."""
-        return self.timeline.makespan if self.request.objective is Objective.MAKESPAN else self.timeline.span
+        return (
+            self.timeline.makespan
+            if self.request.objective is Objective.MAKESPAN
+            else self.timeline.span
+        )
 
     @property
     def stage_cost(self) -> tuple[float, ...]:
@@ -150,7 +162,10 @@ class Plan:
     def rank_cost(self) -> tuple[float, ...]:
         """The same of each rank's stages together."""
         pairs = list(zip(self.stage_cost, self.request.placement, strict=True))
-        return tuple(math.fsum(cost for cost, holder in pairs if holder == rank) for rank in range(self.request.ranks))
+        return tuple(
+            math.fsum(cost for cost, holder in pairs if holder == rank)
+            for rank in range(self.request.ranks)
+        )
 
     @property
     def imbalance(self) -> float:
@@ -161,7 +176,10 @@ class Plan:
         """The layers that change ranks, from the placement as it is; source and target are
         ranks."""
         placement = self.request.placement
-        across = (Move(layer, placement[a], placement[b]) for layer, a, b in moves(self.request.current, self.partition))
+        across = (
+            Move(layer, placement[a], placement[b])
+            for layer, a, b in moves(self.request.current, self.partition)
+        )
         return tuple(move for move in across if move.source != move.target)
 
     @property
@@ -190,16 +208,39 @@ class TooFullError(NoRoomError):
 def evaluate_partition(request: PlanRequest, partition: Partition) -> Plan:
     """What this placement would take, by the simulator, with the schedule made for it. Raises
     NoRoomError where it does not fit."""
-    stage_plan = plan_stages(request.stages, request.layers, partition, request.links, request.profile.first_trainable)
+    stage_plan = plan_stages(
+        request.stages, request.layers, partition, request.links, request.profile.first_trainable
+    )
     if request.memory_limit is not None and max(stage_plan.memory) > request.memory_limit:
         raise TooFullError(request, partition, stage_plan.memory)
-    costs, schedule = pipeline_costs(request.layers, partition, links=request.links), stage_plan.schedule
+    costs, schedule = (
+        pipeline_costs(request.layers, partition, links=request.links),
+        stage_plan.schedule,
+    )
     timeline = simulate(schedule, costs)
     if not math.isfinite(timeline.makespan):
-        raise InputError("the times are so large that their sum is not a number any more; choose a larger unit")
+        raise InputError(
+            "the times are so large that their sum is not a number any more; choose a larger unit"
+        )
     reached = timeline.makespan if request.objective is Objective.MAKESPAN else timeline.span
     limits = None if request.memory_limit is None else stage_plan.caps
-    bound = lower_bound_on(request.placement, stage_plan.costs, request.microbatches, schedule.first_trainable, request.objective, limits)
+    bound = lower_bound_on(
+        request.placement,
+        stage_plan.costs,
+        request.microbatches,
+        schedule.first_trainable,
+        request.objective,
+        limits,
+    )
     # A bound that is reached may come out a rounding error above what reached it, since it is
     # summed in another order.
-    return Plan(request, partition, costs, schedule, timeline, min(bound, reached), stage_plan.caps, stage_plan.memory)
+    return Plan(
+        request,
+        partition,
+        costs,
+        schedule,
+        timeline,
+        min(bound, reached),
+        stage_plan.caps,
+        stage_plan.memory,
+    )

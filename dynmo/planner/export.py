@@ -35,11 +35,15 @@ class MegatronLayout:
     rounded: tuple[int, ...]
 
 
-def _whole_blocks(names: Sequence[str], partition: Partition) -> tuple[list[range], tuple[int, ...]]:
+def _whole_blocks(
+    names: Sequence[str], partition: Partition
+) -> tuple[list[range], tuple[int, ...]]:
     """The blocks on each stage once every cut is at the end of a block, and the cuts that were
     moved."""
     if partition.layers != len(names):
-        raise PartitionError(f"{len(names)} names for a placement of {partition.layers} layers; give one name per layer")
+        raise PartitionError(
+            f"{len(names)} names for a placement of {partition.layers} layers; give one name per layer"
+        )
     first, blocks, _ = blocks_of(names)
     ends = [first, *(block.stop for block in blocks)]
     cuts, rounded = [0], list[int]()
@@ -94,9 +98,15 @@ def torchtitan_modules(
     last = len(stages) - 1
     out: list[list[str]] = []
     for index, blocks in enumerate(stages):
-        own = [*(inputs if index == 0 else ()), *(f"layers.{block}" for block in blocks), *(outputs if index == last else ())]
+        own = [
+            *(inputs if index == 0 else ()),
+            *(f"layers.{block}" for block in blocks),
+            *(outputs if index == last else ()),
+        ]
         if not own:
-            raise PartitionError(f"stage {index} has less than half a block, so torchtitan would have nothing there; place whole blocks")
+            raise PartitionError(
+                f"stage {index} has less than half a block, so torchtitan would have nothing there; place whole blocks"
+            )
         out.append(own)
     return Modules(out, rounded)
 

@@ -52,9 +52,7 @@ class Mesh:
         return self.replicas * self.microbatches * self.micro_batch
 
     def __str__(self) -> str:
-        return (
-            f"{self.pipeline} ranks x {self.replicas} replicas, {self.microbatches} microbatches of {self.micro_batch} with {self.schedule}"
-        )
+        return f"{self.pipeline} ranks x {self.replicas} replicas, {self.microbatches} microbatches of {self.micro_batch} with {self.schedule}"
 
 
 @dataclass(frozen=True)
@@ -81,7 +79,9 @@ class MeshPlan:
         return self.mesh.global_batch / self.seconds if self.seconds else math.inf
 
 
-def mesh_profile(profile: Profile, mesh: Mesh, zero: int, accumulation_groups: int | None = None) -> Profile:
+def mesh_profile(
+    profile: Profile, mesh: Mesh, zero: int, accumulation_groups: int | None = None
+) -> Profile:
     """The costs of one replica: of the mesh's microbatches, with the optimizer state that ZeRO
     leaves on a rank and the gradients that wait in accumulation groups."""
     assert profile.microbatch is not None
@@ -89,8 +89,12 @@ def mesh_profile(profile: Profile, mesh: Mesh, zero: int, accumulation_groups: i
     if zero:
         layers = tuple(layer.shared(mesh.replicas) for layer in layers)
     if accumulation_groups is not None:
-        layers = tuple(layer.with_accumulation(accumulation_groups // mesh.replicas) for layer in layers)
-    return replace(profile, layers=layers, microbatch=mesh.micro_batch, microbatches=mesh.microbatches)
+        layers = tuple(
+            layer.with_accumulation(accumulation_groups // mesh.replicas) for layer in layers
+        )
+    return replace(
+        profile, layers=layers, microbatch=mesh.micro_batch, microbatches=mesh.microbatches
+    )
 
 
 def add_reductions(mesh: Mesh, plan: Plan, bandwidth: float, zero: int = 0) -> MeshPlan:
@@ -103,7 +107,9 @@ def add_reductions(mesh: Mesh, plan: Plan, bandwidth: float, zero: int = 0) -> M
         trained = sorted(_ready(plan, row), key=lambda pair: pair[0])
         over = -math.inf
         for ready, layer in trained:
-            over = max(over, ready) + (1 if zero else 2) * link.ring_seconds(layer.gradient_bytes, mesh.replicas)
+            over = max(over, ready) + (1 if zero else 2) * link.ring_seconds(
+                layer.gradient_bytes, mesh.replicas
+            )
         ends.append(max(over, row[-1].end))
         weights = sum(layer.weight_bytes for _, layer in trained)
         gathers.append(link.ring_seconds(weights, mesh.replicas) if zero else 0.0)
@@ -111,9 +117,13 @@ def add_reductions(mesh: Mesh, plan: Plan, bandwidth: float, zero: int = 0) -> M
     if plan.request.objective is Objective.MAKESPAN:  # the optimizer is a barrier
         seconds = max(ends) + max(gathers) - min(begins)
     else:
-        seconds = max(end + gather - begin for end, gather, begin in zip(ends, gathers, begins, strict=True))
+        seconds = max(
+            end + gather - begin for end, gather, begin in zip(ends, gathers, begins, strict=True)
+        )
     if not math.isfinite(seconds):
-        raise PartitionError(f"at {bandwidth} bytes per second a step takes longer than a number can say; give a bandwidth that there is")
+        raise PartitionError(
+            f"at {bandwidth} bytes per second a step takes longer than a number can say; give a bandwidth that there is"
+        )
     return MeshPlan(mesh, plan, seconds, max(0.0, seconds - plan.step))
 
 

@@ -34,7 +34,10 @@ from dynmo.schedule.bounds import Objective
 from dynmo.schedule.catalogue import check_microbatches, chunks_of
 
 SCHEDULES = ("zb-h1", "1f1b", "zb-h2", "zb-auto", "zb-v")
-FRUGAL = ("v-half", "v-min")  # with less memory than zb-v, and hardly ever faster: only where memory is limited
+FRUGAL = (
+    "v-half",
+    "v-min",
+)  # with less memory than zb-v, and hardly ever faster: only where memory is limited
 BALANCERS = ("exact", "schedule-aware")
 
 
@@ -90,13 +93,22 @@ class MeshRequest:
     accumulation_groups: int | None = None
 
     def __post_init__(self) -> None:
-        for what, value in (("GPUs", self.gpus), ("sequences in a global batch", self.global_batch), ("candidates", self.keep)):
+        for what, value in (
+            ("GPUs", self.gpus),
+            ("sequences in a global batch", self.global_batch),
+            ("candidates", self.keep),
+        ):
             if not 1 <= value <= _MOST:
-                raise PartitionError(f"{value} {what}; at least 1 is needed" + f", and at most {_MOST}" * (value > _MOST))
+                raise PartitionError(
+                    f"{value} {what}; at least 1 is needed"
+                    + f", and at most {_MOST}" * (value > _MOST)
+                )
         if self.zero not in (0, 1):
             raise PartitionError(f"zero = {self.zero}; it is 0 or 1")
         if not self.bandwidth > 0:
-            raise PartitionError(f"a bandwidth of {self.bandwidth} bytes per second; it is a number over 0")
+            raise PartitionError(
+                f"a bandwidth of {self.bandwidth} bytes per second; it is a number over 0"
+            )
         if self.profile.microbatch is None:
             raise PartitionError(
                 'the costs do not say of how many sequences a microbatch is, so they cannot be scaled; add "microbatch": 1 to the file, say'
@@ -116,7 +128,9 @@ class MeshRequest:
         own = self.profile.microbatch
         assert own is not None
         halves = (own >> k for k in (2, 1) if own % (1 << k) == 0)
-        return tuple(x for x in (*halves, own, 2 * own, 4 * own) if self.global_batch % x == 0) or (own,)
+        return tuple(x for x in (*halves, own, 2 * own, 4 * own) if self.global_batch % x == 0) or (
+            own,
+        )
 
 
 class NoMeshFitsError(NoRoomError):
@@ -174,7 +188,9 @@ class _Search:
 
     def run(self, only_quick: bool) -> MeshSearchResult:
         request = self.request
-        meshes = sorted(self.meshes(), key=lambda mesh: (self.bound(mesh), mesh.replicas, mesh.micro_batch))
+        meshes = sorted(
+            self.meshes(), key=lambda mesh: (self.bound(mesh), mesh.replicas, mesh.micro_batch)
+        )
         quick: list[MeshPlan] = []
         slower = 0
         for mesh in meshes:
@@ -195,8 +211,19 @@ class _Search:
         ops = accumulate(3 * x.mesh.microbatches * len(x.plan.request.placement) for x in quick)
         refined = [not only_quick and (done <= _REFINED or i < 3) for i, done in enumerate(ops)]
         best = [self.refine(x) if wanted else x for x, wanted in zip(quick, refined, strict=True)]
-        best.sort(key=lambda x: (x.seconds, x.mesh.pipeline, x.mesh.microbatches, request.names.index(x.mesh.schedule)))
-        return MeshSearchResult(tuple(best[: request.keep]), tuple(self.refused), slower + max(0, len(best) - request.keep))
+        best.sort(
+            key=lambda x: (
+                x.seconds,
+                x.mesh.pipeline,
+                x.mesh.microbatches,
+                request.names.index(x.mesh.schedule),
+            )
+        )
+        return MeshSearchResult(
+            tuple(best[: request.keep]),
+            tuple(self.refused),
+            slower + max(0, len(best) - request.keep),
+        )
 
     # -- what there is to try ----------------------------------------------------------------------
 
@@ -246,7 +273,9 @@ class _Search:
         undivided = [x for x in self.refused if "does not divide" in x.reason]
         if len(undivided) < len(self.refused):
             return next(x.reason for x in self.refused if x not in undivided)
-        least = request.gpus // max(p for p in range(1, min(request.gpus, layers) + 1) if request.gpus % p == 0)
+        least = request.gpus // max(
+            p for p in range(1, min(request.gpus, layers) + 1) if request.gpus % p == 0
+        )
         batches = sorted({least * size for size in request.sizes})
         return (
             f"{request.gpus} GPUs cannot be used: the model's {layers} layers allow at least {least} replicas, and a global batch of "
@@ -275,7 +304,9 @@ class _Search:
     def plan_mesh(self, mesh: Mesh, balancer: str, quick: bool) -> MeshPlan | None:
         plan_request = replace(self.plan_request(mesh), balancer=balancer, quick=quick)
         try:
-            return add_reductions(mesh, make_plan(plan_request), self.request.bandwidth, self.request.zero)
+            return add_reductions(
+                mesh, make_plan(plan_request), self.request.bandwidth, self.request.zero
+            )
         except (PartitionError, ScheduleError) as error:
             if quick:
                 self.refused.append(self.explain(plan_request, mesh, error))
@@ -292,22 +323,40 @@ class _Search:
         most = max(need)
         if most <= limit:
             return RefusedMesh(mesh, str(error))
-        rank, recomputing = need.index(most), "" if plan_request.recompute == "none" else " with everything recomputed"
+        rank, recomputing = (
+            need.index(most),
+            "" if plan_request.recompute == "none" else " with everything recomputed",
+        )
         reason = f"memory: rank {rank} needs {most} bytes{recomputing}, {most - limit} over the limit of {limit}"
         return RefusedMesh(mesh, reason, most)
 
     def need(self, plan_request: PlanRequest) -> tuple[int, ...]:
         """Bytes per rank where the layers are balanced by time, whatever they need."""
-        chosen = frozenset(range(len(plan_request.kept)) if plan_request.recompute != "none" else ())
+        chosen = frozenset(
+            range(len(plan_request.kept)) if plan_request.recompute != "none" else ()
+        )
         plan_request = replace(plan_request, recomputed=chosen)
         weights = [layer.seconds for layer in plan_request.layers]
         chunked = len(plan_request.placement) > plan_request.ranks
-        even = uniform(len(weights), len(plan_request.placement)) if chunked else exact(weights, plan_request.ranks)
+        even = (
+            uniform(len(weights), len(plan_request.placement))
+            if chunked
+            else exact(weights, plan_request.ranks)
+        )
         own = pipeline_costs(plan_request.layers, even, links=plan_request.links)
         # The least that it can be made within: one microbatch.
-        caps = tuple(max(0.0, x.mem_f, x.mem_f + x.mem_b) for x in own.stages) if plan_request.schedule == "zb-auto" else None
+        caps = (
+            tuple(max(0.0, x.mem_f, x.mem_f + x.mem_b) for x in own.stages)
+            if plan_request.schedule == "zb-auto"
+            else None
+        )
         schedule = make(
-            plan_request.schedule, plan_request.ranks, plan_request.microbatches, costs=own, chunks=plan_request.chunks, caps=caps
+            plan_request.schedule,
+            plan_request.ranks,
+            plan_request.microbatches,
+            costs=own,
+            chunks=plan_request.chunks,
+            caps=caps,
         )
         return memory_needs(plan_request, even, schedule)
 
@@ -330,20 +379,29 @@ class _Search:
         for name in self.request.balancers:
             if candidate.seconds > self.bound(candidate.mesh) * (1 + 1e-6):
                 other = self.plan_mesh(candidate.mesh, name, quick=False)
-                candidate = other if other is not None and other.seconds < candidate.seconds else candidate
+                candidate = (
+                    other if other is not None and other.seconds < candidate.seconds else candidate
+                )
         return candidate
 
     def bound(self, mesh: Mesh) -> float:
         """No placement of this mesh takes less: its busiest rank's work, without any wait."""
         size = self.request.profile.microbatch
         assert size is not None
-        load = self.bottleneck(mesh.pipeline, mesh.pipeline == 1 or chunks_of(mesh.schedule, self.request.chunks) == 1)
+        load = self.bottleneck(
+            mesh.pipeline, mesh.pipeline == 1 or chunks_of(mesh.schedule, self.request.chunks) == 1
+        )
         return mesh.microbatches * mesh.micro_batch / size * load * (1 - 1e-9)
 
     def bottleneck(self, ranks: int, contiguous: bool) -> float:
         """Seconds of a measured microbatch on the busiest rank, at the least."""
         if (ranks, contiguous) not in self.loads:
-            weights = [layer.seconds for layer in freeze(self.request.profile.layers, self.request.profile.first_trainable)]
+            weights = [
+                layer.seconds
+                for layer in freeze(
+                    self.request.profile.layers, self.request.profile.first_trainable
+                )
+            ]
             if contiguous:
                 self.loads[ranks, contiguous] = max(stage_loads(weights, exact(weights, ranks)))
             else:

@@ -10,12 +10,18 @@ from dynmo.cost.layer_cost import LayerCost
 from dynmo.cost.profile_file import Profile
 
 
-def resize(profile: Profile, microbatches: int, factors: Iterable[float]) -> Iterator[tuple[int, Profile]]:
+def resize(
+    profile: Profile, microbatches: int, factors: Iterable[float]
+) -> Iterator[tuple[int, Profile]]:
     """For each factor, so many times as many microbatches, where the batch can be split so."""
     size = profile.microbatch
     for factor in factors:
         count = round(microbatches * factor)
-        if count < 1 or count != microbatches * factor or (size is not None and size * microbatches % count):
+        if (
+            count < 1
+            or count != microbatches * factor
+            or (size is not None and size * microbatches % count)
+        ):
             continue
         resized_to = None if size is None else size * microbatches // count
         layers = scale_layers(profile.layers, microbatches / count)

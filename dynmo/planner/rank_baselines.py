@@ -41,9 +41,15 @@ def merge_ranks(question: RankQuestion, algorithm: str) -> RankChoice:
     move = partition.ranks < current.pipeline
     if move and max(plan.memory) > limit:
         need = max(plan.memory)
-        raise NoRoomError(f"{algorithm} merges to {mesh.gpus} ranks, of which one needs {need} bytes, over {limit}")
+        raise NoRoomError(
+            f"{algorithm} merges to {mesh.gpus} ranks, of which one needs {need} bytes, over {limit}"
+        )
     gain = 1 - plan.seconds / now.seconds if now.seconds else 0.0
-    what = f"{algorithm}: {mesh.gpus} of {current.gpus} ranks by memory" if move else f"stay: {algorithm} merges nothing"
+    what = (
+        f"{algorithm}: {mesh.gpus} of {current.gpus} ranks by memory"
+        if move
+        else f"stay: {algorithm} merges nothing"
+    )
     return RankChoice(
         mesh=mesh,
         partition=partition,

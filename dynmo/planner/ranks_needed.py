@@ -60,7 +60,9 @@ def ranks_needed(workload: Workload, tolerance: float) -> tuple[RanksNeeded, ...
     for moment, ((start, _), stop) in enumerate(zip(workload.moments, stops, strict=True)):
         known: dict[Partition, float] = {}
 
-        def place(ranks: int, moment: int = moment, known: dict[Partition, float] = known) -> Partition | None:
+        def place(
+            ranks: int, moment: int = moment, known: dict[Partition, float] = known
+        ) -> Partition | None:
             try:
                 partition, seconds = _best(workload, ranks, moment)
             except InputError:  # it does not fit their memory, or the schedule needs more ranks
@@ -69,21 +71,37 @@ def ranks_needed(workload: Workload, tolerance: float) -> tuple[RanksNeeded, ...
             return partition
 
         choice = fewest_ranks(place, known.__getitem__, limit, most)
-        partition, seconds = (choice.partition, choice.seconds) if choice else _best(workload, workload.ranks, moment)
-        ranks = workload.ranks if choice is None else partition.ranks // chunks_of(workload.schedule, workload.chunks)
+        partition, seconds = (
+            (choice.partition, choice.seconds)
+            if choice
+            else _best(workload, workload.ranks, moment)
+        )
+        ranks = (
+            workload.ranks
+            if choice is None
+            else partition.ranks // chunks_of(workload.schedule, workload.chunks)
+        )
         rows.append(RanksNeeded(start, stop - 1, ranks, seconds, partition.counts))
     return tuple(rows)
 
 
 def mean_ranks(rows: tuple[RanksNeeded, ...]) -> float:
     """The mean over the steps."""
-    return sum(row.ranks * (row.last - row.first + 1) for row in rows) / sum(row.last - row.first + 1 for row in rows)
+    return sum(row.ranks * (row.last - row.first + 1) for row in rows) / sum(
+        row.last - row.first + 1 for row in rows
+    )
 
 
 def _best(workload: Workload, ranks: int, moment: int) -> tuple[Partition, float]:
     """The placement that the balancer proposes for a moment on so many ranks, and its seconds."""
     policy = workload.policy
-    balancer = policy.balancer if policy.balancer in BALANCERS and policy.balancer not in ("none", "random") else "schedule-aware"
-    replayer = Replayer(replace(workload, ranks=ranks, initial=None, policy=replace(policy, balancer=balancer)))
+    balancer = (
+        policy.balancer
+        if policy.balancer in BALANCERS and policy.balancer not in ("none", "random")
+        else "schedule-aware"
+    )
+    replayer = Replayer(
+        replace(workload, ranks=ranks, initial=None, policy=replace(policy, balancer=balancer))
+    )
     plan = make_plan(replayer.request(moment, replayer.even))
     return plan.partition, replayer.finish(plan.timeline, plan).seconds

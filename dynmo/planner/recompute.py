@@ -53,7 +53,9 @@ def _keeping(layer: LayerCost, kept: int) -> LayerCost:
     )
 
 
-def recompute_as_workspace(costs: Sequence[LayerCost], chosen: Collection[int]) -> tuple[LayerCost, ...]:
+def recompute_as_workspace(
+    costs: Sequence[LayerCost], chosen: Collection[int]
+) -> tuple[LayerCost, ...]:
     """Adds recomputation to costs that were derived from shapes.
 
     Shapes tell no times, so every layer counts the same.
@@ -70,7 +72,11 @@ def _input_bytes(layers: Sequence[LayerCost], index: int) -> int:
 
 
 def recompute_memory(
-    layers: Sequence[LayerCost], chosen: Collection[int], counts: Sequence[int], schedule: Schedule, replicas: int = 1
+    layers: Sequence[LayerCost],
+    chosen: Collection[int],
+    counts: Sequence[int],
+    schedule: Schedule,
+    replicas: int = 1,
 ) -> tuple[int, ...]:
     """An upper bound by which `choose_recomputed` chooses: bytes of each rank when the layers of
     `chosen` are recomputed.
@@ -94,7 +100,11 @@ def recompute_memory(
 
 
 def choose_recomputed(
-    layers: Sequence[LayerCost], counts: Sequence[int], schedule: Schedule, limit: int | Sequence[int], replicas: int = 1
+    layers: Sequence[LayerCost],
+    counts: Sequence[int],
+    schedule: Schedule,
+    limit: int | Sequence[int],
+    replicas: int = 1,
 ) -> frozenset[int]:
     """The layers to recompute so that every rank fits `limit` bytes (one number, or one per rank),
     for this placement and schedule.
@@ -107,10 +117,14 @@ def choose_recomputed(
     """
     limits = (limit,) * schedule.ranks if isinstance(limit, int) else tuple(limit)
     if len(limits) != schedule.ranks:
-        raise PartitionError(f"{len(limits)} memory limits for {schedule.ranks} ranks; give one per rank, or one number for all")
+        raise PartitionError(
+            f"{len(limits)} memory limits for {schedule.ranks} ranks; give one per rank, or one number for all"
+        )
     every = with_recompute(layers, range(len(layers)))
     chosen: set[int] = set()
-    for rank, (holder, most) in enumerate(zip(_ranks(layers, counts, schedule, replicas), limits, strict=True)):
+    for rank, (holder, most) in enumerate(
+        zip(_ranks(layers, counts, schedule, replicas), limits, strict=True)
+    ):
         least = holder.need(every)
         if least > most:
             raise NoRoomError(
@@ -121,7 +135,9 @@ def choose_recomputed(
     return frozenset(chosen)
 
 
-def _ranks(layers: Sequence[LayerCost], counts: Sequence[int], schedule: Schedule, replicas: int) -> tuple[_Rank, ...]:
+def _ranks(
+    layers: Sequence[LayerCost], counts: Sequence[int], schedule: Schedule, replicas: int
+) -> tuple[_Rank, ...]:
     if (sum(counts), len(counts)) != (len(layers), schedule.stages):
         raise PartitionError(
             f"a placement of {sum(counts)} layers on {len(counts)} stages, for {len(layers)} layers under a schedule of {schedule.stages}"
@@ -130,9 +146,23 @@ def _ranks(layers: Sequence[LayerCost], counts: Sequence[int], schedule: Schedul
     held = static_bytes(layers, counts, schedule.placement)
     out: list[_Rank] = []
     for rank, static in enumerate(held):
-        stages = {s: range(bounds[s], bounds[s + 1]) for s in schedule.stages_of(rank) if s >= schedule.first_trainable}
-        summed = tuple(reduction_bytes(layers[own.start : own.stop]) if replicas > 1 else 0 for own in stages.values())
-        out.append(_Rank(tuple(layers), stages, static, frozenset(_moments(schedule, rank, tuple(stages), summed))))
+        stages = {
+            s: range(bounds[s], bounds[s + 1])
+            for s in schedule.stages_of(rank)
+            if s >= schedule.first_trainable
+        }
+        summed = tuple(
+            reduction_bytes(layers[own.start : own.stop]) if replicas > 1 else 0
+            for own in stages.values()
+        )
+        out.append(
+            _Rank(
+                tuple(layers),
+                stages,
+                static,
+                frozenset(_moments(schedule, rank, tuple(stages), summed)),
+            )
+        )
     return tuple(out)
 
 
@@ -141,9 +171,15 @@ _Moment = tuple[tuple[int, ...], tuple[int, ...], int, bool, int]
 now (-1: none); with its W at once? And bytes of reductions over the replicas."""
 
 
-def _moments(schedule: Schedule, rank: int, stages: tuple[int, ...], summed: Sequence[int]) -> Iterator[_Moment]:
+def _moments(
+    schedule: Schedule, rank: int, stages: tuple[int, ...], summed: Sequence[int]
+) -> Iterator[_Moment]:
     """summed: per own stage, bytes that its reduction takes from its last W on."""
-    forward, stashed, left = [0] * len(stages), [0] * len(stages), [schedule.microbatches] * len(stages)
+    forward, stashed, left = (
+        [0] * len(stages),
+        [0] * len(stages),
+        [schedule.microbatches] * len(stages),
+    )
     reduction = 0
     for op in schedule.ops[rank]:
         if op.stage not in stages:
@@ -173,10 +209,14 @@ class _Rank:
         own = list(self.stages.values())
         activation = [sum(kept[i].activation_bytes for i in stage) for stage in own]
         stash = [sum(kept[i].stash_bytes for i in stage) for stage in own]
-        more = [{fused: self._within(kept, stage, fused) for fused in (False, True)} for stage in own]
+        more = [
+            {fused: self._within(kept, stage, fused) for fused in (False, True)} for stage in own
+        ]
         peak = 0
         for forward, stashed, running, fused, reduction in self.moments:
-            live = sum(n * x for n, x in zip(forward, activation, strict=True)) + sum(n * x for n, x in zip(stashed, stash, strict=True))
+            live = sum(n * x for n, x in zip(forward, activation, strict=True)) + sum(
+                n * x for n, x in zip(stashed, stash, strict=True)
+            )
             peak = max(peak, live + reduction + (more[running][fused] if running >= 0 else 0))
         return self.static + peak
 
@@ -184,7 +224,9 @@ class _Rank:
         """The most that a B adds while it goes through the stage, to what was live before it."""
         behind = most = 0
         for index in reversed(stage):
-            most = max(most, behind + self.layers[index].activation_bytes - kept[index].activation_bytes)
+            most = max(
+                most, behind + self.layers[index].activation_bytes - kept[index].activation_bytes
+            )
             behind += (0 if fused else kept[index].stash_bytes) - kept[index].activation_bytes
         return most
 
@@ -192,13 +234,21 @@ class _Rank:
         chosen: set[int] = set()
         kept = list(self.layers)
         every = with_recompute(self.layers, [i for stage in self.stages.values() for i in stage])
-        left = {i for stage in self.stages.values() for i in stage if every[i].activation_bytes < self.layers[i].activation_bytes}
+        left = {
+            i
+            for stage in self.stages.values()
+            for i in stage
+            if every[i].activation_bytes < self.layers[i].activation_bytes
+        }
         need = self.need(kept)
         while need > limit:
             ranked: list[tuple[float, float, int]] = []
             for index in sorted(left):
                 kept[index] = every[index]
-                saved, own = need - self.need(kept), self.layers[index].activation_bytes - every[index].activation_bytes
+                saved, own = (
+                    need - self.need(kept),
+                    self.layers[index].activation_bytes - every[index].activation_bytes,
+                )
                 kept[index] = self.layers[index]
                 seconds = self.layers[index].f or 1e-30
                 # Where two moments are as full, one layer alone may save nothing: then what it

@@ -63,13 +63,25 @@ def reshape(
         )
     stay = plan_as_now(request, current, partition)
     candidates = search(request).candidates
-    prices = [largest_arrival(request.profile.layers, current, partition, x.mesh, x.plan.partition) for x in candidates]
+    prices = [
+        largest_arrival(request.profile.layers, current, partition, x.mesh, x.plan.partition)
+        for x in candidates
+    ]
 
     def net(index: int) -> float:
-        return (stay.seconds - candidates[index].seconds) * horizon_steps - prices[index] * seconds_per_byte * margin
+        return (stay.seconds - candidates[index].seconds) * horizon_steps - prices[
+            index
+        ] * seconds_per_byte * margin
 
     best = max(range(len(candidates)), key=lambda i: (net(i), -prices[i], -i))
-    decision = worth_moving(stay.seconds, candidates[best].seconds, horizon_steps, prices[best] * seconds_per_byte, margin, hysteresis)
+    decision = worth_moving(
+        stay.seconds,
+        candidates[best].seconds,
+        horizon_steps,
+        prices[best] * seconds_per_byte,
+        margin,
+        hysteresis,
+    )
     if not decision.move:
         return Reshape(stay, decision, 0)
     return Reshape(candidates[best], decision, prices[best])
@@ -99,8 +111,12 @@ def plan_as_now(request: MeshRequest, current: Mesh, partition: Partition) -> Me
         replicas=current.replicas,
     )
     if len(plan_request.placement) != partition.ranks:
-        raise PartitionError(f"a placement on {partition.ranks} stages for {current}, which has {len(plan_request.placement)}")
-    return add_reductions(current, evaluate_partition(plan_request, partition), request.bandwidth, request.zero)
+        raise PartitionError(
+            f"a placement on {partition.ranks} stages for {current}, which has {len(plan_request.placement)}"
+        )
+    return add_reductions(
+        current, evaluate_partition(plan_request, partition), request.bandwidth, request.zero
+    )
 
 
 def largest_arrival(
@@ -127,7 +143,8 @@ def largest_arrival(
     return max(
         sum(
             layers[i].moved_bytes
-            for i in _held(new, new_partition, rank) - (set() if origin is None else _held(old, old_partition, origin))
+            for i in _held(new, new_partition, rank)
+            - (set() if origin is None else _held(old, old_partition, origin))
         )
         for rank, origin in enumerate(range(new.gpus) if origins is None else origins)
     )
@@ -136,4 +153,9 @@ def largest_arrival(
 def _held(mesh: Mesh, partition: Partition, rank: int) -> set[int]:
     """The layers of a rank. None if the mesh has no such rank."""
     placement = placement_of(mesh.schedule, mesh.pipeline, partition.ranks // mesh.pipeline)
-    return {i for stage, holder in enumerate(placement) if holder == rank // mesh.replicas for i in partition.range_of(stage)}
+    return {
+        i
+        for stage, holder in enumerate(placement)
+        if holder == rank // mesh.replicas
+        for i in partition.range_of(stage)
+    }

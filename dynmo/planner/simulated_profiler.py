@@ -47,7 +47,14 @@ class SimulatedProfiler:
         one reading only."""
         both = [readings.halves for readings in self._readings]
         known = [x for x in both if x is not None]
-        return tuple(self._with([x[half] for x in known]) for half in (0, 1)) if len(known) == len(both) else ()
+        return (
+            tuple(self._with([x[half] for x in known]) for half in (0, 1))
+            if len(known) == len(both)
+            else ()
+        )
 
     def _with(self, times: Sequence[Times]) -> Layers:
-        return tuple(replace(layer, f=x.f, b=x.b, w=x.w) for layer, x in zip(self._latest, times, strict=True))
+        return tuple(
+            replace(layer, f=x.f, b=x.b, w=x.w)
+            for layer, x in zip(self._latest, times, strict=True)
+        )

@@ -24,7 +24,12 @@ from dynmo.planner.evaluate import (
     memory_needs,
 )
 from dynmo.planner.recompute import choose_recomputed, recompute_memory
-from dynmo.planner.stage_schedule import one_microbatch, plan_stages, schedule_for_balancers, with_unit_memory
+from dynmo.planner.stage_schedule import (
+    one_microbatch,
+    plan_stages,
+    schedule_for_balancers,
+    with_unit_memory,
+)
 from dynmo.schedule.automatic.make import make
 from dynmo.schedule.catalogue import check_microbatches, entry
 from dynmo.schedule.memory import MemoryLimits, Pairs, stage_memory
@@ -37,7 +42,9 @@ def make_plan(request: PlanRequest) -> Plan:
     """The plan for exactly this request. Raises PartitionError or ScheduleError where it cannot be
     made or does not fit the memory."""
     if request.recompute == "all":
-        return _attempt(replace(request, recompute="none", recomputed=frozenset(range(len(request.kept)))))
+        return _attempt(
+            replace(request, recompute="none", recomputed=frozenset(range(len(request.kept))))
+        )
     if request.recompute == "auto" and request.memory_limit is not None:
         return _recomputing(replace(request, recompute="none"), request.memory_limit)
     return _attempt(request)
@@ -49,7 +56,9 @@ def _recomputing(request: PlanRequest, limit: int) -> Plan:
     layers to be recomputed: a few rounds of both."""
     plans: list[Plan] = []
     failed = _into(plans, lambda: _attempt(request))
-    free = _attempt(replace(request, memory_limit=None))  # what is wrong apart from memory is told as it is
+    free = _attempt(
+        replace(request, memory_limit=None)
+    )  # what is wrong apart from memory is told as it is
     if plans and plans[0].step <= free.step:
         return plans[0]
     for _ in range(3):
@@ -66,7 +75,12 @@ def _recomputing(request: PlanRequest, limit: int) -> Plan:
             free = plans[-1]
             continue
         changed_request, partition = replace(request, recomputed=chosen), free.partition
-        _into(plans, lambda changed_request=changed_request, partition=partition: evaluate_partition(changed_request, partition))
+        _into(
+            plans,
+            lambda changed_request=changed_request, partition=partition: evaluate_partition(
+                changed_request, partition
+            ),
+        )
         _into(plans, lambda changed_request=changed_request: _attempt(changed_request))
         nearer = _attempt(replace(changed_request, memory_limit=None))
         if nearer.partition == free.partition:
@@ -95,7 +109,9 @@ def _chosen(request: PlanRequest, free: Plan, limit: int) -> frozenset[int]:
         if max(needs) <= limit:
             break
         each = zip(limits, needs, known, strict=True)
-        limits = [min(own - max(0, need - limit), limit - (need - told)) for own, need, told in each]
+        limits = [
+            min(own - max(0, need - limit), limit - (need - told)) for own, need, told in each
+        ]
         chosen = choose_recomputed(request.kept, counts, free.schedule, limits, request.replicas)
     return chosen
 
@@ -153,7 +169,9 @@ def _placed(request: PlanRequest, pairs: tuple[Pairs, ...] | None, limit: int | 
         seed=request.seed,
         step=request.step,
         names=request.profile.names,
-        make=None if request.quick and request.balancer == "exact" else schedule_for_balancers(request.stages, request.layers),
+        make=None
+        if request.quick and request.balancer == "exact"
+        else schedule_for_balancers(request.stages, request.layers),
         links=request.links,
         objective=request.objective,
         first_trainable_layer=request.profile.first_trainable,
@@ -162,7 +180,9 @@ def _placed(request: PlanRequest, pairs: tuple[Pairs, ...] | None, limit: int | 
     failed: InputError | None = None
     for _ in range(_ROUNDS if request.balancer in _CHOOSING else 1):
         try:
-            return evaluate_partition(request, balancer(request.balancer)(replace(balance_request, memory_limit=told)))
+            return evaluate_partition(
+                request, balancer(request.balancer)(replace(balance_request, memory_limit=told))
+            )
         except (PartitionError, ScheduleError) as error:
             failed = failed or error
             if told is None or pairs is None or not isinstance(error, TooFullError):
@@ -172,13 +192,19 @@ def _placed(request: PlanRequest, pairs: tuple[Pairs, ...] | None, limit: int | 
     raise failed
 
 
-def _less(request: PlanRequest, pairs: tuple[Pairs, ...], told: tuple[int, ...], refused: TooFullError) -> tuple[int, ...]:
+def _less(
+    request: PlanRequest, pairs: tuple[Pairs, ...], told: tuple[int, ...], refused: TooFullError
+) -> tuple[int, ...]:
     """Per stage, the limit to tell a balancer that was told this much and filled some rank beyond
     the memory."""
     limit, needs = request.memory_limit, refused.needs
     assert limit is not None
     known = [max((layer.workspace_bytes for layer in request.layers), default=0)] * request.ranks
-    for need, rank in zip(stage_memory(request.layers, refused.partition.counts, pairs), request.placement, strict=True):
+    for need, rank in zip(
+        stage_memory(request.layers, refused.partition.counts, pairs),
+        request.placement,
+        strict=True,
+    ):
         known[rank] += need
     return tuple(
         max(0, min(own - max(0, needs[rank] - limit), limit - max(0, needs[rank] - known[rank])))
@@ -196,14 +222,31 @@ def _residents(request: PlanRequest) -> Iterator[tuple[Pairs, ...] | None]:
     costs = uniform_costs(stages, 1.0, 1.0, 1.0)
     # One activation of a stage is 1 here: 1F1B's memory, and in any case that of one microbatch.
     caps = (float(max(request.ranks, stages // request.ranks)),) * request.ranks
-    yield resident(make(request.schedule, request.ranks, request.microbatches, costs=costs, chunks=request.chunks, caps=caps))
+    yield resident(
+        make(
+            request.schedule,
+            request.ranks,
+            request.microbatches,
+            costs=costs,
+            chunks=request.chunks,
+            caps=caps,
+        )
+    )
     if request.schedule == "zb-auto" and request.ranks > 1:
         yield (((1, 0), (0, 1)),) * stages
     elif not entry(request.schedule).from_costs and request.profile.first_trainable:
         # With a frozen prefix the others may keep less. How many stages it fills, only the
         # placement says.
         for frozen in range(1, stages):
-            yield resident(make(request.schedule, request.ranks, request.microbatches, chunks=request.chunks, first_trainable=frozen))
+            yield resident(
+                make(
+                    request.schedule,
+                    request.ranks,
+                    request.microbatches,
+                    chunks=request.chunks,
+                    first_trainable=frozen,
+                )
+            )
 
 
 _TRIES, _QUICK_TRIES = 600_000, 60_000  # ops of the plans that are looked at
@@ -230,12 +273,30 @@ def _repaired(request: PlanRequest, refused: Partition | None) -> Plan | None:
     def fullest(counts: tuple[int, ...]) -> int:
         partition = Partition(counts)
         costs = with_unit_memory(pipeline_costs(request.layers, partition, links=request.links))
-        if request.schedule == "zb-auto":  # within whatever there is: with one microbatch at a time at the least
+        if (
+            request.schedule == "zb-auto"
+        ):  # within whatever there is: with one microbatch at a time at the least
             caps = one_microbatch(costs, request.placement)
-            return max(memory_needs(request, partition, request.stages.make(costs, caps, frozen_stages(costs))))
-        return max(plan_stages(free.stages, request.layers, partition, request.links, request.profile.first_trainable).memory)
+            return max(
+                memory_needs(
+                    request, partition, request.stages.make(costs, caps, frozen_stages(costs))
+                )
+            )
+        return max(
+            plan_stages(
+                free.stages,
+                request.layers,
+                partition,
+                request.links,
+                request.profile.first_trainable,
+            ).memory
+        )
 
-    tries = min(300, (_QUICK_TRIES if request.quick else _TRIES) // (3 * len(request.placement) * request.microbatches))
+    tries = min(
+        300,
+        (_QUICK_TRIES if request.quick else _TRIES)
+        // (3 * len(request.placement) * request.microbatches),
+    )
     for start in starts:
         counts, most = start.counts, fullest(start.counts)
         while most > limit and tries > 0:
@@ -256,12 +317,18 @@ def _repaired(request: PlanRequest, refused: Partition | None) -> Plan | None:
 def _may_fit(request: PlanRequest, limit: int) -> bool:
     """No where it is certain that no placement fits. Only of one stage a rank, without a frozen
     prefix, are a stage's peaks known before there is a placement."""
-    if len(request.placement) > request.ranks or request.profile.first_trainable or entry(request.schedule).from_costs:
+    if (
+        len(request.placement) > request.ranks
+        or request.profile.first_trainable
+        or entry(request.schedule).from_costs
+    ):
         return True
     known = resident(make(request.schedule, request.ranks, request.microbatches))
     try:
         exact(
-            [layer.seconds for layer in request.layers], request.ranks, memory=MemoryLimits(request.layers, known, (limit,) * request.ranks)
+            [layer.seconds for layer in request.layers],
+            request.ranks,
+            memory=MemoryLimits(request.layers, known, (limit,) * request.ranks),
         )
     except PartitionError:
         return False
@@ -272,4 +339,9 @@ def _neighbours(counts: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
     for boundary in range(len(counts) - 1):
         for by in (-1, 1):
             if counts[boundary] + by > 0 and counts[boundary + 1] - by > 0:
-                yield (*counts[:boundary], counts[boundary] + by, counts[boundary + 1] - by, *counts[boundary + 2 :])
+                yield (
+                    *counts[:boundary],
+                    counts[boundary] + by,
+                    counts[boundary + 1] - by,
+                    *counts[boundary + 2 :],
+                )

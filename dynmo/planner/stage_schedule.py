@@ -81,7 +81,9 @@ class StageRequest:
             objective=self.objective,
         )
 
-    def memory(self, layers: Sequence[LayerCost], counts: Sequence[int], schedule: Schedule) -> tuple[int, ...]:
+    def memory(
+        self, layers: Sequence[LayerCost], counts: Sequence[int], schedule: Schedule
+    ) -> tuple[int, ...]:
         """Bytes of each rank at its peak: the account by which runs and plans are refused.
 
         Args:
@@ -91,9 +93,19 @@ class StageRequest:
         """
         groups = self.accumulation_groups
         if groups is None:
-            layers = [replace(x, weight_bytes=x.weight_bytes + x.pending_gradient_bytes) if x.pending_gradient_bytes else x for x in layers]
+            layers = [
+                replace(x, weight_bytes=x.weight_bytes + x.pending_gradient_bytes)
+                if x.pending_gradient_bytes
+                else x
+                for x in layers
+            ]
         return rank_memory(
-            layers, counts, schedule, post_validation=self.post_validation, replicas=self.replicas, accumulation_groups=groups or 1
+            layers,
+            counts,
+            schedule,
+            post_validation=self.post_validation,
+            replicas=self.replicas,
+            accumulation_groups=groups or 1,
         )
 
 
@@ -189,7 +201,10 @@ def _fitting(
             break
         alive = peak_memory(schedule, costs)
         over = [max(0, need - limit) for need in needed]
-        lower = tuple(max(least, min(a, b) - more) for least, a, b, more in zip(one, caps, alive, over, strict=True))
+        lower = tuple(
+            max(least, min(a, b) - more)
+            for least, a, b, more in zip(one, caps, alive, over, strict=True)
+        )
         # One microbatch at a time is the last that there is to try.
         caps = one if lower == caps or turn == _ROUNDS - 2 else lower
         try:
@@ -231,7 +246,10 @@ def with_unit_memory(costs: Costs) -> Costs:
     for free."""
     if any(stage.mem_f for stage in costs.stages):
         return costs
-    return Costs(tuple(replace(stage, mem_f=1.0, mem_b=-0.5, mem_w=-0.5) for stage in costs.stages), costs.links)
+    return Costs(
+        tuple(replace(stage, mem_f=1.0, mem_b=-0.5, mem_w=-0.5) for stage in costs.stages),
+        costs.links,
+    )
 
 
 def one_microbatch(costs: Costs, placement: Sequence[int]) -> tuple[float, ...]:

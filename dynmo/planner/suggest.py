@@ -25,7 +25,9 @@ def plan_or_suggest(request: PlanRequest) -> Plan:
     except (PartitionError, ScheduleError):
         if request.memory_limit is None:
             raise
-    free = make_plan(replace(request, memory_limit=None))  # what is wrong apart from memory is told as it is
+    free = make_plan(
+        replace(request, memory_limit=None)
+    )  # what is wrong apart from memory is told as it is
     over = max(range(request.ranks), key=lambda rank: free.memory[rank])
     if free.memory[over] > request.memory_limit:
         where = f"rank {over} (layers {_layers_of(free, over)}) needs {free.memory[over]} bytes under {request.schedule}"
@@ -37,8 +39,14 @@ def plan_or_suggest(request: PlanRequest) -> Plan:
 
 
 def _layers_of(plan: Plan, rank: int) -> str:
-    ranges = [plan.partition.range_of(stage) for stage, holder in enumerate(plan.request.placement) if holder == rank]
-    return " and ".join(f"{own.start} to {own.stop - 1}" if len(own) > 1 else f"{own.start}" for own in ranges)
+    ranges = [
+        plan.partition.range_of(stage)
+        for stage, holder in enumerate(plan.request.placement)
+        if holder == rank
+    ]
+    return " and ".join(
+        f"{own.start} to {own.stop - 1}" if len(own) > 1 else f"{own.start}" for own in ranges
+    )
 
 
 # Where memory is short, those that need the least change first, then those that keep less.
@@ -54,7 +62,10 @@ def _suggestion(request: PlanRequest, free: Plan) -> str:
         except InputError:
             continue
         return f"{what} would fit: {max(plan.memory)} bytes at most, a step of {plan.step:.4g} s instead of {free.step:.4g} s"
-    largest = max(range(len(request.layers)), key=lambda i: request.layers[i].static_bytes + request.layers[i].activation_bytes)
+    largest = max(
+        range(len(request.layers)),
+        key=lambda i: request.layers[i].static_bytes + request.layers[i].activation_bytes,
+    )
     held = request.layers[largest].static_bytes + request.layers[largest].activation_bytes
     return f"nothing that was tried fits (other placements, schedules, microbatches, more ranks); layer {largest} alone needs {held} bytes"
 
@@ -63,13 +74,20 @@ def _candidates(request: PlanRequest) -> Iterator[tuple[str, PlanRequest]]:
     base = replace(request, balancer="exact", any_links=True, quick=True)
     if request.balancer not in ("exact", "schedule-aware"):
         yield "the balancer 'exact'", base
-    schedules = [replace(base, schedule=name, chunks=None) for name in _BY_MEMORY if name != request.schedule]
+    schedules = [
+        replace(base, schedule=name, chunks=None) for name in _BY_MEMORY if name != request.schedule
+    ]
     for other in schedules:
         yield f"the schedule {other.schedule}", other
-    smaller = [replace(base, profile=profile, microbatches=m) for m, profile in resize(base.profile, base.microbatches, (2, 4, 8, 16))]
+    smaller = [
+        replace(base, profile=profile, microbatches=m)
+        for m, profile in resize(base.profile, base.microbatches, (2, 4, 8, 16))
+    ]
     for other in smaller if request.ranks * request.microbatches <= LARGE else smaller[:1]:
         yield f"{other.microbatches} microbatches for the same global batch", other
     steps = (*range(1, 5), *(math.ceil(request.ranks * share) for share in (0.25, 0.5, 1, 2, 3)))
-    for ranks in sorted({request.ranks + by for by in steps if request.ranks + by <= len(request.layers)}):
+    for ranks in sorted(
+        {request.ranks + by for by in steps if request.ranks + by <= len(request.layers)}
+    ):
         for other in (base, *schedules[-1:]):
             yield f"{ranks} ranks with {other.schedule}", replace(other, ranks=ranks)

@@ -167,7 +167,9 @@ class ReplayResult:
     def phases(self) -> tuple[MomentResult, ...]:
         starts = [start for start, _ in self.workload.moments]
         stops = [*starts[1:], self.workload.steps]
-        return tuple(self._moment_result(start, stop) for start, stop in zip(starts, stops, strict=True))
+        return tuple(
+            self._moment_result(start, stop) for start, stop in zip(starts, stops, strict=True)
+        )
 
     def _moment_result(self, start: int, stop: int) -> MomentResult:
         done = [x for x in self.moves if start <= x.step < stop]
@@ -206,7 +208,10 @@ class Replayer:
         self.placement = placement_of(workload.schedule, workload.ranks, workload.chunks)
         self.from_costs = entry(workload.schedule).from_costs
         even = uniform(workload.layers, len(self.placement))
-        self.even, self.start = even, even if workload.initial is None else Partition(workload.initial)
+        self.even, self.start = (
+            even,
+            even if workload.initial is None else Partition(workload.initial),
+        )
         if (self.start.layers, self.start.ranks) != (even.layers, even.ranks):
             raise InputError(
                 f"policy.initial counts {self.start.layers} layers on {self.start.ranks} stages, but there are {even.layers} layers "
@@ -231,12 +236,16 @@ class Replayer:
         for step in range(workload.steps):
             if step and step % policy.every == 0:
                 measured = self.number(self.profiler.costs())
-                rebalance = None if policy.balancer == "none" else self.consider(step, measured, current)
+                rebalance = (
+                    None if policy.balancer == "none" else self.consider(step, measured, current)
+                )
                 if rebalance is not None:
                     considered.append(rebalance)
                     if rebalance.moved:
                         target = Partition(rebalance.target)
-                        self.profiler.forget(x.layer for x in moves_between_ranks(current, target, self.placement))
+                        self.profiler.forget(
+                            x.layer for x in moves_between_ranks(current, target, self.placement)
+                        )
                         current = target
             moment = self.moment(step)
             if workload.announced and step:
@@ -251,8 +260,12 @@ class Replayer:
             partitions.append(current.counts)
             if listen is not None:
                 listen(step + 1)
-        policy_steps, static, ideal = (tuple(steps[name]) for name in ("policy", "static", "perfect"))
-        return ReplayResult(workload, policy_steps, static, ideal, tuple(considered), tuple(partitions))
+        policy_steps, static, ideal = (
+            tuple(steps[name]) for name in ("policy", "static", "perfect")
+        )
+        return ReplayResult(
+            workload, policy_steps, static, ideal, tuple(considered), tuple(partitions)
+        )
 
     def moment(self, step: int) -> int:
         return max(index for index, (start, _) in enumerate(self.workload.moments) if start <= step)
@@ -265,7 +278,11 @@ class Replayer:
 
     def changed_layers(self, before: int, after: int) -> list[int]:
         pairs = zip(self.costs[before], self.costs[after], strict=True)
-        return [] if before == after else [index for index, (old, new) in enumerate(pairs) if old != new]
+        return (
+            []
+            if before == after
+            else [index for index, (old, new) in enumerate(pairs) if old != new]
+        )
 
     def request(self, moment: int, current: Partition, step: int = 0) -> PlanRequest:
         workload = self.workload
@@ -273,7 +290,9 @@ class Replayer:
         first = next((i for i, x in enumerate(layers) if x.b or x.w), len(layers) - 1)
         pairs = {(min(a, b), max(a, b)) for a, b in pairwise(self.placement) if a != b}
         links = tuple((pair, workload.link) for pair in sorted(pairs))
-        profile = Profile(layers, workload.names, first, links, partition=current.counts, ranks=workload.ranks)
+        profile = Profile(
+            layers, workload.names, first, links, partition=current.counts, ranks=workload.ranks
+        )
         return PlanRequest(
             profile,
             workload.ranks,
@@ -332,7 +351,9 @@ class Replayer:
         rate, layers = self.workload.policy.seconds_per_byte, plan.request.profile.layers
         if rate is not None:
             return rate * plan.moved_bytes
-        return math.fsum(self.workload.link.seconds(layers[move.layer].moved_bytes) for move in plan.moves)
+        return math.fsum(
+            self.workload.link.seconds(layers[move.layer].moved_bytes) for move in plan.moves
+        )
 
     # -- how long a step takes ---------------------------------------------------------------------
 
@@ -364,13 +385,18 @@ class Replayer:
         """The ops, and then every rank's gradients over its replicas."""
         held = [0] * self.workload.ranks
         for layer, cost in enumerate(plan.request.layers):
-            held[self.placement[plan.partition.owner(layer)]] += cost.gradient_bytes if cost.w else 0
+            held[self.placement[plan.partition.owner(layer)]] += (
+                cost.gradient_bytes if cost.w else 0
+            )
         return self.until(timeline, [self.reduce(x) for x in held])
 
     def until(self, timeline: Timeline, reduce: Sequence[float]) -> StepTime:
         begin = min(row[0].start for row in timeline.ranks)
         makespan = self.workload.objective is Objective.MAKESPAN
-        ends = (row[-1].end + tail - (begin if makespan else row[0].start) for row, tail in zip(timeline.ranks, reduce, strict=True))
+        ends = (
+            row[-1].end + tail - (begin if makespan else row[0].start)
+            for row, tail in zip(timeline.ranks, reduce, strict=True)
+        )
         seconds = max(ends)
         busy = math.fsum(timeline.busy) / len(timeline.busy)
         return StepTime(seconds, 1 - busy / seconds if seconds else 0.0)
@@ -384,7 +410,10 @@ class Replayer:
         even = self.plan(moment, self.even)
         layers = even.request.layers
         f, b, w = (math.fsum(getattr(x, key) for x in layers) / stages for key in TIMES)
-        kept, stash = (math.fsum(getattr(x, key) for x in layers) / stages or 1.0 for key in ("activation_bytes", "stash_bytes"))
+        kept, stash = (
+            math.fsum(getattr(x, key) for x in layers) / stages or 1.0
+            for key in ("activation_bytes", "stash_bytes")
+        )
         costs = Costs((StageCost(f, b, w, kept, stash - kept, -stash),) * stages, even.costs.links)
         caps = (2.0 * stages * kept,) * workload.ranks
         schedule = make(

@@ -36,7 +36,9 @@ class _Link(_Section):
     bytes_per_second: _Positive | None = None
 
     def to_link_cost(self) -> LinkCost:
-        return LinkCost(self.latency, math.inf if self.bytes_per_second is None else self.bytes_per_second)
+        return LinkCost(
+            self.latency, math.inf if self.bytes_per_second is None else self.bytes_per_second
+        )
 
 
 class _Moment(_Section):
@@ -123,12 +125,25 @@ def parse(data: dict[str, Any], folder: Path, name: str = "workload") -> Workloa
         raise InputError(_explain(error)) from None
     moments = _moments(file, folder)
     count = len(moments[0][1][0])
-    sizes = [_sizes(file.layers, AT_MOST.get(key, key) if getattr(file.layers, key) is None else key, count) for key in SIZES]
+    sizes = [
+        _sizes(
+            file.layers, AT_MOST.get(key, key) if getattr(file.layers, key) is None else key, count
+        )
+        for key in SIZES
+    ]
     unit, names = file.layers.unit, file.layers.names
     if names is not None and len(names) != count:
-        raise InputError(f"layers.names has {len(names)} entries, but there are {count} layers; give one per layer, or none")
+        raise InputError(
+            f"layers.names has {len(names)} entries, but there are {count} layers; give one per layer, or none"
+        )
     costs = tuple(
-        (step, tuple(LayerCost(f * unit, b * unit, w * unit, *size) for f, b, w, *size in zip(*times, *sizes, strict=True)))
+        (
+            step,
+            tuple(
+                LayerCost(f * unit, b * unit, w * unit, *size)
+                for f, b, w, *size in zip(*times, *sizes, strict=True)
+            ),
+        )
         for step, times in moments
     )
     policy = file.policy
@@ -147,7 +162,15 @@ def parse(data: dict[str, Any], folder: Path, name: str = "workload") -> Workloa
         None if policy.initial is None else tuple(policy.initial),
         file.link.to_link_cost(),
         (file.replica_link or file.link).to_link_cost(),
-        Policy(policy.balancer, policy.cost, policy.every, policy.margin, policy.hysteresis, policy.seconds_per_byte, policy.seed),
+        Policy(
+            policy.balancer,
+            policy.cost,
+            policy.every,
+            policy.margin,
+            policy.hysteresis,
+            policy.seconds_per_byte,
+            policy.seed,
+        ),
     )
 
 
@@ -177,21 +200,29 @@ _Times = tuple[list[float], list[float], list[float]]
 def _moments(file: _File, folder: Path) -> list[tuple[int, _Times]]:
     layers = file.layers
     if (layers.trace is None) == (layers.moments is None):
-        raise InputError("[layers] needs either trace = FILE or [[layers.moments]] with step, f, b, w")
+        raise InputError(
+            "[layers] needs either trace = FILE or [[layers.moments]] with step, f, b, w"
+        )
     if layers.trace is not None:
         trace = _read_trace(folder / layers.trace)
         count = len(trace)
         # Evenly over the steps; with fewer steps than moments some are left out.
-        starts = {index * file.steps // count: times for index, times in reversed(list(enumerate(trace)))}
+        starts = {
+            index * file.steps // count: times for index, times in reversed(list(enumerate(trace)))
+        }
         moments, where = sorted(starts.items()), f"trace {layers.trace}: moment"
     else:
         assert layers.moments is not None
         moments, where = [(x.step, (x.f, x.b, x.w)) for x in layers.moments], "layers.moments"
         steps = [step for step, _ in moments]
         if not steps or steps[0] != 0 or any(b <= a for a, b in pairwise(steps)):
-            raise InputError(f"layers.moments begin at the steps {steps}; the first begins at 0, and each later than the one before")
+            raise InputError(
+                f"layers.moments begin at the steps {steps}; the first begins at 0, and each later than the one before"
+            )
         if steps[-1] >= file.steps:
-            raise InputError(f"layers.moments: the last begins at step {steps[-1]}, but there are {file.steps} steps")
+            raise InputError(
+                f"layers.moments: the last begins at step {steps[-1]}, but there are {file.steps} steps"
+            )
     _check_lengths(moments, where)
     return moments
 
@@ -203,7 +234,9 @@ def _check_lengths(moments: Sequence[tuple[int, _Times]], where: str) -> None:
     for index, (_, times) in enumerate(moments):
         for key, values in zip(TIMES, times, strict=True):
             if len(values) != count:
-                raise InputError(f"{where} {index}: {key} has {len(values)} entries, but f of moment 0 has {count}; give one per layer")
+                raise InputError(
+                    f"{where} {index}: {key} has {len(values)} entries, but f of moment 0 has {count}; give one per layer"
+                )
         if not any(times[1]) and not any(times[2]):
             raise InputError(f"{where} {index}: b and w are 0 for every layer, so nothing trains")
 
@@ -213,7 +246,9 @@ def _read_trace(path: Path) -> list[_Times]:
     try:
         data: object = json.loads(text)
     except json.JSONDecodeError as error:
-        raise InputError(f"trace {path}: not JSON: {error.msg} at line {error.lineno}, column {error.colno}") from None
+        raise InputError(
+            f"trace {path}: not JSON: {error.msg} at line {error.lineno}, column {error.colno}"
+        ) from None
     except (ValueError, RecursionError) as error:
         raise InputError(f"trace {path}: not JSON that can be read: {error}") from None
     try:
@@ -224,11 +259,15 @@ def _read_trace(path: Path) -> list[_Times]:
         rule = "f, b and w are lists of moments, each with one number of at least 0 per layer"
         if first["type"] == "missing":
             raise InputError(f"trace {path}: key {key!r} is missing; {rule}") from None
-        where = "".join(f"{word} {index}: " for word, index in zip(("moment", "layer"), rest, strict=False))
+        where = "".join(
+            f"{word} {index}: " for word, index in zip(("moment", "layer"), rest, strict=False)
+        )
         raise InputError(f"trace {path}: {where}{key} is {short(first['input'])}; {rule}") from None
     lengths = [len(trace.f), len(trace.b), len(trace.w)]
     if not lengths[0] or len(set(lengths)) > 1:
-        raise InputError(f"trace {path}: f, b and w have {lengths} moments; all have as many, and at least one")
+        raise InputError(
+            f"trace {path}: f, b and w have {lengths} moments; all have as many, and at least one"
+        )
     return list(zip(trace.f, trace.b, trace.w, strict=True))
 
 
@@ -240,18 +279,29 @@ def _text(path: Path) -> str:
         raise InputError(f"{path} cannot be read: {reason}") from None
 
 
-_SECTIONS: dict[str, type[BaseModel]] = {"layers": _Layers, "policy": _Policy, "link": _Link, "replica_link": _Link}
+_SECTIONS: dict[str, type[BaseModel]] = {
+    "layers": _Layers,
+    "policy": _Policy,
+    "link": _Link,
+    "replica_link": _Link,
+}
 
 
 def _explain(error: ValidationError) -> str:
     """Pydantic's first finding; a mistyped key before the key that is missing for it, an entry of a
     list before "it is no number"."""
     first = first_problem(error, lambda problem: -len(problem["loc"]))
-    location = [part for part in first["loc"] if part not in ("int", "str") and not str(part).startswith(("list[", "constrained"))]
+    location = [
+        part
+        for part in first["loc"]
+        if part not in ("int", "str") and not str(part).startswith(("list[", "constrained"))
+    ]
     key_path = ".".join(part for part in location if isinstance(part, str))
     indices = [part for part in location if isinstance(part, int)]
     if location[:2] == ["layers", "moments"] and indices:
-        key_path = f"layers.moments {indices.pop(0)}: " + ".".join(str(part) for part in location[3:] if isinstance(part, str))
+        key_path = f"layers.moments {indices.pop(0)}: " + ".".join(
+            str(part) for part in location[3:] if isinstance(part, str)
+        )
     if first["type"] == "extra_forbidden":
         *section, key = (part for part in location if isinstance(part, str))
         kind = _SECTIONS.get(section[0], _File) if section else _File
@@ -260,4 +310,6 @@ def _explain(error: ValidationError) -> str:
     if first["type"] == "missing":
         return f"key {key_path!r} is missing"
     where = f"layer {indices[0]}: " if indices else ""
-    return f"{where}{key_path} = {short(first['input'])}: {first['msg'][0].lower()}{first['msg'][1:]}"
+    return (
+        f"{where}{key_path} = {short(first['input'])}: {first['msg'][0].lower()}{first['msg'][1:]}"
+    )

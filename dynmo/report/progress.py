@@ -52,7 +52,12 @@ class ProgressLine:
         self._progress.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self._progress.stop()
 
     def __call__(self, event: Event) -> None:
@@ -60,10 +65,13 @@ class ProgressLine:
             case StepEvent():
                 figures = (
                     f"loss {event.loss:.4f}  {event.tokens_per_s:,.0f} tokens/s  idle {event.idle_ratio:.0%}  "
-                    f"layers {layers_text(event.layers)}" + (f"  frozen {event.frozen}" if event.frozen else "")
+                    f"layers {layers_text(event.layers)}"
+                    + (f"  frozen {event.frozen}" if event.frozen else "")
                 )
                 self._progress.update(self._task, completed=event.step + 1, figures=figures)
-                if not self._live and ((event.step + 1) % self._every == 0 or event.step + 1 == self._steps):
+                if not self._live and (
+                    (event.step + 1) % self._every == 0 or event.step + 1 == self._steps
+                ):
                     self._say(f"{self._name} {event.step + 1}/{self._steps}  {figures}")
             case ChangeEvent():
                 self._say(f"step {event.step}: {event.what}")
@@ -73,17 +81,25 @@ class ProgressLine:
                     f"in {event.seconds * 1000:.0f} ms ({event.reason})"
                 )
             case RebalanceResultEvent():
-                self._say(f"step {event.step}: rebalance {event.id} measured: {event.measured_gain:+.1%} of a step saved")
+                self._say(
+                    f"step {event.step}: rebalance {event.id} measured: {event.measured_gain:+.1%} of a step saved"
+                )
             case RollbackEvent():
-                self._say(f"step {event.step}: taken back ({event.what}), {event.seconds * 1000:.0f} ms of work thrown away")
+                self._say(
+                    f"step {event.step}: taken back ({event.what}), {event.seconds * 1000:.0f} ms of work thrown away"
+                )
             case PostValidationEvent():
-                self._say(f"step {event.step}: post-validation {'on' if event.on else 'off'}: {event.reason}")
+                self._say(
+                    f"step {event.step}: post-validation {'on' if event.on else 'off'}: {event.reason}"
+                )
             case EvalEvent():
                 self._say(f"step {event.step}: {evaluation_text(event)}")
             case TokensEvent():
                 self._say(f"step {event.step}: {tokens_text(event)}")
             case CheckpointEvent():
-                self._say(f"step {event.step}: saved {event.path} ({event.bytes / 2**20:.1f} MiB in {event.seconds:.2f} s)")
+                self._say(
+                    f"step {event.step}: saved {event.path} ({event.bytes / 2**20:.1f} MiB in {event.seconds:.2f} s)"
+                )
             case RepackEvent() | GrowEvent() | ReleaseEvent() | FaultEvent():
                 self._say(f"step {event.step}: {rank_text(event)}")
             case _:

@@ -27,7 +27,9 @@ class RankAccount:
     returned: float | None
 
 
-def rank_account(steps: Sequence[StepEvent], events: Sequence[RankEvent], returned: float | None) -> RankAccount | None:
+def rank_account(
+    steps: Sequence[StepEvent], events: Sequence[RankEvent], returned: float | None
+) -> RankAccount | None:
     """Adds up the ranks of a run.
 
     Args:

@@ -103,7 +103,9 @@ def summarize(events: Iterable[Event]) -> Summary:
     end: EndEvent | None = None
     resumed = False
     for event in events:
-        acts = isinstance(event, StepEvent | RebalanceEvent | ChangeEvent | ReshapeEvent | RepackEvent | GrowEvent)
+        acts = isinstance(
+            event, StepEvent | RebalanceEvent | ChangeEvent | ReshapeEvent | RepackEvent | GrowEvent
+        )
         if acts and steps and steps[-1].step >= event.step:
             resumed = True
             steps = [s for s in steps if s.step < event.step]
@@ -121,7 +123,13 @@ def summarize(events: Iterable[Event]) -> Summary:
                 rebalances.append(event)
             case RebalanceResultEvent():
                 results.append(event)
-            case ChangeEvent() | ReshapeEvent() | SkippedEvent() | RollbackEvent() | PostValidationEvent():
+            case (
+                ChangeEvent()
+                | ReshapeEvent()
+                | SkippedEvent()
+                | RollbackEvent()
+                | PostValidationEvent()
+            ):
                 changes.append(event)
             case RepackEvent() | GrowEvent() | ReleaseEvent() | FaultEvent():
                 rank_events.append(event)
@@ -172,7 +180,12 @@ def aligned(runs: Sequence[Summary]) -> list[Summary]:
 
 def _changed(steps: Sequence[StepEvent], changes: Sequence[Changes | RankEvent]) -> set[int]:
     """The steps before which the work changed, but the first: that is how the run began."""
-    told = {c.step for c in changes if isinstance(c, ReshapeEvent | RepackEvent | GrowEvent) or (isinstance(c, ChangeEvent) and c.layers)}
+    told = {
+        c.step
+        for c in changes
+        if isinstance(c, ReshapeEvent | RepackEvent | GrowEvent)
+        or (isinstance(c, ChangeEvent) and c.layers)
+    }
     told |= {after.step for before, after in pairwise(steps) if after.frozen != before.frozen}
     return {step for step in told if steps and step > steps[0].step}
 
@@ -204,8 +217,20 @@ def _phase(group: Sequence[StepEvent]) -> Phase:
 def phase_table(summary: Summary) -> Table:
     """A row per phase: what changed and what it did to the step time."""
     table = Table(title="Measured, phase by phase (medians)", title_justify="left")
-    for heading in ("steps", "layers per rank", "frozen", "s/step", "tokens/s", "idle", "imbalance"):
-        table.add_column(heading, justify="left" if heading in ("steps", "layers per rank") else "right", overflow="fold")
+    for heading in (
+        "steps",
+        "layers per rank",
+        "frozen",
+        "s/step",
+        "tokens/s",
+        "idle",
+        "imbalance",
+    ):
+        table.add_column(
+            heading,
+            justify="left" if heading in ("steps", "layers per rank") else "right",
+            overflow="fold",
+        )
     left_out = len(summary.phases) - 2 * _SHOWN
     for number, phase in enumerate(summary.phases):
         if number == _SHOWN and left_out > 0:
@@ -227,25 +252,41 @@ def phase_table(summary: Summary) -> Table:
 def event_lines(summary: Summary) -> list[str]:
     """What happened between the steps, in order: what the cases changed, where the layers went,
     which steps did not count."""
-    lines = [*zip((event.step for event in summary.rebalances), rebalance_lines(summary), strict=True)]
+    lines = [
+        *zip((event.step for event in summary.rebalances), rebalance_lines(summary), strict=True)
+    ]
     by_kind: dict[str, list[tuple[int, str]]] = {}
     for event in summary.changes:
         match event:
             case ChangeEvent():
                 kind, what = event.case, f"{event.case}: {event.what}"
             case ReshapeEvent():
-                kind, what = "reshape", f"reshaped {_mesh(event.source)} to {_mesh(event.target)}, layers {layers_text(event.layers)}"
+                kind, what = (
+                    "reshape",
+                    f"reshaped {_mesh(event.source)} to {_mesh(event.target)}, layers {layers_text(event.layers)}",
+                )
             case SkippedEvent():
-                kind, what = "skipped", f"skipped: gradients overflowed at a loss scale of {event.loss_scale:g}"
+                kind, what = (
+                    "skipped",
+                    f"skipped: gradients overflowed at a loss scale of {event.loss_scale:g}",
+                )
             case RollbackEvent():
                 kind, what = "rollback", f"taken back: {event.what}"
             case PostValidationEvent():
-                kind, what = "post-validation", f"post-validation {'on' if event.on else 'off'}: {event.reason}"
+                kind, what = (
+                    "post-validation",
+                    f"post-validation {'on' if event.on else 'off'}: {event.reason}",
+                )
         by_kind.setdefault(kind, []).append((event.step, f"step {event.step}: {what}"))
     for kind, entries in by_kind.items():
         lines += entries[:_SHOWN]
         if len(entries) > _SHOWN:
-            lines.append((entries[_SHOWN][0], f"step {entries[_SHOWN][0]} on: {kind} {len(entries) - _SHOWN} times more (events.jsonl)"))
+            lines.append(
+                (
+                    entries[_SHOWN][0],
+                    f"step {entries[_SHOWN][0]} on: {kind} {len(entries) - _SHOWN} times more (events.jsonl)",
+                )
+            )
     measured = {result.id: result.measured_gain for result in summary.results}
     for event in summary.rank_events:
         gain = measured.get(event.id) if isinstance(event, RepackEvent | GrowEvent) else None
@@ -253,7 +294,9 @@ def event_lines(summary: Summary) -> list[str]:
     if summary.ranks is not None:
         lines.append((summary.done[-1].step, account_text(summary.ranks)))
     if summary.tokens is not None:
-        lines.append((summary.tokens.step, f"step {summary.tokens.step}: {tokens_text(summary.tokens)}"))
+        lines.append(
+            (summary.tokens.step, f"step {summary.tokens.step}: {tokens_text(summary.tokens)}")
+        )
     evaluation = summary.evaluation
     if evaluation is not None and evaluation.dense_loss is not None:
         lines.append((evaluation.step, f"step {evaluation.step}: {evaluation_text(evaluation)}"))
@@ -269,9 +312,15 @@ def rebalance_lines(summary: Summary) -> list[str]:
     measured = {result.id: result.measured_gain for result in summary.results}
     lines: list[str] = []
     for event in summary.rebalances:
-        line = f"step {event.step}: moved {layers_text(event.source)} to {layers_text(event.target)}"
+        line = (
+            f"step {event.step}: moved {layers_text(event.source)} to {layers_text(event.target)}"
+        )
         line += f" ({event.moved_bytes / 2**20:.1f} MiB in {event.seconds * 1000:.0f} ms): static to balanced x"
-        line += f"{1 / (1 - event.predicted_gain):.2f} predicted" if event.predicted_gain < 1 else "inf predicted"
+        line += (
+            f"{1 / (1 - event.predicted_gain):.2f} predicted"
+            if event.predicted_gain < 1
+            else "inf predicted"
+        )
         if event.id in measured:
             line += f", x{1 / (1 - measured[event.id]):.2f} measured"
         lines.append(line)
@@ -291,18 +340,26 @@ def comparison_table(runs: Sequence[tuple[str, Summary]]) -> Table:
 
     def since(run: Summary) -> int:
         """The step from which on the work was what it was in the end."""
-        return max((step for step in changed if step <= run.done[-1].step), default=run.done[0].step)
+        return max(
+            (step for step in changed if step <= run.done[-1].step), default=run.done[0].step
+        )
 
     rows: dict[str, Callable[[Summary], str]] = {
         "steps": lambda run: str(run.steps),
         "seconds, all steps": lambda run: f"{run.seconds:.1f}",
-        "seconds, whole run": lambda run: "-" if run.run_seconds is None else f"{run.run_seconds:.1f}",
-        "measure + decide + move": lambda run: "-" if (balancing := _balancing(run)) is None else f"{balancing:.2f}",
+        "seconds, whole run": lambda run: (
+            "-" if run.run_seconds is None else f"{run.run_seconds:.1f}"
+        ),
+        "measure + decide + move": lambda run: (
+            "-" if (balancing := _balancing(run)) is None else f"{balancing:.2f}"
+        ),
         "speed-up" if even else "speed-up, per step": lambda run: _speed_up(first, run),
         "ranks on average": lambda run: "-" if run.ranks is None else f"{run.ranks.mean:.1f}",
         "last phase: s/step": lambda run: f"{run.phases[-1].seconds:.3f}",
         # Of runs of unequal length the last phases may be of other work.
-        "last phase: speed-up": lambda run: f"x{last / run.phases[-1].seconds:.2f}" if since(run) == since(first) else "-",
+        "last phase: speed-up": lambda run: (
+            f"x{last / run.phases[-1].seconds:.2f}" if since(run) == since(first) else "-"
+        ),
         "last phase: idle": lambda run: f"{run.phases[-1].idle_ratio:.1%}",
         "loss": lambda run: "-" if run.loss is None else f"{run.loss:.6f}",
         "held-out loss": lambda run: "-" if run.held_out is None else f"{run.held_out:.6f}",
@@ -316,7 +373,9 @@ def comparison_table(runs: Sequence[tuple[str, Summary]]) -> Table:
 
 def _balancing(run: Summary) -> float | None:
     """Seconds that went to balancing, moves or not."""
-    parts = [x for x in (run.measure_seconds, run.decide_seconds, run.move_seconds) if x is not None]
+    parts = [
+        x for x in (run.measure_seconds, run.decide_seconds, run.move_seconds) if x is not None
+    ]
     return sum(parts) if parts else None
 
 
@@ -327,7 +386,9 @@ def _speed_up(first: Summary, run: Summary) -> str:
     return f"x{first.run_seconds / first.steps * run.steps / run.run_seconds:.2f}"
 
 
-def noise(runs: Sequence[tuple[str, Summary]], differ: Mapping[str, Sequence[Any]] | None) -> str | None:
+def noise(
+    runs: Sequence[tuple[str, Summary]], differ: Mapping[str, Sequence[Any]] | None
+) -> str | None:
     """Says if the machine was not equally fast for all runs.
 
     It compares the steps that did the same work in all of them: the steps before the work or the
@@ -343,9 +404,16 @@ def noise(runs: Sequence[tuple[str, Summary]], differ: Mapping[str, Sequence[Any
     """
     starts = {(run.done[0].step, run.done[0].layers, run.done[0].frozen) for _, run in runs}
     first, last = runs[0][1].done[0].step, min(run.phases[0].last for _, run in runs)
-    if len(starts) > 1 or last - first < _ENOUGH or differ is None or any(not key.startswith("balance.") for key in differ):
+    if (
+        len(starts) > 1
+        or last - first < _ENOUGH
+        or differ is None
+        or any(not key.startswith("balance.") for key in differ)
+    ):
         return None
-    seconds = [median(step.seconds for step in run.done if first < step.step <= last) for _, run in runs]
+    seconds = [
+        median(step.seconds for step in run.done if first < step.step <= last) for _, run in runs
+    ]
     if max(seconds) <= (1 + _NOISE) * min(seconds):
         return None
     took = " and ".join(f"{x:.3f}" for x in seconds)
@@ -381,14 +449,25 @@ def differences(configs: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
 def _flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     out: dict[str, Any] = {}
     for key, value in config.items():
-        out |= _flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
+        out |= (
+            _flat(value, f"{prefix}{key}.")
+            if isinstance(value, Mapping)
+            else {f"{prefix}{key}": value}
+        )
     return out
 
 
 def difference_line(changes: Mapping[str, Sequence[Any]]) -> str:
-    shown = [f"{key} ({', '.join('not set' if value is None else str(value) for value in values)})" for key, values in changes.items()]
+    shown = [
+        f"{key} ({', '.join('not set' if value is None else str(value) for value in values)})"
+        for key, values in changes.items()
+    ]
     more = f" and {len(shown) - _SHOWN} more" if len(shown) > _SHOWN else ""
-    return f"the configs differ in {', '.join(shown[:_SHOWN])}{more}" if shown else "the configs are the same"
+    return (
+        f"the configs differ in {', '.join(shown[:_SHOWN])}{more}"
+        if shown
+        else "the configs are the same"
+    )
 
 
 def layers_text(layers: Sequence[int]) -> str:

@@ -12,7 +12,10 @@ def tokens_text(event: TokensEvent) -> str:
         >>> tokens_text(TokensEvent(10, 0.0, "early_exit", (5, 8), {"exited": [0.4, 0.25]}))
         'early_exit, layers 5, 8: exited 40%, 25%'
     """
-    shares = "; ".join(f"{what.replace('_', ' ')} {', '.join(f'{share:.0%}' for share in each)}" for what, each in event.shares.items())
+    shares = "; ".join(
+        f"{what.replace('_', ' ')} {', '.join(f'{share:.0%}' for share in each)}"
+        for what, each in event.shares.items()
+    )
     return f"{event.case}, layers {', '.join(map(str, event.layers))}: {shares}"
 
 

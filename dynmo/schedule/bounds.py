@@ -85,10 +85,16 @@ def lower_bound(
     # One microbatch's way: lead[s] from its start to the start of F(s), out[s] from the end of F(s)
     # to the end of the last stage's F, back[s] from there to the end of B(s).
     lead = list(accumulate((stages[s].f + links[s] for s in range(last)), initial=0.0))
-    out = list(accumulate((links[s] + stages[s + 1].f for s in reversed(range(last))), initial=0.0))[::-1]
-    back = list(accumulate((links[s] + stages[s].b for s in reversed(range(last))), initial=stages[last].b))[::-1]
+    out = list(
+        accumulate((links[s] + stages[s + 1].f for s in reversed(range(last))), initial=0.0)
+    )[::-1]
+    back = list(
+        accumulate((links[s] + stages[s].b for s in reversed(range(last))), initial=stages[last].b)
+    )[::-1]
 
-    since = lead if objective is Objective.SPAN else [0.0] * (last + 1)  # what counts as a rank's start
+    since = (
+        lead if objective is Objective.SPAN else [0.0] * (last + 1)
+    )  # what counts as a rank's start
     # From the end of the last F on the last rank to the end of the last microbatch's W on s, for
     # the best s, of all and of those up to r.
     trained = range(first_trainable, last + 1)
@@ -114,7 +120,11 @@ def _ends(cost: StageCost, m: int, trip: float, cap: float) -> tuple[float, floa
     # Where a B adds memory (its stash is larger than what it frees), the first B after k F's must
     # fit, too.
     needed = max(held, stash)
-    k = m if held <= 0 or limit >= (m - 1) * held + needed else max(1, 1 + int((limit - needed) / held))
+    k = (
+        m
+        if held <= 0 or limit >= (m - 1) * held + needed
+        else max(1, 1 + int((limit - needed) / held))
+    )
     forwards: list[float] = []
     backwards: list[float] = []
     weights: list[float] = []
@@ -125,12 +135,18 @@ def _ends(cost: StageCost, m: int, trip: float, cap: float) -> tuple[float, floa
         weights.append(max(first + (m - 1) * (b + w), m * f + trip) + b + w)
     if m > 1:
         a = np.arange(1, min(k, m - 1) + 1)
-        stashed = np.floor((limit - a * held) / stash) if stash > 0 and math.isfinite(limit) else np.full(len(a), float(m))
+        stashed = (
+            np.floor((limit - a * held) / stash)
+            if stash > 0 and math.isfinite(limit)
+            else np.full(len(a), float(m))
+        )
         early = np.clip(m - a - stashed, 0, m - a)
         before = max(m * f, f + trip + (m - min(k, m - 1)) * f) + (m - a) * b + early * w
         forwards.append(float(before.min()))
         backwards.append(float((before + np.maximum(trip, (a - 1) * b)).min()) + b)
-        weights.append(float((before + np.maximum(trip, (a - 1) * b + (m - 1 - early) * w)).min()) + b + w)
+        weights.append(
+            float((before + np.maximum(trip, (a - 1) * b + (m - 1 - early) * w)).min()) + b + w
+        )
     rounds = -(-m // k)
     rest = m - 1 - (rounds - 1) * k  # microbatches after the last one of the chain
     between = min(b, w) if stash > 0 and limit - k * held < stash else 0.0

@@ -57,7 +57,9 @@ def chunks_of(name: str, asked: int | None = None) -> int:
     if asked < 1:
         raise ScheduleError(f"{name}: {asked} chunks; a rank holds at least 1 stage")
     if not known.free:
-        raise ScheduleError(f"{name} has {known.chunks} stage{'s' * (known.chunks > 1)} a rank, not {asked}; leave chunks out")
+        raise ScheduleError(
+            f"{name} has {known.chunks} stage{'s' * (known.chunks > 1)} a rank, not {asked}; leave chunks out"
+        )
     return asked
 
 
@@ -79,10 +81,14 @@ def check_microbatches(name: str, ranks: int, microbatches: int) -> None:
         raise ScheduleError(f"{name}: {microbatches} microbatches; at least 1 is needed")
     if name == "interleaved-1f1b" and microbatches % ranks:
         near = [m for m in (microbatches // ranks * ranks, -(-microbatches // ranks) * ranks) if m]
-        raise ScheduleError(f"{name}: {microbatches} microbatches are not a multiple of {ranks} ranks; use {' or '.join(map(str, near))}")
+        raise ScheduleError(
+            f"{name}: {microbatches} microbatches are not a multiple of {ranks} ranks; use {' or '.join(map(str, near))}"
+        )
 
 
-def make_by_hand(name: str, ranks: int, microbatches: int, chunks: int | None = None, first_trainable: int = 0) -> Schedule:
+def make_by_hand(
+    name: str, ranks: int, microbatches: int, chunks: int | None = None, first_trainable: int = 0
+) -> Schedule:
     """Makes a schedule that does not depend on costs.
 
     Args:

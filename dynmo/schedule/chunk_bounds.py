@@ -37,7 +37,10 @@ def lower_bound_on(
         return lower_bound(costs, microbatches, first_trainable, objective, of_stages)
     last = len(stages) - 1
     # Between two stages of one rank nothing travels.
-    links = [0.0 if here == there else link for link, (here, there) in zip(costs.links, pairwise(placement), strict=True)]
+    links = [
+        0.0 if here == there else link
+        for link, (here, there) in zip(costs.links, pairwise(placement), strict=True)
+    ]
     trains = [s >= first_trainable for s in range(last + 1)]
     b = [stage.b if t else 0.0 for stage, t in zip(stages, trains, strict=True)]
     w = [stage.w if t else 0.0 for stage, t in zip(stages, trains, strict=True)]
@@ -49,12 +52,24 @@ def lower_bound_on(
     bounds: list[float] = []
     for rank in range(ranks):
         own = [s for s, holder in enumerate(placement) if holder == rank]
-        forward, backward, weight = m * sum(stages[s].f for s in own), m * sum(b[s] for s in own), m * sum(w[s] for s in own)
+        forward, backward, weight = (
+            m * sum(stages[s].f for s in own),
+            m * sum(b[s] for s in own),
+            m * sum(w[s] for s in own),
+        )
         start, drain = lead[own[0]], 0.0
         trained = [s for s in own if trains[s]]
         if trained:
             forward = max(forward, turn + back[trained[-1]] - b[trained[-1]] - start)
             if objective is Objective.MAKESPAN:
-                drain = max((back[q] - back[trained[0]] + w[q] for q in range(first_trainable, trained[0])), default=0.0)
-        bounds.append((start if objective is Objective.MAKESPAN else 0.0) + forward + backward + max(weight, drain))
+                drain = max(
+                    (back[q] - back[trained[0]] + w[q] for q in range(first_trainable, trained[0])),
+                    default=0.0,
+                )
+        bounds.append(
+            (start if objective is Objective.MAKESPAN else 0.0)
+            + forward
+            + backward
+            + max(weight, drain)
+        )
     return max(bounds)

@@ -24,6 +24,11 @@ def fold(schedule: Schedule) -> Schedule:
     fused = fuse(schedule)
     # F = B = W: the order matters for how early an op is queued, not for what it waits for.
     timeline = simulate(fused, uniform_costs(fused.stages, 1.0, 1.0, 1.0))
-    row = tuple(span.op for _, _, span in sorted((span.start, rank, span) for rank, spans in enumerate(timeline.ranks) for span in spans))
+    row = tuple(
+        span.op
+        for _, _, span in sorted(
+            (span.start, rank, span) for rank, spans in enumerate(timeline.ranks) for span in spans
+        )
+    )
     credits = fused.ranks if fused.credits is None else fused.credits
     return replace(fused, placement=(0,) * fused.stages, ops=(row,), credits=credits)

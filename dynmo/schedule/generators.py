@@ -15,11 +15,21 @@ from dynmo.schedule.op import Kind, Op, Schedule
 Generator = Callable[[int, int, int], Schedule]
 
 
-def _make(name: str, ranks: int, microbatches: int, first_trainable: int, row: Callable[[int], list[tuple[Kind, int]]]) -> Schedule:
+def _make(
+    name: str,
+    ranks: int,
+    microbatches: int,
+    first_trainable: int,
+    row: Callable[[int], list[tuple[Kind, int]]],
+) -> Schedule:
     if ranks < 1 or microbatches < 1:
-        raise ScheduleError(f"{name}: {ranks} ranks and {microbatches} microbatches; at least 1 of each is needed")
+        raise ScheduleError(
+            f"{name}: {ranks} ranks and {microbatches} microbatches; at least 1 of each is needed"
+        )
     if not 0 <= first_trainable < ranks:
-        raise ScheduleError(f"{name}: first trainable stage {first_trainable} of {ranks} stages; at least the last stage must train")
+        raise ScheduleError(
+            f"{name}: first trainable stage {first_trainable} of {ranks} stages; at least the last stage must train"
+        )
     forward_only = [(Kind.F, j) for j in range(microbatches)]
     rows = (forward_only if rank < first_trainable else row(rank) for rank in range(ranks))
     ops = tuple(tuple(Op(kind, rank, j) for kind, j in cells) for rank, cells in enumerate(rows))
@@ -51,7 +61,9 @@ def one_f_one_b(ranks: int, microbatches: int, first_trainable: int = 0) -> Sche
     return _make("1f1b", ranks, microbatches, first_trainable, row)
 
 
-def _zero_bubble(name: str, k: int, ranks: int, microbatches: int, first_trainable: int) -> Schedule:
+def _zero_bubble(
+    name: str, k: int, ranks: int, microbatches: int, first_trainable: int
+) -> Schedule:
     """k = 1 is ZB-H1, k = 2 is ZB-H2. W is held back so that in steady state every rank is k (p -
     1) microbatches past the first F.
 
@@ -86,7 +98,12 @@ def zb_h2(ranks: int, microbatches: int, first_trainable: int = 0) -> Schedule:
     return _zero_bubble("zb-h2", 2, ranks, microbatches, first_trainable)
 
 
-GENERATORS: dict[str, Generator] = {"gpipe": gpipe, "1f1b": one_f_one_b, "zb-h1": zb_h1, "zb-h2": zb_h2}
+GENERATORS: dict[str, Generator] = {
+    "gpipe": gpipe,
+    "1f1b": one_f_one_b,
+    "zb-h1": zb_h1,
+    "zb-h2": zb_h2,
+}
 
 
 def make_schedule(name: str, ranks: int, microbatches: int, first_trainable: int = 0) -> Schedule:

@@ -35,8 +35,18 @@ MIN_WIDTH = 32
 
 IDLE, MIXED = ".", "#"
 _LETTER = {Kind.F: "F", Kind.B: "B", Kind.W: "W", Kind.BW: "X"}
-_MEANING = {Kind.F: "F forward", Kind.B: "B input gradient", Kind.W: "W weight gradient", Kind.BW: "BW both gradients"}
-_STYLE = {Kind.F: "black on cyan", Kind.B: "black on green", Kind.W: "black on yellow", Kind.BW: "black on magenta"}
+_MEANING = {
+    Kind.F: "F forward",
+    Kind.B: "B input gradient",
+    Kind.W: "W weight gradient",
+    Kind.BW: "BW both gradients",
+}
+_STYLE = {
+    Kind.F: "black on cyan",
+    Kind.B: "black on green",
+    Kind.W: "black on yellow",
+    Kind.BW: "black on magenta",
+}
 
 # What is drawn alike: a kind, on an even or an odd one of a rank's stages.
 _Mark = tuple[Kind, bool]
@@ -49,7 +59,9 @@ def draw(timeline: Timeline, width: int = 120) -> str:
     """The picture, with a time axis and a legend, in lines of at most `width` characters. Raises
     InputError under 32 of them."""
     label, rows, below = _layout(timeline, width)
-    lines = [f"{rank:>{label}} |{''.join(char for char, _ in row)}|" for rank, row in enumerate(rows)]
+    lines = [
+        f"{rank:>{label}} |{''.join(char for char, _ in row)}|" for rank, row in enumerate(rows)
+    ]
     return "\n".join(lines + below) + "\n"
 
 
@@ -76,9 +88,15 @@ def _layout(timeline: Timeline, width: int) -> tuple[int, list[list[_Column]], l
     origin = min((span.start for row in timeline.ranks for span in row), default=0.0)
     scale = _scale(timeline, columns)
     rows = [_row(row, origin, scale, columns) for row in timeline.ranks]
-    used = max((i + 1 for row in rows for i, column in enumerate(row) if column != (IDLE, None)), default=0)
+    used = max(
+        (i + 1 for row in rows for i, column in enumerate(row) if column != (IDLE, None)), default=0
+    )
     rows = [row[:used] for row in rows]
-    below = [" " * (label + 1) + line for line in _axis(timeline.makespan, scale, used)] if timeline.makespan else []
+    below = (
+        [" " * (label + 1) + line for line in _axis(timeline.makespan, scale, used)]
+        if timeline.makespan
+        else []
+    )
     return label, rows, below + _legend(timeline, rows, scale, width)
 
 
@@ -88,7 +106,9 @@ def _scale(timeline: Timeline, columns: int) -> float:
     if not timeline.makespan:
         return 0.0
     scale = columns / timeline.makespan
-    shortest = min(span.end - span.start for row in timeline.ranks for span in row if span.end > span.start)
+    shortest = min(
+        span.end - span.start for row in timeline.ranks for span in row if span.end > span.start
+    )
     whole = math.floor(shortest * scale + 1e-9)
     return min(scale, whole / shortest) if whole else scale
 
@@ -110,7 +130,9 @@ def _row(spans: tuple[Span, ...], origin: float, scale: float, columns: int) -> 
         left, right = _round((start - origin) * scale), min(columns, _round((end - origin) * scale))
         if (end - start) * scale > 1 - 1e-9 and left < right:
             mark = op.kind, odd[op.stage]
-            row[left:right] = [(char, mark) for char in _cell(op, right - left, len(stages) > 1, odd[op.stage])]
+            row[left:right] = [
+                (char, mark) for char in _cell(op, right - left, len(stages) > 1, odd[op.stage])
+            ]
     return row
 
 
@@ -144,7 +166,9 @@ def _cell(op: Op, width: int, several: bool, odd: bool) -> str:
     short = f"{op.kind.lower() if odd else op.kind}{op.microbatch}"
     # Two numbers to an op are only read with a space behind them.
     labels = (f"{op.stage}{op.kind}{op.microbatch} ", short) if several else (short,)
-    return next((label for label in labels if len(label) <= width), _letter((op.kind, odd))).ljust(width)
+    return next((label for label in labels if len(label) <= width), _letter((op.kind, odd))).ljust(
+        width
+    )
 
 
 def _axis(makespan: float, scale: float, used: int) -> list[str]:
@@ -174,7 +198,11 @@ def _legend(timeline: Timeline, rows: list[list[_Column]], scale: float, width: 
         parts.append(f"{_LETTER[Kind.BW]} a narrow BW")
     if any(char.islower() for char in shown):
         chunks = max(len({span.op.stage for span in row}) for row in timeline.ranks)
-        parts.append("small letters the upper of a rank's stages" if chunks == 2 else "small letters a rank's second, fourth, .. stage")
+        parts.append(
+            "small letters the upper of a rank's stages"
+            if chunks == 2
+            else "small letters a rank's second, fourth, .. stage"
+        )
     if MIXED in shown:
         parts.append(f"{MIXED} several ops in one column")
     if IDLE in shown:

@@ -30,14 +30,20 @@ def interleaved(ranks: int, microbatches: int, chunks: int, first_trainable: int
     Raises ScheduleError unless the microbatches are a multiple of the ranks.
     """
     if ranks < 1 or microbatches < 1 or chunks < 1:
-        raise ScheduleError(f"{NAME}: {ranks} ranks, {microbatches} microbatches and {chunks} chunks; at least 1 of each is needed")
+        raise ScheduleError(
+            f"{NAME}: {ranks} ranks, {microbatches} microbatches and {chunks} chunks; at least 1 of each is needed"
+        )
     if microbatches % ranks:
         below = microbatches // ranks * ranks
         near = f"{below} or {below + ranks}" if below else f"{ranks}"
-        raise ScheduleError(f"{NAME}: {microbatches} microbatches are not a multiple of {ranks} ranks; the nearest that fit are {near}")
+        raise ScheduleError(
+            f"{NAME}: {microbatches} microbatches are not a multiple of {ranks} ranks; the nearest that fit are {near}"
+        )
     stages = ranks * chunks
     if not 0 <= first_trainable < stages:
-        raise ScheduleError(f"{NAME}: first trainable stage {first_trainable} of {stages} stages; at least the last stage must train")
+        raise ScheduleError(
+            f"{NAME}: first trainable stage {first_trainable} of {stages} stages; at least the last stage must train"
+        )
 
     def op(kind: Kind, rank: int, turn: int) -> Op:
         """What a rank runs as its `turn`-th F or BW."""

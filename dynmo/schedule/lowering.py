@@ -140,15 +140,28 @@ def fuse(schedule: Schedule) -> Schedule:
         out: list[Op] = []
         for op in row:
             before = out[-1] if out else None
-            if op.kind is Kind.W and op.stage == schedule.first_trainable and before == Op(Kind.B, op.stage, op.microbatch):
+            if (
+                op.kind is Kind.W
+                and op.stage == schedule.first_trainable
+                and before == Op(Kind.B, op.stage, op.microbatch)
+            ):
                 out[-1] = Op(Kind.BW, op.stage, op.microbatch)
             else:
                 out.append(op)
         rows.append(tuple(out))
-    return Schedule(schedule.name, schedule.microbatches, schedule.placement, tuple(rows), schedule.first_trainable, schedule.credits)
+    return Schedule(
+        schedule.name,
+        schedule.microbatches,
+        schedule.placement,
+        tuple(rows),
+        schedule.first_trainable,
+        schedule.credits,
+    )
 
 
-def lower(schedule: Schedule, post_validation: bool = False, varying: Collection[int] = ()) -> tuple[Program, ...]:
+def lower(
+    schedule: Schedule, post_validation: bool = False, varying: Collection[int] = ()
+) -> tuple[Program, ...]:
     """Makes the programs of a training step.
 
     Args:
@@ -173,7 +186,9 @@ def lower(schedule: Schedule, post_validation: bool = False, varying: Collection
     return programs
 
 
-def lower_forward(placement: tuple[int, ...], ranks: int, microbatches: int, varying: Collection[int] = ()) -> tuple[Program, ...]:
+def lower_forward(
+    placement: tuple[int, ...], ranks: int, microbatches: int, varying: Collection[int] = ()
+) -> tuple[Program, ...]:
     """Makes the programs of an evaluation, which runs forwards only.
 
     Every stage is a frozen prefix. A rank with several stages takes what can be there first.
@@ -188,8 +203,13 @@ def lower_forward(placement: tuple[int, ...], ranks: int, microbatches: int, var
         One program per rank.
     """
     order = sorted((s + j, j, s) for s in range(len(placement)) for j in range(microbatches))
-    rows = tuple(tuple(Op(Kind.F, s, j) for _, j, s in order if placement[s] == rank) for rank in range(ranks))
-    return _programs(Schedule("forward", microbatches, placement, rows, first_trainable=len(placement)), varying)
+    rows = tuple(
+        tuple(Op(Kind.F, s, j) for _, j, s in order if placement[s] == rank)
+        for rank in range(ranks)
+    )
+    return _programs(
+        Schedule("forward", microbatches, placement, rows, first_trainable=len(placement)), varying
+    )
 
 
 def _programs(schedule: Schedule, varying: Collection[int]) -> tuple[Program, ...]:
@@ -202,7 +222,15 @@ def _programs(schedule: Schedule, varying: Collection[int]) -> tuple[Program, ..
         own = {c: d for c, d in depth.items() if rank in (c.source, c.target)}
         changing = frozenset(channel for channel in own if channel.boundary in varying)
         programs.append(
-            Program(rank, schedule.stages_of(rank), schedule.microbatches, schedule.first_trainable, tuple(instructions), own, changing)
+            Program(
+                rank,
+                schedule.stages_of(rank),
+                schedule.microbatches,
+                schedule.first_trainable,
+                tuple(instructions),
+                own,
+                changing,
+            )
         )
     check(tuple(programs))
     return tuple(programs)
@@ -228,7 +256,11 @@ def _around(schedule: Schedule, op: Op) -> Iterator[Instruction]:
     before, after = (stage - 1, stage + 1) if forward else (stage + 1, stage - 1)
     takes = 0 <= before < schedule.stages
     # B ends at the first trainable stage.
-    to = after if (after < schedule.stages if forward else stage > schedule.first_trainable) else None
+    to = (
+        after
+        if (after < schedule.stages if forward else stage > schedule.first_trainable)
+        else None
+    )
     taken = _channel(schedule, min(stage, before), direction) if takes else None
     given = None if to is None else _channel(schedule, min(stage, to), direction)
     if taken is not None:
@@ -246,7 +278,9 @@ def _depths(schedule: Schedule) -> dict[Channel, int]:
     for boundary in range(schedule.stages - 1):
         channel = _channel(schedule, boundary, Direction.ACTIVATION)
         if channel is not None:
-            depths[channel] = max(1, credits) if boundary < schedule.first_trainable else schedule.microbatches
+            depths[channel] = (
+                max(1, credits) if boundary < schedule.first_trainable else schedule.microbatches
+            )
         channel = _channel(schedule, boundary, Direction.GRADIENT)
         if channel is not None and boundary + 1 > schedule.first_trainable:
             depths[channel] = schedule.microbatches
@@ -264,7 +298,9 @@ def check(programs: tuple[Program, ...]) -> None:
                 expected = following.get((kind, instruction.channel), 0)
                 if expected != instruction.microbatch:
                     done = "sent" if kind is Send else "taken"
-                    raise ScheduleError(f"message {instruction.microbatch} on {describe(instruction.channel)} is {done} out of order")
+                    raise ScheduleError(
+                        f"message {instruction.microbatch} on {describe(instruction.channel)} is {done} out of order"
+                    )
                 following[kind, instruction.channel] = expected + 1
     _play_to_the_end([program.instructions for program in programs], _all_depths(programs))
 
@@ -278,7 +314,10 @@ def check_again(programs: tuple[Program, ...]) -> None:
         rows: list[list[Instruction]] = []
         for program in programs:
             rank = program.rank
-            row = [*(i for i in program.instructions if not isinstance(i, Verdict)), *_between(down, rank, Direction.PREFIX)]
+            row = [
+                *(i for i in program.instructions if not isinstance(i, Verdict)),
+                *_between(down, rank, Direction.PREFIX),
+            ]
             if rank == down[-1] != up[0]:
                 row.append(Send(Channel(-1, Direction.VERDICT, rank, up[0]), 0, 0))
             for instruction in program.instructions:
@@ -289,7 +328,11 @@ def check_again(programs: tuple[Program, ...]) -> None:
                     row.append(Receive(Channel(-1, Direction.VERDICT, down[-1], rank), 0, 0))
                 row.extend(_between(up, rank, Direction.VERDICT))
                 if rolled_back:
-                    row.extend(Receive(channel, 0, j) for channel, sent, taken in instruction.begun for j in range(taken, sent))
+                    row.extend(
+                        Receive(channel, 0, j)
+                        for channel, sent, taken in instruction.begun
+                        for j in range(taken, sent)
+                    )
                     row.extend(i for i in program.instructions if not isinstance(i, Verdict))
                     break
             rows.append(row)
@@ -311,7 +354,12 @@ def routes(placement: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]
 
 
 def _placement(programs: tuple[Program, ...]) -> tuple[int, ...]:
-    return tuple(rank for _, rank in sorted((stage, program.rank) for program in programs for stage in program.stages))
+    return tuple(
+        rank
+        for _, rank in sorted(
+            (stage, program.rank) for program in programs for stage in program.stages
+        )
+    )
 
 
 def _between(route: tuple[int, ...], rank: int, direction: Direction) -> Iterator[Instruction]:
@@ -327,9 +375,16 @@ def _with_verdicts(programs: tuple[Program, ...]) -> tuple[Program, ...]:
     """Lets every rank run as far as it gets while none runs a B or a W: there its verdict
     stands."""
     rows = [program.instructions for program in programs]
-    position = _play(rows, _all_depths(programs), lambda i: isinstance(i, Compute) and i.op.kind is not Kind.F)
+    position = _play(
+        rows, _all_depths(programs), lambda i: isinstance(i, Compute) and i.op.kind is not Kind.F
+    )
     sent, taken = (
-        Counter(i.channel for row, end in zip(rows, position, strict=True) for i in row[:end] if isinstance(i, kind))
+        Counter(
+            i.channel
+            for row, end in zip(rows, position, strict=True)
+            for i in row[:end]
+            if isinstance(i, kind)
+        )
         for kind in (Send, Receive)
     )
     out: list[Program] = []
@@ -346,7 +401,9 @@ def _all_depths(programs: tuple[Program, ...]) -> dict[Channel, int]:
 Rows = Sequence[Sequence[Instruction]]
 
 
-def _play(rows: Rows, depth: dict[Channel, int], stops: Callable[[Instruction], bool] = lambda _: False) -> list[int]:
+def _play(
+    rows: Rows, depth: dict[Channel, int], stops: Callable[[Instruction], bool] = lambda _: False
+) -> list[int]:
     """Runs every rank as far as it gets, and returns how far. Of a channel without a depth nothing
     is ever too much."""
     position = [0] * len(rows)
@@ -384,7 +441,9 @@ def _play_to_the_end(rows: Rows, depth: dict[Channel, int]) -> None:
         if end < len(row):
             waiting = row[end]
             assert isinstance(waiting, Send | Receive)
-            raise ScheduleError(f"rank {rank} would wait for ever for microbatch {waiting.microbatch} on {describe(waiting.channel)}")
+            raise ScheduleError(
+                f"rank {rank} would wait for ever for microbatch {waiting.microbatch} on {describe(waiting.channel)}"
+            )
 
 
 def describe(channel: Channel) -> str:

@@ -31,14 +31,18 @@ from dynmo.schedule.op import Kind, Schedule
 Pairs = Sequence[tuple[int, int]]
 
 
-def stage_memory(layers: Sequence[LayerCost], counts: Sequence[int], resident: Sequence[Pairs]) -> tuple[int, ...]:
+def stage_memory(
+    layers: Sequence[LayerCost], counts: Sequence[int], resident: Sequence[Pairs]
+) -> tuple[int, ...]:
     """Bytes of each stage at its peak, for contiguous stages of `counts` layers; `resident` is
     `simulator.resident` of the schedule.
 
     Raises PartitionError when the counts are for another number of layers or of stages.
     """
     if sum(counts) != len(layers):
-        raise PartitionError(f"a placement of {sum(counts)} layers for {len(layers)} layer costs; its counts must sum to the layers")
+        raise PartitionError(
+            f"a placement of {sum(counts)} layers for {len(layers)} layer costs; its counts must sum to the layers"
+        )
     if len(counts) != len(resident):
         raise PartitionError(
             f"a placement on {len(counts)} stages under a schedule of {len(resident)} stages; make both for the same ranks"
@@ -49,7 +53,9 @@ def stage_memory(layers: Sequence[LayerCost], counts: Sequence[int], resident: S
         own = layers[start : start + count]
         start += count
         activation, stash = sum(x.activation_bytes for x in own), sum(x.stash_bytes for x in own)
-        live = max((forward * activation + stashed * stash for forward, stashed in pairs), default=0)
+        live = max(
+            (forward * activation + stashed * stash for forward, stashed in pairs), default=0
+        )
         out.append(sum(x.static_bytes for x in own) + live)
     return tuple(out)
 
@@ -77,13 +83,24 @@ def rank_memory(
         )
     fused = fuse(schedule)  # as it runs
     pending = _ops_before_verdict(schedule) if post_validation else (None,) * schedule.ranks
-    peaks = (_peak(layers, counts, fused, rank, pending[rank], replicas, accumulation_groups) for rank in range(schedule.ranks))
-    return tuple(static + peak for static, peak in zip(static_bytes(bare(layers), counts, schedule.placement), peaks, strict=True))
+    peaks = (
+        _peak(layers, counts, fused, rank, pending[rank], replicas, accumulation_groups)
+        for rank in range(schedule.ranks)
+    )
+    return tuple(
+        static + peak
+        for static, peak in zip(
+            static_bytes(bare(layers), counts, schedule.placement), peaks, strict=True
+        )
+    )
 
 
 def bare(layers: Sequence[LayerCost]) -> list[LayerCost]:
     """The layers as they are between steps: weights and optimizer state."""
-    return [replace(layer, gradient_bytes=0, rollback_bytes=0, pending_gradient_bytes=0) for layer in layers]
+    return [
+        replace(layer, gradient_bytes=0, rollback_bytes=0, pending_gradient_bytes=0)
+        for layer in layers
+    ]
 
 
 # Receives are posted ahead of what is asked for: so many of a channel, or all of a step's where
@@ -105,7 +122,11 @@ def reduction_bytes(layers: Sequence[LayerCost]) -> int:
 def posted(messages: int, size: int, depth: int) -> int:
     """How many receives of a step's `messages` of `size` bytes a channel of this depth keeps
     posted."""
-    return messages if messages <= depth and messages * size <= POSTED_SMALL else min(POSTED_AHEAD, depth - 1)
+    return (
+        messages
+        if messages <= depth and messages * size <= POSTED_SMALL
+        else min(POSTED_AHEAD, depth - 1)
+    )
 
 
 def _ops_before_verdict(schedule: Schedule) -> tuple[int, ...]:
@@ -140,11 +161,17 @@ def _peak(
     # are kept posted, messages taken.
     inboxes: dict[tuple[int, bool], tuple[int, int]] = {}
     for s in stages:
-        below, above = s > 0 and schedule.placement[s - 1] != rank, s + 1 < schedule.stages and schedule.placement[s + 1] != rank
+        below, above = (
+            s > 0 and schedule.placement[s - 1] != rank,
+            s + 1 < schedule.stages and schedule.placement[s + 1] != rank,
+        )
         if below:
             credits = schedule.ranks if schedule.credits is None else schedule.credits
             size = layers[bounds[s] - 1].output_bytes
-            inboxes[s, False] = size, posted(m, size, max(1, credits) if s - 1 < schedule.first_trainable else m)
+            inboxes[s, False] = (
+                size,
+                posted(m, size, max(1, credits) if s - 1 < schedule.first_trainable else m),
+            )
         if above and s >= schedule.first_trainable:
             size = layers[bounds[s + 1] - 1].output_bytes
             inboxes[s, True] = size, posted(m, size, m)
@@ -152,11 +179,18 @@ def _peak(
     waiting = sum(size * min(count, m) for size, count in inboxes.values())
     workspaces = {(s, kind): _workspace(own, kind) for s, own in stages.items() for kind in Kind}
     # What an op's end changes; what F keeps is there from its start.
-    ends = {s: {Kind.F: 0, Kind.B: stash[s] - kept[s], Kind.W: -stash[s], Kind.BW: -kept[s]} for s in stages}
+    ends = {
+        s: {Kind.F: 0, Kind.B: stash[s] - kept[s], Kind.W: -stash[s], Kind.BW: -kept[s]}
+        for s in stages
+    }
     gradients = {s: sum(x.gradient_bytes for x in own) for s, own in stages.items()}
     undecided = 0
     if pending is not None:
-        undecided = sum(gradients[s] + sum(x.rollback_bytes for x in own) for s, own in stages.items() if s >= schedule.first_trainable)
+        undecided = sum(
+            gradients[s] + sum(x.rollback_bytes for x in own)
+            for s, own in stages.items()
+            if s >= schedule.first_trainable
+        )
     # Of each stage, the W's still to come; and what the reduction takes of those that have had
     # theirs.
     left = dict.fromkeys(stages, m)
@@ -170,11 +204,17 @@ def _peak(
         if op.kind is Kind.F and trains:
             live += kept[s]
         weighs = op.kind is Kind.W or op.kind is Kind.BW
-        fresh = trains and weighs and (m - left[s]) % each == 0  # a slot's first: its gradients are made
+        fresh = (
+            trains and weighs and (m - left[s]) % each == 0
+        )  # a slot's first: its gradients are made
         folded = _folded((m - left[s]) // each + 1, accumulation_groups) if weighs else 0
         # A slot of one microbatch is made and folded layer by layer: not all of its gradients are
         # there at one time.
-        spared = gradients[s] - max(x.gradient_bytes for x in stages[s]) if fresh and folded and each == 1 else 0
+        spared = (
+            gradients[s] - max(x.gradient_bytes for x in stages[s])
+            if fresh and folded and each == 1
+            else 0
+        )
         if fresh and op.kind is Kind.W:
             live += gradients[s]
         inbox = (s, op.kind is not Kind.F)
@@ -213,16 +253,23 @@ def _workspace(layers: Sequence[LayerCost], kind: Kind, fresh: bool = False) -> 
     for layer in reversed(layers):
         above -= layer.gradient_bytes * fresh
         needed = layer.workspace_bytes
-        if kind is Kind.F and layer.activation_bytes:  # with nothing to keep it makes no graph: shapes do not tell what that needs
+        if (
+            kind is Kind.F and layer.activation_bytes
+        ):  # with nothing to keep it makes no graph: shapes do not tell what that needs
             needed = layer.forward_workspace_bytes
         elif kind is Kind.W:
             needed = layer.weight_workspace_bytes
         most = max(most, needed - above)
-        above += {Kind.B: layer.activation_bytes - layer.stash_bytes, Kind.W: layer.stash_bytes}.get(kind, layer.activation_bytes)
+        above += {
+            Kind.B: layer.activation_bytes - layer.stash_bytes,
+            Kind.W: layer.stash_bytes,
+        }.get(kind, layer.activation_bytes)
     return most
 
 
-def static_bytes(layers: Sequence[LayerCost], counts: Sequence[int], placement: Sequence[int]) -> tuple[int, ...]:
+def static_bytes(
+    layers: Sequence[LayerCost], counts: Sequence[int], placement: Sequence[int]
+) -> tuple[int, ...]:
     """Per rank, the weights, gradients and optimizer state of its stages' layers."""
     held = [0] * (max(placement) + 1)
     start = 0
@@ -247,10 +294,14 @@ class MemoryLimits:
 
     def __post_init__(self) -> None:
         if len(self.limits) != len(self.resident):
-            raise PartitionError(f"{len(self.limits)} memory limits for {len(self.resident)} stages; give one limit per stage, in bytes")
+            raise PartitionError(
+                f"{len(self.limits)} memory limits for {len(self.resident)} stages; give one limit per stage, in bytes"
+            )
         for index, layer in enumerate(self.layers):
             if min(layer.static_bytes, layer.activation_bytes, layer.stash_bytes) < 0:
-                raise PartitionError(f"layer {index} has a negative number of bytes; sizes are at least 0")
+                raise PartitionError(
+                    f"layer {index} has a negative number of bytes; sizes are at least 0"
+                )
 
     @property
     def stages(self) -> int:
@@ -267,7 +318,10 @@ class MemoryLimits:
         """The largest stop for which the layers start..stop-1 fit `stage`; `start` itself when not
         even one layer does."""
         limit = self.limits[stage]
-        return max(start, min(bisect_right(sums, sums[start] + limit, start) - 1 for sums in self._sums[stage]))
+        return max(
+            start,
+            min(bisect_right(sums, sums[start] + limit, start) - 1 for sums in self._sums[stage]),
+        )
 
     @cached_property
     def _sums(self) -> tuple[tuple[list[int], ...], ...]:
@@ -276,6 +330,9 @@ class MemoryLimits:
         known: dict[tuple[int, int], list[int]] = {}
         for pair in {pair for pairs in self.resident for pair in pairs} | {(0, 0)}:
             forward, stashed = pair
-            held = (x.static_bytes + forward * x.activation_bytes + stashed * x.stash_bytes for x in self.layers)
+            held = (
+                x.static_bytes + forward * x.activation_bytes + stashed * x.stash_bytes
+                for x in self.layers
+            )
             known[pair] = list(accumulate(held, initial=0))
         return tuple(tuple(known[pair] for pair in pairs or ((0, 0),)) for pairs in self.resident)

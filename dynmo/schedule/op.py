@@ -77,7 +77,9 @@ class Schedule:
     @cached_property
     def fused(self) -> frozenset[tuple[int, int]]:
         """The (stage, microbatch) pairs whose backward is one BW."""
-        return frozenset((op.stage, op.microbatch) for row in self.ops for op in row if op.kind is Kind.BW)
+        return frozenset(
+            (op.stage, op.microbatch) for row in self.ops for op in row if op.kind is Kind.BW
+        )
 
     def backward(self, stage: int, microbatch: int) -> Op:
         """The op that produces the input gradient of `stage`: its B, or its BW."""
@@ -117,21 +119,33 @@ def validate(schedule: Schedule) -> None:
     """Raises ScheduleError unless every stage has each op exactly once, on its rank, in microbatch
     order, and nothing waits in a circle."""
     if schedule.microbatches < 1:
-        raise ScheduleError(f"{schedule.name}: {schedule.microbatches} microbatches; at least 1 is needed")
+        raise ScheduleError(
+            f"{schedule.name}: {schedule.microbatches} microbatches; at least 1 is needed"
+        )
     if any(not 0 <= rank < schedule.ranks for rank in schedule.placement):
-        raise ScheduleError(f"{schedule.name}: placement {schedule.placement} names a rank outside 0..{schedule.ranks - 1}")
+        raise ScheduleError(
+            f"{schedule.name}: placement {schedule.placement} names a rank outside 0..{schedule.ranks - 1}"
+        )
     if len(set(schedule.placement)) < schedule.ranks:
-        raise ScheduleError(f"{schedule.name}: placement {schedule.placement} leaves one of {schedule.ranks} ranks without a stage")
+        raise ScheduleError(
+            f"{schedule.name}: placement {schedule.placement} leaves one of {schedule.ranks} ranks without a stage"
+        )
     if not 0 <= schedule.first_trainable < schedule.stages:
-        raise ScheduleError(f"{schedule.name}: first trainable stage {schedule.first_trainable} of {schedule.stages} stages")
+        raise ScheduleError(
+            f"{schedule.name}: first trainable stage {schedule.first_trainable} of {schedule.stages} stages"
+        )
     # What each stage has seen: F, B and W must each come in microbatch order and arrive at m.
     seen = [{Kind.F: 0, Kind.B: 0, Kind.W: 0} for _ in range(schedule.stages)]
     for rank, row in enumerate(schedule.ops):
         for op in row:
             if not 0 <= op.stage < schedule.stages or schedule.placement[op.stage] != rank:
-                raise ScheduleError(f"{schedule.name}: rank {rank} runs {name(op)}, but the stage is not placed there")
+                raise ScheduleError(
+                    f"{schedule.name}: rank {rank} runs {name(op)}, but the stage is not placed there"
+                )
             if op.kind is not Kind.F and op.stage < schedule.first_trainable:
-                raise ScheduleError(f"{schedule.name}: {name(op)} on a frozen stage (first trainable is {schedule.first_trainable})")
+                raise ScheduleError(
+                    f"{schedule.name}: {name(op)} on a frozen stage (first trainable is {schedule.first_trainable})"
+                )
             for part in (Kind.B, Kind.W) if op.kind is Kind.BW else (op.kind,):
                 if op.microbatch != seen[op.stage][part]:
                     raise ScheduleError(
@@ -140,9 +154,15 @@ def validate(schedule: Schedule) -> None:
                 seen[op.stage][part] += 1
     for stage, counts in enumerate(seen):
         for kind, count in counts.items():
-            expected = 0 if kind is not Kind.F and stage < schedule.first_trainable else schedule.microbatches
+            expected = (
+                0
+                if kind is not Kind.F and stage < schedule.first_trainable
+                else schedule.microbatches
+            )
             if count != expected:
-                raise ScheduleError(f"{schedule.name}: stage {stage} has {count} of {expected} {kind} ops")
+                raise ScheduleError(
+                    f"{schedule.name}: stage {stage} has {count} of {expected} {kind} ops"
+                )
     for _ in in_order(schedule):
         pass
 
@@ -174,7 +194,9 @@ def in_order(schedule: Schedule) -> Iterator[tuple[int, Op]]:
     if stuck:
         rank, op = stuck[0]
         missing = next(d.op for d in dependencies(schedule, op) if d.op not in done)
-        raise ScheduleError(f"{schedule.name}: rank {rank} waits at {name(op)} for {name(missing)}, which never runs: a circle")
+        raise ScheduleError(
+            f"{schedule.name}: rank {rank} waits at {name(op)} for {name(missing)}, which never runs: a circle"
+        )
 
 
 def name(op: Op) -> str:
@@ -208,7 +230,9 @@ def from_text(text: str) -> Schedule:
     lines = [line for line in text.splitlines() if line.strip()]
     header = _HEADER.fullmatch(lines[0].strip()) if lines else None
     if header is None:
-        raise ScheduleError("a schedule's text starts with '# NAME  ranks=P microbatches=M placement=0,1,...'")
+        raise ScheduleError(
+            "a schedule's text starts with '# NAME  ranks=P microbatches=M placement=0,1,...'"
+        )
     try:
         fields = dict(part.split("=", 1) for part in header["fields"].split())
         placement = tuple(int(x) for x in fields["placement"].split(","))
@@ -216,14 +240,18 @@ def from_text(text: str) -> Schedule:
         first_trainable = int(fields.get("first_trainable", "0"))
         credits = int(fields["credits"]) if "credits" in fields else None
     except (KeyError, ValueError) as error:
-        raise ScheduleError(f"line 1 of a schedule: {error} in {lines[0]!r}; expected ranks=P microbatches=M placement=0,1,...") from None
+        raise ScheduleError(
+            f"line 1 of a schedule: {error} in {lines[0]!r}; expected ranks=P microbatches=M placement=0,1,..."
+        ) from None
     if len(lines) != ranks + 1:
         raise ScheduleError(f"a schedule for {ranks} ranks has {ranks} rows, not {len(lines) - 1}")
     rows: list[tuple[Op, ...]] = []
     for rank, line in enumerate(lines[1:]):
         label, bar, cells = line.partition("|")
         if not bar or label.strip() != str(rank):
-            raise ScheduleError(f"line {rank + 2} of a schedule: expected '{rank} | F0 ...', got {line!r}")
+            raise ScheduleError(
+                f"line {rank + 2} of a schedule: expected '{rank} | F0 ...', got {line!r}"
+            )
         own = [s for s, r in enumerate(placement) if r == rank]
         row: list[Op] = []
         for cell in cells.split():

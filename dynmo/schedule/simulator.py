@@ -106,7 +106,9 @@ def simulate(schedule: Schedule, costs: Costs, wrap_group: int | None = None) ->
     a run does: every message is waited for.
     """
     if len(costs.stages) != schedule.stages:
-        raise ScheduleError(f"{schedule.name} has {schedule.stages} stages, but costs are given for {len(costs.stages)}")
+        raise ScheduleError(
+            f"{schedule.name} has {schedule.stages} stages, but costs are given for {len(costs.stages)}"
+        )
     placement, links, wrap = schedule.placement, costs.links, (schedule.ranks - 1, 0)
     ended: dict[Op, float] = {}
     clock = [0.0] * schedule.ranks
@@ -116,7 +118,11 @@ def simulate(schedule: Schedule, costs: Costs, wrap_group: int | None = None) ->
         for before, boundary in dependencies(schedule, op):
             arrival = ended[before]
             if boundary is not None and placement[boundary] != placement[boundary + 1]:
-                if wrap_group and op.microbatch % wrap_group and (placement[boundary], placement[boundary + 1]) == wrap:
+                if (
+                    wrap_group
+                    and op.microbatch % wrap_group
+                    and (placement[boundary], placement[boundary + 1]) == wrap
+                ):
                     continue
                 arrival += links[boundary]
             start = max(start, arrival)

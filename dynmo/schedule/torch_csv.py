@@ -42,10 +42,15 @@ def to_torch_csv(schedule: Schedule) -> str:
             f"{schedule.name}: stages below {schedule.first_trainable} are frozen and have no backward, which torch wants of every stage; "
             "write a schedule with first trainable stage 0"
         )
-    return "".join(",".join(f"{op.stage}{_TO_TORCH[op.kind]}{op.microbatch}" for op in row) + "\n" for row in schedule.ops)
+    return "".join(
+        ",".join(f"{op.stage}{_TO_TORCH[op.kind]}{op.microbatch}" for op in row) + "\n"
+        for row in schedule.ops
+    )
 
 
-def from_torch_csv(text: str, placement: Sequence[int] | None = None, name: str = "torch") -> Schedule:
+def from_torch_csv(
+    text: str, placement: Sequence[int] | None = None, name: str = "torch"
+) -> Schedule:
     """Reads torch's CSV, with or without messages, and checks it as `validate` does; the file does
     not have the `name`.
 
@@ -69,10 +74,14 @@ def from_torch_csv(text: str, placement: Sequence[int] | None = None, name: str 
                         )
                     expected = placement[op.stage]
                 if expected != rank:
-                    raise ScheduleError(f"{where}: {cell.strip()} is on rank {rank}, but stage {op.stage} belongs to rank {expected}")
+                    raise ScheduleError(
+                        f"{where}: {cell.strip()} is on rank {rank}, but stage {op.stage} belongs to rank {expected}"
+                    )
                 row.append(op)
         if not row:
-            raise ScheduleError(f"row {rank} of torch's CSV has no ops; every rank needs at least one stage")
+            raise ScheduleError(
+                f"row {rank} of torch's CSV has no ops; every rank needs at least one stage"
+            )
         rows.append(tuple(row))
     if not rows:
         raise ScheduleError("torch's CSV is empty; it has one row per rank, such as 0F0,0I0,0W0")
@@ -81,7 +90,9 @@ def from_torch_csv(text: str, placement: Sequence[int] | None = None, name: str 
         if stage not in holds:
             raise ScheduleError(f"torch's CSV has no op of stage {stage} of {stages}")
     microbatches = 1 + max(op.microbatch for row in rows for op in row)
-    schedule = Schedule(name, microbatches, tuple(holds[stage] for stage in range(stages)), tuple(rows))
+    schedule = Schedule(
+        name, microbatches, tuple(holds[stage] for stage in range(stages)), tuple(rows)
+    )
     validate(schedule)
     return schedule
 
@@ -93,4 +104,6 @@ def _ops(cell: str, where: str) -> Iterator[Op]:
         if action is not None:
             yield Op(_FROM_TORCH[action[2]], int(action[1]), int(action[3]))
         elif overlap or (cell and not _AROUND.fullmatch(cell)):
-            raise ScheduleError(f"{where}: {cell!r} is not an action such as 0F0, 0I0, 0W0 or 0B0 (stage, kind, microbatch)")
+            raise ScheduleError(
+                f"{where}: {cell!r} is not an action such as 0F0, 0I0, 0W0 or 0B0 (stage, kind, microbatch)"
+            )

@@ -25,7 +25,12 @@ from dynmo.train.summons import Summons
 
 
 def pipeline_for(
-    config: Config, world: World, model: Model, partition: Partition, cache_bytes: int = 0, elsewhere: tuple[int, int] | None = None
+    config: Config,
+    world: World,
+    model: Model,
+    partition: Partition,
+    cache_bytes: int = 0,
+    elsewhere: tuple[int, int] | None = None,
 ) -> Engine:
     """Makes the pipeline of a run.
 
@@ -64,13 +69,23 @@ def pipeline_for(
         scaler=make_scaler(dtype, train.loss_scale, train.loss_scale_window),
         cache_bytes=cache_bytes,
         # The trainer warns of unknown activations at its start.
-        shapes=cache(partial(shapes_of, config, model, level=logging.INFO)) if limit is not None else None,
+        shapes=cache(partial(shapes_of, config, model, level=logging.INFO))
+        if limit is not None
+        else None,
         elsewhere=elsewhere,
-        replicates=config.elastic.reshape or any(data > 1 for _, _, data in config.elastic.reshape_at),
+        replicates=config.elastic.reshape
+        or any(data > 1 for _, _, data in config.elastic.reshape_at),
     )
 
 
-def join_pipeline(config: Config, world: World, model: Model, cases: Sequence[Dynamism], summons: Summons, cache_bytes: int = 0) -> Engine:
+def join_pipeline(
+    config: Config,
+    world: World,
+    model: Model,
+    cases: Sequence[Dynamism],
+    summons: Summons,
+    cache_bytes: int = 0,
+) -> Engine:
     """Makes this process a rank of a running run's pipeline. The run's ranks grow meanwhile.
 
     Args:
@@ -92,7 +107,9 @@ def join_pipeline(config: Config, world: World, model: Model, cases: Sequence[Dy
             f"the run trains {len(summons.names)} layers, and this process has a model of {model.layers} layers or of other names; "
             "start it where the run was started, with the same code"
         )
-    engine = pipeline_for(config, world, model, Partition(summons.layers_before), cache_bytes, summons.shape_before)
+    engine = pipeline_for(
+        config, world, model, Partition(summons.layers_before), cache_bytes, summons.shape_before
+    )
     restore_state(engine, summons.state, cases)
     engine.schedule_keeper.known = summons.known_costs
     engine.membership.arrive(
@@ -101,7 +118,10 @@ def join_pipeline(config: Config, world: World, model: Model, cases: Sequence[Dy
         data=summons.shape[1],
         partition=Partition(summons.layers),
         join_timeout=config.elastic.join_timeout,
-        experts={layer: ExpertPlacement(holders, config.parallel.expert) for layer, holders in summons.experts},
+        experts={
+            layer: ExpertPlacement(holders, config.parallel.expert)
+            for layer, holders in summons.experts
+        },
         microbatches=config.train.global_batch // summons.micro_batch,
     )
     return engine

@@ -27,13 +27,31 @@ def prepare() -> None:
         attention(x, v).sum().backward()
     auction(torch.randn(8, 2))
     layers = tuple(
-        LayerCost(1.0 + i * i % 7, 1.0, 1.0, weight_bytes=1, activation_bytes=2, stash_bytes=1, output_bytes=1) for i in range(12)
+        LayerCost(
+            1.0 + i * i % 7,
+            1.0,
+            1.0,
+            weight_bytes=1,
+            activation_bytes=2,
+            stash_bytes=1,
+            output_bytes=1,
+        )
+        for i in range(12)
     )
     profile = Profile(layers, tuple(map(str, range(len(layers)))))
     for schedule in ("zb-h1", "zb-auto", "zb-v", "interleaved-1f1b"):
         for balancer in ("exact", "schedule-aware", "diffusion"):
             for limit in (None, 1 << 20):
-                make_plan(PlanRequest(profile, ranks=3, microbatches=6, schedule=schedule, balancer=balancer, memory_limit=limit))
+                make_plan(
+                    PlanRequest(
+                        profile,
+                        ranks=3,
+                        microbatches=6,
+                        schedule=schedule,
+                        balancer=balancer,
+                        memory_limit=limit,
+                    )
+                )
 
 
 if __name__ == "__main__":

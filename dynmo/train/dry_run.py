@@ -50,21 +50,36 @@ class RunPlan:
         return {key: value for key, value in vars(self).items() if key != "names"}
 
     def table(self) -> Table:
-        recompute = f", {len(self.recompute)} of {len(self.names)} layers computed again in B" if self.recompute else ""
+        recompute = (
+            f", {len(self.recompute)} of {len(self.names)} layers computed again in B"
+            if self.recompute
+            else ""
+        )
         limit = "" if self.limit is None else f", limit {self.limit / 2**20:,.1f} MiB"
         known = "" if self.activations_unknown is None else "; parameters only, activations unknown"
         table = Table(
             title=f"{self.schedule}, {len(self.memory)} ranks, {self.microbatches} microbatches, {self.precision}{recompute}{limit}{known}",
             title_justify="left",
         )
-        for heading in ("rank", "layers", "first", "last", "parameters", "memory at peak" if not known else "memory without activations"):
+        for heading in (
+            "rank",
+            "layers",
+            "first",
+            "last",
+            "parameters",
+            "memory at peak" if not known else "memory without activations",
+        ):
             table.add_column(heading, justify="left" if heading in ("first", "last") else "right")
         start = 0
         for stage, (count, rank) in enumerate(zip(self.partition, self.placement, strict=True)):
             first, last = self.names[start], self.names[start + count - 1]
             start += count
             # A rank's memory stands at the first of its stages.
-            memory = f"{self.memory[rank] / 2**20:,.1f} MiB" if self.placement.index(rank) == stage else ""
+            memory = (
+                f"{self.memory[rank] / 2**20:,.1f} MiB"
+                if self.placement.index(rank) == stage
+                else ""
+            )
             table.add_row(str(rank), str(count), first, last, f"{self.parameters[stage]:,}", memory)
         return table
 
@@ -87,7 +102,9 @@ def dry_run(config: Config) -> RunPlan:
     return first_plan(config, model, costs, torch.device("cpu"), unknown)
 
 
-def check_later_ranks(config: Config, model: Model, costs: tuple[LayerCost, ...], device: torch.device) -> None:
+def check_later_ranks(
+    config: Config, model: Model, costs: tuple[LayerCost, ...], device: torch.device
+) -> None:
     """Sees whether the model fits the numbers of ranks that the run is told to go to.
 
     Args:
@@ -102,14 +119,19 @@ def check_later_ranks(config: Config, model: Model, costs: tuple[LayerCost, ...]
     limit, elastic = memory_limit(config, device), config.elastic
     if limit is None or config.train.recompute != "none":
         return
-    wanted = {pipeline * data: f"elastic.reshape_at: [{step}, {pipeline}, {data}]" for step, pipeline, data in elastic.reshape_at}
+    wanted = {
+        pipeline * data: f"elastic.reshape_at: [{step}, {pipeline}, {data}]"
+        for step, pipeline, data in elastic.reshape_at
+    }
     if elastic.target_ranks is not None:
         wanted[elastic.target_ranks] = f"elastic.target_ranks = {elastic.target_ranks}"
     # Any times will do: the question is the memory.
     layers = tuple(replace(cost, f=1.0, b=1.0, w=1.0) for cost in costs)
     for ranks, key in wanted.items():
         request = MeshRequest(
-            Profile(layers, model.names, model=config.model.kind, microbatch=config.train.micro_batch),
+            Profile(
+                layers, model.names, model=config.model.kind, microbatch=config.train.micro_batch
+            ),
             gpus=ranks,
             global_batch=config.train.global_batch,
             micro_batches=(config.train.micro_batch,),
@@ -123,7 +145,9 @@ def check_later_ranks(config: Config, model: Model, costs: tuple[LayerCost, ...]
         try:
             search(request, quick=True)
         except NoMeshFitsError as error:
-            raise NoRoomError(f"{key} cannot hold the model: {error.shortage}; use more ranks, or a higher memory limit") from None
+            raise NoRoomError(
+                f"{key} cannot hold the model: {error.shortage}; use more ranks, or a higher memory limit"
+            ) from None
 
 
 def first_plan(
@@ -142,8 +166,13 @@ def first_plan(
     limit = memory_limit(config, device)
     recompute = recompute_for(config, model, device)
     name, ranks = config.pipeline.schedule, config.parallel.pipeline
-    full, replicas = full_schedule(name, ranks, config.microbatches, config.chunks), config.parallel.data
-    recomputed = frozenset(recompute(partition, full, replicas) if callable(recompute) else recompute)
+    full, replicas = (
+        full_schedule(name, ranks, config.microbatches, config.chunks),
+        config.parallel.data,
+    )
+    recomputed = frozenset(
+        recompute(partition, full, replicas) if callable(recompute) else recompute
+    )
     costs = recompute_as_workspace(costs, recomputed)
     request = stage_request(config, replicas, limit)
     holder = [request.placement[partition.owner(layer)] for layer in range(model.layers)]
@@ -151,7 +180,11 @@ def first_plan(
         # A weight that is tied over two ranks keeps the barrier at the end of a step.
         request = replace(request, objective=Objective.MAKESPAN)
     stage_plan = plan_stages(request, costs, partition, None, 0)
-    placement, schedule, memory = stage_plan.request.placement, stage_plan.schedule, stage_plan.memory
+    placement, schedule, memory = (
+        stage_plan.request.placement,
+        stage_plan.schedule,
+        stage_plan.memory,
+    )
     for rank, need in enumerate(memory):
         if limit is not None and need > limit:
             if activations_unknown is not None:
@@ -163,7 +196,10 @@ def first_plan(
                 f"rank {rank} needs {need} bytes at the peak of {schedule.name}, over pipeline.memory_limit = {limit}; "
                 "use more ranks, smaller microbatches, train.recompute = 'auto', or a schedule that keeps fewer in flight"
             )
-    parameters = tuple(sum(costs[i].parameters for i in partition.range_of(stage)) for stage in range(partition.ranks))
+    parameters = tuple(
+        sum(costs[i].parameters for i in partition.range_of(stage))
+        for stage in range(partition.ranks)
+    )
     return RunPlan(
         model.names,
         partition.counts,

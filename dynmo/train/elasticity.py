@@ -30,7 +30,14 @@ from dynmo.pipeline.rebalance import Rebalancer
 from dynmo.runtime.comm.lobby import read_all, tell_all
 from dynmo.runtime.comm.world import World
 from dynmo.runtime.state.migration import Migration
-from dynmo.train.rank_source import RankSource, count_text, describe, member_from, member_text, own_member
+from dynmo.train.rank_source import (
+    RankSource,
+    count_text,
+    describe,
+    member_from,
+    member_text,
+    own_member,
+)
 from dynmo.train.setup import first_partition
 from dynmo.train.summons import Summons, cost_records
 
@@ -77,7 +84,9 @@ class Elasticity:
         self.config, self._pipeline, self._rebalancer = config, pipeline, rebalancer
         self._source, self.reference = source, reference
         self._called = False  # rank 0 wants to decide
-        self._postponed: tuple[int, int] | None = None  # a planned mesh whose newcomers did not come
+        self._postponed: tuple[int, int] | None = (
+            None  # a planned mesh whose newcomers did not come
+        )
         self._wanted: int | None = None  # ranks that the planner would like
         self._refused = 0  # newcomers that would not make the run faster
         self._most = max(config.ranks, self._everyone.size)
@@ -100,7 +109,9 @@ class Elasticity:
     @property
     def gpu_seconds_returned(self) -> float:
         """Of the ranks that the run did without, so far."""
-        return self._returned + (self._most - self._everyone.size) * (time.monotonic() - self._since)
+        return self._returned + (self._most - self._everyone.size) * (
+            time.monotonic() - self._since
+        )
 
     def take_events(self, step: int) -> list[Event]:
         """Returns what has happened since the last call, on rank 0.
@@ -129,7 +140,10 @@ class Elasticity:
             self._refused = 0
             return False
         if elastic.reshape_at:
-            return self._postponed is not None and size + waiting >= self._postponed[0] * self._postponed[1]
+            return (
+                self._postponed is not None
+                and size + waiting >= self._postponed[0] * self._postponed[1]
+            )
         if elastic.target_ranks is not None:
             return size < elastic.target_ranks and waiting > self._refused
         if elastic.repack:
@@ -150,11 +164,19 @@ class Elasticity:
         Args:
             step: The next step.
         """
-        return self._called or self._is_planned(step) or (self.config.elastic.changes_ranks and self._rebalancer.is_due(step))
+        return (
+            self._called
+            or self._is_planned(step)
+            or (self.config.elastic.changes_ranks and self._rebalancer.is_due(step))
+        )
 
     def _is_planned(self, step: int) -> bool:
         shape = self.config.shape_at(step)
-        return bool(self.config.elastic.reshape_at) and shape[0] * shape[1] != self._everyone.size and shape != self._postponed
+        return (
+            bool(self.config.elastic.reshape_at)
+            and shape[0] * shape[1] != self._everyone.size
+            and shape != self._postponed
+        )
 
     # -- deciding ----------------------------------------------------------------------------------
 
@@ -174,14 +196,22 @@ class Elasticity:
         plan = self._plan(step)
         if plan is None or plan.ranks == self._everyone.size:
             return False
-        return self._shrink(step, plan) if plan.ranks < self._everyone.size else self._grow(step, plan, state)
+        return (
+            self._shrink(step, plan)
+            if plan.ranks < self._everyone.size
+            else self._grow(step, plan, state)
+        )
 
     def _plan(self, step: int) -> _Plan | None:
         if self.config.elastic.reshape_at:
             return self._planned(step)
         if not self._rebalancer.measured:
             return None
-        return self._ask_planner(step, self._everyone.size + self._shared(self._source.waiting if self._source is not None else 0))
+        return self._ask_planner(
+            step,
+            self._everyone.size
+            + self._shared(self._source.waiting if self._source is not None else 0),
+        )
 
     def _planned(self, step: int) -> _Plan | None:
         """The mesh that the config has for this step, unless its newcomers do not come."""
@@ -199,7 +229,9 @@ class Elasticity:
         elastic, size = self.config.elastic, self._everyone.size
         nodes = [member.node for member in self._members()]
         try:
-            wish = self._rebalancer.ranks(step, RankLimits(nodes, there, self._most), self.reference)
+            wish = self._rebalancer.ranks(
+                step, RankLimits(nodes, there, self._most), self.reference
+            )
         except NoRoomError as error:
             self._tell(FaultEvent(step, now(), f"the run keeps its {size} ranks: {error}"))
             return None
@@ -211,7 +243,9 @@ class Elasticity:
         if not decision.move:
             return None
         shape = mesh.pipeline, mesh.replicas
-        return _Plan(shape, wish.choice.partition, mesh.micro_batch, decision.reason, decision.predicted_gain)
+        return _Plan(
+            shape, wish.choice.partition, mesh.micro_batch, decision.reason, decision.predicted_gain
+        )
 
     def _await_newcomers(self, step: int, missing: int) -> int:
         """Waits until as many newcomers are there as are missing. Returns how many are."""
@@ -228,7 +262,13 @@ class Elasticity:
             what = f"waited {join_timeout:g} s for {count_text(missing)} (dynmo train --join), and {there} came"
             if self._source is not None:
                 self._source.miss()
-            self._tell(FaultEvent(step, now(), f"{what}; the run goes on with {world.size}, and takes the others when they come"))
+            self._tell(
+                FaultEvent(
+                    step,
+                    now(),
+                    f"{what}; the run goes on with {world.size}, and takes the others when they come",
+                )
+            )
         return there
 
     def _shared(self, number: int) -> int:
@@ -239,7 +279,9 @@ class Elasticity:
 
     def _members(self) -> list[Member]:
         world = self._everyone
-        return [member_from(text) for text in read_all(world.store, "member", world.size, world.timeout)]
+        return [
+            member_from(text) for text in read_all(world.store, "member", world.size, world.timeout)
+        ]
 
     # -- acting ------------------------------------------------------------------------------------
 
@@ -249,7 +291,11 @@ class Elasticity:
         kept = self._kept([member.node for member in members], plan)
         try:
             migration = pipeline.membership.shrink(
-                kept, pipeline=plan.shape[0], data=plan.shape[1], partition=plan.partition, microbatches=self._microbatches(plan)
+                kept,
+                pipeline=plan.shape[0],
+                data=plan.shape[1],
+                partition=plan.partition,
+                microbatches=self._microbatches(plan),
             )
         except (NoRoomError, ResizeFailed) as error:
             self._postponed = plan.shape
@@ -265,21 +311,38 @@ class Elasticity:
         seconds = time.perf_counter() - start
         number, result = self._rebalancer.on_resize(step, plan.gain, seconds)
         slower = None if plan.gain is None else -plan.gain
-        sizes = before, plan.ranks, shape, plan.shape, plan.partition.counts, migration.moved_bytes, seconds
-        self._tell(result, RepackEvent(step, now(), number, *sizes, slower, plan.reason, tuple(map(describe, left))))
+        sizes = (
+            before,
+            plan.ranks,
+            shape,
+            plan.shape,
+            plan.partition.counts,
+            migration.moved_bytes,
+            seconds,
+        )
+        self._tell(
+            result,
+            RepackEvent(
+                step, now(), number, *sizes, slower, plan.reason, tuple(map(describe, left))
+            ),
+        )
         self.enroll()
         return True
 
     def _kept(self, nodes: Sequence[str], plan: _Plan) -> tuple[int, ...]:
         """The ranks that stay."""
-        if self.config.elastic.releaser == "kubernetes":  # the job ends the pods with the highest numbers
+        if (
+            self.config.elastic.releaser == "kubernetes"
+        ):  # the job ends the pods with the highest numbers
             return tuple(range(plan.ranks))
         if self.config.parallel.expert == 1:
             return kept_ranks(nodes, plan.ranks)
         # Replicas hold different experts, so they stay together.
         replicas = plan.shape[1]
         positions = kept_ranks(nodes[::replicas], plan.shape[0])
-        return tuple(position * replicas + replica for position in positions for replica in range(replicas))
+        return tuple(
+            position * replicas + replica for position in positions for replica in range(replicas)
+        )
 
     def _grow(self, step: int, plan: _Plan, state: Callable[[], dict[str, Any]]) -> bool:
         pipeline, start = self._pipeline, time.perf_counter()
@@ -306,7 +369,9 @@ class Elasticity:
         self.enroll()
         return True
 
-    def _invite(self, step: int, plan: _Plan, newcomers: int, state: dict[str, Any]) -> list[Member]:
+    def _invite(
+        self, step: int, plan: _Plan, newcomers: int, state: dict[str, Any]
+    ) -> list[Member]:
         """Calls newcomers, on rank 0."""
         if self._source is None:
             return []
@@ -327,20 +392,42 @@ class Elasticity:
                 costs=cost_records(pipeline.schedule_keeper.known),
                 reference=self.reference,
                 micro_batch=plan.micro_batch,
-                experts=tuple((layer, placement.holders) for layer, placement in sorted(experts.items())),
+                experts=tuple(
+                    (layer, placement.holders) for layer, placement in sorted(experts.items())
+                ),
             )
             for place in range(newcomers)
         ]
         return self._source.invite([each.to_text() for each in summons])
 
     def _told_growth(
-        self, step: int, plan: _Plan, before: int, shape: tuple[int, int], migration: Migration, joined: Sequence[Member], seconds: float
+        self,
+        step: int,
+        plan: _Plan,
+        before: int,
+        shape: tuple[int, int],
+        migration: Migration,
+        joined: Sequence[Member],
+        seconds: float,
     ) -> None:
         number, result = self._rebalancer.on_resize(step, plan.gain, seconds)
         self._most = max(self._most, plan.ranks)
-        sizes = before, plan.ranks, shape, plan.shape, plan.partition.counts, migration.moved_bytes, seconds
+        sizes = (
+            before,
+            plan.ranks,
+            shape,
+            plan.shape,
+            plan.partition.counts,
+            migration.moved_bytes,
+            seconds,
+        )
         who = tuple(map(describe, joined))
-        self._tell(result, GrowEvent(step, now(), number, *sizes, plan.gain, plan.reason, who, self.gpu_seconds_returned))
+        self._tell(
+            result,
+            GrowEvent(
+                step, now(), number, *sizes, plan.gain, plan.reason, who, self.gpu_seconds_returned
+            ),
+        )
 
     def _microbatches(self, plan: _Plan) -> int:
         return self.config.train.global_batch // plan.micro_batch

@@ -53,19 +53,27 @@ def join_run(folder: Path, process: int | None = None) -> int:
     """
     config_file, meeting = folder / "config.toml", folder / MEETING
     if not config_file.is_file():
-        raise ConfigError(f"{folder} does not exist, so there is nothing to join; start the run first, in the same folder")
+        raise ConfigError(
+            f"{folder} does not exist, so there is nothing to join; start the run first, in the same folder"
+        )
     if not meeting.is_file():
-        raise ConfigError(f"{folder} is not being trained now, so there is nothing to join; start it, or go on with --resume")
+        raise ConfigError(
+            f"{folder} is not being trained now, so there is nothing to join; start it, or go on with --resume"
+        )
     config = load(config_file)
     torch.set_num_threads(config.parallel.threads)
     device = device_for(config, int(os.environ.get("LOCAL_RANK", "0")))
     model = load_model(config)
     try:
-        store = open_meeting(json.loads(meeting.read_text(encoding="utf-8")), config.parallel.timeout)
+        store = open_meeting(
+            json.loads(meeting.read_text(encoding="utf-8")), config.parallel.timeout
+        )
     except RunError as error:
         raise RunGone(str(error)) from None
     home = dist.PrefixStore("gen/0", store)
-    world = World.outside(home, device=device, timeout=config.parallel.timeout, staged=config.parallel.staged)
+    world = World.outside(
+        home, device=device, timeout=config.parallel.timeout, staged=config.parallel.staged
+    )
     try:
         result = _wait_and_train(config, world, model, folder, process)
         while result is not None and result.left and parks(config):
@@ -75,7 +83,9 @@ def join_run(folder: Path, process: int | None = None) -> int:
     return 130 if result is not None and result.interrupted else 0
 
 
-def come_back(config: Config, world: World, model: Model, folder: Path | None, result: RunResult) -> RunResult:
+def come_back(
+    config: Config, world: World, model: Model, folder: Path | None, result: RunResult
+) -> RunResult:
     """Waits, after this rank has left the run, until it is called back.
 
     Args:
@@ -99,7 +109,9 @@ def come_back(config: Config, world: World, model: Model, folder: Path | None, r
     return result
 
 
-def _wait_and_train(config: Config, world: World, model: Model, folder: Path | None, process: int | None) -> RunResult | None:
+def _wait_and_train(
+    config: Config, world: World, model: Model, folder: Path | None, process: int | None
+) -> RunResult | None:
     """Returns None if the run ended without this process."""
     assert world.home is not None
     member = own_member(-1)

@@ -41,7 +41,13 @@ class DataLoader:
     def __init__(self, config: Config, pipeline: Engine) -> None:
         self._config, self._world, self._model = config, pipeline.world, pipeline.model
         world, model, train = self._world, config.model, config.train
-        order = model.sequence, train.global_batch, train.micro_batch, config.seed, config.data.shuffle
+        order = (
+            model.sequence,
+            train.global_batch,
+            train.micro_batch,
+            config.seed,
+            config.data.shuffle,
+        )
         digest, length = None, 0
         self._batches: Batches | None = None
         if model.kind != "emulated":
@@ -53,7 +59,9 @@ class DataLoader:
             length = len(corpus)
             digest = hashlib.sha256(f"{length} ".encode() + ends).digest()
         agree(world, digest, "the data (data.source)")
-        self._order = Order(int(pipeline.largest(length)), *order) if pipeline.measurements.caches else None
+        self._order = (
+            Order(int(pipeline.largest(length)), *order) if pipeline.measurements.caches else None
+        )
         evaluates_again = train.eval_every and train.steps // train.eval_every > 1
         if self._order is not None and not evaluates_again and not self._order.repeats(train.steps):
             raise ConfigError(
@@ -89,5 +97,8 @@ class DataLoader:
         device computes."""
         device, pair = self._world.device, (self._model.first_inputs(inputs, targets), targets)
         if device.type == "cuda":
-            pair = pair[0].pin_memory().to(device, non_blocking=True), pair[1].pin_memory().to(device, non_blocking=True)
+            pair = (
+                pair[0].pin_memory().to(device, non_blocking=True),
+                pair[1].pin_memory().to(device, non_blocking=True),
+            )
         return pair

@@ -31,14 +31,18 @@ Listener = Callable[[int, float], None]
 """Told of every step that was measured: how many so far, and the seconds it took."""
 
 
-def run(config: Config, rendezvous: Rendezvous, steps: int, listen: Listener | None = None) -> Profile:
+def run(
+    config: Config, rendezvous: Rendezvous, steps: int, listen: Listener | None = None
+) -> Profile:
     """Measures as one rank of the world at `rendezvous`; returns the same on every rank. Raises as
     `trainer.run` does."""
     with start(config, rendezvous) as (world, model):
         return measure(config, world, model, steps, listen)
 
 
-def measure(config: Config, world: World, model: Model, steps: int, listen: Listener | None = None) -> Profile:
+def measure(
+    config: Config, world: World, model: Model, steps: int, listen: Listener | None = None
+) -> Profile:
     """What the dynamic cases do before the first step is done (a prefix that is frozen from the
     start, say); nothing changes later."""
     world = arrange(world, config.parallel.data)
@@ -61,12 +65,21 @@ def measure(config: Config, world: World, model: Model, steps: int, listen: List
             if listen is not None:
                 listen(step, time.perf_counter() - start)
     measured = tuple(_median(layer) for layer in zip(*readings, strict=True))
-    shapes = shapes_of(config, model, level=logging.INFO if world.everyone.rank else logging.WARNING)
-    return profile_of(config, pipeline, with_workspace(measured, shapes, pipeline.recomputed), steps)
+    shapes = shapes_of(
+        config, model, level=logging.INFO if world.everyone.rank else logging.WARNING
+    )
+    return profile_of(
+        config, pipeline, with_workspace(measured, shapes, pipeline.recomputed), steps
+    )
 
 
 def _median(costs: Sequence[LayerCost]) -> LayerCost:
     """Of each figure; sizes are the same in every step, up to what a microbatch's content
     changes."""
-    middle = {field.name: median(getattr(cost, field.name) for cost in costs) for field in fields(LayerCost)}
-    return LayerCost(**{name: value if name in ("f", "b", "w") else int(value) for name, value in middle.items()})
+    middle = {
+        field.name: median(getattr(cost, field.name) for cost in costs)
+        for field in fields(LayerCost)
+    }
+    return LayerCost(
+        **{name: value if name in ("f", "b", "w") else int(value) for name, value in middle.items()}
+    )

@@ -91,7 +91,10 @@ class RankSource:
         if at_once or moment - self._looked >= _LOOK:
             self._looked = moment
             self._present = self._lobby.present()
-            self._events += [self._fault(f"{describe(member_from(text))} waited to join and is gone") for text in self._lobby.take_gone()]
+            self._events += [
+                self._fault(f"{describe(member_from(text))} waited to join and is gone")
+                for text in self._lobby.take_gone()
+            ]
             self._read_receipts()
         return len(self._present)
 
@@ -143,12 +146,18 @@ class RankSource:
             step: The next step.
         """
         late = time.monotonic() - self._asked
-        if self._outstanding > len(self._present) and not self._missed and late > self._join_timeout:
+        if (
+            self._outstanding > len(self._present)
+            and not self._missed
+            and late > self._join_timeout
+        ):
             self._missed = True
             assert self._releaser is not None
             count = self._outstanding - len(self._present)
             asked = f"{self._releaser.name} was asked for {count_text(count)} {late:.0f} s ago, and none has come"
-            self._events.append(self._fault(f"{asked}; the run goes on without them until they come"))
+            self._events.append(
+                self._fault(f"{asked}; the run goes on without them until they come")
+            )
         events, self._events = self._events, []
         return [type(event)(**{**vars(event), "step": step}) for event in events]
 
@@ -168,7 +177,11 @@ class RankSource:
                 self._outstanding = max(0, self._outstanding - receipt.ranks)
                 self._events.append(self._fault(receipt.what))
             else:
-                self._events.append(ReleaseEvent(-1, now(), self._releaser.name, receipt.what, receipt.ranks, receipt.seconds))
+                self._events.append(
+                    ReleaseEvent(
+                        -1, now(), self._releaser.name, receipt.what, receipt.ranks, receipt.seconds
+                    )
+                )
 
     def _fault(self, what: str) -> FaultEvent:
         return FaultEvent(-1, now(), what)

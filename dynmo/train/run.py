@@ -18,7 +18,13 @@ from dynmo.train.setup import start
 from dynmo.train.trainer import Listener, RunResult, Trainer
 
 
-def run(config: Config, rendezvous: Rendezvous, folder: Path | None, resume: bool, listen: Listener | None = None) -> RunResult:
+def run(
+    config: Config,
+    rendezvous: Rendezvous,
+    folder: Path | None,
+    resume: bool,
+    listen: Listener | None = None,
+) -> RunResult:
     """Trains as one rank of the world at `rendezvous`.
 
     Args:
@@ -42,7 +48,11 @@ def run(config: Config, rendezvous: Rendezvous, folder: Path | None, resume: boo
                 return trainer.run()
         result = trainer.run()
         del trainer  # its memory
-        return come_back(config, world, model, folder, result) if result.left and parks(config) else result
+        return (
+            come_back(config, world, model, folder, result)
+            if result.left and parks(config)
+            else result
+        )
 
 
 @contextlib.contextmanager

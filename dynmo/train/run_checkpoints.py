@@ -68,17 +68,38 @@ class RunCheckpoints:
     def is_due(self, step: int, interrupted: bool) -> bool:
         """Whether one is to be written when so many steps are done."""
         every = self._config.checkpoint.every
-        return bool(every) and (step % every == 0 or step == self._config.train.steps or interrupted)
+        return bool(every) and (
+            step % every == 0 or step == self._config.train.steps or interrupted
+        )
 
     def save(
-        self, step: int, pipeline: Engine, cases: Sequence[Dynamism], loss: float, moves: int, reference: float | None
+        self,
+        step: int,
+        pipeline: Engine,
+        cases: Sequence[Dynamism],
+        loss: float,
+        moves: int,
+        reference: float | None,
     ) -> CheckpointEvent | None:
         """All ranks call it together, after the last result. None: there is no folder. reference:
         seconds that a step took at first."""
         if self._folder is None:
             return None
-        extra = {"shape": list(pipeline.shape), "reference": reference, **self._fixed(pipeline.model)}
-        saved = save_engine(pipeline, self._folder, step, self._config.checkpoint.keep, cases, loss=loss, moves=moves, extra=extra)
+        extra = {
+            "shape": list(pipeline.shape),
+            "reference": reference,
+            **self._fixed(pipeline.model),
+        }
+        saved = save_engine(
+            pipeline,
+            self._folder,
+            step,
+            self._config.checkpoint.keep,
+            cases,
+            loss=loss,
+            moves=moves,
+            extra=extra,
+        )
         return CheckpointEvent(step - 1, now(), str(saved.path), saved.bytes, saved.seconds)
 
     def find(self, model: Model) -> SavedRun:

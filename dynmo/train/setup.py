@@ -30,7 +30,11 @@ from dynmo.runtime.comm.world import World
 def check_world(config: Config, rendezvous: Rendezvous) -> None:
     """Raises ConfigError where the launcher started more or fewer ranks than the config has."""
     if rendezvous.size != config.ranks:
-        sizes = "data (each pipeline is slices of one GPU)" if config.parallel.slices else "pipeline x data"
+        sizes = (
+            "data (each pipeline is slices of one GPU)"
+            if config.parallel.slices
+            else "pipeline x data"
+        )
         raise ConfigError(
             f"the launcher started {rendezvous.size} ranks, but parallel.{sizes} = {config.ranks}; start as many as the config says"
         )
@@ -118,11 +122,16 @@ def device_for(config: Config, local_rank: int) -> torch.device:
         # Before anything asks CUDA, which reads them once in a process. So does cuBLAS, whose
         # workspaces must be of one size for the same bits: a run that asks for these may not be the
         # first of its process.
-        for name, value in {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", **(FOR_RANKS_ON_CUDA if config.ranks > 1 else {})}.items():
+        for name, value in {
+            "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
+            **(FOR_RANKS_ON_CUDA if config.ranks > 1 else {}),
+        }.items():
             os.environ.setdefault(name, value)
     available = torch.cuda.is_available()
     if wanted == "cuda" and not available:
-        raise ConfigError("parallel.device = 'cuda', but torch sees no CUDA device; use 'auto' or 'cpu'")
+        raise ConfigError(
+            "parallel.device = 'cuda', but torch sees no CUDA device; use 'auto' or 'cpu'"
+        )
     if wanted != "cpu" and not available and config.parallel.slices:
         raise ConfigError(
             "parallel.slices = true, but torch sees no CUDA device; with parallel.device = 'cpu' the stages would compute in turn"
@@ -137,7 +146,9 @@ def device_for(config: Config, local_rank: int) -> torch.device:
         )
     index = local_rank % devices
     torch.cuda.set_device(index)
-    if config.train.deterministic:  # on CPU, with a fixed number of threads, all that runs here is deterministic
+    if (
+        config.train.deterministic
+    ):  # on CPU, with a fixed number of threads, all that runs here is deterministic
         torch.use_deterministic_algorithms(True)
     return torch.device("cuda", index)
 
@@ -158,7 +169,10 @@ def memory_limit(config: Config, device: torch.device) -> int | None:
     if config.parallel.staged:
         ranks = int(os.environ.get("LOCAL_WORLD_SIZE", config.ranks))
         parts *= -(-ranks // torch.cuda.device_count())
-    return max(1, torch.cuda.get_device_properties(device).total_memory * 92 // 100 - (1 << 30)) // parts
+    return (
+        max(1, torch.cuda.get_device_properties(device).total_memory * 92 // 100 - (1 << 30))
+        // parts
+    )
 
 
 def check_meshes(config: Config, layers: int) -> None:
@@ -179,13 +193,17 @@ def first_partition(config: Config, layers: int, pipeline: int | None = None) ->
     if config.balance.initial is None or stages != config.stages:
         return uniform(layers, stages)
     if sum(config.balance.initial) != layers:
-        raise ConfigError(f"balance.initial sums to {sum(config.balance.initial)}, but the model has {layers} layers")
+        raise ConfigError(
+            f"balance.initial sums to {sum(config.balance.initial)}, but the model has {layers} layers"
+        )
     return Partition(config.balance.initial)
 
 
 def warn_of_cores(config: Config) -> str | None:
     """A line when the ranks cannot all compute at once on this machine."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = (
+        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    )
     needed = config.ranks * config.parallel.threads
     if config.model.kind == "emulated" or needed <= cores:
         return None

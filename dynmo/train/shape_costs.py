@@ -65,7 +65,9 @@ def known_costs(config: Config, model: Model) -> tuple[tuple[LayerCost, ...], st
         return static_costs(config, model), warning
 
 
-def shapes_of(config: Config, model: Model, replicas: int | None = None, level: int = logging.WARNING) -> tuple[LayerCost, ...] | None:
+def shapes_of(
+    config: Config, model: Model, replicas: int | None = None, level: int = logging.WARNING
+) -> tuple[LayerCost, ...] | None:
     """Return the costs from shapes, or None if the user's own layers do not run on shapes alone.
 
     Args:
@@ -81,7 +83,10 @@ def shapes_of(config: Config, model: Model, replicas: int | None = None, level: 
     try:
         return shape_costs(config, model, replicas)
     except ConfigError as error:
-        _logger.log(level, f"activations unknown, so costs are without what an op needs while it runs: {error}")
+        _logger.log(
+            level,
+            f"activations unknown, so costs are without what an op needs while it runs: {error}",
+        )
         return None
 
 
@@ -129,9 +134,16 @@ def static_costs(config: Config, model: Model) -> tuple[LayerCost, ...]:
     return _per_replica(config, costs, None)
 
 
-def _per_replica(config: Config, costs: Sequence[LayerCost], replicas: int | None) -> tuple[LayerCost, ...]:
+def _per_replica(
+    config: Config, costs: Sequence[LayerCost], replicas: int | None
+) -> tuple[LayerCost, ...]:
     replicas = replicas or config.parallel.data
-    return tuple(c.with_accumulation(config.accumulation_groups // replicas).shared(replicas if config.parallel.zero else 1) for c in costs)
+    return tuple(
+        c.with_accumulation(config.accumulation_groups // replicas).shared(
+            replicas if config.parallel.zero else 1
+        )
+        for c in costs
+    )
 
 
 def meta_layers(model: Model) -> list[nn.Module]:
@@ -150,15 +162,22 @@ def _is_own_error(config: Config, model: Model) -> bool:
     Fake tensors and the meta device have limits of their own, and tell of most in different words.
     If both raise the same error, one microbatch is run for real, one layer in memory at a time.
     """
-    on_fakes = _forward_error(config, model, FakeTensorMode(), lambda: model.build(range(model.layers)))
-    if not on_fakes or on_fakes != _forward_error(config, model, torch.device("meta"), lambda: model.build(())):
+    on_fakes = _forward_error(
+        config, model, FakeTensorMode(), lambda: model.build(range(model.layers))
+    )
+    if not on_fakes or on_fakes != _forward_error(
+        config, model, torch.device("meta"), lambda: model.build(())
+    ):
         return False
     real = (model.build((index,))[index] for index in range(model.layers))
     return bool(_forward_error(config, model, generators_kept(torch.device("cpu")), lambda: real))
 
 
 def _forward_error(
-    config: Config, model: Model, mode: AbstractContextManager[Any], layers: Callable[[], Iterable[nn.Module]]
+    config: Config,
+    model: Model,
+    mode: AbstractContextManager[Any],
+    layers: Callable[[], Iterable[nn.Module]],
 ) -> list[tuple[type[BaseException], str]]:
     """What a forward pass of the plain layers raises in this mode: the error, and those it came
     from."""
@@ -200,7 +219,9 @@ def _shape_costs(config: Config, model: Model) -> list[LayerCost]:
     # needs beside.
     workspaces: list[_Workspace] = []
     for microbatch in range(2):
-        workspaces = _shape_microbatch(layers, microbatch, ids, lambda out: model.loss(out, targets))
+        workspaces = _shape_microbatch(
+            layers, microbatch, ids, lambda out: model.loss(out, targets)
+        )
     return [
         replace(
             _static_cost(config, layer.module),
@@ -227,9 +248,18 @@ def _static_cost(config: Config, module: nn.Module) -> LayerCost:
     parameters = list(module.parameters())
     # ZeRO-1 divides by the replicas what is not divided as experts (`_per_replica`).
     times = config.parallel.data if config.parallel.zero and config.parallel.expert > 1 else 1
-    experts = {p for half in halves(module) for linear in (half.gate_up, half.down) for p in linear.parameters()}
-    trained = sum(gradient_bytes(p) * (times if p in experts else 1) for p in parameters if p.requires_grad)
-    masters = sum(gradient_bytes(p) * (times if p in experts else 1) for p in parameters if p.dtype in LOW)
+    experts = {
+        p
+        for half in halves(module)
+        for linear in (half.gate_up, half.down)
+        for p in linear.parameters()
+    }
+    trained = sum(
+        gradient_bytes(p) * (times if p in experts else 1) for p in parameters if p.requires_grad
+    )
+    masters = sum(
+        gradient_bytes(p) * (times if p in experts else 1) for p in parameters if p.dtype in LOW
+    )
     return LayerCost(
         *(0.0, 0.0, 0.0),
         parameters=sum(p.numel() for p in parameters),
@@ -248,7 +278,9 @@ class _Workspace(NamedTuple):
     weight: int
 
 
-def _shape_microbatch(layers: Sequence[Layer], microbatch: int, ids: Tensor, loss: Callable[[Tensor], Tensor]) -> list[_Workspace]:
+def _shape_microbatch(
+    layers: Sequence[Layer], microbatch: int, ids: Tensor, loss: Callable[[Tensor], Tensor]
+) -> list[_Workspace]:
     """Runs F, B and W of all layers. Returns the workspace of each."""
     watches = [Watch() for _ in layers]
     forward, backward, weight = ([0] * len(layers) for _ in range(3))
@@ -256,7 +288,9 @@ def _shape_microbatch(layers: Sequence[Layer], microbatch: int, ids: Tensor, los
     for layer, watch in zip(layers, watches, strict=True):
         with watch:
             finish = loss if layer is layers[-1] else None
-            tensors = layer.forward(microbatch, tensors, 0, graph=True, need_input=layer.index > 0, finish=finish)
+            tensors = layer.forward(
+                microbatch, tensors, 0, graph=True, need_input=layer.index > 0, finish=finish
+            )
         forward[layer.index] = watch.excess(watch.live)
     gradients: Tensors = (torch.ones(()),)
     for layer, watch in zip(reversed(layers), reversed(watches), strict=True):
@@ -272,7 +306,9 @@ def _shape_microbatch(layers: Sequence[Layer], microbatch: int, ids: Tensor, los
     return list(map(_Workspace, forward, backward, weight))
 
 
-def with_workspace(costs: tuple[LayerCost, ...], shapes: Sequence[LayerCost] | None, recomputed: Collection[int]) -> tuple[LayerCost, ...]:
+def with_workspace(
+    costs: tuple[LayerCost, ...], shapes: Sequence[LayerCost] | None, recomputed: Collection[int]
+) -> tuple[LayerCost, ...]:
     """Measured costs, and what an op needs beside what it keeps: no run tells that, so it is taken
     from `shapes`, where they are known.
 
@@ -301,7 +337,9 @@ def recompute_for(config: Config, model: Model, device: torch.device) -> Recompu
     wanted = config.train.recompute
     if isinstance(wanted, tuple):
         if max(wanted, default=0) >= model.layers:
-            raise ConfigError(f"train.recompute names layer {max(wanted)}, but the model has {model.layers}, from 0 to {model.layers - 1}")
+            raise ConfigError(
+                f"train.recompute names layer {max(wanted)}, but the model has {model.layers}, from 0 to {model.layers - 1}"
+            )
         return wanted
     limit = memory_limit(config, device)
     if wanted != "auto" or limit is None:
@@ -321,7 +359,12 @@ def recompute_for(config: Config, model: Model, device: torch.device) -> Recompu
         costs, counts = costs_for(replicas), partition.counts
         whole = stage_request(config, replicas, limit).memory(costs, counts, schedule)
         kept = recompute_memory(costs, (), counts, schedule)
-        return choose_recomputed(costs, counts, schedule, [limit - max(0, a - b) for a, b in zip(whole, kept, strict=True)])
+        return choose_recomputed(
+            costs,
+            counts,
+            schedule,
+            [limit - max(0, a - b) for a, b in zip(whole, kept, strict=True)],
+        )
 
     return fitting
 

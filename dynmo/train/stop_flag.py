@@ -25,10 +25,14 @@ def stop_flag() -> Iterator[Callable[[], bool]]:
         if number == signal.SIGINT:
             signal.signal(number, signal.default_int_handler)
 
-    if threading.current_thread() is not threading.main_thread():  # it gets no signals, so nobody asks
+    if (
+        threading.current_thread() is not threading.main_thread()
+    ):  # it gets no signals, so nobody asks
         yield lambda: False
         return
-    numbers = [n for n in (signal.SIGTERM, signal.SIGINT) if signal.getsignal(n) is not signal.SIG_IGN]
+    numbers = [
+        n for n in (signal.SIGTERM, signal.SIGINT) if signal.getsignal(n) is not signal.SIG_IGN
+    ]
     before = {number: signal.signal(number, ask) for number in numbers}
     try:
         yield lambda: asked

@@ -68,7 +68,9 @@ def summons_from(text: str) -> Summons:
         return Summons.model_validate(json.loads(text))
     except (json.JSONDecodeError, ValidationError) as error:
         first = str(error).splitlines()[0]
-        raise RunError(f"rank 0 sent a summons that cannot be read ({first}); do all ranks run the same dynmo?") from None
+        raise RunError(
+            f"rank 0 sent a summons that cannot be read ({first}); do all ranks run the same dynmo?"
+        ) from None
 
 
 def cost_records(costs: tuple[LayerCost, ...] | None) -> tuple[dict[str, Any], ...] | None:

@@ -51,7 +51,9 @@ class Tracer:
     these are then shown as ranks are.
     """
 
-    def __init__(self, world: World, clock: Clock, steps: int, placement: tuple[int, ...] | None = None) -> None:
+    def __init__(
+        self, world: World, clock: Clock, steps: int, placement: tuple[int, ...] | None = None
+    ) -> None:
         self._world, self._clock, self._steps, self._placement = world, clock, steps, placement
         self._recent: deque[list[Row]] = deque(maxlen=steps)
         self._kept: deque[list[Row]] = deque(maxlen=_MOST_STEPS)
@@ -120,7 +122,9 @@ class Tracer:
     def finish(self, path: Path | None) -> None:
         """Called on every rank; rank 0 writes."""
         self._kept.extend(self._recent)
-        mine = torch.tensor([row for rows in self._kept for row in rows], dtype=torch.float64).reshape(-1, 6)
+        mine = torch.tensor(
+            [row for rows in self._kept for row in rows], dtype=torch.float64
+        ).reshape(-1, 6)
         world = self._world
         counts = torch.zeros(world.size, dtype=torch.int64)
         counts[world.rank] = len(mine)
@@ -150,13 +154,18 @@ class Tracer:
         placement = self._placement
         if placement is None:
             return tables
-        return [[row for row in table if placement[int(row[2])] == each] for each in range(max(placement) + 1) for table in tables]
+        return [
+            [row for row in table if placement[int(row[2])] == each]
+            for each in range(max(placement) + 1)
+            for table in tables
+        ]
 
 
 def chrome_trace(ranks: Sequence[Sequence[Sequence[float]]]) -> dict[str, Any]:
     """Rows of every rank -> the Trace Event Format: one thread per rank, times in microseconds."""
     events: list[dict[str, Any]] = [
-        {"ph": "M", "name": "thread_name", "pid": 0, "tid": rank, "args": {"name": f"rank {rank}"}} for rank in range(len(ranks))
+        {"ph": "M", "name": "thread_name", "pid": 0, "tid": rank, "args": {"name": f"rank {rank}"}}
+        for rank in range(len(ranks))
     ]
     events.append({"ph": "M", "name": "process_name", "pid": 0, "args": {"name": "dynmo"}})
     for rank, rows in enumerate(ranks):
@@ -170,7 +179,9 @@ def chrome_trace(ranks: Sequence[Sequence[Sequence[float]]]) -> dict[str, Any]:
                     "ph": "X",
                     "pid": 0,
                     "tid": rank,
-                    "name": f"{kind}{int(microbatch)}" if kind not in (WAIT, SEND) else f"{kind} {int(microbatch)}",
+                    "name": f"{kind}{int(microbatch)}"
+                    if kind not in (WAIT, SEND)
+                    else f"{kind} {int(microbatch)}",
                     "cat": kind,
                     "cname": _COLOURS[kind],
                     "ts": ts,

@@ -119,7 +119,9 @@ class Trainer:
     ) -> None:
         self.config, self._everyone, self._folder, self._listen = config, world, folder, listen
         self._recorded = config  # with what cases have found out
-        self._checkpoints = RunCheckpoints(config, world, None if folder is None else folder / "checkpoints")
+        self._checkpoints = RunCheckpoints(
+            config, world, None if folder is None else folder / "checkpoints"
+        )
         saved = self._checkpoints.find(model) if resume else None
         # What decisions need that have to fit a memory.
         limit = memory_limit(config, world.device)
@@ -132,7 +134,11 @@ class Trainer:
         self.first_step, self._loss, moved, reference = 0, math.nan, 0, None
         if summons is not None:
             self.pipeline = join_pipeline(config, world, model, self._cases, summons, self._cached)
-            self.first_step, self._loss, moved = summons.step, summons.state["loss"], summons.state["moves"]
+            self.first_step, self._loss, moved = (
+                summons.step,
+                summons.state["loss"],
+                summons.state["moves"],
+            )
             reference = summons.reference
         else:
             self.pipeline = self._first_pipeline(model, saved)
@@ -141,17 +147,31 @@ class Trainer:
         self._loader = DataLoader(config, self.pipeline)
         if saved is not None:
             self._checkpoints.restore(saved, self.pipeline, self._cases)
-            self.first_step, self._loss, moved, reference = saved.step, saved.loss, saved.moves, saved.reference
+            self.first_step, self._loss, moved, reference = (
+                saved.step,
+                saved.loss,
+                saved.moves,
+                saved.reference,
+            )
         self._rebalancer = Rebalancer(
-            config, self.pipeline, self._costs, moved, lambda step: [case.forecast(step) for case in self._cases], limit
+            config,
+            self.pipeline,
+            self._costs,
+            moved,
+            lambda step: [case.forecast(step) for case in self._cases],
+            limit,
         )
         # A newcomer takes part from the cases' own part of its first step on.
         self._joins_at = None if summons is None else summons.step
         slices = self.pipeline.placement if self.pipeline.sliced else None
         self._tracer = Tracer(world.everyone, self.pipeline.clock, config.trace.steps, slices)
-        self._elastic = Elasticity(config, self.pipeline, self._rebalancer, make_source(config, world), reference)
+        self._elastic = Elasticity(
+            config, self.pipeline, self._rebalancer, make_source(config, world), reference
+        )
         # Last: what was wrong until here leaves no log.
-        self._log = EventLog(folder / "events.jsonl") if folder is not None and world.rank == 0 else None
+        self._log = (
+            EventLog(folder / "events.jsonl") if folder is not None and world.rank == 0 else None
+        )
 
     @property
     def _cached(self) -> int:
@@ -159,7 +179,9 @@ class Trainer:
         freezing = self.config.dynamism.freezing
         return freezing.cache_bytes if "freezing" in self.config.dynamism.cases else 0
 
-    def _known_shapes(self, model: Model, limit: int | None, is_first: bool) -> tuple[LayerCost, ...] | None:
+    def _known_shapes(
+        self, model: Model, limit: int | None, is_first: bool
+    ) -> tuple[LayerCost, ...] | None:
         """What the layers hold by shapes, if a memory limits them. is_first: whether the first plan
         must fit it, too."""
         if limit is None:
@@ -212,7 +234,9 @@ class Trainer:
                     raise
                 raise RunError(str(error)) from error  # no wrong input: something has trained
             if self._elastic.left:
-                return RunResult(self._loss, "", "", time.perf_counter() - start, False, step, (), left=True)
+                return RunResult(
+                    self._loss, "", "", time.perf_counter() - start, False, step, (), left=True
+                )
             step += 1
         return self.finish(step, time.perf_counter() - start, interrupted)
 
@@ -227,14 +251,23 @@ class Trainer:
         interrupted = self._step(step, stop) or interrupted
         step += 1
         evaluates = bool(train.eval_every) and step % train.eval_every == 0
-        if evaluates or interrupted or step == train.steps or self._checkpoints.is_due(step, interrupted):
+        if (
+            evaluates
+            or interrupted
+            or step == train.steps
+            or self._checkpoints.is_due(step, interrupted)
+        ):
             # A wish to stop may be found in any of the results.
             interrupted = self._drain() or interrupted
         if evaluates:
             self._evaluate(step)
         if self._checkpoints.is_due(step, interrupted):
             reference = self._elastic.reference
-            self._emit(self._checkpoints.save(step, self.pipeline, self._cases, self._loss, self._rebalancer.moves, reference))
+            self._emit(
+                self._checkpoints.save(
+                    step, self.pipeline, self._cases, self._loss, self._rebalancer.moves, reference
+                )
+            )
         return interrupted
 
     def finish(self, step: int, seconds: float, interrupted: bool = False) -> RunResult:
@@ -247,16 +280,37 @@ class Trainer:
         self._tracer.finish(None if self._folder is None else self._folder / "trace.json")
         overhead, reason = self._rebalancer.overhead, "interrupted" if interrupted else "done"
         measuring = self.pipeline.profiler.spent + overhead.measure
-        cached = self.pipeline.measurements.cached() if self.pipeline.measurements.caches else (0, 0)
+        cached = (
+            self.pipeline.measurements.cached() if self.pipeline.measurements.caches else (0, 0)
+        )
         balancing = (measuring, overhead.decide, overhead.move)
         returned = self._elastic.gpu_seconds_returned
-        self._emit(EndEvent(step, now(), self._loss, digest, seconds, reason, *balancing, *cached, buffers, returned))
-        return RunResult(self._loss, digest, buffers, seconds, interrupted, step, self.pipeline.partition.counts)
+        self._emit(
+            EndEvent(
+                step,
+                now(),
+                self._loss,
+                digest,
+                seconds,
+                reason,
+                *balancing,
+                *cached,
+                buffers,
+                returned,
+            )
+        )
+        return RunResult(
+            self._loss, digest, buffers, seconds, interrupted, step, self.pipeline.partition.counts
+        )
 
     def _must_drain(self, step: int) -> bool:
         """Whether something before this step may look at the model or the last signals, or change
         it: the step before must be final."""
-        return self._rebalancer.should_check(step) or self._elastic.acts(step) or any(case.acts(step) for case in self._cases)
+        return (
+            self._rebalancer.should_check(step)
+            or self._elastic.acts(step)
+            or any(case.acts(step) for case in self._cases)
+        )
 
     def _change(self, step: int) -> None:
         """The ranks or the mesh change, or the balancer looks at what was measured; then the
@@ -270,7 +324,11 @@ class Trainer:
         wanted = None
         if self.config.elastic.reshape:
             wanted = self._rebalancer.mesh(step) if self._rebalancer.is_due(step) else None
-        elif shape != self.pipeline.shape and shape[0] * shape[1] == self.world.everyone.size and self.config.elastic.reshape_at:
+        elif (
+            shape != self.pipeline.shape
+            and shape[0] * shape[1] == self.world.everyone.size
+            and self.config.elastic.reshape_at
+        ):
             wanted = (*shape, first_partition(self.config, self.pipeline.count, shape[0]))
         if wanted is not None:
             self._reshape(step, *wanted)
@@ -280,7 +338,9 @@ class Trainer:
                 self._tracer.keep_around()
         for case in self._cases:
             with named(case, "act", step):
-                change = checked(case, case.act(step, self.pipeline.case_context), self.pipeline.count)
+                change = checked(
+                    case, case.act(step, self.pipeline.case_context), self.pipeline.count
+                )
             if change is not None:
                 self.pipeline.on_workload_change(change.layers)
                 self._emit(self._rebalancer.on_workload_change(step))
@@ -300,7 +360,13 @@ class Trainer:
         """The run goes on with fewer ranks, or with newcomers."""
 
         def state() -> dict[str, Any]:
-            return state_of(self.pipeline, self._cases, loss=self._loss, moves=self._rebalancer.moves + 1, extra={})
+            return state_of(
+                self.pipeline,
+                self._cases,
+                loss=self._loss,
+                moves=self._rebalancer.moves + 1,
+                extra={},
+            )
 
         size = self.world.everyone.size
         met = self._elastic.change(step, state)
@@ -318,7 +384,9 @@ class Trainer:
         """The run goes on under a config with other microbatches."""
         if config is not self.config:
             self.config = config
-            self._recorded = with_options(self._recorded, ("train",), {"micro_batch": config.train.micro_batch})
+            self._recorded = with_options(
+                self._recorded, ("train",), {"micro_batch": config.train.micro_batch}
+            )
             self._write_config("the size of microbatches")
 
     def _reshape(self, step: int, pipeline: int, data: int, partition: Partition) -> None:
@@ -334,7 +402,9 @@ class Trainer:
     def _tell_barrier(self, step: int) -> None:
         """Post-validation that is asked for and cannot be: a weight tied over two ranks gets its
         gradient from both. That ends in a mesh that has it on one."""
-        stays = self.config.pipeline.post_validation and self.pipeline.objective is Objective.MAKESPAN
+        stays = (
+            self.config.pipeline.post_validation and self.pipeline.objective is Objective.MAKESPAN
+        )
         if stays != self._barrier_stays:
             self._barrier_stays = stays
             reason = f"the tied weight of embedding and head is on {'two ranks' if stays else 'one rank'}"
@@ -345,10 +415,14 @@ class Trainer:
         stop."""
         train, start = self.config.train, time.perf_counter()
         rate = learning_rate(train, step)
-        self._started[step] = _Started(rate, self.pipeline.partition.counts, len(self.pipeline.frozen))
+        self._started[step] = _Started(
+            rate, self.pipeline.partition.counts, len(self.pipeline.frozen)
+        )
         inputs, targets, keys = self._loader.train(step)
         flag = STOP * stop + self._elastic.call()
-        results = self.pipeline.advance(step, inputs, targets, lr=rate, max_norm=train.max_grad_norm, flag=flag, keys=keys)
+        results = self.pipeline.advance(
+            step, inputs, targets, lr=rate, max_norm=train.max_grad_norm, flag=flag, keys=keys
+        )
         self._started[step].seconds = time.perf_counter() - start
         return self._finish(results)
 
@@ -425,7 +499,9 @@ class Trainer:
         costs = self._costs()
         if self._log is not None and self._folder is not None:
             if self._shapes is None:
-                costs = with_workspace(costs, shapes_of(self.config, self.pipeline.model), self.pipeline.recomputed)
+                costs = with_workspace(
+                    costs, shapes_of(self.config, self.pipeline.model), self.pipeline.recomputed
+                )
             profile = profile_of(self.config, self.pipeline, costs, steps)
             try:
                 profile_file.write(self._folder / profile_file.IN_RUN, profile)
@@ -444,7 +520,9 @@ class Trainer:
             try:
                 write_whole(path, self._recorded.to_toml())
             except OSError as error:  # the checkpoints have it, too
-                _logger.warning(f"{path} cannot be written: {error.strerror}; it does not say {what} as it is")
+                _logger.warning(
+                    f"{path} cannot be written: {error.strerror}; it does not say {what} as it is"
+                )
 
     # -- telling -----------------------------------------------------------------------------------
 

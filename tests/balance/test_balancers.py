@@ -13,23 +13,38 @@ from dynmo.errors import PartitionError
 from dynmo.schedule.simulator import simulate
 
 # The first three layers are frozen: forward only, but as many parameters as the others.
-FROZEN = tuple(LayerCost(1.0, 0.0, 0.0, parameters=10) for _ in range(3)) + tuple(LayerCost(1.0, 1.0, 1.0, parameters=10) for _ in range(3))
+FROZEN = tuple(LayerCost(1.0, 0.0, 0.0, parameters=10) for _ in range(3)) + tuple(
+    LayerCost(1.0, 1.0, 1.0, parameters=10) for _ in range(3)
+)
 REQUEST = BalanceRequest(FROZEN, Partition((4, 2)), make=by_name("zb-h1", 4))
 
 
 def limited(sizes: list[int], current: tuple[int, ...], limit: tuple[int, ...]) -> BalanceRequest:
     layers = tuple(LayerCost(1.0, 1.0, 1.0, weight_bytes=size) for size in sizes)
-    return BalanceRequest(layers, Partition(current), resident=((),) * len(limit), memory_limit=limit)
+    return BalanceRequest(
+        layers, Partition(current), resident=((),) * len(limit), memory_limit=limit
+    )
 
 
 def test_what_each_returns():
-    placements = {name: balance(REQUEST).counts for name, balance in BALANCERS.items() if name != "random"}
+    placements = {
+        name: balance(REQUEST).counts for name, balance in BALANCERS.items() if name != "random"
+    }
     # By time 1 1 1 3 3 3: three and one layer of 3 against two of 3. The current placement is one
     # of the best already.
     by_count = dict.fromkeys(
-        ("uniform", "deepspeed-uniform", "deepspeed-parameters", "megatron-uniform", "megatron-embedding-loss"), (3, 3)
+        (
+            "uniform",
+            "deepspeed-uniform",
+            "deepspeed-parameters",
+            "megatron-uniform",
+            "megatron-embedding-loss",
+        ),
+        (3, 3),
     )
-    by_time = dict.fromkeys(("none", "exact", "schedule-aware", "diffusion", "deepspeed-time", "algorithm-3"), (4, 2))
+    by_time = dict.fromkeys(
+        ("none", "exact", "schedule-aware", "diffusion", "deepspeed-time", "algorithm-3"), (4, 2)
+    )
     assert placements == by_count | by_time
 
 
@@ -40,10 +55,16 @@ def test_parameters_do_not_see_freezing():
 
 def test_exact_moves_as_few_bytes_as_it_can():
     # Layer 0 decides alone; (1, 3, 1) moves layer 1, and (1, 2, 2), which is smoother, layer 3 too.
-    layers = tuple(LayerCost(f, 0.0, 0.0, optimizer_bytes=size) for f, size in ((6, 1), (1, 5), (1, 1), (1, 1), (1, 1)))
+    layers = tuple(
+        LayerCost(f, 0.0, 0.0, optimizer_bytes=size)
+        for f, size in ((6, 1), (1, 5), (1, 1), (1, 1), (1, 1))
+    )
     request = BalanceRequest(layers, Partition((2, 2, 1)))
     assert balancer("exact")(request).counts == (1, 3, 1)
-    free = tuple(replace(layer, optimizer_bytes=size) for layer, size in zip(layers, (1, 5, 0, 0, 0), strict=True))
+    free = tuple(
+        replace(layer, optimizer_bytes=size)
+        for layer, size in zip(layers, (1, 5, 0, 0, 0), strict=True)
+    )
     assert balancer("exact")(replace(request, layers=free)).counts == (1, 2, 2)
     # Where no bytes are given, layers are counted.
     unknown = tuple(replace(layer, optimizer_bytes=0) for layer in layers)
@@ -62,17 +83,28 @@ def test_every_balancer_is_pure_and_keeps_the_number_of_ranks(name: str):
 def test_random_draws_every_other_placement():
     layers = tuple(LayerCost(1.0, 1.0, 1.0) for _ in range(5))
     current = Partition((2, 1, 2))
-    drawn = Counter(balancer("random")(BalanceRequest(layers, current, seed=3, step=step)).counts for step in range(500))
+    drawn = Counter(
+        balancer("random")(BalanceRequest(layers, current, seed=3, step=step)).counts
+        for step in range(500)
+    )
     assert set(drawn) == {(1, 1, 3), (1, 2, 2), (1, 3, 1), (2, 2, 1), (3, 1, 1)}
     assert min(drawn.values()) > 60  # 100 each on average
     steps = range(20)
-    a, b = ([balancer("random")(BalanceRequest(layers, current, seed=seed, step=step)) for step in steps] for seed in (0, 1))
+    a, b = (
+        [
+            balancer("random")(BalanceRequest(layers, current, seed=seed, step=step))
+            for step in steps
+        ]
+        for seed in (0, 1)
+    )
     assert a != b
 
 
 def test_random_is_the_same_on_every_machine():
     layers = tuple(LayerCost(1.0, 1.0, 1.0) for _ in range(50))
-    assert balancer("random")(BalanceRequest(layers, Partition((10,) * 5), seed=1, step=2)).counts == (14, 3, 5, 10, 18)
+    assert balancer("random")(
+        BalanceRequest(layers, Partition((10,) * 5), seed=1, step=2)
+    ).counts == (14, 3, 5, 10, 18)
 
 
 def test_random_without_another_placement():
@@ -87,7 +119,10 @@ def test_random_draws_only_what_fits():
     # Stage 1 cannot hold layer 2; (1, 1, 3) is the current one.
     assert drawn == {(3, 1, 1)}
     unfit = replace(request, current=Partition((2, 1, 2)))
-    assert {balancer("random")(replace(unfit, step=step)).counts for step in range(100)} == {(3, 1, 1), (1, 1, 3)}
+    assert {balancer("random")(replace(unfit, step=step)).counts for step in range(100)} == {
+        (3, 1, 1),
+        (1, 1, 3),
+    }
 
 
 def test_memory_limits():
@@ -95,7 +130,9 @@ def test_memory_limits():
     assert balancer("exact")(request).counts == (1, 3)
     assert balancer("diffusion")(request).counts == (1, 3)
     assert balancer("none")(replace(request, current=Partition((3, 1)))).counts == (3, 1)
-    with pytest.raises(PartitionError, match=r"stage 0 of the placement \(2, 2\) needs 8 bytes, its limit is 5"):
+    with pytest.raises(
+        PartitionError, match=r"stage 0 of the placement \(2, 2\) needs 8 bytes, its limit is 5"
+    ):
         balancer("uniform")(request)
     with pytest.raises(PartitionError, match="stage 0"):
         balancer("exact")(limited([9, 9], (1, 1), (1, 9)))
@@ -114,17 +151,26 @@ def test_requests_that_do_not_hold_together():
 
 
 def test_speeds():
-    even = BalanceRequest(tuple(LayerCost(1.0, 1.0, 1.0) for _ in range(6)), Partition((3, 3)), speeds=(1.0, 2.0))
+    even = BalanceRequest(
+        tuple(LayerCost(1.0, 1.0, 1.0) for _ in range(6)), Partition((3, 3)), speeds=(1.0, 2.0)
+    )
     assert balancer("exact")(even).counts == (2, 4)
     assert balancer("schedule-aware")(replace(even, make=by_name("1f1b", 8))).counts == (2, 4)
 
 
 def test_several_stages_per_rank():
     heavy = BalanceRequest(
-        tuple(LayerCost(f, 0.0, 0.0) for f in (5, 1, 1, 1, 1, 1, 1, 1, 1)), Partition((3, 2, 2, 2)), placement=(0, 1, 1, 0)
+        tuple(LayerCost(f, 0.0, 0.0) for f in (5, 1, 1, 1, 1, 1, 1, 1, 1)),
+        Partition((3, 2, 2, 2)),
+        placement=(0, 1, 1, 0),
     )
     partition = balancer("exact")(heavy)
-    assert max(partition.counts[0] + 4 + partition.counts[3], partition.counts[1] + partition.counts[2]) == 7
+    assert (
+        max(
+            partition.counts[0] + 4 + partition.counts[3], partition.counts[1] + partition.counts[2]
+        )
+        == 7
+    )
     with pytest.raises(PartitionError, match="placement of 2 stages on ranks for 4 stages"):
         replace(heavy, placement=(0, 1))
 
@@ -146,7 +192,9 @@ def test_exact_breaks_ties_by_the_simulated_time():
 
     assert (span(request.current), span(seeing)) == (81.0, 72.0)
     # By parameters nothing is simulated.
-    assert balancer("exact")(replace(request, make=make, cost="parameters")) == balancer("exact")(replace(request, cost="parameters"))
+    assert balancer("exact")(replace(request, make=make, cost="parameters")) == balancer("exact")(
+        replace(request, cost="parameters")
+    )
 
 
 def test_schedule_aware_needs_a_schedule():
@@ -155,19 +203,32 @@ def test_schedule_aware_needs_a_schedule():
 
 
 def test_baselines_that_cannot_run_say_so():
-    heavy = BalanceRequest(tuple(LayerCost(f, 0.0, 0.0) for f in (5, 1, 1, 1, 1)), Partition((3, 1, 1)))
-    with pytest.raises(PartitionError, match=r"DeepSpeed's placement by time leaves stage 0 without a layer .* use 'exact'"):
+    heavy = BalanceRequest(
+        tuple(LayerCost(f, 0.0, 0.0) for f in (5, 1, 1, 1, 1)), Partition((3, 1, 1))
+    )
+    with pytest.raises(
+        PartitionError,
+        match=r"DeepSpeed's placement by time leaves stage 0 without a layer .* use 'exact'",
+    ):
         balancer("deepspeed-time")(heavy)
     with pytest.raises(PartitionError, match="multiple of 3 blocks for 3 stages, not 5 blocks"):
         balancer("megatron-uniform")(heavy)
     with pytest.raises(PartitionError, match="out of the network's order"):
-        balancer("algorithm-3")(BalanceRequest(tuple(LayerCost(f, 0.0, 0.0) for f in (4, 3, 2, 2, 1, 1, 2)), Partition((3, 2, 2))))
+        balancer("algorithm-3")(
+            BalanceRequest(
+                tuple(LayerCost(f, 0.0, 0.0) for f in (4, 3, 2, 2, 1, 1, 2)), Partition((3, 2, 2))
+            )
+        )
     with pytest.raises(PartitionError, match="stage 1 of the placement"):
         balancer("deepspeed-uniform")(limited([4, 4, 4, 4], (3, 1), (99, 5)))
 
 
 def test_by_type():
-    names = ("embedding", *(f"blocks.{i}.{half}" for i in range(4) for half in ("attention", "feed_forward")), "head")
+    names = (
+        "embedding",
+        *(f"blocks.{i}.{half}" for i in range(4) for half in ("attention", "feed_forward")),
+        "head",
+    )
     layers = tuple(LayerCost(1.0, 1.0, 1.0) for _ in names)
     request = BalanceRequest(layers, Partition((5, 5)), names=names)
     assert balancer("deepspeed-type:ATTENTION")(request).counts == (5, 5)
@@ -178,6 +239,7 @@ def test_by_type():
 
 def test_names():
     with pytest.raises(
-        PartitionError, match="unknown balancer 'exat'; choose one of none, uniform, exact, schedule-aware, diffusion, random"
+        PartitionError,
+        match="unknown balancer 'exat'; choose one of none, uniform, exact, schedule-aware, diffusion, random",
     ):
         balancer("exat")

@@ -17,7 +17,11 @@ from dynmo.balance.diffusion import Transfers, published_diffusion
 from dynmo.balance.partition import Partition, exact, stage_loads
 from dynmo.errors import PartitionError
 
-NAMES = ("embedding", *(f"blocks.{i}.{half}" for i in range(8) for half in ("attention", "feed_forward")), "head")
+NAMES = (
+    "embedding",
+    *(f"blocks.{i}.{half}" for i in range(8) for half in ("attention", "feed_forward")),
+    "head",
+)
 
 
 def test_deepspeed_counts():
@@ -28,9 +32,15 @@ def test_deepspeed_counts():
 
 
 def test_deepspeed_finds_the_optimum_where_its_tolerance_is_small():
-    for weights, parts in (([3, 1, 4, 1, 5, 9, 2, 6], 3), ([10.0] * 12, 4), ([100, 300, 200, 400, 100, 100], 2)):
+    for weights, parts in (
+        ([3, 1, 4, 1, 5, 9, 2, 6], 3),
+        ([10.0] * 12, 4),
+        ([100, 300, 200, 400, 100, 100], 2),
+    ):
         partition = placement(deepspeed_balanced(weights, parts), "DeepSpeed's")
-        assert max(stage_loads(weights, partition)) == max(stage_loads(weights, exact(weights, parts)))
+        assert max(stage_loads(weights, partition)) == max(
+            stage_loads(weights, exact(weights, parts))
+        )
 
 
 def test_deepspeed_in_seconds_stops_too_early():
@@ -89,7 +99,9 @@ def test_megatron():
     assert megatron_uniform(NAMES, 3, embedding=True).counts == (5, 6, 7)
     # Counted as a block, the embedding can be all that its stage has.
     assert megatron_uniform(NAMES, 10, embedding=True, loss=True).counts == (1, *(2,) * 8, 1)
-    with pytest.raises(PartitionError, match="needs a multiple of 3 blocks for 3 stages, not 8 blocks; use 'exact'"):
+    with pytest.raises(
+        PartitionError, match="needs a multiple of 3 blocks for 3 stages, not 8 blocks; use 'exact'"
+    ):
         megatron_uniform(NAMES, 3)
     with pytest.raises(PartitionError, match="8 blocks and the embedding"):
         megatron_uniform(NAMES, 4, embedding=True)

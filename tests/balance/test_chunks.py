@@ -20,7 +20,9 @@ def v_shaped(ranks: int) -> tuple[int, ...]:
     return (*range(ranks), *reversed(range(ranks)))
 
 
-def largest(weights: list[float], bounds: tuple[int, ...], placement: tuple[int, ...], speeds: list[float]) -> float:
+def largest(
+    weights: list[float], bounds: tuple[int, ...], placement: tuple[int, ...], speeds: list[float]
+) -> float:
     load = [0.0] * len(speeds)
     for rank, (start, stop) in zip(placement, pairwise(bounds), strict=True):
         load[rank] += sum(weights[start:stop])
@@ -30,7 +32,9 @@ def largest(weights: list[float], bounds: tuple[int, ...], placement: tuple[int,
 def fits(memory: MemoryLimits | None, bounds: tuple[int, ...], placement: tuple[int, ...]) -> bool:
     if memory is None:
         return True
-    needs = [memory.need(stage, start, stop) for stage, (start, stop) in enumerate(pairwise(bounds))]
+    needs = [
+        memory.need(stage, start, stop) for stage, (start, stop) in enumerate(pairwise(bounds))
+    ]
     return all(
         sum(x for x, r in zip(needs, placement, strict=True) if r == rank)
         <= min(x for x, r in zip(memory.limits, placement, strict=True) if r == rank)
@@ -40,30 +44,55 @@ def fits(memory: MemoryLimits | None, bounds: tuple[int, ...], placement: tuple[
 
 @pytest.mark.parametrize("limited", [False, True])
 @pytest.mark.parametrize(
-    ("placement", "layers"), [(v_shaped(2), 10), (v_shaped(3), 10), (looped(2, 2), 11), (looped(3, 2), 11), (looped(2, 3), 10)]
+    ("placement", "layers"),
+    [
+        (v_shaped(2), 10),
+        (v_shaped(3), 10),
+        (looped(2, 2), 11),
+        (looped(3, 2), 11),
+        (looped(2, 3), 10),
+    ],
 )
 def test_equal_to_brute_force(placement: tuple[int, ...], layers: int, limited: bool):
     draw = random.Random(f"{placement} {limited}")
     feasible = 0
     for case in range(25):
         weights = [float(draw.randint(0, 9)) for _ in range(layers)]
-        speeds = [draw.choice([0.5, 1.0, 2.0]) if case % 2 else 1.0 for _ in range(max(placement) + 1)]
+        speeds = [
+            draw.choice([0.5, 1.0, 2.0]) if case % 2 else 1.0 for _ in range(max(placement) + 1)
+        ]
         memory = None
         if limited:
-            costs = tuple(LayerCost(0, 0, 0, weight_bytes=draw.randint(1, 5), activation_bytes=draw.randint(0, 3)) for _ in weights)
+            costs = tuple(
+                LayerCost(
+                    0, 0, 0, weight_bytes=draw.randint(1, 5), activation_bytes=draw.randint(0, 3)
+                )
+                for _ in weights
+            )
             limit = [draw.randint(40, 75) for _ in speeds]
-            memory = MemoryLimits(costs, tuple(((draw.randint(1, 3), 0),) for _ in placement), tuple(limit[r] for r in placement))
+            memory = MemoryLimits(
+                costs,
+                tuple(((draw.randint(1, 3), 0),) for _ in placement),
+                tuple(limit[r] for r in placement),
+            )
         every = ((0, *cuts, layers) for cuts in combinations(range(1, layers), len(placement) - 1))
-        best = min((largest(weights, x, placement, speeds) for x in every if fits(memory, x, placement)), default=None)
+        best = min(
+            (largest(weights, x, placement, speeds) for x in every if fits(memory, x, placement)),
+            default=None,
+        )
         if best is None:
-            with pytest.raises(PartitionError, match=r"no placement fits .* bytes over; use more ranks"):
+            with pytest.raises(
+                PartitionError, match=r"no placement fits .* bytes over; use more ranks"
+            ):
                 chunked(weights, placement, memory=memory, speeds=speeds)
             continue
         feasible += 1
         result = chunked(weights, placement, memory=memory, speeds=speeds)
         assert result.proven
         assert result.seconds == pytest.approx(best, rel=1e-12)
-        assert largest(weights, result.partition.bounds, placement, speeds) == pytest.approx(best, rel=1e-12)
+        assert largest(weights, result.partition.bounds, placement, speeds) == pytest.approx(
+            best, rel=1e-12
+        )
         assert fits(memory, result.partition.bounds, placement)
     assert feasible > (5 if limited else 24)
 
@@ -73,7 +102,9 @@ def test_one_stage_per_rank_is_exact():
     result = chunked(weights, (0, 1, 2))
     assert (result.partition, result.seconds, result.proven) == (exact(weights, 3), 14.0, True)
     # In another order of ranks, a rank's speed follows it.
-    assert chunked(weights, (2, 0, 1), speeds=[1.0, 2.0, 4.0]).partition == exact(weights, 3, speeds=[4.0, 1.0, 2.0])
+    assert chunked(weights, (2, 0, 1), speeds=[1.0, 2.0, 4.0]).partition == exact(
+        weights, 3, speeds=[4.0, 1.0, 2.0]
+    )
 
 
 def test_a_rank_evens_out_over_its_stages():
@@ -117,7 +148,12 @@ def test_many_layers():
 
 def test_it_stays_where_nothing_is_gained():
     weights = [1.0] * 8
-    assert chunked(weights, v_shaped(2), current=Partition((1, 3, 1, 3))).partition.counts == (1, 3, 1, 3)
+    assert chunked(weights, v_shaped(2), current=Partition((1, 3, 1, 3))).partition.counts == (
+        1,
+        3,
+        1,
+        3,
+    )
     assert max(stage_loads(weights, chunked(weights, v_shaped(2)).partition)) <= 3.0
 
 
@@ -133,4 +169,8 @@ def test_what_is_no_placement():
     with pytest.raises(PartitionError, match="3 speeds for 2 ranks"):
         chunked([1.0] * 8, (0, 1, 1, 0), speeds=[1.0] * 3)
     with pytest.raises(PartitionError, match="2 stages, but 4 in the placement"):
-        chunked([1.0] * 8, (0, 1, 1, 0), memory=MemoryLimits((LayerCost(0, 0, 0),) * 8, ((), ()), (1, 1)))
+        chunked(
+            [1.0] * 8,
+            (0, 1, 1, 0),
+            memory=MemoryLimits((LayerCost(0, 0, 0),) * 8, ((), ()), (1, 1)),
+        )

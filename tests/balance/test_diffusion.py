@@ -93,9 +93,16 @@ def test_the_distance_to_the_optimum_is_at_most_one_layer():
     for _ in range(total):
         layers = draw.randint(2, 40)
         ranks = draw.randint(1, min(layers, 12))
-        weights = [draw.lognormvariate(0, 1) if draw.random() < 0.5 else draw.random() for _ in range(layers)]
+        weights = [
+            draw.lognormvariate(0, 1) if draw.random() < 0.5 else draw.random()
+            for _ in range(layers)
+        ]
         cuts = sorted(draw.sample(range(1, layers), ranks - 1))
-        current = uniform(layers, ranks) if draw.random() < 0.5 else Partition.from_bounds([0, *cuts, layers])
+        current = (
+            uniform(layers, ranks)
+            if draw.random() < 0.5
+            else Partition.from_bounds([0, *cuts, layers])
+        )
         largest = max(stage_loads(weights, diffuse(weights, current).partition))
         near += largest <= max(stage_loads(weights, exact(weights, ranks))) + max(weights)
     assert near >= 0.99 * total
@@ -142,7 +149,10 @@ def test_algorithm_3_within_memory_and_iterations():
     weights, current = [1.0] * 6, Partition((5, 1))
     assert len(published_diffusion(weights, current).ranks[1]) == 3
     assert len(published_diffusion(weights, current, iterations=1).ranks[1]) == 2
-    assert len(published_diffusion(weights, current, layer_bytes=[4] * 6, limits=[99, 8]).ranks[1]) == 2
+    assert (
+        len(published_diffusion(weights, current, layer_bytes=[4] * 6, limits=[99, 8]).ranks[1])
+        == 2
+    )
     with pytest.raises(PartitionError, match="both"):
         published_diffusion(weights, current, limits=[99, 8])
 

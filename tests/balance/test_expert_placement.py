@@ -9,7 +9,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dynmo.balance.expert_placement import ExpertPlacement, Holders, even_placement, expert_moves, round_robin_placement
+from dynmo.balance.expert_placement import (
+    ExpertPlacement,
+    Holders,
+    even_placement,
+    expert_moves,
+    round_robin_placement,
+)
 from dynmo.balance.expert_search import load_bound, place_experts
 from dynmo.errors import PartitionError
 
@@ -77,7 +83,11 @@ def test_by_hand():
 def test_tokens_stay_or_go_to_holders_in_turn(drawn: tuple[Case, ExpertPlacement]):
     placement = drawn[1]
     for expert, holders in enumerate(placement.holders):
-        strangers = [placement.target(expert, source) for source in range(placement.ranks) if source not in holders]
+        strangers = [
+            placement.target(expert, source)
+            for source in range(placement.ranks)
+            if source not in holders
+        ]
         assert all(placement.target(expert, source) == source for source in holders)
         assert set(strangers) <= set(holders)
         shares = [strangers.count(rank) for rank in holders]
@@ -110,9 +120,18 @@ def test_moves_are_what_ranks_receive():
         (lambda: even_placement(2, 2).loads([[1, 1], [1, -1]]), "negative or not finite"),
         (lambda: place_experts([[1] * 5] * 2, 2, 2), "5 experts do not fit 2 ranks of 2"),
         (lambda: place_experts([], 2, 2), "0 experts do not fit"),
-        (lambda: place_experts([[1] * 4] * 2, 2, 2, even_placement(6, 2)), "a placement of 6 experts on 2 ranks"),
-        (lambda: place_experts([[1] * 2] * 2, 2, 1, ExpertPlacement(((0, 1), (0,)), 2)), "rank 0 holds 2 experts, more than 1"),
-        (lambda: expert_moves(even_placement(4, 2), even_placement(4, 4)), "keep the experts and the ranks"),
+        (
+            lambda: place_experts([[1] * 4] * 2, 2, 2, even_placement(6, 2)),
+            "a placement of 6 experts on 2 ranks",
+        ),
+        (
+            lambda: place_experts([[1] * 2] * 2, 2, 1, ExpertPlacement(((0, 1), (0,)), 2)),
+            "rank 0 holds 2 experts, more than 1",
+        ),
+        (
+            lambda: expert_moves(even_placement(4, 2), even_placement(4, 4)),
+            "keep the experts and the ranks",
+        ),
     ],
 )
 def test_bad_input_gets_one_line(make, message: str):
@@ -130,18 +149,25 @@ def test_each_expert_is_held_and_the_room_suffices(case: Case):
     counts, ranks, _ = case
     placement = place_experts(*case)
     check(placement, case)
-    assert len(counts[0]) < ranks or all(map(placement.held_by, range(ranks))), "no rank goes without"
+    assert len(counts[0]) < ranks or all(map(placement.held_by, range(ranks))), (
+        "no rank goes without"
+    )
     assert placement == place_experts(*case), "the same counts give the same placement"
 
 
 @many
 @given(cases_with_current(), st.sampled_from([0.0, 0.05, 0.3]))
-def test_it_is_never_worse_than_the_current_placement(drawn: tuple[Case, ExpertPlacement], least_gain: float):
+def test_it_is_never_worse_than_the_current_placement(
+    drawn: tuple[Case, ExpertPlacement], least_gain: float
+):
     case, current = drawn
     counts = case[0]
     placement = place_experts(*case, current, least_gain)
     check(placement, case)
-    assert all(placement.held_by(rank) for rank in range(case[1]) if current.held_by(rank)) or len(counts[0]) < case[1]
+    assert (
+        all(placement.held_by(rank) for rank in range(case[1]) if current.held_by(rank))
+        or len(counts[0]) < case[1]
+    )
     if placement != current:
         assert largest(placement, counts) < (1 - least_gain) * largest(current, counts)
     settled = place_experts(*case, placement, least_gain)
@@ -191,7 +217,9 @@ def test_a_small_change_of_load_moves_few_experts():
     draw = random.Random(3)
     popularity = [1 / (rank + 1) ** 0.6 for rank in range(64)]
     draw.shuffle(popularity)
-    counts = [[round(4000 * share * draw.uniform(0.9, 1.1)) for share in popularity] for _ in range(16)]
+    counts = [
+        [round(4000 * share * draw.uniform(0.9, 1.1)) for share in popularity] for _ in range(16)
+    ]
     placement = place_experts(counts, 16, 5)
     # One expert becomes hot.
     for row in counts:
@@ -206,7 +234,9 @@ def test_a_small_change_of_load_moves_few_experts():
 def optimum(case: Case) -> float:
     """The least largest load of all placements."""
     counts, ranks, per_rank = case
-    choices = [ranks_of for size in range(1, ranks + 1) for ranks_of in combinations(range(ranks), size)]
+    choices = [
+        ranks_of for size in range(1, ranks + 1) for ranks_of in combinations(range(ranks), size)
+    ]
     least = float("inf")
     for holders in product(choices, repeat=len(counts[0])):
         if all(sum(rank in ranks_of for ranks_of in holders) <= per_rank for rank in range(ranks)):
@@ -222,7 +252,10 @@ def test_the_search_is_near_the_optimum():
         experts, ranks = draw.choice([(4, 2), (5, 2), (6, 2), (3, 3), (4, 3)])
         per_rank = -(-experts // ranks) + draw.randint(0, 1)
         popularity = [draw.paretovariate(1.0) for _ in range(experts)]
-        counts = [[round(20 * share * draw.uniform(0.5, 1.5)) for share in popularity] for _ in range(ranks)]
+        counts = [
+            [round(20 * share * draw.uniform(0.5, 1.5)) for share in popularity]
+            for _ in range(ranks)
+        ]
         best = optimum((counts, ranks, per_rank))
         assert best >= load_bound(counts, ranks, per_rank) - 1e-9
         gaps.append(largest(place_experts(counts, ranks, per_rank), counts) / best)

@@ -15,7 +15,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dynmo.balance.chains import integer_sums, tie_unit
-from dynmo.balance.partition import Move, Partition, exact, imbalance, moves, stage_loads, uniform, weigh
+from dynmo.balance.partition import (
+    Move,
+    Partition,
+    exact,
+    imbalance,
+    moves,
+    stage_loads,
+    uniform,
+    weigh,
+)
 from dynmo.cost.layer_cost import LayerCost, LinkCost
 from dynmo.errors import PartitionError
 from dynmo.schedule.memory import MemoryLimits
@@ -44,12 +53,18 @@ def best_of(
     def time(stage: int, a: int, b: int) -> Fraction:
         return sum(map(Fraction, weights[a:b]), Fraction()) / rates[stage] + sends(stage, b)
 
-    least = min(max(time(stage, a, b) for stage, (a, b) in enumerate(pairwise(bounds))) for bounds in every)
+    least = min(
+        max(time(stage, a, b) for stage, (a, b) in enumerate(pairwise(bounds))) for bounds in every
+    )
     # The weights as integers, and those in the units in which ties are compared.
     step = Fraction(gcd(*(b - a for a, b in pairwise(integer_sums(weights)))) or 1)
     step /= max(Fraction(w).denominator for w in weights)
     total, boundaries = sum(map(Fraction, weights), Fraction()), range(1, max(2, layers))
-    largest = max(int(min((least - sends(s, b)) * rate, total) / step) for s, rate in enumerate(rates) for b in boundaries)
+    largest = max(
+        int(min((least - sends(s, b)) * rate, total) / step)
+        for s, rate in enumerate(rates)
+        for b in boundaries
+    )
     unit = tie_unit(max(largest, int(least / step * min(rates))), ranks)
     loads = [int(Fraction(w) / step) // unit for w in weights]
 
@@ -57,12 +72,17 @@ def best_of(
         new = Partition.from_bounds(bounds)
         moved = sum((sizes or [1] * layers)[m.layer] for m in moves(current, new)) if current else 0
         times = [
-            (sum(loads[a:b]) * round((1 << 30) * min(rates) / rates[s]) >> 30) + int(min(sends(s, b), least) / step * min(rates) / unit)
+            (sum(loads[a:b]) * round((1 << 30) * min(rates) / rates[s]) >> 30)
+            + int(min(sends(s, b), least) / step * min(rates) / unit)
             for s, (a, b) in enumerate(pairwise(bounds))
         ]
         return moved, sum(x * x for x in times), sum(c * c for c in new.counts), bounds[::-1]
 
-    ties = [bounds for bounds in every if all(time(s, a, b) <= least for s, (a, b) in enumerate(pairwise(bounds)))]
+    ties = [
+        bounds
+        for bounds in every
+        if all(time(s, a, b) <= least for s, (a, b) in enumerate(pairwise(bounds)))
+    ]
     return min(ties, key=rest)
 
 
@@ -70,7 +90,15 @@ def best_of(
 def cases(draw: st.DrawFn) -> tuple[list[float], int]:
     # Few distinct values make ties; any float makes sums that round; zeros are layers that cost
     # nothing.
-    weight = draw(st.sampled_from([st.sampled_from([0.0, 1.0, 2.0, 3.0]), st.floats(0, 1e6), st.sampled_from([0.1, 0.2, 0.3, 1e-9])]))
+    weight = draw(
+        st.sampled_from(
+            [
+                st.sampled_from([0.0, 1.0, 2.0, 3.0]),
+                st.floats(0, 1e6),
+                st.sampled_from([0.1, 0.2, 0.3, 1e-9]),
+            ]
+        )
+    )
     weights = draw(st.lists(weight, min_size=1, max_size=9))
     return weights, draw(st.integers(1, len(weights)))
 
@@ -97,9 +125,18 @@ def test_exact_is_the_best_of_every_placement(case: tuple[list[float], int], dat
 def test_exact_with_speeds_and_links(case: tuple[list[float], int], data: st.DataObject):
     weights, ranks = case
     layers = len(weights)
-    speeds = data.draw(st.lists(st.sampled_from([1.0, 0.5, 2.0, 0.9, 1.3]), min_size=ranks, max_size=ranks))
-    links = [LinkCost(data.draw(st.sampled_from([0.0, 0.1, 3.0])), data.draw(st.sampled_from([1.0, 7.0, 1e9]))) for _ in range(ranks - 1)]
-    sent = data.draw(st.just([8] * layers) | st.lists(st.integers(0, 12), min_size=layers, max_size=layers))
+    speeds = data.draw(
+        st.lists(st.sampled_from([1.0, 0.5, 2.0, 0.9, 1.3]), min_size=ranks, max_size=ranks)
+    )
+    links = [
+        LinkCost(
+            data.draw(st.sampled_from([0.0, 0.1, 3.0])), data.draw(st.sampled_from([1.0, 7.0, 1e9]))
+        )
+        for _ in range(ranks - 1)
+    ]
+    sent = data.draw(
+        st.just([8] * layers) | st.lists(st.integers(0, 12), min_size=layers, max_size=layers)
+    )
 
     def sends(stage: int, stop: int) -> Fraction:
         return Fraction(links[stage].seconds(sent[stop - 1])) if stage < ranks - 1 else Fraction()
@@ -116,10 +153,22 @@ def test_exact_under_memory_limits(case: tuple[list[float], int], data: st.DataO
     weights, ranks = case
     size = st.integers(0, 4)
     layers = tuple(
-        LayerCost(0, 0, 0, weight_bytes=data.draw(size), activation_bytes=data.draw(size), stash_bytes=data.draw(size)) for _ in weights
+        LayerCost(
+            0,
+            0,
+            0,
+            weight_bytes=data.draw(size),
+            activation_bytes=data.draw(size),
+            stash_bytes=data.draw(size),
+        )
+        for _ in weights
     )
-    resident = tuple(tuple(data.draw(st.lists(st.tuples(size, size), max_size=2))) for _ in range(ranks))
-    memory = MemoryLimits(layers, resident, tuple(data.draw(st.integers(0, 60)) for _ in range(ranks)))
+    resident = tuple(
+        tuple(data.draw(st.lists(st.tuples(size, size), max_size=2))) for _ in range(ranks)
+    )
+    memory = MemoryLimits(
+        layers, resident, tuple(data.draw(st.integers(0, 60)) for _ in range(ranks))
+    )
     fitting = [
         bounds
         for bounds in every_placement(len(weights), ranks)
@@ -132,7 +181,10 @@ def test_exact_under_memory_limits(case: tuple[list[float], int], data: st.DataO
             exact(weights, ranks, memory=memory)
         # The message names a stage and layers that truly need what it says, over the limit.
         message = str(caught.value)
-        numbers = re.search(r"needs (\d+) bytes, the limit there is (\d+)|(\d+) bytes needed, the limit is (\d+)", message)
+        numbers = re.search(
+            r"needs (\d+) bytes, the limit there is (\d+)|(\d+) bytes needed, the limit is (\d+)",
+            message,
+        )
         assert numbers is not None, message
         need, limit = (int(x) for x in numbers.groups() if x is not None)
         assert need > limit
@@ -148,8 +200,13 @@ def test_a_thousand_small_cases_under_memory_limits():
         layers = draw.randint(1, 10)
         ranks = draw.randint(1, min(layers, 5))
         weights = [float(draw.randint(0, 9)) for _ in range(layers)]
-        sizes = [(draw.randint(0, 5), draw.randint(0, 5), draw.randint(0, 3)) for _ in range(layers)]
-        costs = tuple(LayerCost(0, 0, 0, weight_bytes=a, activation_bytes=b, stash_bytes=c) for a, b, c in sizes)
+        sizes = [
+            (draw.randint(0, 5), draw.randint(0, 5), draw.randint(0, 3)) for _ in range(layers)
+        ]
+        costs = tuple(
+            LayerCost(0, 0, 0, weight_bytes=a, activation_bytes=b, stash_bytes=c)
+            for a, b, c in sizes
+        )
         resident = tuple(((ranks - s, 0), (1, draw.randint(0, 2))) for s in range(ranks))
         memory = MemoryLimits(costs, resident, tuple(draw.randint(10, 80) for _ in range(ranks)))
         largest = [
@@ -164,7 +221,9 @@ def test_a_thousand_small_cases_under_memory_limits():
             continue
         feasible += 1
         assert max(stage_loads(weights, partition)) == min(largest)
-        assert all(memory.fits(stage, a, b) for stage, (a, b) in enumerate(pairwise(partition.bounds)))
+        assert all(
+            memory.fits(stage, a, b) for stage, (a, b) in enumerate(pairwise(partition.bounds))
+        )
     assert 300 < feasible < 900
 
 
@@ -186,7 +245,14 @@ def test_middling_cases_where_a_stage_may_have_to_stop_short(kind: str):
         for s in range(ranks):
             send = [0, *sent] if s < ranks - 1 else [0] * (layers + 1)
             best = [
-                min((max(best[a], sums[e] - sums[a] + send[e]) for a in range(e) if memory.fits(s, a, e)), default=math.inf)
+                min(
+                    (
+                        max(best[a], sums[e] - sums[a] + send[e])
+                        for a in range(e)
+                        if memory.fits(s, a, e)
+                    ),
+                    default=math.inf,
+                )
                 for e in range(layers + 1)
             ]
         try:
@@ -196,7 +262,13 @@ def test_middling_cases_where_a_stage_may_have_to_stop_short(kind: str):
             continue
         feasible += 1
         loads = stage_loads(weights, partition)
-        assert max(x + (sent[end - 1] if end < layers else 0) for x, end in zip(loads, partition.bounds[1:], strict=True)) == best[-1]
+        assert (
+            max(
+                x + (sent[end - 1] if end < layers else 0)
+                for x, end in zip(loads, partition.bounds[1:], strict=True)
+            )
+            == best[-1]
+        )
         assert all(memory.fits(s, a, e) for s, (a, e) in enumerate(pairwise(partition.bounds)))
     assert feasible >= 3
 
@@ -204,7 +276,11 @@ def test_middling_cases_where_a_stage_may_have_to_stop_short(kind: str):
 def test_halves_of_blocks_on_the_fixed_traces():
     """What whole blocks, halves and equal shares gain over two blocks on each of 24 ranks, as the
     ratio of the bottlenecks' sums."""
-    expected = {"early_exit": (1.00, 1.24, 1.39), "freezing": (1.09, 1.19, 1.36), "pruning": (1.06, 1.10, 1.17)}
+    expected = {
+        "early_exit": (1.00, 1.24, 1.39),
+        "freezing": (1.09, 1.19, 1.36),
+        "pruning": (1.06, 1.10, 1.17),
+    }
     folder = Path(__file__).parents[2] / "benchmarks" / "data" / "traces"
     for case, gains in expected.items():
         data = json.loads((folder / f"{case}-48-2048.json").read_text())
@@ -212,14 +288,22 @@ def test_halves_of_blocks_on_the_fixed_traces():
         for row in zip(data["f"], data["b"], data["w"], strict=True):
             halves = [math.fsum(x) for x in zip(*row, strict=True)]
             blocks = [a + b for a, b in zip(halves[::2], halves[1::2], strict=True)]
-            cases = (uniform(48, 24), blocks), (exact(blocks, 24), blocks), (exact(halves, 24), halves)
-            for i, value in enumerate((*(max(stage_loads(weights, x)) for x, weights in cases), math.fsum(halves) / 24)):
+            cases = (
+                (uniform(48, 24), blocks),
+                (exact(blocks, 24), blocks),
+                (exact(halves, 24), halves),
+            )
+            for i, value in enumerate(
+                (*(max(stage_loads(weights, x)) for x, weights in cases), math.fsum(halves) / 24)
+            ):
                 sums[i] += value
         assert tuple(round(sums[0] / x, 2) for x in sums[1:]) == gains
 
 
 def bytes_of(sizes: list[int], limits: tuple[int, ...]) -> MemoryLimits:
-    return MemoryLimits(tuple(LayerCost(1, 1, 1, weight_bytes=x) for x in sizes), ((),) * len(limits), limits)
+    return MemoryLimits(
+        tuple(LayerCost(1, 1, 1, weight_bytes=x) for x in sizes), ((),) * len(limits), limits
+    )
 
 
 def test_a_stage_stops_short_of_a_layer_that_the_next_one_cannot_hold():
@@ -234,7 +318,9 @@ def test_the_bottleneck_is_a_sum_of_layers_and_not_near_one():
     assert exact(weights[::-1], 2).counts == (2, 2)
     assert exact([1.0, 1e-16, 1.0 + 2**-52, 0.0], 2).counts == (2, 2)
     # Loads of hours and of nanoseconds alike.
-    assert exact([3e9, 1e9, 1e9, 1e9], 2).counts == exact([3e-9, 1e-9, 1e-9, 1e-9], 2).counts == (1, 3)
+    assert (
+        exact([3e9, 1e9, 1e9, 1e9], 2).counts == exact([3e-9, 1e-9, 1e-9, 1e-9], 2).counts == (1, 3)
+    )
 
 
 def test_ties():
@@ -243,7 +329,11 @@ def test_ties():
     assert exact(weights, 3).counts == (1, 2, 2)
     assert exact(weights, 3, current=Partition((1, 3, 1))).counts == (1, 3, 1)
     assert exact(weights, 3, current=Partition((2, 2, 1))).counts == (1, 3, 1)
-    assert exact(weights, 3, current=Partition((2, 2, 1)), move_bytes=[1, 5, 0, 0, 0]).counts == (1, 2, 2)
+    assert exact(weights, 3, current=Partition((2, 2, 1)), move_bytes=[1, 5, 0, 0, 0]).counts == (
+        1,
+        2,
+        2,
+    )
     # Nothing weighs anything: still spread.
     assert exact([0.0] * 6, 3).counts == (2, 2, 2)
 
@@ -262,7 +352,10 @@ def test_a_large_case_is_exact_and_the_same_twice():
     sums = [sum(fractions[:i], Fraction()) for i in range(97)]
     best = [Fraction(0)] + [sums[-1] + 1] * 96
     for _ in range(24):
-        best = [min((max(best[a], sums[e] - sums[a]) for a in range(e)), default=sums[-1] + 1) for e in range(97)]
+        best = [
+            min((max(best[a], sums[e] - sums[a]) for a in range(e)), default=sums[-1] + 1)
+            for e in range(97)
+        ]
     assert max(sums[b] - sums[a] for a, b in pairwise(partition.bounds)) == best[96]
 
 
@@ -279,7 +372,11 @@ def test_moves_lead_from_the_old_placement_to_the_new(data: st.DataObject, layer
 
 
 def test_moves_are_in_layer_order():
-    assert moves(Partition((3, 1)), Partition((1, 2, 1))) == (Move(1, 0, 1), Move(2, 0, 1), Move(3, 1, 2))
+    assert moves(Partition((3, 1)), Partition((1, 2, 1))) == (
+        Move(1, 0, 1),
+        Move(2, 0, 1),
+        Move(3, 1, 2),
+    )
 
 
 def test_partition_by_hand():
@@ -324,11 +421,19 @@ def test_more_ranks_than_layers(make: Callable[[int, int], Partition]):
 
 
 def test_memory_that_does_not_suffice_is_explained():
-    with pytest.raises(PartitionError, match="layer 1 fits no stage: alone on stage 1 it needs 9 bytes, the limit there is 5"):
+    with pytest.raises(
+        PartitionError,
+        match="layer 1 fits no stage: alone on stage 1 it needs 9 bytes, the limit there is 5",
+    ):
         exact([1.0] * 3, 2, memory=bytes_of([1, 9, 1], (4, 5)))
-    with pytest.raises(PartitionError, match=r"stage 2 cannot hold layers 4\.\.5 .*: 6 bytes needed, the limit is 5"):
+    with pytest.raises(
+        PartitionError,
+        match=r"stage 2 cannot hold layers 4\.\.5 .*: 6 bytes needed, the limit is 5",
+    ):
         exact([1.0] * 6, 3, memory=bytes_of([3] * 6, (7, 7, 5)))
-    with pytest.raises(PartitionError, match=r"stage 1 cannot hold layer 1 .*: 3 bytes needed, the limit is 2"):
+    with pytest.raises(
+        PartitionError, match=r"stage 1 cannot hold layer 1 .*: 3 bytes needed, the limit is 2"
+    ):
         exact([1.0] * 3, 3, memory=bytes_of([3] * 3, (5, 2, 5)))
 
 

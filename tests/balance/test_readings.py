@@ -25,10 +25,14 @@ def test_nothing_is_known_at_first() -> None:
 def test_one_step_is_halved_by_microbatches() -> None:
     readings = layer(([1.0, 2.0, 8.0, 9.0, 9.0], [4.0, 6.0], []))
     assert readings.seconds == (8.0, 5.0, 0.0)
-    assert readings.halves == (Times(1.5, 4.0, 0.0), Times(9.0, 6.0, 0.0)), "the one in the middle is in neither"
+    assert readings.halves == (Times(1.5, 4.0, 0.0), Times(9.0, 6.0, 0.0)), (
+        "the one in the middle is in neither"
+    )
 
 
-@pytest.mark.parametrize("step", [([1.0], [1.0], [1.0]), ([1.0, 1.0], [1.0, 1.0], [1.0]), ([1.0], [], [])])
+@pytest.mark.parametrize(
+    "step", [([1.0], [1.0], [1.0]), ([1.0, 1.0], [1.0, 1.0], [1.0]), ([1.0], [], [])]
+)
 def test_one_reading_has_no_halves(step: tuple[list[float], list[float], list[float]]) -> None:
     assert layer(step).halves is None
     assert layer(step, step).halves is not None, "two steps are two readings"
@@ -44,7 +48,9 @@ SECONDS = st.floats(0.5, 2.0)
 
 
 @given(st.lists(SECONDS, min_size=2, max_size=20), st.floats(10, 1e6), st.data())
-def test_one_outlier_is_in_one_half_at_most(readings: list[float], outlier: float, data: st.DataObject) -> None:
+def test_one_outlier_is_in_one_half_at_most(
+    readings: list[float], outlier: float, data: st.DataObject
+) -> None:
     """Whether its readings are microbatches of one step or steps of one microbatch."""
     at = data.draw(st.integers(0, len(readings) - 1))
     readings = [*readings[:at], outlier, *readings[at + 1 :]]
@@ -57,7 +63,9 @@ def test_one_outlier_is_in_one_half_at_most(readings: list[float], outlier: floa
 
 
 def test_a_change_that_stays_is_in_both_halves_after_a_window() -> None:
-    readings = layer(*(([1.0], [], []) for _ in range(WINDOW)), *(([3.0], [], []) for _ in range(WINDOW - 2)))
+    readings = layer(
+        *(([1.0], [], []) for _ in range(WINDOW)), *(([3.0], [], []) for _ in range(WINDOW - 2))
+    )
     assert readings.seconds.f == 3.0
     assert readings.halves == (Times(f=1.0), Times(f=3.0))
     for _ in range(2):

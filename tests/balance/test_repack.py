@@ -9,7 +9,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dynmo.balance.partition import Partition, exact, uniform
-from dynmo.balance.repack import BASELINES, best_fit, fewest_ranks, first_fit, halving, kept_ranks, round_robin
+from dynmo.balance.repack import (
+    BASELINES,
+    best_fit,
+    fewest_ranks,
+    first_fit,
+    halving,
+    kept_ranks,
+    round_robin,
+)
 from dynmo.errors import PartitionError
 
 LOADS = st.lists(st.integers(1, 9), min_size=2, max_size=8)
@@ -22,7 +30,12 @@ def slowest(loads: list[int], partition: Partition) -> float:
 @given(LOADS, st.integers(1, 40))
 def test_no_placement_on_fewer_ranks_is_fast_enough(loads: list[int], limit: int) -> None:
     """Against all placements of all numbers of ranks."""
-    choice = fewest_ranks(lambda ranks: exact([float(x) for x in loads], ranks), lambda p: slowest(loads, p), limit, len(loads))
+    choice = fewest_ranks(
+        lambda ranks: exact([float(x) for x in loads], ranks),
+        lambda p: slowest(loads, p),
+        limit,
+        len(loads),
+    )
     fast = [
         ranks
         for ranks in range(1, len(loads) + 1)
@@ -33,7 +46,9 @@ def test_no_placement_on_fewer_ranks_is_fast_enough(loads: list[int], limit: int
 
 
 def test_a_number_of_ranks_without_a_placement_is_left_out() -> None:
-    choice = fewest_ranks(lambda ranks: None if ranks < 3 else uniform(6, ranks), lambda p: 6 / p.ranks, 3.0, 6)
+    choice = fewest_ranks(
+        lambda ranks: None if ranks < 3 else uniform(6, ranks), lambda p: 6 / p.ranks, 3.0, 6
+    )
     assert choice is not None
     assert choice.partition.ranks == 3
     assert fewest_ranks(lambda ranks: None, lambda p: 0.0, 1.0, 4) is None
@@ -42,7 +57,9 @@ def test_a_number_of_ranks_without_a_placement_is_left_out() -> None:
 
 
 @given(LOADS, st.integers(1, 60), st.data(), st.sampled_from(sorted(BASELINES)))
-def test_baselines_keep_layers_and_memory(loads: list[int], limit: int, data: st.DataObject, name: str) -> None:
+def test_baselines_keep_layers_and_memory(
+    loads: list[int], limit: int, data: st.DataObject, name: str
+) -> None:
     ranks = data.draw(st.integers(1, len(loads)))
     target = data.draw(st.integers(1, ranks))
     before = uniform(len(loads), ranks)
@@ -72,7 +89,9 @@ def test_the_most_nodes_become_empty(nodes: list[str], data: st.DataObject) -> N
     assert list(kept) == sorted(set(kept))
     assert len(kept) == count
     others = ((0, *more) for more in combinations(range(1, len(nodes)), count - 1))
-    assert len({nodes[rank] for rank in kept}) == min(len({nodes[r] for r in other}) for other in others)
+    assert len({nodes[rank] for rank in kept}) == min(
+        len({nodes[r] for r in other}) for other in others
+    )
 
 
 def test_which_ranks_stay() -> None:

@@ -27,32 +27,60 @@ def drawn(draw: random.Random, layers: int, frozen: int = 0) -> tuple[LayerCost,
     out: list[LayerCost] = []
     for _ in range(layers):
         f = draw.uniform(0.5, 1.5)
-        out.append(LayerCost(f, f * draw.uniform(0.8, 1.2), f * draw.uniform(0.5, 1.0), weight_bytes=draw.randint(1, 9), output_bytes=10))
+        out.append(
+            LayerCost(
+                f,
+                f * draw.uniform(0.8, 1.2),
+                f * draw.uniform(0.5, 1.0),
+                weight_bytes=draw.randint(1, 9),
+                output_bytes=10,
+            )
+        )
     return freeze(out, frozen)
 
 
-def time_of(layers: tuple[LayerCost, ...], partition: Partition, make: object, objective: Objective, **options: object) -> float:
+def time_of(
+    layers: tuple[LayerCost, ...],
+    partition: Partition,
+    make: object,
+    objective: Objective,
+    **options: object,
+) -> float:
     costs = pipeline_costs(layers, partition, **options)  # pyright: ignore[reportArgumentType]
     timeline = simulate(make(costs), costs)  # pyright: ignore[reportCallIssue]
     return timeline.span if objective is SPAN else timeline.makespan
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)
-@given(st.sampled_from(sorted(GENERATORS)), st.integers(1, 6), st.integers(1, 9), st.integers(0, 4), st.integers(0, 10**6), st.booleans())
-def test_the_replay_is_the_simulator(name: str, ranks: int, microbatches: int, frozen: int, seed: int, whole: bool):
+@given(
+    st.sampled_from(sorted(GENERATORS)),
+    st.integers(1, 6),
+    st.integers(1, 9),
+    st.integers(0, 4),
+    st.integers(0, 10**6),
+    st.booleans(),
+)
+def test_the_replay_is_the_simulator(
+    name: str, ranks: int, microbatches: int, frozen: int, seed: int, whole: bool
+):
     draw = random.Random(seed)
     layers = drawn(draw, 12, frozen)
     links = [LinkCost(draw.random(), 10.0) for _ in range(ranks - 1)]
     speeds = [draw.uniform(0.5, 2.0) for _ in range(ranks)]
     make = by_name(name, microbatches)
     objective = MAKESPAN if whole else SPAN
-    searched = _Search(layers, tuple(range(ranks)), make, links, None, None, objective, speeds, False)
+    searched = _Search(
+        layers, tuple(range(ranks)), make, links, None, None, objective, speeds, False
+    )
     for partition in (uniform(12, ranks), exact([1.0] * 12, ranks)):
         expected = time_of(layers, partition, make, objective, links=links, speeds=speeds)
         assert searched.replay(partition.bounds) == pytest.approx(expected, rel=1e-12)
 
 
-@pytest.mark.parametrize(("name", "objective"), [("1f1b", SPAN), ("1f1b", MAKESPAN), ("zb-h1", SPAN), ("zb-h2", MAKESPAN)])
+@pytest.mark.parametrize(
+    ("name", "objective"),
+    [("1f1b", SPAN), ("1f1b", MAKESPAN), ("zb-h1", SPAN), ("zb-h2", MAKESPAN)],
+)
 def test_close_to_the_best_of_every_placement(name: str, objective: Objective):
     draw = random.Random(f"{name} {objective}")
     found_sum = best_sum = 0.0
@@ -60,11 +88,18 @@ def test_close_to_the_best_of_every_placement(name: str, objective: Objective):
     for case in range(12):
         layers = drawn(draw, 10, frozen=case % 3)
         make = by_name(name, 6)
-        best = min(time_of(layers, Partition.from_bounds([0, *cuts, 10]), make, objective) for cuts in combinations(range(1, 10), 3))
+        best = min(
+            time_of(layers, Partition.from_bounds([0, *cuts, 10]), make, objective)
+            for cuts in combinations(range(1, 10), 3)
+        )
         result = search(layers, 4, make=make, objective=objective)
         assert result.seconds == pytest.approx(time_of(layers, result.partition, make, objective))
         assert result.seconds <= result.started
-        found_sum, best_sum, exactly = found_sum + result.seconds, best_sum + best, exactly + (result.seconds <= best * (1 + 1e-9))
+        found_sum, best_sum, exactly = (
+            found_sum + result.seconds,
+            best_sum + best,
+            exactly + (result.seconds <= best * (1 + 1e-9)),
+        )
     assert exactly >= 9
     assert found_sum <= best_sum * 1.003
 
@@ -74,7 +109,9 @@ def test_what_it_is_worth():
     placement of the least bottleneck, and 8 % and more under the worst of them, all of them
     tried."""
     draw = random.Random(3)
-    blocks = tuple(LayerCost(1.0, 1.0, 0.8) if i % 2 else LayerCost(1.2, 1.4, 0.6) for i in range(18))
+    blocks = tuple(
+        LayerCost(1.0, 1.0, 0.8) if i % 2 else LayerCost(1.2, 1.4, 0.6) for i in range(18)
+    )
     under_best: list[float] = []
     under_worst: list[float] = []
     make = by_name("1f1b", 6)
@@ -95,11 +132,18 @@ def test_what_it_is_worth():
 
 def test_ties_are_decided_by_time_and_then_by_bytes():
     # Layer 0 decides the bottleneck and stays alone.
-    layers = (LayerCost(5.0, 5.0, 5.0), *(LayerCost(1.0, 1.0, 1.0, weight_bytes=1) for _ in range(7)))
-    result = search(layers, 3, make=by_name("1f1b", 4), current=Partition((1, 2, 5)), ties_only=True)
+    layers = (
+        LayerCost(5.0, 5.0, 5.0),
+        *(LayerCost(1.0, 1.0, 1.0, weight_bytes=1) for _ in range(7)),
+    )
+    result = search(
+        layers, 3, make=by_name("1f1b", 4), current=Partition((1, 2, 5)), ties_only=True
+    )
     assert (result.partition.counts, result.seconds, result.started) == ((1, 3, 4), 72.0, 81.0)
     # With one microbatch every placement takes the same time: nothing moves.
-    single = search(layers, 3, make=by_name("gpipe", 1), current=Partition((2, 4, 2)), objective=MAKESPAN)
+    single = search(
+        layers, 3, make=by_name("gpipe", 1), current=Partition((2, 4, 2)), objective=MAKESPAN
+    )
     assert single.partition.counts == (2, 4, 2)
 
 
@@ -120,7 +164,9 @@ def test_a_frozen_prefix_whatever_its_costs_say():
     told = schedule_aware(trained, 4, make=make, first_trainable_layer=8)
     assert told == schedule_aware(freeze(trained, 8), 4, make=make)
     assert told.counts[0] > 3  # forward only is a third of the work
-    assert frozen_stages(pipeline_costs(freeze(trained, 8), told)) == sum(stop <= 8 for stop in told.bounds[1:-1])
+    assert frozen_stages(pipeline_costs(freeze(trained, 8), told)) == sum(
+        stop <= 8 for stop in told.bounds[1:-1]
+    )
     with pytest.raises(PartitionError, match="first trainable layer 12 of 12"):
         schedule_aware(trained, 4, make=make, first_trainable_layer=12)
 
@@ -131,7 +177,9 @@ def test_within_memory():
     for _ in range(10):
         layers = drawn(draw, 16)
         pairs = resident(make(pipeline_costs(layers, uniform(16, 4))))
-        limits = tuple(int(sum(x.weight_bytes for x in layers) / 4 * draw.uniform(1.15, 1.6)) for _ in range(4))
+        limits = tuple(
+            int(sum(x.weight_bytes for x in layers) / 4 * draw.uniform(1.15, 1.6)) for _ in range(4)
+        )
         memory = MemoryLimits(layers, pairs, limits)
         try:
             partition = schedule_aware(layers, 4, make=make, memory=memory)
@@ -144,7 +192,12 @@ def test_slow_links_and_slow_ranks():
     layers = tuple(LayerCost(1.0, 1.0, 1.0, output_bytes=0 if i == 4 else 10) for i in range(10))
     make = by_name("1f1b", 4)
     # Only layer 4 has nothing to send: a slow link behind stage 0 wants to stand there.
-    assert schedule_aware(layers, 2, make=make, links=[LinkCost(0.0, 1.0)], objective=MAKESPAN).bounds[1] == 5
+    assert (
+        schedule_aware(layers, 2, make=make, links=[LinkCost(0.0, 1.0)], objective=MAKESPAN).bounds[
+            1
+        ]
+        == 5
+    )
     assert schedule_aware(layers, 2, make=make, speeds=[1.0, 1.5]).counts == (4, 6)
     with pytest.raises(PartitionError, match="2 links for 2 stages; give 1"):
         schedule_aware(layers, 2, make=make, links=[LinkCost(0.0, 1.0)] * 2)
@@ -162,11 +215,15 @@ def test_a_schedule_that_follows_the_costs():
         asked.append(costs)
         if len(asked) > 1 and costs.stages[0].seconds > 11:
             raise ScheduleError("not for these costs")
-        return by_name("zb-h1" if costs.stages[0].seconds < costs.stages[-1].seconds else "1f1b", 6)(costs)
+        return by_name(
+            "zb-h1" if costs.stages[0].seconds < costs.stages[-1].seconds else "1f1b", 6
+        )(costs)
 
     result = search(layers, 3, make=make)
     costs = pipeline_costs(layers, result.partition)
-    schedule = by_name("zb-h1" if costs.stages[0].seconds < costs.stages[-1].seconds else "1f1b", 6)(costs)
+    schedule = by_name(
+        "zb-h1" if costs.stages[0].seconds < costs.stages[-1].seconds else "1f1b", 6
+    )(costs)
     assert result.seconds == simulate(schedule, costs).span
     assert len(asked) < 30
 
@@ -188,13 +245,26 @@ def test_several_stages_per_rank():
         every = (Partition.from_bounds([0, *cuts, 11]) for cuts in combinations(range(1, 11), 3))
         best = min(time_of(layers, x, by_hand, MAKESPAN, links=links) for x in every)
         memory = MemoryLimits(layers, (((1, 0),),) * 4, (1000, 1000, 1000, 1000))
-        result = search(layers, 2, make=by_hand, objective=MAKESPAN, links=links, placement=(0, 1, 0, 1), memory=memory)
+        result = search(
+            layers,
+            2,
+            make=by_hand,
+            objective=MAKESPAN,
+            links=links,
+            placement=(0, 1, 0, 1),
+            memory=memory,
+        )
         assert result.seconds <= min(best * 1.02, result.started * (1 + 1e-9))
         # What a rank's stages hold counts together.
         limit = sum(x.weight_bytes for x in layers) * 6 // 10
         tight = MemoryLimits(layers, (((0, 0),),) * 4, (limit,) * 4)
-        bounds = schedule_aware(layers, 2, make=by_hand, placement=(0, 1, 0, 1), memory=tight).bounds
-        assert all(sum(tight.need(s, bounds[s], bounds[s + 1]) for s in (rank, rank + 2)) <= limit for rank in (0, 1))
+        bounds = schedule_aware(
+            layers, 2, make=by_hand, placement=(0, 1, 0, 1), memory=tight
+        ).bounds
+        assert all(
+            sum(tight.need(s, bounds[s], bounds[s + 1]) for s in (rank, rank + 2)) <= limit
+            for rank in (0, 1)
+        )
     with pytest.raises(PartitionError, match=r"placement \[0, 1\] for 3 ranks"):
         search(drawn(draw, 11), 3, make=by_hand, placement=(0, 1))
 
@@ -203,7 +273,9 @@ def test_rows_of_a_schedule():
     make = by_name("1f1b", 2)
     shape = shape_of(make(pipeline_costs([LayerCost(1.0, 1.0, 1.0)] * 2, Partition((1, 1)))))
     assert shape.counts.tolist() == [[2, 0, 0, 2], [2, 0, 0, 2]]
-    assert sorted(map(tuple, shape.rows[:, :3].tolist())) == sorted((s, s, k) for s in (0, 1) for k in (0, 0, 3, 3))
+    assert sorted(map(tuple, shape.rows[:, :3].tolist())) == sorted(
+        (s, s, k) for s in (0, 1) for k in (0, 0, 3, 3)
+    )
     assert replay.__name__ == "replay"
 
 
@@ -215,7 +287,9 @@ def test_slow_links_are_a_start_of_their_own(seed: int):
     layers = tuple(replace(x, output_bytes=draw.choice([1, 40])) for x in drawn(draw, 12))
     links = [LinkCost(0.0, draw.choice([10.0, 100.0])) for _ in range(3)]
     make = by_name("1f1b", 8)
-    aware = exact([x.seconds for x in layers], 4, links=links, output_bytes=[x.output_bytes for x in layers])
+    aware = exact(
+        [x.seconds for x in layers], 4, links=links, output_bytes=[x.output_bytes for x in layers]
+    )
     result = search(layers, 4, make=make, links=links)
     assert result.seconds <= time_of(layers, aware, make, SPAN, links=links) * (1 + 1e-9)
     searched = _Search(layers, (0, 1, 2, 3), make, links, None, None, SPAN, None, False)

@@ -6,7 +6,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dynmo.balance.trigger import Decision, Outlook, RebalanceWatch, confirmed, forecast_intervals, worth_moving, worth_moving_through
+from dynmo.balance.trigger import (
+    Decision,
+    Outlook,
+    RebalanceWatch,
+    confirmed,
+    forecast_intervals,
+    worth_moving,
+    worth_moving_through,
+)
 from dynmo.cost.layer_cost import LayerCost
 from dynmo.dynamism import Forecast
 from dynmo.errors import PartitionError
@@ -16,7 +24,10 @@ def test_it_moves_when_the_saving_exceeds_the_price():
     decision = worth_moving(1.25, 1.0, 100, 10.0, margin=2.0, hysteresis=0.05)
     assert decision.move
     assert decision.predicted_gain == pytest.approx(0.2)
-    assert decision.reason == "move: a step takes 1.25 s and would take 1 s, 25 s saved over 100 steps against 10 s for the move x 2"
+    assert (
+        decision.reason
+        == "move: a step takes 1.25 s and would take 1 s, 25 s saved over 100 steps against 10 s for the move x 2"
+    )
 
 
 def test_the_price_itself_is_not_enough():
@@ -31,7 +42,10 @@ def test_the_price_itself_is_not_enough():
 def test_a_small_gain_stays_however_long_the_horizon():
     decision = worth_moving(1.0, 0.875, 10**9, 0.001, hysteresis=0.25)
     assert not decision.move
-    assert decision.reason == "stay: a step takes 1 s and would take 0.875 s, a gain of 12.50% under the 25.00% that counts"
+    assert (
+        decision.reason
+        == "stay: a step takes 1 s and would take 0.875 s, a gain of 12.50% under the 25.00% that counts"
+    )
     assert worth_moving(1.0, 0.75, 10**9, 0.001, hysteresis=0.25).move
 
 
@@ -59,7 +73,11 @@ def test_numbers_that_are_none(position: int, value: float):
 
 def test_the_steps_left_are_cut_where_costs_are_to_change():
     layers = (LayerCost(1, 2, 4, activation_bytes=10, stash_bytes=4),) * 3
-    pruning = [Forecast(5, (0, 1), 0.5, 0.5, 0.5), Forecast(8, (0, 1), 0.25, 0.25, 0.25), Forecast(99, (0,), 0.0)]
+    pruning = [
+        Forecast(5, (0, 1), 0.5, 0.5, 0.5),
+        Forecast(8, (0, 1), 0.25, 0.25, 0.25),
+        Forecast(99, (0,), 0.0),
+    ]
     freezing = [Forecast(8, (0,), b=0.0, w=0.0), Forecast(2, (2,), w=0.0)]
     intervals = forecast_intervals(layers, [pruning, freezing], 3, 20)
     assert [(x.start, x.stop) for x in intervals] == [(3, 5), (5, 8), (8, 20)]
@@ -68,7 +86,11 @@ def test_the_steps_left_are_cut_where_costs_are_to_change():
         [(0.5, 1, 2), (0.5, 1, 2), (1, 2, 0)],
         [(0.25, 0, 0), (0.25, 0.5, 1), (1, 2, 0)],
     ], "of one case the latest holds, of several the product"
-    assert [(x.activation_bytes, x.stash_bytes) for x in intervals[2].layers] == [(0, 0), (10, 4), (10, 0)]
+    assert [(x.activation_bytes, x.stash_bytes) for x in intervals[2].layers] == [
+        (0, 0),
+        (10, 4),
+        (10, 0),
+    ]
     assert forecast_intervals(layers, [], 3, 20) == forecast_intervals(layers, [[]], 3, 20)
     assert forecast_intervals(layers, [], 3, 20)[0].layers == layers
     assert forecast_intervals(layers, [], 20, 20) == ()
@@ -89,14 +111,19 @@ def test_a_gain_is_believed_as_far_as_it_lasts():
     assert both.move, "10 and 5 s"
     assert "15 s saved over 100 steps against 9 s" in both.reason
     assert both.predicted_gain == pytest.approx(1 - 1 / 1.2), "of the steps that come first"
-    assert not worth_moving_through([Outlook(0, 50, *worse), Outlook(50, 100, *better)], 0.0).move, "later is another decision"
+    assert not worth_moving_through(
+        [Outlook(0, 50, *worse), Outlook(50, 100, *better)], 0.0
+    ).move, "later is another decision"
 
 
 def test_what_is_soon_wrong_waits():
     outlook = [Outlook(8, 10, 2.0, 1.0), Outlook(10, 100, 1.0, 2.0)]
     decision = worth_moving_through(outlook, 0.0)
     assert not decision.move
-    assert decision.reason == "wait: a gain of 50.00% would last 2 steps; from step 10 on a step would take 2 s instead of 1 s"
+    assert (
+        decision.reason
+        == "wait: a gain of 50.00% would last 2 steps; from step 10 on a step would take 2 s instead of 1 s"
+    )
     assert worth_moving_through([Outlook(8, 13, 2.0, 1.0), Outlook(13, 100, 1.0, 2.0)], 0.0).move
     assert not worth_moving_through([], 0.0).move
 
@@ -104,8 +131,14 @@ def test_what_is_soon_wrong_waits():
 SECONDS = st.floats(0.1, 10)
 
 
-@given(st.lists(st.tuples(st.integers(1, 50), SECONDS, SECONDS), min_size=1, max_size=5), st.floats(0, 100), st.floats(0, 0.3))
-def test_a_move_is_never_made_at_a_loss(parts: list[tuple[int, float, float]], price: float, hysteresis: float):
+@given(
+    st.lists(st.tuples(st.integers(1, 50), SECONDS, SECONDS), min_size=1, max_size=5),
+    st.floats(0, 100),
+    st.floats(0, 0.3),
+)
+def test_a_move_is_never_made_at_a_loss(
+    parts: list[tuple[int, float, float]], price: float, hysteresis: float
+):
     outlook: list[Outlook] = []
     for steps, now, then in parts:
         start = outlook[-1].stop if outlook else 3
@@ -119,12 +152,23 @@ def test_a_move_is_never_made_at_a_loss(parts: list[tuple[int, float, float]], p
     # Cutting a phase in two changes nothing.
     first = outlook[0]
     if first.stop - first.start > 1:
-        halves = [Outlook(first.start, first.start + 1, first.now, first.then), Outlook(first.start + 1, first.stop, first.now, first.then)]
+        halves = [
+            Outlook(first.start, first.start + 1, first.now, first.then),
+            Outlook(first.start + 1, first.stop, first.now, first.then),
+        ]
         scaled_decision = worth_moving_through([*halves, *outlook[1:]], price, 1.0, hysteresis)
-        close = math.isclose(saved, price, rel_tol=1e-9) or math.isclose(saved, 2 * price, rel_tol=1e-9)
+        close = math.isclose(saved, price, rel_tol=1e-9) or math.isclose(
+            saved, 2 * price, rel_tol=1e-9
+        )
         believed = outlook[:good] or outlook[:1]
-        gain = 1 - sum(x.then * (x.stop - x.start) for x in believed) / sum(x.now * (x.stop - x.start) for x in believed)
-        assert scaled_decision.move == decision.move or close or math.isclose(gain, hysteresis, rel_tol=1e-9, abs_tol=1e-12)
+        gain = 1 - sum(x.then * (x.stop - x.start) for x in believed) / sum(
+            x.now * (x.stop - x.start) for x in believed
+        )
+        assert (
+            scaled_decision.move == decision.move
+            or close
+            or math.isclose(gain, hysteresis, rel_tol=1e-9, abs_tol=1e-12)
+        )
 
 
 # -- what is certain -------------------------------------------------------------------------------
@@ -139,7 +183,11 @@ def test_a_move_needs_the_support_of_all_parts_of_the_readings():
     assert (decision.move, decision.predicted_gain, decision.uncertain) == (False, 0.1, True)
     assert decision.reason == "stay: a gain of 10.00% is not what all parts of the readings say"
     alone = confirmed(MOVE, [])
-    assert (alone.move, alone.uncertain, alone.reason) == (False, True, "stay: a gain of 10.00% rests on one reading")
+    assert (alone.move, alone.uncertain, alone.reason) == (
+        False,
+        True,
+        "stay: a gain of 10.00% rests on one reading",
+    )
     assert confirmed(STAY, [MOVE, MOVE]) == STAY, "to stay needs no support"
 
 
@@ -163,7 +211,9 @@ def seen(watch: RebalanceWatch, *steps: tuple[float, ...]) -> list[bool]:
 
 def test_the_watch():
     watch = RebalanceWatch(0.02)
-    assert seen(watch, *[(1.0, 1.0)] * 5) == [False] * 4 + [True], "the first look is after some steps"
+    assert seen(watch, *[(1.0, 1.0)] * 5) == [False] * 4 + [True], (
+        "the first look is after some steps"
+    )
     watch.decided()
     assert not any(seen(watch, *[(2.0, 2.02)] * 20)), "all ranks alike may work more"
     assert not any(seen(watch, (1.0, 9.0), (2.0, 2.0), (9.0, 1.0))), "single steps are noise"
@@ -174,11 +224,15 @@ def test_the_watch():
     assert not watch.is_due, "nothing of the new work is measured"
     assert seen(watch, (1.0, 1.5)) == [True]
     watch.decided()
-    assert seen(watch, *[(1.0, 1.5)] * 3) == [False, True, True], "and once more, should that step have been one by chance"
+    assert seen(watch, *[(1.0, 1.5)] * 3) == [False, True, True], (
+        "and once more, should that step have been one by chance"
+    )
     watch.decided()
     for expected in (True, False, True):
         watch.on_workload_change()
-        assert seen(watch, (1.0, 1.5)) == [expected], "work that changes before every step is looked at too"
+        assert seen(watch, (1.0, 1.5)) == [expected], (
+            "work that changes before every step is looked at too"
+        )
         if expected:
             watch.decided()
     assert not watch.is_due
@@ -197,4 +251,6 @@ def test_the_watch_looks_again_where_nothing_was_certain():
     assert seen(watch, (1.0, 1.0)) == [True]
     watch.decided()
     watch.check_later()
-    assert seen(watch, *[(1.0, 1.0)] * 2) == [False, True], "the second look after a change comes sooner"
+    assert seen(watch, *[(1.0, 1.0)] * 2) == [False, True], (
+        "the second look after a change comes sooner"
+    )

@@ -45,7 +45,9 @@ def test_a_share_needs_an_ideal_to_speak_of() -> None:
 
 def trained(frozen: int) -> tuple[LayerCost, ...]:
     """Six layers of 1 s each way, of which so many are frozen."""
-    return tuple(LayerCost(1.0, 0.0 if i < frozen else 1.0, 0.0 if i < frozen else 1.0) for i in range(6))
+    return tuple(
+        LayerCost(1.0, 0.0 if i < frozen else 1.0, 0.0 if i < frozen else 1.0) for i in range(6)
+    )
 
 
 def test_the_ideal_is_of_every_phase() -> None:
@@ -56,9 +58,15 @@ def test_the_ideal_is_of_every_phase() -> None:
     def seconds(layers: tuple[LayerCost, ...], *counts: int) -> float:
         return timeline(layers, Partition(counts), MICROBATCHES, SCHEDULE).makespan
 
-    assert seconds_of["uniform"] == pytest.approx([2 * seconds(costs[0], 3, 3), 4 * seconds(costs[1], 3, 3)])
-    assert seconds_of["best"] == pytest.approx([2 * seconds(costs[0], 3, 3), 4 * seconds(costs[1], 4, 2)])
-    assert seconds_of["as_placed"][1] == pytest.approx(2 * seconds(costs[1], 3, 3) + 2 * seconds(costs[1], 4, 2))
+    assert seconds_of["uniform"] == pytest.approx(
+        [2 * seconds(costs[0], 3, 3), 4 * seconds(costs[1], 3, 3)]
+    )
+    assert seconds_of["best"] == pytest.approx(
+        [2 * seconds(costs[0], 3, 3), 4 * seconds(costs[1], 4, 2)]
+    )
+    assert seconds_of["as_placed"][1] == pytest.approx(
+        2 * seconds(costs[1], 3, 3) + 2 * seconds(costs[1], 4, 2)
+    )
     assert seconds(costs[1], 3, 3) / seconds(costs[1], 4, 2) > 1.3
 
 
@@ -77,20 +85,41 @@ def side(seconds: list[float], layers: list[list[int]], digest: str = "a") -> di
     }
     # 6 layers of 1 s forward, of which 3 take 2 s more: for each microbatch.
     ops = [1.1 * MICROBATCHES * 12.0] * 6
-    return {"seconds": seconds, "program": [0.9 * x for x in seconds], "ops": ops, **told, "digest": digest, "loss": 1.0}
+    return {
+        "seconds": seconds,
+        "program": [0.9 * x for x in seconds],
+        "ops": ops,
+        **told,
+        "digest": digest,
+        "loss": 1.0,
+    }
 
 
 def test_a_row_compares_every_side_with_dynmo() -> None:
     even = [[3, 3]] * 6
-    uniform, ours = side([2.0] * 6, even), side([2.0, 2.0, 2.0, 2.0, 1.0, 1.0], even[:4] + [[4, 2]] * 2)
-    row = summarize("freezing", [{"uniform": uniform, "dense": side([3.0] * 6, even, "b"), "dynmo": ours}])
+    uniform, ours = (
+        side([2.0] * 6, even),
+        side([2.0, 2.0, 2.0, 2.0, 1.0, 1.0], even[:4] + [[4, 2]] * 2),
+    )
+    row = summarize(
+        "freezing", [{"uniform": uniform, "dense": side([3.0] * 6, even, "b"), "dynmo": ours}]
+    )
     assert row["phases"] == [[0, 2], [2, 6]]
-    assert row["speedup_over"]["uniform"] == {"run": pytest.approx(1.2), "last_phase": pytest.approx(2.0)}
-    assert row["speedup_over"]["dense"] == {"run": pytest.approx(1.8), "last_phase": pytest.approx(3.0)}
+    assert row["speedup_over"]["uniform"] == {
+        "run": pytest.approx(1.2),
+        "last_phase": pytest.approx(2.0),
+    }
+    assert row["speedup_over"]["dense"] == {
+        "run": pytest.approx(1.8),
+        "last_phase": pytest.approx(3.0),
+    }
     assert row["ideal"]["run"] > row["ideal_as_placed"] > 1
     assert row["share_of_ideal"]["run"] == pytest.approx(0.2 / (row["ideal"]["run"] - 1))
     assert [phase["steps"] for phase in row["by_phase"]] == row["phases"]
-    assert [phase["speedup"] for phase in row["by_phase"]] == [pytest.approx(1.0), pytest.approx(8 / 6)]
+    assert [phase["speedup"] for phase in row["by_phase"]] == [
+        pytest.approx(1.0),
+        pytest.approx(8 / 6),
+    ]
     assert row["by_phase"][-1]["ideal"] > row["by_phase"][-1]["ideal_as_placed"]
     assert row["overhead"]["share_of_run"] == pytest.approx(0.06 / 10)
     assert row["same_work_takes"] == 1.0
@@ -99,22 +128,36 @@ def test_a_row_compares_every_side_with_dynmo() -> None:
     assert 0 <= row["simulated_bubble_ratio"]["dynmo"] <= row["simulated_idle_ratio"]["dynmo"]
     assert row["program_share"] == pytest.approx({"uniform": 0.9, "dynmo": 0.9})
     measured = row["measured_over_simulated"]
-    assert row["program_over_simulated"] == pytest.approx({name: 0.9 * measured[name] for name in measured})
-    slower = side(ours["seconds"], ours["layers"]) | {"costs": [[[2 * x for x in layer] for layer in phase] for phase in ours["costs"]]}
+    assert row["program_over_simulated"] == pytest.approx(
+        {name: 0.9 * measured[name] for name in measured}
+    )
+    slower = side(ours["seconds"], ours["layers"]) | {
+        "costs": [[[2 * x for x in layer] for layer in phase] for phase in ours["costs"]]
+    }
     assert summarize("freezing", [{"uniform": uniform, "dynmo": slower}])["same_work_takes"] == 2.0
     assert row["same_weights"], "the dense run's need not be the same"
     assert "| freezing | 1.80 / 3.00 |  | uniform | 1.20 / 2.00 |" in table([row])
     assert "| freezing | 1.20 / 2.00 | uniform | 2.23 | Egeria |" in published_table([row])
-    broken = summarize("freezing", [{"uniform": uniform, "dynmo": side(ours["seconds"], ours["layers"], "c")}])
+    broken = summarize(
+        "freezing", [{"uniform": uniform, "dynmo": side(ours["seconds"], ours["layers"], "c")}]
+    )
     assert not broken["same_weights"]
 
 
 def test_the_papers_figures_stand_beside_the_nearest_side() -> None:
-    over = {name: {"run": run, "last_phase": run} for name, run in (("dense", 1.5), ("uniform", 1.3), ("parameters", 1.2))}
+    over = {
+        name: {"run": run, "last_phase": run}
+        for name, run in (("dense", 1.5), ("uniform", 1.3), ("parameters", 1.2))
+    }
     rows = [{"case": case, "speedup_over": over} for case in CASES]
-    sides = {row.split(" | ")[0].strip("| "): row.split(" | ")[2] for row in published_table(rows).splitlines()[2:]}
+    sides = {
+        row.split(" | ")[0].strip("| "): row.split(" | ")[2]
+        for row in published_table(rows).splitlines()[2:]
+    }
     assert sides["early exit"] == sides["sparse attention"] == "dense"
-    assert sides["mixture of depths"] == sides["pruning"] == "parameters", "the faster static placement"
+    assert sides["mixture of depths"] == sides["pruning"] == "parameters", (
+        "the faster static placement"
+    )
     assert {section_of(case) for case in CASES} == set(PUBLISHED)
 
 
@@ -126,7 +169,9 @@ def test_the_dense_side_is_the_same_model(case: str) -> None:
     assert dense.layers == uniform.layers
     if section_of(case) in ("sparse_attention", "early_exit"):
         section = parse(configs["dense"]).dynamism
-        assert {"sparse_attention": section.sparse_attention, "early_exit": section.early_exit}[case].start == 19
+        assert {"sparse_attention": section.sparse_attention, "early_exit": section.early_exit}[
+            case
+        ].start == 19
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -146,15 +191,23 @@ def test_the_sides_end_with_the_same_weights(pool: Pool, case: str) -> None:
     """On real ranks. Whether layers move is up to the timing, so here only the numbers are
     certain."""
     sizes = SMALL | SURE if case == "early_exit" else SMALL
-    rounds = pool.run("benchmarks.cases_race:race", 2, timeout=120, case=case, steps=20, rounds=1, sizes=sizes)[0]
+    rounds = pool.run(
+        "benchmarks.cases_race:race", 2, timeout=120, case=case, steps=20, rounds=1, sizes=sizes
+    )[0]
     row = summarize(case, rounds)
     assert row["same_weights"]
     if case != "mixture_of_depths":
         assert row["what"], "the technique never acted"
     assert all(len(one["seconds"]) == len(one["program"]) == 20 for one in rounds[0].values())
     assert all(ratio > 0.5 for ratio in row["ops_over_costs"].values())
-    assert all(0 < program < seconds for one in rounds[0].values() for program, seconds in zip(one["program"], one["seconds"], strict=True))
-    assert all(layer[0] > 0 for layers in row["costs"] for layer in layers), "a forward pass was not measured"
+    assert all(
+        0 < program < seconds
+        for one in rounds[0].values()
+        for program, seconds in zip(one["program"], one["seconds"], strict=True)
+    )
+    assert all(layer[0] > 0 for layers in row["costs"] for layer in layers), (
+        "a forward pass was not measured"
+    )
     if case == "early_exit":
         assert row["phases"] == [[0, 2], [2, 4], [4, 8], [8, 20]]
         assert row["tokens"][0]["exited"][0] > 0
@@ -162,7 +215,11 @@ def test_the_sides_end_with_the_same_weights(pool: Pool, case: str) -> None:
         assert row["phases"] == [[0, 20]]
         assert row["tokens"][0]["selected"] == [0.125, 0.125]
     if case == "freezing":
-        assert [layer[1:] for layer in row["costs"][-1][:5]] == [[0.0, 0.0]] * 5, "frozen, and not measured before"
+        assert [layer[1:] for layer in row["costs"][-1][:5]] == [[0.0, 0.0]] * 5, (
+            "frozen, and not measured before"
+        )
     if case == "pruning":
-        assert rounds[0]["mask"]["loss"] == pytest.approx(rounds[0]["uniform"]["loss"], rel=1e-4), "the same, summed in another order"
+        assert rounds[0]["mask"]["loss"] == pytest.approx(rounds[0]["uniform"]["loss"], rel=1e-4), (
+            "the same, summed in another order"
+        )
     json.dumps(row)

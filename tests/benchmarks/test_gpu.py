@@ -31,7 +31,9 @@ WITHOUT_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="of machines 
 
 
 def python(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    return subprocess.run(
+        [sys.executable, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=120
+    )
 
 
 # -- the command ------------------------------------------------------------------------------
@@ -64,7 +66,10 @@ def test_missing_packages_are_named_in_one_line() -> None:
     """-S leaves out all that pip has installed: torch and rich are missing as well."""
     done = python("-S", "-m", "benchmarks.gpu")
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == f"benchmarks.gpu: missing packages: {', '.join(checks.PACKAGES)}; docs/gpu.md says how to bring them along\n"
+    assert (
+        done.stderr
+        == f"benchmarks.gpu: missing packages: {', '.join(checks.PACKAGES)}; docs/gpu.md says how to bring them along\n"
+    )
 
 
 @pytest.mark.parametrize(
@@ -122,7 +127,9 @@ def test_the_parts_fit_their_time_and_are_named() -> None:
 
 def test_it_begins_without_torch() -> None:
     """The checks must work where torch or rich is missing."""
-    code = "import sys, benchmarks.gpu.__main__; print({'torch', 'rich', 'numpy'} & set(sys.modules))"
+    code = (
+        "import sys, benchmarks.gpu.__main__; print({'torch', 'rich', 'numpy'} & set(sys.modules))"
+    )
     assert python("-c", code).stdout == "set()\n"
 
 
@@ -134,9 +141,7 @@ def part(name: str, code: str, limit: float = 30.0, needs: Sequence[str] = ()) -
 
 
 # It leaves a process in a session of its own, as a test that starts a run does.
-HANGS = (
-    "import subprocess, time; p = subprocess.Popen(['sleep', '1000'], start_new_session=True); print(p.pid, flush=True); time.sleep(1000)"
-)
+HANGS = "import subprocess, time; p = subprocess.Popen(['sleep', '1000'], start_new_session=True); print(p.pid, flush=True); time.sleep(1000)"
 PRINTS = "import atexit, json; atexit.register(print, json.dumps(dict({})))"
 
 
@@ -187,20 +192,29 @@ def test_parts_fail_hang_and_go_on(tmp_path: Path, capsys: pytest.CaptureFixture
 
 def test_the_limit_of_all_parts(tmp_path: Path) -> None:
     rows = command.run_all([part("late", "pass")], tmp_path, {}, dry=False, seconds=0)
-    assert [(ended.status, ended.came) for _, ended in rows] == [("left out", "the 0 s of all parts are over")]
+    assert [(ended.status, ended.came) for _, ended in rows] == [
+        ("left out", "the 0 s of all parts are over")
+    ]
 
 
 def test_what_pytest_says_last_is_what_came(tmp_path: Path) -> None:
     (tmp_path / "x.log").write_text("")
-    assert running.read_output(0, "..s\n3 passed, 1 skipped in 0.10s\n", tmp_path / "x.log", 1.0).came == "3 passed, 1 skipped in 0.10s"
-    assert running.read_output(-9, "", tmp_path / "x.log", 1.0).came == "ended by SIGKILL: no output"
+    assert (
+        running.read_output(0, "..s\n3 passed, 1 skipped in 0.10s\n", tmp_path / "x.log", 1.0).came
+        == "3 passed, 1 skipped in 0.10s"
+    )
+    assert (
+        running.read_output(-9, "", tmp_path / "x.log", 1.0).came == "ended by SIGKILL: no output"
+    )
 
 
 def test_a_dry_run_of_two_parts(tmp_path: Path) -> None:
     """The real command, with the parts that start fewest processes, writes where it is told to."""
     done = python("-m", "benchmarks.gpu", "--dry", "--only", "split,sparse", "--out", str(tmp_path))
     assert done.returncode == 0, done.stdout + done.stderr
-    records = {name: json.loads((tmp_path / f"{name}.json").read_text()) for name in ("split", "sparse")}
+    records = {
+        name: json.loads((tmp_path / f"{name}.json").read_text()) for name in ("split", "sparse")
+    }
     assert all((record["status"], record["dry"]) == ("ok", True) for record in records.values())
     assert records["split"]["machine"]["torch"] == torch.__version__
     assert {path.name for path in (tmp_path / "logs").iterdir()} == {"split.log", "sparse.log"}
@@ -233,17 +247,26 @@ def test_the_goal_of_split(ratio: float, met: bool) -> None:
         "bfloat16": {"eager": {"split_over_fused": ratio}},
         "float32": {"eager": {"split_over_fused": 1.5}},
     }
-    assert split.assess({"stage": rows}) == (met, f"bfloat16 eager {ratio:.3f}, float32 eager 1.500")
+    assert split.assess({"stage": rows}) == (
+        met,
+        f"bfloat16 eager {ratio:.3f}, float32 eager 1.500",
+    )
 
 
 def test_attention() -> None:
-    rows = [attention.length(CPU, torch.float32, n, heads=2, size=16, batch=1, rounds=1) for n in (32, 128)]
+    rows = [
+        attention.length(CPU, torch.float32, n, heads=2, size=16, batch=1, rounds=1)
+        for n in (32, 128)
+    ]
     assert [set(row["kinds"]) for row in rows] == [
         {"hash, 16 buckets"},
         {"hash, 16 buckets", "hash, 64 buckets"},
     ]
     assert all(0 < kind["pairs"] < 1 for row in rows for kind in row["kinds"].values())
-    fake = [{"sequence": n, "kinds": {"hash, 16 buckets": {"speedup": speedup}}} for n, speedup in ((1, 0.5), (2, 1.5), (4, 3.0))]
+    fake = [
+        {"sequence": n, "kinds": {"hash, 16 buckets": {"speedup": speedup}}}
+        for n, speedup in ((1, 0.5), (2, 1.5), (4, 3.0))
+    ]
     assert attention.wins_from(fake) == {"hash, 16 buckets": 2, "hash, 64 buckets": None}
 
 
@@ -285,8 +308,15 @@ def test_torchs_orders_fit_our_placements(name: str, own: str) -> None:
     assert (order.name, order.microbatches, order.placement) == (name, 8, placement_of(own, 4))
 
 
-@pytest.mark.parametrize(("ratios", "met"), [([0.95, 1.05], True), ([0.5, 1.0], False), ([1.0, 1.2], False)])
+@pytest.mark.parametrize(
+    ("ratios", "met"), [([0.95, 1.05], True), ([0.5, 1.0], False), ([1.0, 1.2], False)]
+)
 def test_the_account_is_judged(ratios: list[float], met: bool) -> None:
-    result: dict[str, Any] = {"peak_over_account": ratios, "peak_over_planned": [0.9, 0.9], "moved_bytes": 2e9, "move_seconds": 0.5}
+    result: dict[str, Any] = {
+        "peak_over_account": ratios,
+        "peak_over_planned": [0.9, 0.9],
+        "moved_bytes": 2e9,
+        "move_seconds": 0.5,
+    }
     assert memory.assess(result).met == met
     assert memory.assess(result).came.endswith("moved 2.00 GB in 0.50 s, same weights")

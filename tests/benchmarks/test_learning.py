@@ -38,7 +38,18 @@ def test_shares_change_the_compute() -> None:
 
 def test_experts_cost_what_they_compute() -> None:
     one, two = (
-        config_of(STEPS, 0, *(RUNS["experts"][f"experts, {k} of 8, loss"][0], 1, 1, 64, {"kind": "moe", "top_k": k})) for k in (1, 2)
+        config_of(
+            STEPS,
+            0,
+            *(
+                RUNS["experts"][f"experts, {k} of 8, loss"][0],
+                1,
+                1,
+                64,
+                {"kind": "moe", "top_k": k},
+            ),
+        )
+        for k in (1, 2)
     )
     dense = step_flops(config_of(STEPS, 0, {}, 1, 1, 64), ())
     assert step_flops(one, ()) == dense + 4 * 6 * 8 * 64, "four routers"
@@ -48,7 +59,13 @@ def test_experts_cost_what_they_compute() -> None:
 def test_the_table_and_the_picture(tmp_path: Path) -> None:
     curve = [[1.0, 3.0], [2.0, 2.5]]
     dense = {"steps": 2, "curve": curve, "loss": 2.5, "compute": 2.0}
-    row = {**dense, "loss_without_exits": 2.4, "evaluation_speedup": 1.25, "dense": dense, "distance": 0.02}
+    row = {
+        **dense,
+        "loss_without_exits": 2.4,
+        "evaluation_speedup": 1.25,
+        "dense": dense,
+        "distance": 0.02,
+    }
     rows = [{"name": name, **row} for name in RUNS["tokens"]]
     result = {"dense": dense, "rows": rows}
     assert "| early exit, ADP-C 0.9 | 2 | 2.500 | 2.500 | +2.0% | 2.400 | x1.25 |" in table(result)

@@ -13,7 +13,9 @@ from tests.pool import Pool
 
 @pytest.mark.parametrize("steps", [40, STEPS])
 def test_every_run_is_valid_and_differs_in_the_case_alone(steps: int) -> None:
-    configs = {name: config_of(steps, 0, dynamism, 24, 4) for name, (_, _, dynamism) in runs(steps).items()}
+    configs = {
+        name: config_of(steps, 0, dynamism, 24, 4) for name, (_, _, dynamism) in runs(steps).items()
+    }
     dense = configs["dense"]
     assert dense.dynamism.cases == ()
     for name, config in configs.items():
@@ -23,7 +25,10 @@ def test_every_run_is_valid_and_differs_in_the_case_alone(steps: int) -> None:
 
 def results() -> dict[str, dict[str, Any]]:
     losses = {name: 2.0 + 0.01 * i for i, name in enumerate(runs(40))}
-    return {name: {"curve": [[8, 3.0], [40, loss]], "changes": [[3, "acted"]], "digest": name} for name, loss in losses.items()}
+    return {
+        name: {"curve": [[8, 3.0], [40, loss]], "changes": [[3, "acted"]], "digest": name}
+        for name, loss in losses.items()
+    }
 
 
 def test_distances_are_to_the_right_reference() -> None:
@@ -46,20 +51,35 @@ def test_the_picture(tmp_path: Path) -> None:
     draw(compare(results(), 40), tmp_path / "b.svg")
     picture = (tmp_path / "a.svg").read_text()
     assert picture == (tmp_path / "b.svg").read_text()
-    assert all(title in picture for title in ("freezing", "pruning", "sparse attention", "held-out loss"))
+    assert all(
+        title in picture for title in ("freezing", "pruning", "sparse attention", "held-out loss")
+    )
 
 
 def test_some_of_the_runs() -> None:
     assert chosen(40, ()) == runs(40)
     assert list(chosen(40, ["pruning, 90 %"])) == ["dense", "pruning, 90 %"]
-    assert list(chosen(40, ["hash, 4 buckets, all blocks"])) == ["dense", SHARED, "hash, 4 buckets, all blocks"]
+    assert list(chosen(40, ["hash, 4 buckets, all blocks"])) == [
+        "dense",
+        SHARED,
+        "hash, 4 buckets, all blocks",
+    ]
     some = {name: run for name, run in results().items() if name in chosen(40, ["pruning, 90 %"])}
     assert [row["name"] for row in compare(some, 40)] == ["dense", "pruning, 90 %"]
 
 
 def test_a_run_in_small(pool: Pool) -> None:
     dynamism = {"cases": ["freezing"], "freezing": {"schedule": [[1, 5]]}}
-    (row,) = pool.run("benchmarks.quality:train", 1, steps=4, seed=0, dynamism=dynamism, evaluations=2, batches=1, hidden=64)
+    (row,) = pool.run(
+        "benchmarks.quality:train",
+        1,
+        steps=4,
+        seed=0,
+        dynamism=dynamism,
+        evaluations=2,
+        batches=1,
+        hidden=64,
+    )
     assert [step for step, _ in row["curve"]] == [2, 4]
     assert [step for step, _ in row["changes"]] == [1]
 

@@ -31,8 +31,12 @@ def test_what_pruning_loses_adds_up() -> None:
         assert sum(row["lost"].values()) == pytest.approx(over)
         assert set(row["lost"]) == {"kernel", "packing", "elsewhere"}
         assert row["lost"]["packing"] > 0
-        assert row["bounded_by"] == (None if row["share_of_ideal"] >= 0.85 else max(row["lost"], key=row["lost"].__getitem__))
-        ideal = {key: row["dense"][key] - row["ideal"][key] for key in "fbw"}  # at most all of the linears' time goes
+        assert row["bounded_by"] == (
+            None if row["share_of_ideal"] >= 0.85 else max(row["lost"], key=row["lost"].__getitem__)
+        )
+        ideal = {
+            key: row["dense"][key] - row["ideal"][key] for key in "fbw"
+        }  # at most all of the linears' time goes
         assert all(0 < ideal[key] <= row["sparsity"] * row["dense"][key] for key in "fbw")
 
 
@@ -42,7 +46,9 @@ def test_what_tokens_lose_adds_up(case: str) -> None:
     for row in result["rows"].values():
         over = sum(row[key] for key in "fbw") - sum(row["ideal"].values())
         assert sum(row["lost"].values()) == pytest.approx(over)
-        assert row["bounded_by"] == (None if row["share_of_ideal"] >= 0.85 else max(row["lost"], key=row["lost"].__getitem__))
+        assert row["bounded_by"] == (
+            None if row["share_of_ideal"] >= 0.85 else max(row["lost"], key=row["lost"].__getitem__)
+        )
     assert f"| {case.replace('_', ' ')} | feed-forward |" in table([result])
 
 
@@ -63,7 +69,9 @@ def test_what_sparse_attention_loses_adds_up() -> None:
     for name, kind in row["kinds"].items():
         over = sum(kind[key] - kind["ideal"][key] for key in "fb")
         assert sum(kind["lost"].values()) == pytest.approx(over)
-        assert set(kind["lost"]) == ({"elsewhere"} if name.startswith("drop") else {"around", "padding", "rate", "elsewhere"})
+        assert set(kind["lost"]) == (
+            {"elsewhere"} if name.startswith("drop") else {"around", "padding", "rate", "elsewhere"}
+        )
         assert 0 < kind["pairs"] <= kind["computed"] <= 1
         if not name.startswith("drop"):
             assert kind["lost"]["around"] > 0, "hashing and gathering take their time"
@@ -73,14 +81,20 @@ def test_what_sparse_attention_loses_adds_up() -> None:
 def test_the_document_says_what_sparse_attention_was_measured_to_gain() -> None:
     rows = json.loads((ROOT / "benchmarks/results/savings.json").read_text())["sparse_attention"]
     gains = {
-        row["sequence"]: [sum(row["dense"][x] / sum(k[y] for y in "fbw") for x in "fbw") for k in row["kinds"].values()] for row in rows
+        row["sequence"]: [
+            sum(row["dense"][x] / sum(k[y] for y in "fbw") for x in "fbw")
+            for k in row["kinds"].values()
+        ]
+        for row in rows
     }
     said = re.search(
         r"At 512, .* are ([\d.]+) to ([\d.]+) times as fast as dense, .* at 4,096 ([\d.]+) to ([\d.]+) times",
         " ".join((ROOT / "docs/cases.md").read_text().split()),
     )
     assert said is not None
-    assert list(said.groups()) == [f"{end(gains[length]):.1f}" for length in (512, 4096) for end in (min, max)]
+    assert list(said.groups()) == [
+        f"{end(gains[length]):.1f}" for length in (512, 4096) for end in (min, max)
+    ]
 
 
 def test_what_the_cache_of_a_frozen_block_holds() -> None:

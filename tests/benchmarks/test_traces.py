@@ -27,7 +27,9 @@ def test_the_densities_are_those_that_the_trace_was_made_from(blocks: int) -> No
     densities = pruned(blocks, 2048, 1, 24)
     for moment, layers in enumerate(trace("pruning", blocks, 2048)):
         for layer, (cost, whole) in enumerate(zip(layers, dense(blocks, 2048), strict=True)):
-            assert cost.w == pytest.approx(whole.w * min(1.0, densities[moment][layer] / 0.25), abs=2e-5)
+            assert cost.w == pytest.approx(
+                whole.w * min(1.0, densities[moment][layer] / 0.25), abs=2e-5
+            )
         left = sum(x.parameters for x in layers) / sum(x.parameters for x in dense(blocks, 2048))
         assert left == pytest.approx(1 - (0.0, 0.52, 0.79, 0.90)[moment // 6], abs=1e-6)
 
@@ -39,7 +41,9 @@ def test_a_dense_block_is_the_traces_own(case: str, sequence: int) -> None:
         first = in_blocks(trace(case, 24, sequence)[0])[-1]
         assert (first.f, first.b, first.w) == pytest.approx((block.f, block.b, block.w), abs=3e-5)
     assert block.f == pytest.approx(1.0)
-    assert all(x.f <= block.f + 3e-5 for layers in trace(case, 24, sequence) for x in in_blocks(layers))
+    assert all(
+        x.f <= block.f + 3e-5 for layers in trace(case, 24, sequence) for x in in_blocks(layers)
+    )
 
 
 @pytest.mark.parametrize(("case", "sequence"), CASES)
@@ -47,8 +51,15 @@ def test_ours_is_near_the_optimum_and_no_less_than_the_usual(case: str, sequence
     result = row(case, sequence, 32, 16, stride=8)
     gain = result["gain"]
     assert result["share_of_optimum"] >= 0.98
-    assert gain["ours"] >= 0.99 * max(gain[name] for name in ("uniform", "parameters, static", "partition, time", "diffusion, time"))
-    assert gain["optimum of blocks"] <= gain["optimum of halves"] * (1 + 1e-9) <= gain["perfect"] * (1 + 2e-9)
+    assert gain["ours"] >= 0.99 * max(
+        gain[name]
+        for name in ("uniform", "parameters, static", "partition, time", "diffusion, time")
+    )
+    assert (
+        gain["optimum of blocks"]
+        <= gain["optimum of halves"] * (1 + 1e-9)
+        <= gain["perfect"] * (1 + 2e-9)
+    )
     assert gain["optimum of blocks"] <= result["bound"]
     assert result["seconds"]["optimum of halves"] >= result["least_of_halves"]
 
@@ -57,14 +68,18 @@ def test_ours_is_near_the_optimum_and_no_less_than_the_usual(case: str, sequence
 def test_the_pilot_is_drawn_as_the_trace_was(case: str) -> None:
     for drawn, layers in zip(pilot(case, 32, seed=1), trace(case, 32, 2048), strict=True):
         for ours, theirs in zip(drawn, layers, strict=True):
-            assert (ours.f, ours.b, ours.w, ours.parameters) == pytest.approx((theirs.f, theirs.b, theirs.w, theirs.parameters), abs=1e-5)
+            assert (ours.f, ours.b, ours.w, ours.parameters) == pytest.approx(
+                (theirs.f, theirs.b, theirs.w, theirs.parameters), abs=1e-5
+            )
 
 
 def test_one_schedule_serves_all_costs() -> None:
     """The compiled replay takes as long as the simulator with the schedule made for the costs."""
     on, layers = Placements(24, 16), trace("mixture_of_depths", 24, 2048)[3]
     for placement in (on.even, on.place(layers)):
-        assert on.seconds(layers, placement) == pytest.approx(timeline(layers, placement, 32).makespan)
+        assert on.seconds(layers, placement) == pytest.approx(
+            timeline(layers, placement, 32).makespan
+        )
 
 
 @pytest.mark.parametrize("case", STEPWISE)
@@ -74,7 +89,9 @@ def test_steps_that_differ_in_small(case: str) -> None:
     assert gain["uniform"] == 1.0
     assert gain["best static"] >= max(gain["uniform"], gain["pilot"])
     assert gain["optimum"] * (1 + 1e-9) >= gain["best static"]
-    assert gain["optimum"] * 1.01 >= max(gain[name] for name in ("last step", "ours", "from uniform"))
+    assert gain["optimum"] * 1.01 >= max(
+        gain[name] for name in ("last step", "ours", "from uniform")
+    )
     assert gain["perfect"] >= gain["optimum"]
     assert 0 <= result["idle"]["balanced"] < result["idle"]["static"] < 1
     assert stepwise_table([result]).count("\n") == 2
@@ -89,19 +106,34 @@ def test_ours_is_near_the_best_static_placement() -> None:
 def test_emulated_ranks_in_small(pool: Pool) -> None:
     """Two ranks of a few long ops: a moment with a frozen prefix, measured beside the
     simulator's."""
-    given = {"case": "freezing", "sequence": 2048, "blocks": 24, "moment": 18, "shortest": 0.003, "pairs": 1, "steps": 1, "size": 16}
+    given = {
+        "case": "freezing",
+        "sequence": 2048,
+        "blocks": 24,
+        "moment": 18,
+        "shortest": 0.003,
+        "pairs": 1,
+        "steps": 1,
+        "size": 16,
+    }
     given["beside_dense"] = True
     result = pool.run("benchmarks.traces_emulated:emulated", 2, **given)[0]
     assert result["frozen_layers"] > 0
     assert result["layers"][0] == [24, 24]
     assert result["layers"][1][0] > 24, "the rank that holds the frozen layers takes more"
-    for measured, simulated in zip((result["uniform_seconds"], result["our_seconds"]), result["simulated_seconds"], strict=True):
+    for measured, simulated in zip(
+        (result["uniform_seconds"], result["our_seconds"]), result["simulated_seconds"], strict=True
+    ):
         assert measured > 0.98 * simulated, "sleeping cannot be faster"
     assert result["simulated_gain"] > 1.1
     assert result["op_seconds"]["least"] == pytest.approx(0.003)
     assert result["op_seconds"]["least"] <= result["op_seconds"]["median"]
     assert "| freezing | 2 | 24 |" in emulated_table([result])
-    assert result["dense_seconds"] > 0.98 * result["simulated_dense_seconds"] > result["simulated_seconds"][0]
+    assert (
+        result["dense_seconds"]
+        > 0.98 * result["simulated_dense_seconds"]
+        > result["simulated_seconds"][0]
+    )
     assert result["over_dense"] > 1.3
 
 

@@ -94,7 +94,14 @@ def rank():
     import os
     return int(os.environ.get("RANK", "0"))
 """
-GPT = ("model.kind=gpt", "model.blocks=1", "model.hidden=32", "model.heads=2", "dynamism.cases=[]", "checkpoint.every=0")
+GPT = (
+    "model.kind=gpt",
+    "model.blocks=1",
+    "model.hidden=32",
+    "model.heads=2",
+    "dynamism.cases=[]",
+    "checkpoint.every=0",
+)
 LONG = ("train.steps=100000", "checkpoint.every=0", "train.eval_every=0")
 
 
@@ -117,10 +124,18 @@ def fill(folder: Path) -> None:
     (folder / "models.py").write_text(MODELS)
 
 
-def train(folder: Path, *arguments: str, name: str = "main", sets: tuple[str, ...] = (), env: Mapping[str, str] | None = None) -> Any:
+def train(
+    folder: Path,
+    *arguments: str,
+    name: str = "main",
+    sets: tuple[str, ...] = (),
+    env: Mapping[str, str] | None = None,
+) -> Any:
     """Starts `dynmo train`."""
     changed = [word for text in (f"name={name}", *sets) for word in ("--set", text)]
-    return start([sys.executable, "-m", "dynmo", "train", "run.toml", *changed, *arguments], folder, env)
+    return start(
+        [sys.executable, "-m", "dynmo", "train", "run.toml", *changed, *arguments], folder, env
+    )
 
 
 def end(process: subprocess.Popen[str], seconds: float = 60) -> Done:
@@ -135,7 +150,15 @@ def free_port() -> str:
 
 def events(folder: Path, name: str) -> list[dict[str, Any]]:
     path = folder / "runs" / name / "events.jsonl"
-    return [json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")] if path.exists() else []
+    return (
+        [
+            json.loads(line)
+            for line in path.read_text().splitlines(keepends=True)
+            if line.endswith("\n")
+        ]
+        if path.exists()
+        else []
+    )
 
 
 def steps(folder: Path, name: str) -> int:
@@ -144,7 +167,11 @@ def steps(folder: Path, name: str) -> int:
 
 def tree(folder: Path) -> dict[str, bytes]:
     """Every file with its content."""
-    return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file() and "__pycache__" not in p.parts}
+    return {
+        str(p.relative_to(folder)): p.read_bytes()
+        for p in folder.rglob("*")
+        if p.is_file() and "__pycache__" not in p.parts
+    }
 
 
 class Base(NamedTuple):

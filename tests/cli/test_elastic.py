@@ -21,7 +21,13 @@ PLAIN = ("balance.balancer=none", "checkpoint.every=0", "train.eval_every=0", "d
 
 
 def sets(shapes: str, *more: str, ranks: int = 2, steps: int = 40) -> tuple[str, ...]:
-    return (*PLAIN, f"parallel.pipeline={ranks}", f"elastic.reshape_at={shapes}", f"train.steps={steps}", *more)
+    return (
+        *PLAIN,
+        f"parallel.pipeline={ranks}",
+        f"elastic.reshape_at={shapes}",
+        f"train.steps={steps}",
+        *more,
+    )
 
 
 def of_kind(folder: Path, name: str, kind: str) -> list[dict[str, Any]]:
@@ -58,9 +64,18 @@ def test_processes_leave_and_others_join(work: Path, pool: Pool) -> None:
 def test_a_person_starts_a_rank(work: Path) -> None:
     """Pods of a job have one command: the first two start the run, and the third joins it. It leaves
     with status 0 when it is told to stop while it waits."""
-    names = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "LOCAL_WORLD_SIZE": "2"}
-    given = sets("[[20, 3, 1], [40, 2, 1]]", "elastic.park=true", "elastic.join_timeout=25", steps=2000)
-    ranks = [train(work, "--join", sets=given, env={**names, "RANK": str(rank)}) for rank in range(2)]
+    names = {
+        "WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": free_port(),
+        "LOCAL_WORLD_SIZE": "2",
+    }
+    given = sets(
+        "[[20, 3, 1], [40, 2, 1]]", "elastic.park=true", "elastic.join_timeout=25", steps=2000
+    )
+    ranks = [
+        train(work, "--join", sets=given, env={**names, "RANK": str(rank)}) for rank in range(2)
+    ]
     wait_until(lambda: (work / "runs/main/meeting.json").is_file(), 30)
     third = train(work, "--join", sets=given, env={**names, "RANK": "2"})
     wait_until(lambda: bool(of_kind(work, "main", "repack")), 40)
@@ -96,7 +111,9 @@ def test_a_hook_that_fails(work: Path) -> None:
     hook = [sys.executable, "-c", "print('no such node'); raise SystemExit(3)"]
     command = ("elastic.releaser=command", f"elastic.release_command={json.dumps(hook)}")
     # Long enough for the hook to end.
-    done = end(train(work, name="hooked", sets=sets("[[5, 1, 1]]", *command, "model.f=0.005", steps=30)))
+    done = end(
+        train(work, name="hooked", sets=sets("[[5, 1, 1]]", *command, "model.f=0.005", steps=30))
+    )
     assert done.status == 0, done.err
     (fault,) = of_kind(work, "hooked", "fault")
     assert "elastic.release_command" in fault["what"]
@@ -107,9 +124,18 @@ def test_a_hook_that_fails(work: Path) -> None:
 @pytest.mark.parametrize(
     ("more", "line"),
     [
-        (["elastic.repack=true", "elastic.min_ranks=3"], "elastic.min_ranks = 3 is more than the run's 2 ranks; use at most 2"),
-        (["elastic.releaser=command", "elastic.release_command=['no-such-program']"], "there is no program 'no-such-program'"),
-        (["elastic.target_ranks=1", "pipeline.memory_limit=3500"], "elastic.target_ranks = 1 cannot hold the model"),
+        (
+            ["elastic.repack=true", "elastic.min_ranks=3"],
+            "elastic.min_ranks = 3 is more than the run's 2 ranks; use at most 2",
+        ),
+        (
+            ["elastic.releaser=command", "elastic.release_command=['no-such-program']"],
+            "there is no program 'no-such-program'",
+        ),
+        (
+            ["elastic.target_ranks=1", "pipeline.memory_limit=3500"],
+            "elastic.target_ranks = 1 cannot hold the model",
+        ),
     ],
 )
 def test_what_cannot_be(work: Path, more: list[str], line: str) -> None:

@@ -54,7 +54,9 @@ def fill(folder: Path, text: str = CONFIG) -> None:
 
 
 def measure(folder: Path, *arguments: str) -> Done:
-    process: subprocess.Popen[str] = start([sys.executable, "-m", "dynmo", "profile", "run.toml", *arguments], folder)
+    process: subprocess.Popen[str] = start(
+        [sys.executable, "-m", "dynmo", "profile", "run.toml", *arguments], folder
+    )
     out, err = process.communicate(timeout=120)
     return Done(folder, process.returncode, out, err)
 
@@ -64,7 +66,12 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> Done:
     """One measurement of two ranks, of which the first two layers are frozen."""
     folder = tmp_path_factory.mktemp("profile")
     fill(folder)
-    freezing = ("--set", "dynamism.cases=['freezing']", "--set", "dynamism.freezing.schedule=[[0, 2]]")
+    freezing = (
+        "--set",
+        "dynamism.cases=['freezing']",
+        "--set",
+        "dynamism.freezing.schedule=[[0, 2]]",
+    )
     return measure(folder, "--steps", "3", "--out", "measured.json", "--json", *freezing)
 
 
@@ -78,7 +85,12 @@ def test_what_it_writes(done: Done) -> None:
     printed: dict[str, Any] = json.loads(done.out)
     assert printed.pop("file") == "measured.json"
     assert printed == json.loads((done.folder / "measured.json").read_text())
-    assert (printed["version"], printed["kind"], printed["ranks"], printed["partition"]) == (1, "dynmo-costs", 2, [3, 2])
+    assert (printed["version"], printed["kind"], printed["ranks"], printed["partition"]) == (
+        1,
+        "dynmo-costs",
+        2,
+        [3, 2],
+    )
 
 
 def test_what_it_measures(done: Done) -> None:
@@ -92,15 +104,25 @@ def test_what_it_measures(done: Done) -> None:
     assert profile.first_trainable == 2
     assert [x.output_bytes for x in profile.layers[:-1]] == [1024] * 4
     assert [pair for pair, _ in profile.links] == [(0, 1)]
-    assert (profile.microbatch, profile.microbatches, profile.schedule, profile.steps) == (2, 4, "1f1b", 3)
+    assert (profile.microbatch, profile.microbatches, profile.schedule, profile.steps) == (
+        2,
+        4,
+        "1f1b",
+        3,
+    )
 
 
 def test_it_is_planned_with(done: Done, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", "--costs", str(done.folder / "measured.json"), "--json", "--no-alternatives"]) == 0
+    assert (
+        main(["plan", "--costs", str(done.folder / "measured.json"), "--json", "--no-alternatives"])
+        == 0
+    )
     result = json.loads(capsys.readouterr().out)
     assert (result["ranks"], result["microbatches"], result["schedule"]) == (2, 4, "1f1b")
     layers, (first, second) = read(done.folder / "measured.json").layers, result["partition"]
-    assert result["stage_cost"] == pytest.approx([sum(x.seconds for x in own) for own in (layers[:first], layers[first:])])
+    assert result["stage_cost"] == pytest.approx(
+        [sum(x.seconds for x in own) for own in (layers[:first], layers[first:])]
+    )
     assert first + second == 5
 
 
@@ -119,18 +141,29 @@ def test_what_fails_is_one_line(tmp_path: Path) -> None:
     ("arguments", "message"),
     [
         (("--steps", "0"), "--steps 0: at least 1 is needed"),
-        (("--out", "run.toml"), "--out run.toml exists and was not written by dynmo profile; choose another name"),
+        (
+            ("--out", "run.toml"),
+            "--out run.toml exists and was not written by dynmo profile; choose another name",
+        ),
         (("--out", "none/costs.json"), "--out none/costs.json: there is no folder none"),
         (("--set", "data.source=file:none"), "none"),
         (("--set", "pipeline.schedule=zb-h3"), "pipeline.schedule"),
     ],
 )
 def test_bad_input_is_told_at_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], message: str
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    arguments: tuple[str, ...],
+    message: str,
 ) -> None:
     fill(tmp_path)
     monkeypatch.chdir(tmp_path)
-    changed = ("--set", "model.kind=gpt", "--set", "model.blocks=1") if "data.source=file:none" in arguments else ()
+    changed = (
+        ("--set", "model.kind=gpt", "--set", "model.blocks=1")
+        if "data.source=file:none" in arguments
+        else ()
+    )
     assert main(["profile", "run.toml", *changed, *arguments]) == 2
     out = capsys.readouterr()
     assert out.out == ""
@@ -140,5 +173,7 @@ def test_bad_input_is_told_at_once(
 
 def test_a_layer_s_name_is_no_markup() -> None:
     screen = io.StringIO()
-    Console(file=screen, width=200).print(table(Profile((LayerCost(1.0, 1.0, 1.0),), ("[bold]a[/x]",))))
+    Console(file=screen, width=200).print(
+        table(Profile((LayerCost(1.0, 1.0, 1.0),), ("[bold]a[/x]",)))
+    )
     assert "[bold]a[/x]" in screen.getvalue()

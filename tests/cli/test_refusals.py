@@ -64,7 +64,13 @@ def leaves():
 
 
 def of(function: str, *sets: str) -> tuple[str, ...]:
-    return (f"model.kind=python:own:{function}", "dynamism.cases=[]", "checkpoint.every=0", "train.steps=2", *sets)
+    return (
+        f"model.kind=python:own:{function}",
+        "dynamism.cases=[]",
+        "checkpoint.every=0",
+        "train.steps=2",
+        *sets,
+    )
 
 
 def fill_own(folder: Path) -> None:
@@ -89,7 +95,9 @@ def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_a_dry_run_without_activations(own: Path, run: Run, function: str, line: int) -> None:
     done = run(own, "run.toml", "--dry-run", "--json", sets=of(function))
     assert (done.status, done.err.count("\n")) == (0, 1)
-    assert done.line.startswith("dynmo: activations unknown, so memory is that of parameters, gradients and optimizer state alone: ")
+    assert done.line.startswith(
+        "dynmo: activations unknown, so memory is that of parameters, gradients and optimizer state alone: "
+    )
     assert f"(own.py:{line})" in done.line
     plan = json.loads(done.out)
     assert sum(plan["parameters"]) == 256 * 8 + (2 if function == "to" else 1) * 72 + 9 * 256
@@ -106,16 +114,30 @@ def test_a_factory_that_asks_for_a_number(own: Path, run: Run) -> None:
 def test_a_limit_is_held_against_parameters_alone(own: Path, run: Run) -> None:
     plan = json.loads(run(own, "run.toml", "--dry-run", "--json", sets=of("asks")).out)
     most = max(plan["memory"])
-    assert run(own, "run.toml", "--dry-run", sets=of("asks", f"pipeline.memory_limit={most}")).status == 0
+    assert (
+        run(own, "run.toml", "--dry-run", sets=of("asks", f"pipeline.memory_limit={most}")).status
+        == 0
+    )
     done = run(own, "run.toml", "--dry-run", sets=of("asks", f"pipeline.memory_limit={most - 1}"))
     assert (done.status, done.out, done.err.count("\n")) == (2, "", 1)
-    assert f"for parameters, gradients and optimizer state alone, over pipeline.memory_limit = {most - 1}; use more ranks" in done.line
+    assert (
+        f"for parameters, gradients and optimizer state alone, over pipeline.memory_limit = {most - 1}; use more ranks"
+        in done.line
+    )
 
 
 def test_recompute_auto_needs_activations(own: Path, run: Run) -> None:
-    done = run(own, "run.toml", "--dry-run", sets=of("asks", "train.recompute=auto", "pipeline.memory_limit=1GiB"))
+    done = run(
+        own,
+        "run.toml",
+        "--dry-run",
+        sets=of("asks", "train.recompute=auto", "pipeline.memory_limit=1GiB"),
+    )
     assert (done.status, done.err.count("\n")) == (2, 1)
-    assert "train.recompute = 'auto' needs the layers' activations, which are unknown; use 'all' or a list of layers: " in done.line
+    assert (
+        "train.recompute = 'auto' needs the layers' activations, which are unknown; use 'all' or a list of layers: "
+        in done.line
+    )
 
 
 def test_a_run_says_what_a_dry_run_says(work: Path) -> None:
@@ -127,11 +149,16 @@ def test_a_run_says_what_a_dry_run_says(work: Path) -> None:
     assert (done.status, done.out) == (2, "")
     warned, refused = (line for line in done.err.splitlines() if line.startswith("dynmo:"))
     assert "activations unknown" in warned
-    assert "for parameters, gradients and optimizer state alone, over pipeline.memory_limit = 10000" in refused
+    assert (
+        "for parameters, gradients and optimizer state alone, over pipeline.memory_limit = 10000"
+        in refused
+    )
     assert tree(work) == before
 
 
-def test_shapes_that_are_unknown_are_told(own: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_shapes_that_are_unknown_are_told(
+    own: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.syspath_prepend(own)
     config = parse({"model": {"kind": "python:own:asks"}})
     model = load_model(config)
@@ -165,17 +192,23 @@ def test_files_that_are_called_like_pythons_modules(work: Path) -> None:
     for name in ("types", "grp", "random", "queue"):
         (work / f"{name}.py").write_text("raise RuntimeError('this is no module of Python')\n")
     changed = [word for text in ("name=main", *of("to")) for word in ("--set", text)]
-    done = end(start([sys.executable, "-P", "-m", "dynmo", "train", "run.toml", "--json", *changed], work))
+    done = end(
+        start([sys.executable, "-P", "-m", "dynmo", "train", "run.toml", "--json", *changed], work)
+    )
     assert (done.status, json.loads(done.out)["steps"]) == (0, 2)
 
 
 def test_the_cause_of_an_import_error_is_shown(work: Path) -> None:
-    (work / "broken.py").write_text("raise ImportError('no backend') from KeyError('the real cause')\n")
+    (work / "broken.py").write_text(
+        "raise ImportError('no backend') from KeyError('the real cause')\n"
+    )
     sets = ("model.kind=python:broken:layers", "dynamism.cases=[]")
     done = end(train(work, sets=sets, env={"DYNMO_TRACEBACK": "1"}))
     assert done.status == 2
     assert "KeyError: 'the real cause'" in done.err
-    assert done.err.splitlines()[-1].startswith("dynmo: model.kind = 'python:broken:layers': cannot import broken: no backend;")
+    assert done.err.splitlines()[-1].startswith(
+        "dynmo: model.kind = 'python:broken:layers': cannot import broken: no backend;"
+    )
 
 
 def test_a_saved_config_that_is_not_text(tmp_path: Path, run: Run) -> None:
@@ -186,7 +219,9 @@ def test_a_saved_config_that_is_not_text(tmp_path: Path, run: Run) -> None:
     (saved / "config.toml").write_bytes(b'name = "caf\xe9"\n')
     done = run(tmp_path, "run.toml", "--resume", sets=("name=main",))
     assert (done.status, done.out, done.err.count("\n")) == (2, "", 1)
-    assert done.line.startswith("dynmo: runs/main/config.toml: not UTF-8 text (byte 11); save it as UTF-8")
+    assert done.line.startswith(
+        "dynmo: runs/main/config.toml: not UTF-8 text (byte 11); save it as UTF-8"
+    )
 
 
 # -- numbers ---------------------------------------------------------------------------------------
@@ -195,8 +230,14 @@ def test_a_saved_config_that_is_not_text(tmp_path: Path, run: Run) -> None:
 @pytest.mark.parametrize(
     ("sets", "says"),
     [
-        (("parallel.timeout=1e300",), "--set: parallel.timeout = 1e+300: must be less than or equal to 1000000000"),
-        (("parallel.threads=100000",), "--set: parallel.threads = 100000: must be less than or equal to 1024"),
+        (
+            ("parallel.timeout=1e300",),
+            "--set: parallel.timeout = 1e+300: must be less than or equal to 1000000000",
+        ),
+        (
+            ("parallel.threads=100000",),
+            "--set: parallel.threads = 100000: must be less than or equal to 1024",
+        ),
         (
             (*GPT, "parallel.pipeline=1", "parallel.data=1000000", "train.global_batch=2000000"),
             "parallel.pipeline x parallel.data = 1000000 ranks, but at most ",
@@ -216,7 +257,18 @@ def test_numbers_too_large(tmp_path: Path, run: Run, sets: tuple[str, ...], says
 
 
 def test_compiling_is_told_once(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "dynmo", "schedule", "--schedule", "zb-v", "--ranks", "2", "--microbatches", "2"]
+    command = [
+        sys.executable,
+        "-m",
+        "dynmo",
+        "schedule",
+        "--schedule",
+        "zb-v",
+        "--ranks",
+        "2",
+        "--microbatches",
+        "2",
+    ]
     command += ["--tf", "1", "--tb", "1", "--tw", "1", "--json"]
     for told in ("compiling dynmo's loops (once, about 20 s) ...\n", ""):
         done = end(start(command, tmp_path, env={"NUMBA_CACHE_DIR": str(tmp_path / "cache")}))

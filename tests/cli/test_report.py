@@ -10,7 +10,16 @@ import pytest
 from rich.console import Console
 
 from dynmo.cli import main
-from dynmo.events import ChangeEvent, EndEvent, EvalEvent, Event, EventLog, RebalanceEvent, RebalanceResultEvent, StepEvent
+from dynmo.events import (
+    ChangeEvent,
+    EndEvent,
+    EvalEvent,
+    Event,
+    EventLog,
+    RebalanceEvent,
+    RebalanceResultEvent,
+    StepEvent,
+)
 from dynmo.report.summary import comparison_table, summarize
 
 Run = Callable[..., tuple[int, str, str]]
@@ -32,8 +41,16 @@ def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp
     return call
 
 
-def step(number: int, loss: float = 0.1, seconds: float = 0.5, layers: tuple[int, ...] = (4, 4), frozen: int = 0) -> StepEvent:
-    return StepEvent(number, 1000.0 + number, loss, 1234.5, 0.25, 0.5, seconds, 1.5, 1e-3, layers, frozen)
+def step(
+    number: int,
+    loss: float = 0.1,
+    seconds: float = 0.5,
+    layers: tuple[int, ...] = (4, 4),
+    frozen: int = 0,
+) -> StepEvent:
+    return StepEvent(
+        number, 1000.0 + number, loss, 1234.5, 0.25, 0.5, seconds, 1.5, 1e-3, layers, frozen
+    )
 
 
 def moved(number: int, id: int, target: tuple[int, ...] = (6, 2)) -> RebalanceEvent:
@@ -63,12 +80,17 @@ def test_one_run(run: Run) -> None:
     log("runs/one", a_run(0.5))
     status, out, err = run("runs/one")
     assert (status, err) == (0, "")
-    rows = [re.split(r"\s*│\s*", line.strip("│ ")) for line in out.splitlines() if line.startswith("│")]
+    rows = [
+        re.split(r"\s*│\s*", line.strip("│ ")) for line in out.splitlines() if line.startswith("│")
+    ]
     assert rows == [
         ["0-4", "4+4", "0", "0.500", "1,234", "25.0%", "0.50"],
         ["5-9", "6+2", "3", "0.250", "1,234", "25.0%", "0.50"],
     ]
-    assert "step 5: moved 4+4 to 6+2 (3.0 MiB in 12 ms): static to balanced x1.25 predicted, x2.00 measured\n" in out
+    assert (
+        "step 5: moved 4+4 to 6+2 (3.0 MiB in 12 ms): static to balanced x1.25 predicted, x2.00 measured\n"
+        in out
+    )
 
 
 def test_several_runs(run: Run) -> None:
@@ -80,7 +102,11 @@ def test_several_runs(run: Run) -> None:
     assert (status, err) == (0, "")
     assert "…" not in out
     table = out[out.index("Runs compared") :]
-    cells = {row[0]: row[1:] for line in table.splitlines() if (row := re.split(r"\s*[│┃]\s*", line.strip("│┃ ")))}
+    cells = {
+        row[0]: row[1:]
+        for line in table.splitlines()
+        if (row := re.split(r"\s*[│┃]\s*", line.strip("│┃ ")))
+    }
     assert cells[names[0]] == names[1:]
     assert cells["steps"] == ["10"] * 5
     assert cells["seconds, all steps"] == ["3.8", "7.5", "11.2", "15.0", "18.8"]
@@ -100,7 +126,9 @@ def test_a_narrow_terminal_loses_no_figure() -> None:
     runs = [(f"demo-{i}", summarize(a_run(0.5))) for i in range(3)]
     for width in (80, 50):
         screen = StringIO()
-        Console(file=screen, width=width, force_terminal=True, color_system=None).print(comparison_table(runs))
+        Console(file=screen, width=width, force_terminal=True, color_system=None).print(
+            comparison_table(runs)
+        )
         assert "…" not in screen.getvalue()
         assert ("0123456789ab" in screen.getvalue()) == (width == 80)
 
@@ -122,9 +150,21 @@ def test_json(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     assert out.count("\n") == 1
     assert result["verdict"] == "same loss and same weights, to the last bit"
     a, b = result["runs"]
-    assert (a["seconds"], a["run_seconds"], a["measure_seconds"], a["decide_seconds"], a["move_seconds"]) == (3.75, 4.25, 0.05, 0.1, 0.2)
+    assert (
+        a["seconds"],
+        a["run_seconds"],
+        a["measure_seconds"],
+        a["decide_seconds"],
+        a["move_seconds"],
+    ) == (3.75, 4.25, 0.05, 0.1, 0.2)
     assert "done" not in a
-    assert (a["name"], a["steps"], a["loss"], a["held_out"], a["reason"]) == ("a", 10, 0.5 - 9 / 100, 0.31415926, "done")
+    assert (a["name"], a["steps"], a["loss"], a["held_out"], a["reason"]) == (
+        "a",
+        10,
+        0.5 - 9 / 100,
+        0.31415926,
+        "done",
+    )
     assert b["phases"][0]["seconds"] == 1 / 3, "read back exactly"
     assert a["phases"][1] == {
         "first": 5,
@@ -148,10 +188,20 @@ def test_json(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_phases_of_runs_that_are_compared(run: Run) -> None:
     """One run alone has the phases of its own work; beside another, those of both."""
     log("a", [step(i) for i in range(10)])
-    log("b", [*(step(i) for i in range(6)), ChangeEvent(6, 0.0, "sparse_attention", (1, 3), "sparse"), *(step(i) for i in range(6, 10))])
+    log(
+        "b",
+        [
+            *(step(i) for i in range(6)),
+            ChangeEvent(6, 0.0, "sparse_attention", (1, 3), "sparse"),
+            *(step(i) for i in range(6, 10)),
+        ],
+    )
 
     def phases(*names: str) -> list[list[tuple[int, int]]]:
-        return [[(p["first"], p["last"]) for p in got["phases"]] for got in json.loads(run(*names, "--json")[1])["runs"]]
+        return [
+            [(p["first"], p["last"]) for p in got["phases"]]
+            for got in json.loads(run(*names, "--json")[1])["runs"]
+        ]
 
     assert phases("a") == [[(0, 9)]]
     assert phases("a", "b") == [[(0, 5), (6, 9)]] * 2
@@ -161,15 +211,35 @@ def test_phases_of_runs_that_are_compared(run: Run) -> None:
 def test_a_resumed_run(run: Run) -> None:
     """What was done twice counts once, as it was done the second time; a torn line of the first
     time is no harm."""
-    path = log("a", [*(step(i) for i in range(4)), moved(4, 1, (5, 3)), *(step(i) for i in range(4, 8)), moved(8, 2), step(8)])
+    path = log(
+        "a",
+        [
+            *(step(i) for i in range(4)),
+            moved(4, 1, (5, 3)),
+            *(step(i) for i in range(4, 8)),
+            moved(8, 2),
+            step(8),
+        ],
+    )
     with path.open("a") as file:
         file.write('{"event": "step", "st')
     assert json.loads(run("a", "--json")[1])["runs"][0]["steps"] == 9, "cut off"
     # From the checkpoint after six steps: one move done, one to be done again, another way.
-    log("a", [step(6, 0.2), moved(7, 2, (7, 1)), *(step(i, 0.3) for i in range(7, 12)), EndEvent(12, 0.0, 0.3, "d" * 64, 1.0, "done")])
+    log(
+        "a",
+        [
+            step(6, 0.2),
+            moved(7, 2, (7, 1)),
+            *(step(i, 0.3) for i in range(7, 12)),
+            EndEvent(12, 0.0, 0.3, "d" * 64, 1.0, "done"),
+        ],
+    )
     (got,) = json.loads(run("a", "--json")[1])["runs"]
     assert got["steps"] == 12
-    assert [(r["id"], r["step"], r["to"]) for r in got["rebalances"]] == [(1, 4, [5, 3]), (2, 7, [7, 1])]
+    assert [(r["id"], r["step"], r["to"]) for r in got["rebalances"]] == [
+        (1, 4, [5, 3]),
+        (2, 7, [7, 1]),
+    ]
     assert (got["loss"], got["digest"]) == (0.3, "d" * 64)
     # Resumed once more, and cut off: the end was not the end.
     log("a", [step(12)])
@@ -183,14 +253,33 @@ def test_a_resumed_run(run: Run) -> None:
         (None, "a is not a run: it has no events.jsonl"),
         (b"", "a/events.jsonl has no steps yet"),
         (b'{"event": "step"', "a/events.jsonl has no steps yet"),
-        (b'{"event": "eval", "step": 1, "time": 1.0, "loss": 1.0}\n', "a/events.jsonl has no steps yet"),
+        (
+            b'{"event": "eval", "step": 1, "time": 1.0, "loss": 1.0}\n',
+            "a/events.jsonl has no steps yet",
+        ),
         (b'{"event": "st\n{}\n', "a/events.jsonl:1: not a line of JSON"),
         (b"[1]\n", "a/events.jsonl:1: not an event"),
-        (b'{"event": "party", "step": 1, "time": 1.0}\n', "a/events.jsonl:1: unknown event 'party'"),
-        (b'{"event": "step", "step": 1, "time": 1.0}\n', "a/events.jsonl:1: event 'step' lacks 'loss'"),
+        (
+            b'{"event": "party", "step": 1, "time": 1.0}\n',
+            "a/events.jsonl:1: unknown event 'party'",
+        ),
+        (
+            b'{"event": "step", "step": 1, "time": 1.0}\n',
+            "a/events.jsonl:1: event 'step' lacks 'loss'",
+        ),
         (b"\xff\xfe\n", "a/events.jsonl cannot be read: not text in UTF-8"),
     ],
-    ids=["none", "empty", "torn", "no steps", "broken", "no object", "unknown", "lacking", "binary"],
+    ids=[
+        "none",
+        "empty",
+        "torn",
+        "no steps",
+        "broken",
+        "no object",
+        "unknown",
+        "lacking",
+        "binary",
+    ],
 )
 def test_what_is_no_run(run: Run, content: bytes | None, says: str) -> None:
     Path("a").mkdir()
@@ -213,11 +302,19 @@ def test_the_configs_beside_the_numbers(run: Run) -> None:
 
 def test_a_file_in_the_run_is_given(run: Run) -> None:
     log("a", a_run(0.5))
-    assert run("a/events.jsonl") == (2, "", "dynmo: a/events.jsonl is a file; give the run's folder, a\n")
+    assert run("a/events.jsonl") == (
+        2,
+        "",
+        "dynmo: a/events.jsonl is a file; give the run's folder, a\n",
+    )
 
 
 def test_a_run_that_is_missing(run: Run) -> None:
-    assert run("runs/nothing") == (2, "", "dynmo: runs/nothing is not a run: it has no events.jsonl\n")
+    assert run("runs/nothing") == (
+        2,
+        "",
+        "dynmo: runs/nothing is not a run: it has no events.jsonl\n",
+    )
     status, out, err = run()
     assert (status, out) == (2, "")
     assert err.startswith("dynmo: Missing argument")

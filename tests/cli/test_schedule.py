@@ -17,7 +17,15 @@ from dynmo.cli import main
 from dynmo.errors import RunError
 
 UNIT = ("--tf", "1", "--tb", "1", "--tw", "1")
-FIELDS = ["schedule", "ranks", "microbatches", "span", "makespan", "bubble_ratio", "makespan_bubble_ratio"]
+FIELDS = [
+    "schedule",
+    "ranks",
+    "microbatches",
+    "span",
+    "makespan",
+    "bubble_ratio",
+    "makespan_bubble_ratio",
+]
 FIELDS += ["idle_ratio", "lower_bound", "peak_memory", "seconds"]
 
 Run = Callable[..., tuple[int, str, str]]
@@ -46,7 +54,11 @@ def answer(run: Run, *arguments: object) -> dict[str, Any]:
 
 
 def replay(
-    ops: list[list[list[Any]]], f: Sequence[float], b: Sequence[float], w: Sequence[float], comm: float
+    ops: list[list[list[Any]]],
+    f: Sequence[float],
+    b: Sequence[float],
+    w: Sequence[float],
+    comm: float,
 ) -> list[list[tuple[float, float]]]:
     """A simulator of one's own: start and end of every op, from the contract's `ops` alone."""
     end: dict[tuple[str, int, int], float] = {}
@@ -58,7 +70,9 @@ def replay(
             kind, s, j = row[len(rows[rank])]
             needs = [] if kind != "F" or s == 0 else [(("F", s - 1, j), comm)]
             if kind in ("B", "BW"):
-                needs = [(("F", s, j), 0.0)] + ([(("B", s + 1, j), comm)] if s + 1 < len(ops) else [])
+                needs = [(("F", s, j), 0.0)] + (
+                    [(("B", s + 1, j), comm)] if s + 1 < len(ops) else []
+                )
             if kind == "W":
                 needs = [(("B", s, j), 0.0)]
             if any(op not in end for op, _ in needs):
@@ -99,7 +113,9 @@ def test_peak_memory_is_in_forward_activations(run: Run) -> None:
 
 
 def test_the_objective_chooses_the_bound(run: Run) -> None:
-    span, makespan = (answer(run, *asked(), *UNIT, "--objective", objective) for objective in ("span", "makespan"))
+    span, makespan = (
+        answer(run, *asked(), *UNIT, "--objective", objective) for objective in ("span", "makespan")
+    )
     assert span["lower_bound"] == answer(run, *asked(), *UNIT)["lower_bound"] == 24
     assert makespan["lower_bound"] == 24 + 3  # the last rank waits for three F's
     assert {k: v for k, v in span.items() if k not in ("lower_bound", "seconds")} == {
@@ -167,7 +183,11 @@ def test_costs_from_a_file(run: Run, costs: Callable[..., Path]) -> None:
 def test_a_frozen_prefix(run: Run, costs: Callable[..., Path]) -> None:
     path = costs(f=[1, 1, 1], b=[0, 0, 1], w=[0, 0, 1])
     result = answer(run, *asked("zb-h1", 3, 4), "--costs", path, "--ops")
-    assert [{kind for kind, _, _ in row} for row in result["ops"]] == [{"F"}, {"F"}, {"F", "B", "W"}]
+    assert [{kind for kind, _, _ in row} for row in result["ops"]] == [
+        {"F"},
+        {"F"},
+        {"F", "B", "W"},
+    ]
     assert result["peak_memory"] == [0, 0, 1]
 
 
@@ -175,10 +195,15 @@ def test_caps_and_the_limit_both_hold(run: Run, costs: Callable[..., Path]) -> N
     path = costs(f=[1, 1], b=[1, 1], w=[1, 1], cap=[9, 1])
     status, out, err = run(*asked("zb-h1", 2, 4), "--costs", path)
     assert (status, out) == (2, "")
-    assert err == "dynmo: zb-h1: peak memory of rank 1 is 1.5, over the limit of 1; 1f1b and zb-auto would fit\n"
+    assert (
+        err
+        == "dynmo: zb-h1: peak memory of rank 1 is 1.5, over the limit of 1; 1f1b and zb-auto would fit\n"
+    )
     assert run(*asked("1f1b", 2, 4), "--costs", path)[0] == 0
     err = run(*asked("1f1b", 2, 4), "--costs", path, "--memory-limit", 1.5)[2]
-    assert err == "dynmo: 1f1b: peak memory of rank 0 is 2, over the limit of 1.5; zb-auto would fit\n"
+    assert (
+        err == "dynmo: 1f1b: peak memory of rank 0 is 2, over the limit of 1.5; zb-auto would fit\n"
+    )
 
 
 def test_a_limit_that_is_met_exactly(run: Run) -> None:
@@ -201,13 +226,22 @@ def test_a_limit_that_is_met_exactly(run: Run) -> None:
             (*asked("zb-h2"), *UNIT, "--memory-limit", 4),
             "zb-h2: peak memory of rank 0 is 7, over the limit of 4; 1f1b and zb-h1 and zb-auto would fit",
         ),
-        ((*asked(), *UNIT, "--memory-limit", "nan"), "--memory-limit nan: a limit is a number of at least 0"),
+        (
+            (*asked(), *UNIT, "--memory-limit", "nan"),
+            "--memory-limit nan: a limit is a number of at least 0",
+        ),
         ((*asked(), *UNIT, "--memory-limit", -1), "--memory-limit -1.0"),
         ((*asked(), *UNIT, "--chunks", 2), "zb-h1 has 1 stage a rank, not 2; leave chunks out"),
         ((*asked(ranks=0), *UNIT), "--ranks 0 --microbatches 8: at least 1 of each is needed"),
         ((*asked(microbatches=-3), *UNIT), "--ranks 4 --microbatches -3: at least 1"),
-        ((*asked("zb-h3"), *UNIT), "unknown schedule 'zb-h3'; choose one of gpipe, 1f1b, zb-h1, zb-h2"),
-        ((*asked("interleaved-1f1b", 3, 7), *UNIT), "interleaved-1f1b: 7 microbatches are not a multiple of 3 ranks; use 6 or 9"),
+        (
+            (*asked("zb-h3"), *UNIT),
+            "unknown schedule 'zb-h3'; choose one of gpipe, 1f1b, zb-h1, zb-h2",
+        ),
+        (
+            (*asked("interleaved-1f1b", 3, 7), *UNIT),
+            "interleaved-1f1b: 7 microbatches are not a multiple of 3 ranks; use 6 or 9",
+        ),
         (asked(), "no costs: give --tf, --tb and --tw (and --tcomm), or --costs FILE"),
         ((*asked(), "--tf", 1, "--tb", 1), "no costs: give"),
         ((*asked(), *UNIT, "--tcomm", -1), "--tcomm -1.0: a time is a number of at least 0"),
@@ -216,12 +250,21 @@ def test_a_limit_that_is_met_exactly(run: Run) -> None:
         ((*asked(), *UNIT, "--w-memory", 1.5), "w-memory is 1.5; it is a share between 0 and 1"),
         ((*asked(), *UNIT, "--costs", "x.json"), "--tf and --costs both give times"),
         ((*asked(), "--costs", "x.json", "--tcomm", 1), "--tcomm and --costs both give times"),
-        ((*asked(), "--costs", "x.json", "--w-memory", 2), "--w-memory 2.0: it is a share between 0 and 1"),
-        ((*asked(), "--costs", "none/x.json"), "costs file none/x.json: cannot be read: No such file"),
+        (
+            (*asked(), "--costs", "x.json", "--w-memory", 2),
+            "--w-memory 2.0: it is a share between 0 and 1",
+        ),
+        (
+            (*asked(), "--costs", "none/x.json"),
+            "costs file none/x.json: cannot be read: No such file",
+        ),
         # The usage errors of the command line itself.
         (("shedule",), "No such command 'shedule'. Did you mean 'schedule'?"),
         (("--colour",), "No such option: --colour"),
-        ((*asked(), "--microbatch", 3), "No such option: --microbatch (Possible options: --microbatches"),
+        (
+            (*asked(), "--microbatch", 3),
+            "No such option: --microbatch (Possible options: --microbatches",
+        ),
         (("schedule", "--ranks", 4), "Missing option '--schedule'"),
         (("schedule", "--schedule"), "Option '--schedule' requires an argument"),
         (asked(ranks="many"), "Invalid value for '--ranks'"),
@@ -240,10 +283,15 @@ def test_memory_that_sums_to_no_number(run: Run, costs: Callable[..., Path]) -> 
     path = costs(f=[1, 1], b=[1, 1], w=[1, 1], mem_f=[1e308, 1], mem_b=[0, -1], mem_w=[-1e308, 0])
     status, out, err = run(*asked("1f1b", 2, 4), "--costs", path, "--json")
     assert (status, out) == (2, "")
-    assert err == "dynmo: the times or the memory are so large that their sum is not a number any more; choose a larger unit\n"
+    assert (
+        err
+        == "dynmo: the times or the memory are so large that their sum is not a number any more; choose a larger unit\n"
+    )
 
 
-def test_a_file_that_gives_memory_leaves_no_share_to_give(run: Run, costs: Callable[..., Path]) -> None:
+def test_a_file_that_gives_memory_leaves_no_share_to_give(
+    run: Run, costs: Callable[..., Path]
+) -> None:
     path = costs(f=[1], b=[1], w=[1], mem_f=[2], mem_b=[-1], mem_w=[-1])
     assert answer(run, *asked("1f1b", 1, 4), "--costs", path)["peak_memory"] == [2]
     status, _, err = run(*asked("1f1b", 1, 4), "--costs", path, "--w-memory", 0.5)
@@ -269,7 +317,9 @@ def raising(error: BaseException) -> Callable[..., Any]:
         (typer.Abort(), 130, "dynmo: interrupted"),
     ],
 )
-def test_errors_become_a_line(run: Run, monkeypatch: pytest.MonkeyPatch, error: BaseException, status: int, line: str) -> None:
+def test_errors_become_a_line(
+    run: Run, monkeypatch: pytest.MonkeyPatch, error: BaseException, status: int, line: str
+) -> None:
     monkeypatch.setitem(dynmo.schedule.generators.GENERATORS, "zb-h1", raising(error))
     assert run(*asked(), *UNIT) == (status, "", line + "\n")
 
@@ -278,7 +328,9 @@ def test_a_defect_says_where(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(dynmo.schedule.generators.GENERATORS, "zb-h1", raising(KeyError("oops")))
     status, out, err = run(*asked(), *UNIT)
     assert (status, out) == (1, "")
-    assert err.startswith("dynmo: a defect in dynmo, please report it: dynmo/schedule/generators.py:")
+    assert err.startswith(
+        "dynmo: a defect in dynmo, please report it: dynmo/schedule/generators.py:"
+    )
     assert err.endswith("KeyError: 'oops' (DYNMO_TRACEBACK=1 shows more)\n")
     assert err.count("\n") == 1
     monkeypatch.setenv("DYNMO_TRACEBACK", "1")
@@ -294,11 +346,20 @@ def test_help_and_version(run: Run) -> None:
     assert "schedule" in out
     status, out, _ = run("schedule", "--help")
     assert status == 0
-    assert all(option in out for option in ("--memory-limit", "--objective", "--w-memory", "--chunks", "--json"))
+    assert all(
+        option in out
+        for option in ("--memory-limit", "--objective", "--w-memory", "--chunks", "--json")
+    )
 
 
 def dynmo_process(*arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-m", "dynmo", *arguments], capture_output=True, text=True, timeout=60, **options)
+    return subprocess.run(
+        [sys.executable, "-m", "dynmo", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        **options,
+    )
 
 
 def test_as_a_process() -> None:
@@ -310,8 +371,18 @@ def test_as_a_process() -> None:
 
 
 def test_whoever_reads_may_stop_reading() -> None:
-    command = [sys.executable, "-m", "dynmo", *map(str, asked(microbatches=2000)), *UNIT, "--json", "--ops"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    command = [
+        sys.executable,
+        "-m",
+        "dynmo",
+        *map(str, asked(microbatches=2000)),
+        *UNIT,
+        "--json",
+        "--ops",
+    ]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
         assert process.stdout is not None
         assert process.stderr is not None
         assert process.stdout.read(10) == '{"schedule'
@@ -322,7 +393,12 @@ def test_whoever_reads_may_stop_reading() -> None:
 
 def test_exact_betters_and_proves(run: Run) -> None:
     answered = answer(run, *asked("1f1b", 3, 4), *UNIT, "--memory-limit", 3, "--exact", 5)
-    assert (answered["schedule"], answered["span"], answered["lower_bound"], answered["proven"]) == ("exact", 14, 14, True)
+    assert (
+        answered["schedule"],
+        answered["span"],
+        answered["lower_bound"],
+        answered["proven"],
+    ) == ("exact", 14, 14, True)
     kept = answer(run, *asked("zb-h1", 3, 4), *UNIT, "--memory-limit", 3, "--exact", 5)
     assert (kept["schedule"], kept["span"], kept["proven"]) == ("zb-h1", 14, True)
     assert "proven" not in answer(run, *asked("zb-h1", 3, 4), *UNIT)
@@ -331,7 +407,9 @@ def test_exact_betters_and_proves(run: Run) -> None:
 
 # The published table, through the command line
 
-TABLE_5 = json.loads((Path(__file__).parents[1] / "facts" / "zero_bubble_table5.json").read_text())["rows"]
+TABLE_5 = json.loads((Path(__file__).parents[1] / "facts" / "zero_bubble_table5.json").read_text())[
+    "rows"
+]
 # The published runs interleave single layers: 24, 32, 48 and 64 of them.
 CHUNKS = {"1.5B": 3, "6.2B": 4, "14.6B": 3, "28.3B": 2}
 
@@ -339,7 +417,16 @@ CHUNKS = {"1.5B": 3, "6.2B": 4, "14.6B": 3, "28.3B": 2}
 @pytest.mark.parametrize("row", TABLE_5, ids=lambda row: f"{row['model']}-m{row['microbatches']}")
 def test_the_published_table(run: Run, row: dict[str, Any]) -> None:
     p = row["ranks"]
-    times = ("--tf", row["t_f_ms"], "--tb", row["t_b_ms"], "--tw", row["t_w_ms"], "--tcomm", row["t_comm_ms"])
+    times = (
+        "--tf",
+        row["t_f_ms"],
+        "--tb",
+        row["t_b_ms"],
+        "--tw",
+        row["t_w_ms"],
+        "--tcomm",
+        row["t_comm_ms"],
+    )
     times = (*times, "--w-memory", row["w_memory_share"])
 
     def bubble(name: str, *more: object) -> dict[str, Any]:
@@ -357,7 +444,10 @@ def test_the_published_table(run: Run, row: dict[str, Any]) -> None:
         assert max(ratio["peak_memory"]) <= limit * (1 + 1e-9)
     if row["microbatches"] == 3 * p:
         ratio = bubble("zb-v")
-        assert round(ratio["bubble_ratio"], 4) <= {"1.5B": 0.0703, "6.2B": 0.0403, "14.6B": 0.0498, "28.3B": 0.0531}[row["model"]]
+        assert (
+            round(ratio["bubble_ratio"], 4)
+            <= {"1.5B": 0.0703, "6.2B": 0.0403, "14.6B": 0.0498, "28.3B": 0.0531}[row["model"]]
+        )
         assert max(ratio["peak_memory"]) <= p * (1 + 1e-9)
 
 
@@ -396,12 +486,26 @@ def test_torch_csv_is_written_and_read_by_hand(run: Run, tmp_path: Path) -> None
         (None, (), "schedule.csv: cannot be read: No such file or directory"),
         ("0F0,0I0,0X0\n", (), "schedule.csv: row 0, cell 2 of torch's CSV: '0X0' is not an action"),
         ("", (), "schedule.csv: torch's CSV is empty"),
-        ("0F0,0B0\n", ("--ranks", 1), "--ranks and --from-torch-csv both say what the schedule is; use one of them"),
-        ("0F0,0B0\n", ("--torch-csv", "missing/folder.csv"), "torch CSV missing/folder.csv cannot be written"),
-        ("0F0,0B0\n", ("--memory-limit", 0.5), "torch: peak memory of rank 0 is 1, over the limit of 0.5"),
+        (
+            "0F0,0B0\n",
+            ("--ranks", 1),
+            "--ranks and --from-torch-csv both say what the schedule is; use one of them",
+        ),
+        (
+            "0F0,0B0\n",
+            ("--torch-csv", "missing/folder.csv"),
+            "torch CSV missing/folder.csv cannot be written",
+        ),
+        (
+            "0F0,0B0\n",
+            ("--memory-limit", 0.5),
+            "torch: peak memory of rank 0 is 1, over the limit of 0.5",
+        ),
     ],
 )
-def test_torch_csv_that_is_refused(run: Run, tmp_path: Path, text: str | None, options: tuple[object, ...], message: str) -> None:
+def test_torch_csv_that_is_refused(
+    run: Run, tmp_path: Path, text: str | None, options: tuple[object, ...], message: str
+) -> None:
     path = tmp_path / "schedule.csv"
     if text is not None:
         path.write_text(text, encoding="utf-8")

@@ -59,7 +59,11 @@ def test_the_example(run: Run) -> None:
     assert total["speedup"] == total["static_seconds"] / total["seconds"]
     assert 1.15 < total["speedup"] < total["perfect_speedup"] < total["bound"] == 6
     assert total["perfect_idle_ratio"] < total["idle_ratio"] < total["static_idle_ratio"]
-    assert total["rebalances"] == sum(x["moved"] for x in result["rebalances"]) == sum(x["rebalances"] for x in result["phases"])
+    assert (
+        total["rebalances"]
+        == sum(x["moved"] for x in result["rebalances"])
+        == sum(x["rebalances"] for x in result["phases"])
+    )
     assert total["moved_bytes"] == sum(x["moved_bytes"] for x in result["phases"]) > 0
 
 
@@ -67,11 +71,22 @@ def test_the_text(run: Run, small: Path) -> None:
     status, out, err = run(small)
     assert (status, err) == (0, "")
     lines = out.splitlines()
-    assert lines[0] == "small: 4 layers on 2 ranks, 4 microbatches of zb-h1, 40 steps; exact every 10 steps"
+    assert (
+        lines[0]
+        == "small: 4 layers on 2 ranks, 4 microbatches of zb-h1, 40 steps; exact every 10 steps"
+    )
     assert any("20-39" in line and "3+1" in line for line in lines)
     (moves,) = [line for line in lines if line.startswith("    moves")]
-    assert moves.index("|") - len("          +") == 30, "the costs change at step 20, and step 30 knows"
-    assert [line.split()[0] for line in lines[-5:]] == ["policy", "static", "perfect", "bound", "simulated"]
+    assert moves.index("|") - len("          +") == 30, (
+        "the costs change at step 20, and step 30 knows"
+    )
+    assert [line.split()[0] for line in lines[-5:]] == [
+        "policy",
+        "static",
+        "perfect",
+        "bound",
+        "simulated",
+    ]
     assert "bound    x2: whole layers over an even placement, ceil(4 / 2)" in lines
     assert "s" in out
     assert "*" in out
@@ -98,14 +113,22 @@ def test_the_plot(run: Run, small: Path) -> None:
         (("steps = 40", "step = 40"), "unknown key 'step'; did you mean 'steps'?"),
         (("ranks = 2", "ranks = 5"), "5 ranks need at least 5 layers; the model has 4"),
         (("ranks = 2", 'ranks = 2\nschedule = "zb-h3"'), "unknown schedule 'zb-h3'; choose one of"),
-        (("microbatches = 4", 'microbatches = 5\nschedule = "interleaved-1f1b"'), "5 microbatches are not a multiple of 2 ranks"),
-        (("[layers]", '[policy]\nbalancer = "best"\n[layers]'), "unknown balancer 'best'; choose one of"),
+        (
+            ("microbatches = 4", 'microbatches = 5\nschedule = "interleaved-1f1b"'),
+            "5 microbatches are not a multiple of 2 ranks",
+        ),
+        (
+            ("[layers]", '[policy]\nbalancer = "best"\n[layers]'),
+            "unknown balancer 'best'; choose one of",
+        ),
         (("f = [1, 1, 1, 1]", "f = [1, 1, 1, nan]"), "layer 3: layers.moments 0: f = NaN"),
         (("f = [1, 1, 1, 1]", "f = [1, 1, 1, 1"), "not TOML"),
         (("ranks = 2", "ranks = 2\nmemory_limit = 1500"), "over the limit of 1500"),
     ],
 )
-def test_bad_input_is_one_line(run: Run, small: Path, change: tuple[str, str], message: str) -> None:
+def test_bad_input_is_one_line(
+    run: Run, small: Path, change: tuple[str, str], message: str
+) -> None:
     small.write_text(SMALL.replace(*change, 1))
     status, out, err = run(small)
     assert (status, out) == (2, "")

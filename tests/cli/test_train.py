@@ -28,8 +28,15 @@ def test_what_a_run_says(base: Base) -> None:
     assert status == 0
     assert out.count("\n") == 1
     result = json.loads(out)
-    assert (result["name"], result["folder"], result["steps"], result["interrupted"]) == ("main", "runs/main", 40, False)
-    assert {key: base.events[-1][key] for key in ("loss", "weights_digest", "buffers_digest")}.items() <= result.items()
+    assert (result["name"], result["folder"], result["steps"], result["interrupted"]) == (
+        "main",
+        "runs/main",
+        40,
+        False,
+    )
+    assert {
+        key: base.events[-1][key] for key in ("loss", "weights_digest", "buffers_digest")
+    }.items() <= result.items()
     assert "main 40/40  loss" in err
     assert "froze layers 0 to 2" in err
     assert "dynmo:" not in err
@@ -90,7 +97,9 @@ def test_the_trace(base: Base) -> None:
     assert all(e["dur"] >= 0 for e in slices)
 
 
-def test_it_is_reported(base: Base, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_is_reported(
+    base: Base, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(base.folder)
     assert main(["report", "runs/main"]) == 0
     out = capsys.readouterr().out
@@ -106,7 +115,11 @@ def test_a_run_is_not_lost(base: Base, run: Run) -> None:
     says = {
         (): "runs/main exists; go on with --resume, replace it with --overwrite, or choose another name",
         ("--resume", "--overwrite"): "--resume and --overwrite exclude each other",
-        ("--overwrite", "--set", "data.source=file:nothing"): 'data.source = "file:nothing": cannot be read',
+        (
+            "--overwrite",
+            "--set",
+            "data.source=file:nothing",
+        ): 'data.source = "file:nothing": cannot be read',
         ("--resume", "--set", "model.vocab=10", "--set", "model.kind=gpt"): "model.vocab = 10",
         ("--overwrite", "--set", "train.steps=many"): "--set: train.steps",
     }
@@ -117,17 +130,27 @@ def test_a_run_is_not_lost(base: Base, run: Run) -> None:
         assert tree(base.folder) == before
 
 
-def test_what_a_resumed_run_has_otherwise(tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_resumed_run_has_otherwise(
+    tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
     fill(tmp_path)
     (tmp_path / "runs/main/checkpoints/step-000005").mkdir(parents=True)
     (tmp_path / "runs/main/checkpoints/step-000005/manifest.json").write_text("")
     (tmp_path / "runs/main/config.toml").write_text(load(tmp_path / "run.toml").to_toml())
     monkeypatch.setattr("dynmo.launch.supervisor.spawn", lambda *arguments: 0)
     assert run(tmp_path, "run.toml", "--resume") == (0, "", "")
-    told = "dynmo: resumed; the configs differ in parallel.timeout (30.0, 9.0), train.lr (0.01, 0.5)\n"
-    assert run(tmp_path, "run.toml", "--resume", sets=("train.lr=0.5", "parallel.timeout=9.0")) == (0, "", told)
+    told = (
+        "dynmo: resumed; the configs differ in parallel.timeout (30.0, 9.0), train.lr (0.01, 0.5)\n"
+    )
+    assert run(tmp_path, "run.toml", "--resume", sets=("train.lr=0.5", "parallel.timeout=9.0")) == (
+        0,
+        "",
+        told,
+    )
     # What the run has found out by itself is no change.
-    given, sought = (f"dynamism.pruning.dense_below={value}" for value in ("{8x8 = 0.5}", "measured"))
+    given, sought = (
+        f"dynamism.pruning.dense_below={value}" for value in ("{8x8 = 0.5}", "measured")
+    )
     (tmp_path / "runs/main/config.toml").write_text(load(tmp_path / "run.toml", [given]).to_toml())
     assert run(tmp_path, "run.toml", "--resume", sets=(sought,)) == (0, "", "")
     assert load(tmp_path / "runs/main/config.toml").dynamism.pruning.dense_below == {"8x8": 0.5}
@@ -149,7 +172,9 @@ def test_a_full_disk_before_the_ranks_start(tmp_path: Path, run: Run) -> None:
         assert [path.name for path in (tmp_path / "runs").iterdir()] == ["main"]
 
 
-def test_a_run_is_back_after_a_failed_attempt_to_replace_it(tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_is_back_after_a_failed_attempt_to_replace_it(
+    tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The attempt's own log stays until the next one; what it was to replace is there again, for
     --resume or another --overwrite."""
     fill(tmp_path)
@@ -169,7 +194,9 @@ def test_a_run_is_back_after_a_failed_attempt_to_replace_it(tmp_path: Path, run:
     assert tree(tmp_path / "runs") == {"main/config.toml": b"", "main/events.jsonl": b"of weeks"}
 
 
-def test_a_run_that_another_process_trains_is_left_alone(tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_that_another_process_trains_is_left_alone(
+    tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """From its start on, and whatever is asked for; also where it is one that replaces another and
     has no event yet."""
     fill(tmp_path)
@@ -188,7 +215,13 @@ def test_a_run_that_another_process_trains_is_left_alone(tmp_path: Path, run: Ru
     (tmp_path / "runs/main").mkdir(parents=True)
     (tmp_path / "runs/main/config.toml").write_text("")
     assert run(tmp_path, "run.toml", "--overwrite").status == 0
-    assert seen == ["dynmo: runs/main is being trained by another process; wait until it ends, or choose another name"] * 3
+    assert (
+        seen
+        == [
+            "dynmo: runs/main is being trained by another process; wait until it ends, or choose another name"
+        ]
+        * 3
+    )
     assert not list((tmp_path / "runs").glob(".*.lock")), "it ends with the run"
     monkeypatch.setattr("dynmo.launch.supervisor.spawn", lambda *_: 0)
     assert run(tmp_path, "run.toml", "--overwrite").status == 0
@@ -228,15 +261,30 @@ def test_dry_run(tmp_path: Path, run: Run) -> None:
     assert "zb-h1, 2 ranks, 4 microbatches" in done.out
     assert "emulated.5" in done.out
     # What a model of one's own prints does not get between.
-    done = run(tmp_path, "run.toml", "--dry-run", "--json", sets=("model.kind=python:models:tires",))
+    done = run(
+        tmp_path, "run.toml", "--dry-run", "--json", sets=("model.kind=python:models:tires",)
+    )
     assert (done.status, set(done.err.splitlines())) == (0, {"a model may print"})
     plan = json.loads(done.out)
-    assert (plan["partition"], plan["schedule"], plan["microbatches"], plan["limit"]) == ([2, 2], "zb-h1", 4, None)
+    assert (plan["partition"], plan["schedule"], plan["microbatches"], plan["limit"]) == (
+        [2, 2],
+        "zb-h1",
+        4,
+        None,
+    )
     assert plan["parameters"] == [256 * 8 + 72, 72 + 9 * 256]
-    done = run(tmp_path, "run.toml", "--dry-run", sets=(*GPT, f"pipeline.memory_limit={max(plan['memory'])}"))
+    done = run(
+        tmp_path,
+        "run.toml",
+        "--dry-run",
+        sets=(*GPT, f"pipeline.memory_limit={max(plan['memory'])}"),
+    )
     assert (done.status, done.out) == (2, "")
     limit = max(plan["memory"])
-    assert re.fullmatch(rf"dynmo: rank 0 needs \d+ bytes at the peak of zb-h1, over pipeline.memory_limit = {limit}; use .*", done.line)
+    assert re.fullmatch(
+        rf"dynmo: rank 0 needs \d+ bytes at the peak of zb-h1, over pipeline.memory_limit = {limit}; use .*",
+        done.line,
+    )
     assert tree(tmp_path) == before
 
 
@@ -268,7 +316,10 @@ def test_what_is_known_at_once(tmp_path: Path, run: Run, sets: tuple[str, ...], 
 
 def test_a_config_that_is_not_there(tmp_path: Path, run: Run) -> None:
     done = run(tmp_path, "nothing.toml")
-    assert (done.status, done.line) == (2, "dynmo: nothing.toml: cannot be read (No such file or directory); give the path of a TOML file")
+    assert (done.status, done.line) == (
+        2,
+        "dynmo: nothing.toml: cannot be read (No such file or directory); give the path of a TOML file",
+    )
     (tmp_path / "bad.toml").write_text("[model\n")
     done = run(tmp_path, "bad.toml")
     assert (done.status, done.err.count("\n")) == (2, 1)
@@ -278,21 +329,40 @@ def test_a_config_that_is_not_there(tmp_path: Path, run: Run) -> None:
 @pytest.mark.parametrize(
     ("function", "says"),
     [
-        ("nowhere:make", "cannot import nowhere: No module named 'nowhere'; run from its folder or install it"),
+        (
+            "nowhere:make",
+            "cannot import nowhere: No module named 'nowhere'; run from its folder or install it",
+        ),
         ("wrong:make", "importing wrong raised SyntaxError: "),
         ("models:absent", "models has no function absent"),
         ("models:constant", "models has no function constant"),
-        ("models:number", "number() must return a list of torch modules or of functions that make one each, or (list, loss)"),
-        ("models:three", "three() must return a list of torch modules or of functions that make one each, or (list, loss)"),
-        ("models:empty", "empty() must return a list of torch modules or of functions that make one each, or (list, loss)"),
+        (
+            "models:number",
+            "number() must return a list of torch modules or of functions that make one each, or (list, loss)",
+        ),
+        (
+            "models:three",
+            "three() must return a list of torch modules or of functions that make one each, or (list, loss)",
+        ),
+        (
+            "models:empty",
+            "empty() must return a list of torch modules or of functions that make one each, or (list, loss)",
+        ),
         ("models:raises", "raises() raised ArithmeticError: no model today (models.py:24)"),
         ("models:misfit", "on shapes alone, its layers raised RuntimeError: "),
     ],
 )
-def test_a_model_of_ones_own_that_is_none(tmp_path: Path, run: Run, caplog: pytest.LogCaptureFixture, function: str, says: str) -> None:
+def test_a_model_of_ones_own_that_is_none(
+    tmp_path: Path, run: Run, caplog: pytest.LogCaptureFixture, function: str, says: str
+) -> None:
     fill(tmp_path)
     (tmp_path / "wrong.py").write_text("def make(:\n")
-    done = run(tmp_path, "run.toml", "--dry-run", sets=(f"model.kind=python:{function}", "dynamism.cases=[]"))
+    done = run(
+        tmp_path,
+        "run.toml",
+        "--dry-run",
+        sets=(f"model.kind=python:{function}", "dynamism.cases=[]"),
+    )
     assert (done.status, done.out, done.err.count("\n")) == (2, "", 1)
     assert done.line.startswith(f"dynmo: model.kind = 'python:{function}': {says}")
     assert not caplog.records, "torch has printed too"
@@ -316,7 +386,9 @@ def test_what_join_excludes(tmp_path: Path, run: Run, option: str) -> None:
     fill(tmp_path)
     done = run(tmp_path, "run.toml", "--join", option)
     assert (done.status, done.out, done.err.count("\n")) == (2, "", 1)
-    assert done.line.startswith("dynmo: --join excludes --resume, --overwrite, --dry-run and --launcher")
+    assert done.line.startswith(
+        "dynmo: --join excludes --resume, --overwrite, --dry-run and --launcher"
+    )
 
 
 def test_there_is_no_run_to_join(tmp_path: Path, run: Run) -> None:
@@ -353,11 +425,15 @@ def test_a_launcher_that_is_not_there(
     assert not list((tmp_path / "runs").iterdir())
 
 
-def test_what_a_launcher_is_given(tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_launcher_is_given(
+    tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The files through which ranks and joiners meet are in the run's folder."""
     fill(tmp_path)
     given: list[tuple[Any, ...]] = []
-    monkeypatch.setattr("dynmo.launch.supervisor.spawn", lambda *arguments: given.append(arguments) or 0)
+    monkeypatch.setattr(
+        "dynmo.launch.supervisor.spawn", lambda *arguments: given.append(arguments) or 0
+    )
     monkeypatch.setattr("dynmo.launch.slurm.SlurmStarter", lambda *arguments: arguments)
     options = ("elastic.job_options=['--partition=p']",)
     assert run(tmp_path, "run.toml", "--launcher", "slurm", sets=options).status == 0
@@ -365,4 +441,7 @@ def test_what_a_launcher_is_given(tmp_path: Path, run: Run, monkeypatch: pytest.
     assert command[-2:] == ["train", "runs/main/config.toml"]
     assert (ranks, str(folder)) == (2, "runs/main")
     assert starter == (2, shared, ("--partition=p",))
-    assert [str(path) for path in (shared, meeting)] == ["runs/main/.launch", "runs/main/meeting.json"]
+    assert [str(path) for path in (shared, meeting)] == [
+        "runs/main/.launch",
+        "runs/main/meeting.json",
+    ]

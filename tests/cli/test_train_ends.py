@@ -33,8 +33,15 @@ def test_stopped_killed_and_resumed(base: Base, work: Path) -> None:
     assert "Measured, phase by phase" in done.out
     assert "interrupted: loss" in done.out
     *_, saved, last = events(work, "cut")
-    assert (last["event"], last["reason"], last["step"]) == ("end", "interrupted", steps(work, "cut"))
-    assert (saved["event"], saved["path"]) == ("checkpoint", f"runs/cut/checkpoints/step-{last['step']:06d}")
+    assert (last["event"], last["reason"], last["step"]) == (
+        "end",
+        "interrupted",
+        steps(work, "cut"),
+    )
+    assert (saved["event"], saved["path"]) == (
+        "checkpoint",
+        f"runs/cut/checkpoints/step-{last['step']:06d}",
+    )
 
     process = train(work, "--resume", name="cut")
     wait_until(lambda: steps(work, "cut") >= 23)
@@ -48,7 +55,10 @@ def test_stopped_killed_and_resumed(base: Base, work: Path) -> None:
     done = end(train(work, "--resume", "--json", name="cut"))
     assert done.status == 0
     result, expected = json.loads(done.out), json.loads(base.done.out)
-    assert (result["weights_digest"], result["loss"]) == (expected["weights_digest"], expected["loss"])
+    assert (result["weights_digest"], result["loss"]) == (
+        expected["weights_digest"],
+        expected["loss"],
+    )
     ids = [e["id"] for e in events(work, "cut") if e["event"] == "rebalance"]
     assert ids == sorted(ids)
 
@@ -64,7 +74,13 @@ def test_stopped_killed_and_resumed(base: Base, work: Path) -> None:
 def test_a_rank_that_raises(work: Path, run: Run) -> None:
     """The cause is told, not what followed from it on the other rank; the traceback is in its log;
     the next attempt must choose."""
-    done = end(train(work, "--json", sets=("model.kind=python:models:tires", "dynamism.cases=[]", "checkpoint.every=0")))
+    done = end(
+        train(
+            work,
+            "--json",
+            sets=("model.kind=python:models:tires", "dynamism.cases=[]", "checkpoint.every=0"),
+        )
+    )
     assert (done.status, done.out) == (1, "")
     assert (
         done.line
@@ -72,16 +88,28 @@ def test_a_rank_that_raises(work: Path, run: Run) -> None:
     )
     assert 'models.py", line 13, in forward' in (work / "runs/main/rank-1.log").read_text()
     assert steps(work, "main") == 2
-    assert run(work, "run.toml").line.startswith("dynmo: runs/main exists; go on with --resume, replace it with --overwrite")
+    assert run(work, "run.toml").line.startswith(
+        "dynmo: runs/main exists; go on with --resume, replace it with --overwrite"
+    )
 
 
 def test_a_loss_that_is_no_number(work: Path) -> None:
     """And that ranks take turns on too few cores is said, once."""
-    done = end(train(work, sets=(*GPT, "train.lr=1e30", "train.max_grad_norm=0", f"parallel.threads={CORES}")))
+    done = end(
+        train(
+            work, sets=(*GPT, "train.lr=1e30", "train.max_grad_norm=0", f"parallel.threads={CORES}")
+        )
+    )
     assert (done.status, done.out) == (1, "")
     warning, line = (line for line in done.err.splitlines() if line.startswith("dynmo:"))
-    assert re.fullmatch(rf"dynmo: 2 ranks of {CORES} threads on {CORES} cores: ranks take turns, so timings say little", warning)
-    assert re.fullmatch(r"dynmo: step \d+: loss \S+, gradient norm (nan|inf); nothing was updated. Lower train.lr or check the data", line)
+    assert re.fullmatch(
+        rf"dynmo: 2 ranks of {CORES} threads on {CORES} cores: ranks take turns, so timings say little",
+        warning,
+    )
+    assert re.fullmatch(
+        r"dynmo: step \d+: loss \S+, gradient norm (nan|inf); nothing was updated. Lower train.lr or check the data",
+        line,
+    )
     assert "Traceback" not in done.err
 
 
@@ -90,7 +118,11 @@ def test_a_rank_that_is_killed(work: Path) -> None:
     wait_until(lambda: steps(work, "main") >= 1)
     os.kill(ranks(work)[1], signal.SIGKILL)
     done = end(process, 10)
-    assert (done.status, done.out, done.line) == (1, "", "dynmo: rank 1 was ended by SIGKILL; out of memory?")
+    assert (done.status, done.out, done.line) == (
+        1,
+        "",
+        "dynmo: rank 1 was ended by SIGKILL; out of memory?",
+    )
 
 
 def test_a_rank_that_hangs(work: Path) -> None:
@@ -116,10 +148,18 @@ def test_stopped_while_starting(work: Path) -> None:
 
 def test_torchrun(base: Base, work: Path) -> None:
     """The ranks meet in a file and at 127.0.0.1: no port is open to the network."""
-    options = ["--rdzv-backend=c10d", "--rdzv-endpoint=store", "--rdzv-conf=store_type=file", "--rdzv-id=test", "--local-addr=127.0.0.1"]
+    options = [
+        "--rdzv-backend=c10d",
+        "--rdzv-endpoint=store",
+        "--rdzv-conf=store_type=file",
+        "--rdzv-id=test",
+        "--local-addr=127.0.0.1",
+    ]
     command = [sys.executable, "-m", "torch.distributed.run", *options, "--nproc-per-node=2"]
     command += ["-m", "dynmo", "train", "run.toml", "--json"]
-    done = end(start(command, work, {"PYTHONWARNINGS": "", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}))
+    done = end(
+        start(command, work, {"PYTHONWARNINGS": "", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"})
+    )
     assert done.status == 0, done.err
     assert json.loads(done.out)["weights_digest"] == json.loads(base.done.out)["weights_digest"]
     assert set(tree(work / "runs/main")) >= {"config.toml", "events.jsonl", "trace.json"}
@@ -127,15 +167,24 @@ def test_torchrun(base: Base, work: Path) -> None:
 
 def test_a_world_of_another_size(tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     fill(tmp_path)
-    for key, value in {"RANK": "0", "WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}.items():
+    for key, value in {
+        "RANK": "0",
+        "WORLD_SIZE": "3",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "1",
+    }.items():
         monkeypatch.setenv(key, value)
     done = run(tmp_path, "run.toml")
     assert (done.status, done.out) == (2, "")
-    assert done.line == ("dynmo: the launcher started 3 ranks, but parallel.pipeline x data = 2; start as many as the config says")
+    assert done.line == (
+        "dynmo: the launcher started 3 ranks, but parallel.pipeline x data = 2; start as many as the config says"
+    )
     assert not (tmp_path / "runs").exists()
 
 
-def test_a_joined_rank_that_raises(tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_joined_rank_that_raises(
+    tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """No launcher of ours tells the cause, so the rank does; and what --overwrite names is
     replaced."""
     fill(tmp_path)
@@ -148,15 +197,22 @@ def test_a_joined_rank_that_raises(tmp_path: Path, run: Run, monkeypatch: pytest
     sets = ("model.kind=python:models:tires", "dynamism.cases=[]", "parallel.pipeline=1")
     done = run(tmp_path, "run.toml", "--overwrite", sets=sets)
     assert (done.status, done.out.count("\n")) == (1, 2)
-    assert done.line == "dynmo: rank 0: ArithmeticError: tired of this (models.py:13), in F of layer 2 (DYNMO_TRACEBACK=1 shows more)"
+    assert (
+        done.line
+        == "dynmo: rank 0: ArithmeticError: tired of this (models.py:13), in F of layer 2 (DYNMO_TRACEBACK=1 shows more)"
+    )
     assert set(tree(tmp_path / "runs/main")) == {"config.toml", "events.jsonl"}
     # Wrong input leaves what was there.
     before = tree(tmp_path)
-    done = run(tmp_path, "run.toml", "--overwrite", sets=("model.kind=python:models:raises", *sets[1:]))
+    done = run(
+        tmp_path, "run.toml", "--overwrite", sets=("model.kind=python:models:raises", *sets[1:])
+    )
     assert (done.status, done.err.count("\n")) == (2, 1)
     assert tree(tmp_path) == before
     assert [path.name for path in (tmp_path / "runs").iterdir()] == ["main"]
-    done = run(tmp_path, "run.toml", sets=("name=new", "model.kind=python:models:raises", *sets[1:]))
+    done = run(
+        tmp_path, "run.toml", sets=("name=new", "model.kind=python:models:raises", *sets[1:])
+    )
     assert not (tmp_path / "runs/new").exists()
 
 
@@ -217,8 +273,18 @@ def test_a_silent_listener_at_the_port(work: Path) -> None:
 
 def test_slurm_and_its_signals(work: Path) -> None:
     """Two tasks; one is asked to stop, both do, after the same step."""
-    job = {"SLURM_NTASKS": "2", "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "localhost", "MASTER_PORT": free_port()}
-    tasks = [train(work, "--json", sets=LONG, env=job | {"SLURM_PROCID": str(i), "SLURM_LOCALID": str(i)}) for i in range(2)]
+    job = {
+        "SLURM_NTASKS": "2",
+        "SLURM_JOB_ID": "7",
+        "SLURM_JOB_NODELIST": "localhost",
+        "MASTER_PORT": free_port(),
+    }
+    tasks = [
+        train(
+            work, "--json", sets=LONG, env=job | {"SLURM_PROCID": str(i), "SLURM_LOCALID": str(i)}
+        )
+        for i in range(2)
+    ]
     wait_until(lambda: steps(work, "main") >= 3)
     tasks[1].send_signal(signal.SIGINT)
     first, second = end(tasks[0]), end(tasks[1])

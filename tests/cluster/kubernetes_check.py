@@ -191,8 +191,12 @@ class Cluster:
 
     def account_token(self) -> str:
         """Returns a token of the service account of rbac.yaml."""
-        spec = self.client.V1TokenRequestSpec(audiences=["https://kubernetes.default.svc"], expiration_seconds=3600)
-        request = self.core.create_namespaced_service_account_token("dynmo", NAMESPACE, self.client.AuthenticationV1TokenRequest(spec=spec))
+        spec = self.client.V1TokenRequestSpec(
+            audiences=["https://kubernetes.default.svc"], expiration_seconds=3600
+        )
+        request = self.core.create_namespaced_service_account_token(
+            "dynmo", NAMESPACE, self.client.AuthenticationV1TokenRequest(spec=spec)
+        )
         return str(request.status.token)
 
     def enter_pod(self) -> None:
@@ -212,7 +216,11 @@ class Cluster:
     def pods(self, job: str, phase: str) -> list[str]:
         """Names of a job's pods in a phase. Pods that are being deleted do not count."""
         pods = self.core.list_namespaced_pod(NAMESPACE, label_selector=f"job-name={job}").items
-        return sorted(pod.metadata.name for pod in pods if pod.status.phase == phase and pod.metadata.deletion_timestamp is None)
+        return sorted(
+            pod.metadata.name
+            for pod in pods
+            if pod.status.phase == phase and pod.metadata.deletion_timestamp is None
+        )
 
     def _add_node(self) -> None:
         resources = {"cpu": "8", "memory": "32Gi", "pods": "20", GPU: str(GPUS)}
@@ -237,7 +245,9 @@ class Cluster:
         ready = {"type": "Ready", "status": "True"}
         while not self._stop.wait(0.1):
             try:
-                pods = self.core.list_pod_for_all_namespaces(field_selector=f"spec.nodeName={NODE}").items
+                pods = self.core.list_pod_for_all_namespaces(
+                    field_selector=f"spec.nodeName={NODE}"
+                ).items
                 for pod in pods:
                     name, namespace = pod.metadata.name, pod.metadata.namespace
                     if pod.metadata.deletion_timestamp is not None:
@@ -251,7 +261,9 @@ class Cluster:
 
     def _launch(self, name: str, *command: str) -> None:
         with (self._folder / f"{name}.log").open("ab") as log:
-            self._processes[name] = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, cwd=self._folder)
+            self._processes[name] = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, cwd=self._folder
+            )
 
     def _end(self, process: subprocess.Popen[bytes]) -> None:
         process.terminate()
@@ -262,7 +274,9 @@ class Cluster:
             process.wait()
 
     def _run(self, *command: str, stdin: str = "") -> str:
-        done = subprocess.run(command, input=stdin, capture_output=True, text=True, env={**os.environ})
+        done = subprocess.run(
+            command, input=stdin, capture_output=True, text=True, env={**os.environ}
+        )
         if done.returncode:
             raise RuntimeError(f"{' '.join(command)}: {done.stderr.strip()}")
         return done.stdout
@@ -366,7 +380,10 @@ def rbac_documents(with_pods: bool = False) -> list[Any]:
     text = (MANIFESTS / "rbac.yaml").read_text()
     if with_pods:
         rule, nested = "  # - apiGroups", "  #   "
-        lines = [line.replace("  # ", "  ", 1) if line.startswith((rule, nested)) else line for line in text.splitlines()]
+        lines = [
+            line.replace("  # ", "  ", 1) if line.startswith((rule, nested)) else line
+            for line in text.splitlines()
+        ]
         text = "\n".join(lines)
     return list(yaml.safe_load_all(text))
 

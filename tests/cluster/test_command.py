@@ -25,7 +25,9 @@ def python(code: str) -> list[str]:
 
 
 @contextmanager
-def open_releaser(release: Sequence[str], request: Sequence[str] = (), timeout: float = 30.0) -> Iterator[CommandReleaser]:
+def open_releaser(
+    release: Sequence[str], request: Sequence[str] = (), timeout: float = 30.0
+) -> Iterator[CommandReleaser]:
     releaser = CommandReleaser(release, request, timeout)
     try:
         yield releaser
@@ -72,7 +74,9 @@ def test_release_command_gets_who_left_and_who_stays(tmp_path: Path) -> None:
 def test_request_command_gets_a_count_and_is_no_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     for variable in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "DYNMO_RENDEZVOUS", "TORCHELASTIC_X"):
         monkeypatch.setenv(variable, "7")
-    code = "import os;print(os.environ['DYNMO_COUNT'], [k for k, v in os.environ.items() if v == '7'])"
+    code = (
+        "import os;print(os.environ['DYNMO_COUNT'], [k for k, v in os.environ.items() if v == '7'])"
+    )
     with open_releaser(["true"], python(code)) as releaser:
         assert releaser.can_request
         releaser.request(2)
@@ -111,7 +115,9 @@ def test_a_failure_is_one_line(command: list[str], says: str) -> None:
 
 
 def test_output_of_any_size_and_encoding() -> None:
-    code = "import sys;sys.stdout.buffer.write(b'x' * 10_000_000 + b'\\n\\xff\\x1b[1m' + b'y' * 1000)"
+    code = (
+        "import sys;sys.stdout.buffer.write(b'x' * 10_000_000 + b'\\n\\xff\\x1b[1m' + b'y' * 1000)"
+    )
     with open_releaser(python(code)) as releaser:
         releaser.release(LEFT, STAY)
         (receipt,) = wait_for(releaser)

@@ -114,7 +114,9 @@ class FakeKubernetes:
                 patch = json.loads(body)["spec"]
                 changed = self.spec | patch
                 if changed["completions"] != self.spec["completions"] and (
-                    self.minor < 27 or self.spec["completionMode"] != "Indexed" or changed["completions"] != changed["parallelism"]
+                    self.minor < 27
+                    or self.spec["completionMode"] != "Indexed"
+                    or changed["completions"] != changed["parallelism"]
                 ):
                     return 422, {"message": 'Job "run" is invalid:\n field is immutable'}
                 self.spec = changed
@@ -250,7 +252,9 @@ def test_release_and_request(fake: FakeKubernetes, tmp_path: Path) -> None:
     releaser.close()
 
 
-def test_before_1_27_the_pods_that_left_are_deleted(old_fake: FakeKubernetes, tmp_path: Path) -> None:
+def test_before_1_27_the_pods_that_left_are_deleted(
+    old_fake: FakeKubernetes, tmp_path: Path
+) -> None:
     """The controller of an older server would delete others: in this server, the youngest."""
     releaser = connect(old_fake.url, tmp_path)
     before = [old_fake.pod(2), old_fake.pod(3)]
@@ -290,7 +294,9 @@ def test_a_rank_on_a_high_pod_keeps_all_pods(fake: FakeKubernetes, tmp_path: Pat
         ("PATCH", 400, "answers 400 (why); kubectl -n training edit job run can set"),
     ],
 )
-def test_an_error_is_one_line(fake: FakeKubernetes, tmp_path: Path, method: str, status: int, says: str) -> None:
+def test_an_error_is_one_line(
+    fake: FakeKubernetes, tmp_path: Path, method: str, status: int, says: str
+) -> None:
     fake.failures = [(method, status, "why\n")]
     releaser = connect(fake.url, tmp_path)
     releaser.request(2)
@@ -466,5 +472,7 @@ def test_examples_fit_each_other() -> None:
     account = example("ServiceAccount")["metadata"]["name"]
     assert pod["serviceAccountName"] == account
     assert example("RoleBinding")["subjects"][0]["name"] == account
-    claims = [v["persistentVolumeClaim"]["claimName"] for v in pod["volumes"] if v["name"] == "runs"]
+    claims = [
+        v["persistentVolumeClaim"]["claimName"] for v in pod["volumes"] if v["name"] == "runs"
+    ]
     assert claims == [example("PersistentVolumeClaim")["metadata"]["name"]]

@@ -72,16 +72,36 @@ def test_defaults_then_file_then_set_the_last_winning(write):
     ],
 )
 def test_an_override_is_toml_or_a_bare_string(text, section, value):
-    emulated = ["model.kind=emulated", "model.layers=2"] if text.startswith(("model.f", "model.b")) else []
+    emulated = (
+        ["model.kind=emulated", "model.layers=2"] if text.startswith(("model.f", "model.b")) else []
+    )
     config = load(None, [*emulated, text])
     key = text.partition("=")[0].split(".")[-1]
     assert getattr(attrgetter(section)(config) if section else config, key) == value
 
 
-@given(st.integers(1, 2**31 - 1), st.floats(0, 1e300), st.booleans(), st.from_regex(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,99}", fullmatch=True))
+@given(
+    st.integers(1, 2**31 - 1),
+    st.floats(0, 1e300),
+    st.booleans(),
+    st.from_regex(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,99}", fullmatch=True),
+)
 def test_an_override_reads_back_what_was_written(steps, lr, tied, name):
-    config = load(None, [f"train.steps={steps}", f"train.lr={lr!r}", f"model.tied={str(tied).lower()}", f"name={name}"])
-    assert (config.train.steps, config.train.lr, config.model.tied, config.name) == (steps, lr, tied, name)
+    config = load(
+        None,
+        [
+            f"train.steps={steps}",
+            f"train.lr={lr!r}",
+            f"model.tied={str(tied).lower()}",
+            f"name={name}",
+        ],
+    )
+    assert (config.train.steps, config.train.lr, config.model.tied, config.name) == (
+        steps,
+        lr,
+        tied,
+        name,
+    )
 
 
 def test_python_gets_frozen_hashable_sections():
@@ -97,7 +117,11 @@ def test_microbatches_are_of_one_step():
 
 @pytest.mark.parametrize(
     ("overrides", "layers"),
-    [(["model.blocks=3"], 8), (["model.kind=emulated", "model.layers=5"], 5), (["model.kind=python:a:b"], None)],
+    [
+        (["model.blocks=3"], 8),
+        (["model.kind=emulated", "model.layers=5"], 5),
+        (["model.kind=python:a:b"], None),
+    ],
 )
 def test_number_of_layers(overrides, layers):
     assert load(None, overrides).model.layer_count == layers
@@ -105,7 +129,9 @@ def test_number_of_layers(overrides, layers):
 
 def test_the_policy_is_schedule_where_a_schedule_is_given():
     assert load().dynamism.freezing.policy == "autofreeze"
-    assert load(None, ["dynamism.freezing.schedule=[[10, 4]]"]).dynamism.freezing.policy == "schedule"
+    assert (
+        load(None, ["dynamism.freezing.schedule=[[10, 4]]"]).dynamism.freezing.policy == "schedule"
+    )
     both = ["dynamism.freezing.schedule=[[10, 4]]", "dynamism.freezing.policy=autofreeze"]
     assert load(None, both).dynamism.freezing.policy == "autofreeze"
 
@@ -127,7 +153,10 @@ def test_parse_bytes(text, size):
     assert parse_bytes(text) == size
 
 
-@pytest.mark.parametrize("text", ["", "GiB", "-1GiB", "1 XB", "1e3", "1GiB2", "1,5GiB", "1.5.3GB", "1GiB or so", "½GiB", "٣GiB"])
+@pytest.mark.parametrize(
+    "text",
+    ["", "GiB", "-1GiB", "1 XB", "1e3", "1GiB2", "1,5GiB", "1.5.3GB", "1GiB or so", "½GiB", "٣GiB"],
+)
 def test_parse_bytes_refuses(text):
     with pytest.raises(ValueError, match="40GiB"):
         parse_bytes(text)
@@ -182,7 +211,9 @@ def test_the_written_form_names_every_key():
 )
 def test_large_numbers_are_told_at_once(overrides):
     """Once a loop over every number up to the largest."""
-    with pytest.raises(ConfigError, match=r"elastic.reshape = true|train.reduction_slots = 5 does not divide"):
+    with pytest.raises(
+        ConfigError, match=r"elastic.reshape = true|train.reduction_slots = 5 does not divide"
+    ):
         load(None, ["train.micro_batch=1", *overrides])
 
 
@@ -210,7 +241,9 @@ def test_a_key_of_another_kind_is_refused(write, kind, keys):
         parse({"model": {"kind": kind, **dict(list(keys.items())[:2])}})
 
 
-@pytest.mark.parametrize(("kind", "own"), [("python:a:b", {}), ("gpt", GPT_KEYS), ("emulated", EMULATED_KEYS)])
+@pytest.mark.parametrize(
+    ("kind", "own"), [("python:a:b", {}), ("gpt", GPT_KEYS), ("emulated", EMULATED_KEYS)]
+)
 def test_a_saved_config_has_the_keys_of_its_kind_alone(write, kind, own):
     config = parse({"model": {"kind": kind}})
     assert tomllib.loads(config.to_toml())["model"].keys() == {"kind", "vocab", "sequence", *own}
@@ -218,7 +251,8 @@ def test_a_saved_config_has_the_keys_of_its_kind_alone(write, kind, own):
     # A run of an earlier version wrote every key, whatever it was.
     common = {"kind": kind, "vocab": 256, "sequence": 256}
     text = "[model]\n" + "\n".join(
-        f"{k} = {value_text(v)}" for k, v in (common | GPT_KEYS | EMULATED_KEYS | {"hidden": 64, "layers": 9}).items()
+        f"{k} = {value_text(v)}"
+        for k, v in (common | GPT_KEYS | EMULATED_KEYS | {"hidden": 64, "layers": 9}).items()
     )
     then = load(write(text), ["train.steps=7"])
     assert (then.model.kind, then.train.steps) == (kind, 7)
@@ -249,7 +283,10 @@ def test_set_changes_the_kind_of_a_file(write):
         ("[trian]\nsteps = 5", ["unknown key trian", "did you mean train?"]),
         ("[checkpoint]\nzzz = 1", ["unknown key checkpoint.zzz", "every, keep"]),
         ("zzz = 1", ["unknown key zzz", "model, data, train"]),
-        ("[dynamism.freezing]\nshedule = []", ["unknown key dynamism.freezing.shedule", "did you mean dynamism.freezing.schedule?"]),
+        (
+            "[dynamism.freezing]\nshedule = []",
+            ["unknown key dynamism.freezing.shedule", "did you mean dynamism.freezing.schedule?"],
+        ),
         ("[dynamism.moe]\nx = 1", ["unknown key dynamism.moe.x", "record_every"]),
         ("[dynamism.pruning]\nfinal = 1", ["unknown key dynamism.pruning.final"]),
         ("[train]\nstesp = 5\nlr = 'x'", ["unknown key train.stesp", "(and 1 more)"]),
@@ -301,7 +338,10 @@ def test_a_file_that_cannot_be_read(tmp_path):
         ("train.betas=[0.9", ["not a TOML value", "--set train.betas=[0.9"]),
         ('name="demo', ["not a TOML value"]),
         ("train.steps=", ['train.steps = ""', "integer"]),
-        ("train.steps=1\ntrain.lr=2", ["train.steps", "integer"]),  # a value cannot smuggle in another key
+        (
+            "train.steps=1\ntrain.lr=2",
+            ["train.steps", "integer"],
+        ),  # a value cannot smuggle in another key
         ("dynamism.cases=freezing", ["dynamism.cases", "must be a list"]),
     ],
 )
@@ -320,12 +360,28 @@ def test_the_place_is_the_override_only_where_it_is_to_blame(write):
     path = write("[train]\nlr = 'x'")
     assert refusal("train.steps=3", path=path).startswith(f"{path}: train.lr")
     assert refusal("train.lr=y", path=path).startswith("--set: train.lr")
-    assert refusal("train.micro_batch=3", path=write("")).startswith(f"{path} and --set: train.micro_batch")
+    assert refusal("train.micro_batch=3", path=write("")).startswith(
+        f"{path} and --set: train.micro_batch"
+    )
 
 
 @pytest.mark.parametrize(
     "text",
-    ["a/b", "..", ".", ".hidden", "../up", "/etc", "a b", "", "é", "a\x00b", "a\\b", "~", "x" * 101],
+    [
+        "a/b",
+        "..",
+        ".",
+        ".hidden",
+        "../up",
+        "/etc",
+        "a b",
+        "",
+        "é",
+        "a\x00b",
+        "a\\b",
+        "~",
+        "x" * 101,
+    ],
 )
 def test_a_name_that_is_no_plain_folder(text):
     with pytest.raises(ConfigError, match=r"^config: name = .*letters, digits"):
@@ -361,7 +417,17 @@ def test_any_override_gives_a_config_or_one_line(text):
 
 
 @given(
-    st.sampled_from(["name", "seed", "train.steps", "train.betas", "model.f", "pipeline.memory_limit", "dynamism.cases"]),
+    st.sampled_from(
+        [
+            "name",
+            "seed",
+            "train.steps",
+            "train.betas",
+            "model.f",
+            "pipeline.memory_limit",
+            "dynamism.cases",
+        ]
+    ),
     st.text(max_size=20),
 )
 def test_any_value_gives_a_config_or_one_line_naming_the_key(key, text):

@@ -15,7 +15,9 @@ MEMORY: dict[str, Any] = {"mem_f": [100, 200], "mem_b": [-60, -200], "mem_w": [-
 
 
 def test_the_least_a_file_can_say() -> None:
-    assert parse_costs(TWO, 2) == CostsFile(Costs((StageCost(1, 3, 5), StageCost(2, 4, 6)), (0.0,)), None, False)
+    assert parse_costs(TWO, 2) == CostsFile(
+        Costs((StageCost(1, 3, 5), StageCost(2, 4, 6)), (0.0,)), None, False
+    )
 
 
 def test_all_that_a_file_can_say(tmp_path: Path) -> None:
@@ -33,11 +35,19 @@ def test_one_link_time_serves_all_boundaries() -> None:
 
 
 def test_the_share_that_waits_for_w() -> None:
-    assert parse_costs(TWO, 2, w_memory=0.25).costs.stages[0] == StageCost(1, 3, 5, 1.0, -0.75, -0.25)
+    assert parse_costs(TWO, 2, w_memory=0.25).costs.stages[0] == StageCost(
+        1, 3, 5, 1.0, -0.75, -0.25
+    )
 
 
 @pytest.mark.parametrize(
-    ("b", "w", "first"), [([0, 0, 1], [0, 0, 1], 2), ([0, 1, 0], [0, 1, 0], 1), ([0, 1, 1], [1, 1, 1], 0), ([1, 1, 1], [0, 0, 1], 0)]
+    ("b", "w", "first"),
+    [
+        ([0, 0, 1], [0, 0, 1], 2),
+        ([0, 1, 0], [0, 1, 0], 1),
+        ([0, 1, 1], [1, 1, 1], 0),
+        ([1, 1, 1], [0, 0, 1], 0),
+    ],
 )
 def test_a_prefix_without_backward_is_frozen(b: list[float], w: list[float], first: int) -> None:
     assert parse_costs({"f": [1, 1, 1], "b": b, "w": w}, 3).first_trainable == first
@@ -61,13 +71,31 @@ def test_a_prefix_without_backward_is_frozen(b: list[float], w: list[float], fir
         ({"comm": -1}, "boundary 0: comm is -1; a time"),
         ({"comm": "fast"}, 'boundary 0: comm is "fast"; a time'),
         ({"cap": [1, -1]}, "stage 1: cap is -1; a limit is a number of at least 0"),
-        (MEMORY | {"mem_w": [-40, float("nan")]}, "stage 1: mem_w is NaN; a change of memory is a finite number"),
-        (MEMORY | {"mem_w": [-40, 1]}, "stage 1: mem_f + mem_b + mem_w is 1; what F adds, B and W take away: the sum is 0"),
-        ({"mem_f": [1, -1], "mem_b": [-1, 1], "mem_w": [0, 0]}, "stage 1: mem_f is -1; it is at least 0"),
-        ({"mem_f": [1, 1], "mem_b": [-2, -1], "mem_w": [1, 0]}, "stage 0: mem_w is 1; it is at most 0"),
-        ({"mem_f": [1, 1], "mem_w": [0, 0]}, "mem_f, mem_b and mem_w come together: mem_b is missing"),
+        (
+            MEMORY | {"mem_w": [-40, float("nan")]},
+            "stage 1: mem_w is NaN; a change of memory is a finite number",
+        ),
+        (
+            MEMORY | {"mem_w": [-40, 1]},
+            "stage 1: mem_f + mem_b + mem_w is 1; what F adds, B and W take away: the sum is 0",
+        ),
+        (
+            {"mem_f": [1, -1], "mem_b": [-1, 1], "mem_w": [0, 0]},
+            "stage 1: mem_f is -1; it is at least 0",
+        ),
+        (
+            {"mem_f": [1, 1], "mem_b": [-2, -1], "mem_w": [1, 0]},
+            "stage 0: mem_w is 1; it is at most 0",
+        ),
+        (
+            {"mem_f": [1, 1], "mem_w": [0, 0]},
+            "mem_f, mem_b and mem_w come together: mem_b is missing",
+        ),
         ({"mem_F": [1, 1]}, "unknown key 'mem_F'; did you mean 'mem_f'?"),
-        ({"colour": 1}, "unknown key 'colour'; the keys are f, b, w, comm, mem_f, mem_b, mem_w, cap"),
+        (
+            {"colour": 1},
+            "unknown key 'colour'; the keys are f, b, w, comm, mem_f, mem_b, mem_w, cap",
+        ),
         ({"b": [0, 0], "w": [0, 0]}, "b and w are 0 on every stage"),
         ({"\ud800": 1}, "a key is no text that can be written as UTF-8"),
     ],
@@ -97,7 +125,9 @@ def test_not_an_object() -> None:
 
 
 def test_memory_sums_to_zero_up_to_rounding() -> None:
-    assert parse_costs({"f": [1], "b": [1], "w": [1], "mem_f": [0.3], "mem_b": [-0.1], "mem_w": [-0.2]}, 1)
+    assert parse_costs(
+        {"f": [1], "b": [1], "w": [1], "mem_f": [0.3], "mem_b": [-0.1], "mem_w": [-0.2]}, 1
+    )
 
 
 @pytest.mark.parametrize(
@@ -121,13 +151,21 @@ def test_every_message_names_the_file(content: bytes, message: str, tmp_path: Pa
 
 
 def test_costs_of_layers_are_for_dynmo_plan(tmp_path: Path) -> None:
-    (tmp_path / "costs.json").write_text('{"version": 1, "kind": "dynmo-costs", "f": [1], "b": [1], "w": [1]}')
-    with pytest.raises(InputError, match=r"costs\.json: it has the costs of layers; here one number per stage is wanted"):
+    (tmp_path / "costs.json").write_text(
+        '{"version": 1, "kind": "dynmo-costs", "f": [1], "b": [1], "w": [1]}'
+    )
+    with pytest.raises(
+        InputError,
+        match=r"costs\.json: it has the costs of layers; here one number per stage is wanted",
+    ):
         read_costs(tmp_path / "costs.json", 1)
 
 
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"none.json: cannot be read: No such file"):
         read_costs(tmp_path / "none.json", 2)
-    with pytest.raises(InputError, match=r"a folder; here one number per stage is wanted; dynmo plan --costs takes the costs of layers"):
+    with pytest.raises(
+        InputError,
+        match=r"a folder; here one number per stage is wanted; dynmo plan --costs takes the costs of layers",
+    ):
         read_costs(tmp_path, 2)

@@ -29,7 +29,9 @@ def test_a_share_lies_between_0_and_1(share: float) -> None:
         ((StageCost(1, 1, 1),) * 2, (-0.5,), "comm of boundary 0: -0.5"),
     ],
 )
-def test_costs_are_checked(stages: tuple[StageCost, ...], links: tuple[float, ...], message: str) -> None:
+def test_costs_are_checked(
+    stages: tuple[StageCost, ...], links: tuple[float, ...], message: str
+) -> None:
     with pytest.raises(InputError, match=message):
         Costs(stages, links)
 
@@ -40,9 +42,14 @@ def test_layers_are_summed_into_stages() -> None:
         LayerCost(10, 20, 30, activation_bytes=1000, stash_bytes=0),
         LayerCost(0.5, 0, 0),
     ]
-    assert stage_costs(layers, (2, 1)) == (StageCost(11, 22, 33, 1100, -1060, -40), StageCost(0.5, 0, 0, 0, 0, 0))
+    assert stage_costs(layers, (2, 1)) == (
+        StageCost(11, 22, 33, 1100, -1060, -40),
+        StageCost(0.5, 0, 0, 0, 0, 0),
+    )
     assert stage_costs(layers, (1, 2))[1] == StageCost(10.5, 20, 30, 1000, -1000, 0)
-    assert all(stage.mem_f + stage.mem_b + stage.mem_w == 0 for stage in stage_costs(layers, (2, 1)))
+    assert all(
+        stage.mem_f + stage.mem_b + stage.mem_w == 0 for stage in stage_costs(layers, (2, 1))
+    )
 
 
 def test_every_layer_has_its_place() -> None:
@@ -51,7 +58,16 @@ def test_every_layer_has_its_place() -> None:
 
 
 def test_a_layer() -> None:
-    layer = LayerCost(1, 2, 3, weight_bytes=10, gradient_bytes=20, optimizer_bytes=30, activation_bytes=5, rollback_bytes=40)
+    layer = LayerCost(
+        1,
+        2,
+        3,
+        weight_bytes=10,
+        gradient_bytes=20,
+        optimizer_bytes=30,
+        activation_bytes=5,
+        rollback_bytes=40,
+    )
     assert layer.seconds == 6
     assert layer.static_bytes == 100
     assert (
@@ -59,8 +75,14 @@ def test_a_layer() -> None:
         layer.with_accumulation(4).pending_gradient_bytes,
         layer.with_accumulation(4).static_bytes,
     ) == (0, 40, 140)
-    assert (layer.shared(4).optimizer_bytes, layer.shared(4).rollback_bytes, layer.shared(4).weight_bytes) == (8, 10, 10)
-    assert layer.moved_bytes == 40, "weights and the optimizer's state: between steps there is nothing else"
+    assert (
+        layer.shared(4).optimizer_bytes,
+        layer.shared(4).rollback_bytes,
+        layer.shared(4).weight_bytes,
+    ) == (8, 10, 10)
+    assert layer.moved_bytes == 40, (
+        "weights and the optimizer's state: between steps there is nothing else"
+    )
 
 
 def test_a_link_is_a_line() -> None:

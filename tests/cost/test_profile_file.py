@@ -28,11 +28,20 @@ def test_the_least_a_file_can_say() -> None:
 
 def test_what_an_op_of_any_kind_needs_is_enough_for_each() -> None:
     (layer, _) = parse(TWO | {"workspace_bytes": [7, 8], "weight_workspace_bytes": [0, 0]}).layers
-    assert (layer.workspace_bytes, layer.forward_workspace_bytes, layer.weight_workspace_bytes) == (7, 7, 0)
+    assert (layer.workspace_bytes, layer.forward_workspace_bytes, layer.weight_workspace_bytes) == (
+        7,
+        7,
+        0,
+    )
 
 
-@given(st.lists(layers, min_size=1, max_size=4), st.lists(st.tuples(times, st.floats(1, 1e12)), max_size=3))
-def test_what_is_written_is_read_back(costs: list[LayerCost], links: list[tuple[float, float]]) -> None:
+@given(
+    st.lists(layers, min_size=1, max_size=4),
+    st.lists(st.tuples(times, st.floats(1, 1e12)), max_size=3),
+)
+def test_what_is_written_is_read_back(
+    costs: list[LayerCost], links: list[tuple[float, float]]
+) -> None:
     profile = Profile(
         layers=tuple(costs),
         names=tuple(f"blocks.{i}" for i in range(len(costs))),
@@ -50,9 +59,13 @@ def test_what_is_written_is_read_back(costs: list[LayerCost], links: list[tuple[
 
 def test_a_file(tmp_path: Path) -> None:
     path = tmp_path / "costs.json"
-    profile = parse(TWO | {"links": [{"latency": 1e-5}], "stash_bytes": [4e9, 1], "first_trainable": 0})
+    profile = parse(
+        TWO | {"links": [{"latency": 1e-5}], "stash_bytes": [4e9, 1], "first_trainable": 0}
+    )
     write(path, profile)
-    assert json.loads(path.read_text())["links"] == [{"between": [0, 1], "latency": 1e-5, "bytes_per_second": None}]
+    assert json.loads(path.read_text())["links"] == [
+        {"between": [0, 1], "latency": 1e-5, "bytes_per_second": None}
+    ]
     assert read(path) == profile
     assert profile.layers[0].stash_bytes == 4_000_000_000
     assert [p.name for p in tmp_path.iterdir()] == ["costs.json"]
@@ -66,7 +79,9 @@ def test_the_links_of_boundaries() -> None:
     assert profile.boundaries((0, 1, 2)) == (near, far)
     assert profile.boundaries((0, 1, 1, 0)) == (near, here, near)
     assert profile.boundaries((0, 1, 0, 1)) == (near,) * 3
-    assert profile.boundaries((0, 1, 2, 0, 1, 2))[2] == LinkCost(2.0, 10.0), "a pair that was not measured: the slowest"
+    assert profile.boundaries((0, 1, 2, 0, 1, 2))[2] == LinkCost(2.0, 10.0), (
+        "a pair that was not measured: the slowest"
+    )
 
 
 def test_the_time_of_a_message_by_hand() -> None:
@@ -75,15 +90,24 @@ def test_the_time_of_a_message_by_hand() -> None:
     many = parse(TWO | {"comm": [0.5, 1]})
     assert [x.seconds(10) for x in many.boundaries((0, 1, 2))] == [0.5, 1]
     assert [x.seconds(10) for x in many.boundaries((0, 1), exactly=False)] == [1]
-    with pytest.raises(InputError, match="comm has 2 numbers, but 2 stages have 1 boundaries; give one per boundary"):
+    with pytest.raises(
+        InputError,
+        match="comm has 2 numbers, but 2 stages have 1 boundaries; give one per boundary",
+    ):
         many.boundaries((0, 1))
 
 
 @pytest.mark.parametrize(
     ("b", "w", "said", "first"),
-    [([0, 0, 1], [0, 0, 1], None, 2), ([0, 1, 1], [1, 1, 1], None, 0), ([0, 0, 1], [0, 0, 0], 1, 1)],
+    [
+        ([0, 0, 1], [0, 0, 1], None, 2),
+        ([0, 1, 1], [1, 1, 1], None, 0),
+        ([0, 0, 1], [0, 0, 0], 1, 1),
+    ],
 )
-def test_a_prefix_without_backward_is_frozen(b: list[float], w: list[float], said: int | None, first: int) -> None:
+def test_a_prefix_without_backward_is_frozen(
+    b: list[float], w: list[float], said: int | None, first: int
+) -> None:
     data = {"f": [1, 1, 1], "b": b, "w": w} | ({} if said is None else {"first_trainable": said})
     assert parse(data).first_trainable == first
 
@@ -101,7 +125,10 @@ def test_a_prefix_without_backward_is_frozen(b: list[float], w: list[float], sai
         ({"w": [5, float("inf")]}, "layer 1: w is Infinity; a time"),
         ({"w": [5, "6"]}, 'layer 1: w is "6"; a time'),
         ({"w": 5}, "w is 5; it is a list, one entry per layer"),
-        ({"weight_bytes": [1, -1]}, "layer 1: weight_bytes is -1; a size is a whole number of at least 0"),
+        (
+            {"weight_bytes": [1, -1]},
+            "layer 1: weight_bytes is -1; a size is a whole number of at least 0",
+        ),
         ({"weight_bytes": [1, 0.5]}, "layer 1: weight_bytes is 0.5; a size"),
         ({"names": ["a", 3]}, "layer 1: names is 3; a name is text"),
         ({"comm": -1}, "boundary 0: comm is -1; a time"),
@@ -152,7 +179,9 @@ def test_what_cannot_be_read(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="is a folder, but no run"):
         read(tmp_path)
     (tmp_path / "config.toml").touch()
-    with pytest.raises(InputError, match=r"has recorded no costs\.json; measure with: dynmo profile"):
+    with pytest.raises(
+        InputError, match=r"has recorded no costs\.json; measure with: dynmo profile"
+    ):
         read(tmp_path)
     with pytest.raises(InputError, match="cannot be written: No such file"):
         write(tmp_path / "none" / "costs.json", parse(TWO))

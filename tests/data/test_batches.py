@@ -81,20 +81,27 @@ def test_epochs_and_seeds_are_shuffled_differently():
     assert first[101:] != order(1)[:101]
 
 
-@given(windows=st.integers(8, 80), global_batch=st.sampled_from([2, 4, 6]), seed=st.integers(0, 100))
+@given(
+    windows=st.integers(8, 80), global_batch=st.sampled_from([2, 4, 6]), seed=st.integers(0, 100)
+)
 def test_batches_that_come_again_are_the_same_in_another_order(windows, global_batch, seed):
     """The first epoch is that of shuffled windows; a later one has its batches, each once, with the
     same sequences in the same order."""
     plain = Order(windows * SEQUENCE + 2, SEQUENCE, global_batch, 2, seed)
     order = Order(windows * SEQUENCE + 2, SEQUENCE, global_batch, 2, seed, "batches")
     steps = order.windows // global_batch
-    epochs = [[order.train(epoch * steps + place).tolist() for place in range(steps)] for epoch in range(3)]
+    epochs = [
+        [order.train(epoch * steps + place).tolist() for place in range(steps)]
+        for epoch in range(3)
+    ]
     assert epochs[0] == [plain.train(step).tolist() for step in range(steps)]
     assert sorted(epochs[0]) == sorted(epochs[1]) == sorted(epochs[2])
     if steps > 20:
         assert epochs[0] != epochs[1] != epochs[2]
     for step in (2 * steps, 0, steps):
-        assert order.train(step).tolist() == epochs[step // steps][step % steps], "in whatever order it is asked"
+        assert order.train(step).tolist() == epochs[step // steps][step % steps], (
+            "in whatever order it is asked"
+        )
     assert (order.repeats(steps), order.repeats(steps + 1)) == (False, True)
 
 
@@ -107,10 +114,15 @@ def test_what_comes_again_of_shuffled_windows():
 
 def test_a_batch_larger_than_the_data_cannot_come_again():
     with pytest.raises(
-        ConfigError, match=r'data.shuffle = "batches": data.source has 19 windows .* fewer than train.global_batch = 20; use'
+        ConfigError,
+        match=r'data.shuffle = "batches": data.source has 19 windows .* fewer than train.global_batch = 20; use',
     ):
         Order(20 * SEQUENCE + 2, SEQUENCE, 20, 2, 0, "batches")
-    assert Batches(numbered(20), SEQUENCE, 19, 19, 0, "batches").train(3)[0].shape == (1, 19, SEQUENCE)
+    assert Batches(numbered(20), SEQUENCE, 19, 19, 0, "batches").train(3)[0].shape == (
+        1,
+        19,
+        SEQUENCE,
+    )
 
 
 def test_the_order_of_an_epoch_stays_what_it_was():
@@ -133,7 +145,9 @@ def test_no_held_out_token_is_ever_trained_on(windows, micro_batch):
             held.update(tokens.flatten().tolist())
     assert not trained & held
     assert len(trained) == batches.windows * SEQUENCE + 1
-    assert len(held) == batches.held_out_windows * SEQUENCE + 1  # so these were all of them, up to the corpus's end
+    assert (
+        len(held) == batches.held_out_windows * SEQUENCE + 1
+    )  # so these were all of them, up to the corpus's end
     assert max(held) == windows * SEQUENCE + 1
 
 
@@ -178,7 +192,17 @@ def test_stdlib_is_the_same_text_twice_and_within_its_limit():
 
 def test_stdlib_takes_sources_in_order_and_nothing_installed_or_of_this_machine(tmp_path):
     for name in (
-        *("b.py", "a/z.py", "a.py", "c.txt", "site-packages/p/x.py", "test/t.py", "a/tests/t.py", "idlelib/i.py", "__pycache__/a.py"),
+        *(
+            "b.py",
+            "a/z.py",
+            "a.py",
+            "c.txt",
+            "site-packages/p/x.py",
+            "test/t.py",
+            "a/tests/t.py",
+            "idlelib/i.py",
+            "__pycache__/a.py",
+        ),
         *("_sysconfigdata__linux.py", "config-3.11/python-config.py", "sitecustomize.py"),
     ):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
@@ -213,7 +237,9 @@ def test_a_file_that_is_cut_off(tmp_path):
 
 
 def test_files_refused(tmp_path):
-    with pytest.raises(ConfigError, match=r'data.source = "file:.*none": cannot be read \(No such file'):
+    with pytest.raises(
+        ConfigError, match=r'data.source = "file:.*none": cannot be read \(No such file'
+    ):
         file(tmp_path / "none")
     with pytest.raises(ConfigError, match="not a regular file"):
         file(tmp_path)

@@ -22,7 +22,9 @@ class Alone:
 class Kept:
     """`modules`, where given, are all here; else each layer has something to train, elsewhere."""
 
-    def __init__(self, count: int, names: Sequence[str] = (), modules: Sequence[nn.Module] = ()) -> None:
+    def __init__(
+        self, count: int, names: Sequence[str] = (), modules: Sequence[nn.Module] = ()
+    ) -> None:
         self.count, self.modules = count, modules or [nn.Linear(1, 1) for _ in range(count)]
         self.names = names or [f"layer{i}" for i in range(count)]
         self.own: Sequence[int] = range(len(modules))

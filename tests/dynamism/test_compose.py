@@ -17,7 +17,15 @@ def config(ranks: int, schedule: str, cases: list[str]) -> dict[str, Any]:
     return {
         "seed": 7,
         "model": {"blocks": 2, "hidden": 32, "heads": 2, "sequence": 32, "dropout": 0.1},
-        "train": {"steps": 30, "global_batch": 6, "micro_batch": 2, "lr": 1e-2, "warmup": 2, "decay": "linear", "min_lr_ratio": 0.001},
+        "train": {
+            "steps": 30,
+            "global_batch": 6,
+            "micro_batch": 2,
+            "lr": 1e-2,
+            "warmup": 2,
+            "decay": "linear",
+            "min_lr_ratio": 0.001,
+        },
         "parallel": {"pipeline": ranks, "timeout": 20.0},
         "pipeline": {"schedule": schedule},
         "balance": {"balancer": "random" if ranks > 1 else "none", "every": 2},
@@ -25,16 +33,28 @@ def config(ranks: int, schedule: str, cases: list[str]) -> dict[str, Any]:
             "cases": cases,
             "pruning": {"dense_below": 0.3, "start": 4, "end": 20, "every": 4},
             "sparse_attention": {"buckets": 4, "start": 3},
-            "freezing": {"policy": "egeria", "every": 1, "window": 3, "refresh": 8, "tolerance": 0.3, "thaw": 0.5},
+            "freezing": {
+                "policy": "egeria",
+                "every": 1,
+                "window": 3,
+                "refresh": 8,
+                "tolerance": 0.3,
+                "thaw": 0.5,
+            },
         },
         "trace": {"steps": 0},
     }
 
 
 def test_one_order_however_they_are_named() -> None:
-    orders = [[case.name for case in make_cases(parse(config(1, "zb-h1", cases)), 6)] for cases in (CASES, CASES[::-1])]
+    orders = [
+        [case.name for case in make_cases(parse(config(1, "zb-h1", cases)), 6)]
+        for cases in (CASES, CASES[::-1])
+    ]
     assert orders[0] == orders[1]
-    assert orders[0][-2:] == ["freezing", "layer_drop"], "what freezes sees what the others changed; one's own comes last"
+    assert orders[0][-2:] == ["freezing", "layer_drop"], (
+        "what freezes sees what the others changed; one's own comes last"
+    )
 
 
 def test_all_at_once(pool: Pool) -> None:

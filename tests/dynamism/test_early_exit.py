@@ -29,7 +29,11 @@ def config(ranks: int = 1, **options: Any) -> dict[str, Any]:
         "train": {"steps": 9, "global_batch": 4, "micro_batch": 2, "lr": 1e-2},
         "parallel": {"pipeline": ranks},
         "balance": {"balancer": "none"},
-        "dynamism": {"cases": ["early_exit"], "early_exit": {"policy": "adp-c", "exits": [0, 1], "start": 2, "record_every": 2} | options},
+        "dynamism": {
+            "cases": ["early_exit"],
+            "early_exit": {"policy": "adp-c", "exits": [0, 1], "start": 2, "record_every": 2}
+            | options,
+        },
         "trace": {"steps": 0},
     }
 
@@ -81,7 +85,9 @@ def test_a_record_is_of_the_steps_since_the_last() -> None:
     second.seen = (32, 16)
     assert case.collect(4, model) is None
     assert case.collect(6, model) == TokenShares((3, 6), {"exited": [0.25, 0.5]})
-    assert case.collect(9, model) == TokenShares((3, 6), {"exited": [0.0, 0.0]}), "the counts start anew"
+    assert case.collect(9, model) == TokenShares((3, 6), {"exited": [0.0, 0.0]}), (
+        "the counts start anew"
+    )
 
 
 def test_layers_of_other_ranks_are_not_counted() -> None:
@@ -118,7 +124,10 @@ def test_a_model_without_exits_is_refused() -> None:
     (case,) = make_cases(parse(config()), 10)
     case.check(layers().modules)
     for modules in ([], [nn.Embedding(4, 4), nn.Linear(4, 4)]):
-        with pytest.raises(ConfigError, match="no layer of the model lets tokens exit; give one of your own the attributes") as caught:
+        with pytest.raises(
+            ConfigError,
+            match="no layer of the model lets tokens exit; give one of your own the attributes",
+        ) as caught:
             case.check(modules)
         assert "\n" not in str(caught.value)
 
@@ -130,13 +139,20 @@ def test_the_start_follows_from_the_length_of_the_run() -> None:
 
 def test_thresholds_of_the_policies() -> None:
     for given, expected in (({}, 0.9), ({"policy": "adp-c"}, 0.998), ({"threshold": 0.0}, 0.0)):
-        options = parse({"dynamism": {"cases": ["early_exit"], "early_exit": given}}).dynamism.early_exit
+        options = parse(
+            {"dynamism": {"cases": ["early_exit"], "early_exit": given}}
+        ).dynamism.early_exit
         assert options.threshold_of_policy == expected
 
 
-@pytest.mark.parametrize(("blocks", "expected"), [(2, (0,)), (3, (0, 1)), (4, (1, 2)), (6, (1, 3)), (8, (2, 5)), (24, (7, 15))])
+@pytest.mark.parametrize(
+    ("blocks", "expected"),
+    [(2, (0,)), (3, (0, 1)), (4, (1, 2)), (6, (1, 3)), (8, (2, 5)), (24, (7, 15))],
+)
 def test_exits_stand_at_a_third_and_two_thirds(blocks: int, expected: tuple[int, ...]) -> None:
-    options = parse({"model": {"blocks": blocks}, "dynamism": {"cases": ["early_exit"]}}).dynamism.early_exit
+    options = parse(
+        {"model": {"blocks": blocks}, "dynamism": {"cases": ["early_exit"]}}
+    ).dynamism.early_exit
     assert options.exits_of(blocks) == expected
 
 
@@ -145,7 +161,10 @@ def test_the_log_has_the_shares(pool: Pool, threshold: float, expected: list[flo
     events = pool.run("events", 2, config=config(2, threshold=threshold))[0]
     told = [e for e in events if e["event"] == "tokens"]
     assert [e["step"] for e in told] == [4, 6, 8]
-    assert all((e["case"], e["layers"], e["shares"]) == ("early_exit", EXITS, {"exited": expected}) for e in told)
+    assert all(
+        (e["case"], e["layers"], e["shares"]) == ("early_exit", EXITS, {"exited": expected})
+        for e in told
+    )
     assert [(e["step"], e["case"]) for e in events if e["event"] == "change"] == [(2, "early_exit")]
 
 
@@ -153,13 +172,18 @@ def test_an_evaluation_also_runs_without_exits(pool: Pool) -> None:
     wanted = config(threshold=0.0)
     wanted["train"]["eval_every"] = 2
     evaluations = [e for e in pool.run("events", 1, config=wanted)[0] if e["event"] == "eval"]
-    assert ["dense_loss" in e and e["dense_loss"] is not None for e in evaluations] == [e["step"] > 2 for e in evaluations]
+    assert ["dense_loss" in e and e["dense_loss"] is not None for e in evaluations] == [
+        e["step"] > 2 for e in evaluations
+    ]
     assert all(e["loss"] != e["dense_loss"] for e in evaluations[1:])
 
 
 def test_exits_that_no_token_takes_change_no_bit(pool: Pool) -> None:
     late, never = config(start=8, threshold=1.0), config(2, start=0, threshold=1.0)
-    assert pool.run("train", 1, config=late)[0]["digest"] == pool.run("train", 2, config=never)[0]["digest"]
+    assert (
+        pool.run("train", 1, config=late)[0]["digest"]
+        == pool.run("train", 2, config=never)[0]["digest"]
+    )
     taken = pool.run("train", 1, config=config(start=0, threshold=0.0))[0]["digest"]
     assert taken != pool.run("train", 1, config=late)[0]["digest"]
 

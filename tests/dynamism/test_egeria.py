@@ -32,11 +32,21 @@ from tests.runtime import alone
 OPTIONS = {"policy": "egeria", "every": 1, "window": 3, "refresh": 8, "tolerance": 0.3, "thaw": 0.5}
 
 
-def config(ranks: int, schedule: str = "zb-h1", balance: dict[str, Any] | None = None, **options: Any) -> dict[str, Any]:
+def config(
+    ranks: int, schedule: str = "zb-h1", balance: dict[str, Any] | None = None, **options: Any
+) -> dict[str, Any]:
     return {
         "seed": 3,
         "model": {"blocks": 2, "hidden": 32, "heads": 2, "sequence": 16, "dropout": 0.1},
-        "train": {"steps": 40, "global_batch": 6, "micro_batch": 2, "lr": 1e-2, "warmup": 2, "decay": "linear", "min_lr_ratio": 0.001},
+        "train": {
+            "steps": 40,
+            "global_batch": 6,
+            "micro_batch": 2,
+            "lr": 1e-2,
+            "warmup": 2,
+            "decay": "linear",
+            "min_lr_ratio": 0.001,
+        },
         "parallel": {"pipeline": ranks, "timeout": 20.0},
         "pipeline": {"schedule": schedule},
         "balance": balance or {"balancer": "random", "every": 2},
@@ -75,7 +85,9 @@ def test_plasticity_is_the_similarity_preserving_loss() -> None:
     expected = np.square(live - similar(weights["weight"], weights["bias"])).sum() / 64
     got = plasticity(now, reference, (x,), relations(now(x)), (0, 0, 0))
     assert got == pytest.approx(expected, rel=1e-4)
-    assert got > 100 * plasticity(then, reference, (x,), relations(then(x)), (0, 0, 0)), "int8 alone makes hardly a difference"
+    assert got > 100 * plasticity(then, reference, (x,), relations(then(x)), (0, 0, 0)), (
+        "int8 alone makes hardly a difference"
+    )
 
 
 def test_plasticity_picks_tokens_evenly_and_drops_the_same() -> None:
@@ -118,14 +130,26 @@ def test_a_weight_of_which_pruning_has_left_nothing() -> None:
 
 def test_no_number_where_the_reference_is_of_another_shape() -> None:
     x = torch.ones(2, 3)
-    assert np.isnan(plasticity(nn.Linear(3, 3), quantised(nn.Linear(3, 4)), (x,), relations(x), (0, 0, 0)))
+    assert np.isnan(
+        plasticity(nn.Linear(3, 3), quantised(nn.Linear(3, 4)), (x,), relations(x), (0, 0, 0))
+    )
 
 
 # -- deciding --------------------------------------------------------------------------------------
 
 
 def egeria(**options: Any) -> Egeria:
-    whole = {"unit": "half", "every": 1, "start": 0, "window": 3, "tolerance": 0.2, "refresh": 8, "thaw": 0.1, "most": 3, "seed": 0}
+    whole = {
+        "unit": "half",
+        "every": 1,
+        "start": 0,
+        "window": 3,
+        "tolerance": 0.2,
+        "refresh": 8,
+        "thaw": 0.1,
+        "most": 3,
+        "seed": 0,
+    }
     return Egeria(**(whole | options))
 
 
@@ -146,7 +170,9 @@ class Moving(Kept):
         for layer, module in enumerate(self.linears):
             with torch.no_grad():
                 if step < self.times[layer]:
-                    fresh = torch.randn(6, 6, generator=torch.Generator().manual_seed(10 * step + layer))
+                    fresh = torch.randn(
+                        6, 6, generator=torch.Generator().manual_seed(10 * step + layer)
+                    )
                     assert isinstance(module, nn.Linear)
                     module.weight.mul_(0.9).add_(fresh, alpha=0.2)
                 x = module(x)
@@ -171,7 +197,9 @@ def test_front_modules_freeze_as_they_settle() -> None:
 
 @settings(max_examples=60)
 @given(st.integers(1, 4), st.integers(2, 4), st.integers(0, 12), st.integers(0, 5))
-def test_the_first_step_at_which_something_can_freeze(every: int, window: int, longer: int, start: int) -> None:
+def test_the_first_step_at_which_something_can_freeze(
+    every: int, window: int, longer: int, start: int
+) -> None:
     """A plasticity that swings less and less is stale as soon as can be: what the config's check
     says is just possible."""
     refresh, layers, readings = window * every + longer, Moving([0] * 4), count()
@@ -181,7 +209,9 @@ def test_the_first_step_at_which_something_can_freeze(every: int, window: int, l
     )
     possible = first_stale_step(freezing, 1000)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("dynmo.dynamism.egeria.plasticity", lambda *_: (-0.5) ** (next(readings) // 3))
+        patch.setattr(
+            "dynmo.dynamism.egeria.plasticity", lambda *_: (-0.5) ** (next(readings) // 3)
+        )
         for step in range(possible + 1):
             assert not layers.frozen
             layers.step(case, step)
@@ -195,7 +225,12 @@ def test_what_has_nothing_to_train_freezes_with_what_follows() -> None:
     does not count as what must train."""
     for last, frozen in ((nn.Linear(6, 6), {0, 1, 2}), (nn.Identity(), {0})):
         layers, case = Moving([10, 0, 10, 0]), egeria(most=3)
-        layers.modules = layers.linears = [layers.linears[0], nn.Identity(), layers.linears[2], last]
+        layers.modules = layers.linears = [
+            layers.linears[0],
+            nn.Identity(),
+            layers.linears[2],
+            last,
+        ]
         case.check(layers.modules)
         for step in range(40):
             layers.step(case, step)
@@ -249,13 +284,19 @@ def test_goes_on_from_its_state() -> None:
     [
         ({"window": 30}, ["dynamism.freezing.window = 30", "within the run's 40 steps"]),
         ({"start": 36}, ["within the run's 40 steps", "lower window, every or start"]),
-        ({"window": 5, "every": 4, "refresh": 20}, ["dynamism.freezing.window = 5", "nothing would freeze"]),
+        (
+            {"window": 5, "every": 4, "refresh": 20},
+            ["dynamism.freezing.window = 5", "nothing would freeze"],
+        ),
         ({"window": 1}, ["dynamism.freezing.window"]),
         ({"refresh": 2}, ["dynamism.freezing.refresh = 2", "refresh = 3 or more"]),
         ({"tolerance": 1.5}, ["dynamism.freezing.tolerance"]),
         ({"thaw": 1.0}, ["dynamism.freezing.thaw"]),
         ({"unit": "layer"}, ["dynamism.freezing.unit", '"half", "block"']),
-        ({"policy": "autofreeze", "every": 20}, ["two intervals end at step 0 + 2 x 20", "40 steps"]),
+        (
+            {"policy": "autofreeze", "every": 20},
+            ["two intervals end at step 0 + 2 x 20", "40 steps"],
+        ),
     ],
 )
 def test_bad_input(options: dict[str, Any], parts: list[str]) -> None:
@@ -271,7 +312,9 @@ def test_bad_input(options: dict[str, Any], parts: list[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"unit": "block", "max_layers": 3}, {"policy": "autofreeze", "every": 3, "unit": "block"}], ids=str
+    "options",
+    [{}, {"unit": "block", "max_layers": 3}, {"policy": "autofreeze", "every": 3, "unit": "block"}],
+    ids=str,
 )
 def test_one_digest_on_any_ranks_under_moves(pool: Pool, options: dict[str, Any]) -> None:
     expected = pool.run("train", 1, config=config(1, "1f1b", {"balancer": "none"}, **options))[0]
@@ -294,7 +337,9 @@ def test_resumed_is_uninterrupted(pool: Pool, tmp_path: Path) -> None:
     whole = pool.run("train_in", 3, config=config(3), folder=str(tmp_path / "whole"))
     first = pool.run("train_in", 2, config=config(2), folder=str(tmp_path / "parts"), stop_after=11)
     assert first[0]["steps"] < 15
-    second = pool.run("train_in", 1, config=config(1), folder=str(tmp_path / "parts"), resume=True, stop_after=18)
+    second = pool.run(
+        "train_in", 1, config=config(1), folder=str(tmp_path / "parts"), resume=True, stop_after=18
+    )
     assert second[0]["steps"] < 22
     third = pool.run("train_in", 3, config=config(3), folder=str(tmp_path / "parts"), resume=True)
     assert {r["weights_digest"] for r in third} == {whole[0]["weights_digest"]}
@@ -302,7 +347,9 @@ def test_resumed_is_uninterrupted(pool: Pool, tmp_path: Path) -> None:
     frozen = [[e.frozen for e in each if isinstance(e, StepEvent)] for each in events]
     assert frozen[0] == frozen[1]
     assert len({*frozen[0]}) == 3
-    assert [e.what for e in events[0] if isinstance(e, ChangeEvent)] == [e.what for e in events[1] if isinstance(e, ChangeEvent)]
+    assert [e.what for e in events[0] if isinstance(e, ChangeEvent)] == [
+        e.what for e in events[1] if isinstance(e, ChangeEvent)
+    ]
 
 
 def test_thawed_layers_have_the_optimizer_state_they_had() -> None:
@@ -317,11 +364,15 @@ def test_thawed_layers_have_the_optimizer_state_they_had() -> None:
     pipeline.step(3, *alone.tokens(3), lr=1e-2)
     pipeline.unfreeze([0, 1])
     assert all(torch.equal(t, before[name]) for name, t in pipeline.case_context.moments(1).items())
-    assert all(torch.equal(a, b) for a, b in zip(pipeline.modules[1].parameters(), weights, strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(pipeline.modules[1].parameters(), weights, strict=True)
+    )
     assert pipeline.case_context.kept(1)["mine"].tolist() == [0, 1, 2]
     pipeline.step(4, *alone.tokens(4), lr=1e-2)
     assert float(pipeline.case_context.moments(1)["qkv.weight/step"]) == 4
-    pipeline.case_context.rebuild(1, {name: 2 * t for name, t in pipeline.case_context.moments(1).items()})
+    pipeline.case_context.rebuild(
+        1, {name: 2 * t for name, t in pipeline.case_context.moments(1).items()}
+    )
     assert float(pipeline.case_context.moments(1)["qkv.weight/step"]) == 8
     assert pipeline.case_context.kept(1)["mine"].tolist() == [0, 1, 2]
     assert pipeline.case_context.own == [*range(pipeline.count)]

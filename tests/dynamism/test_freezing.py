@@ -19,7 +19,9 @@ from dynmo.errors import ConfigError
 from tests.dynamism.kept import Kept
 
 
-def feed(case: Dynamism, layers: Kept, norms: Sequence[Sequence[float]], first: int = 0) -> list[Change | None]:
+def feed(
+    case: Dynamism, layers: Kept, norms: Sequence[Sequence[float]], first: int = 0
+) -> list[Change | None]:
     """Steps with these gradient norms; what the case did before each, and after the last."""
     done: list[Change | None] = []
     for step, row in enumerate(norms, start=first):
@@ -47,7 +49,14 @@ def test_schedule_forecasts_what_is_to_come() -> None:
 
 
 def test_units() -> None:
-    names = ["embedding", "blocks.0.attention", "blocks.0.feed_forward", "blocks.1.attention", "blocks.1.feed_forward", "head"]
+    names = [
+        "embedding",
+        "blocks.0.attention",
+        "blocks.0.feed_forward",
+        "blocks.1.attention",
+        "blocks.1.feed_forward",
+        "head",
+    ]
     assert units(names, "block") == (range(1), range(1, 3), range(3, 5), range(5, 6))
     assert units(names, "half") == tuple(range(i, i + 1) for i in range(6))
     for flat in (["emulated.0", "emulated.1"], ["0.Linear", "1.Linear"]):
@@ -57,14 +66,23 @@ def test_units() -> None:
 def test_autofreeze_by_blocks() -> None:
     """Norms of a block are its halves' together: 3 and 4 make 5. The median of the four changes 0,
     0.2, 0.2, 0.4 is 0.2."""
-    names = ["embedding", "blocks.0.attention", "blocks.0.feed_forward", "blocks.1.attention", "blocks.1.feed_forward", "head"]
+    names = [
+        "embedding",
+        "blocks.0.attention",
+        "blocks.0.feed_forward",
+        "blocks.1.attention",
+        "blocks.1.feed_forward",
+        "head",
+    ]
     for unit, expected in (("block", {0}), ("half", {0, 1})):
         layers, case = Kept(6, names), AutoFreeze(every=1, start=0, most=5, unit=unit)
         feed(case, layers, [(1, 3, 4, 6, 8, 10), (1, 3, math.sqrt(27), 4.8, 6.4, 6)])
         assert layers.frozen == expected
     layers, case = Kept(6, names), AutoFreeze(every=1, start=0, most=2, unit="block")
     feed(case, layers, [(1, 3, 4, 6, 8, 10), (1, 3, 4, 3, 4, 6), (1, 3, 4, 3, 4, 5)])
-    assert layers.frozen == {0}, "a block freezes whole or not at all, and this one is over the limit"
+    assert layers.frozen == {0}, (
+        "a block freezes whole or not at all, and this one is over the limit"
+    )
 
 
 def test_freeze_prefix_never_thaws() -> None:
@@ -94,7 +112,11 @@ def test_autofreeze_leaves_the_last_and_minds_its_limit() -> None:
         layers, case = Kept(4), AutoFreeze(every=1, start=0, most=most)
         # Each layer changes less than those above it, so that as much as allowed freezes in the
         # end.
-        feed(case, layers, [[10 + (1 + layer) * 0.1 * step for layer in range(4)] for step in range(30)])
+        feed(
+            case,
+            layers,
+            [[10 + (1 + layer) * 0.1 * step for layer in range(4)] for step in range(30)],
+        )
         assert layers.frozen == set(range(most))
 
 
@@ -126,7 +148,10 @@ def test_autofreeze_passes_over_what_has_nothing_to_train() -> None:
 def test_a_schedule_leaves_the_last_that_trains() -> None:
     modules = [nn.Linear(2, 2), nn.Linear(2, 2), nn.ReLU()]
     ScheduledFreezing([(1, 1)]).check(modules)
-    with pytest.raises(ConfigError, match=r"freezes 2 layers, but behind its first 2 the model has nothing to train.*at most 1"):
+    with pytest.raises(
+        ConfigError,
+        match=r"freezes 2 layers, but behind its first 2 the model has nothing to train.*at most 1",
+    ):
         ScheduledFreezing([(1, 2)]).check(modules)
 
 
@@ -153,14 +178,24 @@ def test_what_another_policy_left_is_not_gone_on_from(unit: str) -> None:
         "rate": 0.1,
         "frozen_at": 0.0,
     }
-    for other in ({}, egeria, AutoFreeze(1, 0, 2, "half" if unit == "block" else "block").state() | {"sums": [1.0]}):
+    for other in (
+        {},
+        egeria,
+        AutoFreeze(1, 0, 2, "half" if unit == "block" else "block").state() | {"sums": [1.0]},
+    ):
         case.load(other)
         assert case.state() == fresh
-    policy = Egeria(unit=unit, every=1, start=0, window=2, tolerance=0.5, refresh=4, thaw=0.1, most=2, seed=0)
+    policy = Egeria(
+        unit=unit, every=1, start=0, window=2, tolerance=0.5, refresh=4, thaw=0.1, most=2, seed=0
+    )
     policy.load(fresh)
     # But layers that are frozen thaw by the rate at which they froze, whatever the units are now.
     policy.load(egeria | {"unit": "another", "frozen_at": 0.2, "stale": [[0, 1]]})
-    assert (policy.state()["rate"], policy.state()["frozen_at"], policy.state()["stale"]) == (0.1, 0.2, [])
+    assert (policy.state()["rate"], policy.state()["frozen_at"], policy.state()["stale"]) == (
+        0.1,
+        0.2,
+        [],
+    )
 
 
 def test_autofreeze_goes_on_from_its_state() -> None:
@@ -179,7 +214,9 @@ def test_autofreeze_goes_on_from_its_state() -> None:
 
 def cases(layers: int, options: dict[str, Any]) -> list[Dynamism]:
     kind = {"kind": "python:a:b"}  # how many layers it has, only the model knows
-    return make_cases(parse({"model": kind, "dynamism": {"cases": ["freezing"], "freezing": options}}), layers)
+    return make_cases(
+        parse({"model": kind, "dynamism": {"cases": ["freezing"], "freezing": options}}), layers
+    )
 
 
 def test_from_a_config() -> None:
@@ -188,7 +225,9 @@ def test_from_a_config() -> None:
     (auto,) = cases(4, {"policy": "autofreeze", "every": 2})
     assert isinstance(auto, AutoFreeze)
     assert make_cases(parse({}), 4) == []
-    with pytest.raises(ConfigError, match="4 layers to freeze, but the model has 4 and the last must train"):
+    with pytest.raises(
+        ConfigError, match="4 layers to freeze, but the model has 4 and the last must train"
+    ):
         cases(4, {"schedule": [[1, 4]]})
     with pytest.raises(ConfigError, match="5 layers to freeze, but the model has 4"):
         cases(4, {"policy": "autofreeze", "max_layers": 5})

@@ -29,7 +29,10 @@ def config(ranks: int = 1, **options: Any) -> dict[str, Any]:
         "train": {"steps": 9, "global_batch": 4, "micro_batch": 2, "lr": 1e-2},
         "parallel": {"pipeline": ranks},
         "balance": {"balancer": "none"},
-        "dynamism": {"cases": ["mixture_of_depths"], "mixture_of_depths": {"capacity": 0.25, "record_every": 2} | options},
+        "dynamism": {
+            "cases": ["mixture_of_depths"],
+            "mixture_of_depths": {"capacity": 0.25, "record_every": 2} | options,
+        },
         "trace": {"steps": 0},
     }
 
@@ -49,7 +52,9 @@ def test_training_selects_by_the_predictor_from_a_step_on() -> None:
     assert [case.acts(step) for step in (0, 1, 2)] == [False, False, True]
     assert [case.act(step, model) for step in (0, 1)] == [None, None]
     assert not any(router.by_threshold for router in routers(model))
-    assert case.act(2, model) == Change((3, 4, 7, 8), "2 blocks select tokens by their predictors (step 2)")
+    assert case.act(2, model) == Change(
+        (3, 4, 7, 8), "2 blocks select tokens by their predictors (step 2)"
+    )
     assert all(router.by_threshold for router in routers(model))
     assert case.act(3, model) is None
     assert not case.acts(3)
@@ -67,8 +72,12 @@ def test_a_record_is_of_the_steps_since_the_last() -> None:
     first, second = routers(model)
     first.seen, second.seen = (32, 8, torch.tensor(24)), (32, 4, 32)
     assert case.collect(2, model) is None
-    assert case.collect(3, model) == TokenShares((3, 7), {"selected": [0.25, 0.125], "predicted_right": [0.75, 1.0]})
-    assert case.collect(6, model) == TokenShares((3, 7), {"selected": [0.0, 0.0], "predicted_right": [0.0, 0.0]}), "the counts start anew"
+    assert case.collect(3, model) == TokenShares(
+        (3, 7), {"selected": [0.25, 0.125], "predicted_right": [0.75, 1.0]}
+    )
+    assert case.collect(6, model) == TokenShares(
+        (3, 7), {"selected": [0.0, 0.0], "predicted_right": [0.0, 0.0]}
+    ), "the counts start anew"
 
 
 def test_layers_of_other_ranks_are_not_counted() -> None:
@@ -76,7 +85,9 @@ def test_layers_of_other_ranks_are_not_counted() -> None:
     for router in routers(model):
         router.seen = (32, 8, 16)
     model.own = range(5, 10)
-    assert case.collect(1, model) == TokenShares((3, 7), {"selected": [0.0, 0.25], "predicted_right": [0.0, 0.5]})
+    assert case.collect(1, model) == TokenShares(
+        (3, 7), {"selected": [0.0, 0.25], "predicted_right": [0.0, 0.5]}
+    )
 
 
 def test_a_resumed_run_changes_nothing_anew() -> None:
@@ -92,7 +103,10 @@ def test_a_model_without_routers_is_refused() -> None:
     (case,) = make_cases(parse(config()), 10)
     case.check(layers().modules)
     for modules in ([], [nn.Embedding(4, 4), nn.Linear(4, 4)]):
-        with pytest.raises(ConfigError, match="no layer of the model selects tokens; give one of your own an attribute") as caught:
+        with pytest.raises(
+            ConfigError,
+            match="no layer of the model selects tokens; give one of your own an attribute",
+        ) as caught:
             case.check(modules)
         assert "\n" not in str(caught.value)
 
@@ -101,9 +115,14 @@ def test_there_is_nothing_to_compare_an_evaluation_with() -> None:
     assert MixtureOfDepthsCase(None, 1).dense(layers()) is None
 
 
-@pytest.mark.parametrize(("every", "expected"), [(1, (0, 1, 2, 3, 4)), (2, (1, 3)), (3, (2,)), (5, (4,))])
+@pytest.mark.parametrize(
+    ("every", "expected"), [(1, (0, 1, 2, 3, 4)), (2, (1, 3)), (3, (2,)), (5, (4,))]
+)
 def test_which_blocks_are_routed(every: int, expected: tuple[int, ...]) -> None:
-    wanted = {"model": {"blocks": 5}, "dynamism": {"cases": ["mixture_of_depths"], "mixture_of_depths": {"every": every}}}
+    wanted = {
+        "model": {"blocks": 5},
+        "dynamism": {"cases": ["mixture_of_depths"], "mixture_of_depths": {"every": every}},
+    }
     assert parse(wanted).dynamism.mixture_of_depths.routed_blocks(5) == expected
 
 
@@ -113,12 +132,24 @@ def test_the_log_has_the_shares(pool: Pool, predictor: str) -> None:
     told = [e for e in events if e["event"] == "tokens"]
     assert [e["step"] for e in told] == [2, 4, 6, 8]
     assert all((e["case"], e["layers"]) == ("mixture_of_depths", ROUTED) for e in told)
-    assert [e["shares"]["selected"] for e in told[:3]] == [[0.25, 0.25]] * 3, "2 of 8 tokens of each row"
-    assert all(0 <= share <= 1 for e in told for share in (*e["shares"]["selected"], *e["shares"]["predicted_right"]))
-    assert [(e["step"], e["case"]) for e in events if e["event"] == "change"] == [(6, "mixture_of_depths")]
+    assert [e["shares"]["selected"] for e in told[:3]] == [[0.25, 0.25]] * 3, (
+        "2 of 8 tokens of each row"
+    )
+    assert all(
+        0 <= share <= 1
+        for e in told
+        for share in (*e["shares"]["selected"], *e["shares"]["predicted_right"])
+    )
+    assert [(e["step"], e["case"]) for e in events if e["event"] == "change"] == [
+        (6, "mixture_of_depths")
+    ]
 
 
 def test_one_digest_on_any_ranks(pool: Pool) -> None:
     expected = pool.run("train", 1, config=config(threshold_from=4))[0]["digest"]
-    assert {r["digest"] for r in pool.run("train", 3, config=config(3, threshold_from=4))} == {expected}
-    assert pool.run("train", 1, config=config())[0]["digest"] != expected, "the predictor selects other tokens"
+    assert {r["digest"] for r in pool.run("train", 3, config=config(3, threshold_from=4))} == {
+        expected
+    }
+    assert pool.run("train", 1, config=config())[0]["digest"] != expected, (
+        "the predictor selects other tokens"
+    )

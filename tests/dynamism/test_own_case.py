@@ -104,8 +104,14 @@ def broken() -> None:
     [
         ("no_such_module:X", "cannot import no_such_module"),
         ("tests.dynamism.own_case:Layerdrop", "tests.dynamism.own_case has no class Layerdrop"),
-        ("tests.dynamism.test_own_case:Nameless", "has no check; inherit from dynmo.dynamism.Dynamism"),
-        ("tests.dynamism.test_own_case:broken", "raised RuntimeError: no such thing (test_own_case.py:"),
+        (
+            "tests.dynamism.test_own_case:Nameless",
+            "has no check; inherit from dynmo.dynamism.Dynamism",
+        ),
+        (
+            "tests.dynamism.test_own_case:broken",
+            "raised RuntimeError: no such thing (test_own_case.py:",
+        ),
         ("dynmo.dynamism:Dynamism", "has no act; inherit from dynmo.dynamism.Dynamism"),
     ],
 )
@@ -121,9 +127,14 @@ def test_what_act_returns() -> None:
     right = Change((0, 5), "text")
     assert checked(case, None, 6) is None
     assert checked(case, right, 6) is right
-    with pytest.raises(RunError, match=r"case 'freezing': act returned a list; return dynmo\.dynamism\.Change\(layers, text\), or None"):
+    with pytest.raises(
+        RunError,
+        match=r"case 'freezing': act returned a list; return dynmo\.dynamism\.Change\(layers, text\), or None",
+    ):
         checked(case, [1, 2], 6)
-    with pytest.raises(RunError, match="case 'freezing': act changed layer 6, but the model has 6, from 0 to 5"):
+    with pytest.raises(
+        RunError, match="case 'freezing': act changed layer 6, but the model has 6, from 0 to 5"
+    ):
         checked(case, Change((6,), "text"), 6)
 
 

@@ -36,7 +36,16 @@ def test_the_published_schedule() -> None:
     assert [round(100 * cubic.sparsity(step)) for step in cubic.steps] == [0, 52, 79, 89, 90]
     assert cubic.sparsity(2999) == 0
     assert cubic.sparsity(10**6) == 0.9
-    (case,) = make_cases(parse({"model": {"kind": "python:a:b"}, "train": {"steps": 10000}, "dynamism": {"cases": ["pruning"]}}), 5)
+    (case,) = make_cases(
+        parse(
+            {
+                "model": {"kind": "python:a:b"},
+                "train": {"steps": 10000},
+                "dynamism": {"cases": ["pruning"]},
+            }
+        ),
+        5,
+    )
     assert isinstance(case, Pruning)
     assert case._schedule == cubic, "what a run gets that names no steps"
 
@@ -68,7 +77,9 @@ class Several:
         return self.sum(tensor, what)
 
 
-def over_ranks(parts: dict[int, list[Tensor]], split: int, keep: int, layers: int) -> dict[int, list[Tensor]]:
+def over_ranks(
+    parts: dict[int, list[Tensor]], split: int, keep: int, layers: int
+) -> dict[int, list[Tensor]]:
     """As `cut` and `Cut.keep` give with layers below `split` on one rank and the rest on another,
     asking in lockstep."""
     sides = [{i: t for i, t in parts.items() if (i < split) == first} for first in (True, False)]
@@ -95,7 +106,9 @@ def by_sorting(parts: dict[int, list[Tensor]], keep: int) -> dict[int, list[Tens
         for which, tensor in enumerate(tensors)
         for at, x in enumerate(tensor.tolist())
     ]
-    out = {i: [torch.zeros(len(t), dtype=torch.bool) for t in tensors] for i, tensors in parts.items()}
+    out = {
+        i: [torch.zeros(len(t), dtype=torch.bool) for t in tensors] for i, tensors in parts.items()
+    }
     for _, layer, which, at in sorted(everyone)[: max(0, keep)]:
         out[layer][which][at] = True
     return out
@@ -112,7 +125,9 @@ values = st.one_of(st.sampled_from([0.0, -0.0, 1.0, -1.0, 1e-40, 3e38]), st.floa
 @settings(max_examples=150, deadline=None)
 def test_exactly_the_largest_stay(parts: list[list[list[float]]], keep: int, split: int) -> None:
     """Ties by layer and position; the same on one rank and on two."""
-    tensors = {i: [torch.tensor(t, dtype=torch.float32) for t in layer] for i, layer in enumerate(parts)}
+    tensors = {
+        i: [torch.tensor(t, dtype=torch.float32) for t in layer] for i, layer in enumerate(parts)
+    }
     expected = by_sorting(tensors, keep)
     masks = cut(tensors, keep, len(parts), Alone())
     for layer, own in tensors.items():
@@ -139,7 +154,11 @@ def algorithm_2(ranks: Sequence[Tensor], sparsity: float) -> list[Tensor]:
     return [x.indices[piece].sort().values for x, piece in zip(local, pieces, strict=True)]
 
 
-@given(sizes=st.lists(st.integers(1, 60), min_size=1, max_size=4), sparsity=st.floats(0, 0.99), seed=st.integers(0, 99))
+@given(
+    sizes=st.lists(st.integers(1, 60), min_size=1, max_size=4),
+    sparsity=st.floats(0, 0.99),
+    seed=st.integers(0, 99),
+)
 @settings(max_examples=60, deadline=None)
 def test_algorithm_2_agrees(sizes: list[int], sparsity: float, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
@@ -161,7 +180,9 @@ def test_the_memory_of_the_search_is_bounded() -> None:
 
 
 def case(steps: int = 10, **options: Any) -> Pruning:
-    config = parse({"train": {"steps": steps}, "dynamism": {"cases": ["pruning"], "pruning": options}})
+    config = parse(
+        {"train": {"steps": steps}, "dynamism": {"cases": ["pruning"], "pruning": options}}
+    )
     (case_,) = make_cases(config, 6)
     assert isinstance(case_, Pruning)
     return case_
@@ -179,7 +200,11 @@ def train(pipeline: Any, pruning: Pruning, steps: int, first: int = 0) -> list[C
 
 
 def zeros(pipeline: Any) -> dict[tuple[int, str], Tensor]:
-    return {(i, name): dense_weight(linear) == 0 for i in range(6) for name, linear in linears(pipeline.modules[i])}
+    return {
+        (i, name): dense_weight(linear) == 0
+        for i in range(6)
+        for name, linear in linears(pipeline.modules[i])
+    }
 
 
 @pytest.mark.parametrize("criterion", ["global", "local"])
@@ -188,7 +213,9 @@ def test_a_run_prunes_and_weights_never_return(criterion: str) -> None:
     pruning = case(start=1, end=4, every=1, criterion=criterion, dense_below=0.7)
     before = train(pipeline, pruning, 2)
     assert before == [None, None], "at step 1 the schedule still says 0"
-    gone: dict[tuple[int, str], Tensor] = {key: torch.zeros_like(x) for key, x in zeros(pipeline).items()}
+    gone: dict[tuple[int, str], Tensor] = {
+        key: torch.zeros_like(x) for key, x in zeros(pipeline).items()
+    }
     forms: list[set[type]] = []
     for step, wanted in ((2, 0.9 * 19 / 27), (3, 0.9 * 26 / 27), (4, 0.9), (5, 0.9)):
         (change,) = train(pipeline, pruning, 1, first=step)
@@ -196,17 +223,26 @@ def test_a_run_prunes_and_weights_never_return(criterion: str) -> None:
         now = zeros(pipeline)
         pruned = [now[key] for key in now if 0 < key[0] < 5]
         total = sum(x.numel() for x in pruned)
-        assert abs(sum(int(x.sum()) for x in pruned) - wanted * total) <= (0.5 if criterion == "global" else 2.5)
+        assert abs(sum(int(x.sum()) for x in pruned) - wanted * total) <= (
+            0.5 if criterion == "global" else 2.5
+        )
         assert all(bool((now[key] >= gone[key]).all()) for key in now), "a pruned weight came back"
         gone = now
         forms.append({type(x) for i in range(1, 5) for _, x in linears(pipeline.modules[i])})
         if criterion == "local":
             for layer in range(1, 5):
                 held = [now[key] for key in now if key[0] == layer]
-                assert abs(sum(int(x.sum()) for x in held) - wanted * sum(x.numel() for x in held)) <= 0.5
+                assert (
+                    abs(sum(int(x.sum()) for x in held) - wanted * sum(x.numel() for x in held))
+                    <= 0.5
+                )
     assert MaskedLinear in forms[0]
     assert forms[2] == {SparseLinear}
-    assert not any(isinstance(x, SparseLinear | MaskedLinear) for i in (0, 5) for x in pipeline.modules[i].modules())
+    assert not any(
+        isinstance(x, SparseLinear | MaskedLinear)
+        for i in (0, 5)
+        for x in pipeline.modules[i].modules()
+    )
     for index in range(1, 5):
         for key, moment in pipeline.case_context.moments(index).items():
             if "exp_avg" in key:
@@ -228,7 +264,9 @@ def test_either_form_trains_as_a_masked_dense_model_does(dense_below: float) -> 
     masks: dict[tuple[int, str], Tensor] = {}
     for step in range(6):
         train(pipeline, pruning, 1, first=step)
-        masks = {key: ~x for key, x in zeros(pipeline).items() if 0 < key[0] < 5} if step >= 1 else {}
+        masks = (
+            {key: ~x for key, x in zeros(pipeline).items() if 0 < key[0] < 5} if step >= 1 else {}
+        )
         # The masks of this step, read off after it: what stayed is not 0.
         for index in range(6):
             moments = plain.case_context.moments(index)
@@ -248,7 +286,9 @@ def test_either_form_trains_as_a_masked_dense_model_does(dense_below: float) -> 
     for index in range(6):
         theirs = dict(linears(plain.modules[index]))
         for name, linear in linears(pipeline.modules[index]):
-            torch.testing.assert_close(dense_weight(linear), theirs[name].weight.detach(), rtol=1e-3, atol=2e-5)
+            torch.testing.assert_close(
+                dense_weight(linear), theirs[name].weight.detach(), rtol=1e-3, atol=2e-5
+            )
 
 
 def test_frozen_layers_are_left_alone() -> None:
@@ -256,7 +296,11 @@ def test_frozen_layers_are_left_alone() -> None:
     pipeline.freeze([0, 1, 2])
     changes = train(pipeline, pruning, 3)
     assert [c.layers for c in changes if c is not None] == [(3, 4), (3, 4)]
-    assert not any(isinstance(x, SparseLinear | MaskedLinear) for i in (1, 2) for x in pipeline.modules[i].modules())
+    assert not any(
+        isinstance(x, SparseLinear | MaskedLinear)
+        for i in (1, 2)
+        for x in pipeline.modules[i].modules()
+    )
 
 
 def test_what_is_said() -> None:
@@ -278,25 +322,47 @@ def test_a_measured_threshold_is_kept() -> None:
     later = case(start=0, end=2, every=1, dense_below="measured")
     later.load(state | {"measured": dict.fromkeys(state["measured"], 0.0)})
     train(pipeline, later, 1, first=2)
-    assert all(isinstance(x, SparseLinear) for i in range(1, 5) for _, x in linears(pipeline.modules[i])), "it measured again"
+    assert all(
+        isinstance(x, SparseLinear) for i in range(1, 5) for _, x in linears(pipeline.modules[i])
+    ), "it measured again"
 
 
 def test_what_the_config_knows_is_not_measured() -> None:
     """Of a resumed run, too, it holds before what the run had found."""
-    pipeline, pruning = alone.gpt(), case(start=0, end=1, every=1, dense_below={"128x16": 0.0, "16x16": 1.0, "16x64": 0.0, "48x16": 1.0})
+    pipeline, pruning = (
+        alone.gpt(),
+        case(
+            start=0,
+            end=1,
+            every=1,
+            dense_below={"128x16": 0.0, "16x16": 1.0, "16x64": 0.0, "48x16": 1.0},
+        ),
+    )
     change = train(pipeline, pruning, 2)[1]
     assert change is not None
     assert change.options == {}, "nothing to record"
-    forms = {(x.out_features, x.in_features): isinstance(x, SparseLinear) for i in range(1, 5) for _, x in linears(pipeline.modules[i])}
+    forms = {
+        (x.out_features, x.in_features): isinstance(x, SparseLinear)
+        for i in range(1, 5)
+        for _, x in linears(pipeline.modules[i])
+    }
     assert forms == {(128, 16): True, (16, 16): False, (16, 64): True, (48, 16): False}
     pruning.load({"sparsity": 0.9, "measured": {"128x16": 0.5, "7x7": 0.5}})
-    assert pruning.state()["measured"] == {"128x16": 0.0, "7x7": 0.5, "16x16": 1.0, "16x64": 0.0, "48x16": 1.0}
+    assert pruning.state()["measured"] == {
+        "128x16": 0.0,
+        "7x7": 0.5,
+        "16x16": 1.0,
+        "16x64": 0.0,
+        "48x16": 1.0,
+    }
 
 
 def test_forecast() -> None:
     pruning = case(start=0, end=4, every=2, dense_below=0.75)
     assert [f.step for f in pruning.forecast(0)] == [2, 4]
-    assert [f.f for f in pruning.forecast(0)] == pytest.approx([0.2125, 0.1]), "at 79 and 90 %, of what it takes now"
+    assert [f.f for f in pruning.forecast(0)] == pytest.approx([0.2125, 0.1]), (
+        "at 79 and 90 %, of what it takes now"
+    )
     train(alone.gpt(), pruning, 3)
     (left,) = pruning.forecast(2)
     assert (left.step, left.layers) == (4, (1, 2, 3, 4))
@@ -305,17 +371,30 @@ def test_forecast() -> None:
 
 def test_a_model_with_nothing_to_prune() -> None:
     layers: Layers = Kept(3, modules=[nn.Linear(2, 2), nn.RMSNorm(2), nn.Linear(2, 2)])
-    with pytest.raises(ConfigError, match=r"no layer but the first and the last has an nn\.Linear to prune"):
+    with pytest.raises(
+        ConfigError, match=r"no layer but the first and the last has an nn\.Linear to prune"
+    ):
         case().act(0, layers)
-    with pytest.raises(ConfigError, match=r"no layer but the first and the last has an nn\.Linear to prune"):
+    with pytest.raises(
+        ConfigError, match=r"no layer but the first and the last has an nn\.Linear to prune"
+    ):
         case().check(layers.modules)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_of_the_optimizers_state_only_masters_are_kept(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_the_optimizers_state_only_masters_are_kept(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """With ZeRO-1 to ask for a layer's state is to have the replicas put it together."""
     model = load_model(parse({"model": {"blocks": 2, "hidden": 16, "heads": 2, "sequence": 8}}))
-    pipeline = Engine(alone.alone(), model, Partition((6,)), schedule="zb-h1", microbatches=alone.MICROBATCHES, dtype=dtype)
+    pipeline = Engine(
+        alone.alone(),
+        model,
+        Partition((6,)),
+        schedule="zb-h1",
+        microbatches=alone.MICROBATCHES,
+        dtype=dtype,
+    )
     pipeline.step(0, *alone.tokens(0), lr=0.1)
     asked: list[int] = []
     whole = pipeline.case_context.moments
@@ -338,7 +417,10 @@ def test_a_checkpoint_of_another_model_is_refused() -> None:
     pipeline, other = alone.gpt(), alone.gpt(hidden=32)
     train(pipeline, case(start=0, end=1, every=1), 2)
     tensors = contents(pipeline.modules[1], pipeline.case_context.moments(1))
-    with pytest.raises(CheckpointError, match=r"layer 1 \(blocks\.0\.attention\): qkv\.weight is sparse, but not of 96 x 32"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"layer 1 \(blocks\.0\.attention\): qkv\.weight is sparse, but not of 96 x 32",
+    ):
         other.layer_states.restore(1, tensors, {})
 
 
@@ -347,9 +429,19 @@ def test_restored_it_is_the_same(tmp_path: Path) -> None:
     for dense_below in (0.0, 1.0):
         pipeline, other = alone.gpt(), alone.gpt()
         train(pipeline, case(start=0, end=1, every=1, dense_below=dense_below), 3)
-        saved = checkpoint.save(pipeline.world, tmp_path / str(dense_below), 3, pipeline.names, pipeline.layer_states.saved(), {}, 1)
+        saved = checkpoint.save(
+            pipeline.world,
+            tmp_path / str(dense_below),
+            3,
+            pipeline.names,
+            pipeline.layer_states.saved(),
+            {},
+            1,
+        )
         for index in range(6):
-            other.layer_states.restore(index, *checkpoint.load_layer(saved.path, index, torch.device("cpu")))
+            other.layer_states.restore(
+                index, *checkpoint.load_layer(saved.path, index, torch.device("cpu"))
+            )
         assert other.digest() == pipeline.digest()
         for each in (pipeline, other):
             each.step(3, *alone.tokens(3), lr=1e-2)

@@ -28,18 +28,28 @@ from tests.pool import Pool
 
 
 def half() -> SharedAttentionHalf:
-    return SharedAttentionHalf(hidden=16, heads=2, sequence=8, std=0.02, residual_std=0.02, dropout=0.0)
+    return SharedAttentionHalf(
+        hidden=16, heads=2, sequence=8, std=0.02, residual_std=0.02, dropout=0.0
+    )
 
 
 def layers(blocks: int = 3) -> Kept:
     """embedding, then (attention, feed forward) ..., head; an embedding has an attribute `sparse`
     of its own."""
-    modules = [nn.Embedding(4, 16), *(m for _ in range(blocks) for m in (half(), nn.Linear(16, 16))), nn.Linear(16, 4)]
+    modules = [
+        nn.Embedding(4, 16),
+        *(m for _ in range(blocks) for m in (half(), nn.Linear(16, 16))),
+        nn.Linear(16, 4),
+    ]
     return Kept(len(modules), modules=modules)
 
 
 def seeds(model: Kept) -> list[int | None]:
-    attentions = [module.sparse_attention for module in model.modules if isinstance(module, SharedAttentionHalf)]
+    attentions = [
+        module.sparse_attention
+        for module in model.modules
+        if isinstance(module, SharedAttentionHalf)
+    ]
     return [None if x is None else x.seed for x in attentions if x is None or isinstance(x, Hashed)]
 
 
@@ -48,9 +58,19 @@ def hashed(seed: int) -> Hashed:
 
 
 def test_schedule() -> None:
-    model, case = layers(), SparseAttentionCase([(1, (0, 2)), (3, (1, 2)), (4, None)], hashed, seed=7)
+    model, case = (
+        layers(),
+        SparseAttentionCase([(1, (0, 2)), (3, (1, 2)), (4, None)], hashed, seed=7),
+    )
     done = [case.act(step, model) for step in range(6)]
-    assert [None if d is None else d.layers for d in done] == [None, (1, 5), None, (1, 3), (1,), None]
+    assert [None if d is None else d.layers for d in done] == [
+        None,
+        (1, 5),
+        None,
+        (1, 3),
+        (1,),
+        None,
+    ]
     assert done[4] == Change((1,), "3 of 3 attention halves are sparse (schedule, step 4)")
     assert case.state() == {"sparse": [1, 3, 5]}
 
@@ -76,7 +96,10 @@ def test_a_resumed_run_changes_nothing_anew() -> None:
 
 def test_forecast() -> None:
     f, b = expected_ratio(hidden=16, sequence=48, share=0.25)
-    assert (f, b) == ((6 * 16**2 + 0.25 * 2 * 48 * 16) / (6 * 16**2 + 2 * 48 * 16), pytest.approx(0.4643, abs=1e-4))
+    assert (f, b) == (
+        (6 * 16**2 + 0.25 * 2 * 48 * 16) / (6 * 16**2 + 2 * 48 * 16),
+        pytest.approx(0.4643, abs=1e-4),
+    )
     model, case = layers(), SparseAttentionCase([(2, (0,)), (5, (1, 2))], hashed, 0, ratio=(f, b))
     case.act(0, model)
     assert [(x.step, x.layers, x.f, x.b, x.w) for x in case.forecast(0)] == [
@@ -85,14 +108,19 @@ def test_forecast() -> None:
         (5, (1,), 1.0, 1.0, 1.0),
     ], "of what a layer takes now: dense again is as now"
     case.act(2, model)
-    assert [(x.step, x.layers, x.f, x.b, x.w) for x in case.forecast(2)] == [(5, (3, 5), f, b, 1.0), (5, (1,), 1 / f, 1 / b, 1.0)]
+    assert [(x.step, x.layers, x.f, x.b, x.w) for x in case.forecast(2)] == [
+        (5, (3, 5), f, b, 1.0),
+        (5, (1,), 1 / f, 1 / b, 1.0),
+    ]
 
 
 def test_a_model_without_attention_halves_is_refused() -> None:
     model = Kept(2, modules=[nn.Embedding(4, 4), nn.Linear(4, 4)])
     with pytest.raises(ConfigError, match="no layer of the model has attention that can be sparse"):
         SparseAttentionCase([(5, None)], hashed, 0).check(model.modules)
-    with pytest.raises(ConfigError, match="names block 3, but the model has 3 attention halves, from 0 to 2"):
+    with pytest.raises(
+        ConfigError, match="names block 3, but the model has 3 attention halves, from 0 to 2"
+    ):
         SparseAttentionCase([(0, (1,)), (9, (3,))], hashed, 0).check(layers().modules)
 
 
@@ -103,7 +131,9 @@ def test_on_cuda_there_must_be_a_kernel(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr("dynmo.dynamism.sparse_attention.find_spec", lambda _: None)
     with pytest.raises(ConfigError, match='kind = "hash" needs triton on CUDA'):
         make_cases(config(), 18)
-    assert make_cases(parse({"parallel": {"device": "cpu"}, "dynamism": {"cases": ["sparse_attention"]}}), 18)
+    assert make_cases(
+        parse({"parallel": {"device": "cpu"}, "dynamism": {"cases": ["sparse_attention"]}}), 18
+    )
 
 
 def config(**options: Any) -> Any:
@@ -115,7 +145,10 @@ def config(**options: Any) -> Any:
     [
         ({"buckets": 15}, "buckets = 15: must be even"),
         ({"buckets": 0}, "buckets = 0"),
-        ({"buckets": 258}, "buckets = 258 is more than model.sequence = 256 tokens; use 256 or fewer"),
+        (
+            {"buckets": 258},
+            "buckets = 258 is more than model.sequence = 256 tokens; use 256 or fewer",
+        ),
         ({"drop": 1.0}, "drop = 1.0"),
         ({"drop": -0.1}, "drop = -0.1"),
         ({"kind": "hashes"}, 'did you mean "hash"?'),
@@ -158,7 +191,9 @@ def test_from_the_config() -> None:
     assert parse(tomllib.loads(given.to_toml())) == given
     (case,) = make_cases(given, 18)
     model = layers(8)
-    assert case.act(2, model) == Change((1, 7), "2 of 8 attention halves are sparse (schedule, step 2)")
+    assert case.act(2, model) == Change(
+        (1, 7), "2 of 8 attention halves are sparse (schedule, step 2)"
+    )
     first = model.modules[1]
     assert isinstance(first, SharedAttentionHalf)
     assert isinstance(first.sparse_attention, Hashed)
@@ -205,11 +240,21 @@ def run(ranks: int, kind: str, schedule: str, balancer: str) -> dict[str, Any]:
     return {
         "seed": 7,
         "model": {"blocks": 3, "hidden": 32, "heads": 2, "sequence": 24, "dropout": 0.1},
-        "train": {"steps": 7, "global_batch": 10, "micro_batch": 2, "lr": 1e-2, "max_grad_norm": 0.5},
+        "train": {
+            "steps": 7,
+            "global_batch": 10,
+            "micro_batch": 2,
+            "lr": 1e-2,
+            "max_grad_norm": 0.5,
+        },
         "parallel": {"pipeline": ranks, "timeout": 20.0},
         "pipeline": {"schedule": schedule},
         "balance": {"balancer": balancer, "every": 1},
-        "dynamism": {"cases": ["sparse_attention", "freezing"], "freezing": {"schedule": [[5, 2]]}, "sparse_attention": OPTIONS[kind]},
+        "dynamism": {
+            "cases": ["sparse_attention", "freezing"],
+            "freezing": {"schedule": [[5, 2]]},
+            "sparse_attention": OPTIONS[kind],
+        },
         "checkpoint": {"every": 2},
         "trace": {"steps": 0},
     }
@@ -234,13 +279,18 @@ def test_one_digest(pool: Pool, ranks: int, schedule: str, kind: str) -> None:
     assert results[0]["losses"] == expected["losses"]
     assert {r["digest"] for r in results} == {expected["digest"]}
     if ranks > 1:
-        assert all(a != b for a, b in pairwise(results[0]["layers"])), "the layers did not move at every step"
+        assert all(a != b for a, b in pairwise(results[0]["layers"])), (
+            "the layers did not move at every step"
+        )
 
 
 def test_what_is_left_out_changes_the_numbers(pool: Pool) -> None:
     dense = run(1, "hash", "1f1b", "none")
     dense["dynamism"]["sparse_attention"] = {"start": 6}
-    losses = [pool.run("train", 1, config=dense)[0]["losses"], *(reference(pool, kind)["losses"] for kind in OPTIONS)]
+    losses = [
+        pool.run("train", 1, config=dense)[0]["losses"],
+        *(reference(pool, kind)["losses"] for kind in OPTIONS),
+    ]
     assert losses[0][:2] == losses[1][:2], "dense until step 2"
     assert losses[0][0] == losses[2][0], "dense until step 1"
     assert len({tuple(x[3:]) for x in losses}) == 3
@@ -251,11 +301,17 @@ def test_a_restart_in_the_middle(pool: Pool, tmp_path: Path, kind: str) -> None:
     """Stopped after step 3 on three ranks, resumed on two."""
     folder = tmp_path / "run"
     folder.mkdir()
-    first = pool.run("train_in", 3, config=run(3, kind, "zb-h1", "random"), folder=str(folder), stop_after=2)
+    first = pool.run(
+        "train_in", 3, config=run(3, kind, "zb-h1", "random"), folder=str(folder), stop_after=2
+    )
     assert 3 <= first[0]["steps"] < 6
-    second = pool.run("train_in", 2, config=run(2, kind, "1f1b", "random"), folder=str(folder), resume=True)
+    second = pool.run(
+        "train_in", 2, config=run(2, kind, "1f1b", "random"), folder=str(folder), resume=True
+    )
     assert second[0]["weights_digest"] == reference(pool, kind)["digest"]
     events = list(read(folder / "events.jsonl"))
-    assert {e.step: e.loss for e in events if isinstance(e, StepEvent)} == dict(enumerate(reference(pool, kind)["losses"]))
+    assert {e.step: e.loss for e in events if isinstance(e, StepEvent)} == dict(
+        enumerate(reference(pool, kind)["losses"])
+    )
     told = [e.step for e in events if isinstance(e, ChangeEvent) and e.case == "sparse_attention"]
     assert told == {"hash": [2, 4], "drop": [1]}[kind], "each change is told once"

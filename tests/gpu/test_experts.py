@@ -46,6 +46,9 @@ def test_shared_experts_train_the_same(device: torch.device, tmp_path: Path, bac
         pytest.skip("NCCL refuses two ranks on one GPU")
     on = Ranks(device.type, backend, 2)
     experts = {"kind": "moe", "experts": 4, "top_k": 2}
-    options = {"model": CONFIG["model"] | experts, "dynamism": {"cases": ["moe"], "moe": {"place_every": 2, "redundant": 1}}}
+    options = {
+        "model": CONFIG["model"] | experts,
+        "dynamism": {"cases": ["moe"], "moe": {"place_every": 2, "redundant": 1}},
+    }
     digests = {digest(tmp_path, "zb-h1", on, 1, 2, expert=expert, **options) for expert in (1, 2)}
     assert len(digests) == 1

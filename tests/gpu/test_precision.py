@@ -48,7 +48,9 @@ def test_low_precision_is_near_float32(device: torch.device, precision: str) -> 
 @pytest.mark.gpu
 @pytest.mark.parametrize("precision", ["float32", "bfloat16", "float16"])
 def test_computed_again_is_the_same(device: torch.device, precision: str) -> None:
-    assert run(device, precision=precision, recompute="all")[0] == pytest.approx(run(device, precision=precision)[0], rel=1e-5)
+    assert run(device, precision=precision, recompute="all")[0] == pytest.approx(
+        run(device, precision=precision)[0], rel=1e-5
+    )
 
 
 @pytest.mark.gpu
@@ -63,4 +65,6 @@ def test_w_sums_in_float32(dtype: torch.dtype) -> None:
     linear(x.requires_grad_()).backward(gy)
     assert linear.weight.grad is not None
     assert linear.weight.grad.dtype == torch.float32
-    torch.testing.assert_close(linear.weight.grad, gy.float().t() @ x.detach().float(), rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(
+        linear.weight.grad, gy.float().t() @ x.detach().float(), rtol=1e-3, atol=1e-3
+    )

@@ -45,7 +45,9 @@ class Ranks(NamedTuple):
     size: int
 
 
-def begin(folder: Path, name: str, options: dict[str, Any], on: Ranks, pipeline: int, **parallel: Any) -> subprocess.Popen[str]:
+def begin(
+    folder: Path, name: str, options: dict[str, Any], on: Ranks, pipeline: int, **parallel: Any
+) -> subprocess.Popen[str]:
     mesh = {
         "device": on.device,
         "backend": on.backend,
@@ -54,11 +56,22 @@ def begin(folder: Path, name: str, options: dict[str, Any], on: Ranks, pipeline:
     } | parallel
     config = parse(CONFIG | options | {"name": name, "parallel": mesh})
     (folder / f"{name}.toml").write_text(config.to_toml())
-    environment = ENVIRONMENT if on.backend == "gloo" or on.size == 1 else {"PYTHONWARNINGS": "default"}
+    environment = (
+        ENVIRONMENT if on.backend == "gloo" or on.size == 1 else {"PYTHONWARNINGS": "default"}
+    )
     return start([sys.executable, "-m", "dynmo", "train", f"{name}.toml"], folder, environment)
 
 
-def digest(folder: Path, schedule: str, on: Ranks, pipeline: int, data: int, zero: int = 0, expert: int = 1, **options: Any) -> str:
+def digest(
+    folder: Path,
+    schedule: str,
+    on: Ranks,
+    pipeline: int,
+    data: int,
+    zero: int = 0,
+    expert: int = 1,
+    **options: Any,
+) -> str:
     """Trains, and returns the digest of the weights. Layers move at every step and freeze.
 
     Args:
@@ -129,7 +142,9 @@ def test_replicas_train_the_same(on: Ranks, alone: str, tmp_path: Path) -> None:
 def test_compiled_ranks_train_the_same(on: Ranks, tmp_path: Path) -> None:
     """No rank chooses for itself how a sum is split."""
     train = CONFIG["train"] | {"compile": True}
-    assert digest(tmp_path, "zb-h1", on, on.size, 1, train=train) == digest(tmp_path, "1f1b", on, 1, 1, train=train)
+    assert digest(tmp_path, "zb-h1", on, on.size, 1, train=train) == digest(
+        tmp_path, "1f1b", on, 1, 1, train=train
+    )
 
 
 @pytest.mark.gpu
@@ -141,7 +156,9 @@ def test_a_mesh_that_comes_and_goes_trains_the_same(on: Ranks, alone: str, tmp_p
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("park", [True, False])
-def test_ranks_that_leave_and_come_back_train_the_same(on: Ranks, alone: str, tmp_path: Path, park: bool) -> None:
+def test_ranks_that_leave_and_come_back_train_the_same(
+    on: Ranks, alone: str, tmp_path: Path, park: bool
+) -> None:
     """The process groups are made anew, with fewer ranks and then with as many as before."""
     elastic = {"reshape_at": [[2, on.size // 2, 1], [5, on.size, 1]], "park": park}
     assert digest(tmp_path, "zb-h1", on, on.size, 1, elastic=elastic) == alone

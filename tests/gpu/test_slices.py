@@ -29,7 +29,13 @@ def run(device: torch.device, parallel: dict[str, Any], schedule: str) -> tuple[
         {
             "data": {"source": SOURCE},
             "model": SHAPE,
-            "train": {"steps": 8, "global_batch": 16, "micro_batch": 2, "lr": 1e-3, "deterministic": True},
+            "train": {
+                "steps": 8,
+                "global_batch": 16,
+                "micro_batch": 2,
+                "lr": 1e-3,
+                "deterministic": True,
+            },
             "parallel": {"device": device.type} | parallel,
             "pipeline": {"schedule": schedule},
             "balance": {"balancer": "random", "every": 1},

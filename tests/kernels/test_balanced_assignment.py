@@ -17,13 +17,21 @@ SLACK = 1e-3
 @settings(max_examples=40, deadline=None)
 @given(st.integers(0, 7), st.integers(1, 4), st.integers(0, 999))
 def test_the_auction_finds_the_best_assignment(tokens: int, experts: int, seed: int) -> None:
-    scores = torch.randn(tokens, experts, generator=torch.Generator().manual_seed(seed)).round(decimals=1)
+    scores = torch.randn(tokens, experts, generator=torch.Generator().manual_seed(seed)).round(
+        decimals=1
+    )
     got = auction(scores, SLACK)
     counts = torch.bincount(got, minlength=experts)
     room = [tokens // experts + (expert < tokens % experts) for expert in range(experts)]
     assert counts.tolist() == room
     places = [expert for expert, count in enumerate(room) for _ in range(count)]
-    best = max((sum(float(scores[i, e]) for i, e in enumerate(order)) for order in set(permutations(places))), default=0.0)
+    best = max(
+        (
+            sum(float(scores[i, e]) for i, e in enumerate(order))
+            for order in set(permutations(places))
+        ),
+        default=0.0,
+    )
     assert float(scores.gather(1, got[:, None]).sum()) >= best - SLACK * tokens - 1e-5
 
 
@@ -38,7 +46,9 @@ def test_the_auction_ends_with_equal_scores() -> None:
 @given(st.integers(1, 40), st.integers(1, 8), st.integers(0, 999), st.floats(0.1, 5))
 def test_sinkhorn_has_equal_sums(tokens: int, experts: int, seed: int, spread: float) -> None:
     """Rows exactly; columns nearly, for the rounds are limited."""
-    scaled = sinkhorn(spread * torch.randn(tokens, experts, generator=torch.Generator().manual_seed(seed)))
+    scaled = sinkhorn(
+        spread * torch.randn(tokens, experts, generator=torch.Generator().manual_seed(seed))
+    )
     torch.testing.assert_close(scaled.sum(1), torch.full((tokens,), 1 / tokens))
     assert scaled.sum(0).tolist() == pytest.approx([1 / experts] * experts, rel=0.05)
 

@@ -17,7 +17,9 @@ def measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int,
     """What was measured, in order; the n-th measurement finds n / 10."""
     asked: list[tuple[int, int, int]] = []
 
-    def crossover(rows: int, columns: int, tokens: int, device: torch.device, dtype: torch.dtype) -> float:
+    def crossover(
+        rows: int, columns: int, tokens: int, device: torch.device, dtype: torch.dtype
+    ) -> float:
         asked.append((rows, columns, tokens))
         return len(asked) / 10
 
@@ -26,7 +28,9 @@ def measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int,
     return asked
 
 
-def test_once_per_machine_and_shape(measured: list[tuple[int, int, int]], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_once_per_machine_and_shape(
+    measured: list[tuple[int, int, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     linear, other = nn.Linear(8, 4), nn.Linear(4, 8)
     assert [known_crossover(x, 16) for x in (linear, other, linear, other)] == [0.1, 0.2, 0.1, 0.2]
     assert known_crossover(linear, 32) == 0.3
@@ -36,8 +40,20 @@ def test_once_per_machine_and_shape(measured: list[tuple[int, int, int]], monkey
     assert known_crossover(linear, 16) == 0.5, "as on another machine"
 
 
-@pytest.mark.parametrize("damage", ["", "[]", "{}", '{"measured_on": "elsewhere", "sparsity": 0.7}', '{"sparsity": "much"}', "other"])
-def test_what_cannot_be_read_is_measured_again(measured: list[tuple[int, int, int]], tmp_path: Path, damage: str) -> None:
+@pytest.mark.parametrize(
+    "damage",
+    [
+        "",
+        "[]",
+        "{}",
+        '{"measured_on": "elsewhere", "sparsity": 0.7}',
+        '{"sparsity": "much"}',
+        "other",
+    ],
+)
+def test_what_cannot_be_read_is_measured_again(
+    measured: list[tuple[int, int, int]], tmp_path: Path, damage: str
+) -> None:
     known_crossover(nn.Linear(8, 4), 16)
     (file,) = (tmp_path / "crossover").iterdir()
     kept = json.loads(file.read_text())

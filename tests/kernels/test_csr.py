@@ -49,7 +49,9 @@ def test_panels(count: int, features: int, contiguous: bool) -> None:
     assert packed.is_contiguous()
     assert packed.shape[1] == features
     assert packed.shape[2] <= TOKENS
-    assert not packed.transpose(1, 2).reshape(-1, features)[count:].any(), "what fills up the last panel"
+    assert not packed.transpose(1, 2).reshape(-1, features)[count:].any(), (
+        "what fills up the last panel"
+    )
     assert torch.equal(unpack(packed, x.shape), x)
     torch.testing.assert_close(sum_tokens(packed), x.sum(0), rtol=1e-4, atol=1e-4)
 
@@ -58,7 +60,9 @@ def test_panels(count: int, features: int, contiguous: bool) -> None:
 def test_products(rows: int, columns: int, count: int, share: float, seed: int) -> None:
     csr, values, dense = drawn(rows, columns, share, seed)
     generator = torch.Generator().manual_seed(seed)
-    x, g = (torch.randn(count, n, generator=generator, dtype=torch.float64) for n in (columns, rows))
+    x, g = (
+        torch.randn(count, n, generator=generator, dtype=torch.float64) for n in (columns, rows)
+    )
     torch.testing.assert_close(unpack(spmm(csr, values, pack(x)), (count, rows)), x @ dense.t())
     out = values.clone()
     sddmm_(csr, pack(g), pack(x), out)
@@ -82,7 +86,9 @@ def test_columns_in_blocks(columns: int) -> None:
 def test_a_tokens_bits_are_its_own(few: int, more: int, seed: int) -> None:
     csr, values, _ = drawn(7, 30, 0.5, seed)
     x = torch.randn(few + more, 30, generator=torch.Generator().manual_seed(seed))
-    whole, part = (unpack(spmm(csr, values.float(), pack(some)), (len(some), 7)) for some in (x, x[:few]))
+    whole, part = (
+        unpack(spmm(csr, values.float(), pack(some)), (len(some), 7)) for some in (x, x[:few])
+    )
     assert torch.equal(whole[:few], part)
 
 

@@ -30,7 +30,9 @@ def test_dropped(shape: tuple[int, int, int, int], dropped: float, tile: int) ->
 
 def test_nothing_dropped_is_dense() -> None:
     x, v, _ = inputs(2, 33, 2, 8)
-    torch.testing.assert_close(drop_attention(x, v, *draw_kept(2, 33, 0.0, 0)), dense_attention(x, v))
+    torch.testing.assert_close(
+        drop_attention(x, v, *draw_kept(2, 33, 0.0, 0)), dense_attention(x, v)
+    )
 
 
 @given(st.integers(0, 2**62), st.integers(1, 40), st.floats(0, 0.999))

@@ -34,7 +34,9 @@ def test_values_and_gradients(counts: list[int], inputs: int, outputs: int, seed
     torch.testing.assert_close(y, expected)
     g = torch.randn_like(y)
     ours = torch.autograd.grad(y, (x, *weights), g, allow_unused=True)
-    theirs = torch.autograd.grad(expected, (x, *weights), g, allow_unused=True, materialize_grads=True)
+    theirs = torch.autograd.grad(
+        expected, (x, *weights), g, allow_unused=True, materialize_grads=True
+    )
     for a, b in zip(ours, theirs, strict=True):
         assert a is not None
         torch.testing.assert_close(a, b)
@@ -55,7 +57,9 @@ def test_a_deferred_w_has_the_same_bits(dtype: torch.dtype) -> None:
             layer(x[i].requires_grad_(), counts).backward(g[i])
         for work, _ in tape.take():
             work()
-        gradients.append(torch.stack([weight.grad for weight in layer.parameters() if weight.grad is not None]))
+        gradients.append(
+            torch.stack([weight.grad for weight in layer.parameters() if weight.grad is not None])
+        )
     assert gradients[0].dtype == torch.float32
     assert torch.equal(*gradients)
     assert not gradients[0][1].any(), "a group without rows has no gradient"

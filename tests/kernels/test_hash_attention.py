@@ -43,20 +43,28 @@ def test_several_batches_of_buckets() -> None:
 
 def test_one_bucket_is_dense() -> None:
     x, v, _ = inputs(2, 33, 2, 8)
-    torch.testing.assert_close(hash_attention(x, v, torch.zeros(2, 33, 2, dtype=torch.int64), 1), dense_attention(x, v))
+    torch.testing.assert_close(
+        hash_attention(x, v, torch.zeros(2, 33, 2, dtype=torch.int64), 1), dense_attention(x, v)
+    )
 
 
 def test_a_position_does_not_attend_to_itself() -> None:
     x, v, _ = inputs(1, 6, 1, 4)
     buckets = torch.tensor([0, 1, 0, 2, 2, 1]).view(1, 6, 1)
     out = hash_attention(x, v, buckets, 4)[0, :, 0]
-    assert out[[0, 1, 3]].tolist() == [[0.0] * 4] * 3, "the first of a bucket has nothing to attend to"
-    torch.testing.assert_close(out[[2, 4, 5]], v[0, [0, 3, 1], 0], msg="the second has only the first")
+    assert out[[0, 1, 3]].tolist() == [[0.0] * 4] * 3, (
+        "the first of a bucket has nothing to attend to"
+    )
+    torch.testing.assert_close(
+        out[[2, 4, 5]], v[0, [0, 3, 1], 0], msg="the second has only the first"
+    )
 
 
 def test_float32_and_strided_inputs() -> None:
     """As the model has them: views of one projection's output."""
-    packed = torch.randn(2, 200, 2, 3, 16, generator=torch.Generator().manual_seed(1), requires_grad=True)
+    packed = torch.randn(
+        2, 200, 2, 3, 16, generator=torch.Generator().manual_seed(1), requires_grad=True
+    )
     x, v = packed.unbind(2)
     buckets = hash_buckets(x, draw_directions(3, 16, 8, 5))
     out = hash_attention(x, v, buckets, 8)
@@ -76,8 +84,12 @@ def test_buckets_are_the_argmax(shape: tuple[int, int, int, int], half: int, see
     z = torch.einsum("bnhd,hdm->bnhm", x, directions.double())
     buckets = hash_buckets(x, directions)
     # Two may be equal but for the order of a sum.
-    torch.testing.assert_close(torch.cat((z, -z), -1).gather(-1, buckets[..., None])[..., 0], z.abs().amax(-1))
-    assert torch.equal(hash_buckets(4 * x, directions), buckets), "a key is in the bucket of its query"
+    torch.testing.assert_close(
+        torch.cat((z, -z), -1).gather(-1, buckets[..., None])[..., 0], z.abs().amax(-1)
+    )
+    assert torch.equal(hash_buckets(4 * x, directions), buckets), (
+        "a key is in the bucket of its query"
+    )
 
 
 def test_the_first_of_equals() -> None:
@@ -100,7 +112,9 @@ def test_the_same_bits_again() -> None:
         leaves = (x.clone().requires_grad_(), v.clone().requires_grad_())
         hash_attention(leaves[0], leaves[1], buckets, 16).backward(g)
         results.append([leaf.grad for leaf in leaves if leaf.grad is not None])
-    assert all(torch.equal(a, b) for other in results[1:] for a, b in zip(results[0], other, strict=True))
+    assert all(
+        torch.equal(a, b) for other in results[1:] for a, b in zip(results[0], other, strict=True)
+    )
 
 
 @pytest.mark.parametrize("tile", [8, 32])
@@ -140,7 +154,9 @@ def test_cuda_agrees_with_the_cpu() -> None:
         leaves = [t.to(device).requires_grad_() for t in (x, v)]
         out = hash_attention(leaves[0], leaves[1], buckets.to(device), 16)
         out.backward(g.to(device))
-        results.append([t.detach().cpu() for t in (out, leaves[0].grad, leaves[1].grad) if t is not None])
+        results.append(
+            [t.detach().cpu() for t in (out, leaves[0].grad, leaves[1].grad) if t is not None]
+        )
     for actual, expected in zip(results[1], results[0], strict=True):
         torch.testing.assert_close(actual, expected, rtol=1e-3, atol=1e-4)
 

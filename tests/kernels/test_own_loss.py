@@ -40,7 +40,11 @@ def expected(layers: int, x: Tensor, targets: Tensor, weight: float) -> list[Ten
     for module in modules:
         x = module.linear(x)
         own = own + FACTOR * (x * x).mean()
-    return list(torch.autograd.grad(weight * (mean(x, targets) + own), [p for m in modules for p in m.parameters()]))
+    return list(
+        torch.autograd.grad(
+            weight * (mean(x, targets) + own), [p for m in modules for p in m.parameters()]
+        )
+    )
 
 
 def build(layers: int) -> list[Penalised]:
@@ -111,4 +115,6 @@ def test_a_stage_scales_it(deferred: bool, scales: tuple[float, ...]) -> None:
     plain = x
     for module in build(3):
         plain = module.linear(plain)
-    torch.testing.assert_close(loss.detach(), mean(plain, targets).detach(), msg="the reported loss has no layer's own")
+    torch.testing.assert_close(
+        loss.detach(), mean(plain, targets).detach(), msg="the reported loss has no layer's own"
+    )

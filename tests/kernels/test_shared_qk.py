@@ -17,12 +17,20 @@ def test_dense(shape: tuple[int, int, int, int]) -> None:
 
 
 @given(shapes, st.booleans(), st.integers(0, 100))
-def test_rows_are_taken_and_keys_have_one_length(shape: tuple[int, int, int, int], strided: bool, seed: int) -> None:
+def test_rows_are_taken_and_keys_have_one_length(
+    shape: tuple[int, int, int, int], strided: bool, seed: int
+) -> None:
     """From views too; row -1 gives zeros, and its key stays zero."""
     x = inputs(*shape, seed=seed)[0]
     source = torch.stack((-x, x), 2)[:, :, 1] if strided else x
-    rows = torch.randint(-1, x.numel() // x.shape[-1], (37,), generator=torch.Generator().manual_seed(seed))
-    q, k, factors = torch.empty(37, x.shape[-1], dtype=x.dtype), torch.empty(37, x.shape[-1], dtype=x.dtype), torch.empty(37, dtype=x.dtype)
+    rows = torch.randint(
+        -1, x.numel() // x.shape[-1], (37,), generator=torch.Generator().manual_seed(seed)
+    )
+    q, k, factors = (
+        torch.empty(37, x.shape[-1], dtype=x.dtype),
+        torch.empty(37, x.shape[-1], dtype=x.dtype),
+        torch.empty(37, dtype=x.dtype),
+    )
     take(source, rows, q)
     assert torch.equal(q, x.reshape(-1, x.shape[-1])[rows] * (rows >= 0)[:, None])
     scale_keys(q, 0.25, k, factors)

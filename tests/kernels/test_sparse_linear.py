@@ -12,11 +12,22 @@ from torch import Tensor, nn
 
 from dynmo.kernels import crossover
 from dynmo.kernels.crossover import make_pruned, measure_crossover, time_linear
-from dynmo.kernels.sparse_linear import MaskedLinear, SparseLinear, conform, dense_parameters, dense_weight, linears, prune, survivors
+from dynmo.kernels.sparse_linear import (
+    MaskedLinear,
+    SparseLinear,
+    conform,
+    dense_parameters,
+    dense_weight,
+    linears,
+    prune,
+    survivors,
+)
 from dynmo.kernels.split import SplitLinear, WeightTape, install
 
 
-def pair(rows: int, columns: int, keep: Tensor, sparse: bool, bias: bool = True) -> tuple[nn.Linear, nn.Linear]:
+def pair(
+    rows: int, columns: int, keep: Tensor, sparse: bool, bias: bool = True
+) -> tuple[nn.Linear, nn.Linear]:
     """A dense linear whose dropped weights are 0, and the same pruned."""
     torch.manual_seed(3)
     plain, pruned = nn.Linear(columns, rows, bias), nn.Linear(columns, rows, bias)
@@ -59,7 +70,15 @@ def kept_gradient(linear: nn.Linear) -> Tensor:
 )
 @settings(max_examples=150, deadline=None)
 def test_equals_the_masked_dense_layer(
-    rows: int, columns: int, leading: tuple[int, ...], share: float, bias: bool, contiguous: bool, sparse: bool, tape: str, seed: int
+    rows: int,
+    columns: int,
+    leading: tuple[int, ...],
+    share: float,
+    bias: bool,
+    contiguous: bool,
+    sparse: bool,
+    tape: str,
+    seed: int,
 ) -> None:
     keep = some(rows * columns, share, seed)
     plain, pruned = pair(rows, columns, keep, sparse, bias)
@@ -69,7 +88,11 @@ def test_equals_the_masked_dense_layer(
     assert type(pruned) is (SparseLinear if sparse else MaskedLinear)
     for microbatch in range(2):
         torch.manual_seed(microbatch)
-        x = torch.randn(*leading, columns) if contiguous else torch.randn(*leading, 2 * columns)[..., ::2]
+        x = (
+            torch.randn(*leading, columns)
+            if contiguous
+            else torch.randn(*leading, 2 * columns)[..., ::2]
+        )
         gy = torch.randn(*leading, rows)
         ours, theirs = x.clone().requires_grad_(), x.clone().requires_grad_()
         y = pruned(ours)
@@ -80,7 +103,9 @@ def test_equals_the_masked_dense_layer(
         torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-5, atol=1e-5)
     run(taken)
     assert plain.weight.grad is not None
-    torch.testing.assert_close(kept_gradient(pruned), plain.weight.grad * keep.view(rows, columns), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(
+        kept_gradient(pruned), plain.weight.grad * keep.view(rows, columns), rtol=1e-4, atol=1e-4
+    )
     if bias:
         torch.testing.assert_close(pruned.bias.grad, plain.bias.grad, rtol=1e-4, atol=1e-4)
 
@@ -99,7 +124,9 @@ def test_in_double_precision_the_gradient_is_the_derivative() -> None:
     y.sum().backward()
     moved = value(x.detach(), linear.weight.detach() + step, linear.bias.detach())
     assert linear.weight.grad is not None
-    torch.testing.assert_close((moved - y).sum().detach(), (linear.weight.grad * step).sum(), rtol=1e-6, atol=1e-12)
+    torch.testing.assert_close(
+        (moved - y).sum().detach(), (linear.weight.grad * step).sum(), rtol=1e-6, atol=1e-12
+    )
 
 
 @pytest.mark.parametrize("sparse", [True, False])
@@ -185,10 +212,17 @@ def test_which_linears() -> None:
     class Own(nn.Linear):
         pass
 
-    module = nn.Sequential(nn.Linear(2, 2), nn.Embedding(3, 2), nn.Sequential(Own(2, 2), nn.Linear(2, 3)), nn.RMSNorm(3))
+    module = nn.Sequential(
+        nn.Linear(2, 2),
+        nn.Embedding(3, 2),
+        nn.Sequential(Own(2, 2), nn.Linear(2, 3)),
+        nn.RMSNorm(3),
+    )
     assert [name for name, _ in linears(module)] == ["0", "2.1"]
     assert [name for name, _ in linears(nn.Linear(2, 2))] == [""]
-    assert not list(linears(nn.utils.spectral_norm(nn.Linear(2, 2)))), "what its weight is made from is not pruned"
+    assert not list(linears(nn.utils.spectral_norm(nn.Linear(2, 2)))), (
+        "what its weight is made from is not pruned"
+    )
 
 
 def test_autocast_chooses_what_a_masked_layer_computes_in() -> None:
@@ -216,7 +250,12 @@ def test_conform_takes_the_form_of_others() -> None:
     assert conform(target, dict(source.named_buffers())) == {"0.weight"}
     assert [type(x) for x in target] == [SparseLinear, MaskedLinear]
     assert {n for n, _ in target.named_buffers()} == {n for n, _ in source.named_buffers()}
-    assert [name for name, _ in dense_parameters(source)] == ["0.weight", "0.bias", "1.weight", "1.bias"]
+    assert [name for name, _ in dense_parameters(source)] == [
+        "0.weight",
+        "0.bias",
+        "1.weight",
+        "1.bias",
+    ]
     assert {n: tuple(t.shape) for n, t in dense_parameters(source)}["0.weight"] == (4, 5)
     with pytest.raises(ValueError, match="pruned weights do not return"):
         conform(target, {})
@@ -253,7 +292,9 @@ def test_low_precision_rounds_once(dtype: torch.dtype, deferred: bool) -> None:
     """F and B are float32's of the same rounded numbers, rounded; W's sum over microbatches is
     float32's itself, and stays float32."""
     low, wide = (make_pruned(48, 40, 0.8, True, dtype=kind) for kind in (dtype, torch.float32))
-    low.bias, wide.bias = (nn.Parameter(torch.zeros(48, dtype=kind)) for kind in (dtype, torch.float32))
+    low.bias, wide.bias = (
+        nn.Parameter(torch.zeros(48, dtype=kind)) for kind in (dtype, torch.float32)
+    )
     wide.weight.data = low.weight.data.float()
     tape = WeightTape()
     tape.deferred = deferred

@@ -98,7 +98,9 @@ def test_only_what_trains_goes_on_the_tape() -> None:
     module.weight.requires_grad_(False)
     module(x).sum().backward()
     assert run(tape) == 0
-    assert module.bias.grad is not None, "a bias that trains over a frozen weight takes its gradient in B"
+    assert module.bias.grad is not None, (
+        "a bias that trains over a frozen weight takes its gradient in B"
+    )
     module.weight.requires_grad_(True)
     module.bias.requires_grad_(False)
     module.bias.grad = None
@@ -127,19 +129,35 @@ def test_install_keeps_the_module() -> None:
         pass
 
     module = nn.Sequential(
-        nn.Linear(2, 2), Own(2, 2), nn.Embedding(3, 2), nn.Embedding(3, 2, padding_idx=0), nn.Embedding(3, 2, max_norm=1.0)
+        nn.Linear(2, 2),
+        Own(2, 2),
+        nn.Embedding(3, 2),
+        nn.Embedding(3, 2, padding_idx=0),
+        nn.Embedding(3, 2, max_norm=1.0),
     )
     before = dict(module.named_parameters())
     seen: list[nn.Module] = []
     module[0].register_forward_hook(lambda m, args, out: seen.append(m))
     split(module, deferred=True)
-    assert [type(m) for m in module] == [SplitLinear, Own, SplitEmbedding, nn.Embedding, nn.Embedding]
+    assert [type(m) for m in module] == [
+        SplitLinear,
+        Own,
+        SplitEmbedding,
+        nn.Embedding,
+        nn.Embedding,
+    ]
     assert all(p is before[name] for name, p in module.named_parameters())
     assert list(module.state_dict()) == list(before)
     module[0](torch.randn(1, 2))
     assert seen == [module[0]]
     install(module, WeightTape())  # a layer that arrives on another rank is given a new tape
-    assert [type(m) for m in module] == [SplitLinear, Own, SplitEmbedding, nn.Embedding, nn.Embedding]
+    assert [type(m) for m in module] == [
+        SplitLinear,
+        Own,
+        SplitEmbedding,
+        nn.Embedding,
+        nn.Embedding,
+    ]
 
 
 def test_what_the_tape_holds() -> None:

@@ -16,7 +16,9 @@ from tests.models.plain_blocks import attended
 
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 
-shapes = st.tuples(st.integers(1, 3), st.integers(1, 20), st.integers(1, 2), st.sampled_from([1, 2, 8]))
+shapes = st.tuples(
+    st.integers(1, 3), st.integers(1, 20), st.integers(1, 2), st.sampled_from([1, 2, 8])
+)
 """batch, sequence, heads, size"""
 shares = st.lists(st.sampled_from([0.0, 0.1, 0.5, 0.9, 1.0]), min_size=3, max_size=3)
 """Of the tokens of each row, that are drawn."""
@@ -29,7 +31,9 @@ def drawn(batch: int, sequence: int, of_row: Sequence[float], seed: int) -> Tens
 
 
 def random(*shape: int, seed: int, dtype: torch.dtype = torch.float64) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+    return torch.randn(
+        *shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
+    ).to(dtype)
 
 
 def kept_slowly(index: Sequence[int]) -> Attention:
@@ -59,7 +63,9 @@ def packed_slowly(lengths: Sequence[int]) -> Attention:
     return attend
 
 
-def compare(ours: Attention, slow: Attention, q: Tensor, k: Tensor, v: Tensor, tolerance: float = 1e-11) -> None:
+def compare(
+    ours: Attention, slow: Attention, q: Tensor, k: Tensor, v: Tensor, tolerance: float = 1e-11
+) -> None:
     """Values and gradients. Those of low precision are compared with the slow ones in float64."""
     g, results = random(*q.shape, seed=9, dtype=q.dtype), []
     for attend, dtype in ((ours, q.dtype), (slow, torch.float64)):
@@ -67,23 +73,42 @@ def compare(ours: Attention, slow: Attention, q: Tensor, k: Tensor, v: Tensor, t
         out = attend(*leaves)
         out.backward(g.to(dtype))
         # A leaf that no output depends on may be left without a gradient.
-        results.append([out.detach(), *(torch.zeros_like(x) if x.grad is None else x.grad for x in leaves)])
+        results.append(
+            [out.detach(), *(torch.zeros_like(x) if x.grad is None else x.grad for x in leaves)]
+        )
         assert all(x.dtype == dtype for x in results[-1])
     for name, actual, expected in zip(("values", "q", "k", "v"), *results, strict=True):
-        said = lambda message, name=name: f"{name}: {message}"  # noqa: E731
-        torch.testing.assert_close(actual.double(), expected, rtol=tolerance, atol=tolerance, msg=said)
+        said = lambda message, name=name: f"{name}: {message}"
+        torch.testing.assert_close(
+            actual.double(), expected, rtol=tolerance, atol=tolerance, msg=said
+        )
 
 
-def compare_kept(shape: tuple[int, int, int, int], index: Tensor, dtype: torch.dtype = torch.float64, tolerance: float = 1e-11) -> None:
+def compare_kept(
+    shape: tuple[int, int, int, int],
+    index: Tensor,
+    dtype: torch.dtype = torch.float64,
+    tolerance: float = 1e-11,
+) -> None:
     batch, sequence, heads, size = shape
     q = random(len(index), heads, size, seed=1, dtype=dtype)
     k, v = (random(batch, sequence, heads, size, seed=seed, dtype=dtype) for seed in (2, 3))
-    compare(lambda q, k, v: attend_kept(q, k, v, index), kept_slowly(index.tolist()), q, k, v, tolerance)
+    compare(
+        lambda q, k, v: attend_kept(q, k, v, index), kept_slowly(index.tolist()), q, k, v, tolerance
+    )
 
 
-def compare_packed(heads: int, size: int, lengths: list[int], dtype: torch.dtype = torch.float64, tolerance: float = 1e-11) -> None:
+def compare_packed(
+    heads: int,
+    size: int,
+    lengths: list[int],
+    dtype: torch.dtype = torch.float64,
+    tolerance: float = 1e-11,
+) -> None:
     q, k, v = (random(sum(lengths), heads, size, seed=seed, dtype=dtype) for seed in (1, 2, 3))
-    compare(lambda q, k, v: attend_packed(q, k, v, lengths), packed_slowly(lengths), q, k, v, tolerance)
+    compare(
+        lambda q, k, v: attend_packed(q, k, v, lengths), packed_slowly(lengths), q, k, v, tolerance
+    )
 
 
 @settings(max_examples=30)
@@ -94,7 +119,18 @@ def test_kept(shape: tuple[int, int, int, int], of_row: list[float], seed: int) 
 
 @pytest.mark.parametrize(
     "index",
-    [[], [0], [4], [5], [14], [0, 5, 10], [4, 9, 14], list(range(15)), list(range(5, 10)), [1, 3, 11]],
+    [
+        [],
+        [0],
+        [4],
+        [5],
+        [14],
+        [0, 5, 10],
+        [4, 9, 14],
+        list(range(15)),
+        list(range(5, 10)),
+        [1, 3, 11],
+    ],
     ids=lambda index: f"{len(index)} tokens, {index[:3]}",
 )
 def test_kept_of_three_rows_of_five(index: list[int]) -> None:
@@ -119,12 +155,18 @@ def test_kept_does_not_depend_on_later_tokens() -> None:
 
 
 @settings(max_examples=30)
-@given(st.lists(st.integers(0, 12), min_size=1, max_size=4), st.integers(1, 2), st.sampled_from([1, 2, 8]))
+@given(
+    st.lists(st.integers(0, 12), min_size=1, max_size=4),
+    st.integers(1, 2),
+    st.sampled_from([1, 2, 8]),
+)
 def test_packed(lengths: list[int], heads: int, size: int) -> None:
     compare_packed(heads, size, lengths)
 
 
-@pytest.mark.parametrize("lengths", [[0], [1], [0, 0], [1, 1, 1], [4, 4, 4], [0, 1], [3, 0, 1], [0, 6]])
+@pytest.mark.parametrize(
+    "lengths", [[0], [1], [0, 0], [1, 1, 1], [4, 4, 4], [0, 1], [3, 0, 1], [0, 6]]
+)
 def test_packed_of(lengths: list[int]) -> None:
     compare_packed(2, 4, lengths)
 
@@ -139,7 +181,9 @@ def test_low_precision() -> None:
 def test_row_lengths(shape: tuple[int, int, int, int], of_row: list[float], seed: int) -> None:
     batch, sequence, *_ = shape
     index = drawn(batch, sequence, of_row, seed)
-    assert row_lengths(index, batch, sequence) == [sum(token // sequence == row for token in index.tolist()) for row in range(batch)]
+    assert row_lengths(index, batch, sequence) == [
+        sum(token // sequence == row for token in index.tolist()) for row in range(batch)
+    ]
 
 
 @given(st.sets(st.integers(0, 60)), st.integers(1, 9))
@@ -147,17 +191,24 @@ def test_tiles(chosen: set[int], size: int) -> None:
     """Each query is in one tile, and sees its own position and all before."""
     positions = sorted(chosen)
     tiles = plan_tiles(torch.tensor(positions, dtype=torch.int64), torch.float64, size)
-    assert [query for tile in tiles for query in range(tile.start, tile.stop)] == list(range(len(positions)))
+    assert [query for tile in tiles for query in range(tile.start, tile.stop)] == list(
+        range(len(positions))
+    )
     for tile in tiles:
         assert 0 < tile.stop - tile.start <= size
-        assert tile.end == positions[tile.stop - 1] + 1, "no key is computed that no query of the tile sees"
+        assert tile.end == positions[tile.stop - 1] + 1, (
+            "no key is computed that no query of the tile sees"
+        )
         assert tile.rows is None
         assert tile.mask.dtype == torch.float64
         for query in range(tile.start, tile.stop):
             mask = tile.mask[query - tile.start].tolist()
             assert len(mask) == tile.end - tile.masked_from
             assert set(mask) <= {0.0, -float("inf")}
-            seen = [*range(tile.masked_from), *(tile.masked_from + j for j, added in enumerate(mask) if added == 0)]
+            seen = [
+                *range(tile.masked_from),
+                *(tile.masked_from + j for j, added in enumerate(mask) if added == 0),
+            ]
             assert seen == list(range(positions[query] + 1))
     if tiles:
         assert tiles[-1].end == max(tile.end for tile in tiles)

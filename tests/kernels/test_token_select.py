@@ -20,7 +20,9 @@ def random(*shape: int, seed: int = 0) -> Tensor:
 
 
 def places(taken: list[bool], value: bool = True) -> Tensor:
-    return torch.tensor([place for place, is_taken in enumerate(taken) if is_taken is value], dtype=torch.int64)
+    return torch.tensor(
+        [place for place, is_taken in enumerate(taken) if is_taken is value], dtype=torch.int64
+    )
 
 
 @given(chosen, st.integers(1, 3))
@@ -28,11 +30,16 @@ def test_select(taken: list[bool], features: int) -> None:
     x, index = random(len(taken), features).requires_grad_(), places(taken)
     stream, selected = select(x, index)
     assert torch.equal(stream, x)
-    assert [row.tolist() for row in selected] == [x[place].tolist() for place, is_taken in enumerate(taken) if is_taken]
+    assert [row.tolist() for row in selected] == [
+        x[place].tolist() for place, is_taken in enumerate(taken) if is_taken
+    ]
     to_stream, to_selected = random(*stream.shape, seed=1), random(*selected.shape, seed=2)
     torch.autograd.backward((stream, selected), (to_stream, to_selected))
     rows = iter(to_selected)
-    expected = [to_stream[place] + next(rows) if is_taken else to_stream[place] for place, is_taken in enumerate(taken)]
+    expected = [
+        to_stream[place] + next(rows) if is_taken else to_stream[place]
+        for place, is_taken in enumerate(taken)
+    ]
     assert x.grad is not None
     assert torch.equal(x.grad, torch.stack(expected))
 
@@ -49,14 +56,19 @@ def test_select_where_one_output_alone_is_used() -> None:
 @given(chosen, st.integers(1, 3))
 def test_merge(in_first: list[bool], features: int) -> None:
     at_first, at_second = places(in_first), places(in_first, False)
-    first, second = (random(len(at), features, seed=seed).requires_grad_() for seed, at in enumerate((at_first, at_second)))
+    first, second = (
+        random(len(at), features, seed=seed).requires_grad_()
+        for seed, at in enumerate((at_first, at_second))
+    )
     out = merge(first, at_first, second, at_second)
     rows = iter(first), iter(second)
     expected = torch.stack([next(rows[0] if is_first else rows[1]) for is_first in in_first])
     assert torch.equal(out, expected)
     gradient = random(*out.shape, seed=2)
     ours = torch.autograd.grad(out, (first, second), gradient)
-    assert all(torch.equal(a, gradient[at]) for a, at in zip(ours, (at_first, at_second), strict=True))
+    assert all(
+        torch.equal(a, gradient[at]) for a, at in zip(ours, (at_first, at_second), strict=True)
+    )
 
 
 @given(chosen, st.randoms(use_true_random=False))

@@ -14,12 +14,17 @@ from dynmo.kernels import torch_private
 
 ROOT = Path(__file__).parents[2]
 # An attribute or a module of torch with one leading underscore.
-PRIVATE = re.compile(r"\b(?:torch|dist)(?:\.\w+)*\._[a-z]\w*|from torch(?:\.\w+)*\._\w+|from torch\S* import _")
+PRIVATE = re.compile(
+    r"\b(?:torch|dist)(?:\.\w+)*\._[a-z]\w*|from torch(?:\.\w+)*\._\w+|from torch\S* import _"
+)
 
 
 @pytest.mark.parametrize("version", ["2.14.0", "2.14.0+cpu", "3.0", "2.20.1"])
 def test_a_torch_that_was_not_tried_is_refused(version: str) -> None:
-    with pytest.raises(ConfigError, match=r"newer than this dynmo knows; install one below 2\.14: pip install 'torch<2\.14'"):
+    with pytest.raises(
+        ConfigError,
+        match=r"newer than this dynmo knows; install one below 2\.14: pip install 'torch<2\.14'",
+    ):
         torch_private.check_version(version)
 
 

@@ -73,7 +73,9 @@ def go(tmp_path: Path) -> Iterator[Launch]:
     started: list[subprocess.Popen[str]] = []
 
     def call(body: str, ranks: int = 2, before: str = "") -> subprocess.Popen[str]:
-        started.append(start([sys.executable, "-c", LAUNCHER, str(ranks), RANK, body, before], tmp_path))
+        started.append(
+            start([sys.executable, "-c", LAUNCHER, str(ranks), RANK, body, before], tmp_path)
+        )
         return started[-1]
 
     yield call
@@ -117,9 +119,24 @@ print(json.dumps([folder.stat().st_mode, sys.stdin.read(), signal.getsignal(sign
 @pytest.mark.parametrize(
     ("ranks", "body", "status", "line"),
     [
-        (2, "train() if rank == 0 else os.kill(os.getpid(), signal.SIGKILL)", 1, "RunError: rank 1 was ended by SIGKILL; out of memory?"),
-        (2, "train() if rank == 1 else os.kill(os.getpid(), signal.SIGABRT)", 1, "RunError: rank 0 was ended by SIGABRT"),
-        (2, "train() if rank == 0 else sys.exit(3)", 1, "RunError: rank 1 ended with status 3; see {}/rank-1.log"),
+        (
+            2,
+            "train() if rank == 0 else os.kill(os.getpid(), signal.SIGKILL)",
+            1,
+            "RunError: rank 1 was ended by SIGKILL; out of memory?",
+        ),
+        (
+            2,
+            "train() if rank == 1 else os.kill(os.getpid(), signal.SIGABRT)",
+            1,
+            "RunError: rank 0 was ended by SIGABRT",
+        ),
+        (
+            2,
+            "train() if rank == 0 else sys.exit(3)",
+            1,
+            "RunError: rank 1 ended with status 3; see {}/rank-1.log",
+        ),
         (
             3,
             "fail(RankDied('a peer is gone') if rank < 2 else AssertionError('it')) if rank else train()",
@@ -137,7 +154,9 @@ print(json.dumps([folder.stat().st_mode, sys.stdin.read(), signal.getsignal(sign
     ],
     ids=["killed", "crashed", "exited", "cause", "hung", "input"],
 )
-def test_the_cause_is_told_once(go: Launch, tmp_path: Path, ranks: int, body: str, status: int, line: str) -> None:
+def test_the_cause_is_told_once(
+    go: Launch, tmp_path: Path, ranks: int, body: str, status: int, line: str
+) -> None:
     got, _, err = end(go(body, ranks))
     # A crash's stack (of rank 0, by faulthandler) may come before.
     assert (got, err.splitlines()[-1]) == (status, line.format(tmp_path))
@@ -146,7 +165,9 @@ def test_the_cause_is_told_once(go: Launch, tmp_path: Path, ranks: int, body: st
 
 @pytest.mark.parametrize("to_all", [False, True], ids=["launcher", "group"])
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_asks_all_ranks_to_stop(go: Launch, tmp_path: Path, number: signal.Signals, to_all: bool) -> None:
+def test_a_signal_asks_all_ranks_to_stop(
+    go: Launch, tmp_path: Path, number: signal.Signals, to_all: bool
+) -> None:
     """Whether it is sent to the launcher or, as a terminal does, to every process."""
     process = go("train()")
     up(tmp_path)
@@ -200,7 +221,9 @@ def test_a_signal_while_ranks_are_starting(go: Launch, tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="PR_SET_PDEATHSIG")
-@pytest.mark.parametrize("before", ["", "Path(f'up-{rank}').touch(); time.sleep(0.5)"], ids=["running", "starting"])
+@pytest.mark.parametrize(
+    "before", ["", "Path(f'up-{rank}').touch(); time.sleep(0.5)"], ids=["running", "starting"]
+)
 def test_ranks_die_with_their_launcher(go: Launch, tmp_path: Path, before: str) -> None:
     process = go("train()", before=before)
     up(tmp_path)
@@ -236,7 +259,13 @@ def test_what_cuda_reads_as_it_starts(monkeypatch: pytest.MonkeyPatch, tmp_path:
     """Of several ranks; what the user has set stays."""
     for name in environment.FOR_RANKS_ON_CUDA:
         monkeypatch.delenv(name, raising=False)
-    assert not environment.FOR_RANKS_ON_CUDA.keys() & environment.rank_environment(0, 1, tmp_path, 1).keys()
-    assert environment.FOR_RANKS_ON_CUDA.items() <= environment.rank_environment(0, 2, tmp_path, 1).items()
+    assert (
+        not environment.FOR_RANKS_ON_CUDA.keys()
+        & environment.rank_environment(0, 1, tmp_path, 1).keys()
+    )
+    assert (
+        environment.FOR_RANKS_ON_CUDA.items()
+        <= environment.rank_environment(0, 2, tmp_path, 1).items()
+    )
     monkeypatch.setenv("CUDA_MODULE_LOADING", "LAZY")
     assert environment.rank_environment(0, 2, tmp_path, 1)["CUDA_MODULE_LOADING"] == "LAZY"

@@ -111,11 +111,30 @@ class Kinds(nn.Module):
 
     def forward(self, x: Tensor, *others: Tensor) -> Any:
         if not others:
-            dtypes = (torch.int16, torch.uint8, torch.uint16, torch.uint32, torch.int8, torch.int32, torch.float16, torch.bfloat16)
+            dtypes = (
+                torch.int16,
+                torch.uint8,
+                torch.uint16,
+                torch.uint32,
+                torch.int8,
+                torch.int32,
+                torch.float16,
+                torch.bfloat16,
+            )
             numbers = [(x[0, 0] * 3).abs().to(dtype) for dtype in dtypes]
-            others = (x > 0, x.mean(), x[:0], x[:, :0].double(), x.double()[0].t(), torch.tensor(2), *numbers)
+            others = (
+                x > 0,
+                x.mean(),
+                x[:0],
+                x[:, :0].double(),
+                x.double()[0].t(),
+                torch.tensor(2),
+                *numbers,
+            )
         y = x + self.linear(x).masked_fill(others[0], 0.0) * others[1]
-        return y + sum(other.float().sum() for other in others) * 0.01 if self.ends else (y, *others)
+        return (
+            y + sum(other.float().sum() for other in others) * 0.01 if self.ends else (y, *others)
+        )
 
 
 def kinds() -> list[nn.Module]:
@@ -134,7 +153,9 @@ class Taped(nn.Module):
 
 
 def tapes() -> list[nn.Module]:
-    return _model(Taped(nn.Linear(8, 8)), Taped([1]), Taped(None), Taped(nn.Parameter(torch.ones(2))))
+    return _model(
+        Taped(nn.Linear(8, 8)), Taped([1]), Taped(None), Taped(nn.Parameter(torch.ones(2)))
+    )
 
 
 class Doubled(nn.Module):
@@ -189,7 +210,12 @@ class Containers(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.parts = nn.ModuleDict({"norm": nn.LayerNorm(8), "line": nn.utils.parametrizations.weight_norm(nn.Linear(8, 8))})
+        self.parts = nn.ModuleDict(
+            {
+                "norm": nn.LayerNorm(8),
+                "line": nn.utils.parametrizations.weight_norm(nn.Linear(8, 8)),
+            }
+        )
         self.lines = nn.ModuleList([nn.Linear(8, 8) for _ in range(2)])
         self.gates = nn.ParameterList([torch.randn(8), torch.randn(())])
         self.lines[0].register_forward_hook(_raised)

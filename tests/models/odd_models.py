@@ -74,7 +74,10 @@ class InPlace(nn.Module):
         self.first, self.second, self._inplace = nn.Linear(8, 16), nn.Linear(16, 8), inplace
 
     def forward(self, x: Tensor) -> Tensor:
-        return functional.relu(self.second(functional.relu(self.first(x), inplace=self._inplace)), inplace=self._inplace)
+        return functional.relu(
+            self.second(functional.relu(self.first(x), inplace=self._inplace)),
+            inplace=self._inplace,
+        )
 
 
 class OwnNorm(nn.Module):
@@ -135,14 +138,25 @@ class Normed(nn.Module):
 
     def __init__(self, norm: nn.Module, image: bool = False, checkpointed: bool = False) -> None:
         super().__init__()
-        self.linear, self.norm, self._image, self._checkpointed = nn.Linear(8, 8), norm, image, checkpointed
+        self.linear, self.norm, self._image, self._checkpointed = (
+            nn.Linear(8, 8),
+            norm,
+            image,
+            checkpointed,
+        )
 
     def _normed(self, x: Tensor) -> Tensor:
-        return self.norm(x.reshape(-1, 8, 2, 2) if self._image else x.reshape(-1, 8)).reshape(x.shape)
+        return self.norm(x.reshape(-1, 8, 2, 2) if self._image else x.reshape(-1, 8)).reshape(
+            x.shape
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.linear(x)
-        return x + torch.tanh(checkpoint(self._normed, y, use_reentrant=False) if self._checkpointed else self._normed(y))
+        return x + torch.tanh(
+            checkpoint(self._normed, y, use_reentrant=False)
+            if self._checkpointed
+            else self._normed(y)
+        )
 
 
 class Recurrent(nn.Module):
@@ -210,12 +224,21 @@ def energy() -> list[nn.Module]:
 def spectral() -> list[nn.Module]:
     """Buffers that each forward writes to, and reads: power iterations; running statistics."""
     norms = [nn.utils.parametrizations.spectral_norm(nn.Linear(8, 8)) for _ in range(2)]
-    return _model(*norms, nn.Sequential(nn.Flatten(0, 1), nn.BatchNorm1d(8), nn.Unflatten(0, (2, 8))), nn.Linear(8, 8))
+    return _model(
+        *norms,
+        nn.Sequential(nn.Flatten(0, 1), nn.BatchNorm1d(8), nn.Unflatten(0, (2, 8))),
+        nn.Linear(8, 8),
+    )
 
 
 def statistics() -> list[nn.Module]:
     """All kinds of running statistics."""
-    norms = [Normed(nn.BatchNorm1d(8)), Normed(nn.BatchNorm2d(8), image=True), Normed(OwnNorm()), Normed(nn.BatchNorm1d(8, momentum=None))]
+    norms = [
+        Normed(nn.BatchNorm1d(8)),
+        Normed(nn.BatchNorm2d(8), image=True),
+        Normed(OwnNorm()),
+        Normed(nn.BatchNorm1d(8, momentum=None)),
+    ]
     return _model(*norms, Unversioned())
 
 
@@ -226,7 +249,12 @@ def own_norm() -> list[nn.Module]:
 def checkpointed() -> list[nn.Module]:
     """Layers whose backward runs parts of them again, which write to buffers."""
     spectral_norm = nn.utils.parametrizations.spectral_norm
-    return _model(*(Normed(norm, checkpointed=True) for norm in (nn.BatchNorm1d(8), spectral_norm(nn.Linear(8, 8)), OwnNorm())))
+    return _model(
+        *(
+            Normed(norm, checkpointed=True)
+            for norm in (nn.BatchNorm1d(8), spectral_norm(nn.Linear(8, 8)), OwnNorm())
+        )
+    )
 
 
 def counting() -> list[nn.Module]:
@@ -251,12 +279,20 @@ def rewriting() -> tuple[list[nn.Module], object]:
 
 
 def copying() -> tuple[list[nn.Module], object]:
-    return [Entry(), *(Rewriting(False) for _ in range(3)), Exit()], lambda y, targets: _masked(y, targets.clone())
+    return [Entry(), *(Rewriting(False) for _ in range(3)), Exit()], lambda y, targets: _masked(
+        y, targets.clone()
+    )
 
 
 def rectified() -> list[nn.Module]:
     """Layers that only work in place."""
-    return _model(nn.Linear(8, 8), nn.ReLU(inplace=True), nn.Linear(8, 8), nn.Dropout(0.1, inplace=True), nn.Hardtanh(inplace=True))
+    return _model(
+        nn.Linear(8, 8),
+        nn.ReLU(inplace=True),
+        nn.Linear(8, 8),
+        nn.Dropout(0.1, inplace=True),
+        nn.Hardtanh(inplace=True),
+    )
 
 
 def in_place() -> list[nn.Module]:

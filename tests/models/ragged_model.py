@@ -51,7 +51,10 @@ class Out(nn.Module):
 
 def _loss(output: tuple[Tensor, Tensor], targets: Tensor) -> Tensor:
     logits, places = output
-    return functional.cross_entropy(logits, targets.flatten()[places], reduction="sum") / targets.numel()
+    return (
+        functional.cross_entropy(logits, targets.flatten()[places], reduction="sum")
+        / targets.numel()
+    )
 
 
 def ragged() -> tuple[list[nn.Module], object]:

@@ -16,7 +16,16 @@ from torch import Tensor, nn
 from dynmo.config import Config, parse
 from dynmo.models.early_exit import ExitHead, ExitRule
 from dynmo.models.gpt_config import make
-from tests.models.plain_blocks import attended, binary_cross_entropy, cross_entropy, fed_forward, heads_of, rms_norm, rotated, spread
+from tests.models.plain_blocks import (
+    attended,
+    binary_cross_entropy,
+    cross_entropy,
+    fed_forward,
+    heads_of,
+    rms_norm,
+    rotated,
+    spread,
+)
 
 Token = tuple[int, int]
 """Row, position."""
@@ -43,7 +52,14 @@ class Routing:
     closest: float = field(default=math.inf)
 
 
-def one_by_one(config: Config, modules: Sequence[nn.Module], ids: Tensor, targets: Tensor, exits_on: bool, training: bool) -> Routing:
+def one_by_one(
+    config: Config,
+    modules: Sequence[nn.Module],
+    ids: Tensor,
+    targets: Tensor,
+    exits_on: bool,
+    training: bool,
+) -> Routing:
     """The model from its definition: a state a token, and a set of tokens that have left."""
     layers: dict[str, Any] = dict(zip(make(config).names, modules, strict=True))
     options, model = config.dynamism.early_exit, config.model
@@ -65,9 +81,16 @@ def one_by_one(config: Config, modules: Sequence[nn.Module], ids: Tensor, target
         for row, t in tokens:
             if (row, t) in routing.left:
                 continue
-            query = heads_of(attention.q.weight @ rms_norm(before[row, t], attention.norm.weight), model.heads)
+            query = heads_of(
+                attention.q.weight @ rms_norm(before[row, t], attention.norm.weight), model.heads
+            )
             seen = [(row, earlier) for earlier in range(t + 1)]
-            heads = [attended(rotated(query[h], t), [keys[s][h] for s in seen], [values[s][h] for s in seen]) for h in range(model.heads)]
+            heads = [
+                attended(
+                    rotated(query[h], t), [keys[s][h] for s in seen], [values[s][h] for s in seen]
+                )
+                for h in range(model.heads)
+            ]
             state = before[row, t] + attention.proj.weight @ torch.cat(heads)
             states[row, t] = state + fed_forward(layers[f"blocks.{block}.feed_forward"], state)
         if block in exits:
@@ -79,15 +102,23 @@ def one_by_one(config: Config, modules: Sequence[nn.Module], ids: Tensor, target
                 logits = head.logits.weight @ rms_norm(state, head.norm.weight)
                 output_loss[row, t] = cross_entropy(logits, int(targets[row, t]))
                 if options.policy == "calm" and options.confidence == "classifier":
-                    guess = (head.classifier.weight @ state.detach() + head.classifier.bias).squeeze(0)
-                    own_losses.append(binary_cross_entropy(guess, int(logits.argmax()) == int(targets[row, t])))
+                    guess = (
+                        head.classifier.weight @ state.detach() + head.classifier.bias
+                    ).squeeze(0)
+                    own_losses.append(
+                        binary_cross_entropy(guess, int(logits.argmax()) == int(targets[row, t]))
+                    )
                 if not exits_on:
                     continue
-                above = confidence(config, head, logits, state, before[row, t]) - threshold(config, t)
+                above = confidence(config, head, logits, state, before[row, t]) - threshold(
+                    config, t
+                )
                 routing.closest = min(routing.closest, abs(above))
                 if above > 0:
                     routing.left[row, t] = block
-            weighted.append((block + 1.0 if options.policy == "calm" else 1.0, mean(output_loss, tokens)))
+            weighted.append(
+                (block + 1.0 if options.policy == "calm" else 1.0, mean(output_loss, tokens))
+            )
             if own_losses and training:
                 routing.own_losses = routing.own_losses + torch.stack(own_losses).mean()
     head = layers["head"]
@@ -110,7 +141,11 @@ def threshold(config: Config, t: int) -> float:
     options = config.dynamism.early_exit
     top = options.threshold
     assert top is not None
-    return top if options.policy == "adp-c" else 0.9 * top + 0.1 * top * math.exp(-4 * t / config.model.sequence)
+    return (
+        top
+        if options.policy == "adp-c"
+        else 0.9 * top + 0.1 * top * math.exp(-4 * t / config.model.sequence)
+    )
 
 
 @torch.no_grad()
@@ -129,17 +164,35 @@ def confidence(config: Config, head: Any, logits: Tensor, state: Tensor, before:
 # -- the module ------------------------------------------------------------------------------------
 
 
-def config_of(kind: str, sequence: int = 5, threshold: float = 0.5, blocks: int = 3, heads: int = 2, **options: Any) -> Config:
+def config_of(
+    kind: str,
+    sequence: int = 5,
+    threshold: float = 0.5,
+    blocks: int = 3,
+    heads: int = 2,
+    **options: Any,
+) -> Config:
     policy = {"policy": "adp-c"} if kind == "adp-c" else {"confidence": kind}
     return parse(
         {
-            "model": {"blocks": blocks, "hidden": 4 * heads, "heads": heads, "vocab": 5, "sequence": sequence},
-            "dynamism": {"cases": ["early_exit"], "early_exit": policy | {"threshold": threshold} | options},
+            "model": {
+                "blocks": blocks,
+                "hidden": 4 * heads,
+                "heads": heads,
+                "vocab": 5,
+                "sequence": sequence,
+            },
+            "dynamism": {
+                "cases": ["early_exit"],
+                "early_exit": policy | {"threshold": threshold} | options,
+            },
         }
     )
 
 
-def build(config: Config, seed: int = 0, exits_on: bool = True, training: bool = True) -> list[nn.Module]:
+def build(
+    config: Config, seed: int = 0, exits_on: bool = True, training: bool = True
+) -> list[nn.Module]:
     model = make(config)
     modules = model.build(range(model.layers))
     spread(modules, seed)
@@ -179,16 +232,25 @@ def run(config: Config, modules: Sequence[nn.Module], ids: Tensor, targets: Tens
 
 
 def gradients(modules: Sequence[nn.Module], loss: Tensor) -> dict[str, Tensor]:
-    named = {f"{i}.{name}": p for i, module in enumerate(modules) for name, p in module.named_parameters()}
+    named = {
+        f"{i}.{name}": p
+        for i, module in enumerate(modules)
+        for name, p in module.named_parameters()
+    }
     taken = torch.autograd.grad(loss, list(named.values()), allow_unused=True, retain_graph=True)
-    return {name: torch.zeros_like(p) if g is None else g for (name, p), g in zip(named.items(), taken, strict=True)}
+    return {
+        name: torch.zeros_like(p) if g is None else g
+        for (name, p), g in zip(named.items(), taken, strict=True)
+    }
 
 
 class TooCloseError(Exception):
     """A confidence is next to its threshold: float32 and float64 may decide differently."""
 
 
-def compare(config: Config, batch: int, seed: int = 0, exits_on: bool = True, training: bool = True) -> Routing:
+def compare(
+    config: Config, batch: int, seed: int = 0, exits_on: bool = True, training: bool = True
+) -> Routing:
     """Compares the modules with the slow pass, and returns what that gives."""
     modules = build(config, seed, exits_on, training)
     ids, targets = drawn(config, batch, seed)
@@ -199,7 +261,12 @@ def compare(config: Config, batch: int, seed: int = 0, exits_on: bool = True, tr
     assert ours.left == slow.left
     # Logits, loss and the rotary tables are of float32.
     torch.testing.assert_close(ours.loss.double(), slow.loss.double(), rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(ours.states, {token: slow.states[token].detach() for token in ours.states}, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        ours.states,
+        {token: slow.states[token].detach() for token in ours.states},
+        rtol=1e-5,
+        atol=1e-5,
+    )
     expected = gradients(modules, slow.loss + slow.own_losses)
     torch.testing.assert_close(gradients(modules, ours.loss), expected, rtol=1e-4, atol=1e-5)
     counts = [module.seen for module in modules if isinstance(module, ExitHead)]
@@ -225,7 +292,15 @@ def compare(config: Config, batch: int, seed: int = 0, exits_on: bool = True, tr
     seed=st.integers(0, 999),
 )
 def test_any_shape(
-    kind: str, batch: int, sequence: int, heads: int, exits: list[int], depth: int, threshold: float, training: bool, seed: int
+    kind: str,
+    batch: int,
+    sequence: int,
+    heads: int,
+    exits: list[int],
+    depth: int,
+    threshold: float,
+    training: bool,
+    seed: int,
 ) -> None:
     config = config_of(kind, sequence, threshold, exits[-1] + 1 + depth, heads, exits=exits)
     try:
@@ -235,7 +310,10 @@ def test_any_shape(
 
 
 @pytest.mark.parametrize("training", [True, False], ids=["training", "evaluation"])
-@pytest.mark.parametrize(("kind", "threshold", "seed"), [("softmax", 0.7, 4), ("state", 0.7, 1), ("classifier", 0.9, 5), ("adp-c", 0.7, 4)])
+@pytest.mark.parametrize(
+    ("kind", "threshold", "seed"),
+    [("softmax", 0.7, 4), ("state", 0.7, 1), ("classifier", 0.9, 5), ("adp-c", 0.7, 4)],
+)
 def test_some_leave_at_each_exit(kind: str, threshold: float, seed: int, training: bool) -> None:
     routing = compare(config_of(kind, 6, threshold, exits=[0, 1]), 2, seed, training=training)
     assert 0 < len(routing.left) < 12
@@ -281,7 +359,11 @@ def test_exits_that_are_off(kind: str, training: bool) -> None:
     assert not compare(config, 2, exits_on=False, training=training).left
     if not training:
         modules, (ids, targets) = build(config, exits_on=False, training=False), drawn(config, 2)
-        other = [m for m, name in zip(modules, make(config).names, strict=True) if not name.endswith(".exit")]
+        other = [
+            m
+            for m, name in zip(modules, make(config).names, strict=True)
+            if not name.endswith(".exit")
+        ]
         out: Any = (make(config).first_inputs(ids, targets),)
         for module in other:
             out = module(*out[:6])
@@ -306,7 +388,10 @@ def test_weights_of_the_losses() -> None:
         # One exit that is worse than the others shows its weight.
         for place, name in enumerate(losses):
             head: Any = modules[make(config).names.index(name)]
-            real, head.logits.forward = head.logits.forward, lambda x: 9.0 * torch.arange(5.0).expand(len(x), 5)
+            real, head.logits.forward = (
+                head.logits.forward,
+                lambda x: 9.0 * torch.arange(5.0).expand(len(x), 5),
+            )
             worse = float(run(config, modules, ids, targets).loss.detach())
             head.logits.forward = real
             logits = (9.0 * torch.arange(5.0)).expand(10, 5)
@@ -319,9 +404,18 @@ def test_weights_of_the_losses() -> None:
 def test_the_threshold_falls_over_a_row(top: float, sequence: int, rows: int) -> None:
     places = torch.arange(rows * sequence)
     falling = ExitRule("softmax", top, decays=True).thresholds(places, sequence)
-    expected = [0.9 * top + 0.1 * top * math.exp(-4 * t / sequence) for _ in range(rows) for t in range(sequence)]
-    torch.testing.assert_close(falling.double(), torch.tensor(expected, dtype=torch.float64), rtol=1e-5, atol=1e-7)
-    assert torch.equal(ExitRule("top-1", top, decays=False).thresholds(places, sequence), torch.full((rows * sequence,), top))
+    expected = [
+        0.9 * top + 0.1 * top * math.exp(-4 * t / sequence)
+        for _ in range(rows)
+        for t in range(sequence)
+    ]
+    torch.testing.assert_close(
+        falling.double(), torch.tensor(expected, dtype=torch.float64), rtol=1e-5, atol=1e-7
+    )
+    assert torch.equal(
+        ExitRule("top-1", top, decays=False).thresholds(places, sequence),
+        torch.full((rows * sequence,), top),
+    )
 
 
 def test_a_token_that_has_left_is_still_attended_to() -> None:
@@ -349,4 +443,6 @@ def test_bfloat16_stays_close() -> None:
     low = [module.to(torch.bfloat16) for module in build(config, exits_on=False)]
     loss = run(config, low, ids, targets).loss
     assert loss.dtype == torch.float32
-    torch.testing.assert_close(loss.double(), run(config, exact, ids, targets).loss.double(), rtol=0.02, atol=0.02)
+    torch.testing.assert_close(
+        loss.double(), run(config, exact, ids, targets).loss.double(), rtol=0.02, atol=0.02
+    )

@@ -71,7 +71,14 @@ def test_token_ids_become_a_message() -> None:
 
 
 def test_from_a_config() -> None:
-    wanted = {"kind": "emulated", "layers": 3, "f": 0.001, "b": [0.001, 0.002, 0.003], "w": 0.0, "bytes": 64}
+    wanted = {
+        "kind": "emulated",
+        "layers": 3,
+        "f": 0.001,
+        "b": [0.001, 0.002, 0.003],
+        "w": 0.0,
+        "bytes": 64,
+    }
     model = make(parse({"model": wanted}))
     layers = model.build(range(3))
     assert model.names == ("emulated.0", "emulated.1", "emulated.2")

@@ -42,9 +42,15 @@ def plainly(module: ExpertsHalf, x: Tensor) -> tuple[Tensor, list[list[int]], Te
     rule, rows = module.router.rule, x.reshape(-1, x.shape[-1])
     normed = [row * torch.rsqrt(row.square().mean() + 1e-6) * module.norm.weight for row in rows]
     scores = [(module.router.weight.float() @ row.float()) for row in normed]
-    chosen = [sorted(range(rule.experts), key=s.neg().tolist().__getitem__)[: rule.top_k] for s in scores]
+    chosen = [
+        sorted(range(rule.experts), key=s.neg().tolist().__getitem__)[: rule.top_k] for s in scores
+    ]
     taken, out, kept = [0] * rule.experts, list[Tensor](), list[list[int]]()
-    most = math.inf if rule.capacity_factor is None else max(1, math.ceil(rule.capacity_factor * len(rows) * rule.top_k / rule.experts))
+    most = (
+        math.inf
+        if rule.capacity_factor is None
+        else max(1, math.ceil(rule.capacity_factor * len(rows) * rule.top_k / rule.experts))
+    )
     for row, n, s, choices in zip(rows, normed, scores, chosen, strict=True):
         p = torch.softmax(s, 0)
         total = sum(p[e] for e in choices) if rule.top_k > 1 else 1.0
@@ -53,12 +59,17 @@ def plainly(module: ExpertsHalf, x: Tensor) -> tuple[Tensor, list[list[int]], Te
             if taken[e] < most:
                 taken[e] += 1
                 here.append(e)
-                y = y + (p[e] / total).double() * expert(n, *(weight_of(linear, e) for linear in (module.gate_up, module.down)))
+                y = y + (p[e] / total).double() * expert(
+                    n, *(weight_of(linear, e) for linear in (module.gate_up, module.down))
+                )
         if module.shared_gate_up is not None and module.shared_down is not None:
             y = y + expert(n, module.shared_gate_up.weight, module.shared_down.weight)
         out.append(y)
         kept.append(sorted(here))
-    f = [sum(e in choices for choices in chosen) / len(rows) / rule.top_k for e in range(rule.experts)]
+    f = [
+        sum(e in choices for choices in chosen) / len(rows) / rule.top_k
+        for e in range(rule.experts)
+    ]
     mean = torch.stack([torch.softmax(s, 0) for s in scores]).mean(0)
     loss = rule.experts * sum((f[e] * mean[e] for e in range(rule.experts)), torch.zeros(()))
     return torch.stack(out).view_as(x), kept, loss
@@ -75,7 +86,13 @@ def plainly(module: ExpertsHalf, x: Tensor) -> tuple[Tensor, list[list[int]], Te
     st.integers(0, 999),
 )
 def test_values_routing_and_gradients(
-    batch: int, sequence: int, experts: int, data: st.DataObject, shared: int, factor: float | None, seed: int
+    batch: int,
+    sequence: int,
+    experts: int,
+    data: st.DataObject,
+    shared: int,
+    factor: float | None,
+    seed: int,
 ) -> None:
     rule = ExpertRule(experts, data.draw(st.integers(1, experts)), "aux-loss", 0.5, factor)
     module = half(rule, 8, shared, seed)
@@ -85,10 +102,14 @@ def test_values_routing_and_gradients(
     torch.testing.assert_close(y, expected, rtol=1e-6, atol=1e-6)  # the scores are float32
     assert module.router.load.sum() == batch * sequence * rule.top_k  # pyright: ignore[reportAttributeAccessIssue]
     if factor is None:
-        assert [sum(e in row for row in kept) for e in range(experts)] == module.router.load.tolist()  # pyright: ignore[reportAttributeAccessIssue]
+        assert [
+            sum(e in row for row in kept) for e in range(experts)
+        ] == module.router.load.tolist()  # pyright: ignore[reportAttributeAccessIssue]
     g, inputs = torch.randn_like(y), (x, *module.parameters())
     ours = torch.autograd.grad(y, inputs, g, materialize_grads=True, allow_unused=True)
-    theirs = torch.autograd.grad((expected * g).sum() + 0.5 * loss, inputs, materialize_grads=True, allow_unused=True)
+    theirs = torch.autograd.grad(
+        (expected * g).sum() + 0.5 * loss, inputs, materialize_grads=True, allow_unused=True
+    )
     for a, b in zip(ours, theirs, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
 
@@ -148,15 +169,32 @@ def test_a_bias_changes_the_choice_and_not_the_weights() -> None:
 
 
 def test_which_blocks_have_experts() -> None:
-    sizes = {"kind": "moe", "blocks": 4, "hidden": 16, "heads": 2, "sequence": 8, "experts": 3, "moe_every": 2, "shared_experts": 1}
+    sizes = {
+        "kind": "moe",
+        "blocks": 4,
+        "hidden": 16,
+        "heads": 2,
+        "sequence": 8,
+        "experts": 3,
+        "moe_every": 2,
+        "shared_experts": 1,
+    }
     model = make(parse({"model": sizes}))
     layers = model.build(range(model.layers))
     assert [isinstance(layer, ExpertsHalf) for layer in layers] == [i in (4, 8) for i in range(10)]
 
 
 @settings(max_examples=40, deadline=None)
-@given(st.integers(1, 6), st.integers(1, 12), st.data(), st.sampled_from(["sinkhorn", "auction"]), st.integers(0, 99))
-def test_a_token_takes_an_expert_once(experts: int, tokens: int, data: st.DataObject, routing: str, seed: int) -> None:
+@given(
+    st.integers(1, 6),
+    st.integers(1, 12),
+    st.data(),
+    st.sampled_from(["sinkhorn", "auction"]),
+    st.integers(0, 99),
+)
+def test_a_token_takes_an_expert_once(
+    experts: int, tokens: int, data: st.DataObject, routing: str, seed: int
+) -> None:
     """Also with fewer tokens than experts, where no assignment is balanced."""
     rule = ExpertRule(experts, data.draw(st.integers(1, experts)), routing, 0.0, None)
     module = half(rule, 8, 0, seed)

@@ -45,7 +45,10 @@ def test_layers_and_parameters() -> None:
 
 def test_feed_forward_size() -> None:
     assert [feed_forward_size(h) for h in (12, 24, 36, 256, 4096)] == [32, 64, 96, 704, 10944]
-    assert all(feed_forward_size(h) % 32 == 0 and 0 <= feed_forward_size(h) - 8 * h / 3 < 32 for h in range(1, 500))
+    assert all(
+        feed_forward_size(h) % 32 == 0 and 0 <= feed_forward_size(h) - 8 * h / 3 < 32
+        for h in range(1, 500)
+    )
 
 
 def test_causal() -> None:
@@ -80,10 +83,20 @@ def test_first_weights() -> None:
     """Of the given spread; what writes to the residual stream, smaller by the root of twice the
     blocks."""
     layers = build(hidden=128, vocab=512, init_std=0.05)
-    spread = {name: float(p.detach().std()) for layer in layers for name, p in layer.named_parameters() if p.dim() == 2}
-    assert all(0.9 < spread[name] / 0.05 < 1.1 for name in ("tokens.weight", "qkv.weight", "gate_up.weight", "logits.weight"))
+    spread = {
+        name: float(p.detach().std())
+        for layer in layers
+        for name, p in layer.named_parameters()
+        if p.dim() == 2
+    }
+    assert all(
+        0.9 < spread[name] / 0.05 < 1.1
+        for name in ("tokens.weight", "qkv.weight", "gate_up.weight", "logits.weight")
+    )
     assert all(0.9 < spread[name] / 0.025 < 1.1 for name in ("proj.weight", "down.weight"))
-    assert not torch.equal(layers[1].get_parameter("qkv.weight"), layers[3].get_parameter("qkv.weight"))
+    assert not torch.equal(
+        layers[1].get_parameter("qkv.weight"), layers[3].get_parameter("qkv.weight")
+    )
 
 
 def test_dropout_acts_in_training_only() -> None:

@@ -40,7 +40,9 @@ def block_of(half: ExpertsHalf, modeling: Any, hidden: int) -> Any:
     block = modeling.MixtralSparseMoeBlock(config)
     with torch.no_grad():
         block.gate.weight.copy_(half.router.weight)
-        for expert, (gate_up, down) in enumerate(zip(half.gate_up.parameters(), half.down.parameters(), strict=True)):
+        for expert, (gate_up, down) in enumerate(
+            zip(half.gate_up.parameters(), half.down.parameters(), strict=True)
+        ):
             block.experts.gate_up_proj[expert].copy_(gate_up)
             block.experts.down_proj[expert].copy_(down)
     return block
@@ -50,7 +52,9 @@ def block_of(half: ExpertsHalf, modeling: Any, hidden: int) -> Any:
 @pytest.mark.parametrize("training", [True, False])
 def test_outputs_and_gradients(mixtral: Any, top_k: int, training: bool) -> None:
     torch.manual_seed(top_k)
-    half = ExpertsHalf(32, ExpertRule(8, top_k, "aux-loss", 0.0, None), 0, 0.3, 0.3, 0.0).train(training)
+    half = ExpertsHalf(32, ExpertRule(8, top_k, "aux-loss", 0.0, None), 0, 0.3, 0.3, 0.0).train(
+        training
+    )
     block = block_of(half, mixtral, 32).train(training)
     x = torch.randn(2, 24, 32)
     g = torch.randn(2, 24, 32)
@@ -59,8 +63,16 @@ def test_outputs_and_gradients(mixtral: Any, top_k: int, training: bool) -> None
         return added, *torch.autograd.grad(added, (inputs, *weights), g)
 
     ours_in, theirs_in = x.clone().requires_grad_(), x.clone().requires_grad_()
-    ours = gradients(half.added(ours_in), ours_in, [half.router.weight, *half.gate_up.parameters(), *half.down.parameters()])
-    theirs = gradients(block(half.norm(theirs_in)), theirs_in, [block.gate.weight, block.experts.gate_up_proj, block.experts.down_proj])
+    ours = gradients(
+        half.added(ours_in),
+        ours_in,
+        [half.router.weight, *half.gate_up.parameters(), *half.down.parameters()],
+    )
+    theirs = gradients(
+        block(half.norm(theirs_in)),
+        theirs_in,
+        [block.gate.weight, block.experts.gate_up_proj, block.experts.down_proj],
+    )
     stacked = (*ours[:3], torch.stack(ours[3:11]), torch.stack(ours[11:]))
     for a, b in zip(stacked, theirs, strict=True):
         close(a, b)

@@ -16,7 +16,16 @@ from torch import Tensor, nn
 from dynmo.config import Config, parse
 from dynmo.models.gpt_config import make
 from dynmo.models.mixture_of_depths import RoutedAttentionHalf, Router, selected_tokens
-from tests.models.plain_blocks import attended, binary_cross_entropy, cross_entropy, fed_forward, heads_of, rms_norm, rotated, spread
+from tests.models.plain_blocks import (
+    attended,
+    binary_cross_entropy,
+    cross_entropy,
+    fed_forward,
+    heads_of,
+    rms_norm,
+    rotated,
+    spread,
+)
 
 Token = tuple[int, int]
 """Row, position."""
@@ -41,42 +50,79 @@ class Routing:
     closest: float = math.inf
 
 
-def one_by_one(config: Config, modules: Sequence[nn.Module], ids: Tensor, targets: Tensor, training: bool, by_threshold: bool) -> Routing:
+def one_by_one(
+    config: Config,
+    modules: Sequence[nn.Module],
+    ids: Tensor,
+    targets: Tensor,
+    training: bool,
+    by_threshold: bool,
+) -> Routing:
     """The model from its definition: a state a token, and a set of selected tokens a block."""
     layers: dict[str, Any] = dict(zip(make(config).names, modules, strict=True))
-    model, routed = config.model, config.dynamism.mixture_of_depths.routed_blocks(config.model.blocks)
+    model, routed = (
+        config.model,
+        config.dynamism.mixture_of_depths.routed_blocks(config.model.blocks),
+    )
     tokens = [(row, t) for row in range(ids.shape[0]) for t in range(model.sequence)]
     routing = Routing(torch.zeros(()), torch.zeros((), dtype=torch.float64))
     states = {(row, t): layers["embedding"].tokens.weight[ids[row, t]] for row, t in tokens}
 
     for block in range(model.blocks):
-        attention, feed_forward = layers[f"blocks.{block}.attention"], layers[f"blocks.{block}.feed_forward"]
+        attention, feed_forward = (
+            layers[f"blocks.{block}.attention"],
+            layers[f"blocks.{block}.feed_forward"],
+        )
         taking = set(tokens)
         if block in routed:
-            taking = route(config, routing, attention.router, states, tokens, training, by_threshold)
-        queries, keys, values = dict[Token, list[Tensor]](), dict[Token, list[Tensor]](), dict[Token, list[Tensor]]()
+            taking = route(
+                config, routing, attention.router, states, tokens, training, by_threshold
+            )
+        queries, keys, values = (
+            dict[Token, list[Tensor]](),
+            dict[Token, list[Tensor]](),
+            dict[Token, list[Tensor]](),
+        )
         for token in taking:
-            q, k, v = (attention.qkv.weight @ rms_norm(states[token], attention.norm.weight)).chunk(3)
+            q, k, v = (attention.qkv.weight @ rms_norm(states[token], attention.norm.weight)).chunk(
+                3
+            )
             queries[token] = [rotated(head, token[1]) for head in heads_of(q, model.heads)]
             keys[token] = [rotated(head, token[1]) for head in heads_of(k, model.heads)]
             values[token] = heads_of(v, model.heads)
         after = dict(states)
         for row, t in taking:
             seen = [(row, earlier) for earlier in range(t + 1) if (row, earlier) in taking]
-            heads = [attended(queries[row, t][h], [keys[s][h] for s in seen], [values[s][h] for s in seen]) for h in range(model.heads)]
+            heads = [
+                attended(
+                    queries[row, t][h], [keys[s][h] for s in seen], [values[s][h] for s in seen]
+                )
+                for h in range(model.heads)
+            ]
             by_attention = attention.proj.weight @ torch.cat(heads)
             added = by_attention + fed_forward(feed_forward, states[row, t] + by_attention)
             weight = attention.router.weight.weight[0] @ states[row, t] if block in routed else 1.0
             after[row, t] = states[row, t] + weight * added
         states = after
     head = layers["head"]
-    losses = [cross_entropy(head.logits.weight @ rms_norm(states[token], head.norm.weight), int(targets[token])) for token in tokens]
+    losses = [
+        cross_entropy(
+            head.logits.weight @ rms_norm(states[token], head.norm.weight), int(targets[token])
+        )
+        for token in tokens
+    ]
     routing.loss = torch.stack(losses).mean()
     return routing
 
 
 def route(
-    config: Config, routing: Routing, router: Any, states: dict[Token, Tensor], tokens: list[Token], training: bool, by_threshold: bool
+    config: Config,
+    routing: Routing,
+    router: Any,
+    states: dict[Token, Tensor],
+    tokens: list[Token],
+    training: bool,
+    by_threshold: bool,
 ) -> set[Token]:
     """The tokens that a routed block selects."""
     options = config.dynamism.mixture_of_depths
@@ -86,18 +132,30 @@ def route(
     else:
         first, _, second = router.predictor
         inner = {token: first.weight @ states[token].detach() + first.bias for token in tokens}
-        guesses = {token: (second.weight @ (x / (1 + torch.exp(-x))) + second.bias).squeeze(0) for token, x in inner.items()}
+        guesses = {
+            token: (second.weight @ (x / (1 + torch.exp(-x))) + second.bias).squeeze(0)
+            for token, x in inner.items()
+        }
     best = set[Token]()
     count = min(config.model.sequence, max(1, round(options.capacity * config.model.sequence)))
     for row in {row for row, _ in tokens}:
-        ranked = sorted((token for token in tokens if token[0] == row), key=lambda token: -float(scores[token].detach()))
+        ranked = sorted(
+            (token for token in tokens if token[0] == row),
+            key=lambda token: -float(scores[token].detach()),
+        )
         best |= set(ranked[:count])
         if training and count < len(ranked):
-            routing.closest = min(routing.closest, float((scores[ranked[count - 1]] - scores[ranked[count]]).detach()))
+            routing.closest = min(
+                routing.closest, float((scores[ranked[count - 1]] - scores[ranked[count]]).detach())
+            )
     predicted = {token for token in tokens if guesses[token] > 0}
-    routing.closest = min(routing.closest, *(abs(float(guess.detach())) for guess in guesses.values()))
+    routing.closest = min(
+        routing.closest, *(abs(float(guess.detach())) for guess in guesses.values())
+    )
     if training:
-        mistaken = torch.stack([binary_cross_entropy(guesses[token], token in best) for token in tokens]).mean()
+        mistaken = torch.stack(
+            [binary_cross_entropy(guesses[token], token in best) for token in tokens]
+        ).mean()
         routing.own_losses = routing.own_losses + options.predictor_weight * mistaken
         routing.right.append(sum((token in best) == (token in predicted) for token in tokens))
     routing.selected.append(best if training and not by_threshold else predicted)
@@ -107,11 +165,24 @@ def route(
 # -- the module ------------------------------------------------------------------------------------
 
 
-def config_of(predictor: str, sequence: int = 6, capacity: float = 0.5, blocks: int = 2, heads: int = 2, **options: Any) -> Config:
+def config_of(
+    predictor: str,
+    sequence: int = 6,
+    capacity: float = 0.5,
+    blocks: int = 2,
+    heads: int = 2,
+    **options: Any,
+) -> Config:
     wanted = {"predictor": predictor, "capacity": capacity, "predictor_weight": 0.5}
     return parse(
         {
-            "model": {"blocks": blocks, "hidden": 4 * heads, "heads": heads, "vocab": 40, "sequence": sequence},
+            "model": {
+                "blocks": blocks,
+                "hidden": 4 * heads,
+                "heads": heads,
+                "vocab": 40,
+                "sequence": sequence,
+            },
             "dynamism": {"cases": ["mixture_of_depths"], "mixture_of_depths": wanted | options},
         }
     )
@@ -121,7 +192,9 @@ def routers(modules: Sequence[nn.Module]) -> list[Router]:
     return [module.router for module in modules if isinstance(module, RoutedAttentionHalf)]
 
 
-def build(config: Config, seed: int = 0, training: bool = True, by_threshold: bool = False) -> list[nn.Module]:
+def build(
+    config: Config, seed: int = 0, training: bool = True, by_threshold: bool = False
+) -> list[nn.Module]:
     model = make(config)
     modules = model.build(range(model.layers))
     spread(modules, seed)
@@ -130,7 +203,10 @@ def build(config: Config, seed: int = 0, training: bool = True, by_threshold: bo
     for router in routers(modules):
         router.by_threshold = by_threshold
         if router.predictor is not None:
-            for name, parameter in router.predictor.named_parameters():  # some guesses are over 0, some under it
+            for (
+                name,
+                parameter,
+            ) in router.predictor.named_parameters():  # some guesses are over 0, some under it
                 parameter.data *= 0.1 if name.endswith("bias") else 8.0
     return modules
 
@@ -139,11 +215,16 @@ def drawn(config: Config, batch: int, seed: int = 0) -> tuple[Tensor, Tensor]:
     """Token ids, each once, and targets. Equal tokens would have equal scores in the first
     block."""
     generator, shape = torch.Generator().manual_seed(seed), (batch, config.model.sequence)
-    ids, targets = (torch.randperm(config.model.vocab, generator=generator)[: math.prod(shape)].view(shape) for _ in range(2))
+    ids, targets = (
+        torch.randperm(config.model.vocab, generator=generator)[: math.prod(shape)].view(shape)
+        for _ in range(2)
+    )
     return ids, targets
 
 
-def run(config: Config, modules: Sequence[nn.Module], ids: Tensor, targets: Tensor) -> tuple[Tensor, list[set[Token]]]:
+def run(
+    config: Config, modules: Sequence[nn.Module], ids: Tensor, targets: Tensor
+) -> tuple[Tensor, list[set[Token]]]:
     """The loss of the modules one after the other, and what each routed block has selected."""
     out: tuple[Any, ...] = (ids,)
     selected: list[set[Token]] = []
@@ -155,21 +236,36 @@ def run(config: Config, modules: Sequence[nn.Module], ids: Tensor, targets: Tens
             selected.append({divmod(i, config.model.sequence) for i in out[3].tolist()})
         if len(before) == 4:
             others = torch.ones(ids.numel(), dtype=torch.bool).index_fill(0, before[3], False)
-            assert torch.equal(out[0].flatten(0, 1)[others], before[0].flatten(0, 1)[others]), "the others stay as they are"
+            assert torch.equal(out[0].flatten(0, 1)[others], before[0].flatten(0, 1)[others]), (
+                "the others stay as they are"
+            )
     return make(config).loss(out[0], targets), selected
 
 
 def gradients(modules: Sequence[nn.Module], loss: Tensor) -> dict[str, Tensor]:
-    named = {f"{i}.{name}": p for i, module in enumerate(modules) for name, p in module.named_parameters()}
+    named = {
+        f"{i}.{name}": p
+        for i, module in enumerate(modules)
+        for name, p in module.named_parameters()
+    }
     taken = torch.autograd.grad(loss, list(named.values()), allow_unused=True, retain_graph=True)
-    return {name: torch.zeros_like(p) if g is None else g for (name, p), g in zip(named.items(), taken, strict=True)}
+    return {
+        name: torch.zeros_like(p) if g is None else g
+        for (name, p), g in zip(named.items(), taken, strict=True)
+    }
 
 
 class TooCloseError(Exception):
     """Two numbers that a selection compares are nearly equal: rounding may decide."""
 
 
-def compare(config: Config, modules: Sequence[nn.Module], ids: Tensor, targets: Tensor, by_threshold: bool = False) -> Routing:
+def compare(
+    config: Config,
+    modules: Sequence[nn.Module],
+    ids: Tensor,
+    targets: Tensor,
+    by_threshold: bool = False,
+) -> Routing:
     """Compares the modules with the slow pass, and returns what that gives."""
     slow = one_by_one(config, modules, ids, targets, modules[0].training, by_threshold)
     if slow.closest < 1e-5:
@@ -178,9 +274,17 @@ def compare(config: Config, modules: Sequence[nn.Module], ids: Tensor, targets: 
     assert selected == slow.selected
     # The loss and the rotary tables are of float32.
     torch.testing.assert_close(loss.double(), slow.loss, rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(gradients(modules, loss), gradients(modules, slow.loss + slow.own_losses), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(
+        gradients(modules, loss),
+        gradients(modules, slow.loss + slow.own_losses),
+        rtol=1e-4,
+        atol=1e-5,
+    )
     seen = [tuple(int(count) for count in router.seen) for router in routers(modules)]
-    counts = [(ids.numel(), len(taken), right) for taken, right in zip(slow.selected, slow.right, strict=False)]
+    counts = [
+        (ids.numel(), len(taken), right)
+        for taken, right in zip(slow.selected, slow.right, strict=False)
+    ]
     assert seen == (counts if modules[0].training else [(0, 0, 0)] * len(seen))
     return slow
 
@@ -204,9 +308,19 @@ WAYS = {"training": (True, False), "by threshold": (True, True), "evaluation": (
     seed=st.integers(0, 999),
 )
 def test_any_shape(
-    predictor: str, way: str, batch: int, sequence: int, heads: int, blocks: int, every: int, capacity: float, seed: int
+    predictor: str,
+    way: str,
+    batch: int,
+    sequence: int,
+    heads: int,
+    blocks: int,
+    every: int,
+    capacity: float,
+    seed: int,
 ) -> None:
-    config = config_of(predictor, sequence, max(capacity, 0.5 / sequence), blocks, heads, every=min(every, blocks))
+    config = config_of(
+        predictor, sequence, max(capacity, 0.5 / sequence), blocks, heads, every=min(every, blocks)
+    )
     try:
         compare(config, build(config, seed, *WAYS[way]), *drawn(config, batch, seed), WAYS[way][1])
     except TooCloseError:
@@ -220,7 +334,9 @@ def test_some_are_selected(predictor: str, way: str) -> None:
     routing = compare(config, build(config, 1, *WAYS[way]), *drawn(config, 3), WAYS[way][1])
     assert len(routing.selected) == 2
     if way == "training":
-        assert [[sum(row == r for row, _ in taken) for r in range(3)] for taken in routing.selected] == [[3] * 3] * 2
+        assert [
+            [sum(row == r for row, _ in taken) for r in range(3)] for taken in routing.selected
+        ] == [[3] * 3] * 2
     else:
         assert all(0 < len(taken) < 18 for taken in routing.selected)
 
@@ -253,17 +369,28 @@ def test_a_single_token(predictor: str, way: str) -> None:
 def test_full_capacity_is_a_plain_gpt_where_all_weights_are_one() -> None:
     config = config_of("mlp", capacity=1.0, every=1)
     modules, (ids, targets) = build(config), drawn(config, 2)
-    assert compare(config, modules, ids, targets).selected == [{(row, t) for row in range(2) for t in range(6)}] * 2
+    assert (
+        compare(config, modules, ids, targets).selected
+        == [{(row, t) for row in range(2) for t in range(6)}] * 2
+    )
     for router in routers(modules):
-        ones: Any = lambda x: x.new_ones(len(x), 1)  # noqa: E731
+        ones: Any = lambda x: x.new_ones(len(x), 1)
         router.weight.forward = ones
     plain_model = make(parse({"model": config.model.model_dump()}))
     plain = plain_model.build(range(plain_model.layers))
     out: Any = ids
     for module, other in zip(plain, modules, strict=True):
-        module.double().load_state_dict({name: value for name, value in other.state_dict().items() if not name.startswith("router")})
+        module.double().load_state_dict(
+            {
+                name: value
+                for name, value in other.state_dict().items()
+                if not name.startswith("router")
+            }
+        )
         out = module(out)
-    torch.testing.assert_close(run(config, modules, ids, targets)[0], plain_model.loss(out, targets))
+    torch.testing.assert_close(
+        run(config, modules, ids, targets)[0], plain_model.loss(out, targets)
+    )
 
 
 # -- the parts -------------------------------------------------------------------------------------
@@ -290,7 +417,9 @@ def test_the_loss_on_the_weight_trains_what_is_before_it() -> None:
     without, with_loss = (loss_gradients("bce", weight, False) for weight in (0.0, 0.5))
     different = {name for name in without if not torch.equal(without[name], with_loss[name])}
     assert {"0.tokens.weight", "1.router.weight.weight", "3.router.weight.weight"} <= different
-    assert not {name for name in different if name.startswith(("4.", "5."))}, "behind the last router"
+    assert not {name for name in different if name.startswith(("4.", "5."))}, (
+        "behind the last router"
+    )
 
 
 def test_selected_tokens_keep_their_positions() -> None:

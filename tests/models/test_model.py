@@ -28,7 +28,9 @@ def test_a_list_of_ones_own() -> None:
     assert model.loss is next_token_loss
     built = model.build({1, 3})
     assert [next(x.parameters()).is_meta for x in built] == [True, False, True, False, True]
-    assert [x.fixed.weight.requires_grad for x in built[1:4] if isinstance(x, user_model.Scaled)] == [False] * 3
+    assert [
+        x.fixed.weight.requires_grad for x in built[1:4] if isinstance(x, user_model.Scaled)
+    ] == [False] * 3
 
 
 def test_a_loss_of_ones_own() -> None:
@@ -47,9 +49,14 @@ def test_of_factories_a_rank_runs_its_own() -> None:
     built = model.build([2])
     assert [next(x.parameters()).is_meta for x in built] == [True, True, False, True]
     assert user_model.Counted.created == ["meta", "cpu"]
-    assert torch.equal(built[2].get_parameter("weight"), model.build([1, 2])[2].get_parameter("weight"))
+    assert torch.equal(
+        built[2].get_parameter("weight"), model.build([1, 2])[2].get_parameter("weight")
+    )
     logits, targets = torch.randn(3, 256), torch.tensor([0, 5, 200])
-    assert torch.equal(model.loss(logits, targets), functional.cross_entropy(logits, targets, weight=torch.arange(256.0)))
+    assert torch.equal(
+        model.loss(logits, targets),
+        functional.cross_entropy(logits, targets, weight=torch.arange(256.0)),
+    )
 
 
 def test_what_is_computed_to_make_it_is_computed() -> None:
@@ -65,7 +72,9 @@ def test_what_is_computed_to_make_it_is_computed() -> None:
     expected = functional.cross_entropy(logits, targets, weight=torch.arange(256.0))
     assert torch.equal(model.loss(logits, targets), expected)
     torch.set_rng_state(before)
-    load_model(parse({"model": {"blocks": 2, "hidden": 16, "heads": 2, "sequence": 8}})).build(range(6))
+    load_model(parse({"model": {"blocks": 2, "hidden": 16, "heads": 2, "sequence": 8}})).build(
+        range(6)
+    )
     assert torch.equal(torch.get_rng_state(), before)
 
 
@@ -76,12 +85,19 @@ def test_a_loss_with_tensors_where_only_shapes_are_run() -> None:
     with FakeTensorMode():
         model.build([0, 1])
         assert model.loss(torch.randn(3, 256), torch.zeros(3, dtype=torch.int64)).shape == ()
-    assert torch.equal(model.loss(logits, targets), functional.cross_entropy(logits, targets, weight=torch.arange(256.0)))
+    assert torch.equal(
+        model.loss(logits, targets),
+        functional.cross_entropy(logits, targets, weight=torch.arange(256.0)),
+    )
 
 
 @pytest.mark.parametrize("kind", ["gpt", HERE + "layers"])
 def test_initial_weights_do_not_hang_on_the_placement(kind: str) -> None:
-    wanted = {"model": {"kind": kind, "blocks": 2, "hidden": 16, "heads": 2, "sequence": 8} if kind == "gpt" else {"kind": kind}}
+    wanted = {
+        "model": {"kind": kind, "blocks": 2, "hidden": 16, "heads": 2, "sequence": 8}
+        if kind == "gpt"
+        else {"kind": kind}
+    }
     model = load_model(parse({**wanted, "seed": 3}))
     whole = [x.state_dict() for x in model.build(range(model.layers))]
     for owned in ([1], [3, 2], range(2)):
@@ -94,27 +110,41 @@ def test_initial_weights_do_not_hang_on_the_placement(kind: str) -> None:
                     assert value.is_meta
     other = load_model(parse({**wanted, "seed": 4})).build(range(model.layers))
     for layer, copy in zip(other[1:3], model.build([1, 2])[1:3], strict=True):
-        ours, theirs = (torch.cat([p.flatten() for p in x.parameters() if p.dim() == 2]) for x in (layer, copy))
+        ours, theirs = (
+            torch.cat([p.flatten() for p in x.parameters() if p.dim() == 2]) for x in (layer, copy)
+        )
         assert not torch.equal(ours, theirs), "another seed gives other weights"
 
 
 @pytest.mark.parametrize(
     ("name", "match"),
     [
-        ("sharing", "layers 1 and 2 share the parameter line.weight; layers that may sit on different ranks cannot share one"),
+        (
+            "sharing",
+            "layers 1 and 2 share the parameter line.weight; layers that may sit on different ranks cannot share one",
+        ),
         (
             "sharing_inside",
             "layer 1 has one parameter under two names, a.weight and b.weight; a layer that moves or is resumed has each once",
         ),
         ("hooked", "the parameter weight of layer 1 has a hook, which would not move with it"),
-        ("no_list", r"no_list\(\) must return a list of torch modules or of functions that make one each, or \(list, loss\)"),
+        (
+            "no_list",
+            r"no_list\(\) must return a list of torch modules or of functions that make one each, or \(list, loss\)",
+        ),
         ("mixed", "must return a list of torch modules or of functions that make one each"),
-        ("broken_factory", r"making layer 1 raised ValueError: no such width \(user_model.py:\d+\)"),
+        (
+            "broken_factory",
+            r"making layer 1 raised ValueError: no such width \(user_model.py:\d+\)",
+        ),
         ("odd_factory", "what should make layer 1 returned a int, not a torch module"),
         ("empty", "must return a list of torch modules"),
         ("not_modules", "must return a list of torch modules"),
         ("broken", r"broken\(\) raised KeyError: 'nothing here'"),
-        ("complex_weight", "the parameter 0 of layer 1 is torch.complex64 and trains; use torch.view_as_real and train that"),
+        (
+            "complex_weight",
+            "the parameter 0 of layer 1 is torch.complex64 and trains; use torch.view_as_real and train that",
+        ),
         ("lazy", "the parameter weight of layer 1 has no shape yet"),
         ("sparse", "the embedding 0 of layer 0 has sparse gradients; make it with sparse=False"),
         ("trained_loss", "the loss has parameters that train; make them part of the last layer"),
@@ -127,7 +157,9 @@ def test_refused(name: str, match: str) -> None:
         load(HERE + name)
 
 
-@pytest.mark.parametrize("path", ["python:tests.models.nowhere:layers", "python:nowhere.at.all:layers"])
+@pytest.mark.parametrize(
+    "path", ["python:tests.models.nowhere:layers", "python:nowhere.at.all:layers"]
+)
 def test_no_such_module(path: str) -> None:
     with pytest.raises(ConfigError, match="cannot import"):
         load(path)
@@ -135,7 +167,9 @@ def test_no_such_module(path: str) -> None:
 
 def test_next_token_loss() -> None:
     logits, targets = torch.randn(2, 3, 5), torch.randint(5, (2, 3))
-    rows = [functional.cross_entropy(logits[i, j], targets[i, j]) for i in range(2) for j in range(3)]
+    rows = [
+        functional.cross_entropy(logits[i, j], targets[i, j]) for i in range(2) for j in range(3)
+    ]
     torch.testing.assert_close(next_token_loss(logits, targets), torch.stack(rows).mean())
 
 

@@ -70,7 +70,9 @@ def weighted() -> tuple[list[nn.Module], nn.Module]:
 
 
 def with_weights() -> tuple[list[nn.Module], nn.Module]:
-    return [nn.Embedding(256, 8), nn.Linear(8, 256)], nn.CrossEntropyLoss(weight=torch.arange(256.0))
+    return [nn.Embedding(256, 8), nn.Linear(8, 256)], nn.CrossEntropyLoss(
+        weight=torch.arange(256.0)
+    )
 
 
 class Counted(nn.Linear):
@@ -108,7 +110,10 @@ def trained_loss() -> tuple[list[nn.Module], nn.Module]:
 
 
 def complex_weight() -> list[nn.Module]:
-    return [nn.Embedding(256, 8), nn.ParameterList([nn.Parameter(torch.ones(2, dtype=torch.complex64))])]
+    return [
+        nn.Embedding(256, 8),
+        nn.ParameterList([nn.Parameter(torch.ones(2, dtype=torch.complex64))]),
+    ]
 
 
 def lazy() -> list[nn.Module]:
@@ -170,4 +175,8 @@ number = 3
 
 def halves() -> list[nn.Module]:
     """Layers of a GPT, one class of them."""
-    return [nn.Embedding(256, 32), *(FeedForwardHalf(32, 0.2, 0.2, dropout=0.1) for _ in range(3)), nn.Linear(32, 256)]
+    return [
+        nn.Embedding(256, 32),
+        *(FeedForwardHalf(32, 0.2, 0.2, dropout=0.1) for _ in range(3)),
+        nn.Linear(32, 256),
+    ]

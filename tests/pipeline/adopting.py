@@ -19,7 +19,9 @@ def train(world: dynmo.World, replicas: int, microbatches: int) -> str:
     """Three steps. Returns the weights' digest."""
     torch.manual_seed(0)
     model = dynmo.Sequential([nn.Linear(8, 8) for _ in range(6)], loss=nn.functional.mse_loss)
-    pipeline = dynmo.Pipeline(model, world, schedule="zb-h1", microbatches=microbatches, replicas=replicas, balance="none")
+    pipeline = dynmo.Pipeline(
+        model, world, schedule="zb-h1", microbatches=microbatches, replicas=replicas, balance="none"
+    )
     for step in range(3):
         batch = torch.randn(16, 8, generator=torch.Generator().manual_seed(step))
         own = batch.chunk(replicas)[world.rank % replicas]

@@ -24,18 +24,29 @@ def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randn(BATCH, 4, generator=generator), torch.randn(BATCH, 3, generator=generator)
 
 
-def train(world: dynmo.World, replicas: int = 1, microbatches: int = 4, steps: int = 4) -> dict[str, Any]:
+def train(
+    world: dynmo.World, replicas: int = 1, microbatches: int = 4, steps: int = 4
+) -> dict[str, Any]:
     """Each rank gives what it must and no more: ranks between the first and the last stage give
     None."""
     model = dynmo.Sequential(layers(), loss=nn.functional.mse_loss)
-    pipeline = dynmo.Pipeline(model, world, microbatches=microbatches // replicas, schedule="zb-h1", replicas=replicas)
+    pipeline = dynmo.Pipeline(
+        model, world, microbatches=microbatches // replicas, schedule="zb-h1", replicas=replicas
+    )
     mine = pipeline.modules
     pipelines = world.size // replicas
-    share = slice(world.rank % replicas * BATCH // replicas, (world.rank % replicas + 1) * BATCH // replicas)
+    share = slice(
+        world.rank % replicas * BATCH // replicas, (world.rank % replicas + 1) * BATCH // replicas
+    )
     losses: list[float] = []
     for step in range(steps):
         inputs, targets = batch(step)
-        losses.append(pipeline.step(inputs[share] if 0 in mine else None, targets[share] if len(layers()) - 1 in mine else None).loss)
+        losses.append(
+            pipeline.step(
+                inputs[share] if 0 in mine else None,
+                targets[share] if len(layers()) - 1 in mine else None,
+            ).loss
+        )
     inputs, targets = batch(0)
     return {
         "stages": pipelines,

@@ -26,11 +26,16 @@ JOBS = "tests.runtime.jobs.checkpoint:"
 
 
 def weights(pipeline: Engine) -> dict[int, list[Tensor]]:
-    return {i: [p.detach().clone() for p in module.parameters()] for i, (module, _) in pipeline.own_layers.items()}
+    return {
+        i: [p.detach().clone() for p in module.parameters()]
+        for i, (module, _) in pipeline.own_layers.items()
+    }
 
 
 def changed(pipeline: Engine, before: dict[int, list[Tensor]]) -> list[int]:
-    return [i for i, values in weights(pipeline).items() if not all(map(torch.equal, values, before[i]))]
+    return [
+        i for i, values in weights(pipeline).items() if not all(map(torch.equal, values, before[i]))
+    ]
 
 
 def test_a_step() -> None:
@@ -44,7 +49,12 @@ def test_a_step() -> None:
         loss = functional.cross_entropy(x.flatten(0, 1), y.flatten()) / MICROBATCHES
         loss.backward()
         plain += loss.item()
-    norms = [math.fsum(float(p.grad.double().square().sum()) for p in layer.parameters() if p.grad is not None) for layer in layers]
+    norms = [
+        math.fsum(
+            float(p.grad.double().square().sum()) for p in layer.parameters() if p.grad is not None
+        )
+        for layer in layers
+    ]
     result = pipeline.step(0, inputs, targets, lr=0.1, flag=True)
     assert result.loss == pytest.approx(plain, rel=1e-6)
     assert result.squared_norms == pytest.approx(norms, rel=1e-5)
@@ -57,7 +67,9 @@ def test_a_step() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_float16_is_scaled_unless_told_otherwise(dtype: torch.dtype) -> None:
     model = make_layers([0.0], [0.0], [0.0], size=4)
-    pipeline = Engine(alone(), model, Partition((1,)), schedule="zb-h1", microbatches=MICROBATCHES, dtype=dtype)
+    pipeline = Engine(
+        alone(), model, Partition((1,)), schedule="zb-h1", microbatches=MICROBATCHES, dtype=dtype
+    )
     assert pipeline.scaler.dynamic == (dtype == torch.float16)
 
 
@@ -65,7 +77,10 @@ def test_a_batch_of_another_count() -> None:
     """Half of it would be left out, unnoticed."""
     pipeline, (inputs, targets) = gpt(), tokens(0)
     for given in ((inputs.repeat(2, 1, 1), targets), (inputs, targets[:2])):
-        with pytest.raises(InputError, match=r"s: \d microbatches, shape \[\d, 2, 8\], where 3 are expected; the first dimension counts"):
+        with pytest.raises(
+            InputError,
+            match=r"s: \d microbatches, shape \[\d, 2, 8\], where 3 are expected; the first dimension counts",
+        ):
             pipeline.step(0, *given, lr=0.1)
         with pytest.raises(InputError, match="where 3 are expected"):
             pipeline.evaluate(*given, 3)
@@ -89,7 +104,14 @@ def test_a_weight_that_is_not_in_rows() -> None:
     for dtype in (torch.float32, torch.bfloat16):  # with float32 masters there
         digests = set[str]()
         for turned in (False, True):
-            linear = Engine(alone(), model(turned), Partition((3,)), schedule="zb-h1", microbatches=MICROBATCHES, dtype=dtype)
+            linear = Engine(
+                alone(),
+                model(turned),
+                Partition((3,)),
+                schedule="zb-h1",
+                microbatches=MICROBATCHES,
+                dtype=dtype,
+            )
             for step in range(3):
                 linear.step(step, *tokens(step), lr=0.1)
             digests.add(linear.digest())
@@ -105,7 +127,10 @@ class Twice(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.embedding((x[..., 0] > 0).long())
-        return functional.linear(torch.tanh(self.linear(x)), self.linear.weight) + functional.linear(x, self.embedding.weight)[..., :8]
+        return (
+            functional.linear(torch.tanh(self.linear(x)), self.linear.weight)
+            + functional.linear(x, self.embedding.weight)[..., :8]
+        )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -113,11 +138,21 @@ def test_a_weight_used_twice_in_its_layer(dtype: torch.dtype) -> None:
     """Not by another layer: its gradient is whole, in one order, whether W is apart from B or not
     and however it is summed."""
     names = ["tokens", "first", "second", "head"]
-    model = from_factories(names, [partial(nn.Embedding, 256, 8), Twice, Twice, partial(nn.Linear, 8, 256)], 0, next_token_loss)
+    model = from_factories(
+        names,
+        [partial(nn.Embedding, 256, 8), Twice, Twice, partial(nn.Linear, 8, 256)],
+        0,
+        next_token_loss,
+    )
 
     def gradients(pipeline: Engine) -> dict[str, Tensor]:
         modules = {i: module for i, (module, _) in pipeline.own_layers.items()}
-        return {f"{i}.{n}": p.grad.clone() for i, m in modules.items() for n, p in m.named_parameters() if p.grad is not None}
+        return {
+            f"{i}.{n}": p.grad.clone()
+            for i, m in modules.items()
+            for n, p in m.named_parameters()
+            if p.grad is not None
+        }
 
     text = torch.randint(256, (4, 2, 9), generator=torch.Generator().manual_seed(0))
     inputs, targets = text[..., :-1], text[..., 1:]
@@ -125,21 +160,36 @@ def test_a_weight_used_twice_in_its_layer(dtype: torch.dtype) -> None:
     for schedule in ("1f1b", "zb-h2", "zb-v"):
         for groups in (1, 2, 4):
             counts = (2, 2) if schedule == "zb-v" else (4,)
-            pipeline = Engine(alone(), model, Partition(counts), schedule=schedule, microbatches=4, accumulation_groups=groups, dtype=dtype)
+            pipeline = Engine(
+                alone(),
+                model,
+                Partition(counts),
+                schedule=schedule,
+                microbatches=4,
+                accumulation_groups=groups,
+                dtype=dtype,
+            )
             pipeline.forward_backward(0, inputs, targets)
             states[schedule, groups] = gradients(pipeline)
     plain = nn.Sequential(*(m.float() for m in model.build(range(4))))
-    loss = torch.stack([next_token_loss(plain(x), y) for x, y in zip(inputs, targets, strict=True)]).mean()
+    loss = torch.stack(
+        [next_token_loss(plain(x), y) for x, y in zip(inputs, targets, strict=True)]
+    ).mean()
     loss.backward()
     wanted = {f"{i}.{n}": p.grad for i, m in enumerate(plain) for n, p in m.named_parameters()}
     for groups in (1, 2, 4):
         for schedule in ("1f1b", "zb-h2", "zb-v"):
             got = states[schedule, groups]
             assert got.keys() == wanted.keys()
-            assert all(torch.equal(g, states["1f1b", groups][key]) for key, g in got.items()), (schedule, groups)
+            assert all(torch.equal(g, states["1f1b", groups][key]) for key, g in got.items()), (
+                schedule,
+                groups,
+            )
             if dtype == torch.float32:
                 for key, g in got.items():
-                    torch.testing.assert_close(g, wanted[key], rtol=1e-5, atol=1e-7, msg=lambda m, k=key: f"{k}: {m}")
+                    torch.testing.assert_close(
+                        g, wanted[key], rtol=1e-5, atol=1e-7, msg=lambda m, k=key: f"{k}: {m}"
+                    )
 
 
 class Turned(nn.Linear):
@@ -167,21 +217,36 @@ class _Turn(torch.autograd.Function):
         def work() -> None:
             gradient = x.reshape(-1, x.shape[-1]).t().mm(gy.reshape(-1, gy.shape[-1])).t()
             gradient = gradient if _Turn.columns else gradient.contiguous()
-            layer.weight.grad = gradient if layer.weight.grad is None else layer.weight.grad + gradient
+            layer.weight.grad = (
+                gradient if layer.weight.grad is None else layer.weight.grad + gradient
+            )
 
         layer.tape.add(work, x, gy)
         return gy.matmul(layer.weight), None, None
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
-def test_a_gradient_that_is_not_in_rows(optimizer: Literal["adamw", "sgd"], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gradient_that_is_not_in_rows(
+    optimizer: Literal["adamw", "sgd"], monkeypatch: pytest.MonkeyPatch
+) -> None:
     digests = set[str]()
     for columns in (True, False):
         monkeypatch.setattr(_Turn, "columns", columns)
-        factories = [partial(nn.Embedding, 256, 8), partial(Turned, 8, 8, bias=False), partial(nn.Linear, 8, 256)]
+        factories = [
+            partial(nn.Embedding, 256, 8),
+            partial(Turned, 8, 8, bias=False),
+            partial(nn.Linear, 8, 256),
+        ]
         model = from_factories(["tokens", "turned", "head"], factories, 0, next_token_loss)
         settings = OptimizerSettings(optimizer, momentum=0.9)
-        pipeline = Engine(alone(), model, Partition((3,)), schedule="zb-h1", microbatches=MICROBATCHES, optimizer=settings)
+        pipeline = Engine(
+            alone(),
+            model,
+            Partition((3,)),
+            schedule="zb-h1",
+            microbatches=MICROBATCHES,
+            optimizer=settings,
+        )
         for step in range(3):
             pipeline.step(step, *tokens(step), lr=0.1)
         digests.add(pipeline.digest())
@@ -190,7 +255,12 @@ def test_a_gradient_that_is_not_in_rows(optimizer: Literal["adamw", "sgd"], monk
 
 def test_layers_share_nothing() -> None:
     one = nn.Linear(8, 8)
-    factories = [partial(nn.Embedding, 256, 8), lambda: one, lambda: one, partial(nn.Linear, 8, 256)]
+    factories = [
+        partial(nn.Embedding, 256, 8),
+        lambda: one,
+        lambda: one,
+        partial(nn.Linear, 8, 256),
+    ]
     with pytest.raises(ConfigError, match="layers 1 and 2 share the parameter weight"):
         pipeline(from_factories(list("abcd"), factories, 0, next_token_loss))
 
@@ -226,7 +296,9 @@ def test_tied_embedding() -> None:
         assert result.norm == pytest.approx(expected, rel=1e-5)
     first, last = (pipeline.own_layers[i][0] for i in (0, 5))
     assert torch.equal(first.get_parameter("tokens.weight"), last.get_parameter("logits.weight"))
-    torch.testing.assert_close(first.get_parameter("tokens.weight"), owner.weight, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(
+        first.get_parameter("tokens.weight"), owner.weight, rtol=1e-4, atol=1e-5
+    )
 
 
 def test_a_tied_weight_that_never_trains() -> None:
@@ -240,7 +312,9 @@ def test_a_tied_weight_that_never_trains() -> None:
 
     factories = [fixed, partial(nn.Linear, 8, 8), head]
     tied = [((0, "weight"), (2, "weight"))]
-    pipe = pipeline(from_factories(["tokens", "middle", "head"], factories, 0, next_token_loss, tied=tied))
+    pipe = pipeline(
+        from_factories(["tokens", "middle", "head"], factories, 0, next_token_loss, tied=tied)
+    )
     norms = {pipe.step(step, *tokens(0), lr=0.0).norm for step in range(3)}
     assert len(norms) == 1
     assert not pipe.own_layers[2][0].get_parameter("weight").requires_grad
@@ -257,7 +331,10 @@ def test_a_tied_weight_freezes_with_its_owner() -> None:
     pipeline.unfreeze([0])
     pipeline.step(1, *tokens(1), lr=0.1)
     assert not torch.equal(head.get_parameter("logits.weight"), before[0][0])
-    assert torch.equal(head.get_parameter("logits.weight"), pipeline.own_layers[0][0].get_parameter("tokens.weight"))
+    assert torch.equal(
+        head.get_parameter("logits.weight"),
+        pipeline.own_layers[0][0].get_parameter("tokens.weight"),
+    )
 
 
 def test_freezing() -> None:
@@ -292,7 +369,9 @@ def test_a_frozen_layer_keeps_its_moments() -> None:
 def test_something_must_train() -> None:
     pipeline = gpt()
     pipeline.freeze([0, 1, 2])
-    with pytest.raises(PartitionError, match=r"freezing layers \[3, 4, 5\] would leave nothing to train"):
+    with pytest.raises(
+        PartitionError, match=r"freezing layers \[3, 4, 5\] would leave nothing to train"
+    ):
         pipeline.freeze([5, 3, 4])
     assert pipeline.frozen == {0, 1, 2}
     pipeline.step(0, *tokens(0), lr=0.1)
@@ -305,12 +384,17 @@ def test_a_loss_that_is_not_finite(bad: float) -> None:
     weight = pipeline.own_layers[5][0].get_parameter("logits.weight").data
     kept = weight[0, 0].item()
     weight[0, 0] = bad
-    with pytest.raises(RunError, match=r"step 0: loss .*nothing was updated. Lower train.lr or check the data"):
+    with pytest.raises(
+        RunError, match=r"step 0: loss .*nothing was updated. Lower train.lr or check the data"
+    ):
         pipeline.step(0, *tokens(0), lr=0.1)
     weight[0, 0] = kept
     assert pipeline.digest() == twin.digest()
     for step in (1, 2):
-        assert pipeline.step(step, *tokens(step), lr=0.1).loss == twin.step(step, *tokens(step), lr=0.1).loss
+        assert (
+            pipeline.step(step, *tokens(step), lr=0.1).loss
+            == twin.step(step, *tokens(step), lr=0.1).loss
+        )
     assert pipeline.digest() == twin.digest()
 
 
@@ -338,7 +422,10 @@ def test_evaluation() -> None:
         expected += functional.cross_entropy(x.flatten(0, 1), y.flatten()).item() / MICROBATCHES
     assert pipeline.evaluate(inputs, targets, MICROBATCHES) == pytest.approx(expected, rel=1e-6)
     assert pipeline.evaluate(inputs[:1], targets[:1], 1) == pytest.approx(
-        functional.cross_entropy(_through(layers, inputs[0]).flatten(0, 1), targets[0].flatten()).item(), rel=1e-6
+        functional.cross_entropy(
+            _through(layers, inputs[0]).flatten(0, 1), targets[0].flatten()
+        ).item(),
+        rel=1e-6,
     )
     for step in range(2):
         pipeline.step(step, *tokens(step), lr=0.1)
@@ -396,13 +483,22 @@ def test_placements_must_fit() -> None:
 OWN: dict[str, Any] = {"model": {"kind": "python:tests.models.user_model:layers"}}
 
 
-@pytest.mark.parametrize("config", [{"model": {"blocks": 2, "hidden": 16, "heads": 2, "sequence": 8}}, OWN], ids=["gpt", "own"])
+@pytest.mark.parametrize(
+    "config",
+    [{"model": {"blocks": 2, "hidden": 16, "heads": 2, "sequence": 8}}, OWN],
+    ids=["gpt", "own"],
+)
 def test_moves_between_steps(pool: Pool, config: dict[str, Any]) -> None:
     """A model of one's own too: several tensors at a boundary, buffers, parts that never train, a
     weight without dimensions."""
     layers = 6 if config is not OWN else 5
     (stayed,) = pool.run(JOBS + "moving", 1, config=config, placements=[[layers]] * 3)
-    moved = pool.run(JOBS + "moving", 3, config=config, placements=[[1, 1, layers - 2], [layers - 2, 1, 1], [2, 2, layers - 4]])
+    moved = pool.run(
+        JOBS + "moving",
+        3,
+        config=config,
+        placements=[[1, 1, layers - 2], [layers - 2, 1, 1], [2, 2, layers - 4]],
+    )
     assert all(result == stayed for result in moved)
     assert len(set(stayed["digests"])) == 3
 
@@ -413,7 +509,9 @@ def test_predict_and_costs() -> None:
     for step in range(2):
         pipeline.step(step, ids(), ids(), lr=0.0)
     costs = pipeline.costs()
-    assert pipeline.predict(costs, Partition((3,))).makespan == pytest.approx(MICROBATCHES * sum(c.seconds for c in costs))
+    assert pipeline.predict(costs, Partition((3,))).makespan == pytest.approx(
+        MICROBATCHES * sum(c.seconds for c in costs)
+    )
     assert pipeline.largest(2.5) == 2.5
     assert isinstance(pipeline.model, Model)
 
@@ -424,4 +522,7 @@ def test_pieces_of_w_run_once_a_message_is_later_than_the_links_take(pool: Pool)
         assert len(latencies) == 2
         assert waits == 2 * max(latencies) > 0
     assert len({waits for waits, _ in ranks}) == 1, "alike on all ranks"
-    assert [waits for waits, _ in pool.run(JOBS + "message_timeout", 2, w_granularity="whole")] == [None, None]
+    assert [waits for waits, _ in pool.run(JOBS + "message_timeout", 2, w_granularity="whole")] == [
+        None,
+        None,
+    ]

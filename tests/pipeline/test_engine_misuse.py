@@ -26,7 +26,9 @@ def test_a_step_has_its_microbatches_at_once() -> None:
     """A second forward_backward would add up what replicas have summed already."""
     pipeline, twin = gpt(), gpt()
     pipeline.forward_backward(0, *tokens(0))
-    with pytest.raises(RunError, match="forward_backward was called again before update or discard"):
+    with pytest.raises(
+        RunError, match="forward_backward was called again before update or discard"
+    ):
         pipeline.forward_backward(0, *tokens(1))
     pipeline.discard()
     pipeline.step(0, *tokens(0), lr=0.1)
@@ -37,7 +39,9 @@ def test_a_step_has_its_microbatches_at_once() -> None:
 @pytest.mark.parametrize("layers", [[99], [-1], [0, 6]])
 def test_there_is_no_such_layer(layers: list[int]) -> None:
     pipeline = gpt()
-    with pytest.raises(PartitionError, match=r"there is no layer -?\d+; the model has 6, from 0 to 5"):
+    with pytest.raises(
+        PartitionError, match=r"there is no layer -?\d+; the model has 6, from 0 to 5"
+    ):
         pipeline.freeze(layers)
     with pytest.raises(PartitionError, match="there is no layer"):
         pipeline.unfreeze(layers)
@@ -76,8 +80,18 @@ def test_arguments_of_a_pipeline() -> None:
     wrong: list[tuple[Any, Any, dict[str, Any], str]] = [
         ([nn.Linear(2, 2)], Partition((1,)), {}, "model is a list; make a Model of it"),
         (model, (6,), {}, "partition is a tuple; give a Partition"),
-        (model, Partition((6,)), {"recompute": "all"}, "recompute = 'all'; give the indices of layers"),
-        (model, Partition((6,)), {"recompute": (99,)}, "recompute names layer 99, but the model has 6"),
+        (
+            model,
+            Partition((6,)),
+            {"recompute": "all"},
+            "recompute = 'all'; give the indices of layers",
+        ),
+        (
+            model,
+            Partition((6,)),
+            {"recompute": (99,)},
+            "recompute names layer 99, but the model has 6",
+        ),
     ]
     for model_, partition, options, says in wrong:
         with pytest.raises(ConfigError, match=says):
@@ -107,7 +121,11 @@ def test_a_tied_weight_that_its_owner_does_not_use() -> None:
             return self.tokens(ids)
 
     factories = [Unused, partial(nn.Linear, 8, 256, bias=False)]
-    pipe = pipeline(from_factories(["tokens", "head"], factories, 0, next_token_loss, tied=[((0, "table"), (1, "weight"))]))
+    pipe = pipeline(
+        from_factories(
+            ["tokens", "head"], factories, 0, next_token_loss, tied=[((0, "table"), (1, "weight"))]
+        )
+    )
     before = pipe.own_layers[0][0].get_parameter("table").detach().clone()
     for step in range(2):
         pipe.step(step, *tokens(step), lr=0.1)
@@ -125,7 +143,11 @@ def threads(world: World, times: int) -> list[int]:
         pipeline = Engine(mesh, model, Partition((6,)), schedule="1f1b", microbatches=MICROBATCHES)
         inputs, targets = tokens(0)
         for microbatches in range(1, 1 + count % 4):
-            pipeline.evaluate(inputs[:1].repeat(microbatches, 1, 1), targets[:1].repeat(microbatches, 1, 1), microbatches)
+            pipeline.evaluate(
+                inputs[:1].repeat(microbatches, 1, 1),
+                targets[:1].repeat(microbatches, 1, 1),
+                microbatches,
+            )
         del pipeline
         gc.collect()
         out.append(threading.active_count())
@@ -147,7 +169,9 @@ def test_threads_end_with_their_pipeline(pool: Pool) -> None:
 
 def evaluated(world: World) -> list[int]:
     """Threads after evaluations of more and more microbatches, on a pipeline of two."""
-    pipeline = Engine(world, gpt().model, Partition((3, 3)), schedule="1f1b", microbatches=MICROBATCHES)
+    pipeline = Engine(
+        world, gpt().model, Partition((3, 3)), schedule="1f1b", microbatches=MICROBATCHES
+    )
     inputs, targets = tokens(0)
     out: list[int] = []
     for count in range(1, 9):

@@ -20,7 +20,9 @@ def train(script: Path, folder: Path, ranks: int = 1) -> list[tuple[tuple[int, .
     out = run_script(script, str(folder), ranks=ranks)
     rows = re.findall(r"layers \(([\d, ]+)\), weights (\w{64})", out)
     assert len(rows) == ranks, out
-    return [(tuple(int(x) for x in counts.split(",") if x.strip()), weights) for counts, weights in rows]
+    return [
+        (tuple(int(x) for x in counts.split(",") if x.strip()), weights) for counts, weights in rows
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +46,9 @@ def test_two_ranks_rebalance_by_themselves_and_train_the_same(alone: str, tmp_pa
     assert all(counts[0] > 5 for counts, _ in rows)
 
 
-def test_a_run_that_is_loaded_ends_like_one_that_was_not_stopped(alone: str, tmp_path: Path) -> None:
+def test_a_run_that_is_loaded_ends_like_one_that_was_not_stopped(
+    alone: str, tmp_path: Path
+) -> None:
     folder = tmp_path / "saved"
     train(EXAMPLE, folder, ranks=2)
     assert [path.name for path in folder.glob("step-*")] == ["step-000030"]

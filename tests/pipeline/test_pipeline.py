@@ -59,7 +59,9 @@ def test_it_trains_what_torch_trains(world: dynmo.World) -> None:
 def test_the_given_modules_are_trained(world: dynmo.World) -> None:
     modules = layers()
     before = modules[0].get_parameter("weight").detach().clone()
-    pipeline = dynmo.Pipeline(dynmo.Sequential(modules, loss=nn.functional.mse_loss), world, microbatches=2)
+    pipeline = dynmo.Pipeline(
+        dynmo.Sequential(modules, loss=nn.functional.mse_loss), world, microbatches=2
+    )
     pipeline.step(*batch(0))
     assert pipeline.modules[0] is modules[0]
     assert not torch.equal(modules[0].get_parameter("weight"), before)
@@ -68,7 +70,11 @@ def test_the_given_modules_are_trained(world: dynmo.World) -> None:
 def test_functions_make_the_same_layers_anywhere(world: dynmo.World) -> None:
     factories = [lambda: nn.Linear(4, 8), lambda: nn.Linear(8, 3)]
     digests = {
-        dynmo.Pipeline(dynmo.Sequential(factories, loss=nn.functional.mse_loss, seed=seed), world, microbatches=2).digest()
+        dynmo.Pipeline(
+            dynmo.Sequential(factories, loss=nn.functional.mse_loss, seed=seed),
+            world,
+            microbatches=2,
+        ).digest()
         for seed in (0, 0, 1)
     }
     assert len(digests) == 2
@@ -84,7 +90,9 @@ def test_an_evaluation_is_the_mean_loss_and_trains_nothing(world: dynmo.World) -
 
 
 @pytest.mark.parametrize("options", [{}, {"optimizer": dynmo.SGD()}, {"precision": "bfloat16"}])
-def test_a_loaded_run_ends_like_an_undisturbed_one(world: dynmo.World, tmp_path: Path, options: dict[str, Any]) -> None:
+def test_a_loaded_run_ends_like_an_undisturbed_one(
+    world: dynmo.World, tmp_path: Path, options: dict[str, Any]
+) -> None:
     whole = make(world, **options)
     train(whole, 8)
     first = make(world, **options)
@@ -159,7 +167,10 @@ def test_rebalancing_by_hand(world: dynmo.World) -> None:
 @pytest.mark.parametrize(
     ("inputs", "message"),
     [
-        (torch.zeros(6, 4), "inputs is a tensor of shape [6, 4]; give a tensor whose first dimension is a multiple of 4 microbatches"),
+        (
+            torch.zeros(6, 4),
+            "inputs is a tensor of shape [6, 4]; give a tensor whose first dimension is a multiple of 4 microbatches",
+        ),
         (torch.zeros(0, 4), "inputs is a tensor of shape [0, 4]"),
         (torch.tensor(1.0), "inputs is a tensor of shape []"),
         ([1.0], "inputs is a list"),
@@ -201,9 +212,13 @@ def test_a_checkpoint_of_something_else(world: dynmo.World, tmp_path: Path) -> N
         pipeline.load(tmp_path)
     train(pipeline, 1)
     pipeline.save(tmp_path)
-    with pytest.raises(CheckpointError, match="has the state of adamw, and this pipeline trains with sgd"):
+    with pytest.raises(
+        CheckpointError, match="has the state of adamw, and this pipeline trains with sgd"
+    ):
         make(world, optimizer=dynmo.SGD()).load(tmp_path)
-    other = dynmo.Pipeline(dynmo.Sequential(layers()[:3], loss=nn.functional.mse_loss), world, microbatches=2)
+    other = dynmo.Pipeline(
+        dynmo.Sequential(layers()[:3], loss=nn.functional.mse_loss), world, microbatches=2
+    )
     with pytest.raises(CheckpointError, match="4 layers of other names than this model's 3"):
         other.load(tmp_path)
 
@@ -222,7 +237,11 @@ def test_ranks_without_data_give_none(pool: Pool) -> None:
     rows = pool.run(JOBS + "train", 3)
     assert [row["layers"] for row in rows] == [[0, 1], [2], [3]]
     for row in rows:
-        assert (row["losses"], row["weights"], row["evaluated"]) == (alone["losses"], alone["weights"], alone["evaluated"])
+        assert (row["losses"], row["weights"], row["evaluated"]) == (
+            alone["losses"],
+            alone["weights"],
+            alone["evaluated"],
+        )
 
 
 def test_each_replica_gives_its_own_share(pool: Pool) -> None:
@@ -238,4 +257,6 @@ def test_each_replica_gives_its_own_share(pool: Pool) -> None:
 
 def test_modules_of_other_seeds_are_refused(pool: Pool) -> None:
     for message in pool.run(JOBS + "seeded_otherwise", 2):
-        assert message.startswith("the ranks made modules of different shapes or weights; call torch.manual_seed")
+        assert message.startswith(
+            "the ranks made modules of different shapes or weights; call torch.manual_seed"
+        )

@@ -61,8 +61,29 @@ def compared(world: World, replicas: int, cases: int) -> list[dict[str, Any]]:
         frozen = random.choice([0, 0, random.randrange(count)])
         costs = elide([layer(random, sized) for _ in range(count)], frozen, range(frozen))
         limit = random.randrange(4000, 40_000) if sized and random.random() < 0.7 else None
-        model = load_model(parse({"model": {"kind": "emulated", "layers": count, "f": 0.0, "b": 0.0, "w": 0.0, "bytes": 8}}))
-        engine = Engine(world, model, partition, schedule=name, microbatches=microbatches, slices=ranks, memory_limit=limit)
+        model = load_model(
+            parse(
+                {
+                    "model": {
+                        "kind": "emulated",
+                        "layers": count,
+                        "f": 0.0,
+                        "b": 0.0,
+                        "w": 0.0,
+                        "bytes": 8,
+                    }
+                }
+            )
+        )
+        engine = Engine(
+            world,
+            model,
+            partition,
+            schedule=name,
+            microbatches=microbatches,
+            slices=ranks,
+            memory_limit=limit,
+        )
         engine.freeze(range(frozen))
         run = engine.schedule_keeper.stage_plan(partition, costs)
         request = PlanRequest(
@@ -92,9 +113,14 @@ def compared(world: World, replicas: int, cases: int) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize(("replicas", "cases"), [(1, 120), (2, 60)])
 def test_a_plan_and_a_run_agree(pool: Pool, replicas: int, cases: int) -> None:
-    results = pool.run("tests.pipeline.test_plan_agrees:compared", replicas, replicas=replicas, cases=cases)
+    results = pool.run(
+        "tests.pipeline.test_plan_agrees:compared", replicas, replicas=replicas, cases=cases
+    )
     for said in results[0]:
         assert said["plan"] == said["run"], said["case"]
         assert said.get("refused", False) is not said["fits"], said["case"]
     limited = [said for said in results[0] if said["limited"]]
-    assert min(sum(said["fits"] for said in limited), sum(not said["fits"] for said in limited)) > cases // 12
+    assert (
+        min(sum(said["fits"] for said in limited), sum(not said["fits"] for said in limited))
+        > cases // 12
+    )

@@ -60,10 +60,14 @@ def test_the_gain_is_predicted_and_measured(pool: Pool) -> None:
     assert 0.1 < move["predicted_gain"] < 0.3
     (result,) = of(events, "rebalance_result")
     assert result["id"] == 1
-    assert result["step"] == 13, "six steps after, of which the first opens channels and is not counted"
+    assert result["step"] == 13, (
+        "six steps after, of which the first opens channels and is not counted"
+    )
     steps = of(events, "step")
     seconds = [s["seconds"] for s in steps]
-    assert result["measured_gain"] == pytest.approx(1 - median(seconds[9:14]) / median(seconds[3:8]))
+    assert result["measured_gain"] == pytest.approx(
+        1 - median(seconds[9:14]) / median(seconds[3:8])
+    )
     assert [s["layers"] for s in steps] == [[4, 4]] * 8 + [[5, 3]] * 9
     assert move["moved_bytes"] == 4 + 3 * 4, "a weight, two moments, a counter"
     # One decision, at step 8, and one move: the run's account is this event's, and what profiling
@@ -84,7 +88,9 @@ def test_what_a_move_brought_ends_where_the_work_changes(pool: Pool) -> None:
     (result,) = of(events, "rebalance_result")
     seconds = [s["seconds"] for s in of(events, "step")]
     assert (move["step"], result["step"]) == (8, 12)
-    assert result["measured_gain"] == pytest.approx(1 - median(seconds[9:12]) / median(seconds[3:8]))
+    assert result["measured_gain"] == pytest.approx(
+        1 - median(seconds[9:12]) / median(seconds[3:8])
+    )
 
 
 def test_hysteresis_holds_back(pool: Pool) -> None:
@@ -104,11 +110,18 @@ def test_a_move_must_repay_itself(pool: Pool) -> None:
 def test_forced_moves(pool: Pool) -> None:
     """`uniform` and `random` ask nobody; a result needs two steps, and comes at the next move or
     the run's end if not before."""
-    events = run(pool, balance={"balancer": "random", "every": 3}, train={"steps": 9}, model={"f": 0.0, "b": 0.0, "w": 0.0})
+    events = run(
+        pool,
+        balance={"balancer": "random", "every": 3},
+        train={"steps": 9},
+        model={"f": 0.0, "b": 0.0, "w": 0.0},
+    )
     moves, results = of(events, "rebalance"), of(events, "rebalance_result")
     assert [m["step"] for m in moves] == [3, 6]
     assert all(m["reason"] == "random: forced" for m in moves)
-    assert [r["id"] for r in results] == [1, 2], "of three steps two are counted, then the next move comes"
+    assert [r["id"] for r in results] == [1, 2], (
+        "of three steps two are counted, then the next move comes"
+    )
 
 
 def test_the_memory_limit_is_respected(pool: Pool) -> None:
@@ -121,13 +134,20 @@ def test_the_memory_limit_is_respected(pool: Pool) -> None:
     # Beside them, while a B runs: the gradient that it was given, and the one it makes.
     enough = 4 * layer + last + 2 * 4096
     for room, target in ((enough, [3, 5]), (enough - 1, None)):
-        changes = {"train": {"steps": 10}, "pipeline": {"schedule": "gpipe", "memory_limit": room}, "dynamism": {"cases": []}}
+        changes = {
+            "train": {"steps": 10},
+            "pipeline": {"schedule": "gpipe", "memory_limit": room},
+            "dynamism": {"cases": []},
+        }
         moves = of(run(pool, model=dict.fromkeys("fbw", times), **changes), "rebalance")
         assert [m["to"] for m in moves] == ([target] if target else [])
 
 
 def test_a_memory_limit_that_is_too_small_from_the_start(pool: Pool) -> None:
-    with pytest.raises(JobFailed, match=r"rank 0 needs \d+ bytes at the peak of zb-h1, over pipeline.memory_limit = 1000"):
+    with pytest.raises(
+        JobFailed,
+        match=r"rank 0 needs \d+ bytes at the peak of zb-h1, over pipeline.memory_limit = 1000",
+    ):
         run(pool, pipeline={"memory_limit": 1000})
 
 
@@ -139,7 +159,14 @@ def test_a_schedule_is_made_anew_from_live_costs(pool: Pool) -> None:
     """zb-auto starts with equal stages in mind."""
     still = {"cases": []}
     balance = {"balancer": "none"}
-    events = run(pool, model=_UNEVEN, pipeline={"schedule": "zb-auto"}, balance=balance, dynamism=still, train={"steps": 18})
+    events = run(
+        pool,
+        model=_UNEVEN,
+        pipeline={"schedule": "zb-auto"},
+        balance=balance,
+        dynamism=still,
+        train={"steps": 18},
+    )
     remade = of(events, "schedule")
     assert remade, "the schedule was never made anew"
     assert remade[0]["name"] == "zb-auto"
@@ -188,7 +215,9 @@ def misled(world: World, config: dict[str, Any]) -> list[dict[str, Any]]:
     def costs() -> tuple[LayerCost, ...]:
         layers = next(slow)
         even = [replace(cost, f=0.001, b=0.001, w=0.001) for cost in known()]
-        return tuple(replace(cost, f=2.5 * cost.f) if i in layers else cost for i, cost in enumerate(even))
+        return tuple(
+            replace(cost, f=2.5 * cost.f) if i in layers else cost for i, cost in enumerate(even)
+        )
 
     trainer.pipeline.schedule_keeper.links = {(0, 1): LinkCost(1e-4, 1e9)}
     rebalancer._costs = costs
@@ -198,8 +227,16 @@ def misled(world: World, config: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def test_predictions_that_do_not_come_true_are_doubted(pool: Pool) -> None:
-    changes = {"model": dict.fromkeys("fbw", 0.001), "train": {"steps": 44}, "balance": {"every": 4}}
-    config = CONFIG | {section: CONFIG[section] | keys for section, keys in changes.items()} | {"dynamism": {}}
+    changes = {
+        "model": dict.fromkeys("fbw", 0.001),
+        "train": {"steps": 44},
+        "balance": {"every": 4},
+    }
+    config = (
+        CONFIG
+        | {section: CONFIG[section] | keys for section, keys in changes.items()}
+        | {"dynamism": {}}
+    )
     told = pool.run("tests.pipeline.test_rebalance:misled", 2, config=config)[0]
     moves, results = of(told, "rebalance"), of(told, "rebalance_result")
     assert all(0.05 < e["predicted_gain"] < 0.3 for e in moves)
@@ -237,7 +274,11 @@ def forecasting(world: World, config: dict[str, Any]) -> str:
 def test_ranks_whose_forecasts_differ_fail_at_once(pool: Pool) -> None:
     """One rank decides to move and the other to stay. Neither waits for the other."""
     changes = {"balance": {"initial": [6, 2]}, "train": {"steps": 12}}
-    config = CONFIG | {section: CONFIG[section] | keys for section, keys in changes.items()} | {"dynamism": {}}
+    config = (
+        CONFIG
+        | {section: CONFIG[section] | keys for section, keys in changes.items()}
+        | {"dynamism": {}}
+    )
     start = time.perf_counter()
     ends = pool.run("tests.pipeline.test_rebalance:forecasting", 2, config=config)
     line = "rank 0 and rank 1 disagree on whether to move layers; do all run the same dynmo, config and data?"
@@ -265,7 +306,9 @@ class Numbers(HostClock):
         return end - start
 
 
-def read(world: World, config: dict[str, Any], first: int, last: int, told: bool) -> list[dict[str, Any]]:
+def read(
+    world: World, config: dict[str, Any], first: int, last: int, told: bool
+) -> list[dict[str, Any]]:
     """A run with made-up readings: a microbatch takes 1 ms in F and B of each layer and 10 ms in W,
     but 30 ms in layer 5's W in the steps `first` to `last`. told: a case says so before the first
     of them. Every step counts as equally long."""
@@ -284,12 +327,18 @@ def read(world: World, config: dict[str, Any], first: int, last: int, told: bool
     def observe(layers: Iterable[Layer]) -> None:
         layers, step = list(layers), next(steps)
         for layer in layers:
-            layer.marks = [(Kind.F, 0.0, 0.001, []), (Kind.B, 0.0, 0.001, []), (Kind.W, 0.0, weight(step, layer.index), [])]
+            layer.marks = [
+                (Kind.F, 0.0, 0.001, []),
+                (Kind.B, 0.0, 0.001, []),
+                (Kind.W, 0.0, weight(step, layer.index), []),
+            ]
         take(layers)
 
     def finish(step: int, seconds: float, busy: Sequence[float]) -> RebalanceResultEvent | None:
         stages = [pipeline.partition.range_of(stage) for stage in range(2)]
-        return seen(step, 0.1, [sum(0.002 + weight(step, layer) for layer in stage) for stage in stages])
+        return seen(
+            step, 0.1, [sum(0.002 + weight(step, layer) for layer in stage) for stage in stages]
+        )
 
     profiler.observe, rebalancer.observe = observe, finish
     trainer.run()
@@ -301,17 +350,31 @@ def read(world: World, config: dict[str, Any], first: int, last: int, told: bool
     [
         (6, 6, True, []),  # one step, of one microbatch: one reading
         (6, 99, True, [9]),  # two more readings say the same
-        (11, 99, False, [19]),  # noticed after three steps, and believed when only such steps are in the window
+        (
+            11,
+            99,
+            False,
+            [19],
+        ),  # noticed after three steps, and believed when only such steps are in the window
     ],
 )
-def test_no_move_rests_on_one_reading(pool: Pool, first: int, last: int, told: bool, moves: list[int]) -> None:
+def test_no_move_rests_on_one_reading(
+    pool: Pool, first: int, last: int, told: bool, moves: list[int]
+) -> None:
     changes = {
         "model": CONFIG["model"] | dict.fromkeys("fbw", 0.0),
         "train": {"steps": first + 14, "global_batch": 1, "micro_batch": 1},
         "balance": {"every": "auto"},
         "dynamism": {},
     }
-    events = pool.run("tests.pipeline.test_rebalance:read", 2, config=CONFIG | changes, first=first, last=last, told=told)[0]
+    events = pool.run(
+        "tests.pipeline.test_rebalance:read",
+        2,
+        config=CONFIG | changes,
+        first=first,
+        last=last,
+        told=told,
+    )[0]
     assert [e["step"] for e in of(events, "rebalance")] == moves
 
 
@@ -347,7 +410,9 @@ def test_auto_decides_when_something_happened(pool: Pool) -> None:
 def test_a_target_that_has_no_room_is_left_alone(pool: Pool) -> None:
     """What may be computed again is chosen by shapes, and may find less room than the balancer,
     which goes by what was measured."""
-    (told, _) = pool.run("events", 2, config=CONFIG | {"train": CONFIG["train"] | {"steps": 10}}, fits=False)
+    (told, _) = pool.run(
+        "events", 2, config=CONFIG | {"train": CONFIG["train"] | {"steps": 10}}, fits=False
+    )
     assert of(told, "rebalance") == []
     assert [e["layers"] for e in of(told, "step")] == [[4, 4]] * 10
 
@@ -389,10 +454,19 @@ def test_where_a_baseline_has_no_placement_a_run_goes_on(pool: Pool) -> None:
     }
     events = pool.run("events", 2, config=wanted)[0]
     (told,) = of(events, "change")
-    assert told["what"].startswith("layers stay where they are: Megatron's uniform placement needs a multiple of 2 blocks")
+    assert told["what"].startswith(
+        "layers stay where they are: Megatron's uniform placement needs a multiple of 2 blocks"
+    )
     assert of(events, "end")[0]["reason"] == "done"
 
 
 def test_auto_sees_a_placement_that_was_never_good(pool: Pool) -> None:
-    events = run(pool, balance={"every": "auto", "initial": [6, 2]}, dynamism={"cases": []}, train={"steps": 9})
-    assert [(e["step"], e["from"], e["to"]) for e in of(events, "rebalance")] == [(5, [6, 2], [4, 4])]
+    events = run(
+        pool,
+        balance={"every": "auto", "initial": [6, 2]},
+        dynamism={"cases": []},
+        train={"steps": 9},
+    )
+    assert [(e["step"], e["from"], e["to"]) for e in of(events, "rebalance")] == [
+        (5, [6, 2], [4, 4])
+    ]

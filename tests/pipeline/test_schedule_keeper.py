@@ -41,7 +41,11 @@ def schedules(world: World, config: dict[str, Any]) -> list[list[Any]]:
 
     def say(layers: tuple[LayerCost, ...]) -> list[Any]:
         schedule: Schedule = pipeline.schedule_for(pipeline.partition)
-        return [resident(schedule), rank_memory(layers, pipeline.partition.counts, schedule), str(schedule)]
+        return [
+            resident(schedule),
+            rank_memory(layers, pipeline.partition.counts, schedule),
+            str(schedule),
+        ]
 
     out = [say(shapes)]
     pipeline.freeze(range(3))
@@ -55,7 +59,9 @@ def schedules(world: World, config: dict[str, Any]) -> list[list[Any]]:
 def test_it_is_within_the_memory_from_the_first_step_on(pool: Pool, over: float) -> None:
     least = max(dry_run(parse(CONFIG | {"pipeline": {"schedule": "1f1b"}})).memory)
     config = CONFIG | {"pipeline": {"schedule": "zb-auto", "memory_limit": int(over * least)}}
-    first, frozen, thawed = pool.run("tests.pipeline.test_schedule_keeper:schedules", 2, config=config)[0]
+    first, frozen, thawed = pool.run(
+        "tests.pipeline.test_schedule_keeper:schedules", 2, config=config
+    )[0]
     for _, memory, _ in (first, frozen, thawed):
         assert max(memory) <= over * least
     assert first == thawed
@@ -80,7 +86,11 @@ def reshaped(world: World, config: dict[str, Any]) -> list[str]:
         pipeline = pipeline_for(loaded, world, model, uniform(model.layers, world.size))
         if measured:
             shapes = recompute_as_workspace(shape_costs(loaded, model), ())
-            pipeline.actions.replan(tuple(replace(layer, activation_bytes=2 * layer.activation_bytes) for layer in shapes))
+            pipeline.actions.replan(
+                tuple(
+                    replace(layer, activation_bytes=2 * layer.activation_bytes) for layer in shapes
+                )
+            )
             out.append(str(pipeline.schedule_for(pipeline.partition)))
         pipeline.reshape(pipeline=2, data=2)
         out.append(str(pipeline.schedule_for(pipeline.partition)))
@@ -90,9 +100,14 @@ def reshaped(world: World, config: dict[str, Any]) -> list[str]:
 def test_after_a_reshape_bytes_are_those_of_its_mesh(pool: Pool) -> None:
     """What was measured on four ranks with all of a layer's optimizer state is not what two hold
     that share it."""
-    config = CONFIG | {"train": CONFIG["train"] | {"reduction_slots": 2}, "parallel": {"pipeline": 4, "zero": 1}}
+    config = CONFIG | {
+        "train": CONFIG["train"] | {"reduction_slots": 2},
+        "parallel": {"pipeline": 4, "zero": 1},
+    }
     after = {"parallel": {"pipeline": 2, "data": 2, "zero": 1}, "pipeline": {"schedule": "1f1b"}}
     least = max(dry_run(parse(config | after)).memory)
     config["pipeline"] = {"schedule": "zb-auto", "memory_limit": int(1.3 * least)}
-    for unmeasured, before, after in pool.run("tests.pipeline.test_schedule_keeper:reshaped", 4, config=config):
+    for unmeasured, before, after in pool.run(
+        "tests.pipeline.test_schedule_keeper:reshaped", 4, config=config
+    ):
         assert after == unmeasured != before

@@ -16,8 +16,15 @@ from tests.processes import run_script
 def test_process_groups_meshes_and_the_default_group_train_the_same() -> None:
     out = run_script(Path(__file__).with_name("adopting.py"), ranks=4)
     rows = re.findall(r"(\w+) (\d) of (\d): (\w{64})", out)
-    of = {where: [(rank, digest) for place, rank, _, digest in sorted(rows) if place == where] for where in ("middle", "mesh", "all")}
-    assert [[rank for rank, _ in of[where]] for where in of] == [["0", "1"], ["0", "1", "2", "3"], ["0", "1", "2", "3"]]
+    of = {
+        where: [(rank, digest) for place, rank, _, digest in sorted(rows) if place == where]
+        for where in ("middle", "mesh", "all")
+    }
+    assert [[rank for rank, _ in of[where]] for where in of] == [
+        ["0", "1"],
+        ["0", "1", "2", "3"],
+        ["0", "1", "2", "3"],
+    ]
     assert len({digest for _, digest in of["middle"] + of["all"]}) == 1
     assert len({digest for _, digest in of["mesh"]}) == 1
     assert out.count("a process group that it is not in") == 2

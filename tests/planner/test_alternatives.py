@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
-from dynmo.planner.alternatives import other_balancers, other_microbatches, other_ranks, other_schedules
+from dynmo.planner.alternatives import (
+    other_balancers,
+    other_microbatches,
+    other_ranks,
+    other_schedules,
+)
 from dynmo.planner.evaluate import PlanRequest
 from dynmo.schedule.catalogue import SCHEDULES
 from tests.planner.test_stage_plan import profile, replayed
@@ -16,7 +21,12 @@ def test_other_choices() -> None:
         other_ranks(request),
         other_microbatches(request),
     )
-    assert {x.choice for x in balancers} >= {"uniform", "schedule-aware", "diffusion", "deepspeed-time"}
+    assert {x.choice for x in balancers} >= {
+        "uniform",
+        "schedule-aware",
+        "diffusion",
+        "deepspeed-time",
+    }
     assert {x.choice for x in schedules} == set(SCHEDULES) - {"zb-h1"}
     assert {x.choice for x in ranks} == {1, 2, 4, 5, 6}
     # Microbatches of 4 sequences: 24 sequences in 12 of 2, or 24 of 1, or 3 of 8; not 1.5.

@@ -5,11 +5,20 @@ import pytest
 from dynmo.balance.blocks import blocks_of
 from dynmo.balance.partition import Partition
 from dynmo.errors import PartitionError
-from dynmo.planner.export import MegatronLayout, deepspeed_parts, megatron_layout, torchtitan_modules
+from dynmo.planner.export import (
+    MegatronLayout,
+    deepspeed_parts,
+    megatron_layout,
+    torchtitan_modules,
+)
 
 
 def names(blocks: int) -> tuple[str, ...]:
-    return ("embedding", *(f"blocks.{i}.{half}" for i in range(blocks) for half in ("attention", "feed_forward")), "head")
+    return (
+        "embedding",
+        *(f"blocks.{i}.{half}" for i in range(blocks) for half in ("attention", "feed_forward")),
+        "head",
+    )
 
 
 def test_whole_blocks():
@@ -49,7 +58,9 @@ def test_a_stage_of_half_a_block():
 def test_other_names():
     emulated = tuple(f"emulated.{i}" for i in range(4))
     assert megatron_layout(emulated, Partition((1, 3))).text == "Et|t*3L"
-    assert torchtitan_modules(emulated, Partition((2, 2)), outputs=("norm", "lm_head")).stages[1] == [
+    assert torchtitan_modules(emulated, Partition((2, 2)), outputs=("norm", "lm_head")).stages[
+        1
+    ] == [
         "layers.2",
         "layers.3",
         "norm",

@@ -26,10 +26,26 @@ from dynmo.schedule.op import Kind
 def profile(count: int, seed: int, microbatch: int = 2) -> Profile:
     rng = random.Random(seed)
     layers = tuple(
-        LayerCost(rng.uniform(0.5, 1.5), rng.uniform(0.5, 1.5), rng.uniform(0.2, 1.0), 10, 40, 40, 80, rng.randint(50, 150), 40, 20)
+        LayerCost(
+            rng.uniform(0.5, 1.5),
+            rng.uniform(0.5, 1.5),
+            rng.uniform(0.2, 1.0),
+            10,
+            40,
+            40,
+            80,
+            rng.randint(50, 150),
+            40,
+            20,
+        )
         for _ in range(count)
     )
-    return Profile(layers, tuple(f"blocks.{i}" for i in range(count)), links=(((0, 1), LinkCost(0.01, 1e4)),), microbatch=microbatch)
+    return Profile(
+        layers,
+        tuple(f"blocks.{i}" for i in range(count)),
+        links=(((0, 1), LinkCost(0.01, 1e4)),),
+        microbatch=microbatch,
+    )
 
 
 def reduced(plan: MeshPlan, bandwidth: float, zero: int) -> float:
@@ -54,7 +70,9 @@ def reduced(plan: MeshPlan, bandwidth: float, zero: int) -> float:
         gathers.append(zero * ring * size / bandwidth)
     if plan.plan.request.objective is Objective.MAKESPAN:
         return max(ends) + max(gathers)
-    return max(e + g - row[0].start for e, g, row in zip(ends, gathers, timeline.ranks, strict=True))
+    return max(
+        e + g - row[0].start for e, g, row in zip(ends, gathers, timeline.ranks, strict=True)
+    )
 
 
 @st.composite
@@ -84,18 +102,32 @@ def test_the_search_is_brute_force(request: MeshRequest):
                 replicas = request.gpus // pipeline
                 if pipeline * replicas != request.gpus or request.global_batch % (replicas * size):
                     continue
-                mesh = Mesh(pipeline, replicas, request.global_batch // replicas // size, size, schedule)
+                mesh = Mesh(
+                    pipeline, replicas, request.global_batch // replicas // size, size, schedule
+                )
                 scaled = mesh_profile(request.profile, mesh, request.zero)
                 for name in request.balancers:
                     plan_request = PlanRequest(
-                        scaled, pipeline, mesh.microbatches, schedule, name, None, request.memory_limit, request.objective, True
+                        scaled,
+                        pipeline,
+                        mesh.microbatches,
+                        schedule,
+                        name,
+                        None,
+                        request.memory_limit,
+                        request.objective,
+                        True,
                     )
                     plan_request = replace(plan_request, replicas=replicas)
                     try:
-                        plan = add_reductions(mesh, make_plan(plan_request), request.bandwidth, request.zero)
+                        plan = add_reductions(
+                            mesh, make_plan(plan_request), request.bandwidth, request.zero
+                        )
                     except InputError:
                         continue
-                    if pipeline > 1 or schedule == next((x for x in request.schedules if x != "zb-v"), "zb-v"):
+                    if pipeline > 1 or schedule == next(
+                        (x for x in request.schedules if x != "zb-v"), "zb-v"
+                    ):
                         best[mesh] = min(best.get(mesh, math.inf), plan.seconds)
     if not best:
         with pytest.raises(PartitionError):
@@ -111,7 +143,9 @@ def test_the_search_is_brute_force(request: MeshRequest):
         assert x.exposed == pytest.approx(x.seconds - x.plan.step, abs=1e-9)
         assert x.samples_per_second == request.global_batch / x.seconds
         assert request.memory_limit is None or max(x.memory) <= request.memory_limit
-    assert {x.mesh for x in result.candidates} | {x.mesh for x in result.refused} >= set(best) or result.slower
+    assert {x.mesh for x in result.candidates} | {x.mesh for x in result.refused} >= set(
+        best
+    ) or result.slower
     left = sorted(best[mesh] for mesh in best if mesh not in {x.mesh for x in result.candidates})
     if left:
         assert len(result.candidates) == request.keep
@@ -129,10 +163,17 @@ def test_no_placement_of_any_mesh_is_better():
     for pipeline in (1, 2, 3, 6):
         for size in (1, 2):
             mesh = Mesh(pipeline, 6 // pipeline, 2 * pipeline // size, size, "zb-h1")
-            plan_request = PlanRequest(mesh_profile(given, mesh, 0), pipeline, mesh.microbatches, any_links=True)
+            plan_request = PlanRequest(
+                mesh_profile(given, mesh, 0), pipeline, mesh.microbatches, any_links=True
+            )
             for cuts in combinations(range(1, 6), pipeline - 1):
                 counts = tuple(b - a for a, b in pairwise((0, *cuts, 6)))
-                best = min(best, add_reductions(mesh, evaluate_partition(plan_request, Partition(counts)), 100.0).seconds)
+                best = min(
+                    best,
+                    add_reductions(
+                        mesh, evaluate_partition(plan_request, Partition(counts)), 100.0
+                    ).seconds,
+                )
     assert search(request).candidates[0].seconds == pytest.approx(best)
 
 
@@ -167,16 +208,25 @@ def test_the_three_best_are_refined_however_large(monkeypatch: pytest.MonkeyPatc
 def test_recomputing_makes_room():
     given = profile(8, 2)
     limit = 1250
-    with pytest.raises(PartitionError, match=r"none of .* meshes fits; the least, .* over the limit of 1250; .*--recompute auto, --zero 1"):
+    with pytest.raises(
+        PartitionError,
+        match=r"none of .* meshes fits; the least, .* over the limit of 1250; .*--recompute auto, --zero 1",
+    ):
         search(MeshRequest(given, 2, 16, (2,), ("1f1b",), memory_limit=limit))
-    result = search(MeshRequest(given, 2, 16, (2,), ("1f1b",), memory_limit=limit, recompute="auto"))
+    result = search(
+        MeshRequest(given, 2, 16, (2,), ("1f1b",), memory_limit=limit, recompute="auto")
+    )
     best = result.candidates[0]
     plan_request = best.plan.request
     assert plan_request.recomputed
     layers = with_recompute(plan_request.kept, plan_request.recomputed)
-    assert best.memory == rank_memory(layers, best.plan.partition.counts, best.plan.schedule, replicas=plan_request.replicas)
+    assert best.memory == rank_memory(
+        layers, best.plan.partition.counts, best.plan.schedule, replicas=plan_request.replicas
+    )
     assert max(best.memory) <= limit
-    every = search(MeshRequest(given, 2, 16, (2,), ("1f1b",), memory_limit=limit, recompute="all")).candidates[0]
+    every = search(
+        MeshRequest(given, 2, 16, (2,), ("1f1b",), memory_limit=limit, recompute="all")
+    ).candidates[0]
     assert len(every.plan.request.recomputed) == 8
     assert best.seconds <= every.seconds
 
@@ -186,19 +236,28 @@ def test_recomputing_makes_room():
     [
         ({"gpus": 0}, "0 GPUs; at least 1"),
         ({"global_batch": 0}, "0 sequences in a global batch"),
-        ({"global_batch": 10**400}, "0 sequences in a global batch; at least 1 is needed, and at most 9007199254740992"),
+        (
+            {"global_batch": 10**400},
+            "0 sequences in a global batch; at least 1 is needed, and at most 9007199254740992",
+        ),
         ({"zero": 2}, "zero = 2; it is 0 or 1"),
         ({"bandwidth": 0.0}, "a bandwidth of 0.0 bytes per second"),
         ({"micro_batches": (0,)}, "a microbatch of 0 sequences"),
         ({"profile": replace(profile(4, 0), microbatch=None)}, 'add "microbatch": 1'),
-        ({"gpus": 7}, "7 GPUs cannot be used: the model's 4 layers allow at least 7 replicas, and .* take a multiple of 7 or 14 or 28"),
+        (
+            {"gpus": 7},
+            "7 GPUs cannot be used: the model's 4 layers allow at least 7 replicas, and .* take a multiple of 7 or 14 or 28",
+        ),
         (
             {"micro_batches": (3,)},
             "a global batch of 16 does not divide by any number of replicas x microbatches of 3; take a multiple of 3",
         ),
         ({"schedules": ("zb-h9",)}, "unknown schedule 'zb-h9'"),
         ({"balancers": ("best",)}, "unknown balancer 'best'"),
-        ({"memory_limit": 100}, r"none of \d+ meshes fits; the least, 2 ranks x 2 replicas, .*: memory: rank 0 needs \d+ bytes"),
+        (
+            {"memory_limit": 100},
+            r"none of \d+ meshes fits; the least, 2 ranks x 2 replicas, .*: memory: rank 0 needs \d+ bytes",
+        ),
     ],
 )
 def test_what_cannot_be_asked(changes: dict[str, object], message: str):

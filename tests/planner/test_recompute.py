@@ -22,21 +22,36 @@ def cases(draw: st.DrawFn) -> tuple[tuple[LayerCost, ...], tuple[int, ...], Sche
     name = draw(st.sampled_from(NAMES))
     ranks, microbatches = draw(st.integers(1, 3)), draw(st.integers(1, 5))
     stages = 2 * ranks if name == "zb-v" else ranks
-    counts = tuple(draw(st.lists(st.integers(1, 3 if stages < 4 else 2), min_size=stages, max_size=stages)))
+    counts = tuple(
+        draw(st.lists(st.integers(1, 3 if stages < 4 else 2), min_size=stages, max_size=stages))
+    )
     size = st.integers(0, 20)
     layers: list[LayerCost] = []
     for _ in range(sum(counts)):
         activation = draw(size)
         layers.append(
             LayerCost(
-                draw(st.integers(1, 5)), 1.0, 1.0, 0, draw(size), draw(size), 0, activation, draw(st.integers(0, activation)), draw(size)
+                draw(st.integers(1, 5)),
+                1.0,
+                1.0,
+                0,
+                draw(size),
+                draw(size),
+                0,
+                activation,
+                draw(st.integers(0, activation)),
+                draw(size),
             )
         )
     return tuple(layers), counts, make(name, ranks, microbatches)
 
 
 def replayed(
-    layers: tuple[LayerCost, ...], chosen: frozenset[int], counts: tuple[int, ...], schedule: Schedule, replicas: int = 1
+    layers: tuple[LayerCost, ...],
+    chosen: frozenset[int],
+    counts: tuple[int, ...],
+    schedule: Schedule,
+    replicas: int = 1,
 ) -> list[int]:
     """Layer by layer, what is live, by the definition: the peak of each rank. Between replicas, a
     layer's gradients are three times there while they are summed: cut into shares, joined,
@@ -47,7 +62,10 @@ def replayed(
     for rank, row in enumerate(schedule.ops):
         own = [i for s in schedule.stages_of(rank) for i in range(bounds[s], bounds[s + 1])]
         live = peak = sum(layers[i].static_bytes for i in own)
-        last = {s: max(at for at, op in enumerate(row) if op.stage == s) for s in schedule.stages_of(rank)}
+        last = {
+            s: max(at for at, op in enumerate(row) if op.stage == s)
+            for s in schedule.stages_of(rank)
+        }
         summed = 0
         for at, op in enumerate(row):
             stage = range(bounds[op.stage], bounds[op.stage + 1])
@@ -59,7 +77,9 @@ def replayed(
                 for i in reversed(stage):
                     live += layers[i].activation_bytes - kept[i].activation_bytes  # its own F again
                     peak = max(peak, live + summed)
-                    live -= layers[i].activation_bytes - (kept[i].stash_bytes if op.kind is Kind.B else 0)
+                    live -= layers[i].activation_bytes - (
+                        kept[i].stash_bytes if op.kind is Kind.B else 0
+                    )
             if replicas > 1 and at == last[op.stage]:
                 summed = max(summed, *(3 * layers[i].gradient_bytes for i in stage))
             peak = max(peak, live + summed)
@@ -68,7 +88,9 @@ def replayed(
 
 
 @given(cases(), st.data())
-def test_memory_is_what_a_replay_layer_by_layer_finds(case: tuple[tuple[LayerCost, ...], tuple[int, ...], Schedule], data: st.DataObject):
+def test_memory_is_what_a_replay_layer_by_layer_finds(
+    case: tuple[tuple[LayerCost, ...], tuple[int, ...], Schedule], data: st.DataObject
+):
     layers, counts, schedule = case
     chosen = frozenset(data.draw(st.sets(st.integers(0, len(layers) - 1))))
     replicas = data.draw(st.integers(1, 2))
@@ -76,9 +98,20 @@ def test_memory_is_what_a_replay_layer_by_layer_finds(case: tuple[tuple[LayerCos
     assert list(needs) == replayed(layers, chosen, counts, schedule, replicas)
     # Without messages, as it runs (an adjacent B and W are one), no more is needed.
     silent = [replace(layer, output_bytes=0) for layer in layers]
-    assert all(a <= b for a, b in zip(rank_memory(silent, counts, schedule), recompute_memory(layers, (), counts, schedule), strict=True))
-    more = recompute_memory(layers, {*chosen, data.draw(st.integers(0, len(layers) - 1))}, counts, schedule, replicas)
-    assert all(a <= b for a, b in zip(more, needs, strict=True)), "recomputing one more layer needs more memory"
+    assert all(
+        a <= b
+        for a, b in zip(
+            rank_memory(silent, counts, schedule),
+            recompute_memory(layers, (), counts, schedule),
+            strict=True,
+        )
+    )
+    more = recompute_memory(
+        layers, {*chosen, data.draw(st.integers(0, len(layers) - 1))}, counts, schedule, replicas
+    )
+    assert all(a <= b for a, b in zip(more, needs, strict=True)), (
+        "recomputing one more layer needs more memory"
+    )
 
 
 @given(cases(), st.data())
@@ -90,29 +123,49 @@ def test_the_choice_fits_and_nothing_of_it_can_be_left_out(
     most = recompute_memory(layers, (), counts, schedule)
     limits = [data.draw(st.integers(low, high)) for low, high in zip(least, most, strict=True)]
     chosen = choose_recomputed(layers, counts, schedule, limits)
-    fits = [need <= limit for need, limit in zip(recompute_memory(layers, chosen, counts, schedule), limits, strict=True)]
+    fits = [
+        need <= limit
+        for need, limit in zip(
+            recompute_memory(layers, chosen, counts, schedule), limits, strict=True
+        )
+    ]
     assert all(fits)
     for index in chosen:
         without = recompute_memory(layers, chosen - {index}, counts, schedule)
-        assert any(need > limit for need, limit in zip(without, limits, strict=True)), f"layer {index} for nothing"
+        assert any(need > limit for need, limit in zip(without, limits, strict=True)), (
+            f"layer {index} for nothing"
+        )
     if limits == list(most):
         assert not chosen
     rank = data.draw(st.integers(0, schedule.ranks - 1))
     limits[rank] = least[rank] - 1
-    with pytest.raises(PartitionError, match=f"rank {rank} needs {least[rank]} bytes under {schedule.name} even when all"):
+    with pytest.raises(
+        PartitionError,
+        match=f"rank {rank} needs {least[rank]} bytes under {schedule.name} even when all",
+    ):
         choose_recomputed(layers, counts, schedule, limits)
 
 
 def test_the_seconds_are_near_the_least():
     """Against every subset, on a rank of nine layers: greedy is no knapsack solver, but it is not
     far off."""
-    layers = tuple(LayerCost(f, 2.0, 1.0, 0, 1, 1, 2, a, 1, 2) for f, a in zip((3, 1, 4, 1, 5, 9, 2, 6, 5), range(8, 26, 2), strict=True))
+    layers = tuple(
+        LayerCost(f, 2.0, 1.0, 0, 1, 1, 2, a, 1, 2)
+        for f, a in zip((3, 1, 4, 1, 5, 9, 2, 6, 5), range(8, 26, 2), strict=True)
+    )
     schedule = make("gpipe", 1, 3)
-    (low,), (high,) = recompute_memory(layers, range(9), (9,), schedule), recompute_memory(layers, (), (9,), schedule)
+    (low,), (high,) = (
+        recompute_memory(layers, range(9), (9,), schedule),
+        recompute_memory(layers, (), (9,), schedule),
+    )
     ratios: list[float] = []
     for limit in range(low, high, 7):
         every = (set(c) for n in range(10) for c in combinations(range(9), n))
-        best = min(sum(layers[i].f for i in c) for c in every if recompute_memory(layers, c, (9,), schedule)[0] <= limit)
+        best = min(
+            sum(layers[i].f for i in c)
+            for c in every
+            if recompute_memory(layers, c, (9,), schedule)[0] <= limit
+        )
         taken = sum(layers[i].f for i in choose_recomputed(layers, (9,), schedule, limit))
         assert taken >= best
         ratios.append(taken / best)

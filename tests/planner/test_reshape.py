@@ -29,23 +29,41 @@ def profile(weights: list[float]) -> Profile:
     st.sampled_from((0.0, 0.01, 1.0)),
     st.sampled_from((None, 200, 400)),
 )
-def test_it_is_never_predicted_slower_than_to_stay(seed: int, replicas: int, horizon: int, price: float, limit: int | None):
+def test_it_is_never_predicted_slower_than_to_stay(
+    seed: int, replicas: int, horizon: int, price: float, limit: int | None
+):
     rng = random.Random(seed)
     given = profile([rng.uniform(0.2, 2.0) for _ in range(8)])
-    current, partition = Mesh(4 // replicas, replicas, 8 // replicas, 1, "zb-h1"), uniform(8, 4 // replicas)
+    current, partition = (
+        Mesh(4 // replicas, replicas, 8 // replicas, 1, "zb-h1"),
+        uniform(8, 4 // replicas),
+    )
     request = MeshRequest(given, 4, 8, (1,), ("zb-h1",), memory_limit=limit, bandwidth=100.0)
-    result = reshape(request, current, partition, horizon_steps=horizon, seconds_per_byte=price, margin=1.0)
+    result = reshape(
+        request, current, partition, horizon_steps=horizon, seconds_per_byte=price, margin=1.0
+    )
     now = add_reductions(
-        current, evaluate_partition(PlanRequest(mesh_profile(given, current, 0), current.pipeline, current.microbatches), partition), 100.0
+        current,
+        evaluate_partition(
+            PlanRequest(mesh_profile(given, current, 0), current.pipeline, current.microbatches),
+            partition,
+        ),
+        100.0,
     ).seconds
     assert result.plan.seconds <= now
     if result.decision.move:
         assert (now - result.plan.seconds) * horizon > result.moved_bytes * price
         assert limit is None or max(result.plan.memory) <= limit
-        arrived = largest_arrival(given.layers, current, partition, result.plan.mesh, result.plan.plan.partition)
+        arrived = largest_arrival(
+            given.layers, current, partition, result.plan.mesh, result.plan.plan.partition
+        )
         assert result.moved_bytes == arrived
     else:
-        assert (result.plan.mesh, result.plan.plan.partition, result.moved_bytes) == (current, partition, 0)
+        assert (result.plan.mesh, result.plan.plan.partition, result.moved_bytes) == (
+            current,
+            partition,
+            0,
+        )
 
 
 def test_more_layers_on_fewer_stages_are_balanced_where_memory_allows():
@@ -54,15 +72,29 @@ def test_more_layers_on_fewer_stages_are_balanced_where_memory_allows():
     given = profile([3.0, 1.0, 1.0, 1.0, 3.0, 1.0, 1.0, 1.0])
     current, partition = Mesh(4, 1, 16, 1, "zb-h1"), Partition((2, 2, 2, 2))
     # Four layers of 40 bytes, and 30 to sum the gradients of one over two replicas.
-    limits = MeshRequest(given, 4, 16, (1,), ("zb-h1",), memory_limit=189), MeshRequest(given, 4, 16, (1,), ("zb-h1",), memory_limit=190)
+    limits = (
+        MeshRequest(given, 4, 16, (1,), ("zb-h1",), memory_limit=189),
+        MeshRequest(given, 4, 16, (1,), ("zb-h1",), memory_limit=190),
+    )
     short, roomy = (reshape(limit, current, partition, horizon_steps=100) for limit in limits)
     assert short.plan.mesh.pipeline == 4
     assert (roomy.plan.mesh.pipeline, roomy.plan.mesh.replicas) == (2, 2)
     assert roomy.moved_bytes == 60, "two layers of 30 bytes: the copies of a stage are neighbours"
-    tight = reshape(MeshRequest(given, 4, 16, (1,), ("zb-h1",), memory_limit=120), current, partition, horizon_steps=100)
+    tight = reshape(
+        MeshRequest(given, 4, 16, (1,), ("zb-h1",), memory_limit=120),
+        current,
+        partition,
+        horizon_steps=100,
+    )
     assert tight.plan.mesh.pipeline == 4
     assert tight.plan.seconds > roomy.plan.seconds
-    dear = reshape(MeshRequest(given, 4, 16, (1,), ("zb-h1",)), current, partition, horizon_steps=2, seconds_per_byte=10.0)
+    dear = reshape(
+        MeshRequest(given, 4, 16, (1,), ("zb-h1",)),
+        current,
+        partition,
+        horizon_steps=2,
+        seconds_per_byte=10.0,
+    )
     assert not dear.decision.move
     with pytest.raises(PartitionError, match="reshaping changes neither"):
         reshape(MeshRequest(given, 8, 16), current, partition, horizon_steps=1)

@@ -32,12 +32,21 @@ def profile(count: int = 12, seed: int = 0, frozen: int = 0) -> Profile:
             b = w = 0.0
         layers.append(LayerCost(f, b, w, 100, 400, 400, 800, rng.randint(50, 150), 40, 10))
     link = LinkCost(0.01, 1e4)
-    return Profile(tuple(layers), tuple(f"blocks.{i // 2}.{i % 2}" for i in range(count)), frozen, links=(((0, 1), link),), microbatch=4)
+    return Profile(
+        tuple(layers),
+        tuple(f"blocks.{i // 2}.{i % 2}" for i in range(count)),
+        frozen,
+        links=(((0, 1), link),),
+        microbatch=4,
+    )
 
 
 def every(layers: int, stages: int) -> list[tuple[int, ...]]:
     """Every placement's counts."""
-    return [tuple(b - a for a, b in pairwise((0, *cuts, layers))) for cuts in combinations(range(1, layers), stages - 1)]
+    return [
+        tuple(b - a for a, b in pairwise((0, *cuts, layers)))
+        for cuts in combinations(range(1, layers), stages - 1)
+    ]
 
 
 def bound(layers: Sequence[LayerCost], counts: tuple[int, ...], schedule: Schedule) -> int:
@@ -67,7 +76,9 @@ def replayed(plan: Plan) -> None:
     # By the simulator: never less than what is live beside weights and optimizer state.
     held = static_bytes(bare(request.layers), plan.partition.counts, request.placement)
     live = peak_memory(plan.schedule, plan.costs)
-    assert all(need >= own + peak - 1e-6 for need, own, peak in zip(plan.memory, held, live, strict=True))
+    assert all(
+        need >= own + peak - 1e-6 for need, own, peak in zip(plan.memory, held, live, strict=True)
+    )
     assert all(request.memory_limit is None or need <= request.memory_limit for need in plan.memory)
 
 
@@ -89,7 +100,11 @@ def test_exact_is_the_least_bottleneck_that_fits(seed: int) -> None:
     schedule = make("1f1b", ranks, microbatches)
     needs = {counts: bound(known.layers, counts, schedule) for counts in every(9, ranks)}
     limit = sorted(needs.values())[len(needs) // rng.choice([20, 5, 2])]
-    loads = {counts: max(x.seconds for x in stage_costs(known.layers, counts)) for counts in needs if needs[counts] <= limit}
+    loads = {
+        counts: max(x.seconds for x in stage_costs(known.layers, counts))
+        for counts in needs
+        if needs[counts] <= limit
+    }
     plan = make_plan(PlanRequest(known, ranks, microbatches, "1f1b", memory_limit=limit))
     assert loads[plan.partition.counts] == pytest.approx(min(loads.values()), rel=1e-12)
     assert bound_of(plan) == needs[plan.partition.counts]
@@ -99,7 +114,9 @@ def test_exact_is_the_least_bottleneck_that_fits(seed: int) -> None:
 @pytest.mark.parametrize("seed", range(6))
 def test_schedule_aware_is_no_worse(seed: int) -> None:
     request = PlanRequest(profile(14, seed), 4, 8, objective=Objective.MAKESPAN)
-    assert make_plan(replace(request, balancer="schedule-aware")).step <= make_plan(request).step * (1 + 1e-9)
+    assert make_plan(replace(request, balancer="schedule-aware")).step <= make_plan(
+        request
+    ).step * (1 + 1e-9)
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -122,22 +139,40 @@ def test_what_fits_is_not_refused(schedule: str) -> None:
     for seed in range(12):
         known = profile(7, seed, frozen=seed % 5)
         request = PlanRequest(known, 2 + seed % 2, 3, schedule)
-        plans = [evaluate_partition(request, Partition(counts)) for counts in every(7, len(request.placement))]
+        plans = [
+            evaluate_partition(request, Partition(counts))
+            for counts in every(7, len(request.placement))
+        ]
         replayed(make_plan(replace(request, memory_limit=min(map(bound_of, plans)))))
         if not SCHEDULES[schedule].from_costs:  # those may be made to keep still less
             with pytest.raises(InputError):
-                make_plan(replace(request, memory_limit=min(max(plan.memory) for plan in plans) - 1))
+                make_plan(
+                    replace(request, memory_limit=min(max(plan.memory) for plan in plans) - 1)
+                )
 
 
 @pytest.mark.parametrize("seed", range(40))
 def test_the_automatic_schedule_fits_wherever_one_microbatch_does(seed: int) -> None:
     rng, known = random.Random(seed), profile(8, seed, frozen=seed % 4)
-    request = PlanRequest(known, rng.randint(1, 4), rng.randint(1, 9), "zb-auto", rng.choice(["exact", "schedule-aware"]))
+    request = PlanRequest(
+        known,
+        rng.randint(1, 4),
+        rng.randint(1, 9),
+        "zb-auto",
+        rng.choice(["exact", "schedule-aware"]),
+    )
 
     def need(counts: tuple[int, ...]) -> int:
         stages = pipeline_costs(request.layers, Partition(counts))
         caps, first = [stage.held for stage in stages.stages], frozen_stages(stages)
-        schedule = make("zb-auto", request.ranks, request.microbatches, costs=stages, caps=caps, first_trainable=first)
+        schedule = make(
+            "zb-auto",
+            request.ranks,
+            request.microbatches,
+            costs=stages,
+            caps=caps,
+            first_trainable=first,
+        )
         return bound(request.layers, counts, schedule)
 
     replayed(make_plan(replace(request, memory_limit=min(map(need, every(8, request.ranks))))))
@@ -148,7 +183,9 @@ def test_moves_are_between_ranks() -> None:
     plan = make_plan(PlanRequest(known, 2, 4, "1f1b", balancer="uniform"))
     assert plan.partition.counts == (3, 3)
     assert [tuple(move) for move in plan.moves] == [(3, 0, 1)]
-    assert plan.moved_bytes == 1200, "a layer's weights and the optimizer's state; its gradients are gone between steps"
+    assert plan.moved_bytes == 1200, (
+        "a layer's weights and the optimizer's state; its gradients are gone between steps"
+    )
     # Another number of stages than the file's: from the even placement, where nothing has to move.
     assert make_plan(PlanRequest(known, 3, 4, "1f1b", balancer="uniform")).moves == ()
 
@@ -169,7 +206,14 @@ def test_what_fits_a_plan_fits_a_run(schedule: str) -> None:
     activations."""
     known = profile(12)
     layers = tuple(
-        replace(x, output_bytes=40, workspace_bytes=60, forward_workspace_bytes=60, weight_workspace_bytes=30) for x in known.layers
+        replace(
+            x,
+            output_bytes=40,
+            workspace_bytes=60,
+            forward_workspace_bytes=60,
+            weight_workspace_bytes=30,
+        )
+        for x in known.layers
     )
     request = PlanRequest(replace(known, layers=layers), 3, 6, schedule)
     roomy = max(make_plan(request).memory)
@@ -181,7 +225,11 @@ def test_what_fits_a_plan_fits_a_run(schedule: str) -> None:
             except InputError:
                 continue
             counted = with_recompute(plan.request.kept, plan.request.recomputed)
-            assert max(rank_memory(counted, plan.partition.counts, plan.schedule)) == max(plan.memory) <= limit
+            assert (
+                max(rank_memory(counted, plan.partition.counts, plan.schedule))
+                == max(plan.memory)
+                <= limit
+            )
             fitting += 1
     assert fitting >= 4
 
@@ -191,10 +239,17 @@ def test_recomputing_all_looks_as_far_as_recomputing_none() -> None:
     them, a placement may still fit."""
     rng, hits = random.Random(5), 0
     for _ in range(20):
-        layers = tuple(LayerCost(1, 1, 1, 0, 10, 10, 20, rng.randint(10, 400), 5, rng.randint(1, 9)) for _ in range(7))
-        request = PlanRequest(Profile(layers, tuple(map(str, range(7)))), 3, 4, "1f1b", recompute="all")
+        layers = tuple(
+            LayerCost(1, 1, 1, 0, 10, 10, 20, rng.randint(10, 400), 5, rng.randint(1, 9))
+            for _ in range(7)
+        )
+        request = PlanRequest(
+            Profile(layers, tuple(map(str, range(7)))), 3, 4, "1f1b", recompute="all"
+        )
         all_of_them = replace(request, recompute="none", recomputed=frozenset(range(7)))
-        least = min(max(evaluate_partition(all_of_them, Partition(counts)).memory) for counts in every(7, 3))
+        least = min(
+            max(evaluate_partition(all_of_them, Partition(counts)).memory) for counts in every(7, 3)
+        )
         try:
             hits += max(make_plan(replace(request, memory_limit=least)).memory) == least
         except InputError:

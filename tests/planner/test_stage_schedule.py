@@ -33,10 +33,20 @@ LAYER = LayerCost(
 
 
 def schedule_within(
-    limit: int | None, layers: Sequence[LayerCost], partition: Partition, microbatches: int, name: str = "zb-auto"
+    limit: int | None,
+    layers: Sequence[LayerCost],
+    partition: Partition,
+    microbatches: int,
+    name: str = "zb-auto",
 ) -> Schedule:
     ranks = partition.ranks // (2 if name == "zb-v" else 1)
-    return plan_stages(StageRequest(name, ranks, microbatches, memory_limit=limit), tuple(layers), partition, None, 0).schedule
+    return plan_stages(
+        StageRequest(name, ranks, microbatches, memory_limit=limit),
+        tuple(layers),
+        partition,
+        None,
+        0,
+    ).schedule
 
 
 @pytest.mark.parametrize("spare", [1.0, 1.1, 1.5, 2.0])
@@ -47,7 +57,9 @@ def test_whatever_1f1b_fits_is_enough(spare: float) -> None:
     schedule = schedule_within(limit, layers, partition, 32)
     assert max(rank_memory(layers, partition.counts, schedule)) <= limit
     costs = pipeline_costs(layers, partition)
-    assert simulate(schedule, costs).span < simulate(make("1f1b", 4, 32), costs).span, "and it is the better for it"
+    assert simulate(schedule, costs).span < simulate(make("1f1b", 4, 32), costs).span, (
+        "and it is the better for it"
+    )
 
 
 def test_without_a_limit_it_is_twice_that_of_1f1b() -> None:
@@ -75,13 +87,23 @@ uneven = st.builds(
 )
 
 
-@given(st.lists(uneven, min_size=8, max_size=8), st.integers(1, 12), st.sampled_from(["zb-auto", "zb-v"]), st.floats(0.0, 2.0))
-def test_what_fits_is_found(layers: list[LayerCost], microbatches: int, name: str, share: float) -> None:
+@given(
+    st.lists(uneven, min_size=8, max_size=8),
+    st.integers(1, 12),
+    st.sampled_from(["zb-auto", "zb-v"]),
+    st.floats(0.0, 2.0),
+)
+def test_what_fits_is_found(
+    layers: list[LayerCost], microbatches: int, name: str, share: float
+) -> None:
     """Limits from what the tightest schedule needs (one microbatch alive on a rank) to twice that
     of 1F1B."""
     partition, ranks = uniform(8, 4), 2 if name == "zb-v" else 4
     costs, placement = pipeline_costs(layers, partition), placement_of(name, ranks)
-    one = [sum(stage.held for stage, rank in zip(costs.stages, placement, strict=True) if rank == r) for r in range(ranks)]
+    one = [
+        sum(stage.held for stage, rank in zip(costs.stages, placement, strict=True) if rank == r)
+        for r in range(ranks)
+    ]
     need = partial(rank_memory, layers, partition.counts)
     least = max(need(make(name, ranks, microbatches, costs=costs, caps=one)))
     usual = least if name == "zb-v" else max(need(make("1f1b", ranks, microbatches)))

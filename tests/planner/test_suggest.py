@@ -20,15 +20,23 @@ def told(request: PlanRequest) -> str:
 def test_what_does_not_fit_is_refused_with_what_would() -> None:
     known = profile(12)
     heavy = replace(known.layers[0], f=4.0, b=4.0, w=4.0, weight_bytes=3000, activation_bytes=300)
-    request = PlanRequest(replace(known, layers=(heavy, *known.layers[1:])), 3, 6, "1f1b", balancer="uniform")
+    request = PlanRequest(
+        replace(known, layers=(heavy, *known.layers[1:])), 3, 6, "1f1b", balancer="uniform"
+    )
     plan = plan_or_suggest(request)
     most = max(plan.memory)
     line = told(replace(request, memory_limit=most - 1))
-    assert line.startswith(f"rank {plan.memory.index(most)} (layers 0 to 3) needs {most} bytes under 1f1b with the placement 4+4+4, over")
+    assert line.startswith(
+        f"rank {plan.memory.index(most)} (layers 0 to 3) needs {most} bytes under 1f1b with the placement 4+4+4, over"
+    )
     assert "; the balancer 'exact' would fit: " in line
     least = max(plan_or_suggest(PlanRequest(profile(12), 3, 6, "1f1b")).memory)
-    assert "; the schedule zb-auto would fit: " in told(PlanRequest(profile(12), 3, 6, "1f1b", memory_limit=round(least * 0.95)))
-    assert " ranks with " in told(PlanRequest(profile(12), 3, 6, "1f1b", memory_limit=round(least * 0.7)))
+    assert "; the schedule zb-auto would fit: " in told(
+        PlanRequest(profile(12), 3, 6, "1f1b", memory_limit=round(least * 0.95))
+    )
+    assert " ranks with " in told(
+        PlanRequest(profile(12), 3, 6, "1f1b", memory_limit=round(least * 0.7))
+    )
     assert "; nothing that was tried fits" in told(replace(request, memory_limit=1000))
 
 
@@ -49,10 +57,16 @@ def test_what_is_suggested_fits() -> None:
     [
         (PlanRequest(profile(), 3, 6, "zb-h3"), "unknown schedule 'zb-h3'; choose one of"),
         (PlanRequest(profile(), 3, 6, balancer="best"), "unknown balancer 'best'; choose one of"),
-        (PlanRequest(profile(), 3, 7, "interleaved-1f1b"), "7 microbatches are not a multiple of 3 ranks; use 6 or 9"),
+        (
+            PlanRequest(profile(), 3, 7, "interleaved-1f1b"),
+            "7 microbatches are not a multiple of 3 ranks; use 6 or 9",
+        ),
         (PlanRequest(profile(), 3, 6, "zb-h1", chunks=2), "zb-h1 has 1 stage a rank, not 2"),
         (PlanRequest(profile(), 13, 6), "13 ranks need at least 13 layers; the model has 12"),
-        (PlanRequest(replace(profile(), links=(), comm=(1.0, 2.0, 3.0)), 3, 6), "comm has 3 numbers, but 3 stages have 2 boundaries"),
+        (
+            PlanRequest(replace(profile(), links=(), comm=(1.0, 2.0, 3.0)), 3, 6),
+            "comm has 3 numbers, but 3 stages have 2 boundaries",
+        ),
     ],
 )
 def test_bad_input_is_named(wanted: PlanRequest, message: str) -> None:

@@ -24,11 +24,23 @@ LINK = LinkCost(0.5, 1000.0)
 def workload(**changes: Any) -> Workload:
     """Twelve layers on three ranks; at step 10 the first six freeze."""
     moments = ((0, (ONE,) * 12), (10, (FROZEN,) * 6 + (ONE,) * 6))
-    base = Workload("w", moments, tuple(map(str, range(12))), 40, 3, 8, schedule="1f1b", link=LINK, policy=Policy(every=5))
+    base = Workload(
+        "w",
+        moments,
+        tuple(map(str, range(12))),
+        40,
+        3,
+        8,
+        schedule="1f1b",
+        link=LINK,
+        policy=Policy(every=5),
+    )
     return replace(base, **changes)
 
 
-def seconds(moment: int, counts: tuple[int, ...], objective: Objective = Objective.MAKESPAN) -> float:
+def seconds(
+    moment: int, counts: tuple[int, ...], objective: Objective = Objective.MAKESPAN
+) -> float:
     """By the simulator, without the replay."""
     costs = pipeline_costs(workload().moments[moment][1], Partition(counts), links=(LINK, LINK))
     timeline = simulate(make("1f1b", 3, 8, first_trainable=frozen_stages(costs)), costs)
@@ -37,11 +49,15 @@ def seconds(moment: int, counts: tuple[int, ...], objective: Objective = Objecti
 
 def test_what_a_policy_brings() -> None:
     outcome = replay(workload())
-    assert [x.seconds for x in outcome.static] == [seconds(0, (4, 4, 4))] * 10 + [seconds(1, (4, 4, 4))] * 30
+    assert [x.seconds for x in outcome.static] == [seconds(0, (4, 4, 4))] * 10 + [
+        seconds(1, (4, 4, 4))
+    ] * 30
     (move,) = outcome.moves
     # The costs change at step 10, and are known once that step was measured.
     assert (move.step, move.source) == (15, (4, 4, 4))
-    assert [x.seconds for x in outcome.policy] == [x.seconds for x in outcome.static[:15]] + [seconds(1, move.target)] * 25
+    assert [x.seconds for x in outcome.policy] == [x.seconds for x in outcome.static[:15]] + [
+        seconds(1, move.target)
+    ] * 25
     assert seconds(1, move.target) < seconds(1, (4, 4, 4))
     assert outcome.partitions == ((4, 4, 4),) * 15 + (move.target,) * 25
     # 300 bytes a layer (weights and moments) over a link, one after another.
@@ -50,8 +66,14 @@ def test_what_a_policy_brings() -> None:
     assert outcome.seconds == pytest.approx(sum(x.seconds for x in outcome.policy) + move.seconds)
     first, second = outcome.phases
     assert (first.first, first.last, second.first, second.last) == (0, 9, 10, 39)
-    assert (first.moved_layers, second.moved_layers, second.partition) == (0, move.layers, move.target)
-    assert second.seconds == pytest.approx((5 * seconds(1, (4, 4, 4)) + 25 * seconds(1, move.target)) / 30)
+    assert (first.moved_layers, second.moved_layers, second.partition) == (
+        0,
+        move.layers,
+        move.target,
+    )
+    assert second.seconds == pytest.approx(
+        (5 * seconds(1, (4, 4, 4)) + 25 * seconds(1, move.target)) / 30
+    )
     assert outcome.bound == 4
 
 
@@ -103,12 +125,30 @@ def test_the_price_by_the_byte() -> None:
 
 def test_a_move_is_weighed_at_its_own_price() -> None:
     """The first move is of one byte; the second would take longer than it saves."""
-    ends = tuple(LayerCost(t, t, t, weight_bytes=size) for t, size in ((1.0, 1), (1.0, 10**9), (1.0, 1), (3.0, 1)))
-    turned = tuple(LayerCost(t, t, t, weight_bytes=layer.weight_bytes) for t, layer in zip((3.0, 1.0, 1.0, 1.0), ends, strict=True))
-    outcome = replay(
-        Workload("w", ((0, ends), (20, turned)), ("a", "b", "c", "d"), 40, 2, 4, schedule="1f1b", policy=Policy(seconds_per_byte=1e-6))
+    ends = tuple(
+        LayerCost(t, t, t, weight_bytes=size)
+        for t, size in ((1.0, 1), (1.0, 10**9), (1.0, 1), (3.0, 1))
     )
-    assert [(x.step, x.moved, x.moved_bytes) for x in outcome.rebalances] == [(10, True, 1), (30, False, 10**9 + 1)]
+    turned = tuple(
+        LayerCost(t, t, t, weight_bytes=layer.weight_bytes)
+        for t, layer in zip((3.0, 1.0, 1.0, 1.0), ends, strict=True)
+    )
+    outcome = replay(
+        Workload(
+            "w",
+            ((0, ends), (20, turned)),
+            ("a", "b", "c", "d"),
+            40,
+            2,
+            4,
+            schedule="1f1b",
+            policy=Policy(seconds_per_byte=1e-6),
+        )
+    )
+    assert [(x.step, x.moved, x.moved_bytes) for x in outcome.rebalances] == [
+        (10, True, 1),
+        (30, False, 10**9 + 1),
+    ]
 
 
 def test_perfect_is_no_slower_than_what_is_had() -> None:
@@ -116,15 +156,21 @@ def test_perfect_is_no_slower_than_what_is_had() -> None:
     backwards."""
     outcome = replay(workload(moments=((0, (FROZEN,) * 2 + (ONE,) * 10),), microbatches=2))
     pairs = zip(outcome.perfect, outcome.policy, outcome.static, strict=True)
-    assert all(perfect.seconds <= min(policy.seconds, static.seconds) for perfect, policy, static in pairs)
+    assert all(
+        perfect.seconds <= min(policy.seconds, static.seconds) for perfect, policy, static in pairs
+    )
 
 
 def test_replicas_reduce_their_gradients() -> None:
     """On a ring: 2 (r - 1) latencies, 2 (r - 1) / r of the bytes; the ranks of 1F1B all end with
     rank 0's last backward at the latest."""
     alone = replay(workload(moments=((0, (ONE,) * 12),)))
-    four = replay(workload(moments=((0, (ONE,) * 12),), replicas=4, replica_link=LinkCost(0.25, 100.0)))
-    assert four.policy[0].seconds - alone.policy[0].seconds == pytest.approx(6 * 0.25 + 1.5 * 400 / 100)
+    four = replay(
+        workload(moments=((0, (ONE,) * 12),), replicas=4, replica_link=LinkCost(0.25, 100.0))
+    )
+    assert four.policy[0].seconds - alone.policy[0].seconds == pytest.approx(
+        6 * 0.25 + 1.5 * 400 / 100
+    )
     # Frozen layers have no gradients: of a rank with nothing else, nothing is reduced.
     half = replay(workload(replicas=4, replica_link=LinkCost(0.25, 100.0), policy=Policy("none")))
     assert half.static[-1].seconds >= seconds(1, (4, 4, 4))
@@ -142,20 +188,28 @@ def test_every_schedule(schedule: str, objective: Objective) -> None:
 def test_a_schedule_from_costs_is_that_of_the_costs_measured_last() -> None:
     """Until the next decision zb-auto runs the order that was made for the old costs."""
     slow = tuple(replace(ONE, f=1 + i / 3) for i in range(12))
-    outcome = replay(workload(moments=((0, (ONE,) * 12), (10, slow)), schedule="zb-auto", policy=Policy("none")))
+    outcome = replay(
+        workload(moments=((0, (ONE,) * 12), (10, slow)), schedule="zb-auto", policy=Policy("none"))
+    )
     fresh = replay(workload(moments=((0, slow),), schedule="zb-auto", policy=Policy("none")))
     assert outcome.policy[10].seconds >= fresh.policy[0].seconds
 
 
 def test_no_memory_for_the_placement() -> None:
-    with pytest.raises(InputError, match=r"rank 0 needs \d+ bytes under 1f1b with the placement 4\+4\+4, over the limit of 1000; use"):
+    with pytest.raises(
+        InputError,
+        match=r"rank 0 needs \d+ bytes under 1f1b with the placement 4\+4\+4, over the limit of 1000; use",
+    ):
         replay(workload(memory_limit=1000))
 
 
 def test_fluctuations_move_nothing() -> None:
     """Each step another layer is the slow one. By the last step alone layers would move at every
     decision. A change that is announced is believed at once."""
-    moments = tuple((step, tuple(replace(ONE, f=8.0) if i == 5 * step % 12 else ONE for i in range(12))) for step in range(40))
+    moments = tuple(
+        (step, tuple(replace(ONE, f=8.0) if i == 5 * step % 12 else ONE for i in range(12)))
+        for step in range(40)
+    )
     each = workload(moments=moments, policy=Policy(every=1, margin=0.0))
     assert len(replay(each).moves) > 10
     assert not replay(replace(each, announced=False)).moves

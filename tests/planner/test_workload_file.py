@@ -24,14 +24,28 @@ LEAST: dict[str, Any] = {"steps": 4, "ranks": 2, "microbatches": 2, "layers": {"
 def test_the_least_a_file_can_say() -> None:
     workload = parse(LEAST, Path())
     assert workload.moments == ((0, (LayerCost(1, 1, 1),) * 2),)
-    assert (workload.schedule, workload.objective, workload.policy, workload.replicas) == ("zb-h1", Objective.MAKESPAN, Policy(), 1)
+    assert (workload.schedule, workload.objective, workload.policy, workload.replicas) == (
+        "zb-h1",
+        Objective.MAKESPAN,
+        Policy(),
+        1,
+    )
     assert workload.link == LinkCost(0.0, math.inf)
     assert replay(workload).moves == ()
 
 
 def test_what_an_op_of_any_kind_needs_is_enough_for_each() -> None:
-    workload = parse(LEAST | {"layers": {"moments": [MOMENT], "workspace_bytes": [7, 8], "forward_workspace_bytes": 0}}, Path())
-    assert [(c.workspace_bytes, c.forward_workspace_bytes, c.weight_workspace_bytes) for c in workload.moments[0][1]] == [
+    workload = parse(
+        LEAST
+        | {
+            "layers": {"moments": [MOMENT], "workspace_bytes": [7, 8], "forward_workspace_bytes": 0}
+        },
+        Path(),
+    )
+    assert [
+        (c.workspace_bytes, c.forward_workspace_bytes, c.weight_workspace_bytes)
+        for c in workload.moments[0][1]
+    ] == [
         (7, 0, 7),
         (8, 0, 8),
     ]
@@ -39,18 +53,35 @@ def test_what_an_op_of_any_kind_needs_is_enough_for_each() -> None:
 
 def test_the_example() -> None:
     workload = read(EXAMPLE)
-    assert (workload.name, workload.layers, workload.ranks, workload.replicas, workload.steps) == ("freezing", 48, 8, 2, 480)
+    assert (workload.name, workload.layers, workload.ranks, workload.replicas, workload.steps) == (
+        "freezing",
+        48,
+        8,
+        2,
+        480,
+    )
     assert [step for step, _ in workload.moments] == list(range(0, 480, 20))
     trace = json.loads((EXAMPLE.parent / "workload-freezing.json").read_text())
-    assert [x.f for x in workload.moments[3][1]] == pytest.approx([0.004 * f for f in trace["f"][3]])
+    assert [x.f for x in workload.moments[3][1]] == pytest.approx(
+        [0.004 * f for f in trace["f"][3]]
+    )
     assert workload.moments[0][1][0].weight_bytes == 12_582_912
     outcome = replay(replace(workload, steps=480))
-    assert 1.15 < outcome.static_seconds / outcome.seconds < outcome.static_seconds / outcome.perfect_seconds < outcome.bound
+    assert (
+        1.15
+        < outcome.static_seconds / outcome.seconds
+        < outcome.static_seconds / outcome.perfect_seconds
+        < outcome.bound
+    )
 
 
 def test_fewer_steps_than_moments(tmp_path: Path) -> None:
-    (tmp_path / "t.json").write_text(json.dumps({"f": [[1], [2], [3]], "b": [[1]] * 3, "w": [[1]] * 3, "case": "x"}))
-    workload = parse(LEAST | {"ranks": 1, "steps": 2, "layers": {"trace": "t.json", "unit": 0.5}}, tmp_path)
+    (tmp_path / "t.json").write_text(
+        json.dumps({"f": [[1], [2], [3]], "b": [[1]] * 3, "w": [[1]] * 3, "case": "x"})
+    )
+    workload = parse(
+        LEAST | {"ranks": 1, "steps": 2, "layers": {"trace": "t.json", "unit": 0.5}}, tmp_path
+    )
     assert [(step, x[0].f) for step, x in workload.moments] == [(0, 0.5), (1, 1.5)]
 
 
@@ -74,10 +105,19 @@ def layers(**changes: Any) -> dict[str, Any]:
         ({"layers": {}}, "[layers] needs either trace"),
         ({"layers": {"trace": "none.json"}}, "none.json cannot be read: No such file"),
         (layers(moments=[]), "layers.moments begin at the steps []"),
-        (layers(moments=[MOMENT | {"step": 1}]), "layers.moments begin at the steps [1]; the first begins at 0"),
+        (
+            layers(moments=[MOMENT | {"step": 1}]),
+            "layers.moments begin at the steps [1]; the first begins at 0",
+        ),
         (layers(moments=[MOMENT, MOMENT]), "layers.moments begin at the steps [0, 0]"),
-        (layers(moments=[MOMENT, MOMENT | {"step": 4}]), "the last begins at step 4, but there are 4 steps"),
-        (layers(moments=[MOMENT | {"b": [1.0]}]), "layers.moments 0: b has 1 entries, but f of moment 0 has 2"),
+        (
+            layers(moments=[MOMENT, MOMENT | {"step": 4}]),
+            "the last begins at step 4, but there are 4 steps",
+        ),
+        (
+            layers(moments=[MOMENT | {"b": [1.0]}]),
+            "layers.moments 0: b has 1 entries, but f of moment 0 has 2",
+        ),
         (layers(moments=[MOMENT | {"b": [1.0, math.nan]}]), "layer 1: layers.moments 0: b = NaN"),
         (layers(moments=[{"step": 0, "f": [1.0]}]), "key 'layers.moments 0: b' is missing"),
         (layers(moments=[MOMENT | {"b": [0.0, 0.0], "w": [0.0, 0.0]}]), "so nothing trains"),
@@ -95,7 +135,10 @@ def test_what_is_wrong_is_named(change: dict[str, Any], message: str, tmp_path: 
     [
         ("{", "not JSON: "),
         ('{"f": [[1]], "b": [[1]]}', "key 'w' is missing"),
-        ('{"f": [[1]], "b": [[1]], "w": [[NaN]]}', "moment 0: layer 0: w is NaN; f, b and w are lists of moments"),
+        (
+            '{"f": [[1]], "b": [[1]], "w": [[NaN]]}',
+            "moment 0: layer 0: w is NaN; f, b and w are lists of moments",
+        ),
         ('{"f": [[1]], "b": [[1]], "w": [1]}', "moment 0: w is 1; f, b"),
         ('{"f": [[1]], "b": [[1]], "w": []}', "f, b and w have [1, 1, 0] moments"),
         (
@@ -112,5 +155,8 @@ def test_what_is_no_trace(trace: str, message: str, tmp_path: Path) -> None:
 
 
 def test_the_placement_must_fit() -> None:
-    with pytest.raises(InputError, match=r"policy.initial counts 2 layers on 1 stages, but there are 2 layers on 2 stages"):
+    with pytest.raises(
+        InputError,
+        match=r"policy.initial counts 2 layers on 1 stages, but there are 2 layers on 2 stages",
+    ):
         replay(parse(LEAST | {"policy": {"initial": [2]}}, Path()))

@@ -6,7 +6,16 @@ from io import StringIO
 
 from rich.console import Console
 
-from dynmo.events import ChangeEvent, CheckpointEvent, EndEvent, EvalEvent, RebalanceEvent, RebalanceResultEvent, StepEvent, TokensEvent
+from dynmo.events import (
+    ChangeEvent,
+    CheckpointEvent,
+    EndEvent,
+    EvalEvent,
+    RebalanceEvent,
+    RebalanceResultEvent,
+    StepEvent,
+    TokensEvent,
+)
 from dynmo.report.progress import ProgressLine
 
 
@@ -16,7 +25,9 @@ def step(number: int, frozen: int = 0) -> StepEvent:
 
 def told(steps: int, *events: object, terminal: bool = False) -> str:
     out = StringIO()
-    with ProgressLine("run", steps, Console(file=out, force_terminal=terminal, width=200)) as progress:
+    with ProgressLine(
+        "run", steps, Console(file=out, force_terminal=terminal, width=200)
+    ) as progress:
         for event in events:
             progress(event)  # pyright: ignore[reportArgumentType]
     return out.getvalue()

@@ -3,8 +3,12 @@
 from dynmo.events import FaultEvent, GrowEvent, ReleaseEvent, RepackEvent, StepEvent
 from dynmo.report.rank_lines import account_text, rank_account, rank_text
 
-REPACK = RepackEvent(2, 0.0, 1, 4, 2, (4, 1), (2, 1), (4, 4), 1 << 20, 0.25, 0.04, "2 of 4 ranks", ("a:1", "b:2"))
-GROW = GrowEvent(4, 0.0, 2, 2, 4, (2, 1), (2, 2), (4, 4), 0, 0.5, None, "planned", ("a:3", "b:4"), 6.0)
+REPACK = RepackEvent(
+    2, 0.0, 1, 4, 2, (4, 1), (2, 1), (4, 4), 1 << 20, 0.25, 0.04, "2 of 4 ranks", ("a:1", "b:2")
+)
+GROW = GrowEvent(
+    4, 0.0, 2, 2, 4, (2, 1), (2, 2), (4, 4), 0, 0.5, None, "planned", ("a:3", "b:4"), 6.0
+)
 
 
 def step(number: int, seconds: float) -> StepEvent:
@@ -15,8 +19,13 @@ def test_lines():
     assert rank_text(REPACK, -0.05) == (
         "went on with 2 of 4 ranks (layers 4+4, 1.0 MiB moved, pause 250 ms; 2 of 4 ranks): a step takes +4.0% predicted, +5.0% measured"
     )
-    assert rank_text(GROW).startswith("grew from 2 to 4 ranks (layers 4+4 x 2 replicas, 0.0 MiB moved, pause 500 ms; planned)")
-    assert rank_text(ReleaseEvent(3, 0.0, "launcher", "node n3", 1, 1.5)) == "launcher: node n3 (1.5 s)"
+    assert rank_text(GROW).startswith(
+        "grew from 2 to 4 ranks (layers 4+4 x 2 replicas, 0.0 MiB moved, pause 500 ms; planned)"
+    )
+    assert (
+        rank_text(ReleaseEvent(3, 0.0, "launcher", "node n3", 1, 1.5))
+        == "launcher: node n3 (1.5 s)"
+    )
     assert rank_text(FaultEvent(3, 0.0, "nobody came")) == "fault: nobody came"
 
 
@@ -26,7 +35,10 @@ def test_the_account():
     assert account is not None
     assert account.gpu_seconds == 2 * 4 + 2 * 2 + 2 * 4
     assert account.mean == account.gpu_seconds / 6
-    assert account_text(account) == "ranks: 3.3 on average; GPU-seconds: 20.0 used in steps, 4.0 returned"
+    assert (
+        account_text(account)
+        == "ranks: 3.3 on average; GPU-seconds: 20.0 used in steps, 4.0 returned"
+    )
 
 
 def test_ranks_that_stay_have_no_account():

@@ -25,11 +25,15 @@ def alone() -> World:
 
 
 def pipeline(model: Model, schedule: str = "zb-h1") -> Engine:
-    return Engine(alone(), model, Partition((model.layers,)), schedule=schedule, microbatches=MICROBATCHES)
+    return Engine(
+        alone(), model, Partition((model.layers,)), schedule=schedule, microbatches=MICROBATCHES
+    )
 
 
 def gpt(**model: Any) -> Engine:
-    return pipeline(load_model(parse({"model": {"blocks": 2, "hidden": 16, "heads": 2, "sequence": 8} | model})))
+    return pipeline(
+        load_model(parse({"model": {"blocks": 2, "hidden": 16, "heads": 2, "sequence": 8} | model}))
+    )
 
 
 def emulated(f: Sequence[float], b: Sequence[float], w: Sequence[float]) -> Engine:
@@ -41,5 +45,7 @@ def ids() -> Tensor:
 
 
 def tokens(step: int, sequence: int = 8) -> tuple[Tensor, Tensor]:
-    text = torch.randint(256, (MICROBATCHES, 2, sequence + 1), generator=torch.Generator().manual_seed(step))
+    text = torch.randint(
+        256, (MICROBATCHES, 2, sequence + 1), generator=torch.Generator().manual_seed(step)
+    )
     return text[..., :-1], text[..., 1:]

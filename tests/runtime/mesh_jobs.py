@@ -15,7 +15,14 @@ from dynmo.runtime.comm.agreement import agree
 from dynmo.runtime.comm.process_mesh import FirstReplica, arrange
 from dynmo.runtime.comm.world import World
 from dynmo.runtime.layer.accumulation import Tree
-from dynmo.runtime.optim.gradient_reduction import Reducer, drop_missing, gather_parameters, reduce_gradients, shares_of, squared_norms
+from dynmo.runtime.optim.gradient_reduction import (
+    Reducer,
+    drop_missing,
+    gather_parameters,
+    reduce_gradients,
+    shares_of,
+    squared_norms,
+)
 from dynmo.runtime.optim.optimizer import LayerOptimizer, OptimizerSettings, Share, squared_norm
 from dynmo.runtime.optim.zero import cut_state, whole_state
 
@@ -35,7 +42,18 @@ def shape(world: World, replicas: list[int]) -> list[list[Any]]:
             here.wait(here.receive(received, source, 1), source, "a message")
             here.wait(sent, around, "room for a message")
         first = FirstReplica(here).sum(mark.clone(), "the first replica")
-        out.append([here.rank, here.size, here.replica, here.replicas, *sums, int(received), int(first), here.describe_rank(here.rank)])
+        out.append(
+            [
+                here.rank,
+                here.size,
+                here.replica,
+                here.replicas,
+                *sums,
+                int(received),
+                int(first),
+                here.describe_rank(here.rank),
+            ]
+        )
     return out
 
 
@@ -59,7 +77,11 @@ def reduction_fails(world: World) -> list[Any]:
     reducer = Reducer(here.peers)
     line = nn.Linear(2, 2)
     line.weight.grad = torch.ones(2, 2)
-    reducer.submit(lambda: partial(drop_missing, reduce_gradients(here.peers, 3, shares_of(line, frozenset(), 2), True)))
+    reducer.submit(
+        lambda: partial(
+            drop_missing, reduce_gradients(here.peers, 3, shares_of(line, frozenset(), 2), True)
+        )
+    )
     start = time.monotonic()
     try:
         reducer.finish("the gradients of the step")
@@ -72,7 +94,14 @@ def _module() -> nn.Module:
     """Several norm blocks, an odd rest, small parameters, one that some have no gradient of, one
     that nobody has, one that does not train, one of another dtype."""
     torch.manual_seed(5)
-    module = nn.ModuleDict({"big": nn.Linear(300, 201), "norm": nn.LayerNorm(7), "some": nn.Linear(50, 3), "none": nn.Linear(3, 3)})
+    module = nn.ModuleDict(
+        {
+            "big": nn.Linear(300, 201),
+            "norm": nn.LayerNorm(7),
+            "some": nn.Linear(50, 3),
+            "none": nn.Linear(3, 3),
+        }
+    )
     module["still"] = nn.Linear(4, 4).requires_grad_(False)
     module["low"] = nn.Linear(5, 5, bias=False).to(torch.bfloat16)
     return module
@@ -80,8 +109,15 @@ def _module() -> nn.Module:
 
 def _gradients(module: nn.Module, replica: int) -> dict[str, Tensor]:
     random = torch.Generator().manual_seed(100 + replica)
-    weights = {name: torch.randn(p.shape, generator=random).to(p.dtype) for name, p in module.named_parameters()}
-    left_out = [name for name in weights if name.startswith(("none", "still")) or (name.startswith("some") and replica != 1)]
+    weights = {
+        name: torch.randn(p.shape, generator=random).to(p.dtype)
+        for name, p in module.named_parameters()
+    }
+    left_out = [
+        name
+        for name in weights
+        if name.startswith(("none", "still")) or (name.startswith("some") and replica != 1)
+    ]
     return {name: g for name, g in weights.items() if name not in left_out}
 
 
@@ -103,7 +139,9 @@ def reduce(world: World, everywhere: bool, bucket: int) -> dict[str, Any]:
         if whole is not None:
             expected[name] = whole
     reducer = Reducer(here.peers)
-    reducer.submit(lambda: partial(drop_missing, reduce_gradients(here.peers, 0, shares, everywhere, bucket)))
+    reducer.submit(
+        lambda: partial(drop_missing, reduce_gradients(here.peers, 0, shares, everywhere, bucket))
+    )
     reducer.finish("the gradients")
     names = {id(p): name for name, p in module.named_parameters()}
     bad: list[str] = []
@@ -121,15 +159,24 @@ def reduce(world: World, everywhere: bool, bucket: int) -> dict[str, Any]:
         for p in module.parameters():
             p.add_(here.replica)
     gather_parameters(here.peers, 0, shares, bucket)
-    for s, own in zip(sorted(shares, key=lambda s: list(names).index(id(s.parameter))), mine, strict=True):
+    for s, own in zip(
+        sorted(shares, key=lambda s: list(names).index(id(s.parameter))), mine, strict=True
+    ):
         for replica, (low, high) in enumerate(s.ranges):
             gathered = s.owned and s.parameter.requires_grad
             moved = own.view(-1)[low:high] - here.replica + (replica if gathered else here.replica)
-            if not torch.allclose(s.parameter.detach().view(-1)[low:high].float(), moved.float(), atol=0.02):
+            if not torch.allclose(
+                s.parameter.detach().view(-1)[low:high].float(), moved.float(), atol=0.02
+            ):
                 bad.append(f"gathered {names[id(s.parameter)]}")
     reducer.close()
     ordered = [expected[name] for name in names.values() if name in expected]
-    return {"bad": bad, "norm": norm, "expected": squared_norm(ordered), "cut": any(low > 0 for s in shares for low, _ in s.ranges)}
+    return {
+        "bad": bad,
+        "norm": norm,
+        "expected": squared_norm(ordered),
+        "cut": any(low > 0 for s in shares for low, _ in s.ranges),
+    }
 
 
 def states(world: World, name: str) -> list[str]:
@@ -149,7 +196,9 @@ def states(world: World, name: str) -> list[str]:
     expected, got, own = whole.state(), whole_state(here.peers, share), share.state()
     bad = sorted(expected.keys() ^ got.keys())
     bad += [
-        key for key in expected.keys() & got.keys() if not torch.equal(expected[key], got[key]) or expected[key].shape != got[key].shape
+        key
+        for key in expected.keys() & got.keys()
+        if not torch.equal(expected[key], got[key]) or expected[key].shape != got[key].shape
     ]
     twice = cut_state(share, got)
     bad += sorted(own.keys() ^ twice.keys())

@@ -11,7 +11,9 @@ from dynmo.cost.layer_cost import Costs, StageCost
 from dynmo.schedule.op import Kind, Op, Schedule
 
 
-def wander(placement: Sequence[int], microbatches: int, first_trainable: int, random: Random) -> Schedule:
+def wander(
+    placement: Sequence[int], microbatches: int, first_trainable: int, random: Random
+) -> Schedule:
     """A valid schedule made by running, again and again, any op that could run. Each stage has BW,
     or B and W, throughout."""
     stages, ranks = len(placement), max(placement) + 1
@@ -40,7 +42,9 @@ def wander(placement: Sequence[int], microbatches: int, first_trainable: int, ra
         op = random.choice(choices)
         rows[placement[op.stage]].append(op)
         {Kind.F: f, Kind.B: b, Kind.BW: b, Kind.W: w}[op.kind][op.stage] += 1
-    return Schedule("wandered", microbatches, tuple(placement), tuple(map(tuple, rows)), first_trainable)
+    return Schedule(
+        "wandered", microbatches, tuple(placement), tuple(map(tuple, rows)), first_trainable
+    )
 
 
 @st.composite
@@ -51,7 +55,9 @@ def schedules(draw: st.DrawFn, several: bool = True) -> Schedule:
     down = list(range(ranks))
     placement = draw(st.sampled_from([down, down + down, down + down[::-1]] if several else [down]))
     first_trainable = draw(st.integers(0, len(placement) - 1))
-    return wander(placement, draw(st.integers(1, 5)), first_trainable, draw(st.randoms(use_true_random=False)))
+    return wander(
+        placement, draw(st.integers(1, 5)), first_trainable, draw(st.randoms(use_true_random=False))
+    )
 
 
 @st.composite
@@ -62,5 +68,7 @@ def whole_costs(draw: st.DrawFn, stages: int, most: int = 9) -> Costs:
     for _ in range(stages):
         stash = draw(st.integers(0, most))
         activation = stash + draw(st.integers(0, most))
-        drawn.append(StageCost(draw(times), draw(times), draw(times), activation, stash - activation, -stash))
+        drawn.append(
+            StageCost(draw(times), draw(times), draw(times), activation, stash - activation, -stash)
+        )
     return Costs(tuple(drawn), tuple(draw(times) for _ in range(stages - 1)))

@@ -23,16 +23,28 @@ def reached(timeline: Timeline, objective: Objective) -> float:
 
 
 @given(schedules(several=False), st.sampled_from(Objective), st.data())
-def test_no_schedule_beats_it(schedule: Schedule, objective: Objective, data: st.DataObject) -> None:
+def test_no_schedule_beats_it(
+    schedule: Schedule, objective: Objective, data: st.DataObject
+) -> None:
     costs = data.draw(whole_costs(schedule.stages))
     timeline = simulate(schedule, costs)
     # Nor where the caps are what the schedule needs.
     for caps in (None, timeline.peak_memory):
-        assert lower_bound(costs, schedule.microbatches, schedule.first_trainable, objective, caps) <= reached(timeline, objective)
+        assert lower_bound(
+            costs, schedule.microbatches, schedule.first_trainable, objective, caps
+        ) <= reached(timeline, objective)
 
 
-@given(st.sampled_from(sorted(GENERATORS)), st.integers(1, 6), st.integers(1, 15), st.sampled_from(Objective), st.data())
-def test_no_schedule_made_by_hand_beats_it(name: str, p: int, m: int, objective: Objective, data: st.DataObject) -> None:
+@given(
+    st.sampled_from(sorted(GENERATORS)),
+    st.integers(1, 6),
+    st.integers(1, 15),
+    st.sampled_from(Objective),
+    st.data(),
+)
+def test_no_schedule_made_by_hand_beats_it(
+    name: str, p: int, m: int, objective: Objective, data: st.DataObject
+) -> None:
     costs, first_trainable = data.draw(whole_costs(p)), data.draw(st.integers(0, p - 1))
     timeline = simulate(make_schedule(name, p, m, first_trainable), costs)
     assert lower_bound(costs, m, first_trainable, objective) <= reached(timeline, objective)
@@ -51,7 +63,11 @@ def test_exact_for_one_microbatch(p: int, data: st.DataObject) -> None:
 def test_exact_for_few_microbatches_of_equal_times(p: int, data: st.DataObject) -> None:
     m = data.draw(st.integers(1, p))
     costs = uniform_costs(p, 1, 1, 1)
-    assert lower_bound(costs, m) == (m + p - 1) * 2 + 1 == simulate(make_schedule("zb-h1", p, m), costs).span
+    assert (
+        lower_bound(costs, m)
+        == (m + p - 1) * 2 + 1
+        == simulate(make_schedule("zb-h1", p, m), costs).span
+    )
 
 
 def test_by_hand() -> None:
@@ -90,7 +106,11 @@ def test_memory_by_hand() -> None:
     assert lower_bound(costs, 4, caps=[1, 9]) == 4 * (4 + 1)
     # ZB-1p: rank 0 waits (p - 1) B for its first B and (p - 1) (F - W) for its last one.
     costs = uniform_costs(4, 3, 4, 2)
-    assert lower_bound(costs, 12, caps=[4] * 4) == 12 * 9 + 3 * (3 + 4 - 2) == simulate(make_schedule("zb-h1", 4, 12), costs).span
+    assert (
+        lower_bound(costs, 12, caps=[4] * 4)
+        == 12 * 9 + 3 * (3 + 4 - 2)
+        == simulate(make_schedule("zb-h1", 4, 12), costs).span
+    )
     assert lower_bound(costs, 12, caps=[8] * 4) == 12 * 9
     # Where B adds what W takes away, a second F leaves no room for the first B.
     costs = Costs((StageCost(1, 1, 1, 1, 1, -2), StageCost(1, 1, 1)), (0,))
@@ -121,9 +141,14 @@ def live(cost: StageCost, order: list[tuple[Kind, int]]) -> float:
 def best(costs: Costs, m: int, caps: Sequence[float] | None = None) -> dict[Objective, float]:
     """The least of all orders within the caps, by trying each."""
     shortest = dict.fromkeys(Objective, float("inf"))
-    fitting = [[order for order in rows(m) if caps is None or live(cost, order) <= caps[stage]] for stage, cost in enumerate(costs.stages)]
+    fitting = [
+        [order for order in rows(m) if caps is None or live(cost, order) <= caps[stage]]
+        for stage, cost in enumerate(costs.stages)
+    ]
     for orders in product(*fitting):
-        ops = tuple(tuple(Op(kind, stage, j) for kind, j in order) for stage, order in enumerate(orders))
+        ops = tuple(
+            tuple(Op(kind, stage, j) for kind, j in order) for stage, order in enumerate(orders)
+        )
         try:
             timeline = simulate(Schedule("tried", m, tuple(range(len(orders))), ops), costs)
         except ScheduleError:
@@ -138,7 +163,10 @@ def best(costs: Costs, m: int, caps: Sequence[float] | None = None) -> dict[Obje
 @given(data=st.data())
 def test_against_every_order_there_is(p: int, m: int, data: st.DataObject) -> None:
     costs = data.draw(whole_costs(p))
-    caps = [max(cost.mem_f, cost.mem_f + cost.mem_b) + data.draw(st.integers(0, 12)) for cost in costs.stages]
+    caps = [
+        max(cost.mem_f, cost.mem_f + cost.mem_b) + data.draw(st.integers(0, 12))
+        for cost in costs.stages
+    ]
     for limits in (None, caps):
         for objective, least in best(costs, m, limits).items():
             assert lower_bound(costs, m, objective=objective, caps=limits) <= least * (1 + 1e-12)
@@ -154,7 +182,16 @@ def test_bound_and_search_meet_in_most_small_cases() -> None:
         for _ in range(2):
             stash = rng.randint(0, 6)
             held = stash + rng.randint(0, 6)
-            stages.append(StageCost(rng.randint(1, 9), rng.randint(1, 9), rng.randint(1, 9), held, stash - held, -stash))
+            stages.append(
+                StageCost(
+                    rng.randint(1, 9),
+                    rng.randint(1, 9),
+                    rng.randint(1, 9),
+                    held,
+                    stash - held,
+                    -stash,
+                )
+            )
         costs = Costs(tuple(stages), (rng.randint(0, 4),))
         caps = [cost.mem_f * rng.randint(1, 3) + rng.randint(0, 3) for cost in stages]
         for objective, least in best(costs, 3, caps).items():
@@ -169,4 +206,6 @@ def test_bound_and_search_meet_in_most_small_cases() -> None:
 def test_reached_by_the_best_order() -> None:
     costs = uniform_costs(3, 2, 2, 2, 1)
     least = best(costs, 2)
-    assert least == {objective: lower_bound(costs, 2, objective=objective) for objective in Objective}
+    assert least == {
+        objective: lower_bound(costs, 2, objective=objective) for objective in Objective
+    }

@@ -13,12 +13,18 @@ from dynmo.schedule.op import Kind, Op, Schedule, dependencies
 from dynmo.schedule.simulator import simulate
 
 
-def greedy(placement: tuple[int, ...], costs: Costs, m: int, first: int, rng: random.Random) -> Schedule:
+def greedy(
+    placement: tuple[int, ...], costs: Costs, m: int, first: int, rng: random.Random
+) -> Schedule:
     """Each rank in turn takes any op that may run: a schedule of no particular merit."""
     ranks, stages = max(placement) + 1, len(placement)
     rows: list[list[Op]] = [[] for _ in range(ranks)]
     shell = Schedule("greedy", m, placement, tuple(() for _ in rows), first, credits=m)
-    left = {(kind, s): 0 for s in range(stages) for kind in (Kind.F, *((Kind.B, Kind.W) if s >= first else ()))}
+    left = {
+        (kind, s): 0
+        for s in range(stages)
+        for kind in (Kind.F, *((Kind.B, Kind.W) if s >= first else ()))
+    }
     done: set[Op] = set()
     while left:
         kind, s = rng.choice(list(left))
@@ -32,7 +38,9 @@ def greedy(placement: tuple[int, ...], costs: Costs, m: int, first: int, rng: ra
     return Schedule("greedy", m, placement, tuple(map(tuple, rows)), first, credits=m)
 
 
-@pytest.mark.parametrize("placement", [(0, 1, 1, 0), (0, 1, 0, 1), (0, 0), (0, 1, 2, 2, 1, 0), (2, 0, 1), (1, 0, 0, 1)])
+@pytest.mark.parametrize(
+    "placement", [(0, 1, 1, 0), (0, 1, 0, 1), (0, 0), (0, 1, 2, 2, 1, 0), (2, 0, 1), (1, 0, 0, 1)]
+)
 @pytest.mark.parametrize("objective", Objective)
 def test_nothing_is_under_it(placement: tuple[int, ...], objective: Objective) -> None:
     for seed in range(60):
@@ -52,7 +60,9 @@ def test_links_within_a_rank_cost_nothing() -> None:
 
 def test_one_stage_a_rank_is_the_other_bound() -> None:
     costs = uniform_costs(4, 1, 2, 1, 0.5)
-    assert lower_bound_on(range(4), costs, 6, caps=[4.0] * 4) == lower_bound(costs, 6, caps=[4.0] * 4)
+    assert lower_bound_on(range(4), costs, 6, caps=[4.0] * 4) == lower_bound(
+        costs, 6, caps=[4.0] * 4
+    )
     caps = [9.0, 1.0, 9.0]
     moved = lower_bound_on((2, 0, 1), uniform_costs(3, 1, 1, 1), 6, caps=caps)
     assert moved == lower_bound(uniform_costs(3, 1, 1, 1), 6, caps=[9.0, 9.0, 1.0])

@@ -14,7 +14,9 @@ from dynmo.schedule.op import Kind, Op, from_text, to_text, validate
 from dynmo.schedule.simulator import Timeline, peak_memory, simulate
 
 GOLDEN = Path(__file__).parent / "golden"
-TABLE_5 = json.loads((Path(__file__).parents[1] / "facts" / "zero_bubble_table5.json").read_text())["rows"]
+TABLE_5 = json.loads((Path(__file__).parents[1] / "facts" / "zero_bubble_table5.json").read_text())[
+    "rows"
+]
 
 times = st.integers(1, 50)
 ranks = st.integers(1, 8)
@@ -28,7 +30,12 @@ def run(name: str, p: int, m: int, f: float, b: float, w: float, comm: float = 0
 def test_golden(path: Path) -> None:
     golden = from_text(path.read_text())
     validate(golden)
-    assert to_text(make_schedule(golden.name, golden.ranks, golden.microbatches, golden.first_trainable)) == path.read_text()
+    assert (
+        to_text(
+            make_schedule(golden.name, golden.ranks, golden.microbatches, golden.first_trainable)
+        )
+        == path.read_text()
+    )
 
 
 def test_every_generator_has_a_golden_schedule() -> None:
@@ -40,15 +47,30 @@ def test_always_valid(name: str, p: int, m: int, data: st.DataObject) -> None:
     first_trainable = data.draw(st.integers(0, p - 1))
     schedule = make_schedule(name, p, m, first_trainable)
     validate(schedule)
-    assert (schedule.name, schedule.ranks, schedule.stages, schedule.microbatches) == (name, p, p, m)
+    assert (schedule.name, schedule.ranks, schedule.stages, schedule.microbatches) == (
+        name,
+        p,
+        p,
+        m,
+    )
     for rank in range(first_trainable):
         assert schedule.ops[rank] == tuple(Op(Kind.F, rank, j) for j in range(m))
 
 
-@pytest.mark.parametrize("row", TABLE_5, ids=lambda row: f"{row['model']}-{row['ranks']}x{row['microbatches']}")
+@pytest.mark.parametrize(
+    "row", TABLE_5, ids=lambda row: f"{row['model']}-{row['ranks']}x{row['microbatches']}"
+)
 @pytest.mark.parametrize("name", ["1f1b", "zb-h1", "zb-h2"])
 def test_published_bubble_ratios(row: dict, name: str) -> None:
-    timeline = run(name, row["ranks"], row["microbatches"], row["t_f_ms"], row["t_b_ms"], row["t_w_ms"], row["t_comm_ms"])
+    timeline = run(
+        name,
+        row["ranks"],
+        row["microbatches"],
+        row["t_f_ms"],
+        row["t_b_ms"],
+        row["t_w_ms"],
+        row["t_comm_ms"],
+    )
     assert round(timeline.bubble_ratio, 4) == row["bubble"][name]
 
 
@@ -64,7 +86,9 @@ def test_closed_form_of_gpipe_and_1f1b(p: int, m: int, f: int, b: int, w: int) -
 
 @pytest.mark.parametrize(("name", "k"), [("zb-h1", 1), ("zb-h2", 2)])
 @given(p=ranks, more=st.integers(0, 9), f=times, b=times, w=times)
-def test_closed_form_of_zero_bubble(name: str, k: int, p: int, more: int, f: int, b: int, w: int) -> None:
+def test_closed_form_of_zero_bubble(
+    name: str, k: int, p: int, more: int, f: int, b: int, w: int
+) -> None:
     # Where W <= F this is the paper's (p - 1)(F + B - k W). A longer W fills no more of the bubble
     # than an F would.
     b, w = max(b, w), min(b, w)

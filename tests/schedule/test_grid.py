@@ -17,7 +17,10 @@ from tests.schedule.samples import schedules, whole_costs
 
 
 def picture(name: str, p: int, m: int, width: int = 120, **costs: float) -> str:
-    return draw(simulate(make_schedule(name, p, m), uniform_costs(p, **({"f": 1, "b": 1, "w": 1} | costs))), width)
+    return draw(
+        simulate(make_schedule(name, p, m), uniform_costs(p, **({"f": 1, "b": 1, "w": 1} | costs))),
+        width,
+    )
 
 
 def cells(text: str, ranks: int) -> list[str]:
@@ -74,13 +77,20 @@ def test_too_many_ops_for_the_width_say_so() -> None:
 
 
 def test_stages_are_named_where_a_rank_has_several() -> None:
-    schedule = from_text("# v  ranks=2 microbatches=1 placement=0,1,1,0\n0 | 0F0 3F0 3BW0 0BW0\n1 | 1F0 2F0 2BW0 1BW0\n")
+    schedule = from_text(
+        "# v  ranks=2 microbatches=1 placement=0,1,1,0\n0 | 0F0 3F0 3BW0 0BW0\n1 | 1F0 2F0 2BW0 1BW0\n"
+    )
     rows = cells(draw(simulate(schedule, uniform_costs(4, 1, 1, 1)), 120), 2)
-    assert [re.findall(r"\w+", row) for row in rows] == [["0F0", "3F0", "3BW0", "0BW0"], ["1F0", "2F0", "2BW0", "1BW0"]]
+    assert [re.findall(r"\w+", row) for row in rows] == [
+        ["0F0", "3F0", "3BW0", "0BW0"],
+        ["1F0", "2F0", "2BW0", "1BW0"],
+    ]
 
 
 def test_without_room_for_the_stage_small_letters_are_the_upper_one() -> None:
-    schedule = from_text("# v  ranks=2 microbatches=1 placement=0,1,1,0\n0 | 0F0 3F0 3B0 3W0 0BW0\n1 | 1F0 2F0 2BW0 1B0 1W0\n")
+    schedule = from_text(
+        "# v  ranks=2 microbatches=1 placement=0,1,1,0\n0 | 0F0 3F0 3B0 3W0 0BW0\n1 | 1F0 2F0 2BW0 1B0 1W0\n"
+    )
     timeline = simulate(schedule, uniform_costs(4, 1, 1, 1))
     # 4 columns for each unit of time, then 3, where only BW (6 of them) has room for two numbers
     # and a space.
@@ -88,7 +98,10 @@ def test_without_room_for_the_stage_small_letters_are_the_upper_one() -> None:
         "0F0 ........3F0 3B0 3W0 ........0BW0    ",
         "....1F0 2F0 ........2BW0    1B0 1W0 ....",
     ]
-    assert cells(draw(timeline, 40), 2) == ["F0 ......f0 b0 w0 ......0BW0  ", "...F0 f0 ......2BW0  B0 W0 ..."]
+    assert cells(draw(timeline, 40), 2) == [
+        "F0 ......f0 b0 w0 ......0BW0  ",
+        "...F0 f0 ......2BW0  B0 W0 ...",
+    ]
     assert "small letters the upper of a rank's stages" in draw(timeline, 40).replace("\n", " ")
     assert "small letters" not in draw(timeline, 52)
 
@@ -99,7 +112,9 @@ def test_small_letters_are_every_other_stage() -> None:
         "FFffF.x Fx fX fX Fx Fx fX fX Fx Fx fX fX .x .x X X ",
         ".FFfx fx FX FX fx fx FX FX fx fx FX FX fx fx X X ..",
     ]
-    assert "X a narrow BW, small letters the upper of a rank's stages" in draw(timeline, 56).replace("\n", " ")
+    assert "X a narrow BW, small letters the upper of a rank's stages" in draw(
+        timeline, 56
+    ).replace("\n", " ")
     three = draw(simulate(interleaved(2, 4, 3), uniform_costs(6, 1, 1, 1)), 60)
     assert "small letters a rank's second, fourth, .. stage" in three.replace("\n", " ")
 
@@ -127,12 +142,19 @@ def test_never_wider_than_asked(schedule: Schedule, width: int, data: st.DataObj
 @given(st.sampled_from(sorted(GENERATORS)), st.integers(1, 5), st.integers(1, 8), st.data())
 def test_every_op_at_its_place(name: str, p: int, m: int, data: st.DataObject) -> None:
     schedule = make_schedule(name, p, m)
-    costs = data.draw(whole_costs(p).filter(lambda costs: all(min(s.f, s.b, s.w) > 0 for s in costs.stages)))
+    costs = data.draw(
+        whole_costs(p).filter(lambda costs: all(min(s.f, s.b, s.w) > 0 for s in costs.stages))
+    )
     timeline = simulate(schedule, costs)
     # 12 columns for each unit of time, and every time is whole: nothing is rounded.
     scale = 12
     text = draw(timeline, width=scale * int(timeline.makespan) + len("0 ||"))
     for spans, row in zip(timeline.ranks, cells(text, p), strict=True):
         ops = [(match.start(), match[0].rstrip()) for match in re.finditer(r"[A-Z]+\d *", row)]
-        assert ops == [(span.start * scale, f"{span.op.kind}{span.op.microbatch}") for span in spans]
-        assert row.count(".") == (timeline.makespan - sum(span.end - span.start for span in spans)) * scale
+        assert ops == [
+            (span.start * scale, f"{span.op.kind}{span.op.microbatch}") for span in spans
+        ]
+        assert (
+            row.count(".")
+            == (timeline.makespan - sum(span.end - span.start for span in spans)) * scale
+        )

@@ -12,11 +12,22 @@ from dynmo.errors import ScheduleError
 from dynmo.schedule.generators import make_schedule
 from dynmo.schedule.interleaved import interleaved, loop_placement
 from dynmo.schedule.lowering import lower
-from dynmo.schedule.op import Kind, Op, Schedule, dependencies, from_text, in_order, to_text, validate
+from dynmo.schedule.op import (
+    Kind,
+    Op,
+    Schedule,
+    dependencies,
+    from_text,
+    in_order,
+    to_text,
+    validate,
+)
 from dynmo.schedule.simulator import duration, peak_memory, simulate
 
 GOLDEN = Path(__file__).parent / "golden" / "chunks"
-TABLE_5 = json.loads((Path(__file__).parents[1] / "facts" / "zero_bubble_table5.json").read_text())["rows"]
+TABLE_5 = json.loads((Path(__file__).parents[1] / "facts" / "zero_bubble_table5.json").read_text())[
+    "rows"
+]
 
 # The published runs give every rank as many layers as it takes to reach 24, 32, 48 and 64, and
 # interleave single layers.
@@ -27,7 +38,10 @@ times = st.integers(1, 50)
 
 def split(p: int, v: int, f: float, b: float, w: float, comm: float = 0.0) -> Costs:
     """A rank's times in v equal stages."""
-    return Costs((StageCost(f / v, b / v, w / v, 1 / v, -0.5 / v, -0.5 / v),) * (p * v), (comm,) * (p * v - 1))
+    return Costs(
+        (StageCost(f / v, b / v, w / v, 1 / v, -0.5 / v, -0.5 / v),) * (p * v),
+        (comm,) * (p * v - 1),
+    )
 
 
 def published_span(schedule: Schedule, costs: Costs) -> float:
@@ -48,12 +62,17 @@ def published_span(schedule: Schedule, costs: Costs) -> float:
     return max(end - start for end, start in zip(free, began, strict=True))
 
 
-@pytest.mark.parametrize("path", sorted(GOLDEN.glob("interleaved*.txt")), ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path", sorted(GOLDEN.glob("interleaved*.txt")), ids=lambda path: path.stem
+)
 def test_golden(path: Path) -> None:
     golden = from_text(path.read_text())
     validate(golden)
     chunks = golden.stages // golden.ranks
-    assert to_text(interleaved(golden.ranks, golden.microbatches, chunks, golden.first_trainable)) == path.read_text()
+    assert (
+        to_text(interleaved(golden.ranks, golden.microbatches, chunks, golden.first_trainable))
+        == path.read_text()
+    )
 
 
 @given(st.integers(1, 5), st.integers(1, 4), st.integers(1, 4), st.data())
@@ -73,7 +92,9 @@ def test_one_chunk_is_1f1b(p: int, groups: int) -> None:
 
 
 @given(st.integers(1, 6), st.integers(1, 4), st.integers(1, 4), times, times, times)
-def test_the_bubble_is_that_of_1f1b_divided_by_the_chunks(p: int, groups: int, v: int, f: int, b: int, w: int) -> None:
+def test_the_bubble_is_that_of_1f1b_divided_by_the_chunks(
+    p: int, groups: int, v: int, f: int, b: int, w: int
+) -> None:
     m = p * groups
     timeline = simulate(interleaved(p, m, v), uniform_costs(p * v, f, b, w))
     assert timeline.span == timeline.makespan == (m * v + p - 1) * (f + b + w)
@@ -85,21 +106,31 @@ def test_peak_activations(p: int, groups: int, v: int) -> None:
     assert peaks == tuple((v + 1) * p - 1 - 2 * rank for rank in range(p))
 
 
-@pytest.mark.parametrize("row", TABLE_5, ids=lambda row: f"{row['model']}-{row['ranks']}x{row['microbatches']}")
+@pytest.mark.parametrize(
+    "row", TABLE_5, ids=lambda row: f"{row['model']}-{row['ranks']}x{row['microbatches']}"
+)
 def test_published_bubble_ratios(row: dict) -> None:
     p, m = row["ranks"], row["microbatches"]
     f, b, w, comm = (row[key] for key in ("t_f_ms", "t_b_ms", "t_w_ms", "t_comm_ms"))
     v = LAYERS[row["model"]] // p
     schedule, costs = interleaved(p, m, v), split(p, v, f, b, w, comm)
-    assert round(1 - m * (f + b + w) / published_span(schedule, costs), 4) == row["bubble"]["interleaved-1f1b"]
+    assert (
+        round(1 - m * (f + b + w) / published_span(schedule, costs), 4)
+        == row["bubble"]["interleaved-1f1b"]
+    )
     # Where every message pays its link, it takes 2 v p - 2 of them; the table leaves p out.
-    assert simulate(schedule, costs).span == pytest.approx(m * (f + b + w) + (p - 1) * (f + b + w) / v + (2 * v * p - 2) * comm)
+    assert simulate(schedule, costs).span == pytest.approx(
+        m * (f + b + w) + (p - 1) * (f + b + w) / v + (2 * v * p - 2) * comm
+    )
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ((4, 6, 2), "6 microbatches are not a multiple of 4 ranks; the nearest that fit are 4 or 8"),
+        (
+            (4, 6, 2),
+            "6 microbatches are not a multiple of 4 ranks; the nearest that fit are 4 or 8",
+        ),
         ((4, 3, 2), "3 microbatches are not a multiple of 4 ranks; the nearest that fit are 4"),
         ((0, 4, 2), "0 ranks, 4 microbatches and 2 chunks; at least 1 of each"),
         ((2, 0, 2), "at least 1 of each"),

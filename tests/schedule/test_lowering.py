@@ -34,7 +34,9 @@ from dynmo.schedule.lowering import (
 from dynmo.schedule.op import Kind, Op, Schedule, dependencies, from_text, validate
 from tests.schedule.samples import schedules
 
-CASES = [(name, p, m, f) for name, p, m in product(GENERATORS, (1, 2, 4), (1, 3, 8)) for f in range(p)]
+CASES = [
+    (name, p, m, f) for name, p, m in product(GENERATORS, (1, 2, 4), (1, 3, 8)) for f in range(p)
+]
 
 VSHAPE = """# by-hand  ranks=2 microbatches=2 placement=0,1,1,0
 0 | 0F0 0F1 3F0 3B0 3F1 3B1 0B0 0W0 3W0 0B1 0W1 3W1
@@ -80,8 +82,14 @@ def play(schedule: Schedule, programs: tuple[Program, ...]) -> None:
                     for before, boundary in dependencies(schedule, op):
                         if op.kind is Kind.F and before.stage > op.stage:
                             continue  # a credit, not data
-                        elsewhere = boundary is not None and schedule.placement[before.stage] != rank
-                        assert (direction, op.stage, op.microbatch) in taken if elsewhere else before in done, f"{op} before {before}"
+                        elsewhere = (
+                            boundary is not None and schedule.placement[before.stage] != rank
+                        )
+                        assert (
+                            (direction, op.stage, op.microbatch) in taken
+                            if elsewhere
+                            else before in done
+                        ), f"{op} before {before}"
                     done.add(op)
                 elif isinstance(instruction, Verdict):
                     pass
@@ -108,8 +116,12 @@ def messages(programs: tuple[Program, ...]) -> dict[Channel, tuple[list[int], li
         for instruction in program.instructions:
             if isinstance(instruction, Send | Receive):
                 channel = instruction.channel
-                assert program.rank == (channel.source if isinstance(instruction, Send) else channel.target)
-                out.setdefault(channel, ([], []))[isinstance(instruction, Receive)].append(instruction.microbatch)
+                assert program.rank == (
+                    channel.source if isinstance(instruction, Send) else channel.target
+                )
+                out.setdefault(channel, ([], []))[isinstance(instruction, Receive)].append(
+                    instruction.microbatch
+                )
     return out
 
 
@@ -139,7 +151,9 @@ def test_any_schedule_lowers(schedule: Schedule) -> None:
     play(schedule, programs)
     for program in programs:
         assert program.stages == schedule.stages_of(program.rank)
-        assert all(c.source != c.target for c in program.depth), "stages on one rank need no channel"
+        assert all(c.source != c.target for c in program.depth), (
+            "stages on one rank need no channel"
+        )
         assert set(program.incoming) | set(program.outgoing) == set(program.depth)
 
 
@@ -149,8 +163,16 @@ def test_fuse(schedule: Schedule) -> None:
     fused = fuse(schedule)
     validate(fused)
     for before, after in zip(schedule.ops, fused.ops, strict=True):
-        parts = [Op(kind, s, j) for op, s, j in after for kind in ((Kind.B, Kind.W) if op is Kind.BW else (op,))]
-        split = [Op(kind, s, j) for op, s, j in before for kind in ((Kind.B, Kind.W) if op is Kind.BW else (op,))]
+        parts = [
+            Op(kind, s, j)
+            for op, s, j in after
+            for kind in ((Kind.B, Kind.W) if op is Kind.BW else (op,))
+        ]
+        split = [
+            Op(kind, s, j)
+            for op, s, j in before
+            for kind in ((Kind.B, Kind.W) if op is Kind.BW else (op,))
+        ]
         assert parts == split
         assert all(s == schedule.first_trainable for op, s, j in set(after) - set(before))
         for one, two in pairwise(after):
@@ -172,9 +194,13 @@ def test_several_chunks(text: str, channels: int) -> None:
 
 def test_forward_only() -> None:
     programs = lower_forward((0, 1, 2), 3, 4)
-    assert all(i.op.kind is Kind.F for p in programs for i in p.instructions if isinstance(i, Compute))
+    assert all(
+        i.op.kind is Kind.F for p in programs for i in p.instructions if isinstance(i, Compute)
+    )
     assert set(messages(programs)) == {Channel(b, Direction.ACTIVATION, b, b + 1) for b in (0, 1)}
-    assert {d for p in programs for d in p.depth.values()} == {3}, "as many credits as ranks hold evaluation back"
+    assert {d for p in programs for d in p.depth.values()} == {3}, (
+        "as many credits as ranks hold evaluation back"
+    )
 
 
 def test_depths() -> None:
@@ -182,7 +208,10 @@ def test_depths() -> None:
     back but the schedule."""
     schedule = make_schedule("1f1b", 4, 9, 2)
     depth = lower(schedule)[1].depth
-    assert depth == {Channel(0, Direction.ACTIVATION, 0, 1): 4, Channel(1, Direction.ACTIVATION, 1, 2): 4}
+    assert depth == {
+        Channel(0, Direction.ACTIVATION, 0, 1): 4,
+        Channel(1, Direction.ACTIVATION, 1, 2): 4,
+    }
     assert set(lower(schedule)[3].depth.values()) == {9}
     tight = Schedule(schedule.name, 9, schedule.placement, schedule.ops, 2, credits=1)
     assert set(lower(tight)[1].depth.values()) == {1}
@@ -193,9 +222,13 @@ def test_depths() -> None:
 DOWN, ACROSS = Channel(0, Direction.ACTIVATION, 0, 1), Channel(2, Direction.ACTIVATION, 0, 1)
 
 
-def programs(depth: int, first: list[Instruction], second: list[Instruction]) -> tuple[Program, ...]:
+def programs(
+    depth: int, first: list[Instruction], second: list[Instruction]
+) -> tuple[Program, ...]:
     depths = {DOWN: depth, ACROSS: depth, Channel(0, Direction.GRADIENT, 1, 0): depth}
-    return tuple(Program(rank, (rank,), 2, 0, tuple(row), depths) for rank, row in enumerate((first, second)))
+    return tuple(
+        Program(rank, (rank,), 2, 0, tuple(row), depths) for rank, row in enumerate((first, second))
+    )
 
 
 def test_a_deadlock_of_finite_depth_is_seen() -> None:
@@ -204,7 +237,10 @@ def test_a_deadlock_of_finite_depth_is_seen() -> None:
     sends: list[Instruction] = [Send(DOWN, 0, 0), Send(DOWN, 0, 1), Send(ACROSS, 2, 0)]
     takes: list[Instruction] = [Receive(ACROSS, 3, 0), Receive(DOWN, 1, 0), Receive(DOWN, 1, 1)]
     check(programs(2, sends, takes))
-    with pytest.raises(ScheduleError, match="rank 0 would wait for ever for microbatch 1 on the activations from rank 0 to rank 1"):
+    with pytest.raises(
+        ScheduleError,
+        match="rank 0 would wait for ever for microbatch 1 on the activations from rank 0 to rank 1",
+    ):
         check(programs(1, sends, takes))
 
 
@@ -212,7 +248,10 @@ def test_a_circle_is_seen() -> None:
     back = Channel(0, Direction.GRADIENT, 1, 0)
     first: list[Instruction] = [Receive(back, 0, 0), Send(DOWN, 0, 0)]
     second: list[Instruction] = [Receive(DOWN, 1, 0), Send(back, 1, 0)]
-    with pytest.raises(ScheduleError, match="rank 0 would wait for ever for microbatch 0 on the gradients from rank 1 to rank 0"):
+    with pytest.raises(
+        ScheduleError,
+        match="rank 0 would wait for ever for microbatch 0 on the gradients from rank 1 to rank 0",
+    ):
         check(programs(2, first, second))
 
 
@@ -236,7 +275,9 @@ def test_every_op_once() -> None:
 
 def cut(program: Program) -> tuple[list[Instruction], Verdict, list[Instruction]]:
     """What comes before the verdict, the verdict, what comes after it."""
-    (at,) = [i for i, instruction in enumerate(program.instructions) if isinstance(instruction, Verdict)]
+    (at,) = [
+        i for i, instruction in enumerate(program.instructions) if isinstance(instruction, Verdict)
+    ]
     verdict = program.instructions[at]
     assert isinstance(verdict, Verdict)
     return list(program.instructions[:at]), verdict, list(program.instructions[at + 1 :])
@@ -261,7 +302,9 @@ def holds(schedule: Schedule) -> None:
     needed = {d.op for op in heads for d in dependencies(fused, op) if d.op.stage <= op.stage}
     assert needed <= heads, "needs what comes after a verdict"
     for program in programs:
-        assert {b.channel: (b.sent, b.taken) for b in cut(program)[1].begun} == {c: (sent[c], taken[c]) for c in program.incoming}
+        assert {b.channel: (b.sent, b.taken) for b in cut(program)[1].begun} == {
+            c: (sent[c], taken[c]) for c in program.incoming
+        }
     play(schedule, programs)
 
 
@@ -286,7 +329,9 @@ def test_verdicts_of_the_catalogue(name: str, p: int) -> None:
     for program in lower(schedule, post_validation=True):
         head, _, tail = cut(program)
         assert any(isinstance(i, Compute) for i in head), "the warm-up overlaps"
-        assert isinstance(tail[0], Receive) or (isinstance(tail[0], Compute) and tail[0].op.kind is not Kind.F)
+        assert isinstance(tail[0], Receive) or (
+            isinstance(tail[0], Compute) and tail[0].op.kind is not Kind.F
+        )
 
 
 def test_a_forward_only_rank_goes_as_far_as_its_credits() -> None:
@@ -308,7 +353,10 @@ def test_messages_left_over_are_seen() -> None:
     too many, and it would wait for ever."""
     programs = lower(zb_h1(2, 2), post_validation=True)
     check_again(programs)
-    for sent, message in ((1, r"message 1 on the activations .* comes where microbatch 0 is waited for"), (3, "comes where|for ever")):
+    for sent, message in (
+        (1, r"message 1 on the activations .* comes where microbatch 0 is waited for"),
+        (3, "comes where|for ever"),
+    ):
         head, _, tail = cut(programs[1])
         wrong = replace(programs[1], instructions=(*head, Verdict((Begun(DOWN, sent, 1),)), *tail))
         with pytest.raises(ScheduleError, match=message):
@@ -323,8 +371,14 @@ def test_a_verdict_too_late_is_seen() -> None:
     head, verdict, tail = cut(programs[0])
     # The first gradient that is received on rank 0: rank 1 sends it after its verdict, which rank 0
     # hands on after its own.
-    at = next(i for i, x in enumerate(tail) if isinstance(x, Receive) and x.channel.direction is Direction.GRADIENT)
-    programs[0] = replace(programs[0], instructions=(*head, *tail[: at + 1], verdict, *tail[at + 1 :]))
+    at = next(
+        i
+        for i, x in enumerate(tail)
+        if isinstance(x, Receive) and x.channel.direction is Direction.GRADIENT
+    )
+    programs[0] = replace(
+        programs[0], instructions=(*head, *tail[: at + 1], verdict, *tail[at + 1 :])
+    )
     with pytest.raises(ScheduleError, match="would wait for ever"):
         check_again(tuple(programs))
 
@@ -333,10 +387,20 @@ def test_lowering_says_where_each_result_goes() -> None:
     """Rank 0 holds stages 0 and 3, rank 1 stages 1 and 2; stage 0 is frozen."""
     rows = (
         (Op(Kind.F, 0, 0), Op(Kind.F, 3, 0), Op(Kind.B, 3, 0), Op(Kind.W, 3, 0)),
-        (Op(Kind.F, 1, 0), Op(Kind.F, 2, 0), Op(Kind.B, 2, 0), Op(Kind.B, 1, 0), Op(Kind.W, 2, 0), Op(Kind.W, 1, 0)),
+        (
+            Op(Kind.F, 1, 0),
+            Op(Kind.F, 2, 0),
+            Op(Kind.B, 2, 0),
+            Op(Kind.B, 1, 0),
+            Op(Kind.W, 2, 0),
+            Op(Kind.W, 1, 0),
+        ),
     )
     first, second = lower(Schedule("by hand", 1, (0, 1, 1, 0), rows, first_trainable=1))
-    said = [{i.op: i[1:] for i in program.instructions if isinstance(i, Compute)} for program in (first, second)]
+    said = [
+        {i.op: i[1:] for i in program.instructions if isinstance(i, Compute)}
+        for program in (first, second)
+    ]
     assert said[0] == {
         Op(Kind.F, 0, 0): (False, 1, False),
         Op(Kind.F, 3, 0): (True, None, False),
@@ -359,9 +423,15 @@ def test_channels_that_vary(schedule: str) -> None:
     one = make(schedule, 2, 4)
     boundary = 0
     for program in lower(one, varying=[boundary]):
-        assert program.varying == {channel for channel in program.depth if channel.boundary == boundary}
+        assert program.varying == {
+            channel for channel in program.depth if channel.boundary == boundary
+        }
         assert program.varying
     assert not any(program.varying for program in lower(one))
     evaluation = lower_forward(one.placement, 2, 3, varying=[boundary])
-    assert all(channel.direction is Direction.ACTIVATION for program in evaluation for channel in program.varying)
+    assert all(
+        channel.direction is Direction.ACTIVATION
+        for program in evaluation
+        for channel in program.varying
+    )
     assert all(program.varying for program in evaluation)

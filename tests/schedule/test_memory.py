@@ -9,7 +9,16 @@ from dynmo.schedule.memory import MemoryLimits, stage_memory
 from dynmo.schedule.simulator import peak_memory, resident
 
 LAYERS = (
-    LayerCost(1, 1, 1, weight_bytes=10, gradient_bytes=10, optimizer_bytes=20, activation_bytes=7, stash_bytes=3),
+    LayerCost(
+        1,
+        1,
+        1,
+        weight_bytes=10,
+        gradient_bytes=10,
+        optimizer_bytes=20,
+        activation_bytes=7,
+        stash_bytes=3,
+    ),
     LayerCost(1, 1, 1, weight_bytes=1, activation_bytes=5, stash_bytes=5),
     LayerCost(1, 1, 1, optimizer_bytes=2, activation_bytes=11, stash_bytes=1),
 )
@@ -28,7 +37,9 @@ def test_a_stage_without_pairs_keeps_only_what_is_static():
 @pytest.mark.parametrize("first_trainable", [0, 1])
 def test_live_bytes_are_the_simulators_peak(name: str, first_trainable: int):
     counts = (2, 1, 3)
-    layers = tuple(LayerCost(1, 1, 1, activation_bytes=5 + 3 * i, stash_bytes=1 + 2 * i) for i in range(6))
+    layers = tuple(
+        LayerCost(1, 1, 1, activation_bytes=5 + 3 * i, stash_bytes=1 + 2 * i) for i in range(6)
+    )
     schedule = make_schedule(name, 3, 5, first_trainable)
     costs = Costs(stage_costs(layers, counts), (0.0, 0.0))
     assert stage_memory(layers, counts, resident(schedule)) == peak_memory(schedule, costs)

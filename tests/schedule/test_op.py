@@ -8,7 +8,18 @@ from hypothesis import strategies as st
 
 from dynmo.errors import ScheduleError
 from dynmo.schedule.generators import make_schedule
-from dynmo.schedule.op import Dependency, Kind, Op, Schedule, dependencies, from_text, in_order, name, to_text, validate
+from dynmo.schedule.op import (
+    Dependency,
+    Kind,
+    Op,
+    Schedule,
+    dependencies,
+    from_text,
+    in_order,
+    name,
+    to_text,
+    validate,
+)
 from tests.schedule.samples import schedules
 
 F, B, W, BW = Kind.F, Kind.B, Kind.W, Kind.BW
@@ -73,7 +84,10 @@ def test_text_reads_back(schedule: Schedule, credits: int | None) -> None:
 def test_any_order_that_can_run_is_valid(schedule: Schedule) -> None:
     validate(schedule)
     order = list(in_order(schedule))
-    assert tuple(tuple(op for rank, op in order if rank == r) for r in range(schedule.ranks)) == schedule.ops
+    assert (
+        tuple(tuple(op for rank, op in order if rank == r) for r in range(schedule.ranks))
+        == schedule.ops
+    )
     done: set[Op] = set()
     for _, op in order:
         assert all(d.op in done for d in dependencies(schedule, op))
@@ -81,7 +95,9 @@ def test_any_order_that_can_run_is_valid(schedule: Schedule) -> None:
 
 
 def with_row(schedule: Schedule, rank: int, row: list[Op]) -> Schedule:
-    return replace(schedule, ops=tuple(tuple(row) if r == rank else old for r, old in enumerate(schedule.ops)))
+    return replace(
+        schedule, ops=tuple(tuple(row) if r == rank else old for r, old in enumerate(schedule.ops))
+    )
 
 
 @given(schedules(), st.data())
@@ -106,7 +122,12 @@ def test_an_op_that_comes_twice_is_noticed(schedule: Schedule, data: st.DataObje
 def test_microbatches_out_of_order_are_noticed(schedule: Schedule, data: st.DataObject) -> None:
     rank = data.draw(st.integers(0, schedule.ranks - 1))
     row = list(schedule.ops[rank])
-    pairs = [(i, j) for j in range(len(row)) for i in range(j) if row[i].kind == row[j].kind and row[i].stage == row[j].stage]
+    pairs = [
+        (i, j)
+        for j in range(len(row))
+        for i in range(j)
+        if row[i].kind == row[j].kind and row[i].stage == row[j].stage
+    ]
     assume(pairs)
     i, j = data.draw(st.sampled_from(pairs))
     row[i], row[j] = row[j], row[i]
@@ -138,7 +159,9 @@ def test_an_op_on_another_rank_is_noticed(schedule: Schedule, data: st.DataObjec
 
 def test_a_circle_is_named() -> None:
     # Rank 0 will not run F1 before B0, rank 1 not B0 before F1.
-    schedule = from_text("# stuck  ranks=2 microbatches=2 placement=0,1\n0 | F0 BW0 F1 BW1\n1 | F0 F1 BW0 BW1\n")
+    schedule = from_text(
+        "# stuck  ranks=2 microbatches=2 placement=0,1\n0 | F0 BW0 F1 BW1\n1 | F0 F1 BW0 BW1\n"
+    )
     with pytest.raises(ScheduleError) as caught:
         validate(schedule)
     assert (
@@ -152,15 +175,27 @@ def test_a_circle_is_named() -> None:
     [
         ("# x  ranks=1 microbatches=0 placement=0\n0 |\n", "0 microbatches"),
         ("# x  ranks=1 microbatches=1 placement=1\n0 |\n", "names a rank outside 0..0"),
-        ("# x  ranks=2 microbatches=1 placement=0,0\n0 | 0F0 1F0 1BW0 0BW0\n1 |\n", "ranks without a stage"),
-        ("# x  ranks=1 microbatches=1 placement=0 first_trainable=1\n0 | F0\n", "first trainable stage 1 of 1"),
-        ("# x  ranks=2 microbatches=1 placement=0,1 first_trainable=1\n0 | F0 BW0\n1 | F0 BW0\n", "on a frozen stage"),
+        (
+            "# x  ranks=2 microbatches=1 placement=0,0\n0 | 0F0 1F0 1BW0 0BW0\n1 |\n",
+            "ranks without a stage",
+        ),
+        (
+            "# x  ranks=1 microbatches=1 placement=0 first_trainable=1\n0 | F0\n",
+            "first trainable stage 1 of 1",
+        ),
+        (
+            "# x  ranks=2 microbatches=1 placement=0,1 first_trainable=1\n0 | F0 BW0\n1 | F0 BW0\n",
+            "on a frozen stage",
+        ),
         (
             "# x  ranks=1 microbatches=3 placement=0\n0 | F0 F2 F2 BW0 BW1 BW2\n",
             "runs F of microbatch 2 on stage 0 where microbatch 1 of F",
         ),
         ("# x  ranks=1 microbatches=1 placement=0\n0 | F0 B0\n", "stage 0 has 0 of 1 W ops"),
-        ("# x  ranks=1 microbatches=1 placement=0\n0 | F0 B0 BW0\n", "runs BW of microbatch 0 on stage 0 where microbatch 1 of B is due"),
+        (
+            "# x  ranks=1 microbatches=1 placement=0\n0 | F0 B0 BW0\n",
+            "runs BW of microbatch 0 on stage 0 where microbatch 1 of B is due",
+        ),
     ],
 )
 def test_what_does_not_hold_together(text: str, message: str) -> None:
@@ -177,7 +212,10 @@ def test_what_does_not_hold_together(text: str, message: str) -> None:
         ("# x  ranks=1 placement=0\n0 | F0\n", "line 1 of a schedule: 'microbatches'"),
         ("# x  ranks=one microbatches=1 placement=0\n0 | F0\n", "line 1 of a schedule"),
         ("# x  ranks=2 microbatches=1 placement=0,1\n0 | F0 BW0\n", "2 rows, not 1"),
-        ("# x  ranks=2 microbatches=1 placement=0,1\n0 | F0 BW0\n2 | F0 BW0\n", "line 3 of a schedule"),
+        (
+            "# x  ranks=2 microbatches=1 placement=0,1\n0 | F0 BW0\n2 | F0 BW0\n",
+            "line 3 of a schedule",
+        ),
         ("# x  ranks=1 microbatches=1 placement=0\n0 | F0 C0\n", "'C0' is not an op"),
         ("# x  ranks=1 microbatches=1 placement=0,0\n0 | F0 BW0\n", "'F0' is not an op"),
     ],

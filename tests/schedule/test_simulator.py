@@ -23,10 +23,26 @@ def ends(timeline: Timeline) -> dict[Op, float]:
 def test_by_hand() -> None:
     # 0 |F0 F1 ............B0    ...B1    W0 W1 ...|   F 1, B 2, W 1
     # 1 |......F0    B0 F1    B1 W0       W1       |   F 2, B 1, W 3; the link takes 1
-    schedule = from_text("# x  ranks=2 microbatches=2 placement=0,1\n0 | F0 F1 B0 B1 W0 W1\n1 | F0 B0 F1 B1 W0 W1\n")
+    schedule = from_text(
+        "# x  ranks=2 microbatches=2 placement=0,1\n0 | F0 F1 B0 B1 W0 W1\n1 | F0 B0 F1 B1 W0 W1\n"
+    )
     timeline = simulate(schedule, Costs((StageCost(1, 2, 1), StageCost(2, 1, 3)), (1,)))
-    assert [(span.start, span.end) for span in timeline.ranks[0]] == [(0, 1), (1, 2), (6, 8), (9, 11), (11, 12), (12, 13)]
-    assert [(span.start, span.end) for span in timeline.ranks[1]] == [(2, 4), (4, 5), (5, 7), (7, 8), (8, 11), (11, 14)]
+    assert [(span.start, span.end) for span in timeline.ranks[0]] == [
+        (0, 1),
+        (1, 2),
+        (6, 8),
+        (9, 11),
+        (11, 12),
+        (12, 13),
+    ]
+    assert [(span.start, span.end) for span in timeline.ranks[1]] == [
+        (2, 4),
+        (4, 5),
+        (5, 7),
+        (7, 8),
+        (8, 11),
+        (11, 14),
+    ]
     assert [span.op for span in timeline.ranks[1]] == list(schedule.ops[1])
     assert timeline.busy == (8, 12)
     assert timeline.span == 13
@@ -37,7 +53,9 @@ def test_by_hand() -> None:
 
 
 def test_no_link_between_stages_of_one_rank() -> None:
-    schedule = from_text("# v  ranks=2 microbatches=1 placement=0,1,1,0\n0 | 0F0 3F0 3BW0 0BW0\n1 | 1F0 2F0 2BW0 1BW0\n")
+    schedule = from_text(
+        "# v  ranks=2 microbatches=1 placement=0,1,1,0\n0 | 0F0 3F0 3BW0 0BW0\n1 | 1F0 2F0 2BW0 1BW0\n"
+    )
     # F and BW take 1 and 2 on each of 4 stages, and the message crosses 0-1 and 2-3 twice, 1-2
     # never.
     assert simulate(schedule, uniform_costs(4, 1, 1, 1, comm=10)).makespan == 4 * 3 + 4 * 10
@@ -60,7 +78,11 @@ def test_every_op_waits_for_what_it_needs(schedule: Schedule, data: st.DataObjec
 
     # Written out again, not taken from dependencies(): the definition in Zero Bubble, section 3.
     def arrives(op: Op, boundary: int) -> float:
-        return end[op] + (costs.links[boundary] if schedule.placement[boundary] != schedule.placement[boundary + 1] else 0)
+        return end[op] + (
+            costs.links[boundary]
+            if schedule.placement[boundary] != schedule.placement[boundary + 1]
+            else 0
+        )
 
     for row in timeline.ranks:
         free = 0.0
@@ -90,14 +112,18 @@ def test_busy_is_the_sum_of_the_costs(schedule: Schedule, data: st.DataObject) -
     timeline = simulate(schedule, costs)
     for rank, busy in enumerate(timeline.busy):
         each = (
-            costs.stages[s].f + (costs.stages[s].b + costs.stages[s].w) * (s >= schedule.first_trainable) for s in schedule.stages_of(rank)
+            costs.stages[s].f
+            + (costs.stages[s].b + costs.stages[s].w) * (s >= schedule.first_trainable)
+            for s in schedule.stages_of(rank)
         )
         assert busy == schedule.microbatches * sum(each)
     assert max(timeline.busy) <= timeline.span <= timeline.makespan
 
 
 @given(schedules(), st.data())
-def test_nothing_ends_earlier_when_something_costs_more(schedule: Schedule, data: st.DataObject) -> None:
+def test_nothing_ends_earlier_when_something_costs_more(
+    schedule: Schedule, data: st.DataObject
+) -> None:
     costs = data.draw(whole_costs(schedule.stages))
     stages, links = list(costs.stages), list(costs.links)
     i, more = data.draw(st.integers(0, len(stages) - 1)), data.draw(st.integers(1, 9))
@@ -106,7 +132,10 @@ def test_nothing_ends_earlier_when_something_costs_more(schedule: Schedule, data
         links[i % len(links)] += more
     else:
         stages[i] = replace(stages[i], **{field: getattr(stages[i], field) + more})
-    before, after = ends(simulate(schedule, costs)), ends(simulate(schedule, Costs(tuple(stages), tuple(links))))
+    before, after = (
+        ends(simulate(schedule, costs)),
+        ends(simulate(schedule, Costs(tuple(stages), tuple(links)))),
+    )
     assert all(before[op] <= after[op] for op in before)
 
 
@@ -123,7 +152,12 @@ def test_time_has_no_unit(schedule: Schedule, factor: float, data: st.DataObject
 
 def test_all_costs_zero() -> None:
     timeline = simulate(make_schedule("zb-h1", 3, 4), uniform_costs(3, 0, 0, 0))
-    assert (timeline.span, timeline.bubble_ratio, timeline.makespan_bubble_ratio, timeline.idle_ratio) == (0, 0, 0, 0)
+    assert (
+        timeline.span,
+        timeline.bubble_ratio,
+        timeline.makespan_bubble_ratio,
+        timeline.idle_ratio,
+    ) == (0, 0, 0, 0)
 
 
 def test_costs_for_another_number_of_stages() -> None:
@@ -132,13 +166,17 @@ def test_costs_for_another_number_of_stages() -> None:
 
 
 def test_a_schedule_that_never_ends() -> None:
-    schedule = from_text("# stuck  ranks=2 microbatches=2 placement=0,1\n0 | F0 BW0 F1 BW1\n1 | F0 F1 BW0 BW1\n")
+    schedule = from_text(
+        "# stuck  ranks=2 microbatches=2 placement=0,1\n0 | F0 BW0 F1 BW1\n1 | F0 F1 BW0 BW1\n"
+    )
     with pytest.raises(ScheduleError, match="a circle"):
         simulate(schedule, uniform_costs(2, 1, 1, 1))
 
 
 def test_makespan_starts_with_the_first_op() -> None:
-    timeline = Timeline(((Span(Op(F, 0, 0), 5.0, 6.0),), (Span(Op(F, 1, 0), 7.0, 9.0),)), (0.0, 0.0))
+    timeline = Timeline(
+        ((Span(Op(F, 0, 0), 5.0, 6.0),), (Span(Op(F, 1, 0), 7.0, 9.0),)), (0.0, 0.0)
+    )
     assert (timeline.makespan, timeline.span) == (4, 2)
 
 
@@ -146,7 +184,9 @@ def test_makespan_starts_with_the_first_op() -> None:
 
 
 def test_peak_memory_by_hand() -> None:
-    schedule = from_text("# x  ranks=1 microbatches=3 placement=0\n0 | F0 F1 B0 F2 W0 B1 W1 B2 W2\n")
+    schedule = from_text(
+        "# x  ranks=1 microbatches=3 placement=0\n0 | F0 F1 B0 F2 W0 B1 W1 B2 W2\n"
+    )
     # 10 20 | 14 24 | 20 14 10 4 0: an F adds 10, a B takes 6, a W takes 4.
     assert peak_memory(schedule, Costs((StageCost(1, 1, 1, 10, -6, -4),), ())) == (24,)
     assert simulate(schedule, Costs((StageCost(1, 1, 1, 10, -6, -4),), ())).peak_memory == (24,)
@@ -180,7 +220,9 @@ def test_peak_memory_of_the_timeline(schedule: Schedule, data: st.DataObject) ->
 
 def with_time(costs: Costs) -> Costs:
     """No op of time 0, so that the clock tells ops apart."""
-    return Costs(tuple(replace(s, f=s.f + 1, b=s.b + 1, w=s.w + 1) for s in costs.stages), costs.links)
+    return Costs(
+        tuple(replace(s, f=s.f + 1, b=s.b + 1, w=s.w + 1) for s in costs.stages), costs.links
+    )
 
 
 @given(schedules(several=False), st.data())
@@ -196,7 +238,9 @@ def test_resident_gives_the_peak_of_any_costs(schedule: Schedule, data: st.DataO
 @given(schedules())
 def test_resident_pairs_are_not_dominated(schedule: Schedule) -> None:
     for stage, pairs in enumerate(resident(schedule)):
-        assert not [(a, b) for a in pairs for b in pairs if a != b and a[0] <= b[0] and a[1] <= b[1]]
+        assert not [
+            (a, b) for a in pairs for b in pairs if a != b and a[0] <= b[0] and a[1] <= b[1]
+        ]
         if stage < schedule.first_trainable:
             assert pairs == ((0, 0),)
         else:
@@ -207,4 +251,8 @@ def test_resident_of_the_hand_made() -> None:
     assert resident(make_schedule("1f1b", 3, 5)) == (((3, 0),), ((2, 0),), ((1, 0),))
     assert resident(make_schedule("gpipe", 2, 5)) == (((5, 0),), ((5, 0),))
     # H1 trades a microbatch in flight for one more W that waits, rank by rank.
-    assert resident(make_schedule("zb-h1", 3, 5)) == (((3, 0), (2, 1)), ((2, 1), (1, 2)), ((1, 2), (0, 3)))
+    assert resident(make_schedule("zb-h1", 3, 5)) == (
+        ((3, 0), (2, 1)),
+        ((2, 1), (1, 2)),
+        ((1, 2), (0, 3)),
+    )

@@ -42,29 +42,47 @@ V_SHAPED = """
 
 
 def test_by_hand() -> None:
-    assert to_torch_csv(make_schedule("zb-h1", 2, 3)) == "0F0,0F1,0I0,0W0,0F2,0I1,0W1,0I2,0W2\n1F0,1I0,1F1,1I1,1W0,1F2,1I2,1W1,1W2\n"
+    assert (
+        to_torch_csv(make_schedule("zb-h1", 2, 3))
+        == "0F0,0F1,0I0,0W0,0F2,0I1,0W1,0I2,0W2\n1F0,1I0,1F1,1I1,1W0,1F2,1I2,1W1,1W2\n"
+    )
     assert to_torch_csv(make_schedule("1f1b", 2, 2)) == "0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n"
 
 
 @given(
-    st.sampled_from([[0], [0, 1], [0, 1, 2], [0, 1, 0, 1], [0, 1, 1, 0], [2, 0, 1]]), st.integers(1, 5), st.randoms(use_true_random=False)
+    st.sampled_from([[0], [0, 1], [0, 1, 2], [0, 1, 0, 1], [0, 1, 1, 0], [2, 0, 1]]),
+    st.integers(1, 5),
+    st.randoms(use_true_random=False),
 )
 def test_round_trip(placement: list[int], microbatches: int, random: Random) -> None:
     schedule = wander(placement, microbatches, 0, random)
     text = to_torch_csv(schedule)
-    assert from_torch_csv(text, name="wandered") == schedule == from_torch_csv(text, placement, "wandered")
+    assert (
+        from_torch_csv(text, name="wandered")
+        == schedule
+        == from_torch_csv(text, placement, "wandered")
+    )
 
 
 def test_reads_what_torch_writes(tmp_path: Path) -> None:
     """torch pads its rows, ends its lines its own way and can add messages and what FSDP needs."""
-    from torch.distributed.pipelining.schedules import _Action, _add_reduce_grad, _add_send_recv, _add_unshard_reshard
+    from torch.distributed.pipelining.schedules import (
+        _Action,
+        _add_reduce_grad,
+        _add_send_recv,
+        _add_unshard_reshard,
+    )
 
     schedule = from_text(LOOPED)
     rows = to_torch_csv(schedule).splitlines()
     padded = ",,".join(["", *rows[0].split(","), ""]) + "\r\n" + rows[1] + ",,\r\n"
     assert from_torch_csv(padded, name="looped") == schedule
-    actions = {rank: [_Action.from_str(cell) for cell in row.split(",")] for rank, row in enumerate(rows)}
-    around: dict[int, Any] = {rank: _add_reduce_grad([*_add_unshard_reshard(row)], 4) for rank, row in actions.items()}
+    actions = {
+        rank: [_Action.from_str(cell) for cell in row.split(",")] for rank, row in enumerate(rows)
+    }
+    around: dict[int, Any] = {
+        rank: _add_reduce_grad([*_add_unshard_reshard(row)], 4) for rank, row in actions.items()
+    }
     full = _add_send_recv(around, lambda stage: stage % 2, 4)
     text = "\n".join(",".join(map(str, full[rank])) for rank in range(2))
     assert all(word in text for word in ("SEND_F", "RECV_B", "UNSHARD", "RESHARD", "REDUCE_GRAD"))
@@ -72,11 +90,21 @@ def test_reads_what_torch_writes(tmp_path: Path) -> None:
 
 
 def test_reads_torchs_own_schedules() -> None:
-    from torch.distributed.pipelining.schedules import ScheduleDualPipeV, ScheduleInterleavedZeroBubble, ScheduleZBVZeroBubble
+    from torch.distributed.pipelining.schedules import (
+        ScheduleDualPipeV,
+        ScheduleInterleavedZeroBubble,
+        ScheduleZBVZeroBubble,
+    )
 
     # Only the rows are wanted, so these stand for schedules without a process group and stages.
     settings = SimpleNamespace(
-        pp_group_size=2, n_local_stages=2, _num_stages=4, num_stages=4, _n_microbatches=4, number_of_rounds=2, microbatches_per_round=2
+        pp_group_size=2,
+        n_local_stages=2,
+        _num_stages=4,
+        num_stages=4,
+        _n_microbatches=4,
+        number_of_rounds=2,
+        microbatches_per_round=2,
     )
     looped, down_and_up = (0, 1, 0, 1), (0, 1, 1, 0)
     for kind, placement in (
@@ -84,8 +112,12 @@ def test_reads_torchs_own_schedules() -> None:
         (ScheduleZBVZeroBubble, down_and_up),
         (ScheduleDualPipeV, down_and_up),
     ):
-        rows = [kind._calculate_single_rank_operations(cast(Any, settings), rank) for rank in range(2)]
-        read = from_torch_csv("\n".join(",".join("" if cell is None else str(cell) for cell in row) for row in rows))
+        rows = [
+            kind._calculate_single_rank_operations(cast(Any, settings), rank) for rank in range(2)
+        ]
+        read = from_torch_csv(
+            "\n".join(",".join("" if cell is None else str(cell) for cell in row) for row in rows)
+        )
         assert (read.ranks, read.microbatches, read.placement) == (2, 4, placement)
 
 
@@ -93,14 +125,32 @@ def test_reads_torchs_own_schedules() -> None:
     ("text", "message"),
     [
         ("", "torch's CSV is empty; it has one row per rank, such as 0F0,0I0,0W0"),
-        ("0F0,0X0", "row 0, cell 1 of torch's CSV: '0X0' is not an action such as 0F0, 0I0, 0W0 or 0B0 (stage, kind, microbatch)"),
-        ("0F0,0B0\n1F0,F1", "row 1, cell 1 of torch's CSV: 'F1' is not an action such as 0F0, 0I0, 0W0 or 0B0 (stage, kind, microbatch)"),
-        ("(0F0;0SEND_F0)OVERLAP_F_B", "row 0, cell 0 of torch's CSV: '(0F0;0SEND_F0)OVERLAP_F_B' is not an action"),
-        ("0F0,0B0\n\n1F0,1B0", "row 1 of torch's CSV has no ops; every rank needs at least one stage"),
-        ("0F0,0B0\n1F0,0F1,1B0", "row 1, cell 1 of torch's CSV: 0F1 is on rank 1, but stage 0 belongs to rank 0"),
+        (
+            "0F0,0X0",
+            "row 0, cell 1 of torch's CSV: '0X0' is not an action such as 0F0, 0I0, 0W0 or 0B0 (stage, kind, microbatch)",
+        ),
+        (
+            "0F0,0B0\n1F0,F1",
+            "row 1, cell 1 of torch's CSV: 'F1' is not an action such as 0F0, 0I0, 0W0 or 0B0 (stage, kind, microbatch)",
+        ),
+        (
+            "(0F0;0SEND_F0)OVERLAP_F_B",
+            "row 0, cell 0 of torch's CSV: '(0F0;0SEND_F0)OVERLAP_F_B' is not an action",
+        ),
+        (
+            "0F0,0B0\n\n1F0,1B0",
+            "row 1 of torch's CSV has no ops; every rank needs at least one stage",
+        ),
+        (
+            "0F0,0B0\n1F0,0F1,1B0",
+            "row 1, cell 1 of torch's CSV: 0F1 is on rank 1, but stage 0 belongs to rank 0",
+        ),
         ("0F0,0B0\n2F0,2B0", "torch's CSV has no op of stage 1 of 3"),
         ("0F0,0I0", "torch: stage 0 has 0 of 1 W ops"),
-        ("0F0,0F1,0B1,0B0", "torch: rank 0 runs BW of microbatch 1 on stage 0 where microbatch 0 of B is due"),
+        (
+            "0F0,0F1,0B1,0B0",
+            "torch: rank 0 runs BW of microbatch 1 on stage 0 where microbatch 0 of B is due",
+        ),
         (
             "0B0,0F0\n1F0,1B0",
             "torch: rank 0 waits at BW of microbatch 0 on stage 0 for F of microbatch 0 on stage 0, which never runs: a circle",
@@ -127,7 +177,10 @@ def test_a_placement_that_does_not_fit(placement: list[int], message: str) -> No
 
 
 def test_a_frozen_prefix_is_not_for_torch() -> None:
-    with pytest.raises(ScheduleError, match="zb-h1: stages below 1 are frozen and have no backward, which torch wants of every stage"):
+    with pytest.raises(
+        ScheduleError,
+        match="zb-h1: stages below 1 are frozen and have no backward, which torch wants of every stage",
+    ):
         to_torch_csv(make_schedule("zb-h1", 3, 4, 1))
 
 
@@ -146,14 +199,25 @@ def run_in_torch(world: World, text: str, stages: int, microbatches: int) -> dic
     from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
 
     torch.manual_seed(99)
-    inputs, targets = torch.randn(2 * microbatches, 6).double(), torch.randn(2 * microbatches, 6).double()
+    inputs, targets = (
+        torch.randn(2 * microbatches, 6).double(),
+        torch.randn(2 * microbatches, 6).double(),
+    )
     whole = nn.Sequential(*map(_stage, range(stages)))
     expected = functional.mse_loss(whole(inputs), targets)
     expected.backward()
 
-    own = sorted({int(cell.split("F")[0]) for cell in text.splitlines()[world.rank].split(",") if "F" in cell})
+    own = sorted(
+        {
+            int(cell.split("F")[0])
+            for cell in text.splitlines()[world.rank].split(",")
+            if "F" in cell
+        }
+    )
     held = {index: _stage(index) for index in own}
-    built = [PipelineStage(module, index, stages, torch.device("cpu")) for index, module in held.items()]
+    built = [
+        PipelineStage(module, index, stages, torch.device("cpu")) for index, module in held.items()
+    ]
     runtime = _PipelineScheduleRuntime(built, microbatches, loss_fn=functional.mse_loss)
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "schedule.csv"
@@ -164,7 +228,11 @@ def run_in_torch(world: World, text: str, stages: int, microbatches: int) -> dic
         for module in held.values():
             module.zero_grad()
         losses = []
-        runtime.step(*[inputs] if 0 in own else [], target=targets if stages - 1 in own else None, losses=losses)
+        runtime.step(
+            *[inputs] if 0 in own else [],
+            target=targets if stages - 1 in own else None,
+            losses=losses,
+        )
         for index, module in held.items():
             for ours, theirs in zip(module.parameters(), whole[index].parameters(), strict=True):
                 assert ours.grad is not None
@@ -189,5 +257,7 @@ def test_torch_computes_equal_gradients(pool: Pool, schedule: Schedule) -> None:
     text, ranks = to_torch_csv(schedule), schedule.ranks
     given_ = {"text": text, "stages": schedule.stages, "microbatches": schedule.microbatches}
     results = pool.run("tests.schedule.test_torch_csv:run_in_torch", ranks, **given_)
-    assert [tuple(result["stages"]) for result in results] == [schedule.stages_of(rank) for rank in range(ranks)]
+    assert [tuple(result["stages"]) for result in results] == [
+        schedule.stages_of(rank) for rank in range(ranks)
+    ]
     assert [",".join(result["ran"]) for result in results] == text.splitlines()

@@ -18,15 +18,23 @@ RARE = {"every", "near"}  # of memories or numbers of layers that the quick ones
 
 
 def loops(modules: Iterable[ModuleType]) -> list[Dispatcher]:
-    loops = [loop for module in modules for loop in vars(module).values() if isinstance(loop, Dispatcher)]
+    loops = [
+        loop for module in modules for loop in vars(module).values() if isinstance(loop, Dispatcher)
+    ]
     return [loop for loop in loops if loop.__name__ not in INNER]
 
 
 def test_every_loop_is_compiled() -> None:
     """Of sparse layers, for float32; and of the balancers."""
     layers = loops((csr_loops, hash_attention, shared_qk))
-    used = {name for user in (chains, chunks) for name in re.findall(r"kernels\.(\w+)\(", inspect.getsource(user))} - RARE | {"replay"}
-    balancers = [loop for loop in loops((_kernels, _chunk_kernels, _replay)) if loop.__name__ in used]
+    used = {
+        name
+        for user in (chains, chunks)
+        for name in re.findall(r"kernels\.(\w+)\(", inspect.getsource(user))
+    } - RARE | {"replay"}
+    balancers = [
+        loop for loop in loops((_kernels, _chunk_kernels, _replay)) if loop.__name__ in used
+    ]
     assert len(layers) >= 8
     assert {loop.__name__ for loop in balancers} == used
     prepare()
@@ -36,4 +44,6 @@ def test_every_loop_is_compiled() -> None:
         assert texts, f"{loop.__name__} is not compiled"
         floating = [text for text in texts if "float" in text]
         if loop in layers:
-            assert not floating or any("float32" in text for text in floating), f"{loop.__name__}: {texts}"
+            assert not floating or any("float32" in text for text in floating), (
+                f"{loop.__name__}: {texts}"
+            )

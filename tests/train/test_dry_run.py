@@ -22,7 +22,12 @@ TINY: dict[str, Any] = {
     "pipeline": {"schedule": "1f1b"},
 }
 TOKENS = 2 * 4  # of a microbatch
-EMBEDDING, ATTENTION, FEED_FORWARD, HEAD = 256 * 8, 8 + 3 * 64 + 64, 8 + 2 * 32 * 8 + 32 * 8, 8 + 8 * 256
+EMBEDDING, ATTENTION, FEED_FORWARD, HEAD = (
+    256 * 8,
+    8 + 3 * 64 + 64,
+    8 + 2 * 32 * 8 + 32 * 8,
+    8 + 8 * 256,
+)
 
 
 # Bytes of rotary tables: cosine and sine of a sequence of 4, for 2 heads of 4 numbers, 2 pairs
@@ -35,13 +40,16 @@ def test_parameters_and_static_bytes() -> None:
     assert [c.parameters for c in costs] == [EMBEDDING, ATTENTION, FEED_FORWARD, HEAD]
     # float32 weights, as many gradients, and two moments each; and the attention's rotary tables.
     assert [(c.weight_bytes, c.gradient_bytes, c.optimizer_bytes) for c in costs] == [
-        (4 * c.parameters + table, 4 * c.parameters, 8 * c.parameters) for c, table in zip(costs, TABLES, strict=True)
+        (4 * c.parameters + table, 4 * c.parameters, 8 * c.parameters)
+        for c, table in zip(costs, TABLES, strict=True)
     ]
     assert [c.output_bytes for c in costs] == [TOKENS * 8 * 4] * 3 + [4]
     assert [c.rollback_bytes for c in costs] == [0] * 4
     for rollback, copied in (("exact", 12), ("in-place", 0)):
         config = parse(TINY | {"pipeline": {"post_validation": True, "rollback": rollback}})
-        assert [c.rollback_bytes for c in shape_costs(config, load_model(config))] == [copied * c.parameters for c in costs]
+        assert [c.rollback_bytes for c in shape_costs(config, load_model(config))] == [
+            copied * c.parameters for c in costs
+        ]
 
 
 def test_stash_by_hand() -> None:
@@ -70,8 +78,15 @@ def test_memory_by_hand() -> None:
         # the B after the first W, when there are gradients: it has then taken two messages. (The
         # last as much in the F before it.)
         messages = 3 * costs[1].output_bytes
-        workspace = max(own[1].workspace_bytes, own[0].workspace_bytes - own[1].activation_bytes + own[1].stash_bytes * rank)
-        expected = sum(16 * c.parameters + in_flight * c.activation_bytes for c in own) + messages + workspace
+        workspace = max(
+            own[1].workspace_bytes,
+            own[0].workspace_bytes - own[1].activation_bytes + own[1].stash_bytes * rank,
+        )
+        expected = (
+            sum(16 * c.parameters + in_flight * c.activation_bytes for c in own)
+            + messages
+            + workspace
+        )
         expected += sum(TABLES[2 * rank : 2 * rank + 2])
         assert plan.memory[rank] == expected
     assert plan.to_json()["microbatches"] == 5
@@ -89,13 +104,26 @@ def test_shapes_say_what_a_run_measures(sequence: int) -> None:
     text = torch.randint(256, (3, 2, sequence + 1))
     pipe.step(0, text[..., :-1], text[..., 1:], lr=0.1)
     measured = pipe.costs()
-    for field in ("parameters", "weight_bytes", "gradient_bytes", "activation_bytes", "stash_bytes", "output_bytes"):
+    for field in (
+        "parameters",
+        "weight_bytes",
+        "gradient_bytes",
+        "activation_bytes",
+        "stash_bytes",
+        "output_bytes",
+    ):
         assert [getattr(c, field) for c in costs] == [getattr(c, field) for c in measured], field
 
 
 def test_nothing_is_allocated_or_drawn() -> None:
     """A model far larger than this machine; and no random number of the process is used up."""
-    huge = parse({"model": {"blocks": 60, "hidden": 16384, "heads": 128}, "train": {"micro_batch": 8}, "parallel": {"pipeline": 30}})
+    huge = parse(
+        {
+            "model": {"blocks": 60, "hidden": 16384, "heads": 128},
+            "train": {"micro_batch": 8},
+            "parallel": {"pipeline": 30},
+        }
+    )
     plan = dry_run(huge)
     assert sum(plan.parameters) > 1.5e11
     assert min(plan.memory) > 16 * min(plan.parameters)
@@ -104,8 +132,14 @@ def test_nothing_is_allocated_or_drawn() -> None:
 def test_memory_limit() -> None:
     plan = dry_run(parse(TINY))
     wanted = max(plan.memory)
-    assert dry_run(parse(TINY | {"pipeline": {"schedule": "1f1b", "memory_limit": wanted}})).limit == wanted
-    with pytest.raises(PartitionError, match=f"rank 1 needs {wanted} bytes at the peak of 1f1b, over pipeline.memory_limit = {wanted - 1}"):
+    assert (
+        dry_run(parse(TINY | {"pipeline": {"schedule": "1f1b", "memory_limit": wanted}})).limit
+        == wanted
+    )
+    with pytest.raises(
+        PartitionError,
+        match=f"rank 1 needs {wanted} bytes at the peak of 1f1b, over pipeline.memory_limit = {wanted - 1}",
+    ):
         dry_run(parse(TINY | {"pipeline": {"schedule": "1f1b", "memory_limit": wanted - 1}}))
 
 
@@ -118,12 +152,20 @@ def test_gpipe_keeps_every_microbatch() -> None:
         least = sum(12 * c.parameters + 5 * c.activation_bytes for c in own)
         # Beside these an op's workspace, gradients, and on the first rank five messages that may
         # land.
-        most = sum(4 * c.parameters for c in own) + max(c.workspace_bytes for c in own) + 5 * costs[1].output_bytes * (rank == 0)
+        most = (
+            sum(4 * c.parameters for c in own)
+            + max(c.workspace_bytes for c in own)
+            + 5 * costs[1].output_bytes * (rank == 0)
+        )
         assert least < memory[rank] <= least + most
 
 
 def test_precision_halves_what_computes_and_keeps_float32_where_it_must() -> None:
-    costs = {name: shape_costs(config, load_model(config)) for name in PRECISIONS for config in [parse(_with(precision=name))]}
+    costs = {
+        name: shape_costs(config, load_model(config))
+        for name in PRECISIONS
+        for config in [parse(_with(precision=name))]
+    }
     for wide, low, table in zip(costs["float32"], costs["bfloat16"], TABLES, strict=True):
         assert low.weight_bytes - table == (wide.weight_bytes - table) / 2
         assert low.gradient_bytes == wide.gradient_bytes
@@ -142,16 +184,37 @@ def test_recomputing_is_chosen_where_memory_is_short() -> None:
     assert (kept.recompute, recomputed.recompute) == ((), (0, 1, 2, 3))
     assert max(recomputed.memory) < max(kept.memory)
     for limit in (max(kept.memory), max(kept.memory) - 1, max(recomputed.memory)):
-        plan = dry_run(parse(_with(recompute="auto") | {"pipeline": {"schedule": "1f1b", "memory_limit": limit}}))
+        plan = dry_run(
+            parse(
+                _with(recompute="auto") | {"pipeline": {"schedule": "1f1b", "memory_limit": limit}}
+            )
+        )
         assert max(plan.memory) <= limit
         assert bool(plan.recompute) == (limit < max(kept.memory))
     with pytest.raises(PartitionError, match="even when all its layers are recomputed"):
-        dry_run(parse(_with(recompute="auto") | {"pipeline": {"schedule": "1f1b", "memory_limit": min(recomputed.memory) // 2}}))
+        dry_run(
+            parse(
+                _with(recompute="auto")
+                | {"pipeline": {"schedule": "1f1b", "memory_limit": min(recomputed.memory) // 2}}
+            )
+        )
 
 
 def test_emulated_layers_do_not_sleep() -> None:
     plan = dry_run(
-        parse({"model": {"kind": "emulated", "layers": 4, "f": 1e6, "b": 1e6, "w": 1e6, "bytes": 64}, "parallel": {"pipeline": 4}})
+        parse(
+            {
+                "model": {
+                    "kind": "emulated",
+                    "layers": 4,
+                    "f": 1e6,
+                    "b": 1e6,
+                    "w": 1e6,
+                    "bytes": 64,
+                },
+                "parallel": {"pipeline": 4},
+            }
+        )
     )
     assert plan.parameters == (1, 1, 1, 1)
 
@@ -161,16 +224,30 @@ def test_input_errors_are_those_of_a_run() -> None:
         dry_run(parse(TINY | {"model": TINY["model"] | {"vocab": 100}}))
     with pytest.raises(ConfigError, match=r"balance.initial sums to 3, but the model has 5 layers"):
         dry_run(
-            parse({"model": {"kind": "python:tests.models.user_model:layers"}, "parallel": {"pipeline": 2}, "balance": {"initial": [1, 2]}})
+            parse(
+                {
+                    "model": {"kind": "python:tests.models.user_model:layers"},
+                    "parallel": {"pipeline": 2},
+                    "balance": {"initial": [1, 2]},
+                }
+            )
         )
     meshes = {
         "parallel": {"data": 6},
         "elastic": {"reshape_at": [[3, 6, 1]]},
         "train": {"global_batch": 48, "micro_batch": 1, "reduction_slots": 24},
     }
-    with pytest.raises(ConfigError, match=r"parallel.pipeline = 6 is more than the model's 5 layers"):
+    with pytest.raises(
+        ConfigError, match=r"parallel.pipeline = 6 is more than the model's 5 layers"
+    ):
         dry_run(parse({"model": {"kind": "python:tests.models.user_model:layers"}} | meshes))
     plan = dry_run(
-        parse({"model": {"kind": "python:tests.models.user_model:layers"}, "parallel": {"pipeline": 2}, "train": {"micro_batch": 4}})
+        parse(
+            {
+                "model": {"kind": "python:tests.models.user_model:layers"},
+                "parallel": {"pipeline": 2},
+                "train": {"micro_batch": 4},
+            }
+        )
     )
     assert plan.partition == (3, 2)

@@ -14,14 +14,23 @@ from dynmo.train.setup import device_for, first_partition, memory_limit, warn_of
 
 
 def test_first_partition() -> None:
-    loaded = parse({"model": {"blocks": 3}, "parallel": {"pipeline": 3}, "balance": {"initial": [1, 2, 5]}})
+    loaded = parse(
+        {"model": {"blocks": 3}, "parallel": {"pipeline": 3}, "balance": {"initial": [1, 2, 5]}}
+    )
     assert first_partition(loaded, 8).counts == (1, 2, 5)
-    assert first_partition(parse({"model": {"blocks": 3}, "parallel": {"pipeline": 3}}), 8).counts == (3, 3, 2)
+    assert first_partition(
+        parse({"model": {"blocks": 3}, "parallel": {"pipeline": 3}}), 8
+    ).counts == (3, 3, 2)
     own = {"kind": "python:a:b"}
-    with pytest.raises(ConfigError, match=r"parallel.pipeline = 4 is more than the model's 3 layers; use fewer ranks"):
+    with pytest.raises(
+        ConfigError,
+        match=r"parallel.pipeline = 4 is more than the model's 3 layers; use fewer ranks",
+    ):
         first_partition(parse({"model": own, "parallel": {"pipeline": 4}}), 3)
     with pytest.raises(ConfigError, match=r"balance.initial sums to 3, but the model has 4 layers"):
-        first_partition(parse({"model": own, "parallel": {"pipeline": 2}, "balance": {"initial": [1, 2]}}), 4)
+        first_partition(
+            parse({"model": own, "parallel": {"pipeline": 2}, "balance": {"initial": [1, 2]}}), 4
+        )
 
 
 def test_memory_limit_and_device() -> None:
@@ -36,10 +45,15 @@ def test_memory_limit_and_device() -> None:
 
 
 def test_cores() -> None:
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = (
+        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    )
     assert warn_of_cores(load(overrides=[f"parallel.threads={cores}"])) is None
     assert warn_of_cores(load(overrides=[f"parallel.threads={cores + 1}"])) is not None
-    assert warn_of_cores(load(overrides=[f"parallel.threads={cores + 1}", "model.kind=emulated"])) is None, "sleep needs no core"
+    assert (
+        warn_of_cores(load(overrides=[f"parallel.threads={cores + 1}", "model.kind=emulated"]))
+        is None
+    ), "sleep needs no core"
 
 
 def test_what_cuda_reads_as_it_starts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -70,7 +84,9 @@ def test_ranks_share_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     chosen: list[int] = []
     monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=80 << 30))
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=80 << 30)
+    )
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     monkeypatch.setenv("CUDA_MODULE_LOADING", "LAZY")
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32")
@@ -80,13 +96,16 @@ def test_ranks_share_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
     assert whole is not None
     assert memory_limit(shared, torch.device("cuda", 0)) == whole // 3
     with pytest.raises(
-        ConfigError, match=r"local rank 2 has no CUDA device \(2 here\).* parallel.backend = 'gloo', which lets ranks share one"
+        ConfigError,
+        match=r"local rank 2 has no CUDA device \(2 here\).* parallel.backend = 'gloo', which lets ranks share one",
     ):
         device_for(parse({"model": {"blocks": 3}, "parallel": {"pipeline": 5}}), 2)
 
 
 def test_a_device_keeps_a_reserve(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=80 << 30))
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=80 << 30)
+    )
     cuda = torch.device("cuda", 0)
     whole = memory_limit(parse({}), cuda)
     assert whole is not None

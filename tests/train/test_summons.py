@@ -35,7 +35,9 @@ def test_floats_are_exact():
     assert read.model_copy(update={"state": {}}) == SUMMONS.model_copy(update={"state": {}})
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", json.dumps({**json.loads(SUMMONS.to_text()), "more": 1})])
+@pytest.mark.parametrize(
+    "text", ["", "[]", "{}", json.dumps({**json.loads(SUMMONS.to_text()), "more": 1})]
+)
 def test_what_is_no_summons(text):
     with pytest.raises(RunError, match="a summons that cannot be read"):
         summons_from(text)

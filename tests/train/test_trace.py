@@ -34,7 +34,9 @@ def test_a_run(pool: Pool, tmp_path: Path) -> None:
     trace = json.loads((tmp_path / "trace.json").read_text())
     assert set(trace) == {"traceEvents", "displayTimeUnit"}
     events = trace["traceEvents"]
-    named = {e["tid"]: e["args"]["name"] for e in events if e["ph"] == "M" and e["name"] == "thread_name"}
+    named = {
+        e["tid"]: e["args"]["name"] for e in events if e["ph"] == "M" and e["name"] == "thread_name"
+    }
     assert named == {0: "rank 0", 1: "rank 1"}
     slices = [e for e in events if e["ph"] != "M"]
     for e in slices:
@@ -46,9 +48,15 @@ def test_a_run(pool: Pool, tmp_path: Path) -> None:
     # The last two steps before the layers freeze at step 6, the first two after, and the last two
     # of the run.
     assert {e["args"]["step"] for e in slices} == {4, 5, 6, 7, 10, 11}
-    seen = Counter((e["tid"], e["args"]["step"], part, e["args"]["microbatch"]) for e in slices for part in _parts(e["cat"]))
+    seen = Counter(
+        (e["tid"], e["args"]["step"], part, e["args"]["microbatch"])
+        for e in slices
+        for part in _parts(e["cat"])
+    )
     # Layers 0 to 3 of 6 freeze: all of rank 0's three.
-    expected = {(rank, s, "F", j) for rank in (0, 1) for s in (4, 5, 6, 7, 10, 11) for j in range(4)}
+    expected = {
+        (rank, s, "F", j) for rank in (0, 1) for s in (4, 5, 6, 7, 10, 11) for j in range(4)
+    }
     expected |= {(1, s, kind, j) for s in (4, 5, 6, 7, 10, 11) for kind in "BW" for j in range(4)}
     expected |= {(0, s, kind, j) for s in (4, 5) for kind in "BW" for j in range(4)}
     assert set(seen) == expected
@@ -84,7 +92,9 @@ def test_rounding_makes_no_overlap() -> None:
     assert all(a["ts"] + a["dur"] <= b["ts"] + 1e-9 for a, b in pairwise(slices))
 
 
-@pytest.mark.parametrize(("steps", "kept"), [(0, []), (1, [3, 4, 9]), (3, [1, 2, 3, 4, 5, 6, 7, 8, 9])])
+@pytest.mark.parametrize(
+    ("steps", "kept"), [(0, []), (1, [3, 4, 9]), (3, [1, 2, 3, 4, 5, 6, 7, 8, 9])]
+)
 def test_what_is_kept(tmp_path: Path, steps: int, kept: list[int]) -> None:
     tracer = Tracer(alone(), HostClock(), steps)
     for step in range(10):
@@ -125,9 +135,19 @@ def test_a_long_run_keeps_its_resolution(tmp_path: Path) -> None:
     tracer = Tracer(alone(), CoarseClock(), 1)
     day = time.perf_counter() + 86400
     for step in range(2):
-        tracer.observe(step, [Interval("F", 0, j, day + step + j * 1e-4, day + step + (j + 1) * 1e-4) for j in range(5)])
+        tracer.observe(
+            step,
+            [
+                Interval("F", 0, j, day + step + j * 1e-4, day + step + (j + 1) * 1e-4)
+                for j in range(5)
+            ],
+        )
     tracer.finish(tmp_path / "trace.json")
-    lengths = [e["dur"] for e in json.loads((tmp_path / "trace.json").read_text())["traceEvents"] if e["ph"] == "X"]
+    lengths = [
+        e["dur"]
+        for e in json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+        if e["ph"] == "X"
+    ]
     assert lengths == pytest.approx([100.0] * 5, abs=0.2)
 
 

@@ -23,7 +23,14 @@ def config(ranks: int, dynamism: dict[str, Any], **changes: Any) -> dict[str, An
     return {
         "seed": 3,
         "model": {"blocks": 2, "hidden": 16, "heads": 2, "sequence": 8, "dropout": 0.1},
-        "train": {"steps": 12, "global_batch": 6, "micro_batch": 2, "lr": 1e-2, "warmup": 2, "max_grad_norm": 0.5},
+        "train": {
+            "steps": 12,
+            "global_batch": 6,
+            "micro_batch": 2,
+            "lr": 1e-2,
+            "warmup": 2,
+            "max_grad_norm": 0.5,
+        },
         "parallel": {"pipeline": ranks, "timeout": 20.0},
         "balance": {"balancer": "random", "every": 1},
         "dynamism": dynamism,
@@ -32,16 +39,27 @@ def config(ranks: int, dynamism: dict[str, Any], **changes: Any) -> dict[str, An
     } | changes
 
 
-@pytest.mark.parametrize("dynamism", [{}, SCHEDULED, AUTO], ids=["plain", "scheduled", "autofreeze"])
+@pytest.mark.parametrize(
+    "dynamism", [{}, SCHEDULED, AUTO], ids=["plain", "scheduled", "autofreeze"]
+)
 def test_resumed_is_uninterrupted(pool: Pool, tmp_path: Path, dynamism: dict[str, Any]) -> None:
     """Stopped by a signal after step 4, resumed on fewer ranks; stopped again; resumed on more.
     Same loss, same weights."""
-    whole = pool.run("train_in", 3, config=config(3, dynamism), folder=str(_made(tmp_path / "whole")))
+    whole = pool.run(
+        "train_in", 3, config=config(3, dynamism), folder=str(_made(tmp_path / "whole"))
+    )
     folder = str(_made(tmp_path / "parts"))
     first = pool.run("train_in", 3, config=config(3, dynamism), folder=folder, stop_after=4)
     assert [(r["interrupted"], r["steps"]) for r in first] == [(True, first[0]["steps"])] * 3
     assert 5 <= first[0]["steps"] <= 7
-    second = pool.run("train_in", 1, config=config(1, dynamism), folder=folder, resume=True, stop_after=first[0]["steps"])
+    second = pool.run(
+        "train_in",
+        1,
+        config=config(1, dynamism),
+        folder=folder,
+        resume=True,
+        stop_after=first[0]["steps"],
+    )
     assert first[0]["steps"] < second[0]["steps"] < 10
     third = pool.run("train_in", 4, config=config(4, dynamism), folder=folder, resume=True)
     assert not third[0]["interrupted"]
@@ -51,7 +69,11 @@ def test_resumed_is_uninterrupted(pool: Pool, tmp_path: Path, dynamism: dict[str
     losses = [{e.step: e.loss for e in each if isinstance(e, StepEvent)} for each in events]
     assert losses[0] == losses[1]
     assert sorted(losses[1]) == list(range(12))
-    assert [e.reason for e in events[1] if isinstance(e, EndEvent)] == ["interrupted", "interrupted", "done"]
+    assert [e.reason for e in events[1] if isinstance(e, EndEvent)] == [
+        "interrupted",
+        "interrupted",
+        "done",
+    ]
     frozen = [{e.step: e.frozen for e in each if isinstance(e, StepEvent)} for each in events]
     assert frozen[0] == frozen[1]
     if dynamism:
@@ -70,19 +92,31 @@ def _made(folder: Path) -> Path:
 def test_a_damaged_checkpoint_is_passed_over(pool: Pool, tmp_path: Path) -> None:
     folder = _made(tmp_path / "run")
     whole = pool.run("train_in", 2, config=config(2, SCHEDULED), folder=str(folder))
-    assert [e.path[-11:] for e in read(folder / "events.jsonl") if isinstance(e, CheckpointEvent)] == [
+    assert [
+        e.path[-11:] for e in read(folder / "events.jsonl") if isinstance(e, CheckpointEvent)
+    ] == [
         "step-000004",
         "step-000008",
         "step-000012",
     ]
-    assert sorted(p.name for p in (folder / "checkpoints").iterdir()) == ["latest", "step-000008", "step-000012"]
+    assert sorted(p.name for p in (folder / "checkpoints").iterdir()) == [
+        "latest",
+        "step-000008",
+        "step-000012",
+    ]
     tensors = folder / "checkpoints" / "step-000012" / "layer-0002" / "tensors.safetensors"
     data = bytearray(tensors.read_bytes())
     data[-1] ^= 1
     tensors.write_bytes(data)
     resumed = pool.run("train_in", 2, config=config(2, SCHEDULED), folder=str(folder), resume=True)
     assert resumed[0]["weights_digest"] == whole[0]["weights_digest"]
-    assert [e.step for e in read(folder / "events.jsonl") if isinstance(e, StepEvent)] == [*range(12), 8, 9, 10, 11]
+    assert [e.step for e in read(folder / "events.jsonl") if isinstance(e, StepEvent)] == [
+        *range(12),
+        8,
+        9,
+        10,
+        11,
+    ]
 
 
 def test_a_checkpoint_of_an_earlier_version(pool: Pool, tmp_path: Path) -> None:
@@ -128,10 +162,17 @@ def test_costs_that_cannot_be_written_cost_nothing_else(pool: Pool, tmp_path: Pa
     assert not (folder / "costs.json").exists()
 
 
-def test_a_threshold_that_was_measured_is_in_the_runs_own_config(pool: Pool, tmp_path: Path) -> None:
+def test_a_threshold_that_was_measured_is_in_the_runs_own_config(
+    pool: Pool, tmp_path: Path
+) -> None:
     """So that the same bits come from it, without a measurement and wherever it is trained."""
-    pruning = {"cases": ["pruning"], "pruning": {"start": 1, "end": 9, "every": 2, "dense_below": "measured"}}
-    first = pool.run("train_in", 2, config=config(2, pruning), folder=str(_made(tmp_path / "first")))
+    pruning = {
+        "cases": ["pruning"],
+        "pruning": {"start": 1, "end": 9, "every": 2, "dense_below": "measured"},
+    }
+    first = pool.run(
+        "train_in", 2, config=config(2, pruning), folder=str(_made(tmp_path / "first"))
+    )
     recorded = load(tmp_path / "first" / "config.toml").model_dump(mode="json")
     table = recorded["dynamism"]["pruning"]["dense_below"]
     assert sorted(table) == ["128x16", "16x16", "16x64", "48x16"]
@@ -149,19 +190,38 @@ def test_resuming_with_another_model_is_refused(pool: Pool, tmp_path: Path) -> N
     for change, match in (
         ({"hidden": 24}, "resume with the config that the run was started with"),
         ({"blocks": 3}, r"is of another model \(6 layers"),
-        ({"tied": True}, "is of a run with model.tied = False, the config has True; resume with that, or start anew"),
+        (
+            {"tied": True},
+            "is of a run with model.tied = False, the config has True; resume with that, or start anew",
+        ),
     ):
         with pytest.raises(JobFailed, match=match):
-            pool.run("train_in", 2, config=other | {"model": other["model"] | change}, folder=str(folder), resume=True)
-    with pytest.raises(JobFailed, match=r"is of a run with train.optimizer = 'adamw', the config has 'sgd'"):
-        pool.run("train_in", 2, config=other | {"train": other["train"] | {"optimizer": "sgd"}}, folder=str(folder), resume=True)
+            pool.run(
+                "train_in",
+                2,
+                config=other | {"model": other["model"] | change},
+                folder=str(folder),
+                resume=True,
+            )
+    with pytest.raises(
+        JobFailed, match=r"is of a run with train.optimizer = 'adamw', the config has 'sgd'"
+    ):
+        pool.run(
+            "train_in",
+            2,
+            config=other | {"train": other["train"] | {"optimizer": "sgd"}},
+            folder=str(folder),
+            resume=True,
+        )
     shutil.rmtree(folder / "checkpoints")
     with pytest.raises(JobFailed, match="there is no checkpoint to resume from"):
         pool.run("train_in", 2, config=other, folder=str(folder), resume=True)
 
 
 def rates(**changes: Any) -> list[float]:
-    train = TrainSection.model_validate({"steps": 11, "lr": 1.0, "warmup": 0, "min_lr_ratio": 0.1} | changes)
+    train = TrainSection.model_validate(
+        {"steps": 11, "lr": 1.0, "warmup": 0, "min_lr_ratio": 0.1} | changes
+    )
     return [learning_rate(train, step) for step in range(train.steps)]
 
 
@@ -169,7 +229,9 @@ def test_learning_rate() -> None:
     assert rates(decay="constant") == [1.0] * 11
     assert rates(decay="linear") == pytest.approx([1 - 0.9 * i / 10 for i in range(11)])
     cosine = rates(decay="cosine")
-    assert cosine == pytest.approx([0.1 + 0.9 * (1 + math.cos(math.pi * i / 10)) / 2 for i in range(11)])
+    assert cosine == pytest.approx(
+        [0.1 + 0.9 * (1 + math.cos(math.pi * i / 10)) / 2 for i in range(11)]
+    )
     assert (cosine[0], cosine[-1]) == (1.0, pytest.approx(0.1))
     assert rates(warmup=4, decay="constant")[:5] == [0.25, 0.5, 0.75, 1.0, 1.0]
     warmed = rates(warmup=4, decay="linear")
@@ -187,9 +249,13 @@ def test_a_cache_for_what_never_comes_again_is_refused(pool: Pool) -> None:
     cached = {"cases": ["freezing"], "freezing": {"schedule": [[1, 2]], "cache_bytes": 1 << 20}}
     wanted = config(2, cached, checkpoint={}, balance={"balancer": "none"})
     wanted["model"]["dropout"] = 0.0
-    with pytest.raises(JobFailed, match="cache_bytes = 1048576: no microbatch comes again within 12 steps") as caught:
+    with pytest.raises(
+        JobFailed, match="cache_bytes = 1048576: no microbatch comes again within 12 steps"
+    ) as caught:
         pool.run("train", 2, config=wanted)
     assert str(caught.value).count("no microbatch comes again") >= 2
     wanted["train"] |= {"eval_every": 4}
     (end,) = [e for e in pool.run("events", 2, config=wanted)[0] if e["event"] == "end"]
-    assert end["spared_forwards"] == 2 * 2 * 4, "two frozen layers in two more evaluations of four microbatches"
+    assert end["spared_forwards"] == 2 * 2 * 4, (
+        "two frozen layers in two more evaluations of four microbatches"
+    )

@@ -74,7 +74,9 @@ class Worker:
     def __init__(self, name: str, threaded: bool) -> None:
         self._name = name
         self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._serve, name=name, daemon=True) if threaded else None
+        self._thread = (
+            threading.Thread(target=self._serve, name=name, daemon=True) if threaded else None
+        )
         self.error: DynmoError | None = None
         if self._thread is not None:
             self._thread.start()
@@ -109,8 +111,22 @@ Posted = tuple[tuple[Tensor, ...], list[dist.Work]]
 class Inbox:
     """The receiving end of a channel."""
 
-    def __init__(self, world: World, channel: Channel, varying: bool, depth: int, poster: Worker, watcher: Worker) -> None:
-        self._world, self.channel, self._varying, self._poster, self._watcher = world, channel, varying, poster, watcher
+    def __init__(
+        self,
+        world: World,
+        channel: Channel,
+        varying: bool,
+        depth: int,
+        poster: Worker,
+        watcher: Worker,
+    ) -> None:
+        self._world, self.channel, self._varying, self._poster, self._watcher = (
+            world,
+            channel,
+            varying,
+            poster,
+            watcher,
+        )
         # A header that has landed is no message that has.
         self._ahead = POSTED_AHEAD if varying else _ahead(world, depth, varying)
         self._depth = depth
@@ -141,7 +157,11 @@ class Inbox:
         small, so that none is posted later."""
         if self._spec is None or self._varying or self._world.enqueues:
             return self._ahead
-        return posted(self._messages, sum(dtype.itemsize * math.prod(shape) for dtype, shape in self._spec), self._depth)
+        return posted(
+            self._messages,
+            sum(dtype.itemsize * math.prod(shape) for dtype, shape in self._spec),
+            self._depth,
+        )
 
     def _post(self, count: int) -> None:
         """Has receives posted until `count` are open."""
@@ -157,17 +177,28 @@ class Inbox:
             buffers: tuple[Tensor, ...] = (torch.zeros(LEAD, dtype=torch.int64),)
         else:
             assert self._spec is not None
-            buffers = tuple(torch.empty(shape, dtype=dtype, device=self._world.device) for dtype, shape in self._spec)
+            buffers = tuple(
+                torch.empty(shape, dtype=dtype, device=self._world.device)
+                for dtype, shape in self._spec
+            )
         self._posted.put((buffers, self._receive(buffers, header=self._varying)))
 
     def _receive(self, buffers: tuple[Tensor, ...], header: bool = False) -> list[dist.Work]:
         channel = self.channel
         tag = _tag(channel) + header * TAG_HEADERS
-        return [self._world.receive(on_wire(b), channel.source, tag, _key(channel)) for b in buffers if b.numel()]
+        return [
+            self._world.receive(on_wire(b), channel.source, tag, _key(channel))
+            for b in buffers
+            if b.numel()
+        ]
 
     def _wait(self, works: list[dist.Work], microbatch: int) -> None:
         for work in works:
-            self._world.wait(work, self.channel.source, f"the {self.channel.direction} of microbatch {microbatch}")
+            self._world.wait(
+                work,
+                self.channel.source,
+                f"the {self.channel.direction} of microbatch {microbatch}",
+            )
 
     def _next_posted(self, timeout: float) -> Posted:
         """Raises queue.Empty if the poster does not post it in time, or has failed."""
@@ -196,12 +227,17 @@ class Inbox:
             self._wait(works, microbatch)
         # The watcher's own wait has a shorter limit and says more: it speaks first.
         elif not here.wait(self._world.timeout + 5) or self._watcher.error is not None:
-            raise self._watcher.error or self._late(f"its own watcher of the {self.channel.direction} of microbatch {microbatch}")
+            raise self._watcher.error or self._late(
+                f"its own watcher of the {self.channel.direction} of microbatch {microbatch}"
+            )
         return buffers
 
     def _late(self, what: str) -> WaitTimeout:
         me = self._world.rank
-        return WaitTimeout(f"{self._world.describe_rank(me)} waited {self._world.timeout:g} s for {what}", [self._world.global_rank(me)])
+        return WaitTimeout(
+            f"{self._world.describe_rank(me)} waited {self._world.timeout:g} s for {what}",
+            [self._world.global_rank(me)],
+        )
 
     def arrived(self, microbatch: int, timeout: float) -> bool:
         """Whether the next message is here, or comes within `timeout` seconds. Where there is no
@@ -239,7 +275,10 @@ class Inbox:
         """The next message, which is the one of `microbatch`."""
         if self._varying:
             (lead,) = self._land(microbatch)
-            buffers = tuple(torch.empty(shape, dtype=dtype, device=self._world.device) for dtype, shape in self._read(lead, microbatch))
+            buffers = tuple(
+                torch.empty(shape, dtype=dtype, device=self._world.device)
+                for dtype, shape in self._read(lead, microbatch)
+            )
             self._wait(self._receive(buffers), microbatch)
         else:
             if self._spec is None:
@@ -311,19 +350,33 @@ class Outbox:
         self._acquire(microbatch)
         self.worker.submit(lambda: self._send(microbatch, header, tensors))
 
-    def _send(self, microbatch: int, header: tuple[Tensor, ...], tensors: tuple[Tensor, ...]) -> None:
+    def _send(
+        self, microbatch: int, header: tuple[Tensor, ...], tensors: tuple[Tensor, ...]
+    ) -> None:
         channel, tag, key = self.channel, _tag(self.channel), _key(self.channel)
-        parts = [on_wire(tensor if tensor.is_contiguous() else tensor.detach().contiguous()) for tensor in tensors]
+        parts = [
+            on_wire(tensor if tensor.is_contiguous() else tensor.detach().contiguous())
+            for tensor in tensors
+        ]
         try:
-            head = [self._world.send(lead, channel.target, tag + TAG_HEADERS, key) for lead in header[:1]]
+            head = [
+                self._world.send(lead, channel.target, tag + TAG_HEADERS, key)
+                for lead in header[:1]
+            ]
             head += [self._world.send(rest, channel.target, tag, key) for rest in header[1:]]
-            works = [self._world.send(part, channel.target, tag, key) for part in parts if part.numel()]
+            works = [
+                self._world.send(part, channel.target, tag, key) for part in parts if part.numel()
+            ]
             if not self._threaded:
                 self._enqueued.append(Enqueued(head, works, [*parts, *header]))
                 self._release_done()
                 return
             for work in (*head, *works):
-                self._world.wait(work, channel.target, f"room to send the {channel.direction} of microbatch {microbatch}")
+                self._world.wait(
+                    work,
+                    channel.target,
+                    f"room to send the {channel.direction} of microbatch {microbatch}",
+                )
         except DynmoError as error:
             self.worker.error = error  # before the place is free, so that who takes it sees it
             self._room.release()
@@ -334,8 +387,14 @@ class Outbox:
         """CUDA: frees the places of the messages that the peer has. Whether there were any."""
         before = len(self._enqueued)
         while self._enqueued and all(work.is_completed() for work in self._enqueued[0].works):
-            for header in self._enqueued.popleft().header:  # the peer read it before it could receive what came behind
-                self._world.wait(header, self.channel.target, f"the header of the {self.channel.direction} to be read")
+            for header in (
+                self._enqueued.popleft().header
+            ):  # the peer read it before it could receive what came behind
+                self._world.wait(
+                    header,
+                    self.channel.target,
+                    f"the header of the {self.channel.direction} to be read",
+                )
             self._room.release()
         return len(self._enqueued) < before
 
@@ -344,7 +403,11 @@ class Outbox:
         says more: it speaks first."""
         taken = False
         if self.worker.error is None:
-            taken = self._room.acquire(timeout=self._world.timeout + 5) if self._threaded else self._acquire_enqueued()
+            taken = (
+                self._room.acquire(timeout=self._world.timeout + 5)
+                if self._threaded
+                else self._acquire_enqueued()
+            )
         if not taken or self.worker.error is not None:
             raise self.worker.error or WaitTimeout(
                 f"{self._world.describe_rank(self._world.rank)} waited {self._world.timeout:g} s for "
@@ -385,11 +448,20 @@ class Transport:
         world.open_channels(sorted({_key(c) for p in programs for c in p.depth}))
         self._world, self._messages = world, own.microbatches
         self._poster = Worker("poster", bool(own.incoming) and not world.enqueues)
-        self._watcher = Worker("watcher", any(c in own.varying or not world.enqueues for c in own.incoming))
-        self._inboxes = {c: Inbox(world, c, c in own.varying, own.depth[c], self._poster, self._watcher) for c in own.incoming}
+        self._watcher = Worker(
+            "watcher", any(c in own.varying or not world.enqueues for c in own.incoming)
+        )
+        self._inboxes = {
+            c: Inbox(world, c, c in own.varying, own.depth[c], self._poster, self._watcher)
+            for c in own.incoming
+        }
         self._outboxes = {c: Outbox(world, c, c in own.varying, own.depth[c]) for c in own.outgoing}
         # The threads end with the transport, also where nobody closes it.
-        workers = [self._poster, self._watcher, *(outbox.worker for outbox in self._outboxes.values())]
+        workers = [
+            self._poster,
+            self._watcher,
+            *(outbox.worker for outbox in self._outboxes.values()),
+        ]
         self._finish = weakref.finalize(self, _end, workers)
         world.channels.add(self)
 

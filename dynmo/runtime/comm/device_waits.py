@@ -35,7 +35,9 @@ class DeviceWaits:
         self._since: float | None = None  # the host saw the stream stand at the first of them
 
     @contextmanager
-    def around(self, device: torch.device, peers: Sequence[int] | None, what: str) -> Iterator[None]:
+    def around(
+        self, device: torch.device, peers: Sequence[int] | None, what: str
+    ) -> Iterator[None]:
         """What is enqueued inside holds up the device's current stream until the peers do their
         part."""
         stream = torch.cuda.current_stream(device)  # a thread's own current device may be another

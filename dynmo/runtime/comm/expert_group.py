@@ -28,15 +28,21 @@ class ExpertGroup:
     """
 
     def __init__(self, world: World, ranks: int) -> None:
-        groups = [tuple(range(first, first + ranks)) for first in range(0, world.everyone.size, ranks)]
-        self.world = world.everyone.view(groups, "the groups of replicas that share experts", apart=True)
+        groups = [
+            tuple(range(first, first + ranks)) for first in range(0, world.everyone.size, ranks)
+        ]
+        self.world = world.everyone.view(
+            groups, "the groups of replicas that share experts", apart=True
+        )
         self._pipeline = world
         self.place, self.ranks = self.world.rank, ranks
         self.number = world.replica // ranks
 
     def counts(self, sent: Sequence[Sequence[int]], taken: Sequence[int]) -> list[list[int]]:
         """See `RowExchange.counts`."""
-        parts = torch.tensor(list(chain(*sent)), device=self.world.device).split([len(each) for each in sent])
+        parts = torch.tensor(list(chain(*sent)), device=self.world.device).split(
+            [len(each) for each in sent]
+        )
         arrived = self._exchange(parts, taken, "the numbers of rows for the experts here")
         numbers: list[int] = torch.cat(arrived).tolist()
         rest = iter(numbers)
@@ -47,7 +53,9 @@ class ExpertGroup:
         flat, each = on_wire(rows).reshape(-1), rows.shape[1] * rows.element_size()
         width = each // flat.element_size()
         parts = flat.split([count * width for count in sent])
-        arrived = torch.cat(self._exchange(parts, [count * width for count in taken], "rows for the experts here"))
+        arrived = torch.cat(
+            self._exchange(parts, [count * width for count in taken], "rows for the experts here")
+        )
         return arrived.view(rows.dtype).view(-1, rows.shape[1])
 
     def _exchange(self, parts: Sequence[Tensor], sizes: Sequence[int], what: str) -> list[Tensor]:

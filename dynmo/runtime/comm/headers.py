@@ -46,7 +46,17 @@ _CODES = {dtype: code for code, dtype in enumerate(DTYPES.values())}
 _BY_CODE = tuple(DTYPES.values())
 # NCCL sends the other dtypes as bytes.
 _KNOWN_TO_NCCL = frozenset(
-    {torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.int8, torch.uint8, torch.bool}
+    {
+        torch.float32,
+        torch.float64,
+        torch.bfloat16,
+        torch.float16,
+        torch.int64,
+        torch.int32,
+        torch.int8,
+        torch.uint8,
+        torch.bool,
+    }
 )
 
 LEAD = 64
@@ -94,7 +104,9 @@ def encode(spec: Spec) -> tuple[Tensor, ...]:
     numbers = [n for dtype, shape in spec for n in (_CODES[dtype], len(shape), *shape)]
     numbers = [len(numbers), *numbers]
     lead = torch.tensor(numbers[:LEAD] + [0] * (LEAD - len(numbers)), dtype=torch.int64)
-    return (lead,) if len(numbers) <= LEAD else (lead, torch.tensor(numbers[LEAD:], dtype=torch.int64))
+    return (
+        (lead,) if len(numbers) <= LEAD else (lead, torch.tensor(numbers[LEAD:], dtype=torch.int64))
+    )
 
 
 def rest_of(lead: Tensor, what: str) -> Tensor | None:
@@ -143,10 +155,14 @@ def _tensors(numbers: list[int], what: str) -> Iterator[tuple[torch.dtype, tuple
         code, dimensions = numbers[at], numbers[at + 1] if at + 1 < len(numbers) else -1
         shape = tuple(numbers[at + 2 : at + 2 + max(0, dimensions)])
         if not 0 <= code < len(_BY_CODE) or len(shape) != dimensions or min(shape, default=0) < 0:
-            raise _damaged(what, f"it announces a tensor of dtype {code} and {dimensions} dimensions, {shape}")
+            raise _damaged(
+                what, f"it announces a tensor of dtype {code} and {dimensions} dimensions, {shape}"
+            )
         yield _BY_CODE[code], shape
         at += 2 + dimensions
 
 
 def _damaged(what: str, how: str) -> RunError:
-    return RunError(f"{what}: the header cannot be read, for {how}; do all ranks run the same dynmo?")
+    return RunError(
+        f"{what}: the header cannot be read, for {how}; do all ranks run the same dynmo?"
+    )

@@ -113,7 +113,9 @@ class Newcomer:
         name: What it is called in messages.
     """
 
-    def __init__(self, home: dist.Store, text: str, timeout: float, name: str = "a newcomer") -> None:
+    def __init__(
+        self, home: dist.Store, text: str, timeout: float, name: str = "a newcomer"
+    ) -> None:
         self._store = dist.PrefixStore("lobby", home)
         self._text, self._timeout, self._name = text, timeout, name
 
@@ -152,7 +154,10 @@ class Newcomer:
                 if new != pulse:
                     pulse, heard = new, now
                 elif now - heard > limit:
-                    raise WaitTimeout(f"{self._name} waited {limit:g} s for rank 0, which gives no sign of life", [0])
+                    raise WaitTimeout(
+                        f"{self._name} waited {limit:g} s for rank 0, which gives no sign of life",
+                        [0],
+                    )
             time.sleep(_POLL)
 
 
@@ -164,7 +169,9 @@ def _told() -> Iterator[None]:
     except RuntimeError as error:
         if isinstance(error, RankDied | WaitTimeout):
             raise
-        raise RankDied(f"lost the store of rank 0 while waiting to join ({reason(error)}); the run has ended") from None
+        raise RankDied(
+            f"lost the store of rank 0 while waiting to join ({reason(error)}); the run has ended"
+        ) from None
 
 
 def tell_all(store: dist.Store, key: str, rank: int, text: str) -> None:
@@ -189,5 +196,7 @@ def read_all(store: dist.Store, key: str, size: int, timeout: float) -> list[str
         store.wait(keys, timedelta(seconds=timeout))
     except RuntimeError:
         absent = [rank for rank, each in enumerate(keys) if not store.check([each])]
-        raise WaitTimeout(f"waited {timeout:g} s for ranks {absent} to say where they run", absent) from None
+        raise WaitTimeout(
+            f"waited {timeout:g} s for ranks {absent} to say where they run", absent
+        ) from None
     return [store.get(each).decode() for each in keys]

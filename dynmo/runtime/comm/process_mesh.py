@@ -36,7 +36,9 @@ def arrange(world: World, replicas: int) -> World:
     if replicas == 1:
         return everyone
     pipelines = [tuple(range(replica, everyone.size, replicas)) for replica in range(replicas)]
-    positions = [tuple(range(first, first + replicas)) for first in range(0, everyone.size, replicas)]
+    positions = [
+        tuple(range(first, first + replicas)) for first in range(0, everyone.size, replicas)
+    ]
     what = f"the groups of {replicas} replicas"
     return everyone.view(pipelines, what).with_peers(everyone.view(positions, what))
 

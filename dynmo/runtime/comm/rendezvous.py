@@ -42,7 +42,9 @@ class Rendezvous:
 
     def __post_init__(self) -> None:
         if not 0 <= self.rank < self.size:
-            raise ConfigError(f"rank {self.rank} of {self.size}: ranks count from 0; what the launcher set does not hold together")
+            raise ConfigError(
+                f"rank {self.rank} of {self.size}: ranks count from 0; what the launcher set does not hold together"
+            )
 
 
 ALONE = Rendezvous(rank=0, size=1, local_rank=0)
@@ -59,32 +61,52 @@ def from_environment(environ: Mapping[str, str] = os.environ) -> Rendezvous | No
         try:
             return int(environ[key])
         except (KeyError, ValueError):
-            raise ConfigError(f"{key} is {environ.get(key)!r}; the launcher must set it to a number") from None
+            raise ConfigError(
+                f"{key} is {environ.get(key)!r}; the launcher must set it to a number"
+            ) from None
 
     if "RANK" in environ and "WORLD_SIZE" in environ:
-        rank, size, local = number("RANK"), number("WORLD_SIZE"), number("LOCAL_RANK" if "LOCAL_RANK" in environ else "RANK")
+        rank, size, local = (
+            number("RANK"),
+            number("WORLD_SIZE"),
+            number("LOCAL_RANK" if "LOCAL_RANK" in environ else "RANK"),
+        )
         if "DYNMO_MEETING" in environ:
             return Rendezvous(rank, size, local, meeting=environ["DYNMO_MEETING"])
         if "DYNMO_RENDEZVOUS" in environ:
             return Rendezvous(rank, size, local, folder=environ["DYNMO_RENDEZVOUS"])
         if "MASTER_ADDR" not in environ:
-            raise ConfigError("RANK and WORLD_SIZE are set but MASTER_ADDR is not; start the ranks with torchrun, or unset RANK")
+            raise ConfigError(
+                "RANK and WORLD_SIZE are set but MASTER_ADDR is not; start the ranks with torchrun, or unset RANK"
+            )
         address = environ["MASTER_ADDR"]
         # The name alone does not tell: on Kubernetes the first pod may be given "localhost", and
         # the others its name. A literal 127.x address cannot be reached from elsewhere.
         here = environ.get("LOCAL_WORLD_SIZE") == environ["WORLD_SIZE"]
         loopback = is_loopback(address) and (here or address != "localhost")
-        return Rendezvous(rank, size, local, address=address, port=number("MASTER_PORT"), loopback=loopback)
+        return Rendezvous(
+            rank, size, local, address=address, port=number("MASTER_PORT"), loopback=loopback
+        )
     # A single interactive Slurm shell also has SLURM_PROCID; only several tasks are a world to
     # join.
     if "SLURM_PROCID" in environ and "SLURM_NTASKS" in environ and number("SLURM_NTASKS") > 1:
         rank, size, local = number("SLURM_PROCID"), number("SLURM_NTASKS"), number("SLURM_LOCALID")
-        address = environ.get("MASTER_ADDR") or first_host(environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST", ""))
+        address = environ.get("MASTER_ADDR") or first_host(
+            environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST", "")
+        )
         # One port per job, the same on every task, away from the registered ones.
-        port = number("MASTER_PORT") if "MASTER_PORT" in environ else 20000 + number("SLURM_JOB_ID") % 20000
-        return Rendezvous(rank, size, local, address=address, port=port, loopback=is_loopback(address))
+        port = (
+            number("MASTER_PORT")
+            if "MASTER_PORT" in environ
+            else 20000 + number("SLURM_JOB_ID") % 20000
+        )
+        return Rendezvous(
+            rank, size, local, address=address, port=port, loopback=is_loopback(address)
+        )
     if "RANK" in environ or "WORLD_SIZE" in environ:
-        raise ConfigError("only one of RANK and WORLD_SIZE is set; start the ranks with torchrun, or unset it")
+        raise ConfigError(
+            "only one of RANK and WORLD_SIZE is set; start the ranks with torchrun, or unset it"
+        )
     return None
 
 
@@ -97,5 +119,7 @@ def first_host(nodelist: str) -> str:
     """The first host of Slurm's compressed list: `gpu[003-006,9],x1` -> `gpu003`."""
     first = re.sub(r"\[([^\],-]+)[^\]]*\]", r"\1", nodelist).split(",")[0]
     if not first:
-        raise ConfigError("Slurm gave no SLURM_JOB_NODELIST; set MASTER_ADDR to the first task's host")
+        raise ConfigError(
+            "Slurm gave no SLURM_JOB_NODELIST; set MASTER_ADDR to the first task's host"
+        )
     return first

@@ -30,7 +30,11 @@ class Watch(TorchDispatchMode):
         return self._peak - over
 
     def __torch_dispatch__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         out = func(*args, **(kwargs or {}))
         given = {_key(x) for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)}

@@ -62,7 +62,9 @@ class Executor:
     ) -> None:
         self.program, self.stages = program, stages
         self.transport, self.clock, self.streams, self.timeout = transport, clock, streams, timeout
-        self._buffers = BufferSet(layer.module for stage in stages.values() for layer in stage.layers)
+        self._buffers = BufferSet(
+            layer.module for stage in stages.values() for layer in stage.layers
+        )
 
     def run(
         self,
@@ -134,10 +136,27 @@ class _ProgramRun:
     """One run of an executor's program: the tensors that are on their way, and what has been
     measured."""
 
-    def __init__(self, executor: Executor, step: int, inputs: Tensor | None, targets: Tensor | None, training: bool) -> None:
-        self._executor, self._step, self._inputs, self._targets, self._training = executor, step, inputs, targets, training
+    def __init__(
+        self,
+        executor: Executor,
+        step: int,
+        inputs: Tensor | None,
+        targets: Tensor | None,
+        training: bool,
+    ) -> None:
+        self._executor, self._step, self._inputs, self._targets, self._training = (
+            executor,
+            step,
+            inputs,
+            targets,
+            training,
+        )
         self._program, self._stages = executor.program, executor.stages
-        self._transport, self._streams, self._mark = executor.transport, executor.streams, executor.clock.mark
+        self._transport, self._streams, self._mark = (
+            executor.transport,
+            executor.streams,
+            executor.clock.mark,
+        )
         self._output = StepOutput()
         self._intervals = self._output.intervals
         self._queue = WeightGradQueue(self._program.instructions, self._stages)
@@ -183,7 +202,9 @@ class _ProgramRun:
         targets = _at(self._targets, j) if to is None else None
         y = self._stages[s].forward(j, x, self._step, targets, self._training)
         if to is None:
-            self._output.losses.append(y[0].detach())  # with its graph it would live until nobody needs the step any more
+            self._output.losses.append(
+                y[0].detach()
+            )  # with its graph it would live until nobody needs the step any more
         else:
             self._hand_on(Direction.ACTIVATION, s, j, y, to, local)
         return start
@@ -199,7 +220,9 @@ class _ProgramRun:
             self._hand_on(Direction.GRADIENT, s, j, g, to, local)
         return start
 
-    def _hand_on(self, direction: Direction, s: int, j: int, tensors: Tensors, to: int, local: bool) -> None:
+    def _hand_on(
+        self, direction: Direction, s: int, j: int, tensors: Tensors, to: int, local: bool
+    ) -> None:
         """Gives a result to a stage of this rank, or keeps it for the `Send` that follows."""
         if local:
             self._arrived[direction, to, j] = tensors

@@ -75,7 +75,11 @@ class NormRing:
     def prefix(self, own: Tensor) -> Tensor:
         """own: this rank's entries, zeros elsewhere. Returns them with those of the ranks
         before."""
-        return own if self._prefix_from is None else own + self._take(TAG_PREFIX, self._prefix_from, "the norms of the ranks before it")
+        return (
+            own
+            if self._prefix_from is None
+            else own + self._take(TAG_PREFIX, self._prefix_from, "the norms of the ranks before it")
+        )
 
     def pass_on(self, prefix: Tensor) -> None:
         """Hands the prefix to the next rank; the last one sends what is the whole table on its way

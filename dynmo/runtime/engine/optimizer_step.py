@@ -26,18 +26,30 @@ class OptimizerStep:
     """scaler: of the loss. clip_scope: by which norm a layer is clipped, that of all or its own."""
 
     def __init__(
-        self, layer_store: LayerStore, table: StepReduction, profiler: Profiler, scaler: LossScaler, clip_scope: Literal["global", "local"]
+        self,
+        layer_store: LayerStore,
+        table: StepReduction,
+        profiler: Profiler,
+        scaler: LossScaler,
+        clip_scope: Literal["global", "local"],
     ) -> None:
         self._layer_store, self.table, self._profiler = layer_store, table, profiler
         self.scaler, self.clip_scope = scaler, clip_scope
 
-    def update(self, step: int, step_output: StepOutput, lr: float, max_norm: float, flag: int) -> tuple[StepResult, str | None]:
+    def update(
+        self, step: int, step_output: StepOutput, lr: float, max_norm: float, flag: int
+    ) -> tuple[StepResult, str | None]:
         """The step's result, and what kept it from being made as its gradients were. Raises
         RunError where that ends the run."""
         self.prepare()
         table = self.table.once(self.table.own(step_output, flag))
         everyone = self._layer_store.world.everyone
-        result = self.table.read(step, everyone.sum(table, "the step to end on every rank"), step_output, self.scaler.scale)
+        result = self.table.read(
+            step,
+            everyone.sum(table, "the step to end on every rank"),
+            step_output,
+            self.scaler.scale,
+        )
         failed = self.failed(result.loss, result.squared_norms, max_norm)
         error = self.error(result) if failed == NON_FINITE else None
         if error is not None:
@@ -68,7 +80,12 @@ class OptimizerStep:
     def _unscale(self) -> None:
         """Divides the loss scale out of the gradients: a power of two, so no bits change."""
         if self.scaler.scale != 1:
-            gradients = [p.grad for layer in self._layer_store.layers.values() for p in layer.module.parameters() if p.grad is not None]
+            gradients = [
+                p.grad
+                for layer in self._layer_store.layers.values()
+                for p in layer.module.parameters()
+                if p.grad is not None
+            ]
             if gradients:
                 scale_all(gradients, 1 / self.scaler.scale)
 
@@ -79,7 +96,10 @@ class OptimizerStep:
         later ranks are still 0, so far."""
         if not all(map(math.isfinite, (loss, *squared_norms))):
             return NON_FINITE
-        clips = self.clip_scope == "global" and clip_factor(math.sqrt(math.fsum(squared_norms)), max_norm) != 1.0
+        clips = (
+            self.clip_scope == "global"
+            and clip_factor(math.sqrt(math.fsum(squared_norms)), max_norm) != 1.0
+        )
         return CLIPPED if clips else None
 
     def error(self, result: StepResult) -> RunError | None:
@@ -93,7 +113,9 @@ class OptimizerStep:
         what = "Lower train.lr or check the data"
         if finite and scaled and not scaler.dynamic:
             what = 'Lower train.loss_scale, or take "dynamic"'
-        return RunError(f"step {result.step}: loss {result.loss}, gradient norm {result.norm}{scaled}; nothing was updated. {what}")
+        return RunError(
+            f"step {result.step}: loss {result.loss}, gradient norm {result.norm}{scaled}; nothing was updated. {what}"
+        )
 
     def skipped(self, result: StepResult) -> StepResult:
         return replace(result, squared_norms=(0.0,) * self._layer_store.model.layers, skipped=True)
@@ -105,7 +127,11 @@ class OptimizerStep:
         clipped by its own."""
         norm = math.sqrt(math.fsum(squared_norms))
         own = self.clip_scope == "local"
-        self._each(lambda index, optimizer: optimizer.step(lr, clip_factor(math.sqrt(squared_norms[index]) if own else norm, max_norm)))
+        self._each(
+            lambda index, optimizer: optimizer.step(
+                lr, clip_factor(math.sqrt(squared_norms[index]) if own else norm, max_norm)
+            )
+        )
 
     def take_back(self, undo: Callable[[LayerOptimizer], None]) -> None:
         """After `apply`: undoes what it did to each layer."""
@@ -114,7 +140,9 @@ class OptimizerStep:
     def _each(self, act: Callable[[int, LayerOptimizer], None]) -> None:
         """Of the layers that train, with ZeRO-1 until all replicas have the new parameters."""
         frozen, replicas = self._layer_store.frozen.layers, self._layer_store.replicas
-        for index, optimizer in sorted(self._layer_store.optimizers.items()):  # peers in one order, wherever their layers came from
+        for index, optimizer in sorted(
+            self._layer_store.optimizers.items()
+        ):  # peers in one order, wherever their layers came from
             if index not in frozen:
                 act(index, optimizer)
                 replicas.send_parameters(index)

@@ -41,7 +41,9 @@ class PostValidation:
     bit, else by arithmetic.
     """
 
-    def __init__(self, layer_store: LayerStore, end: OptimizerStep, *, validates: bool, copies: bool) -> None:
+    def __init__(
+        self, layer_store: LayerStore, end: OptimizerStep, *, validates: bool, copies: bool
+    ) -> None:
         self._layer_store, self._end = layer_store, end
         self._policy = BarrierPolicy() if validates else None
         self._ring = NormRing(layer_store.world, layer_store.layout.processes, end.table.length)
@@ -82,7 +84,9 @@ class PostValidation:
         executor.scale_loss(self._end.scaler.scale)  # no B has started
         return is_validated
 
-    def end(self, step: int, step_output: StepOutput, lr: float, max_norm: float, flag: int) -> None:
+    def end(
+        self, step: int, step_output: StepOutput, lr: float, max_norm: float, flag: int
+    ) -> None:
         """Of a step without a barrier: makes it if the ranks so far have nothing against it, and
         tells the next. Raises the RunError of the step before, if that has failed meanwhile."""
         if self._failure is not None:
@@ -99,7 +103,9 @@ class PostValidation:
                 for optimizer in self._layer_store.optimizers.values():
                     optimizer.keep()
             # That the norm of all will not clip is taken for granted; a layer's own norm is known.
-            self._end.apply(known.squared_norms, lr, max_norm if self._end.clip_scope == "local" else 0.0)
+            self._end.apply(
+                known.squared_norms, lr, max_norm if self._end.clip_scope == "local" else 0.0
+            )
         self._ring.pass_on(self._end.table.complete(prefix) if self._ring.completes else prefix)
         self._pending = _Pending(step, step_output, lr, max_norm, stepped)
         self._end.observe()
@@ -138,13 +144,19 @@ class PostValidation:
         pending, self._pending = self._pending, None
         assert pending is not None
         end = self._end
-        result = end.table.read(pending.step, self._ring.verdict(), pending.step_output, end.scaler.scale)
+        result = end.table.read(
+            pending.step, self._ring.verdict(), pending.step_output, end.scaler.scale
+        )
         failed = end.failed(result.loss, result.squared_norms, pending.max_norm)
         assert self._policy is not None
         switch = self._policy.observe(failed is not None)
         if failed is not None:
             if pending.stepped:
-                end.take_back(lambda optimizer: optimizer.restore() if self._copies else optimizer.invert(pending.lr))
+                end.take_back(
+                    lambda optimizer: (
+                        optimizer.restore() if self._copies else optimizer.invert(pending.lr)
+                    )
+                )
             if failed == CLIPPED:
                 end.apply(result.squared_norms, pending.lr, pending.max_norm)
             if failed == NON_FINITE:
@@ -168,7 +180,11 @@ class PostValidation:
     def observed(self, result: StepResult, failed: str | None) -> StepResult:
         """Of a step with a barrier: as the verdict on it would have been, so that there may be none
         again."""
-        return replace(result, switch=self._policy.observe(failed is not None)) if self._policy else result
+        return (
+            replace(result, switch=self._policy.observe(failed is not None))
+            if self._policy
+            else result
+        )
 
     def add(self, result: StepResult) -> None:
         """Of a step that is final."""
@@ -186,7 +202,9 @@ class PostValidation:
     def reshaped(self) -> None:
         """The ranks are another mesh: tables have other ways."""
         self.part()
-        self._ring = NormRing(self._layer_store.world, self._layer_store.layout.processes, self._end.table.length)
+        self._ring = NormRing(
+            self._layer_store.world, self._layer_store.layout.processes, self._end.table.length
+        )
 
     def renewed(self) -> None:
         """Other ranks have joined, which know nothing of earlier steps: whether steps have a

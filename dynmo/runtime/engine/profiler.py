@@ -89,7 +89,11 @@ class Profiler:
         for which, kind in enumerate(_by_kind(marks, self._clock.seconds)):
             known = [seconds for seconds in kind if seconds is not None]
             if kind and not known:
-                known = [seconds for seconds in _by_kind(marks, self._clock.elapsed)[which] if seconds is not None]
+                known = [
+                    seconds
+                    for seconds in _by_kind(marks, self._clock.elapsed)[which]
+                    if seconds is not None
+                ]
             readings.append(known)
         return readings
 
@@ -99,7 +103,12 @@ class Profiler:
         return Times() if readings is None else readings.seconds
 
     def gather(
-        self, world: World, layers: Iterable[tuple[Layer, LayerOptimizer]], count: int, copies: bool = False, accumulation_groups: int = 1
+        self,
+        world: World,
+        layers: Iterable[tuple[Layer, LayerOptimizer]],
+        count: int,
+        copies: bool = False,
+        accumulation_groups: int = 1,
     ) -> tuple[LayerCost, ...]:
         """Every layer's cost, the same on every rank: where there are replicas, of the one that
         takes longest.
@@ -109,7 +118,9 @@ class Profiler:
         """
         table = torch.zeros(count, len(fields(LayerCost)), dtype=torch.float64)
         for layer, optimizer in layers:
-            gradients = sum(gradient_bytes(p) for p in gradient_parameters(layer.module) if p.requires_grad)
+            gradients = sum(
+                gradient_bytes(p) for p in gradient_parameters(layer.module) if p.requires_grad
+            )
             table[layer.index] = torch.tensor(
                 [
                     *self.seconds(layer.index),
@@ -130,7 +141,9 @@ class Profiler:
         rows: list[list[float]] = table.tolist()
         return tuple(LayerCost(row[0], row[1], row[2], *map(int, row[3:])) for row in rows)
 
-    def gather_halves(self, world: World, own: Iterable[int], costs: Sequence[LayerCost]) -> tuple[tuple[LayerCost, ...], ...]:
+    def gather_halves(
+        self, world: World, own: Iterable[int], costs: Sequence[LayerCost]
+    ) -> tuple[tuple[LayerCost, ...], ...]:
         """The costs as half of the readings alone tell them, the same on every rank.
 
         Only times differ: bytes and parameters are counted, and one count is exact.
@@ -149,17 +162,24 @@ class Profiler:
         table = torch.zeros(len(costs), 3, len(unknown), dtype=torch.float64)
         for index in own:
             readings = self._readings.get(index, Readings())
-            table[index] = torch.tensor([readings.seconds, *(readings.halves or (unknown, unknown))], dtype=torch.float64)
+            table[index] = torch.tensor(
+                [readings.seconds, *(readings.halves or (unknown, unknown))], dtype=torch.float64
+            )
         world.everyone.largest(table, "everyone's readings")
         if not table.isfinite().all():
             return ()
         return tuple(
-            tuple(_in_proportion(cost, *layer[0], *layer[half]) for cost, layer in zip(costs, table.tolist(), strict=True))
+            tuple(
+                _in_proportion(cost, *layer[0], *layer[half])
+                for cost, layer in zip(costs, table.tolist(), strict=True)
+            )
             for half in (1, 2)
         )
 
 
-def _in_proportion(cost: LayerCost, f: float, b: float, w: float, half_f: float, half_b: float, half_w: float) -> LayerCost:
+def _in_proportion(
+    cost: LayerCost, f: float, b: float, w: float, half_f: float, half_b: float, half_w: float
+) -> LayerCost:
     """A cost for which F, B and W are known as f, b and w by all readings, as half of the readings
     tell it."""
     return replace(
@@ -170,7 +190,9 @@ def _in_proportion(cost: LayerCost, f: float, b: float, w: float, half_f: float,
     )
 
 
-def _by_kind(marks: Sequence[OpMark], seconds: Callable[[Any, Any], float | None]) -> tuple[list[float | None], ...]:
+def _by_kind(
+    marks: Sequence[OpMark], seconds: Callable[[Any, Any], float | None]
+) -> tuple[list[float | None], ...]:
     """Readings of F, B and W in the order of the marks; None where `seconds` knows none."""
     f, b, w = list[float | None](), list[float | None](), list[float | None]()
     for kind, start, end, inside in marks:
@@ -206,7 +228,9 @@ def _total(*seconds: float | None) -> float | None:
 Pair = tuple[int, int]
 
 
-def measure_links(world: World, pairs: Sequence[Pair], sizes: Pair = (1 << 10, 1 << 20), repeats: int = 5) -> dict[Pair, LinkCost]:
+def measure_links(
+    world: World, pairs: Sequence[Pair], sizes: Pair = (1 << 10, 1 << 20), repeats: int = 5
+) -> dict[Pair, LinkCost]:
     """Latency and bandwidth of each pair of ranks: the median of several ping-pongs, with pauses,
     as messages have in training.
 
@@ -220,13 +244,23 @@ def measure_links(world: World, pairs: Sequence[Pair], sizes: Pair = (1 << 10, 1
         for low, high in together:
             if world.rank not in (low, high):
                 continue
-            times = [_ping(world, high if world.rank == low else low, (TAG_LINKS, low, high), size, repeats) for size in sizes]
+            times = [
+                _ping(
+                    world, high if world.rank == low else low, (TAG_LINKS, low, high), size, repeats
+                )
+                for size in sizes
+            ]
             if world.rank == low:
                 per_byte = max(0.0, (times[1] - times[0]) / (sizes[1] - sizes[0]))
-                table[pairs.index((low, high))] = torch.tensor([max(0.0, times[0] - per_byte * sizes[0]), per_byte])
+                table[pairs.index((low, high))] = torch.tensor(
+                    [max(0.0, times[0] - per_byte * sizes[0]), per_byte]
+                )
         world.barrier(_LINKS)
     world.everyone.largest(table, "the link times")
-    links = (LinkCost(latency, 1 / per_byte if per_byte else float("inf")) for latency, per_byte in table.tolist())
+    links = (
+        LinkCost(latency, 1 / per_byte if per_byte else float("inf"))
+        for latency, per_byte in table.tolist()
+    )
     return dict(zip(pairs, links, strict=True))
 
 
@@ -269,7 +303,9 @@ def _ping(world: World, peer: int, key: tuple[int, ...], size: int, repeats: int
     return median(times[1:])
 
 
-def _ping_on_device(world: World, peer: int, key: tuple[int, ...], size: int, repeats: int) -> float:
+def _ping_on_device(
+    world: World, peer: int, key: tuple[int, ...], size: int, repeats: int
+) -> float:
     """A communicator has one stream for both directions, so a receive that is posted first would
     hold up the send that it waits for."""
     buffer = torch.zeros(size, dtype=torch.uint8, device=world.device)

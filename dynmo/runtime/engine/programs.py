@@ -27,7 +27,9 @@ class Programs:
     """post_validation: programs have a place for the verdict on the step before. streams: where the
     stages compute."""
 
-    def __init__(self, layer_store: LayerStore, clock: Clock, streams: StageStreams, *, post_validation: bool) -> None:
+    def __init__(
+        self, layer_store: LayerStore, clock: Clock, streams: StageStreams, *, post_validation: bool
+    ) -> None:
         self._layer_store, self._clock, self._streams = layer_store, clock, streams
         self._post_validation = post_validation
         self.training: Executor | None = None
@@ -46,22 +48,41 @@ class Programs:
         executor has it."""
         schedule = fold(schedule) if self._layer_store.layout.sliced else schedule
         programs = lower(schedule, self._post_validation, self._varying())
-        self.training = self._execute(programs, self._layer_store.frozen.first_trainable, self._layer_store.layout.microbatches, timeout)
+        self.training = self._execute(
+            programs,
+            self._layer_store.frozen.first_trainable,
+            self._layer_store.layout.microbatches,
+            timeout,
+        )
         return self.training
 
-    def evaluate(self, inputs: Tensor | None, targets: Tensor | None, microbatches: int, keys: Keys | None = None) -> float:
+    def evaluate(
+        self,
+        inputs: Tensor | None,
+        targets: Tensor | None,
+        microbatches: int,
+        keys: Keys | None = None,
+    ) -> float:
         """The mean loss, on the rank of the last stage; 0 elsewhere. keys: as `Pipeline.advance`
         has them."""
         layer_store = self._layer_store
         if microbatches not in self._evaluators:
-            while len(self._evaluators) >= _EVALUATORS:  # the oldest; each has channels and threads of its own
+            while (
+                len(self._evaluators) >= _EVALUATORS
+            ):  # the oldest; each has channels and threads of its own
                 self._evaluators.pop(next(iter(self._evaluators))).close()
-            programs = lower_forward(layer_store.layout.processes, layer_store.world.size, microbatches, self._varying())
-            self._evaluators[microbatches] = self._execute(programs, layer_store.model.layers, microbatches)
+            programs = lower_forward(
+                layer_store.layout.processes, layer_store.world.size, microbatches, self._varying()
+            )
+            self._evaluators[microbatches] = self._execute(
+                programs, layer_store.model.layers, microbatches
+            )
         for layer in layer_store.layers.values():
             layer.module.eval()
         layer_store.outputs.begin(keys, training=False)
-        with torch.enable_grad():  # a stage chooses for itself what keeps a graph; here nothing does
+        with (
+            torch.enable_grad()
+        ):  # a stage chooses for itself what keeps a graph; here nothing does
             step_output = self._evaluators[microbatches].run(0, inputs, targets, training=False)
         for layer in layer_store.layers.values():
             layer.marks.clear()
@@ -71,16 +92,43 @@ class Programs:
         """The boundaries behind stages whose last layer says that its outputs vary in shape."""
         modules, partition = self._layer_store.modules, self._layer_store.layout.partition
         ends = [partition.range_of(stage).stop - 1 for stage in range(partition.ranks - 1)]
-        return [boundary for boundary, end in enumerate(ends) if getattr(modules[end], "varying_shapes", False)]
+        return [
+            boundary
+            for boundary, end in enumerate(ends)
+            if getattr(modules[end], "varying_shapes", False)
+        ]
 
-    def _execute(self, programs: tuple[Program, ...], first: int, microbatches: int, timeout: float | None = None) -> Executor:
-        layer_store, world, last = self._layer_store, self._layer_store.world, len(self._layer_store.layout.placement) - 1
-        frozen, cache = layer_store.frozen.first_trainable, layer_store.outputs if layer_store.outputs.limit else None
+    def _execute(
+        self,
+        programs: tuple[Program, ...],
+        first: int,
+        microbatches: int,
+        timeout: float | None = None,
+    ) -> Executor:
+        layer_store, world, last = (
+            self._layer_store,
+            self._layer_store.world,
+            len(self._layer_store.layout.placement) - 1,
+        )
+        frozen, cache = (
+            layer_store.frozen.first_trainable,
+            layer_store.outputs if layer_store.outputs.limit else None,
+        )
         layer_store.outputs.hold({i for i in layer_store.layers if i < frozen})
         stages: dict[int, Stage] = {}
         for stage in layer_store.own_stages:
             own = [layer_store.layers[i] for i in layer_store.layout.partition.range_of(stage)]
-            share, kept = 1 / (microbatches * world.replicas), sum(layer.index < frozen for layer in own)
+            share, kept = (
+                1 / (microbatches * world.replicas),
+                sum(layer.index < frozen for layer in own),
+            )
             loss = layer_store.model.loss if stage == last else None
             stages[stage] = Stage(own, first, loss, share, cache, kept, world.device)
-        return Executor(programs[world.rank], stages, Transport(world, programs), self._clock, self._streams, timeout)
+        return Executor(
+            programs[world.rank],
+            stages,
+            Transport(world, programs),
+            self._clock,
+            self._streams,
+            timeout,
+        )

@@ -56,7 +56,9 @@ def cut(device: int, slices: int) -> tuple[SmSlice, ...]:
     try:
         cuda: Any = importlib.import_module("cuda.core")
     except ImportError:
-        raise ConfigError("parallel.slices = true needs cuda-core; pip install cuda-core, or set it to false") from None
+        raise ConfigError(
+            "parallel.slices = true needs cuda-core; pip install cuda-core, or set it to false"
+        ) from None
     torch.cuda.init()
     try:
         gpu = cuda.Device(device)
@@ -68,9 +70,13 @@ def cut(device: int, slices: int) -> tuple[SmSlice, ...]:
         raise
     except Exception as error:  # cuda-core says by ValueError, RuntimeError or its own that driver or bindings are too old
         reason = " ".join(str(error).split())
-        raise ConfigError(f"parallel.slices = true: CUDA cannot cut device {device} into slices ({reason}); set it to false") from error
+        raise ConfigError(
+            f"parallel.slices = true: CUDA cannot cut device {device} into slices ({reason}); set it to false"
+        ) from error
     return tuple(
-        SmSlice(group.sm_count, torch.cuda.ExternalStream(int(stream.handle), device), (context, stream))
+        SmSlice(
+            group.sm_count, torch.cuda.ExternalStream(int(stream.handle), device), (context, stream)
+        )
         for group, context, stream in zip(groups, contexts, streams, strict=True)
     )
 
@@ -79,7 +85,9 @@ def _split(cuda: Any, whole: Any, slices: int) -> Sequence[Any]:
     """One split into equal groups, as large as the GPU's topology allows: what it allows, only
     trying tells."""
     refused: Exception | None = None
-    for count in sizes(whole.sm_count, slices, whole.min_partition_size, whole.coscheduled_alignment):
+    for count in sizes(
+        whole.sm_count, slices, whole.min_partition_size, whole.coscheduled_alignment
+    ):
         try:
             groups, _ = whole.split(cuda.SMResourceOptions(count=[count] * slices))
         except Exception as error:
@@ -89,4 +97,6 @@ def _split(cuda: Any, whole: Any, slices: int) -> Sequence[Any]:
         if len(groups) == slices and len({group.sm_count for group in groups}) == 1:
             return groups
     why = "" if refused is None else f" ({' '.join(str(refused).split())})"
-    raise ConfigError(f"parallel.slices = true: {slices} slices do not fit {whole.sm_count} SMs{why}; use a smaller parallel.pipeline")
+    raise ConfigError(
+        f"parallel.slices = true: {slices} slices do not fit {whole.sm_count} SMs{why}; use a smaller parallel.pipeline"
+    )

@@ -69,7 +69,13 @@ class AccumulationGroups:
     there. Which one is which shows at the first microbatch that uses it.
     """
 
-    def __init__(self, parameters: Sequence[nn.Parameter], microbatches: int, count: int, done: Callable[[], None] | None = None) -> None:
+    def __init__(
+        self,
+        parameters: Sequence[nn.Parameter],
+        microbatches: int,
+        count: int,
+        done: Callable[[], None] | None = None,
+    ) -> None:
         """microbatches, count: of this replica. done: called when the layer's last W has run."""
         assert microbatches % count == 0, "the config checks this"
         self._last, self._each, self._count = microbatches - 1, microbatches // count, count

@@ -48,7 +48,9 @@ class BufferSet:
 
     def copies(self, persistent: bool = False) -> Copies:
         """Returns the values of all buffers, or of the persistent ones only."""
-        return {key: b.detach().clone() for key, b in self if not persistent or self._is_persistent(key)}
+        return {
+            key: b.detach().clone() for key, b in self if not persistent or self._is_persistent(key)
+        }
 
     def _is_persistent(self, key: BufferKey) -> bool:
         return key.name not in self._owners[key.owner]._non_persistent_buffers_set
@@ -59,13 +61,21 @@ class BufferSet:
         Args:
             before: What `copies` returned.
         """
-        return {key: before.get(key) for key, now in self._pairs(before) if not _is_same(before.get(key), now)}
+        return {
+            key: before.get(key)
+            for key, now in self._pairs(before)
+            if not _is_same(before.get(key), now)
+        }
 
     def maybe_written(self, before: Copies) -> Copies:
         """Like `written`, but without waiting for a device: buffers that are not on the CPU count
         as written."""
         pairs = self._pairs(before)
-        return {key: before.get(key) for key, now in pairs if now is None or not now.is_cpu or not _is_same(before.get(key), now)}
+        return {
+            key: before.get(key)
+            for key, now in pairs
+            if now is None or not now.is_cpu or not _is_same(before.get(key), now)
+        }
 
     def _pairs(self, before: Copies) -> Iterable[tuple[BufferKey, Tensor | None]]:
         """The buffers that exist, and None for those that existed before only."""
@@ -91,7 +101,12 @@ class BufferSet:
         with torch.no_grad():
             for key, buffer in self._pairs(copies):
                 copy = copies.get(key)
-                if copy is not None and buffer is not None and copy.shape == buffer.shape and copy.dtype == buffer.dtype:
+                if (
+                    copy is not None
+                    and buffer is not None
+                    and copy.shape == buffer.shape
+                    and copy.dtype == buffer.dtype
+                ):
                     buffer.copy_(copy)
                 else:
                     self._owners[key.owner]._buffers[key.name] = copy
@@ -141,4 +156,10 @@ def has_same_bits(a: Tensor, b: Tensor) -> bool:
 
 
 def _bits(tensor: Tensor) -> Tensor:
-    return tensor.detach().resolve_conj().resolve_neg().reshape(-1).view(_INTEGERS[tensor.element_size()])
+    return (
+        tensor.detach()
+        .resolve_conj()
+        .resolve_neg()
+        .reshape(-1)
+        .view(_INTEGERS[tensor.element_size()])
+    )

@@ -49,7 +49,9 @@ class OutputCache:
         """Before a run. keys: None where its microbatches do not come again."""
         self._keys = None if keys is None else [(training, key) for key in keys]
 
-    def forward(self, layers: Sequence[Layer], microbatch: int, inputs: Tensors, step: int) -> Tensors:
+    def forward(
+        self, layers: Sequence[Layer], microbatch: int, inputs: Tensors, step: int
+    ) -> Tensors:
         """F of frozen leading layers, as far as it must run. Raises RunError where a layer does not
         do the same each time."""
         key = None if self._keys is None else self._keys[microbatch]
@@ -122,19 +124,26 @@ class _Kept:
         if not any(y.is_cuda for y in outputs):
             self.tensors = tuple(y.to("cpu", copy=True) for y in outputs)
             return
-        self.tensors = tuple(torch.empty_like(y, device="cpu", pin_memory=True).copy_(y, non_blocking=True) for y in outputs)
+        self.tensors = tuple(
+            torch.empty_like(y, device="cpu", pin_memory=True).copy_(y, non_blocking=True)
+            for y in outputs
+        )
         self._ready = torch.cuda.Event()
         self._ready.record()
 
     def copies(self, device: torch.device) -> Tensors:
         if self._ready is not None:  # the stream may be another by now
             torch.cuda.current_stream(device).wait_event(self._ready)
-        return tuple(y.to(device, copy=True, non_blocking=self._ready is not None) for y in self.tensors)
+        return tuple(
+            y.to(device, copy=True, non_blocking=self._ready is not None) for y in self.tensors
+        )
 
 
 def _size(tensors: Tensors) -> int:
     """Bytes of host memory: torch takes pinned memory in powers of two."""
-    return sum(1 << (y.nbytes - 1).bit_length() if y.is_cuda and y.nbytes else y.nbytes for y in tensors)
+    return sum(
+        1 << (y.nbytes - 1).bit_length() if y.is_cuda and y.nbytes else y.nbytes for y in tensors
+    )
 
 
 def _forward(layer: Layer, microbatch: int, inputs: Tensors, step: int, drawing: bool) -> Tensors:
@@ -142,7 +151,11 @@ def _forward(layer: Layer, microbatch: int, inputs: Tensors, step: int, drawing:
     to: outputs that are kept of evaluations, here or on ranks behind, know the ones before."""
     before = layer.buffers.copies()
     outputs = layer.forward(microbatch, inputs, step, False, False, None)
-    wrong = None if drawing or not layer.drew(microbatch, inputs[0].device, step) else "draws random numbers"
+    wrong = (
+        None
+        if drawing or not layer.drew(microbatch, inputs[0].device, step)
+        else "draws random numbers"
+    )
     written = next(iter(layer.buffers.written(before)), None)
     if written is not None:
         wrong = f"writes to its buffer {layer.buffers.name_of(written)!r}"

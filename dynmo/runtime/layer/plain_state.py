@@ -24,7 +24,11 @@ class PlainState:
     own modules are left out."""
 
     def __init__(self, module: nn.Module) -> None:
-        self._parts = [(name, part) for name, part in module.named_modules() if not type(part).__module__.startswith("dynmo.")]
+        self._parts = [
+            (name, part)
+            for name, part in module.named_modules()
+            if not type(part).__module__.startswith("dynmo.")
+        ]
         self._before = {key: (value, _contents(value)) for key, value in self._attributes()}
 
     def _attributes(self) -> Iterator[tuple[tuple[int, str], object]]:
@@ -59,5 +63,9 @@ def _is_same(before: object, contents: object, now: object) -> bool:
         return isinstance(contents, Tensor) and has_same_bits(contents, now)
     if isinstance(now, _CONTAINERS):
         elements = tuple(cast("list[object]", now))
-        return before is now and isinstance(contents, tuple) and list(map(id, elements)) == list(map(id, cast("tuple[object]", contents)))
+        return (
+            before is now
+            and isinstance(contents, tuple)
+            and list(map(id, elements)) == list(map(id, cast("tuple[object]", contents)))
+        )
     return before is now or (isinstance(now, int | float | str | bytes) and before == now)

@@ -46,10 +46,16 @@ def check(dtype: torch.dtype, device: torch.device) -> None:
         return
     name = str(dtype).removeprefix("torch.")
     try:
-        if device.type == "cuda" and dtype == torch.bfloat16 and not torch.cuda.is_bf16_supported(including_emulation=False):
+        if (
+            device.type == "cuda"
+            and dtype == torch.bfloat16
+            and not torch.cuda.is_bf16_supported(including_emulation=False)
+        ):
             raise RuntimeError("the device has no bfloat16 units")
         x = torch.ones(1, 1, 8, 8, device=device).to(dtype).requires_grad_()
-        y = functional.scaled_dot_product_attention(x, functional.rms_norm(functional.linear(x, x[0, 0]), (8,)), x, is_causal=True)
+        y = functional.scaled_dot_product_attention(
+            x, functional.rms_norm(functional.linear(x, x[0, 0]), (8,)), x, is_causal=True
+        )
         functional.silu(y).sum().backward()
     except (RuntimeError, TypeError) as error:
         what = str(error).splitlines()[0]

@@ -133,19 +133,29 @@ class Layer:
         self._writes_inputs.clear()
 
     def forward(
-        self, microbatch: int, inputs: Tensors, step: int, graph: bool, need_input: bool, finish: Callable[[Tensor], Tensor] | None
+        self,
+        microbatch: int,
+        inputs: Tensors,
+        step: int,
+        graph: bool,
+        need_input: bool,
+        finish: Callable[[Tensor], Tensor] | None,
     ) -> Tensors:
         """Runs F. graph: keep what B needs; need_input: B must yield input gradients; finish: the
         loss, on the last layer."""
         start = self._clock.mark()
-        seed_forward(_device_of(inputs), self._seed, step, self.index, self._first_microbatch + microbatch)
+        seed_forward(
+            _device_of(inputs), self._seed, step, self.index, self._first_microbatch + microbatch
+        )
         if not graph:
             with torch.no_grad():
                 outputs = self._call(inputs, finish, False)
             if not self.output_bytes:
                 self.output_bytes = sum(y.nbytes for y in outputs)
         else:
-            inputs = tuple(x.detach().requires_grad_(need_input and x.is_floating_point()) for x in inputs)
+            inputs = tuple(
+                x.detach().requires_grad_(need_input and x.is_floating_point()) for x in inputs
+            )
             # Until the first B has shown whether it writes to buffers, what F finds there is kept.
             keeps = self._recompute or self._writes_in_backward or not self._measured
             before = self.buffers.copies() if keeps else {}
@@ -153,15 +163,23 @@ class Layer:
             self.buffers.renew(self._writes_in_place)
             versions = {} if self._measured else self.buffers.versions()
             state = PlainState(self.module) if self._checks_state and not self._measured else None
-            outputs = self._call(inputs, finish, True) if self._recompute else self._call_to_keep(inputs, finish)
+            outputs = (
+                self._call(inputs, finish, True)
+                if self._recompute
+                else self._call_to_keep(inputs, finish)
+            )
             buffers = self.buffers.maybe_written(before) if keeps else {}
-            self._writes_in_place.update(key for key, (buffer, version) in versions.items() if buffer._version != version)
+            self._writes_in_place.update(
+                key for key, (buffer, version) in versions.items() if buffer._version != version
+            )
             rerun = partial(self._rerun_forward, microbatch, inputs, step, finish, buffers)
             written = None if state is None else state.written()
             if written is not None:
                 self._check_repeats(written, outputs, rerun)
             # The graph alone is kept: what it has not saved may go.
-            self._saved[microbatch] = _Saved(inputs, rerun if self._recompute else _roots(outputs), buffers)
+            self._saved[microbatch] = _Saved(
+                inputs, rerun if self._recompute else _roots(outputs), buffers
+            )
             # With recompute the graph goes with this detach. Without it, outputs keep their graph:
             # who takes them detaches (the next layer) or only reads (a channel, the loss account).
             outputs = tuple(y.detach() for y in outputs) if self._recompute else outputs
@@ -180,7 +198,9 @@ class Layer:
         seed_forward(device, self._seed, step, self.index, self._first_microbatch + microbatch)
         return not torch.equal(after, generator.get_state())
 
-    def _call(self, inputs: Tensors, finish: Callable[[Tensor], Tensor] | None, graph: bool) -> Tensors:
+    def _call(
+        self, inputs: Tensors, finish: Callable[[Tensor], Tensor] | None, graph: bool
+    ) -> Tensors:
         """Runs the module, on copies of its inputs where it writes to them, so that they stay as
         they are."""
         mode = (graph, self.module.training)
@@ -210,24 +230,37 @@ class Layer:
     def _handed_on(self, out: object) -> Tensors:
         """What the module returned, as it goes to the next layer. A message that travels loses its
         strides, so they all do."""
-        outputs = cast("tuple[object, ...]", tuple(out) if isinstance(out, tuple | list) else (out,))
+        outputs = cast(
+            "tuple[object, ...]", tuple(out) if isinstance(out, tuple | list) else (out,)
+        )
         what = f"layer {self.index} ({type(self.module).__name__}) returned"
         if len(outputs) > MOST_TENSORS:
-            raise RunError(f"{what} {len(outputs)} tensors; a layer hands on at most {MOST_TENSORS}, so let it stack them")
+            raise RunError(
+                f"{what} {len(outputs)} tensors; a layer hands on at most {MOST_TENSORS}, so let it stack them"
+            )
         for y in outputs:
             if not isinstance(y, Tensor):
                 among = "" if y is out else f" among its {len(outputs)} outputs"
-                raise RunError(f"{what} a {type(y).__name__}{among}; a layer hands on a tensor, or a tuple of tensors")
+                raise RunError(
+                    f"{what} a {type(y).__name__}{among}; a layer hands on a tensor, or a tuple of tensors"
+                )
             reason = obstacle(y)
             if reason is not None:
                 raise RunError(f"{what} {reason}")
         return tuple(y.contiguous() for y in cast(Tensors, outputs))
 
     def _rerun_forward(
-        self, microbatch: int, inputs: Tensors, step: int, finish: Callable[[Tensor], Tensor] | None, buffers: Copies
+        self,
+        microbatch: int,
+        inputs: Tensors,
+        step: int,
+        finish: Callable[[Tensor], Tensor] | None,
+        buffers: Copies,
     ) -> Tensors:
         """F again, with these values in the buffers that it writes to."""
-        seed_forward(_device_of(inputs), self._seed, step, self.index, self._first_microbatch + microbatch)
+        seed_forward(
+            _device_of(inputs), self._seed, step, self.index, self._first_microbatch + microbatch
+        )
         with self.buffers.replaced(buffers):
             return self._call_to_keep(inputs, finish)
 
@@ -245,7 +278,11 @@ class Layer:
         state.restore()
 
     def _call_to_keep(self, inputs: Tensors, finish: Callable[[Tensor], Tensor] | None) -> Tensors:
-        return self._call(inputs, finish, True) if self._measured else self._call_measured(inputs, finish)
+        return (
+            self._call(inputs, finish, True)
+            if self._measured
+            else self._call_measured(inputs, finish)
+        )
 
     def _call_measured(self, inputs: Tensors, finish: Callable[[Tensor], Tensor] | None) -> Tensors:
         """As `_call`, counting the bytes that autograd keeps. Weights are not activations."""
@@ -272,7 +309,9 @@ class Layer:
         if callable(roots):
             roots = _roots(roots())
         groups = self._groups
-        self.tape.deferred = deferred or not self._measured or (groups is not None and groups.watching)
+        self.tape.deferred = (
+            deferred or not self._measured or (groups is not None and groups.watching)
+        )
         self.tape.taking = True
         try:
             with self.buffers.replaced(buffers):
@@ -290,7 +329,9 @@ class Layer:
         if groups is not None:
             groups.after_input(microbatch)
         if not self._measured:
-            self.stash_bytes = _storage_bytes((tensor for _, holds in work for tensor in holds), inputs)
+            self.stash_bytes = _storage_bytes(
+                (tensor for _, holds in work for tensor in holds), inputs
+            )
             if not self._recompute:
                 self.activation_bytes = max(self.activation_bytes, self.stash_bytes)
             self._measured = True

@@ -49,7 +49,9 @@ class Stage:
         for layer in self.layers:
             layer.tape.loss_share = self._share
 
-    def forward(self, microbatch: int, tensors: Tensors, step: int, targets: Tensor | None, training: bool) -> Tensors:
+    def forward(
+        self, microbatch: int, tensors: Tensors, step: int, targets: Tensor | None, training: bool
+    ) -> Tensors:
         assert torch.is_grad_enabled(), "the executor runs with gradients enabled"
         if self._outputs is not None and self._kept:
             tensors = self._outputs.forward(self._kept, microbatch, tensors, step)
@@ -57,7 +59,9 @@ class Stage:
             ends = self._loss is not None and layer is self.layers[-1]
             finish = partial(self._finish, targets) if ends else None
             graph = training and layer.index >= self._first_trainable
-            tensors = layer.forward(microbatch, tensors, step, graph, layer.index > self._first_trainable, finish)
+            tensors = layer.forward(
+                microbatch, tensors, step, graph, layer.index > self._first_trainable, finish
+            )
         return tensors
 
     def _finish(self, targets: Tensor | None, output: Tensor) -> Tensor:
@@ -67,14 +71,28 @@ class Stage:
         # recompute needs them again.
         loss = cast(object, self._loss(output, targets.clone()))
         if not isinstance(loss, Tensor) or loss.dim():
-            what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
-            raise RunError(f"the loss function returned {what}; it must return a scalar tensor, the mean")
-        outputs = cast("Tensor | tuple[object, ...]", output)  # of a last layer that returns several
+            what = (
+                f"a tensor of shape {tuple(loss.shape)}"
+                if isinstance(loss, Tensor)
+                else f"a {type(loss).__name__}"
+            )
+            raise RunError(
+                f"the loss function returned {what}; it must return a scalar tensor, the mean"
+            )
+        outputs = cast(
+            "Tensor | tuple[object, ...]", output
+        )  # of a last layer that returns several
         several = outputs if isinstance(outputs, tuple | list) else (outputs,)
         # Where F runs without its graph, to run again in B, an input that is handed on still says
         # that it requires a gradient.
-        if torch.is_grad_enabled() and not loss.requires_grad and any(isinstance(y, Tensor) and y.requires_grad for y in several):
-            raise RunError("the loss does not depend on the model's output in a way that autograd follows, so nothing would train")
+        if (
+            torch.is_grad_enabled()
+            and not loss.requires_grad
+            and any(isinstance(y, Tensor) and y.requires_grad for y in several)
+        ):
+            raise RunError(
+                "the loss does not depend on the model's output in a way that autograd follows, so nothing would train"
+            )
         return loss.float() if loss.dtype in LOW else loss
 
     def backward_input(self, microbatch: int, gradients: Tensors | None, deferred: bool) -> Tensors:

@@ -78,45 +78,83 @@ def reduce_experts(
     return missing
 
 
-def _reduce(peers: World, group: Sequence[SharedExpert], what: str) -> list[tuple[nn.Parameter, Tensor]]:
+def _reduce(
+    peers: World, group: Sequence[SharedExpert], what: str
+) -> list[tuple[nn.Parameter, Tensor]]:
     """One bucket of experts that several replicas hold. Behind each row goes whether it is there."""
     me, like = peers.rank, group[0].parameter
-    absent = [expert.held and all(parameter.grad is None for parameter in expert.gradients.values()) for expert in group]
-    empty = torch.empty(0, dtype=torch.float32 if like.dtype in LOW else like.dtype, device=like.device)
+    absent = [
+        expert.held and all(parameter.grad is None for parameter in expert.gradients.values())
+        for expert in group
+    ]
+    empty = torch.empty(
+        0, dtype=torch.float32 if like.dtype in LOW else like.dtype, device=like.device
+    )
 
     def joined(pieces: Sequence[Tensor]) -> Tensor:
         return torch.cat(list(pieces)) if pieces else empty
 
-    def exchange(piece: Callable[[SharedExpert, int], Sequence[Tensor]], size: Callable[[SharedExpert, int], int]) -> list[Tensor]:
-        parts = [joined([each for expert in group for each in piece(expert, replica)]) for replica in range(peers.size)]
-        return peers.exchange(parts, [sum(size(expert, replica) for expert in group) for replica in range(peers.size)], what)
+    def exchange(
+        piece: Callable[[SharedExpert, int], Sequence[Tensor]],
+        size: Callable[[SharedExpert, int], int],
+    ) -> list[Tensor]:
+        parts = [
+            joined([each for expert in group for each in piece(expert, replica)])
+            for replica in range(peers.size)
+        ]
+        return peers.exchange(
+            parts,
+            [sum(size(expert, replica) for expert in group) for replica in range(peers.size)],
+            what,
+        )
 
     flags = {
         (expert.name, source): empty.new_full((1,), parameter.grad is not None)
         for expert in group
         for source, parameter in expert.gradients.items()
     }
-    flats = {(expert.name, source): _flat(parameter) for expert in group for source, parameter in expert.gradients.items()}
+    flats = {
+        (expert.name, source): _flat(parameter)
+        for expert in group
+        for source, parameter in expert.gradients.items()
+    }
     arrived = exchange(
         lambda expert, replica: [
             piece
             for source in (expert.sources[me] if expert.sources[replica] else ())
-            for piece in (flats[expert.name, source][slice(*expert.ranges[replica])], flags[expert.name, source])
+            for piece in (
+                flats[expert.name, source][slice(*expert.ranges[replica])],
+                flags[expert.name, source],
+            )
         ],
-        lambda expert, replica: (_length(expert, me) + 1) * len(expert.sources[replica]) if expert.held else 0,
+        lambda expert, replica: (
+            (_length(expert, me) + 1) * len(expert.sources[replica]) if expert.held else 0
+        ),
     )
-    sums = {expert.name: _sum(expert, rows, peers.size) for expert, rows in zip(group, _rows(group, arrived, me), strict=True) if rows}
+    sums = {
+        expert.name: _sum(expert, rows, peers.size)
+        for expert, rows in zip(group, _rows(group, arrived, me), strict=True)
+        if rows
+    }
     arrived = exchange(
-        lambda expert, replica: [sums[expert.name][:-1]] if expert.sources[replica] and expert.held else [],
+        lambda expert, replica: (
+            [sums[expert.name][:-1]] if expert.sources[replica] and expert.held else []
+        ),
         lambda expert, replica: _length(expert, replica) if expert.held else 0,
     )
     for replica, received in enumerate(arrived):
         rest = received
         for expert in group:
             if expert.held:
-                own, rest = rest.split([_length(expert, replica), rest.numel() - _length(expert, replica)])
+                own, rest = rest.split(
+                    [_length(expert, replica), rest.numel() - _length(expert, replica)]
+                )
                 _flat(expert.parameter)[slice(*expert.ranges[replica])] = own
-    return [(expert.parameter, sums[expert.name][-1].clone()) for expert, none in zip(group, absent, strict=True) if none]
+    return [
+        (expert.parameter, sums[expert.name][-1].clone())
+        for expert, none in zip(group, absent, strict=True)
+        if none
+    ]
 
 
 def _length(expert: SharedExpert, replica: int) -> int:
@@ -130,7 +168,9 @@ def _flat(parameter: nn.Parameter) -> Tensor:
     return parameter.grad.view(-1)
 
 
-def _rows(group: Sequence[SharedExpert], arrived: Sequence[Tensor], me: int) -> list[dict[int, Tensor]]:
+def _rows(
+    group: Sequence[SharedExpert], arrived: Sequence[Tensor], me: int
+) -> list[dict[int, Tensor]]:
     """Of each expert that is held, this replica's range of the gradients of all replicas' rows."""
     out: list[dict[int, Tensor]] = [{} for _ in group]
     for replica, received in enumerate(arrived):

@@ -56,7 +56,9 @@ class Shared:
     owned: bool
 
 
-def shares_of(module: nn.Module, shared: frozenset[str], replicas: int, undivided: Collection[str] = ()) -> list[Shared]:
+def shares_of(
+    module: nn.Module, shared: frozenset[str], replicas: int, undivided: Collection[str] = ()
+) -> list[Shared]:
     """The cut of a layer, as its optimizer has it.
 
     Args:
@@ -69,8 +71,14 @@ def shares_of(module: nn.Module, shared: frozenset[str], replicas: int, undivide
     owned = [name for name in named if name not in shared]
     out: list[Shared] = []
     for group in (owned, *([name] for name in named if name in shared)):
-        cuts = [cut([named[name].numel() for name in group], Share(replica, replicas)) for replica in range(replicas)]
-        out += [Shared(name, named[name], tuple(ranges[i] for ranges in cuts), group is owned) for i, name in enumerate(group)]
+        cuts = [
+            cut([named[name].numel() for name in group], Share(replica, replicas))
+            for replica in range(replicas)
+        ]
+        out += [
+            Shared(name, named[name], tuple(ranges[i] for ranges in cuts), group is owned)
+            for i, name in enumerate(group)
+        ]
     return out
 
 
@@ -106,7 +114,10 @@ class Reducer:
             self._worker.submit(run)
         else:
             self._stream.wait_stream(torch.cuda.current_stream(self.peers.device))
-            with torch.cuda.stream(self._stream), self.peers.waits.around(self.peers.device, None, "sums over the replicas"):
+            with (
+                torch.cuda.stream(self._stream),
+                self.peers.waits.around(self.peers.device, None, "sums over the replicas"),
+            ):
                 run()
 
     def finish(self, what: str) -> None:
@@ -121,11 +132,17 @@ class Reducer:
             # The worker's own wait has a shorter limit and says more: it speaks first. A failed one
             # runs nothing more, so it is asked.
             limit = self.peers.timeout + 5
-            while not done.wait(0.05) and self._worker.error is None and time.perf_counter() - start < limit:
+            while (
+                not done.wait(0.05)
+                and self._worker.error is None
+                and time.perf_counter() - start < limit
+            ):
                 pass
             if not done.is_set():
                 me = self.peers.describe_rank(self.peers.rank)
-                raise self._worker.error or WaitTimeout(f"{me} waited {self.peers.timeout:g} s for its own reduction: {what}", [])
+                raise self._worker.error or WaitTimeout(
+                    f"{me} waited {self.peers.timeout:g} s for its own reduction: {what}", []
+                )
         self.waited += time.perf_counter() - start
         settle, self._settle = self._settle, []
         for rest in settle:
@@ -136,7 +153,11 @@ class Reducer:
 
 
 def reduce_gradients(
-    peers: World, layer: int, shares: Sequence[Shared], everywhere: bool, bucket: int = REDUCED_AT_ONCE
+    peers: World,
+    layer: int,
+    shares: Sequence[Shared],
+    everywhere: bool,
+    bucket: int = REDUCED_AT_ONCE,
 ) -> list[tuple[nn.Parameter, Tensor]]:
     """Sums one layer's gradients over the peers, in place.
 
@@ -165,7 +186,9 @@ def drop_missing(missing: Sequence[tuple[nn.Parameter, Tensor]]) -> None:
             parameter.grad = None
 
 
-def _reduce(peers: World, group: Sequence[Shared], everywhere: bool, what: str) -> list[tuple[nn.Parameter, Tensor]]:
+def _reduce(
+    peers: World, group: Sequence[Shared], everywhere: bool, what: str
+) -> list[tuple[nn.Parameter, Tensor]]:
     """One bucket. Returns the parameters that had no gradient here, and whether anyone had."""
     absent = [s.parameter.grad is None for s in group]
     flats = [_flat_gradient(s.parameter) for s in group]
@@ -189,16 +212,29 @@ def _reduce(peers: World, group: Sequence[Shared], everywhere: bool, what: str) 
     return [(s.parameter, present[i].clone()) for i, s in enumerate(group) if absent[i]]
 
 
-def gather_parameters(peers: World, layer: int, shares: Sequence[Shared], bucket: int = REDUCED_AT_ONCE) -> None:
+def gather_parameters(
+    peers: World, layer: int, shares: Sequence[Shared], bucket: int = REDUCED_AT_ONCE
+) -> None:
     """Every replica's share of one layer's parameters, on all replicas."""
     for group in buckets((s for s in shares if s.owned), bucket):
         flats = [s.parameter.detach().view(-1) for s in group]
-        gather_shares(peers, group, flats, torch.cat(_pieces(group, flats, peers.rank)), f"the parameters of layer {layer}")
+        gather_shares(
+            peers,
+            group,
+            flats,
+            torch.cat(_pieces(group, flats, peers.rank)),
+            f"the parameters of layer {layer}",
+        )
 
 
-def gather_shares(peers: World, shares: Sequence[Shared], flats: Sequence[Tensor], own: Tensor, what: str) -> None:
+def gather_shares(
+    peers: World, shares: Sequence[Shared], flats: Sequence[Tensor], own: Tensor, what: str
+) -> None:
     """Fills in the flats from everyone's `own`: the pieces of its share, one after another."""
-    sizes = [sum(high - low for low, high in (s.ranges[replica] for s in shares)) for replica in range(peers.size)]
+    sizes = [
+        sum(high - low for low, high in (s.ranges[replica] for s in shares))
+        for replica in range(peers.size)
+    ]
     for replica, pieces in enumerate(peers.exchange([own] * peers.size, sizes, what)):
         _write(shares, flats, replica, pieces)
 
@@ -214,7 +250,9 @@ def squared_norms(peers: World, layers: Mapping[int, Sequence[Shared]]) -> dict[
             if s.parameter.grad is not None:
                 low, high = s.ranges[peers.rank]
                 sums = block_sums(s.parameter.grad.reshape(-1)[low:high])
-                table[start + low // NORM_BLOCK :][: len(sums)] = torch.tensor(sums, dtype=torch.float64)
+                table[start + low // NORM_BLOCK :][: len(sums)] = torch.tensor(
+                    sums, dtype=torch.float64
+                )
             start += _blocks(s)
     blocks = peers.sum(table, "the norms of the gradients").split(list(lengths.values()))
     return {index: fold_blocks(part.tolist()) for index, part in zip(lengths, blocks, strict=True)}
@@ -234,8 +272,13 @@ def buckets(shares: Iterable[_Share], size: int) -> Iterator[list[_Share]]:
     for dtype, group in groups.items():
         replicas = len(group[0].ranges)
         # Where each parameter's part begins in a share; and behind them all, how long the share is.
-        starts = [[0, *accumulate(high - low for low, high in (s.ranges[i] for s in group))] for i in range(replicas)]
-        step = max(1, size // max(4, dtype.itemsize) // replicas)  # gradients are float32 where parameters are less
+        starts = [
+            [0, *accumulate(high - low for low, high in (s.ranges[i] for s in group))]
+            for i in range(replicas)
+        ]
+        step = max(
+            1, size // max(4, dtype.itemsize) // replicas
+        )  # gradients are float32 where parameters are less
         for first in range(0, max(1, *(share[-1] for share in starts)), step):
             bucket: list[_Share] = []
             for k, s in enumerate(group):
@@ -243,7 +286,9 @@ def buckets(shares: Iterable[_Share], size: int) -> Iterator[list[_Share]]:
                 for (low, high), share in zip(s.ranges, starts, strict=True):
                     begin = low + first - share[k]
                     ranges.append((min(high, max(low, begin)), max(low, min(high, begin + step))))
-                if any(high > low for low, high in ranges) or (first == 0 and not s.parameter.numel()):
+                if any(high > low for low, high in ranges) or (
+                    first == 0 and not s.parameter.numel()
+                ):
                     bucket.append(replace(s, ranges=tuple(ranges)))
             yield bucket
 
@@ -254,7 +299,9 @@ def _flat_gradient(parameter: nn.Parameter) -> Tensor:
         parameter.grad = zero_gradient(parameter)
     if not parameter.grad.is_contiguous():
         old, parameter.grad = parameter.grad, parameter.grad.contiguous()
-        if old.is_cuda:  # this stream still reads it, and its own, where it was made, would take it back at once
+        if (
+            old.is_cuda
+        ):  # this stream still reads it, and its own, where it was made, would take it back at once
             old.record_stream(torch.cuda.current_stream(old.device))
     return parameter.grad.view(-1)
 

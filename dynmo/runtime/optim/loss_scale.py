@@ -61,7 +61,9 @@ class LossScaler:
             self.scale, self._good = float(state["scale"]), int(state["good"])
 
 
-def make_scaler(dtype: torch.dtype, loss_scale: float | str | None = None, window: int = WINDOW) -> LossScaler:
+def make_scaler(
+    dtype: torch.dtype, loss_scale: float | str | None = None, window: int = WINDOW
+) -> LossScaler:
     """dtype: what the model computes in. loss_scale: as in `[train]`; None is "dynamic" for
     float16, and no scaling for others."""
     if loss_scale == "dynamic" or (loss_scale is None and dtype == torch.float16):

@@ -105,7 +105,9 @@ class LayerOptimizer:
         self._settings = settings
         self._named = {name: p for name, p in module.named_parameters() if name not in shared}
         divided = [name for name in self._named if name not in undivided]
-        ranges = dict(zip(divided, cut([self._named[name].numel() for name in divided], share), strict=True))
+        ranges = dict(
+            zip(divided, cut([self._named[name].numel() for name in divided], share), strict=True)
+        )
         self.ranges = {name: ranges.get(name, (0, p.numel())) for name, p in self._named.items()}
         self.shapes = {name: p.shape for name, p in self._named.items()}
         self.whole = share.count == 1
@@ -116,11 +118,15 @@ class LayerOptimizer:
                 self._pieces[name] = p if self.whole else self._slice(name, p.detach())
             else:
                 given = (masters or {}).get(name, p).detach().to(p.device, torch.float32)
-                self._masters[name] = self._pieces[name] = self._slice(name, given.contiguous()).clone()
+                self._masters[name] = self._pieces[name] = self._slice(
+                    name, given.contiguous()
+                ).clone()
         # Those whose state the last step made: to take that step back is to have none.
         self._fresh: frozenset[str] = frozenset()
         self._kept: dict[str, tuple[Tensor, dict[str, Tensor] | None]] | None = None
-        self._state: dict[str, dict[str, Tensor]] = {}  # of a piece that has been stepped, by moment
+        self._state: dict[
+            str, dict[str, Tensor]
+        ] = {}  # of a piece that has been stepped, by moment
 
     def _slice(self, name: str, tensor: Tensor) -> Tensor:
         """This share's part of a tensor of the parameter's shape: itself where the share is the
@@ -151,33 +157,76 @@ class LayerOptimizer:
             scale_all(list(gradients.values()), scale)
         self._fresh = frozenset(gradients) - self._state.keys()
         for decay in (True, False):
-            for fresh in (True, False):  # torch starts the momentum of all that it is given, or of none
-                names = [name for name in gradients if decays(self._named[name]) == decay and (name in self._fresh) == fresh]
+            for fresh in (
+                True,
+                False,
+            ):  # torch starts the momentum of all that it is given, or of none
+                names = [
+                    name
+                    for name in gradients
+                    if decays(self._named[name]) == decay and (name in self._fresh) == fresh
+                ]
                 if names:
                     self._apply(names, gradients, lr, self._settings.weight_decay if decay else 0.0)
         self._publish(gradients)
 
-    def _apply(self, names: Sequence[str], gradients: Mapping[str, Tensor], lr: float, weight_decay: float) -> None:
+    def _apply(
+        self, names: Sequence[str], gradients: Mapping[str, Tensor], lr: float, weight_decay: float
+    ) -> None:
         """torch's functions and not its classes: those bring its compiler, which takes seconds to
         import."""
         s, pieces = self._settings, [self._pieces[name] for name in names]
         given = [gradients[name] for name in names]
-        common: dict[str, Any] = {"fused": True, "lr": lr, "weight_decay": weight_decay, "maximize": False}
+        common: dict[str, Any] = {
+            "fused": True,
+            "lr": lr,
+            "weight_decay": weight_decay,
+            "maximize": False,
+        }
         with torch.no_grad():
             if s.name == "sgd":
                 # Where there is no momentum, what a run with one has left is dropped.
-                buffers = [self._state.get(name, {}).get("momentum_buffer") if s.momentum else None for name in names]
-                sgd(pieces, given, buffers, momentum=s.momentum, dampening=0.0, nesterov=False, **common)
+                buffers = [
+                    self._state.get(name, {}).get("momentum_buffer") if s.momentum else None
+                    for name in names
+                ]
+                sgd(
+                    pieces,
+                    given,
+                    buffers,
+                    momentum=s.momentum,
+                    dampening=0.0,
+                    nesterov=False,
+                    **common,
+                )
                 for name, buffer in zip(names, buffers, strict=True):
                     self._state[name] = {} if buffer is None else {"momentum_buffer": buffer}
                 return
             for name, piece in zip(names, pieces, strict=True):
                 if name not in self._state:
-                    moments = {moment: torch.zeros_like(piece, requires_grad=False) for moment in ("exp_avg", "exp_avg_sq")}
+                    moments = {
+                        moment: torch.zeros_like(piece, requires_grad=False)
+                        for moment in ("exp_avg", "exp_avg_sq")
+                    }
                     self._state[name] = {"step": torch.zeros((), device=piece.device)} | moments
-            steps, first, second = ([self._state[name][moment] for name in names] for moment in ("step", "exp_avg", "exp_avg_sq"))
+            steps, first, second = (
+                [self._state[name][moment] for name in names]
+                for moment in ("step", "exp_avg", "exp_avg_sq")
+            )
             (b1, b2) = s.betas
-            adamw(pieces, given, first, second, [], steps, amsgrad=False, beta1=b1, beta2=b2, eps=s.eps, **common)
+            adamw(
+                pieces,
+                given,
+                first,
+                second,
+                [],
+                steps,
+                amsgrad=False,
+                beta1=b1,
+                beta2=b2,
+                eps=s.eps,
+                **common,
+            )
 
     def _publish(self, names: Iterable[str]) -> None:
         """Parameters of lower precision take what their masters say. With ZeRO-1, each in its own
@@ -195,11 +244,18 @@ class LayerOptimizer:
 
     def keep(self) -> None:
         """Copies all that the next `step` will change, for `restore`."""
-        self._kept = {name: (self._pieces[name].detach().clone(), self._state_copy(name)) for name in self._gradients()}
+        self._kept = {
+            name: (self._pieces[name].detach().clone(), self._state_copy(name))
+            for name in self._gradients()
+        }
 
     def _state_copy(self, name: str) -> dict[str, Tensor] | None:
         """None: it has not been stepped."""
-        return {key: value.clone() for key, value in self._state[name].items()} if name in self._state else None
+        return (
+            {key: value.clone() for key, value in self._state[name].items()}
+            if name in self._state
+            else None
+        )
 
     def forget(self) -> None:
         """The last step stands."""
@@ -249,7 +305,9 @@ class LayerOptimizer:
             root = (second / (1 - b2**count)).sqrt_().add_(s.eps)
             piece.addcdiv_(first, root, value=lr / (1 - b1**count)).div_(1 - lr * decay)
             # Rounding may leave less than nothing of a square.
-            second = second.addcmul_(g, g, value=b2 - 1).div_(b2).clamp_(min=0) if b2 else second.zero_()
+            second = (
+                second.addcmul_(g, g, value=b2 - 1).div_(b2).clamp_(min=0) if b2 else second.zero_()
+            )
             first = first.sub_(g, alpha=1 - b1).div_(b1) if b1 else first.zero_()
             t.sub_(1)
         if name in self._fresh:
@@ -265,18 +323,33 @@ class LayerOptimizer:
     def state(self) -> dict[str, Tensor]:
         """`parameter/moment` -> tensor of this share, for those parameters that have been stepped;
         and `parameter/master`."""
-        out = {f"{name}/{_MASTER}": master for name, master in self._masters.items() if master.numel()}
-        return out | {f"{name}/{key}": value for name in self._pieces for key, value in self._state.get(name, {}).items()}
+        out = {
+            f"{name}/{_MASTER}": master for name, master in self._masters.items() if master.numel()
+        }
+        return out | {
+            f"{name}/{key}": value
+            for name in self._pieces
+            for key, value in self._state.get(name, {}).items()
+        }
 
     @property
     def moments(self) -> tuple[str, ...]:
         """What `state` may hold of a parameter."""
-        return (*(("momentum_buffer",) if self._settings.name == "sgd" else ("step", "exp_avg", "exp_avg_sq")), _MASTER)
+        return (
+            *(
+                ("momentum_buffer",)
+                if self._settings.name == "sgd"
+                else ("step", "exp_avg", "exp_avg_sq")
+            ),
+            _MASTER,
+        )
 
     def knows(self, key: str) -> bool:
         """Whether `load` can take `parameter/moment`."""
         name, _, moment = key.rpartition("/")
-        return name in (self._masters if moment == _MASTER else self._named) and moment in self.moments
+        return (
+            name in (self._masters if moment == _MASTER else self._named) and moment in self.moments
+        )
 
     def moment_dtype(self, name: str) -> torch.dtype:
         return self._pieces[name].dtype
@@ -302,13 +375,17 @@ class LayerOptimizer:
     @property
     def rollback_bytes(self) -> int:
         """What `keep` takes."""
-        trained = sum(self._pieces[name].nbytes for name, p in self._named.items() if p.requires_grad)
+        trained = sum(
+            self._pieces[name].nbytes for name, p in self._named.items() if p.requires_grad
+        )
         return (1 + self._settings.moments) * trained
 
 
 def squared_norm(gradients: Iterable[Tensor | None]) -> float:
     """Sum of squares in float64 over fixed blocks, in the order given."""
-    return fold_blocks(block for gradient in gradients if gradient is not None for block in block_sums(gradient))
+    return fold_blocks(
+        block for gradient in gradients if gradient is not None for block in block_sums(gradient)
+    )
 
 
 def fold_blocks(blocks: Iterable[float]) -> float:
@@ -326,7 +403,14 @@ def block_sums(gradient: Tensor) -> list[float]:
     flat = gradient.detach().reshape(-1).float()
     whole = flat.numel() // NORM_BLOCK * NORM_BLOCK
     # Not all at once: the squares of a large gradient would take as much memory as it does.
-    sums = [blocks.square().sum(1) for blocks in flat[:whole].view(-1, NORM_BLOCK).split(_BLOCKS_AT_ONCE)] if whole else []
+    sums = (
+        [
+            blocks.square().sum(1)
+            for blocks in flat[:whole].view(-1, NORM_BLOCK).split(_BLOCKS_AT_ONCE)
+        ]
+        if whole
+        else []
+    )
     if whole < flat.numel():
         sums.append(flat[whole:].square().sum().reshape(1))
     return torch.cat(sums).tolist() if sums else []

@@ -52,7 +52,13 @@ class Replicas:
         its own work did not hide."""
         return (0.0, 0.0) if self._reducer is None else (self._reducer.worked, self._reducer.waited)
 
-    def adopt(self, index: int, module: nn.Module, shared: frozenset[str], experts: Sequence[SharedExpert] = ()) -> None:
+    def adopt(
+        self,
+        index: int,
+        module: nn.Module,
+        shared: frozenset[str],
+        experts: Sequence[SharedExpert] = (),
+    ) -> None:
         """Takes note that this rank has a layer.
 
         Args:
@@ -62,9 +68,17 @@ class Replicas:
             experts: Those of the layer that are spread over the replicas.
         """
         spread = {expert.name for expert in experts}
-        self._shares[index] = shares_of(module, shared, self._world.replicas, spread) if self._reducer is not None else []
+        self._shares[index] = (
+            shares_of(module, shared, self._world.replicas, spread)
+            if self._reducer is not None
+            else []
+        )
         self._experts[index] = list(experts)
-        self._names[index] = [f"{path}.{key}".lstrip(".") for path, part in module.named_modules() for key in part._parameters]
+        self._names[index] = [
+            f"{path}.{key}".lstrip(".")
+            for path, part in module.named_modules()
+            for key in part._parameters
+        ]
 
     def experts(self, index: int) -> Sequence[SharedExpert]:
         """The experts of one of this rank's layers that are spread over the replicas."""
@@ -83,7 +97,9 @@ class Replicas:
         """A layer's last W has run: its gradients go to the other replicas while this rank goes
         on."""
         assert self._reducer is not None
-        tied = any(index in (owner, user) for (owner, _), (user, _) in self._tied)  # their sum is made before it is cut
+        tied = any(
+            index in (owner, user) for (owner, _), (user, _) in self._tied
+        )  # their sum is made before it is cut
         everywhere = tied or not self._sharded
         shares, experts = self._shares[index], self._experts[index]
 
@@ -103,7 +119,10 @@ class Replicas:
         them whole."""
         if self._reducer is None or not (self._sharded or any(self._experts.values())):
             return None
-        layers = {index: sorted([*self._shares[index], *self._experts[index]], key=self._place(index)) for index in sorted(self._shares)}
+        layers = {
+            index: sorted([*self._shares[index], *self._experts[index]], key=self._place(index))
+            for index in sorted(self._shares)
+        }
         return squared_norms(self._world.peers, layers)
 
     def _place(self, index: int) -> Callable[[Shared], int]:
@@ -115,7 +134,9 @@ class Replicas:
         """With ZeRO-1 every replica has its share of a layer's parameters: it gets the others'
         while this rank goes on."""
         if self._reducer is not None and self._sharded:
-            self._reducer.submit(partial(gather_parameters, self._world.peers, index, self._shares[index]))
+            self._reducer.submit(
+                partial(gather_parameters, self._world.peers, index, self._shares[index])
+            )
 
     def await_parameters(self) -> None:
         if self._reducer is not None:

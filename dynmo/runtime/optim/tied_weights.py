@@ -27,33 +27,56 @@ class TiedWeights:
     """The shared weights of one model, as its ranks hand them to each other. Each method is called
     on every rank alike."""
 
-    def __init__(self, world: World, pairs: Sequence[Pair], rank_of: Callable[[int], int], modules: Sequence[nn.Module]) -> None:
+    def __init__(
+        self,
+        world: World,
+        pairs: Sequence[Pair],
+        rank_of: Callable[[int], int],
+        modules: Sequence[nn.Module],
+    ) -> None:
         self._world, self._pairs, self._rank_of, self._modules = world, pairs, rank_of, modules
 
     @property
     def apart(self) -> bool:
         """Whether some weight lives on two ranks, which must then wait for each other at every
         step's end."""
-        return any(self._rank_of(owner) != self._rank_of(user) for (owner, _), (user, _) in self._pairs)
+        return any(
+            self._rank_of(owner) != self._rank_of(user) for (owner, _), (user, _) in self._pairs
+        )
 
     def join(self) -> None:
         """After layers came or went: on one rank, one memory."""
-        ends = {(self._rank_of(owner), self._rank_of(user)) for (owner, _), (user, _) in self._pairs}
-        self._world.open_channels(sorted((TAG_TIED, *way) for a, b in ends if a != b for way in ((a, b), (b, a))))
+        ends = {
+            (self._rank_of(owner), self._rank_of(user)) for (owner, _), (user, _) in self._pairs
+        }
+        self._world.open_channels(
+            sorted((TAG_TIED, *way) for a, b in ends if a != b for way in ((a, b), (b, a)))
+        )
         for (owner, owner_name), (user, name) in self._pairs:
             if self._rank_of(owner) == self._rank_of(user) == self._world.rank:
-                self._modules[user].get_parameter(name).data = self._modules[owner].get_parameter(owner_name).data
+                self._modules[user].get_parameter(name).data = (
+                    self._modules[owner].get_parameter(owner_name).data
+                )
 
     def merge(self) -> None:
         """Before the norm: the owner's gradient becomes the sum of both, the user's is gone."""
         for index, ((owner, owner_name), (user, name)) in enumerate(self._pairs):
             source, target, here = self._rank_of(user), self._rank_of(owner), self._world.rank
-            used, owned = self._modules[user].get_parameter(name), self._modules[owner].get_parameter(owner_name)
+            used, owned = (
+                self._modules[user].get_parameter(name),
+                self._modules[owner].get_parameter(owner_name),
+            )
             if not owned.requires_grad:
                 continue
             given = used.grad
             if source != target and here == source:
-                self._pass(zero_gradient(used) if given is None else given, source, target, index, "gradient")
+                self._pass(
+                    zero_gradient(used) if given is None else given,
+                    source,
+                    target,
+                    index,
+                    "gradient",
+                )
             elif source != target and here == target:
                 given = self._pass(zero_gradient(owned), source, target, index, "gradient")
             if here == target and given is not None:
@@ -68,7 +91,11 @@ class TiedWeights:
             if source == target or owner in frozen or self._world.rank not in (source, target):
                 continue
             mine = self._world.rank == source
-            weight = self._modules[owner].get_parameter(owner_name) if mine else self._modules[user].get_parameter(name)
+            weight = (
+                self._modules[owner].get_parameter(owner_name)
+                if mine
+                else self._modules[user].get_parameter(name)
+            )
             self._pass(weight.detach(), source, target, index, "weight")
 
     def _pass(self, tensor: Tensor, source: int, target: int, index: int, what: str) -> Tensor:
@@ -76,7 +103,11 @@ class TiedWeights:
         world, key = self._world, (TAG_TIED, source, target)
         what = f"the {what} of tied weight {index}"
         if world.rank == source:
-            world.wait(world.send(tensor.contiguous(), target, TAG_TIED, key), target, f"room to send {what}")
+            world.wait(
+                world.send(tensor.contiguous(), target, TAG_TIED, key),
+                target,
+                f"room to send {what}",
+            )
         else:
             world.wait(world.receive(tensor, source, TAG_TIED, key), source, what)
         world.settle()

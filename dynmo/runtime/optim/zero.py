@@ -37,7 +37,9 @@ def cut_state(optimizer: LayerOptimizer, state: Mapping[str, Tensor]) -> dict[st
     return out
 
 
-def whole_state(peers: World, optimizer: LayerOptimizer, experts: Sequence[SharedExpert] = ()) -> dict[str, Tensor]:
+def whole_state(
+    peers: World, optimizer: LayerOptimizer, experts: Sequence[SharedExpert] = ()
+) -> dict[str, Tensor]:
     """Returns the state of a layer of which every peer has a share, on all of them.
 
     The inverse of `cut_state`. All peers call it.
@@ -58,7 +60,9 @@ def whole_state(peers: World, optimizer: LayerOptimizer, experts: Sequence[Share
     has = torch.zeros(peers.size, len(keys), dtype=torch.int64)
     has[peers.rank] = torch.tensor([key in own for key in keys])
     holders = peers.sum(has, what).T.tolist()
-    out = {key: value for key, value in own.items() if key.rpartition("/")[0] not in {*divided, *given}}
+    out = {
+        key: value for key, value in own.items() if key.rpartition("/")[0] not in {*divided, *given}
+    }
     for key, by_peer in zip(keys, holders, strict=True):
         if not any(by_peer):
             continue
@@ -66,7 +70,11 @@ def whole_state(peers: World, optimizer: LayerOptimizer, experts: Sequence[Share
         counter = moment == _COUNTER
         shape = given[name][1].shape if name in given else optimizer.shapes[name]
         dtype = _dtype(given[name][1].dtype) if name in given else optimizer.moment_dtype(name)
-        whole = torch.zeros(torch.Size(()) if counter else shape, dtype=torch.float32 if counter else dtype, device=peers.device)
+        whole = torch.zeros(
+            torch.Size(()) if counter else shape,
+            dtype=torch.float32 if counter else dtype,
+            device=peers.device,
+        )
         if counter:
             if peers.rank == by_peer.index(1):
                 whole.copy_(own[key])

@@ -197,7 +197,9 @@ def _files(layers: int) -> list[str]:
     return [f"{_folder(i)}/{name}" for i in range(layers) for name in ("layer.json", _TENSORS)]
 
 
-def _save_layer(folder: Path, index: int, module: nn.Module, optimizer_state: dict[str, Tensor]) -> tuple[Path, Path]:
+def _save_layer(
+    folder: Path, index: int, module: nn.Module, optimizer_state: dict[str, Tensor]
+) -> tuple[Path, Path]:
     every = contents(module, optimizer_state).items()
     tensors = {key: t.detach().cpu() for key, t in every if key[0] != "gradient"}
     folder.mkdir()
@@ -267,7 +269,9 @@ def find(folder: Path, world: World | None = None) -> tuple[Path, CheckpointMani
             problems.append(str(error))
     if problems:
         raise CheckpointError(f"{folder}: no checkpoint is whole; the newest: {problems[0]}")
-    raise CheckpointError(f"{folder}: there is no checkpoint to resume from; start anew with --overwrite")
+    raise CheckpointError(
+        f"{folder}: there is no checkpoint to resume from; start anew with --overwrite"
+    )
 
 
 def _missing_latest(folder: Path) -> list[str]:
@@ -334,7 +338,10 @@ def load_layer(path: Path, index: int, device: torch.device) -> tuple[Contents, 
     folder = path / _folder(index)
     try:
         manifest = Manifest.model_validate_json((folder / "layer.json").read_bytes())
-        tensors = {(r.section, r.name): torch.empty(r.shape, dtype=DTYPES[r.dtype]) for r in manifest.tensors}
+        tensors = {
+            (r.section, r.name): torch.empty(r.shape, dtype=DTYPES[r.dtype])
+            for r in manifest.tensors
+        }
     except (OSError, ValidationError, KeyError) as error:
         raise CheckpointError(f"{folder}/layer.json {unread(error)}") from None
     if not tensors:
@@ -345,7 +352,9 @@ def load_layer(path: Path, index: int, device: torch.device) -> tuple[Contents, 
         try:
             dcp.load(state, storage_reader=HuggingFaceStorageReader(str(folder)), no_dist=True)
         except Exception as error:
-            raise CheckpointError(f"{folder}: {type(error).__name__}: {str(error).splitlines()[0]}") from None
+            raise CheckpointError(
+                f"{folder}: {type(error).__name__}: {str(error).splitlines()[0]}"
+            ) from None
     moved = {key: state[_name(*key)].to(device) for key in tensors}
     return moved, {r.name: r.requires_grad for r in manifest.tensors if r.section == "parameter"}
 
@@ -355,21 +364,37 @@ def fit(index: int, name: str, module: nn.Module, tensors: Contents) -> Contents
     it is to take: of buffers that it makes for itself (not `persistent`), those of its own shape.
     Raises CheckpointError if it is of another shape or dtype."""
     try:
-        pruned = conform(module, {key: t for (section, key), t in tensors.items() if section == "buffer"})
+        pruned = conform(
+            module, {key: t for (section, key), t in tensors.items() if section == "buffer"}
+        )
     except ValueError as error:
-        raise CheckpointError(f"layer {index} ({name}): {error}; resume with the run's own config") from None
+        raise CheckpointError(
+            f"layer {index} ({name}): {error}; resume with the run's own config"
+        ) from None
     shapes = {key: tuple(p.shape) for key, p in module.named_parameters() if key not in pruned}
-    saved = {key: tuple(t.shape) for (section, key), t in tensors.items() if section == "parameter" and key not in pruned}
+    saved = {
+        key: tuple(t.shape)
+        for (section, key), t in tensors.items()
+        if section == "parameter" and key not in pruned
+    }
     for key in sorted({*shapes, *saved}):
         if shapes.get(key) != saved.get(key):
             raise CheckpointError(
                 f"layer {index} ({name}): {key} is {saved.get(key)} in the checkpoint, {shapes.get(key)} in the "
                 "config's model; resume with the config that the run was started with"
             )
-    remade = {f"{prefix}.{key}".lstrip(".") for prefix, part in module.named_modules() for key in part._non_persistent_buffers_set}
+    remade = {
+        f"{prefix}.{key}".lstrip(".")
+        for prefix, part in module.named_modules()
+        for key in part._non_persistent_buffers_set
+    }
     # A forward may make a buffer, but no module for it.
     parts = dict(module.named_modules())
-    lost = sorted(key for section, key in tensors if section == "buffer" and key.rpartition(".")[0] not in parts)
+    lost = sorted(
+        key
+        for section, key in tensors
+        if section == "buffer" and key.rpartition(".")[0] not in parts
+    )
     if lost:
         raise CheckpointError(
             f"layer {index} ({name}): the checkpoint has the buffer {lost[0]}, the config's model has not; resume with the config that the "

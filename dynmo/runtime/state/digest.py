@@ -22,7 +22,10 @@ def weights_digest(layer_store: LayerStore) -> str:
     RunError if the replicas' weights are not equal."""
 
     def parts(index: int, module: nn.Module) -> Iterable[bytes]:
-        return (_bytes(parameter) for _, parameter in dense_parameters(module, layer_store.masters(index)))
+        return (
+            _bytes(parameter)
+            for _, parameter in dense_parameters(module, layer_store.masters(index))
+        )
 
     return _digest(layer_store, "the weights", parts)
 
@@ -43,7 +46,9 @@ def buffers_digest(layer_store: LayerStore) -> str:
     return _digest(layer_store, "the buffers", parts)
 
 
-def _digest(layer_store: LayerStore, what: str, parts: Callable[[int, nn.Module], Iterable[bytes]]) -> str:
+def _digest(
+    layer_store: LayerStore, what: str, parts: Callable[[int, nn.Module], Iterable[bytes]]
+) -> str:
     world = layer_store.world
     table = torch.zeros(layer_store.model.layers, 32, dtype=torch.uint8)
     # In one order on all replicas, which make a layer's masters whole together: after a reshape

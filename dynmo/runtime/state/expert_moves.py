@@ -44,7 +44,11 @@ def tensors_of(expert: int, linears: Linears, state: Mapping[str, Tensor]) -> Ex
         assert weight is not None, "who gives an expert holds it"
         out[path, None] = weight.detach().contiguous()
         prefix = f"{key_of(path, expert)}/"
-        out |= {(path, key.removeprefix(prefix)): t.contiguous() for key, t in sorted(state.items()) if key.startswith(prefix)}
+        out |= {
+            (path, key.removeprefix(prefix)): t.contiguous()
+            for key, t in sorted(state.items())
+            if key.startswith(prefix)
+        }
     return out
 
 
@@ -57,11 +61,19 @@ def arrivals(before: ExpertPlacement, after: ExpertPlacement, rank: int) -> list
         rank: The replica's place in the group.
     """
     new = [expert for expert in after.held_by(rank) if rank not in before.holders[expert]]
-    return [(expert, before.holders[expert][(expert + rank) % len(before.holders[expert])]) for expert in new]
+    return [
+        (expert, before.holders[expert][(expert + rank) % len(before.holders[expert])])
+        for expert in new
+    ]
 
 
 def exchange_experts(
-    group: ExpertGroup, before: ExpertPlacement, after: ExpertPlacement, linears: Linears, state: Mapping[str, Tensor], what: str
+    group: ExpertGroup,
+    before: ExpertPlacement,
+    after: ExpertPlacement,
+    linears: Linears,
+    state: Mapping[str, Tensor],
+    what: str,
 ) -> dict[int, ExpertTensors]:
     """Sends experts to their new holders. All replicas of the group call it.
 
@@ -80,7 +92,14 @@ def exchange_experts(
     like = tensors_of(before.held_by(place)[0], linears, state)
     size = sum(t.nbytes for t in like.values())
     parts = [
-        _joined([tensors_of(expert, linears, state) for expert, giver in arrivals(before, after, rank) if giver == place], device)
+        _joined(
+            [
+                tensors_of(expert, linears, state)
+                for expert, giver in arrivals(before, after, rank)
+                if giver == place
+            ],
+            device,
+        )
         for rank in range(group.ranks)
     ]
     coming = arrivals(before, after, place)
@@ -102,4 +121,7 @@ def _joined(experts: Sequence[ExpertTensors], device: torch.device) -> Tensor:
 def _parted(data: Tensor, like: ExpertTensors) -> ExpertTensors:
     """The inverse of `_joined` for one expert. like: another one."""
     pieces = data.split([t.nbytes for t in like.values()])
-    return {key: piece.clone().view(t.dtype).view(t.shape) for piece, (key, t) in zip(pieces, like.items(), strict=True)}
+    return {
+        key: piece.clone().view(t.dtype).view(t.shape)
+        for piece, (key, t) in zip(pieces, like.items(), strict=True)
+    }

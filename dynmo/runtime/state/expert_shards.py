@@ -42,7 +42,9 @@ class ExpertShards:
 
     def __init__(self, world: World, ranks: int, modules: Sequence[nn.Module]) -> None:
         if world.replicas % ranks:
-            raise ConfigError(f"parallel.expert = {ranks} does not divide parallel.data = {world.replicas}")
+            raise ConfigError(
+                f"parallel.expert = {ranks} does not divide parallel.data = {world.replicas}"
+            )
         self._world = world
         self.placements: dict[int, ExpertPlacement] = {}
         for index, module in enumerate(modules):
@@ -53,10 +55,14 @@ class ExpertShards:
                 )
             for experts in counts:
                 if experts % ranks:
-                    raise ConfigError(f"parallel.expert = {ranks} does not divide the {experts} experts of layer {index}")
+                    raise ConfigError(
+                        f"parallel.expert = {ranks} does not divide the {experts} experts of layer {index}"
+                    )
                 self.placements[index] = even_placement(experts, ranks)
         if not self.placements:
-            raise ConfigError(f"parallel.expert = {ranks}, but no layer of the model has experts; set parallel.expert = 1")
+            raise ConfigError(
+                f"parallel.expert = {ranks}, but no layer of the model has experts; set parallel.expert = 1"
+            )
         self.group = ExpertGroup(world, ranks)
         for index in self.placements:
             self._hold(modules[index], self.placements[index])
@@ -86,7 +92,9 @@ class ExpertShards:
             like = next(weight for weight in linear.weights if weight is not None)
             for expert in placement.held_by(self.group.place):
                 if linear.weights[expert] is None:
-                    linear._parameters[str(expert)] = nn.Parameter(torch.empty_like(like), requires_grad=like.requires_grad)
+                    linear._parameters[str(expert)] = nn.Parameter(
+                        torch.empty_like(like), requires_grad=like.requires_grad
+                    )
         self._hold(module, placement)
 
     def connect(self, index: int, module: nn.Module) -> list[SharedExpert]:
@@ -104,24 +112,44 @@ class ExpertShards:
             return []
         for half in halves(module):
             half.spread(placement, self.group.place, self.group)
-        return [expert for path, linear in _linears(module) for expert in self._shared(path, linear, placement)]
+        return [
+            expert
+            for path, linear in _linears(module)
+            for expert in self._shared(path, linear, placement)
+        ]
 
-    def _shared(self, path: str, linear: GroupedLinear, placement: ExpertPlacement) -> list[SharedExpert]:
+    def _shared(
+        self, path: str, linear: GroupedLinear, placement: ExpertPlacement
+    ) -> list[SharedExpert]:
         """The experts of one linear."""
         world, ranks = self._world, self.group.ranks
         weights = linear.weights
         like = next(weight for weight in weights if weight is not None)
         out: list[SharedExpert] = []
         for expert, weight in enumerate(weights):
-            sources = tuple(self._sources(placement, expert, replica) for replica in range(world.replicas))
+            sources = tuple(
+                self._sources(placement, expert, replica) for replica in range(world.replicas)
+            )
             holders = [replica for replica, of in enumerate(sources) if of]
             ranges = [(0, 0)] * world.replicas
             for place, replica in enumerate(holders):
                 (ranges[replica],) = cut([like.numel()], Share(place, len(holders)))
             first = self.group.number * ranks
-            gradients = {first + source: copy for source, copy in linear.source_gradients(expert).items()}
+            gradients = {
+                first + source: copy for source, copy in linear.source_gradients(expert).items()
+            }
             name = key_of(path, expert)
-            out.append(SharedExpert(name, like if weight is None else weight, tuple(ranges), True, weight is not None, gradients, sources))
+            out.append(
+                SharedExpert(
+                    name,
+                    like if weight is None else weight,
+                    tuple(ranges),
+                    True,
+                    weight is not None,
+                    gradients,
+                    sources,
+                )
+            )
         return out
 
     def _sources(self, placement: ExpertPlacement, expert: int, replica: int) -> tuple[int, ...]:
@@ -130,13 +158,19 @@ class ExpertShards:
         first, place = replica // ranks * ranks, replica % ranks
         if place not in placement.holders[expert]:
             return ()
-        return tuple(first + source for source in range(ranks) if placement.target(expert, source) == place)
+        return tuple(
+            first + source for source in range(ranks) if placement.target(expert, source) == place
+        )
 
     def is_elsewhere(self, module: nn.Module, name: str) -> bool:
         """Whether a parameter of a layer is that of an expert which another replica holds."""
         path, _, key = name.rpartition(".")
         part = dict(module.named_modules()).get(path)
-        return isinstance(part, GroupedLinear) and key in part._parameters and part._parameters[key] is None
+        return (
+            isinstance(part, GroupedLinear)
+            and key in part._parameters
+            and part._parameters[key] is None
+        )
 
     @contextmanager
     def whole(self, module: nn.Module, experts: Sequence[SharedExpert]) -> Generator[None]:
@@ -148,16 +182,23 @@ class ExpertShards:
         """
         weights = whole_parameters(self._world.peers, experts)
         absent = [expert for expert in experts if not expert.held]
-        places = [(module.get_submodule(path), key) for path, _, key in (expert.name.rpartition(".") for expert in absent)]
+        places = [
+            (module.get_submodule(path), key)
+            for path, _, key in (expert.name.rpartition(".") for expert in absent)
+        ]
         for (part, key), expert in zip(places, absent, strict=True):
-            part._parameters[key] = nn.Parameter(weights[expert.name], requires_grad=expert.parameter.requires_grad)
+            part._parameters[key] = nn.Parameter(
+                weights[expert.name], requires_grad=expert.parameter.requires_grad
+            )
         try:
             yield
         finally:
             for part, key in places:
                 part._parameters[key] = None
 
-    def move(self, index: int, module: nn.Module, placement: ExpertPlacement, state: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], int]:
+    def move(
+        self, index: int, module: nn.Module, placement: ExpertPlacement, state: Mapping[str, Tensor]
+    ) -> tuple[dict[str, Tensor], int]:
         """Moves experts of one of this rank's layers between the replicas of a group.
 
         All replicas of the layer call it. The layer must be connected again.
@@ -173,20 +214,32 @@ class ExpertShards:
         """
         before, self.placements[index] = self.placements[index], placement
         linears = dict(_linears(module))
-        arrived = exchange_experts(self.group, before, placement, linears, state, f"the experts of layer {index}")
+        arrived = exchange_experts(
+            self.group, before, placement, linears, state, f"the experts of layer {index}"
+        )
         out = dict(state)
         for path, linear in linears.items():
             trains = any(weight.requires_grad for weight in linear.weights if weight is not None)
             for expert, tensors in arrived.items():
-                linear._parameters[str(expert)] = nn.Parameter(tensors[path, None], requires_grad=trains)
+                linear._parameters[str(expert)] = nn.Parameter(
+                    tensors[path, None], requires_grad=trains
+                )
         for expert, tensors in arrived.items():
-            out |= {f"{key_of(path, expert)}/{moment}": t for (path, moment), t in tensors.items() if moment is not None}
+            out |= {
+                f"{key_of(path, expert)}/{moment}": t
+                for (path, moment), t in tensors.items()
+                if moment is not None
+            }
         self._hold(module, placement)
         held = {None, *placement.held_by(self.group.place)}
-        out = {key: t for key, t in out.items() if expert_of(key.rpartition("/")[0], linears) in held}
+        out = {
+            key: t for key, t in out.items() if expert_of(key.rpartition("/")[0], linears) in held
+        }
         return out, sum(t.nbytes for tensors in arrived.values() for t in tensors.values())
 
 
 def _linears(module: nn.Module) -> list[tuple[str, GroupedLinear]]:
     """The experts' linears of a layer, by path."""
-    return [(path, part) for path, part in module.named_modules() if isinstance(part, GroupedLinear)]
+    return [
+        (path, part) for path, part in module.named_modules() if isinstance(part, GroupedLinear)
+    ]

@@ -36,12 +36,21 @@ class Frozen:
     def first_trainable_after(self, layers: Collection[int]) -> int | None:
         """As it will be when these layers are frozen too; None where nothing would be left."""
         gone = set(layers) | self.layers
-        return next((i for i, m in enumerate(self._modules) if i not in gone and any(p.requires_grad for p in m.parameters())), None)
+        return next(
+            (
+                i
+                for i, m in enumerate(self._modules)
+                if i not in gone and any(p.requires_grad for p in m.parameters())
+            ),
+            None,
+        )
 
     def freeze(self, layers: Collection[int]) -> None:
         for index in sorted(layers):
             if index not in self._thawed:
-                names = [name for name, p in self._modules[index].named_parameters() if p.requires_grad]
+                names = [
+                    name for name, p in self._modules[index].named_parameters() if p.requires_grad
+                ]
                 self._thawed[index] = names
                 for name in names:
                     parameter = self._modules[index].get_parameter(name)

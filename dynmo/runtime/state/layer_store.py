@@ -73,12 +73,18 @@ class LayerStore:
         self.world, self.model, self.layout = world, model, layout
         self._clock, self._seed, self._settings, self._compiles = clock, seed, optimizer, compiles
         self._accumulation_groups, self._zero = accumulation_groups, zero
-        own = [] if is_bare else [index for stage in self.own_stages for index in layout.partition.range_of(stage)]
+        own = (
+            []
+            if is_bare
+            else [index for stage in self.own_stages for index in layout.partition.range_of(stage)]
+        )
         self.modules = model.build(frozenset(own))
         if not is_bare:
             _check_same(world, model, self.modules)
         # With expert parallelism, which replica holds which experts.
-        self.experts = ExpertShards(world, expert, self.modules) if expert > 1 and not is_bare else None
+        self.experts = (
+            ExpertShards(world, expert, self.modules) if expert > 1 and not is_bare else None
+        )
         self._expert = expert
         self.frozen = Frozen(self.modules, model.tied)
         # What the frozen leading layers here made of earlier microbatches.
@@ -135,16 +141,27 @@ class LayerStore:
             groups=self._groups(index, module),
         )
         spread = {expert.name for expert in experts}
-        optimizer = self.optimizers[index] = LayerOptimizer(module, self._settings, shared, self.replicas.share, masters, spread)
+        optimizer = self.optimizers[index] = LayerOptimizer(
+            module, self._settings, shared, self.replicas.share, masters, spread
+        )
         state = {name: t for name, t in optimizer_state.items() if not name.startswith(_KEPT)}
         optimizer.load(cut_state(optimizer, state) if whole else state)
-        self.kept[index] = {name.removeprefix(_KEPT): t.cpu() for name, t in optimizer_state.items() if name.startswith(_KEPT)}
+        self.kept[index] = {
+            name.removeprefix(_KEPT): t.cpu()
+            for name, t in optimizer_state.items()
+            if name.startswith(_KEPT)
+        }
 
     def _groups(self, index: int, module: nn.Module) -> AccumulationGroups | None:
         if self._accumulation_groups == 1:
             return None
-        count, done = self._accumulation_groups // self.world.replicas, self.replicas.reduction(index)
-        return AccumulationGroups(gradient_parameters(module), self.layout.microbatches, count, done)
+        count, done = (
+            self._accumulation_groups // self.world.replicas,
+            self.replicas.reduction(index),
+        )
+        return AccumulationGroups(
+            gradient_parameters(module), self.layout.microbatches, count, done
+        )
 
     def _drop(self, index: int) -> None:
         """This rank holds the layer no more."""
@@ -163,10 +180,16 @@ class LayerStore:
         self.kept[index] = kept
         self.tied.join()
 
-    def replace(self, index: int, tensors: dict[tuple[str, str], Tensor], flags: dict[str, bool]) -> None:
+    def replace(
+        self, index: int, tensors: dict[tuple[str, str], Tensor], flags: dict[str, bool]
+    ) -> None:
         """One of this rank's layers becomes what was saved of it, whole. Raises CheckpointError
         where that has optimizer state which is not this optimizer's."""
-        state = (name for section, name in tensors if section == "optimizer" and not name.startswith(_KEPT))
+        state = (
+            name
+            for section, name in tensors
+            if section == "optimizer" and not name.startswith(_KEPT)
+        )
         unknown = next((name for name in state if not self.optimizers[index].knows(name)), None)
         if unknown is not None:
             raise CheckpointError(
@@ -174,7 +197,9 @@ class LayerStore:
                 "resume with the train.optimizer and model.tied that the run was started with"
             )
         self.outputs.forget([index])
-        self._adopt(index, self.modules[index], fill(self.modules[index], tensors, flags), whole=True)
+        self._adopt(
+            index, self.modules[index], fill(self.modules[index], tensors, flags), whole=True
+        )
         self.tied.join()
 
     def moved(self, layout: Layout, plan: Sequence[Move], arrivals: Sequence[Arrival]) -> None:
@@ -255,7 +280,11 @@ class LayerStore:
         All replicas enter it, in the same order.
         """
         module = self.modules[index]
-        with nullcontext() if self.experts is None else self.experts.whole(module, self.replicas.experts(index)):
+        with (
+            nullcontext()
+            if self.experts is None
+            else self.experts.whole(module, self.replicas.experts(index))
+        ):
             yield module
 
     def own_part(self, index: int, tensors: Contents) -> Contents:
@@ -263,8 +292,12 @@ class LayerStore:
         experts, module = self.experts, self.modules[index]
         if experts is None:
             return tensors
-        names = {key: key[1].rpartition("/")[0] if key[0] == "optimizer" else key[1] for key in tensors}
-        return {key: t for key, t in tensors.items() if not experts.is_elsewhere(module, names[key])}
+        names = {
+            key: key[1].rpartition("/")[0] if key[0] == "optimizer" else key[1] for key in tensors
+        }
+        return {
+            key: t for key, t in tensors.items() if not experts.is_elsewhere(module, names[key])
+        }
 
     def place_experts(self, placements: Mapping[int, ExpertPlacement]) -> int:
         """Moves experts between replicas, with their optimizer state. All ranks call it.
@@ -275,14 +308,18 @@ class LayerStore:
         Returns:
             Bytes that arrived here.
         """
-        assert self.experts is not None, "without expert parallelism every replica holds every expert"
+        assert self.experts is not None, (
+            "without expert parallelism every replica holds every expert"
+        )
         moved = 0
         for index, placement in sorted(placements.items()):
             if index not in self.layers:
                 self.experts.take_note(index, self.modules[index], placement)
                 continue
             module, kept = self.modules[index], self.kept[index]
-            state, arrived = self.experts.move(index, module, placement, self.optimizers[index].state())
+            state, arrived = self.experts.move(
+                index, module, placement, self.optimizers[index].state()
+            )
             moved += arrived
             self._adopt(index, module, state)
             self.kept[index] = kept
@@ -293,7 +330,11 @@ class LayerStore:
         if not self.optimizers[index].masters:
             return {}
         state = self.state(index, whole=True)
-        return {key.removesuffix("/master"): value for key, value in state.items() if key.endswith("/master")}
+        return {
+            key.removesuffix("/master"): value
+            for key, value in state.items()
+            if key.endswith("/master")
+        }
 
 
 def _check_same(world: World, model: Model, modules: Sequence[nn.Module]) -> None:
@@ -324,7 +365,14 @@ def _check(index: int, module: nn.Module, replicas: int) -> None:
             raise ConfigError(
                 f"layer {index}: {name} is of {tensor.dtype}, which can neither move nor be saved; known are {', '.join(DTYPES)}"
             )
-    renormalised = next((name for name, x in module.named_modules() if isinstance(x, nn.Embedding) and x.max_norm is not None), None)
+    renormalised = next(
+        (
+            name
+            for name, x in module.named_modules()
+            if isinstance(x, nn.Embedding) and x.max_norm is not None
+        ),
+        None,
+    )
     if replicas > 1 and renormalised is not None:
         raise ConfigError(
             f"layer {index}: the embedding {renormalised or 'itself'} has max_norm, so its forward writes to its weight, of which every "

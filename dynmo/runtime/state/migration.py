@@ -62,7 +62,9 @@ def contents(module: nn.Module, optimizer_state: dict[str, Tensor]) -> Contents:
     """Every tensor a layer consists of, by (section, name)."""
     out: Contents = {("parameter", name): p for name, p in module.named_parameters()}
     out |= {("buffer", name): b for name, b in module.named_buffers()}
-    out |= {("gradient", name): p.grad for name, p in module.named_parameters() if p.grad is not None}
+    out |= {
+        ("gradient", name): p.grad for name, p in module.named_parameters() if p.grad is not None
+    }
     out |= {("optimizer", name): t for name, t in optimizer_state.items()}
     return out
 
@@ -145,7 +147,14 @@ def exchange(
                 parcels.append((move, tensors))
             except Exception as error:
                 failure = failure or error
-            works += _send(world, move, [torch.tensor([len(text)]), torch.frombuffer(bytearray(text), dtype=torch.uint8) if text else None])
+            works += _send(
+                world,
+                move,
+                [
+                    torch.tensor([len(text)]),
+                    torch.frombuffer(bytearray(text), dtype=torch.uint8) if text else None,
+                ],
+            )
         elif move.target == world.rank:
             text = _receive_text(world, move)
             try:
@@ -168,14 +177,19 @@ def exchange(
     for work, _, move in works:
         world.wait(work, move.target, f"room to send layer {move.layer}")
     world.settle()
-    moved = torch.tensor([sum(t.nbytes for _, arrival in arrivals for t in arrival.tensors.values())], dtype=torch.float64)
+    moved = torch.tensor(
+        [sum(t.nbytes for _, arrival in arrivals for t in arrival.tensors.values())],
+        dtype=torch.float64,
+    )
     everyone.sum(moved, "all layers to arrive")
     adopt([arrival for _, arrival in arrivals])
     world.barrier("all layers to be adopted")
     return Migration(int(moved), time.perf_counter() - start)
 
 
-def pack(layer: int, module: nn.Module, optimizer_state: dict[str, Tensor]) -> tuple[bytes, list[Tensor]]:
+def pack(
+    layer: int, module: nn.Module, optimizer_state: dict[str, Tensor]
+) -> tuple[bytes, list[Tensor]]:
     """A layer's manifest, and its tensors in the manifest's order."""
     tensors = contents(module, optimizer_state)
     text = describe(layer, module, tensors).model_dump_json().encode()
@@ -203,12 +217,20 @@ def unpack(text: bytes, move: Move, device: torch.device) -> Arrival:
     try:
         manifest = Manifest.model_validate_json(text)
     except ValidationError as error:
-        raise RunError(f"the manifest of layer {move.layer} from rank {move.source} cannot be read: {error}".split("\n")[0]) from None
+        raise RunError(
+            f"the manifest of layer {move.layer} from rank {move.source} cannot be read: {error}".split(
+                "\n"
+            )[0]
+        ) from None
     if manifest.layer != move.layer:
-        raise RunError(f"layer {move.layer} was expected from rank {move.source}, which sends layer {manifest.layer}")
+        raise RunError(
+            f"layer {move.layer} was expected from rank {move.source}, which sends layer {manifest.layer}"
+        )
     for r in manifest.tensors:
         if r.dtype not in DTYPES:
-            raise RunError(f"layer {move.layer}: {r.section} {r.name} is of {r.dtype}, which cannot travel; known are {', '.join(DTYPES)}")
+            raise RunError(
+                f"layer {move.layer}: {r.section} {r.name} is of {r.dtype}, which cannot travel; known are {', '.join(DTYPES)}"
+            )
         if min(r.shape, default=0) < 0:
             raise RunError(f"layer {move.layer}: {r.section} {r.name} has the shape {r.shape}")
     size = sum(DTYPES[r.dtype].itemsize * math.prod(r.shape) for r in manifest.tensors)
@@ -216,18 +238,32 @@ def unpack(text: bytes, move: Move, device: torch.device) -> Arrival:
     tensors: Contents = {}
     for r in manifest.tensors:
         tensors[r.section, r.name] = torch.empty(r.shape, dtype=DTYPES[r.dtype], device=device)
-    return Arrival(move.layer, tensors, {r.name: r.requires_grad for r in manifest.tensors if r.section == "parameter"})
+    return Arrival(
+        move.layer,
+        tensors,
+        {r.name: r.requires_grad for r in manifest.tensors if r.section == "parameter"},
+    )
 
 
-def _send(world: World, move: Move, tensors: Sequence[Tensor | None]) -> list[tuple[dist.Work, Tensor, Move]]:
+def _send(
+    world: World, move: Move, tensors: Sequence[Tensor | None]
+) -> list[tuple[dist.Work, Tensor, Move]]:
     key = (TAG_MIGRATE, move.source, move.target)
-    return [(world.send(on_wire(t), move.target, TAG_MIGRATE, key), t, move) for t in tensors if t is not None and t.numel()]
+    return [
+        (world.send(on_wire(t), move.target, TAG_MIGRATE, key), t, move)
+        for t in tensors
+        if t is not None and t.numel()
+    ]
 
 
 def _take(world: World, move: Move, tensor: Tensor) -> Tensor:
     if tensor.numel():
         key = (TAG_MIGRATE, move.source, move.target)
-        world.wait(world.receive(on_wire(tensor), move.source, TAG_MIGRATE, key), move.source, f"layer {move.layer} to arrive")
+        world.wait(
+            world.receive(on_wire(tensor), move.source, TAG_MIGRATE, key),
+            move.source,
+            f"layer {move.layer} to arrive",
+        )
     return tensor
 
 

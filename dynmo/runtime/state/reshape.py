@@ -36,8 +36,12 @@ def transfers(old: Holders, new: Holders, within_replicas: bool = False) -> tupl
     moves: list[Move] = []
     for layer, (before, after) in enumerate(zip(old, new, strict=True)):
         if within_replicas:
-            moves += [Move(layer, *pair) for pair in zip(before, after, strict=True) if pair[0] != pair[1]]
+            moves += [
+                Move(layer, *pair) for pair in zip(before, after, strict=True) if pair[0] != pair[1]
+            ]
             continue
         targets = [rank for rank in after if rank not in before]
-        moves += [Move(layer, before[turn % len(before)], target) for turn, target in enumerate(targets)]
+        moves += [
+            Move(layer, before[turn % len(before)], target) for turn, target in enumerate(targets)
+        ]
     return tuple(moves)

@@ -18,7 +18,11 @@ FORWARD, BACKWARD, WEIGHT = 0, 1, 2
 
 _NEVER = 1e300
 _SEED = 88172645463325252
-_FAR, _NEAR, _GAPS = 60, 12, 3  # how many places an op may be moved by, within a block, and how many gaps are tried
+_FAR, _NEAR, _GAPS = (
+    60,
+    12,
+    3,
+)  # how many places an op may be moved by, within a block, and how many gaps are tried
 
 
 class _Problem(NamedTuple):
@@ -79,7 +83,15 @@ def _replay(problem, run):
     it needs.
     """
     m, d, first, credits, lead = problem.m, problem.d, problem.first, problem.credits, problem.lead
-    order, start, end, where, before, count, path = run.order, run.start, run.end, run.where, run.before, run.count, run.path
+    order, start, end, where, before, count, path = (
+        run.order,
+        run.start,
+        run.end,
+        run.where,
+        run.before,
+        run.count,
+        run.path,
+    )
     p = d.shape[1]
     nf, nb, nw, queued, stack = count[0], count[1], count[2], count[3], count[4]
     clock = np.zeros(p)
@@ -171,11 +183,23 @@ def _tails(problem, run):
         if kind == FORWARD:
             j = before[0, r, i]
             if r + 1 < p:
-                rest = max(rest, d[3, r] + d[FORWARD, r + 1] + tail[r + 1, where[FORWARD, r + 1, j]])
+                rest = max(
+                    rest, d[3, r] + d[FORWARD, r + 1] + tail[r + 1, where[FORWARD, r + 1, j]]
+                )
             if 0 < r <= first and j + credits < m:
-                rest = max(rest, d[3, r - 1] + d[FORWARD, r - 1] + tail[r - 1, where[FORWARD, r - 1, j + credits]])
+                rest = max(
+                    rest,
+                    d[3, r - 1]
+                    + d[FORWARD, r - 1]
+                    + tail[r - 1, where[FORWARD, r - 1, j + credits]],
+                )
         elif kind == BACKWARD and r > first:
-            rest = max(rest, d[3, r - 1] + d[BACKWARD, r - 1] + tail[r - 1, where[BACKWARD, r - 1, before[1, r, i]]])
+            rest = max(
+                rest,
+                d[3, r - 1]
+                + d[BACKWARD, r - 1]
+                + tail[r - 1, where[BACKWARD, r - 1, before[1, r, i]]],
+            )
         tail[r, i] = rest
 
 
@@ -183,7 +207,15 @@ def _tails(problem, run):
 def _guess(problem, run, r, source, target, most):
     """A lower estimate of the longest way through the ops that move when op `source` of rank r goes
     to place `target`, or never where that is not allowed or the estimate passes `most`."""
-    m, d, first, lead, mf, stash, cap = problem.m, problem.d, problem.first, problem.lead, problem.mf, problem.stash, problem.cap
+    m, d, first, lead, mf, stash, cap = (
+        problem.m,
+        problem.d,
+        problem.first,
+        problem.lead,
+        problem.mf,
+        problem.stash,
+        problem.cap,
+    )
     order, start, end, where = run.order, run.start, run.end, run.where
     before, tail, scratch = run.before, run.tail, run.scratch
     p = d.shape[1]
@@ -289,7 +321,9 @@ def _block_start(problem, run, r, i, slack, state):
         j = run.before[kind, r, low]
         # Where both the rank and a neighbour let it start just now, leave by the neighbour half of
         # the time.
-        crosses = (kind == FORWARD and r > 0 and end[0, r - 1, j] + d[3, r - 1] >= start[r, low] - slack) or (
+        crosses = (
+            kind == FORWARD and r > 0 and end[0, r - 1, j] + d[3, r - 1] >= start[r, low] - slack
+        ) or (
             kind == BACKWARD and r + 1 < p and end[1, r + 1, j] + d[3, r] >= start[r, low] - slack
         )
         if crosses:
@@ -445,7 +479,9 @@ def polish(m, d, mf, stash, cap, first, credits, lead, goal, budget, best_order)
         r, i = _longest_way_end(problem, run, now, slack)
         if r < 0:
             return best, spent
-        r, source, target, tries, state = _best_move(problem, run, best, slack, turn, barred, targets, state, r, i)
+        r, source, target, tries, state = _best_move(
+            problem, run, best, slack, turn, barred, targets, state, r, i
+        )
         spent += tries // 4
         if r < 0:
             spent += total

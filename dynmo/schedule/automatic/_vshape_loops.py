@@ -56,7 +56,9 @@ def cycles(m, frozen, cycle, order):
             at += 1
 
 
-@jit_as("void(int64, int64, float64[::1], float64[::1], float64[::1], float64, float64[::1], float64, int8[:, ::1])")
+@jit_as(
+    "void(int64, int64, float64[::1], float64[::1], float64[::1], float64, float64[::1], float64, int8[:, ::1])"
+)
 def block(m, frozen, f, b, link, unit, shape, period, order):
     """A repeating block: microbatch 0 at its own pace, every hop at least shape[0..3] units long,
     and the others a period behind.
@@ -69,13 +71,17 @@ def block(m, frozen, f, b, link, unit, shape, period, order):
         if s == p:
             forward[s] = forward[s - 1] + f[s - 1] + shape[4] * unit
         else:
-            forward[s] = forward[s - 1] + max(f[s - 1] + link[s - 1], shape[0 if s < p else 1] * unit)
+            forward[s] = forward[s - 1] + max(
+                f[s - 1] + link[s - 1], shape[0 if s < p else 1] * unit
+            )
     backward[n - 1] = forward[n - 1] + f[n - 1] + shape[5] * unit
     for s in range(n - 2, frozen - 1, -1):
         if s == p - 1:
             backward[s] = backward[s + 1] + b[s + 1] + shape[6] * unit
         else:
-            backward[s] = backward[s + 1] + max(b[s + 1] + link[s], shape[2 if s >= p else 3] * unit)
+            backward[s] = backward[s + 1] + max(
+                b[s + 1] + link[s], shape[2 if s >= p else 3] * unit
+            )
     if period == 0.0:
         period = 2.0 * max(backward[frozen], forward[n - 1]) + 1.0
     at, done, most = np.zeros(4), np.zeros(4, np.int64), np.zeros(4, np.int64)
@@ -198,7 +204,10 @@ def play(problem: Any, timetable: Any, order: Any, share: float, patient: int) -
         limit = cap[r] * (1 + 1e-9)
         ops_of_rank = 2 * m + (m if lower >= frozen else 0) + (m if upper >= frozen else 0)
         while True:
-            waiting_lower, waiting_upper = count[r, 3] - weights[lower], count[r, 2] - weights[upper]
+            waiting_lower, waiting_upper = (
+                count[r, 3] - weights[lower],
+                count[r, 2] - weights[upper],
+            )
             idle_w = -1
             if waiting_lower > 0 or waiting_upper > 0:
                 idle_w = lower if waiting_lower >= waiting_upper else upper
@@ -225,7 +234,9 @@ def play(problem: Any, timetable: Any, order: Any, share: float, patient: int) -
                 elif a >= NEVER:
                     break
                 elif a > t and idle_w >= 0:
-                    weight = a - t >= share * w[idle_w] or (r < patient and count[r, 1] >= m and t + w[idle_w] <= latest[g, s, j])
+                    weight = a - t >= share * w[idle_w] or (
+                        r < patient and count[r, 1] >= m and t + w[idle_w] <= latest[g, s, j]
+                    )
             elif idle_w >= 0:
                 weight = True
             else:
@@ -280,7 +291,9 @@ def play(problem: Any, timetable: Any, order: Any, share: float, patient: int) -
     return best - (earliest if whole else 0.0)
 
 
-@jit_as("void(int64, int64, int8[:, ::1], float64[::1], float64[::1], float64[::1], float64[::1], float64[:, :, ::1])")
+@jit_as(
+    "void(int64, int64, int8[:, ::1], float64[::1], float64[::1], float64[::1], float64[::1], float64[:, :, ::1])"
+)
 def latest_starts(m, frozen, order, f, b, link, deadline, latest):
     """When each F and B must start, if a rank's last one is to end by its deadline, ranks keep to
     `order` and W's take no time."""

@@ -47,7 +47,26 @@ def _settle(tree, wake, rank):
 
 
 @njit
-def _build(m, f, b, w, link, mf, stash, cap, first, credits, lead, policy, most, order, arrival, clock, count, tree):
+def _build(
+    m,
+    f,
+    b,
+    w,
+    link,
+    mf,
+    stash,
+    cap,
+    first,
+    credits,
+    lead,
+    policy,
+    most,
+    order,
+    arrival,
+    clock,
+    count,
+    tree,
+):
     """Runs all ranks on one clock under `policy`. Returns the greatest (end - lead) of a rank, or
     never once it must pass `most`, and how often it looked at a rank, which is its effort; the ops
     are in `order`."""
@@ -95,7 +114,11 @@ def _build(m, f, b, w, link, mf, stash, cap, first, credits, lead, policy, most,
             elif held < policy[0, r]:
                 # After this F the rank must still be able to empty itself: W's first, then B and W
                 # in turn.
-                if live + mf[r] <= cap[r] and (held + 1) * mf[r] <= cap[r] and held * mf[r] + stash[r] <= cap[r]:
+                if (
+                    live + mf[r] <= cap[r]
+                    and (held + 1) * mf[r] <= cap[r]
+                    and held * mf[r] + stash[r] <= cap[r]
+                ):
                     if at <= now:
                         forward = True
                     else:
@@ -112,11 +135,15 @@ def _build(m, f, b, w, link, mf, stash, cap, first, credits, lead, policy, most,
             elif at <= now:
                 blocked = True
         kind = -1
-        if forward and (not backward or policy[2, r] == 1 or (policy[2, r] == 2 and last[r] == BACKWARD)):
+        if forward and (
+            not backward or policy[2, r] == 1 or (policy[2, r] == 2 and last[r] == BACKWARD)
+        ):
             kind = WEIGHT if stashed >= policy[3, r] else FORWARD
         elif backward:
             kind = BACKWARD
-        elif stashed > 0 and (blocked or later >= _NEVER or 4 * (later - now) >= policy[1, r] * w[r]):
+        elif stashed > 0 and (
+            blocked or later >= _NEVER or 4 * (later - now) >= policy[1, r] * w[r]
+        ):
             kind = WEIGHT
         if kind < 0:
             wake[r] = later
@@ -174,7 +201,9 @@ def _build(m, f, b, w, link, mf, stash, cap, first, credits, lead, policy, most,
     "Tuple((float64, int64))(int64, float64[::1], float64[::1], float64[::1], float64[::1], float64[::1], float64[::1], float64[::1],"
     "int64, int64, boolean, float64, int64, int64[:, ::1], float64[::1], int8[:, ::1])"
 )
-def search(m, f, b, w, link, mf, stash, cap, first, credits, spans, goal, budget, starts, lead, best_order):
+def search(
+    m, f, b, w, link, mf, stash, cap, first, credits, spans, goal, budget, starts, lead, best_order
+):
     """Tries the policies of `starts`, then changes of the best one, until `goal` is met or `budget`
     is spent.
 
@@ -216,7 +245,11 @@ def search(m, f, b, w, link, mf, stash, cap, first, credits, spans, goal, budget
                 else:
                     warm = size_of * (p - 1 - r) + 1
                 policy[0, r] = min(max(1, warm), room[r])
-                policy[1, r], policy[2, r], policy[3, r] = starts[turn, 3], starts[turn, 4], starts[turn, 5]
+                policy[1, r], policy[2, r], policy[3, r] = (
+                    starts[turn, 3],
+                    starts[turn, 4],
+                    starts[turn, 5],
+                )
         else:
             for r in range(p):
                 for i in range(4):
@@ -225,7 +258,10 @@ def search(m, f, b, w, link, mf, stash, cap, first, credits, spans, goal, budget
             for _ in range(1 + int(state % np.uint64(3))):
                 state = _draw(state)
                 r = first + int((state >> np.uint64(8)) % np.uint64(p - first))
-                what, by = int((state >> np.uint64(32)) % np.uint64(16)), int((state >> np.uint64(40)) % np.uint64(4))
+                what, by = (
+                    int((state >> np.uint64(32)) % np.uint64(16)),
+                    int((state >> np.uint64(40)) % np.uint64(4)),
+                )
                 if what < 9:
                     policy[0, r] = min(max(1, policy[0, r] + by - 2 + by // 2), room[r])
                 elif what < 12:

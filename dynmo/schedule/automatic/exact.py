@@ -90,20 +90,32 @@ def exact(
     """
     began = time.perf_counter()
     if start is None:
-        schedule = automatic(costs, microbatches, caps=caps, first_trainable=first_trainable, objective=objective)
+        schedule = automatic(
+            costs, microbatches, caps=caps, first_trainable=first_trainable, objective=objective
+        )
         start = replace(schedule, name="exact")
     _check_start(start, costs, microbatches, caps, first_trainable)
     known = _one_stage_each(start)
     length = _length(start, costs, objective)
-    bound = lower_bound(costs, microbatches, first_trainable, objective, caps) if known else _busiest(start, costs)
+    bound = (
+        lower_bound(costs, microbatches, first_trainable, objective, caps)
+        if known
+        else _busiest(start, costs)
+    )
     best = start
     apart = _split(start)
     if length > bound * (1 + 1e-9) and _fits(apart, costs, caps):
         model = _Model(apart, costs, caps, objective, bound)
         if model.open_pairs <= LARGEST:
-            solution, proven = model.solve(max(0.0, seconds - (time.perf_counter() - began)), workers)
+            solution, proven = model.solve(
+                max(0.0, seconds - (time.perf_counter() - began)), workers
+            )
             bound = max(bound, proven)
-            if solution is not None and _length(solution, costs, objective) < length and _fits(solution, costs, caps):
+            if (
+                solution is not None
+                and _length(solution, costs, objective) < length
+                and _fits(solution, costs, caps)
+            ):
                 best, length = solution, _length(solution, costs, objective)
     bound = min(bound, length)
     return Exact(best, bound, length <= bound * (1 + PROVEN), time.perf_counter() - began)
@@ -123,7 +135,9 @@ def _over(live: float, cap: float) -> bool:
 
 
 def _fits(schedule: Schedule, costs: Costs, caps: Sequence[float] | None) -> bool:
-    return caps is None or not any(_over(peak, cap) for peak, cap in zip(peak_memory(schedule, costs), caps, strict=True))
+    return caps is None or not any(
+        _over(peak, cap) for peak, cap in zip(peak_memory(schedule, costs), caps, strict=True)
+    )
 
 
 def _one_stage_each(schedule: Schedule) -> bool:
@@ -136,14 +150,22 @@ def _busiest(schedule: Schedule, costs: Costs) -> float:
     return max(sum(duration(costs, op) for op in row) for row in schedule.ops)
 
 
-def _check_start(start: Schedule, costs: Costs, microbatches: int, caps: Sequence[float] | None, first_trainable: int) -> None:
+def _check_start(
+    start: Schedule,
+    costs: Costs,
+    microbatches: int,
+    caps: Sequence[float] | None,
+    first_trainable: int,
+) -> None:
     if (start.microbatches, start.first_trainable) != (microbatches, first_trainable):
         raise ScheduleError(
             f"start {start.name!r} has {start.microbatches} microbatches and first trainable stage {start.first_trainable}; "
             f"asked for are {microbatches} and {first_trainable}"
         )
     if start.stages != len(costs.stages):
-        raise ScheduleError(f"start {start.name!r} has {start.stages} stages, but costs are given for {len(costs.stages)}")
+        raise ScheduleError(
+            f"start {start.name!r} has {start.stages} stages, but costs are given for {len(costs.stages)}"
+        )
     validate(start)
     if set(start.placement[: start.ranks]) != set(range(start.ranks)):
         raise ScheduleError(
@@ -152,7 +174,9 @@ def _check_start(start: Schedule, costs: Costs, microbatches: int, caps: Sequenc
     if caps is None:
         return
     if len(caps) != start.ranks:
-        raise ScheduleError(f"{len(caps)} memory limits for {start.ranks} ranks; give one per rank (inf: none)")
+        raise ScheduleError(
+            f"{len(caps)} memory limits for {start.ranks} ranks; give one per rank (inf: none)"
+        )
     for rank, (peak, cap) in enumerate(zip(peak_memory(start, costs), caps, strict=True)):
         if _over(peak, cap):
             raise ScheduleError(
@@ -166,7 +190,9 @@ def _split(schedule: Schedule) -> Schedule:
     def parts(op: Op) -> Iterable[Op]:
         return (op._replace(kind=Kind.B), op._replace(kind=Kind.W)) if op.kind is Kind.BW else (op,)
 
-    return replace(schedule, ops=tuple(tuple(part for op in row for part in parts(op)) for row in schedule.ops))
+    return replace(
+        schedule, ops=tuple(tuple(part for op in row for part in parts(op)) for row in schedule.ops)
+    )
 
 
 # -- whole numbers ---------------------------------------------------------------------------------
@@ -193,7 +219,10 @@ def _in_ticks(costs: Costs, scale: Fraction) -> Costs:
     def ticks(value: float) -> int:
         return floor(Fraction(str(value)) * scale)
 
-    stages = (StageCost(ticks(c.f), ticks(c.b), ticks(c.w), c.mem_f, c.mem_b, c.mem_w) for c in costs.stages)
+    stages = (
+        StageCost(ticks(c.f), ticks(c.b), ticks(c.w), c.mem_f, c.mem_b, c.mem_w)
+        for c in costs.stages
+    )
     return Costs(tuple(stages), tuple(map(ticks, costs.links)))
 
 
@@ -222,7 +251,14 @@ class _Model:
     """The case of `start`, B and W apart, in whole ticks, with `start` as the hint and as the
     longest that there may be."""
 
-    def __init__(self, start: Schedule, costs: Costs, caps: Sequence[float] | None, objective: Objective, bound: float) -> None:
+    def __init__(
+        self,
+        start: Schedule,
+        costs: Costs,
+        caps: Sequence[float] | None,
+        objective: Objective,
+        bound: float,
+    ) -> None:
         self.start, self.costs, self.objective = start, costs, objective
         self.caps = caps
         self.scale = _scale(_times(costs), _length(start, costs, objective), TICKS)
@@ -253,7 +289,11 @@ class _Model:
             ahead = dict.fromkeys(row, 0)
             for x, y in combinations(row, 2):
                 first = self._is_before(x, y)
-                ahead[y if first is True or (first is not False and solver.boolean_value(first)) else x] += 1
+                ahead[
+                    y
+                    if first is True or (first is not False and solver.boolean_value(first))
+                    else x
+                ] += 1
             rows.append(tuple(sorted(row, key=ahead.__getitem__)))
         return replace(self.start, ops=tuple(rows)), bound
 
@@ -273,7 +313,11 @@ class _Model:
         # A rank's first op is the F of microbatch 0 on its first stage, at the same time in every
         # schedule: it follows only its like.
         opening = [int(row[0].start) for row in timeline.ranks]
-        length = model.new_int_var(min(longest, floor(Fraction(self.least) * self.scale * (1 - Fraction(1, 10**9)))), longest, "length")
+        length = model.new_int_var(
+            min(longest, floor(Fraction(self.least) * self.scale * (1 - Fraction(1, 10**9)))),
+            longest,
+            "length",
+        )
         model.add_hint(length, longest)
         self.at: dict[Op, cp_model.IntVar] = {}
         self.before: dict[tuple[Op, Op], Literal] = {}
@@ -281,7 +325,11 @@ class _Model:
         for rank, row in enumerate(start.ops):
             since = opening[rank] if self.objective is Objective.SPAN else 0
             for index, op in enumerate(row):
-                self.at[op] = model.new_int_var(opening[rank], opening[rank] if index == 0 else since + longest - self.took[op], "")
+                self.at[op] = model.new_int_var(
+                    opening[rank],
+                    opening[rank] if index == 0 else since + longest - self.took[op],
+                    "",
+                )
                 model.add_hint(self.at[op], hint[op])
                 model.add(length >= self.at[op] + self.took[op] - since)
             self._one_at_a_time(row)
@@ -290,7 +338,10 @@ class _Model:
         for row in start.ops:
             for op in row:
                 for needed, boundary in dependencies(start, op):
-                    crosses = boundary is not None and start.placement[boundary] != start.placement[boundary + 1]
+                    crosses = (
+                        boundary is not None
+                        and start.placement[boundary] != start.placement[boundary + 1]
+                    )
                     link = int(ticks.links[boundary]) if boundary is not None and crosses else 0
                     model.add(self.at[op] >= self.at[needed] + self.took[needed] + link)
         model.minimize(length)
@@ -299,7 +350,9 @@ class _Model:
         """The order of a rank's ops: who is before whom, without circles, and what that means for
         the times."""
         model = self.model
-        model.add_no_overlap(model.new_fixed_size_interval_var(self.at[op], self.took[op], "") for op in row)
+        model.add_no_overlap(
+            model.new_fixed_size_interval_var(self.at[op], self.took[op], "") for op in row
+        )
         place = {op: index for index, op in enumerate(row)}
         open_to: dict[Op, dict[Op, None]] = {op: {} for op in row}  # as a set that keeps its order
         for x, y in combinations(row, 2):  # in the order of the hint
@@ -337,7 +390,9 @@ class _Model:
             case Kind.F:
                 yield from (Op(Kind.F, s, op.microbatch) for s, t in pairwise(own) if t == op.stage)
             case Kind.B:
-                yield from (Op(Kind.B, t, op.microbatch) for s, t in pairwise(trained) if s == op.stage)
+                yield from (
+                    Op(Kind.B, t, op.microbatch) for s, t in pairwise(trained) if s == op.stage
+                )
                 yield Op(Kind.F, own[-1], op.microbatch)
             case _:
                 yield Op(Kind.B, op.stage, op.microbatch)
@@ -358,7 +413,9 @@ class _Model:
         room = floor(Fraction(cap) * (1 + Fraction(1, 10**9)) * scale)
         for x in row:
             if changes[x] > 0:
-                self.model.add(sum(parts[y] * self._is_before(y, x) for y in row if y != x) <= room - parts[x])
+                self.model.add(
+                    sum(parts[y] * self._is_before(y, x) for y in row if y != x) <= room - parts[x]
+                )
 
     def _few_enough(self, stage: int, cost: StageCost, cap: float) -> None:
         """One stage on the rank. When F(i) starts, with `y` B's done, so many W's must be done that
@@ -367,7 +424,9 @@ class _Model:
         for i in range(m):
             for y in range(i + 1):
                 needed = 0
-                while needed <= y and _over((i + 1) * cost.mem_f + y * cost.mem_b + needed * cost.mem_w, cap):
+                while needed <= y and _over(
+                    (i + 1) * cost.mem_f + y * cost.mem_b + needed * cost.mem_w, cap
+                ):
                     needed += 1
                 if not needed:
                     break
@@ -384,5 +443,7 @@ def _solver():  # the module's type is OR-tools' own
     try:
         from ortools.sat.python import cp_model
     except ImportError:
-        raise ScheduleError("exact schedules need OR-tools, which is not installed: pip install ortools") from None
+        raise ScheduleError(
+            "exact schedules need OR-tools, which is not installed: pip install ortools"
+        ) from None
     return cp_model

@@ -13,7 +13,12 @@ from dynmo.schedule.bounds import Objective
 from dynmo.schedule.catalogue import check_microbatches, entry, make_by_hand, placement_of
 from dynmo.schedule.op import Schedule
 
-_MAKERS: dict[str, Callable[..., Schedule]] = {"zb-auto": automatic, "zb-v": zb_v, "v-half": v_half, "v-min": v_min}
+_MAKERS: dict[str, Callable[..., Schedule]] = {
+    "zb-auto": automatic,
+    "zb-v": zb_v,
+    "v-half": v_half,
+    "v-min": v_min,
+}
 
 
 def make(
@@ -50,11 +55,21 @@ def make(
     if costs is None:
         costs = uniform_costs(len(placement), 1.0, 1.0, 1.0)
     if len(costs.stages) != len(placement):
-        raise ScheduleError(f"{name} on {ranks} ranks has {len(placement)} stages, but costs are given for {len(costs.stages)}")
-    return _MAKERS[name](costs, microbatches, caps=caps, first_trainable=first_trainable, objective=objective)
+        raise ScheduleError(
+            f"{name} on {ranks} ranks has {len(placement)} stages, but costs are given for {len(costs.stages)}"
+        )
+    return _MAKERS[name](
+        costs, microbatches, caps=caps, first_trainable=first_trainable, objective=objective
+    )
 
 
 def full_schedule(name: str, ranks: int, microbatches: int, chunks: int | None = None) -> Schedule:
     """A schedule of equal stages that all train."""
     # One that is made within any limit must at least find the memory of 1F1B.
-    return make(name, ranks, microbatches, chunks=chunks, caps=(float(ranks),) * ranks if name == "zb-auto" else None)
+    return make(
+        name,
+        ranks,
+        microbatches,
+        chunks=chunks,
+        caps=(float(ranks),) * ranks if name == "zb-auto" else None,
+    )

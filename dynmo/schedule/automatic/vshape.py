@@ -48,7 +48,16 @@ _SHARES = (1.0, 0.5)
 _CYCLES = ((0, 3, 1, 2), (3, 0, 1, 2))
 # A block: least lengths of the four hops (F down, F up, B down, B up) and rests at the three turns
 # (F to F, F to B, B to B), in sixths of what the busiest rank works for one microbatch.
-_HOPS = ((0, 0, 0, 0), (1, 2, 1, 2), (2, 1, 2, 1), (2.5, 1, 2.5, 1), (2, 0, 2, 1.5), (1.5, 2, 1.5, 2), (2, 4, 2, 4), (4, 2, 4, 2))
+_HOPS = (
+    (0, 0, 0, 0),
+    (1, 2, 1, 2),
+    (2, 1, 2, 1),
+    (2.5, 1, 2.5, 1),
+    (2, 0, 2, 1.5),
+    (1.5, 2, 1.5, 2),
+    (2, 4, 2, 4),
+    (4, 2, 4, 2),
+)
 _TURNS = ((0, 0, 0), (2, 0, 2), (0, 0, 1))
 _STEPS = (1.0, 0.5, 0.25)
 # The interval is in multiples of that work. It is doubled until memory holds the block, then halved
@@ -84,7 +93,9 @@ def zb_v(
     the costs' unit, where it is to be less than that. Raises ScheduleError where a rank cannot hold
     one microbatch.
     """
-    return _make("zb-v", float(len(costs.stages) // 2), costs, microbatches, caps, first_trainable, objective)
+    return _make(
+        "zb-v", float(len(costs.stages) // 2), costs, microbatches, caps, first_trainable, objective
+    )
 
 
 def v_half(
@@ -97,7 +108,15 @@ def v_half(
 ) -> Schedule:
     """At most p / 2 + 1 activations of a whole rank, half of 1F1B's, and less bubble. Arguments and
     errors as for `zb_v`."""
-    return _make("v-half", len(costs.stages) // 2 / 2 + 1, costs, microbatches, caps, first_trainable, objective)
+    return _make(
+        "v-half",
+        len(costs.stages) // 2 / 2 + 1,
+        costs,
+        microbatches,
+        caps,
+        first_trainable,
+        objective,
+    )
 
 
 def v_min(
@@ -110,21 +129,44 @@ def v_min(
 ) -> Schedule:
     """At most p / 3 + 1 activations of a whole rank, about the least with which the ranks can all
     be busy. Else as `zb_v`."""
-    return _make("v-min", len(costs.stages) // 2 / 3 + 1, costs, microbatches, caps, first_trainable, objective)
+    return _make(
+        "v-min",
+        len(costs.stages) // 2 / 3 + 1,
+        costs,
+        microbatches,
+        caps,
+        first_trainable,
+        objective,
+    )
 
 
 def _make(
-    name: str, most: float, costs: Costs, microbatches: int, caps: Sequence[float] | None, first_trainable: int, objective: Objective
+    name: str,
+    most: float,
+    costs: Costs,
+    microbatches: int,
+    caps: Sequence[float] | None,
+    first_trainable: int,
+    objective: Objective,
 ) -> Schedule:
     stages = len(costs.stages)
     if stages < 2 or stages % 2:
-        raise ScheduleError(f"{name} has 2 stages a rank, but costs are given for {stages}; give the costs of 2 stages for each rank")
+        raise ScheduleError(
+            f"{name} has 2 stages a rank, but costs are given for {stages}; give the costs of 2 stages for each rank"
+        )
     if microbatches < 1:
         raise ScheduleError(f"{name}: {microbatches} microbatches; at least 1 is needed")
     if not 0 <= first_trainable < stages:
-        raise ScheduleError(f"{name}: first trainable stage {first_trainable} of {stages} stages; at least the last stage must train")
-    if not microbatches * (sum(stage.seconds for stage in costs.stages) + 2 * sum(costs.links)) < _LARGEST:
-        raise ScheduleError(f"{name}: the times are so large that their sum is no time any more; choose a larger unit")
+        raise ScheduleError(
+            f"{name}: first trainable stage {first_trainable} of {stages} stages; at least the last stage must train"
+        )
+    if (
+        not microbatches * (sum(stage.seconds for stage in costs.stages) + 2 * sum(costs.links))
+        < _LARGEST
+    ):
+        raise ScheduleError(
+            f"{name}: the times are so large that their sum is no time any more; choose a larger unit"
+        )
     case = _case(name, most, costs, microbatches, caps, first_trainable, objective)
     order, share, patient = _search(case)
     time = case.run(order, share, patient)
@@ -160,8 +202,12 @@ class _Case:
         self.began, self.ended = np.zeros(self.ranks), np.zeros(self.ranks)
         self.ops = np.zeros((self.ranks, 6 * self.microbatches), np.int8)
         times = (self.f, self.b, self.w, self.link)
-        problem = core.Problem(self.microbatches, self.frozen, self.whole, *times, self.hold, self.stash, self.cap)
-        timetable = core.Timetable(self.latest, self.arrival, self.start, self.began, self.ended, self.ops)
+        problem = core.Problem(
+            self.microbatches, self.frozen, self.whole, *times, self.hold, self.stash, self.cap
+        )
+        timetable = core.Timetable(
+            self.latest, self.arrival, self.start, self.began, self.ended, self.ops
+        )
         self._problem, self._timetable = tuple(problem), tuple(timetable)
 
     @property
@@ -188,17 +234,35 @@ class _Case:
         shape, interval = block
         order = np.zeros((self.ranks, 4 * self.microbatches), np.int8)
         work = self.work
-        core.block(self.microbatches, self.frozen, self.f, self.b, self.link, work / 6, np.array(shape, np.float64), interval * work, order)
+        core.block(
+            self.microbatches,
+            self.frozen,
+            self.f,
+            self.b,
+            self.link,
+            work / 6,
+            np.array(shape, np.float64),
+            interval * work,
+            order,
+        )
         return order
 
 
 def _case(
-    name: str, most: float, costs: Costs, microbatches: int, caps: Sequence[float] | None, first_trainable: int, objective: Objective
+    name: str,
+    most: float,
+    costs: Costs,
+    microbatches: int,
+    caps: Sequence[float] | None,
+    first_trainable: int,
+    objective: Objective,
 ) -> _Case:
     n = len(costs.stages)
     ranks = n // 2
     if caps is not None and len(caps) != ranks:
-        raise ScheduleError(f"{name}: {len(caps)} memory limits for {ranks} ranks; give one limit per rank")
+        raise ScheduleError(
+            f"{name}: {len(caps)} memory limits for {ranks} ranks; give one limit per rank"
+        )
     trains = np.arange(n) >= first_trainable
     stages = costs.stages
     # An F takes at once what its microbatch will hold at most, so a B that adds to it never finds
@@ -302,7 +366,12 @@ class _Search:
                     if at == 7:
                         variant = (shape, interval * (1 + 0.06 * sign * step))
                     else:
-                        variant = (tuple(max(0.0, x + sign * step * (i == at)) for i, x in enumerate(shape)), interval)
+                        variant = (
+                            tuple(
+                                max(0.0, x + sign * step * (i == at)) for i, x in enumerate(shape)
+                            ),
+                            interval,
+                        )
                     before = self.block_time
                     helped = self.try_(variant) < before or helped
 
@@ -313,7 +382,16 @@ def _patience(case: _Case, order: _Order, share: float, best: float) -> int:
     tail = np.where(np.arange(case.ranks) >= case.frozen, case.w[: case.ranks], 0.0)
     began = np.full(case.ranks, case.began.min()) if case.whole else case.began
     target = float((case.ended + tail - began).max())
-    core.latest_starts(case.microbatches, case.frozen, order, case.f, case.b, case.link, began + target - tail, case.latest)
+    core.latest_starts(
+        case.microbatches,
+        case.frozen,
+        order,
+        case.f,
+        case.b,
+        case.link,
+        began + target - tail,
+        case.latest,
+    )
     chosen = 0
     for patient in range(1, case.ranks + 1):
         time = case.run(order, share, patient)
@@ -328,7 +406,12 @@ def _schedule(name: str, case: _Case) -> Schedule:
     rows: list[tuple[Op, ...]] = []
     for rank in range(p):
         stages = (rank, n - 1 - rank, n - 1 - rank, rank, rank, n - 1 - rank)
-        length = 2 * case.microbatches * sum(3 if s >= case.frozen else 1 for s in (rank, n - 1 - rank)) // 2
+        length = (
+            2
+            * case.microbatches
+            * sum(3 if s >= case.frozen else 1 for s in (rank, n - 1 - rank))
+            // 2
+        )
         done = [0] * 6
         row: list[Op] = []
         for code in case.ops[rank, :length].tolist():

@@ -88,7 +88,9 @@ def automatic(
     if p < 1 or m < 1:
         raise ScheduleError(f"{NAME}: {p} ranks and {m} microbatches; at least 1 of each is needed")
     if not 0 <= first_trainable < p:
-        raise ScheduleError(f"{NAME}: first trainable stage {first_trainable} of {p} stages; at least the last stage must train")
+        raise ScheduleError(
+            f"{NAME}: first trainable stage {first_trainable} of {p} stages; at least the last stage must train"
+        )
     limits = _limits(costs, caps, first_trainable)
     frozen = np.arange(p) < first_trainable
     f, b, w = (_array(getattr(stage, field) for stage in stages) for field in ("f", "b", "w"))
@@ -106,9 +108,35 @@ def automatic(
     times = [x * unit for x in (f, b, w, link)]
     spans = objective is Objective.SPAN
     lead, (budget, polish_budget) = np.zeros(p), _budget(p, m)
-    best, _ = search(m, *times, mem_f, stash, limits, first_trainable, p, spans, goal, budget, starts, lead, order)
+    best, _ = search(
+        m,
+        *times,
+        mem_f,
+        stash,
+        limits,
+        first_trainable,
+        p,
+        spans,
+        goal,
+        budget,
+        starts,
+        lead,
+        order,
+    )
     if best > goal:
-        polish(m, np.array(times), mem_f, stash, limits, first_trainable, p, lead, goal, polish_budget, order)
+        polish(
+            m,
+            np.array(times),
+            mem_f,
+            stash,
+            limits,
+            first_trainable,
+            p,
+            lead,
+            goal,
+            polish_budget,
+            order,
+        )
     rows = tuple(_row(order[r], r, m, r < first_trainable) for r in range(p))
     return Schedule(NAME, m, tuple(range(p)), rows, first_trainable)
 
@@ -121,12 +149,16 @@ def _budget(ranks: int, microbatches: int) -> tuple[int, int]:
     return int(110_000 * share), int(80_000 * share)
 
 
-def _limits(costs: Costs, caps: Sequence[float] | None, first_trainable: int) -> NDArray[np.float64]:
+def _limits(
+    costs: Costs, caps: Sequence[float] | None, first_trainable: int
+) -> NDArray[np.float64]:
     p = len(costs.stages)
     if caps is None:
         return np.full(p, 1e300)
     if len(caps) != p:
-        raise ScheduleError(f"{NAME}: {len(caps)} memory limits for {p} stages; give one per stage (inf: none)")
+        raise ScheduleError(
+            f"{NAME}: {len(caps)} memory limits for {p} stages; give one per stage (inf: none)"
+        )
     for stage in range(p):
         cost, cap = costs.stages[stage], caps[stage]
         need = 0.0 if stage < first_trainable else max(0.0, cost.mem_f, cost.mem_f + cost.mem_b)

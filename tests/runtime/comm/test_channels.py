@@ -18,7 +18,14 @@ from tests.runtime.alone import alone
 
 JOBS = "tests.runtime.jobs.p2p:"
 PLAIN = [["float32", [2, 3]]]
-SEVERAL = [["float32", [2, 3]], ["int64", [4]], ["bool", [2]], ["bfloat16", [1, 2]], ["float64", []], ["uint8", [0, 3]]]
+SEVERAL = [
+    ["float32", [2, 3]],
+    ["int64", [4]],
+    ["bool", [2]],
+    ["bfloat16", [1, 2]],
+    ["float64", []],
+    ["uint8", [0, 3]],
+]
 MANY = [[name, [1, place % 3]] for place, name in enumerate([*DTYPES] * 20)]
 WHAT = "the activations from rank 0 to rank 1"
 CPU = torch.device("cpu")
@@ -50,8 +57,14 @@ def test_header() -> None:
 def test_what_cannot_be_handed_on() -> None:
     assert obstacle(torch.zeros(2)) is None
     for tensor, reason in (
-        (torch.zeros(1, dtype=torch.complex64), "torch.complex64, which cannot travel; let it hand on torch.view_as_real"),
-        (torch.zeros(1).to(torch.float8_e5m2), "torch.float8_e5m2, which cannot travel; known are float32"),
+        (
+            torch.zeros(1, dtype=torch.complex64),
+            "torch.complex64, which cannot travel; let it hand on torch.view_as_real",
+        ),
+        (
+            torch.zeros(1).to(torch.float8_e5m2),
+            "torch.float8_e5m2, which cannot travel; known are float32",
+        ),
         (torch.zeros(1, 1).to_sparse(), "a torch.sparse_coo tensor, which cannot travel"),
         (torch.zeros((1,) * 65), "65 dimensions, which cannot travel; at most 64 can"),
     ):
@@ -59,7 +72,9 @@ def test_what_cannot_be_handed_on() -> None:
 
 
 @pytest.mark.parametrize("depth", [1, 2, 20])
-@pytest.mark.parametrize("shapes", [PLAIN, SEVERAL, MANY], ids=["one tensor", "several", "more than a lead announces"])
+@pytest.mark.parametrize(
+    "shapes", [PLAIN, SEVERAL, MANY], ids=["one tensor", "several", "more than a lead announces"]
+)
 @pytest.mark.parametrize("varying", [False, True])
 def test_fixed_shapes(pool: Pool, shapes: list[Any], varying: bool, depth: int) -> None:
     done = pool.run(JOBS + "channel", 2, steps=[[shapes] * 10] * 3, varying=varying, depth=depth)
@@ -69,11 +84,15 @@ def test_fixed_shapes(pool: Pool, shapes: list[Any], varying: bool, depth: int) 
 @pytest.mark.parametrize("depth", [1, 3, 20])
 def test_varying_shapes(pool: Pool, depth: int) -> None:
     shapes = [[["float32", [1 + j % 4, j]]] * (1 + j % 3) for j in range(10)]
-    assert pool.run(JOBS + "channel", 2, steps=[shapes, shapes[::-1]], varying=True, depth=depth) == [20, 20]
+    assert pool.run(
+        JOBS + "channel", 2, steps=[shapes, shapes[::-1]], varying=True, depth=depth
+    ) == [20, 20]
 
 
 def test_not_contiguous(pool: Pool) -> None:
-    assert pool.run(JOBS + "channel", 2, steps=[[PLAIN] * 4], varying=False, depth=4, transposed=True) == [4, 4]
+    assert pool.run(
+        JOBS + "channel", 2, steps=[[PLAIN] * 4], varying=False, depth=4, transposed=True
+    ) == [4, 4]
 
 
 @pytest.mark.parametrize("varying", [False, True])

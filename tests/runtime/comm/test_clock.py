@@ -23,7 +23,9 @@ from dynmo.runtime.comm.clock import HostClock, Mark
         (2, 3, None),  # both: which of them took how long, nobody knows
     ],
 )
-def test_seconds_without_other_processes(monkeypatch: pytest.MonkeyPatch, preempted: int, waited: int, seconds: float | None) -> None:
+def test_seconds_without_other_processes(
+    monkeypatch: pytest.MonkeyPatch, preempted: int, waited: int, seconds: float | None
+) -> None:
     def at(wall: float, cpu: float, involuntary: int, voluntary: int) -> Mark:
         usage = SimpleNamespace(ru_nivcsw=involuntary, ru_nvcsw=voluntary)
         monkeypatch.setattr(time, "perf_counter", lambda: wall)

@@ -58,7 +58,10 @@ def test_no_room_on_an_idle_device() -> None:
     world = fake_world()
     box = outbox(world, 2)
     box.put(0, (torch.zeros(2),))
-    with pytest.raises(WaitTimeout, match=r"rank 0 waited 0.2 s for rank 1: room to send the activations? of microbatch 1"):
+    with pytest.raises(
+        WaitTimeout,
+        match=r"rank 0 waited 0.2 s for rank 1: room to send the activations? of microbatch 1",
+    ):
         box.put(1, (torch.zeros(2),))
 
 
@@ -84,7 +87,9 @@ def test_a_busy_device_is_no_late_peer(device: FakeDevice) -> None:
 
 
 def ends(world: FakeCudaWorld, messages: int, depth: int) -> Transport:
-    return Transport(world, tuple(Program(rank, (rank,), messages, 0, (), {DOWN: depth}) for rank in range(2)))
+    return Transport(
+        world, tuple(Program(rank, (rank,), messages, 0, (), {DOWN: depth}) for rank in range(2))
+    )
 
 
 def test_a_message_that_never_comes(device: FakeDevice, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -98,10 +103,15 @@ def test_a_message_that_never_comes(device: FakeDevice, monkeypatch: pytest.Monk
     channels.open()
     for j in range(2):
         channels.take(DOWN, j)
-    device.done = device.given - 2  # it has passed the first message and not come to the wait for the second
+    device.done = (
+        device.given - 2
+    )  # it has passed the first message and not come to the wait for the second
     threading.Timer(0.4, lambda: setattr(device, "done", device.given - 1)).start()
     start = time.perf_counter()
-    with pytest.raises(WaitTimeout, match=r"rank 1 waited 0.2 s for rank 0: the activations? of microbatch 1; where it only takes longer"):
+    with pytest.raises(
+        WaitTimeout,
+        match=r"rank 1 waited 0.2 s for rank 0: the activations? of microbatch 1; where it only takes longer",
+    ):
         channels.flush()
     assert time.perf_counter() - start >= 0.5
     device.catch_up()
@@ -113,12 +123,21 @@ def test_a_message_that_never_comes(device: FakeDevice, monkeypatch: pytest.Monk
 def test_few_receives_turn_on_the_device(depth: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(p2p.torch, "empty", lambda *shape, **options: torch.zeros(*shape))
     world = fake_world(rank=1)
-    inbox = Inbox(world, DOWN, False, depth, Worker("poster", threaded=False), Worker("watcher", threaded=False))
+    inbox = Inbox(
+        world,
+        DOWN,
+        False,
+        depth,
+        Worker("poster", threaded=False),
+        Worker("watcher", threaded=False),
+    )
     inbox._spec = ((torch.float32, (2,)),)
     inbox.open(10)
     posted = sum(not work.host for work in world.works)
     assert posted == min(1, depth - 1)
-    assert outbox(world, depth)._depth == depth - posted, "sender and receiver must agree on what may be on its way"
+    assert outbox(world, depth)._depth == depth - posted, (
+        "sender and receiver must agree on what may be on its way"
+    )
 
 
 @pytest.mark.usefixtures("device")
@@ -153,7 +172,12 @@ class FakeGroups:
         assert timeout.days > 1
 
 
-def opened(world: FakeCudaWorld, device: FakeDevice, monkeypatch: pytest.MonkeyPatch, keys: list[tuple[int, ...]]) -> list[str]:
+def opened(
+    world: FakeCudaWorld,
+    device: FakeDevice,
+    monkeypatch: pytest.MonkeyPatch,
+    keys: list[tuple[int, ...]],
+) -> list[str]:
     """What passes over the channels as they open."""
     monkeypatch.setattr(type(world), "settle", lambda self: device.catch_up())
     before = len(world.works)
@@ -161,7 +185,9 @@ def opened(world: FakeCudaWorld, device: FakeDevice, monkeypatch: pytest.MonkeyP
     return [work.what for work in world.works[before:]]
 
 
-def test_both_ends_open_a_channel_in_one_order(device: FakeDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_both_ends_open_a_channel_in_one_order(
+    device: FakeDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
     groups = FakeGroups(monkeypatch)
     keys = [(0, 0, 1), (1, 1, 0), (2, 1, 2)]
     assert opened(fake_world(0, 3), device, monkeypatch, keys) == ["send 1", "receive 1"]
@@ -170,7 +196,9 @@ def test_both_ends_open_a_channel_in_one_order(device: FakeDevice, monkeypatch: 
     assert groups.created == [(0, 1), (0, 1), (1, 2)] * 3, "all ranks make all groups"
 
 
-def test_a_shape_that_returns_has_its_channels(device: FakeDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_shape_that_returns_has_its_channels(
+    device: FakeDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """4 ranks as one pipeline, as two replicas, and as one again."""
     groups = FakeGroups(monkeypatch)
     world, keys = fake_world(0, 4), [(0, 0, 1), (0, 1, 2), (0, 2, 3)]
@@ -186,8 +214,12 @@ def test_a_shape_that_returns_has_its_channels(device: FakeDevice, monkeypatch: 
     assert len(groups.created) == before + 2
 
 
-@pytest.mark.parametrize(("rank", "order"), [(0, ["send 1", "receive 1"]), (1, ["receive 0", "send 0"])])
-def test_links_are_measured_in_turns(device: FakeDevice, monkeypatch: pytest.MonkeyPatch, rank: int, order: list[str]) -> None:
+@pytest.mark.parametrize(
+    ("rank", "order"), [(0, ["send 1", "receive 1"]), (1, ["receive 0", "send 0"])]
+)
+def test_links_are_measured_in_turns(
+    device: FakeDevice, monkeypatch: pytest.MonkeyPatch, rank: int, order: list[str]
+) -> None:
     """Both directions of a communicator are one stream: two receives that come first would wait for
     ever."""
     world = fake_world(rank)
@@ -202,14 +234,20 @@ def test_links_are_measured_in_turns(device: FakeDevice, monkeypatch: pytest.Mon
 # -- ends ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("failed", "cuda", "aborts"), [(True, True, 1), (False, True, 0), (True, False, 0)])
-def test_a_failed_run_does_not_wait_for_messages(failed: bool, cuda: bool, aborts: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("failed", "cuda", "aborts"), [(True, True, 1), (False, True, 0), (True, False, 0)]
+)
+def test_a_failed_run_does_not_wait_for_messages(
+    failed: bool, cuda: bool, aborts: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its communicators would end only after all that was enqueued, and what ended the run would
     never be told."""
     done: list[str] = []
     monkeypatch.setattr(dist, "is_initialized", lambda: not done)
     monkeypatch.setattr(dist, "destroy_process_group", lambda: done.append("destroyed"))
-    monkeypatch.setattr(dist.distributed_c10d, "_abort_process_group", lambda: done.append("aborted"))
+    monkeypatch.setattr(
+        dist.distributed_c10d, "_abort_process_group", lambda: done.append("aborted")
+    )
     world = fake_world() if cuda else World(0, 2, torch.device("cpu"), 1.0, 0, dist.HashStore())
     with pytest.raises(RunError) if failed else nullcontext(), world:
         if failed:
@@ -236,5 +274,9 @@ def test_what_nccl_cannot_send_travels_as_bytes() -> None:
         tensor = torch.zeros(3, 2, dtype=dtype)
         assert headers.on_wire(tensor) is tensor, "gloo takes them all"
         flat = headers.as_bytes(tensor)
-        assert (flat.dtype, flat.numel(), flat.data_ptr()) == (torch.uint8, tensor.nbytes, tensor.data_ptr())
+        assert (flat.dtype, flat.numel(), flat.data_ptr()) == (
+            torch.uint8,
+            tensor.nbytes,
+            tensor.data_ptr(),
+        )
         assert headers.as_bytes(torch.zeros((), dtype=dtype)).numel() == dtype.itemsize

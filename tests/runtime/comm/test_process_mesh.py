@@ -29,7 +29,9 @@ def test_views_of_the_same_ranks(pool: Pool) -> None:
         [1, 2, 1, 2, 0b1010, 0b1100, 15, 0b0010, 0b0101, "rank 3 (replica 1)"],
     ]
     assert four == [[0, 1, r, 4, 2**r, 15, 15, 0, 1, f"rank {r} (replica {r})"] for r in range(4)]
-    assert one == [[r, 4, 0, 1, 15, 2**r, 15, 2 ** ((r - 1) % 4), 15, f"rank {r}"] for r in range(4)]
+    assert one == [
+        [r, 4, 0, 1, 15, 2**r, 15, 2 ** ((r - 1) % 4), 15, f"rank {r}"] for r in range(4)
+    ]
 
 
 def test_replicas_that_do_not_divide() -> None:
@@ -52,8 +54,13 @@ def test_who_disagrees_with_whom(pool: Pool) -> None:
 def test_peers_that_do_not_reduce(pool: Pool) -> None:
     kind, text, seconds = pool.run(JOBS + "reduction_fails", 4)[0]
     waited = "rank 0 (replica 0) waited 1.5 s for rank 1 (replica 1): the gradients of layer 3"
-    assert (kind, text) == ("WaitTimeout", f"{waited}; where it only takes longer, raise parallel.timeout")
-    assert seconds < 6.5, "the collective's own limit, which knows more, comes before that of waiting for it"
+    assert (kind, text) == (
+        "WaitTimeout",
+        f"{waited}; where it only takes longer, raise parallel.timeout",
+    )
+    assert seconds < 6.5, (
+        "the collective's own limit, which knows more, comes before that of waiting for it"
+    )
 
 
 @pytest.mark.parametrize(

@@ -7,14 +7,30 @@ import pytest
 from dynmo.errors import ConfigError
 from dynmo.runtime.comm.rendezvous import ALONE, first_host, from_environment
 
-TORCHRUN = {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "MASTER_ADDR": "host", "MASTER_PORT": "29500"}
-SLURM = {"SLURM_PROCID": "2", "SLURM_NTASKS": "4", "SLURM_LOCALID": "0", "SLURM_JOB_ID": "60123", "SLURM_JOB_NODELIST": "gpu[07-09]"}
+TORCHRUN = {
+    "RANK": "3",
+    "WORLD_SIZE": "8",
+    "LOCAL_RANK": "1",
+    "MASTER_ADDR": "host",
+    "MASTER_PORT": "29500",
+}
+SLURM = {
+    "SLURM_PROCID": "2",
+    "SLURM_NTASKS": "4",
+    "SLURM_LOCALID": "0",
+    "SLURM_JOB_ID": "60123",
+    "SLURM_JOB_NODELIST": "gpu[07-09]",
+}
 
 
 def seen(environ: dict[str, str]) -> dict[str, object]:
     rendezvous = from_environment(environ)
     assert rendezvous is not None
-    return {key: value for key, value in vars(rendezvous).items() if value is not None and value is not False}
+    return {
+        key: value
+        for key, value in vars(rendezvous).items()
+        if value is not None and value is not False
+    }
 
 
 def test_alone() -> None:
@@ -34,7 +50,13 @@ def test_dynmos_own() -> None:
 
 
 def test_torchruns() -> None:
-    assert seen(TORCHRUN) == {"rank": 3, "size": 8, "local_rank": 1, "address": "host", "port": 29500}
+    assert seen(TORCHRUN) == {
+        "rank": 3,
+        "size": 8,
+        "local_rank": 1,
+        "address": "host",
+        "port": 29500,
+    }
     without = {k: v for k, v in TORCHRUN.items() if k != "LOCAL_RANK"}
     assert seen(without)["local_rank"] == 3
     assert seen(TORCHRUN | SLURM)["rank"] == 3, "torchrun under Slurm is torchrun"
@@ -47,13 +69,19 @@ def test_loopback() -> None:
     literal = local | {"MASTER_ADDR": "127.0.0.1"}
     assert seen(literal)["loopback"]
     assert seen({k: v for k, v in literal.items() if k != "LOCAL_WORLD_SIZE"})["loopback"]
-    for other in ({"MASTER_ADDR": "host"}, {"MASTER_ADDR": "127.example.org"}, {"LOCAL_WORLD_SIZE": "4"}):
+    for other in (
+        {"MASTER_ADDR": "host"},
+        {"MASTER_ADDR": "127.example.org"},
+        {"LOCAL_WORLD_SIZE": "4"},
+    ):
         assert "loopback" not in seen(local | other)
 
 
 def test_slurms() -> None:
     assert seen(SLURM) == {"rank": 2, "size": 4, "local_rank": 0, "address": "gpu07", "port": 20123}
-    assert seen(SLURM | {"SLURM_STEP_NODELIST": "gpu09"})["address"] == "gpu09", "a step may have fewer hosts than its job"
+    assert seen(SLURM | {"SLURM_STEP_NODELIST": "gpu09"})["address"] == "gpu09", (
+        "a step may have fewer hosts than its job"
+    )
     assert seen(SLURM | {"MASTER_ADDR": "host", "MASTER_PORT": "7"}) == {
         "rank": 2,
         "size": 4,
@@ -69,7 +97,10 @@ def test_slurms() -> None:
     ("environ", "match"),
     [
         ({k: v for k, v in TORCHRUN.items() if k != "MASTER_ADDR"}, "MASTER_ADDR is not"),
-        ({k: v for k, v in TORCHRUN.items() if k != "MASTER_PORT"}, "MASTER_PORT is None; the launcher must set it to a number"),
+        (
+            {k: v for k, v in TORCHRUN.items() if k != "MASTER_PORT"},
+            "MASTER_PORT is None; the launcher must set it to a number",
+        ),
         (TORCHRUN | {"MASTER_PORT": "http"}, "MASTER_PORT is 'http'"),
         (TORCHRUN | {"RANK": ""}, "RANK is ''"),
         (TORCHRUN | {"RANK": "8"}, "rank 8 of 8: ranks count from 0"),
@@ -79,7 +110,10 @@ def test_slurms() -> None:
         ({"WORLD_SIZE": "2"}, "only one of RANK and WORLD_SIZE is set"),
         ({k: v for k, v in SLURM.items() if k != "SLURM_LOCALID"}, "SLURM_LOCALID is None"),
         ({k: v for k, v in SLURM.items() if k != "SLURM_JOB_ID"}, "SLURM_JOB_ID is None"),
-        ({k: v for k, v in SLURM.items() if k != "SLURM_JOB_NODELIST"}, "Slurm gave no SLURM_JOB_NODELIST"),
+        (
+            {k: v for k, v in SLURM.items() if k != "SLURM_JOB_NODELIST"},
+            "Slurm gave no SLURM_JOB_NODELIST",
+        ),
         (SLURM | {"SLURM_NTASKS": "x"}, "SLURM_NTASKS is 'x'"),
         (SLURM | {"MASTER_PORT": "x"}, "MASTER_PORT is 'x'"),
     ],
@@ -114,4 +148,9 @@ def test_a_meeting_file_comes_before_the_folder() -> None:
         "DYNMO_RENDEZVOUS": "/some/folder",
         "DYNMO_MEETING": "/runs/a/meeting.json",
     }
-    assert seen(environ) == {"rank": 1, "size": 2, "local_rank": 0, "meeting": "/runs/a/meeting.json"}
+    assert seen(environ) == {
+        "rank": 1,
+        "size": 2,
+        "local_rank": 0,
+        "meeting": "/runs/a/meeting.json",
+    }

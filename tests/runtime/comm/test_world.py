@@ -52,7 +52,9 @@ def test_a_rank_that_is_gone(pool: Pool) -> None:
     """Known at once, not after the limit: as the receive is posted, or as it is waited for."""
     (kind, text), _ = pool.run(JOBS + "one_is_late", 2, what="gone")
     assert kind == "RankDied"
-    assert re.match(r"rank 0 lost rank 1 while waiting for (a message|the activation of microbatch 3) \(", text)
+    assert re.match(
+        r"rank 0 lost rank 1 while waiting for (a message|the activation of microbatch 3) \(", text
+    )
 
 
 @pytest.mark.parametrize(
@@ -89,7 +91,8 @@ def test_first_difference(pool: Pool, lists: list[str], difference: list[object]
 
 def test_a_process_that_no_launcher_started() -> None:
     with pytest.raises(
-        RunError, match=r"started alone, in no world of ranks: start it with torchrun, or .*`from_environment\(\) or ALONE`"
+        RunError,
+        match=r"started alone, in no world of ranks: start it with torchrun, or .*`from_environment\(\) or ALONE`",
     ):
         open_store(None, 5)
     store = open_store(ALONE, 5)

@@ -17,7 +17,11 @@ LAYERS = 8
 @cache
 def reference(pool: Pool, microbatches: int, frozen: int) -> dict[str, Any]:
     """One rank, one F and one BW at a time. frozen: leading layers."""
-    rows = " ".join(f"{s}F{j}" if kind == "F" else f"{s}BW{j}" for j in range(microbatches) for kind, s in _in_turn(frozen))
+    rows = " ".join(
+        f"{s}F{j}" if kind == "F" else f"{s}BW{j}"
+        for j in range(microbatches)
+        for kind, s in _in_turn(frozen)
+    )
     text = f"# one  ranks=1 microbatches={microbatches} placement={','.join('0' * LAYERS)} first_trainable={frozen}\n0 | {rows}\n"
     return merged(pool.run(EXECUTE, 1, schedule=text, layers=LAYERS, microbatches=microbatches))
 
@@ -43,15 +47,21 @@ def test_the_reference_trains(pool: Pool) -> None:
 
 @pytest.mark.parametrize("text", [VSHAPE, LOOPED], ids=["V", "looped"])
 def test_several_chunks(pool: Pool, text: str) -> None:
-    assert merged(pool.run(EXECUTE, 2, schedule=text, layers=LAYERS, microbatches=2)) == reference(pool, 2, 0)
+    assert merged(pool.run(EXECUTE, 2, schedule=text, layers=LAYERS, microbatches=2)) == reference(
+        pool, 2, 0
+    )
 
 
 @pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("frozen", [0, 1, 3])
-@pytest.mark.parametrize("placement", [[0, 1, 1, 0], [0, 1, 0, 1], [0, 0, 1, 1], [0, 1], [0, 1, 2, 3], [0, 1, 2, 0]])
+@pytest.mark.parametrize(
+    "placement", [[0, 1, 1, 0], [0, 1, 0, 1], [0, 0, 1, 1], [0, 1], [0, 1, 2, 3], [0, 1, 2, 0]]
+)
 def test_any_order(pool: Pool, placement: list[int], frozen: int, seed: int) -> None:
     """Schedules at random: every stage fused or split, W whenever it suits."""
     ranks, stages = max(placement) + 1, len(placement)
     frozen = min(frozen, stages - 1)
-    results = pool.run(EXECUTE, ranks, schedule=[placement, seed], layers=LAYERS, microbatches=5, frozen=frozen)
+    results = pool.run(
+        EXECUTE, ranks, schedule=[placement, seed], layers=LAYERS, microbatches=5, frozen=frozen
+    )
     assert merged(results) == reference(pool, 5, frozen * LAYERS // stages)

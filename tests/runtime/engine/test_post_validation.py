@@ -35,14 +35,20 @@ def faults(seed: int) -> tuple[tuple[int, int, Any], ...]:
     """Overflow, or gradients so large that they are clipped, at random steps in random layers:
     sometimes both, sometimes in two layers."""
     random = Random(seed)
-    faults_ = [(step, random.randrange(LAYERS), random.choice(["inf", 1000.0])) for step in range(STEPS) if random.random() < 0.5]
+    faults_ = [
+        (step, random.randrange(LAYERS), random.choice(["inf", 1000.0]))
+        for step in range(STEPS)
+        if random.random() < 0.5
+    ]
     return (*faults_, (2, random.randrange(LAYERS), "inf"), (4, random.randrange(LAYERS), 1000.0))
 
 
 @cache
 def reference(pool: Pool, seed: int, changes: bool) -> dict[str, Any]:
     """One rank with a barrier at every step's end."""
-    return pool.run(VALIDATED, 1, schedule="1f1b", faults=faults(seed), afterwards=False, changes=changes)[0]
+    return pool.run(
+        VALIDATED, 1, schedule="1f1b", faults=faults(seed), afterwards=False, changes=changes
+    )[0]
 
 
 def same(results: list[dict[str, Any]], expected: dict[str, Any]) -> None:
@@ -50,7 +56,9 @@ def same(results: list[dict[str, Any]], expected: dict[str, Any]) -> None:
         assert result["steps"] == list(range(STEPS)), "every step's result, in order"
         for key in ("losses", "norms", "digest", "seen"):
             assert str(result[key]) == str(expected[key]), key
-        assert result["rollbacks"] == [[step, what] for step, what in enumerate(expected["failed"]) if what]
+        assert result["rollbacks"] == [
+            [step, what] for step, what in enumerate(expected["failed"]) if what
+        ]
 
 
 def test_the_reference_fails() -> None:
@@ -66,21 +74,38 @@ def test_the_same_bits(pool: Pool, schedule: str, ranks: int) -> None:
     seed = (ranks + list(SCHEDULES).index(schedule)) % 3
     expected = reference(pool, seed, False)
     assert {NON_FINITE, CLIPPED} <= {*expected["failed"]}
-    same(pool.run(VALIDATED, ranks, schedule=schedule, faults=faults(seed), afterwards=True), expected)
+    same(
+        pool.run(VALIDATED, ranks, schedule=schedule, faults=faults(seed), afterwards=True),
+        expected,
+    )
 
 
-@pytest.mark.parametrize(("schedule", "ranks"), [("zb-h2", 4), ("zb-auto", 3), ("zb-v", 3), ("interleaved-1f1b", 2)])
+@pytest.mark.parametrize(
+    ("schedule", "ranks"), [("zb-h2", 4), ("zb-auto", 3), ("zb-v", 3), ("interleaved-1f1b", 2)]
+)
 def test_freezing_moves_and_evaluations_between(pool: Pool, schedule: str, ranks: int) -> None:
     """They see the model as it is once the last step is final. Then ranks only run forwards, and
     have a verdict all the same."""
-    same(pool.run(VALIDATED, ranks, schedule=schedule, faults=faults(1), afterwards=True, changes=True), reference(pool, 1, True))
+    same(
+        pool.run(
+            VALIDATED, ranks, schedule=schedule, faults=faults(1), afterwards=True, changes=True
+        ),
+        reference(pool, 1, True),
+    )
 
 
 def test_what_a_forward_writes_is_put_back(pool: Pool) -> None:
     kind = "tests.runtime.written:layers"
-    expected = pool.run(VALIDATED, 1, schedule="1f1b", faults=faults(0), afterwards=False, kind=kind)[0]
+    expected = pool.run(
+        VALIDATED, 1, schedule="1f1b", faults=faults(0), afterwards=False, kind=kind
+    )[0]
     for schedule, ranks in (("zb-h1", 2), ("zb-v", 3)):
-        same(pool.run(VALIDATED, ranks, schedule=schedule, faults=faults(0), afterwards=True, kind=kind), expected)
+        same(
+            pool.run(
+                VALIDATED, ranks, schedule=schedule, faults=faults(0), afterwards=True, kind=kind
+            ),
+            expected,
+        )
 
 
 def test_clipped_layer_by_layer(pool: Pool) -> None:
@@ -95,15 +120,29 @@ def test_clipped_layer_by_layer(pool: Pool) -> None:
 def test_in_place_is_close(pool: Pool) -> None:
     """Undone by arithmetic on the ranks that had stepped: losses as with a barrier, to 1e-4."""
     expected = reference(pool, 1, False)
-    for result in pool.run(VALIDATED, 3, schedule="zb-h2", faults=faults(1), afterwards=True, rollback="in-place"):
+    for result in pool.run(
+        VALIDATED, 3, schedule="zb-h2", faults=faults(1), afterwards=True, rollback="in-place"
+    ):
         assert result["losses"] == pytest.approx(expected["losses"], rel=1e-4)
-        assert [what for _, what in result["rollbacks"]] == [what for what in expected["failed"] if what]
+        assert [what for _, what in result["rollbacks"]] == [
+            what for what in expected["failed"] if what
+        ]
 
 
-def own_pipeline(settings: OptimizerSettings | None = None, kind: str = "gpt", **options: Any) -> Engine:
+def own_pipeline(
+    settings: OptimizerSettings | None = None, kind: str = "gpt", **options: Any
+) -> Engine:
     sizes = {"blocks": 1, "hidden": 16, "heads": 2} if kind == "gpt" else {}
     model = load_model(parse({"model": {"kind": kind, "sequence": 4, **sizes}}))
-    return Engine(alone(), model, Partition((model.layers,)), schedule="zb-h1", microbatches=MICROBATCHES, optimizer=settings, **options)
+    return Engine(
+        alone(),
+        model,
+        Partition((model.layers,)),
+        schedule="zb-h1",
+        microbatches=MICROBATCHES,
+        optimizer=settings,
+        **options,
+    )
 
 
 def trained(pipeline: Engine, steps: int, max_norm: float) -> list[StepResult]:
@@ -120,7 +159,10 @@ def test_two_hundred_rollbacks(name: Any, monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(BarrierPolicy, "observe", lambda self, failed: None)
     settings = OptimizerSettings(name)
     small = "python:tests.models.user_model:with_a_loss"
-    expected, near = own_pipeline(settings, small), own_pipeline(settings, small, post_validation=True, rollback="in-place")
+    expected, near = (
+        own_pipeline(settings, small),
+        own_pipeline(settings, small, post_validation=True, rollback="in-place"),
+    )
     start = weights(expected)
     trained(expected, 200, 2e-6)
     # With one rank the prefix is the whole, so that no step would be made too early: it must not
@@ -133,7 +175,13 @@ def test_two_hundred_rollbacks(name: Any, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def weights(pipeline: Engine) -> Tensor:
-    return torch.cat([p.detach().flatten() for module, _ in pipeline.own_layers.values() for p in module.parameters()])
+    return torch.cat(
+        [
+            p.detach().flatten()
+            for module, _ in pipeline.own_layers.values()
+            for p in module.parameters()
+        ]
+    )
 
 
 def step_anyway(pipeline: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -176,7 +224,9 @@ def test_not_finite_ends_the_run_a_step_late() -> None:
         weight[0, 0] = math.inf
         assert one.advance(2, *tokens(2, 4), lr=0.1) == ()
         weight[0, 0] = kept
-        with pytest.raises(RunError, match=r"step 2: loss .*nothing was updated. Lower train.lr or check the data"):
+        with pytest.raises(
+            RunError, match=r"step 2: loss .*nothing was updated. Lower train.lr or check the data"
+        ):
             one.drain() if drains else one.advance(3, *tokens(3, 4), lr=0.1)
         assert one.digest() == twin.digest()
     assert [r.loss for r in trained(one, 3, 0.0)] == [r.loss for r in trained(twin, 3, 0.0)]
@@ -196,7 +246,9 @@ def test_a_case_that_acts_unannounced_is_told() -> None:
     it cannot."""
     one = own_pipeline(post_validation=True)
     one.advance(0, *tokens(0, 4), lr=0.1)
-    with pytest.raises(RunError, match=r"step 0 may still be taken back; call drain\(\) on all ranks first"):
+    with pytest.raises(
+        RunError, match=r"step 0 may still be taken back; call drain\(\) on all ranks first"
+    ):
         one.case_context.moments(0)
     one.freeze([0])
     assert one.case_context.moments(1)["qkv.weight/step"] == 1
@@ -211,14 +263,18 @@ def test_caution() -> None:
     said = [policy.observe(False) for _ in range(19)]
     assert said == [None] * 18 + [Switch(True, "1 of the last 20 steps would have been taken back")]
     seldom = BarrierPolicy()
-    assert all(seldom.observe(i % 4 == 0) is None for i in range(100)), "a quarter is not over a quarter"
+    assert all(seldom.observe(i % 4 == 0) is None for i in range(100)), (
+        "a quarter is not over a quarter"
+    )
 
 
 def test_too_many_rollbacks_bring_the_barrier_back() -> None:
     one, twin = own_pipeline(post_validation=True), own_pipeline()
     results = trained(one, 12, 0.1)
     assert [r.step for r in results] == list(range(12))
-    assert [r.rollback is not None for r in results] == [True] * 7 + [False] * 5, "the seventh had begun already"
+    assert [r.rollback is not None for r in results] == [True] * 7 + [False] * 5, (
+        "the seventh had begun already"
+    )
     assert [(r.step, r.switch.on) for r in results if r.switch] == [(5, False)]
     assert not one.post_validates
     trained(twin, 12, 0.1)
@@ -240,7 +296,9 @@ def test_local_clipping_multiplies_each_layer_by_its_own() -> None:
     result = one.step(0, *tokens(0, 4), lr=0.1, max_norm=0.3)
     assert [math.sqrt(n) for n in result.squared_norms] == pytest.approx(norms, rel=1e-5)
     for index, (module, _) in one.own_layers.items():
-        for a, b in zip(module.parameters(), by_hand.own_layers[index][0].parameters(), strict=True):
+        for a, b in zip(
+            module.parameters(), by_hand.own_layers[index][0].parameters(), strict=True
+        ):
             torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
 
 
@@ -254,6 +312,8 @@ def test_the_document_draws_what_the_simulator_says() -> None:
             for turn in (0, 1):
                 start = round(turn * (period + 1))
                 for span in row:
-                    line[start + round(span.start)] = str(span.op.kind) if turn == 0 else str(span.op.kind).lower()
+                    line[start + round(span.start)] = (
+                        str(span.op.kind) if turn == 0 else str(span.op.kind).lower()
+                    )
                 line[start + round(period + (period == timeline.span) * row[0].start)] = "|"
             assert f"\n{rank} | {''.join(line).rstrip()}\n" in text

@@ -36,13 +36,19 @@ FIELDS = (
 
 
 def test_gathered_costs(pool: Pool) -> None:
-    f, b, w = [0.009, 0.015, 0.009, 0.012], [0.012, 0.018, 0.015, 0.009], [0.015, 0.009, 0.021, 0.012]
+    f, b, w = (
+        [0.009, 0.015, 0.009, 0.012],
+        [0.012, 0.018, 0.015, 0.009],
+        [0.015, 0.009, 0.021, 0.012],
+    )
     ranks = pool.run("tests.runtime.jobs.profiler:profile", 2, f=f, b=b, w=w, counts=[1, 3])
     assert ranks[0] == ranks[1]
     for measured, truth in zip(ranks[0], zip(f, b, w, strict=True), strict=True):
         # Loose above, for other processes may hold the cores; not so loose that one op's time could
         # be in another's.
-        assert all(true <= got < true + 0.006 for got, true in zip(measured[:3], truth, strict=True)), (measured, truth)
+        assert all(
+            true <= got < true + 0.006 for got, true in zip(measured[:3], truth, strict=True)
+        ), (measured, truth)
     # One weight of 4 bytes, its gradient, two moments and a counter; messages of 64 numbers, which
     # W needs, and so it does their gradients (that of the loss is one number).
     assert [dict(zip(FIELDS[3:], row[3:], strict=True)) for row in ranks[0]] == [
@@ -96,7 +102,11 @@ def test_medians_and_windows() -> None:
     assert profiler.seconds(3) == (0.0, 0.0, 0.0)
     # Microbatches of 2, 3, 4 s forward, and one that was held up.
     step = [(Kind.F, 0.0, seconds, []) for seconds in (2.0, 3.0, 4.0, 900.0, 3.0)]
-    step += [(Kind.B, 0.0, 5.0, []), (Kind.W, 0.0, 6.0, []), (Kind.BW, 0.0, 12.0, [(1.0, 3.0), (4.0, 8.0)])]
+    step += [
+        (Kind.B, 0.0, 5.0, []),
+        (Kind.W, 0.0, 6.0, []),
+        (Kind.BW, 0.0, 12.0, [(1.0, 3.0), (4.0, 8.0)]),
+    ]
     layer = marked(clock, step)
     profiler.observe([layer])
     # BW: W is what ran inside, B the rest.
@@ -129,7 +139,11 @@ def test_doubtful_readings_count_only_where_there_is_no_other() -> None:
     clock = Doubting()
     profiler = Profiler(clock)
     f = [(Kind.F, 0.0, seconds, []) for seconds in (3.0, 900.0, 900.0)]
-    bw = [(Kind.BW, 0.0, 300.0, [(1.0, 3.0)]), (Kind.BW, 0.0, 50.0, [(1.0, 5.0)]), (Kind.BW, 0.0, 400.0, [(1.0, 300.0)])]
+    bw = [
+        (Kind.BW, 0.0, 300.0, [(1.0, 3.0)]),
+        (Kind.BW, 0.0, 50.0, [(1.0, 5.0)]),
+        (Kind.BW, 0.0, 400.0, [(1.0, 300.0)]),
+    ]
     profiler.observe([marked(clock, f + bw)])
     assert profiler.seconds(3) == (3.0, 46.0, 3.0)
     alone = Profiler(clock)
@@ -161,7 +175,12 @@ def test_costs_by_half_of_the_readings() -> None:
     bytes is exact."""
     clock = Tape()
     profiler = Profiler(clock)
-    costs = (LayerCost(0, 0, 0), LayerCost(0, 0, 0), LayerCost(0, 0, 0), LayerCost(f=4.0, b=0.0, w=6.0, weight_bytes=7))
+    costs = (
+        LayerCost(0, 0, 0),
+        LayerCost(0, 0, 0),
+        LayerCost(0, 0, 0),
+        LayerCost(f=4.0, b=0.0, w=6.0, weight_bytes=7),
+    )
     for f in (1.0, 2.0, 9.0):
         profiler.observe([marked(clock, [(Kind.F, 0.0, f, []), (Kind.W, 0.0, 3.0, [])])])
         halves = profiler.gather_halves(alone(), [3], costs)
@@ -176,7 +195,13 @@ def test_costs_by_half_of_the_readings() -> None:
 def test_the_share_that_other_processes_take() -> None:
     profiler = Profiler(Halving())
     assert profiler.preempted == 0.0
-    profiler.observe_ops([Interval("F", 0, 0, 0.0, 2.0), Interval("wait", 0, 0, 2.0, 50.0), Interval("B", 0, 0, 50.0, 54.0)])
+    profiler.observe_ops(
+        [
+            Interval("F", 0, 0, 0.0, 2.0),
+            Interval("wait", 0, 0, 2.0, 50.0),
+            Interval("B", 0, 0, 50.0, 54.0),
+        ]
+    )
     assert profiler.preempted == 0.5
 
 
@@ -195,7 +220,9 @@ def test_observing_costs_a_few_reads_a_mark() -> None:
     counts: list[int] = []
     for _ in range(3):
         before = clock.asked
-        profiler.observe([marked(clock, [(Kind.F, 0.0, 1.0, []), (Kind.BW, 0.0, 1.0, [(0.0, 0.5)])])])
+        profiler.observe(
+            [marked(clock, [(Kind.F, 0.0, 1.0, []), (Kind.BW, 0.0, 1.0, [(0.0, 0.5)])])]
+        )
         counts.append(clock.asked - before)
     assert counts == [3, 3, 3]
 

@@ -54,7 +54,9 @@ def test_without_cuda_core(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="of machines without a GPU")
 def test_without_a_gpu() -> None:
     config = parse(CONFIG | {"parallel": {"pipeline": 3, "slices": True}})
-    with pytest.raises(ConfigError, match=r"parallel\.slices = true, but torch sees no CUDA device"):
+    with pytest.raises(
+        ConfigError, match=r"parallel\.slices = true, but torch sees no CUDA device"
+    ):
         device_for(config, 0)
     assert device_for(parse(CONFIG), 0) == torch.device("cpu")
     assert memory_limit(parse(CONFIG), torch.device("cpu")) is None
@@ -64,7 +66,10 @@ def test_a_pipeline_is_one_process() -> None:
     config = parse(CONFIG)
     assert (config.ranks, config.stages, config.slices) == (1, 3, 3)
     check_world(config, rendezvous(1))
-    with pytest.raises(ConfigError, match=r"started 3 ranks, but parallel\.data \(each pipeline is slices of one GPU\) = 1"):
+    with pytest.raises(
+        ConfigError,
+        match=r"started 3 ranks, but parallel\.data \(each pipeline is slices of one GPU\) = 1",
+    ):
         check_world(config, rendezvous(3))
 
 
@@ -76,12 +81,26 @@ def rendezvous(size: int) -> Any:
 
 def test_what_slices_are_not() -> None:
     model = load_model(parse(CONFIG))
-    pipeline = Engine(alone(), model, Partition((2, 2, 2)), schedule="zb-h1", microbatches=MICROBATCHES, slices=3)
-    assert (pipeline.shape, pipeline.placement, pipeline._layer_store.own_stages) == ((3, 1), (0, 1, 2), (0, 1, 2))
+    pipeline = Engine(
+        alone(), model, Partition((2, 2, 2)), schedule="zb-h1", microbatches=MICROBATCHES, slices=3
+    )
+    assert (pipeline.shape, pipeline.placement, pipeline._layer_store.own_stages) == (
+        (3, 1),
+        (0, 1, 2),
+        (0, 1, 2),
+    )
     with pytest.raises(ConfigError, match="cannot be reshaped"):
         pipeline.reshape(pipeline=1, data=3)
     with pytest.raises(ConfigError, match="without post_validation"):
-        Engine(alone(), model, Partition((2, 2, 2)), schedule="zb-h1", microbatches=MICROBATCHES, slices=3, post_validation=True)
+        Engine(
+            alone(),
+            model,
+            Partition((2, 2, 2)),
+            schedule="zb-h1",
+            microbatches=MICROBATCHES,
+            slices=3,
+            post_validation=True,
+        )
 
 
 def test_moves_send_nothing_and_each_slice_is_accounted_for(pool: Pool, tmp_path: Path) -> None:
@@ -94,11 +113,20 @@ def test_moves_send_nothing_and_each_slice_is_accounted_for(pool: Pool, tmp_path
     costs = json.loads((tmp_path / "costs.json").read_text())
     assert costs["ranks"] == 3
     trace = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
-    assert {(e["tid"], e["args"]["stage"]) for e in trace if e["ph"] == "X"} == {(0, 0), (1, 1), (2, 2)}
+    assert {(e["tid"], e["args"]["stage"]) for e in trace if e["ph"] == "X"} == {
+        (0, 0),
+        (1, 1),
+        (2, 2),
+    }
 
 
 def test_a_sliced_run_goes_on_over_ranks(pool: Pool, tmp_path: Path) -> None:
     whole = pool.run("train", 1, config=CONFIG | {"checkpoint": {}})[0]["digest"]
     pool.run("train_in", 1, config=CONFIG, folder=str(tmp_path), stop_after=1)
     other = CONFIG | {"parallel": {"pipeline": 2}}
-    assert pool.run("train_in", 2, config=other, folder=str(tmp_path), resume=True)[0]["weights_digest"] == whole
+    assert (
+        pool.run("train_in", 2, config=other, folder=str(tmp_path), resume=True)[0][
+            "weights_digest"
+        ]
+        == whole
+    )

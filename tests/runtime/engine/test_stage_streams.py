@@ -58,11 +58,18 @@ def executor(streams: Noted | DefaultStream, first: int) -> tuple[Executor, list
     torch.manual_seed(0)
     modules: list[nn.Module] = [nn.Linear(4, 4).requires_grad_(i >= first) for i in range(3)]
     stages = {
-        i: Stage([Layer(i, m, HostClock(), 0)], first, nn.functional.mse_loss if i == 2 else None, 1 / MICROBATCHES)
+        i: Stage(
+            [Layer(i, m, HostClock(), 0)],
+            first,
+            nn.functional.mse_loss if i == 2 else None,
+            1 / MICROBATCHES,
+        )
         for i, m in enumerate(modules)
     }
     programs = lower(fold(make("zb-h1", 3, MICROBATCHES, first_trainable=first)))
-    return Executor(programs[0], stages, Transport(alone(), programs), HostClock(), streams), modules
+    return Executor(
+        programs[0], stages, Transport(alone(), programs), HostClock(), streams
+    ), modules
 
 
 @pytest.mark.parametrize("first", [0, 1])
@@ -87,7 +94,9 @@ def test_hand_overs(first: int) -> None:
             # Only the batch, and the loss's own gradient, come from no other lane.
             from_outside = needs == (0 if direction is Direction.ACTIVATION else 2)
             assert (key in ready) != from_outside
-            assert streams.sizes[key] == (0 if needs == 2 and direction is Direction.GRADIENT else 1)
+            assert streams.sizes[key] == (
+                0 if needs == 2 and direction is Direction.GRADIENT else 1
+            )
             waited.add(key)
     assert ready.keys() <= waited
     assert len(ready) == MICROBATCHES * (2 + 2 - first)

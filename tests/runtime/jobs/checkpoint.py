@@ -26,7 +26,14 @@ GPT = {"blocks": 2, "hidden": 16, "heads": 2, "sequence": 8}
 
 def pipeline(world: World, counts: list[int], config: dict[str, Any] | None = None) -> Engine:
     loaded = parse(config or {"model": GPT})
-    return Engine(world, load_model(loaded), Partition(tuple(counts)), schedule="zb-h1", microbatches=3, seed=loaded.seed)
+    return Engine(
+        world,
+        load_model(loaded),
+        Partition(tuple(counts)),
+        schedule="zb-h1",
+        microbatches=3,
+        seed=loaded.seed,
+    )
 
 
 def steps(pipeline: Engine, first: int, last: int) -> list[float]:
@@ -44,9 +51,16 @@ def save_and_go_on(world: World, folder: str, counts: list[int]) -> dict[str, An
     pipe.freeze([0, 1])
     steps(pipe, 1, 2)
     held = [(i, (m, o.state())) for i, (m, o) in pipe.own_layers.items()]
-    saved = checkpoint.save(world, Path(folder), 2, pipe.model.names, held, {"frozen": sorted(pipe.frozen)}, keep=2)
+    saved = checkpoint.save(
+        world, Path(folder), 2, pipe.model.names, held, {"frozen": sorted(pipe.frozen)}, keep=2
+    )
     layers = {i: fingerprint(m, o, gradients=False) for i, (m, o) in pipe.own_layers.items()}
-    return {"layers": layers, "losses": steps(pipe, 2, 4), "digest": pipe.digest(), "bytes": saved.bytes}
+    return {
+        "layers": layers,
+        "losses": steps(pipe, 2, 4),
+        "digest": pipe.digest(),
+        "bytes": saved.bytes,
+    }
 
 
 def save_on_a_full_disk(world: World, folder: str, full: int) -> str:
@@ -101,7 +115,12 @@ def message_timeout(world: World, w_granularity: Literal["whole", "linear"]) -> 
     """How long a rank waits for a message before it runs pieces of W, and the latency of each of
     the pipeline's links."""
     pipeline = Engine(
-        world, load_model(parse({"model": GPT})), uniform(6, world.size), schedule="zb-h1", microbatches=3, w_granularity=w_granularity
+        world,
+        load_model(parse({"model": GPT})),
+        uniform(6, world.size),
+        schedule="zb-h1",
+        microbatches=3,
+        w_granularity=w_granularity,
     )
     waits = pipeline._runner.executor().timeout
     pipeline.on_workload_change(())  # closes its channels

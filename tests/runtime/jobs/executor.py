@@ -32,7 +32,9 @@ def _small_layer(index: int, count: int) -> nn.Module:
         return nn.Embedding(11, 6)
     if index == count - 1:
         return nn.Linear(6, 11)
-    return nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.2), nn.Tanh(), nn.LayerNorm(6), nn.Linear(6, 6))
+    return nn.Sequential(
+        nn.Linear(6, 6), nn.Dropout(0.2), nn.Tanh(), nn.LayerNorm(6), nn.Linear(6, 6)
+    )
 
 
 class Late(Transport):
@@ -45,7 +47,13 @@ class Late(Transport):
 
 
 def execute(
-    world: World, schedule: Any, layers: int, microbatches: int, frozen: int = 0, late: int | None = None, groups: int = 1
+    world: World,
+    schedule: Any,
+    layers: int,
+    microbatches: int,
+    frozen: int = 0,
+    late: int | None = None,
+    groups: int = 1,
 ) -> dict[str, Any]:
     """Two steps of a schedule of any placement, with equally many layers a stage.
 
@@ -53,7 +61,11 @@ def execute(
     pieces of W run ahead, for messages are late, by this seed. Returns losses, a hash of each
     gradient, the order in which layers ended, and how many pieces ran ahead.
     """
-    order = from_text(schedule) if isinstance(schedule, str) else wander(schedule[0], microbatches, frozen, Random(schedule[1]))
+    order = (
+        from_text(schedule)
+        if isinstance(schedule, str)
+        else wander(schedule[0], microbatches, frozen, Random(schedule[1]))
+    )
     programs = lower(order)
     each = layers // order.stages
     first = order.first_trainable * each
@@ -62,14 +74,19 @@ def execute(
     ended: list[int] = []
 
     def groups_of(index: int, module: nn.Module) -> AccumulationGroups:
-        return AccumulationGroups(list(module.parameters()), microbatches, groups, partial(ended.append, index))
+        return AccumulationGroups(
+            list(module.parameters()), microbatches, groups, partial(ended.append, index)
+        )
 
     for s in order.stages_of(world.rank):
         own = range(s * each, (s + 1) * each)
         modules |= {i: _small_layer(i, layers).requires_grad_(i >= first) for i in own}
         loss = functional.cross_entropy if s == order.stages - 1 else None
         stages[s] = Stage(
-            [Layer(i, modules[i], HostClock(), 4, groups=groups_of(i, modules[i])) for i in own], first, loss, 1 / microbatches
+            [Layer(i, modules[i], HostClock(), 4, groups=groups_of(i, modules[i])) for i in own],
+            first,
+            loss,
+            1 / microbatches,
         )
     Late.random = Random(late)
     ends = (Transport if late is None else Late)(world, programs)
@@ -81,14 +98,24 @@ def execute(
     for step in range(2):
         inputs = torch.randint(11, (microbatches, 4), generator=random)
         step_output = executor.run(step, inputs, inputs.flip(0))
-        assert not any(loss.requires_grad for loss in step_output.losses), "a loss keeps its graph, and what that has not saved"
+        assert not any(loss.requires_grad for loss in step_output.losses), (
+            "a loss keeps its graph, and what that has not saved"
+        )
         losses.append(mean_loss(step_output.losses))
         ahead += sum((a.kind, b.kind) == (WAIT, "W") for a, b in pairwise(step_output.intervals))
     executor.close()
-    left = sum(len(layer._saved) + len(layer._weight_work) for stage in stages.values() for layer in stage.layers)
+    left = sum(
+        len(layer._saved) + len(layer._weight_work)
+        for stage in stages.values()
+        for layer in stage.layers
+    )
     return {
         "losses": losses if order.placement[-1] == world.rank else None,
-        "gradients": {f"{i}.{n}": None if p.grad is None else bits_of(p.grad) for i, m in modules.items() for n, p in m.named_parameters()},
+        "gradients": {
+            f"{i}.{n}": None if p.grad is None else bits_of(p.grad)
+            for i, m in modules.items()
+            for n, p in m.named_parameters()
+        },
         "left": left,
         "ended": ended,
         "ahead": ahead,
@@ -96,4 +123,6 @@ def execute(
 
 
 def bits_of(tensor: Tensor) -> str:
-    return hashlib.sha256(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()).hexdigest()
+    return hashlib.sha256(
+        tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    ).hexdigest()

@@ -33,7 +33,10 @@ def holdings(world: World, config: dict[str, Any]) -> dict[str, Any]:
         for half in halves(module)
     }
     costs = trainer.pipeline.costs()
-    return {"held": held, "bytes": [[c.weight_bytes, c.gradient_bytes, c.optimizer_bytes] for c in costs]}
+    return {
+        "held": held,
+        "bytes": [[c.weight_bytes, c.gradient_bytes, c.optimizer_bytes] for c in costs],
+    }
 
 
 def peer_is_late(world: World) -> list[Any]:
@@ -72,7 +75,10 @@ def reduced(world: World, bucket: int, absent: list[int]) -> list[Any]:
         Of each expert that is here, whether the sum has the expected bits (or is rightly missing).
     """
     peers, size = arrange(world, 4).peers, 40_000
-    spread_over: list[tuple[tuple[int, ...], ...]] = [((0, 1), (), (2, 3), ()), ((), (0, 1, 2, 3), (), ())]
+    spread_over: list[tuple[tuple[int, ...], ...]] = [
+        ((0, 1), (), (2, 3), ()),
+        ((), (0, 1, 2, 3), (), ()),
+    ]
     experts: list[SharedExpert] = []
     for number, sources in enumerate(spread_over):
         holders = [replica for replica, of in enumerate(sources) if of]
@@ -83,7 +89,9 @@ def reduced(world: World, bucket: int, absent: list[int]) -> list[Any]:
         for source, copy in copies.items():
             copy.grad = None if source in absent else _gradient(number, source, size)
         own = next(iter(copies.values()), nn.Parameter(torch.zeros(size)))
-        experts.append(SharedExpert(f"e{number}", own, tuple(ranges), True, bool(copies), copies, sources))
+        experts.append(
+            SharedExpert(f"e{number}", own, tuple(ranges), True, bool(copies), copies, sources)
+        )
     missing = reduce_experts(peers, 0, experts, bucket)
     drop_missing(missing)
     out: list[Any] = []
@@ -94,7 +102,9 @@ def reduced(world: World, bucket: int, absent: list[int]) -> list[Any]:
         total = tree.total(4)
         if expert.held:
             grad = expert.parameter.grad
-            out.append(grad is None if total is None else grad is not None and torch.equal(grad, total))
+            out.append(
+                grad is None if total is None else grad is not None and torch.equal(grad, total)
+            )
     return out
 
 

@@ -22,7 +22,9 @@ from dynmo.runtime.state.migration import Arrival, _receive_text, contents, exch
 from tests.runtime.jobs.executor import bits_of
 
 
-def fingerprint(module: nn.Module, optimizer: LayerOptimizer, gradients: bool = True) -> dict[str, Any]:
+def fingerprint(
+    module: nn.Module, optimizer: LayerOptimizer, gradients: bool = True
+) -> dict[str, Any]:
     """Everything a layer consists of: dtype, shape and bits of each tensor, and what trains."""
     out: dict[str, Any] = {}
     for (section, name), t in contents(module, optimizer.state()).items():
@@ -71,7 +73,9 @@ class Held:
                     del self.optimizers[move.layer]
             for arrival in arrivals:
                 state = fill(self.modules[arrival.layer], arrival.tensors, arrival.flags)
-                self.optimizers[arrival.layer] = LayerOptimizer(self.modules[arrival.layer], OptimizerSettings())
+                self.optimizers[arrival.layer] = LayerOptimizer(
+                    self.modules[arrival.layer], OptimizerSettings()
+                )
                 self.optimizers[arrival.layer].load(state)
 
         migration = exchange(self.world, plan, leaving or self.leaving, adopt)
@@ -94,7 +98,9 @@ def migrate(world: World, kind: dict[str, Any], seed: int, rounds: int) -> dict[
         held.train(step)
         before = _everyones(world, held.fingerprints(), layers)
         moved += held.move(any_partition(layers, world.size, random))
-        assert _everyones(world, held.fingerprints(), layers) == before, "something changed on the way"
+        assert _everyones(world, held.fingerprints(), layers) == before, (
+            "something changed on the way"
+        )
         assert sorted(held.optimizers) == list(held.partition.range_of(world.rank))
     return {"layers": held.fingerprints(), "moved": moved}
 
@@ -103,7 +109,10 @@ def _everyones(world: World, own: dict[int, Any], layers: int) -> list[str]:
     """A hash of each layer's fingerprint, from whoever holds it."""
     table = torch.zeros(layers, 32, dtype=torch.uint8)
     for index, value in own.items():
-        table[index] = torch.frombuffer(bytearray(hashlib.sha256(repr(sorted(value.items())).encode()).digest()), dtype=torch.uint8)
+        table[index] = torch.frombuffer(
+            bytearray(hashlib.sha256(repr(sorted(value.items())).encode()).digest()),
+            dtype=torch.uint8,
+        )
     return [bytes(row).hex() for row in world.sum(table, "fingerprints").tolist()]
 
 
@@ -135,7 +144,12 @@ def migrate_fails(world: World, how: str) -> dict[str, Any]:
     seconds = time.monotonic() - start
     untouched = held.fingerprints() == before and held.partition == Partition((3, 1, 2))
     held.move(Partition((1, 2, 3)))  # and the world is as good as before
-    return {"error": error, "seconds": seconds, "untouched": untouched, "after": sorted(held.optimizers)}
+    return {
+        "error": error,
+        "seconds": seconds,
+        "untouched": untouched,
+        "after": sorted(held.optimizers),
+    }
 
 
 def announces(world: World, length: int) -> str:

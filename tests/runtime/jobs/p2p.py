@@ -20,7 +20,9 @@ DOWN = Channel(0, Direction.ACTIVATION, 0, 1)
 def transport(world: World, messages: int, depth: int, varying: bool = False) -> Transport:
     """One channel, from rank 0 to rank 1."""
     changing = frozenset({DOWN}) if varying else frozenset()
-    programs = tuple(Program(rank, (rank,), messages, 0, (), {DOWN: depth}, changing) for rank in range(2))
+    programs = tuple(
+        Program(rank, (rank,), messages, 0, (), {DOWN: depth}, changing) for rank in range(2)
+    )
     return Transport(world, programs)
 
 
@@ -29,11 +31,15 @@ def message(shapes: list[Any], j: int) -> tuple[Tensor, ...]:
     out: list[Tensor] = []
     for dtype, dimensions in shapes:
         count = torch.Size(dimensions).numel()
-        out.append((torch.arange(count) + 10 * j + len(out)).to(getattr(torch, dtype)).reshape(dimensions))
+        out.append(
+            (torch.arange(count) + 10 * j + len(out)).to(getattr(torch, dtype)).reshape(dimensions)
+        )
     return tuple(out)
 
 
-def channel(world: World, steps: list[list[list[Any]]], varying: bool, depth: int, transposed: bool = False) -> int:
+def channel(
+    world: World, steps: list[list[list[Any]]], varying: bool, depth: int, transposed: bool = False
+) -> int:
     """steps[s][j]: the tensors of message j of step s. Rank 1 compares what arrives; returns how
     many did."""
     ends = transport(world, len(steps[0]), depth, varying)
@@ -47,7 +53,9 @@ def channel(world: World, steps: list[list[list[Any]]], varying: bool, depth: in
             else:
                 got = ends.take(DOWN, j)
                 assert len(got) == len(sent)
-                assert all(a.dtype == b.dtype and torch.equal(a, b) for a, b in zip(got, sent, strict=True)), (got, sent)
+                assert all(
+                    a.dtype == b.dtype and torch.equal(a, b) for a, b in zip(got, sent, strict=True)
+                ), (got, sent)
             seen += 1
         ends.flush()
     ends.close()
@@ -131,7 +139,9 @@ def backpressure(world: World, depth: int, messages: int) -> list[list[int]]:
                 world.store.set(f"put/{step}/{j}", "1")
             else:
                 time.sleep(0.2 if j == 0 else 0.01)
-                counts[-1].append(sum(world.store.check([f"put/{step}/{k}"]) for k in range(messages)))
+                counts[-1].append(
+                    sum(world.store.check([f"put/{step}/{k}"]) for k in range(messages))
+                )
                 ends.take(DOWN, j)
         ends.flush()
         world.barrier("the step to end")

@@ -31,7 +31,9 @@ def _spoiled(pipeline: Engine, faults: list[list[Any]], now: list[int]) -> None:
     def spoil(*args: Any) -> Tensor:
         for step, layer, what in faults:
             if step == now[0] and layer in pipeline.own_layers:
-                gradients = [p.grad for p in pipeline.own_layers[layer][0].parameters() if p.grad is not None]
+                gradients = [
+                    p.grad for p in pipeline.own_layers[layer][0].parameters() if p.grad is not None
+                ]
                 if not gradients:  # it is frozen
                     continue
                 if what == "inf":
@@ -44,17 +46,32 @@ def _spoiled(pipeline: Engine, faults: list[list[Any]], now: list[int]) -> None:
 
 
 def validated(
-    world: World, schedule: str, faults: list[list[Any]], afterwards: bool, changes: bool = False, kind: str = "gpt", **options: Any
+    world: World,
+    schedule: str,
+    faults: list[list[Any]],
+    afterwards: bool,
+    changes: bool = False,
+    kind: str = "gpt",
+    **options: Any,
 ) -> dict[str, Any]:
     """Some steps with gradients spoiled on the way; changes: layers freeze, move, and are evaluated
     in between."""
-    ranks, model = world.size, {"model": {"blocks": 3, "hidden": 16, "heads": 2, "sequence": 4, "dropout": 0.1}}
+    ranks, model = (
+        world.size,
+        {"model": {"blocks": 3, "hidden": 16, "heads": 2, "sequence": 4, "dropout": 0.1}},
+    )
     loaded = parse(model if kind == "gpt" else {"model": {"kind": f"python:{kind}"}})
     whole = load_model(loaded)
     stages = len(placement_of(schedule, ranks))
     limit = options.pop("limit", 20.0)
     pipeline = Engine(
-        world, whole, uniform(whole.layers, stages), schedule=schedule, microbatches=12, post_validation=afterwards, **options
+        world,
+        whole,
+        uniform(whole.layers, stages),
+        schedule=schedule,
+        microbatches=12,
+        post_validation=afterwards,
+        **options,
     )
     pipeline.scaler = LossScaler(2.0**16, window=1 << 30)
     now = [0]
@@ -70,7 +87,9 @@ def validated(
             seen.append(pipeline.digest())
         now[0] = step
         tokens = torch.randint(256, (12, 1, 5), generator=torch.Generator().manual_seed(step))
-        results += pipeline.advance(step, tokens[..., :-1], tokens[..., 1:], lr=0.01, max_norm=limit)
+        results += pipeline.advance(
+            step, tokens[..., :-1], tokens[..., 1:], lr=0.01, max_norm=limit
+        )
         if changes and step % 3 == 1:
             seen.append(pipeline.evaluate(tokens[..., :-1], tokens[..., 1:], 12))
     results += pipeline.drain()
@@ -82,7 +101,9 @@ def validated(
         "rollbacks": [[r.step, r.rollback.what] for r in results if r.rollback],
         # What each step was up against, as the pipeline itself sees it afterwards; of a skipped one
         # no norms are told.
-        "failed": [NON_FINITE if r.skipped else failed(r.loss, r.squared_norms, limit) for r in results],
+        "failed": [
+            NON_FINITE if r.skipped else failed(r.loss, r.squared_norms, limit) for r in results
+        ],
         "digest": pipeline.digest(),
         "seen": seen,
     }
@@ -91,7 +112,14 @@ def validated(
 def validated_raises(world: World, schedule: str) -> dict[str, Any]:
     """An overflow on the last rank, with nobody to skip it; then the step again, without."""
     whole = load_model(parse({"model": {"blocks": 3, "hidden": 16, "heads": 2, "sequence": 4}}))
-    pipeline = Engine(world, whole, uniform(8, world.size), schedule=schedule, microbatches=6, post_validation=True)
+    pipeline = Engine(
+        world,
+        whole,
+        uniform(8, world.size),
+        schedule=schedule,
+        microbatches=6,
+        post_validation=True,
+    )
     now = [0]
     _spoiled(pipeline, [[2, 7, "inf"]], now)
     tokens = torch.randint(256, (6, 1, 5), generator=torch.Generator().manual_seed(0))

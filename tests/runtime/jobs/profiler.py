@@ -13,7 +13,9 @@ from dynmo.runtime.comm.world import World
 from dynmo.runtime.engine.profiler import measure_links
 
 
-def profile(world: World, f: list[float], b: list[float], w: list[float], counts: list[int]) -> list[list[Any]]:
+def profile(
+    world: World, f: list[float], b: list[float], w: list[float], counts: list[int]
+) -> list[list[Any]]:
     """Two steps of emulated layers; the costs gathered."""
     model = make_layers(f, b, w, size=64)
     pipeline = Engine(world, model, Partition(tuple(counts)), schedule="zb-h1", microbatches=3)

@@ -65,7 +65,9 @@ def one_is_late(world: World, what: str) -> list[str]:
         elif what == "sum":
             impatient.sum(torch.zeros(1), "the end of the test")
         else:
-            impatient.wait(impatient.receive(torch.zeros(1), 1, 0), 1, "the activation of microbatch 3")
+            impatient.wait(
+                impatient.receive(torch.zeros(1), 1, 0), 1, "the activation of microbatch 3"
+            )
     except (WaitTimeout, RankDied) as error:
         caught = [type(error).__name__, str(error)]
     return caught
@@ -74,7 +76,9 @@ def one_is_late(world: World, what: str) -> list[str]:
 def agree(world: World, said: list[str | None]) -> str:
     mine = said[world.rank]
     try:
-        agreement.agree(world, None if mine is None else hashlib.sha256(mine.encode()).digest(), "the plan")
+        agreement.agree(
+            world, None if mine is None else hashlib.sha256(mine.encode()).digest(), "the plan"
+        )
     except DynmoError as error:
         return str(error)
     return ""

@@ -116,7 +116,12 @@ class Mixed(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(3)
-        self.line, self.norm, self.late, self.never = nn.Linear(6, 6), nn.LayerNorm(6), nn.Linear(6, 6), nn.Linear(6, 6)
+        self.line, self.norm, self.late, self.never = (
+            nn.Linear(6, 6),
+            nn.LayerNorm(6),
+            nn.Linear(6, 6),
+            nn.Linear(6, 6),
+        )
         self.calls = 0
 
     def forward(self, x: Tensor) -> Tensor:
@@ -133,7 +138,9 @@ def gradients(order: str, count: int) -> dict[str, Tensor | None]:
     x (both at once)."""
     module = Mixed()
     done: list[int] = []
-    groups = AccumulationGroups(list(module.parameters()), MICROBATCHES, count, lambda: done.append(1))
+    groups = AccumulationGroups(
+        list(module.parameters()), MICROBATCHES, count, lambda: done.append(1)
+    )
     layer = Layer(0, module, HostClock(), 1, groups=groups)
     random = torch.Generator().manual_seed(2)
     for step in range(2):
@@ -146,7 +153,11 @@ def gradients(order: str, count: int) -> dict[str, Tensor | None]:
             if kind == "w":
                 layer.backward_weight(w)
             else:
-                layer.backward_input(b, (torch.randn(4, 6, generator=torch.Generator().manual_seed(b)),), deferred=kind == "b")
+                layer.backward_input(
+                    b,
+                    (torch.randn(4, 6, generator=torch.Generator().manual_seed(b)),),
+                    deferred=kind == "b",
+                )
             b, w = b + (kind != "w"), w + (kind != "b")
             assert len(done) == step + (w == MICROBATCHES), "told once, at the last W"
     return {name: p.grad for name, p in module.named_parameters()}
@@ -164,7 +175,9 @@ def plain(count: int) -> dict[str, Tensor | None]:
         if j % (MICROBATCHES // count) == 0:
             module.zero_grad()
         layer.forward(j, (x,), 1, True, True, None)
-        layer.backward_input(j, (torch.randn(4, 6, generator=torch.Generator().manual_seed(j)),), deferred=False)
+        layer.backward_input(
+            j, (torch.randn(4, 6, generator=torch.Generator().manual_seed(j)),), deferred=False
+        )
         if (j + 1) % (MICROBATCHES // count) == 0:
             for name, p in module.named_parameters():
                 each[name].append(None if p.grad is None else p.grad.clone())
@@ -172,7 +185,16 @@ def plain(count: int) -> dict[str, Tensor | None]:
 
 
 @pytest.mark.parametrize("count", [1, 2, 4, 8])
-@pytest.mark.parametrize("order", ["x" * 8, "bw" * 8, "b" * 8 + "w" * 8, "bbb" + "bw" * 5 + "www", "bbw" + "x" * 0 + "bw" * 6 + "w"])
+@pytest.mark.parametrize(
+    "order",
+    [
+        "x" * 8,
+        "bw" * 8,
+        "b" * 8 + "w" * 8,
+        "bbb" + "bw" * 5 + "www",
+        "bbw" + "x" * 0 + "bw" * 6 + "w",
+    ],
+)
 def test_b_may_be_ahead_of_w(order: str, count: int) -> None:
     """Norms end a slot at B, linears at W: however far apart these are, each gradient is the same
     tree of the same sums."""

@@ -22,7 +22,13 @@ class Writing(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        values = {"count": torch.zeros(()), "grown": torch.ones(2), "large": torch.ones(5), "created": None, "removed": torch.ones(1)}
+        values = {
+            "count": torch.zeros(()),
+            "grown": torch.ones(2),
+            "large": torch.ones(5),
+            "created": None,
+            "removed": torch.ones(1),
+        }
         for name, value in values.items():
             self.register_buffer(name, value)
         self.register_buffer("unseen", torch.ones(2), persistent=False)
@@ -35,11 +41,16 @@ class Writing(nn.Module):
         self.created = torch.ones(3) if self.created is None else self.created + 1
         self.removed = None
         self.unseen.numpy()[0] += 1
-        functional.batch_norm(torch.randn(4, 2), self.mean.nan_to_num_(1.0), torch.ones(2), training=True)
+        functional.batch_norm(
+            torch.randn(4, 2), self.mean.nan_to_num_(1.0), torch.ones(2), training=True
+        )
 
     @property
     def now(self) -> dict[str, object]:
-        return {name: None if b is None else b.nan_to_num(7.0).tolist() for name, b in self._buffers.items()}
+        return {
+            name: None if b is None else b.nan_to_num(7.0).tolist()
+            for name, b in self._buffers.items()
+        }
 
 
 def test_a_step_that_begins_again_finds_them_as_they_were() -> None:
@@ -60,7 +71,14 @@ def test_an_f_that_runs_again_finds_what_it_found_and_leaves_what_is_there() -> 
     first, copies = module.now, buffers.copies()
     module.write()
     written = buffers.written(copies)
-    assert sorted(key.name for key in written) == ["count", "created", "grown", "mean", "removed", "unseen"], "large is not kept"
+    assert sorted(key.name for key in written) == [
+        "count",
+        "created",
+        "grown",
+        "mean",
+        "removed",
+        "unseen",
+    ], "large is not kept"
     assert buffers.maybe_written(copies).keys() == written.keys()
     now, kept = module.now, module.count
     for _ in range(2):
@@ -79,7 +97,9 @@ def test_what_encodes_sparsity_is_left_out() -> None:
     assert not BufferSet(pruned).copies()
 
 
-@pytest.mark.parametrize("dtype", [torch.bool, torch.bfloat16, torch.float32, torch.complex64, torch.complex128])
+@pytest.mark.parametrize(
+    "dtype", [torch.bool, torch.bfloat16, torch.float32, torch.complex64, torch.complex128]
+)
 def test_bits(dtype: torch.dtype) -> None:
     a = torch.zeros(3, 2).to(dtype)
     assert has_same_bits(a, torch.zeros(2, 3).to(dtype).t())

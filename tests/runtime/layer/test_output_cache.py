@@ -78,7 +78,9 @@ def inputs(key: int) -> Tensors:
     return (torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(key)),)
 
 
-def run(cache: OutputCache, counted: list[Layer], key: int, step: int = 0, training: bool = True) -> Tensor:
+def run(
+    cache: OutputCache, counted: list[Layer], key: int, step: int = 0, training: bool = True
+) -> Tensor:
     cache.begin([key], training)
     for layer in counted:
         layer.module.train(training)
@@ -99,14 +101,21 @@ def test_what_came_before_does_not_run_again() -> None:
     before = calls(counted)
     for step, key in enumerate((1, 2, 1, 1, 2)):
         assert torch.equal(run(cache, counted, key, step), expected[key])
-    assert [after - was for after, was in zip(calls(counted), before, strict=True)] == [2, 2, 2], "each key once"
+    assert [after - was for after, was in zip(calls(counted), before, strict=True)] == [2, 2, 2], (
+        "each key once"
+    )
     assert (cache.spared, cache.bytes) == (3 * 3, 2 * SIZE)
-    assert [[mark[0] for mark in layer.marks] for layer in counted] == [[Kind.F] * 5] * 3, "the profiler sees every microbatch"
+    assert [[mark[0] for mark in layer.marks] for layer in counted] == [[Kind.F] * 5] * 3, (
+        "the profiler sees every microbatch"
+    )
     assert all(mark[1] == mark[2] for layer in counted[:-1] for mark in layer.marks[2:])
 
 
 def test_evaluation_and_training_are_told_apart() -> None:
-    counted, cache = layers(nn.Linear(WIDTH, WIDTH), Viewing(lambda x: x)), OutputCache(1 << 20, HostClock())
+    counted, cache = (
+        layers(nn.Linear(WIDTH, WIDTH), Viewing(lambda x: x)),
+        OutputCache(1 << 20, HostClock()),
+    )
     counted[1].module.forward = lambda x: x + counted[1].module.training  # pyright: ignore[reportAttributeAccessIssue]
     trained = run(cache, counted, 1)
     assert torch.equal(run(cache, counted, 1, training=False) + 1, trained)
@@ -137,7 +146,9 @@ def test_more_layers_freeze_and_layers_in_front_leave() -> None:
     """An output stays right: F goes on behind it, and then the deeper one is kept in its place."""
     counted, cache = counting(4), OutputCache(1 << 20, HostClock())
     for layer in counted:
-        layer.forward(0, inputs(0), 0, False, False, None)  # as any layer that has run: its sizes are known
+        layer.forward(
+            0, inputs(0), 0, False, False, None
+        )  # as any layer that has run: its sizes are known
     expected, before = bare(counted, 1), calls(counted)
     run(cache, counted[:2], 1)
     cache.forget([2, 3])
@@ -191,32 +202,60 @@ def test_nobody_can_write_to_what_is_kept() -> None:
 
 
 def test_of_a_view_what_it_shows_is_kept() -> None:
-    for view, size in ((lambda x: x.t(), 3 * WIDTH), (lambda x: x[:, 1:4], 9), (lambda x: x[:1].expand(7, WIDTH), 7 * WIDTH)):
-        counted, cache = layers(nn.Linear(WIDTH, WIDTH), Viewing(view)), OutputCache(1 << 20, HostClock())
+    for view, size in (
+        (lambda x: x.t(), 3 * WIDTH),
+        (lambda x: x[:, 1:4], 9),
+        (lambda x: x[:1].expand(7, WIDTH), 7 * WIDTH),
+    ):
+        counted, cache = (
+            layers(nn.Linear(WIDTH, WIDTH), Viewing(view)),
+            OutputCache(1 << 20, HostClock()),
+        )
         first, second = run(cache, counted, 1), run(cache, counted, 1)
         assert torch.equal(first, second)
         assert cache.spared == 2
-        assert sum(y.untyped_storage().nbytes() for kept in cache._entries.values() for y in kept.tensors) == cache.bytes == 4 * size
+        assert (
+            sum(
+                y.untyped_storage().nbytes()
+                for kept in cache._entries.values()
+                for y in kept.tensors
+            )
+            == cache.bytes
+            == 4 * size
+        )
 
 
 def test_what_differs_each_time_ends_the_run() -> None:
-    dropping, tracking = layers(nn.Linear(WIDTH, WIDTH), Dropping(0.5)), layers(nn.Linear(WIDTH, WIDTH), Tracking())
+    dropping, tracking = (
+        layers(nn.Linear(WIDTH, WIDTH), Dropping(0.5)),
+        layers(nn.Linear(WIDTH, WIDTH), Tracking()),
+    )
     with pytest.raises(
-        RunError, match=r"layer 1 \(Dropping\) is frozen and its forward draws random numbers, .* use dynamism.freezing.cache"
+        RunError,
+        match=r"layer 1 \(Dropping\) is frozen and its forward draws random numbers, .* use dynamism.freezing.cache",
     ):
         run(OutputCache(1 << 20, HostClock()), dropping, 1)
-    with pytest.raises(RunError, match=r"layer 1 \(Tracking\) is frozen and its forward writes to its buffer 'seen', "):
+    with pytest.raises(
+        RunError,
+        match=r"layer 1 \(Tracking\) is frozen and its forward writes to its buffer 'seen', ",
+    ):
         run(OutputCache(1 << 20, HostClock()), tracking, 1)
     for stack in (dropping, tracking):
         cache = OutputCache(1 << 20, HostClock())
-        assert torch.equal(run(cache, stack, 1, training=False), run(cache, stack, 1, training=False))
+        assert torch.equal(
+            run(cache, stack, 1, training=False), run(cache, stack, 1, training=False)
+        )
         assert cache.spared == 2, "in evaluation it is the same each time"
     # Where steps do not come again, drawing is nobody's harm; but an evaluation sees what a
     # training forward has written.
     cache.begin(None, training=True)
-    cache.forward([layer for layer in dropping if layer.module.train() is not None], 0, inputs(1), 0)
+    cache.forward(
+        [layer for layer in dropping if layer.module.train() is not None], 0, inputs(1), 0
+    )
     with pytest.raises(RunError, match="writes to its buffer"):
-        cache.forward([layer for layer in tracking if layer.module.train() is not None], 0, inputs(1), 0)
+        cache.forward(
+            [layer for layer in tracking if layer.module.train() is not None], 0, inputs(1), 0
+        )
 
 
 def model() -> Model:
@@ -231,7 +270,13 @@ def losses_and_calls(cache_bytes: int) -> tuple[list[float], list[int], tuple[in
     """Two epochs of two steps with four layers frozen, one with the first alone, and two more; an
     evaluation after each step."""
     pipeline = Engine(
-        alone(), model(), Partition((5,)), schedule="zb-h1", microbatches=MICROBATCHES, post_validation=True, cache_bytes=cache_bytes
+        alone(),
+        model(),
+        Partition((5,)),
+        schedule="zb-h1",
+        microbatches=MICROBATCHES,
+        post_validation=True,
+        cache_bytes=cache_bytes,
     )
     losses: list[float] = []
     for step in range(10):
@@ -241,8 +286,14 @@ def losses_and_calls(cache_bytes: int) -> tuple[list[float], list[int], tuple[in
             pipeline.unfreeze(range(1, 4))
         keys = [(step % 2, j) for j in range(MICROBATCHES)]
         pipeline.advance(step, *tokens(step % 2), lr=1e-2, keys=keys)
-        losses.append(pipeline.evaluate(*tokens(9), MICROBATCHES, keys=[(9, j) for j in range(MICROBATCHES)]))
-    return losses, [getattr(module, "calls", 0) for module in pipeline.modules], pipeline.measurements.cached()
+        losses.append(
+            pipeline.evaluate(*tokens(9), MICROBATCHES, keys=[(9, j) for j in range(MICROBATCHES)])
+        )
+    return (
+        losses,
+        [getattr(module, "calls", 0) for module in pipeline.modules],
+        pipeline.measurements.cached(),
+    )
 
 
 def test_a_pipeline_with_and_without() -> None:

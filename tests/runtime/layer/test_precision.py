@@ -64,9 +64,14 @@ def test_gradients_are_float32(dtype: torch.dtype, deferred: bool) -> None:
 
 
 def test_every_precision_is_tried_on_the_device() -> None:
-    assert [dtype_for(name, torch.device("cpu")) for name in PRECISIONS] == list(PRECISIONS.values())
+    assert [dtype_for(name, torch.device("cpu")) for name in PRECISIONS] == list(
+        PRECISIONS.values()
+    )
 
 
 def test_one_that_the_backend_lacks_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"train.precision = 'float8_e4m3fn': torch .* cannot train in it on cpu .*; use 'float32'"):
+    with pytest.raises(
+        ConfigError,
+        match=r"train.precision = 'float8_e4m3fn': torch .* cannot train in it on cpu .*; use 'float32'",
+    ):
         check(torch.float8_e4m3fn, torch.device("cpu"))

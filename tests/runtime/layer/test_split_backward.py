@@ -125,7 +125,11 @@ class Frozen(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.fixed, self.last = nn.Linear(6, 6), nn.Linear(6, 6).requires_grad_(False), nn.Linear(6, 6)
+        self.first, self.fixed, self.last = (
+            nn.Linear(6, 6),
+            nn.Linear(6, 6).requires_grad_(False),
+            nn.Linear(6, 6),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return self.last(self.fixed(self.first(x)))
@@ -162,7 +166,9 @@ CASES: dict[str, Case] = {
     "own tape": Case(Scale, numbers(2, 3, 6), 1),
     "frozen part": Case(Frozen, numbers(3, 6), 2),
     "norm only": Case(lambda: nn.LayerNorm(6), numbers(3, 6), 0),
-    "batch norm": Case(lambda: nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Linear(6, 2)), numbers(4, 6), 2),
+    "batch norm": Case(
+        lambda: nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Linear(6, 2)), numbers(4, 6), 2
+    ),
     "nothing to train": Case(nn.Tanh, numbers(3, 6), 0),
     "dropout": Case(lambda: nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.5)), numbers(3, 6), 1),
 }
@@ -189,7 +195,13 @@ def split(module: nn.Module, inputs: list[Tensors], gradients: list[Tensors], mo
         result.inputs.append(layer.backward_input(j, g, deferred=mode != "BW"))
         if mode == "W one later" and j:
             layer.backward_weight(j - 1)
-    for j in range(len(gradients)) if mode == "W last" else [len(gradients) - 1] if mode == "W one later" else []:
+    for j in (
+        range(len(gradients))
+        if mode == "W last"
+        else [len(gradients) - 1]
+        if mode == "W one later"
+        else []
+    ):
         layer.backward_weight(j)
     result.weights = {name: p.grad for name, p in module.named_parameters() if p.grad is not None}
     return result
@@ -208,13 +220,21 @@ def plain(module: nn.Module, inputs: list[Tensors], gradients: list[Tensors]) ->
         real = [y for y in outputs if y.is_floating_point()]
         torch.autograd.backward(real, list(g))
         result.outputs.append(tuple(y.detach() for y in outputs))
-        result.inputs.append(tuple(torch.zeros_like(t) if t.grad is None else t.grad for t in leaves if t.requires_grad))
+        result.inputs.append(
+            tuple(
+                torch.zeros_like(t) if t.grad is None else t.grad for t in leaves if t.requires_grad
+            )
+        )
     result.weights = {name: p.grad for name, p in module.named_parameters() if p.grad is not None}
     return result
 
 
 def same(one: Result, other: Result, exactly: bool) -> None:
-    compare = torch.equal if exactly else (lambda a, b: a.shape == b.shape and torch.allclose(a, b, rtol=1e-5, atol=1e-6))
+    compare = (
+        torch.equal
+        if exactly
+        else (lambda a, b: a.shape == b.shape and torch.allclose(a, b, rtol=1e-5, atol=1e-6))
+    )
     for ours, theirs in ((one.outputs, other.outputs), (one.inputs, other.inputs)):
         for a, b in zip(ours, theirs, strict=True):
             assert all(compare(x, y) for x, y in zip(a, b, strict=True))
@@ -229,7 +249,9 @@ def test_same_gradients(name: str) -> None:
     module = case.make()
     inputs = [case.inputs() for _ in range(MICROBATCHES)]
     probe = copy.deepcopy(module)(*inputs[0])
-    shapes = [y.shape for y in ((probe,) if isinstance(probe, Tensor) else probe) if y.is_floating_point()]
+    shapes = [
+        y.shape for y in ((probe,) if isinstance(probe, Tensor) else probe) if y.is_floating_point()
+    ]
     gradients = [tuple(torch.randn(shape) for shape in shapes) for _ in range(MICROBATCHES)]
     expected = plain(copy.deepcopy(module), inputs, gradients)
     whole = split(copy.deepcopy(module), inputs, gradients, "BW")
@@ -243,10 +265,16 @@ def test_how_much_is_deferred(name: str) -> None:
     case = CASES[name]
     layer = layer_of(case.make())
     (outputs, *_) = (layer.forward(0, case.inputs(), 0, graph=True, need_input=True, finish=None),)
-    layer.backward_input(0, tuple(torch.ones_like(y) for y in outputs if y.is_floating_point()), deferred=True)
+    layer.backward_input(
+        0, tuple(torch.ones_like(y) for y in outputs if y.is_floating_point()), deferred=True
+    )
     assert len(layer._weight_work.get(0, ())) == case.works
     done = {n for n, p in layer.module.named_parameters() if p.grad is not None}
-    split_weights = {f"{n}.weight".lstrip(".") for n, m in layer.module.named_modules() if isinstance(m, SplitLinear)}
+    split_weights = {
+        f"{n}.weight".lstrip(".")
+        for n, m in layer.module.named_modules()
+        if isinstance(m, SplitLinear)
+    }
     assert not done & split_weights, "a linear's weight gradient is W, not B"
     layer.backward_weight(0)
     trained = {n for n, p in layer.module.named_parameters() if p.requires_grad}
@@ -273,7 +301,9 @@ def no_collection() -> Iterator[None]:
         gc.enable()
 
 
-def start(layer: Layer, inputs: Tensors, need_input: bool = True) -> tuple[list[StorageWeakRef], Tensors]:
+def start(
+    layer: Layer, inputs: Tensors, need_input: bool = True
+) -> tuple[list[StorageWeakRef], Tensors]:
     """F of microbatch 0; what keeps its inputs, and its outputs."""
     refs = [StorageWeakRef(x.untyped_storage()) for x in inputs]
     return refs, layer.forward(0, inputs, 0, graph=True, need_input=need_input, finish=None)
@@ -402,7 +432,14 @@ def test_an_error_says_in_which_layer() -> None:
     with pytest.raises(RuntimeError) as wrong:
         layer.forward(0, (torch.randn(3, 5),), 0, graph=True, need_input=True, finish=None)
     assert wrong.value.__notes__ == ["in F of layer 3"]
-    (y,) = layer.forward(1, (torch.randn(3, 6),), 0, graph=True, need_input=True, finish=lambda out: cast(Any, Broken).apply(out))
+    (y,) = layer.forward(
+        1,
+        (torch.randn(3, 6),),
+        0,
+        graph=True,
+        need_input=True,
+        finish=lambda out: cast(Any, Broken).apply(out),
+    )
     with pytest.raises(ArithmeticError) as wrong:
         layer.backward_input(1, (torch.ones_like(y),), deferred=True)
     assert wrong.value.__notes__ == ["in B of layer 3"]
@@ -411,7 +448,9 @@ def test_an_error_says_in_which_layer() -> None:
 def test_a_loss_at_the_end() -> None:
     layer = layer_of(nn.Linear(6, 4))
     x = torch.randn(3, 6)
-    (loss,) = layer.forward(0, (x,), 0, graph=True, need_input=True, finish=lambda out: out.square().mean())
+    (loss,) = layer.forward(
+        0, (x,), 0, graph=True, need_input=True, finish=lambda out: out.square().mean()
+    )
     (gx,) = layer.backward_input(0, (torch.ones(()),), deferred=False)
     leaf = x.clone().requires_grad_()
     expected = nn.functional.linear(leaf, *layer.module.parameters()).square().mean()

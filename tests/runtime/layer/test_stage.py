@@ -16,9 +16,13 @@ from dynmo.schedule.op import Kind
 FIRST = 4  # global index of the stage's first layer
 
 
-def stage(first_trainable: int, loss: bool = False, share: float = 1.0) -> tuple[Stage, list[nn.Module]]:
+def stage(
+    first_trainable: int, loss: bool = False, share: float = 1.0
+) -> tuple[Stage, list[nn.Module]]:
     torch.manual_seed(0)
-    modules: list[nn.Module] = [nn.Linear(6, 6).requires_grad_(FIRST + i >= first_trainable) for i in range(4)]
+    modules: list[nn.Module] = [
+        nn.Linear(6, 6).requires_grad_(FIRST + i >= first_trainable) for i in range(4)
+    ]
     layers = [Layer(FIRST + i, module, HostClock(), 0) for i, module in enumerate(modules)]
     return Stage(layers, first_trainable, functional.mse_loss if loss else None, share), modules
 
@@ -34,7 +38,9 @@ def test_elision(first_trainable: int) -> None:
     kinds = [[mark[0] for mark in layer.marks] for layer in whole.layers]
     assert kinds == [[Kind.F] if gone else [Kind.F, Kind.B, Kind.W] for gone in elided]
     assert [layer.activation_bytes > 0 for layer in whole.layers] == [not gone for gone in elided]
-    assert [p.grad is not None for m in modules for p in m.parameters()] == [not gone for gone in elided for _ in range(2)]
+    assert [p.grad is not None for m in modules for p in m.parameters()] == [
+        not gone for gone in elided for _ in range(2)
+    ]
     # Whose layer below trains hands on a gradient; where the trainable part begins, nobody waits
     # for one.
     expected = x.clone().requires_grad_()
@@ -55,7 +61,12 @@ def test_a_frozen_layer_in_the_middle() -> None:
     (y,) = whole.forward(0, (torch.randn(3, 6),), 0, None, training=True)
     whole.backward_input(0, (torch.ones_like(y),), deferred=True)
     whole.backward_weight(0)
-    assert [m.get_parameter("weight").grad is not None for m in modules] == [True, True, False, True]
+    assert [m.get_parameter("weight").grad is not None for m in modules] == [
+        True,
+        True,
+        False,
+        True,
+    ]
     assert whole.layers[2].stash_bytes == whole.layers[2].activation_bytes == 0
 
 
@@ -68,7 +79,9 @@ def test_the_loss_and_its_share() -> None:
     plain: Tensor = x
     for module in modules:
         module.zero_grad()
-        plain = functional.linear(plain, *module.parameters())  # not the module itself: it has a tape by now
+        plain = functional.linear(
+            plain, *module.parameters()
+        )  # not the module itself: it has a tape by now
     expected = functional.mse_loss(plain, aim)
     assert loss.detach() == expected.detach()
     (expected / 4).backward()
@@ -85,7 +98,10 @@ def test_without_training_nothing_is_kept() -> None:
 def test_a_loss_must_be_a_scalar() -> None:
     whole, _ = stage(0)
     whole = Stage(whole.layers, 0, lambda out, aim: out - aim)
-    with pytest.raises(RunError, match=r"the loss function returned a tensor of shape \(3, 6\); it must return a scalar"):
+    with pytest.raises(
+        RunError,
+        match=r"the loss function returned a tensor of shape \(3, 6\); it must return a scalar",
+    ):
         whole.forward(0, (torch.randn(3, 6),), 0, torch.randn(3, 6), training=True)
 
 

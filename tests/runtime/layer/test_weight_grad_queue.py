@@ -33,7 +33,11 @@ class Two(nn.Module):
     def __init__(self, idle: bool) -> None:
         super().__init__()
         torch.manual_seed(3)
-        self.one, self.norm, self.two = nn.Linear(6, 6), nn.LayerNorm(6), nn.Linear(6, 6, bias=False)
+        self.one, self.norm, self.two = (
+            nn.Linear(6, 6),
+            nn.LayerNorm(6),
+            nn.Linear(6, 6, bias=False),
+        )
         self.idle = nn.Linear(6, 6) if idle else None
 
     def forward(self, x: Tensor) -> Tensor:
@@ -45,7 +49,13 @@ def gradients(order: str, groups: int, idle: bool = False) -> dict[str, Tensor |
     piece of the next W)."""
     module = Two(idle)
     ended: list[int] = []
-    layer = Layer(0, module, HostClock(), 1, groups=AccumulationGroups(list(module.parameters()), 4, groups, lambda: ended.append(1)))
+    layer = Layer(
+        0,
+        module,
+        HostClock(),
+        1,
+        groups=AccumulationGroups(list(module.parameters()), 4, groups, lambda: ended.append(1)),
+    )
     random = torch.Generator().manual_seed(2)
     for j in range(4):
         layer.forward(j, (torch.randn(3, 6, generator=random),), 0, True, True, None)
@@ -60,7 +70,11 @@ def gradients(order: str, groups: int, idle: bool = False) -> dict[str, Tensor |
                 pass
             begun = None
         else:
-            layer.backward_input(b, (torch.randn(3, 6, generator=torch.Generator().manual_seed(b)),), deferred=kind == "b")
+            layer.backward_input(
+                b,
+                (torch.randn(3, 6, generator=torch.Generator().manual_seed(b)),),
+                deferred=kind == "b",
+            )
         b, w = b + (kind in "bx"), w + (kind in "wx")
     assert (b, w, ended) == (4, 4, [1])
     assert not layer._weight_work
@@ -71,7 +85,9 @@ def gradients(order: str, groups: int, idle: bool = False) -> dict[str, Tensor |
 
 @pytest.mark.parametrize("groups", [1, 2, 4])
 @pytest.mark.parametrize("idle", [False, True])
-@pytest.mark.parametrize("order", ["bwbwbwbw", "bpbwbppwpbwpw", "bbpbbwpwppww", "bbbbpwpwpwpw", "xbpbpwbpww"])
+@pytest.mark.parametrize(
+    "order", ["bwbwbwbw", "bpbwbppwpbwpw", "bbpbbwpwppww", "bbbbpwpwpwpw", "xbpbpwbpww"]
+)
 def test_same_bits(order: str, idle: bool, groups: int) -> None:
     """B's of later microbatches between two pieces too: they end slots of their own parameters, and
     must not take others' for theirs."""
@@ -85,11 +101,16 @@ def test_same_bits(order: str, idle: bool, groups: int) -> None:
 
 def test_a_piece_lets_go_of_what_it_held() -> None:
     """So memory is less than the W's place in the program allows, not more."""
-    layer = Layer(0, nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 6)), HostClock(), 1)
+    layer = Layer(
+        0, nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 6)), HostClock(), 1
+    )
     with no_collection():
         layer.forward(0, (torch.randn(3, 6),), 0, True, True, None)
         layer.backward_input(0, (torch.randn(3, 6),), deferred=True)
-        held = [[StorageWeakRef(t.untyped_storage()) for t in holds] for _, holds in layer._weight_work[0]]
+        held = [
+            [StorageWeakRef(t.untyped_storage()) for t in holds]
+            for _, holds in layer._weight_work[0]
+        ]
         seen: list[list[bool]] = []
         for _ in layer.partial_weights(0):
             seen.append([all(ref.expired() for ref in refs) for refs in held])
@@ -97,7 +118,9 @@ def test_a_piece_lets_go_of_what_it_held() -> None:
 
 
 def test_marks_of_pieces_are_of_their_w() -> None:
-    layer = Layer(0, nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 6)), HostClock(), 1)
+    layer = Layer(
+        0, nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 6)), HostClock(), 1
+    )
     layer.forward(0, (torch.randn(3, 6),), 0, True, True, None)
     layer.backward_input(0, (torch.randn(3, 6),), deferred=True)
     assert sum(1 for _ in layer.partial_weights(0)) == 3
@@ -173,7 +196,9 @@ def test_pieces_of_several_ws() -> None:
     pieces = WeightGradQueue(instructions, {s: Recorded(s, told) for s in range(2)})
     for op in (Op(Kind.B, 1, 0), Op(Kind.B, 1, 1), Op(Kind.B, 0, 0)):
         pieces.after(op)
-    assert [pieces.run_one() for _ in range(7)] == [Op(Kind.W, 1, 0)] * 3 + [Op(Kind.W, 1, 1)] * 3 + [Op(Kind.W, 0, 0)]
+    assert [pieces.run_one() for _ in range(7)] == [Op(Kind.W, 1, 0)] * 3 + [
+        Op(Kind.W, 1, 1)
+    ] * 3 + [Op(Kind.W, 0, 0)]
     for op in (Op(Kind.W, 1, 0), Op(Kind.W, 1, 1), Op(Kind.W, 0, 0)):
         pieces.run_rest(op)
     assert told == [f"{w}{piece}" for w in ("1w0", "1w1", "0w0") for piece in "abc"]
@@ -185,7 +210,10 @@ def test_pieces_of_several_ws() -> None:
 def both(pool: Pool, ranks: int, schedule: Any, **options: Any) -> list[list[dict[str, Any]]]:
     """The same schedule with every W in its place, and with pieces of W wherever a message may be
     late."""
-    return [pool.run(EXECUTE, ranks, schedule=schedule, layers=LAYERS, late=late, **options) for late in (None, 1)]
+    return [
+        pool.run(EXECUTE, ranks, schedule=schedule, layers=LAYERS, late=late, **options)
+        for late in (None, 1)
+    ]
 
 
 @pytest.mark.parametrize("groups", [1, 2, 4])

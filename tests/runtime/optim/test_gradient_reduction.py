@@ -25,10 +25,14 @@ class _Sizes(nn.Module):
     st.integers(1, 5),
     st.sampled_from([10_000, 30_000, 100_000, 1 << 25]),
 )
-def test_buckets_hold_every_share_once(sizes: list[int], low: list[int], replicas: int, size: int) -> None:
+def test_buckets_hold_every_share_once(
+    sizes: list[int], low: list[int], replicas: int, size: int
+) -> None:
     module = _Sizes(sizes, low)
     shares = shares_of(module, frozenset({"p1"}), replicas)
-    parts: dict[int, list[list[tuple[int, int]]]] = {id(p): [[] for _ in range(replicas)] for p in module.parameters()}
+    parts: dict[int, list[list[tuple[int, int]]]] = {
+        id(p): [[] for _ in range(replicas)] for p in module.parameters()
+    }
     for bucket in buckets(shares, size):
         (dtype,) = {s.parameter.dtype for s in bucket}
         assert sum(high - low for s in bucket for low, high in s.ranges) * dtype.itemsize <= size

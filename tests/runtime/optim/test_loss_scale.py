@@ -42,7 +42,10 @@ def test_who_scales() -> None:
     assert TrainSection().loss_scale_window == WINDOW
     assert make_scaler(torch.float16, None, 7).dynamic
     assert make_scaler(torch.bfloat16, "dynamic", 7).dynamic
-    for scaler, scale in ((make_scaler(torch.float32, None, 7), 1), (make_scaler(torch.float16, 1024.0, 7), 1024)):
+    for scaler, scale in (
+        (make_scaler(torch.float32, None, 7), 1),
+        (make_scaler(torch.float16, 1024.0, 7), 1024),
+    ):
         assert not scaler.dynamic
         assert not scaler.skips
         scaler.observe(True)

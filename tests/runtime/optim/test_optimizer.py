@@ -34,7 +34,12 @@ SETTINGS = OptimizerSettings(weight_decay=0.2, betas=(0.8, 0.9), eps=1e-6)
 
 def layers() -> list[nn.Module]:
     torch.manual_seed(0)
-    return [nn.Embedding(9, 5), nn.Sequential(nn.LayerNorm(5), nn.Linear(5, 7)), nn.Tanh(), nn.Linear(7, 9, bias=False)]
+    return [
+        nn.Embedding(9, 5),
+        nn.Sequential(nn.LayerNorm(5), nn.Linear(5, 7)),
+        nn.Tanh(),
+        nn.Linear(7, 9, bias=False),
+    ]
 
 
 def whole(modules: list[nn.Module], fused: bool) -> torch.optim.AdamW:
@@ -56,7 +61,11 @@ def give(modules: list[nn.Module], step: int) -> None:
 
 
 def same_bits(ours: list[nn.Module], theirs: list[nn.Module]) -> bool:
-    pairs = zip((p for m in ours for p in m.parameters()), (p for m in theirs for p in m.parameters()), strict=True)
+    pairs = zip(
+        (p for m in ours for p in m.parameters()),
+        (p for m in theirs for p in m.parameters()),
+        strict=True,
+    )
     return all(torch.equal(a, b) for a, b in pairs)
 
 
@@ -77,7 +86,11 @@ def test_equals_torch_over_the_whole_model() -> None:
                 group["lr"] = lr
             adamw.step()
     assert same_bits(ours, theirs)
-    for a, b in zip((p for m in ours for p in m.parameters()), (p for m in plain for p in m.parameters()), strict=True):
+    for a, b in zip(
+        (p for m in ours for p in m.parameters()),
+        (p for m in plain for p in m.parameters()),
+        strict=True,
+    ):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
     for optimizer in optimizers:
         optimizer.drop_gradients()
@@ -103,7 +116,10 @@ def test_frozen_parameters_stand_still() -> None:
     optimizer = LayerOptimizer(module, SETTINGS)
     give([module], 0)
     optimizer.step(0.1, 1.0)
-    weight, state = module.weight.detach().clone(), {k: v.clone() for k, v in optimizer.state().items()}
+    weight, state = (
+        module.weight.detach().clone(),
+        {k: v.clone() for k, v in optimizer.state().items()},
+    )
     module.weight.requires_grad_(False)
     for step in (1, 2):
         give([module], step)
@@ -124,12 +140,16 @@ def test_a_parameter_whose_gradients_come_later(name: Literal["adamw", "sgd"]) -
     """Beside one that has its state: each goes on as torch's own optimizer for it alone."""
     settings = OptimizerSettings(name, weight_decay=0.2, betas=(0.8, 0.9), eps=1e-6, momentum=0.9)
     torch.manual_seed(0)
-    module = nn.ParameterDict({"early": nn.Parameter(torch.randn(3, 4)), "late": nn.Parameter(torch.randn(5, 2))})
+    module = nn.ParameterDict(
+        {"early": nn.Parameter(torch.randn(3, 4)), "late": nn.Parameter(torch.randn(5, 2))}
+    )
     alone = {key: nn.Parameter(p.detach().clone()) for key, p in module.items()}
     expected = {
         key: torch.optim.SGD([p], lr=0.1, momentum=0.9, weight_decay=0.2, fused=True)
         if name == "sgd"
-        else torch.optim.AdamW([p], lr=0.1, betas=(0.8, 0.9), eps=1e-6, weight_decay=0.2, fused=True)
+        else torch.optim.AdamW(
+            [p], lr=0.1, betas=(0.8, 0.9), eps=1e-6, weight_decay=0.2, fused=True
+        )
         for key, p in alone.items()
     }
     ours = LayerOptimizer(module, settings)
@@ -153,7 +173,9 @@ def test_state_and_load_go_on_with_the_same_bits() -> None:
     second = copy.deepcopy(first)
     restored = LayerOptimizer(second, SETTINGS)
     restored.load({key: value.clone() for key, value in optimizer.state().items()})
-    assert set(optimizer.state()) == {f"{n}/{m}" for n in ("weight", "bias") for m in ("step", "exp_avg", "exp_avg_sq")}
+    assert set(optimizer.state()) == {
+        f"{n}/{m}" for n in ("weight", "bias") for m in ("step", "exp_avg", "exp_avg_sq")
+    }
     for step in range(3, 6):
         for module, each in ((first, optimizer), (second, restored)):
             give([module], step)
@@ -194,7 +216,12 @@ def test_state_bytes() -> None:
 
 
 def test_decay_is_for_matrices() -> None:
-    assert [decays(torch.zeros(shape)) for shape in ((), (3,), (3, 3), (3, 3, 3))] == [False, False, True, True]
+    assert [decays(torch.zeros(shape)) for shape in ((), (3,), (3, 3), (3, 3, 3))] == [
+        False,
+        False,
+        True,
+        True,
+    ]
     module = nn.Linear(4, 4)
     torch.nn.init.ones_(module.weight)
     torch.nn.init.ones_(module.bias)
@@ -246,7 +273,10 @@ def test_clip_factor() -> None:
 
 # -- shares (ZeRO-1), masters, taking back ---------------------------------------------------------
 
-BOTH = [OptimizerSettings(weight_decay=0.2, betas=(0.8, 0.9), eps=1e-6), OptimizerSettings("sgd", weight_decay=0.2, momentum=0.7)]
+BOTH = [
+    OptimizerSettings(weight_decay=0.2, betas=(0.8, 0.9), eps=1e-6),
+    OptimizerSettings("sgd", weight_decay=0.2, momentum=0.7),
+]
 PLAIN_SGD = OptimizerSettings("sgd", weight_decay=0.2, momentum=0.0)
 
 
@@ -296,13 +326,17 @@ def test_shares_leave_the_bits_of_the_whole(settings: OptimizerSettings, count: 
     assert max(part.state_bytes for part in parts) < one.state_bytes
 
 
-NO_PAST = [OptimizerSettings(weight_decay=0.2, betas=betas, eps=1e-6) for betas in ((0.0, 0.9), (0.8, 0.0))]
+NO_PAST = [
+    OptimizerSettings(weight_decay=0.2, betas=betas, eps=1e-6) for betas in ((0.0, 0.9), (0.8, 0.0))
+]
 
 
 @pytest.mark.parametrize("settings", [*BOTH, PLAIN_SGD, *NO_PAST])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("first", [True, False])
-def test_restore_is_exact_and_invert_is_near(settings: OptimizerSettings, dtype: torch.dtype, first: bool) -> None:
+def test_restore_is_exact_and_invert_is_near(
+    settings: OptimizerSettings, dtype: torch.dtype, first: bool
+) -> None:
     """A step taken back and made again with another scale leaves what the other scale alone
     leaves."""
     plain, kept, inverted = (large().to(dtype) for _ in range(3))
@@ -334,7 +368,12 @@ def test_restore_is_exact_and_invert_is_near(settings: OptimizerSettings, dtype:
         optimizer.step(0.01, 0.5)
     assert same_bits([plain], [kept])
     for a, b in zip(plain.parameters(), inverted.parameters(), strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-5 if dtype is torch.float32 else 1e-2, atol=1e-6 if dtype is torch.float32 else 1e-3)
+        torch.testing.assert_close(
+            a,
+            b,
+            rtol=1e-5 if dtype is torch.float32 else 1e-2,
+            atol=1e-6 if dtype is torch.float32 else 1e-3,
+        )
 
 
 def test_a_master_takes_steps_too_small_for_its_parameter() -> None:
@@ -349,7 +388,9 @@ def test_a_master_takes_steps_too_small_for_its_parameter() -> None:
         for p in module.parameters():
             p.grad = torch.ones(p.shape)
         optimizer.step(1e-4)
-    torch.testing.assert_close(optimizer.state()["weight/master"], torch.full((4, 4), 0.99), rtol=1e-4, atol=0)
+    torch.testing.assert_close(
+        optimizer.state()["weight/master"], torch.full((4, 4), 0.99), rtol=1e-4, atol=0
+    )
     assert torch.equal(module.weight.detach(), optimizer.state()["weight/master"].bfloat16())
     loaded = LayerOptimizer(module, OptimizerSettings())
     loaded.load(optimizer.state())
@@ -361,7 +402,9 @@ def test_momentum_that_a_run_without_one_finds() -> None:
     settings = OptimizerSettings("sgd", momentum=0.0)
     module = nn.Linear(4, 4)
     optimizer = LayerOptimizer(module, settings)
-    optimizer.load({f"{name}/momentum_buffer": torch.ones_like(p) for name, p in module.named_parameters()})
+    optimizer.load(
+        {f"{name}/momentum_buffer": torch.ones_like(p) for name, p in module.named_parameters()}
+    )
     for _ in range(3):
         before = module.weight.detach().clone()
         for p in module.parameters():
@@ -391,7 +434,9 @@ def test_in_place_over_two_hundred_rollbacks() -> None:
 def test_a_norm_takes_little_memory() -> None:
     """Of a large gradient a part of the squares is there at one time, and the sums are those of all
     at once."""
-    gradient = torch.randn(40 * _BLOCKS_AT_ONCE // 16, NORM_BLOCK, generator=torch.Generator().manual_seed(0))
+    gradient = torch.randn(
+        40 * _BLOCKS_AT_ONCE // 16, NORM_BLOCK, generator=torch.Generator().manual_seed(0)
+    )
     with Watch() as watch:
         sums = block_sums(gradient)
     assert watch.excess(0) < 1.1 * _BLOCKS_AT_ONCE * NORM_BLOCK * 4 < gradient.nbytes

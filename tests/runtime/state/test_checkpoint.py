@@ -32,9 +32,13 @@ from tests.runtime.jobs.migrate import fingerprint
 JOBS = "tests.runtime.jobs.checkpoint:"
 
 
-def save(pipeline: Engine, folder: Path, step: int, keep: int = 9, state: dict[str, Any] | None = None) -> Path:
+def save(
+    pipeline: Engine, folder: Path, step: int, keep: int = 9, state: dict[str, Any] | None = None
+) -> Path:
     layers = [(i, (m, o.state())) for i, (m, o) in pipeline.own_layers.items()]
-    return checkpoint.save(pipeline.world, folder, step, pipeline.model.names, layers, state or {}, keep).path
+    return checkpoint.save(
+        pipeline.world, folder, step, pipeline.model.names, layers, state or {}, keep
+    ).path
 
 
 def names(folder: Path) -> list[str]:
@@ -47,19 +51,29 @@ def flip(path: Path, at: int = -1) -> None:
     path.write_bytes(bytes(data))
 
 
-@pytest.mark.parametrize(("saved", "loaded"), [([3, 3], [3, 3]), ([3, 3], [1, 2, 3]), ([2, 2, 2], [6]), ([6], [5, 1])])
-def test_any_placement_reads_it(pool: Pool, tmp_path: Path, saved: list[int], loaded: list[int]) -> None:
+@pytest.mark.parametrize(
+    ("saved", "loaded"), [([3, 3], [3, 3]), ([3, 3], [1, 2, 3]), ([2, 2, 2], [6]), ([6], [5, 1])]
+)
+def test_any_placement_reads_it(
+    pool: Pool, tmp_path: Path, saved: list[int], loaded: list[int]
+) -> None:
     """Weights, moments, counters and what is frozen; and training goes on to the same bits."""
     before = pool.run(JOBS + "save_and_go_on", len(saved), folder=str(tmp_path), counts=saved)
     after = pool.run(JOBS + "load_and_go_on", len(loaded), folder=str(tmp_path), counts=loaded)
-    layers = [{k: v for r in results for k, v in r["layers"].items()} for results in (before, after)]
+    layers = [
+        {k: v for r in results for k, v in r["layers"].items()} for results in (before, after)
+    ]
     assert layers[0] == layers[1]
     assert len(layers[0]) == 6
     assert any("optimizer" in name for name in layers[0]["5"])
     assert not layers[0]["1"]["trains qkv.weight"]
     assert before[0]["losses"] == after[0]["losses"]
     assert before[0]["digest"] == after[0]["digest"]
-    written = sum(p.stat().st_size for p in tmp_path.rglob("*") if p.name != "manifest.json" and p.parent != tmp_path and p.is_file())
+    written = sum(
+        p.stat().st_size
+        for p in tmp_path.rglob("*")
+        if p.name != "manifest.json" and p.parent != tmp_path and p.is_file()
+    )
     assert all(result["bytes"] == written for result in before)
 
 
@@ -112,15 +126,22 @@ def test_ranks_read_a_part_each(pool: Pool, ranks: int, tmp_path: Path) -> None:
     files = sorted(str(p.relative_to(tmp_path)) for p in second.glob("layer-*/*"))
     rows = pool.run("tests.runtime.jobs.checkpoint:look_together", ranks, folder=str(tmp_path))
     assert sorted(name for row in rows for name in row["read"]) == files, "each file once"
-    assert all({Path(name).name for name in row["read"]} == {"layer.json", "tensors.safetensors"} for row in rows)
+    assert all(
+        {Path(name).name for name in row["read"]} == {"layer.json", "tensors.safetensors"}
+        for row in rows
+    )
     flip(tmp_path / files[-1])
     for row in pool.run("tests.runtime.jobs.checkpoint:look_together", ranks, folder=str(tmp_path)):
         assert row["path"] == first.name
-        assert row["problems"] == [f"{tmp_path / files[-1]} is damaged or cannot be read: its SHA-256 is not the manifest's"]
+        assert row["problems"] == [
+            f"{tmp_path / files[-1]} is damaged or cannot be read: its SHA-256 is not the manifest's"
+        ]
 
 
 def test_what_is_missing_or_torn(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="there is no checkpoint to resume from; start anew with --overwrite"):
+    with pytest.raises(
+        CheckpointError, match="there is no checkpoint to resume from; start anew with --overwrite"
+    ):
         checkpoint.find(tmp_path / "nowhere")
     pipeline = gpt()
     first, second, third = (save(pipeline, tmp_path, step) for step in (1, 2, 3))
@@ -210,8 +231,13 @@ def test_saving_a_step_again_replaces_it(tmp_path: Path) -> None:
 
 
 def test_state_reads_back_exactly(tmp_path: Path) -> None:
-    values = torch.rand(500, dtype=torch.float64) * torch.logspace(-300, 300, 500, dtype=torch.float64)
-    state = {"numbers": values.tolist(), "nested": {"frozen": [0, 1], "text": "é\n", "none": None, "flag": True}}
+    values = torch.rand(500, dtype=torch.float64) * torch.logspace(
+        -300, 300, 500, dtype=torch.float64
+    )
+    state = {
+        "numbers": values.tolist(),
+        "nested": {"frozen": [0, 1], "text": "é\n", "none": None, "flag": True},
+    }
     save(gpt(), tmp_path, 1, state=state)
     assert checkpoint.find(tmp_path)[1].state == state
 
@@ -220,7 +246,10 @@ def test_another_model_is_refused(tmp_path: Path) -> None:
     path = save(gpt(), tmp_path, 1)
     other = gpt(hidden=24)
     before = other.digest()
-    with pytest.raises(CheckpointError, match=r"layer 0 \(embedding\): tokens.weight is \(256, 16\) in the checkpoint, \(256, 24\) in the"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"layer 0 \(embedding\): tokens.weight is \(256, 16\) in the checkpoint, \(256, 24\) in the",
+    ):
         other.layer_states.restore(0, *checkpoint.load_layer(path, 0, torch.device("cpu")))
     assert other.digest() == before
 
@@ -250,8 +279,14 @@ def test_a_buffer_that_a_forward_has_made(tmp_path: Path) -> None:
         other = pipeline(model(True, registers))
         other.layer_states.restore(1, *arrived)
         assert dict(other.own_layers[1][0].named_buffers())["1.seen"].tolist() == [1.0]
-    tensors = {(section, key.removeprefix("1.") if section == "parameter" else key): t for (section, key), t in arrived[0].items()}
-    with pytest.raises(CheckpointError, match=r"layer 1 \(middle\): the checkpoint has the buffer 1.seen, the config's model has not; "):
+    tensors = {
+        (section, key.removeprefix("1.") if section == "parameter" else key): t
+        for (section, key), t in arrived[0].items()
+    }
+    with pytest.raises(
+        CheckpointError,
+        match=r"layer 1 \(middle\): the checkpoint has the buffer 1.seen, the config's model has not; ",
+    ):
         checkpoint.fit(1, "middle", model(False).build([1])[1], tensors)
 
 
@@ -311,9 +346,18 @@ def test_a_manifest_that_does_not_fit_its_folder(tmp_path: Path) -> None:
         ("", "it is not valid JSON"),
         ("[]", "it holds no object"),
         ('{"version": 1, "step": 1, "layers": [], "state": {}}', "its field files is missing"),
-        ('{"version": "1", "step": 1, "layers": [], "files": {}, "state": {}}', "its field version has a wrong value"),
-        ('{"version": 1, "step": 1, "layers": ["a", 2], "files": {}, "state": {}}', "its field layers.1 has a wrong value"),
-        ('{"version": 1, "step": 1, "layers": [], "files": {}, "state": {}, "a": 1}', "its field a is not one that this dynmo knows"),
+        (
+            '{"version": "1", "step": 1, "layers": [], "files": {}, "state": {}}',
+            "its field version has a wrong value",
+        ),
+        (
+            '{"version": 1, "step": 1, "layers": ["a", 2], "files": {}, "state": {}}',
+            "its field layers.1 has a wrong value",
+        ),
+        (
+            '{"version": 1, "step": 1, "layers": [], "files": {}, "state": {}, "a": 1}',
+            "its field a is not one that this dynmo knows",
+        ),
     ],
 )
 def test_a_damaged_manifest_is_told_in_plain_words(tmp_path: Path, text: str, says: str) -> None:
@@ -323,7 +367,9 @@ def test_a_damaged_manifest_is_told_in_plain_words(tmp_path: Path, text: str, sa
         checkpoint.verify(path)
     assert str(caught.value) == f"{path}/manifest.json is damaged: {says}"
     (path / "manifest.json").unlink()
-    with pytest.raises(CheckpointError, match=r"manifest.json cannot be read: No such file or directory$"):
+    with pytest.raises(
+        CheckpointError, match=r"manifest.json cannot be read: No such file or directory$"
+    ):
         checkpoint.verify(path)
 
 
@@ -371,7 +417,9 @@ def test_tied_weights_stay_tied(tmp_path: Path) -> None:
     for index, (module, optimizer) in pipeline.own_layers.items():
         assert fingerprint(*other.own_layers[index]) == fingerprint(module, optimizer)
     modules = other.own_layers
-    assert torch.equal(modules[0][0].get_parameter("tokens.weight"), modules[5][0].get_parameter("logits.weight"))
+    assert torch.equal(
+        modules[0][0].get_parameter("tokens.weight"), modules[5][0].get_parameter("logits.weight")
+    )
 
 
 @pytest.mark.parametrize(("saved", "resumed"), [("adamw", "sgd"), ("sgd", "adamw")])
@@ -381,13 +429,21 @@ def test_another_optimizer_is_refused(tmp_path: Path, saved: str, resumed: str) 
     def built(name: Any) -> Engine:
         settings = OptimizerSettings(name, momentum=0.9)
         model = load_model(parse({"model": {"blocks": 1, "hidden": 16, "heads": 2, "sequence": 8}}))
-        return Engine(alone(), model, Partition((4,)), schedule="zb-h1", microbatches=MICROBATCHES, optimizer=settings)
+        return Engine(
+            alone(),
+            model,
+            Partition((4,)),
+            schedule="zb-h1",
+            microbatches=MICROBATCHES,
+            optimizer=settings,
+        )
 
     first = built(saved)
     first.step(0, *tokens(0), lr=0.1)
     path = save(first, tmp_path, 1)
     with pytest.raises(
-        CheckpointError, match=r"layer 0 \(embedding\): the checkpoint has tokens.weight/.* of the optimizer, which the con"
+        CheckpointError,
+        match=r"layer 0 \(embedding\): the checkpoint has tokens.weight/.* of the optimizer, which the con",
     ):
         built(resumed).layer_states.restore(0, *checkpoint.load_layer(path, 0, torch.device("cpu")))
 
@@ -396,11 +452,16 @@ def test_a_weight_tied_since_is_refused(tmp_path: Path) -> None:
     first = gpt()
     first.step(0, *tokens(0), lr=0.1)
     path = save(first, tmp_path, 1)
-    with pytest.raises(CheckpointError, match=r"layer 5 .* has logits.weight/step of the optimizer, .* train.optimizer and model.tied"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"layer 5 .* has logits.weight/step of the optimizer, .* train.optimizer and model.tied",
+    ):
         gpt(tied=True).layer_states.restore(5, *checkpoint.load_layer(path, 5, torch.device("cpu")))
 
 
-def test_what_a_module_makes_for_itself_is_its_own_where_the_shape_is_another(tmp_path: Path) -> None:
+def test_what_a_module_makes_for_itself_is_its_own_where_the_shape_is_another(
+    tmp_path: Path,
+) -> None:
     """Rotary tables belong to the sequence's length, which a resumed run may have otherwise."""
     path = save(gpt(), tmp_path, 1)
     longer = gpt(sequence=16)
@@ -437,5 +498,8 @@ def test_buffers_of_a_checkpoint(tmp_path: Path) -> None:
     less = built([])
     less.layer_states.restore(1, *layer)
     assert dict(less.modules[1].named_buffers())["mean"].tolist() == [3.0] * 8
-    with pytest.raises(CheckpointError, match="the config's model has the buffer scale, the checkpoint has not; resume with the config"):
+    with pytest.raises(
+        CheckpointError,
+        match="the config's model has the buffer scale, the checkpoint has not; resume with the config",
+    ):
         built(["mean", "scale"]).layer_states.restore(1, *layer)

@@ -23,7 +23,14 @@ JOBS = "tests.runtime.jobs.experts:"
 
 def tables(**parallel: int) -> dict[str, Any]:
     return {
-        "model": {"kind": "moe", "experts": 4, "blocks": 2, "hidden": 16, "heads": 2, "sequence": 8},
+        "model": {
+            "kind": "moe",
+            "experts": 4,
+            "blocks": 2,
+            "hidden": 16,
+            "heads": 2,
+            "sequence": 8,
+        },
         "train": {"steps": 3, "global_batch": 8, "micro_batch": 1, "reduction_slots": 4},
         "parallel": {"pipeline": 1, "data": 2, "expert": 2, "timeout": 20.0, **parallel},
         "balance": {"balancer": "none"},
@@ -36,14 +43,24 @@ def test_a_replica_holds_its_part(pool: Pool, zero: int) -> None:
     """The bytes that shapes tell are those of the run."""
     wanted = tables(zero=zero)
     first, second = pool.run(f"{JOBS}holdings", 2, config=wanted)
-    assert (first["held"], second["held"]) == ({"2": [0, 1], "4": [0, 1]}, {"2": [2, 3], "4": [2, 3]})
-    told = [[c.weight_bytes, c.gradient_bytes, c.optimizer_bytes] for c in shape_costs(parse(wanted), load_model(parse(wanted)))]
+    assert (first["held"], second["held"]) == (
+        {"2": [0, 1], "4": [0, 1]},
+        {"2": [2, 3], "4": [2, 3]},
+    )
+    told = [
+        [c.weight_bytes, c.gradient_bytes, c.optimizer_bytes]
+        for c in shape_costs(parse(wanted), load_model(parse(wanted)))
+    ]
     for layer in (2, 4):
         # A counter of 4 bytes each parameter. ZeRO-1 cuts at whole norm blocks.
-        assert first["bytes"][layer] == pytest.approx(told[layer], rel=0.01, abs=3000 if zero else 200), f"layer {layer}"
+        assert first["bytes"][layer] == pytest.approx(
+            told[layer], rel=0.01, abs=3000 if zero else 200
+        ), f"layer {layer}"
     whole = tables(expert=1, zero=zero)
     alone = pool.run(f"{JOBS}holdings", 2, config=whole)[0]["bytes"]
-    weights, gradients, state = (now / before for now, before in zip(first["bytes"][2], alone[2], strict=True))
+    weights, gradients, state = (
+        now / before for now, before in zip(first["bytes"][2], alone[2], strict=True)
+    )
     assert weights < 0.55
     assert gradients == 1.0
     assert state < (0.55 if not zero else 1.1)
@@ -58,14 +75,24 @@ def test_rows_between_ranks(pool: Pool, dtype: str) -> None:
 
 @pytest.mark.parametrize("absent", [[], [1], [0, 1, 2, 3]])
 @pytest.mark.parametrize("bucket", [40_000, 1 << 25])
-def test_gradients_are_summed_in_the_order_of_the_replicas(pool: Pool, bucket: int, absent: list[int]) -> None:
-    assert pool.run(f"{JOBS}reduced", 4, bucket=bucket, absent=absent) == [[True], [True], [True], []]
+def test_gradients_are_summed_in_the_order_of_the_replicas(
+    pool: Pool, bucket: int, absent: list[int]
+) -> None:
+    assert pool.run(f"{JOBS}reduced", 4, bucket=bucket, absent=absent) == [
+        [True],
+        [True],
+        [True],
+        [],
+    ]
 
 
 def test_a_late_peer_is_named(pool: Pool) -> None:
     kind, message, seconds = pool.run(f"{JOBS}peer_is_late", 2)[0]
     assert kind == "WaitTimeout"
-    assert "rank 0 (replica 0) waited 1.5 s for rank 1 (replica 1): rows for the experts here" in message
+    assert (
+        "rank 0 (replica 0) waited 1.5 s for rank 1 (replica 1): rows for the experts here"
+        in message
+    )
     assert seconds < 4
 
 

@@ -31,19 +31,37 @@ def test_random_moves(pool: Pool, kind: str, ranks: int, seed: int) -> None:
     if nothing had moved."""
     moved = pool.run(JOBS + "migrate", ranks, kind=KINDS[kind], seed=seed, rounds=4)
     (stayed,) = pool.run(JOBS + "migrate", 1, kind=KINDS[kind], seed=seed, rounds=4)
-    assert {index: layer for result in moved for index, layer in result["layers"].items()} == stayed["layers"]
+    assert {
+        index: layer for result in moved for index, layer in result["layers"].items()
+    } == stayed["layers"]
     assert stayed["moved"] == 0
-    assert all(result["moved"] == moved[0]["moved"] > 0 for result in moved), "every rank knows the bytes of all"
+    assert all(result["moved"] == moved[0]["moved"] > 0 for result in moved), (
+        "every rank knows the bytes of all"
+    )
     sections = {name.split()[0] for layer in stayed["layers"].values() for name in layer}
     assert sections == {"parameter", "buffer", "gradient", "optimizer", "trains"}
-    assert len({layer[name] for layer in stayed["layers"].values() for name in layer if name.startswith("trains")}) == 2
+    assert (
+        len(
+            {
+                layer[name]
+                for layer in stayed["layers"].values()
+                for name in layer
+                if name.startswith("trains")
+            }
+        )
+        == 2
+    )
 
 
 @pytest.mark.parametrize(
     ("how", "rank", "reason"),
     [
         ("source", 0, "layer 2 will not go"),
-        ("dtype", 1, "layer 2: buffer odd is of float8_e5m2, which cannot travel; known are float32"),
+        (
+            "dtype",
+            1,
+            "layer 2: buffer odd is of float8_e5m2, which cannot travel; known are float32",
+        ),
         ("memory", 1, "allocate"),
     ],
 )
@@ -72,9 +90,15 @@ def edited(change: Any) -> bytes:
     ("change", "match"),
     [
         (lambda m: m.update(layer=3), "layer 2 was expected from rank 0, which sends layer 3"),
-        (lambda m: m["tensors"][0].update(dtype="float128"), "layer 2: parameter weight is of float128, which cannot travel"),
+        (
+            lambda m: m["tensors"][0].update(dtype="float128"),
+            "layer 2: parameter weight is of float128, which cannot travel",
+        ),
         (lambda m: m["tensors"][0].update(dtype="__class__"), "cannot travel"),
-        (lambda m: m["tensors"][0].update(shape="12"), "the manifest of layer 2 from rank 0 cannot be read"),
+        (
+            lambda m: m["tensors"][0].update(shape="12"),
+            "the manifest of layer 2 from rank 0 cannot be read",
+        ),
         (lambda m: m["tensors"][0].update(extra=1), "cannot be read"),
         (lambda m: m["tensors"][0].pop("name"), "cannot be read"),
         (lambda m: m["tensors"][0].update(shape=[1 << 44]), r"from rank 0: it announces \d+"),
@@ -129,7 +153,9 @@ def test_pack_and_unpack() -> None:
     state = {"bias/step": torch.tensor(3.0), "bias/exp_avg": torch.randn(4)}
     text, tensors = pack(2, module, state)
     arrival = unpack(text, MOVE, CPU)
-    assert [(t.dtype, t.shape) for t in tensors] == [(t.dtype, t.shape) for t in arrival.tensors.values()]
+    assert [(t.dtype, t.shape) for t in tensors] == [
+        (t.dtype, t.shape) for t in arrival.tensors.values()
+    ]
     for ours, sent in zip(arrival.tensors.values(), tensors, strict=True):
         ours.copy_(sent)
     other = nn.BatchNorm1d(4).to("meta")

@@ -24,8 +24,12 @@ def test_the_picture() -> None:
 
 
 @given(st.sampled_from(SHAPES), st.sampled_from(SHAPES), st.integers(12, 20))
-def test_everyone_gets_what_it_lacks_from_one_who_has_it(old: tuple[int, int], new: tuple[int, int], layers: int) -> None:
-    before, after = (holders(uniform(layers, pipeline), range(pipeline), data) for pipeline, data in (old, new))
+def test_everyone_gets_what_it_lacks_from_one_who_has_it(
+    old: tuple[int, int], new: tuple[int, int], layers: int
+) -> None:
+    before, after = (
+        holders(uniform(layers, pipeline), range(pipeline), data) for pipeline, data in (old, new)
+    )
     plan = transfers(before, after)
     assert [m.layer for m in plan] == sorted(m.layer for m in plan)
     for layer in range(layers):

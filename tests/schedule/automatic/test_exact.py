@@ -22,7 +22,9 @@ from dynmo.schedule.op import Kind, Op, Schedule, dependencies, to_text, validat
 from dynmo.schedule.simulator import peak_memory, simulate
 from tests.schedule.samples import schedules, wander, whole_costs
 
-TABLE_5 = json.loads((Path(__file__).parents[2] / "facts" / "zero_bubble_table5.json").read_text())["rows"]
+TABLE_5 = json.loads((Path(__file__).parents[2] / "facts" / "zero_bubble_table5.json").read_text())[
+    "rows"
+]
 
 
 def length(schedule: Schedule, costs: Costs, objective: Objective = Objective.SPAN) -> float:
@@ -32,7 +34,9 @@ def length(schedule: Schedule, costs: Costs, objective: Objective = Objective.SP
 
 def published(model: str, ranks: int) -> Costs:
     row = next(row for row in TABLE_5 if row["model"] == model)
-    return uniform_costs(ranks, row["t_f_ms"], row["t_b_ms"], row["t_w_ms"], row["t_comm_ms"], row["w_memory_share"])
+    return uniform_costs(
+        ranks, row["t_f_ms"], row["t_b_ms"], row["t_w_ms"], row["t_comm_ms"], row["w_memory_share"]
+    )
 
 
 @contextmanager
@@ -49,7 +53,9 @@ def apart(schedule: Schedule) -> Schedule:
     def parts(op: Op) -> list[Op]:
         return [op._replace(kind=kind) for kind in (Kind.B, Kind.W)] if op.kind is Kind.BW else [op]
 
-    return replace(schedule, ops=tuple(tuple(part for op in row for part in parts(op)) for row in schedule.ops))
+    return replace(
+        schedule, ops=tuple(tuple(part for op in row for part in parts(op)) for row in schedule.ops)
+    )
 
 
 # -- every order there is --------------------------------------------------------------------------
@@ -68,11 +74,17 @@ def orders(ops: Sequence[Op], frame: Schedule) -> Iterator[tuple[Op, ...]]:
                 yield (op, *rest)
 
 
-def shortest(frame: Schedule, costs: Costs, caps: Sequence[float], objective: Objective) -> float | None:
+def shortest(
+    frame: Schedule, costs: Costs, caps: Sequence[float], objective: Objective
+) -> float | None:
     """The least length of any schedule with `frame`'s ops that fits, by trying each; None where
     none fits."""
     fitting = (
-        [row for row in orders(own, frame) if peak_memory(replace(frame, ops=(row,)), costs)[0] <= cap * (1 + 1e-9)]
+        [
+            row
+            for row in orders(own, frame)
+            if peak_memory(replace(frame, ops=(row,)), costs)[0] <= cap * (1 + 1e-9)
+        ]
         for own, cap in zip(frame.ops, caps, strict=True)
     )
     lengths: list[float] = []
@@ -97,7 +109,15 @@ def test_agrees_with_every_order_there_is(p: int, m: int, data: st.DataObject) -
     costs, first_trainable = data.draw(whole_costs(p)), data.draw(st.sampled_from([0, 0, p - 1]))
     caps, objective = hold(costs, data), data.draw(st.sampled_from(Objective))
     with nullcontext() if data.draw(st.booleans()) else solver_alone():
-        result = exact(costs, m, caps=caps, first_trainable=first_trainable, objective=objective, seconds=60, workers=1)
+        result = exact(
+            costs,
+            m,
+            caps=caps,
+            first_trainable=first_trainable,
+            objective=objective,
+            seconds=60,
+            workers=1,
+        )
     validate(result.schedule)
     least = shortest(result.schedule, costs, caps, objective)
     assert result.proven
@@ -105,17 +125,34 @@ def test_agrees_with_every_order_there_is(p: int, m: int, data: st.DataObject) -
 
 
 @pytest.mark.parametrize(
-    ("seed", "objective"), [(0, Objective.SPAN), (1, Objective.MAKESPAN), (2, Objective.MAKESPAN), (3, Objective.SPAN)]
+    ("seed", "objective"),
+    [(0, Objective.SPAN), (1, Objective.MAKESPAN), (2, Objective.MAKESPAN), (3, Objective.SPAN)],
 )
 def test_agrees_where_a_rank_holds_two_stages(seed: int, objective: Objective) -> None:
     random = Random(seed)
-    stages = (StageCost(random.randint(1, 9), random.randint(1, 9), random.randint(0, 9), 3, -2, -1) for _ in range(3))
+    stages = (
+        StageCost(random.randint(1, 9), random.randint(1, 9), random.randint(0, 9), 3, -2, -1)
+        for _ in range(3)
+    )
     costs = Costs(tuple(stages), (random.randint(0, 3), random.randint(0, 3)))
     start = apart(wander((0, 1, 0), 2, seed % 2, random))
     caps = list(peak_memory(start, costs))
-    result = exact(costs, 2, caps=caps, first_trainable=seed % 2, objective=objective, start=start, seconds=60, workers=1)
+    result = exact(
+        costs,
+        2,
+        caps=caps,
+        first_trainable=seed % 2,
+        objective=objective,
+        start=start,
+        seconds=60,
+        workers=1,
+    )
     assert result.proven
-    assert result.bound == length(result.schedule, costs, objective) == shortest(start, costs, caps, objective)
+    assert (
+        result.bound
+        == length(result.schedule, costs, objective)
+        == shortest(start, costs, caps, objective)
+    )
 
 
 def test_agrees_where_a_backward_adds_memory() -> None:
@@ -124,7 +161,11 @@ def test_agrees_where_a_backward_adds_memory() -> None:
     costs = Costs((StageCost(2, 1, 1, 1, 1, -2), StageCost(1, 3, 2, 2, -1, -1)), (0.5,))
     for caps in ([2, 2], [3, 4], [4, 2], [5, 6]):
         result = exact(costs, 3, caps=caps, workers=1)
-        assert result.bound == length(result.schedule, costs) == shortest(result.schedule, costs, caps, Objective.SPAN)
+        assert (
+            result.bound
+            == length(result.schedule, costs)
+            == shortest(result.schedule, costs, caps, Objective.SPAN)
+        )
     with pytest.raises(ScheduleError, match="microbatch on stage 0 needs 2, over its limit"):
         exact(costs, 3, caps=[1.5, 9])
 
@@ -134,27 +175,47 @@ def test_agrees_where_a_backward_adds_memory() -> None:
 
 @settings(max_examples=25)
 @given(schedules(), st.sampled_from(Objective), st.floats(1, 1.5), st.data())
-def test_never_worse_than_its_start_and_never_over_a_cap(start: Schedule, objective: Objective, room: float, data: st.DataObject) -> None:
+def test_never_worse_than_its_start_and_never_over_a_cap(
+    start: Schedule, objective: Objective, room: float, data: st.DataObject
+) -> None:
     costs = data.draw(whole_costs(start.stages))
     caps = [room * peak for peak in peak_memory(start, costs)]
     given_ = {"caps": caps, "first_trainable": start.first_trainable, "objective": objective}
     result = exact(costs, start.microbatches, start=start, seconds=0.3, workers=1, **given_)
     validate(result.schedule)
     assert (result.schedule.name, result.schedule.placement) == (start.name, start.placement)
-    assert result.bound <= length(result.schedule, costs, objective) <= length(start, costs, objective)
-    assert all(peak <= cap * (1 + 1e-9) for peak, cap in zip(peak_memory(result.schedule, costs), caps, strict=True))
+    assert (
+        result.bound <= length(result.schedule, costs, objective) <= length(start, costs, objective)
+    )
+    assert all(
+        peak <= cap * (1 + 1e-9)
+        for peak, cap in zip(peak_memory(result.schedule, costs), caps, strict=True)
+    )
 
 
 @settings(max_examples=10)
 @given(st.integers(2, 4), st.integers(1, 5), st.data())
-def test_bound_holds_for_times_that_have_no_common_unit(p: int, m: int, data: st.DataObject) -> None:
+def test_bound_holds_for_times_that_have_no_common_unit(
+    p: int, m: int, data: st.DataObject
+) -> None:
     times = st.floats(0.01, 1)
-    costs = Costs(tuple(StageCost(data.draw(times), data.draw(times), data.draw(times)) for _ in range(p)), (data.draw(times),) * (p - 1))
+    costs = Costs(
+        tuple(StageCost(data.draw(times), data.draw(times), data.draw(times)) for _ in range(p)),
+        (data.draw(times),) * (p - 1),
+    )
     result = exact(costs, m, caps=[p] * p, workers=1)
-    tried = [zb_h1(p, m), one_f_one_b(p, m), wander(range(p), m, 0, data.draw(st.randoms(use_true_random=False)))]
+    tried = [
+        zb_h1(p, m),
+        one_f_one_b(p, m),
+        wander(range(p), m, 0, data.draw(st.randoms(use_true_random=False))),
+    ]
     assert result.proven
     assert result.bound <= length(result.schedule, costs) <= result.bound * (1 + PROVEN)
-    assert all(result.bound <= length(schedule, costs) for schedule in tried if max(peak_memory(schedule, costs)) <= p)
+    assert all(
+        result.bound <= length(schedule, costs)
+        for schedule in tried
+        if max(peak_memory(schedule, costs)) <= p
+    )
 
 
 # -- the figures of the contract -------------------------------------------------------------------
@@ -171,14 +232,25 @@ BEST = {
 @pytest.mark.parametrize("model", ["equal", "1.5B", "6.2B"])
 @pytest.mark.parametrize(("p", "m", "k"), BEST)
 def test_proven_in_under_five_seconds(p: int, m: int, k: int, model: str, alone: bool) -> None:
-    costs, caps = uniform_costs(p, 1, 1, 1) if model == "equal" else published(model, p), [k * p] * p
+    costs, caps = (
+        uniform_costs(p, 1, 1, 1) if model == "equal" else published(model, p),
+        [k * p] * p,
+    )
     with solver_alone() if alone else nullcontext():
         result = exact(costs, m, caps=caps, seconds=5)
     assert result.proven
     assert result.seconds < 5
-    assert result.bound == pytest.approx(length(result.schedule, costs), rel=1e-9) == pytest.approx(BEST[p, m, k][model], rel=1e-9)
+    assert (
+        result.bound
+        == pytest.approx(length(result.schedule, costs), rel=1e-9)
+        == pytest.approx(BEST[p, m, k][model], rel=1e-9)
+    )
     assert max(peak_memory(result.schedule, costs)) <= k * p * (1 + 1e-9)
-    assert 0.99 * result.bound <= lower_bound(costs, m, 0, Objective.SPAN, caps) <= result.bound * (1 + 1e-9)
+    assert (
+        0.99 * result.bound
+        <= lower_bound(costs, m, 0, Objective.SPAN, caps)
+        <= result.bound * (1 + 1e-9)
+    )
 
 
 def test_few_microbatches_are_met_by_the_formula() -> None:
@@ -209,7 +281,11 @@ def test_does_not_even_begin_with_a_large_case() -> None:
     costs = published("1.5B", 32)
     result = exact(costs, 128, start=zb_h1(32, 128), seconds=5)
     assert result.seconds < 5
-    assert (result.schedule, result.bound, result.proven) == (zb_h1(32, 128), lower_bound(costs, 128), False)
+    assert (result.schedule, result.bound, result.proven) == (
+        zb_h1(32, 128),
+        lower_bound(costs, 128),
+        False,
+    )
 
 
 def test_no_work_at_all() -> None:
@@ -238,14 +314,26 @@ def test_one_microbatch_at_a_time_always_fits() -> None:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"start": zb_h1(4, 6), "caps": [4, 4]}, "2 memory limits for 4 ranks; give one per rank (inf: none)"),
+        (
+            {"start": zb_h1(4, 6), "caps": [4, 4]},
+            "2 memory limits for 4 ranks; give one per rank (inf: none)",
+        ),
         (
             {"start": zb_h1(4, 6), "caps": [4, float("nan"), 4, 4]},
             "start 'zb-h1' holds 3.5 on rank 1, over its cap of nan; give a start that fits, or none",
         ),
-        ({"start": zb_h1(4, 5)}, "start 'zb-h1' has 5 microbatches and first trainable stage 0; asked for are 6 and 0"),
-        ({"start": zb_h2(4, 6), "caps": [4] * 4}, "start 'zb-h2' holds 6 on rank 0, over its cap of 4; give a start that fits, or none"),
-        ({"start": make_schedule("zb-h1", 3, 6)}, "start 'zb-h1' has 3 stages, but costs are given for 4"),
+        (
+            {"start": zb_h1(4, 5)},
+            "start 'zb-h1' has 5 microbatches and first trainable stage 0; asked for are 6 and 0",
+        ),
+        (
+            {"start": zb_h2(4, 6), "caps": [4] * 4},
+            "start 'zb-h2' holds 6 on rank 0, over its cap of 4; give a start that fits, or none",
+        ),
+        (
+            {"start": make_schedule("zb-h1", 3, 6)},
+            "start 'zb-h1' has 3 stages, but costs are given for 4",
+        ),
         (
             {"start": Schedule("back", 6, (0, 0, 1, 1), wander((0, 0, 1, 1), 6, 0, Random(1)).ops)},
             "start 'back' has placement (0, 0, 1, 1); the first 2 stages must lie one on each rank",
@@ -262,7 +350,10 @@ def test_without_the_solver(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ortools.sat.python", None)
     with pytest.raises(ScheduleError) as error:
         exact(published("1.5B", 4), 8, caps=[8] * 4, start=zb_h2(4, 8))
-    assert str(error.value) == "exact schedules need OR-tools, which is not installed: pip install ortools"
+    assert (
+        str(error.value)
+        == "exact schedules need OR-tools, which is not installed: pip install ortools"
+    )
 
 
 def test_the_schedule_it_finds() -> None:

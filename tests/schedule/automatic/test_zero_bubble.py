@@ -27,7 +27,9 @@ from dynmo.schedule.generators import make_schedule
 from dynmo.schedule.op import Schedule, to_text, validate
 from dynmo.schedule.simulator import Timeline, peak_memory, simulate
 
-TABLE_5 = json.loads((Path(__file__).parents[2] / "facts" / "zero_bubble_table5.json").read_text())["rows"]
+TABLE_5 = json.loads((Path(__file__).parents[2] / "facts" / "zero_bubble_table5.json").read_text())[
+    "rows"
+]
 
 
 def reached(timeline: Timeline, objective: Objective) -> float:
@@ -35,11 +37,21 @@ def reached(timeline: Timeline, objective: Objective) -> float:
 
 
 def fits(schedule: Schedule, costs: Costs, caps: Sequence[float]) -> bool:
-    return all(peak <= cap * (1 + 1e-9) for peak, cap in zip(peak_memory(schedule, costs), caps, strict=True))
+    return all(
+        peak <= cap * (1 + 1e-9)
+        for peak, cap in zip(peak_memory(schedule, costs), caps, strict=True)
+    )
 
 
 def table_5(row: dict) -> tuple[Costs, int, int]:
-    costs = uniform_costs(row["ranks"], row["t_f_ms"], row["t_b_ms"], row["t_w_ms"], row["t_comm_ms"], row["w_memory_share"])
+    costs = uniform_costs(
+        row["ranks"],
+        row["t_f_ms"],
+        row["t_b_ms"],
+        row["t_w_ms"],
+        row["t_comm_ms"],
+        row["w_memory_share"],
+    )
     return costs, row["ranks"], row["microbatches"]
 
 
@@ -60,7 +72,9 @@ def test_by_eye() -> None:
     )
 
 
-@pytest.mark.parametrize("row", TABLE_5, ids=lambda row: f"{row['model']}-{row['ranks']}x{row['microbatches']}")
+@pytest.mark.parametrize(
+    "row", TABLE_5, ids=lambda row: f"{row['model']}-{row['ranks']}x{row['microbatches']}"
+)
 def test_published_cases(row: dict) -> None:
     costs, p, m = table_5(row)
     for k in (1, 2):
@@ -83,7 +97,10 @@ def test_better_than_published_where_the_bound_leaves_room() -> None:
             bound = 1 - m * costs.stages[0].seconds / lower_bound(costs, m, caps=[k * p] * p)
             if round(bound, 4) < row["bubble"][f"zb-{k}p"]:
                 room += 1
-                better += round(simulate(automatic(costs, m, caps=[k * p] * p), costs).bubble_ratio, 4) < row["bubble"][f"zb-{k}p"]
+                better += (
+                    round(simulate(automatic(costs, m, caps=[k * p] * p), costs).bubble_ratio, 4)
+                    < row["bubble"][f"zb-{k}p"]
+                )
     assert room == 10
     assert better >= 9
 
@@ -91,11 +108,18 @@ def test_better_than_published_where_the_bound_leaves_room() -> None:
 @given(st.integers(1, 12), st.data())
 def test_few_microbatches_of_equal_times(p: int, data: st.DataObject) -> None:
     # The best there is for m <= p, and ZB-H1 misses it where W < F.
-    m, f, b = data.draw(st.integers(1, p)), data.draw(st.integers(1, 9)), data.draw(st.integers(1, 9))
+    m, f, b = (
+        data.draw(st.integers(1, p)),
+        data.draw(st.integers(1, 9)),
+        data.draw(st.integers(1, 9)),
+    )
     w = data.draw(st.integers(0, f))
     costs = uniform_costs(p, f, b, w)
     for objective in Objective if w <= b else (Objective.SPAN,):
-        assert reached(simulate(automatic(costs, m, objective=objective), costs), objective) == (m + p - 1) * (f + b) + w
+        assert (
+            reached(simulate(automatic(costs, m, objective=objective), costs), objective)
+            == (m + p - 1) * (f + b) + w
+        )
 
 
 @st.composite
@@ -111,29 +135,52 @@ def cases(draw: st.DrawFn) -> tuple[Costs, int, list[float], int]:
         activation, stash = draw(st.integers(0, 6)), draw(st.integers(0, 6))
         trains = stage >= first_trainable
         stages.append(
-            StageCost(draw(times), draw(times) * trains, draw(times) * trains, activation, stash - activation, -stash),
+            StageCost(
+                draw(times),
+                draw(times) * trains,
+                draw(times) * trains,
+                activation,
+                stash - activation,
+                -stash,
+            ),
         )
-        caps.append(draw(st.one_of(st.just(math.inf), st.integers(0, 12))) + (max(activation, stash) if trains else 0))
+        caps.append(
+            draw(st.one_of(st.just(math.inf), st.integers(0, 12)))
+            + (max(activation, stash) if trains else 0)
+        )
     return Costs(tuple(stages), tuple(draw(times) for _ in range(p - 1))), m, caps, first_trainable
 
 
 @settings(max_examples=150)
 @given(cases(), st.sampled_from(Objective))
-def test_always_a_schedule_that_fits(case: tuple[Costs, int, list[float], int], objective: Objective) -> None:
+def test_always_a_schedule_that_fits(
+    case: tuple[Costs, int, list[float], int], objective: Objective
+) -> None:
     costs, m, caps, first_trainable = case
     schedule = automatic(costs, m, caps=caps, first_trainable=first_trainable, objective=objective)
     validate(schedule)
-    assert (schedule.name, schedule.microbatches, schedule.first_trainable) == ("zb-auto", m, first_trainable)
+    assert (schedule.name, schedule.microbatches, schedule.first_trainable) == (
+        "zb-auto",
+        m,
+        first_trainable,
+    )
     assert schedule.placement == tuple(range(len(costs.stages)))
     assert fits(schedule, costs, caps)
     time = reached(simulate(schedule, costs), objective)
     assert lower_bound(costs, m, first_trainable, objective, caps) <= time * (1 + 1e-9)
     # A budget in ops, not in seconds: what is made is always the same, and no worse than what is
     # made by hand.
-    assert automatic(costs, m, caps=caps, first_trainable=first_trainable, objective=objective) == schedule
+    assert (
+        automatic(costs, m, caps=caps, first_trainable=first_trainable, objective=objective)
+        == schedule
+    )
     # (1F1B's fused backward hides the memory that a B takes until its W, so it is left out where
     # one does.)
-    for name in ("1f1b", "zb-h1", "zb-h2") if all(cost.mem_b <= 0 for cost in costs.stages) else ("zb-h1", "zb-h2"):
+    for name in (
+        ("1f1b", "zb-h1", "zb-h2")
+        if all(cost.mem_b <= 0 for cost in costs.stages)
+        else ("zb-h1", "zb-h2")
+    ):
         by_hand = make_schedule(name, len(costs.stages), m, first_trainable)
         if fits(by_hand, costs, caps):
             assert time <= reached(simulate(by_hand, costs), objective) * (1 + 1e-9)
@@ -166,7 +213,9 @@ def test_uneven_stages_are_worth_knowing() -> None:
     spans: list[tuple[float, float]] = []
     for _ in range(150):
         costs, flat, m, caps, first = uneven(rng)
-        known, blind = (automatic(given, m, caps=caps, first_trainable=first) for given in (costs, flat))
+        known, blind = (
+            automatic(given, m, caps=caps, first_trainable=first) for given in (costs, flat)
+        )
         assert fits(known, costs, caps)
         spans.append((simulate(known, costs).span, simulate(blind, costs).span))
     assert mean(known / blind for known, blind in spans) < 1 - 0.015
@@ -178,7 +227,12 @@ def test_uneven_stages_are_worth_knowing() -> None:
 def test_any_unit(p: int, m: int, scale: float) -> None:
     costs = uniform_costs(p, scale, scale, scale, scale / 4)
     assert simulate(automatic(costs, m, caps=[2 * p] * p), costs).span == pytest.approx(
-        scale * simulate(automatic(uniform_costs(p, 1, 1, 1, 0.25), m, caps=[2 * p] * p), uniform_costs(p, 1, 1, 1, 0.25)).span, rel=1e-6
+        scale
+        * simulate(
+            automatic(uniform_costs(p, 1, 1, 1, 0.25), m, caps=[2 * p] * p),
+            uniform_costs(p, 1, 1, 1, 0.25),
+        ).span,
+        rel=1e-6,
     )
 
 
@@ -188,7 +242,10 @@ def test_any_unit(p: int, m: int, scale: float) -> None:
         ({"microbatches": 0}, "3 ranks and 0 microbatches"),
         ({"first_trainable": 3}, "first trainable stage 3 of 3"),
         ({"caps": [1, 2]}, "2 memory limits for 3 stages"),
-        ({"caps": [9, 0.5, 9]}, "one microbatch on stage 1 needs 1, over its limit of 0.5; a limit of 1 would fit"),
+        (
+            {"caps": [9, 0.5, 9]},
+            "one microbatch on stage 1 needs 1, over its limit of 0.5; a limit of 1 would fit",
+        ),
         ({"caps": [9, 9, math.nan]}, "stage 2 needs 1, over its limit of nan"),
         ({"caps": [-1, 9, 9]}, "stage 0 needs 1, over its limit of -1"),
     ],
@@ -212,17 +269,28 @@ def test_a_b_that_takes_memory() -> None:
 
 
 def test_a_frozen_prefix_has_no_limit() -> None:
-    assert fits(automatic(uniform_costs(4, 1, 1, 1), 9, caps=[0, 0, 2, 2], first_trainable=2), uniform_costs(4, 1, 1, 1), [0, 0, 2, 2])
+    assert fits(
+        automatic(uniform_costs(4, 1, 1, 1), 9, caps=[0, 0, 2, 2], first_trainable=2),
+        uniform_costs(4, 1, 1, 1),
+        [0, 0, 2, 2],
+    )
 
 
 def test_makespan_is_an_objective_of_its_own() -> None:
     def both(costs: Costs, m: int, cap: float) -> list[Timeline]:
-        return [simulate(automatic(costs, m, caps=[cap] * len(costs.stages), objective=objective), costs) for objective in Objective]
+        return [
+            simulate(
+                automatic(costs, m, caps=[cap] * len(costs.stages), objective=objective), costs
+            )
+            for objective in Objective
+        ]
 
     costs, p, m = table_5(TABLE_5[3])
     by_span, by_makespan = both(costs, m, 2 * p)
     assert by_span.span < by_makespan.span
-    assert by_makespan.makespan == pytest.approx(lower_bound(costs, m, 0, Objective.MAKESPAN, [2 * p] * p))
+    assert by_makespan.makespan == pytest.approx(
+        lower_bound(costs, m, 0, Objective.MAKESPAN, [2 * p] * p)
+    )
     by_span, by_makespan = both(uniform_costs(3, 1, 1, 2, 0.5), 6, 3)
     assert by_makespan.makespan == 28 < by_span.makespan
 
@@ -261,7 +329,12 @@ def test_another_process_makes_the_same_without_a_word(tmp_path: Path) -> None:
         "print(automatic(uniform_costs(5, 3, 4, 2, 0.5), 11, caps=[7] * 5), end='')"
     )
     # `-W always`: numba's warnings about its cache must not surface, either.
-    command, environment = [sys.executable, "-W", "always", "-c", code], os.environ | {"PYTHONHASHSEED": "7"}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=True, env=environment)
+    command, environment = (
+        [sys.executable, "-W", "always", "-c", code],
+        os.environ | {"PYTHONHASHSEED": "7"},
+    )
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=200, check=True, env=environment
+    )
     assert done.stdout == to_text(automatic(uniform_costs(5, 3, 4, 2, 0.5), 11, caps=[7] * 5))
     assert done.stderr == ""
